@@ -40,11 +40,6 @@ def refuse_with_elastic(config: Any) -> None:
     refused: dict[str, tuple[bool, object, str]] = {
         "sdp.engine": (sdp.engine != "fsdp2", sdp.engine, 'use "fsdp2"'),
         "sdp.groups": (sdp.groups < 2, sdp.groups, "use 2 or more"),
-        "sdp.masking": (
-            sdp.masking != "forward",
-            sdp.masking if isinstance(sdp.masking, str) else "a schedule",
-            'use "forward"',
-        ),
         "sdp.sync": (sdp.sync is not None, "a section of local steps", "remove it"),
         "sdp.group_sizes": (sdp.group_sizes is not None, sdp.group_sizes, "remove it"),
         "data.sources": (config.data.sources is not None, "a mixture", "read one data set"),

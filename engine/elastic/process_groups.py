@@ -4,6 +4,11 @@ A wait in gloo ends only by success, by a broken connection to a direct neighbou
 timeout. So nothing here blocks in a wait of gloo: it looks whether the operation is done, and
 whether the generation is over. Operations of a generation that is over are left behind with their
 buffers. A thread drops them when gloo is done with them, because dropping them earlier blocks.
+
+A wait may not raise where another rank of the same SDP group waits in a collective inside the
+group, because that one would wait forever. So there the error is *deferred*: the wait returns, and
+both compute on with worthless values to a point where all ranks of the group look whether the
+generation is over.
 """
 
 from __future__ import annotations
@@ -11,10 +16,11 @@ from __future__ import annotations
 import contextlib
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
 from typing import Any, TypeVar
 
+import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
@@ -34,10 +40,14 @@ class Abort:
     Args:
         is_set: whether the coordinator said so.
         tell: called with a reason if this rank notices first.
+
+    Attributes:
+        failed: why an operation of this rank failed, or "".
     """
 
     def __init__(self, is_set: Callable[[], bool], tell: Callable[[str], None]):
         self._is_set, self._tell = is_set, tell
+        self._defers = False
         self.failed = ""
 
     @property
@@ -50,6 +60,23 @@ class Abort:
         if not self.failed:
             self.failed = (str(error).strip().splitlines() or [type(error).__name__])[-1]
             self._tell(self.failed)
+
+    def check(self) -> None:
+        """Raise StepAbortedError if the generation is over, unless errors are deferred now."""
+        if self.is_over and not self._defers:
+            raise StepAbortedError(self.failed or "a group is lost")
+
+    @contextlib.contextmanager
+    def deferred(self) -> Iterator[None]:
+        """A context in which operations of a generation that is over end without an error.
+
+        Their results are worthless. The caller must look at :attr:`is_over` afterwards.
+        """
+        self._defers = True
+        try:
+            yield
+        finally:
+            self._defers = False
 
     def wait(self, is_done: Callable[[], bool]) -> None:
         """Return when ``is_done``. Raises StepAbortedError if the generation is over before."""
@@ -98,26 +125,36 @@ def call(action: Callable[[], T], abort: Abort) -> T:
 
 
 class _Work(dist.Work):
-    """An operation that was started, or that could not be started."""
+    """An operation that was started, or that could not be started.
 
-    def __init__(self, work: Any, abort: Abort):
+    ``finish`` is called when it has succeeded and somebody has waited for it.
+    """
+
+    def __init__(self, work: Any, abort: Abort, finish: Callable[[], object] = lambda: None):
         super().__init__()
-        self._work, self._abort = work, abort
+        self._work, self._abort, self._finish = work, abort, finish
 
     def is_completed(self) -> bool:
         return self._work is None or self._work.is_completed()
 
     def wait(self, timeout: Any = None) -> bool:
         del timeout  # the generation decides
+        try:
+            self._end()
+        except StepAbortedError:
+            self._abort.check()
+        return True
+
+    def _end(self) -> None:
         if self._work is None:
-            raise StepAbortedError(self._abort.failed or "a group is lost")
+            raise StepAbortedError
         self._abort.wait(self._work.is_completed)
         try:
             self._work.wait()
         except RuntimeError as error:
             self._abort.fail(error)
             raise StepAbortedError(self._abort.failed) from None
-        return True
+        self._finish()
 
 
 class AbortableGroup(dist.ProcessGroup):
@@ -150,7 +187,7 @@ class AbortableGroup(dist.ProcessGroup):
         """Whether gloo is done with all operations."""
         return all(work.is_completed() for work in self._started)
 
-    def _start(self, operation: Callable[..., Any], args: Any, kwargs: Any, *, blocks: bool = False) -> dist.Work:
+    def _start(self, operation: Callable[..., Any], args: Any, kwargs: Any, *, blocks: bool = False) -> _Work:
         """Start an operation. A failure is reported by the wait, because backward must go on."""
         if self._abort.is_over:
             return _Work(None, self._abort)
@@ -170,8 +207,18 @@ class AbortableGroup(dist.ProcessGroup):
     def allreduce(self, *args: Any, **kwargs: Any) -> dist.Work:
         return self._start(self._gloo.allreduce, args, kwargs)
 
-    def broadcast(self, *args: Any, **kwargs: Any) -> dist.Work:
-        return self._start(self._gloo.broadcast, args, kwargs)
+    def broadcast(self, tensors: list[torch.Tensor], options: Any, *args: Any, **kwargs: Any) -> dist.Work:
+        """Receive in a buffer of its own, and copy when somebody waits.
+
+        A frozen copy of weights is received in its final memory otherwise. A broadcast of a
+        generation that is over could then still overwrite it after a broadcast of the next one.
+        """
+        if options.rootRank == self.rank():
+            return self._start(self._gloo.broadcast, (tensors, options, *args), kwargs)
+        buffers = [torch.empty_like(tensor) for tensor in tensors]
+        work = self._start(self._gloo.broadcast, (buffers, options, *args), kwargs)
+        work._finish = lambda: [tensor.copy_(buffer) for tensor, buffer in zip(tensors, buffers, strict=True)]
+        return work
 
     def allgather(self, *args: Any, **kwargs: Any) -> dist.Work:
         return self._start(self._gloo.allgather, args, kwargs)

@@ -6,19 +6,23 @@ from __future__ import annotations
 
 import logging
 import socket
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
-from typing import Any
+from functools import partial
+from typing import Any, TypeVar
 
+import torch
 import torch.distributed as dist
 
 from ..backends.fsdp2.backend import FSDP2Backend
 from ..backends.fsdp2.reconnect import reconnect
 from ..batch.size import BatchSize
 from ..checkpoint.save import Saver
+from ..config.masking import Masking
 from ..distributed import world
 from ..distributed.agreement import gather_json
-from ..distributed.process_groups import rank_lists
+from ..distributed.process_groups import Communicators, rank_lists
 from ..distributed.world import World
 from ..engine import SDPEngine
 from ..errors import PeerLostError
@@ -30,6 +34,8 @@ from .process_groups import Abort, Meeting
 from .returning import exchange, has_state, prepare
 
 log = logging.getLogger("sdp")
+
+T = TypeVar("T")
 
 
 class UnitsLostError(PeerLostError):
@@ -52,11 +58,18 @@ class Session:
 
     def __init__(self, client: CoordinatorClient, engine: SDPEngine, timeout: float):
         self._client, self._engine, self._timeout = client, engine, timeout
+        self._phases: Mapping[Masking, Layout] = self._backend.phases
         self.layout: Layout = engine.layout
         self.assembly: Assembly | None = None
         self._is_fresh = True
         self._meeting: Meeting | None = None
         self._abort: Abort | None = None
+
+    @property
+    def _backend(self) -> FSDP2Backend:
+        backend = self._engine.backend
+        assert isinstance(backend, FSDP2Backend)
+        return backend
 
     @property
     def slot(self) -> int:
@@ -93,10 +106,7 @@ class Session:
                     f"no living group holds {lost[0]!r} ({len(lost)} of {len(self.layout.units)} units)"
                 )
             try:
-                self._connect(found)
-                position()
-                if fresh and not everyone_is_fresh:
-                    self._bring_up_to_date(fresh)
+                self.protect(partial(self._begin, found, [] if everyone_is_fresh else fresh, position))
             except StepAbortedError as error:
                 log.info("generation %d is over before it began: %s", found.number, error)
                 continue
@@ -105,14 +115,56 @@ class Session:
 
     def vote(self, facts: Any) -> Decision:
         """Vote for the present step, and return when it is committed. Raises StepAbortedError."""
-        if self._abort is not None and self._abort.failed:
-            raise StepAbortedError(self._abort.failed)
+        if self._abort is not None and self._abort.is_over:
+            raise StepAbortedError(self._abort.failed or "a group is lost")
         return self._client.vote(facts, step=self._engine.global_steps)
 
     def finish(self) -> None:
         """Leave the run, which is over. Collective. Raises StepAbortedError."""
         self.vote(None)
         self._client.leave()
+
+    # -- losses ------------------------------------------------------------------------------------
+
+    def protect(self, action: Callable[[], T], *, defers: bool = False) -> T:
+        """Return what ``action`` returns, or let all ranks of this group raise StepAbortedError.
+
+        Without this, a rank that does not notice a loss in time would go on to a collective inside
+        the group, and wait there for a rank that has left.
+
+        Args:
+            action: something that all ranks of the group do. Between its first and its last message
+                to other groups it may have collectives inside the group only with ``defers``.
+            defers: if a group is lost, ``action`` runs on to its end with worthless values.
+        """
+        result: list[T] = []
+        try:
+            if defers:
+                with self.deferred():
+                    result.append(action())
+            else:
+                result.append(action())
+            failed = self._abort.failed if self._abort is not None and defers and self._abort.is_over else None
+        except StepAbortedError as error:
+            failed = str(error)
+        if not _all_inside(failed is None):
+            raise StepAbortedError(failed or "a group is lost")
+        return result[0]
+
+    @contextmanager
+    def deferred(self) -> Iterator[None]:
+        """A context in which nothing but :meth:`vote` notices that a group is lost."""
+        assert self._abort is not None
+        with self._abort.deferred():
+            yield
+
+    def look(self) -> None:
+        """Raise StepAbortedError if a group is lost and no other rank is in this group.
+
+        Several ranks would have to agree, which costs a message. They notice in their next vote.
+        """
+        if self._abort is not None and dist.get_world_size() == 1:
+            self._abort.check()
 
     # -- a meeting ---------------------------------------------------------------------------------
 
@@ -122,40 +174,63 @@ class Session:
             self._meeting.leave()
             self._meeting = None
 
+    def _begin(self, found: Assembly, fresh: Sequence[int], position: Callable[[], None]) -> None:
+        """Begin a generation, in which the groups ``fresh`` get the state of the others."""
+        self._connect(found)
+        position()
+        if fresh:
+            self._bring_up_to_date(fresh)
+        engine, backend = self._engine, self._backend
+        # All frozen copies are brought up to date, with the masking of the next step.
+        backend.enter_phase(backend.phases[engine.config.masking_schedule.at(engine.global_steps + 1)])
+
     def _connect(self, found: Assembly) -> None:
-        backend, engine = self._engine.backend, self._engine
-        assert isinstance(backend, FSDP2Backend)
-        layout = living_layout(self.layout, found.slots)
-        mesh, inside = layout.mesh, self._client.identity.inside
-        rank = mesh.rank(found.slots.index(self.slot)) + inside
+        backend, engine = self._backend, self._engine
+        phases: dict[Masking, Layout] = {
+            masking: living_layout(layout, found.slots) for masking, layout in self._phases.items()
+        }
+        mesh = phases[backend.layout.masking].mesh
+        rank = mesh.rank(found.slots.index(self.slot)) + self._client.identity.inside
         abort = self._abort = Abort(self._client.abort.is_set, self._client.give_up)
         meeting = self._meeting = Meeting(
             found.members[0].store, found.name, rank, dist.get_rank(), abort, self._timeout
         )
         everyone = meeting.make_group("world", range(mesh.world_size))
         world.enter(World(rank, mesh.world_size, everyone))
-        made: dict[tuple[int, ...], Any] = {}
-        holders: dict[tuple[int, ...], Any] = {}
-        sets = {info.holders for info in layout.parameters.values()}
-        for group, ranks in rank_lists(mesh, sets, replicate_inside=backend.stage == 0):
-            if rank in ranks:
-                key = tuple(ranks)
-                if key not in made:
-                    made[key] = meeting.make_group("-".join(map(str, ranks)), ranks)
-                holders[group] = made[key]
-        communicators = replace(backend.communicators, mesh=mesh, rank=rank, holders=holders)
-        reconnect(backend, layout, communicators)
+        reconnect(backend, phases, self._communicators(meeting, rank, phases))
         batch: BatchSize = engine._batch
         engine._batch = replace(batch, train=batch.micro * batch.accumulation * mesh.data_ranks)
         engine._saved = backend.state_to_save()
         engine._saver = Saver(alone=mesh.world_size == 1, device=engine.device)
+        engine.micro_steps = engine.global_steps * batch.accumulation  # the last step may have ended amid its parts
         sampler = engine.loader.sampler
         sampler.data_rank, sampler.data_ranks = mesh.data_rank(rank), mesh.data_ranks
 
+    def _communicators(self, meeting: Meeting, rank: int, phases: Mapping[Masking, Layout]) -> Communicators:
+        """Make this rank's process groups between SDP groups, in an order that all ranks share."""
+        backend, layout = self._backend, next(iter(phases.values()))
+        mesh = layout.mesh
+        made: dict[tuple[int, ...], Any] = {}
+        holders: dict[tuple[int, ...], Any] = {}
+        refresh: dict[tuple[int, tuple[int, ...]], Any] = {}
+        sets = {info.holders for info in layout.parameters.values()}
+        for groups, ranks in rank_lists(mesh, sets, replicate_inside=backend.stage == 0):
+            if rank in ranks:
+                key = tuple(ranks)
+                if key not in made:
+                    made[key] = meeting.make_group("-".join(map(str, ranks)), ranks)
+                holders[groups] = made[key]
+        ways = {(each.source, each.members) for phase in phases.values() for each in phase.refreshes}
+        for source, groups in sorted(ways):
+            for ranks in zip(*map(mesh.ranks_of, groups), strict=True):
+                if rank in ranks:
+                    label = f"from {source}: {'-'.join(map(str, ranks))}"
+                    refresh[source, groups] = meeting.make_group(label, ranks)
+        return replace(backend.communicators, mesh=mesh, rank=rank, holders=holders, refresh=refresh)
+
     def _bring_up_to_date(self, fresh: Sequence[int]) -> None:
         """Give the ``fresh`` groups the state of the others."""
-        engine, backend = self._engine, self._engine.backend
-        assert isinstance(backend, FSDP2Backend)
+        engine, backend = self._engine, self._backend
         is_fresh = backend.at.sdp in fresh
         backend.shard_parameters()
         everyones = gather_json(None if is_fresh else self._facts(backend))
@@ -194,6 +269,15 @@ class Session:
             "samples": engine.global_samples,
             "skipped": engine.skipped_steps,
         }
+
+
+def _all_inside(succeeded: bool) -> bool:
+    """Return whether all ranks of this group have succeeded. Collective in the group."""
+    if dist.get_world_size() == 1:
+        return succeeded
+    flag = torch.tensor([int(succeeded)])
+    dist.all_reduce(flag, dist.ReduceOp.MIN)
+    return bool(flag.item())
 
 
 def serve_meeting_store(coordinator: str) -> tuple[Any, str]:

@@ -145,6 +145,7 @@ class GradientSync:
         self._alone: list[nn.Parameter] = []  # held by this rank only: nothing to send, so no hook
         self._armed = False
         self._next = 0  # the index of the first bucket that is not launched yet
+        self._hooks: list[Any] = []
         for bucket in buckets:
             held = [parameters[name] for name in bucket.names if name in parameters]
             if not held:
@@ -156,7 +157,12 @@ class GradientSync:
             pending = PendingBucket(held, communicator, scope)
             self._pending.append(pending)
             for parameter in held:
-                parameter.register_post_accumulate_grad_hook(self._make_hook(pending))
+                self._hooks.append(parameter.register_post_accumulate_grad_hook(self._make_hook(pending)))
+
+    def close(self) -> None:
+        """Watch the parameters no longer, because another object averages their gradients."""
+        for hook in self._hooks:
+            hook.remove()
 
     def begin(self) -> None:
         """Prepare for a backward pass.

@@ -65,7 +65,7 @@ class WeightRefresh:
                 for tensor, group, source in self._parts(refresh, name, weights or {}) if name in names else ():
                     if tensor.numel() == 0:  # an empty shard is empty in all groups
                         continue
-                    here, ranks = dist.get_rank(group), dist.get_world_size(group)
+                    here, ranks = group.rank(), group.size()
                     if here == source:
                         tensor = tensor.to(self._dtype if tensor.is_floating_point() else tensor.dtype).contiguous()
                     if passes_on(here, source, ranks):

@@ -186,7 +186,11 @@ def _rates_after_a_loss(case: Case) -> tuple[dict[str, float], dict[str, float],
     living = living_layout(engine.layout, alive)
     assert not lost_units(engine.layout, alive)
     if backend.rank in alive:
-        reconnect(backend, {living.masking: living}, replace(backend.communicators, mesh=living.mesh, rank=alive.index(backend.rank)))
+        reconnect(
+            backend,
+            {living.masking: living},
+            replace(backend.communicators, mesh=living.mesh, rank=alive.index(backend.rank)),
+        )
     seen.clear()
     engine.optimizer.step()  # nothing is exchanged in it
     scale = HolderScale(living.placement, 0.5)

@@ -23,7 +23,6 @@ from ...model_interface import get_sharding_groups
 from ...optim.clip import squared_norm
 from ...placement.layout import Layout
 from ...placement.tensor_info import Shard
-from ...placement.units import SHARED
 from ...subnetwork.branch_scale import BranchScale
 from ...subnetwork.carve import PassThrough
 from ...subnetwork.dormant import DormantCopies
@@ -39,6 +38,7 @@ from .collectives import (
     root_stays_gathered,
     zero_missing_gradients,
 )
+from .connection import await_weights, ends_in_root, make_inner_sync, make_sync
 from .noise import make_noise
 from .offload import ShardHome
 from .sharding import refuse_scalars, shard
@@ -123,12 +123,6 @@ class FSDP2Backend(ShardedBackend):
             waited += self._inner_sync.exposed_seconds
         return waited + (self.local.outer.exposed_seconds if self.local is not None else 0.0)
 
-    def _in_root_group(self, name: str) -> bool:
-        """Whether FSDP2 reduces the parameter at the end of backward, with the root's own ones."""
-        info = self.layout.parameters[name]
-        wrapped = (*get_sharding_groups(self.module), *self.layout.blocks)
-        return self.uses_fsdp and info.unit == SHARED and not any(name.startswith(f"{module}.") for module in wrapped)
-
     def ready(self) -> None:
         """Connect the layer between groups to the parameters and fill frozen copies.
 
@@ -139,35 +133,40 @@ class FSDP2Backend(ShardedBackend):
             name: p for name, p in everything.items() if self.at.sdp in self.layout.parameters[name].holders
         }
         self._frozen = {name: p for name, p in everything.items() if name not in self.parameters}
-        partial = [info.name for info in self.layout.held(self.at.sdp) if info.trainable and info.tp_dim is None]
-        self._sync = GradientSync(
-            self.layout.buckets(self._in_root_group),
-            self.parameters,
-            self.communicators.holders,
-            self.traffic,
-            partial,
-            self.tensor_ranks,
-            clock=self.clock,
-            all_reduce=self.home.messages.all_reduce,
-        )
-        self._inner_sync = self._make_inner_sync(partial)
-        self._counted = [
-            self.parameters[name]
-            for name, info in self.layout.parameters.items()
-            if info.trainable and self.layout.counts_norm(info, self.at, sharded=self.shards > 1)
-        ]
-        broadcast = self.home.messages.broadcast
-        self._refresh = WeightRefresh(
-            self.layout.refreshes, everything, self.communicators.refresh, self.traffic, self.compute_dtype, broadcast
-        )
-        for name in self._refresh.blocks:
-            # This hook must run before FSDP2's own hook, which gathers the shards.
-            self.module.get_submodule(name).register_forward_pre_hook(self._wait_for_weights(name), prepend=True)
+        self.connect(self.layout)
+        blocks = dict.fromkeys(refresh.block for refresh in self.layout.refreshes)
+        await_weights(self.module, blocks, lambda *block: self._refresh.wait(*block), gather_stream)
         if len(self.phases) > 1:
             if isinstance(self.module, FSDPModule):
                 self._hidden = HiddenParameters(self.module, self._frozen.values())
             self._dormant = DormantCopies(self.module, self._frozen, self._pass_throughs)
         self.enter_phase(next(iter(self.phases.values())))
+
+    def connect(self, layout: Layout) -> None:
+        """Average with the other groups of ``layout`` from now on, and exchange copies with them.
+
+        With a schedule of maskings, ``layout`` is that of its phase with frozen copies.
+        """
+        comes_last = ends_in_root(layout, self.module, uses_fsdp=self.uses_fsdp)
+        self._sync = make_sync(self, comes_last, self.home.messages.all_reduce)
+        self._inner_sync = make_inner_sync(self, comes_last) if self._local_settings is not None else None
+        self._counted = [
+            self.parameters[name]
+            for name, info in layout.parameters.items()
+            if info.trainable and layout.counts_norm(info, self.at, sharded=self.shards > 1)
+        ]
+        self._refresh = WeightRefresh(
+            layout.refreshes,
+            {**self.parameters, **self._frozen},
+            self.communicators.refresh,
+            self.traffic,
+            self.compute_dtype,
+            self.home.messages.broadcast,
+        )
+
+    def disconnect(self) -> None:
+        """Average with these groups no longer."""
+        self._sync.close()
 
     def enter_phase(self, layout: Layout) -> None:
         self._scale.use(layout)
@@ -184,23 +183,6 @@ class FSDP2Backend(ShardedBackend):
         return make_noise(self, self._sync)
 
     # -- local steps -------------------------------------------------------------------------------
-
-    def _make_inner_sync(self, partial: Sequence[str]) -> GradientSync | None:
-        """Make what averages the gradients of local steps: among this group's replicas only."""
-        if self._local_settings is None:
-            return None
-        holder_sets = {info.holders for info in self.layout.parameters.values()}
-        replicas = self.communicators.replicas
-        return GradientSync(
-            self.layout.buckets(self._in_root_group),
-            self.parameters,
-            dict.fromkeys(holder_sets, replicas) if replicas is not None else {},
-            self.traffic,
-            partial,
-            self.tensor_ranks,
-            clock=self.clock,
-            scope="inside groups",
-        )
 
     @property
     def _reducer(self) -> GradientSync:
@@ -228,9 +210,6 @@ class FSDP2Backend(ShardedBackend):
     def refresh_from(self, anchors: Mapping[str, torch.Tensor], names: Collection[str]) -> None:
         self._refresh.start(names, anchors)
 
-    def _wait_for_weights(self, block: str) -> Callable[..., None]:
-        return lambda module, _: self._refresh.wait(block, gather_stream(module))
-
     def refresh(self, *, after_step: bool) -> None:
         if not self.layout.keeps_frozen:
             return
@@ -256,15 +235,18 @@ class FSDP2Backend(ShardedBackend):
         reducer = self._reducer
         reducer.begin()
         if not boundary:
-            loss.backward()
+            self._differentiate(loss)
             return
         reducer.arm()
         try:
-            loss.backward()
+            self._differentiate(loss)
         except BaseException:
             reducer.abandon()
             raise
         reducer.finish()
+
+    def _differentiate(self, loss: torch.Tensor) -> None:
+        loss.backward()
 
     def zero_grad(self) -> None:
         for parameter in self.parameters.values():

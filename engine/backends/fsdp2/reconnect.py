@@ -2,20 +2,27 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
+from ...config.masking import Masking
 from ...distributed.process_groups import Communicators
 from ...placement.layout import Layout
 from .backend import FSDP2Backend
 
 
-def reconnect(backend: FSDP2Backend, layout: Layout, communicators: Communicators) -> None:
+def reconnect(backend: FSDP2Backend, phases: Mapping[Masking, Layout], communicators: Communicators) -> None:
     """Average with other groups from now on. What is inside the group stays as it is.
+
+    Frozen copies are as they were. The caller brings them up to date, with ``enter_phase``.
 
     Args:
         backend: the backend, between two steps and without gradients.
-        layout: the layout of the living groups.
-        communicators: the process groups of this rank. ``rank`` is its number in ``layout``.
+        phases: the layouts of the living groups, by masking.
+        communicators: the process groups of this rank. ``rank`` is its number in the layouts.
     """
+    backend.disconnect()
     backend.rank, backend.communicators = communicators.rank, communicators
-    backend.at = layout.mesh.coordinates(communicators.rank)
-    backend.layout, backend.phases = layout, {layout.masking: layout}
-    backend.ready()
+    backend.phases = dict(phases)
+    backend.layout = phases[backend.layout.masking]
+    backend.at = backend.layout.mesh.coordinates(communicators.rank)
+    backend.connect(phases.get("backward", backend.layout))

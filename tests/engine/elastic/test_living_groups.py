@@ -1,0 +1,303 @@
+"""A group is lost and returns. In each step the others equal a run that has only the living groups,
+and holders and frozen copies are equal bit for bit.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import sdp
+import torch
+import torch.distributed as dist
+from sdp.engine.distributed import world
+from sdp.engine.distributed.world import World
+from sdp.engine.elastic.coordinator import Coordinator
+from sdp.engine.elastic.member import CoordinatorClient, Identity, StepAbortedError
+from sdp.engine.elastic.membership import STEP
+from sdp.engine.elastic.session import Session, serve_meeting_store, share_inside
+from sdp.engine.placement.units import find_neuron_units
+from sdp.tests.support import models
+from sdp.tests.support.case_tables import THERE_AND_BACK, TO_BACKWARD, TO_FORWARD
+from sdp.tests.support.cases import RELATIVE, Case, one_step, whole
+from sdp.tests.support.ranks import RankPool
+from torch.distributed import PrefixStore, TCPStore
+
+TOKEN = b"a shared secret"
+HOLDERS = [[0, 1, 2], [0, 1], [1, 2], [0, 2]]  # of the units, in turn: each survives one loss
+LOST = 1  # the group
+# The living groups in each step. The group is lost amid the end of the second step.
+LIVING = [[0, 1, 2], [0, 1, 2], [0, 2], [0, 2], [0, 1, 2], [0, 1, 2]]
+
+
+class DiedError(Exception):
+    """The group is lost here."""
+
+
+@dataclass
+class Seen:
+    """What a rank has after a step."""
+
+    living: list[int]
+    norm: float
+    counted: dict[str, int]
+    planned: dict[str, int]
+    weights: dict[str, torch.Tensor]
+    copies: dict[str, torch.Tensor]  # this rank's parts
+    held: dict[str, torch.Tensor]  # this rank's parts
+
+
+def settings(case: Case, living: Sequence[int], engine: str) -> dict[str, Any]:
+    """Return the configuration of a run that has only the groups ``living``."""
+    names = models.unit_names(case.model)
+    if case.neurons:
+        names = [unit.name for unit in find_neuron_units(models.build(case.model), case.neurons)]
+    here = replace(case, groups=len(living), placement="full")
+    config = here.config(engine)
+    del config["sdp"]["capacity"]
+    config["sdp"]["placement"] = {
+        name: [living.index(group) for group in HOLDERS[index % len(HOLDERS)] if group in living]
+        for index, name in enumerate(names)
+    }
+    config["training"] = {"steps": len(LIVING)}
+    return config
+
+
+def engine_of(case: Case, living: Sequence[int], engine: str) -> Any:
+    return sdp.initialize(model=models.build(case.model), config=settings(case, living, engine))[0]
+
+
+# -- the elastic run, on ranks ---------------------------------------------------------------------
+
+
+class Loader:
+    """Stands for the data, whose position a session shares."""
+
+    def __init__(self) -> None:
+        self.sampler = SimpleNamespace(data_rank=0, data_ranks=1)
+        self.position = 0
+
+    def state_dict(self) -> dict[str, int]:
+        return {"position": self.position}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.position = state["position"]
+
+
+def begin(case: Case, port: int, life: str) -> tuple[Any, Session, CoordinatorClient, Any]:
+    """Build this rank's engine, and find the coordinator."""
+    per_group = case.fsdp * case.tp
+    slot, inside = _slot(case), dist.get_rank()
+    world.enter(World(slot * per_group + inside, per_group * 3))
+    engine = engine_of(case, [0, 1, 2], "fsdp2")
+    engine.loader = Loader()
+    store, address = serve_meeting_store("127.0.0.1") if inside == 0 else (None, "")
+    who = Identity(slot, inside, per_group, share_inside(f"{life} {slot}"), "here", share_inside(address))
+    client = CoordinatorClient(("127.0.0.1", port), TOKEN, who, heartbeat_seconds=60, wait_seconds=60)
+    session = Session(client, engine, 60.0)
+    engine.before_update = lambda: session.vote(None)
+    return engine, session, client, store
+
+
+def _slot(case: Case) -> int:
+    return _PLACE[0] // (case.fsdp * case.tp)
+
+
+_PLACE: list[int] = []  # the rank in the pool
+
+
+def elastic(case: Case, port: int, store_port: int) -> list[dict[str, Any]]:
+    """Run the case on this rank of three groups, which each have a world of their own.
+
+    Returns:
+        The attributes of :class:`Seen` after each step.
+    """
+    per_group = case.fsdp * case.tp
+    _PLACE[:] = [dist.get_rank()]
+    dist.destroy_process_group()
+    shared = TCPStore("127.0.0.1", store_port, is_master=False)
+    store = PrefixStore(f"group-{_slot(case)}", shared)
+    dist.init_process_group("gloo", store=store, rank=_PLACE[0] % per_group, world_size=per_group)
+    try:
+        return [vars(seen) for seen in _run(case, port, shared)]
+    finally:
+        world.enter(None)
+
+
+def _run(case: Case, port: int, shared: TCPStore) -> list[Seen]:
+    engine, session, client, store = begin(case, port, "first")
+    seen: list[Seen] = []
+    session.meet(STEP)
+    is_lost = _slot(case) == LOST
+    for step, living in enumerate(LIVING):
+        if is_lost and LOST not in living:
+            continue
+        if is_lost and step and LOST not in LIVING[step - 1]:
+            shared.wait(["the others are there"])
+            engine, session, client, store = begin(case, port, "second")
+            session.meet(STEP)
+            assert engine.global_steps == step
+        elif step and len(living) > len(LIVING[step - 1]):
+            shared.set("the others are there", "yes")
+            while len(session.meet(STEP).members) < len(living):
+                pass
+        dies = is_lost and step + 1 < len(LIVING) and LOST not in LIVING[step + 1]
+        try:
+            _step(engine, session, case, step, dies=dies)
+        except DiedError:
+            client.hang_up()
+            continue
+        seen.append(_look(engine, session, step))
+    del store
+    return seen
+
+
+def _step(engine: Any, session: Session, case: Case, step: int, *, dies: bool) -> None:
+    """Make a step, again if a group is lost meanwhile."""
+    if dies:  # after the vote, when the weights have changed, before they are sent
+
+        def die(**_: Any) -> None:
+            raise DiedError
+
+        engine.backend.refresh = die
+    while True:
+        engine.traffic.reset()
+        try:
+            session.look()
+            with session.deferred():
+                one_step(engine, case, step, data_rank=world.rank() // case.tp)
+                engine.step()
+        except StepAbortedError:
+            engine.forget_micro_batches()
+            session.meet(STEP)
+        else:
+            assert engine.global_steps == step + 1
+            return
+
+
+def _look(engine: Any, session: Session, step: int) -> Seen:
+    assert session.assembly is not None
+    counted = {kind: sent for kind, sent in engine.traffic.by_kind().items() if not kind.startswith("tensor")}
+    planned = engine.planned_traffic(step + 1).by_kind()
+    frozen: dict[str, Any] | None = None
+    while frozen is None:
+        try:
+            frozen = session.protect(lambda: engine.frozen_here, defers=True)  # waits until they are refreshed
+        except StepAbortedError:
+            session.meet(STEP)
+    return Seen(
+        session.assembly.slots,
+        engine.get_global_grad_norm(),
+        counted,
+        planned,
+        {name: whole(engine, name, p).clone() for name, p in engine.parameters_here.items()},
+        {name: _part(p) for name, p in frozen.items()},
+        {name: _part(p) for name, p in engine.parameters_here.items()},
+    )
+
+
+def _part(parameter: Any) -> torch.Tensor:
+    local = parameter.to_local() if hasattr(parameter, "to_local") else parameter
+    return local.detach().clone()
+
+
+# -- the runs with only the living groups, in this process -----------------------------------------
+
+
+def expected(case: Case) -> Iterator[tuple[float, dict[str, torch.Tensor]]]:
+    """Yield norm and weights of the full model after each step.
+
+    Each change of groups is a new run that goes on with the state of the one before.
+    """
+    case = replace(case, stage=0, tp=1)
+    engine, living = engine_of(case, LIVING[0], "reference"), LIVING[0]
+    for step, now in enumerate(LIVING):
+        if now != living:
+            engine, living = _continued(engine, case, now), now
+        one_step(engine, replace(case, groups=len(now)), step, data_rank=None)
+        engine.step()
+        yield engine.get_global_grad_norm(), {name: p.detach().clone() for name, p in engine.parameters_here.items()}
+
+
+def _continued(before: Any, case: Case, living: Sequence[int]) -> Any:
+    engine = engine_of(case, living, "reference")
+    for name, parameter in engine.parameters_here.items():
+        parameter.data.copy_(before.parameters_here[name])
+    engine.optimizer.load_state_dict(before.optimizer.state_dict())
+    engine.lr_scheduler.load_state_dict(before.lr_scheduler.state_dict())
+    engine.global_steps, engine.micro_steps = before.global_steps, before.micro_steps
+    engine.backend.use_masking(engine.config.masking_schedule.at(engine.global_steps + 1))
+    return engine
+
+
+CASES = [
+    Case(3, 1, 0, masking="backward", optimizer="adamw", model="llama-tied-meta", clip=True),
+    Case(3, 1, 0, accumulation=2, model="mlp-meta", clip=True, branch_scale="train", optimizer="momentum"),
+    Case(3, 1, 0, masking="backward", model="even-llama-tied-meta", neurons=2, optimizer="adamw"),
+    Case(3, 1, 0, masking=THERE_AND_BACK, model="mlp-meta", optimizer="adamw"),
+    Case(3, 1, 0, masking=TO_BACKWARD, model="even-llama-meta", neurons=2, branch_scale="train"),
+    Case(3, 2, 3, masking="backward", model="llama-meta", optimizer="adamw", clip=True),
+    Case(3, 2, 2, 2, masking=TO_FORWARD, model="llama-meta", optimizer="adamw", branch_scale="train"),
+    Case(3, 1, 0, tp=2, model="wide-llama-tied-meta", optimizer="adamw", clip=True),
+    Case(3, 1, 0, tp=2, masking="backward", model="wide-llama-meta", neurons=2, optimizer="adamw"),
+]
+
+
+def _id(case: Case) -> str:
+    schedule = "" if case.masking.isalpha() else "-".join(each["masking"] for each in json.loads(case.masking))
+    return f"{replace(case, placement='mixed')}-{schedule}"
+
+
+@pytest.mark.parametrize("case", CASES, ids=_id)
+def test_a_lost_and_a_returning_group_leave_a_run_of_the_living_groups(ranks: RankPool, case: Case) -> None:
+    coordinator = Coordinator(3, case.fsdp * case.tp, TOKEN, lambda _: None, heartbeat_seconds=60, wait_seconds=60)
+    coordinator.start()
+    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    try:
+        told = ranks.run(elastic, case, coordinator.port, store.port, world=case.world)
+    finally:
+        coordinator.stop()
+    answers = [[Seen(**values) for values in of_rank] for of_rank in told]
+    per_group = case.fsdp * case.tp
+    for step, (norm, weights) in enumerate(expected(case)):
+        everyones: dict[int, Seen] = {}
+        for rank, answer in enumerate(answers):
+            found = _at(answer, rank // per_group, step)
+            if found is not None:
+                everyones[rank] = found
+        _compare(everyones, step, norm, weights, per_group)
+
+
+def _at(answer: list[Seen], slot: int, step: int) -> Seen | None:
+    """Return what a rank saw after a step. The lost group does not see the one in which it dies."""
+    if slot != LOST:
+        return answer[step]
+    alive = [index for index, living in enumerate(LIVING) if LOST in living and LOST in LIVING[min(index + 1, 5)]]
+    return answer[alive.index(step)] if step in alive else None
+
+
+def _compare(
+    everyones: dict[int, Seen], step: int, norm: float, weights: dict[str, torch.Tensor], per_group: int
+) -> None:
+    held: dict[tuple[int, str], torch.Tensor] = {}
+    for rank, seen in everyones.items():
+        assert seen.norm == pytest.approx(norm, rel=RELATIVE), f"step {step}, rank {rank}"
+        for name, weight in seen.weights.items():
+            full, _, index = name.partition(":")
+            if not index:  # slices are compared among holders
+                largest = weights[full].abs().max().item()
+                torch.testing.assert_close(
+                    weight, weights[full], rtol=0, atol=2 * RELATIVE * largest, msg=f"step {step}, rank {rank}, {name}"
+                )
+        for name, part in seen.held.items():
+            key = rank % per_group, name
+            assert torch.equal(held.setdefault(key, part), part), f"step {step}: holders of {name} differ"
+        if step + 1 < len(LIVING) and LIVING[step + 1] == LIVING[step]:
+            assert seen.counted == seen.planned, f"step {step}, rank {rank}"
+    for rank, seen in everyones.items():
+        for name, copied in seen.copies.items():
+            assert torch.equal(held[rank % per_group, name], copied), f"step {step}, rank {rank}: copy of {name}"
