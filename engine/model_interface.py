@@ -196,7 +196,7 @@ class ModelHooks(Protocol):
     def random_options(self) -> list[str]:
         """The options by which training draws random numbers, as ``"model.KEY VALUE"``.
 
-        A model that returns any can only be trained with all units in all groups.
+        Each rank draws its own numbers, so tensor parallelism is refused for such a model.
         """
         ...
 

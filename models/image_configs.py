@@ -18,12 +18,17 @@ class ResNetConfig(Section):
     ``stem``: "imagenet" divides the image's side by 4 before the first block; "cifar", a single 3 ×
     3 convolution, keeps it. ``width`` is the number of channels of the first stage. ``image_size``
     is the number of pixels per side; it is only used to compare the costs of units.
+
+    ``stochastic_depth`` is the probability with which an image skips the convolutions of the last
+    block in training. It falls linearly to 0 before the first block (arXiv 1603.09382). Each rank
+    draws its own random numbers.
     """
 
     num_classes: Width | None = None
     stem: Literal["cifar", "imagenet"] = "imagenet"
     width: Width = 64
     image_size: Pixels | None = None
+    stochastic_depth: Annotated[float, Field(ge=0, lt=1)] = 0.0
 
 
 class SwinConfig(Section):
@@ -36,8 +41,9 @@ class SwinConfig(Section):
     ``window_size`` the number of patches per side of a window. ``image_size`` is the number of
     pixels per side; it is only used to compare the costs of units.
 
-    ``stochastic_depth`` must be 0. Each rank would draw its own random numbers for the branches
-    that a sample skips, so a run would depend on its layout.
+    ``stochastic_depth`` is the probability with which an image skips the branches of the last block
+    in training. It falls linearly to 0 at the first block, as in torchvision. Each rank draws its
+    own random numbers.
     """
 
     num_classes: Width | None = None
@@ -63,13 +69,13 @@ class SwinConfig(Section):
                 raise ValueError(
                     f"num_heads: {heads} heads do not divide the {self.channels(stage)} channels of stage {stage + 1}"
                 )
-        if self.stochastic_depth:
-            raise ValueError(
-                f"stochastic_depth {self.stochastic_depth:g} is not available in this version: its draws would depend "
-                "on the layout; use 0"
-            )
         return self
 
     def channels(self, stage: int) -> int:
         """C of a stage; the first stage is 0."""
         return self.embed_dim * 2**stage
+
+
+def random_options(config: ResNetConfig | SwinConfig) -> list[str]:
+    """List the option that makes training draw random numbers, as ``"model.KEY VALUE"``."""
+    return [f"model.stochastic_depth {config.stochastic_depth:g}"] if config.stochastic_depth else []

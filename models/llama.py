@@ -20,6 +20,7 @@ from ..engine.model_interface import Branch, Column, Constant, Gather, Head, Ini
 from .attention import causal_attention, document_mask
 from .llama_config import LlamaConfig as LlamaConfig  # re-exported
 from .loss import LanguageModelHead
+from .stochastic_depth import drop_rows
 
 
 class LlamaRMSNorm(nn.Module):
@@ -120,23 +121,10 @@ class LlamaDecoderLayer(nn.Module):
         """
         attended = hidden + self._dropped(self.self_attn(self.input_layernorm(hidden), cos, sin, mask))
         output = attended + self._dropped(self.mlp(self.post_attention_layernorm(attended)))
-        return skip_rows(hidden, output, self.survival) if self.training and self.survival < 1 else output
+        return hidden + drop_rows(output - hidden, self.survival) if self.training and self.survival < 1 else output
 
     def _dropped(self, added: Tensor) -> Tensor:
         return F.dropout(added, self.dropout) if self.training and self.dropout else added
-
-
-def skip_rows(hidden: Tensor, output: Tensor, survival: float) -> Tensor:
-    """Apply stochastic depth: take surviving rows of ``output`` (B, …), else rows of ``hidden``.
-
-    In the rows that survive, what the layer adds to ``hidden`` is multiplied by 1 / survival. The
-    mean is then the full layer's output, so evaluation needs no scaling. The paper (arXiv
-    1603.09382) scales in evaluation instead.
-
-    Every row is computed, because other ranks would wait in a gather for a rank that skips a layer.
-    """
-    survives = torch.rand(len(hidden), *[1] * (hidden.dim() - 1), device=hidden.device) < survival
-    return hidden + (output - hidden) * (survives / survival).to(hidden.dtype)
 
 
 class LlamaModel(nn.Module):

@@ -17,7 +17,7 @@ class LlamaConfig(Section):
     ``loss_chunk_tokens`` is the number of tokens whose logits exist at the same time while the loss
     is computed. None chooses a number that wastes neither memory nor time.
 
-    Three options are for dense training only, because each rank draws its own random numbers:
+    With three options, training draws random numbers. Each rank draws its own:
 
     - ``attention_dropout`` drops attention weights.
     - ``residual_dropout`` drops elements of what a branch adds (arXiv 1706.03762, section 5.4).

@@ -9,6 +9,7 @@ Letters of shapes: B images, C channels, H × W pixels, N classes.
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -16,7 +17,8 @@ from torch import Tensor, nn
 from ..engine.errors import ConfigError, ModelError
 from ..engine.model_interface import Branch, Constant, Init, Normal, Uniform
 from .classification import Measure, measure_logits
-from .image_configs import ResNetConfig
+from .image_configs import ResNetConfig, random_options
+from .stochastic_depth import drop_rows
 
 # Stages of two blocks. The first block of each later stage halves the image and doubles the
 # channels.
@@ -51,10 +53,12 @@ class BasicBlock(nn.Module):
     """Two 3 × 3 convolutions, added to their input: (B, C, H, W) → (B, C', H / stride, W / stride).
 
     The input is the output of a ReLU, so skipping a block with stride 1 and C' = C is the identity.
+    ``survival`` is the probability with which an image keeps the convolutions in training.
     """
 
-    def __init__(self, channels_in: int, channels: int, stride: int) -> None:
+    def __init__(self, channels_in: int, channels: int, stride: int, survival: float = 1.0) -> None:
         super().__init__()
+        self.survival = survival
         self.conv1 = nn.Conv2d(channels_in, channels, 3, stride, 1, bias=False)
         self.bn1 = BatchNorm2d(channels)
         self.conv2 = nn.Conv2d(channels, channels, 3, 1, 1, bias=False)
@@ -68,7 +72,8 @@ class BasicBlock(nn.Module):
     def forward(self, images: Tensor) -> Tensor:
         skipped = images if self.downsample is None else self.downsample(images)
         hidden = F.relu(self.bn1(self.conv1(images)))
-        return F.relu(self.bn2(self.conv2(hidden)) + skipped)
+        added = self.bn2(self.conv2(hidden))
+        return F.relu((drop_rows(added, self.survival) if self.training else added) + skipped)
 
 
 class ResNet(nn.Module):
@@ -88,10 +93,12 @@ class ResNet(nn.Module):
         self.conv1 = nn.Conv2d(3, width, 3, 1, 1, bias=False) if small else nn.Conv2d(3, width, 7, 2, 3, bias=False)
         self.bn1 = BatchNorm2d(width)
         self.maxpool = nn.Identity() if small else nn.MaxPool2d(3, 2, 1)
-        self.layer1 = _stage(width, width, 1)
-        self.layer2 = _stage(width, 2 * width, 2)
-        self.layer3 = _stage(2 * width, 4 * width, 2)
-        self.layer4 = _stage(4 * width, 8 * width, 2)
+        # Blocks 1 to 8. The probability of skipping falls linearly to 0 before the first one.
+        survival = [1 - config.stochastic_depth * block / 8 for block in range(1, 9)]
+        self.layer1 = _stage(width, width, 1, survival[:2])
+        self.layer2 = _stage(width, 2 * width, 2, survival[2:4])
+        self.layer3 = _stage(2 * width, 4 * width, 2, survival[4:6])
+        self.layer4 = _stage(4 * width, 8 * width, 2, survival[6:])
         self.fc = nn.Linear(8 * width, config.num_classes)
 
     def forward(self, images: Tensor, labels: Tensor | None = None, measure: Measure = "loss") -> Tensor:
@@ -109,6 +116,10 @@ class ResNet(nn.Module):
     def unit_patterns(self) -> list[str]:
         """Return patterns of the units: the blocks that keep the shape of their input."""
         return ["layer1.*", "layer2.1", "layer3.1", "layer4.1"]
+
+    def random_options(self) -> list[str]:
+        """List the option that makes training draw random numbers."""
+        return random_options(self.config)
 
     def unit_flops(self) -> dict[str, int]:
         """Count the floating-point operations of a forward pass of one image, by unit.
@@ -164,5 +175,7 @@ class ResNet(nn.Module):
         raise ModelError(f"{name}: ResNet has no parameter or buffer of this name")
 
 
-def _stage(channels_in: int, channels: int, stride: int) -> nn.Sequential:
-    return nn.Sequential(BasicBlock(channels_in, channels, stride), BasicBlock(channels, channels, 1))
+def _stage(channels_in: int, channels: int, stride: int, survival: Sequence[float]) -> nn.Sequential:
+    return nn.Sequential(
+        BasicBlock(channels_in, channels, stride, survival[0]), BasicBlock(channels, channels, 1, survival[1])
+    )

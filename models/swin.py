@@ -19,7 +19,8 @@ from torch import Tensor, nn
 from ..engine.errors import ConfigError, ModelError
 from ..engine.model_interface import Branch, Constant, Init, Normal, Table, Uniform
 from .classification import Measure, measure_logits
-from .image_configs import SwinConfig
+from .image_configs import SwinConfig, random_options
+from .stochastic_depth import drop_rows
 
 _MASKED = -100.0  # torchvision adds it to scores across the seam of a shifted image
 
@@ -106,11 +107,15 @@ class WindowAttention(nn.Module):
 class SwinBlock(nn.Module):
     """A residual block: attention in windows, then a feed-forward per patch.
 
-    Each is normalised first and added to its input.
+    Each is normalised first and added to its input. ``survival`` is the probability with which an
+    image keeps attention in training, and then with which it keeps the feed-forward.
     """
 
-    def __init__(self, channels: int, heads: int, window: int, shift: int, mlp_ratio: int) -> None:
+    def __init__(
+        self, channels: int, heads: int, window: int, shift: int, mlp_ratio: int, survival: float = 1.0
+    ) -> None:
         super().__init__()
+        self.survival = survival
         self.norm1 = nn.LayerNorm(channels)
         self.attn = WindowAttention(channels, heads, window, shift)
         self.norm2 = nn.LayerNorm(channels)
@@ -120,8 +125,11 @@ class SwinBlock(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """``x`` (B, H, W, C) → the same shape. Skipping a block is the identity."""
-        x = x + self.attn(self.norm1(x))
-        return x + self.mlp(self.norm2(x))
+        x = x + self._dropped(self.attn(self.norm1(x)))
+        return x + self._dropped(self.mlp(self.norm2(x)))
+
+    def _dropped(self, added: Tensor) -> Tensor:
+        return drop_rows(added, self.survival) if self.training else added
 
 
 class PatchMerging(nn.Module):
@@ -156,12 +164,17 @@ class Swin(nn.Module):
         self.features = nn.Sequential(
             nn.Sequential(patch, Rearrange("b c h w -> b h w c"), nn.LayerNorm(config.embed_dim))
         )
+        slope = config.stochastic_depth / max(1, sum(config.depths) - 1)  # 0 in the first block, as in torchvision
         for stage, (depth, heads) in enumerate(zip(config.depths, config.num_heads, strict=True)):
+            before = sum(config.depths[:stage])
             channels = config.channels(stage)
             if stage:
                 self.features.append(PatchMerging(channels // 2))
             shifts = [0 if index % 2 == 0 else config.window_size // 2 for index in range(depth)]
-            blocks = (SwinBlock(channels, heads, config.window_size, shift, config.mlp_ratio) for shift in shifts)
+            blocks = (
+                SwinBlock(channels, heads, config.window_size, shift, config.mlp_ratio, 1 - slope * (before + index))
+                for index, shift in enumerate(shifts)
+            )
             self.features.append(nn.Sequential(*blocks))
         self.norm = nn.LayerNorm(config.channels(len(config.depths) - 1))
         self.head = nn.Linear(self.norm.normalized_shape[0], config.num_classes)
@@ -178,6 +191,10 @@ class Swin(nn.Module):
     def unit_patterns(self) -> list[str]:
         """Return patterns of the modules that are units: the residual blocks of every stage."""
         return [f"features.{2 * stage + 1}.*" for stage in range(len(self.config.depths))]
+
+    def random_options(self) -> list[str]:
+        """List the option that makes training draw random numbers."""
+        return random_options(self.config)
 
     def neuron_branches(self) -> list[Branch]:
         """List the branches of each block.

@@ -21,7 +21,7 @@ from .buckets import Bucket, Refresh, plan_buckets
 from .chains import find_unskippable
 from .placement import Placement
 from .policies import make_placement, warn_of_large_share, warn_of_left_out
-from .requirements import require_dense_if_random, require_even, require_inside
+from .requirements import require_even, require_inside, require_whole_tensors_if_random
 from .tensor_info import Cut, TensorInfo
 from .units import SHARED, Slice, Unit, find_neuron_units, find_units, unit_of_parameters
 
@@ -79,7 +79,7 @@ class Layout:
                 raise ConfigError("sdp.units: [] leaves groups nothing to hold a part of; name modules, or remove it")
             blocks = tuple(unit.name for unit in units)
         placement = make_placement(section, units)
-        require_dense_if_random(model, placement, mesh)
+        require_whole_tensors_if_random(model, mesh)
         unit_of = unit_of_parameters(units)
         everyone = tuple(range(mesh.sdp))
 

@@ -10,7 +10,6 @@ from ..distributed.mesh import Mesh
 from ..distributed.tensor_parallel import TP
 from ..errors import ConfigError, ModelError
 from ..model_interface import get_random_options
-from .placement import Placement
 from .units import Unit
 
 
@@ -24,22 +23,14 @@ def require_inside(units: Sequence[Unit], blocks: Sequence[str]) -> None:
             )
 
 
-def require_dense_if_random(model: nn.Module, placement: Placement, mesh: Mesh) -> None:
-    """Refuse sparse placements and tensor parallelism for a model that states random options.
+def require_whole_tensors_if_random(model: nn.Module, mesh: Mesh) -> None:
+    """Refuse tensor parallelism for a model that states random options (``random_options()``).
 
-    The model states them in ``random_options()``. Every rank draws its own numbers. Tensor-parallel
-    ranks would need the same numbers for the tensors that all of them have. Groups that lack units
-    would draw fewer numbers. Measurements of dropout would then depend on the placement.
+    Every rank draws its own numbers. Tensor-parallel ranks would need the same numbers for the
+    tensors that all of them have.
     """
     options = draws_of(model)
-    if not options:
-        return
-    if any(len(holders) < mesh.sdp for holders in placement.holders):
-        raise ConfigError(
-            f"{options[0]}: a control of dense training, where all groups hold all units; set sdp.capacity 1, or "
-            "remove it"
-        )
-    if mesh.tp > 1:
+    if options and mesh.tp > 1:
         raise ConfigError(f"{options[0]}: tensor-parallel ranks would draw different numbers; set {TP} 1, or remove it")
 
 

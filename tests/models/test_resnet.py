@@ -9,7 +9,7 @@ from sdp.engine.errors import ConfigError, ModelError
 from sdp.engine.placement.units import find_units
 from sdp.engine.subnetwork.initialisation import plan_initialisation
 from sdp.models.registry import build_model
-from sdp.models.resnet import ResNet, ResNetConfig
+from sdp.models.resnet import BasicBlock, ResNet, ResNetConfig
 
 UNITS = ["layer1.0", "layer1.1", "layer2.1", "layer3.1", "layer4.1"]
 
@@ -170,3 +170,25 @@ def test_one_value_a_channel_is_refused_in_training() -> None:
     with pytest.raises(ModelError, match=r"one value a channel .* raise train_micro_batch_size_per_gpu"):
         model(torch.zeros(1, 3, 8, 8))
     assert model.eval()(torch.zeros(1, 3, 8, 8)).shape == (1, 10)
+
+
+def test_stochastic_depth_skips_images_more_often_the_deeper_the_block() -> None:
+    model = ResNet(ResNetConfig(num_classes=3, width=4, stem="cifar", stochastic_depth=0.8))
+    blocks = [block for block in model.modules() if isinstance(block, BasicBlock)]
+    assert [block.survival for block in blocks] == pytest.approx([1 - 0.1 * number for number in range(1, 9)])
+    assert model.random_options() == ["model.stochastic_depth 0.8"]
+    assert ResNet(ResNetConfig(num_classes=3)).random_options() == []
+
+
+def test_an_image_that_skips_a_block_is_unchanged_and_the_others_get_more() -> None:
+    torch.manual_seed(0)
+    block = BasicBlock(4, 4, 1, survival=0.25)
+    for norm in (block.bn1, block.bn2):
+        norm.eval()
+    images = torch.rand(1, 4, 3, 3).repeat(2000, 1, 1, 1)
+    added = block.bn2(block.conv2(torch.relu(block.bn1(block.conv1(images)))))
+    found = block(images)
+    stays = (found == images).flatten(1).all(1)
+    assert 0.7 < stays.float().mean() < 0.8
+    torch.testing.assert_close(found[~stays], torch.relu(images + 4 * added)[~stays])
+    torch.testing.assert_close(block.eval()(images), torch.relu(images + added))

@@ -9,7 +9,7 @@ from sdp.engine.errors import ConfigError, ModelError
 from sdp.engine.placement.units import find_units
 from sdp.engine.subnetwork.initialisation import plan_initialisation
 from sdp.models.registry import build_model
-from sdp.models.swin import Swin, SwinConfig
+from sdp.models.swin import Swin, SwinBlock, SwinConfig
 from torch.utils.flop_counter import FlopCounterMode
 
 UNITS = [f"features.{stage}.{block}" for stage, depth in ((1, 2), (3, 2), (5, 6), (7, 2)) for block in range(depth)]
@@ -143,10 +143,7 @@ def test_initialisation_is_torchvisions() -> None:
     [
         ({"depths": [2, 2]}, r"model: depths names 2 stages and num_heads 4; give both one number per stage"),
         ({"num_heads": [3, 6, 12, 25]}, r"model: num_heads: 25 heads do not divide the 768 channels of stage 4"),
-        (
-            {"stochastic_depth": 0.2},
-            r"model: stochastic_depth 0.2 is not available in this version: its draws would depend on the layout",
-        ),
+        ({"stochastic_depth": 1.0}, r"model.stochastic_depth"),
         ({}, r"model.num_classes: not set, and the data does not give it"),
     ],
 )
@@ -154,3 +151,30 @@ def test_mistakes_are_one_line(section: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message) as error:
         build_model({"name": "swin_t", **section}, num_classes=10 if section else None)
     assert "\n" not in str(error.value)
+
+
+def test_stochastic_depth_has_the_probabilities_of_torchvision() -> None:
+    torchvision = pytest.importorskip("torchvision")
+    whole = torchvision.models.swin_t(stochastic_depth_prob=0.2)
+    theirs = [part for part in whole.modules() if type(part).__name__ == "SwinTransformerBlock"]
+    model = build_model({"name": "swin_t", "stochastic_depth": 0.2}, num_classes=3)
+    ours = [part for part in model.modules() if isinstance(part, SwinBlock)]
+    assert [1 - block.survival for block in ours] == pytest.approx([block.stochastic_depth.p for block in theirs])
+    assert model.random_options() == ["model.stochastic_depth 0.2"]
+    assert build_model({"name": "swin_t"}, num_classes=3).random_options() == []
+
+
+def test_each_branch_is_dropped_for_whole_images_in_training_alone() -> None:
+    torch.manual_seed(0)
+    block = SwinBlock(8, 2, 4, 0, 4, survival=0.5)
+    images = torch.randn(1, 4, 4, 8).repeat(2000, 1, 1, 1)
+    attended = images + 2 * block.attn(block.norm1(images))
+    both = attended + 2 * block.mlp(block.norm2(attended))
+    alone = images + 2 * block.mlp(block.norm2(images))
+    found = block.train()(images)
+    cases = [(found - case).abs().amax((1, 2, 3)) < 1e-4 for case in (images, attended, alone, both)]
+    assert all(0.2 < case.float().mean() < 0.3 for case in cases)
+    assert torch.stack(cases).sum(0).eq(1).all()
+    plain = SwinBlock(8, 2, 4, 0, 4)
+    plain.load_state_dict(block.state_dict())
+    assert torch.equal(block.eval()(images), plain.eval()(images))
