@@ -65,6 +65,17 @@ _BERT: list[_Part] = [
     ("intermediate", "width",
      {"intermediate.dense.weight": 0, "intermediate.dense.bias": 0, "output.dense.weight": 1}),
 ]  # fmt: skip
+_ALBERT: list[_Part] = [
+    (
+        "attention",
+        "heads",
+        {
+            **{f"attention.{key}.{kind}": 0 for key in ("query", "key", "value") for kind in ("weight", "bias")},
+            "attention.dense.weight": 1,
+        },
+    ),
+    ("ffn", "width", {"ffn.weight": 0, "ffn.bias": 0, "ffn_output.weight": 1}),
+]
 _VIT: list[_Part] = [
     (
         "attention",
@@ -79,6 +90,7 @@ _VIT: list[_Part] = [
 # By model_type of the configuration: the end of the name of the list of layers, and the branches of
 # a layer.
 _FAMILIES: dict[str, tuple[str, list[_Part]]] = {
+    "albert": ("albert_layers", _ALBERT),
     "bert": ("encoder.layer", _BERT),
     "gemma": ("layers", _LLAMA),
     "gemma2": ("layers", _LLAMA),
@@ -89,6 +101,7 @@ _FAMILIES: dict[str, tuple[str, list[_Part]]] = {
     "opt": ("decoder.layers", _OPT),
     "qwen2": ("layers", _LLAMA),
     "qwen3": ("layers", _LLAMA),
+    "roberta": ("encoder.layer", _BERT),
     "vit": ("layers", _VIT),
 }
 

@@ -31,8 +31,11 @@ def find_blocks(model: nn.Module) -> set[str]:
     So layers of a block are not blocks. Experts never count. If the model has no such blocks, the
     longest run of modules that have layers counts, and all runs of the same class.
 
+    If there are no chains, residual blocks that are alone in a container count. The model may apply
+    such a block several times, as ALBERT does.
+
     Raises:
-        ModelError: the model has fewer than two blocks.
+        ModelError: the model has no blocks.
     """
     found = _Search(_is_residual).run(model)
     longest = _longest_run(model)
@@ -44,11 +47,8 @@ def find_blocks(model: nn.Module) -> set[str]:
         elif _has_two_matrices(model.get_submodule(longest[0])):
             found = {*found, *longest}
     if len(found) < 2:
-        if alone := [name for name, module in model.named_modules() if _is_alone(model, name, module)]:
-            raise ModelError(
-                f'sdp.units: "auto" finds one block, {alone[-1]}; if the model applies it several times, as ALBERT '
-                "does, its layers have the same weights and no group can leave one out; use sdp.groups 1"
-            )
+        found = _lone_blocks(model)
+    if not found:
         raise ModelError(
             'sdp.units: "auto" finds no ModuleList or Sequential with two or more blocks of one class in a row; '
             'name the residual blocks by patterns, for example ["encoder.layers.*"]'
@@ -139,10 +139,16 @@ def _is_residual(module: nn.Module) -> bool:
     return _has_layers(module) and _has_two_matrices(module) and any(map(_is_norm, module.modules()))
 
 
-def _is_alone(model: nn.Module, name: str, module: nn.Module) -> bool:
-    """Whether the module is a residual block without a neighbour in its container."""
-    container = model.get_submodule(name.rpartition(".")[0])
-    return isinstance(container, _CONTAINERS) and len(container) == 1 and _is_residual(module)
+def _lone_blocks(model: nn.Module) -> set[str]:
+    """Return residual blocks that are alone in their containers, the inner ones if they nest."""
+    alone = {
+        f"{name}.{key}".lstrip(".")
+        for name, container in model.named_modules()
+        if isinstance(container, _CONTAINERS) and len(container) == 1
+        for key, child in container.named_children()
+        if _is_callable(child) and _is_residual(child)
+    }
+    return {name for name in alone if not any(name in parents(other) for other in alone)}
 
 
 def _has_layers(module: nn.Module) -> bool:

@@ -21,7 +21,7 @@ from .buckets import Bucket, Refresh, plan_buckets
 from .chains import find_unskippable
 from .placement import Placement
 from .policies import make_placement, warn_of_large_share, warn_of_left_out
-from .requirements import require_even, require_inside, require_whole_tensors_if_random
+from .requirements import require_a_block_in_each_group, require_even, require_inside, require_whole_tensors_if_random
 from .tensor_info import Cut, TensorInfo
 from .units import SHARED, Slice, Unit, find_neuron_units, find_units, unit_of_parameters
 
@@ -64,6 +64,7 @@ class Layout:
         section = config.sdp
         explicit = list(section.placement) if isinstance(section.placement, dict) else None
         not_units: dict[str, str] = {}
+        guessed = section.units == "auto" and explicit is None and get_unit_patterns(model) is None
         if section.granularity == "neuron":
             units = find_neuron_units(model, section.neuron_groups)
             blocks = tuple(unit.name for unit in _units_if_any(model))
@@ -71,7 +72,6 @@ class Layout:
         else:
             required = mesh.sdp > 1 or explicit or section.units != "auto"
             units = find_units(model, section.units, explicit) if required else _units_if_any(model)
-            guessed = section.units == "auto" and explicit is None and get_unit_patterns(model) is None
             if mesh.sdp > 1 and "forward" in section.maskings and guessed:
                 not_units = find_unskippable(model, [unit.name for unit in units])
                 units = _without(units, not_units)
@@ -79,6 +79,8 @@ class Layout:
                 raise ConfigError("sdp.units: [] leaves groups nothing to hold a part of; name modules, or remove it")
             blocks = tuple(unit.name for unit in units)
         placement = make_placement(section, units)
+        if guessed and section.granularity == "block" and "forward" in section.maskings:
+            require_a_block_in_each_group(placement, mesh)
         require_whole_tensors_if_random(model, mesh)
         unit_of = unit_of_parameters(units)
         everyone = tuple(range(mesh.sdp))

@@ -10,6 +10,7 @@ from ..distributed.mesh import Mesh
 from ..distributed.tensor_parallel import TP
 from ..errors import ConfigError, ModelError
 from ..model_interface import get_random_options
+from .placement import Placement
 from .units import Unit
 
 
@@ -32,6 +33,15 @@ def require_whole_tensors_if_random(model: nn.Module, mesh: Mesh) -> None:
     options = draws_of(model)
     if options and mesh.tp > 1:
         raise ConfigError(f"{options[0]}: tensor-parallel ranks would draw different numbers; set {TP} 1, or remove it")
+
+
+def require_a_block_in_each_group(placement: Placement, mesh: Mesh) -> None:
+    """Refuse to skip the only block of a model, which may apply it several times."""
+    if len(placement.units) == 1 and len(placement.holders[0]) < mesh.sdp:
+        raise ModelError(
+            f'sdp.units: "auto" finds one block, {placement.units[0]}, and a group that skips it would have none; use '
+            'sdp.masking "backward" or sdp.granularity "neuron"'
+        )
 
 
 def draws_of(model: nn.Module) -> list[str]:

@@ -35,6 +35,8 @@ FAMILIES: dict[str, tuple[str, str, dict[str, Any]]] = {
         _SIZES | _TEXT | {"ffn_dim": 24, "word_embed_proj_dim": 16, "dropout": 0.0, "max_position_embeddings": 32},
     ),
     "bert": ("BertConfig", "BertForMaskedLM", _SIZES | _TEXT | _NO_DROPOUT),
+    "roberta": ("RobertaConfig", "RobertaForMaskedLM", _SIZES | _TEXT | _NO_DROPOUT),
+    "albert": ("AlbertConfig", "AlbertForMaskedLM", _SIZES | _TEXT | _NO_DROPOUT | {"embedding_size": 8}),
     "vit": (
         "ViTConfig", "ViTForImageClassification",
         _SIZES | _NO_DROPOUT | {"image_size": 8, "patch_size": 4, "attn_implementation": "eager"},
@@ -99,7 +101,7 @@ def _compare(families: list[str]) -> None:
             torch.testing.assert_close(value, theirs[name], rtol=1e-4, atol=1e-6, msg=f"{family}: {name}")
 
 
-KINDS = ["llama", "gpt2", "gpt_neox", "opt", "bert", "vit"]  # the others are like LLaMA
+KINDS = ["llama", "gpt2", "gpt_neox", "opt", "bert", "albert", "vit"]  # the others are like LLaMA or BERT
 
 
 @pytest.mark.parametrize(
@@ -135,7 +137,7 @@ def test_another_model_is_refused_with_the_known_ones() -> None:
         transformers.T5Config(vocab_size=8, d_model=8, d_kv=4, d_ff=8, num_layers=1, num_heads=2)
     )
     with pytest.raises(
-        sdp.ModelError, match=r"T5ForConditionalGeneration \(t5\) are not known; known: bert, gemma"
+        sdp.ModelError, match=r"T5ForConditionalGeneration \(t5\) are not known; known: albert, bert, gemma"
     ) as caught:
         declare_neuron_branches(model)
     assert "\n" not in str(caught.value)

@@ -33,18 +33,21 @@ class Mlp(nn.Module):
     """Residual blocks between two projections. The output is the mean squared error.
 
     Four shards of 13 rows have 4, 4, 4 and 1 rows. Four shards of 3 rows have 1, 1, 1 and 0 rows.
+    ``passes`` is how often a forward pass applies the blocks, one after the other.
     """
 
-    def __init__(self, blocks: int = 4) -> None:
+    def __init__(self, blocks: int = 4, passes: int = 1) -> None:
         super().__init__()
+        self.passes = passes
         self.stem = nn.Linear(IN, WIDTH)
         self.layers = nn.ModuleList(Block() for _ in range(blocks))
         self.head = nn.Linear(WIDTH, OUT)
 
     def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
         hidden = self.stem(x)
-        for layer in self.layers:
-            hidden = layer(hidden)
+        for _ in range(self.passes):
+            for layer in self.layers:
+                hidden = layer(hidden)
         return F.mse_loss(self.head(hidden).float(), y.float())
 
 
@@ -77,11 +80,11 @@ class Experts(nn.Module):
         return F.mse_loss(self.heads[chosen](hidden).float(), y.float())
 
 
-def mlp(blocks: int = 4, seed: int = 0, device: str = "cpu") -> Mlp:
+def mlp(blocks: int = 4, seed: int = 0, device: str = "cpu", passes: int = 1) -> Mlp:
     """Build an MLP with weights, or on the meta device."""
     with torch.random.fork_rng(devices=[]), torch.device(device):
         torch.manual_seed(seed)
-        return Mlp(blocks)
+        return Mlp(blocks, passes)
 
 
 def experts() -> Experts:
@@ -184,6 +187,7 @@ def build(kind: str) -> nn.Module:
         "mlp": lambda: mlp(),
         "mlp-meta": lambda: mlp(device="meta"),
         "mlp-of-3": lambda: mlp(blocks=3),
+        "mlp-three-times": lambda: mlp(passes=3),
         "llama": lambda: llama(tied=False, device="cpu"),
         "llama-meta": lambda: llama(tied=False),
         "llama-tied": lambda: llama(tied=True, device="cpu"),

@@ -42,6 +42,7 @@ from .connection import await_weights, ends_in_root, make_inner_sync, make_sync
 from .noise import make_noise
 from .offload import ShardHome
 from .sharding import refuse_scalars, shard
+from .uses import ModuleUses
 
 
 class FSDP2Backend(ShardedBackend):
@@ -99,10 +100,11 @@ class FSDP2Backend(ShardedBackend):
             refreshes={(refresh.source, refresh.members) for refresh in layout.refreshes},
             local_steps=sync is not None,
         )
+        self._uses: list[ModuleUses] = []
         if self.uses_fsdp:
             refuse_scalars(layout)
             blocks = [name for name in layout.blocks if name not in stand_ins]
-            shard(
+            self._uses = shard(
                 model,
                 [*blocks, *get_sharding_groups(model)],  # of the shared part, the model asks for some on their own
                 self.communicators.fsdp_mesh(device.type),
@@ -247,6 +249,8 @@ class FSDP2Backend(ShardedBackend):
 
     def _differentiate(self, loss: torch.Tensor) -> None:
         loss.backward()
+        for uses in self._uses:
+            uses.end_pass()
 
     def zero_grad(self) -> None:
         for parameter in self.parameters.values():

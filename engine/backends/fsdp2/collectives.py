@@ -13,6 +13,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultAllGather, DefaultReduceScatter
 
 from ...distributed.traffic import Traffic
+from .uses import ModuleUses
 
 
 class CountingAllGather(DefaultAllGather):
@@ -69,14 +70,16 @@ def drop_unreduced_gradients(module: FSDPModule) -> None:
             parameter._unsharded_param.grad = None
 
 
-def reduce_unused_parameters(module: FSDPModule) -> None:
-    """Make the module reduce a zero gradient for each parameter that a micro-batch did not use.
+def reduce_all_parameters_once(module: FSDPModule) -> list[ModuleUses]:
+    """Make a backward pass reduce the gradients of the module once, unused parameters included.
 
-    By default FSDP2 leaves such parameters out of the reduction. If ranks use different parameters,
-    they would then reduce different ones together, without an error.
+    By default FSDP2 leaves unused parameters out of the reduction. If ranks use different
+    parameters, they would then reduce different ones together, without an error.
     """
-    for group in _parameter_groups(module):
+    groups = _parameter_groups(module)
+    for group in groups:
         group.reduce_scatter_unused_params = True  # torch's setter for this is younger than torch 2.11
+    return [ModuleUses(group) for group in groups]
 
 
 def zero_missing_gradients(root: nn.Module) -> None:

@@ -14,7 +14,8 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, OffloadPoli
 from ...distributed.traffic import Traffic
 from ...errors import ModelError
 from ...placement.layout import Layout
-from .collectives import CountingAllGather, CountingReduceScatter, reduce_unused_parameters
+from .collectives import CountingAllGather, CountingReduceScatter, reduce_all_parameters_once
+from .uses import ModuleUses
 
 
 def refuse_scalars(layout: Layout) -> None:
@@ -39,8 +40,10 @@ def shard(
     reshards: bool,
     offload: OffloadPolicy,
     traffic: Traffic,
-) -> None:
+) -> list[ModuleUses]:
     """Shard the modules ``names`` of ``model``, each on its own, and then what is left.
+
+    Returns what watches the uses of each module.
 
     Args:
         model: The rank's model.
@@ -58,9 +61,11 @@ def shard(
     apply = partial(fully_shard, mesh=mesh, reshard_after_forward=reshards, **settings)
     for parameter in model.parameters():  # FSDP2 refuses parameters that are not contiguous
         parameter.data = parameter.data.contiguous()
+    uses: list[ModuleUses] = []
     for module in [model.get_submodule(name) for name in names] + [model]:
         apply(module)
         assert isinstance(module, FSDPModule)
         module.set_custom_all_gather(CountingAllGather(traffic))
         module.set_custom_reduce_scatter(CountingReduceScatter(traffic))
-        reduce_unused_parameters(module)
+        uses += reduce_all_parameters_once(module)
+    return uses

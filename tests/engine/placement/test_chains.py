@@ -103,8 +103,12 @@ def test_blocks_without_a_norm() -> None:
     assert names(mixed) == chain("trunk", 4) + chain("head", 2), "the longest run counts in any case"
 
 
-def test_too_few_blocks() -> None:
-    with pytest.raises(ModelError, match='"auto" finds one block, only'):
-        names(nn.ModuleDict({"only": nn.ModuleList([models.Block()])}))
+def test_a_lone_block_counts_if_there_is_no_chain() -> None:
+    assert names(nn.ModuleDict({"only": nn.ModuleList([models.Block()])})) == ["only.0"]
+    inner = nn.Sequential(nn.ModuleDict({"layers": nn.ModuleList([models.Block()]), "rest": nn.Linear(2, 2)}))
+    assert names(inner) == ["0.layers.0"]
+
+
+def test_no_blocks() -> None:
     with pytest.raises(ModelError, match='"auto" finds no ModuleList'):
         names(nn.Sequential(nn.Linear(2, 2)))

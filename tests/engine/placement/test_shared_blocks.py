@@ -23,7 +23,9 @@ from sdp.tests.support.ranks import RankPool
 from torch import nn
 
 EAGER = ["gptj", "gpt-neo", "bloom", "falcon"]
-KINDS = ["llama", "gpt2", "bert", "vit", "t5", "whisper", "swin", "resnet", "torchvision-resnet", *EAGER]
+KINDS = ["llama", "gpt2", "bert", "albert-of-two", "vit", "t5", "whisper", "swin", "resnet", "torchvision-resnet"]
+KINDS += EAGER
+MASKINGS = ("backward", "forward")
 RATE = 0.1
 
 
@@ -77,8 +79,9 @@ def train_by_hand(kind: str, holders: dict[str, tuple[int, ...]], masking: str) 
     return new
 
 
-@pytest.mark.parametrize("masking", ["backward", "forward"])
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(
+    ("kind", "masking"), [*((kind, masking) for kind in KINDS for masking in MASKINGS), ("albert", "backward")]
+)
 def test_a_step_equals_that_of_masked_models(kind: str, masking: str) -> None:
     model = foreign_models.build(kind)
     found = [unit.name for unit in find_units(model, "auto")]
@@ -116,14 +119,14 @@ def test_attention_weights_of_a_skipped_block_are_refused(kind: str) -> None:
     assert "\n" not in str(caught.value)
 
 
-def test_one_block_that_is_applied_several_times_is_named() -> None:
-    hf: Any = pytest.importorskip("transformers")
-    sizes = {"hidden_size": 8, "num_hidden_layers": 3, "num_attention_heads": 2, "intermediate_size": 8}
-    model = hf.AlbertForMaskedLM(hf.AlbertConfig(vocab_size=8, embedding_size=8, **sizes))
-    with pytest.raises(
-        ModelError, match=r"finds one block, albert\.encoder\..*albert_layers\.0; if the model applies it"
-    ):
-        find_units(model, "auto")
+def test_the_only_block_of_a_model_is_not_skipped() -> None:
+    """No layer would be left. Groups may leave it frozen, or all have it."""
+    name = "albert.encoder.albert_layer_groups.0.albert_layers.0"
+    model = foreign_models.build("albert")
+    assert [unit.name for unit in find_units(model, "auto")] == [name]
+    with pytest.raises(ModelError, match=rf'"auto" finds one block, {name}, and a group that skips it would have none'):
+        warnings_of(model, masking="forward")
+    warnings_of(model, masking="forward", capacity=1.0)
 
 
 def warnings_of(model: nn.Module, **section: Any) -> list[str]:
@@ -190,24 +193,25 @@ def test_a_group_that_holds_most_of_the_model_is_warned_of() -> None:
     ), "whole parameters and slices are counted equally"
 
 
-def train(engine_name: str) -> tuple[dict[str, torch.Tensor] | None, float]:
-    """Train a T5 for one step under forward masking.
+def train(engine_name: str, kind: str, masking: str) -> tuple[dict[str, torch.Tensor] | None, float]:
+    """Train a model for one step.
 
     Return the weights and the full model's loss.
     """
-    settings = config(masking="forward", engine=engine_name)
-    engine = sdp.initialize(model=foreign_models.build("t5"), config=settings)[0]
+    settings = config(masking=masking, engine=engine_name)
+    engine = sdp.initialize(model=foreign_models.build(kind), config=settings)[0]
     ranks = (0, 1) if engine_name == "reference" else (engine.global_rank,)
-    rows = [foreign_models.make_batch("t5", rank) for rank in ranks]
+    rows = [foreign_models.make_batch(kind, rank) for rank in ranks]
     batch = {key: torch.cat([part[key] for part in rows]) for key in rows[0]}
     engine.backward(engine(batch).loss)
     engine.step()
     return engine.full_state_dict(), engine.evaluate([batch])
 
 
-def test_native_equals_the_reference_on_t5(ranks: RankPool) -> None:
-    expected, loss = train("reference")
-    results = ranks.run(train, "fsdp2", world=2)
+@pytest.mark.parametrize(("kind", "masking"), [("t5", "forward"), ("albert", "backward"), ("albert-of-two", "forward")])
+def test_native_equals_the_reference(ranks: RankPool, kind: str, masking: str) -> None:
+    expected, loss = train("reference", kind, masking)
+    results = ranks.run(train, "fsdp2", kind, masking, world=2)
     assert expected is not None
     for name, weight in expected.items():
         torch.testing.assert_close(results[0][0][name], weight, rtol=1e-5, atol=1e-7, msg=name)

@@ -75,7 +75,11 @@ def _eager_model(hf: Any, kind: str) -> nn.Module:
 
 
 def build(kind: str) -> nn.Module:
-    """Build the model ``kind`` without dropout, with seed 0. Chains have two or three blocks."""
+    """Build the model ``kind`` without dropout, with seed 0. Chains have two or three blocks.
+
+    The "albert" has one block that it applies four times, the "albert-of-two" applies each of two
+    blocks twice.
+    """
     hf: Any = importlib.import_module("transformers")
 
     torch.manual_seed(0)
@@ -92,6 +96,11 @@ def build(kind: str) -> nn.Module:
             )
         case "gptj" | "gpt-neo" | "bloom" | "falcon":
             return _eager_model(hf, kind)
+        case "albert" | "albert-of-two":
+            shared = {"embedding_size": 8, "num_hidden_groups": 2 if kind == "albert-of-two" else 1}
+            return hf.AlbertForMaskedLM(
+                hf.AlbertConfig(vocab_size=WORDS, **(layers | {"num_hidden_layers": 4}), **_DRY, **shared)
+            )
         case "bert":
             return hf.BertForMaskedLM(hf.BertConfig(vocab_size=WORDS, max_position_embeddings=16, **layers, **_DRY))
         case "vit":

@@ -20,7 +20,7 @@ class _Skipped(nn.Module):
 
 
 def train_plainly(case: Case, rates: Sequence[float]) -> dict[str, torch.Tensor]:
-    """Return the weights after a run with forward masking, SGD and these learning rates.
+    """Return the weights after a run with SGD and these learning rates.
 
     A group's gradient is the mean over its ranks and micro-batches; micro-batches that do not use
     a parameter count as zero. It is averaged over the groups that hold the parameter. With bf16,
@@ -33,7 +33,7 @@ def train_plainly(case: Case, rates: Sequence[float]) -> dict[str, torch.Tensor]
         total = {name: torch.zeros_like(parameter) for name, parameter in full.named_parameters()}
         for data_rank in range(case.data_ranks):
             for micro in range(case.accumulation):
-                masked = _mask(full, data_rank // case.fsdp, holders, case.bf16)
+                masked = _mask(full, data_rank // case.fsdp, holders, case)
                 batch = models.micro_batch(case.model, step, micro, data_rank)
                 masked(**{key: _cast(value, case.bf16) for key, value in batch.items()}).backward()
                 for name, parameter in masked.named_parameters():
@@ -47,12 +47,14 @@ def train_plainly(case: Case, rates: Sequence[float]) -> dict[str, torch.Tensor]
     return {name: parameter.detach() for name, parameter in full.named_parameters()}
 
 
-def _mask(full: nn.Module, group: int, holders: dict[str, tuple[int, ...]], bf16: bool) -> nn.Module:
+def _mask(full: nn.Module, group: int, holders: dict[str, tuple[int, ...]], case: Case) -> nn.Module:
     masked = copy.deepcopy(full)
     for unit, groups in holders.items():
-        if group not in groups:
+        if group not in groups and case.masking == "backward":
+            masked.get_submodule(unit).requires_grad_(False)
+        elif group not in groups:
             masked.set_submodule(unit, _Skipped())
-    return masked.bfloat16() if bf16 else masked
+    return masked.bfloat16() if case.bf16 else masked
 
 
 def _cast(value: torch.Tensor, bf16: bool) -> torch.Tensor:

@@ -1,0 +1,79 @@
+"""Modules that a forward pass applies several times, and forward passes with one backward pass."""
+
+from __future__ import annotations
+
+import pytest
+import sdp
+import torch
+from sdp.tests.spec.test_partly_used_parameters import assert_equal_to_plain_torch
+from sdp.tests.support import models
+from sdp.tests.support.cases import Case, assert_bytes_as_planned, assert_same_run, native, reference
+from sdp.tests.support.ranks import RankPool
+
+MODEL = "mlp-three-times"
+CASES = [
+    Case(2, fsdp, stage=stage, accumulation=2, model=MODEL, masking=masking)
+    for fsdp, stage in ((1, 0), (2, 0), (2, 1), (2, 2), (2, 3))
+    for masking in ("forward", "backward")
+]
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_native_equals_the_reference_and_plain_torch(ranks: RankPool, case: Case) -> None:
+    ours = native(ranks, case)
+    assert_same_run(ours, reference(case), case)
+    assert_equal_to_plain_torch(ours[0], case)
+    if case.stage < 3:  # stage 3 gathers a block for each of its uses
+        assert_bytes_as_planned(ours)
+
+
+@pytest.mark.parametrize("stage", [0, 1, 3])
+def test_bf16_native_equals_plain_torch(ranks: RankPool, stage: int) -> None:
+    case = Case(2, 2, stage=stage, accumulation=2, model=MODEL, bf16=True)
+    assert_equal_to_plain_torch(native(ranks, case)[0], case)
+
+
+def train(engine_name: str, stage: int, bf16: bool, kind: str) -> dict[str, torch.Tensor] | None:
+    """Take two steps of losses that need two forward passes, on two groups of two ranks.
+
+    Kinds: "sum" of two losses; "discarded", where the first loss is not used; "kept", where it is
+    not used and its graph lives on.
+    """
+    config = {
+        "train_micro_batch_size_per_gpu": 2,
+        "optimizer": {"type": "SGD", "params": {"lr": 0.1}},
+        "zero_optimization": {"stage": stage},
+        "bf16": {"enabled": bf16},
+        "sdp": {"groups": 2, "group_sizes": [2, 2], "capacity": 0.5, "engine": engine_name},
+    }
+    if engine_name != "reference":
+        del config["sdp"]["group_sizes"]
+    engine = sdp.initialize(model=models.build(MODEL), config=config)[0]
+    kept = []
+    for step in range(2):
+        losses = []
+        for micro in range(2):
+            if engine_name == "reference":
+                rows = models.rows_of_all("mlp", step, micro, 4)
+            else:
+                rows = models.micro_batch("mlp", step, micro, engine.global_rank)
+            losses.append(engine(rows))
+        if kind == "kept":
+            kept += losses
+        loss = sum(losses) if kind == "sum" else losses[1]
+        del losses
+        engine.backward(loss)
+        engine.step()
+    return engine.full_state_dict()
+
+
+@pytest.mark.parametrize("kind", ["sum", "discarded", "kept"])
+@pytest.mark.parametrize(("stage", "bf16"), [(0, False), (0, True), (1, False), (2, False), (3, False)])
+def test_several_forward_passes_share_a_backward_pass(ranks: RankPool, stage: int, bf16: bool, kind: str) -> None:
+    expected, found = train("reference", 0, False, kind), ranks.run(train, "fsdp2", stage, bf16, kind, world=4)[0]
+    before = models.build(MODEL).state_dict()
+    assert expected is not None
+    for name, value in expected.items():
+        update = (value - before[name]).norm().item()
+        error = (found[name] - value).norm().item()
+        assert error <= (2e-2 * update if bf16 else 1e-5 * value.norm().item()), (name, error, update)
