@@ -59,6 +59,8 @@ class Grid(Section):
         tune: by dotted key, the values that are tried with the first seed.
         seeds: the number of seeds of a cell.
         equal_cost: at which equal costs rows are compared, if the columns are lengths of training.
+        early_stopping: how often a run is evaluated. The lowest held-out loss counts. None: a run
+            is evaluated after its last step only.
     """
 
     title: str
@@ -69,6 +71,12 @@ class Grid(Section):
     tune: dict[str, Annotated[list[Any], Field(min_length=1)]] = Field(default={})
     seeds: Annotated[int, Field(gt=0, le=1000)] = 3
     equal_cost: EqualCost | None = None
+    early_stopping: Annotated[int, Field(ge=2, le=1000)] | None = None
+
+    @property
+    def counts(self) -> str:
+        """What counts of a run, by its name in :func:`result_of`."""
+        return "loss" if self.early_stopping is None else "least"
 
     def cells(self) -> list[tuple[str, str]]:
         """The cells that are trained, as pairs of row and column."""
@@ -97,6 +105,7 @@ def read_grid(path: Path) -> Grid:
     if (equal := grid.equal_cost) is not None:
         if equal.reference not in grid.rows:
             raise ConfigError(f"{path}: equal_cost.reference: {shorten(equal.reference)} is not a row of this grid")
+        _require_lengths(grid, path)
         try:
             equal.machines(1)
         except ConfigError as error:
@@ -119,6 +128,17 @@ def read_grid(path: Path) -> Grid:
                 f"{shorten(other.column)}; use names that differ in letters, digits, dots or hyphens"
             )
     return grid
+
+
+def _require_lengths(grid: Grid, path: Path) -> None:
+    """Raise ConfigError if a column changes what a step costs, and not only how many there are."""
+    for column, settings in grid.columns.items():
+        for key in settings:
+            if not key.startswith(("training.steps", "training.tokens", "scheduler.")):
+                raise ConfigError(
+                    f"{path}: equal_cost: column {shorten(column)} has {shorten(key)}, which is no length of training; "
+                    "remove equal_cost, or make it a row"
+                )
 
 
 def _check_count(grid: Grid, path: Path) -> None:
@@ -161,7 +181,9 @@ class GridRun:
         training = config.setdefault("training", {})
         if not isinstance(training, dict):
             return config  # which is refused
-        training |= {"seed": self.seed, "evaluate_every": training.get("steps", 0), "save_every": 0}
+        steps = training.get("steps", 0)
+        every = steps // (self.grid.early_stopping or 1) if isinstance(steps, int) else steps
+        training |= {"seed": self.seed, "evaluate_every": every, "save_every": 0}
         config.setdefault("steps_per_print", 10**6)
         if data is not None:
             config.setdefault("data", {})["path"] = str(data)
@@ -178,7 +200,7 @@ def best_choice(grid: Grid, cell: tuple[str, str], out: Path) -> Settings | None
     done.
     """
     done = [(result_of(GridRun(grid, *cell, choice, 0), out), choice) for choice in grid.choices()]
-    losses = [(result["loss"], index) for index, (result, _) in enumerate(done) if result is not None]
+    losses = [(result[grid.counts], index) for index, (result, _) in enumerate(done) if result is not None]
     return done[min(losses)[1]][1] if losses else None
 
 
@@ -197,7 +219,7 @@ def figures(grid: Grid, out: Path) -> list[dict[str, Any]]:
     for cell in grid.cells():
         choice = best_choice(grid, cell, out)
         runs = [GridRun(grid, *cell, choice, seed) for seed in range(grid.seeds)] if choice is not None else []
-        if row := figures_of(runs, out):
+        if row := figures_of(runs, out, grid.counts):
             found.append({"row": cell[0], "column": cell[1], "tuned": choice, **row})
     return found
 
@@ -209,9 +231,8 @@ def report(grid: Grid, out: Path, data: Path | None = None) -> str:
     ``data``: the corpus of all runs, which the costs of steps need.
     """
     found = figures(grid, out)
-    text = (
-        f"{grid.title}: held-out loss of the full model, mean ± deviation of {grid.seeds} seeds\n\n{table(grid, found)}"
-    )
+    what = "held-out loss of the full model" if grid.early_stopping is None else "lowest held-out loss of a run"
+    text = f"{grid.title}: {what}, mean ± deviation of {grid.seeds} seeds\n\n{table(grid, found)}"
     content: dict[str, Any] = {"title": grid.title, "cells": found}
     if grid.equal_cost is not None:
         compared = compare(found, _costs(grid, found, data), grid.equal_cost)

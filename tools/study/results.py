@@ -30,15 +30,18 @@ class RunResult(Section):
         config: the digest of its configuration, without the place of the corpus.
         step: the number of its steps.
         loss: the held-out loss of the full model after the last step. None stands for NaN.
+        least: the lowest held-out loss of all evaluations. None: it is ``loss``.
     """
 
     config: str
     step: int
     loss: float | None
+    least: float | None = None
 
     def numbers(self) -> dict[str, float]:
         """The numbers of the last evaluation. The loss is infinite if it was NaN."""
-        return {"step": self.step, "loss": math.inf if self.loss is None else self.loss}
+        loss = math.inf if self.loss is None else self.loss
+        return {"step": self.step, "loss": loss, "least": loss if self.least is None else self.least}
 
 
 class _File(Section):

@@ -44,6 +44,8 @@ class Run(Protocol):
 def result_of(run: Run, out: Path) -> dict[str, float] | None:
     """Return the last evaluation of a finished run, or None. Its loss is infinite if it was NaN.
 
+    ``least`` is the lowest loss of all evaluations after the first step.
+
     A run without a directory is looked up in ``results.json``.
     """
     with contextlib.suppress(SDPError):
@@ -51,7 +53,8 @@ def result_of(run: Run, out: Path) -> dict[str, float] | None:
         if found.summary is not None and found.evaluations:
             last = found.evaluations[-1]
             numbers = {key: value for key, value in last.items() if isinstance(value, int | float)}
-            return {"loss": math.inf, **numbers}
+            losses = [line["loss"] for line in found.evaluations if line["step"] and line.get("loss") is not None]
+            return {"loss": math.inf, "least": min(losses, default=math.inf), **numbers}
     saved = None if os.path.lexists(out / run.name) else SavedResults.read(out)
     return saved.runs[run.name].numbers() if saved is not None and run.name in saved.runs else None
 
@@ -173,9 +176,9 @@ def run_all(wanted: Sequence[Run], out: Path, data: Path | None, jobs: int) -> I
             if error is not None:
                 yield error
             elif result := result_of(run, out):
-                loss = result["loss"] if math.isfinite(result["loss"]) else None
+                loss, least = (result[key] if math.isfinite(result[key]) else None for key in ("loss", "least"))
                 digest = config_digest(run.config(data))
-                known[run.name] = RunResult(config=digest, step=int(result["step"]), loss=loss)
+                known[run.name] = RunResult(config=digest, step=int(result["step"]), loss=loss, least=least)
                 SavedResults(corpus, known).write(out)
 
 
@@ -206,14 +209,18 @@ def prepared_data(config: Mapping[str, Any], out: Path) -> Path | None:
     return data.resolve()
 
 
-def figures_of(runs: Sequence[Run], out: Path) -> dict[str, Any] | None:
-    """Return mean and sample deviation of the loss over the seeds that are done. None if none
-    is.
+def figures_of(runs: Sequence[Run], out: Path, key: str = "loss") -> dict[str, Any] | None:
+    """Return mean and sample deviation over the seeds that are done. None if none is.
+
+    Args:
+        runs: the runs of all seeds.
+        out: the folder of the study.
+        key: what is averaged, "loss" or "least" of :func:`result_of`.
     """
     results = [result for run in runs if (result := result_of(run, out)) is not None]
     if not results:
         return None
-    values = [result["loss"] for result in results]
+    values = [result[key] for result in results]
     is_finite = all(map(math.isfinite, values))
     spread = statistics.stdev(values) if len(values) > 1 and is_finite else None
     return {"mean": statistics.mean(values), "spread": spread, "seeds": len(values), "steps": results[0]["step"]}

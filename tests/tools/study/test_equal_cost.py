@@ -95,5 +95,14 @@ def test_a_wrong_comparison_is_one_line(change: dict[str, Any], message: str, tm
     assert message in str(raised.value) and "\n" not in str(raised.value)
 
 
+def test_columns_of_a_comparison_are_lengths_of_training(tmp_path: Path) -> None:
+    path = tmp_path / "grid.json"
+    columns = {"few": {"training.steps": 4}, "many": {"sdp.groups": 8}}
+    grid = {"title": "Workers", "base": CONFIG, "rows": {"dense": {}}, "columns": columns}
+    path.write_text(json.dumps(grid | {"equal_cost": WANTED.model_dump()}))
+    with pytest.raises(ConfigError, match=r"column many has sdp\.groups, which is no length of training"):
+        read_grid(path)
+
+
 def test_a_run_that_diverged_is_not_interpolated_into_a_number() -> None:
     assert not math.isfinite(loss_after([(100, 3.0), (400, math.inf)], 200) or 0.0)

@@ -77,6 +77,18 @@ def test_other_seeds_have_the_value_with_the_lowest_loss(tmp_path: Path) -> None
     assert (out / "grid.png").stat().st_size > 0
 
 
+def test_with_early_stopping_the_lowest_loss_of_a_run_counts(tmp_path: Path) -> None:
+    grid, out = read_grid(_write(GRID | {"early_stopping": 5}, tmp_path)), tmp_path / "out"
+    assert first_runs(grid)[0].config(None)["training"]["evaluate_every"] == 2
+    for rate, losses in ((0.1, (9.0, 3.0, 4.0)), (0.2, (1.0, 3.5, 3.6))):
+        _pretend(out, f"dense-every_step-lr{rate}-seed0", losses[-1])
+        lines = [json.dumps({"step": 5 * number, "loss": loss}) + "\n" for number, loss in enumerate(losses)]
+        (out / f"dense-every_step-lr{rate}-seed0" / "evaluations.jsonl").write_text("".join(lines))
+    assert best_choice(grid, ("dense", "every step"), out) == {"optimizer.params.lr": 0.1}, "not that of step 0"
+    assert figures(grid, out)[0]["mean"] == 3.0
+    assert report(grid, out).startswith("Rates: lowest held-out loss of a run")
+
+
 @pytest.mark.parametrize(
     ("change", "message"),
     [

@@ -87,6 +87,8 @@ def test_another_machine_goes_on_from_the_file_alone(
     elsewhere = _corpus(tmp_path / "elsewhere" / "corpus", "x")
     assert _run(grid_file, there, elsewhere, monkeypatch) == []
     assert figures(read_grid(grid_file), there) == before
+    saved = SavedResults.read(here)
+    assert saved is not None and {(run.loss, run.least) for run in saved.runs.values()} == {(2.5, 2.5)}
 
     changed = GRID | {"columns": {"b": {"optimizer.params.lr": 0.2}, "c": {"training.steps": 20}}}
     grid_file.write_text(json.dumps(changed))
