@@ -210,7 +210,7 @@ class SDPEngine(DeepSpeedNames):
             tag: The name of this one; default ``step-N``.
             client_state: The caller's own state: JSON values, tensors, arrays, tuples, namespaces.
             save_latest: Whether a load without a tag finds this checkpoint.
-            exclude_frozen_parameters: Must be False.
+            exclude_frozen_parameters: Has no effect, with a warning: a checkpoint is whole.
             keep: Keep only this many of the checkpoints that are named after steps.
             background: Return when all is copied to host memory; write while training continues.
                 :meth:`wait_for_checkpoint` raises the error of a save that failed.
@@ -219,8 +219,8 @@ class SDPEngine(DeepSpeedNames):
             CheckpointError: Nothing could be written, or ``client_state`` would need a pickle.
             HolderMismatchError: Holders of a unit have different weights or optimizer state.
         """
-        if exclude_frozen_parameters:
-            raise ConfigError("save_checkpoint: a checkpoint is whole; leave exclude_frozen_parameters at its default")
+        if exclude_frozen_parameters and self.global_rank == 0:
+            log.warning("save_checkpoint: exclude_frozen_parameters has no effect; a checkpoint has all weights")
         tag = check_tag(tag) if tag is not None else f"step-{self.global_steps}"
         client = ClientState(client_state)
         self.check_holders()
@@ -233,9 +233,7 @@ class SDPEngine(DeepSpeedNames):
             "placement": self.layout.placement.to_json(),
             "learning_rates": self.rates_of_parameters(),
             "settings": settings_to_save(self.config, self.optimizer, self._backend.names_of_param_groups()),
-            "scheduler": self._backend.shared_schedule(self.lr_scheduler.state_dict())
-            if self.lr_scheduler is not None
-            else None,
+            "scheduler": self.lr_scheduler and self._backend.shared_schedule(self.lr_scheduler.state_dict()),
             "loader": self.loader.state_dict() if self.loader is not None else None,
             "client_state": client.encoded,
             "client_encoding": ENCODING,
@@ -280,8 +278,10 @@ class SDPEngine(DeepSpeedNames):
             CheckpointError: The checkpoint is damaged, or of another model, optimizer or data set,
                 or ``load_dir`` is itself a checkpoint.
         """
-        if not load_module_strict or custom_load_fn is not None:
-            raise ConfigError("load_checkpoint: loads all weights; leave load_module_strict and custom_load_fn out")
+        if custom_load_fn is not None:
+            raise ConfigError("load_checkpoint: a script's own custom_load_fn is not supported; leave it out")
+        if not load_module_strict and self.global_rank == 0:
+            log.warning("load_checkpoint: load_module_strict has no effect; a checkpoint must have all weights")
         ranks = Ranks(alone=self.world_size == 1)
         found = find_together(Path(load_dir), tag, ranks)
         if found is None:

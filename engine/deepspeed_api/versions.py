@@ -22,6 +22,8 @@ torch_info: dict[str, Any] = {
     "version": ".".join(torch.__version__.split(".")[:2]),
     "bf16_support": True,
     "cuda_version": torch.version.cuda or "0.0",
+    "nccl_version": ".".join(map(str, torch.cuda.nccl.version()[:2])) if torch.version.cuda else "0.0",
+    "hip_version": torch.version.hip or "0.0",
 }
 
 

@@ -318,3 +318,38 @@ def test_the_accelerator_and_helpers() -> None:
     with sdp.OnDevice(torch.float32, "meta"):
         assert nn.Linear(1, 1).weight.is_meta
     assert not nn.Linear(1, 1).weight.is_meta
+
+
+SCHEDULES: dict[str, tuple[Any, ...]] = {
+    "WarmupLR": (0.0, 0.01, 4, "linear"),
+    "WarmupDecayLR": (12, 0.0, 0.01, 4, "log"),
+    "WarmupCosineLR": (12, 0.1, 4, 0.01, "linear"),
+    "OneCycle": (0.001, 0.01, 0.1, 4, 3),
+    "LRRangeTest": (0.001, 3, 2.0, True),
+}
+
+
+@pytest.mark.parametrize("kind", SCHEDULES)
+def test_schedules_take_deepspeeds_arguments(kind: str) -> None:
+    """A script makes its own schedule and hands it to ``initialize``."""
+    deepspeed = pytest.importorskip("deepspeed.runtime.lr_schedules", reason="deepspeed is not installed")
+    config = CONFIG | {"gradient_accumulation_steps": 1}
+    model = mlp()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.02, momentum=0.9)
+    schedule = getattr(importlib.import_module("sdp.runtime.lr_schedules"), kind)(optimizer, *SCHEDULES[kind])
+    theirs = torch.optim.SGD(mlp().parameters(), lr=0.02, momentum=0.9)
+    expected = getattr(deepspeed, kind)(theirs, *SCHEDULES[kind])
+    engine = sdp.initialize(model=model, optimizer=optimizer, lr_scheduler=schedule, config=config)[0]
+    for _ in range(12):
+        engine.backward(engine(torch.ones(2, 5), torch.ones(2, 3)))
+        engine.step()
+        expected.step()
+        assert engine.get_lr() == pytest.approx([group["lr"] for group in theirs.param_groups])
+    with pytest.raises(sdp.ConfigError, match=f"{kind}: 20 positional arguments"):
+        getattr(importlib.import_module("sdp.runtime.lr_schedules"), kind)(optimizer, *range(20))
+
+
+def test_the_versions_have_deepspeeds_keys() -> None:
+    from sdp.git_version_info import torch_info
+
+    assert torch_info.keys() >= {"version", "bf16_support", "cuda_version", "nccl_version", "hip_version"}
