@@ -92,6 +92,9 @@ class Heartbeat:
         log: the rank's log file.
         on_stall: called with a message if there is no progress.
         guarded: start a process that kills this one if it cannot end itself.
+
+    Attributes:
+        on_phase: called with each phase that begins.
     """
 
     def __init__(
@@ -101,6 +104,7 @@ class Heartbeat:
         self._log = os.fdopen(open_own_file(log), "a", encoding="utf-8")
         self._file = _open_for_whereabouts(file) if file is not None else None
         self._whereabouts = Whereabouts(rank, self._host, 0, "starting", time.time())
+        self.on_phase: Callable[[str], None] = lambda _: None
         self._seconds: float | None = None
         self._started = time.monotonic()
         self._guard = _start_guard() if guarded else None
@@ -120,6 +124,7 @@ class Heartbeat:
         """The rank begins ``phase`` of ``step``, which may take ``seconds`` (None: any time)."""
         self._whereabouts = Whereabouts(self._rank, self._host, step, phase, time.time())
         self._started, self._seconds = time.monotonic(), seconds
+        self.on_phase(phase)
         self._tell_guard(self._whereabouts, seconds)
         if self._file is not None:
             with contextlib.suppress(OSError):  # on a full disk only the message for a hang suffers
@@ -132,11 +137,14 @@ class Heartbeat:
             self._tell_guard(whereabouts, seconds)
             is_same = whereabouts is self._whereabouts
             if seconds is not None and is_same and time.monotonic() - started > seconds:
-                message = f"{whereabouts}: no progress for {seconds:g} s"
-                telling = threading.Thread(target=self._tell, args=(message,), daemon=True)
-                telling.start()
-                telling.join(_TELL_SECONDS)
-                os._exit(1)
+                self.end(f"no progress for {seconds:g} s")
+
+    def end(self, reason: str) -> None:
+        """End the process, which makes no progress for ``reason``. Any thread may call this."""
+        telling = threading.Thread(target=self._tell, args=(f"{self._whereabouts}: {reason}",), daemon=True)
+        telling.start()
+        telling.join(_TELL_SECONDS)
+        os._exit(1)
 
     def _tell_guard(self, whereabouts: Whereabouts, seconds: float | None) -> None:
         if self._guard is not None and self._guard.stdin is not None:

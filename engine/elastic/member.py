@@ -7,14 +7,21 @@ import queue
 import socket
 import threading
 import time
-from dataclasses import dataclass
+from collections.abc import Callable
 from typing import Any
 
 from ..errors import PeerLostError
+from .assembly import Assembly as Assembly
+from .assembly import Decision as Decision
+from .assembly import Identity as Identity
+from .assembly import Member as Member
 from .messages import Channel, Message, ProtocolError
+from .progress import Progress
 
 _CONNECT_SECONDS = 5.0
 _RETRY_SECONDS = 0.2
+_HANG_SECONDS = 1.0  # without a connection, until a main thread that hangs is given up
+_LOOK_SECONDS = 0.1  # how often the main thread's progress is looked at
 
 
 class StepAbortedError(Exception):
@@ -29,76 +36,6 @@ class RunFinishedError(Exception):
     """The others have finished the run."""
 
 
-@dataclass(frozen=True)
-class Identity:
-    """Who a rank is.
-
-    Attributes:
-        slot: the number of its SDP group.
-        inside: its rank in the group.
-        ranks: the number of ranks of the group.
-        life: a name of this start of the group, the same on all of its ranks.
-        host: the name of its host.
-        store: HOST:PORT of the group's store, where other groups may meet.
-    """
-
-    slot: int
-    inside: int
-    ranks: int
-    life: str
-    host: str
-    store: str
-
-
-@dataclass(frozen=True)
-class Member:
-    """A group of a generation. ``fresh``: it has no state yet."""
-
-    slot: int
-    fresh: bool
-    host: str
-    store: str
-
-
-@dataclass(frozen=True)
-class Assembly:
-    """A generation as its members see it.
-
-    Attributes:
-        number: the number of the generation.
-        name: a name that no other generation of any run has.
-        members: its groups, by slot.
-        phase: what the groups do next.
-        step: the number of committed steps.
-        writer: the slot of the group that writes the run's files.
-        commit_pending: whether the step that this rank had voted for is committed.
-    """
-
-    number: int
-    name: str
-    members: tuple[Member, ...]
-    phase: int
-    step: int
-    writer: int
-    commit_pending: bool
-
-    @property
-    def slots(self) -> list[int]:
-        """The slots of the groups."""
-        return [member.slot for member in self.members]
-
-
-@dataclass(frozen=True)
-class Decision:
-    """A committed step. ``facts``: what the ranks told with their votes, in order of slot and rank.
-
-    ``newcomers``: groups wait to join, so a new generation is due before the next step.
-    """
-
-    facts: tuple[Any, ...]
-    newcomers: bool
-
-
 class CoordinatorClient:
     """One rank's connection to the coordinator.
 
@@ -108,6 +45,9 @@ class CoordinatorClient:
         identity: who this rank is.
         heartbeat_seconds: after so long a silence the coordinator cuts a rank off.
         wait_seconds: how long to try to reach the coordinator.
+        progress: the main thread's signs of progress.
+        on_hang: called with a message, in another thread, if the main thread hangs after the others
+            have gone on without this group.
 
     Attributes:
         abort: set when the present generation is over.
@@ -123,7 +63,10 @@ class CoordinatorClient:
         *,
         heartbeat_seconds: float = 5.0,
         wait_seconds: float = 600.0,
+        progress: Progress | None = None,
+        on_hang: Callable[[str], None] = lambda _: None,
     ):
+        self.progress, self._on_hang = progress or Progress(heartbeat_seconds), on_hang
         self._address, self._token, self.identity = address, token, identity
         self.beat_seconds, self._wait_seconds = heartbeat_seconds / 5, wait_seconds
         self.abort = threading.Event()
@@ -135,7 +78,7 @@ class CoordinatorClient:
         self._assembly: Assembly | None = None
         self._next: Assembly | None = None  # of a reunion inside a vote
         self._attempt = 0
-        self._has_joined = False  # on this connection
+        self._has_joined = self._is_alone = False  # with this connection; without one
         self._generation = self._aborted = -1
         self._connect()
         threading.Thread(target=self._beat, name="elastic-heartbeat", daemon=True).start()
@@ -241,7 +184,8 @@ class CoordinatorClient:
         While a decision is awaited, an abort ends the wait.
         """
         while True:
-            message = self._answers.get()
+            with self.progress.waiting():
+                message = self._answers.get()
             if message is None:
                 return None
             if message["type"] == "cut":
@@ -273,7 +217,7 @@ class CoordinatorClient:
                 time.sleep(_RETRY_SECONDS)
         connection.settimeout(None)
         with self._lock:
-            self._socket, self._channel, self._has_joined = connection, channel, False
+            self._socket, self._channel, self._has_joined, self._is_alone = connection, channel, False, False
         threading.Thread(target=self._read, args=(connection, channel), name="elastic", daemon=True).start()
 
     def _await_greeting(self, connection: socket.socket, channel: Channel) -> None:
@@ -284,13 +228,17 @@ class CoordinatorClient:
             channel.feed(data)
 
     def _read(self, connection: socket.socket, channel: Channel) -> None:
+        reason = "the coordinator is gone"
         with contextlib.suppress(OSError, ProtocolError):
             while data := connection.recv(1 << 16):
                 for message in channel.feed(data):
                     if message["type"] in ("abort", "cut", "failed"):
                         self._note_abort(message)
+                    if message["type"] == "cut":
+                        reason = self.reason
                     self._answers.put(message)
-        self._note_abort({"generation": self._generation, "reason": "the coordinator is gone"})
+        self._note_abort({"generation": self._generation, "reason": reason})
+        self._is_alone = True
         self._answers.put(None)
 
     def _note_abort(self, message: Message) -> None:
@@ -302,9 +250,18 @@ class CoordinatorClient:
                 self.abort.set()
 
     def _beat(self) -> None:
+        """Send heartbeats, at once when the main thread begins to hang or ends to."""
+        told, hangs, since = 0.0, False, float("inf")
         while True:
-            time.sleep(self.beat_seconds)
-            self._send({"type": "beat"}, only_if_joined=True)
+            time.sleep(min(_LOOK_SECONDS, self.beat_seconds))
+            now, pause = time.monotonic(), self.progress.pause()
+            if now - told >= self.beat_seconds or hangs != (pause is not None):
+                told, hangs = now, pause is not None
+                self._send({"type": "beat", "pause": pause}, only_if_joined=True)
+            since = min(since, now) if hangs and self._is_alone else float("inf")
+            if now - since > _HANG_SECONDS:
+                self._on_hang(self.reason)
+                since = float("inf")
 
     def _send(self, message: Message, *, only_if_joined: bool = False) -> None:
         with self._lock, contextlib.suppress(OSError):  # reading finds the broken connection

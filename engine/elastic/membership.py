@@ -15,7 +15,8 @@ from collections.abc import Callable, Hashable, Iterable
 from typing import Any
 
 from .messages import MOST_ANSWER_BYTES, Message, ProtocolError
-from .records import Generation, Loss, Rank
+from .progress import PausedRanks
+from .records import Generation, Loss, Rank, slots_of
 
 STEP = 99  # the phase before a step, the only one in which a group may join
 _DOUBT_SECONDS = 1.0  # how long the votes of others are awaited, after a group voted and died
@@ -57,6 +58,7 @@ class Membership:
         self._lost_lives: set[str] = set()
         self._losses: list[Loss] = []
         self._waiting_since: float | None = None
+        self._paused = PausedRanks(heartbeat_seconds)
         self.generation: Generation | None = None
         self.step = 0
         self.is_finished = False
@@ -86,7 +88,9 @@ class Membership:
             members = self._ranks_of(self.generation.lives) if self.generation is not None else {}
             if not self.is_finished and all(each.is_leaving for each in members.values()):
                 self._finish()
-        elif kind != "beat":
+        elif kind == "beat":
+            self._paused.hear(peer, message.get("pause"), rank.heard)
+        else:
             raise ProtocolError(f"an unknown message {kind[:40]!r}")
 
     def _finish(self) -> None:
@@ -150,10 +154,11 @@ class Membership:
     def lose(self, peer: Peer, cause: str) -> None:
         """A connection is closed, or is to be closed for ``cause``: its whole group is lost."""
         rank = self._peers.pop(peer, None)
+        self._paused.forget(peer)
+        if rank is not None:
+            self._send(peer, {"type": "cut", "reason": cause})
         self._close(peer)
-        if rank is None:
-            return
-        if rank.is_leaving:
+        if rank is None or rank.is_leaving:
             return
         self._lost_lives.add(rank.life)
         for other, known in list(self._peers.items()):
@@ -205,6 +210,8 @@ class Membership:
         for peer, rank in list(self._peers.items()):
             if peer in self._peers and now - rank.heard > self._heartbeat:
                 self.lose(peer, f"no heartbeat for {self._heartbeat:g} s")
+        if (worst := self._paused.worst(now)) is not None:
+            self.lose(worst[0], f"no progress for {worst[1]:.1f} s")
         generation = self.generation
         if generation is not None and generation.doubt is not None and now - generation.doubt > _DOUBT_SECONDS:
             generation.doubt = None
@@ -246,7 +253,7 @@ class Membership:
             return old if old and all(self._has_joined(slot) for slot in old) else None
         asking = [rank for rank in self._peers.values() if rank.joining is not None and not rank.joining.get("fresh")]
         old = sorted({rank.slot for rank in asking})
-        expected = {slot for rank in asking for slot in _slots(rank.joining)}
+        expected = {slot for rank in asking for slot in slots_of(rank.joining)}
         late = self._waiting_since is not None and self._clock() - self._waiting_since > 2 * self._heartbeat
         complete = all(self._has_joined(slot) for slot in old)
         return old if complete and (late or expected <= set(old)) else None
@@ -308,8 +315,3 @@ class Membership:
         members = self.living
         asking = (rank for rank in self._peers.values() if rank.joining is not None and rank.joining.get("fresh"))
         return sorted({rank.slot for rank in asking if rank.slot not in members and self._has_joined(rank.slot)})
-
-
-def _slots(joining: Message | None) -> list[int]:
-    members = joining.get("members") if joining is not None else None
-    return [slot for slot in members if type(slot) is int] if isinstance(members, list) else []

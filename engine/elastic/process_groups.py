@@ -40,13 +40,16 @@ class Abort:
     Args:
         is_set: whether the coordinator said so.
         tell: called with a reason if this rank notices first.
+        note: called again and again while this rank waits.
 
     Attributes:
         failed: why an operation of this rank failed, or "".
     """
 
-    def __init__(self, is_set: Callable[[], bool], tell: Callable[[str], None]):
-        self._is_set, self._tell = is_set, tell
+    def __init__(
+        self, is_set: Callable[[], bool], tell: Callable[[str], None], note: Callable[[], None] = lambda: None
+    ):
+        self._is_set, self._tell, self._note = is_set, tell, note
         self._defers = False
         self.failed = ""
 
@@ -84,6 +87,7 @@ class Abort:
         while not is_done():
             if self.is_over:
                 raise StepAbortedError(self.failed or "a group is lost")
+            self._note()
             time.sleep(pause)
             pause = min(_LONGEST_LOOK_SECONDS, pause * 1.2)
 

@@ -81,3 +81,9 @@ class Loss:
     cause: str
     at: float
     step: int
+
+
+def slots_of(joining: Message | None) -> list[int]:
+    """Return the groups of the generation that a rank knows, by its request to join."""
+    members = joining.get("members") if joining is not None else None
+    return [slot for slot in members if type(slot) is int] if isinstance(members, list) else []

@@ -191,7 +191,7 @@ class Session:
         }
         mesh = phases[backend.layout.masking].mesh
         rank = mesh.rank(found.slots.index(self.slot)) + self._client.identity.inside
-        abort = self._abort = Abort(self._client.abort.is_set, self._client.give_up)
+        abort = self._abort = Abort(self._client.abort.is_set, self._client.give_up, self._client.progress.note)
         meeting = self._meeting = Meeting(
             found.members[0].store, found.name, rank, dist.get_rank(), abort, self._timeout
         )

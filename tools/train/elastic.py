@@ -7,6 +7,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -44,6 +45,8 @@ class ElasticTrainer:
         self._batches: Iterator[Any] = iter(())
         self._committed: Any = None  # the loader's state after the last committed step
         self._most: list[int] = []  # of what the ranks told with their votes in the last step
+        # Bytes of the present step up to the vote; bytes of the step before from its vote on.
+        self._counted, self._late = Counter[str](), Counter[str]()
         self._is_resumed = False
         self._is_start = False  # whether the run begins, and its files are not open yet
         self._engine.before_update = self._vote
@@ -123,13 +126,18 @@ class ElasticTrainer:
             )
         self._committed = self._engine.loader.state_dict()
         self._phase = CHECK
+        self._late = Counter(self._engine.traffic.by_kind()) - self._counted
+        self._run.beat.at(self._engine.global_steps, "between steps", self._run.config.training.step_timeout)
 
     def _vote(self) -> None:
         """Tell what this rank measured, and wait until all groups have finished their
         reductions.
         """
         run = self._run
-        decision = self._session.vote(row(run.signals.received, run.meter.memory_now(), self._engine.traffic.by_kind()))
+        sent = Counter(self._engine.traffic.by_kind())
+        sent.update(self._late)
+        decision = self._session.vote(row(run.signals.received, run.meter.memory_now(), sent))
+        self._counted = Counter(self._engine.traffic.by_kind())
         self._most = [max(column) for column in zip(*decision.facts, strict=True)]
         self._newcomers = decision.newcomers
 
@@ -162,6 +170,7 @@ class ElasticTrainer:
         run, engine = self._run, self._engine
         run.beat.at(engine.global_steps, "meeting the other groups", None)
         self._newcomers = False
+        self._late.clear()
         self._drop_the_step()
         assembly = self._session.meet(self._phase, self._drop_the_step)
         self._phase = assembly.phase

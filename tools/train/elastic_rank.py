@@ -16,14 +16,17 @@ from ...engine.distributed import world
 from ...engine.distributed.mesh import mesh_of
 from ...engine.distributed.world import World
 from ...engine.elastic.member import CoordinatorClient, Identity
+from ...engine.elastic.progress import Progress
 from ...engine.elastic.session import Session, serve_meeting_store, share_inside
 from ...engine.environment.detect import detect
 from ...engine.environment.elastic import ElasticEnvironment, elastic_environment
 from ...engine.errors import LaunchError
+from ...launcher.heartbeat import Heartbeat
 from . import preflight
 from .elastic import ElasticTrainer
 from .failures import explained
 from .loop.changed_settings import keep_holders
+from .loop.meter import PARTS
 from .loop.training_run import TrainingRun
 from .options import TrainOptions
 from .startup import build, read_config, start
@@ -64,7 +67,7 @@ def run(options: TrainOptions, on_stall: Callable[[str], None]) -> int:
         corpus, engine, baseline = build(unchecked, dump_dir, beat)
     store, address = serve_meeting_store(told.host) if found.rank == 0 else (None, "")
     told = replace(told, life=share_inside(told.life or secrets.token_hex(8)))
-    client = _find_coordinator(told, found.rank, ranks, share_inside(address), config.sdp.elastic)
+    client = _find_coordinator(told, found.rank, ranks, share_inside(address), config.sdp.elastic, beat)
     session = Session(client, engine, min(_LONGEST_OPERATION, config.training.step_timeout))
     training_run = TrainingRun(config, engine, corpus, dump_dir, baseline=baseline, beat=beat)
     trainer = ElasticTrainer(training_run, session, resume=options.resume)
@@ -79,13 +82,17 @@ def run(options: TrainOptions, on_stall: Callable[[str], None]) -> int:
 
 
 def _find_coordinator(
-    told: ElasticEnvironment, inside: int, ranks: int, store: str, section: ElasticSection
+    told: ElasticEnvironment, inside: int, ranks: int, store: str, section: ElasticSection, beat: Heartbeat
 ) -> CoordinatorClient:
     who = Identity(told.slot, inside, ranks, told.life, socket.gethostname(), store)
+    progress = Progress(section.heartbeat_seconds, PARTS)
+    beat.on_phase = progress.begin
     return CoordinatorClient(
         (told.host, told.port),
         told.token,
         who,
         heartbeat_seconds=section.heartbeat_seconds,
         wait_seconds=section.wait_seconds,
+        progress=progress,
+        on_hang=lambda reason: beat.end(f"{reason}; the others have gone on without this group"),
     )

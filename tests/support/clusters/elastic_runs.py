@@ -29,9 +29,12 @@ class ElasticRun:
         dump_dir: the directory of the run.
         *more: further words of the command line.
         new_interpreters: start the command and its ranks as users do, instead of forking them.
+        script: a Python file that takes the place of ``-m sdp`` in new interpreters.
     """
 
-    def __init__(self, config: Path, dump_dir: Path, *more: str, new_interpreters: bool = False):
+    def __init__(
+        self, config: Path, dump_dir: Path, *more: str, new_interpreters: bool = False, script: Path | None = None
+    ):
         self.dump_dir = dump_dir
         self._said = dump_dir.with_suffix(".stderr")
         words = ["train", str(config), "--dump-dir", str(dump_dir), *more]
@@ -39,7 +42,8 @@ class ElasticRun:
         self.process: ForkedCommand | subprocess.Popen[bytes]
         with self._said.open("w") as said, Path(os.devnull).open("w") as null:
             if new_interpreters:
-                self.process = subprocess.Popen([sys.executable, "-P", "-m", "sdp", *words], stdout=null, stderr=said)
+                program = ["-m", "sdp"] if script is None else [str(script)]
+                self.process = subprocess.Popen([sys.executable, "-P", *program, *words], stdout=null, stderr=said)
             else:
                 self.process = ForkedCommand(words, stdout=null, stderr=said)
 

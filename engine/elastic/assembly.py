@@ -1,0 +1,76 @@
+"""What a rank knows of itself, of a generation and of a committed step."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+
+@dataclass(frozen=True)
+class Identity:
+    """Who a rank is.
+
+    Attributes:
+        slot: the number of its SDP group.
+        inside: its rank in the group.
+        ranks: the number of ranks of the group.
+        life: a name of this start of the group, the same on all of its ranks.
+        host: the name of its host.
+        store: HOST:PORT of the group's store, where other groups may meet.
+    """
+
+    slot: int
+    inside: int
+    ranks: int
+    life: str
+    host: str
+    store: str
+
+
+@dataclass(frozen=True)
+class Member:
+    """A group of a generation. ``fresh``: it has no state yet."""
+
+    slot: int
+    fresh: bool
+    host: str
+    store: str
+
+
+@dataclass(frozen=True)
+class Assembly:
+    """A generation as its members see it.
+
+    Attributes:
+        number: the number of the generation.
+        name: a name that no other generation of any run has.
+        members: its groups, by slot.
+        phase: what the groups do next.
+        step: the number of committed steps.
+        writer: the slot of the group that writes the run's files.
+        commit_pending: whether the step that this rank had voted for is committed.
+    """
+
+    number: int
+    name: str
+    members: tuple[Member, ...]
+    phase: int
+    step: int
+    writer: int
+    commit_pending: bool
+
+    @property
+    def slots(self) -> list[int]:
+        """The slots of the groups."""
+        return [member.slot for member in self.members]
+
+
+@dataclass(frozen=True)
+class Decision:
+    """A committed step. ``facts``: what the ranks told with their votes, in order of slot and rank.
+
+    ``newcomers``: groups wait to join, so a new generation is due before the next step.
+    """
+
+    facts: tuple[Any, ...]
+    newcomers: bool

@@ -1,0 +1,141 @@
+"""A rank whose main thread hangs while its heartbeats go on, and who is cut off for it."""
+
+from __future__ import annotations
+
+import time
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import pytest
+from sdp.engine.elastic.coordinator import Coordinator
+from sdp.engine.elastic.member import CoordinatorClient, Identity, StepAbortedError
+from sdp.engine.elastic.membership import STEP
+from sdp.engine.elastic.messages import ProtocolError
+from sdp.engine.elastic.progress import PausedRanks, Progress
+from sdp.tests.support.processes import until
+
+HEARTBEAT = 5.0
+
+
+class Clock:
+    """Seconds that a test sets."""
+
+    def __init__(self) -> None:
+        self.now = 100.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def progress(clock: Clock, *, forward: float = 1.0) -> Progress:
+    """Return the progress of a main thread that has run "forward" twice, and is in it again."""
+    made = Progress(HEARTBEAT, ["forward", "backward"], clock)
+    for _ in range(2):
+        made.begin("forward")
+        clock.now += forward
+        made.begin("meeting")
+    made.begin("forward")
+    return made
+
+
+@pytest.mark.parametrize("forward", [1.0, 30.0])
+def test_a_part_may_pause_for_a_heartbeat_longer_than_it_ever_did(forward: float) -> None:
+    clock = Clock()
+    made = progress(clock, forward=forward)
+    clock.now += HEARTBEAT + forward - 0.1
+    assert made.pause() is None
+    clock.now += 0.2
+    assert made.pause() == pytest.approx(HEARTBEAT + forward + 0.1)
+    made.note()
+    assert made.pause() is None
+
+
+def test_who_waits_for_others_or_is_in_a_part_with_its_own_limit_does_not_hang() -> None:
+    clock = Clock()
+    made = progress(clock)
+    with made.waiting():
+        clock.now += 1000
+        assert made.pause() is None
+    assert made.pause() is None
+    for part in ("evaluation", "backward"):  # the second one runs for the first time
+        made.begin(part)
+        clock.now += 1000
+        assert made.pause() is None
+
+
+def test_pauses_that_are_interrupted_by_signs_of_progress_are_not_added_up() -> None:
+    clock = Clock()
+    made = Progress(HEARTBEAT, ["forward"], clock)
+    for _ in range(3):
+        made.begin("forward")
+        for _ in range(10):
+            clock.now += 1
+            made.note()
+    clock.now += HEARTBEAT + 1.5
+    assert made.pause() == pytest.approx(HEARTBEAT + 1.5)
+
+
+def test_the_rank_of_the_longest_pause_is_cut_off_and_the_others_get_time() -> None:
+    """Another rank told its pause first, but it waits inside its group for the first one."""
+    paused = PausedRanks(HEARTBEAT)
+    paused.hear("innocent", 5.1, 100.0)
+    paused.hear("guilty", 6.0, 100.1)
+    assert paused.worst(100.1) is None
+    assert paused.worst(100.3) == ("guilty", pytest.approx(6.2))
+    paused.hear("innocent", 5.5, 100.4)
+    assert paused.worst(101.0) is None
+    paused.hear("innocent", None, 101.0)
+    paused.hear("innocent", 12.0, 110.0)
+    assert paused.worst(110.3) == ("innocent", pytest.approx(12.3))
+
+
+def test_a_rank_that_goes_on_in_time_is_not_cut_off() -> None:
+    paused = PausedRanks(HEARTBEAT)
+    paused.hear("slow", 5.1, 100.0)
+    paused.hear("slow", None, 100.1)
+    assert paused.worst(100.5) is None
+    paused.hear("gone", 5.1, 101.0)
+    paused.forget("gone")
+    assert paused.worst(102.0) is None
+
+
+@pytest.mark.parametrize("pause", ["5", -1, True, float("nan"), float("inf"), 1e10, [], {}])
+def test_a_pause_that_is_none_ends_the_connection(pause: Any) -> None:
+    with pytest.raises(ProtocolError, match="a wrong pause"):
+        PausedRanks(HEARTBEAT).hear("rank", pause, 1.0)
+
+
+def test_a_main_thread_that_hangs_is_cut_off_and_its_process_is_told() -> None:
+    """Its connection and its heartbeats go on."""
+    said: list[str] = []
+    hangs: list[str] = []
+    token, heartbeat = b"a shared secret", 1.0
+    coordinator = Coordinator(2, 1, token, said.append, heartbeat_seconds=heartbeat, wait_seconds=20)
+    coordinator.start()
+    try:
+        clients = [
+            CoordinatorClient(
+                ("127.0.0.1", coordinator.port),
+                token,
+                Identity(slot, 0, 1, f"life {slot}", "here", ""),
+                heartbeat_seconds=heartbeat,
+                wait_seconds=20,
+                progress=Progress(heartbeat, ["forward"]),
+                on_hang=hangs.append,
+            )
+            for slot in range(2)
+        ]
+        with ThreadPoolExecutor(2) as threads:
+            list(threads.map(lambda client: client.join(step=0, phase=STEP, fresh=True), clients))
+        for _ in range(3):
+            clients[1].progress.begin("forward")
+        began = time.monotonic()
+        with pytest.raises(StepAbortedError):
+            clients[0].vote(None, step=0)
+        assert heartbeat <= time.monotonic() - began < 10 * heartbeat
+        clients[0].join(step=0, phase=STEP, fresh=False)
+        clients[0].vote(None, step=0)
+        assert "group 1 on here was lost after step 0 (no progress for 1." in until(lambda: said or None)[0]
+        assert "no progress for 1." in until(lambda: hangs or None)[0]
+    finally:
+        coordinator.stop()

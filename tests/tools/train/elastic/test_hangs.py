@@ -1,0 +1,66 @@
+"""A rank's main thread hangs in the middle of a step, while its other threads run."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+from sdp.tests.support.clusters.elastic_runs import ElasticRun, elastic_config
+
+HEARTBEAT = 5.0
+# Takes the place of ``python -m sdp``, in the launcher and in its ranks. A rank of group 1 hangs
+# when the file exists.
+SCRIPT = """
+import os, sys, time
+from pathlib import Path
+from sdp.engine.backends.fsdp2.backend import FSDP2Backend
+from sdp.launcher import elastic
+from sdp.tools.cli import entry
+
+sign, backward = Path({sign!r}), FSDP2Backend.backward
+
+def hangs(self, *args, **keywords):
+    if os.environ["SDP_ELASTIC_GROUP"] == "1" and os.environ["RANK"] == "0" and sign.exists():
+        sign.unlink()
+        time.sleep(1e6)
+    return backward(self, *args, **keywords)
+
+FSDP2Backend.backward = hangs
+elastic.own_command = lambda: [sys.executable, "-P", __file__]
+entry()
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("masking", "ranks", "stage"), [("forward", 1, 0), ("backward", 2, 3)])
+def test_a_rank_that_hangs_is_cut_off_and_started_again(
+    corpus: Path, tmp_path: Path, masking: str, ranks: int, stage: int
+) -> None:
+    """The others go on after the heartbeat, and the stack of the hanging thread is in its log.
+
+    At stage 3, the other rank of the group waits for it in a collective inside the group.
+    """
+    sign, script, config = tmp_path / "hang", tmp_path / "script.py", tmp_path / "config.json"
+    script.write_text(SCRIPT.format(sign=str(sign)))
+    settings = elastic_config(corpus, groups=3, heartbeat_seconds=HEARTBEAT, restarts=1)
+    settings["sdp"] |= {"capacity": 0.7, "masking": masking}
+    settings["zero_optimization"] = {"stage": stage}
+    config.write_text(json.dumps(settings))
+    run = ElasticRun(config, tmp_path / "run", "--nproc", str(3 * ranks), new_interpreters=True, script=script)
+    try:
+        run.wait_for(10, groups=3)
+        sign.touch()
+        run.wait_for(5, groups=2)
+        found = re.search(r"group 1 on .* was lost after step .* \(no progress for ([\d.]+) s\)", run.said)
+        assert found is not None, run.said
+        assert HEARTBEAT < float(found[1]) < 5 * HEARTBEAT
+        run.wait_for(5, groups=3)
+        assert run.stop() == 128 + 15, run.said
+    finally:
+        run.kill()
+    assert "the others have gone on without this group" in run.said
+    if ranks == 1:  # else the launcher may end it first
+        assert re.search(r"line \d+ in hangs", (run.dump_dir / "logs" / "rank-1.log").read_text()), "the stack"
+    assert run.said.count(" was lost after step ") == 1
