@@ -16,7 +16,7 @@ from typing import Any
 
 from .messages import MOST_ANSWER_BYTES, Message, ProtocolError
 from .progress import PausedRanks
-from .records import Generation, Loss, Rank, slots_of
+from .records import Arrival, Generation, Loss, Rank, slots_of
 
 STEP = 99  # the phase before a step, the only one in which a group may join
 _DOUBT_SECONDS = 1.0  # how long the votes of others are awaited, after a group voted and died
@@ -56,7 +56,7 @@ class Membership:
         self._heartbeat, self._wait = heartbeat_seconds, wait_seconds
         self._peers: dict[Peer, Rank] = {}
         self._lost_lives: set[str] = set()
-        self._losses: list[Loss] = []
+        self._news: list[Loss | Arrival] = []
         self._waiting_since: float | None = None
         self._paused = PausedRanks(heartbeat_seconds)
         self.generation: Generation | None = None
@@ -143,7 +143,7 @@ class Membership:
         self.step += 1
         for peer in self._ranks_of(self.living):
             self._send(peer, decision | {"facts": facts, "newcomers": newcomers})
-        self._report_losses()
+        self._report()
         now.votes, now.attempt = {}, now.attempt + 1
         if now.lost:
             now.doubt = None
@@ -170,7 +170,7 @@ class Membership:
         if now is None or now.lives.get(rank.slot) != rank.life or rank.slot in now.lost:
             return
         now.lost.add(rank.slot)
-        self._losses.append(Loss(rank.slot, rank.host, cause, self._clock(), self.step))
+        self._news.append(Loss(rank.slot, rank.host, cause, self._clock(), self.step))
         if not self.living:
             self._fail("all groups are lost")
             return
@@ -196,13 +196,12 @@ class Membership:
         for peer in list(self._peers):
             self._send(peer, {"type": "failed", "reason": reason})
 
-    def _report_losses(self) -> None:
-        """Report the losses after which the others have committed a step."""
+    def _report(self) -> None:
+        """Report losses and arrivals, after which a step was committed now."""
         living = ", ".join(map(str, self.living))
-        for loss in self._losses:
-            where = f"group {loss.slot} on {loss.host} was lost after step {loss.step} ({loss.cause})"
-            self._say(f"{where}; groups {living} went on after {self._clock() - loss.at:.2f} s")
-        self._losses.clear()
+        for news in self._news:
+            self._say(news.report(living, self._clock()))
+        self._news.clear()
 
     def tick(self) -> None:
         """Look for ranks that are silent. Call this several times in a heartbeat."""
@@ -284,8 +283,8 @@ class Membership:
             rank.joining = None
             self._send(peer, answer | {"commit_pending": rank.slot in commits})
         if before is not None and fresh:
-            joined = " and ".join(f"group {slot} on {leaders[slot].host}" for slot in fresh)
-            self._say(f"{joined} joined after step {step}; generation {number} has groups {', '.join(map(str, slots))}")
+            at = max(rank.asked for rank in self._ranks_of(fresh).values())
+            self._news.append(Arrival([f"group {slot} on {leaders[slot].host}" for slot in fresh], step, number, at))
 
     def _give_up_if_late(self) -> None:
         since = self._waiting_since

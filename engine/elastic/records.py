@@ -12,7 +12,12 @@ _MOST_TEXT = 256
 
 @dataclass
 class Rank:
-    """A connected rank. ``joining``: its last request to join, until it is answered."""
+    """A connected rank.
+
+    Attributes:
+        joining: its last request to join, until it is answered.
+        asked: when it asked.
+    """
 
     slot: int
     inside: int
@@ -21,6 +26,7 @@ class Rank:
     store: str
     heard: float
     joining: Message | None = None
+    asked: float = 0.0
     is_leaving: bool = False
 
     @classmethod
@@ -46,7 +52,7 @@ class Rank:
         if slot >= groups or inside >= ranks or message.get("ranks") != ranks:
             raise ProtocolError(f"rank {inside} of group {slot}, which this run does not have")
         life, host, store = map(str, texts)
-        return cls(slot, inside, life, host, store, now, message)
+        return cls(slot, inside, life, host, store, now, message, now)
 
 
 @dataclass
@@ -81,6 +87,30 @@ class Loss:
     cause: str
     at: float
     step: int
+
+    def report(self, living: str, now: float) -> str:
+        """Say it, when the groups ``living`` have committed a step."""
+        where = f"group {self.slot} on {self.host} was lost after step {self.step} ({self.cause})"
+        return f"{where}; groups {living} went on after {now - self.at:.2f} s"
+
+
+@dataclass
+class Arrival:
+    """Groups that have joined after ``step``, and have not taken part in a step yet.
+
+    ``at``: when the last of them was ready.
+    """
+
+    groups: list[str]
+    step: int
+    generation: int
+    at: float
+
+    def report(self, living: str, now: float) -> str:
+        """Say it, when the groups ``living`` have committed a step."""
+        joined = f"{' and '.join(self.groups)} joined after step {self.step}, {now - self.at:.2f} s after"
+        whom = "it was" if len(self.groups) == 1 else "they were"
+        return f"{joined} {whom} ready; generation {self.generation} has groups {living}"
 
 
 def slots_of(joining: Message | None) -> list[int]:

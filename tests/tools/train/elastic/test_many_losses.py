@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import json
-import random
-import time
+import signal
 from pathlib import Path
 
 import pytest
-from sdp.tests.support.clusters.elastic_runs import ElasticRun, elastic_config
+from sdp.tests.scripts.elastic_losses import measure, table, write_config
 
-KILLS, PAUSE_SECONDS = 100, 5.0
+KILLS, HANGS, HEARTBEAT = 100, 5, 10.0
 
 
 @pytest.mark.slow
@@ -18,23 +16,12 @@ KILLS, PAUSE_SECONDS = 100, 5.0
 def test_a_hundred_kills(corpus: Path, tmp_path: Path) -> None:
     """Some group is killed every five seconds, but never before the last victim is back.
 
-    Holders are compared after each step. A killed group costs the step that it was in.
+    Holders are compared after each step. A killed group costs the step that it was in. Seconds are
+    printed and not judged, because other programs may run. docs/elastic.md has those of one run.
     """
-    config = elastic_config(corpus, restarts=1000)
-    (tmp_path / "config.json").write_text(json.dumps(config))
-    run, draws = ElasticRun(tmp_path / "config.json", tmp_path / "run"), random.Random(0)
-    try:
-        run.wait_for(10, groups=4)
-        for _ in range(KILLS):
-            began = time.monotonic()
-            run.lose(draws.randrange(4), of=4)
-            time.sleep(max(0.0, PAUSE_SECONDS - (time.monotonic() - began)))
-        assert run.stop() == 128 + 15, run.said
-    finally:
-        run.kill()
-    lines = run.lines()
-    assert [line["step"] for line in lines] == list(range(1, len(lines) + 1))
-    assert [line["samples"] for line in lines][-1] == sum(2 * line["groups"] for line in lines)
-    assert run.said.count(" joined after step ") == run.said.count(" was lost after step ") == KILLS
-    assert len(lines) / (len(lines) + KILLS) >= 0.9
-    assert lines[-1]["loss"] < 1.0
+    found = measure(write_config(tmp_path, corpus, HEARTBEAT), tmp_path / "run", kills=KILLS, hangs=HANGS)
+    print(table(found, HEARTBEAT))
+    assert found["exit_code"] == 128 + signal.SIGTERM
+    assert found["lost"] == found["joined"] == KILLS + HANGS
+    assert found["share_committed"] >= 0.9
+    assert found["loss"] < 1.0

@@ -1,0 +1,167 @@
+"""Kills groups of one elastic run, again and again, and measures what each loss costs.
+
+Run it with ``python -m sdp.tests.scripts.elastic_losses --kills 100 --hangs 10 --out losses.json``.
+It prints a table. The groups are forked, so a return takes no time for imports.
+
+A kill comes every five seconds, but never before the last victim is back. Holders are compared bit
+for bit after each step, and a difference would end the run.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import random
+import re
+import signal
+import statistics
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+from sdp.data.prepare import prepare
+from sdp.tests.support.clusters.elastic_runs import SECONDS, ElasticRun, elastic_config
+from sdp.tests.support.processes import until
+
+GROUPS = 4
+PAUSE_SECONDS = 5.0  # from one loss to the next
+TAIL_BYTES = 1 << 16
+
+
+def newest(run: ElasticRun, after: int) -> list[dict[str, Any]]:
+    """Return the newest lines of metrics.jsonl with steps after ``after``."""
+    with (run.dump_dir / "metrics.jsonl").open("rb") as file:
+        file.seek(max(0, file.seek(0, os.SEEK_END) - TAIL_BYTES))
+        whole = file.read().split(b"\n")[1:-1]
+    return [line for line in map(json.loads, whole) if line["step"] > after]
+
+
+def lose(run: ElasticRun, group: int, number: int) -> float:
+    """Kill or stop a group, and wait until it is back.
+
+    Returns:
+        The seconds until the others have committed a step without it.
+    """
+    step, ranks = run.wait_for(1, GROUPS)[-1]["step"], run.ranks()[group]
+
+    def lines() -> list[dict[str, Any]]:
+        assert run.process.poll() is None, run.said
+        return newest(run, step)
+
+    began = time.monotonic()
+    os.kill(ranks[0], number)
+    until(lambda: any(line["groups"] == GROUPS - 1 for line in lines()), seconds=SECONDS, pause=0.002)
+    took = time.monotonic() - began
+    if number == signal.SIGSTOP:
+        os.kill(ranks[0], signal.SIGCONT)  # it notices, and ends
+    step = lines()[-1]["step"]
+    until(lambda: any(line["groups"] == GROUPS for line in lines()), seconds=SECONDS, pause=0.05)
+    return took
+
+
+def measure(config: Path, dump_dir: Path, *, kills: int, hangs: int, seed: int = 0) -> dict[str, Any]:
+    """Run the groups, lose some of them so often, and return what was measured."""
+    run, draws = ElasticRun(config, dump_dir), random.Random(seed)
+    took: dict[int, list[float]] = {signal.SIGKILL: [], signal.SIGSTOP: []}
+    started = time.monotonic()
+    try:
+        run.wait_for(10, GROUPS)
+        for number in [signal.SIGKILL] * kills + [signal.SIGSTOP] * hangs:
+            began = time.monotonic()
+            took[number].append(lose(run, draws.randrange(GROUPS), number))
+            time.sleep(max(0.0, PAUSE_SECONDS - (time.monotonic() - began)))
+        code = run.stop()
+    finally:
+        run.kill()
+    lines, said = run.lines(), run.said
+    losses = kills + hangs
+    assert [line["step"] for line in lines] == list(range(1, len(lines) + 1)), "a step is missing, or there twice"
+    assert lines[-1]["samples"] == sum(2 * line["groups"] for line in lines), "a sample is missing, or there twice"
+    evaluations = (run.dump_dir / "evaluations.jsonl").read_text().splitlines()
+    seconds = [line["step_seconds"] for line in lines]
+    return {
+        "exit_code": code,
+        "seconds": round(time.monotonic() - started, 1),
+        "kills": kills,
+        "hangs": hangs,
+        "steps": len(lines),
+        "share_committed": len(lines) / (len(lines) + losses),  # at most one attempt is lost with a group
+        "lost": said.count(" was lost after step "),
+        "joined": said.count(" joined after step "),
+        "step_seconds": statistics.median(seconds),
+        "kill_to_next_step_seconds": took[signal.SIGKILL],
+        "stop_to_next_step_seconds": took[signal.SIGSTOP],
+        "loss_to_next_step_seconds": [float(each) for each in re.findall(r"went on after ([\d.]+) s", said)],
+        "ready_to_next_step_seconds": [float(each) for each in re.findall(r"([\d.]+) s after \w+ \w+ ready", said)],
+        "held_out_loss": json.loads(evaluations[-1])["loss"],
+        "loss": lines[-1]["loss"],
+        "load_average": os.getloadavg()[1],
+    }
+
+
+def table(found: dict[str, Any], heartbeat: float) -> str:
+    """Return the results as a table in Markdown."""
+    step = found["step_seconds"]
+
+    def median(key: str, less: float = 0.0) -> str:
+        values = found[key]
+        return f"{statistics.median(values) - less:.2f}" if values else "–"
+
+    rows = {
+        "kills, hangs": f"{found['kills']}, {found['hangs']}",
+        "exit code at the end (SIGTERM)": found["exit_code"],
+        "committed steps": f"{found['steps']:,}",
+        "share of the attempted steps": f"{found['share_committed']:.2%}",
+        "s of a step, median": f"{step:.3f}",
+        "s from a kill to the next step, median": median("kill_to_next_step_seconds"),
+        "the same without the repeated step": median("kill_to_next_step_seconds", step),
+        "s from SIGSTOP to the next step, less heartbeat and step, median": median(
+            "stop_to_next_step_seconds", heartbeat + step
+        ),
+        "s from a returning group's being ready to its first step, median": median("ready_to_next_step_seconds"),
+        "load average of the machine": f"{found['load_average']:.1f}",
+    }
+    return "\n".join(["| measured | value |", "|---|---:|", *(f"| {name} | {value} |" for name, value in rows.items())])
+
+
+def write_config(folder: Path, corpus: Path, heartbeat: float) -> Path:
+    """Write the configuration of the run. The budget of restarts is per half minute."""
+    config = elastic_config(corpus, groups=GROUPS, restarts=20, restart_window=30, heartbeat_seconds=heartbeat)
+    config["training"] |= {"evaluate_every": 100, "save_every": 100}
+    path = folder / "config.json"
+    path.write_text(json.dumps(config))
+    return path
+
+
+def make_corpus(folder: Path) -> Path:
+    """Write sixty small documents, tokenized as bytes."""
+    words = random.Random(0)
+    for number in range(60):
+        text = " ".join(words.choice(["alpha", "beta", "gamma", "delta"]) for _ in range(80))
+        (folder / f"{number}.txt").write_text(text)
+    prepare([str(folder / "*.txt")], folder / "shards", tokenizer="bytes", held_out=0.2, workers=1, progress=False)
+    return folder / "shards"
+
+
+def main() -> None:
+    """Measure, print the table and write what was measured."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--kills", type=int, default=100)
+    parser.add_argument("--hangs", type=int, default=10)
+    parser.add_argument("--heartbeat", type=float, default=5.0)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--out", type=Path, required=True)
+    options = parser.parse_args()
+    with tempfile.TemporaryDirectory() as name:
+        config = write_config(Path(name), make_corpus(Path(name)), options.heartbeat)
+        found = measure(config, Path(name) / "run", kills=options.kills, hangs=options.hangs, seed=options.seed)
+        log = (Path(name) / "run" / "logs" / "groups.log").read_text()
+    options.out.write_text(json.dumps(found, indent=1) + "\n")
+    options.out.with_suffix(".log").write_text(log)
+    print(table(found, options.heartbeat))
+
+
+if __name__ == "__main__":
+    main()
