@@ -1,18 +1,16 @@
 """Start the groups of an elastic run on this host, serve the coordinator, and restart groups that
-are lost.
+are lost. Or start one group, for a coordinator that runs elsewhere.
 """
 
 from __future__ import annotations
 
-import contextlib
-import os
 import secrets
 import signal
 import socket
 import sys
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -22,10 +20,10 @@ from ..engine.environment.child import allocator_settings, child_environment, lo
 from ..engine.environment.detect import LOOPBACK, local_environment
 from ..engine.environment.elastic import COORDINATOR, LIFE, SLOT, TOKEN
 from ..engine.environment.launchers import LISTENING_SOCKET
-from ..engine.errors import LaunchError, escape
+from ..engine.errors import escape
 from .fatal_errors import described_end
+from .notes import GROUPS_LOG, say, say_and_note
 from .own_command import own_command, search_path
-from .own_files import open_own_file
 from .rank_process import RankProcess
 from .signals import GRACE_SECONDS, caught_signals
 from .stopped import StoppedRanks, describe
@@ -77,7 +75,8 @@ def start_elastic(
     stop_seconds: float = GRACE_SECONDS,
     command: Sequence[str] | None = None,
 ) -> int:
-    """Run ``sdp`` as groups of processes on this host, and return the exit code of the whole.
+    """Run ``sdp`` as groups of processes on this host, with a coordinator, and return the exit code
+    of the whole.
 
     A group whose process ends before the run is over is killed and started again. The other groups
     go on. A signal to this process is passed on to all ranks. A second one kills them at once.
@@ -98,54 +97,96 @@ def start_elastic(
         LaunchError: a process cannot be started, or its log cannot be written.
     """
     token = secrets.token_hex(32)
-    say = partial(_say_and_note, log_dir / "groups.log")
+    note = partial(say_and_note, log_dir / GROUPS_LOG)
     coordinator = Coordinator(
         run.groups,
         run.ranks,
         token.encode(),
-        say,
+        note,
         heartbeat_seconds=run.heartbeat_seconds,
         wait_seconds=run.wait_seconds,
     )
     coordinator.start()
-    started = _Started([*(command or own_command()), *argv], run, log_dir, token, coordinator.address, on_cpu=on_cpu)
-    with caught_signals() as received:
-        try:
-            started.watch(received, stop_seconds)
-        finally:
-            started.kill_all()
-            coordinator.stop()
-            started.forget()
-    return started.exit_code(received)
+    told = {TOKEN: token, COORDINATOR: coordinator.address}
+    defaults = loopback_settings() | (allocator_settings() if on_cpu else {})
+    started = _Started([*(command or own_command()), *argv], run, log_dir, range(run.groups), told, defaults)
+    try:
+        return started.run(stop_seconds)
+    finally:
+        coordinator.stop()
+
+
+def start_group(
+    argv: Sequence[str],
+    run: ElasticRun,
+    log_dir: Path,
+    slot: int,
+    token: bytes,
+    *,
+    on_cpu: bool = True,
+    stop_seconds: float = GRACE_SECONDS,
+    command: Sequence[str] | None = None,
+) -> int:
+    """Run ``sdp`` as the processes of one group on this host, and return its exit code.
+
+    It is started again like the groups of :func:`start_elastic`, whose other arguments these are.
+    The variables of this process name the coordinator.
+
+    Args:
+        slot: the number of the group.
+        token: the secret that the run's ranks share.
+    """
+    defaults = allocator_settings() if on_cpu else {}
+    started = _Started([*(command or own_command()), *argv], run, log_dir, [slot], {TOKEN: token.decode()}, defaults)
+    return started.run(stop_seconds)
 
 
 class _Started:
-    """The groups of a run that were started."""
+    """The groups ``slots`` of a run, which are started here.
+
+    ``told`` and ``defaults`` are variables of the ranks, see
+    :func:`~sdp.engine.environment.child.child_environment`.
+    """
 
     def __init__(
-        self, command: Sequence[str], run: ElasticRun, log_dir: Path, token: str, address: str, *, on_cpu: bool
+        self,
+        command: Sequence[str],
+        run: ElasticRun,
+        log_dir: Path,
+        slots: Sequence[int],
+        told: Mapping[str, str],
+        defaults: Mapping[str, str],
     ):
-        self._command, self._run, self._log_dir, self._on_cpu = command, run, log_dir, on_cpu
-        self._told = {TOKEN: token, COORDINATOR: address}
-        self._groups = [_Group(slot) for slot in range(run.groups)]
+        self._command, self._run, self._log_dir = command, run, log_dir
+        self._told, self._defaults = told, defaults
+        self._groups = [_Group(slot) for slot in slots]
         self._starts = 0
+
+    def run(self, stop_seconds: float) -> int:
+        """Run the groups to their end, and return the exit code of the whole."""
+        with caught_signals() as received:
+            try:
+                self.watch(received, stop_seconds)
+            finally:
+                self.kill_all()
+                self.forget()
+        return self.exit_code(received)
 
     def watch(self, received: list[int], stop_seconds: float) -> None:
         """Start groups, and start lost ones again, until none is left that runs or will."""
         known, end = 0, float("inf")
+        count = "its group" if len(self._groups) == 1 else f"{len(self._groups)} groups"
         stopped: StoppedRanks | None = None
         while any(group.ranks or group.due is not None for group in self._groups):
             if len(received) > known:
                 if known:
                     return
                 known, end = len(received), time.monotonic() + stop_seconds
-                _say(
-                    f"{signal.Signals(received[0]).name} received, ending {self._run.groups} groups (again: kill them)"
-                )
+                say(f"{signal.Signals(received[0]).name} received, ending {count} (again: kill them)")
                 self._signal_all(received[0])
                 stopped = StoppedRanks([rank for group in self._groups for rank in group.ranks])
             if stopped is not None and (rank := stopped.for_too_long()) is not None:
-                _say(f"{describe(rank)}: it is killed")
+                say(f"{describe(rank)}: it is killed")
                 rank.kill()
             if time.monotonic() > end:
                 return
@@ -158,15 +199,14 @@ class _Started:
 
     def _start(self, group: _Group) -> None:
         self._starts += 1
-        settings = {**search_path(), **thread_settings(self._run.groups * self._run.ranks), **self._told}
+        settings = {**search_path(), **thread_settings(len(self._groups) * self._run.ranks), **self._told}
         settings |= {SLOT: str(group.slot), LIFE: f"{self._starts}-{secrets.token_hex(8)}"}
-        defaults = loopback_settings() | (allocator_settings() if self._on_cpu else {})
         with socket.create_server((LOOPBACK, 0)) as listening:
             port, handle = listening.getsockname()[1], listening.fileno()
             for inside in range(self._run.ranks):
                 own = local_environment(inside, self._run.ranks, port).variables()
                 own |= {LISTENING_SOCKET: str(handle)} if inside == 0 else {}
-                environ = child_environment({**settings, **own}, defaults)
+                environ = child_environment({**settings, **own}, self._defaults)
                 number, handles = group.slot * self._run.ranks + inside, [handle] if inside == 0 else []
                 group.ranks.append(RankProcess.start(number, self._command, environ, self._log_dir, handles))
 
@@ -204,19 +244,19 @@ class _Started:
     def _plan_restart(self, group: _Group, what: str) -> None:
         now = time.monotonic()
         if self._is_over:
-            _say(what)
+            say(what)
             return
         while group.restarts and now - group.restarts[0] > self._run.restart_window:
             group.restarts.popleft()
         count = len(group.restarts)
         if count >= self._run.restarts:
             window = f"{self._run.restart_window:g} s"
-            _say(f"{what}; it is not started again ({count} restarts in {window}, sdp.elastic.restarts)")
+            say(f"{what}; it is not started again ({count} restarts in {window}, sdp.elastic.restarts)")
             return
         wait = _BACK_OFF_SECONDS[min(count, len(_BACK_OFF_SECONDS) - 1)]
         group.due = now + wait
         group.restarts.append(now)
-        _say(f"{what}; restart {count + 1} of {self._run.restarts} in {wait:g} s")
+        say(f"{what}; restart {count + 1} of {self._run.restarts} in {wait:g} s")
 
     @property
     def _is_over(self) -> bool:
@@ -270,14 +310,3 @@ class _Started:
 def _wait_for(condition: Callable[[], bool]) -> None:
     while not condition():
         time.sleep(_POLL_SECONDS)
-
-
-def _say_and_note(log: Path, text: str) -> None:
-    """Say something of the groups, and append it to the run's log of them."""
-    _say(text)
-    with contextlib.suppress(OSError, LaunchError), os.fdopen(open_own_file(log), "a", encoding="utf-8") as file:
-        file.write(f"{time.strftime('%Y-%m-%d %H:%M:%S')} {escape(text)}\n")
-
-
-def _say(text: str) -> None:
-    print(f"sdp: {escape(text)}", file=sys.stderr, flush=True)

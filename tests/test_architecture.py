@@ -30,7 +30,7 @@ ENGINE_ORDER = (
 TOOLS_ORDER = ("shared", "runs", "report", "tasks", "train", "plan")
 LAUNCHER_ORDER = (
     "allocator", "own_command", "own_files", "signals", "degrees", "heartbeat", "fatal_errors", "rank_process",
-    "stopped", "elastic", "local",
+    "stopped", "notes", "elastic", "local",
     "cluster",
 )  # fmt: skip
 # Inside engine/backends/. The backends themselves are not listed: they do not import each other.

@@ -4,15 +4,19 @@ from __future__ import annotations
 
 import argparse
 import signal
-import sys
 import time
 from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
 
 from ..engine.config.load import load_config
 from ..engine.config.schema import Config
 from ..engine.elastic.coordinator import Coordinator
+from ..engine.elastic.membership import Membership
 from ..engine.environment.elastic import read_token, split_address
-from ..engine.errors import ConfigError, PeerLostError, escape, shorten
+from ..engine.errors import ConfigError, LaunchError, PeerLostError, shorten
+from ..launcher.notes import GROUPS_LOG, say, say_and_note
+from ..launcher.own_files import refuse_link
 from ..launcher.signals import caught_signals
 from .shared.arguments import add_config_arguments, positive_int
 
@@ -27,12 +31,14 @@ class CoordinateOptions:
         config: the run's configuration.
         host, port: where to listen.
         ranks: ranks of each group.
+        dump_dir: the run's directory, None if nothing is to be written there.
     """
 
     config: Config
     host: str
     port: int
     ranks: int
+    dump_dir: Path | None
 
     @classmethod
     def from_args(cls, args: argparse.Namespace) -> CoordinateOptions:
@@ -46,7 +52,7 @@ class CoordinateOptions:
         address = split_address(args.bind)
         if address is None:
             raise ConfigError(f"--bind {shorten(args.bind)}: expected HOST:PORT")
-        return cls(config, *address, args.ranks)
+        return cls(config, *address, args.ranks, args.dump_dir)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -56,6 +62,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--bind", metavar="HOST:PORT", default="127.0.0.1:29400", help="where to listen (default: 127.0.0.1:29400)"
     )
     parser.add_argument("--ranks", metavar="R", type=positive_int, default=1, help="ranks of each group (default: 1)")
+    parser.add_argument(
+        "--dump-dir", metavar="DIR", type=Path, help="the run's directory: losses and returns go to DIR/logs/groups.log"
+    )
 
 
 def run(args: argparse.Namespace) -> int:
@@ -72,24 +81,49 @@ def run(args: argparse.Namespace) -> int:
         sdp.groups,
         options.ranks,
         read_token(),
-        _say,
+        partial(say_and_note, _log(options.dump_dir)) if options.dump_dir is not None else say,
         host=options.host,
         port=options.port,
         heartbeat_seconds=sdp.elastic.heartbeat_seconds,
         wait_seconds=sdp.elastic.wait_seconds,
     )
     coordinator.start()
-    _say(f"coordinating {sdp.groups} groups on {coordinator.address}")
+    say(f"coordinating {sdp.groups} groups on {coordinator.address}")
     membership = coordinator.membership
     with caught_signals() as received:
         while not received and not membership.is_finished and membership.failure is None:
             time.sleep(_LOOK_SECONDS)
         time.sleep(_LOOK_SECONDS)  # the last messages are on their way
+        if membership.is_finished and not received:
+            _tell_absent_groups(membership, set(range(sdp.groups)), sdp.elastic.wait_seconds, received)
         coordinator.stop()
     if membership.failure is not None:
         raise PeerLostError(f"the run cannot go on: {membership.failure}")
-    return 128 + signal.Signals(received[0]) if received else 0
+    return 0 if membership.is_finished else 128 + signal.Signals(received[0])
 
 
-def _say(text: str) -> None:
-    print(f"sdp: {escape(text)}", file=sys.stderr, flush=True)
+def _tell_absent_groups(membership: Membership, groups: set[int], seconds: float, received: list[int]) -> None:
+    """Wait until groups that were away at the end of the run know that it is over.
+
+    Without a coordinator they would fail, and would be launched again.
+    """
+    end, was_said = time.monotonic() + seconds, False
+    while not received and time.monotonic() < end and (away := groups - set(membership.living) - membership.told):
+        if not was_said:
+            names = ", ".join(map(str, sorted(away)))
+            say(
+                f"the run is over; waiting up to {seconds:g} s to tell this to the groups {names} (Ctrl-C: do not wait)"
+            )
+            was_said = True
+        time.sleep(_LOOK_SECONDS)
+
+
+def _log(dump_dir: Path) -> Path:
+    """Return the run's log of its groups. Raises LaunchError if it has no directory."""
+    logs = dump_dir / "logs"
+    refuse_link(logs)
+    try:
+        logs.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise LaunchError(f"--dump-dir {shorten(dump_dir)}: cannot be written ({error.strerror})") from None
+    return logs / GROUPS_LOG

@@ -17,6 +17,8 @@ class Identity:
         life: a name of this start of the group, the same on all of its ranks.
         host: the name of its host.
         store: HOST:PORT of the group's store, where other groups may meet.
+        listen: the address at which the ranks of other groups reach this rank, None for that of
+            GLOO_SOCKET_IFNAME.
     """
 
     slot: int
@@ -25,6 +27,7 @@ class Identity:
     life: str
     host: str
     store: str
+    listen: str | None = None
 
 
 @dataclass(frozen=True)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import queue
+import selectors
 import socket
 import threading
 import time
@@ -43,7 +44,8 @@ class CoordinatorClient:
         address: HOST and port of the coordinator.
         token: the shared secret.
         identity: who this rank is.
-        heartbeat_seconds: after so long a silence the coordinator cuts a rank off.
+        heartbeat_seconds: after so long a silence the coordinator cuts a rank off, and the rank
+            connects again.
         wait_seconds: how long to try to reach the coordinator.
         progress: the main thread's signs of progress.
         on_hang: called with a message, in another thread, if the main thread hangs after the others
@@ -68,7 +70,7 @@ class CoordinatorClient:
     ):
         self.progress, self._on_hang = progress or Progress(heartbeat_seconds), on_hang
         self._address, self._token, self.identity = address, token, identity
-        self.beat_seconds, self._wait_seconds = heartbeat_seconds / 5, wait_seconds
+        self.beat_seconds, self._heartbeat, self._wait_seconds = heartbeat_seconds / 5, heartbeat_seconds, wait_seconds
         self.abort = threading.Event()
         self.reason = ""
         self._lock = threading.Lock()
@@ -78,7 +80,8 @@ class CoordinatorClient:
         self._assembly: Assembly | None = None
         self._next: Assembly | None = None  # of a reunion inside a vote
         self._attempt = 0
-        self._has_joined = self._is_alone = False  # with this connection; without one
+        self._joined: float | None = None  # when, on this connection
+        self._is_alone = False  # without a connection
         self._generation = self._aborted = -1
         self._connect()
         threading.Thread(target=self._beat, name="elastic-heartbeat", daemon=True).start()
@@ -169,6 +172,10 @@ class CoordinatorClient:
         """Tell that this rank has finished the run."""
         self._send({"type": "bye"})
 
+    def leave_early(self) -> None:
+        """Tell that this rank's group leaves a run that goes on without it."""
+        self._send({"type": "leave"})
+
     def hang_up(self) -> None:
         """Close the connection without a word, as the kernel does if the process dies."""
         self._wait_seconds = 0.0
@@ -201,6 +208,14 @@ class CoordinatorClient:
 
     def _connect(self) -> None:
         """Connect, and try again for as long as ``wait_seconds``."""
+        with self.progress.waiting():
+            connection, channel = self._reach()
+        connection.settimeout(None)
+        with self._lock:
+            self._socket, self._channel, self._joined, self._is_alone = connection, channel, None, False
+        threading.Thread(target=self._read, args=(connection, channel), name="elastic", daemon=True).start()
+
+    def _reach(self) -> tuple[socket.socket, Channel]:
         end = time.monotonic() + self._wait_seconds
         while True:
             try:
@@ -209,16 +224,12 @@ class CoordinatorClient:
                 channel = Channel(self._token, is_server=False)
                 connection.sendall(channel.greeting)
                 self._await_greeting(connection, channel)
-                break
+                return connection, channel
             except (OSError, ProtocolError) as error:
                 if time.monotonic() > end:
                     where = f"{self._address[0]}:{self._address[1]}"
                     raise PeerLostError(f"the coordinator at {where} cannot be reached ({error})") from None
                 time.sleep(_RETRY_SECONDS)
-        connection.settimeout(None)
-        with self._lock:
-            self._socket, self._channel, self._has_joined, self._is_alone = connection, channel, False, False
-        threading.Thread(target=self._read, args=(connection, channel), name="elastic", daemon=True).start()
 
     def _await_greeting(self, connection: socket.socket, channel: Channel) -> None:
         while not channel.is_open:
@@ -229,17 +240,32 @@ class CoordinatorClient:
 
     def _read(self, connection: socket.socket, channel: Channel) -> None:
         reason = "the coordinator is gone"
-        with contextlib.suppress(OSError, ProtocolError):
-            while data := connection.recv(1 << 16):
+        with contextlib.suppress(OSError, ProtocolError), connection:
+            while data := self._receive(connection):
                 for message in channel.feed(data):
                     if message["type"] in ("abort", "cut", "failed"):
                         self._note_abort(message)
                     if message["type"] == "cut":
                         reason = self.reason
-                    self._answers.put(message)
+                    if message["type"] != "beat":
+                        self._answers.put(message)
         self._note_abort({"generation": self._generation, "reason": reason})
         self._is_alone = True
         self._answers.put(None)
+
+    def _receive(self, connection: socket.socket) -> bytes:
+        """Return what the coordinator sends. Raises OSError if it is silent for a heartbeat.
+
+        It answers each sign of life. A link that is down drops packets, and closes no connection.
+        """
+        began = time.monotonic()
+        with selectors.DefaultSelector() as selector:
+            selector.register(connection, selectors.EVENT_READ)
+            while not selector.select(self.beat_seconds):
+                joined = self._joined
+                if joined is not None and time.monotonic() - max(began, joined) > self._heartbeat:
+                    raise OSError("the coordinator is silent")
+        return connection.recv(1 << 16)
 
     def _note_abort(self, message: Message) -> None:
         with self._lock:
@@ -265,7 +291,8 @@ class CoordinatorClient:
 
     def _send(self, message: Message, *, only_if_joined: bool = False) -> None:
         with self._lock, contextlib.suppress(OSError):  # reading finds the broken connection
-            may = self._has_joined or not only_if_joined
+            may = self._joined is not None or not only_if_joined
             if may and self._socket is not None and self._channel is not None and self._channel.is_open:
                 self._socket.sendall(self._channel.seal(message))
-                self._has_joined = self._has_joined or message["type"] == "join"
+                if message["type"] == "join":
+                    self._joined = self._joined or time.monotonic()

@@ -62,6 +62,7 @@ class Membership:
         self.generation: Generation | None = None
         self.step = 0
         self.is_finished = False
+        self.told: set[int] = set()  # groups that came after the end of the run
         self.failure: str | None = None
 
     @property
@@ -88,8 +89,11 @@ class Membership:
             members = self._ranks_of(self.generation.lives) if self.generation is not None else {}
             if not self.is_finished and all(each.is_leaving for each in members.values()):
                 self._finish()
+        elif kind == "leave":
+            self.lose(peer, "it was told to stop")
         elif kind == "beat":
             self._paused.hear(peer, message.get("pause"), rank.heard)
+            self._send(peer, {"type": "beat"})  # the rank, too, looks for silence
         else:
             raise ProtocolError(f"an unknown message {kind[:40]!r}")
 
@@ -104,6 +108,7 @@ class Membership:
         rank = Rank.of(message, self._groups, self._ranks, self._clock())
         if self.is_finished or self.failure is not None or rank.life in self._lost_lives:
             kind = "finished" if self.is_finished else "failed" if self.failure is not None else "cut"
+            self.told |= {rank.slot} if self.is_finished else set()
             self._send(peer, {"type": kind, "reason": self.failure or "its group was cut off"})
             return
         for other, known in list(self._peers.items()):
@@ -271,14 +276,9 @@ class Membership:
             for slot in slots
         ]
         answer: Message = {
-            "type": "generation",
-            "generation": number,
-            "name": uuid.uuid4().hex,
-            "members": members,
-            "phase": phase,
-            "step": step,
-            "writer": min(slots, key=lambda slot: (kept[slot], slot)),
-        }
+            "type": "generation", "generation": number, "name": uuid.uuid4().hex, "members": members,
+            "phase": phase, "step": step, "writer": min(slots, key=lambda slot: (kept[slot], slot)),
+        }  # fmt: skip
         for peer, rank in ranks.items():
             rank.joining = None
             self._send(peer, answer | {"commit_pending": rank.slot in commits})

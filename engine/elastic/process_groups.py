@@ -253,12 +253,23 @@ class Meeting:
         own_number: this rank's number in torch's default process group.
         abort: ends the waits.
         timeout: the longest time that gloo waits for an operation, in seconds.
+        listen: the address at which the other members reach this rank, None for that of
+            GLOO_SOCKET_IFNAME.
     """
 
-    def __init__(self, store: str, name: str, rank: int, own_number: int, abort: Abort, timeout: float):
+    def __init__(
+        self,
+        store: str,
+        name: str,
+        rank: int,
+        own_number: int,
+        abort: Abort,
+        timeout: float,
+        listen: str | None = None,
+    ):
         host, _, port = store.rpartition(":")
         self._name, self._rank, self._own, self._abort = name, rank, own_number, abort
-        self._timeout = timedelta(seconds=timeout)
+        self._timeout, self._listen = timedelta(seconds=timeout), listen
         self.groups: list[AbortableGroup] = []
         connect = lambda: dist.TCPStore(  # noqa: E731
             host, int(port), is_master=False, wait_for_workers=False, timeout=self._timeout
@@ -275,7 +286,12 @@ class Meeting:
         name, rank = f"elastic/{self._name}/{label}", ranks.index(self._rank)
 
         def make() -> Any:
-            backend = dist.ProcessGroupGloo(dist.PrefixStore(name, self._store), rank, len(ranks), self._timeout)
+            settings: Any = self._timeout
+            if self._listen is not None:
+                settings = dist.ProcessGroupGloo._Options()  # pyright: ignore[reportAttributeAccessIssue]  # not in stubs
+                settings._timeout = self._timeout
+                settings._devices = [dist.ProcessGroupGloo.create_device(hostname=self._listen)]
+            backend = dist.ProcessGroupGloo(dist.PrefixStore(name, self._store), rank, len(ranks), settings)
             backend._set_sequence_number_for_group()
             return backend
 

@@ -5,7 +5,6 @@ up to date.
 from __future__ import annotations
 
 import logging
-import socket
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -28,8 +27,9 @@ from ..engine import SDPEngine
 from ..errors import PeerLostError
 from ..optim.param_groups import set_rates
 from ..placement.layout import Layout
+from .assembly import Assembly, Decision
 from .living import living_layout, lost_units
-from .member import Assembly, CoordinatorClient, Decision, StepAbortedError
+from .member import CoordinatorClient, StepAbortedError
 from .process_groups import Abort, Meeting
 from .returning import exchange, has_state, prepare
 
@@ -77,6 +77,11 @@ class Session:
         return self._client.identity.slot
 
     @property
+    def ranks(self) -> int:
+        """The number of ranks of each group."""
+        return self._client.identity.ranks
+
+    @property
     def writes_files(self) -> bool:
         """Whether this rank writes the run's files in the present generation."""
         assert self.assembly is not None
@@ -118,6 +123,10 @@ class Session:
         if self._abort is not None and self._abort.is_over:
             raise StepAbortedError(self._abort.failed or "a group is lost")
         return self._client.vote(facts, step=self._engine.global_steps)
+
+    def leave_early(self) -> None:
+        """Leave the run, which goes on without this group."""
+        self._client.leave_early()
 
     def finish(self) -> None:
         """Leave the run, which is over. Collective. Raises StepAbortedError."""
@@ -193,7 +202,13 @@ class Session:
         rank = mesh.rank(found.slots.index(self.slot)) + self._client.identity.inside
         abort = self._abort = Abort(self._client.abort.is_set, self._client.give_up, self._client.progress.note)
         meeting = self._meeting = Meeting(
-            found.members[0].store, found.name, rank, dist.get_rank(), abort, self._timeout
+            found.members[0].store,
+            found.name,
+            rank,
+            dist.get_rank(),
+            abort,
+            self._timeout,
+            self._client.identity.listen,
         )
         everyone = meeting.make_group("world", range(mesh.world_size))
         world.enter(World(rank, mesh.world_size, everyone))
@@ -278,25 +293,6 @@ def _all_inside(succeeded: bool) -> bool:
     flag = torch.tensor([int(succeeded)])
     dist.all_reduce(flag, dist.ReduceOp.MIN)
     return bool(flag.item())
-
-
-def serve_meeting_store(coordinator: str) -> tuple[Any, str]:
-    """Serve a store in which groups may meet, on the interface that reaches the coordinator alone.
-
-    Args:
-        coordinator: the coordinator's host.
-
-    Returns:
-        The store, which lives as long as the caller keeps it, and its HOST:PORT.
-    """
-    family, _, _, _, address = socket.getaddrinfo(coordinator, 1, type=socket.SOCK_DGRAM)[0]
-    with socket.socket(family, socket.SOCK_DGRAM) as towards:
-        towards.connect(address)  # sends nothing
-        host = towards.getsockname()[0]
-    listening = socket.create_server((host, 0), family=family)
-    port = listening.getsockname()[1]
-    store = dist.TCPStore(host, port, is_master=True, wait_for_workers=False, master_listen_fd=listening.detach())
-    return store, f"{host}:{port}"
 
 
 def share_inside(text: str) -> str:

@@ -43,8 +43,10 @@ def elastic_environment() -> ElasticEnvironment | None:
         LaunchError: a variable is missing or wrong.
     """
     slot, address = os.environ.get(SLOT), os.environ.get(COORDINATOR)
-    if slot is None or address is None:
+    if slot is None:
         return None
+    if address is None:
+        raise LaunchError(f"{SLOT} is set, but {COORDINATOR} is not; name HOST:PORT of sdp coordinate in it")
     parts = split_address(address)
     if re.fullmatch("[0-9]{1,7}", slot) is None or parts is None:
         raise LaunchError(
@@ -82,5 +84,15 @@ def read_token() -> bytes:
 
 
 def is_elastic_rank() -> bool:
-    """Return whether a launcher started this process as a rank of an elastic run."""
+    """Return whether this process belongs to one group of an elastic run, which has a launch of its
+    own or was started by the local launcher.
+    """
     return SLOT in os.environ
+
+
+def gloo_interface() -> str | None:
+    """Return the interface that the user chose for gloo, or None.
+
+    Call this before the ranks of a group on one host are given the loopback interface.
+    """
+    return os.environ.get("GLOO_SOCKET_IFNAME") or None

@@ -7,7 +7,7 @@ import os
 from typing import TYPE_CHECKING
 
 from ...engine.environment.detect import Environment, detect, export
-from ...engine.environment.elastic import is_elastic_rank
+from ...engine.environment.elastic import elastic_environment, is_elastic_rank
 from ...engine.errors import ConfigError
 from ...launcher.fatal_errors import report_fatal
 from .options import TrainOptions
@@ -64,7 +64,7 @@ def run(args: argparse.Namespace) -> int:
 def _run_elastic(config: Config, options: TrainOptions, degrees: Degrees, environment: Environment | None) -> int:
     """Be a rank of an elastic run, or start all of its groups here."""
     from ...launcher.degrees import visible_devices
-    from ...launcher.elastic import ElasticRun, start_elastic
+    from ...launcher.elastic import ElasticRun, start_elastic, start_group
 
     devices = visible_devices()
     if devices:
@@ -77,12 +77,13 @@ def _run_elastic(config: Config, options: TrainOptions, degrees: Degrees, enviro
         if not is_elastic_rank():
             raise ConfigError(
                 f"sdp.elastic: {environment.source} ends all ranks when one dies; start the run with sdp train on one "
-                "host, or set enabled false"
+                "host, or give each group a launch of its own, with its number in SDP_ELASTIC_GROUP"
             )
         return _run_rank(options)
-    processes = degrees.processes(options.nproc, devices)
-    _check_files(config, options)
     section, groups = config.sdp.elastic, config.sdp.groups
+    told = elastic_environment()
+    alone = options.nproc * groups if told is not None and options.nproc is not None else None
+    processes = degrees.processes(alone or options.nproc, devices)
     run = ElasticRun(
         groups,
         processes // groups,
@@ -91,7 +92,11 @@ def _run_elastic(config: Config, options: TrainOptions, degrees: Degrees, enviro
         restarts=section.restarts,
         restart_window=section.restart_window,
     )
-    return start_elastic(options.argv, run, options.dump_dir / "logs", stop_seconds=STOP_SECONDS)
+    logs = options.dump_dir / "logs"
+    if told is not None:
+        return start_group(options.argv, run, logs, told.slot, told.token, stop_seconds=STOP_SECONDS)
+    _check_files(config, options)
+    return start_elastic(options.argv, run, logs, stop_seconds=STOP_SECONDS)
 
 
 def _run_rank(options: TrainOptions) -> int:

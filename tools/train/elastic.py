@@ -6,12 +6,15 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import signal
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from ...engine.elastic.member import Assembly, RunFinishedError, StepAbortedError
+from ...engine.elastic.assembly import Assembly
+from ...engine.elastic.living import lost_units
+from ...engine.elastic.member import RunFinishedError, StepAbortedError
 from ...engine.elastic.membership import STEP
 from ...engine.elastic.session import Session, UnitsLostError
 from ...engine.errors import PeerLostError
@@ -19,8 +22,14 @@ from ..runs.run_files import read_run
 from .elastic_files import ElasticFiles
 from .loop.meter import row
 from .loop.training_run import TrainingRun
+from .stopping import LEAVE_SECONDS, Outcome, Told, decide
 
 log = logging.getLogger("sdp")
+
+
+class _LeavesError(Exception):
+    """This group leaves the run, which goes on."""
+
 
 # What comes next after a committed step, in this order. A group may join only before a step.
 CHECK, EVALUATE, SAVE = 0, 1, 2
@@ -41,7 +50,7 @@ class ElasticTrainer:
     def __init__(self, run: TrainingRun, session: Session, *, resume: bool):
         self._run, self._engine, self._session, self._resumes = run, run.engine, session, resume
         self._files = ElasticFiles(run, session, resumes=resume)
-        self._phase, self._newcomers = EVALUATE, False
+        self._phase, self._newcomers, self._stop = EVALUATE, False, Outcome()
         self._batches: Iterator[Any] = iter(())
         self._committed: Any = None  # the loader's state after the last committed step
         self._most: list[int] = []  # of what the ranks told with their votes in the last step
@@ -61,6 +70,8 @@ class ElasticTrainer:
                     self._resume()
                 self._repeat(self._go_on_to_the_end)
                 return self._end(time.perf_counter() - started)
+            except _LeavesError:
+                return self._leave()
             except UnitsLostError as error:
                 newest = self._run.checkpoints.newest()
                 raise PeerLostError(f"{error}; the run cannot go on; {newest}") from None
@@ -84,6 +95,10 @@ class ElasticTrainer:
 
     def _go_on_to_the_end(self) -> None:
         while not self._is_done():
+            if self._session.slot in self._stop.leaving:
+                raise _LeavesError
+            if self._stop.leaving:
+                self._meet()
             self._do_what_is_due()
             if self._newcomers:
                 self._meet()
@@ -134,11 +149,16 @@ class ElasticTrainer:
         reductions.
         """
         run = self._run
-        sent = Counter(self._engine.traffic.by_kind())
+        session, signals, sent = self._session, run.signals, Counter(self._engine.traffic.by_kind())
         sent.update(self._late)
-        decision = self._session.vote(row(run.signals.received, run.meter.memory_now(), sent))
+        measured = row(signals.received, run.meter.memory_now(), sent)
+        decision = session.vote([signals.seconds > LEAVE_SECONDS, *measured])
         self._counted = Counter(self._engine.traffic.by_kind())
-        self._most = [max(column) for column in zip(*decision.facts, strict=True)]
+        told = [Told(signal, leaves) for leaves, signal, *_ in decision.facts]
+        can_go_on = lambda left: not lost_units(session.layout, left)  # noqa: E731
+        self._stop = decide(told, self._assembly.slots, session.ranks, can_go_on)
+        _, _, *most = (max(column) for column in zip(*decision.facts, strict=True))
+        self._most = [self._stop.signal, *most]
         self._newcomers = decision.newcomers
 
     def _evaluate(self, *, is_last: bool) -> None:
@@ -169,7 +189,7 @@ class ElasticTrainer:
         """Meet the living groups, and go on together with what comes first for any of them."""
         run, engine = self._run, self._engine
         run.beat.at(engine.global_steps, "meeting the other groups", None)
-        self._newcomers = False
+        self._newcomers, self._stop = False, Outcome()
         self._late.clear()
         self._drop_the_step()
         assembly = self._session.meet(self._phase, self._drop_the_step)
@@ -193,6 +213,15 @@ class ElasticTrainer:
             self._engine.loader.load_state_dict(self._committed)
 
     # -- the end -----------------------------------------------------------------------------------
+
+    def _leave(self) -> int:
+        """Leave the run, which goes on without this group. Returns the exit code."""
+        number = self._run.signals.received or signal.SIGTERM
+        self._files.close()
+        self._session.leave_early()
+        name = signal.Signals(number).name
+        log.warning("group %d left the run after step %d (%s)", self._session.slot, self._engine.global_steps, name)
+        return 128 + number
 
     def _end(self, seconds: float) -> int:
         run = self._run

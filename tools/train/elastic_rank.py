@@ -15,11 +15,13 @@ from ...engine.config.elastic import ElasticSection
 from ...engine.distributed import world
 from ...engine.distributed.mesh import mesh_of
 from ...engine.distributed.world import World
-from ...engine.elastic.member import CoordinatorClient, Identity
+from ...engine.elastic.addresses import address_towards, serve_meeting_store
+from ...engine.elastic.assembly import Identity
+from ...engine.elastic.member import CoordinatorClient
 from ...engine.elastic.progress import Progress
-from ...engine.elastic.session import Session, serve_meeting_store, share_inside
+from ...engine.elastic.session import Session, share_inside
 from ...engine.environment.detect import detect
-from ...engine.environment.elastic import ElasticEnvironment, elastic_environment
+from ...engine.environment.elastic import ElasticEnvironment, elastic_environment, gloo_interface
 from ...engine.errors import LaunchError
 from ...launcher.heartbeat import Heartbeat
 from . import preflight
@@ -46,7 +48,7 @@ def run(options: TrainOptions, on_stall: Callable[[str], None]) -> int:
         The exit code.
     """
     config = read_config(options)
-    found, told = detect(), elastic_environment()
+    found, told, interface = detect(), elastic_environment(), gloo_interface()
     if found is None or told is None:
         raise LaunchError(
             "a rank of an elastic run needs RANK and WORLD_SIZE of its group; start the run with sdp train"
@@ -65,9 +67,14 @@ def run(options: TrainOptions, on_stall: Callable[[str], None]) -> int:
     unchecked = config.model_copy(update={"sdp": config.sdp.model_copy(update={"check_interval": 0})})
     with explained(config, beat, dump_dir=dump_dir):
         corpus, engine, baseline = build(unchecked, dump_dir, beat)
-    store, address = serve_meeting_store(told.host) if found.rank == 0 else (None, "")
+    here = address_towards(told.host)
+    store, address = serve_meeting_store(here) if found.rank == 0 else (None, "")
     told = replace(told, life=share_inside(told.life or secrets.token_hex(8)))
-    client = _find_coordinator(told, found.rank, ranks, share_inside(address), config.sdp.elastic, beat)
+    who = Identity(
+        told.slot, found.rank, ranks, told.life, socket.gethostname(), share_inside(address),
+        here if interface is None else None,
+    )  # fmt: skip
+    client = _find_coordinator(told, who, config.sdp.elastic, beat)
     session = Session(client, engine, min(_LONGEST_OPERATION, config.training.step_timeout))
     training_run = TrainingRun(config, engine, corpus, dump_dir, baseline=baseline, beat=beat)
     trainer = ElasticTrainer(training_run, session, resume=options.resume)
@@ -82,9 +89,8 @@ def run(options: TrainOptions, on_stall: Callable[[str], None]) -> int:
 
 
 def _find_coordinator(
-    told: ElasticEnvironment, inside: int, ranks: int, store: str, section: ElasticSection, beat: Heartbeat
+    told: ElasticEnvironment, who: Identity, section: ElasticSection, beat: Heartbeat
 ) -> CoordinatorClient:
-    who = Identity(told.slot, inside, ranks, told.life, socket.gethostname(), store)
     progress = Progress(section.heartbeat_seconds, PARTS)
     beat.on_phase = progress.begin
     return CoordinatorClient(

@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
-import os
-import socket
-import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
+from sdp.engine.elastic.assembly import Assembly, Decision, Identity
 from sdp.engine.elastic.coordinator import Coordinator
-from sdp.engine.elastic.member import Assembly, CoordinatorClient, CutOffError, Decision, Identity, StepAbortedError
+from sdp.engine.elastic.member import CoordinatorClient, CutOffError, StepAbortedError
 from sdp.engine.elastic.membership import STEP
-from sdp.engine.elastic.messages import MAGIC, MOST_BYTES, Channel, ProtocolError
+from sdp.engine.elastic.messages import MOST_BYTES, Channel, ProtocolError
+from sdp.tests.support.clusters.cut_link import CutLink
+from sdp.tests.support.clusters.hostile import hostile_clients, recorded
 from sdp.tests.support.processes import until
 
 TOKEN = b"a shared secret"
@@ -180,6 +180,46 @@ def test_a_silent_group_is_cut_off_and_told_so_when_it_wakes_up() -> None:
     service.coordinator.stop()
 
 
+def test_a_group_whose_link_is_cut_notices_it_and_is_told_when_the_link_is_back() -> None:
+    """No connection is closed while a link is down."""
+    service = Service(heartbeat=1.0)
+    link = CutLink(service.port)
+    members = [Group(link.port if slot == 1 else service.port, slot, heartbeat=1.0) for slot in range(3)]
+    results([member.join() for member in members])
+    results([member.vote() for member in members])
+    link.up.clear()
+    began = time.monotonic()
+    votes = [member.vote() for member in members]
+    for vote in (votes[0], votes[2]):
+        assert_aborted(vote)
+    assert results([members[0].join(), members[2].join()])[0].slots == [0, 2]
+    noticed = members[1].client.abort.wait(5)
+    seconds = time.monotonic() - began
+    link.up.set()
+    assert noticed
+    assert members[1].client.reason == "the coordinator is gone"
+    assert seconds > 1
+    with pytest.raises(CutOffError, match="group 1 was cut off"):
+        votes[1].result(20)
+    results([members[0].vote(), members[2].vote()])
+    link.close()
+    service.coordinator.stop()
+
+
+def test_a_quiet_coordinator_is_not_a_lost_one() -> None:
+    """It answers the signs of life of groups that wait for others, or that make a long step."""
+    service = Service(heartbeat=0.5)
+    members = [Group(service.port, slot, heartbeat=0.5) for slot in range(3)]
+    waiting = [member.join() for member in members[:2]]
+    time.sleep(1.5)
+    results([*waiting, members[2].join()])
+    time.sleep(1.5)
+    assert not any(member.client.abort.is_set() for member in members)
+    results([member.vote() for member in members])
+    assert not service.said
+    service.coordinator.stop()
+
+
 def test_a_coordinator_that_is_started_again_learns_everything_from_the_ranks(service: Service) -> None:
     members = service.started()
     results([member.vote() for member in members])
@@ -218,61 +258,15 @@ def test_a_coordinator_that_dies_amid_a_vote_leaves_all_with_the_same_steps(one_
 # -- clients that mean harm ------------------------------------------------------------------------
 
 
-def recorded(port: int) -> bytes:
-    """What an honest client sends, as somebody on the line sees it."""
-    with socket.create_connection(("127.0.0.1", port)) as connection:
-        channel = Channel(TOKEN, is_server=False)
-        channel.feed(connection.recv(1 << 12))
-        return channel.greeting + channel.seal({"type": "bye"})
-
-
-def harm(port: int, kind: int, end: threading.Event) -> None:
-    """Connect again and again, and be slow, send garbage, repeat a recorded message or send too
-    much.
-    """
-    replay = recorded(port)
-    while not end.is_set():
-        try:
-            with socket.create_connection(("127.0.0.1", port), timeout=5) as connection:
-                if kind == 0:  # slow: one byte at a time
-                    for byte in MAGIC + os.urandom(8):
-                        connection.sendall(bytes([byte]))
-                        if end.wait(0.1):
-                            return
-                elif kind == 1:
-                    connection.sendall(os.urandom(4096))
-                elif kind == 2:
-                    connection.sendall(replay)
-                elif kind == 3:  # a length of 4 GB, and then as much as goes
-                    connection.sendall(MAGIC + os.urandom(32) + b"\xff\xff\xff\xff" + bytes(1 << 20))
-                else:  # a message of the right length under a wrong token
-                    channel = Channel(b"another secret", is_server=False)
-                    channel.feed(connection.recv(1 << 12))
-                    connection.sendall(channel.greeting + channel.seal({"type": "bye"}))
-                connection.settimeout(0.2)
-                while connection.recv(1 << 12):
-                    pass
-        except OSError:
-            end.wait(0.05)
-
-
 def test_twenty_hostile_clients_do_not_keep_steps_from_being_committed(service: Service) -> None:
     members = service.started()
-    end = threading.Event()
-    clients = [threading.Thread(target=harm, args=(service.port, number % 5, end), daemon=True) for number in range(20)]
-    for client in clients:
-        client.start()
-    try:
+    with hostile_clients("127.0.0.1", service.port, recorded("127.0.0.1", service.port, TOKEN)):
         for step in range(30):
             results([member.vote() for member in members])
             assert [member.step for member in members] == [step + 1] * 3
             time.sleep(0.05)
         assert not service.said
         assert service.coordinator.membership.living == [0, 1, 2]
-    finally:
-        end.set()
-        for client in clients:
-            client.join(10)
 
 
 def test_a_message_counts_once_and_only_on_its_connection() -> None:

@@ -16,10 +16,12 @@ import torch
 import torch.distributed as dist
 from sdp.engine.distributed import world
 from sdp.engine.distributed.world import World
+from sdp.engine.elastic.addresses import serve_meeting_store
+from sdp.engine.elastic.assembly import Identity
 from sdp.engine.elastic.coordinator import Coordinator
-from sdp.engine.elastic.member import CoordinatorClient, Identity, StepAbortedError
+from sdp.engine.elastic.member import CoordinatorClient, StepAbortedError
 from sdp.engine.elastic.membership import STEP
-from sdp.engine.elastic.session import Session, serve_meeting_store, share_inside
+from sdp.engine.elastic.session import Session, share_inside
 from sdp.engine.placement.units import find_neuron_units
 from sdp.tests.support import models
 from sdp.tests.support.case_tables import THERE_AND_BACK, TO_BACKWARD, TO_FORWARD

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import signal
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -13,10 +14,17 @@ SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1)
 
 
 class StopSignals:
-    """Remembers the newest signal to this rank as ``received``, 0 until then."""
+    """Remembers the newest signal to this rank as ``received``, 0 until then, and when the first
+    one came.
+    """
 
     def __init__(self) -> None:
-        self.received = 0
+        self.received, self._first = 0, float("inf")
+
+    @property
+    def seconds(self) -> float:
+        """The seconds since the first signal, below zero if there was none."""
+        return time.monotonic() - self._first
 
     @contextmanager
     def caught(self) -> Iterator[None]:
@@ -30,4 +38,5 @@ class StopSignals:
                 signal.signal(number, handler)
 
     def _remember(self, number: int, _: Any) -> None:
+        self._first = min(self._first, time.monotonic())
         self.received = number

@@ -63,9 +63,10 @@ def test_groups_that_torchrun_starts_one_by_one(corpus: Path, tmp_path: Path) ->
         until(lambda: groups_of_lines()[-3:] == [2, 2, 2], seconds=SECONDS, pause=0.1)
         os.kill(child_of(second.pid), signal.SIGKILL)  # torchrun then ends the launch
         until(lambda: groups_of_lines()[-1:] == [1], seconds=SECONDS, pause=0.1)
-        group(1)
+        second = group(1)
         until(lambda: groups_of_lines()[-3:] == [2, 2, 2], seconds=SECONDS, pause=0.1)
-        first.terminate()  # torchrun passes the signal on, and both groups stop after the same step
+        for each in (first, second):  # torchrun passes the signal on, and both groups stop after the same step
+            each.terminate()
         assert coordinator.wait(SECONDS) == 0, log.read_text()
     done = len(groups_of_lines())
     assert (run / "checkpoints" / f"step-{done}" / "state.json").is_file()
