@@ -38,6 +38,8 @@ class EngineFacts:
     def __init__(self, backend: Backend, config: Config, batch: BatchSize, optimizer: Optimizer):
         self._backend, self.config, self._batch, self.optimizer = backend, config, batch, optimizer
         self._gradient_bytes = 0  # at the last step
+        environment = detect()
+        self.local_rank = environment.local_rank if environment is not None else self.device.index or 0
         self.local_training = LocalTraining(backend, config.sdp.sync)
         self._last = LastSteps(self.local_training, backend.layout.mesh.sdp, config.training.max_skips)
         training = config.training
@@ -111,11 +113,6 @@ class EngineFacts:
     @property
     def global_rank(self) -> int:
         return 0 if self._is_reference else world.rank()
-
-    @property
-    def local_rank(self) -> int:
-        environment = detect()
-        return environment.local_rank if environment is not None else self.device.index or 0
 
     @property
     def world_size(self) -> int:

@@ -57,6 +57,9 @@ def _schedule(kind: str) -> Callable[..., Schedule]:
 
 WarmupLR, WarmupDecayLR, WarmupCosineLR = map(_schedule, ("WarmupLR", "WarmupDecayLR", "WarmupCosineLR"))
 OneCycle, LRRangeTest = map(_schedule, ("OneCycle", "LRRangeTest"))
+# The names of the schedules in a configuration
+WARMUP_LR, WARMUP_DECAY_LR, WARMUP_COSINE_LR = "WarmupLR", "WarmupDecayLR", "WarmupCosineLR"
+ONE_CYCLE, LR_RANGE_TEST = "OneCycle", "LRRangeTest"
 VALID_LR_SCHEDULES = list(SCHEDULES)
 
 __getattr__ = attributes(__name__)

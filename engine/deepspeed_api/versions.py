@@ -7,6 +7,7 @@ import sys
 from typing import Any
 
 import torch
+from torch.cuda import nccl
 
 from .namespace import PACKAGE, attributes
 
@@ -22,7 +23,7 @@ torch_info: dict[str, Any] = {
     "version": ".".join(torch.__version__.split(".")[:2]),
     "bf16_support": True,
     "cuda_version": torch.version.cuda or "0.0",
-    "nccl_version": ".".join(map(str, torch.cuda.nccl.version()[:2])) if torch.version.cuda else "0.0",
+    "nccl_version": ".".join(map(str, nccl.version()[:2])) if torch.version.cuda else "0.0",
     "hip_version": torch.version.hip or "0.0",
 }
 

@@ -14,45 +14,22 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch import Trainer
 from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.strategies import DDPStrategy
 from lightning.pytorch.trainer.states import TrainerFn
-from torch import Tensor, nn
+from torch import Tensor
 from torch.optim import Optimizer
 
 from ..config.load import load_config
 from ..config.schema import Config
 from ..engine import SDPEngine
+from ..environment.detect import Environment, exported
 from ..errors import ConfigError
 from ..initialize import initialize
-from ..model_interface import HOOKS
+from .lightning_network import Network, has_tensors
 
 _TAG = "engine"
-
-
-class Network(nn.Module):
-    """The modules of a LightningModule, under the same names, without the rest of it.
-
-    It shares the module's dictionaries of children, parameters and buffers, so what the engine cuts
-    is cut there, too. Its ``forward`` calls a step of the LightningModule.
-    """
-
-    def __init__(self, module: LightningModule) -> None:
-        super().__init__()
-        self.__dict__ |= {name: module.__dict__[name] for name in ("_modules", "_parameters", "_buffers")}
-        self._non_persistent_buffers_set = module._non_persistent_buffers_set
-        for name in HOOKS:
-            if hasattr(module, name):
-                self.__dict__[name] = _hook(module, name)
-
-    def forward(self, step: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Run ``step``. Its arguments pass through here, so that they get the type of the model."""
-        return step(*args, **kwargs)
-
-
-def _hook(module: LightningModule, name: str) -> Callable[..., Any]:
-    return lambda *args: getattr(module, name)(*args)  # a copy of the network does not copy the module
 
 
 class EnginePrecision(Precision):
@@ -163,7 +140,8 @@ class SDPStrategy(DDPStrategy):
             raise ConfigError(f"SDPStrategy: configure_optimizers gave {len(self.optimizers)} optimizers; give one")
         own = self.optimizers[0] if isinstance(self.optimizers[0], Optimizer) else None
         config = self._config_for(trainer)
-        self._engine, optimizer, _, schedule = initialize(model=Network(module), optimizer=own, config=config)
+        with exported(self._environment().variables()):  # Lightning's own launcher sets some of them only
+            self._engine, optimizer, _, schedule = initialize(model=Network(module), optimizer=own, config=config)
         if schedule is not None and self.lr_scheduler_configs:
             raise ConfigError(
                 "SDPStrategy: the configuration has a scheduler and configure_optimizers gives one, too; leave one out"
@@ -171,6 +149,15 @@ class SDPStrategy(DDPStrategy):
         self.optimizers = [optimizer]
         self._engine.evaluation.is_replaced = True
         module.to(self._engine.device)
+
+    def _environment(self) -> Environment:
+        """What Lightning knows of this process, on one or several nodes."""
+        cluster = self.cluster_environment
+        assert cluster is not None
+        return Environment(
+            self.global_rank, self.world_size, self.local_rank, self.num_processes, self.node_rank,
+            cluster.main_address, cluster.main_port, "Lightning",
+        )  # fmt: skip
 
     def _config_for(self, trainer: Trainer) -> Config:
         """The configuration, with what the Trainer says about accumulation and clipping."""
@@ -306,11 +293,6 @@ class SDPStrategy(DDPStrategy):
         self.cluster_environment.teardown()
         self.accelerator.teardown()
         self.checkpoint_io.teardown()
-
-
-def has_tensors(module: nn.Module) -> bool:
-    """Whether ``module`` has parameters or buffers."""
-    return any(True for _ in module.parameters()) or any(True for _ in module.buffers())
 
 
 def folder_of(checkpoint: str | Path) -> Path:

@@ -1,32 +1,59 @@
-"""Counts the public DeepSpeed configuration files that load here.
+"""Counts the public scripts whose names exist here, and the public configuration files that load.
 
     python tests/deepspeed_compat/count.py
 
+``names.json`` has the names that 34 public scripts use on DeepSpeed's engine, by script. They were
+read from the scripts' syntax trees. A name exists if the engine, torch's ``nn.Module`` or the
+script's own model has it.
+
 ``files.json`` has the keys and values of 79 files from public repositories, by repository and path.
 Each gets the section ``"sdp": {"groups": 2, "capacity": 0.5}``. The script loads it for
-``sdp.engine`` "fsdp2" and "deepspeed", and prints the counts. It also prints the reasons of the
-refusals, the most frequent first.
+``sdp.engine`` "fsdp2" and "deepspeed".
 
 A script may pass its own optimizer and schedule, which replace those of the file. So a file loads
-even if its own ones do not exist here. The script counts these files separately.
+even if its own ones do not exist here. These files are counted separately. ``--reasons`` prints the
+files with the reasons of all refusals.
 """
 
 from __future__ import annotations
 
 import json
+import logging
+import sys
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+import sdp
 import torch
 from sdp.engine.config.load import load_config
+from sdp.engine.deepspeed_facts import METHODS_OUT_OF_SCOPE
 from sdp.engine.errors import ConfigError
 from sdp.engine.optim.optimizers import build_optimizer
 from sdp.engine.optim.schedules import build_scheduler
 
 FILES: dict[str, dict[str, Any]] = json.loads(Path(__file__).with_name("files.json").read_text(encoding="utf-8"))
+NAMES: dict[str, list[str]] = json.loads(Path(__file__).with_name("names.json").read_text(encoding="utf-8"))
 ENGINES = ("fsdp2", "deepspeed")
+# Names that scripts use on the engine and that are attributes of their own models.
+NAMES_OF_MODELS = frozenset(
+    ("encoder", "features", "gradient_checkpointing_enable", "model", "no_weight_decay", "no_weight_decay_keywords",
+     "parallelize")
+)  # fmt: skip
+# Names of torch's DDP and FSDP. DeepSpeed's engine does not have them either. One of the two
+# scripts that use them catches the error; the other one was not read.
+NAMES_OF_WRAPPERS = frozenset(("clip_grad_norm_", "register_comm_hook"))
+
+
+def find_missing_names(names: Iterable[str]) -> list[str]:
+    """Return those of ``names`` that neither the engine nor torch's modules have.
+
+    A name that only says that it is out of scope counts as missing.
+    """
+    model = torch.nn.Sequential(torch.nn.Linear(1, 1))
+    engine = sdp.initialize(model=model, config={"train_batch_size": 1, "sdp": {"engine": "reference"}})[0]
+    return sorted(name for name in {*names} if name in METHODS_OUT_OF_SCOPE or not hasattr(engine, name))
 
 
 def find_reason(settings: Mapping[str, Any], engine: str) -> str | None:
@@ -62,16 +89,26 @@ def find_missing_part(settings: Mapping[str, Any]) -> str | None:
     return None
 
 
-def print_reasons(reasons: Mapping[str, list[str]]) -> None:
-    """Print each reason with its files, the most frequent first."""
-    for reason, names in sorted(reasons.items(), key=lambda item: -len(item[1])):
-        print(f"\n{len(names)} × {reason}")
-        for name in names:
-            print(f"    {name}")
+def describe_names() -> Iterator[str]:
+    """Yield the lines about the scripts' names."""
+    unknown = {*find_missing_names(name for names in NAMES.values() for name in names)}
+    missing = {script: unknown & {*names} for script, names in NAMES.items()}
+    left = {script: names - NAMES_OF_MODELS - NAMES_OF_WRAPPERS for script, names in missing.items()}
+    alone = sum(not names for names in missing.values())
+    models = sum(bool(names) and names <= NAMES_OF_MODELS for names in missing.values())
+    exist = sum(not names for names in left.values())
+    yield f"{exist} of {len(NAMES)} scripts use only names that exist"
+    yield f"  {alone} use names of the engine alone"
+    yield f"  {models} use names of their own models, too"
+    yield f"  {exist - alone - models} use names of torch's wrappers, too, which DeepSpeed's engine does not have"
+    for script, names in left.items():
+        if names:
+            owner, *path = script.split("__")
+            yield f"missing: {', '.join(sorted(names))} in {owner.replace('+', '/')}, {path[-1]}"
 
 
-def main() -> None:
-    """Print the counts and the reasons."""
+def describe_files(*, reasons: bool) -> Iterator[str]:
+    """Yield the lines about the configuration files, and the reason of every refusal."""
     engines = {name: find_engines(settings) for name, settings in FILES.items()}
     refused: dict[str, list[str]] = defaultdict(list)
     incomplete: dict[str, list[str]] = defaultdict(list)
@@ -81,13 +118,20 @@ def main() -> None:
             refused[str(find_reason(FILES[name], "fsdp2"))].append(name)
         elif reason is not None:
             incomplete[reason].append(name)
-    print(f"{sum(map(bool, engines.values()))} of {len(FILES)} files load")
+    yield f"{sum(map(bool, engines.values()))} of {len(FILES)} files load"
     for engine in ENGINES:
-        print(f'  {sum(engine in found for found in engines.values())} with sdp.engine "{engine}"')
-    print(f"\nRefused: {sum(map(len, refused.values()))} files")
-    print_reasons(refused)
-    print(f"\nThe script must pass an optimizer, a schedule or args: {sum(map(len, incomplete.values()))} files")
-    print_reasons(incomplete)
+        yield f'  {sum(engine in found for found in engines.values())} with sdp.engine "{engine}"'
+    yield f"  {sum(map(len, incomplete.values()))} need an optimizer, a schedule or args from the script"
+    for title, found in (("refused", refused), ("the script must pass more", incomplete)) if reasons else ():
+        for reason, names in sorted(found.items(), key=lambda item: -len(item[1])):
+            yield f"\n{title}, {len(names)} × {reason}"
+            yield from (f"    {name}" for name in names)
+
+
+def main() -> None:
+    """Print both counts."""
+    logging.disable(logging.WARNING)
+    print("\n".join([*describe_names(), "", *describe_files(reasons="--reasons" in sys.argv)]))
 
 
 if __name__ == "__main__":

@@ -1,10 +1,18 @@
-"""The public DeepSpeed files that load, and those that are refused, as docs/deepspeed.md says."""
+"""The public scripts and files that docs/deepspeed.md counts, and why others are refused."""
 
 from __future__ import annotations
 
 from pathlib import Path
 
-from sdp.tests.deepspeed_compat.count import FILES, find_engines, find_missing_part, find_reason
+from sdp.tests.deepspeed_compat.count import (
+    FILES,
+    NAMES,
+    describe_files,
+    describe_names,
+    find_engines,
+    find_missing_names,
+    find_reason,
+)
 
 # Why each of the other files is refused, by its path.
 REFUSED = {
@@ -30,14 +38,15 @@ def test_70_of_79_files_load() -> None:
         assert "\n" not in reason
 
 
-def test_every_engine_that_the_page_counts() -> None:
-    engines = [find_engines(settings) for settings in FILES.values()]
-    counts = {engine: sum(engine in found for found in engines) for engine in ("fsdp2", "deepspeed")}
-    missing = [find_missing_part(settings) for settings in FILES.values() if "fsdp2" in find_engines(settings)]
+def test_30_of_34_scripts_use_only_names_that_exist() -> None:
+    first, *_ = describe_names()
+    assert first == f"30 of {len(NAMES)} scripts use only names that exist"
+    assert find_missing_names(["backward", "parameters", "train_batch", "no_such_name"]) == [
+        "no_such_name", "train_batch",
+    ]  # fmt: skip
+
+
+def test_the_page_has_the_output_of_the_script() -> None:
     page = (Path(__file__).parents[2] / "docs" / "deepspeed.md").read_text(encoding="utf-8")
-    for line in (
-        f'| load with `"fsdp2"` | {counts["fsdp2"]} |',
-        f'| load with `"deepspeed"` | {counts["deepspeed"]} |',
-        f'| of those with `"fsdp2"`, need more from the script | {sum(reason is not None for reason in missing)} |',
-    ):
-        assert line in page
+    output = "\n".join([*describe_names(), "", *describe_files(reasons=False)])
+    assert f"```\n$ python tests/deepspeed_compat/count.py\n{output}\n```" in page

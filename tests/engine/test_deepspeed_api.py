@@ -37,7 +37,7 @@ IMPORTED = {
     "runtime.dataloader": "RepeatingLoader DeepSpeedDataLoader",
     "runtime.engine": "DeepSpeedEngine",
     "runtime.fp16.loss_scaler": "LossScaler",
-    "runtime.lr_schedules": "VALID_LR_SCHEDULES WarmupLR",
+    "runtime.lr_schedules": "VALID_LR_SCHEDULES WarmupLR WARMUP_LR",
     "runtime.sequence_parallel.ulysses_sp": "UlyssesSPAttentionHF",
     "runtime.utils": "move_to_device see_memory_usage PartitionedTensor",
     "runtime.zero": "Init GatheredParameters",
