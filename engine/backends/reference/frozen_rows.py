@@ -2,42 +2,76 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import nn
 from torch.func import functional_call
-from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
+from torch.utils._pytree import tree_flatten, tree_unflatten
 
 
-def freeze_rows(block: nn.Module, holders: Sequence[int], groups_of_rows: Callable[[], torch.Tensor | None]) -> None:
-    """Make ``block`` run the rows of groups that do not hold it with weights that get no gradient.
+class FrozenRows:
+    """Makes a block run the rows of groups that do not hold it with weights that get no gradient.
 
-    The outputs stay the same. Tensors that have one entry for each row in their first dimension are
-    cut, others are passed on whole.
+    The outputs stay the same. Tensors with one entry for each row in their first dimension are cut,
+    others are passed on whole.
 
     Args:
         block: runs all rows. Its outputs have the rows in their first dimension.
         holders: the groups that hold it.
         groups_of_rows: returns the group of each row, or None if all weights train in this call.
     """
-    plain, holds = _Plain(block), set(holders)
 
-    def forward(*args: Any, **kwargs: Any) -> Any:
-        groups = groups_of_rows()
+    def __init__(self, block: nn.Module, holders: Sequence[int], groups_of_rows: Callable[[], torch.Tensor | None]):
+        self._plain, self._holds, self._groups_of_rows = _Plain(block), set(holders), groups_of_rows
+        self._learns = False
+        self._lengths: list[int] = []  # of the arguments in a call with other rows
+        block.forward = self._forward
+
+    @contextmanager
+    def learning(self) -> Iterator[None]:
+        """Learn from a call with fewer rows which arguments have rows.
+
+        A table of positions may have as many entries as a batch has rows. But their number stays
+        the same when that of the rows changes.
+        """
+        self._learns = True
+        try:
+            yield
+        finally:
+            self._learns = False
+
+    def _forward(self, *args: Any, **kwargs: Any) -> Any:
+        groups = self._groups_of_rows()
         if groups is None:
-            return plain(*args, **kwargs)
-        holding = torch.tensor([group in holds for group in groups.tolist()], device=groups.device)
+            if self._learns:
+                self._lengths = [_length(leaf) for leaf in tree_flatten((args, kwargs))[0]]
+            return self._plain(*args, **kwargs)
+        holding = torch.tensor([group in self._holds for group in groups.tolist()], device=groups.device)
         trained, frozen = holding.nonzero().flatten(), (~holding).nonzero().flatten()
-        weights = {name: parameter.detach() for name, parameter in plain.named_parameters()}
+        weights = {name: parameter.detach() for name, parameter in self._plain.named_parameters()}
         parts = []
         for rows, values in ((trained, {}), (frozen, weights)):
-            own_args, own_kwargs = _take(rows, len(groups), (args, kwargs))
-            parts.append(functional_call(plain, values, own_args, own_kwargs))
+            own_args, own_kwargs = self._take(rows, len(groups), (args, kwargs))
+            parts.append(functional_call(self._plain, values, own_args, own_kwargs))
         return _merge(parts, torch.cat([trained, frozen]).argsort())
 
-    block.forward = forward
+    def _take(self, rows: torch.Tensor, count: int, tree: Any) -> Any:
+        """Return ``tree`` with the ``rows`` of every tensor that has ``count`` of them."""
+        leaves, structure = tree_flatten(tree)
+        others = self._lengths if len(self._lengths) == len(leaves) else [0] * len(leaves)
+        taken = [
+            leaf.index_select(0, rows) if _length(leaf) == count != other else leaf
+            for leaf, other in zip(leaves, others, strict=True)
+        ]
+        return tree_unflatten(taken, structure)
+
+
+def _length(leaf: Any) -> int:
+    """The length of a tensor's first dimension, -1 for anything else."""
+    return leaf.shape[0] if isinstance(leaf, torch.Tensor) and leaf.dim() else -1
 
 
 class _Plain(nn.Module):
@@ -51,16 +85,6 @@ class _Plain(nn.Module):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         return self._forward(*args, **kwargs)
-
-
-def _take(rows: torch.Tensor, count: int, tree: Any) -> Any:
-    """Return ``tree`` with the ``rows`` of every tensor that has ``count`` of them."""
-
-    def taken(leaf: Any) -> Any:
-        has_rows = isinstance(leaf, torch.Tensor) and leaf.dim() > 0 and leaf.shape[0] == count
-        return leaf.index_select(0, rows) if has_rows else leaf
-
-    return tree_map(taken, tree)
 
 
 def _merge(parts: Sequence[Any], order: torch.Tensor) -> Any:

@@ -13,6 +13,7 @@ reference.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack
 from typing import Any
 
 import torch
@@ -27,7 +28,7 @@ from ...model_interface import get_neuron_branches
 from ...placement.layout import Layout
 from ...placement.units import SHARED, Slice, find_neuron_units, goes_into_sum
 from .backend import ReferenceBackend
-from .frozen_rows import freeze_rows
+from .frozen_rows import FrozenRows
 
 _HERE, _INSTEAD = 'sdp.engine "vectorized"', 'use "reference"'
 # How far outputs may differ from the reference's, relative to the largest element.
@@ -63,10 +64,11 @@ class VectorizedBackend(ReferenceBackend):
         self._group_of_row: torch.Tensor | None = None
         for name, gates in self._gates().items():
             model.get_submodule(name).register_forward_pre_hook(self._gate(name, gates))
-        if "backward" in self.phases:
-            for unit, holders in zip(layout.units, layout.placement.holders, strict=True):
-                if len(holders) < layout.mesh.sdp:
-                    freeze_rows(model.get_submodule(unit.name), holders, self._groups_of_frozen_rows)
+        self._frozen_rows = [
+            FrozenRows(model.get_submodule(unit.name), holders, self._groups_of_frozen_rows)
+            for unit, holders in zip(layout.units, layout.placement.holders, strict=True)
+            if "backward" in self.phases and len(holders) < layout.mesh.sdp
+        ]
 
     def _groups_of_frozen_rows(self) -> torch.Tensor | None:
         return self._group_of_row if self.layout.keeps_frozen else None
@@ -144,11 +146,13 @@ class VectorizedBackend(ReferenceBackend):
         ]
         self.module.eval()  # dropout would draw different numbers
         try:
-            with torch.no_grad(), torch.random.fork_rng():
-                ours = self._run(call, batch)
+            with torch.no_grad(), torch.random.fork_rng(), ExitStack() as learning:
+                for block in self._frozen_rows:
+                    learning.enter_context(block.learning())
                 rows, self._group_of_row = self._group_of_row, None
                 theirs = super().forward(call, batch)
                 self._group_of_row = rows
+                ours = self._run(call, batch)
         finally:
             for hook in hooks:
                 hook.remove()

@@ -76,6 +76,23 @@ def test_evaluations_are_the_references() -> None:
     assert len(set(losses[0])) == 5
 
 
+@pytest.mark.parametrize("positions", [8, 6])
+def test_a_batch_may_have_as_many_rows_as_a_sequence_has_positions(positions: int) -> None:
+    """Tables of positions then have as many entries as the batch has rows."""
+    ids = torch.randint(31, (8, positions), generator=torch.Generator().manual_seed(0))
+    gradients = []
+    for engine_name in ("reference", "vectorized"):
+        case = Case(4, 1, model="llama", placement="cyclic", masking="backward")
+        engine = sdp.initialize(model=models.build(case.model), config=case.config(engine_name))[0]
+        for _ in range(2):
+            engine.backward(engine({"input_ids": ids, "labels": ids}))
+            gradients.append({name: value.grad.clone() for name, value in engine.parameters_here.items()})
+            engine.step()
+    for theirs, ours in zip(gradients[:2], gradients[2:], strict=True):
+        for name, gradient in theirs.items():
+            torch.testing.assert_close(ours[name], gradient, rtol=0, atol=RELATIVE * gradient.abs().max().item())
+
+
 def _gradients_with_a_shared_bias(engine_name: str) -> dict[str, torch.Tensor]:
     """One step of a LLaMA by neurons, whose projections into a branch's sum have a bias that every
     group holds.
