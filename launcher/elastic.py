@@ -16,6 +16,7 @@ from functools import partial
 from pathlib import Path
 
 from ..engine.elastic.coordinator import Coordinator
+from ..engine.elastic.membership import Membership
 from ..engine.environment.child import allocator_settings, child_environment, loopback_settings, thread_settings
 from ..engine.environment.detect import LOOPBACK, local_environment
 from ..engine.environment.elastic import COORDINATOR, LIFE, SLOT, TOKEN
@@ -110,6 +111,7 @@ def start_elastic(
     told = {TOKEN: token, COORDINATOR: coordinator.address}
     defaults = loopback_settings() | (allocator_settings() if on_cpu else {})
     started = _Started([*(command or own_command()), *argv], run, log_dir, range(run.groups), told, defaults)
+    started.membership = coordinator.membership
     try:
         return started.run(stop_seconds)
     finally:
@@ -160,6 +162,7 @@ class _Started:
         self._command, self._run, self._log_dir = command, run, log_dir
         self._told, self._defaults = told, defaults
         self._groups = [_Group(slot) for slot in slots]
+        self.membership: Membership | None = None  # if the coordinator runs here
         self._starts = 0
 
     def run(self, stop_seconds: float) -> int:
@@ -243,7 +246,7 @@ class _Started:
 
     def _plan_restart(self, group: _Group, what: str) -> None:
         now = time.monotonic()
-        if self._is_over:
+        if self._is_over or (self.membership is not None and self.membership.failure is not None):
             say(what)
             return
         while group.restarts and now - group.restarts[0] > self._run.restart_window:
@@ -251,6 +254,8 @@ class _Started:
         count = len(group.restarts)
         if count >= self._run.restarts:
             window = f"{self._run.restart_window:g} s"
+            if self.membership is not None:
+                self.membership.gone.add(group.slot)
             say(f"{what}; it is not started again ({count} restarts in {window}, sdp.elastic.restarts)")
             return
         wait = _BACK_OFF_SECONDS[min(count, len(_BACK_OFF_SECONDS) - 1)]

@@ -52,6 +52,7 @@ class Assembly:
         step: the number of committed steps.
         writer: the slot of the group that writes the run's files.
         commit_pending: whether the step that this rank had voted for is committed.
+        expected: the slots of groups that are not members, and may come.
     """
 
     number: int
@@ -61,6 +62,7 @@ class Assembly:
     step: int
     writer: int
     commit_pending: bool
+    expected: tuple[int, ...] = ()
 
     @property
     def slots(self) -> list[int]:

@@ -21,6 +21,7 @@ from .progress import Progress
 
 _CONNECT_SECONDS = 5.0
 _RETRY_SECONDS = 0.2
+_MOST_SAID = 500  # characters
 _HANG_SECONDS = 1.0  # without a connection, until a main thread that hangs is given up
 _LOOK_SECONDS = 0.1  # how often the main thread's progress is looked at
 
@@ -125,7 +126,10 @@ class CoordinatorClient:
     def _take(self, answer: Message) -> Assembly:
         members = tuple(Member(**member) for member in answer["members"])
         keys = ("name", "phase", "step", "writer", "commit_pending")
-        self._assembly = Assembly(number=answer["generation"], members=members, **{key: answer[key] for key in keys})
+        self._assembly = Assembly(
+            number=answer["generation"], members=members, expected=tuple(answer["expected"]),
+            **{key: answer[key] for key in keys},
+        )  # fmt: skip
         self._attempt = 0
         self._watch(answer["generation"])
         return self._assembly
@@ -167,6 +171,14 @@ class CoordinatorClient:
         if self._assembly is not None and not self.abort.is_set():
             self.reason = self.reason or reason
             self._send({"type": "vote", "generation": self._assembly.number, "attempt": self._attempt, "ok": False})
+
+    def tell(self, text: str) -> None:
+        """Let the coordinator say something to the user."""
+        self._send({"type": "tell", "text": text[:_MOST_SAID]})
+
+    def fail(self, reason: str) -> None:
+        """Tell that the run cannot go on. It ends for all groups."""
+        self._send({"type": "fail", "text": reason[:_MOST_SAID]})
 
     def leave(self) -> None:
         """Tell that this rank has finished the run."""

@@ -11,12 +11,12 @@ from __future__ import annotations
 import json
 import time
 import uuid
-from collections.abc import Callable, Hashable, Iterable
+from collections.abc import Callable, Collection, Hashable, Iterable
 from typing import Any
 
 from .messages import MOST_ANSWER_BYTES, Message, ProtocolError
 from .progress import PausedRanks
-from .records import Arrival, Generation, Loss, Rank, slots_of
+from .records import Arrival, Generation, Loss, News, Rank, slots_of, text_of
 
 STEP = 99  # the phase before a step, the only one in which a group may join
 _DOUBT_SECONDS = 1.0  # how long the votes of others are awaited, after a group voted and died
@@ -56,7 +56,7 @@ class Membership:
         self._heartbeat, self._wait = heartbeat_seconds, wait_seconds
         self._peers: dict[Peer, Rank] = {}
         self._lost_lives: set[str] = set()
-        self._news: list[Loss | Arrival] = []
+        self._news = News(say, clock)
         self._waiting_since: float | None = None
         self._paused = PausedRanks(heartbeat_seconds)
         self.generation: Generation | None = None
@@ -64,6 +64,7 @@ class Membership:
         self.is_finished = False
         self.told: set[int] = set()  # groups that came after the end of the run
         self.failure: str | None = None
+        self.gone: set[int] = set()  # groups that nobody will start again, as the launcher knows
 
     @property
     def living(self) -> list[int]:
@@ -94,6 +95,10 @@ class Membership:
         elif kind == "beat":
             self._paused.hear(peer, message.get("pause"), rank.heard)
             self._send(peer, {"type": "beat"})  # the rank, too, looks for silence
+        elif kind == "tell":
+            self._say(text_of(message))
+        elif kind == "fail":
+            self._fail(text_of(message))
         else:
             raise ProtocolError(f"an unknown message {kind[:40]!r}")
 
@@ -143,12 +148,12 @@ class Membership:
             return
         order = sorted(now.votes)
         facts = [now.votes[key].get("facts") for key in order]
-        newcomers = bool(self._complete_fresh())
+        newcomers = bool(self._complete_fresh(self.living))
         decision = {"type": "decision", "generation": now.number, "attempt": now.attempt, "commit": True}
         self.step += 1
         for peer in self._ranks_of(self.living):
             self._send(peer, decision | {"facts": facts, "newcomers": newcomers})
-        self._report()
+        self._news.report(self.living)
         now.votes, now.attempt = {}, now.attempt + 1
         if now.lost:
             now.doubt = None
@@ -175,7 +180,7 @@ class Membership:
         if now is None or now.lives.get(rank.slot) != rank.life or rank.slot in now.lost:
             return
         now.lost.add(rank.slot)
-        self._news.append(Loss(rank.slot, rank.host, cause, self._clock(), self.step))
+        self._news.add(Loss(rank.slot, rank.host, cause, self._clock(), self.step))
         if not self.living:
             self._fail("all groups are lost")
             return
@@ -197,16 +202,9 @@ class Membership:
             self._send(peer, {"type": "abort", "generation": now.number, "reason": reason})
 
     def _fail(self, reason: str) -> None:
-        self.failure = reason
+        self.failure = self.failure or reason
         for peer in list(self._peers):
             self._send(peer, {"type": "failed", "reason": reason})
-
-    def _report(self) -> None:
-        """Report losses and arrivals, after which a step was committed now."""
-        living = ", ".join(map(str, self.living))
-        for news in self._news:
-            self._say(news.report(living, self._clock()))
-        self._news.clear()
 
     def tick(self) -> None:
         """Look for ranks that are silent. Call this several times in a heartbeat."""
@@ -233,6 +231,10 @@ class Membership:
         if old is None:
             self._give_up_if_late()
             return
+        # The last generation may have ended before these got their state.
+        again = [slot for slot in old if self._joining(slot, "fresh")]
+        if len(again) < len(old):
+            old = [slot for slot in old if slot not in again]
         step = max((self._joining(slot, "step") for slot in old), default=0)
         behind = [slot for slot in old if self._joining(slot, "step") < step]
         commits = [slot for slot in behind if self._joining(slot, "step") == step - 1 and self._is_pending(slot)]
@@ -241,7 +243,7 @@ class Membership:
             for peer in self._ranks_of([slot]):
                 self.lose(peer, "it missed a step")
         phase = min((self._joining(slot, "phase") for slot in old), default=STEP)
-        fresh = self._complete_fresh() if phase == STEP else []
+        fresh = self._complete_fresh(old) if phase == STEP else []
         if not old:  # the start of the run, which needs all groups
             if len(fresh) < self._groups:
                 self._give_up_if_late()
@@ -278,13 +280,14 @@ class Membership:
         answer: Message = {
             "type": "generation", "generation": number, "name": uuid.uuid4().hex, "members": members,
             "phase": phase, "step": step, "writer": min(slots, key=lambda slot: (kept[slot], slot)),
+            "expected": sorted(set(range(self._groups)) - set(slots) - self.gone),
         }  # fmt: skip
         for peer, rank in ranks.items():
             rank.joining = None
             self._send(peer, answer | {"commit_pending": rank.slot in commits})
         if before is not None and fresh:
             at = max(rank.asked for rank in self._ranks_of(fresh).values())
-            self._news.append(Arrival([f"group {slot} on {leaders[slot].host}" for slot in fresh], step, number, at))
+            self._news.add(Arrival([f"group {slot} on {leaders[slot].host}" for slot in fresh], step, number, at))
 
     def _give_up_if_late(self) -> None:
         since = self._waiting_since
@@ -309,8 +312,7 @@ class Membership:
     def _is_pending(self, slot: int) -> bool:
         return all(rank.joining is not None and rank.joining.get("pending") for rank in self._ranks_of([slot]).values())
 
-    def _complete_fresh(self) -> list[int]:
-        """The groups without state that are complete and wait."""
-        members = self.living
+    def _complete_fresh(self, members: Collection[int]) -> list[int]:
+        """The groups without state that are complete and wait, without ``members``."""
         asking = (rank for rank in self._peers.values() if rank.joining is not None and rank.joining.get("fresh"))
         return sorted({rank.slot for rank in asking if rank.slot not in members and self._has_joined(rank.slot)})

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
 from ..environment.elastic import split_address
 from .messages import Message, ProtocolError
 
-_MOST_TEXT = 256
+_MOST_TEXT, _MOST_SAID = 256, 1000
 
 
 @dataclass
@@ -111,6 +112,38 @@ class Arrival:
         joined = f"{' and '.join(self.groups)} joined after step {self.step}, {now - self.at:.2f} s after"
         whom = "it was" if len(self.groups) == 1 else "they were"
         return f"{joined} {whom} ready; generation {self.generation} has groups {living}"
+
+
+class News:
+    """Losses and arrivals after which no step was committed yet.
+
+    Args:
+        say: reports a line to the user.
+        clock: measures seconds.
+    """
+
+    def __init__(self, say: Callable[[str], None], clock: Callable[[], float]):
+        self._say, self._clock = say, clock
+        self._news: list[Loss | Arrival] = []
+
+    def add(self, news: Loss | Arrival) -> None:
+        """Note something to report."""
+        self._news.append(news)
+
+    def report(self, living: Iterable[int]) -> None:
+        """Report all, because the groups ``living`` have committed a step now."""
+        groups = ", ".join(map(str, living))
+        for news in self._news:
+            self._say(news.report(groups, self._clock()))
+        self._news.clear()
+
+
+def text_of(message: Message) -> str:
+    """Return what a rank wants to be said. Raises ProtocolError if that is not a short text."""
+    text = message.get("text")
+    if not isinstance(text, str) or len(text) > _MOST_SAID:
+        raise ProtocolError("a text that is too long, or none")
+    return text
 
 
 def slots_of(joining: Message | None) -> list[int]:

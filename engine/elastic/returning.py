@@ -24,7 +24,8 @@ MESSAGE_BYTES = 64 * 2**20
 def sources_of(layout: Layout, fresh: Sequence[int]) -> dict[tuple[int, int], list[str]]:
     """Return who sends which units: (source, receiver) → names of units.
 
-    The units of a receiver are spread over their holders that have state.
+    The units of a receiver are spread over their holders that have state. A unit without such a
+    holder is not sent.
 
     Args:
         layout: the layout of the living groups.
@@ -35,9 +36,10 @@ def sources_of(layout: Layout, fresh: Sequence[int]) -> dict[tuple[int, int], li
     for receiver in fresh:
         sent = dict.fromkeys((group for group in layout.everyone if group not in fresh), 0)
         for name, holders in named:
-            if receiver in holders:
+            ready = [group for group in holders if group not in fresh]
+            if receiver in holders and ready:
                 size = sum(info.part.numel() for info in layout.members.get(name, ()))
-                source = min((group for group in holders if group not in fresh), key=lambda group: (sent[group], group))
+                source = min(ready, key=lambda group: (sent[group], group))
                 sent[source] += size
                 messages.setdefault((source, receiver), []).append(name)
     return messages

@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
@@ -21,25 +22,23 @@ from ..checkpoint.save import Saver
 from ..config.masking import Masking
 from ..distributed import world
 from ..distributed.agreement import gather_json
-from ..distributed.process_groups import Communicators, rank_lists
 from ..distributed.world import World
 from ..engine import SDPEngine
-from ..errors import PeerLostError
 from ..optim.param_groups import set_rates
 from ..placement.layout import Layout
 from .assembly import Assembly, Decision
+from .bringing_back import HolderWait, load_held
+from .bringing_back import UnitsLostError as UnitsLostError
+from .communicators import make_communicators
 from .living import living_layout, lost_units
 from .member import CoordinatorClient, StepAbortedError
+from .membership import STEP
 from .process_groups import Abort, Meeting
 from .returning import exchange, has_state, prepare
 
 log = logging.getLogger("sdp")
 
 T = TypeVar("T")
-
-
-class UnitsLostError(PeerLostError):
-    """No living group holds some units, so the run cannot go on."""
 
 
 class Session:
@@ -49,15 +48,22 @@ class Session:
         client: the connection to the coordinator.
         engine: the engine, which was built with all groups in mind.
         timeout: the longest time that gloo waits for an operation, in seconds.
+        checkpoints: the directory of the run's checkpoints.
+        wait_seconds: how long to wait for a group that holds units that no living one holds.
 
     Attributes:
         layout: the layout with all groups.
         assembly: the present generation.
-        on_meeting: called in each meeting before a returning group gets its state.
+        stops: returns whether the run shall stop, which ends a wait.
     """
 
-    def __init__(self, client: CoordinatorClient, engine: SDPEngine, timeout: float):
+    def __init__(
+        self, client: CoordinatorClient, engine: SDPEngine, timeout: float, checkpoints: Path, wait_seconds: float
+    ):
         self._client, self._engine, self._timeout = client, engine, timeout
+        self._checkpoints = checkpoints
+        self._wait = HolderWait(client, engine.layout, checkpoints, wait_seconds, lambda: self.stops())
+        self.stops: Callable[[], bool] = lambda: False
         self._phases: Mapping[Masking, Layout] = self._backend.phases
         self.layout: Layout = engine.layout
         self.assembly: Assembly | None = None
@@ -102,16 +108,19 @@ class Session:
         """
         while True:
             self._leave()
+            # A group may join before a step only, and the others may wait for one.
+            phase = STEP if self._wait.is_on else phase
             found = self._client.join(step=self._engine.global_steps, phase=phase, fresh=self._is_fresh)
             fresh = [index for index, member in enumerate(found.members) if member.fresh]
             everyone_is_fresh = len(fresh) == len(found.members)
             with_state = [member.slot for member in found.members if everyone_is_fresh or not member.fresh]
-            if lost := lost_units(self.layout, with_state):
-                raise UnitsLostError(
-                    f"no living group holds {lost[0]!r} ({len(lost)} of {len(self.layout.units)} units)"
-                )
+            lost = lost_units(self.layout, with_state)
+            if lost and lost_units(self.layout, found.slots):
+                self._wait.look(lost, found)
+                continue
+            self._wait.end()
             try:
-                self.protect(partial(self._begin, found, [] if everyone_is_fresh else fresh, position))
+                self.protect(partial(self._begin, found, [] if everyone_is_fresh else fresh, position, lost))
             except StepAbortedError as error:
                 log.info("generation %d is over before it began: %s", found.number, error)
                 continue
@@ -183,12 +192,19 @@ class Session:
             self._meeting.leave()
             self._meeting = None
 
-    def _begin(self, found: Assembly, fresh: Sequence[int], position: Callable[[], None]) -> None:
-        """Begin a generation, in which the groups ``fresh`` get the state of the others."""
+    def _begin(self, found: Assembly, fresh: Sequence[int], position: Callable[[], None], lost: Sequence[str]) -> None:
+        """Begin a generation.
+
+        Args:
+            found: its groups.
+            fresh: those that get the state of the others, by their numbers among the living.
+            position: see :meth:`meet`.
+            lost: units that only they hold, and that come from the newest checkpoint.
+        """
         self._connect(found)
         position()
         if fresh:
-            self._bring_up_to_date(fresh)
+            self._bring_up_to_date(fresh, lost)
         engine, backend = self._engine, self._backend
         # All frozen copies are brought up to date, with the masking of the next step.
         backend.enter_phase(backend.phases[engine.config.masking_schedule.at(engine.global_steps + 1)])
@@ -212,7 +228,7 @@ class Session:
         )
         everyone = meeting.make_group("world", range(mesh.world_size))
         world.enter(World(rank, mesh.world_size, everyone))
-        reconnect(backend, phases, self._communicators(meeting, rank, phases))
+        reconnect(backend, phases, make_communicators(meeting, rank, phases, backend.communicators))
         batch: BatchSize = engine._batch
         engine._batch = replace(batch, train=batch.micro * batch.accumulation * mesh.data_ranks)
         engine._saved = backend.state_to_save()
@@ -221,30 +237,8 @@ class Session:
         sampler = engine.loader.sampler
         sampler.data_rank, sampler.data_ranks = mesh.data_rank(rank), mesh.data_ranks
 
-    def _communicators(self, meeting: Meeting, rank: int, phases: Mapping[Masking, Layout]) -> Communicators:
-        """Make this rank's process groups between SDP groups, in an order that all ranks share."""
-        backend, layout = self._backend, next(iter(phases.values()))
-        mesh = layout.mesh
-        made: dict[tuple[int, ...], Any] = {}
-        holders: dict[tuple[int, ...], Any] = {}
-        refresh: dict[tuple[int, tuple[int, ...]], Any] = {}
-        sets = {info.holders for info in layout.parameters.values()}
-        for groups, ranks in rank_lists(mesh, sets, replicate_inside=backend.stage == 0):
-            if rank in ranks:
-                key = tuple(ranks)
-                if key not in made:
-                    made[key] = meeting.make_group("-".join(map(str, ranks)), ranks)
-                holders[groups] = made[key]
-        ways = {(each.source, each.members) for phase in phases.values() for each in phase.refreshes}
-        for source, groups in sorted(ways):
-            for ranks in zip(*map(mesh.ranks_of, groups), strict=True):
-                if rank in ranks:
-                    label = f"from {source}: {'-'.join(map(str, ranks))}"
-                    refresh[source, groups] = meeting.make_group(label, ranks)
-        return replace(backend.communicators, mesh=mesh, rank=rank, holders=holders, refresh=refresh)
-
-    def _bring_up_to_date(self, fresh: Sequence[int]) -> None:
-        """Give the ``fresh`` groups the state of the others."""
+    def _bring_up_to_date(self, fresh: Sequence[int], lost: Sequence[str]) -> None:
+        """Give the ``fresh`` groups the state of the others. ``lost`` units are in a checkpoint."""
         engine, backend = self._engine, self._backend
         is_fresh = backend.at.sdp in fresh
         backend.shard_parameters()
@@ -253,6 +247,11 @@ class Session:
         rates = {name: rate for each in everyones if each is not None for name, rate in each["rates"].items()}
         if is_fresh:
             prepare(backend, with_state=facts["has_state"])
+            if mine := set(lost) - set(lost_units(self.layout, [self.slot])):
+                age = facts["steps"] - load_held(backend, self._checkpoints)
+                if self._client.identity.inside == 0:
+                    names = f"{min(mine)!r} ({len(mine)} units)"
+                    self._client.tell(f"group {self.slot} brings {names} back from a checkpoint, {age} steps old")
         exchange(backend, fresh)
         if not is_fresh:
             return

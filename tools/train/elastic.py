@@ -59,6 +59,7 @@ class ElasticTrainer:
         self._is_resumed = False
         self._is_start = False  # whether the run begins, and its files are not open yet
         self._engine.before_update = self._vote
+        session.stops = lambda: bool(run.signals.received)
 
     def train(self) -> int:
         """Run to the last step, and make again what a lost group spoils. Returns the exit code."""

@@ -8,7 +8,7 @@ from collections import deque
 
 from ...engine.elastic.session import Session
 from ...engine.errors import ConfigError
-from ..runs.run_files import RunFiles, read_run
+from ..runs.run_files import LOCK, RunFiles, read_run
 from .loop.training_run import TrainingRun
 from .observers.observer import Line, Observer
 from .observers.progress import Progress
@@ -17,7 +17,7 @@ from .observers.recorder import Recorder
 log = logging.getLogger("sdp")
 
 _KEPT_LINES = 16  # of metrics.jsonl, for the case that the group that writes them is lost
-_LOCK_SECONDS = 20.0  # how long the lock of a lost group's files may last
+_LOCK_SECONDS = 0.5  # how long the writer before may hold the lock, until it is taken from it
 
 
 class ElasticFiles:
@@ -49,8 +49,7 @@ class ElasticFiles:
         if run.files is not None:
             self.close()
             return
-        # The writer of the run's beginning must find no other run.
-        run.files = self._open(resume=self._resumes or not is_first)
+        run.files = self._open(is_first=is_first)
         log.setLevel(logging.INFO)
         step = run.engine.global_steps
         if is_first:
@@ -69,15 +68,25 @@ class ElasticFiles:
             self._run.files.close()
             self._run.files, self._run.observers = None, self._watching
 
-    def _open(self, *, resume: bool) -> RunFiles:
+    def _open(self, *, is_first: bool) -> RunFiles:
+        """Open the files. The coordinator has chosen this rank, so another one may lose its lock.
+
+        The writer before may be stopped, and hold its lock as long as that lasts. When it wakes up,
+        it has no vote, so it writes no line any more.
+        """
+        # The writer of the run's beginning must find no other run.
+        resume = self._resumes or not is_first
         end = time.monotonic() + _LOCK_SECONDS
         while True:
             try:
                 return RunFiles(self._run.dump_dir, resume=resume)
             except ConfigError:
-                if time.monotonic() > end:
+                if is_first:
                     raise
-                time.sleep(0.1)  # the lock of a process that is being killed
+                if time.monotonic() > end:
+                    (self._run.dump_dir / LOCK).unlink(missing_ok=True)
+                    return RunFiles(self._run.dump_dir, resume=resume)
+                time.sleep(0.05)
 
     def _write_missing_lines(self, files: RunFiles) -> None:
         """Write the lines of steps that the last writer committed, but did not write any more."""

@@ -75,7 +75,10 @@ def run(options: TrainOptions, on_stall: Callable[[str], None]) -> int:
         here if interface is None else None,
     )  # fmt: skip
     client = _find_coordinator(told, who, config.sdp.elastic, beat)
-    session = Session(client, engine, min(_LONGEST_OPERATION, config.training.step_timeout))
+    session = Session(
+        client, engine, min(_LONGEST_OPERATION, config.training.step_timeout), dump_dir / "checkpoints",
+        config.sdp.elastic.wait_seconds,
+    )  # fmt: skip
     training_run = TrainingRun(config, engine, corpus, dump_dir, baseline=baseline, beat=beat)
     trainer = ElasticTrainer(training_run, session, resume=options.resume)
     try:

@@ -130,6 +130,25 @@ def test_the_others_go_on_without_a_group_that_dies_and_with_it_when_it_returns(
     results([member.vote() for member in [*rest, back]])
 
 
+def test_a_newcomer_whose_first_generation_ends_early_is_still_without_state(service: Service) -> None:
+    """Another group dies before it has got its state. It is not cut off."""
+    members = service.started()
+    results([member.vote() for member in members])
+    members[1].die()
+    rest = [members[0], members[2]]
+    results([member.join() for member in rest])
+    back = Group(service.port, 1, "second")
+    waiting = back.join()
+    while not results([member.vote() for member in rest])[0].newcomers:
+        pass
+    results([waiting, *(member.join() for member in rest)])
+    back.fresh = True  # it got nothing
+    members[2].die()
+    assert members[0].client.abort.wait(10)
+    again = results([members[0].join(), back.join()])
+    assert [[(member.slot, member.fresh) for member in each.members] for each in again] == [[(0, False), (1, True)]] * 2
+
+
 def test_a_newcomer_waits_until_the_others_are_before_a_step(service: Service) -> None:
     members = service.started()
     members[1].die()

@@ -7,6 +7,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -100,7 +101,7 @@ def begin(case: Case, port: int, life: str) -> tuple[Any, Session, CoordinatorCl
     store, address = serve_meeting_store("127.0.0.1") if inside == 0 else (None, "")
     who = Identity(slot, inside, per_group, share_inside(f"{life} {slot}"), "here", share_inside(address))
     client = CoordinatorClient(("127.0.0.1", port), TOKEN, who, heartbeat_seconds=60, wait_seconds=60)
-    session = Session(client, engine, 60.0)
+    session = Session(client, engine, 60.0, Path(), 60.0)
     engine.before_update = lambda: session.vote(None)
     return engine, session, client, store
 

@@ -88,12 +88,13 @@ def test_three_groups_are_killed_and_come_back(start: Start) -> None:
 
 
 def test_a_group_that_hangs_is_cut_off_and_rejoins_when_it_wakes_up(start: Start) -> None:
+    """It wrote the run's files, and keeps its lock while it is stopped."""
     run = start(restarts=3, heartbeat_seconds=5)
     run.wait_for(10, groups=4)
-    run.hit(1, signal.SIGSTOP)
+    run.hit(0, signal.SIGSTOP)
     run.wait_for(5, groups=3)
     assert "no heartbeat for 5 s" in run.said
-    run.hit(1, signal.SIGCONT)
+    run.hit(0, signal.SIGCONT)
     run.wait_for(5, groups=4)
     check_end(run)
 
@@ -142,10 +143,46 @@ def test_a_run_resumes_bit_for_bit(start: Start, tmp_path: Path) -> None:
     assert [line["loss"] for line in again.lines()] == [line["loss"] for line in whole.lines()]
 
 
-def test_the_run_ends_if_a_unit_has_no_living_holder(start: Start) -> None:
-    run = start(settings={"survive": 0, "profile": [4, 3, 2, 1]}, restarts=0, new_interpreters=True)
-    run.wait_for(5, groups=4)
-    holder = json.loads((run.dump_dir / "placement.json").read_text())["holders"][3][0]
+ALONE = {"survive": 0, "profile": [4, 3, 2, 1]}  # the last unit has one holder
+
+
+def holder_alone(run: ElasticRun) -> int:
+    """The only group that holds the last unit."""
+    (holder,) = json.loads((run.dump_dir / "placement.json").read_text())["holders"][3]
+    return holder
+
+
+def test_a_unit_without_a_living_holder_comes_back_from_the_newest_checkpoint(start: Start) -> None:
+    """The others wait for the group that holds it."""
+    run = start(settings=ALONE, restarts=3)
+    run.wait_for(45, groups=4)  # a checkpoint is written after step 40
+    holder, lines = holder_alone(run), len(run.lines())
     run.hit(holder, signal.SIGKILL)
+    run.wait_for(5, groups=4)
+    check_end(run)
+    said = run.said
+    assert "no living group holds 'model.layers.3' (1 of 4 units); the others wait 60 s for one at most" in said
+    found = re.search(
+        rf"group {holder} brings 'model.layers.3' \(1 units\) back from a checkpoint, (\d+) steps old", said
+    )
+    assert found is not None
+    assert 0 < int(found[1]) < 40
+    assert {line["groups"] for line in run.lines()[lines:]} == {4}
+
+
+@pytest.mark.parametrize(
+    "case", ["it does not return", "no checkpoint", pytest.param("too late", marks=pytest.mark.slow)]
+)
+def test_the_run_ends_if_a_unit_has_no_living_holder(start: Start, case: str) -> None:
+    later = {"restarts": 3, "wait_seconds": 1} if case == "too late" else {"restarts": int(case == "no checkpoint")}
+    run = start(settings=ALONE, new_interpreters=case == "too late", **later)
+    run.wait_for(5 if case == "no checkpoint" else 45, groups=4)
+    run.hit(holder_alone(run), signal.SIGKILL)
     assert run.end() == 1, run.said
-    assert "no living group holds 'model.layers.3' (1 of 4 units); the run cannot go on" in run.said
+    why = {
+        "it does not return": "no group that holds it will return",
+        "no checkpoint": "there is no checkpoint to bring it back from",
+        "too late": "none came within 1 s",
+    }[case]
+    assert f"no living group holds 'model.layers.3' (1 of 4 units), and {why}" in run.said
+    assert run.said.count("restart 1 of") <= 1
