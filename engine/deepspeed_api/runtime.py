@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 from torch.optim import Optimizer
@@ -10,6 +9,7 @@ from torch.optim import Optimizer
 from ..config.deepspeed_keys import SCHEDULES
 from ..engine import SDPEngine as DeepSpeedEngine
 from ..errors import ConfigError
+from ..optim import cycles, schedules
 from ..optim.schedule import Schedule
 from ..optim.schedules import build_scheduler
 from .namespace import attributes
@@ -39,24 +39,31 @@ _ARGUMENTS: dict[str, tuple[str, ...]] = {
 }  # fmt: skip
 
 
-def _schedule(kind: str) -> Callable[..., Schedule]:
-    """Return a function that makes a schedule from the arguments of DeepSpeed's class."""
+class _Schedule(type):
+    """The type of schedules that take the arguments of DeepSpeed's classes.
 
-    def make(optimizer: Optimizer, *args: Any, **kwargs: Any) -> Schedule:
-        names = _ARGUMENTS[kind]
+    A call makes a schedule of ``own``, for ``lr_scheduler`` of :func:`sdp.initialize`.
+    """
+
+    own: type[Schedule]
+
+    def __call__(cls, optimizer: Optimizer, *args: Any, **kwargs: Any) -> Schedule:
+        kind, names = cls.__name__, _ARGUMENTS[cls.__name__]
         if len(args) > len(names):
             raise ConfigError(
                 f"{kind}: {len(args)} positional arguments after the optimizer; at most {len(names)} exist"
             )
         return build_scheduler(kind, {**dict(zip(names, args, strict=False)), **kwargs}, optimizer)
 
-    make.__name__ = make.__qualname__ = kind
-    make.__doc__ = f"Make the schedule {kind} of ``optimizer``, for ``lr_scheduler`` of ``sdp.initialize``."
-    return make
+    def __instancecheck__(cls, value: Any) -> bool:
+        return isinstance(value, cls.own)
 
 
-WarmupLR, WarmupDecayLR, WarmupCosineLR = map(_schedule, ("WarmupLR", "WarmupDecayLR", "WarmupCosineLR"))
-OneCycle, LRRangeTest = map(_schedule, ("OneCycle", "LRRangeTest"))
+WarmupLR, WarmupDecayLR, WarmupCosineLR, OneCycle, LRRangeTest = (
+    _Schedule(own.__name__, (), {"own": own})
+    for own in (schedules.WarmupLR, schedules.WarmupDecayLR, schedules.WarmupCosineLR, cycles.OneCycle,
+                cycles.LRRangeTest)
+)  # fmt: skip
 # The names of the schedules in a configuration
 WARMUP_LR, WARMUP_DECAY_LR, WARMUP_COSINE_LR = "WarmupLR", "WarmupDecayLR", "WarmupCosineLR"
 ONE_CYCLE, LR_RANGE_TEST = "OneCycle", "LRRangeTest"

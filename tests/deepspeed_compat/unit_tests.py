@@ -1,6 +1,6 @@
 """Runs DeepSpeed's own unit tests of training with sdp in DeepSpeed's place.
 
-    python tests/deepspeed_compat/unit_tests.py CHECKOUT [--write] [FILE ...]
+    python tests/deepspeed_compat/unit_tests.py [--write] CHECKOUT [FILE ...]
 
 CHECKOUT is a directory with DeepSpeed's sources; nothing of them is in this repository. The script
 puts a package ``deepspeed`` in front of the installed one. It hands on what sdp offers. Modules
@@ -23,6 +23,7 @@ import sys
 import tempfile
 import xml.etree.ElementTree as ElementTree
 from collections import Counter
+from collections.abc import Iterator
 from pathlib import Path
 
 VERDICTS = Path(__file__).with_name("unit_tests.json")
@@ -38,6 +39,7 @@ FILES = (
 REASONS = {
     r"NotOffered: (deepspeed\.[\w.]+)": "uses an internal of DeepSpeed",
     r"neither the engine nor the model": "uses an internal of DeepSpeed",
+    r"'Config' object has no attribute|ValidationError: 1 validation error for Config": "uses an internal of DeepSpeed",
     r"OutOfScopeError|is not supported|are not supported": "uses a part of DeepSpeed that is out of scope",
     r"ConfigError|ModelError|SDPError": "is refused in one line",
     r"Timeout|timed out|hang": "did not finish in time",
@@ -168,9 +170,8 @@ def pytest_collection_finish(session):
 """
 
 
-def run_tests(checkout: Path, files: list[str], seconds: int) -> dict[str, str]:
-    """Run ``files`` of the checkout, one after the other. Return the result of every test."""
-    found: dict[str, str] = {}
+def run_tests(checkout: Path, files: list[str], seconds: int) -> Iterator[dict[str, str]]:
+    """Run ``files`` of the checkout, one after the other. Yield the results of a file's tests."""
     with tempfile.TemporaryDirectory() as folder:
         package = Path(folder) / "deepspeed"
         package.mkdir()
@@ -178,18 +179,22 @@ def run_tests(checkout: Path, files: list[str], seconds: int) -> dict[str, str]:
         # Not in the checkout, because the tests put the folder above theirs into the search path.
         shutil.copytree(checkout / "tests" / "unit", Path(folder) / "tests" / "unit")
         shutil.copy(checkout / "tests" / "conftest.py", Path(folder) / "tests")
+        if (checkout / "tests" / "model").exists():  # some tests read configuration files there
+            shutil.copytree(checkout / "tests" / "model", Path(folder) / "tests" / "model")
         with (Path(folder) / "tests" / "unit" / "common.py").open("a", encoding="utf-8") as common:
             common.write(PLAIN_ERRORS)
         own = {
-            "PYTHONPATH": folder,
+            "PYTHONPATH": os.pathsep.join(filter(None, [folder, os.environ.get("PYTHONPATH")])),
             "DEEPSPEED_CHECKOUT": str(checkout),
             "DS_ACCELERATOR": "cpu",
             "OMP_NUM_THREADS": "1",
         }
-        for test in (test for file in files for test in _list_tests(folder, file, own)):
-            found |= _run_test(Path(folder), test, own, seconds)
-            print(test, "  ", found.get(test, ""), flush=True)
-    return found
+        for file in files:
+            found: dict[str, str] = {}
+            for test in _list_tests(folder, file, own):
+                found |= _run_test(Path(folder), test, own, seconds)
+                print(test, "  ", found.get(test, ""), flush=True)
+            yield found
 
 
 _OPTIONS = ["-p", "no:xdist", "-p", "no:cacheprovider", "-q"]
@@ -260,6 +265,14 @@ def find_reason(text: str) -> str:
     return "differs: " + (re.sub(r"^E +", "", errors[-1])[:200] if errors else text.strip().splitlines()[0][:200])
 
 
+def write(results: dict[str, str]) -> None:
+    """Replace the verdicts of the files of ``results`` in the list."""
+    files = {name.partition("::")[0] for name in results}
+    known: dict[str, str] = json.loads(VERDICTS.read_text(encoding="utf-8")) if VERDICTS.exists() else {}
+    kept = {name: text for name, text in known.items() if name.partition("::")[0] not in files}
+    VERDICTS.write_text(json.dumps(kept | results, indent=0, sort_keys=True) + "\n", encoding="utf-8")
+
+
 def main() -> None:
     """Run the tests and print the counts."""
     parser = argparse.ArgumentParser(description=__doc__)
@@ -268,15 +281,11 @@ def main() -> None:
     parser.add_argument("--seconds", type=int, default=180, help="the longest time of a test")
     parser.add_argument("--write", action="store_true")
     arguments = parser.parse_args()
-    found = run_tests(arguments.checkout.resolve(), arguments.files or list(FILES), arguments.seconds)
-    if arguments.write:
-        known = json.loads(VERDICTS.read_text(encoding="utf-8")) if VERDICTS.exists() else {}
-        known = {
-            name: text
-            for name, text in known.items()
-            if name.partition("::")[0] not in {n.partition("::")[0] for n in found}
-        }
-        VERDICTS.write_text(json.dumps(known | found, indent=0, sort_keys=True) + "\n", encoding="utf-8")
+    found: dict[str, str] = {}
+    for results in run_tests(arguments.checkout.resolve(), arguments.files or list(FILES), arguments.seconds):
+        found |= results
+        if arguments.write:
+            write(results)
     for text, count in Counter(": ".join(text.split(": ")[:2]) for text in found.values()).most_common():
         print(f"{count:5} {text}")
 

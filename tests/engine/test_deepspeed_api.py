@@ -336,17 +336,20 @@ def test_schedules_take_deepspeeds_arguments(kind: str) -> None:
     config = CONFIG | {"gradient_accumulation_steps": 1}
     model = mlp()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.02, momentum=0.9)
-    schedule = getattr(importlib.import_module("sdp.runtime.lr_schedules"), kind)(optimizer, *SCHEDULES[kind])
+    of_sdp = importlib.import_module("sdp.runtime.lr_schedules")
+    schedule = getattr(of_sdp, kind)(optimizer, *SCHEDULES[kind])
     theirs = torch.optim.SGD(mlp().parameters(), lr=0.02, momentum=0.9)
     expected = getattr(deepspeed, kind)(theirs, *SCHEDULES[kind])
     engine = sdp.initialize(model=model, optimizer=optimizer, lr_scheduler=schedule, config=config)[0]
+    assert isinstance(schedule, getattr(of_sdp, kind))
+    assert isinstance(schedule, of_sdp.OneCycle) is (kind == "OneCycle")
     for _ in range(12):
         engine.backward(engine(torch.ones(2, 5), torch.ones(2, 3)))
         engine.step()
         expected.step()
         assert engine.get_lr() == pytest.approx([group["lr"] for group in theirs.param_groups])
     with pytest.raises(sdp.ConfigError, match=f"{kind}: 20 positional arguments"):
-        getattr(importlib.import_module("sdp.runtime.lr_schedules"), kind)(optimizer, *range(20))
+        getattr(of_sdp, kind)(optimizer, *range(20))
 
 
 def test_the_versions_have_deepspeeds_keys() -> None:
