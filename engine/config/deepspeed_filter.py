@@ -167,6 +167,8 @@ def _require_neutral(path: str, value: Any, deepspeed: bool) -> None:
         allowed = HONOURED_BY_DEEPSPEED.get(path, allowed)
     if any(_same(value, neutral) for neutral in allowed):
         return
+    if path.endswith(".enabled") and not isinstance(value, bool):
+        raise ConfigError(f"{path}: input should be a valid boolean (found {shorten(json.dumps(value))})")
     if deepspeed:
         raise ConfigError(_refusal(path, value, allowed[0]))
     why = f": {WHY_NOT[path]}" if path in WHY_NOT else ""

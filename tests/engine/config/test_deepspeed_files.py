@@ -200,7 +200,7 @@ def test_every_refused_value_has_a_reason() -> None:
     assert NEUTRAL.keys() == WHY_NOT.keys()
     for path in NEUTRAL:
         *parents, key = path.split(".")
-        raw: Any = {key: "no such value"}
+        raw: Any = {key: True if key == "enabled" else "no such value"}
         for parent in reversed(parents):
             raw = {parent: raw}
         with pytest.raises(ConfigError) as caught:
@@ -217,6 +217,8 @@ def test_every_refused_value_has_a_reason() -> None:
         ({"sequence_parallel_size": 2}, "sequence_parallel_size: 2 cannot be honoured by this engine: there is no "
                                         "sequence"),
         ({"num-layers": 2}, "num-layers: this is a key of GPT-NeoX"),
+        ({"curriculum_learning": {"enabled": "PLACEHOLDER"}}, "curriculum_learning.enabled: input should be a valid "
+                                                              "boolean (found \"PLACEHOLDER\")"),
         ({"bf16": {"enable": True}}, "bf16.enable: true cannot be honoured by this engine: the key is called enabled"),
         (
             {"data_efficiency": {"enabled": True, "data_sampling": {"enabled": True,
