@@ -83,6 +83,21 @@ def read_token() -> bytes:
     return token.encode()
 
 
+def variables_of_group() -> dict[str, str]:
+    """Return the variables that a launcher must give to all ranks of one group, on any host.
+
+    Empty if no group was named. Raises LaunchError if the token is not in a file: it must not be on
+    a command line, which all users of a host can read.
+    """
+    if (told := elastic_environment()) is None:
+        return {}
+    path = os.environ.get(TOKEN_FILE)
+    if not path:
+        raise LaunchError(f"{SLOT} is set, but {TOKEN_FILE} is not; put the token into a file that all hosts can read")
+    address = f"[{told.host}]:{told.port}" if ":" in told.host else f"{told.host}:{told.port}"
+    return {SLOT: str(told.slot), COORDINATOR: address, TOKEN_FILE: str(Path(path).absolute())}
+
+
 def is_elastic_rank() -> bool:
     """Return whether this process belongs to one group of an elastic run, which has a launch of its
     own or was started by the local launcher.

@@ -41,6 +41,7 @@ class Start:
         directory: the working directory, the same on every host.
         search_path: the variables that Python needs to find this package.
         extra: more options for the launcher itself.
+        told: more variables for every rank. Nothing in them is secret: they are on command lines.
     """
 
     words: Sequence[str]
@@ -48,6 +49,7 @@ class Start:
     directory: Path
     search_path: Mapping[str, str] = field(default_factory=dict)
     extra: Sequence[str] = ()
+    told: Mapping[str, str] = field(default_factory=dict)
 
 
 def train_command(start: Start) -> list[str]:
@@ -209,7 +211,8 @@ def require(program: str, why: str) -> None:
 
 
 def _rank_command(start: Start, hosts: Sequence[Host], master: tuple[str, int]) -> list[str]:
-    words = [slots_text(hosts), f"{master[0]}:{master[1]}", *start.words]
+    told = [f"{name}={value}" for name, value in start.told.items()]
+    words = [slots_text(hosts), f"{master[0]}:{master[1]}", *told, *start.words]
     return [start.python, "-P", "-m", f"{__package__}.rank", *map(encode, words)]
 
 

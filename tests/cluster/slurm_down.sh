@@ -3,7 +3,7 @@
 folder=$1/slurm
 export SLURM_CONF="$folder/slurm.conf"
 "$(dirname "$0")/on.sh" "$1" a scancel --user root 2> /dev/null
-for daemon in slurmd-host-a slurmd-host-b slurmd-host-c slurmd-host-d slurmctld slurmdbd mariadb munge; do
+for daemon in slurmd-host-{a,b,c,d,q,r} slurmctld slurmdbd mariadb munge; do
     [ ! -f "$folder/$daemon.pid" ] || kill "$(cat "$folder/$daemon.pid")"
 done
 true

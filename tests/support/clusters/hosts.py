@@ -30,6 +30,7 @@ QUICKSTART += [
     "training.steps=3",
 ]
 QUICKSTART += ["training.evaluate_batches=1", "training.evaluate_every=0", "training.save_every=0", "--dump-dir"]
+HEARTBEAT = 8  # seconds, of elastic runs
 STEPS = 60  # of the undisturbed run; other runs are disturbed several times within these steps
 _PROGRAMS = ("ip", "tc", "ss", "nsenter", "unshare", "ssh-keygen", "/usr/sbin/sshd")
 INTEL_MPIRUN = str(Path(sys.prefix) / "intel-mpi/bin/mpiexec.hydra")
@@ -39,12 +40,14 @@ _NEEDED = {
     "MPICH": ("mpiexec.mpich", "apt-get install mpich"),
     "Intel MPI": (INTEL_MPIRUN, f"pip install --no-deps --target {Path(sys.prefix) / 'intel-mpi'} impi-rt"),
 }
-_NAMES = "abcdefghijkl"  # SLURM uses a to d, disturbed runs e to i, and test_hosts.py a and j to l
+# SLURM uses a to d, q and r, disturbed runs e to i, test_hosts.py a and j to l, elastic groups m
+# to p.
+_NAMES = "abcdefghijklmnopqr"
 PAUSE = 0.25  # seconds between two checks of something that takes seconds; the cores have other work
 
 
 class Hosts:
-    """host-a to host-l.
+    """host-a to host-r.
 
     ``folder`` holds their keys and is the working directory of all commands.
     """
@@ -121,7 +124,7 @@ class Hosts:
 
 @contextlib.contextmanager
 def made_hosts() -> Iterator[Hosts]:
-    """Make twelve hosts with addresses 10.77.0.1 to 10.77.0.12, and a small run's data and
+    """Make eighteen hosts with addresses 10.77.0.1 to 10.77.0.18, and a small run's data and
     configuration.
 
     All are removed afterwards.
@@ -174,6 +177,8 @@ def is_rank(pid: int) -> bool:
 def _prepare(folder: Path) -> None:
     (folder / "two").write_text("host-a slots=2\nhost-j slots=2\n")
     (folder / "four").write_text("".join(f"host-{name} slots=1\n" for name in "ajkl"))
+    for name in "op":
+        (folder / f"only-{name}").write_text(f"host-{name} slots=1\n")
     for name in _NAMES[1:]:
         (folder / f"with-{name}").write_text(f"host-a slots=1\nhost-{name} slots=1\n")
     texts = folder / "texts.jsonl"
@@ -198,3 +203,8 @@ def _prepare(folder: Path) -> None:
         "training": {"steps": STEPS, "evaluate_batches": 1, "save_every": 10, "step_timeout": 8, "save_timeout": 8},
     }
     (folder / "small.json").write_text(json.dumps(config))
+    groups = {"groups": 4, "capacity": 0.6, "survive": 1, "check_interval": 1}
+    groups |= {"elastic": {"enabled": True, "heartbeat_seconds": HEARTBEAT, "wait_seconds": 120}}
+    training = {"steps": 10**6, "evaluate_batches": 1, "evaluate_every": 100, "save_every": 50, "step_timeout": 120}
+    elastic = {**config, "sdp": groups, "model": {**config["model"], "num_hidden_layers": 4}, "training": training}
+    (folder / "elastic.json").write_text(json.dumps(elastic))
