@@ -1,0 +1,132 @@
+"""What scripts for DeepSpeed do around the training loop: parameters, losses, several models."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import sdp
+import torch
+from sdp.tests.support.models import Mlp, mlp
+from torch import nn
+from torch.nn import functional as F
+
+CONFIG: dict[str, Any] = {
+    "train_batch_size": 8,
+    "gradient_accumulation_steps": 2,
+    "optimizer": {"type": "SGD", "params": {"lr": 0.1}},
+    "sdp": {"groups": 2, "capacity": 0.5, "engine": "reference"},
+}
+
+
+class Outputs(Mlp):
+    """A model whose loss the script computes."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+        hidden = self.stem(x)
+        for layer in self.layers:
+            hidden = layer(hidden)
+        return self.head(hidden)
+
+
+def make_outputs() -> Outputs:
+    torch.manual_seed(0)
+    return Outputs()
+
+
+def rows() -> tuple[torch.Tensor, torch.Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    return torch.randn(4, 5, generator=generator), torch.randn(4, 3, generator=generator)
+
+
+def test_model_parameters_are_parameters_or_names_with_parameters() -> None:
+    """Each form trains all weights that need a gradient."""
+    results = []
+    for choose in (
+        lambda model: None,
+        lambda model: model.parameters(),
+        lambda model: model.named_parameters(),
+        lambda model: filter(lambda each: each.requires_grad, model.parameters()),
+    ):
+        model = mlp()
+        model.layers[0].requires_grad_(False)  # as a script that trains adapters does
+        before = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
+        engine = sdp.initialize(model=model, model_parameters=choose(model), config=CONFIG)[0]
+        for _ in range(2):
+            engine.backward(engine(*rows()))
+            engine.step()
+        after = engine.full_state_dict()
+        assert after is not None
+        changed = {name for name, value in after.items() if not torch.equal(value, before[name])}
+        assert changed == {name for name in before if not name.startswith("layers.0.")}
+        results.append(after)
+    for other in results[1:]:
+        assert all(torch.equal(value, other[name]) for name, value in results[0].items())
+
+
+def test_backward_returns_the_loss_divided_by_the_accumulation_steps() -> None:
+    engine = sdp.initialize(model=mlp(), config=CONFIG)[0]
+    loss = engine(*rows())
+    assert engine.backward(loss).item() == pytest.approx(loss.item() / 2)
+    loss = engine(*rows())
+    assert engine.backward(loss, scale_wrt_gas=False).item() == pytest.approx(loss.item())
+
+
+def test_a_schedule_that_the_script_makes_after_initialize_sets_the_rates() -> None:
+    engine, optimizer, _, _ = sdp.initialize(model=mlp(), config=CONFIG)
+    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 0.5**step)
+    for _ in range(4):
+        engine.backward(engine(*rows()))
+        is_boundary = engine.is_gradient_accumulation_boundary()
+        engine.step()
+        if is_boundary:
+            schedule.step()
+    assert engine.get_lr() == [pytest.approx(0.1 * 0.5**2)]
+
+
+def test_an_actor_a_critic_and_a_model_that_does_not_train_share_a_script() -> None:
+    actor = sdp.initialize(model=make_outputs(), config=CONFIG)[0]
+    critic = sdp.initialize(model=make_outputs(), config=CONFIG)[0]
+    config = {key: value for key, value in CONFIG.items() if key != "optimizer"}
+    config["sdp"] = {"engine": "reference"}
+    fixed = sdp.initialize(model=make_outputs(), config=config)[0].eval()
+    inputs, targets = rows()
+    for _ in range(2):
+        with torch.no_grad():
+            target = fixed(inputs)
+        assert not target.requires_grad
+        for engine, wanted in ((actor, target + 1), (critic, targets)):
+            engine.backward(nn.functional.mse_loss(engine(inputs), wanted))
+            engine.step()
+    states = [engine.full_state_dict() for engine in (actor, critic, fixed)]
+    assert all(state is not None for state in states)
+    start = make_outputs().state_dict()
+    assert [torch.equal(state["head.weight"], start["head.weight"]) for state in states if state is not None] == [
+        False, False, True,
+    ]  # fmt: skip
+
+
+def test_the_script_computes_the_loss_of_several_forward_passes() -> None:
+    """The losses of two forward passes have one backward pass, as for pairs of answers."""
+    engine = sdp.initialize(
+        model=make_outputs(), config=CONFIG | {"train_batch_size": 4, "gradient_accumulation_steps": 1}
+    )[0]
+    inputs, targets = rows()
+    loss = F.relu(F.mse_loss(engine(inputs), targets) - F.mse_loss(engine(-inputs), targets) + 1)
+    engine.backward(loss)
+    engine.step()
+    assert engine.global_steps == 1
+
+
+def test_a_run_goes_on_with_the_state_of_the_script(tmp_path: Path) -> None:
+    engine = sdp.initialize(model=mlp(), config=CONFIG)[0]
+    for _ in range(2):
+        engine.backward(engine(*rows()))
+        engine.step()
+    assert engine.save_checkpoint(tmp_path, client_state={"epoch": 3, "random": torch.get_rng_state()})
+    again = sdp.initialize(model=mlp(seed=1), config=CONFIG)[0]
+    path, client = again.load_checkpoint(tmp_path)
+    assert path is not None
+    assert (client["epoch"], again.global_steps) == (3, 1)
+    assert torch.equal(client["random"], torch.get_rng_state())
