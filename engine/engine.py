@@ -20,7 +20,7 @@ from .checkpoint.directory import check_tag
 from .checkpoint.load import find_together
 from .checkpoint.resume import check_weights, resume, resume_without_optimizer
 from .checkpoint.save import Saver
-from .checkpoint.settings import describe_rates, describe_settings, settings_to_save, warn_of_other_settings
+from .checkpoint.settings import settings_to_save, warn_of_other_settings
 from .config.schema import Config
 from .deepspeed_names import DeepSpeedNames
 from .distributed.agreement import Ranks
@@ -54,8 +54,7 @@ class SDPEngine(DeepSpeedNames):
         self.global_steps = self.micro_steps = self.global_samples = 0
         self._losses: list[torch.Tensor] = []  # of the micro-batches since the last step
         self._reduced, self._syncing = False, True
-        self._saved = backend.state_to_save()
-        self._saver = Saver(alone=self.world_size == 1, device=self.device)
+        self.follow_layout()
 
     # -- training ----------------------------------------------------------------------------------
 
@@ -157,6 +156,13 @@ class SDPEngine(DeepSpeedNames):
         self.local_training.after_step(self.global_steps)
         self._backend.use_masking(self.config.masking_schedule.at(self.global_steps + 1))
 
+    def follow_layout(self) -> None:
+        """Go on from the last whole step with the groups of the backend's layout, which changed."""
+        self._batch = self._batch.on(self.layout.mesh)
+        self.micro_steps = self.global_steps * self._batch.accumulation
+        self._saved = self._backend.state_to_save()
+        self._saver = Saver(alone=self.world_size == 1, device=self.device)
+
     def forget_micro_batches(self) -> None:
         """Drop the gradients and the losses since the last step, which is then made again."""
         self.zero_grad()
@@ -180,10 +186,7 @@ class SDPEngine(DeepSpeedNames):
     def finish_round(self) -> bool:
         """With local steps: average what groups learned since the last average. Collective.
 
-        Call it after a run's last step. The full model then has all steps. ``sdp train`` does it.
-
-        Returns:
-            Whether anything was averaged.
+        Call it after a run's last step. Returns whether anything was averaged.
         """
         return self.local_training.finish(self.global_steps)
 
@@ -296,8 +299,7 @@ class SDPEngine(DeepSpeedNames):
             resume_without_optimizer(path, state, self._backend, self._saved, None, None, ranks=ranks)
             self.forget_micro_batches()
             return str(path), client
-        if not load_lr_scheduler_states:
-            state = {**state, "scheduler": None}
+        state = state if load_lr_scheduler_states else {**state, "scheduler": None}
         if self.config.sdp.sync is not None:  # what follows drops the state of the present round
             state = check_weights(path, state, self._saved, ranks)
         self.local_training.follow(state["global_steps"])
@@ -314,7 +316,5 @@ class SDPEngine(DeepSpeedNames):
         self._backend.continue_at(steps=self.global_steps, micro_steps=self.micro_steps, skipped=self.skipped_steps)
         if warn_of_changes and self.global_rank == 0:
             own = settings_to_save(self.config, self.optimizer, names)
-            changes = describe_settings(state.get("settings"), own, names)
-            changes += describe_rates(configured, self.optimizer, names, self.lr_scheduler)
-            warn_of_other_settings(path, changes)
+            warn_of_other_settings(path, state, own, configured, self.optimizer, names, self.lr_scheduler)
         return str(path), client

@@ -48,6 +48,10 @@ class BatchSize:
             raise ConfigError(result._mismatch(given, mesh))
         return result
 
+    def on(self, mesh: Mesh) -> BatchSize:
+        """Return the sizes with the same micro-batches on another mesh."""
+        return BatchSize(self.micro * self.accumulation * mesh.data_ranks, self.micro, self.accumulation)
+
     def _mismatch(self, given: tuple[int | None, ...], mesh: Mesh) -> str:
         def source(value: int | None) -> str:
             return "from the configuration" if value is not None else "derived"

@@ -103,8 +103,27 @@ def describe_rates(
     return [f"learning rate {listed}{more}"] if pairs else []
 
 
-def warn_of_other_settings(path: Path, changes: Sequence[str]) -> None:
-    """Warn that a checkpoint was written with other settings, if there are ``changes``."""
+def warn_of_other_settings(
+    path: Path,
+    state: Mapping[str, Any],
+    own: Mapping[str, Any],
+    rates: Mapping[str, float],
+    optimizer: Optimizer,
+    names: Sequence[Sequence[str]],
+    scheduler: Any,
+) -> None:
+    """Warn if a checkpoint was written with other settings.
+
+    Args:
+        path: The checkpoint.
+        state: Its ``state.json``.
+        own: The configured ones.
+        rates: The rates before it was loaded.
+        optimizer: The optimizer, with the loaded rates.
+        names: For each parameter group, the canonical names of its parameters.
+        scheduler: The schedule at the loaded step, or None.
+    """
+    changes = describe_settings(state.get("settings"), own, names) + describe_rates(rates, optimizer, names, scheduler)
     if changes:
         log.warning(
             "%s was written with other settings (checkpoint → configured): %s; the checkpoint's learning rates apply "

@@ -7,7 +7,6 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
@@ -17,8 +16,6 @@ import torch.distributed as dist
 
 from ..backends.fsdp2.backend import FSDP2Backend
 from ..backends.fsdp2.reconnect import reconnect
-from ..batch.size import BatchSize
-from ..checkpoint.save import Saver
 from ..config.masking import Masking
 from ..distributed import world
 from ..distributed.agreement import gather_json
@@ -229,11 +226,7 @@ class Session:
         everyone = meeting.make_group("world", range(mesh.world_size))
         world.enter(World(rank, mesh.world_size, everyone))
         reconnect(backend, phases, make_communicators(meeting, rank, phases, backend.communicators))
-        batch: BatchSize = engine._batch
-        engine._batch = replace(batch, train=batch.micro * batch.accumulation * mesh.data_ranks)
-        engine._saved = backend.state_to_save()
-        engine._saver = Saver(alone=mesh.world_size == 1, device=engine.device)
-        engine.micro_steps = engine.global_steps * batch.accumulation  # the last step may have ended amid its parts
+        engine.follow_layout()
         sampler = engine.loader.sampler
         sampler.data_rank, sampler.data_ranks = mesh.data_rank(rank), mesh.data_ranks
 
