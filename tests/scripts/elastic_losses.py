@@ -10,6 +10,7 @@ for bit after each step, and a difference would end the run.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import os
 import random
@@ -26,6 +27,7 @@ from sdp.tests.support.clusters.elastic_runs import SECONDS, ElasticRun, elastic
 from sdp.tests.support.processes import until
 
 GROUPS = 4
+SAVE_EVERY = 100  # steps
 PAUSE_SECONDS = 5.0  # from one loss to the next
 TAIL_BYTES = 1 << 16
 
@@ -101,6 +103,57 @@ def measure(config: Path, dump_dir: Path, *, kills: int, hangs: int, seed: int =
     }
 
 
+def measure_restarts(config: Path, dump_dir: Path, times: int) -> dict[str, Any]:
+    """Kill a rank of a run without elastic groups, and start the run again from its checkpoint.
+
+    This is what FSDP does: a lost rank ends all. Launchers and ranks are new interpreters.
+    """
+    words = ["--nproc", str(GROUPS), "--set", "sdp.elastic.enabled=false"]
+    seconds: list[float] = []
+    lost: list[int] = []
+
+    def wait_for(first: int, last: int = 10**9) -> int:
+        """Wait until the newest step is one of these, and return it."""
+
+        def step() -> int | None:
+            path = dump_dir / "metrics.jsonl"
+            lines = path.read_text().split("\n")[:-1] if path.exists() else []
+            newest = json.loads(lines[-1])["step"] if lines else 0
+            return newest if first <= newest <= last else None
+
+        return until(step, seconds=SECONDS, pause=0.005)
+
+    run = ElasticRun(config, dump_dir, *words, new_interpreters=True)
+    try:
+        for _ in range(times):
+            saved = wait_for(SAVE_EVERY * (len(lost) + 1)) // SAVE_EVERY * SAVE_EVERY
+            wait_for(saved + SAVE_EVERY // 3)
+            began = time.monotonic()
+            os.kill(_ranks_of(run.process.pid)[-1], signal.SIGKILL)
+            run.end()
+            at = run.lines()[-1]["step"]
+            run = ElasticRun(config, dump_dir, *words, "--resume", new_interpreters=True)
+            wait_for(0, saved)  # the lines after the checkpoint are removed
+            wait_for(saved + 1)
+            seconds.append(time.monotonic() - began)
+            lost.append(at - saved)
+        run.stop()
+    finally:
+        run.kill()
+    return {"restart_to_next_step_seconds": seconds, "steps_made_again": lost}
+
+
+def _ranks_of(launcher: int) -> list[int]:
+    """Return the process ids of a launcher's ranks."""
+    found = []
+    for folder in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError, ValueError, IndexError):
+            parent = (folder / "stat").read_text().rpartition(")")[2].split()[1]
+            if int(parent) == launcher and b"LOCAL_RANK=" in (folder / "environ").read_bytes():
+                found.append(int(folder.name))
+    return sorted(found)
+
+
 def table(found: dict[str, Any], heartbeat: float) -> str:
     """Return the results as a table in Markdown."""
     step = found["step_seconds"]
@@ -129,7 +182,7 @@ def table(found: dict[str, Any], heartbeat: float) -> str:
 def write_config(folder: Path, corpus: Path, heartbeat: float) -> Path:
     """Write the configuration of the run. The budget of restarts is per half minute."""
     config = elastic_config(corpus, groups=GROUPS, restarts=20, restart_window=30, heartbeat_seconds=heartbeat)
-    config["training"] |= {"evaluate_every": 100, "save_every": 100}
+    config["training"] |= {"evaluate_every": SAVE_EVERY, "save_every": SAVE_EVERY}
     path = folder / "config.json"
     path.write_text(json.dumps(config))
     return path
@@ -152,10 +205,16 @@ def main() -> None:
     parser.add_argument("--hangs", type=int, default=10)
     parser.add_argument("--heartbeat", type=float, default=5.0)
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument(
+        "--restarts", type=int, default=0, help="measure only this many restarts of a run without elastic groups"
+    )
     parser.add_argument("--out", type=Path, required=True)
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as name:
         config = write_config(Path(name), make_corpus(Path(name)), options.heartbeat)
+        if options.restarts:
+            print(json.dumps(measure_restarts(config, Path(name) / "run", options.restarts)))
+            return
         found = measure(config, Path(name) / "run", kills=options.kills, hangs=options.hangs, seed=options.seed)
         log = (Path(name) / "run" / "logs" / "groups.log").read_text()
     options.out.write_text(json.dumps(found, indent=1) + "\n")
