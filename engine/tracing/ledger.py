@@ -13,6 +13,7 @@ from math import prod
 from typing import Any
 
 import torch
+from torch.distributed.tensor._sharding_prop import ShardingPropagator
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
@@ -23,6 +24,7 @@ KINDS = ("parameters", GRADIENTS, "optimizer", "frozen", "outer", "buffers", COM
 ``activations``: everything else, temporary tensors too.
 """
 
+_PROPAGATE = "_propagate_tensor_meta_non_cached"
 _COLLECTIVES = ("c10d", "fsdp", "_c10d_functional")
 
 
@@ -82,6 +84,7 @@ class Ledger(TorchDispatchMode):
         self._live: Counter[str] = Counter()
         self._entries: dict[int, _Entry] = {}  # by the storage's id(); torch keeps one object per storage
         self._device = device.type
+        self._is_propagating = False
         self.enter_window("")
 
     def enter_window(self, name: str) -> None:
@@ -111,10 +114,24 @@ class Ledger(TorchDispatchMode):
             return result
 
         torch.UntypedStorage.resize_ = resizing  # type: ignore[method-assign]
+        # When DTensor meets an operator for the first time, it runs it on fake tensors to learn
+        # the shape of the result. A device never has these.
+        self._propagate: Callable[..., Any] = getattr(ShardingPropagator, _PROPAGATE)
+        propagate = self._propagate
+
+        def propagating(*args: Any, **kwargs: Any) -> Any:
+            self._is_propagating = True
+            try:
+                return propagate(*args, **kwargs)
+            finally:
+                self._is_propagating = False
+
+        setattr(ShardingPropagator, _PROPAGATE, propagating)
         return super().__enter__()
 
     def __exit__(self, *error: Any) -> None:
         torch.UntypedStorage.resize_ = self._resize  # type: ignore[method-assign]
+        setattr(ShardingPropagator, _PROPAGATE, self._propagate)
         super().__exit__(*error)
 
     def __torch_dispatch__(
@@ -124,6 +141,8 @@ class Ledger(TorchDispatchMode):
             # A wrapper such as DTensor runs first. It then runs operators on its local tensors.
             return NotImplemented
         kwargs = kwargs or {}
+        if self._is_propagating:
+            return func(*args, **kwargs)
         # For example, the norm of the gradient is read. Any number will do.
         if func is torch.ops.aten._local_scalar_dense.default:
             return 1.0 if args[0].is_floating_point() else 1
