@@ -34,7 +34,7 @@ quickstart: $(VENV)/.installed
 	@test ! -e $(RUN) -a ! -e $(RUN)-dense || { echo "$(RUN) or $(RUN)-dense exists: remove it, or choose another: make quickstart RUN=DIR" >&2; exit 2; }
 	$(BIN)/sdp train configs/quickstart.json --dump-dir $(RUN) > /dev/null
 	@echo; echo "The same model, dense, under data parallelism, for a few steps to compare memory and traffic with:"
-	$(BIN)/sdp train configs/quickstart.json --dump-dir $(RUN)-dense --set sdp.capacity=1.0 data.path=$(RUN)/corpus \
+	$(BIN)/sdp train configs/quickstart.json --dump-dir $(RUN)-dense --set sdp.capacity=1.0 sdp.lr_scale=none data.path=$(RUN)/corpus \
 	    training.steps=8 training.evaluate_every=0 training.evaluate_batches=1 training.save_every=0 > /dev/null
 	$(BIN)/sdp report $(RUN) $(RUN)-dense
 
