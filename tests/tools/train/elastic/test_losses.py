@@ -109,15 +109,25 @@ def test_two_groups_are_killed_at_once(start: Start) -> None:
     check_end(run)
 
 
-@pytest.mark.parametrize("stage", [pytest.param(2, marks=pytest.mark.slow), 3])
-def test_a_rank_inside_a_sharded_group_is_killed(start: Start, stage: int) -> None:
-    """Its group ends with it. The others keep their FSDP2 state."""
+@pytest.mark.parametrize(
+    ("stage", "masking"),
+    [
+        pytest.param(2, "forward", marks=pytest.mark.slow),
+        (3, "forward"),
+        pytest.param(3, "backward", marks=pytest.mark.slow),
+    ],
+)
+def test_a_rank_inside_a_sharded_group_is_killed(start: Start, stage: int, masking: str) -> None:
+    """Its group ends with it. The others keep their FSDP2 state, and count what they send."""
     run = start(
-        "--set", f"zero_optimization.stage={stage}", groups=3, ranks=2, settings={"capacity": 0.7}, restarts=3
+        "--set", f"zero_optimization.stage={stage}", groups=3, ranks=2,
+        settings={"capacity": 0.7, "masking": masking}, restarts=3,
     )  # fmt: skip
     run.wait_for(5, groups=3)
     run.lose(2, of=3)
     check_end(run, ranks=2)
+    kinds = run.lines()[-1]["comm_bytes_by_kind"]
+    assert ("between groups/broadcast" in kinds) == (masking == "backward")
 
 
 def test_without_losses_an_elastic_run_is_the_run_without_elastic_groups(start: Start) -> None:
