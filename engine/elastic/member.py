@@ -21,6 +21,7 @@ from .progress import Progress
 
 _CONNECT_SECONDS = 5.0
 _RETRY_SECONDS = 0.2
+_MOST_REFUSALS = 10  # connections in turn that the coordinator closes without a word
 _MOST_SAID = 500  # characters
 _HANG_SECONDS = 1.0  # without a connection, until a main thread that hangs is given up
 _LOOK_SECONDS = 0.1  # how often the main thread's progress is looked at
@@ -71,6 +72,7 @@ class CoordinatorClient:
     ):
         self.progress, self._on_hang = progress or Progress(heartbeat_seconds), on_hang
         self._address, self._token, self.identity = address, token, identity
+        self._where = f"{address[0]}:{address[1]}"
         self.beat_seconds, self._heartbeat, self._wait_seconds = heartbeat_seconds / 5, heartbeat_seconds, wait_seconds
         self.abort = threading.Event()
         self.reason = ""
@@ -82,7 +84,7 @@ class CoordinatorClient:
         self._next: Assembly | None = None  # of a reunion inside a vote
         self._attempt = 0
         self._joined: float | None = None  # when, on this connection
-        self._is_alone = False  # without a connection
+        self._is_alone = self._is_answered = False  # without a connection; on this one
         self._generation = self._aborted = -1
         self._connect()
         threading.Thread(target=self._beat, name="elastic-heartbeat", daemon=True).start()
@@ -116,11 +118,18 @@ class CoordinatorClient:
             "pending": pending, "generation": self._assembly.number if self._assembly is not None else 0,
             "members": self._assembly.slots if self._assembly is not None else [],
         }  # fmt: skip
+        refusals = 0
         while True:
             self._send(request)
-            answer = self._wait_for("generation")
-            if answer is not None:
+            if (answer := self._wait_for("generation")) is not None:
                 return self._take(answer)
+            refusals = 0 if self._is_answered else refusals + 1
+            if refusals >= _MOST_REFUSALS:
+                raise PeerLostError(
+                    f"the coordinator at {self._where} closes the connection at once; it needs the same token "
+                    "(SDP_ELASTIC_TOKEN_FILE), configuration and number of ranks (sdp coordinate --ranks)"
+                )
+            time.sleep(_RETRY_SECONDS if refusals else 0)
             self._connect()
 
     def _take(self, answer: Message) -> Assembly:
@@ -225,6 +234,7 @@ class CoordinatorClient:
         connection.settimeout(None)
         with self._lock:
             self._socket, self._channel, self._joined, self._is_alone = connection, channel, None, False
+            self._is_answered = False
         threading.Thread(target=self._read, args=(connection, channel), name="elastic", daemon=True).start()
 
     def _reach(self) -> tuple[socket.socket, Channel]:
@@ -239,8 +249,7 @@ class CoordinatorClient:
                 return connection, channel
             except (OSError, ProtocolError) as error:
                 if time.monotonic() > end:
-                    where = f"{self._address[0]}:{self._address[1]}"
-                    raise PeerLostError(f"the coordinator at {where} cannot be reached ({error})") from None
+                    raise PeerLostError(f"the coordinator at {self._where} cannot be reached ({error})") from None
                 time.sleep(_RETRY_SECONDS)
 
     def _await_greeting(self, connection: socket.socket, channel: Channel) -> None:
@@ -255,6 +264,7 @@ class CoordinatorClient:
         with contextlib.suppress(OSError, ProtocolError), connection:
             while data := self._receive(connection):
                 for message in channel.feed(data):
+                    self._is_answered = True
                     if message["type"] in ("abort", "cut", "failed"):
                         self._note_abort(message)
                     if message["type"] == "cut":

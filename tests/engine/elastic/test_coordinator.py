@@ -13,6 +13,7 @@ from sdp.engine.elastic.coordinator import Coordinator
 from sdp.engine.elastic.member import CoordinatorClient, CutOffError, StepAbortedError
 from sdp.engine.elastic.membership import STEP
 from sdp.engine.elastic.messages import MOST_BYTES, Channel, ProtocolError
+from sdp.engine.errors import PeerLostError
 from sdp.tests.support.clusters.cut_link import CutLink
 from sdp.tests.support.clusters.hostile import hostile_clients, recorded
 from sdp.tests.support.processes import until
@@ -24,9 +25,18 @@ LONG = 60.0  # seconds of a heartbeat that no test reaches
 class Group:
     """A group of one rank, whose requests run in a thread."""
 
-    def __init__(self, port: int, slot: int, life: str = "first", *, heartbeat: float = LONG):
-        who = Identity(slot, 0, 1, f"{life}-{slot}", "here", f"127.0.0.1:{1000 + slot}")
-        self.client = CoordinatorClient(("127.0.0.1", port), TOKEN, who, heartbeat_seconds=heartbeat, wait_seconds=20.0)
+    def __init__(
+        self,
+        port: int,
+        slot: int,
+        life: str = "first",
+        *,
+        heartbeat: float = LONG,
+        token: bytes = TOKEN,
+        ranks: int = 1,
+    ):
+        who = Identity(slot, 0, ranks, f"{life}-{slot}", "here", f"127.0.0.1:{1000 + slot}")
+        self.client = CoordinatorClient(("127.0.0.1", port), token, who, heartbeat_seconds=heartbeat, wait_seconds=20.0)
         self.step, self.fresh = 0, True
         self._thread = ThreadPoolExecutor(1)
 
@@ -272,6 +282,15 @@ def test_a_coordinator_that_dies_amid_a_vote_leaves_all_with_the_same_steps(one_
     results([joined, members[1].join(), members[2].join()])
     assert [member.step for member in members] == [int(one_was_told)] * 3
     other.coordinator.stop()
+
+
+@pytest.mark.parametrize("mistake", [{"token": b"another secret"}, {"ranks": 2}])
+def test_a_rank_that_the_coordinator_does_not_know_says_what_may_be_wrong(
+    service: Service, mistake: dict[str, Any]
+) -> None:
+    with pytest.raises(PeerLostError, match=r"closes the connection at once; it needs the same token"):
+        Group(service.port, 0, **mistake).join().result(20)
+    assert not service.coordinator.membership.living
 
 
 # -- clients that mean harm ------------------------------------------------------------------------
