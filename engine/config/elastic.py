@@ -18,9 +18,9 @@ Seconds = Annotated[float, Field(gt=0, le=86400)]
 class ElasticSection(Section):
     """Elastic groups: the loss of a group does not stop the others.
 
-    ``heartbeat_seconds``: a group that is silent for so long is cut off. ``wait_seconds``: how long
-    the others wait if they cannot go on without a lost group. ``restarts``: how often the launcher
-    may restart each group within ``restart_window`` seconds.
+    ``heartbeat_seconds``: a group that is silent or hangs for so long is cut off. ``wait_seconds``:
+    how long the others wait for a group without which they cannot go on. ``restarts``: how often
+    the launcher may restart each group within ``restart_window`` seconds.
     """
 
     enabled: bool = False
