@@ -33,6 +33,7 @@ FILES = (
     "checkpoint/test_other_optimizer.py",
     "launcher/test_ds_arguments.py",
     "runtime/test_ds_config_dict.py",
+    "runtime/test_ds_initialize.py",
     "runtime/test_multi_output_model.py",
 )
 # By a pattern of the error, why a test does not pass. The first one that matches counts.
