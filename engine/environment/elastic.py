@@ -45,7 +45,7 @@ def elastic_environment() -> ElasticEnvironment | None:
     slot, address = os.environ.get(SLOT), os.environ.get(COORDINATOR)
     if slot is None:
         return None
-    if address is None:
+    if not address:
         raise LaunchError(f"{SLOT} is set, but {COORDINATOR} is not; name HOST:PORT of sdp coordinate in it")
     parts = split_address(address)
     if re.fullmatch("[0-9]{1,7}", slot) is None or parts is None:

@@ -38,6 +38,10 @@ def run(args: argparse.Namespace) -> int:
     environment = detect()
     if config.sdp.elastic.enabled:
         return _run_elastic(config, options, degrees, environment)
+    if is_elastic_rank():
+        raise ConfigError(
+            "sdp.elastic.enabled: is false, but SDP_ELASTIC_GROUP is set; set it true, or unset the latter"
+        )
     if environment is not None:
         if options.nproc not in (None, environment.world_size):
             raise ConfigError(

@@ -16,6 +16,7 @@ from sdp.engine.environment.detect import free_port
 from sdp.tests.support.clusters.elastic_runs import SECONDS, elastic_config
 from sdp.tests.support.processes import until
 from sdp.tests.support.small_runs import run_sdp
+from sdp.tools.cli import main
 
 
 @contextmanager
@@ -97,3 +98,35 @@ def test_mistakes_are_one_line(corpus: Path, tmp_path: Path, words: tuple[str, .
     assert ended.returncode == 2
     assert message in ended.stderr
     assert len(ended.stderr.splitlines()) == 1
+
+
+@pytest.mark.parametrize(
+    ("variables", "words", "message"),
+    [
+        ({"SDP_ELASTIC_COORDINATOR": ""}, (), "SDP_ELASTIC_GROUP is set, but SDP_ELASTIC_COORDINATOR is not"),
+        ({"SDP_ELASTIC_GROUP": "one"}, (), "a number and HOST:PORT are expected"),
+        ({"SDP_ELASTIC_TOKEN": "short"}, (), "needs a shared token of 16 characters or more"),
+        ({}, ("--nproc", "3", "--fsdp", "2"), "12 processes (--nproc) are not"),
+        ({}, ("--set", "sdp.elastic.enabled=false"), "sdp.elastic.enabled: is false, but SDP_ELASTIC_GROUP is set"),
+        ({}, ("--set", "sdp.engine=deepspeed"), "sdp.engine: deepspeed is not available"),
+    ],
+)
+def test_mistakes_in_the_launch_of_a_group_are_one_line(
+    corpus: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    variables: dict[str, str],
+    words: tuple[str, ...],
+    message: str,
+) -> None:
+    config = tmp_path / "config.json"
+    config.write_text(json.dumps(elastic_config(corpus)))
+    told = {"GROUP": "1", "COORDINATOR": "127.0.0.1:1", "TOKEN": "x" * 16}
+    for name, value in ({f"SDP_ELASTIC_{name}": value for name, value in told.items()} | variables).items():
+        monkeypatch.setenv(name, value)
+    assert main(["train", str(config), "--dump-dir", str(tmp_path / "run"), *words]) == 2
+    said = capsys.readouterr().err
+    assert message in said
+    assert len(said.splitlines()) == 1
+    assert not (tmp_path / "run").exists()
