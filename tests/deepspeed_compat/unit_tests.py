@@ -157,7 +157,7 @@ run_on_a_rank = getattr(DistributedExec, NAME)
 def run_with_plain_errors(self, *arguments):
     try:
         return run_on_a_rank(self, *arguments)
-    except Exception as error:
+    except (Exception, pytest.fail.Exception) as error:
         raise RuntimeError(f"{type(error).__name__}: {error}") from None
 run_with_plain_errors.__name__ = NAME  # a method is pickled by its name
 setattr(DistributedExec, NAME, run_with_plain_errors)
