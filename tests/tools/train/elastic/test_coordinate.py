@@ -8,10 +8,14 @@ import signal
 import subprocess
 import sys
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 
 import pytest
+from sdp.engine.elastic.assembly import Identity
+from sdp.engine.elastic.member import CoordinatorClient, RunFinishedError
+from sdp.engine.elastic.membership import STEP
 from sdp.engine.environment.detect import free_port
 from sdp.tests.support.clusters.elastic_runs import SECONDS, elastic_config
 from sdp.tests.support.processes import until
@@ -81,6 +85,34 @@ def child_of(pid: int) -> int:
             if int(status[1]) == pid and b"RANK=0" in (folder / "environ").read_bytes().split(b"\0"):
                 return int(folder.name)
     raise AssertionError("torchrun has no rank")
+
+
+def test_a_group_that_comes_after_the_end_of_the_run_is_told(corpus: Path, tmp_path: Path) -> None:
+    """Its launch ends, and is not repeated. The coordinator waits for it, and then ends."""
+    config, port, token = tmp_path / "config.json", free_port(), "a secret that the groups share"
+    config.write_text(json.dumps(elastic_config(corpus, groups=2)))
+    words = ["coordinate", config, "--bind", f"127.0.0.1:{port}", "--dump-dir", tmp_path / "run"]
+
+    def group(slot: int, life: str) -> CoordinatorClient:
+        who = Identity(slot, 0, 1, f"{life}-{slot}", "here", "127.0.0.1:1")
+        return CoordinatorClient(("127.0.0.1", port), token.encode(), who, heartbeat_seconds=30, wait_seconds=60)
+
+    log = tmp_path / "coordinator.log"
+    with started(log, "sdp", *words, SDP_ELASTIC_TOKEN=token) as coordinator, ThreadPoolExecutor(1) as thread:
+        stays, dies = group(0, "first"), group(1, "first")
+        waiting = thread.submit(dies.join, step=0, phase=STEP, fresh=True)
+        stays.join(step=0, phase=STEP, fresh=True)
+        waiting.result(60)
+        dies.hang_up()
+        until(stays.abort.is_set, seconds=60)
+        assert stays.join(step=0, phase=STEP, fresh=False).slots == [0]
+        stays.vote([], step=0)
+        stays.leave()
+        until(lambda: "the run is over; waiting up to 60 s to tell this to the groups 1" in log.read_text(), 60)
+        with pytest.raises(RunFinishedError):
+            group(1, "second").join(step=0, phase=STEP, fresh=True)
+        assert coordinator.wait(60) == 0, log.read_text()
+    assert "group 1 on here was lost after step 0" in (tmp_path / "run/logs/groups.log").read_text()
 
 
 @pytest.mark.parametrize(
