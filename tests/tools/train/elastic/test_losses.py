@@ -180,19 +180,15 @@ def test_a_unit_without_a_living_holder_comes_back_from_the_newest_checkpoint(st
     assert {line["groups"] for line in run.lines()[lines:]} == {4}
 
 
-@pytest.mark.parametrize(
-    "case", ["it does not return", "no checkpoint", pytest.param("too late", marks=pytest.mark.slow)]
-)
+@pytest.mark.parametrize("case", ["it does not return", "no checkpoint"])
 def test_the_run_ends_if_a_unit_has_no_living_holder(start: Start, case: str) -> None:
-    later = {"restarts": 3, "wait_seconds": 1} if case == "too late" else {"restarts": int(case == "no checkpoint")}
-    run = start(settings=ALONE, new_interpreters=case == "too late", **later)
+    run = start(settings=ALONE, restarts=int(case == "no checkpoint"))
     run.wait_for(5 if case == "no checkpoint" else 45, groups=4)
     run.hit(holder_alone(run), signal.SIGKILL)
     assert run.end() == 1, run.said
     why = {
         "it does not return": "no group that holds it will return",
         "no checkpoint": "there is no checkpoint to bring it back from",
-        "too late": "none came within 1 s",
     }[case]
     assert f"no living group holds 'model.layers.3' (1 of 4 units), and {why}" in run.said
     assert run.said.count("restart 1 of") <= 1

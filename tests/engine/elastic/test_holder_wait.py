@@ -1,0 +1,73 @@
+"""The wait for a group that holds units that no living group holds."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from sdp.engine.elastic.assembly import Assembly, Member
+from sdp.engine.elastic.bringing_back import HolderWait, UnitsLostError
+from sdp.engine.elastic.living import lost_units
+from sdp.tests.support.cases import Case, engine_of
+
+LAYOUT = engine_of(Case(4, 1), "reference").layout  # group 3 alone holds the fourth unit
+ALIVE = [0, 1, 2]
+
+
+class Client:
+    """Stands for the connection, and keeps what was said."""
+
+    def __init__(self) -> None:
+        self.identity = SimpleNamespace(slot=0, inside=0)
+        self.said: list[str] = []
+        self.failed: list[str] = []
+        self.tell, self.fail = self.said.append, self.failed.append
+
+
+def assembly(*expected: int) -> Assembly:
+    members = tuple(Member(slot, fresh=False, host="here", store="") for slot in ALIVE)
+    return Assembly(2, "name", members, 99, 5, 0, False, expected)
+
+
+def wait(folder: Path, seconds: float, *, stops: bool = False) -> tuple[HolderWait, Any]:
+    client: Any = Client()
+    (folder / "step-4").mkdir()
+    return HolderWait(client, LAYOUT, folder, seconds, lambda: stops), client
+
+
+def test_the_others_wait_until_the_time_is_over(tmp_path: Path) -> None:
+    waits, client = wait(tmp_path, 0.7)
+    lost, began = lost_units(LAYOUT, ALIVE), time.monotonic()
+    with pytest.raises(
+        UnitsLostError, match=r"no living group holds .* \(1 of \d units\), and none came within 0\.7 s"
+    ):
+        while True:
+            waits.look(lost, assembly(3))
+            assert waits.is_on
+    assert time.monotonic() - began >= 0.7
+    assert len(client.said) == len(client.failed) == 1
+    assert "the others wait 0.7 s for one at most" in client.said[0]
+    waits.end()
+    assert not waits.is_on
+
+
+@pytest.mark.parametrize(
+    ("expected", "stops", "has_checkpoint", "why"),
+    [
+        ((), False, True, "no group that holds it will return"),
+        ((3,), True, True, "a signal ended the wait"),
+        ((3,), False, False, "there is no checkpoint"),
+    ],
+)
+def test_they_do_not_wait_in_vain(
+    tmp_path: Path, expected: tuple[int, ...], why: str, *, stops: bool, has_checkpoint: bool
+) -> None:
+    waits, client = wait(tmp_path, 60.0, stops=stops)
+    if not has_checkpoint:
+        (tmp_path / "step-4").rmdir()
+    with pytest.raises(UnitsLostError, match=why):
+        waits.look(lost_units(LAYOUT, ALIVE), assembly(*expected))
+    assert not client.said
