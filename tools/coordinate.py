@@ -13,7 +13,7 @@ from ..engine.config.load import load_config
 from ..engine.config.schema import Config
 from ..engine.elastic.coordinator import Coordinator
 from ..engine.elastic.membership import Membership
-from ..engine.environment.elastic import read_token, split_address
+from ..engine.environment.elastic import hidden_loopback, read_token, split_address
 from ..engine.errors import ConfigError, LaunchError, PeerLostError, shorten
 from ..launcher.notes import GROUPS_LOG, say, say_and_note
 from ..launcher.own_files import refuse_link
@@ -88,6 +88,8 @@ def run(args: argparse.Namespace) -> int:
         wait_seconds=sdp.elastic.wait_seconds,
     )
     coordinator.start()
+    if (warning := hidden_loopback(options.host, coordinator.host)) is not None:
+        say(f"WARNING: --bind: {warning}")
     say(f"coordinating {sdp.groups} groups on {coordinator.address}")
     membership = coordinator.membership
     with caught_signals() as received:

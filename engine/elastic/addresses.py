@@ -25,10 +25,11 @@ def address_towards(coordinator: str) -> str:
         with socket.socket(family, socket.SOCK_DGRAM) as towards:
             towards.connect(address)  # sends nothing
             return towards.getsockname()[0]
-    except OSError as error:
+    except (OSError, UnicodeError) as error:  # UnicodeError: no host can have this name
+        reason = getattr(error, "strerror", None) or error
         raise LaunchError(
-            f"{COORDINATOR}: no way leads to its host {shorten(coordinator)} ({error.strerror}); name an address that "
-            "all groups reach"
+            f"{COORDINATOR}: no way leads to its host {shorten(coordinator)} ({shorten(reason, 80)}); name an address "
+            "that all groups reach"
         ) from None
 
 

@@ -63,6 +63,16 @@ def split_address(address: str) -> tuple[str, int] | None:
     return found[1].strip("[]"), int(found[2])
 
 
+def hidden_loopback(host: str, address: str) -> str | None:
+    """Return a warning if ``host`` is a name, and this host takes it for a loopback ``address``.
+
+    Many systems give their own name an address such as 127.0.1.1, which no other host reaches.
+    """
+    if host == "localhost" or host == address or not address.startswith("127."):
+        return None
+    return f"{shorten(host)} is {address} on this host, which other hosts cannot reach; name an address instead"
+
+
 def read_token() -> bytes:
     """Return the shared secret, from a file or from a variable.
 

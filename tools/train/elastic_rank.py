@@ -4,6 +4,7 @@ trains.
 
 from __future__ import annotations
 
+import logging
 import secrets
 import socket
 from collections.abc import Callable
@@ -21,7 +22,7 @@ from ...engine.elastic.member import CoordinatorClient
 from ...engine.elastic.progress import Progress
 from ...engine.elastic.session import Session, share_inside
 from ...engine.environment.detect import detect
-from ...engine.environment.elastic import ElasticEnvironment, elastic_environment, gloo_interface
+from ...engine.environment.elastic import ElasticEnvironment, elastic_environment, gloo_interface, hidden_loopback
 from ...engine.errors import LaunchError
 from ...launcher.heartbeat import Heartbeat
 from . import preflight
@@ -32,6 +33,8 @@ from .loop.meter import PARTS
 from .loop.training_run import TrainingRun
 from .options import TrainOptions
 from .startup import build, read_config, start
+
+log = logging.getLogger("sdp")
 
 # gloo's own limit of an operation between groups, in seconds. A loss is noticed long before.
 _LONGEST_OPERATION = 300.0
@@ -68,6 +71,8 @@ def run(options: TrainOptions, on_stall: Callable[[str], None]) -> int:
     with explained(config, beat, dump_dir=dump_dir):
         corpus, engine, baseline = build(unchecked, dump_dir, beat)
     here = address_towards(told.host)
+    if (warning := hidden_loopback(told.host, here)) is not None:
+        log.warning("SDP_ELASTIC_COORDINATOR: %s", warning)
     store, address = serve_meeting_store(here) if found.rank == 0 else (None, "")
     told = replace(told, life=share_inside(told.life or secrets.token_hex(8)))
     who = Identity(

@@ -6,6 +6,8 @@ import json
 from pathlib import Path
 
 import pytest
+from sdp.engine.elastic.addresses import address_towards
+from sdp.engine.environment.elastic import hidden_loopback
 from sdp.engine.errors import LaunchError
 from sdp.tests.support.clusters.elastic_runs import elastic_config
 from sdp.tools.train.elastic_rank import run
@@ -48,3 +50,22 @@ def test_a_rank_whose_launcher_is_unknown_is_one_line(
         told.delenv(name)
     with pytest.raises(LaunchError, match=r"needs RANK and WORLD_SIZE|start the run with sdp train|is not set"):
         start(tmp_path, corpus)
+
+
+@pytest.mark.parametrize(
+    ("host", "address", "is_hidden"),
+    [
+        ("host-a", "127.0.1.1", True),
+        ("127.0.1.1", "127.0.1.1", False),
+        ("localhost", "127.0.0.1", False),
+        ("host-a", "10.0.0.1", False),
+    ],
+)
+def test_a_name_that_is_a_loopback_address_here_is_warned_of(host: str, address: str, is_hidden: bool) -> None:
+    assert (hidden_loopback(host, address) is not None) == is_hidden
+
+
+def test_a_coordinator_that_no_way_leads_to_is_one_line() -> None:
+    with pytest.raises(LaunchError, match=r"no way leads to its host nowhere\.\.invalid"):
+        address_towards("nowhere..invalid")
+    assert address_towards("127.0.0.1") == "127.0.0.1"
