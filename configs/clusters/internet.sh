@@ -11,6 +11,7 @@ settings=(
 # sdp.groups must be the number of hosts: FSDP then stays inside a host. sdp plan CONFIG --inter-node 200Mbit says how long a step takes.
 local_steps=(
     --set sdp.groups="${SITES:-4}"
+    --set sdp.lr_scale=none              # local steps refuse rates by holders
     --set 'sdp.sync={"every": 128, "fragments": 4, "overlap": 16, "compression": "bf16"}'
 )
 exec sdp launch --launcher deepspeed --hostfile "${HOSTFILE:-hosts}" "${settings[@]}" "$@" "${CONFIG:-configs/llama_1b.json}" "${local_steps[@]}"

@@ -57,7 +57,6 @@ def test_named_holders_and_listed_profiles_are_checked() -> None:
     [
         ({"sdp": {"groups": 1}}, "sdp.groups: 1"),
         ({"sdp": {"groups": 2, "engine": "reference"}}, "sdp.engine: reference"),
-        ({"sdp": {"groups": 2, "masking": "backward"}}, "sdp.masking: backward"),
         ({"sdp": {"groups": 2, "sync": {"every": 2}}}, "sdp.sync: a section of local steps"),
         ({"sdp": {"groups": 2}, "data": {}}, "data.path: null"),
         ({"sdp": {"groups": 2}, "training": {"async_save": True}}, "training.async_save: true"),
