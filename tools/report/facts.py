@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from statistics import fmean, median
@@ -215,7 +216,10 @@ def _capacity(run: Run) -> float | None:
 
 def _rates(run: Run) -> str | None:
     placement, setting = _placement(run), _section(run, "sdp").get("lr_scale", "none")
-    return describe_rates(setting, _section(run, "optimizer").get("type", ""), placement) if placement else None
+    if placement is None:
+        return None
+    rates = describe_rates(setting, _section(run, "optimizer").get("type", ""), placement)
+    return re.sub(r" \(\d+ holders?\)", "", rates) if rates else None  # a column is narrow
 
 
 def _tasks(run: Run) -> dict[str, float | None]:

@@ -57,11 +57,11 @@ def test_rates_scaled_by_holders_are_named(tmp_path: Path):
     run.config["sdp"]["lr_scale"] = "auto"
     run.config["optimizer"] = {"type": "AdamW"}
     run.placement.update(units=["a", "b"], holders=[[1], [0, 1, 2, 3]], costs=[3000, 3000], flops=[])
-    assert row(render([run]), "factors of the units' learning rates") == ["0.63 (1 holder) to 1.26 (4 holders)"]
+    assert row(render([run]), "learning rates of units, times") == ["0.63 to 1.26"]
     run.config["optimizer"] = {"type": "SGD"}
-    assert row(render([run]), "factors of the units' learning rates") == ["0.40 (1 holder) to 1.60 (4 holders)"]
+    assert row(render([run]), "learning rates of units, times") == ["0.40 to 1.60"]
     run.config["sdp"]["lr_scale"] = "none"
-    assert "learning rates" not in render([run])
+    assert "rates of units" not in render([run])
 
 
 def test_a_dense_run_is_the_measured_baseline_and_the_last_column(half: Run, dense: Run):
