@@ -22,9 +22,9 @@ import time
 from pathlib import Path
 from typing import Any
 
-from sdp.data.prepare import prepare
 from sdp.tests.support.clusters.elastic_runs import SECONDS, ElasticRun, elastic_config
 from sdp.tests.support.processes import until
+from sdp.tests.support.small_runs import make_corpus
 
 GROUPS = 4
 SAVE_EVERY = 100  # steps
@@ -186,16 +186,6 @@ def write_config(folder: Path, corpus: Path, heartbeat: float) -> Path:
     path = folder / "config.json"
     path.write_text(json.dumps(config))
     return path
-
-
-def make_corpus(folder: Path) -> Path:
-    """Write sixty small documents, tokenized as bytes."""
-    words = random.Random(0)
-    for number in range(60):
-        text = " ".join(words.choice(["alpha", "beta", "gamma", "delta"]) for _ in range(80))
-        (folder / f"{number}.txt").write_text(text)
-    prepare([str(folder / "*.txt")], folder / "shards", tokenizer="bytes", held_out=0.2, workers=1, progress=False)
-    return folder / "shards"
 
 
 def main() -> None:

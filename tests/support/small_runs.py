@@ -1,9 +1,12 @@
 """A small run of ``sdp train``, and the files that it writes."""
 
 import json
+import random
 import subprocess
 import sys
 from pathlib import Path
+
+from sdp.data.prepare import prepare
 
 from .forks.command import run_forked
 
@@ -15,6 +18,16 @@ SMALL_LLAMA = {
     "num_hidden_layers": 4,
     "num_attention_heads": 2,
 }
+
+
+def make_corpus(folder: Path) -> Path:
+    """Write sixty small documents, tokenized as bytes."""
+    words = random.Random(0)
+    for number in range(60):
+        text = " ".join(words.choice(["alpha", "beta", "gamma", "delta"]) for _ in range(80))
+        (folder / f"{number}.txt").write_text(text)
+    prepare([str(folder / "*.txt")], folder / "shards", tokenizer="bytes", held_out=0.2, workers=1, progress=False)
+    return folder / "shards"
 
 
 def tiny_config(corpus: Path, *, groups: int, steps: int) -> dict:

@@ -1,23 +1,15 @@
 """The text and the configuration of a small run."""
 
-import random
 from pathlib import Path
 
 import pytest
-from sdp.data.prepare import prepare
-from sdp.tests.support.small_runs import SMALL_LLAMA, STEPS
+from sdp.tests.support.small_runs import SMALL_LLAMA, STEPS, make_corpus
 
 
 @pytest.fixture(scope="session")
 def corpus(tmp_path_factory) -> Path:
     """Sixty small documents, tokenized as bytes."""
-    folder = tmp_path_factory.mktemp("corpus")
-    words = random.Random(0)
-    for number in range(60):
-        text = " ".join(words.choice(["alpha", "beta", "gamma", "delta"]) for _ in range(80))
-        (folder / f"{number}.txt").write_text(text)
-    prepare([str(folder / "*.txt")], folder / "shards", tokenizer="bytes", held_out=0.2, workers=1, progress=False)
-    return folder / "shards"
+    return make_corpus(tmp_path_factory.mktemp("corpus"))
 
 
 @pytest.fixture
