@@ -61,7 +61,11 @@ def described(pid: int, kind: str, command: int) -> dict[str, Any]:
     folder = Path(f"/proc/{pid}")
     files = {}
     for each in (folder / "fd").iterdir():
-        name = str(each.readlink()).replace(kind, "RUN").replace(f".{command}.", ".COMMAND.")
+        try:
+            target = each.readlink()
+        except FileNotFoundError:
+            continue  # closed since it was listed
+        name = str(target).replace(kind, "RUN").replace(f".{command}.", ".COMMAND.")
         files[each.name] = re.sub(r":\[\d+\]$", "", name)  # socket:[1234]
     status = dict(line.split(":\t") for line in (folder / "status").read_text().splitlines())
     return {
