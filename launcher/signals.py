@@ -31,3 +31,13 @@ def caught_signals() -> Iterator[list[int]]:
     finally:
         for number, handler in previous.items():
             signal.signal(number, handler)
+
+
+@contextlib.contextmanager
+def ignored(number: int) -> Iterator[None]:
+    """Ignore the signal ``number`` while inside. This needs the main thread."""
+    previous = signal.signal(number, signal.SIG_IGN)
+    try:
+        yield
+    finally:
+        signal.signal(number, previous)

@@ -21,7 +21,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import IO
 
 from ...engine.errors import LaunchError
-from ..signals import GRACE_SECONDS, caught_signals
+from ..signals import GRACE_SECONDS, caught_signals, ignored
 
 _POLL_SECONDS = 0.1
 # The start of a line, as mpirun's --tag-output and --timestamp-output or pdsh write it.
@@ -108,8 +108,7 @@ def run_watched(
         LaunchError: the command cannot be started.
     """
     # The launcher has its own process group, so it is in the background of the terminal.
-    signal.signal(signal.SIGTTOU, signal.SIG_IGN)
-    with caught_signals() as received:
+    with ignored(signal.SIGTTOU), caught_signals() as received:
         launcher = _Launcher(command, environ, tell, kills=kills)
         while launcher.process.poll() is None:
             launcher.pass_on(received)

@@ -113,3 +113,11 @@ def _told(port: str) -> dict[str, str]:
 def test_a_program_that_is_not_there() -> None:
     with pytest.raises(LaunchError, match="no-mpirun cannot be started"):
         run_watched(["./no-mpirun"], os.environ, 1)
+
+
+def test_the_signals_of_the_caller_stay_as_they_were() -> None:
+    """What a process ignores, the commands that it starts later ignore too."""
+    signal.signal(signal.SIGTTOU, signal.SIG_DFL)
+    before = {number: signal.getsignal(number) for number in signal.valid_signals()}
+    assert run_watched(["true"], os.environ, 1) == 0
+    assert {number: signal.getsignal(number) for number in signal.valid_signals()} == before
