@@ -237,7 +237,7 @@ def test_files_are_short(folder: str) -> None:
 
 def test_folders_are_small() -> None:
     count: dict[Path, int] = {}
-    for path in [*sources(), *sorted((ROOT / "tests/support").rglob("*.py"))]:
+    for path in [*sources(), *files_of_tests()]:
         count[path.parent] = count.get(path.parent, 0) + (path.name != "__init__.py")
     full = [f"{folder.relative_to(ROOT)}: {files}" for folder, files in count.items() if files > MOST_FILES]
     assert not full, f"make a package of a part of what has more than {MOST_FILES} files:\n" + "\n".join(full)

@@ -144,7 +144,7 @@ def test_configurations_for_large_data_train(name, make, changes, tmp_path):
     """All that they state but sizes, the length of the run and the number of groups, in one
     process, on data of the official format.
     """
-    path = Path(__file__).parents[3] / "configs" / f"{name}.json"
+    path = Path(__file__).parents[4] / "configs" / f"{name}.json"
     short = [
         "training.steps=2",
         "training.evaluate_every=0",
