@@ -5,6 +5,7 @@ resume that loses nothing.
 from __future__ import annotations
 
 import contextlib
+import itertools
 import json
 import os
 import random
@@ -18,16 +19,19 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 from sdp.data.prepare import prepare
 from sdp.launcher.heartbeat import Whereabouts
+from sdp.tests.support.forks.command import ForkedCommand, forked_rank
 from sdp.tests.support.processes import alive, until
 from sdp.tests.support.small_runs import SMALL_LLAMA, run_sdp
 from sdp.tools.cli import main
 
 STEPS, SAVE_EVERY, RANKS = 8, 2, 2
 HOST = socket.gethostname()
+NUMBERS = itertools.count()
 
 
 @pytest.fixture(scope="module")
@@ -52,32 +56,37 @@ def config(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 class Job:
-    """``sdp train`` as a process of its own."""
+    """``sdp train`` as a process of its own, and its ranks.
+
+    They are forked. With a limit of bytes they are new interpreters, because forked processes have
+    the memory of their server.
+    """
 
     def __init__(
         self, config: Path, dump_dir: Path, *more: str, file_bytes: int | None = None, address_bytes: int | None = None
     ):
-        self.dump_dir = dump_dir
-        command = [sys.executable, "-P", "-m", "sdp", "train", str(config), "--dump-dir", str(dump_dir), *more]
+        self.dump_dir, self.errors = dump_dir, dump_dir.with_name(f"{dump_dir.name}.{next(NUMBERS)}.stderr")
         limits = {resource.RLIMIT_FSIZE: file_bytes, resource.RLIMIT_AS: address_bytes}
+        words = ["train", str(config), "--dump-dir", str(dump_dir), *more]
 
         def limit() -> None:
             for resource_type, value in limits.items():
                 if value is not None:
                     resource.setrlimit(resource_type, (value, value))
 
-        self.process = subprocess.Popen(
-            command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, preexec_fn=limit
-        )
+        with Path(os.devnull).open("w") as null, self.errors.open("w") as errors:
+            if file_bytes is None and address_bytes is None:
+                self.process: Any = ForkedCommand(words, null, errors)
+            else:
+                command = [sys.executable, "-P", "-m", "sdp", *words]
+                self.process = subprocess.Popen(command, stdout=null, stderr=errors, preexec_fn=limit)
 
     def rank_pid(self, rank: int) -> int:
         def find() -> int | None:
             for folder in Path("/proc").glob("[0-9]*"):
                 with contextlib.suppress(OSError):
                     parent = (folder / "stat").read_text().rpartition(")")[2].split()[1]
-                    if int(parent) == self.process.pid and f"RANK={rank}".encode() in (
-                        folder / "environ"
-                    ).read_bytes().split(b"\0"):
+                    if int(parent) == self.process.pid and forked_rank(folder) == rank:
                         return int(folder.name)
             return None
 
@@ -110,11 +119,10 @@ class Job:
 
     def end(self, seconds: float = 180) -> tuple[int, str]:
         try:
-            _, err = self.process.communicate(timeout=seconds)
-        except subprocess.TimeoutExpired:
+            code = self.process.wait(seconds)
+        finally:
             self.process.kill()
-            raise
-        return self.process.returncode, err
+        return code, self.errors.read_text()
 
 
 def losses(dump_dir: Path) -> list[float]:
