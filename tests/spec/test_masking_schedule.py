@@ -156,7 +156,7 @@ def _bytes(case: Case) -> tuple[list[int], list[int]]:
 @pytest.mark.parametrize(
     "case",
     [
-        Case(2, 1, model="wide-llama"),
+        pytest.param(Case(2, 1, model="wide-llama"), marks=pytest.mark.full_table),
         Case(2, 1, model="wide-llama", neurons=2, placement="cyclic"),
         Case(2, 2, 3, model="wide-llama", bf16=True),
     ],
@@ -185,7 +185,9 @@ def test_copies_that_sleep_take_no_memory(ranks: RankPool, case: Case) -> None:
     [
         Case(2, 2, 3, optimizer="adamw", model="llama-tied-meta", masking=TO_BACKWARD),
         Case(2, 1, 0, 2, optimizer="adamw", model="even-llama", neurons=2, masking=TO_BACKWARD),
-        Case(2, 1, 0, optimizer="momentum", model="dropped", masking=TO_BACKWARD),
+        pytest.param(
+            Case(2, 1, 0, optimizer="momentum", model="dropped", masking=TO_BACKWARD), marks=pytest.mark.full_table
+        ),
         Case(2, 2, 1, optimizer="adamw", model="dropped", masking=TO_FORWARD),
     ],
     ids=str,

@@ -83,6 +83,7 @@ def run(args: argparse.Namespace) -> int:
     world, source = options.ranks(config)
     machine = options.machine(world)
     config, chosen = with_groups(config, machine, world)
+    noise = None if options.noise is None else _noise_scale(options.noise)  # planning takes a while
     found, notes = candidates(config, machine, world)
     if not any(one.method == "dense" and one.every == 1 for one in found):
         raise ConfigError(f"{options.config}: the dense model cannot be planned ({notes[0]}), so nothing is compared")
@@ -93,8 +94,8 @@ def run(args: argparse.Namespace) -> int:
     groups = config.sdp.groups
     beyond = extrapolations(verdict, evidence, groups, tokens_of_step / groups, tokens)
     notes = ([chosen] if chosen else []) + notes
-    if options.noise is not None:
-        notes.append(_compare_noise(options.noise, found[0].samples, config))
+    if noise is not None:
+        notes.append(_compare_noise(options.noise, noise, found[0].samples, config))
     if options.json:
         print(json.dumps(_to_json(verdict, beyond, notes, options.memory), indent=2))
     else:
@@ -170,16 +171,20 @@ def _text(verdict: Verdict, beyond: list[str], notes: list[str], evidence: Evide
     return "\n".join([*lines, *(f"- {note}" for note in notes)])
 
 
-def _compare_noise(folder: Path, samples: int, config: Config) -> str:
-    """A sentence about the noise that the run in ``folder`` measured."""
+def _noise_scale(folder: Path) -> float:
+    """The last noise scale, in samples, of the run in ``folder``."""
     measured = [line["noise_scale"] for line in read_run(folder).metrics if isinstance(line.get("noise_scale"), float)]
     if not measured or not math.isfinite(measured[-1]) or measured[-1] <= 0:
         raise ConfigError(
             f"--noise {folder}: this run has no noise scale; train it with training.noise_scale_interval, and long "
             "enough that the mean of the squared gradient is positive"
         )
-    scale, unit = measured[-1], samples / config.sdp.groups
-    ratio = samples / scale
+    return measured[-1]
+
+
+def _compare_noise(folder: Path | None, scale: float, samples: int, config: Config) -> str:
+    """A sentence about the noise that the run in ``folder`` measured."""
+    unit, ratio = samples / config.sdp.groups, samples / scale
     where = "far below" if ratio < 1 / 3 else ("far above" if ratio > 3 else "near")
     meaning = {
         "far below": "noise dominates. More workers help almost in proportion, and so do more holders",

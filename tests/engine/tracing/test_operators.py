@@ -112,8 +112,15 @@ def _traced(config: dict[str, Any], device: Device) -> StepTrace:
     return trace_step(build, settings, Layout.of(build(), settings, mesh_of(settings, 2)), _batch, 0, device=device)
 
 
-@pytest.mark.parametrize("checkpointing", ["none", "selective"])
-@pytest.mark.parametrize("bf16", [False, True], ids=["float32", "bf16"])
+@pytest.mark.parametrize(
+    ("bf16", "checkpointing"),
+    [
+        (False, "none"),
+        (True, "selective"),
+        pytest.param(False, "selective", marks=pytest.mark.full_table),
+        pytest.param(True, "none", marks=pytest.mark.full_table),
+    ],
+)
 def test_a_step_with_such_norms_is_as_planned_of_a_gpu(
     bf16: bool, checkpointing: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -5,10 +5,9 @@ a round.
 from __future__ import annotations
 
 import json
+import os
 import shutil
 import signal
-import subprocess
-import sys
 import time
 from pathlib import Path
 
@@ -17,6 +16,7 @@ import torch.distributed as dist
 from sdp.launcher.heartbeat import Heartbeat
 from sdp.tests.support import models
 from sdp.tests.support.cases import Case, engine_of
+from sdp.tests.support.forks.command import ForkedCommand
 from sdp.tests.support.processes import until
 from sdp.tests.support.ranks import RankPool
 from sdp.tests.support.small_runs import read_losses, read_metrics, run_sdp, write_config
@@ -108,12 +108,15 @@ def test_sigterm_in_the_middle_of_a_round_loses_nothing(config: dict, tmp_path: 
     config["training"] |= {"steps": 60, "evaluate_every": 0, "save_every": 0}
     config["scheduler"]["params"]["total_num_steps"] = 60
     path, stopped, whole = write_config(config, tmp_path), tmp_path / "stopped", tmp_path / "whole"
-    command = [sys.executable, "-P", "-m", "sdp", "train", str(path), "--dump-dir", str(stopped)]
     metrics = stopped / "metrics.jsonl"
-    with subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as process:
+    with Path(os.devnull).open("w") as null:
+        process = ForkedCommand(["train", path, "--dump-dir", stopped], null, null)
+    try:
         until(lambda: metrics.is_file() and metrics.read_text().count("\n") >= 3, seconds=120)
         process.send_signal(signal.SIGTERM)
-        assert process.wait(timeout=120) == 143
+        assert process.wait(120) == 143
+    finally:
+        process.kill()
     lines = read_metrics(stopped)
     assert 3 <= len(lines) < 60
     state = json.loads((stopped / f"checkpoints/step-{len(lines)}/state.json").read_text())
