@@ -16,7 +16,8 @@ TARGET = DOCS.parent / "tools" / "advise" / "evidence.json"
 
 # Every grid trains the same model: 8 blocks of width 32 with byte tokens.
 PARAMETERS = 115_264
-SETTING = {"parameters": PARAMETERS, "groups": 8, "tokens_of_group": 128}
+GROUPS = 8  # of all grids but that of the workers
+SETTING = {"parameters": PARAMETERS, "tokens_of_group": 128}
 _TOKENS_OF_STEP = 1024
 
 # By page, the cells that are evidence: their row, and the method of sdp advise.
@@ -37,6 +38,7 @@ def gap(method: str, every: int, capacity: float, cell: Mapping[str, Any], dense
     return {
         "method": method,
         "every": every,
+        "groups": GROUPS,
         "capacity": capacity,
         "gap": round(cell["mean"] - dense["mean"], 4),
         "spread": round(spread, 4),
@@ -74,6 +76,25 @@ def of_profiles() -> Iterator[Any]:
                 yield gap(method, 1, row["capacity"], cell, dense, "profiles")
 
 
+def of_workers() -> Iterator[Any]:
+    """Other numbers of groups, with at least two seeds. Differences are seed by seed."""
+    for each in read("workers")["differences"]:
+        groups, (row, _, capacity) = int(each["column"].split()[0]), each["row"].partition(", C = ")
+        if row.startswith("smaller dense, memory"):
+            row, capacity = "smaller dense, equal memory", row.rpartition(" ")[2]
+        if each["less"] == "dense" and groups != GROUPS and each["seeds"] > 1:
+            yield {
+                "method": METHODS[row],
+                "every": 1,
+                "groups": groups,
+                "capacity": float(capacity or 0.5),
+                "gap": round(each["mean"], 4),
+                "spread": round(each["spread"], 4),
+                "seeds": each["seeds"],
+                "source": "docs/results/workers.md",
+            }
+
+
 def per_doubling() -> tuple[float, list[float]]:
     """How much the dense model's loss falls when its steps double, and the lengths in tokens per
     parameter.
@@ -89,8 +110,10 @@ def per_doubling() -> tuple[float, list[float]]:
 def evidence() -> dict[str, Any]:
     """Return the content of the file."""
     fall, lengths = per_doubling()
-    gaps = [*of_instruments(), *of_local_steps(), *of_profiles()]
-    return {"setting": SETTING | {"tokens_per_parameter": lengths}, "per_doubling": fall, "gaps": gaps}
+    gaps = [*of_instruments(), *of_local_steps(), *of_profiles(), *of_workers()]
+    groups = [choose(gap["groups"] for gap in gaps) for choose in (min, max)]
+    setting = SETTING | {"groups": groups, "tokens_per_parameter": lengths}
+    return {"setting": setting, "per_doubling": fall, "gaps": gaps}
 
 
 if __name__ == "__main__":

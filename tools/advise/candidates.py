@@ -31,6 +31,7 @@ class Candidate:
         name: what users call it.
         method: what is trained, for which losses were measured.
         every: steps between two averages. 1 averages gradients in every step.
+        groups: the number of SDP groups that the configuration has.
         capacity: the part of the model that a group holds.
         plans: the phases of the run, each with its part of the steps.
     """
@@ -38,6 +39,7 @@ class Candidate:
     name: str
     method: Method
     every: int
+    groups: int
     capacity: float
     plans: tuple[tuple[float, Forecast], ...]
 
@@ -83,10 +85,10 @@ def candidates(config: Config, machine: Machine, world: int) -> tuple[list[Candi
     Returns:
         The candidates, simple ones first, and a line for each that cannot be planned.
     """
-    sync = config.sdp.sync or SyncSection(every=EVERY)
+    sync, groups = config.sdp.sync or SyncSection(every=EVERY), config.sdp.groups
     planned, notes = alternatives(_with(config, sync=sync), machine, world)
     found = [
-        Candidate(plan.name, "dense", sync.every if plan.name == "DiLoCo" else 1, 1.0, ((1.0, plan),))
+        Candidate(plan.name, "dense", sync.every if plan.name == "DiLoCo" else 1, groups, 1.0, ((1.0, plan),))
         for plan in planned
     ]
     others: list[tuple[str, Method, Callable[[], Config]]] = [
@@ -101,7 +103,7 @@ def candidates(config: Config, machine: Machine, world: int) -> tuple[list[Candi
             settings = make()
             every = 1 if settings.sdp.sync is None else sync.every
             plans = _phases(name, settings, machine, world)
-            found.append(Candidate(name, method, every, _mean_capacity(config), plans))
+            found.append(Candidate(name, method, every, groups, _mean_capacity(config), plans))
         except SDPError as error:
             notes.append(f"{name}: {error}")
     smaller, more = _smaller(config, found, machine, world, sync)
@@ -160,5 +162,6 @@ def _smaller(
     for name, settings in ((_SMALLER, replicas), (_SMALLER_LOCAL, _with(replicas, sync=sync))):
         plan = replace(forecast(name, settings, machine, world), name=name)
         every = sync.every if name == _SMALLER_LOCAL else 1
-        planned.append(Candidate(name, "smaller dense", every, _mean_capacity(config), ((1.0, plan),)))
+        groups, capacity = config.sdp.groups, _mean_capacity(config)
+        planned.append(Candidate(name, "smaller dense", every, groups, capacity, ((1.0, plan),)))
     return planned, []

@@ -24,6 +24,7 @@ class Gap(BaseModel):
     Attributes:
         method: what was trained.
         every: steps between two averages.
+        groups: number of groups.
         capacity: the part of the model that a group held.
         gap: the mean difference, in nats.
         spread: its sample deviation.
@@ -33,6 +34,7 @@ class Gap(BaseModel):
 
     method: str
     every: int
+    groups: int
     capacity: float
     gap: float
     spread: float
@@ -45,13 +47,13 @@ class Setting(BaseModel):
 
     Attributes:
         parameters: of the full model.
-        groups: number of groups.
+        groups: the smallest and the largest number of groups.
         tokens_of_group: tokens of one group in a step.
         tokens_per_parameter: the shortest and the longest training.
     """
 
     parameters: int
-    groups: int
+    groups: tuple[int, int]
     tokens_of_group: int
     tokens_per_parameter: tuple[float, float]
 
@@ -75,7 +77,8 @@ class Evidence(BaseModel):
         return cls.model_validate(read_json_file(FILE))
 
     def nearest(self, candidate: Candidate) -> Gap | None:
-        """The gap that was measured at the nearest capacity and number of local steps.
+        """The gap that was measured at the nearest local steps, capacity and number of groups, in
+        this order.
 
         None if nothing like the candidate was measured. Every step and local steps are different
         things: one is no evidence for the other.
@@ -84,9 +87,10 @@ class Evidence(BaseModel):
             gap for gap in self.gaps if gap.method == candidate.method and (gap.every == 1) == (candidate.every == 1)
         ]
 
-        def distance(gap: Gap) -> tuple[float, float]:
+        def distance(gap: Gap) -> tuple[float, ...]:
             capacity = 0.0 if candidate.method == "dense" else abs(math.log(gap.capacity / candidate.capacity))
-            return abs(math.log(gap.every / candidate.every)), capacity
+            groups = abs(math.log(gap.groups / candidate.groups))
+            return abs(math.log(gap.every / candidate.every)), capacity, groups
 
         return min(alike, key=distance, default=None)
 

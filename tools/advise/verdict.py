@@ -119,19 +119,16 @@ def extrapolations(
     """
     where, parameters = evidence.setting, verdict.reference.parameters
     lines = []
-    for what, own, measured in (
-        ("parameters", float(parameters), float(where.parameters)),
-        ("groups", float(groups), float(where.groups)),
-        ("tokens of a group in a step", tokens_of_group, float(where.tokens_of_group)),
+    per_parameter = None if tokens is None else tokens / parameters
+    for what, own, (least, most), form in (
+        ("parameters", parameters, (where.parameters,) * 2, ",.0f"),
+        ("groups", groups, where.groups, ",.0f"),
+        ("tokens of a group in a step", tokens_of_group, (where.tokens_of_group,) * 2, ",.0f"),
+        ("tokens per parameter", per_parameter, where.tokens_per_parameter, ",.1f"),
     ):
-        if not 1 / SIMILAR <= own / measured <= SIMILAR:
-            lines.append(f"{what}: {own:,.0f} here, {measured:,.0f} where losses were measured")
-    if tokens is not None:
-        own, (least, most) = tokens / parameters, where.tokens_per_parameter
-        if not least / SIMILAR <= own <= most * SIMILAR:
-            lines.append(
-                f"tokens per parameter: {own:,.1f} here, {least:,.0f} to {most:,.0f} where losses were measured"
-            )
+        if own is not None and not least / SIMILAR <= own <= most * SIMILAR:
+            measured = f"{least:,.0f}" + ("" if least == most else f" to {most:,.0f}")
+            lines.append(f"{what}: {own:{form}} here, {measured} where losses were measured")
     least, most = where.tokens_per_parameter
     best = next((one for one in verdict.estimates if one.candidate is verdict.best), None)
     if best is not None and abs(math.log(best.steps)) > math.log(most / least):

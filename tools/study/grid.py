@@ -13,6 +13,9 @@ With ``"equal_cost": {"reference": "dense", "device": "400TFLOP/s", "links": ["1
 columns must be lengths of training, rows are also compared at equal operations and seconds.
 Finished runs are not repeated, so a grid can be stopped and continued. OUT/results.json alone is
 enough for that, also on another machine.
+
+With ``"compare_with": ["dense"]`` there is also a table of differences from that row, taken seed by
+seed, because runs with the same seed read the same samples.
 """
 
 from __future__ import annotations
@@ -38,6 +41,7 @@ from ...engine.json_files import JsonError, read_json_file
 from ..shared.arguments import positive_int
 from ..shared.config_checks import check_names
 from ..shared.files import make_folder, write_own
+from .differences import difference_tables, differences_from
 from .equal_cost import EqualCost, compare, comparison_tables, step_costs
 from .plot import plot_grid
 from .runs import figures_of, prepared_data, result_of, run_all, text_of
@@ -61,6 +65,7 @@ class Grid(Section):
         equal_cost: at which equal costs rows are compared, if the columns are lengths of training.
         early_stopping: how often a run is evaluated. The lowest held-out loss counts. None: a run
             is evaluated after its last step only.
+        compare_with: rows. Every row's loss less theirs is given too.
     """
 
     title: str
@@ -72,6 +77,7 @@ class Grid(Section):
     seeds: Annotated[int, Field(gt=0, le=1000)] = 3
     equal_cost: EqualCost | None = None
     early_stopping: Annotated[int, Field(ge=2, le=1000)] | None = None
+    compare_with: list[str] = Field(default=[])
 
     @property
     def counts(self) -> str:
@@ -102,6 +108,8 @@ def read_grid(path: Path) -> Grid:
                 f"{path}: skip: {shorten(json.dumps(cell))} is not a pair of a row and a column of this grid"
             )
     _check_count(grid, path)
+    if unknown := [row for row in grid.compare_with if row not in grid.rows]:
+        raise ConfigError(f"{path}: compare_with: {shorten(unknown[0])} is not a row of this grid")
     if (equal := grid.equal_cost) is not None:
         if equal.reference not in grid.rows:
             raise ConfigError(f"{path}: equal_cost.reference: {shorten(equal.reference)} is not a row of this grid")
@@ -238,6 +246,9 @@ def report(grid: Grid, out: Path, data: Path | None = None) -> str:
         compared = compare(found, _costs(grid, found, data), grid.equal_cost)
         content["equal_cost"] = [asdict(one) for one in compared]
         text += f"\n\n{comparison_tables(compared, grid.equal_cost)}"
+    if grid.compare_with:
+        differences = content["differences"] = differences_from(grid.compare_with, found)
+        text += difference_tables(grid.compare_with, list(grid.columns), differences)
     text = escape(text)
     write_own(out / "grid.json", json.dumps(content, indent=1) + "\n")
     write_own(out / "grid.md", text + "\n")

@@ -210,20 +210,30 @@ def prepared_data(config: Mapping[str, Any], out: Path) -> Path | None:
 
 
 def figures_of(runs: Sequence[Run], out: Path, key: str = "loss") -> dict[str, Any] | None:
-    """Return mean and sample deviation over the seeds that are done. None if none is.
+    """Return mean and sample deviation over the seeds that are done, and what each seed has.
+
+    None if no seed is done.
 
     Args:
         runs: the runs of all seeds.
         out: the folder of the study.
         key: what is averaged, "loss" or "least" of :func:`result_of`.
     """
-    results = [result for run in runs if (result := result_of(run, out)) is not None]
-    if not results:
+    results = [result_of(run, out) for run in runs]
+    done = [result for result in results if result is not None]
+    if not done:
         return None
-    values = [result[key] for result in results]
+    by_seed = [None if result is None else result[key] for result in results]
+    return mean_and_spread([result[key] for result in done]) | {"steps": done[0]["step"], "by_seed": by_seed}
+
+
+def mean_and_spread(values: Sequence[float]) -> dict[str, Any]:
+    """Return the mean, the sample deviation (None of one value, or of one that is infinite), and
+    the number of values.
+    """
     is_finite = all(map(math.isfinite, values))
     spread = statistics.stdev(values) if len(values) > 1 and is_finite else None
-    return {"mean": statistics.mean(values), "spread": spread, "seeds": len(values), "steps": results[0]["step"]}
+    return {"mean": statistics.mean(values), "spread": spread, "seeds": len(values)}
 
 
 def text_of(figures: Mapping[str, Any] | None, *, steps: bool = False) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import importlib.util
 import json
 import math
@@ -41,13 +42,13 @@ def _evidence(**gaps: float) -> Evidence:
     """Evidence with a gap for each method in every step, 0.1 nats more with local steps."""
     found = {"dense": 0.0, "smaller_dense": 0.1, "forward": 0.3, "backward": 0.2, "forward,_then_backward": 0.15} | gaps
     entries = [
-        Gap(method=method.replace("_", " "), every=every, capacity=capacity, gap=gap + more, spread=0.0, seeds=3,
-            source="page")
+        Gap(method=method.replace("_", " "), every=every, groups=2, capacity=capacity, gap=gap + more, spread=0.0,
+            seeds=3, source="page")
         for method, gap in found.items()
         for every, more in ((1, 0.0), (32, 0.1))
         for capacity in ((1.0,) if method == "dense" else (0.25, 0.5))
     ]  # fmt: skip
-    setting = Setting(parameters=50_000, groups=2, tokens_of_group=16, tokens_per_parameter=(0.01, 0.1))
+    setting = Setting(parameters=50_000, groups=(2, 2), tokens_of_group=16, tokens_per_parameter=(0.01, 0.1))
     return Evidence(setting=setting, per_doubling=0.2, gaps=entries)
 
 
@@ -120,6 +121,16 @@ def test_local_steps_are_no_evidence_for_averages_in_every_step(fast: list[Candi
     assert only_local.nearest(by_name["SDP, forward"]) is None
     near = evidence.nearest(by_name["SDP, forward"])
     assert near is not None and near.capacity == 0.5
+
+
+def test_the_figure_with_the_nearest_number_of_groups_is_used(fast: list[Candidate]) -> None:
+    few = _evidence()
+    more = [gap.model_copy(update={"groups": 32, "gap": gap.gap / 2}) for gap in few.gaps]
+    evidence = few.model_copy(update={"gaps": [*more, *few.gaps]})
+    forward = next(one for one in fast if one.name == "SDP, forward")
+    for groups, measured in ((2, 2), (7, 2), (9, 32), (100, 32)):
+        near = evidence.nearest(dataclasses.replace(forward, groups=groups))
+        assert near is not None and (near.groups, near.capacity) == (measured, 0.5)
 
 
 def test_a_run_unlike_the_measured_ones_is_called_an_extrapolation(fast: list[Candidate]) -> None:

@@ -77,6 +77,34 @@ def test_other_seeds_have_the_value_with_the_lowest_loss(tmp_path: Path) -> None
     assert (out / "grid.png").stat().st_size > 0
 
 
+def test_differences_are_taken_seed_by_seed(tmp_path: Path) -> None:
+    """The seeds differ more than the rows do."""
+    grid, out = (
+        read_grid(_write(GRID | {"tune": {}, "compare_with": ["dense"], "skip": []}, tmp_path)),
+        tmp_path / "out",
+    )
+    losses = {
+        "dense-every_step": (2.0, 3.0),
+        "half-every_step": (2.5, 3.4),
+        "half-H_5": (2.1, 3.3),
+        "dense-H_5": (2.0,),
+    }
+    for name, by_seed in losses.items():
+        for seed, loss in enumerate(by_seed):
+            _pretend(out, f"{name}-seed{seed}", loss)
+    text = report(grid, out)
+    assert "| less dense | every step | H = 5 |\n|---|---|---|\n| half | +0.4500 ± 0.0707 | +0.1000 |" in text
+    near, far = json.loads((out / "grid.json").read_text())["differences"]
+    assert (near["row"], near["column"], near["less"], near["seeds"]) == ("half", "every step", "dense", 2)
+    assert near["mean"] == pytest.approx(0.45) and near["spread"] == pytest.approx(0.1 / 2**0.5)
+    assert (far["seeds"], far["spread"]) == (1, None) and far["mean"] == pytest.approx(0.1)
+
+
+def test_a_comparison_with_an_unknown_row_is_one_line(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="compare_with: dance is not a row of this grid"):
+        read_grid(_write(GRID | {"compare_with": ["dance"]}, tmp_path))
+
+
 def test_with_early_stopping_the_lowest_loss_of_a_run_counts(tmp_path: Path) -> None:
     grid, out = read_grid(_write(GRID | {"early_stopping": 5}, tmp_path)), tmp_path / "out"
     assert first_runs(grid)[0].config(None)["training"]["evaluate_every"] == 2
