@@ -128,7 +128,7 @@ class SDPEngine(DeepSpeedNames):
         if backend.local is not None:
             self.local_training.add(self.global_steps + 1, backend.local.step(loss, self.lr_scheduler))
             self._count_step()
-            self._last.note_local_steps()
+            self.last_steps.note_local_steps()
             return
         squared_norm, mean_loss = backend.squared_grad_norm_and_loss(loss).tolist()
         norm, may_lower = math.sqrt(squared_norm), backend.may_lower_loss_scale
@@ -143,9 +143,9 @@ class SDPEngine(DeepSpeedNames):
             update = backend.skip_update(norm)
             if is_spike:  # nothing overflowed
                 backend.load_loss_scale(scale)
-        self._last.note(mean_loss, update.norm, skipped=update.skipped, counts=not is_spike, excused=may_lower)
+        self.last_steps.note(mean_loss, update.norm, skipped=update.skipped, counts=not is_spike, excused=may_lower)
         self._count_step()
-        self._last.report_skips(self.global_steps, self.get_loss_scale())
+        self.last_steps.report_skips(self.global_steps, self.get_loss_scale())
 
     def _count_step(self) -> None:
         """Count a step that was taken, or that all groups skipped."""
@@ -311,7 +311,7 @@ class SDPEngine(DeepSpeedNames):
         self.local_training.load_state_dict(state.get("sync"), state["global_steps"], in_round=bool(in_round))
         self.global_steps, self.global_samples = state["global_steps"], state["global_samples"]
         self.micro_steps = self.global_steps * self._batch.accumulation
-        self._last.start_at(state.get("skipped_steps", 0))
+        self.last_steps.start_at(state.get("skipped_steps", 0))
         self._backend.use_masking(self.config.masking_schedule.at(self.global_steps + 1))
         self._backend.continue_at(steps=self.global_steps, micro_steps=self.micro_steps, skipped=self.skipped_steps)
         if warn_of_changes and self.global_rank == 0:

@@ -41,7 +41,7 @@ class EngineFacts:
         environment = detect()
         self.local_rank = environment.local_rank if environment is not None else self.device.index or 0
         self.local_training = LocalTraining(backend, config.sdp.sync)
-        self._last = LastSteps(self.local_training, backend.layout.mesh.sdp, config.training.max_skips)
+        self.last_steps = LastSteps(self.local_training, backend.layout.mesh.sdp, config.training.max_skips)
         training = config.training
         self.spikes = SpikeDetector(training.on_spike, training.spike_sigma, training.spike_window)
         self.uncut: UncutModel | None = None  # sdp.initialize sets it
@@ -138,20 +138,20 @@ class EngineFacts:
     def get_global_grad_norm(self) -> float | None:
         """The norm of the last step's full averaged gradient before clipping. None before a step.
         With local steps: the mean over the groups, for which this waits, as :meth:`get_loss`."""
-        return self._last.norm
+        return self.last_steps.norm
 
     def get_loss(self) -> float | None:
         """The last step's mean loss over micro-batches and ranks. None before the first step."""
-        return self._last.loss
+        return self.last_steps.loss
 
     @property
     def skipped_steps(self) -> int:
         """Steps skipped for a NaN or infinite gradient; with local steps, of any group."""
-        return self._last.skipped_until()
+        return self.last_steps.skipped_until()
 
     def skipped_until(self, step: int) -> int:
         """:attr:`skipped_steps` after ``step``, one of the last steps."""
-        return self._last.skipped_until(step)
+        return self.last_steps.skipped_until(step)
 
     def get_loss_scale(self) -> float | None:
         """The factor of the next step's losses (``fp16``). None without loss scaling."""
@@ -160,7 +160,7 @@ class EngineFacts:
     @property
     def was_step_skipped(self) -> bool:
         """Whether the last optimizer step was skipped because a gradient was NaN or infinite."""
-        return self._last.was_skipped
+        return self.last_steps.was_skipped
 
     def get_lr(self) -> list[float]:
         """The learning rate of every parameter group, for the next step."""

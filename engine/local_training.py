@@ -24,6 +24,10 @@ class LocalTraining:
     Attributes:
         outer_steps: the outer steps since the start of the run. A round has one for each fragment.
         last: what the outer step after the last step did. None if there was none.
+        is_elastic: whether something else averages, when all living groups agree. Nothing of a step
+            arrives from other groups before.
+        since: in an elastic run, the step after which all groups had the anchors last.
+        skipped_samples: samples of unfinished rounds of groups that were lost.
     """
 
     def __init__(self, backend: Backend, sync: SyncSection | None):
@@ -33,6 +37,8 @@ class LocalTraining:
         self._averaged_at = -1  # the last step after which finish, or a load, left all groups with the anchors
         self.last: OuterFacts | None = None
         self._pending: deque[tuple[int, PendingUpdate]] = deque()
+        self.is_elastic = False
+        self.since = self.skipped_samples = 0
 
     @property
     def lag(self) -> int:
@@ -42,6 +48,8 @@ class LocalTraining:
         would cost more than the step. A message may queue behind an average, which has ``overlap``
         steps. So the outcome of a step is needed ``overlap`` + 1 steps later.
         """
+        if self.is_elastic:
+            return sum(not update.is_known for _, update in self._pending)
         return 0 if self._sync is None else self._sync.overlap + 1
 
     def add(self, step: int, update: PendingUpdate) -> None:
@@ -96,6 +104,8 @@ class LocalTraining:
     def after_step(self, step: int) -> None:
         """Start and apply the averages that are due after ``step``. Collective."""
         self.last = None
+        if self.is_elastic:
+            return
         if self._backend.local is not None and self._rounds is not None:
             starting, arriving = self._rounds.starting(step), self._rounds.arriving(step)
             overlap = self._sync.overlap if self._sync is not None else 0
@@ -116,7 +126,7 @@ class LocalTraining:
             Whether anything was averaged.
         """
         local = self._backend.local
-        if local is None or self._rounds is None or step == self._averaged_at:
+        if local is None or self._rounds is None or step == self._averaged_at or self.is_elastic:
             return False
         before = self.outer_steps
         if local.travelling is not None:
@@ -128,6 +138,15 @@ class LocalTraining:
         if self.outer_steps > before:
             self._averaged_at = step
         return self.outer_steps > before
+
+    def ends_round(self, step: int) -> bool:
+        """Return whether an average is due after ``step``. There is only one fragment."""
+        return self._rounds is not None and self._rounds.starting(step) is not None
+
+    def note_average(self, step: int, facts: OuterFacts) -> None:
+        """Take note of an average after ``step`` that was made from outside."""
+        self.last, self._averaged_at, self.since = facts, step, step
+        self.outer_steps += 1
 
     def has_finished(self, step: int) -> bool:
         """Return whether :meth:`finish` averaged something after ``step``."""
@@ -183,6 +202,7 @@ class LocalTraining:
             "steps_alone": self._steps_alone(steps),
             "travelling": self._backend.local.travelling,
             "fragments": len(self._rounds.fragments) if self._rounds is not None else 1,
+            **({"skipped_samples": self.skipped_samples} if self.skipped_samples else {}),
         }
 
     def load_state_dict(self, state: dict[str, Any] | None, steps: int, *, in_round: bool) -> None:
@@ -194,7 +214,9 @@ class LocalTraining:
             in_round: whether groups go on with weights of their own. If not, they have the anchors.
         """
         self.outer_steps = (state or {}).get("outer_steps", 0)
+        self.skipped_samples = (state or {}).get("skipped_samples", 0)
         self._averaged_at, self.last = -1 if in_round else steps, None
+        self.since = steps - ((state or {}).get("steps_alone", 0) if in_round else 0)
         self._pending.clear()
 
     def anchored(self) -> AbstractContextManager[None]:

@@ -13,9 +13,12 @@ from torch.optim import Optimizer
 
 from ..backend import CommonPart, GroupPart, LocalUpdate, PendingUpdate
 from ..config.sync import SyncSection
+from ..distributed import world
+from ..distributed.mesh import Coordinates
 from ..full_model.backend_view import SubnetworkBackend
 from ..full_model.buffers import agree_on_buffers, persistent_buffers
 from ..optim.clip import squared_norm
+from ..placement.layout import Layout
 from ..sync.outer import OuterFacts, OuterSteps
 from ..sync.rounds import fragments_of
 
@@ -25,15 +28,33 @@ class ShardedLocalSteps:
 
     Batch norm's running statistics have anchors too: those of a unit are averaged in its outer
     step.
+
+    Attributes:
+        tell: tells the other groups the loss and the norm of a step, and returns its outcome. An
+            elastic run replaces it.
     """
 
     def __init__(self, backend: SubnetworkBackend, sync: SyncSection):
         self.sync = sync
-        self._backend, self._layout, self._at = backend, backend.layout, backend.at
+        self._backend = backend
+        self.tell: Callable[[float, float], PendingUpdate] = self._tell_at_once
         self._fragments = fragments_of(backend.layout, sync.fragments)
         self.outer = self._make_outer_steps()
-        backend.agree_on_buffers()
+        if not world.is_elastic():  # there, the groups have not met yet
+            backend.agree_on_buffers()
         self.buffers = {name: buffer.clone() for name, buffer in self._buffers_here().items()}
+
+    @property
+    def _layout(self) -> Layout:
+        return self._backend.layout
+
+    @property
+    def _at(self) -> Coordinates:
+        return self._backend.at
+
+    def reconnect(self) -> None:
+        """Average with the groups of the backend's layout from now on. They have changed."""
+        self.outer.connect(self._layout.buckets(lambda _: False), self._backend.communicators.holders)
 
     def _make_outer_steps(self) -> OuterSteps:
         backend, infos = self._backend, self._layout.parameters
@@ -45,7 +66,7 @@ class ShardedLocalSteps:
             self._fragments,
             backend.communicators.holders,
             counts=self._counts,
-            counts_once=lambda name: self._counts(name) and infos[name].holders[0] == self._at.sdp,
+            counts_once=self._counts_once,
             device=backend.device,
             traffic=backend.traffic,
             sum_over_ranks=backend.all_reduce_control,
@@ -56,6 +77,10 @@ class ShardedLocalSteps:
         """Return whether this rank counts its part of a parameter in the norm over its group."""
         info, at = self._layout.parameters[name], self._at
         return (self._backend.shards > 1 or at.fsdp == 0) and (info.tp_dim is not None or at.tp == 0)
+
+    def _counts_once(self, name: str) -> bool:
+        """Return whether this rank counts its part of a parameter in the norm over all groups."""
+        return self._counts(name) and self._layout.parameters[name].holders[0] == self._at.sdp
 
     def _buffers_here(self) -> dict[str, torch.Tensor]:
         return persistent_buffers(self._backend.module, self._layout)
@@ -79,27 +104,31 @@ class ShardedLocalSteps:
         backend.zero_grad()
         if scheduler is not None:
             scheduler.step()
-        totals = torch.tensor(self._summary(loss, norm), dtype=torch.float64, device=backend.device)
-        return self._pending(totals, backend.start_control(totals))
+        return self.tell(loss.item(), norm)
+
+    def _tell_at_once(self, loss: float, norm: float) -> PendingUpdate:
+        totals = torch.tensor(self.summary(loss, norm), dtype=torch.float64, device=self._backend.device)
+        return self._pending(totals, self._backend.start_control(totals))
 
     def _pending(self, totals: torch.Tensor, wait: Callable[[], object]) -> PendingUpdate:
         def receive() -> LocalUpdate:
             wait()
-            return self._outcome(totals)
+            return self.outcome(totals)
 
         return PendingUpdate(receive)
 
-    def _summary(self, loss: torch.Tensor, norm: float) -> list[float]:
-        """Return what this rank adds to the sums from which :meth:`_outcome` follows."""
+    def summary(self, loss: float, norm: float) -> list[float]:
+        """Return what this rank adds to the sums from which :meth:`outcome` follows."""
         mesh, first = self._layout.mesh, self._at.fsdp == 0 and self._at.tp == 0
         share = 1 / mesh.sdp if first else 0.0  # of the groups
         return [
-            loss.item() / mesh.world_size,
+            loss / mesh.world_size,
             *((share * norm, share) if math.isfinite(norm) else (0.0, 0.0)),
             share,
         ]
 
-    def _outcome(self, totals: torch.Tensor) -> LocalUpdate:
+    def outcome(self, totals: torch.Tensor) -> LocalUpdate:
+        """Return the outcome of a step from the sums of all ranks."""
         mean_loss, norms, stepped, everyone = totals.tolist()
         skipped = round(self._layout.mesh.sdp * (everyone - stepped))
         return LocalUpdate(mean_loss, norms / stepped if stepped else math.nan, skipped)
@@ -166,16 +195,27 @@ class ShardedLocalSteps:
         """Start to average ``fragment``. Collective."""
         self.outer.start(fragment)
 
-    def arrive(self) -> OuterFacts:
-        """Apply the average that is under way. Collective."""
-        facts, _ = self.outer.arrive()
-        names = [name for name in self._layout.buffers if self._fragments[name] == facts.fragment]
+    def arrive(self, commit: Callable[[], object] | None = None) -> OuterFacts:
+        """Apply the average that is under way. Collective.
+
+        Args:
+            commit: called before anything changes. If it raises, the average is dropped.
+        """
+        fragment = self.outer.fragment_under_way
+        names = [name for name in self._layout.buffers if self._fragments[name] == fragment]
+        here = {name: buffer for name, buffer in self._buffers_here().items() if name in names}
+        own = {name: buffer.clone() for name, buffer in here.items()} if commit is not None else {}
         if names:
             agree_on_buffers(self._backend, names)
-            here = self._buffers_here()
-            for name in names:
-                if name in here:
-                    self.buffers[name].copy_(here[name])
+        try:
+            facts, _ = self.outer.arrive(commit)
+        except BaseException:
+            self.outer.restart(None)
+            for name, buffer in own.items():
+                here[name].copy_(buffer)
+            raise
+        for name, buffer in here.items():
+            self.buffers[name].copy_(buffer)
         self._send_anchors({name for name, fragment in self._fragments.items() if fragment == facts.fragment})
         return facts
 

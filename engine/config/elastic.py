@@ -30,6 +30,20 @@ class ElasticSection(Section):
     restart_window: Seconds = 3600.0
 
 
+def _refused_with_sync(sync: Any) -> dict[str, tuple[bool, object, str]]:
+    """Return what of local steps elastic groups cannot do yet, by key: whether it is there, its
+    value, and what to do.
+    """
+    if sync is None:
+        return {}
+    return {
+        "sdp.sync.start_after": (sync.start_after > 0, sync.start_after, "use 0"),
+        "sdp.sync.fragments": (sync.fragments > 1, sync.fragments, "use 1"),
+        "sdp.sync.overlap": (sync.overlap > 0, sync.overlap, "use 0"),
+        "sdp.sync.compression": (sync.compression == "int8", sync.compression, 'use "none" or "bf16"'),
+    }
+
+
 def refuse_with_elastic(config: Any) -> None:
     """Raise ConfigError for what a Config with elastic groups cannot be combined with yet."""
     sdp = config.sdp
@@ -40,7 +54,7 @@ def refuse_with_elastic(config: Any) -> None:
     refused: dict[str, tuple[bool, object, str]] = {
         "sdp.engine": (sdp.engine != "fsdp2", sdp.engine, 'use "fsdp2"'),
         "sdp.groups": (sdp.groups < 2, sdp.groups, "use 2 or more"),
-        "sdp.sync": (sdp.sync is not None, "a section of local steps", "remove it"),
+        **_refused_with_sync(sdp.sync),
         "sdp.group_sizes": (sdp.group_sizes is not None, sdp.group_sizes, "remove it"),
         "data.sources": (config.data.sources is not None, "a mixture", "read one data set"),
         "data.path": (config.data.path is None, "null", "prepare the data with sdp prepare"),

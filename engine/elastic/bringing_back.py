@@ -33,6 +33,8 @@ class HolderWait:
         checkpoints: the directory of the run's checkpoints.
         seconds: the longest wait.
         stops: whether the run shall stop.
+        can_wait: whether a holder may take the units from a checkpoint. With local steps, none may
+            in this version.
     """
 
     def __init__(
@@ -42,9 +44,11 @@ class HolderWait:
         checkpoints: Path,
         seconds: float,
         stops: Callable[[], bool],
+        *,
+        can_wait: bool = True,
     ):
         self._client, self._layout, self._checkpoints = client, layout, checkpoints
-        self._seconds, self._stops = seconds, stops
+        self._seconds, self._stops, self._can_wait = seconds, stops, can_wait
         self._since: float | None = None
 
     @property
@@ -76,6 +80,8 @@ class HolderWait:
 
     def _obstacle(self, found: Assembly, waited: float) -> str | None:
         """Return why the units cannot be brought back, or None."""
+        if not self._can_wait:
+            return "with local steps (sdp.sync) no group brings it back from a checkpoint in this version"
         if lost_units(self._layout, [*found.slots, *found.expected]):
             return "no group that holds it will return"
         if not _has_checkpoint(self._checkpoints):

@@ -12,10 +12,7 @@ from collections.abc import Callable
 from typing import Any
 
 from ..errors import PeerLostError
-from .assembly import Assembly as Assembly
-from .assembly import Decision as Decision
-from .assembly import Identity as Identity
-from .assembly import Member as Member
+from .assembly import Assembly, Decision, Identity, Member
 from .messages import Channel, Message, ProtocolError
 from .progress import Progress
 
@@ -85,6 +82,7 @@ class CoordinatorClient:
         self._attempt = 0
         self._joined: float | None = None  # when, on this connection
         self._is_alone = self._is_answered = False  # without a connection; on this one
+        self.is_cut_off = False  # whether the others go on without this group
         self._generation = self._aborted = -1
         self._connect()
         threading.Thread(target=self._beat, name="elastic-heartbeat", daemon=True).start()
@@ -152,12 +150,14 @@ class CoordinatorClient:
 
     # -- voting ------------------------------------------------------------------------------------
 
-    def vote(self, facts: Any, *, step: int) -> Decision:
+    def vote(self, facts: Any, *, step: int, phase: int = 0, at: int | None = None) -> Decision:
         """Vote for the present step, and return when all have.
 
         Args:
             facts: a small JSON value that all ranks get if the step is committed.
             step: the number of steps that this rank has committed.
+            phase: what comes next for this rank if the coordinator is gone.
+            at: the number of the step for messages to the user. By default ``step`` counts them.
 
         Raises:
             StepAbortedError: the step is not committed.
@@ -165,11 +165,11 @@ class CoordinatorClient:
         assert self._assembly is not None
         attempt, self._attempt = self._attempt, self._attempt + 1
         number = self._assembly.number
-        self._send({"type": "vote", "generation": number, "attempt": attempt, "ok": True, "facts": facts})
+        self._send({"type": "vote", "generation": number, "attempt": attempt, "ok": True, "facts": facts, "at": at})
         answer = self._wait_for("decision", generation=number)
         if answer is None:  # the coordinator is gone, and nobody knows whether all have voted
             self._connect()
-            self._next = self._join(step=step, phase=0, fresh=False, pending=True)
+            self._next = self._join(step=step, phase=phase, fresh=False, pending=True)
             if not self._next.commit_pending:
                 raise StepAbortedError("the coordinator was gone")
             return Decision((facts,), newcomers=False)
@@ -268,7 +268,7 @@ class CoordinatorClient:
                     if message["type"] in ("abort", "cut", "failed"):
                         self._note_abort(message)
                     if message["type"] == "cut":
-                        reason = self.reason
+                        reason, self.is_cut_off = self.reason, True
                     if message["type"] != "beat":
                         self._answers.put(message)
         self._note_abort({"generation": self._generation, "reason": reason})

@@ -16,7 +16,7 @@ from typing import Any
 
 from .messages import MOST_ANSWER_BYTES, Message, ProtocolError
 from .progress import PausedRanks
-from .records import Arrival, Generation, Loss, News, Rank, slots_of, text_of
+from .records import Arrival, Generation, Loss, News, Rank, shown_step, slots_of, text_of
 
 STEP = 99  # the phase before a step, the only one in which a group may join
 _DOUBT_SECONDS = 1.0  # how long the votes of others are awaited, after a group voted and died
@@ -60,7 +60,8 @@ class Membership:
         self._waiting_since: float | None = None
         self._paused = PausedRanks(heartbeat_seconds)
         self.generation: Generation | None = None
-        self.step = 0
+        self.step = 0  # votes that were committed
+        self._shown: int | None = None  # the step for messages, if votes are not steps
         self.is_finished = False
         self.told: set[int] = set()  # groups that came after the end of the run
         self.failure: str | None = None
@@ -133,7 +134,7 @@ class Membership:
             return  # it does not know yet that its generation is over
         if now.is_over or message.get("attempt") != now.attempt:
             return
-        size = len(json.dumps(message.get("facts")))
+        size, _ = len(json.dumps(message.get("facts"))), shown_step(message)
         if size > self._most_facts:
             raise ProtocolError(f"facts of {size:,} bytes, and {self._most_facts:,} are possible")
         now.votes[rank.slot, rank.inside] = message
@@ -150,7 +151,7 @@ class Membership:
         facts = [now.votes[key].get("facts") for key in order]
         newcomers = bool(self._complete_fresh(self.living))
         decision = {"type": "decision", "generation": now.number, "attempt": now.attempt, "commit": True}
-        self.step += 1
+        self.step, self._shown = self.step + 1, shown_step(now.votes[order[0]])
         for peer in self._ranks_of(self.living):
             self._send(peer, decision | {"facts": facts, "newcomers": newcomers})
         self._news.report(self.living)
@@ -180,7 +181,7 @@ class Membership:
         if now is None or now.lives.get(rank.slot) != rank.life or rank.slot in now.lost:
             return
         now.lost.add(rank.slot)
-        self._news.add(Loss(rank.slot, rank.host, cause, self._clock(), self.step))
+        self._news.add(Loss(rank.slot, rank.host, cause, self._clock(), self._shown or self.step))
         if not self.living:
             self._fail("all groups are lost")
             return
@@ -287,7 +288,8 @@ class Membership:
             self._send(peer, answer | {"commit_pending": rank.slot in commits})
         if before is not None and fresh:
             at = max(rank.asked for rank in self._ranks_of(fresh).values())
-            self._news.add(Arrival([f"group {slot} on {leaders[slot].host}" for slot in fresh], step, number, at))
+            who = [f"group {slot} on {leaders[slot].host}" for slot in fresh]
+            self._news.add(Arrival(who, self._shown or step, number, at))
 
     def _give_up_if_late(self) -> None:
         since = self._waiting_since

@@ -146,6 +146,17 @@ def text_of(message: Message) -> str:
     return text
 
 
+def shown_step(vote: Message) -> int | None:
+    """Return the number of the step for messages, if votes are not steps, or None.
+
+    Raises ProtocolError if it is not a number.
+    """
+    step = vote.get("at")
+    if step is not None and (type(step) is not int or not 0 <= step < 2**53):
+        raise ProtocolError("a vote for a step that is not a number")
+    return step
+
+
 def slots_of(joining: Message | None) -> list[int]:
     """Return the groups of the generation that a rank knows, by its request to join."""
     members = joining.get("members") if joining is not None else None

@@ -4,7 +4,7 @@ bit.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -12,10 +12,14 @@ import torch.distributed as dist
 
 from ..backends.fsdp2.backend import FSDP2Backend
 from ..distributed import world
+from ..distributed.mesh import Holders
 from ..distributed.tensors import local_tensor
+from ..engine import SDPEngine
 from ..optim import optimizer_state
 from ..optim.optimizer_state import OptimizerState
+from ..optim.param_groups import set_rates
 from ..placement.layout import Layout
+from ..placement.tensor_info import TensorInfo
 from ..placement.units import SHARED
 
 MESSAGE_BYTES = 64 * 2**20
@@ -32,7 +36,7 @@ def sources_of(layout: Layout, fresh: Sequence[int]) -> dict[tuple[int, int], li
         fresh: the groups without state, by their numbers in ``layout``.
     """
     messages: dict[tuple[int, int], list[str]] = {}
-    named = [(SHARED, layout.everyone), *((unit.name, layout.placement.holders[unit.index]) for unit in layout.units)]
+    named = named_units(layout)
     for receiver in fresh:
         sent = dict.fromkeys((group for group in layout.everyone if group not in fresh), 0)
         for name, holders in named:
@@ -43,6 +47,11 @@ def sources_of(layout: Layout, fresh: Sequence[int]) -> dict[tuple[int, int], li
                 sent[source] += size
                 messages.setdefault((source, receiver), []).append(name)
     return messages
+
+
+def named_units(layout: Layout) -> list[tuple[str, Holders]]:
+    """Return the units, the shared part first, with their holders."""
+    return [(SHARED, layout.everyone), *((unit.name, layout.placement.holders[unit.index]) for unit in layout.units)]
 
 
 def has_state(backend: FSDP2Backend) -> bool:
@@ -68,14 +77,92 @@ def exchange(backend: FSDP2Backend, fresh: Sequence[int]) -> int:
     Returns:
         The bytes that this rank sent or received.
     """
+    messages, state = sources_of(backend.layout, fresh), OptimizerState(backend.basic_optimizer)
+    moved = transfer(backend, messages, lambda _, units: tensors_of_units(backend, units, state), copy_value)
+    if backend.at.sdp in fresh:
+        state.write_back()
+    return moved
+
+
+def facts_of(engine: SDPEngine, backend: FSDP2Backend) -> dict[str, Any]:
+    """Return the state of this rank that is not a tensor."""
+    schedule = engine.lr_scheduler
+    pairs = zip(engine.optimizer.param_groups, backend.names_of_param_groups(), strict=True)
+    return {
+        "has_state": has_state(backend),
+        "rates": {name: float(group["lr"]) for group, members in pairs for name in members},
+        "scheduler": backend.shared_schedule(schedule.state_dict()) if schedule is not None else None,
+        "loss_scale": backend.loss_scale_state(),
+        "spikes": engine.spikes.state_dict(),
+        "loader": engine.loader.state_dict(),
+        "steps": engine.global_steps,
+        "micro_steps": engine.micro_steps,
+        "samples": engine.global_samples,
+        "skipped": engine.skipped_steps,
+        "sync": engine.local_training.state_dict(engine.global_steps),
+    }
+
+
+def take_facts(engine: SDPEngine, backend: FSDP2Backend, facts: Mapping[str, Any], rates: Mapping[str, float]) -> None:
+    """Continue as a group of which :func:`facts_of` returned ``facts``.
+
+    Args:
+        engine: the engine of a group without state.
+        backend: its backend.
+        facts: those of any group with state.
+        rates: the learning rates of all parameters, by name.
+    """
+    if engine.lr_scheduler is not None:
+        engine.lr_scheduler.load_state_dict(backend.shared_schedule(facts["scheduler"]))
+    set_rates(engine.optimizer, backend.names_of_param_groups(), rates)
+    backend.load_loss_scale(facts["loss_scale"])
+    engine.spikes.load_state_dict(facts["spikes"])
+    engine.loader.load_state_dict(facts["loader"])
+    engine.global_steps, engine.global_samples = facts["steps"], facts["samples"]
+    engine.micro_steps = facts["micro_steps"]
+    engine.last_steps.start_at(facts["skipped"])
+    if facts["sync"] is not None:
+        engine.local_training.load_state_dict(facts["sync"], facts["steps"], in_round=False)
+
+
+def copy_value(tensor: torch.Tensor, value: torch.Tensor) -> None:
+    """Put a received value into a tensor."""
+    tensor.copy_(value)
+
+
+def received_here(
+    backend: FSDP2Backend, messages: Mapping[tuple[int, int], list[str]]
+) -> list[tuple[tuple[int, int], list[str]]]:
+    """Return the messages to this group, in the order of their sources."""
+    return [(way, units) for way, units in sorted(messages.items()) if way[1] == backend.at.sdp]
+
+
+def transfer(
+    backend: FSDP2Backend,
+    messages: Mapping[tuple[int, int], list[str]],
+    tensors_of: Callable[[int, Sequence[str]], Iterable[torch.Tensor]],
+    take: Callable[[torch.Tensor, torch.Tensor], None],
+) -> int:
+    """Send and receive tensors of units. Collective among the living ranks.
+
+    Args:
+        backend: the backend, connected to the living groups.
+        messages: the units by source and receiver.
+        tensors_of: returns this rank's tensors of some units of a source, in an order that is the
+            same for both ranks.
+        take: puts a received value into a tensor of this rank. It is called in the order of the
+            sources.
+
+    Returns:
+        The bytes that this rank sent or received.
+    """
     layout, at, here = backend.layout, backend.at, backend.at.sdp
-    state = OptimizerState(backend.basic_optimizer)
     moved, works, received = 0, [], []
-    for (source, receiver), units in sorted(sources_of(layout, fresh).items()):
+    for (source, receiver), units in sorted(messages.items()):
         if here not in (source, receiver):
             continue
         other = layout.mesh.rank(receiver if here == source else source, at.fsdp, at.tp)
-        for tensors in _packs(_tensors_of(backend, state, units)):
+        for tensors in _packs(tensors_of(source, units)):
             flat = torch.cat([_bytes_of(tensor) for tensor in tensors])
             moved += flat.numel()
             if here == source:
@@ -89,28 +176,39 @@ def exchange(backend: FSDP2Backend, fresh: Sequence[int]) -> int:
     for tensors, flat in received:
         parts = flat.split([tensor.numel() * tensor.element_size() for tensor in tensors])
         for tensor, part in zip(tensors, parts, strict=True):
-            tensor.copy_(part.clone().view(tensor.dtype).view(tensor.shape))
-    if received:
-        state.write_back()
+            take(tensor, part.clone().view(tensor.dtype).view(tensor.shape))
     return moved
 
 
-def _tensors_of(backend: FSDP2Backend, state: OptimizerState, units: Sequence[str]) -> Iterator[torch.Tensor]:
+def tensors_of_units(
+    backend: FSDP2Backend, units: Sequence[str], state: OptimizerState | None
+) -> Iterator[torch.Tensor]:
     """Yield the local tensors of units in an order that is the same for all of their holders."""
-    layout = backend.layout
     buffers = dict(backend.module.named_buffers())
     for unit in units:
-        for info in layout.members.get(unit, ()):
+        for info in members_of(backend, [unit]):
             parameter = backend.parameters[info.name]
             yield local_tensor(parameter.detach())
-            for _, value in sorted(state.of(parameter, info.canonical).items()):
-                yield local_tensor(value)
-        for name, info in layout.buffers.items():
+            if state is not None:
+                yield from state_tensors(state, parameter, info.canonical)
+        for name, info in backend.layout.buffers.items():
             if info.unit == unit:
                 yield buffers[name].detach()
 
 
-def _packs(tensors: Iterator[torch.Tensor]) -> Iterator[list[torch.Tensor]]:
+def members_of(backend: FSDP2Backend, units: Iterable[str]) -> Iterator[TensorInfo]:
+    """Yield the parameters of units."""
+    for unit in units:
+        yield from backend.layout.members.get(unit, ())
+
+
+def state_tensors(state: OptimizerState, parameter: torch.Tensor, canonical: str) -> Iterator[torch.Tensor]:
+    """Yield the local tensors of a parameter's state, in the order of their keys."""
+    for _, value in sorted(state.of(parameter, canonical).items()):
+        yield local_tensor(value)
+
+
+def _packs(tensors: Iterable[torch.Tensor]) -> Iterator[list[torch.Tensor]]:
     """Yield the tensors in packs of about ``MESSAGE_BYTES``. Empty shards are left out."""
     pack: list[torch.Tensor] = []
     size = 0

@@ -21,17 +21,16 @@ from ..distributed import world
 from ..distributed.agreement import gather_json
 from ..distributed.world import World
 from ..engine import SDPEngine
-from ..optim.param_groups import set_rates
 from ..placement.layout import Layout
 from .assembly import Assembly, Decision
 from .bringing_back import HolderWait, load_held
 from .bringing_back import UnitsLostError as UnitsLostError
-from .communicators import make_communicators
-from .living import living_layout, lost_units
-from .member import CoordinatorClient, StepAbortedError
+from .living import living_layout, lost_units, make_communicators
+from .member import CoordinatorClient, CutOffError, StepAbortedError
 from .membership import STEP
 from .process_groups import Abort, Meeting
-from .returning import exchange, has_state, prepare
+from .returning import exchange, facts_of, prepare, take_facts
+from .rounds import ElasticRounds, LocalFacts, exchange_between_rounds
 
 log = logging.getLogger("sdp")
 
@@ -51,6 +50,7 @@ class Session:
     Attributes:
         layout: the layout with all groups.
         assembly: the present generation.
+        rounds: with local steps, the rounds.
         stops: returns whether the run shall stop, which ends a wait.
     """
 
@@ -59,7 +59,11 @@ class Session:
     ):
         self._client, self._engine, self._timeout = client, engine, timeout
         self._checkpoints = checkpoints
-        self._wait = HolderWait(client, engine.layout, checkpoints, wait_seconds, lambda: self.stops())
+        self.rounds = ElasticRounds(engine) if engine.config.sdp.sync is not None else None
+        self._votes = 0  # that were committed
+        self._wait = HolderWait(
+            client, engine.layout, checkpoints, wait_seconds, lambda: self.stops(), can_wait=self.rounds is None
+        )
         self.stops: Callable[[], bool] = lambda: False
         self._phases: Mapping[Masking, Layout] = self._backend.phases
         self.layout: Layout = engine.layout
@@ -107,12 +111,13 @@ class Session:
             self._leave()
             # A group may join before a step only, and the others may wait for one.
             phase = STEP if self._wait.is_on else phase
-            found = self._client.join(step=self._engine.global_steps, phase=phase, fresh=self._is_fresh)
+            found = self._client.join(step=self._position, phase=phase, fresh=self._is_fresh)
+            self._votes = found.step
             fresh = [index for index, member in enumerate(found.members) if member.fresh]
             everyone_is_fresh = len(fresh) == len(found.members)
             with_state = [member.slot for member in found.members if everyone_is_fresh or not member.fresh]
             lost = lost_units(self.layout, with_state)
-            if lost and lost_units(self.layout, found.slots):
+            if lost and (self.rounds is not None or lost_units(self.layout, found.slots)):
                 self._wait.look(lost, found)
                 continue
             self._wait.end()
@@ -124,11 +129,29 @@ class Session:
             self._is_fresh, self.assembly = False, found
             return found
 
-    def vote(self, facts: Any) -> Decision:
-        """Vote for the present step, and return when it is committed. Raises StepAbortedError."""
+    @property
+    def _position(self) -> int:
+        """What the coordinator counts: steps, or with local steps votes."""
+        return self._engine.global_steps if self.rounds is None else self._votes
+
+    def vote(self, facts: Any, phase: int = 0) -> Decision:
+        """Vote for the present step, and return when it is committed. Raises StepAbortedError.
+
+        Args:
+            facts: a small JSON value that all ranks get.
+            phase: what comes next for this rank if the coordinator is gone.
+        """
         if self._abort is not None and self._abort.is_over:
             raise StepAbortedError(self._abort.failed or "a group is lost")
-        return self._client.vote(facts, step=self._engine.global_steps)
+        at = self._engine.global_steps if self.rounds is not None else None
+        decision = self._client.vote(facts, step=self._position, phase=phase, at=at)
+        self._votes += 1
+        return decision
+
+    def tell(self, text: str) -> None:
+        """Let the coordinator say something to the user, once for all groups."""
+        if self.writes_files:
+            self._client.tell(text)
 
     def leave_early(self) -> None:
         """Leave the run, which goes on without this group."""
@@ -180,6 +203,11 @@ class Session:
         """
         if self._abort is not None and dist.get_world_size() == 1:
             self._abort.check()
+
+    def look_for_cut(self) -> None:
+        """Raise CutOffError if the others go on without this group, so that it starts again."""
+        if self._client.is_cut_off:
+            raise CutOffError(f"group {self.slot} was cut off ({self._client.reason}); it starts again")
 
     # -- a meeting ---------------------------------------------------------------------------------
 
@@ -235,47 +263,28 @@ class Session:
         engine, backend = self._engine, self._backend
         is_fresh = backend.at.sdp in fresh
         backend.shard_parameters()
-        everyones = gather_json(None if is_fresh else self._facts(backend))
-        facts = next(each for each in everyones if each is not None)
-        rates = {name: rate for each in everyones if each is not None for name, rate in each["rates"].items()}
+        own = None
+        if not is_fresh:
+            own = facts_of(engine, backend) | ({"local": LocalFacts.of(backend).to_json()} if self.rounds else {})
+        everyones = gather_json(own)
+        known = {rank: each for rank, each in enumerate(everyones) if each is not None}
+        facts = next(iter(known.values()))
         if is_fresh:
-            prepare(backend, with_state=facts["has_state"])
+            prepare(backend, with_state=any(each["has_state"] for each in known.values()))
             if mine := set(lost) - set(lost_units(self.layout, [self.slot])):
                 age = facts["steps"] - load_held(backend, self._checkpoints)
                 if self._client.identity.inside == 0:
                     names = f"{min(mine)!r} ({len(mine)} units)"
                     self._client.tell(f"group {self.slot} brings {names} back from a checkpoint, {age} steps old")
-        exchange(backend, fresh)
-        if not is_fresh:
-            return
-        if engine.lr_scheduler is not None:
-            engine.lr_scheduler.load_state_dict(backend.shared_schedule(facts["scheduler"]))
-        set_rates(engine.optimizer, backend.names_of_param_groups(), rates)
-        backend.load_loss_scale(facts["loss_scale"])
-        engine.spikes.load_state_dict(facts["spikes"])
-        engine.loader.load_state_dict(facts["loader"])
-        engine.global_steps, engine.global_samples = facts["steps"], facts["samples"]
-        engine.micro_steps = facts["micro_steps"]
-        engine._last.start_at(facts["skipped"])
-
-    def _facts(self, backend: FSDP2Backend) -> dict[str, Any]:
-        """Return the state that is not a tensor."""
-        engine = self._engine
-        schedule = engine.lr_scheduler
-        names = backend.names_of_param_groups()
-        pairs = zip(engine.optimizer.param_groups, names, strict=True)
-        return {
-            "has_state": has_state(backend),
-            "rates": {name: float(group["lr"]) for group, members in pairs for name in members},
-            "scheduler": backend.shared_schedule(schedule.state_dict()) if schedule is not None else None,
-            "loss_scale": backend.loss_scale_state(),
-            "spikes": engine.spikes.state_dict(),
-            "loader": engine.loader.state_dict(),
-            "steps": engine.global_steps,
-            "micro_steps": engine.micro_steps,
-            "samples": engine.global_samples,
-            "skipped": engine.skipped_steps,
-        }
+        if self.rounds is None:
+            exchange(backend, fresh)
+        else:
+            group_of = lambda rank: backend.layout.mesh.coordinates(rank).sdp  # noqa: E731
+            states = {group_of(rank): LocalFacts.from_json(each["local"]) for rank, each in known.items()}
+            exchange_between_rounds(backend, fresh, states)
+        if is_fresh:
+            rates = {name: rate for each in known.values() for name, rate in each["rates"].items()}
+            take_facts(engine, backend, facts, rates)
 
 
 def _all_inside(succeeded: bool) -> bool:

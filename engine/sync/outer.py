@@ -11,7 +11,6 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
@@ -24,6 +23,7 @@ from ..distributed.mesh import Holders
 from ..distributed.traffic import Traffic
 from ..optim.clip import squared_norm
 from ..placement.buckets import Bucket
+from .average import Average
 from .compression import Exchange, GatheredExchange, ReducedExchange
 from .gradients import AllReduce, start_all_reduce
 
@@ -40,27 +40,6 @@ class OuterFacts(NamedTuple):
     fragment: int
     drift: float
     gradient_norm: float
-
-
-@dataclass
-class _Average:
-    """A bucket whose changes are under way."""
-
-    names: tuple[str, ...]
-    changes: list[torch.Tensor]
-    exchange: Exchange | None  # None: this group is the only holder
-    before: list[torch.Tensor] | None  # with overlap: the weights when the average started
-    keeps_weights: bool  # the weights become the anchors, without an outer step
-
-    def means(self) -> list[torch.Tensor]:
-        """Wait for the average, and return the mean changes of the holders.
-
-        The list is empty if this group is the only holder and nothing is late: its changes then are
-        computed when they are needed.
-        """
-        if self.exchange is not None:
-            self.changes, self.exchange = self.exchange.wait(), None
-        return self.changes
 
 
 def make_outer_optimizer(sync: SyncSection, anchors: Sequence[torch.Tensor]) -> Optimizer:
@@ -116,13 +95,7 @@ class OuterSteps:
         self._device, self._traffic, self._sum = device, traffic, sum_over_ranks
         self._clock, self._all_reduce, self._divisor = clock, all_reduce, divisor
         self.exposed_seconds = 0.0
-        self._buckets: dict[int, list[tuple[tuple[str, ...], Holders, dist.ProcessGroup | None]]] = {}
-        here = set(self._names)
-        for bucket in buckets:
-            held = tuple(name for name in bucket.names if name in here)
-            if held:
-                group = communicators.get(bucket.holders) if len(bucket.holders) > 1 else None
-                self._buckets.setdefault(fragments[held[0]], []).append((held, bucket.holders, group))
+        self.connect(buckets, communicators)
         home = device if sync.offload == "none" else torch.device("cpu")
         self.anchors = {name: nn.Parameter(_copy(weights(name), home), requires_grad=False) for name in self._names}
         self.optimizer = make_outer_optimizer(sync, [*self.anchors.values()] or [torch.zeros(0)])
@@ -130,8 +103,21 @@ class OuterSteps:
         if sync.compression == "int8":
             shared = [name for held in self._buckets.values() for names, _, group in held if group for name in names]
             self.errors = {name: torch.zeros_like(self.anchors[name]) for name in shared}
-        self._travelling: tuple[int, list[_Average]] | None = None
         self.is_swapped = False
+
+    def connect(self, buckets: Sequence[Bucket], communicators: Mapping[Holders, dist.ProcessGroup]) -> None:
+        """Average in these messages from now on, see the arguments of the class.
+
+        An average that is under way is dropped.
+        """
+        self._travelling: tuple[int, list[Average]] | None = None
+        self._buckets: dict[int, list[tuple[tuple[str, ...], Holders, dist.ProcessGroup | None]]] = {}
+        here = set(self._names)
+        for bucket in buckets:
+            held = tuple(name for name in bucket.names if name in here)
+            if held:
+                group = communicators.get(bucket.holders) if len(bucket.holders) > 1 else None
+                self._buckets.setdefault(self._fragments[held[0]], []).append((held, bucket.holders, group))
 
     # -- averages ----------------------------------------------------------------------------------
 
@@ -147,7 +133,7 @@ class OuterSteps:
             divisor = ranks if self._divisor is None else self._divisor(holders)
             exchange = self._exchange(names, changes, group, divisor) if group is not None else None
             keeps = self._keeps_weights(holders)
-            averages.append(_Average(names, changes if exchange is None else [], exchange, before, keeps))
+            averages.append(Average(names, changes if exchange is None else [], exchange, before, keeps))
         self._travelling = fragment, averages
 
     def _exchange(
@@ -163,25 +149,42 @@ class OuterSteps:
         return ReducedExchange(shares, group, dtype, self._traffic, self._all_reduce)
 
     @torch.no_grad()
-    def arrive(self) -> tuple[OuterFacts, list[str]]:
+    def arrive(self, commit: Callable[[], object] | None = None) -> tuple[OuterFacts, list[str]]:
         """Take the outer step of the fragment that is under way. Collective.
+
+        Args:
+            commit: called when all that other ranks send has arrived, and before anything changes.
+                If it raises, nothing changes.
 
         Returns:
             What the step did, and the names of this rank's parameters that have new anchors.
         """
         assert self._travelling is not None, "an average is started before it arrives"
-        (fragment, averages), self._travelling = self._travelling, None
+        fragment, averages = self._travelling
         totals = torch.zeros(3, dtype=torch.float64, device=self._device)
+        if commit is not None:
+            for average in averages:
+                totals += self._squared_norms(average, self._means(average))
+            self._sum(totals)
+            commit()
+        self._travelling = None
         for average in averages:  # bucket by bucket, so that only one needs memory for the optimizer's step
-            started = self._clock()
-            means = average.means() or self._changes(average.names)
-            self.exposed_seconds += self._clock() - started
-            totals += self._squared_norms(average, means)
+            means = self._means(average)
+            if commit is None:
+                totals += self._squared_norms(average, means)
             self._step(average, means)
-        self._sum(totals)
+        if commit is None:
+            self._sum(totals)
         drift, anchor, gradient = totals.sqrt().tolist()
         facts = OuterFacts(fragment, drift / anchor if anchor else 0.0, gradient)
         return facts, [name for average in averages for name in average.names]
+
+    def _means(self, average: Average) -> list[torch.Tensor]:
+        """Wait for the mean changes of a bucket."""
+        started = self._clock()
+        means = average.means() or self._changes(average.names)
+        self.exposed_seconds += self._clock() - started
+        return means
 
     def _keeps_weights(self, holders: Holders) -> bool:
         return len(holders) == 1 and self._sync.single_holder == "skip"
@@ -190,7 +193,7 @@ class OuterSteps:
         """Return anchor - weights, the change of this group."""
         return [self.anchors[name].to(self._device) - self._weights(name) for name in names]
 
-    def _step(self, average: _Average, means: list[torch.Tensor]) -> None:
+    def _step(self, average: Average, means: list[torch.Tensor]) -> None:
         """Let the outer optimizer step on the anchors of a bucket, and the group continue from
         them.
         """
@@ -210,7 +213,7 @@ class OuterSteps:
                     weight.copy_(anchor.to(self._device) + (weight - average.before[index]))
         average.before, average.changes = None, []
 
-    def _squared_norms(self, average: _Average, means: list[torch.Tensor]) -> torch.Tensor:
+    def _squared_norms(self, average: Average, means: list[torch.Tensor]) -> torch.Tensor:
         """Return this rank's part of three squared norms: of the holders' moves, the anchors, the
         outer gradient.
         """
@@ -262,7 +265,7 @@ class OuterSteps:
             for names, holders, _ in self._buckets.get(travelling, ()):
                 zeros = [torch.zeros_like(self._weights(name)) for name in names]
                 starts = [zero.clone() for zero in zeros]
-                averages.append(_Average(names, zeros, None, starts, self._keeps_weights(holders)))
+                averages.append(Average(names, zeros, None, starts, self._keeps_weights(holders)))
             self._travelling = travelling, averages
 
     @torch.no_grad()

@@ -10,7 +10,7 @@ import signal
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, TypeVar
 
 from ...engine.elastic.assembly import Assembly
 from ...engine.elastic.living import lost_units
@@ -26,13 +26,16 @@ from .stopping import LEAVE_SECONDS, Outcome, Told, decide
 
 log = logging.getLogger("sdp")
 
+T = TypeVar("T")
 
-class _LeavesError(Exception):
+
+class LeavesError(Exception):
     """This group leaves the run, which goes on."""
 
 
-# What comes next after a committed step, in this order. A group may join only before a step.
-CHECK, EVALUATE, SAVE = 0, 1, 2
+# What comes next after a step, in this order. A group may join only before a step, and with local
+# steps before a round. The first two and the last one are of local steps, see elastic_rounds.py.
+AGREE, COPY, CHECK, EVALUATE, SAVE, INNER = range(6)
 
 
 class ElasticTrainer:
@@ -56,6 +59,7 @@ class ElasticTrainer:
         self._most: list[int] = []  # of what the ranks told with their votes in the last step
         # Bytes of the present step up to the vote; bytes of the step before from its vote on.
         self._counted, self._late = Counter[str](), Counter[str]()
+        self._must_meet = False  # the coordinator was gone, and the others meet
         self._is_resumed = False
         self._is_start = False  # whether the run begins, and its files are not open yet
         self._engine.before_update = self._vote
@@ -71,7 +75,7 @@ class ElasticTrainer:
                     self._resume()
                 self._repeat(self._go_on_to_the_end)
                 return self._end(time.perf_counter() - started)
-            except _LeavesError:
+            except LeavesError:
                 return self._leave()
             except UnitsLostError as error:
                 newest = self._run.checkpoints.newest()
@@ -97,38 +101,75 @@ class ElasticTrainer:
     def _go_on_to_the_end(self) -> None:
         while not self._is_done():
             if self._session.slot in self._stop.leaving:
-                raise _LeavesError
+                raise LeavesError
             if self._stop.leaving:
                 self._meet()
             self._do_what_is_due()
-            if self._newcomers:
+            if self._must_meet or (self._newcomers and self._phase == STEP):
                 self._meet()
             if not self._is_done():
                 self._step()
 
     def _is_done(self) -> bool:
         run = self._run
-        return self._phase == STEP and bool(self._engine.global_steps >= run.steps or run.stop_signal)
+        return self._phase >= INNER and bool(self._engine.global_steps >= run.steps or run.stop_signal)
 
     def _do_what_is_due(self) -> None:
         """Check, evaluate and save after a step, from the present phase on."""
         run, engine = self._run, self._engine
-        step, interval = engine.global_steps, run.config.sdp.check_interval
+        training, step, is_last = run.config.training, engine.global_steps, engine.global_steps == run.steps
+        evaluates = step == 0 or run.evaluator.is_due(step, is_last=is_last)
+        saves = bool(training.save_every and step and (is_last or step % training.save_every == 0))
+        if self._phase <= AGREE:
+            self._agree(evaluates or saves, is_last=is_last)
+        if self._phase <= COPY:
+            self._copy()
+            self._phase = CHECK
         if self._phase <= CHECK:
-            if interval and step and step % interval == 0:
-                self._session.protect(engine.check_holders)
+            if self._checks(step):
+                self._together(engine.check_holders)
             self._phase = EVALUATE
-        training, is_last = run.config.training, step == run.steps
         if self._phase <= EVALUATE:
-            stops = run.stop_signal and not is_last
-            if step == 0 or (run.evaluator.is_due(step, is_last=is_last) and not stops):
+            if step == 0 or (evaluates and not (run.stop_signal and not is_last)):
                 self._evaluate(is_last=is_last)
             self._phase = SAVE
         if self._phase <= SAVE:
-            due = training.save_every and step and (is_last or step % training.save_every == 0)
-            if due and not engine.was_step_skipped and not run.stop_signal:
-                self._session.protect(run.checkpoints.save)
-            self._phase = STEP
+            if saves and not engine.was_step_skipped and not run.stop_signal:
+                self._together(run.checkpoints.save)
+            self._phase = STEP if self._is_round_start else INNER
+
+    @property
+    def _is_round_start(self) -> bool:
+        """Whether all holders of a unit have the same weights, so that a group may join."""
+        return True
+
+    def _checks(self, step: int) -> bool:
+        """Return whether holders are compared after ``step``."""
+        interval = self._run.config.sdp.check_interval
+        return bool(interval and step and step % interval == 0)
+
+    def _together(self, action: Callable[[], T], *, defers: bool = False) -> T:
+        """Return what ``action`` returns, which all groups do. See :meth:`Session.protect`."""
+        return self._session.protect(action, defers=defers)
+
+    def _agree(self, must_agree: bool, *, is_last: bool) -> None:
+        """A no-op: all groups agree inside each step.
+
+        Args:
+            must_agree: whether more follows that all groups do together.
+            is_last: whether the run ends with this step.
+        """
+
+    def _copy(self) -> None:
+        """A no-op: copies are awaited when they are needed."""
+
+    def _after_meeting(self, before: Assembly, now: Assembly) -> None:
+        """A no-op. Called after each meeting but the first.
+
+        Args:
+            before: the last generation.
+            now: the new one.
+        """
 
     def _step(self) -> None:
         """Make a step. Inside it, the engine calls :meth:`_vote`."""
@@ -164,7 +205,7 @@ class ElasticTrainer:
 
     def _evaluate(self, *, is_last: bool) -> None:
         run = self._run
-        line = self._session.protect(lambda: run.evaluate(is_last=is_last), defers=True)
+        line = self._together(lambda: run.evaluate(is_last=is_last), defers=True)
         if run.files is None or any(each["step"] == line["step"] for each in read_run(run.dump_dir).evaluations):
             return  # another group was lost after it had been written
         run.tell_evaluation({**line, "groups": len(self._assembly.members)})
@@ -176,7 +217,7 @@ class ElasticTrainer:
         except StepAbortedError:
             raise PeerLostError("a group was lost while the checkpoint was loaded; start the run again") from None
         self._committed = self._engine.loader.state_dict()
-        self._phase = STEP if self._engine.global_steps else EVALUATE
+        self._phase = (STEP if self._is_round_start else INNER) if self._engine.global_steps else EVALUATE
         self._meet()  # the coordinator learns the step
 
     # -- meetings ----------------------------------------------------------------------------------
@@ -190,14 +231,17 @@ class ElasticTrainer:
         """Meet the living groups, and go on together with what comes first for any of them."""
         run, engine = self._run, self._engine
         run.beat.at(engine.global_steps, "meeting the other groups", None)
-        self._newcomers, self._stop = False, Outcome()
+        self._newcomers, self._stop, self._must_meet = False, Outcome(), False
         self._late.clear()
         self._drop_the_step()
+        before = self._session.assembly
         assembly = self._session.meet(self._phase, self._drop_the_step)
         self._phase = assembly.phase
         self._committed = engine.loader.state_dict()
         self._batches = iter(engine.loader)
         run.follow_layout()
+        if before is not None:
+            self._after_meeting(before, assembly)
         if not run.steps:
             run.set_last_step(engine.global_steps)
         begins = all(member.fresh for member in assembly.members)
@@ -227,10 +271,15 @@ class ElasticTrainer:
     def _end(self, seconds: float) -> int:
         run = self._run
         run.tell_end()
-        status = 0
-        if run.is_stopped_early:
-            status = self._repeat(lambda: self._session.protect(run.stop_early))
-        else:
-            self._repeat(lambda: self._session.protect(lambda: run.finish(seconds)))
-        self._repeat(self._session.finish)
-        return status
+
+        def end() -> int:
+            """End together. A group that has ended its part does so again if another one must."""
+            status = 0
+            if run.is_stopped_early:
+                status = self._session.protect(run.stop_early)
+            else:
+                self._session.protect(lambda: run.finish(seconds))
+            self._session.finish()
+            return status
+
+        return self._repeat(end)

@@ -31,7 +31,8 @@ class ElasticFiles:
 
     def __init__(self, run: TrainingRun, session: Session, *, resumes: bool):
         self._run, self._session, self._resumes = run, session, resumes
-        self._newest = _NewestLines()
+        sync = run.config.sdp.sync
+        self._newest = _NewestLines(_KEPT_LINES + (sync.every if sync is not None else 0))
         self._watching: list[Observer] = [*run.observers, self._newest]
         run.observers = self._watching
 
@@ -99,8 +100,8 @@ class ElasticFiles:
 class _NewestLines(Observer):
     """Keeps the newest lines of metrics.jsonl in memory."""
 
-    def __init__(self) -> None:
-        self.lines: deque[Line] = deque(maxlen=_KEPT_LINES)
+    def __init__(self, count: int) -> None:
+        self.lines: deque[Line] = deque(maxlen=count)
 
     def on_step(self, line: Line) -> None:
         self.lines.append(line)

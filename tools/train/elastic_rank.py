@@ -27,6 +27,7 @@ from ...engine.errors import LaunchError
 from ...launcher.heartbeat import Heartbeat
 from . import preflight
 from .elastic import ElasticTrainer
+from .elastic_rounds import AVERAGE, RoundsTrainer
 from .failures import explained
 from .loop.changed_settings import keep_holders
 from .loop.meter import PARTS
@@ -80,12 +81,13 @@ def run(options: TrainOptions, on_stall: Callable[[str], None]) -> int:
         here if interface is None else None,
     )  # fmt: skip
     client = _find_coordinator(told, who, config.sdp.elastic, beat)
-    session = Session(
-        client, engine, min(_LONGEST_OPERATION, config.training.step_timeout), dump_dir / "checkpoints",
-        config.sdp.elastic.wait_seconds,
-    )  # fmt: skip
+    # With local steps, a group may wait for slower ones for most of a round.
+    sync, step_timeout = config.sdp.sync, config.training.step_timeout
+    longest = min(_LONGEST_OPERATION, step_timeout) if sync is None else step_timeout * sync.every
+    session = Session(client, engine, longest, dump_dir / "checkpoints", config.sdp.elastic.wait_seconds)
     training_run = TrainingRun(config, engine, corpus, dump_dir, baseline=baseline, beat=beat)
-    trainer = ElasticTrainer(training_run, session, resume=options.resume)
+    trainer_class = ElasticTrainer if session.rounds is None else RoundsTrainer
+    trainer = trainer_class(training_run, session, resume=options.resume)
     try:
         with explained(config, beat, engine, dump_dir=dump_dir):
             status = trainer.train()
@@ -99,7 +101,7 @@ def run(options: TrainOptions, on_stall: Callable[[str], None]) -> int:
 def _find_coordinator(
     told: ElasticEnvironment, who: Identity, section: ElasticSection, beat: Heartbeat
 ) -> CoordinatorClient:
-    progress = Progress(section.heartbeat_seconds, PARTS)
+    progress = Progress(section.heartbeat_seconds, (*PARTS, AVERAGE))
     beat.on_phase = progress.begin
     return CoordinatorClient(
         (told.host, told.port),

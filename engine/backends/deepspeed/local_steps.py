@@ -164,7 +164,7 @@ class DeepSpeedLocalSteps(ShardedLocalSteps):
         group that skips is advanced here, so all groups have the same learning rate.
         """
         backend, norm = self._backend, self._backend.norm_in_group()
-        summary = self._summary(loss, norm)
+        summary = self.summary(loss.item(), norm)
         differences = backend.usage.differences() if backend.usage is not None else []
         totals = torch.tensor([*summary, *differences], dtype=torch.float64, device=backend.device)
         wait = backend.start_control(totals)

@@ -169,6 +169,8 @@ class FSDP2Backend(ShardedBackend):
     def disconnect(self) -> None:
         """Average with these groups no longer."""
         self._sync.close()
+        if self._inner_sync is not None:
+            self._inner_sync.close()
 
     def enter_phase(self, layout: Layout) -> None:
         self._scale.use(layout)

@@ -26,3 +26,5 @@ def reconnect(backend: FSDP2Backend, phases: Mapping[Masking, Layout], communica
     backend.layout = phases[backend.layout.masking]
     backend.at = backend.layout.mesh.coordinates(communicators.rank)
     backend.connect(phases.get("backward", backend.layout))
+    if backend.local is not None:
+        backend.local.reconnect()

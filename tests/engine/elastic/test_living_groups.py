@@ -7,38 +7,23 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
-import sdp
 import torch
-import torch.distributed as dist
 from sdp.engine.distributed import world
-from sdp.engine.distributed.world import World
-from sdp.engine.elastic.addresses import serve_meeting_store
-from sdp.engine.elastic.assembly import Identity
-from sdp.engine.elastic.coordinator import Coordinator
-from sdp.engine.elastic.member import CoordinatorClient, StepAbortedError
+from sdp.engine.elastic.member import StepAbortedError
 from sdp.engine.elastic.membership import STEP
-from sdp.engine.elastic.session import Session, share_inside
-from sdp.engine.placement.units import find_neuron_units
-from sdp.tests.support import models
+from sdp.engine.elastic.session import Session
 from sdp.tests.support.case_tables import THERE_AND_BACK, TO_BACKWARD, TO_FORWARD
 from sdp.tests.support.cases import RELATIVE, Case, one_step, whole
+from sdp.tests.support.clusters.living import DiedError, Place, begin, engine_among, part_of, run_groups, world_of_group
 from sdp.tests.support.ranks import RankPool
-from torch.distributed import PrefixStore, TCPStore
+from torch.distributed import TCPStore
 
-TOKEN = b"a shared secret"
-HOLDERS = [[0, 1, 2], [0, 1], [1, 2], [0, 2]]  # of the units, in turn: each survives one loss
 LOST = 1  # the group
 # The living groups in each step. The group is lost amid the end of the second step.
 LIVING = [[0, 1, 2], [0, 1, 2], [0, 2], [0, 2], [0, 1, 2], [0, 1, 2]]
-
-
-class DiedError(Exception):
-    """The group is lost here."""
 
 
 @dataclass
@@ -54,63 +39,7 @@ class Seen:
     held: dict[str, torch.Tensor]  # this rank's parts
 
 
-def settings(case: Case, living: Sequence[int], engine: str) -> dict[str, Any]:
-    """Return the configuration of a run that has only the groups ``living``."""
-    names = models.unit_names(case.model)
-    if case.neurons:
-        names = [unit.name for unit in find_neuron_units(models.build(case.model), case.neurons)]
-    here = replace(case, groups=len(living), placement="full")
-    config = here.config(engine)
-    del config["sdp"]["capacity"]
-    config["sdp"]["placement"] = {
-        name: [living.index(group) for group in HOLDERS[index % len(HOLDERS)] if group in living]
-        for index, name in enumerate(names)
-    }
-    config["training"] = {"steps": len(LIVING)}
-    return config
-
-
-def engine_of(case: Case, living: Sequence[int], engine: str) -> Any:
-    return sdp.initialize(model=models.build(case.model), config=settings(case, living, engine))[0]
-
-
 # -- the elastic run, on ranks ---------------------------------------------------------------------
-
-
-class Loader:
-    """Stands for the data, whose position a session shares."""
-
-    def __init__(self) -> None:
-        self.sampler = SimpleNamespace(data_rank=0, data_ranks=1)
-        self.position = 0
-
-    def state_dict(self) -> dict[str, int]:
-        return {"position": self.position}
-
-    def load_state_dict(self, state: dict[str, int]) -> None:
-        self.position = state["position"]
-
-
-def begin(case: Case, port: int, life: str) -> tuple[Any, Session, CoordinatorClient, Any]:
-    """Build this rank's engine, and find the coordinator."""
-    per_group = case.fsdp * case.tp
-    slot, inside = _slot(case), dist.get_rank()
-    world.enter(World(slot * per_group + inside, per_group * 3))
-    engine = engine_of(case, [0, 1, 2], "fsdp2")
-    engine.loader = Loader()
-    store, address = serve_meeting_store("127.0.0.1") if inside == 0 else (None, "")
-    who = Identity(slot, inside, per_group, share_inside(f"{life} {slot}"), "here", share_inside(address))
-    client = CoordinatorClient(("127.0.0.1", port), TOKEN, who, heartbeat_seconds=60, wait_seconds=60)
-    session = Session(client, engine, 60.0, Path(), 60.0)
-    engine.before_update = lambda: session.vote(None)
-    return engine, session, client, store
-
-
-def _slot(case: Case) -> int:
-    return _PLACE[0] // (case.fsdp * case.tp)
-
-
-_PLACE: list[int] = []  # the rank in the pool
 
 
 def elastic(case: Case, port: int, store_port: int) -> list[dict[str, Any]]:
@@ -119,29 +48,21 @@ def elastic(case: Case, port: int, store_port: int) -> list[dict[str, Any]]:
     Returns:
         The attributes of :class:`Seen` after each step.
     """
-    per_group = case.fsdp * case.tp
-    _PLACE[:] = [dist.get_rank()]
-    dist.destroy_process_group()
-    shared = TCPStore("127.0.0.1", store_port, is_master=False)
-    store = PrefixStore(f"group-{_slot(case)}", shared)
-    dist.init_process_group("gloo", store=store, rank=_PLACE[0] % per_group, world_size=per_group)
-    try:
-        return [vars(seen) for seen in _run(case, port, shared)]
-    finally:
-        world.enter(None)
+    with world_of_group(case, store_port) as (place, shared):
+        return [vars(seen) for seen in _run(case, place, port, shared)]
 
 
-def _run(case: Case, port: int, shared: TCPStore) -> list[Seen]:
-    engine, session, client, store = begin(case, port, "first")
+def _run(case: Case, place: Place, port: int, shared: TCPStore) -> list[Seen]:
+    engine, session, client, store = begin(case, place, port, "first", len(LIVING))
     seen: list[Seen] = []
     session.meet(STEP)
-    is_lost = _slot(case) == LOST
+    is_lost = place.slot == LOST
     for step, living in enumerate(LIVING):
         if is_lost and LOST not in living:
             continue
         if is_lost and step and LOST not in LIVING[step - 1]:
             shared.wait(["the others are there"])
-            engine, session, client, store = begin(case, port, "second")
+            engine, session, client, store = begin(case, place, port, "second", len(LIVING))
             session.meet(STEP)
             assert engine.global_steps == step
         elif step and len(living) > len(LIVING[step - 1]):
@@ -198,14 +119,9 @@ def _look(engine: Any, session: Session, step: int) -> Seen:
         counted,
         planned,
         {name: whole(engine, name, p).clone() for name, p in engine.parameters_here.items()},
-        {name: _part(p) for name, p in frozen.items()},
-        {name: _part(p) for name, p in engine.parameters_here.items()},
+        {name: part_of(p) for name, p in frozen.items()},
+        {name: part_of(p) for name, p in engine.parameters_here.items()},
     )
-
-
-def _part(parameter: Any) -> torch.Tensor:
-    local = parameter.to_local() if hasattr(parameter, "to_local") else parameter
-    return local.detach().clone()
 
 
 # -- the runs with only the living groups, in this process -----------------------------------------
@@ -217,7 +133,7 @@ def expected(case: Case) -> Iterator[tuple[float, dict[str, torch.Tensor]]]:
     Each change of groups is a new run that goes on with the state of the one before.
     """
     case = replace(case, stage=0, tp=1)
-    engine, living = engine_of(case, LIVING[0], "reference"), LIVING[0]
+    engine, living = engine_among(case, LIVING[0], "reference", len(LIVING)), LIVING[0]
     for step, now in enumerate(LIVING):
         if now != living:
             engine, living = _continued(engine, case, now), now
@@ -227,7 +143,7 @@ def expected(case: Case) -> Iterator[tuple[float, dict[str, torch.Tensor]]]:
 
 
 def _continued(before: Any, case: Case, living: Sequence[int]) -> Any:
-    engine = engine_of(case, living, "reference")
+    engine = engine_among(case, living, "reference", len(LIVING))
     for name, parameter in engine.parameters_here.items():
         parameter.data.copy_(before.parameters_here[name])
     engine.optimizer.load_state_dict(before.optimizer.state_dict())
@@ -257,13 +173,7 @@ def _id(case: Case) -> str:
 
 @pytest.mark.parametrize("case", CASES, ids=_id)
 def test_a_lost_and_a_returning_group_leave_a_run_of_the_living_groups(ranks: RankPool, case: Case) -> None:
-    coordinator = Coordinator(3, case.fsdp * case.tp, TOKEN, lambda _: None, heartbeat_seconds=60, wait_seconds=60)
-    coordinator.start()
-    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    try:
-        told = ranks.run(elastic, case, coordinator.port, store.port, world=case.world)
-    finally:
-        coordinator.stop()
+    told = run_groups(ranks, case, elastic)
     answers = [[Seen(**values) for values in of_rank] for of_rank in told]
     per_group = case.fsdp * case.tp
     for step, (norm, weights) in enumerate(expected(case)):

@@ -19,6 +19,7 @@ from ..small_runs import SMALL_LLAMA
 
 SECONDS = 240.0  # of a run, on a machine that others use too
 MANY = 100_000  # steps that no run reaches
+MICRO = 2  # samples of one rank in a step
 
 
 class ElasticRun:
@@ -139,7 +140,7 @@ def elastic_config(corpus: Path, *, steps: int = MANY, groups: int = 4, **elasti
     its heartbeat.
     """
     return {
-        "train_micro_batch_size_per_gpu": 2,
+        "train_micro_batch_size_per_gpu": MICRO,
         "gradient_clipping": 0.5,
         "optimizer": {"type": "AdamW", "params": {"lr": 0.003}},
         "scheduler": {"type": "WSD", "params": {"warmup_num_steps": 2, "total_num_steps": steps, "decay_num_steps": 5}},
@@ -151,3 +152,6 @@ def elastic_config(corpus: Path, *, steps: int = MANY, groups: int = 4, **elasti
         "data": {"path": str(corpus), "sequence_length": 32},
         "training": {"steps": steps, "evaluate_every": 40, "evaluate_batches": 2, "save_every": 40, "keep": 2},
     }  # fmt: skip
+
+
+Start = Callable[..., ElasticRun]

@@ -70,7 +70,7 @@ class StepMeter:
         # With local steps, steps of a round send different things.
         self._sent: deque[tuple[int, dict[str, int]]] = deque(maxlen=1 if sync is None else sync.every)
         # In an elastic run the ranks tell each other with their votes.
-        self._sends_rows = not config.sdp.elastic.enabled
+        self._sends_rows = not config.sdp.elastic.enabled or sync is not None
 
     def begin(self) -> None:
         """Start to measure a step."""
@@ -106,6 +106,17 @@ class StepMeter:
         if not engine.local_training.has_finished(engine.global_steps):  # not part of a round
             self._sent.append((engine.global_steps, comm))
         return StepFacts(self._learning_rate, self._memory.read(), comm, self._seconds)
+
+    def recount(self) -> None:
+        """Count to the last step what was sent since its end, too.
+
+        An average at the end of the run is not part of a round, and is left out.
+        """
+        step, training = self._engine.global_steps, self._engine.local_training
+        if self._sent and self._sent[-1][0] == step:
+            self._sent[-1] = step, self._engine.traffic.by_kind()
+            if training.has_finished(step) and not training.ends_round(step):
+                self._sent.pop()
 
     def memory_now(self) -> int:
         """Return the peak of memory since the step began, in bytes."""

@@ -54,6 +54,7 @@ class TrainingRun:
     Attributes:
         steps: the last step of the run.
         stop_signal: the signal for which all ranks agreed to stop, 0 if none.
+        last_facts: what this rank measured in the last step.
     """
 
     def __init__(
@@ -76,7 +77,7 @@ class TrainingRun:
         self.lines = StepLines(engine, Utilisation(engine, config.data.sequence_length), self.meter)
         self.signals = StopSignals()
         self.steps = self.stop_signal = 0
-        self._last_facts: StepFacts | None = None
+        self.last_facts: StepFacts | None = None
         self.follow_layout()
 
     def follow_layout(self) -> None:
@@ -178,8 +179,8 @@ class TrainingRun:
             self.record(self.lines.finished(), more)
             self.checkpoints.settle(block=True)
             raise NonFiniteError(f"{error}; the last good one: {self.checkpoints.newest()}") from None
-        self._last_facts = self.meter.end()
-        self.lines.begin(self._last_facts, self.meter.elapsed(), self.signals.received, most)
+        self.last_facts = self.meter.end()
+        self.lines.begin(self.last_facts, self.meter.elapsed(), self.signals.received, most)
         self.record(self.lines.finished(except_newest=self.engine.local_training.lag), more)
 
     def _compute(self, batches: Iterator[Any]) -> None:
@@ -247,7 +248,7 @@ class TrainingRun:
         engine = self.engine
         self.beat.at(engine.global_steps, "the end", None)
         peak = next((each.peak for each in self.observers if isinstance(each, MemoryProbe)), None)
-        facts = rank_facts(engine, self._last_facts, self.meter.sent_per_step(), self._baseline, peak)
+        facts = rank_facts(engine, self.last_facts, self.meter.sent_per_step(), self._baseline, peak)
         ranks = engine.gather_facts(facts)
         if self.files is not None:
             write_summary(self.files, engine, self.corpus, ranks, seconds)

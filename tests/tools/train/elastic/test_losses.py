@@ -6,43 +6,11 @@ import json
 import random
 import re
 import signal
-from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
-from sdp.tests.support.clusters.elastic_runs import MANY, ElasticRun, elastic_config
-
-Start = Callable[..., ElasticRun]
-MICRO = 2  # samples of one rank in a step
-
-
-@pytest.fixture
-def start(corpus: Path, tmp_path: Path) -> Iterator[Start]:
-    runs: list[ElasticRun] = []
-
-    def begin(
-        *more: str,
-        steps: int = MANY,
-        groups: int = 4,
-        ranks: int = 1,
-        settings: dict[str, Any] | None = None,
-        new_interpreters: bool = False,
-        **elastic: float,
-    ) -> ElasticRun:
-        config = elastic_config(corpus, steps=steps, groups=groups, **elastic)
-        config["sdp"] |= settings or {}
-        if "placement" in config["sdp"] or "profile" in config["sdp"]:
-            del config["sdp"]["capacity"]
-        path = tmp_path / "config.json"
-        path.write_text(json.dumps(config))
-        words = ["--nproc", str(groups * ranks), *more]
-        runs.append(ElasticRun(path, tmp_path / f"run-{len(runs)}", *words, new_interpreters=new_interpreters))
-        return runs[-1]
-
-    yield begin
-    for run in runs:
-        run.kill()
+from sdp.tests.support.clusters.elastic_runs import MICRO, ElasticRun, Start
 
 
 def check_lines(lines: list[dict[str, Any]], ranks: int = 1) -> None:

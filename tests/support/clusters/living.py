@@ -1,0 +1,128 @@
+"""Groups of ranks that each have a world of their own, and meet through a coordinator."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import sdp
+import torch
+import torch.distributed as dist
+from sdp.engine.distributed import world
+from sdp.engine.distributed.world import World
+from sdp.engine.elastic.addresses import serve_meeting_store
+from sdp.engine.elastic.assembly import Identity
+from sdp.engine.elastic.coordinator import Coordinator
+from sdp.engine.elastic.member import CoordinatorClient
+from sdp.engine.elastic.session import Session, share_inside
+from sdp.engine.placement.units import find_neuron_units
+from torch.distributed import PrefixStore, TCPStore
+
+from .. import models
+from ..cases import Case
+from ..ranks import RankPool
+
+TOKEN = b"a shared secret"
+GROUPS = 3
+HOLDERS = [[0, 1, 2], [0, 1], [1, 2], [0, 2]]  # of the units, in turn: each survives one loss
+
+
+class DiedError(Exception):
+    """The group is lost here."""
+
+
+def holders_among(case: Case, living: Sequence[int]) -> dict[str, list[int]]:
+    """Return the holders of each unit, numbered among the groups ``living``."""
+    names = models.unit_names(case.model)
+    if case.neurons:
+        names = [unit.name for unit in find_neuron_units(models.build(case.model), case.neurons)]
+    return {
+        name: [living.index(group) for group in HOLDERS[index % len(HOLDERS)] if group in living]
+        for index, name in enumerate(names)
+    }
+
+
+def engine_among(case: Case, living: Sequence[int], engine: str, steps: int) -> Any:
+    """Make the engine of a run that has only the groups ``living``."""
+    config = replace(case, groups=len(living), placement="full").config(engine)
+    del config["sdp"]["capacity"]
+    config["sdp"]["placement"] = holders_among(case, living)
+    config["training"] = {"steps": steps}
+    return sdp.initialize(model=models.build(case.model), config=config)[0]
+
+
+class Loader:
+    """Stands for the data, whose position a session shares."""
+
+    def __init__(self) -> None:
+        self.sampler = SimpleNamespace(data_rank=0, data_ranks=1)
+        self.position = 0
+
+    def state_dict(self) -> dict[str, int]:
+        return {"position": self.position}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.position = state["position"]
+
+
+class Place:
+    """Where a rank of the pool is: its group, and its rank inside the group."""
+
+    def __init__(self, case: Case, rank: int):
+        self.ranks = case.fsdp * case.tp
+        self.slot, self.inside = divmod(rank, self.ranks)
+
+
+def begin(case: Case, place: Place, port: int, life: str, steps: int) -> tuple[Any, Session, CoordinatorClient, Any]:
+    """Build this rank's engine, and find the coordinator.
+
+    Returns:
+        The engine, the session, the connection, and the store that must be kept.
+    """
+    world.enter(World(place.slot * place.ranks + place.inside, place.ranks * GROUPS))
+    engine = engine_among(case, range(GROUPS), "fsdp2", steps)
+    engine.loader = Loader()
+    store, address = serve_meeting_store("127.0.0.1") if place.inside == 0 else (None, "")
+    life = share_inside(f"{life} {place.slot}")
+    who = Identity(place.slot, place.inside, place.ranks, life, "here", share_inside(address))
+    client = CoordinatorClient(("127.0.0.1", port), TOKEN, who, heartbeat_seconds=60, wait_seconds=60)
+    session = Session(client, engine, 60.0, Path(), 60.0)
+    engine.before_update = lambda: session.vote(None)
+    return engine, session, client, store
+
+
+@contextmanager
+def world_of_group(case: Case, store_port: int) -> Iterator[tuple[Place, TCPStore]]:
+    """A context in which this rank of the pool has only its group. Yields a store of all ranks."""
+    place = Place(case, dist.get_rank())
+    dist.destroy_process_group()
+    shared = TCPStore("127.0.0.1", store_port, is_master=False)
+    store = PrefixStore(f"group-{place.slot}", shared)
+    dist.init_process_group("gloo", store=store, rank=place.inside, world_size=place.ranks)
+    try:
+        yield place, shared
+    finally:
+        world.enter(None)
+
+
+def run_groups(ranks: RankPool, case: Case, run: Callable[..., Any], *args: Any) -> list[Any]:
+    """Return what ``run(case, port of the coordinator, port of a store, *args)`` returns, by
+    rank.
+    """
+    coordinator = Coordinator(GROUPS, case.fsdp * case.tp, TOKEN, lambda _: None, heartbeat_seconds=60, wait_seconds=60)
+    coordinator.start()
+    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    try:
+        return ranks.run(run, case, coordinator.port, store.port, *args, world=case.world)
+    finally:
+        coordinator.stop()
+
+
+def part_of(parameter: Any) -> torch.Tensor:
+    """Return a copy of this rank's part of a parameter."""
+    local = parameter.to_local() if hasattr(parameter, "to_local") else parameter
+    return local.detach().clone()

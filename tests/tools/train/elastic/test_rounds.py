@@ -1,0 +1,114 @@
+"""Runs with local steps lose groups in the middle of a round. No step is lost, and every sample is
+counted or reported as skipped.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+import re
+import signal
+from pathlib import Path
+
+import pytest
+from sdp.tests.support.clusters.elastic_runs import MICRO, ElasticRun, Start
+from sdp.tests.support.processes import until
+
+EVERY = 5
+ROUNDS = {"sync": {"every": EVERY}}
+
+
+def check_end(run: ElasticRun, ranks: int = 1) -> None:
+    """The run ends at a signal, after a whole round, with all lines and a checkpoint."""
+    assert run.stop() == 128 + signal.SIGTERM, run.said
+    lines = run.lines()
+    assert [line["step"] for line in lines] == list(range(1, len(lines) + 1))
+    assert len(lines) % EVERY == 0
+    learned = 0
+    for line in lines:  # the groups of a line are those whose changes count
+        learned += line["groups"] * ranks * MICRO
+        if "outer_step" in line:
+            assert line["samples"] - line["skipped_samples"] == learned
+            assert line["outer_step"] * EVERY == line["step"]
+    reported = sum(int(count) for count in re.findall(r"(\d+) samples of group", run.said))
+    assert lines[-1]["skipped_samples"] == reported
+    saved = json.loads((run.dump_dir / "checkpoints" / f"step-{len(lines)}" / "state.json").read_text())
+    assert saved["loader"]["consumed"] == saved["global_samples"] == lines[-1]["samples"]
+    assert saved["sync"].get("skipped_samples", 0) == reported
+    assert all(line["loss"] < 7 for line in lines)
+
+
+def test_groups_are_killed_in_rounds_and_come_back(start: Start) -> None:
+    """Holders are compared after each average."""
+    draws = random.Random(5)
+    run = start(settings=ROUNDS, restarts=10)
+    run.wait_for(2 * EVERY, groups=4)
+    for _ in range(2):
+        run.lose(draws.randrange(4), of=4)
+    check_end(run)
+    assert run.said.count(" was lost after step ") == run.said.count(" joined after step ") == 2
+    assert all(int(step) % EVERY == 0 for step in re.findall(r"joined after step (\d+)", run.said))
+
+
+def test_without_losses_rounds_are_those_of_a_run_without_elastic_groups(start: Start) -> None:
+    """Also of a round that the end of the run cuts short, and of evaluations inside rounds."""
+    steps = 4 * EVERY + 2
+    words = ["--set", "training.evaluate_every=4"]
+    elastic = start(*words, settings=ROUNDS, steps=steps)
+    plain = start(*words, "--set", "sdp.elastic.enabled=false", settings=ROUNDS, steps=steps)
+    assert (elastic.end(), plain.end()) == (0, 0), elastic.said + plain.said
+    for key in ("loss", "grad_norm", "lr", "samples", "skipped_steps"):
+        found, expected = ([line[key] for line in run.lines()] for run in (elastic, plain))
+        assert found == pytest.approx(expected, rel=1e-6), key
+    for key in ("outer_step", "drift", "outer_grad_norm"):
+        found, expected = ([line.get(key, -1) for line in run.lines()] for run in (elastic, plain))
+        assert found == pytest.approx(expected, rel=1e-6), key
+    evaluated = [
+        [json.loads(line)["loss"] for line in (run.dump_dir / "evaluations.jsonl").read_text().splitlines()]
+        for run in (elastic, plain)
+    ]
+    assert evaluated[0] == pytest.approx(evaluated[1], rel=1e-6)
+    for run in (elastic, plain):
+        for rank in json.loads((run.dump_dir / "summary.json").read_text())["ranks"]:
+            assert rank["comm_bytes_per_step"] == rank["comm_bytes_planned"]
+
+
+@pytest.mark.slow
+def test_a_checkpoint_inside_a_round_resumes_bit_for_bit(start: Start, tmp_path: Path) -> None:
+    steps, save_every = 4 * EVERY, EVERY + 2
+    words = ["--set", f"training.save_every={save_every}", "--set", f"training.steps={steps}"]
+    whole = start(*words, settings=ROUNDS, steps=steps)
+    assert whole.end() == 0, whole.said
+    run = start(*words[:2], settings=ROUNDS, steps=steps)
+    until(
+        lambda: (run.dump_dir / "checkpoints" / f"step-{save_every}" / "state.json").exists(), seconds=120, pause=0.002
+    )
+    run.kill()
+    again = ElasticRun(tmp_path / "config.json", run.dump_dir, "--nproc", "4", "--resume", *words)
+    assert again.end() == 0, again.said
+    assert re.search(r"resumed from .*step-(7|14)\n", again.said), again.said
+    assert [line["loss"] for line in again.lines()] == [line["loss"] for line in whole.lines()]
+
+
+@pytest.mark.slow
+def test_a_group_that_hangs_in_a_round_is_cut_off_and_rejoins(start: Start) -> None:
+    run = start(settings=ROUNDS, restarts=3, heartbeat_seconds=5)
+    run.wait_for(2 * EVERY, groups=4)
+    run.hit(0, signal.SIGSTOP)
+    run.wait_for(EVERY, groups=3)
+    assert "no heartbeat for 5 s" in run.said
+    run.hit(0, signal.SIGCONT)
+    run.wait_for(EVERY, groups=4)
+    check_end(run)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("masking", ["forward", "backward"])
+def test_a_rank_inside_a_sharded_group_is_killed_in_a_round(start: Start, masking: str) -> None:
+    run = start(
+        "--set", "zero_optimization.stage=3", groups=3, ranks=2,
+        settings={"capacity": 0.7, "masking": masking} | ROUNDS, restarts=3,
+    )  # fmt: skip
+    run.wait_for(EVERY, groups=3)
+    run.lose(2, of=3)
+    check_end(run, ranks=2)
