@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any, NoReturn, Self
 
 import torch
@@ -46,6 +48,7 @@ class DeepSpeedNames(EngineFacts):
         self.tput_timer = ThroughputTimer()
         self.monitor = DeepSpeedMonitor(config, writes=self.global_rank == 0)
         self._own_boundary: bool | None = None
+        self._syncing = True
 
     def __getattr__(self, name: str) -> Any:
         """Return the model's attribute, as DeepSpeed does, for a name that the engine does not
@@ -167,6 +170,16 @@ class DeepSpeedNames(EngineFacts):
     def set_data_post_process_func(self, post_process_func: Any) -> None:
         """Do nothing: DeepSpeed calls the function only with a curriculum, which is refused."""
 
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """A context in which gradients are not averaged. ``step`` is an error inside."""
+        with self._backend.no_sync():
+            self._syncing = False
+            try:
+                yield
+            finally:
+                self._syncing = True
+
     # -- ranks -------------------------------------------------------------------------------------
 
     mpu = None  # sdp.initialize accepts no other value
@@ -180,9 +193,7 @@ class DeepSpeedNames(EngineFacts):
 
     @property
     def data_parallel_group(self) -> dist.ProcessGroup | None:
-        """The group of the ranks that read different data. None in one process, refused with tensor
-        parallelism.
-        """
+        """The group of the ranks that read different data. None in one process."""
         if self.layout.mesh.tp > 1:
             raise OutOfScopeError("engine.data_parallel_group: with tensor parallelism, use engine.layout.mesh")
         return dist.group.WORLD if dist.is_initialized() else None
@@ -205,16 +216,6 @@ class DeepSpeedNames(EngineFacts):
         return self.config.sdp.engine == "deepspeed"
 
     # -- the configuration -----------------------------------------------------------------------
-
-    def gradient_clipping(self) -> float | None:
-        """The largest norm of the full model's gradient, or None if gradients are not clipped."""
-        return self.config.gradient_clipping
-
-    def steps_per_print(self) -> int:
-        return self.config.steps_per_print
-
-    def wall_clock_breakdown(self) -> bool:
-        return self.config.wall_clock_breakdown
 
     def get_mom(self) -> list[Any]:
         """By parameter group, Adam's betas or SGD's momentum."""
@@ -313,8 +314,6 @@ class DeepSpeedNames(EngineFacts):
         self._backend.zero_grad()
         if self._is_deepspeed:
             self.deepspeed.destroy()
-
-    # -- without effect here ---------------------------------------------------------------------
 
     def empty_partition_cache(self) -> None:
         """Do nothing: no gathered parameters are kept between steps."""

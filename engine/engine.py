@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +23,7 @@ from .checkpoint.settings import settings_to_save, warn_of_other_settings
 from .config.schema import Config
 from .deepspeed_names import DeepSpeedNames
 from .distributed.agreement import Ranks
-from .distributed.tensors import local_tensor
+from .distributed.tensors import local_tensor, outside_inference_mode
 from .errors import ConfigError
 from .optim.param_groups import named_rates
 from .optim.schedules import Schedule
@@ -53,7 +52,7 @@ class SDPEngine(DeepSpeedNames):
         self.training_dataloader: Any = None  # the third value of sdp.initialize, which ends with the epoch
         self.global_steps = self.micro_steps = self.global_samples = 0
         self._losses: list[torch.Tensor] = []  # of the micro-batches since the last step
-        self._reduced, self._syncing = False, True
+        self._reduced = False
         self.follow_layout()
 
     # -- training ----------------------------------------------------------------------------------
@@ -79,13 +78,18 @@ class SDPEngine(DeepSpeedNames):
             scale_wrt_gas: Divide by the accumulation steps, as DeepSpeed does.
 
         Raises:
-            ConfigError: ``retain_graph`` is True.
+            ConfigError: ``retain_graph`` is True, or the loss has no gradient.
         """
         if retain_graph:
             raise ConfigError(
                 "backward: retain_graph is impossible: gradients are reduced as the graph is freed; add the losses up"
             )
         scalar = loss_of(loss)
+        if not scalar.requires_grad:
+            raise ConfigError(
+                "backward: the loss has no gradient: it was computed without one, or from frozen parameters alone; "
+                "call model.train() before, leave torch.no_grad(), and set requires_grad"
+            )
         boundary = self.is_gradient_accumulation_boundary() and self._syncing
         scaled = scalar / self._batch.accumulation if scale_wrt_gas else scalar
         self._backend.backward(scaled, boundary=boundary)
@@ -173,16 +177,6 @@ class SDPEngine(DeepSpeedNames):
         self._backend.zero_grad()
         self.noise.drop()
 
-    @contextmanager
-    def no_sync(self) -> Iterator[None]:
-        """A context in which gradients are not averaged. ``step`` is an error inside."""
-        with self._backend.no_sync():
-            self._syncing = False
-            try:
-                yield
-            finally:
-                self._syncing = True
-
     def finish_round(self) -> bool:
         """With local steps: average what groups learned since the last average. Collective.
 
@@ -192,6 +186,7 @@ class SDPEngine(DeepSpeedNames):
 
     # -- checkpoints -------------------------------------------------------------------------------
 
+    @outside_inference_mode()
     def save_checkpoint(
         self,
         save_dir: str | Path,
@@ -255,6 +250,7 @@ class SDPEngine(DeepSpeedNames):
         """End a background save and raise its error. Without ``block``, only if it is done."""
         self._saver.wait(block=block)
 
+    @outside_inference_mode()
     def load_checkpoint(
         self,
         load_dir: str | Path,

@@ -19,8 +19,10 @@ from .config.schema import Config
 from .distributed import world
 from .distributed.agreement import agree_on_rates, gather_json, start_max
 from .distributed.hosts import machine_id
+from .distributed.tensors import outside_inference_mode
 from .distributed.traffic import Traffic
 from .environment.detect import detect
+from .errors import ConfigError
 from .full_model.evaluation import in_eval_mode
 from .full_model.recalibration import tracks_statistics, with_statistics
 from .full_model.warnings import Evaluation, warn_of_partial_pass, warn_of_partial_state
@@ -166,15 +168,6 @@ class EngineFacts:
         """The learning rate of every parameter group, for the next step."""
         return self._backend.learning_rates()
 
-    def bfloat16_enabled(self) -> bool:
-        return self.config.bf16.enabled
-
-    def fp16_enabled(self) -> bool:
-        return self.config.fp16.enabled
-
-    def zero_optimization_stage(self) -> int:
-        return self.config.zero_optimization.stage
-
     def train_batch_size(self) -> int:
         return self._batch.train
 
@@ -264,7 +257,7 @@ class EngineFacts:
         needed, free = self.uncut.bytes_needed(kind), free_bytes(self.device)
         facts = self.gather_facts([free, machine_id()])
         check_room(needed, [each[0] for each in facts], [each[1] for each in facts], self.device)
-        with self.local_training.anchored():
+        with outside_inference_mode(), self.local_training.anchored():
             values = self.uncut.gather(self._backend.stream_state(), kind, self.device)
         with self.uncut.filled(values, kind, self.device, self.layout) as model:
             yield model
@@ -275,7 +268,7 @@ class EngineFacts:
         Other ranks get None. Tied parameters appear under each of their names. Parameters cross
         the network one at a time.
         """
-        with self.local_training.anchored():
+        with outside_inference_mode(), self.local_training.anchored():
             streamed = ((name, tensor) for name, tensor in self._backend.stream_state() if tensor is not None)
             state = {name: tensor.detach().cpu().clone() for name, tensor in streamed}
         if self.global_rank != 0:
@@ -289,17 +282,23 @@ class EngineFacts:
         """
         self._write_whole(Path(save_directory), "model.safetensors", None)
 
-    def save_16bit_model(self, save_dir: str | Path, save_filename: str = "model.safetensors") -> bool:
-        """Write the model as safetensors in the precision of the computation. Collective."""
+    def save_16bit_model(
+        self, save_dir: str | Path, save_filename: str = "model.safetensors", exclude_frozen_parameters: bool = False
+    ) -> bool:
+        """Write the model in the precision of the computation. Collective.
+
+        A name that ends in .bin, .pt or .pth gets a file for ``torch.load``, as DeepSpeed writes
+        it, and any other name gets safetensors. ``exclude_frozen_parameters`` must be False.
+        """
+        if exclude_frozen_parameters:
+            raise ConfigError("save_16bit_model: exclude_frozen_parameters must be False: the file has all weights")
         self._write_whole(Path(save_dir), save_filename, getattr(torch, self.config.precision))
         return True
 
     def _write_whole(self, directory: Path, name: str, dtype: torch.dtype | None) -> None:
         state = self.full_state_dict()
         if state is not None:
-            # Safetensors refuses tied tensors. Models tie them again when they load.
-            own = {key: value for key, value in state.items() if key not in self.layout.aliases}
-            write_weights(own, directory / name, dtype)
+            write_weights(state, self.layout.aliases, directory / name, dtype)
             write_configuration(self.module, directory)
         if not self._is_reference:
             dist.barrier(world.group())  # no rank reads the files before they are complete

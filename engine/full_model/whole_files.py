@@ -14,14 +14,28 @@ from torch.distributed.fsdp import FSDPModule
 from ..model_interface import get_config
 
 
-def write_weights(state: Mapping[str, torch.Tensor], path: Path, dtype: torch.dtype | None) -> None:
-    """Write ``state`` as safetensors. Floating-point tensors get ``dtype``, if it is given."""
+def write_weights(
+    state: Mapping[str, torch.Tensor], aliases: Mapping[str, str], path: Path, dtype: torch.dtype | None
+) -> None:
+    """Write ``state`` as safetensors, or for ``torch.load`` if the name of ``path`` asks for that.
+
+    Args:
+        state: The whole model.
+        aliases: The other names of tied tensors, with the name that they have first. Safetensors
+            refuses tied tensors, and models tie them again when they load.
+        path: The file.
+        dtype: The type of floating-point tensors; None keeps theirs.
+    """
     tensors = {
         name: (tensor.to(dtype) if dtype is not None and tensor.is_floating_point() else tensor).contiguous()
         for name, tensor in state.items()
+        if name not in aliases
     }
     path.parent.mkdir(parents=True, exist_ok=True)
-    save_file(tensors, path, metadata={"format": "pt"})
+    if path.suffix in (".bin", ".pt", ".pth"):
+        torch.save(tensors | {alias: tensors[name] for alias, name in aliases.items()}, path)
+    else:
+        save_file(tensors, path, metadata={"format": "pt"})
 
 
 def write_configuration(module: nn.Module, directory: Path) -> None:

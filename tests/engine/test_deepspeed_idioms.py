@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 import sdp
 import torch
-from sdp.tests.support.models import Mlp, mlp
+from safetensors.torch import load_file
+from sdp.tests.support.models import Mlp, cpu_state, llama, mlp
 from torch import nn
 from torch.nn import functional as F
 
@@ -130,3 +131,29 @@ def test_a_run_goes_on_with_the_state_of_the_script(tmp_path: Path) -> None:
     assert path is not None
     assert (client["epoch"], again.global_steps) == (3, 1)
     assert torch.equal(client["random"], torch.get_rng_state())
+
+
+@pytest.mark.parametrize("name", ["pytorch_model.bin", "model.safetensors"])
+def test_the_file_of_weights_is_what_its_name_says(tmp_path: Path, name: str) -> None:
+    """DeepSpeed writes ``pytorch_model.bin``, and other programs read it with ``torch.load``."""
+    model = llama(tied=True, device="cpu")
+    state = cpu_state(model)
+    engine = sdp.initialize(model=model, config=CONFIG | {"bf16": {"enabled": True}})[0]
+    engine.save_16bit_model(tmp_path, name)
+    file = tmp_path / name
+    found = load_file(file) if name.endswith(".safetensors") else torch.load(file, weights_only=True)
+    if name.endswith(".bin"):  # tied tensors have all of their names, and are stored once
+        assert found.keys() == state.keys()
+        assert found["lm_head.weight"].data_ptr() == found["model.embed_tokens.weight"].data_ptr()
+    for key, value in found.items():
+        assert torch.equal(value, state[key].bfloat16())
+    with pytest.raises(sdp.ConfigError, match="exclude_frozen_parameters must be False"):
+        engine.save_16bit_model(tmp_path, name, exclude_frozen_parameters=True)
+
+
+def test_a_loss_without_a_gradient_says_why() -> None:
+    engine = sdp.initialize(model=mlp(), config=CONFIG)[0]
+    with torch.no_grad():
+        loss = engine(*rows())
+    with pytest.raises(sdp.ConfigError, match=r"^backward: the loss has no gradient: .*call model\.train\(\)"):
+        engine.backward(loss)

@@ -19,6 +19,7 @@ from torch import nn
 from ...config.masking import Masking
 from ...config.sync import SyncSection
 from ...distributed.mesh import Coordinates
+from ...distributed.tensors import outside_inference_mode
 from ...distributed.traffic import Traffic
 from ...full_model.evaluation import StreamedEvaluation, mean_loss
 from ...optim.clip import squared_norm
@@ -190,7 +191,8 @@ class DeepSpeedBackend(DeepSpeedSteps):
     def forward(self, call: Callable[[nn.Module, Any], Any], batch: Any) -> Any:
         if self.local is not None:
             self.local.freshen()
-        return call(CalledEngine(self.deepspeed), batch)
+        with outside_inference_mode():
+            return call(CalledEngine(self.deepspeed), batch)
 
     def backward(self, loss: torch.Tensor, *, boundary: bool) -> None:
         reducer = self._reducer

@@ -16,7 +16,7 @@ from ...config.sync import SyncSection
 from ...distributed import world
 from ...distributed.process_groups import Communicators
 from ...distributed.tensor_collectives import TensorRanks
-from ...distributed.tensors import local_tensor
+from ...distributed.tensors import local_tensor, outside_inference_mode
 from ...distributed.traffic import Traffic
 from ...full_model.evaluation import StreamedEvaluation, mean_loss
 from ...model_interface import get_sharding_groups
@@ -223,7 +223,8 @@ class FSDP2Backend(ShardedBackend):
             self._refresh.finish()
 
     def forward(self, call: Callable[[nn.Module, Any], Any], batch: Any) -> Any:
-        return call(self.module, batch)
+        with outside_inference_mode():
+            return call(self.module, batch)
 
     def backward(self, loss: torch.Tensor, *, boundary: bool) -> None:
         if isinstance(self.module, FSDPModule):
@@ -291,7 +292,7 @@ class FSDP2Backend(ShardedBackend):
         They must stay, because batches take turns inside the root's forward.
         """
         gathered = root_stays_gathered(self.module, reshards=self._reshards, at_end=self.shard_parameters)
-        with torch.no_grad(), gathered:
+        with outside_inference_mode(), torch.no_grad(), gathered:
             yield
 
     def shard_parameters(self) -> None:

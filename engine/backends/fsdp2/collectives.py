@@ -70,16 +70,9 @@ def drop_unreduced_gradients(module: FSDPModule) -> None:
             parameter._unsharded_param.grad = None
 
 
-def reduce_all_parameters_once(module: FSDPModule) -> list[ModuleUses]:
-    """Make a backward pass reduce the gradients of the module once, unused parameters included.
-
-    By default FSDP2 leaves unused parameters out of the reduction. If ranks use different
-    parameters, they would then reduce different ones together, without an error.
-    """
-    groups = _parameter_groups(module)
-    for group in groups:
-        group.reduce_scatter_unused_params = True  # torch's setter for this is younger than torch 2.11
-    return [ModuleUses(group) for group in groups]
+def reduce_once(module: FSDPModule) -> list[ModuleUses]:
+    """Make a backward pass reduce all gradients of the module once."""
+    return [ModuleUses(group) for group in _parameter_groups(module)]
 
 
 def zero_missing_gradients(root: nn.Module) -> None:

@@ -14,7 +14,8 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, OffloadPoli
 from ...distributed.traffic import Traffic
 from ...errors import ModelError
 from ...placement.layout import Layout
-from .collectives import CountingAllGather, CountingReduceScatter, reduce_all_parameters_once
+from .collectives import CountingAllGather, CountingReduceScatter, reduce_once
+from .passes import refuse_hidden_results, refuse_inference_mode
 from .uses import ModuleUses
 
 
@@ -62,10 +63,13 @@ def shard(
     for parameter in model.parameters():  # FSDP2 refuses parameters that are not contiguous
         parameter.data = parameter.data.contiguous()
     uses: list[ModuleUses] = []
-    for module in [model.get_submodule(name) for name in names] + [model]:
+    for name in [*names, ""]:
+        module = model.get_submodule(name)
         apply(module)
         assert isinstance(module, FSDPModule)
         module.set_custom_all_gather(CountingAllGather(traffic))
         module.set_custom_reduce_scatter(CountingReduceScatter(traffic))
-        uses += reduce_all_parameters_once(module)
+        uses += reduce_once(module)
+        refuse_hidden_results(module, name)
+    refuse_inference_mode(model)
     return uses

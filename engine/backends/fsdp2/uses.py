@@ -13,19 +13,38 @@ from typing import Any
 import torch
 from torch.utils._pytree import tree_leaves
 
+from ...batch.call import tensors_in
+from ...errors import ConfigError
+
+# What this file reads or replaces of FSDP2's groups of parameters.
+_NAMES = (
+    "_register_post_backward_hook post_backward finalize_backward fsdp_params reduce_grads reshard_after_backward "
+    "_reshard_after_forward"
+).split()
+
 
 class _Use:
     """One use of a module. It lives as long as the graph of its forward pass."""
 
 
 class ModuleUses:
-    """Counts the uses of a module, and makes FSDP2 reduce its gradients after the last one.
+    """Counts the uses of a module, and makes FSDP2 reduce its gradients once, after the last use.
+
+    All gradients of the module are reduced, those of unused parameters as zeros. FSDP2 leaves them
+    out. If ranks use different parameters, it would add up the gradients of different ones, without
+    an error.
 
     Args:
         group: FSDP2's group of the module's parameters.
+
+    Raises:
+        ConfigError: This version of torch has another FSDP2.
     """
 
     def __init__(self, group: Any):
+        missing = [name for name in _NAMES if not hasattr(group, name)]
+        if missing:
+            raise _unsupported(f"has no {missing[0]}")
         self._group = group
         self._expected = weakref.WeakSet[_Use]()  # uses that backward has not reached yet
         self._ends_with_pass = False  # a use whose inputs need no gradient: FSDP2 sees its end with that of the pass
@@ -36,8 +55,10 @@ class ModuleUses:
     def _begin_use(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
         args, kwargs = self._note(args, kwargs)
         if torch.is_grad_enabled():
-            node = next(filter(None, map(_node_of, tree_leaves((args, kwargs)))), None)
+            node = next(filter(None, map(_node_of, tensors_in((args, kwargs)))), None)
             if node is None:
+                if any(isinstance(leaf, torch.Tensor) and leaf.requires_grad for leaf in tree_leaves((args, kwargs))):
+                    raise _unsupported("marks the inputs of modules in another way")
                 self._ends_with_pass = True
             else:
                 node.metadata["use"] = use = _Use()
@@ -50,7 +71,7 @@ class ModuleUses:
             self._expected.pop()
         self._held_back = False
         if not (self._expected or (in_graph and self._ends_with_pass)):
-            self._reduce()
+            self._reduce_all()
             return
         # Before its last use, the module is sharded as after a use in forward.
         group = self._group
@@ -70,8 +91,25 @@ class ModuleUses:
         self._ends_with_pass = False
         if self._held_back:
             self._held_back = False
-            self._reduce()
+            self._reduce_all()
             self._group.finalize_backward()
+
+    def _reduce_all(self) -> None:
+        """Reduce the gradients of all parameters that were gathered."""
+        for parameter in self._group.fsdp_params if self._group.reduce_grads else ():
+            whole = getattr(parameter, "_unsharded_param", None)
+            if whole is None or whole.grad is not None or parameter.unsharded_accumulated_grad is not None:
+                continue
+            if whole.requires_grad:
+                whole.grad = torch.zeros_like(whole)
+        self._reduce()
+
+
+def _unsupported(problem: str) -> ConfigError:
+    return ConfigError(
+        f"torch {torch.__version__}: FSDP2 {problem}, which sdp needs; install the version of torch that README.md "
+        "names as tested"
+    )
 
 
 def _node_of(value: Any) -> Any:
