@@ -94,7 +94,11 @@ def _announce_sharing(engine: SDPEngine) -> None:
         log.info("masking: units that a group does not hold run from frozen copies, which holders refresh after each "
                  "step (at most %d more communicators per rank)", most)  # fmt: skip
     if (scale := engine.backend.rate_scale) is not None:
-        log.info("rates: sdp.lr_scale %s multiplies those of units by %s", config.sdp.lr_scale, scale.describe())
+        log.info(
+            "rates: sdp.lr_scale %s multiplies the learning rates of units by %s",
+            config.sdp.lr_scale,
+            scale.describe(),
+        )
     if config.sdp.sync is not None:
         log.info("sync: %s", engine.local_training.describe())
         if layout.mesh.sdp == 1:

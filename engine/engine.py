@@ -161,7 +161,7 @@ class SDPEngine(DeepSpeedNames):
         self._backend.use_masking(self.config.masking_schedule.at(self.global_steps + 1))
 
     def follow_layout(self) -> None:
-        """Go on from the last whole step with the groups of the backend's layout, which changed."""
+        """Take over a changed layout of the backend, and go on from the last complete step."""
         self._batch = self._batch.on(self.layout.mesh)
         self.micro_steps = self.global_steps * self._batch.accumulation
         self._saved = self._backend.state_to_save()
@@ -208,7 +208,7 @@ class SDPEngine(DeepSpeedNames):
             tag: The name of this one; default ``step-N``.
             client_state: The caller's own state: JSON values, tensors, arrays, tuples, namespaces.
             save_latest: Whether a load without a tag finds this checkpoint.
-            exclude_frozen_parameters: Has no effect, with a warning: a checkpoint is whole.
+            exclude_frozen_parameters: Has no effect but a warning. A checkpoint has all weights.
             keep: Keep only this many of the checkpoints that are named after steps.
             background: Return when all is copied to host memory; write while training continues.
                 :meth:`wait_for_checkpoint` raises the error of a save that failed.

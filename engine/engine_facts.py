@@ -126,8 +126,11 @@ class EngineFacts:
         return gather_json(facts) if self.world_size > 1 else [facts]
 
     def start_max(self, values: Sequence[int]) -> Callable[[], list[int]]:
-        """Start to find the maximum of each value over all ranks. Returns a function that waits.
-        The message has 8 bytes for each value. :attr:`traffic` does not count it. Collective."""
+        """Start to find the maximum of each value over all ranks. Collective.
+
+        Returns a function that waits for the maxima and returns them. The message has 8 bytes for
+        each value. :attr:`traffic` does not count it.
+        """
         return start_max(values) if self.world_size > 1 else lambda: list(values)
 
     def check_holders(self) -> None:

@@ -49,7 +49,7 @@ class BatchSize:
         return result
 
     def on(self, mesh: Mesh) -> BatchSize:
-        """Return the sizes with the same micro-batches on another mesh."""
+        """Return the batch size on another mesh. Micro-batch and accumulation stay the same."""
         return BatchSize(self.micro * self.accumulation * mesh.data_ranks, self.micro, self.accumulation)
 
     def _mismatch(self, given: tuple[int | None, ...], mesh: Mesh) -> str:

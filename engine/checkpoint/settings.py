@@ -117,9 +117,9 @@ def warn_of_other_settings(
     Args:
         path: The checkpoint.
         state: Its ``state.json``.
-        own: The configured ones.
-        rates: The rates before it was loaded.
-        optimizer: The optimizer, with the loaded rates.
+        own: The settings of this run.
+        rates: The learning rates before the checkpoint was loaded.
+        optimizer: The optimizer, with the learning rates of the checkpoint.
         names: For each parameter group, the canonical names of its parameters.
         scheduler: The schedule at the loaded step, or None.
     """

@@ -18,7 +18,7 @@ Masking = Literal["forward", "backward"]
 def _refuse_whole_run(value: Any) -> Any:
     """Refuse 1.0, which is the whole run as a fraction and the first step as a number."""
     if isinstance(value, float) and value == 1.0:
-        raise ValueError("1.0 is no part of the run; give a fraction below 1, or 1 for the first step")
+        raise ValueError("1.0 would be the whole run; give a fraction below 1, or 1 for the first step")
     return value
 
 

@@ -136,10 +136,10 @@ def start_max(values: Sequence[int]) -> Callable[[], list[int]]:
     """Start to find the element-wise maximum of ``values`` over all ranks. Collective.
 
     Args:
-        values: integers of 64 bits, as many on every rank.
+        values: 64-bit integers, the same number of them on every rank.
 
     Returns:
-        A function that waits for the maxima.
+        A function that waits for the maxima and returns them.
     """
     if not dist.is_initialized():
         return lambda: list(values)

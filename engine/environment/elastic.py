@@ -46,7 +46,7 @@ def elastic_environment() -> ElasticEnvironment | None:
     if slot is None:
         return None
     if not address:
-        raise LaunchError(f"{SLOT} is set, but {COORDINATOR} is not; name HOST:PORT of sdp coordinate in it")
+        raise LaunchError(f"{SLOT} is set, but {COORDINATOR} is not; set it to HOST:PORT of sdp coordinate")
     parts = split_address(address)
     if re.fullmatch("[0-9]{1,7}", slot) is None or parts is None:
         raise LaunchError(
@@ -64,9 +64,9 @@ def split_address(address: str) -> tuple[str, int] | None:
 
 
 def hidden_loopback(host: str, address: str) -> str | None:
-    """Return a warning if ``host`` is a name, and this host takes it for a loopback ``address``.
+    """Return a warning if ``host`` is a name with a loopback ``address`` on this host, else None.
 
-    Many systems give their own name an address such as 127.0.1.1, which no other host reaches.
+    Many systems give their own name an address such as 127.0.1.1, which no other host can reach.
     """
     if host == "localhost" or host == address or not address.startswith("127."):
         return None
@@ -96,8 +96,12 @@ def read_token() -> bytes:
 def variables_of_group() -> dict[str, str]:
     """Return the variables that a launcher must give to all ranks of one group, on any host.
 
-    Empty if no group was named. Raises LaunchError if the token is not in a file: it must not be on
-    a command line, which all users of a host can read.
+    Returns:
+        The variables. Empty if ``SDP_ELASTIC_GROUP`` names no group.
+
+    Raises:
+        LaunchError: the token is not in a file. A launcher puts variables on command lines, which
+            all users of a host can read, so the token itself must not be among them.
     """
     if (told := elastic_environment()) is None:
         return {}
@@ -109,8 +113,9 @@ def variables_of_group() -> dict[str, str]:
 
 
 def is_elastic_rank() -> bool:
-    """Return whether this process belongs to one group of an elastic run, which has a launch of its
-    own or was started by the local launcher.
+    """Return whether this process belongs to a group of an elastic run.
+
+    Either the group has its own launch, or the local launcher started the process.
     """
     return SLOT in os.environ
 
@@ -118,6 +123,6 @@ def is_elastic_rank() -> bool:
 def gloo_interface() -> str | None:
     """Return the interface that the user chose for gloo, or None.
 
-    Call this before the ranks of a group on one host are given the loopback interface.
+    Call this early: ranks of a group on one host are given the loopback interface later.
     """
     return os.environ.get("GLOO_SOCKET_IFNAME") or None

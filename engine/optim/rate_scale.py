@@ -38,10 +38,10 @@ def exponent_of(setting: str | float, *, is_sgd: bool) -> float:
 
 
 class HolderScale:
-    """The factor of a unit's rate, by its holders.
+    """The factor of a unit's learning rate, (k / k̄)^p.
 
     Args:
-        placement: the holders of the units, and their numbers of parameters.
+        placement: the holders of the units, and the units' numbers of parameters.
         exponent: p.
     """
 
@@ -57,7 +57,7 @@ class HolderScale:
         return 1.0 if unit == SHARED else self._with(len(holders))
 
     def describe(self) -> str:
-        """Say by what the rates are multiplied: "0.82 (2 holders) to 1.15 (4 holders)"."""
+        """Return the range of the factors as text: "0.82 (2 holders) to 1.15 (4 holders)"."""
         ends = dict.fromkeys((self._counts[0], self._counts[-1]))
         return " to ".join(f"{self._with(k):.2f} ({k} holder{'s' * (k > 1)})" for k in ends)
 
@@ -66,7 +66,7 @@ class HolderScale:
 
 
 def describe_rates(setting: str | float, optimizer: str | None, placement: Placement) -> str | None:
-    """Say by what the rates are multiplied, or return None if they are not scaled.
+    """Return the range of the factors as text, or None if the rates are not scaled.
 
     Args:
         setting: ``sdp.lr_scale``.
@@ -83,8 +83,9 @@ class ScaledRates:
     Args:
         optimizer: The optimizer, which gets hooks.
         scale_of: Returns the factor of a parameter, from its parameter group and the parameter.
-        elementwise: Factors of single elements, for whole parameters of which slices have holders
-            of their own. They broadcast to the parameter. ``scale_of`` must return 1 for these.
+        elementwise: Factors of single elements, for whole parameters whose slices have different
+            holders. They broadcast to the parameter. ``scale_of`` must return 1 for these
+            parameters.
     """
 
     def __init__(

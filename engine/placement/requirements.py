@@ -25,7 +25,7 @@ def require_inside(units: Sequence[Unit], blocks: Sequence[str]) -> None:
 
 
 def require_whole_tensors_if_random(model: nn.Module, mesh: Mesh) -> None:
-    """Refuse tensor parallelism for a model that states random options (``random_options()``).
+    """Raise ConfigError for tensor parallelism with a model that states ``random_options()``.
 
     Every rank draws its own numbers. Tensor-parallel ranks would need the same numbers for the
     tensors that all of them have.
@@ -36,7 +36,10 @@ def require_whole_tensors_if_random(model: nn.Module, mesh: Mesh) -> None:
 
 
 def require_a_block_in_each_group(placement: Placement, mesh: Mesh) -> None:
-    """Refuse to skip the only block of a model, which may apply it several times."""
+    """Raise ModelError if a group would skip the only block of a model.
+
+    The model may apply this block several times, so the group would have no layers at all.
+    """
     if len(placement.units) == 1 and len(placement.holders[0]) < mesh.sdp:
         raise ModelError(
             f'sdp.units: "auto" finds one block, {placement.units[0]}, and a group that skips it would have none; use '

@@ -160,7 +160,7 @@ class GradientSync:
                 self._hooks.append(parameter.register_post_accumulate_grad_hook(self._make_hook(pending)))
 
     def close(self) -> None:
-        """Watch the parameters no longer, because another object averages their gradients."""
+        """Remove the hooks, because another object averages the gradients from now on."""
         for hook in self._hooks:
             hook.remove()
 

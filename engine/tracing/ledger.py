@@ -115,7 +115,7 @@ class Ledger(TorchDispatchMode):
 
         torch.UntypedStorage.resize_ = resizing  # type: ignore[method-assign]
         # When DTensor meets an operator for the first time, it runs it on fake tensors to learn
-        # the shape of the result. A device never has these.
+        # the shape of the result. No device allocates these tensors.
         self._propagate: Callable[..., Any] = getattr(ShardingPropagator, _PROPAGATE)
         propagate = self._propagate
 

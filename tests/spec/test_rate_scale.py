@@ -148,7 +148,8 @@ def test_it_says_by_what_the_rates_are_multiplied(caplog: pytest.LogCaptureFixtu
     mean = sum(len(of) * cost for of, cost in zip(placement.holders, placement.costs, strict=True)) / sum(
         placement.costs
     )
-    assert f"multiplies those of units by {1 / mean:.2f} (1 holder) to {2 / mean:.2f} (2 holders)" in caplog.text
+    factors = f"{1 / mean:.2f} (1 holder) to {2 / mean:.2f} (2 holders)"
+    assert f"multiplies the learning rates of units by {factors}" in caplog.text
 
 
 def test_it_is_refused_with_local_steps() -> None:

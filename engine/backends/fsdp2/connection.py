@@ -1,4 +1,4 @@
-"""The layer between groups, as the native backend connects it to its parameters."""
+"""Connects the native backend's parameters to the layer between groups."""
 
 from __future__ import annotations
 
@@ -14,17 +14,31 @@ from ...placement.layout import Layout
 from ...placement.units import SHARED
 from ...sync.gradients import AllReduce, GradientSync
 
-ComesLast = Callable[[str], bool]
+ComesLast = Callable[[str], bool]  # whether the gradient of a parameter is ready only at the end of backward
 
 
 def ends_in_root(layout: Layout, module: nn.Module, *, uses_fsdp: bool) -> ComesLast:
-    """Return whether FSDP2 reduces a parameter at the end of backward, with the root's own ones."""
+    """Return a function that says whether FSDP2 reduces a parameter at the end of backward.
+
+    FSDP2 reduces the parameters of the root module there: those that no wrapped module has.
+
+    Args:
+        layout: the layout, whose blocks are wrapped.
+        module: the model, which may name further modules that are wrapped.
+        uses_fsdp: whether FSDP2 shards or casts the model at all.
+    """
     wrapped = tuple(f"{name}." for name in (*get_sharding_groups(module), *layout.blocks))
     return lambda name: uses_fsdp and layout.parameters[name].unit == SHARED and not name.startswith(wrapped)
 
 
 def make_sync(backend: SubnetworkBackend, comes_last: ComesLast, all_reduce: AllReduce) -> GradientSync:
-    """Make what averages gradients among holders."""
+    """Make the object that averages gradients among holders.
+
+    Args:
+        backend: gives the layout, the parameters and the process groups.
+        comes_last: see :func:`ends_in_root`.
+        all_reduce: starts an all-reduce.
+    """
     return GradientSync(
         backend.layout.buckets(comes_last),
         backend.parameters,
@@ -38,7 +52,10 @@ def make_sync(backend: SubnetworkBackend, comes_last: ComesLast, all_reduce: All
 
 
 def make_inner_sync(backend: SubnetworkBackend, comes_last: ComesLast) -> GradientSync:
-    """Make what averages the gradients of local steps: among this group's replicas only."""
+    """Make the object that averages the gradients of local steps, among this group's replicas only.
+
+    The arguments are those of :func:`make_sync`.
+    """
     holder_sets = {info.holders for info in backend.layout.parameters.values()}
     replicas = backend.communicators.replicas
     return GradientSync(
@@ -54,7 +71,9 @@ def make_inner_sync(backend: SubnetworkBackend, comes_last: ComesLast) -> Gradie
 
 
 def _partial(backend: SubnetworkBackend) -> list[str]:
-    """Name the parameters whose gradient is this tensor-parallel rank's share of a sum."""
+    """Return the names of parameters whose gradient is only this tensor-parallel rank's part of a
+    sum.
+    """
     held = backend.layout.held(backend.at.sdp)
     return [info.name for info in held if info.trainable and info.tp_dim is None]
 
@@ -70,8 +89,8 @@ def await_weights(
     Args:
         module: the model.
         blocks: the names of the blocks.
-        wait: waits for the weights of a block. A stream that gathers them waits, too.
-        stream_of: returns this stream.
+        wait: waits for the weights of a block, and makes the given stream wait for them, too.
+        stream_of: returns the stream on which FSDP2 gathers a module's shards, or None.
     """
 
     def waiting(name: str) -> Callable[[nn.Module, Any], None]:

@@ -11,14 +11,14 @@ from .backend import FSDP2Backend
 
 
 def reconnect(backend: FSDP2Backend, phases: Mapping[Masking, Layout], communicators: Communicators) -> None:
-    """Average with other groups from now on. What is inside the group stays as it is.
+    """Connect the backend to other groups. Nothing changes inside its own group.
 
-    Frozen copies are as they were. The caller brings them up to date, with ``enter_phase``.
+    Frozen copies are not refreshed. The caller does that with ``enter_phase``.
 
     Args:
         backend: the backend, between two steps and without gradients.
         phases: the layouts of the living groups, by masking.
-        communicators: the process groups of this rank. ``rank`` is its number in the layouts.
+        communicators: the process groups of this rank. Their ``rank`` is its number in the layouts.
     """
     backend.disconnect()
     backend.rank, backend.communicators = communicators.rank, communicators

@@ -13,10 +13,11 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 
 
 class FrozenRows:
-    """Makes a block run the rows of groups that do not hold it with weights that get no gradient.
+    """Runs a block so that its weights get no gradient from the rows of groups that lack it.
 
-    The outputs stay the same. Tensors with one entry for each row in their first dimension are cut,
-    others are passed on whole.
+    The block runs twice: with the holders' rows, and with the other rows and detached weights. The
+    outputs are the same as those of one run. An argument that has one entry for each row, in its
+    first dimension, is cut accordingly. Other arguments are passed on whole.
 
     Args:
         block: runs all rows. Its outputs have the rows in their first dimension.
@@ -27,15 +28,15 @@ class FrozenRows:
     def __init__(self, block: nn.Module, holders: Sequence[int], groups_of_rows: Callable[[], torch.Tensor | None]):
         self._plain, self._holds, self._groups_of_rows = _Plain(block), set(holders), groups_of_rows
         self._learns = False
-        self._lengths: list[int] = []  # of the arguments in a call with other rows
+        self._lengths: list[int] = []  # of the first dimension of each argument, in a call with fewer rows
         block.forward = self._forward
 
     @contextmanager
     def learning(self) -> Iterator[None]:
-        """Learn from a call with fewer rows which arguments have rows.
+        """A context in which a call with fewer rows shows which arguments have rows.
 
-        A table of positions may have as many entries as a batch has rows. But their number stays
-        the same when that of the rows changes.
+        A table of positions may happen to have as many entries as the batch has rows. But its
+        length does not change with the number of rows.
         """
         self._learns = True
         try:
@@ -59,7 +60,7 @@ class FrozenRows:
         return _merge(parts, torch.cat([trained, frozen]).argsort())
 
     def _take(self, rows: torch.Tensor, count: int, tree: Any) -> Any:
-        """Return ``tree`` with the ``rows`` of every tensor that has ``count`` of them."""
+        """Return ``tree``, in which every tensor that has ``count`` rows is cut to ``rows``."""
         leaves, structure = tree_flatten(tree)
         others = self._lengths if len(self._lengths) == len(leaves) else [0] * len(leaves)
         taken = [
