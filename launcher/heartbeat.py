@@ -94,7 +94,7 @@ class Heartbeat:
         guarded: start a process that kills this one if it cannot end itself.
 
     Attributes:
-        on_phase: called with each phase that begins.
+        on_phase: called with the name of each phase, when it begins.
     """
 
     def __init__(
@@ -140,7 +140,11 @@ class Heartbeat:
                 self.end(f"no progress for {seconds:g} s")
 
     def end(self, reason: str) -> None:
-        """End the process, which makes no progress for ``reason``. Any thread may call this."""
+        """End the process with exit code 1. Any thread may call this.
+
+        Args:
+            reason: why, such as "no progress for 600 s". The message begins with the whereabouts.
+        """
         telling = threading.Thread(target=self._tell, args=(f"{self._whereabouts}: {reason}",), daemon=True)
         telling.start()
         telling.join(_TELL_SECONDS)

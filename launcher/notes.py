@@ -1,4 +1,4 @@
-"""What is said of the groups of an elastic run, on the terminal and in the run's log of them."""
+"""Lines about the groups of an elastic run, for the terminal and for the run's ``groups.log``."""
 
 from __future__ import annotations
 
@@ -15,12 +15,19 @@ GROUPS_LOG = "groups.log"
 
 
 def say(text: str) -> None:
-    """Say something on the terminal."""
+    """Print a line on the terminal (stderr), without control characters."""
     print(f"sdp: {escape(text)}", file=sys.stderr, flush=True)
 
 
 def say_and_note(log: Path, text: str) -> None:
-    """Say something of the groups, and append it to the run's log of them."""
+    """Print a line about the groups, and append it with the time to ``log``.
+
+    If the log cannot be written, only the terminal has the line.
+
+    Args:
+        log: the path of the run's ``groups.log``.
+        text: the line.
+    """
     say(text)
     with contextlib.suppress(OSError, LaunchError), os.fdopen(open_own_file(log), "a", encoding="utf-8") as file:
         file.write(f"{time.strftime('%Y-%m-%d %H:%M:%S')} {escape(text)}\n")

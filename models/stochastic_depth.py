@@ -11,10 +11,10 @@ from torch import Tensor
 def drop_rows(added: Tensor, survival: float) -> Tensor:
     """Return what a residual branch adds, ``added`` (B, …), with zeros in random rows.
 
-    In the rows that survive it is multiplied by 1 / survival. The mean is then what the branch
-    adds, so evaluation needs no scaling. The paper scales in evaluation instead.
+    Rows that survive are multiplied by 1 / survival. The expected value is then ``added``, so
+    evaluation needs no scaling. The paper scales in evaluation instead.
 
-    Every row is computed, because other ranks would wait in a gather for a rank that skips a layer.
+    Every row is computed. If a rank skipped a layer, other ranks would wait for it in a gather.
 
     Args:
         added: the output of the branch. The result has its shape and dtype.

@@ -107,8 +107,8 @@ class WindowAttention(nn.Module):
 class SwinBlock(nn.Module):
     """A residual block: attention in windows, then a feed-forward per patch.
 
-    Each is normalised first and added to its input. ``survival`` is the probability with which an
-    image keeps attention in training, and then with which it keeps the feed-forward.
+    Each is normalised first and added to its input. In training, an image keeps attention with the
+    probability ``survival``. It keeps the feed-forward with the same probability, drawn separately.
     """
 
     def __init__(

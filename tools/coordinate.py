@@ -29,9 +29,10 @@ class CoordinateOptions:
 
     Attributes:
         config: the run's configuration.
-        host, port: where to listen.
-        ranks: ranks of each group.
-        dump_dir: the run's directory, None if nothing is to be written there.
+        host: the address at which to listen.
+        port: the port at which to listen.
+        ranks: the number of ranks of each group.
+        dump_dir: the run's directory. None: losses and returns are only printed.
     """
 
     config: Config
@@ -107,7 +108,13 @@ def run(args: argparse.Namespace) -> int:
 def _tell_absent_groups(membership: Membership, groups: set[int], seconds: float, received: list[int]) -> None:
     """Wait until groups that were away at the end of the run know that it is over.
 
-    Without a coordinator they would fail, and would be launched again.
+    Without a coordinator these groups would fail, and would be launched again.
+
+    Args:
+        membership: knows which groups are alive, and which have been told.
+        groups: all groups of the run.
+        seconds: the longest wait.
+        received: signals to this process, which end the wait.
     """
     end, was_said = time.monotonic() + seconds, False
     while not received and time.monotonic() < end and (away := groups - set(membership.living) - membership.told):
@@ -121,7 +128,11 @@ def _tell_absent_groups(membership: Membership, groups: set[int], seconds: float
 
 
 def _log(dump_dir: Path) -> Path:
-    """Return the run's log of its groups. Raises LaunchError if it has no directory."""
+    """Return the path of the run's ``groups.log``, and make its directory.
+
+    Raises:
+        LaunchError: the directory cannot be made, or is a symbolic link.
+    """
     logs = dump_dir / "logs"
     refuse_link(logs)
     try:

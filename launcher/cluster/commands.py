@@ -41,7 +41,8 @@ class Start:
         directory: the working directory, the same on every host.
         search_path: the variables that Python needs to find this package.
         extra: more options for the launcher itself.
-        told: more variables for every rank. Nothing in them is secret: they are on command lines.
+        told: more variables for every rank. They have no secrets, because they are put on command
+            lines.
     """
 
     words: Sequence[str]

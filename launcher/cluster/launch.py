@@ -179,11 +179,11 @@ def launch(options: LaunchOptions, words: Sequence[str], dump_dir: Path, degrees
 
 
 def _check_elastic(options: LaunchOptions, degrees: Degrees) -> dict[str, str]:
-    """Return the variables of the elastic group that is launched, none if the run is not elastic.
+    """Return the variables of the elastic group that is launched. Empty if the run is not elastic.
 
     Raises:
-        LaunchError: these launchers end all of their ranks when one dies, so that each group needs
-            a launch of its own.
+        LaunchError: the variables do not name a group of the run. Each group needs its own launch,
+            because these launchers end all of their ranks when one dies.
     """
     if not degrees.config.sdp.elastic.enabled:
         return {}

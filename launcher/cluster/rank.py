@@ -3,9 +3,9 @@
 It completes the environment and runs ``sdp train``.
 
 The command is ``python -m sdp.launcher.cluster.rank SLOTS HOST:PORT NAME=VALUE… train WORD…``.
-``quoting.py`` encodes its words. The variables are those of an elastic group. DeepSpeed numbers
-local ranks in another order if hosts differ. mpirun sets neither the master's address nor the
-visible devices. This process sets the same variables under every launcher.
+``quoting.py`` encodes its words. Only a group of an elastic run has words NAME=VALUE. DeepSpeed
+numbers local ranks in another order if hosts differ. mpirun sets neither the master's address nor
+the visible devices. This process sets the same variables under every launcher.
 """
 
 from __future__ import annotations

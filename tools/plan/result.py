@@ -142,7 +142,7 @@ class Forecast:
 
     @property
     def rates(self) -> str | None:
-        """By what ``sdp.lr_scale`` multiplies the rates of units. None if it does not."""
+        """The range of the factors of ``sdp.lr_scale``, as text. None if rates are not scaled."""
         optimizer = self.config.optimizer
         return describe_rates(self.config.sdp.lr_scale, optimizer.type if optimizer else None, self.layout.placement)
 

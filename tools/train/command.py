@@ -40,7 +40,7 @@ def run(args: argparse.Namespace) -> int:
         return _run_elastic(config, options, degrees, environment)
     if is_elastic_rank():
         raise ConfigError(
-            "sdp.elastic.enabled: is false, but SDP_ELASTIC_GROUP is set; set it true, or unset the latter"
+            "sdp.elastic.enabled: is false, but SDP_ELASTIC_GROUP is set; set it to true, or unset the variable"
         )
     if environment is not None:
         if options.nproc not in (None, environment.world_size):

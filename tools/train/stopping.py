@@ -1,21 +1,22 @@
-"""Whether an elastic run stops, or a group leaves it, when ranks receive signals."""
+"""Decides whether an elastic run stops, or a group leaves it, when ranks receive signals."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 
-# A group that is told to stop waits so long for the others to be told, too, before it leaves.
+# So long a group waits after a signal. If the other groups get a signal too, all stop together.
+# Otherwise the group leaves.
 LEAVE_SECONDS = 5.0
 
 
 @dataclass(frozen=True)
 class Told:
-    """What a rank tells of signals with its vote.
+    """What a rank reports about signals with its vote.
 
     Attributes:
         signal: the signal that it has received, 0 if none.
-        leaves: whether it has waited long enough for the others to be told.
+        leaves: whether ``LEAVE_SECONDS`` have passed since its first signal.
     """
 
     signal: int
@@ -38,17 +39,18 @@ class Outcome:
 def decide(
     told: Sequence[Told], groups: Sequence[int], ranks: int, can_go_on: Callable[[Collection[int]], bool]
 ) -> Outcome:
-    """Decide what happens after a step. All ranks find the same.
+    """Decide what happens after a step. All ranks come to the same decision.
 
-    All groups stop if all are told to. If only some are told, they leave. A cluster tells one group
-    when it takes that group's node away. If the others cannot go on without them, all stop.
+    All groups stop if all have received a signal. If only some have, these leave: a cluster signals
+    one group when it takes that group's node away. If the others cannot go on without them, all
+    stop.
 
     Args:
-        told: what the ranks told, in order of group and rank. Not that of all ranks if the
-            coordinator was gone. The decision then waits for the next step.
+        told: the reports of the ranks, in order of group and rank. If the coordinator was gone,
+            some are missing. The decision then waits for the next step.
         groups: the living groups.
-        ranks: the ranks of each group.
-        can_go_on: whether the run can go on with these groups.
+        ranks: the number of ranks of each group.
+        can_go_on: returns whether the run can go on with only these groups.
     """
     if len(told) != len(groups) * ranks:
         return Outcome()

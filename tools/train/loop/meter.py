@@ -24,17 +24,18 @@ from .utilisation import Utilisation
 PARTS = ("data", "forward", "backward", "optimizer")
 
 _KINDS = [f"{scope}/{kind}" for scope in get_args(Scope) for kind in get_args(Kind)]
-# What the ranks tell each other after a step, see row().
-_ROW_BYTES = 8 * (3 + len(_KINDS))
+_ROW_BYTES = 8 * (3 + len(_KINDS))  # of the message that row() makes
 
 
 def row(signal: int, peak: int, comm: Mapping[str, int]) -> list[int]:
-    """Return what a rank tells the others after a step. They need the most of each number.
+    """Return the message of a rank after a step, as integers.
+
+    An all-reduce takes the maximum of each integer over the ranks.
 
     Args:
         signal: the signal that this rank has received, 0 if none.
         peak: the peak of memory, in bytes.
-        comm: the bytes sent, by "scope/kind".
+        comm: the bytes that this rank has sent, by "scope/kind".
     """
     return [signal, peak, sum(comm.values()), *(comm.get(kind, 0) for kind in _KINDS)]
 
@@ -69,7 +70,7 @@ class StepMeter:
         sync = config.sdp.sync
         # With local steps, steps of a round send different things.
         self._sent: deque[tuple[int, dict[str, int]]] = deque(maxlen=1 if sync is None else sync.every)
-        # In an elastic run the ranks tell each other with their votes.
+        # In an elastic run without local steps, the votes carry these numbers.
         self._sends_rows = not config.sdp.elastic.enabled or sync is not None
 
     def begin(self) -> None:
@@ -135,14 +136,16 @@ class StepMeter:
     def planned(self, step: int | None = None) -> dict[str, int]:
         """Return the bytes that this rank plans to send in ``step``, by kind.
 
-        None is every step, or with local steps a round.
+        If ``step`` is None: in any step, or with local steps in a whole round.
         """
         sync = self._engine.config.sdp.sync
         steps = 1 if step is not None or sync is None else sync.every
         return self._with_rows(self._engine.planned_traffic(step), steps)
 
     def _with_rows(self, traffic: Traffic, steps: int = 1) -> dict[str, int]:
-        """Return ``traffic`` by kind, after counting the messages of :class:`StepLines` in it."""
+        """Add the messages of :class:`StepLines` in ``steps`` steps, and return ``traffic`` by
+        kind.
+        """
         if self._sends_rows:
             traffic.record("control", "all_reduce", steps * _ROW_BYTES, self._engine.world_size)
         return traffic.by_kind()
@@ -171,8 +174,8 @@ class StepLines:
             facts: the measurements of this rank.
             elapsed: seconds of the step.
             signal: the signal that this rank has received, 0 if none.
-            most: returns the most of all ranks for each number of :func:`row`, if they are known
-                already. Then nothing is sent.
+            most: returns the maxima of :func:`row` over all ranks, if these are known already. Then
+                nothing is sent.
         """
         engine, training = self._engine, self._engine.config.training
         tokens = engine.config.data.tokens_per_sample

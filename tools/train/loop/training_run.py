@@ -165,8 +165,8 @@ class TrainingRun:
 
         Args:
             batches: the micro-batches of this rank.
-            most: returns the most of what all ranks measured, if the ranks have already told each
-                other in the step, see :meth:`StepLines.begin`.
+            most: returns the maxima over all ranks of what they measured, if the ranks have told
+                each other in the step. See :meth:`StepLines.begin`.
             more: keys and values that are added to the lines of metrics.jsonl.
         """
         self.meter.begin()

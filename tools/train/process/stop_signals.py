@@ -14,8 +14,9 @@ SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1)
 
 
 class StopSignals:
-    """Remembers the newest signal to this rank as ``received``, 0 until then, and when the first
-    one came.
+    """Remembers signals to this rank. ``received`` is the newest one, or 0.
+
+    It also remembers when the first one came.
     """
 
     def __init__(self) -> None:
@@ -23,7 +24,7 @@ class StopSignals:
 
     @property
     def seconds(self) -> float:
-        """The seconds since the first signal, below zero if there was none."""
+        """The seconds since the first signal. Minus infinity if there was none."""
         return time.monotonic() - self._first
 
     @contextmanager
