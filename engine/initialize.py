@@ -104,6 +104,7 @@ def initialize(
     if not reference:
         watch()
         check_equal(_settings_of_all(settings), device)
+    _make_whole(model)
     mesh = mesh_of(settings, 1 if reference else world.size())
     batch = BatchSize.resolve(settings, mesh)
     names = {id(parameter): name for name, parameter in model.named_parameters()}
@@ -180,6 +181,20 @@ def _checked(model: Any) -> nn.Module:
                 "trained; keep real and imaginary parts as two parameters"
             )
     return model
+
+
+def _make_whole(model: nn.Module) -> None:
+    """Undo what DeepSpeed's own ``zero.Init`` did to ``model``. Collective."""
+    if not any(hasattr(parameter, "ds_id") for parameter in model.parameters()):
+        return
+    from .backends.deepspeed.private import make_whole  # deepspeed is optional
+
+    count = make_whole(model)
+    if world.rank() == 0:
+        log.warning(
+            "weights: DeepSpeed's zero.Init had partitioned %d parameters; every rank has them whole until the model "
+            "is cut. To build a model that does not fit into memory, use the meta device", count
+        )  # fmt: skip
 
 
 def differs_between_groups(parameter: torch.Tensor) -> bool:

@@ -33,7 +33,7 @@ def load_config(source: str | Path | Mapping[str, Any], overrides: Sequence[str]
         ConfigError: A key is unknown (with a suggestion), a type is wrong, a value is out of range,
             or this version cannot honour a setting. The message has one line.
     """
-    raw = _read(source)
+    raw = read_raw(source)
     _refuse_gpt_neox(raw)
     for override in overrides:
         _apply_override(raw, override)
@@ -61,7 +61,7 @@ def json_schema() -> dict[str, Any]:
     return Config.model_json_schema()
 
 
-def _read(source: str | Path | Mapping[str, Any]) -> dict[str, Any]:
+def read_raw(source: str | Path | Mapping[str, Any]) -> dict[str, Any]:
     if isinstance(source, Mapping):
         try:
             return parse_json(json.dumps(source))  # a deep copy that contains only JSON values

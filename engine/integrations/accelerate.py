@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from ..config.load import read_raw
 from ..engine import SDPEngine
 from ..errors import ConfigError
 from ..initialize import initialize
@@ -142,7 +143,9 @@ def install() -> None:
 def _choose(of_deepspeed: Any, deepspeed_engine: type) -> Any:
     @functools.wraps(of_deepspeed)
     def start(*args: Any, **kwargs: Any) -> Any:
-        config = kwargs.get("config") or kwargs.get("config_params")
+        given = kwargs.get("config") or kwargs.get("config_params")
+        given = given or getattr(kwargs.get("args"), "deepspeed_config", None)
+        config = read_raw(given) if isinstance(given, str | Path) and Path(given).is_file() else given
         if not isinstance(config, dict) or "sdp" not in config:
             return of_deepspeed(*args, **kwargs)
         if (config["sdp"] or {}).get("engine") == "deepspeed":

@@ -244,6 +244,32 @@ def _gather_after_initialize() -> str:
     return str(caught.value)
 
 
+def _train_what_deepspeed_has_partitioned(engine_name: str) -> None:
+    """As transformers' from_pretrained does with an HfDeepSpeedConfig of stage 3."""
+    from sdp.engine.backends.deepspeed.private import load
+
+    states = []
+    for partitions in (True, False):
+        config = {"train_batch_size": 4, "optimizer": {"type": "SGD", "params": {"lr": 0.1}}}
+        with load().zero.Init(config_dict_or_path=config | {"zero_optimization": {"stage": 3}}, enabled=partitions):
+            model = mlp()
+        assert all(hasattr(parameter, "ds_id") is partitions for parameter in model.parameters())
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        config["sdp"] = {"groups": 2, "capacity": 0.5, "engine": engine_name}
+        engine = sdp.initialize(model=model, optimizer=optimizer, config=config)[0]
+        engine.backward(engine(torch.ones(2, 5), torch.ones(2, 3)))
+        engine.step()
+        states.append(engine.full_state_dict())
+    first, second = states
+    assert first is None or all(torch.equal(value, second[name]) for name, value in first.items())
+
+
+@pytest.mark.parametrize("engine_name", ["fsdp2", "deepspeed"])
+def test_a_model_that_deepspeed_has_partitioned_trains(ranks: RankPool, engine_name: str) -> None:
+    pytest.importorskip("deepspeed")
+    ranks.run(_train_what_deepspeed_has_partitioned, engine_name, world=2)
+
+
 def test_parameters_that_groups_lack_are_not_broadcast(ranks: RankPool) -> None:
     for message in ranks.run(_gather_after_initialize, world=2):
         assert "groups hold different parameters" in message

@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import nn
 
 from ...environment.detect import set_default
 from ...errors import ConfigError
@@ -165,6 +166,27 @@ def restore_linear() -> None:
     # Another library may have replaced it later. That patch stays.
     if patches is not None and torch.nn.functional.linear is patches.zero3_linear_wrap:
         torch.nn.functional.linear = patches.InsertPostInitMethodToModuleSubClasses.linear_bk
+
+
+def make_whole(model: nn.Module) -> int:
+    """Give parameters that DeepSpeed's ``zero.Init`` has partitioned their values again.
+
+    They stay the same objects. transformers partitions a model in ``from_pretrained`` if an
+    ``HfDeepSpeedConfig``, or ``TrainingArguments``, has stage 3. Collective.
+
+    Returns:
+        The number of these parameters.
+    """
+    partitioned = [parameter for parameter in model.parameters() if hasattr(parameter, "ds_id")]
+    if partitioned:
+        zero: Any = importlib.import_module("deepspeed").zero
+        for parameter in partitioned:
+            with zero.GatheredParameters([parameter]):
+                values = parameter.data.clone()
+            vars(parameter).clear()  # what DeepSpeed has attached to it
+            parameter.data = values
+        restore_linear()
+    return len(partitioned)
 
 
 def let_groups_differ() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from argparse import Namespace
 from pathlib import Path
 from typing import Any
 
@@ -125,15 +126,35 @@ def test_the_engine_deepspeed_is_refused_under_accelerate() -> None:
         deepspeed.initialize(model=_llama(), config=config)
 
 
+def _start_from_a_file(folder: str) -> None:
+    import json
+
+    import deepspeed
+    import sdp.integrations
+
+    sdp.integrations.install()
+    file = Path(folder) / f"ds{dist.get_rank()}.json"
+    file.write_text(json.dumps(_config()), encoding="utf-8")
+    for options in ({"config": str(file)}, {"config_params": file}, {"args": Namespace(deepspeed_config=str(file))}):
+        engine = deepspeed.initialize(model=_llama(), **options)[0]
+        assert isinstance(engine.engine, sdp.SDPEngine)
+
+
+def test_a_path_of_a_configuration_is_read_too(ranks: RankPool, tmp_path: Path) -> None:
+    """DeepSpeed would ignore the section ``sdp`` in the file, and train the whole model."""
+    ranks.run(_start_from_a_file, str(tmp_path), world=2)
+
+
 def test_accelerate_trains_saves_and_loads(ranks: RankPool, tmp_path: Path) -> None:
     ranks.run(_accelerate, str(tmp_path), world=2, timeout=90)
 
 
-def _trainer(folder: str) -> tuple[list[float], float]:
+def _trainer(folder: str, stage: int) -> tuple[list[float], float]:
     import os
 
     import sdp.integrations
     from accelerate.state import AcceleratorState, PartialState
+    from transformers.integrations.deepspeed import set_hf_deepspeed_config, unset_hf_deepspeed_config
 
     os.environ["ACCELERATE_USE_DEEPSPEED"] = "true"
 
@@ -144,11 +165,20 @@ def _trainer(folder: str) -> tuple[list[float], float]:
     arguments = transformers.TrainingArguments(
         output_dir=folder, per_device_train_batch_size=2, gradient_accumulation_steps=2, num_train_epochs=2,
         learning_rate=1e-2,
-        lr_scheduler_type="linear", deepspeed=_config(), report_to=[], logging_steps=1, save_strategy="epoch",
-        eval_strategy="epoch",
+        lr_scheduler_type="linear", deepspeed=_config() | {"zero_optimization": {"stage": stage}}, report_to=[],
+        logging_steps=1, save_strategy="epoch", eval_strategy="epoch",
         per_device_eval_batch_size=8, disable_tqdm=True, accelerator_config={"use_configured_state": True},
     )  # fmt: skip
-    trainer = transformers.Trainer(model=_llama(), args=arguments, train_dataset=Tokens(), eval_dataset=Tokens())
+
+    def start() -> Any:
+        model = transformers.LlamaForCausalLM.from_pretrained(f"{folder}/start")
+        assert all(hasattr(parameter, "ds_id") is (stage == 3) for parameter in model.parameters())
+        return transformers.Trainer(model=model, args=arguments, train_dataset=Tokens(), eval_dataset=Tokens())
+
+    if dist.get_rank() == 0:
+        _llama().save_pretrained(f"{folder}/start")
+    dist.barrier()
+    trainer = start()
     trainer.train()
     engine = trainer.model_wrapped.engine
     assert isinstance(engine, sdp.SDPEngine)
@@ -158,26 +188,32 @@ def _trainer(folder: str) -> tuple[list[float], float]:
     losses = [line["eval_loss"] for line in trainer.state.log_history if "eval_loss" in line]
     assert engine.global_steps == 4
     assert engine.get_lr()[0] == pytest.approx(trainer.lr_scheduler.get_last_lr()[0])
+    settings = arguments.hf_deepspeed_config
+    unset_hf_deepspeed_config()  # rank 0 reads alone now
     if dist.get_rank() == 0:
         saved = transformers.AutoModelForCausalLM.from_pretrained(f"{folder}/last")
         assert type(saved) is transformers.LlamaForCausalLM
         state = saved.state_dict()
         assert losses[-1] == pytest.approx(_whole_loss(state), rel=1e-5)
+    set_hf_deepspeed_config(settings)
     AcceleratorState._reset_state(reset_partial_state=True)
     PartialState(backend="nccl" if torch.cuda.is_available() else "gloo")
-    resumed = transformers.Trainer(model=_llama(), args=arguments, train_dataset=Tokens(), eval_dataset=Tokens())
+    resumed = start()
     resumed.train(resume_from_checkpoint=f"{folder}/checkpoint-2")
     again = resumed.model_wrapped.engine.full_state_dict()
     last = engine.full_state_dict()
     if dist.get_rank() == 0:
         for name, value in last.items():
             torch.testing.assert_close(again[name], value, rtol=1e-5, atol=1e-6)
+    unset_hf_deepspeed_config()
     AcceleratorState._reset_state(reset_partial_state=True)
     return rates, losses[-1]
 
 
-def test_the_trainer_trains_saves_the_whole_model_and_resumes(ranks: RankPool, tmp_path: Path) -> None:
-    (rates, loss), (_, other) = ranks.run(_trainer, str(tmp_path), world=2, timeout=90)
+@pytest.mark.parametrize("stage", [2, 3])
+def test_the_trainer_trains_saves_the_whole_model_and_resumes(ranks: RankPool, tmp_path: Path, stage: int) -> None:
+    """At stage 3, transformers partitions a model that it reads from a folder."""
+    (rates, loss), (_, other) = ranks.run(_trainer, str(tmp_path), stage, world=2, timeout=90)
     assert len(rates) == 4
     assert rates == sorted(rates, reverse=True)
     assert rates[0] > rates[-1]
