@@ -171,18 +171,18 @@ _COMMANDS = {
     "launch": _tool_command("launch", "start sdp train on this host or a cluster: local, deepspeed, mpirun, slurm"),
     "prepare": _tool_command("prepare", "turn text into token shards"),
     "config": _tool_command("config", "print a configuration with all defaults, or the schema"),
-    "plan": _tool_command("plan.command", "what a run will need, compute and send, before anything is started"),
-    "advise": _tool_command("advise.command", "which way to train is expected to be best on given machines, and why"),
+    "plan": _tool_command("plan.command", "say what a run will need, compute and send, before it is started"),
+    "advise": _tool_command("advise.command", "say which way to train should be best on your machines, and why"),
     "bench": _tool_command(
         "bench.command", "compare ways to train a model side by side, or one rank with a hand-written loop"
     ),
     "gpu-check": _tool_command("gpu_check.command", "measure a rank's share of dense and SDP runs on this GPU"),
     "gradient-bias": _tool_command(
-        "gradient_bias.command", "bias of SDP's gradient against the dense model's, told from sampling noise"
+        "gradient_bias.command", "measure the bias of SDP's gradient, apart from sampling noise"
     ),
-    "coordinate": _tool_command("coordinate", "keep the membership of an elastic run whose groups start one by one"),
-    "study": _tool_command("study.command", "experiments over many configurations: memory, profiles"),
-    "evaluate": _tool_command("evaluate", "held-out loss of the full model of a checkpoint"),
+    "coordinate": _tool_command("coordinate", "keep the groups of an elastic run together that have separate launches"),
+    "study": _tool_command("study.command", "run experiments over many configurations: grid, memory, profiles"),
+    "evaluate": _tool_command("evaluate", "compute the held-out loss of a checkpoint's full model"),
     "export": _tool_command("export", "write a checkpoint's model and tokenizer for transformers"),
     "report": _tool_command("report.command", "summarise and compare finished runs"),
     "version": _tool_command("version", "print versions"),

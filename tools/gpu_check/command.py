@@ -70,10 +70,15 @@ class CheckOptions:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the command's arguments."""
-    parser.add_argument("--json", type=Path, metavar="FILE", help="also write every figure there, after every row")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="also write all figures to FILE, after every row")
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda", help="where to run (default: cuda)")
     parser.add_argument(
-        "--configs", nargs="+", choices=CONFIGS, default=CONFIGS, metavar="NAME", help=f"of {', '.join(CONFIGS)}"
+        "--configs",
+        nargs="+",
+        choices=CONFIGS,
+        default=CONFIGS,
+        metavar="NAME",
+        help=f"some of {', '.join(CONFIGS)} (default: all)",
     )
     parser.add_argument(
         "--variants",
@@ -87,7 +92,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--micro-batch",
         type=positive_int,
         metavar="N",
-        help="samples of a step, for every configuration (default: a number of its own)",
+        help="samples of a step, the same for all configurations (default: one number for each configuration)",
     )
     parser.add_argument(
         "--minutes",
@@ -97,10 +102,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help=f"begin no row that would not end by then (default: {MINUTES})",
     )
     parser.add_argument(
-        "--dry-run", action="store_true", help="print the rows and what they are planned to need; no GPU is needed"
+        "--dry-run",
+        action="store_true",
+        help="print the rows and what each is planned to need, and run nothing; no GPU is needed",
     )
     parser.add_argument(
-        "--tiny", action="store_true", help="models and batches so small that a CPU does; figures mean nothing then"
+        "--tiny",
+        action="store_true",
+        help="use models and batches that are small enough for a CPU; the figures then mean nothing",
     )
 
 
