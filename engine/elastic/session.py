@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
@@ -188,6 +188,16 @@ class Session:
         if not _all_inside(failed is None):
             raise StepAbortedError(failed or "a group is lost")
         return result[0]
+
+    @contextmanager
+    def entered(self, context: AbstractContextManager[object]) -> Iterator[None]:
+        """A context that all ranks of this group enter, or none.
+
+        Entering it may send messages to other groups and inside the group.
+        """
+        with ExitStack() as stack:
+            self.protect(lambda: stack.enter_context(context), defers=True)
+            yield
 
     @contextmanager
     def deferred(self) -> Iterator[None]:

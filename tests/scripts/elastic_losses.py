@@ -4,7 +4,8 @@ Run it with ``python -m sdp.tests.scripts.elastic_losses --kills 100 --hangs 10 
 It prints a table. The groups are forked, so a return takes no time for imports.
 
 A kill comes every five seconds, but never before the last victim is back. Holders are compared bit
-for bit after each step, and a difference would end the run.
+for bit after each step, and a difference would end the run. Then the same training runs without a
+loss, on as many samples, with three seeds. The first one is the seed of the run with losses.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from sdp.tests.support.clusters.elastic_runs import SECONDS, ElasticRun, elastic_config
+from sdp.tests.support.clusters.elastic_runs import MICRO, SECONDS, ElasticRun, elastic_config
 from sdp.tests.support.processes import until
 from sdp.tests.support.small_runs import make_corpus
 
@@ -80,8 +81,9 @@ def measure(config: Path, dump_dir: Path, *, kills: int, hangs: int, seed: int =
     lines, said = run.lines(), run.said
     losses = kills + hangs
     assert [line["step"] for line in lines] == list(range(1, len(lines) + 1)), "a step is missing, or there twice"
-    assert lines[-1]["samples"] == sum(2 * line["groups"] for line in lines), "a sample is missing, or there twice"
-    evaluations = (run.dump_dir / "evaluations.jsonl").read_text().splitlines()
+    assert lines[-1]["samples"] == sum(MICRO * line["groups"] for line in lines), "a sample is missing, or there twice"
+    evaluations = map(json.loads, (run.dump_dir / "evaluations.jsonl").read_text().splitlines())
+    evaluated = [line for line in evaluations if line["groups"] == GROUPS][-1]  # so they read equal held-out samples
     seconds = [line["step_seconds"] for line in lines]
     return {
         "exit_code": code,
@@ -97,10 +99,27 @@ def measure(config: Path, dump_dir: Path, *, kills: int, hangs: int, seed: int =
         "stop_to_next_step_seconds": took[signal.SIGSTOP],
         "loss_to_next_step_seconds": [float(each) for each in re.findall(r"went on after ([\d.]+) s", said)],
         "ready_to_next_step_seconds": [float(each) for each in re.findall(r"([\d.]+) s after \w+ \w+ ready", said)],
-        "held_out_loss": json.loads(evaluations[-1])["loss"],
+        "held_out_loss": evaluated["loss"],
+        "held_out_samples": next(line["samples"] for line in lines if line["step"] == evaluated["step"]),
         "loss": lines[-1]["loss"],
         "load_average": os.getloadavg()[1],
     }
+
+
+def measure_undisturbed(config: Path, folder: Path, samples: int, seeds: int) -> dict[str, Any]:
+    """Train without elastic groups and without a loss on ``samples``, with each of the seeds."""
+    steps, losses = round(samples / (MICRO * GROUPS)), []
+    for seed in range(seeds):
+        settings = {"sdp.elastic.enabled": "false", "training.steps": steps, "training.seed": seed}
+        words = [word for key, value in settings.items() for word in ("--set", f"{key}={value}")]
+        run = ElasticRun(config, folder / f"undisturbed-{seed}", "--nproc", str(GROUPS), *words)
+        try:
+            assert run.process.wait(3600) == 0, run.said
+        finally:
+            run.kill()
+        lines = (run.dump_dir / "evaluations.jsonl").read_text().splitlines()
+        losses.append(json.loads(lines[-1])["loss"])
+    return {"undisturbed_steps": steps, "undisturbed_held_out_losses": losses}
 
 
 def measure_restarts(config: Path, dump_dir: Path, times: int) -> dict[str, Any]:
@@ -176,6 +195,9 @@ def table(found: dict[str, Any], heartbeat: float) -> str:
         "s from a returning group's being ready to its first step, median": median("ready_to_next_step_seconds"),
         "load average of the machine": f"{found['load_average']:.1f}",
     }
+    if losses := found.get("undisturbed_held_out_losses"):
+        rows[f"held-out loss after {found['held_out_samples']:,} samples"] = f"{found['held_out_loss']:.4f}"
+        rows["without losses, same samples, by seed"] = ", ".join(f"{loss:.4f}" for loss in losses)
     return "\n".join(["| measured | value |", "|---|---:|", *(f"| {name} | {value} |" for name, value in rows.items())])
 
 
@@ -195,6 +217,7 @@ def main() -> None:
     parser.add_argument("--hangs", type=int, default=10)
     parser.add_argument("--heartbeat", type=float, default=5.0)
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--undisturbed", type=int, default=3, help="the seeds of the runs without losses")
     parser.add_argument(
         "--restarts", type=int, default=0, help="measure only this many restarts of a run without elastic groups"
     )
@@ -207,6 +230,8 @@ def main() -> None:
             return
         found = measure(config, Path(name) / "run", kills=options.kills, hangs=options.hangs, seed=options.seed)
         log = (Path(name) / "run" / "logs" / "groups.log").read_text()
+        if options.undisturbed:
+            found |= measure_undisturbed(config, Path(name), found["held_out_samples"], options.undisturbed)
     options.out.write_text(json.dumps(found, indent=1) + "\n")
     options.out.with_suffix(".log").write_text(log)
     print(table(found, options.heartbeat))

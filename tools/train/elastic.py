@@ -135,7 +135,7 @@ class ElasticTrainer:
             self._phase = SAVE
         if self._phase <= SAVE:
             if saves and not engine.was_step_skipped and not run.stop_signal:
-                self._together(run.checkpoints.save)
+                self._calibrated(lambda: self._together(run.checkpoints.save))
             self._phase = STEP if self._is_round_start else INNER
 
     @property
@@ -151,6 +151,17 @@ class ElasticTrainer:
     def _together(self, action: Callable[[], T], *, defers: bool = False) -> T:
         """Return what ``action`` returns, which all groups do. See :meth:`Session.protect`."""
         return self._session.protect(action, defers=defers)
+
+    def _calibrated(self, save: Callable[[], T]) -> T:
+        """Return what ``save`` returns, which writes a checkpoint.
+
+        It has batch norms with the full model's statistics, which are measured before. In a save,
+        no error could be deferred, and ranks of a group would wait for each other if one left it.
+        """
+        run = self._run
+        run.beat.at(self._engine.global_steps, "checkpoint", run.config.training.save_timeout)
+        with self._session.entered(run.evaluator.recalibrated()):
+            return save()
 
     def _agree(self, must_agree: bool, *, is_last: bool) -> None:
         """A no-op: all groups agree inside each step.
@@ -276,7 +287,7 @@ class ElasticTrainer:
             """End together. A group that has ended its part does so again if another one must."""
             status = 0
             if run.is_stopped_early:
-                status = self._session.protect(run.stop_early)
+                status = self._calibrated(lambda: self._session.protect(run.stop_early))
             else:
                 self._session.protect(lambda: run.finish(seconds))
             self._session.finish()

@@ -10,6 +10,7 @@ import logging
 import math
 import signal
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -83,9 +84,9 @@ class TrainingRun:
     def follow_layout(self) -> None:
         """Evaluate and save with the engine's present layout, which an elastic run changes."""
         self.evaluator = Evaluator(self.engine, self.corpus, self.beat, self._tasks)
-        self.checkpoints = Checkpointer(
-            self.engine, self.dump_dir, self.corpus.identity, self.evaluator.recalibrated, self.beat
-        )
+        # An elastic run saves inside this context already, see ElasticTrainer.
+        recalibrated = nullcontext if self.config.sdp.elastic.enabled else self.evaluator.recalibrated
+        self.checkpoints = Checkpointer(self.engine, self.dump_dir, self.corpus.identity, recalibrated, self.beat)
 
     def close(self) -> None:
         """Close what the observers have open. Called once, also when the run fails."""
