@@ -34,7 +34,7 @@ from .full_model.whole_copy import UncutModel
 from .optim.muon.setup import arrange as arrange_muon
 from .optim.optimizers import check_optimizer, make_optimizer
 from .optim.param_groups import freeze_others, groups_here, named_groups
-from .optim.schedules import scheduler_of
+from .optim.schedules import check_steps, scheduler_of
 from .placement.layout import Layout
 from .placement.requirements import draws_of
 from .subnetwork.initialisation import seed_of
@@ -98,7 +98,7 @@ def initialize(
     _check_launch(distributed_port, dist_init_required, in_one_process=reference)
     if settings.sdp.elastic.enabled and not world.is_elastic():
         raise ConfigError(
-            "sdp.elastic: is available in this version with sdp train on one host only; set enabled false"
+            "sdp.elastic: is available in this version with sdp train only, and not in a script; set enabled false"
         )
     device = _own_device(settings.sdp.engine) if reference else join()
     if not reference:
@@ -141,6 +141,7 @@ def initialize(
         built, note = make_optimizer(settings.optimizer, optimizer, here, stepped_on, grouped=grouped)
         arrange_muon(built, layout, backend.parameters, getattr(backend, "tensor_ranks", None), backend.traffic)
         scheduler = scheduler_of(settings, lr_scheduler, built)
+    check_steps(scheduler)
     engine = SDPEngine(backend, settings, batch, built, scheduler)
     engine.uncut = uncut
     return _finish(engine, note, training_data, collate_fn, device)
