@@ -39,8 +39,8 @@ class TrainingSection(Section):
     "skip" leaves the update out. "rollback" returns to the last checkpoint, from which the run
     continues with other data. "stop" ends the run. A spike is more than ``spike_sigma`` standard
     deviations above the mean of the last ``spike_window`` steps.
-    ``noise_scale_interval``: measure the gradient noise of every unit each time after so many
-    steps. 0 measures nothing.
+    ``noise_scale_interval``: every so many steps, measure the gradient noise of every unit. 0
+    measures nothing.
     ``start_timeout``: seconds for the start with the first step, or for an evaluation.
     ``save_timeout``: seconds for a save. ``step_timeout``: seconds for a part of a later step. Any
     collective may take the longest of the three.
