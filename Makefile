@@ -4,7 +4,7 @@
 # make test-cluster launchers and SLURM over hosts (root, Linux)    make test-cluster-all   … with the slow ones
 # make lint types   ruff and basedpyright   make bench      the engine against a plain loop
 # make docs         the documentation site, in site/
-# make gpu-packages what sdp gpu-check needs beside torch, in .gpu, to take to a GPU machine without a network (docs/results/gpu.md)
+# make gpu-packages what sdp gpu-check needs besides torch, in .gpu, to take to a GPU machine without a network (docs/results/gpu.md)
 #
 # Each makes .venv and installs pinned packages first, torch before everything that depends on it. On a machine whose
 # torch is given, use it: make VENV=/path/to/venv TORCH=torch …
@@ -24,7 +24,7 @@ GPU_PYTHON   ?= 3.12
 GPU_PLATFORM ?= $(foreach glibc,2_28 2_27 2_17,manylinux_$(glibc)_x86_64) manylinux2014_x86_64
 # Of setup.cfg's packages; others that it may lack can be added: make gpu-packages GPU_PACKAGES="pydantic einops numpy scipy safetensors"
 GPU_PACKAGES ?= pydantic einops
-# Tests start hundreds of processes, none of which should compile the package's sources anew.
+# Tests start hundreds of processes, none of which should compile the package's sources again.
 unexport PYTHONDONTWRITEBYTECODE
 
 .PHONY: quickstart test test-optional test-all test-cluster test-cluster-all lint types docs format bench gpu-packages clean

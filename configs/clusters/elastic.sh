@@ -9,7 +9,8 @@
 #   SDP_ELASTIC_GROUP=2 elastic.sh sdp launch --launcher mpirun --hostfile hosts-2 run.json --dump-dir runs/mine
 #   SDP_ELASTIC_GROUP=3 elastic.sh sdp launch --launcher deepspeed --hostfile hosts-3 run.json --dump-dir runs/mine
 #
-# A launch that fails is repeated after 1, 2, 4 … 60 s, at most RESTARTS times (default: 20). One that has lasted ten minutes counts anew.
+# A launch that fails is repeated after 1, 2, 4 … 60 s, at most RESTARTS times (default: 20). After a launch of ten minutes or
+# more, the count starts again.
 set -u
 : "${SDP_ELASTIC_GROUP:?the number of the group, from 0}" "${SDP_ELASTIC_COORDINATOR:?HOST:PORT of sdp coordinate}"
 : "${SDP_ELASTIC_TOKEN_FILE:?a file with the shared token}"
