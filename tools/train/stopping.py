@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 
-# So long a group waits after a signal. If the other groups get a signal too, all stop together.
+# How long a group waits after a signal. If the other groups get a signal too, all stop together.
 # Otherwise the group leaves.
 LEAVE_SECONDS = 5.0
 

@@ -109,7 +109,7 @@ class StepMeter:
         return StepFacts(self._learning_rate, self._memory.read(), comm, self._seconds)
 
     def recount(self) -> None:
-        """Count to the last step what was sent since its end, too.
+        """Add to the last step what was sent after it ended.
 
         An average at the end of the run is not part of a round, and is left out.
         """
