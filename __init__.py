@@ -71,6 +71,8 @@ _DEEPSPEED_NAMES = {
     "__git_branch__": ("deepspeed_api.versions", "git_branch"),
     "ADAM_OPTIMIZER": ("deepspeed_api.constants", "ADAM_OPTIMIZER"),
     "LAMB_OPTIMIZER": ("deepspeed_api.constants", "LAMB_OPTIMIZER"),
+    "MUON_OPTIMIZER": ("deepspeed_api.constants", "MUON_OPTIMIZER"),
+    "TORCH_DISTRIBUTED_DEFAULT_PORT": ("deepspeed_api.constants", "TORCH_DISTRIBUTED_DEFAULT_PORT"),
 }
 __all__ = ["DeepSpeedEngine", *_HOMES]  # pyright: ignore[reportUnsupportedDunderAll]
 _deepspeed.install(__name__)

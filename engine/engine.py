@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 from .backend import Backend
 from .batch.call import call_model, loss_of
 from .batch.size import BatchSize
-from .checkpoint.client_state import ENCODING, ClientState, read_client_state
+from .checkpoint.client_state import ClientState, read_client_state
 from .checkpoint.directory import check_tag
 from .checkpoint.load import find_together
 from .checkpoint.resume import check_weights, resume, resume_without_optimizer
@@ -99,7 +99,7 @@ class SDPEngine(DeepSpeedNames):
             self.loader.fetch_ahead()  # while the device computes; the next call waits for the norm
         return scaled
 
-    def step(self) -> None:
+    def step(self, lr_kwargs: Mapping[str, Any] | None = None) -> None:
         """At the accumulation boundary, clip, update the weights and advance the schedule.
 
         Elsewhere only the micro-batch is counted. If any group's gradient norm is NaN or infinite,
@@ -110,6 +110,8 @@ class SDPEngine(DeepSpeedNames):
             NonFiniteError: More than ``training.max_skips`` steps in a row were skipped. Those at a
                 dynamic loss scale above its minimum do not count.
         """
+        if lr_kwargs:
+            raise ConfigError("step: lr_kwargs cannot be honoured; leave lr_scheduler out, and step it in the script")
         if not self._syncing:
             raise RuntimeError("step() inside no_sync(): gradients are not averaged there; leave the block first")
         if self.is_gradient_accumulation_boundary():
@@ -234,7 +236,7 @@ class SDPEngine(DeepSpeedNames):
             "scheduler": self.lr_scheduler and self._backend.shared_schedule(self.lr_scheduler.state_dict()),
             "loader": self.loader.state_dict() if self.loader is not None else None,
             "client_state": client.encoded,
-            "client_encoding": ENCODING,
+            "client_encoding": client.encoding,
             "spikes": self.spikes.state_dict(),
             "noise": self.noise.state_dict(),
             "sync": self.local_training.state_dict(self.global_steps),

@@ -29,6 +29,7 @@ from .metadata import dtype_named
 
 CLIENT_TENSORS = "client_state.safetensors"
 ENCODING = 1  # the version of the tags
+_WHOLE = "client_state"  # in encoding 2, the key of a state whose outermost keys are not all text
 
 _KIND = "~"
 _MOST_BYTES = 16 << 30
@@ -45,6 +46,7 @@ class ClientState:
 
     Attributes:
         encoded: JSON values. They refer to the tensors by number.
+        encoding: The version of their form: 1, or 2 if an outermost key is not text.
         tensors: Copies of the tensors in host memory, by number.
     """
 
@@ -55,11 +57,11 @@ class ClientState:
         """
         self.tensors: dict[str, torch.Tensor] = {}
         self.encoded: dict[str, Any] = {}
-        for key, value in (state or {}).items():
-            if not isinstance(key, str):
-                raise CheckpointError(
-                    f"client_state: the key {quote(key)} is not text; use text for the outermost keys"
-                )
+        self.encoding = ENCODING
+        given: Mapping[str, Any] = state or {}
+        if not all(isinstance(key, str) for key in given):
+            given, self.encoding = {_WHOLE: dict(given)}, 2
+        for key, value in given.items():
             try:
                 self.encoded[key] = self._encode(value, f"client_state[{key!r}]")
             except RecursionError:
@@ -163,13 +165,18 @@ def _read(path: Path, state: Mapping[str, Any]) -> dict[str, Any]:
     if version is None:  # an earlier version, which stored plain JSON
         return encoded
     where = f"{path}: the client state"
-    if version != ENCODING:
+    if version not in (ENCODING, 2):
         raise CheckpointError(
-            f"{where} has encoding {quote(version)}, this version reads {ENCODING}; use the version that wrote it"
+            f"{where} has encoding {quote(version)}, this version reads {ENCODING} and 2; use the version that wrote it"
         )
     tensors = _read_tensors(path / CLIENT_TENSORS, state["files"].get(CLIENT_TENSORS))
     try:
-        return {key: _decode(value, tensors) for key, value in encoded.items()}
+        found = {key: _decode(value, tensors) for key, value in encoded.items()}
+        if version == 2:
+            found = found[_WHOLE]
+            if not isinstance(found, dict):
+                raise ValueError("it is not a mapping")
+        return found
     except (LookupError, TypeError, ArithmeticError, ValueError, RuntimeError, RecursionError, MemoryError) as error:
         raise CheckpointError(
             f"{where} is damaged or forged ({shorten(error)}); resume from an older checkpoint"

@@ -30,6 +30,7 @@ MODULES = {
     "comm": "deepspeed_api.comm",
     "comm.comm": "deepspeed_api.comm",
     "constants": "deepspeed_api.constants",
+    "dist": "deepspeed_api.comm",
     "env_report": "deepspeed_api.versions",
     "git_version_info": "deepspeed_api.versions",
     "integrations": "integrations",
@@ -61,6 +62,7 @@ MODULES = {
     "utils.logging": "deepspeed_api.utils",
     "utils.nvtx": "deepspeed_api.utils",
     "utils.tensor_fragment": "deepspeed_api.utils",
+    "utils.torch": "deepspeed_api.versions",
     "utils.z3_leaf_module": "deepspeed_api.leaf_modules",
     "zero": "deepspeed_api.zero",
 }
@@ -156,6 +158,7 @@ OUT_OF_SCOPE = {
 }
 # Names of the package itself.
 NAMES_OUT_OF_SCOPE = {
+    "DeepSpeedDataLoader": "engine.deepspeed_io makes a loader, and so does training_data of sdp.initialize",
     "DeepSpeedHybridEngine": OUT_OF_SCOPE["inference"],
     "DeepSpeedInferenceConfig": OUT_OF_SCOPE["inference"],
     "DeepSpeedTransformerConfig": OUT_OF_SCOPE["ops.transformer"],

@@ -7,7 +7,7 @@ import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
-import torch
+import torch as _torch  # an import of sdp.utils.torch sets the name "torch" of this module
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
@@ -76,13 +76,13 @@ def set_random_seed(seed: int) -> None:
 
     random.seed(seed)
     np.random.seed(seed)
-    torch.manual_seed(seed)
+    _torch.manual_seed(seed)
 
 
 def see_memory_usage(message: str, force: bool = False) -> None:
     """Log the memory in use on rank 0, if ``force``."""
-    if force and torch.cuda.is_available():
-        allocated, peak = torch.cuda.memory_allocated(), torch.cuda.max_memory_allocated()
+    if force and _torch.cuda.is_available():
+        allocated, peak = _torch.cuda.memory_allocated(), _torch.cuda.max_memory_allocated()
         log_dist(f"{message}: {format_bytes(allocated, 'GiB')} in use, {format_bytes(peak, 'GiB')} at most", [0])
 
 
@@ -91,34 +91,34 @@ class OnDevice:
     not "meta".
     """
 
-    def __init__(self, dtype: torch.dtype, device: str = "meta", enabled: bool = True):
-        self._device = torch.device(device) if enabled else None
-        self._dtype, self._before = dtype, torch.get_default_dtype()
+    def __init__(self, dtype: _torch.dtype, device: str = "meta", enabled: bool = True):
+        self._device = _torch.device(device) if enabled else None
+        self._dtype, self._before = dtype, _torch.get_default_dtype()
 
     def __enter__(self) -> None:
         if self._device is not None:
-            self._before = torch.get_default_dtype()
-            torch.set_default_dtype(self._dtype)
+            self._before = _torch.get_default_dtype()
+            _torch.set_default_dtype(self._dtype)
             self._device.__enter__()
 
     def __exit__(self, *error: Any) -> None:
         if self._device is not None:
             self._device.__exit__(*error)
-            torch.set_default_dtype(self._before)
+            _torch.set_default_dtype(self._before)
 
 
-def safe_get_full_fp32_param(param: torch.Tensor) -> torch.Tensor:
+def safe_get_full_fp32_param(param: _torch.Tensor) -> _torch.Tensor:
     """The whole value of a parameter of ``engine.module``. Collective inside the group."""
     return param.full_tensor() if isinstance(param, DTensor) else param
 
 
-def safe_get_full_grad(param: torch.Tensor) -> torch.Tensor | None:
+def safe_get_full_grad(param: _torch.Tensor) -> _torch.Tensor | None:
     """The whole gradient of a parameter of ``engine.module``. Collective inside the group."""
     grad = param.grad
     return grad.full_tensor() if isinstance(grad, DTensor) else grad
 
 
-def move_to_device(item: Any, device: torch.device | str, criterion_func: Callable[[Any], bool] | None = None) -> Any:
+def move_to_device(item: Any, device: _torch.device | str, criterion_func: Callable[[Any], bool] | None = None) -> Any:
     """Return ``item`` with its tensors on ``device``.
 
     Args:

@@ -1,13 +1,17 @@
-"""``sdp.git_version_info`` and ``sdp.env_report``: versions of this package and of what it uses."""
+"""``sdp.git_version_info``, ``sdp.env_report`` and ``sdp.utils.torch``: this package's version and
+those of what it uses.
+"""
 
 from __future__ import annotations
 
 import platform
 import sys
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch.cuda import nccl
+from torch.torch_version import TorchVersion
 
 from .namespace import PACKAGE, attributes
 
@@ -26,6 +30,17 @@ torch_info: dict[str, Any] = {
     "nccl_version": ".".join(map(str, nccl.version()[:2])) if torch.version.cuda else "0.0",
     "hip_version": torch.version.hip or "0.0",
 }
+
+
+def required_torch_version(min_version: Any = None, max_version: Any = None) -> bool:
+    """Whether torch's version is at least ``min_version`` and at most ``max_version``."""
+    own = TorchVersion(torch.__version__)
+    return (min_version is None or own >= str(min_version)) and (max_version is None or own <= str(max_version))
+
+
+def register_grad_hook(param: torch.Tensor, hook: Callable[[torch.Tensor], None]) -> Any:
+    """Call ``hook`` when the gradient of ``param`` is complete. The result removes the hook."""
+    return param.register_post_accumulate_grad_hook(hook)
 
 
 def main(hide_operator_status: bool = False, hide_errors_and_warnings: bool = False) -> None:

@@ -7,6 +7,7 @@ of iteration 0, which is used in the second optimizer step.
 
 from __future__ import annotations
 
+import inspect
 import logging
 import math
 from collections import Counter
@@ -202,9 +203,22 @@ def _of_schedulers(values: list[Any] | tuple[Any, ...]) -> bool:
     return bool(values) and all(isinstance(value, Mapping) for value in values)
 
 
+def check_steps(scheduler: Any) -> None:
+    """Raise ConfigError if the ``step`` of a script's scheduler needs arguments, such as a loss."""
+    if scheduler is None or isinstance(scheduler, Schedule):
+        return
+    parameters = inspect.signature(scheduler.step).parameters.values()
+    needed = [p.name for p in parameters if p.default is p.empty and p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]
+    if needed:
+        raise ConfigError(
+            f"lr_scheduler: {type(scheduler).__name__}.step needs {needed[0]}, which engine.step() does not have; "
+            "leave lr_scheduler out, and step it in the script"
+        )
+
+
 def scheduler_of(config: Config, given: Any, optimizer: Optimizer) -> Any:
     if given is not None:
-        return given if hasattr(given, "step") else given(optimizer)
+        return given if hasattr(given, "step") and not isinstance(given, type) else given(optimizer)
     if config.scheduler is None:
         return None
     return build_scheduler(config.scheduler.type, config.scheduler.params, optimizer)

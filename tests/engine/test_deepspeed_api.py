@@ -132,6 +132,12 @@ def test_constants_are_deepspeeds() -> None:
         common = [key for key in vars(ours) if key.isupper() and key in vars(theirs)]
         assert common
         assert {key: vars(ours)[key] for key in common} == {key: vars(theirs)[key] for key in common}
+    theirs = importlib.import_module("deepspeed.runtime.lr_schedules")
+    names = [key for key in vars(theirs) if key.isupper()]
+    ours = importlib.import_module("sdp.runtime.lr_schedules")
+    assert {key: vars(theirs)[key] for key in names if key != "VALID_LR_SCHEDULES"} == {
+        key: vars(ours)[key] for key in names if key != "VALID_LR_SCHEDULES"
+    }
     theirs = importlib.import_module("deepspeed.runtime.zero.partition_parameters").ZeroParamStatus
     assert theirs.NOT_AVAILABLE == sdp.zero.ZeroParamStatus.NOT_AVAILABLE != theirs.AVAILABLE
     offload = importlib.import_module("deepspeed.runtime.zero.offload_config")
@@ -185,6 +191,20 @@ def test_a_generator_of_a_script_does_not_change_the_others() -> None:
         pass
     with pytest.raises(ValueError, match="exists already"):
         tracker.add("model-parallel-rng", 1)
+
+
+def test_the_version_of_torch() -> None:
+    """``sdp.utils`` still works when its module ``torch`` has been imported."""
+    theirs = pytest.importorskip("deepspeed.utils.torch")
+    from sdp.utils.torch import required_torch_version
+
+    own = torch.__version__.split("+")[0]
+    for options in ({"min_version": 2.1}, {"min_version": own}, {"min_version": "99"}, {"max_version": 2.1},
+                    {"min_version": 2.1, "max_version": "99"}):  # fmt: skip
+        assert required_torch_version(**options) is theirs.required_torch_version(**options)
+    assert sdp.utils.torch.required_torch_version is required_torch_version
+    with sdp.OnDevice(torch.float32, "meta"):
+        assert nn.Linear(1, 1).weight.is_meta
 
 
 def test_versions_are_printed(capsys: pytest.CaptureFixture[str]) -> None:
@@ -344,38 +364,6 @@ def test_the_accelerator_and_helpers() -> None:
     with sdp.OnDevice(torch.float32, "meta"):
         assert nn.Linear(1, 1).weight.is_meta
     assert not nn.Linear(1, 1).weight.is_meta
-
-
-SCHEDULES: dict[str, tuple[Any, ...]] = {
-    "WarmupLR": (0.0, 0.01, 4, "linear"),
-    "WarmupDecayLR": (12, 0.0, 0.01, 4, "log"),
-    "WarmupCosineLR": (12, 0.1, 4, 0.01, "linear"),
-    "OneCycle": (0.001, 0.01, 0.1, 4, 3),
-    "LRRangeTest": (0.001, 3, 2.0, True),
-}
-
-
-@pytest.mark.parametrize("kind", SCHEDULES)
-def test_schedules_take_deepspeeds_arguments(kind: str) -> None:
-    """A script makes its own schedule and hands it to ``initialize``."""
-    deepspeed = pytest.importorskip("deepspeed.runtime.lr_schedules", reason="deepspeed is not installed")
-    config = CONFIG | {"gradient_accumulation_steps": 1}
-    model = mlp()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.02, momentum=0.9)
-    of_sdp = importlib.import_module("sdp.runtime.lr_schedules")
-    schedule = getattr(of_sdp, kind)(optimizer, *SCHEDULES[kind])
-    theirs = torch.optim.SGD(mlp().parameters(), lr=0.02, momentum=0.9)
-    expected = getattr(deepspeed, kind)(theirs, *SCHEDULES[kind])
-    engine = sdp.initialize(model=model, optimizer=optimizer, lr_scheduler=schedule, config=config)[0]
-    assert isinstance(schedule, getattr(of_sdp, kind))
-    assert isinstance(schedule, of_sdp.OneCycle) is (kind == "OneCycle")
-    for _ in range(12):
-        engine.backward(engine(torch.ones(2, 5), torch.ones(2, 3)))
-        engine.step()
-        expected.step()
-        assert engine.get_lr() == pytest.approx([group["lr"] for group in theirs.param_groups])
-    with pytest.raises(sdp.ConfigError, match=f"{kind}: 20 positional arguments"):
-        getattr(of_sdp, kind)(optimizer, *range(20))
 
 
 def test_the_versions_have_deepspeeds_keys() -> None:

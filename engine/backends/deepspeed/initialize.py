@@ -19,7 +19,7 @@ from ...config.schema import Config
 from ...distributed.mesh import Coordinates
 from ...distributed.traffic import Traffic
 from ...environment.detect import alone_if_unlaunched
-from ...errors import ConfigError
+from ...errors import ConfigError, shorten
 from ...optim.optimizers import make_optimizer
 from ...optim.schedules import build_scheduler
 from ...placement.layout import Layout
@@ -262,8 +262,14 @@ def _rounding_alike(optimizer: Optimizer, note: str) -> str:
 
 def _scheduler(config: Config, given: Any, optimizer: Optimizer, options: Sequence[int]) -> Any:
     if given is not None:
-        if not hasattr(given, "step"):
-            return given(optimizer)
+        if isinstance(given, type) or not hasattr(given, "step"):
+            try:
+                return given(optimizer)
+            except (TypeError, ValueError) as error:
+                raise ConfigError(
+                    f"lr_scheduler: {shorten(error)}; DeepSpeed has {len(optimizer.param_groups)} parameter groups, "
+                    'one for each unit: give one rule for all of them, or use sdp.engine "fsdp2"'
+                ) from error
         if len(getattr(given, "base_lrs", optimizer.param_groups)) != len(optimizer.param_groups):
             raise ConfigError(
                 f"lr_scheduler: the {type(given).__name__} given has rates for {len(given.base_lrs)} parameter "

@@ -82,6 +82,18 @@ def test_what_is_saved_is_loaded(small: Path) -> None:
     assert (small / "7" / CLIENT_TENSORS).exists()
 
 
+def test_the_outermost_keys_need_not_be_text(small: Path) -> None:
+    engine, state = engine_of(SOURCE, "reference"), {1: "one", "~": torch.ones(2), (2, None): {"client_state": 3}}
+    engine.save_checkpoint(small, "keys", client_state=state)
+    assert_same(engine.load_checkpoint(small, "keys")[1], state)
+    saved = read_state(small / "keys")
+    for forged in ({}, {"client_state": [1]}, {"client_state": {"~": "tensor", "index": 0}}):
+        with pytest.raises(CheckpointError, match="damaged or forged"):
+            read_client_state(small / "keys", saved | {"client_state": forged}, Ranks(True))
+    with pytest.raises(CheckpointError, match="has encoding 3, this version reads 1 and 2"):
+        read_client_state(small / "keys", saved | {"client_encoding": 3}, Ranks(True))
+
+
 @pytest.mark.parametrize(
     "value",
     [object(), lambda: 0, [np.array([object()])], {"a": np.zeros(2, dtype=[("x", "i4")])},
