@@ -5,7 +5,6 @@ and holders and frozen copies are equal bit for bit.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -17,7 +16,15 @@ from sdp.engine.elastic.membership import STEP
 from sdp.engine.elastic.session import Session
 from sdp.tests.support.case_tables import THERE_AND_BACK, TO_BACKWARD, TO_FORWARD
 from sdp.tests.support.cases import RELATIVE, Case, one_step, whole
-from sdp.tests.support.clusters.living import DiedError, Place, begin, engine_among, part_of, run_groups, world_of_group
+from sdp.tests.support.clusters.living import (
+    DiedError,
+    Place,
+    begin,
+    part_of,
+    reference_among,
+    run_groups,
+    world_of_group,
+)
 from sdp.tests.support.ranks import RankPool
 from torch.distributed import TCPStore
 
@@ -124,35 +131,6 @@ def _look(engine: Any, session: Session, step: int) -> Seen:
     )
 
 
-# -- the runs with only the living groups, in this process -----------------------------------------
-
-
-def expected(case: Case) -> Iterator[tuple[float, dict[str, torch.Tensor]]]:
-    """Yield norm and weights of the full model after each step.
-
-    Each change of groups is a new run that goes on with the state of the one before.
-    """
-    case = replace(case, stage=0, tp=1)
-    engine, living = engine_among(case, LIVING[0], "reference", len(LIVING)), LIVING[0]
-    for step, now in enumerate(LIVING):
-        if now != living:
-            engine, living = _continued(engine, case, now), now
-        one_step(engine, replace(case, groups=len(now)), step, data_rank=None)
-        engine.step()
-        yield engine.get_global_grad_norm(), {name: p.detach().clone() for name, p in engine.parameters_here.items()}
-
-
-def _continued(before: Any, case: Case, living: Sequence[int]) -> Any:
-    engine = engine_among(case, living, "reference", len(LIVING))
-    for name, parameter in engine.parameters_here.items():
-        parameter.data.copy_(before.parameters_here[name])
-    engine.optimizer.load_state_dict(before.optimizer.state_dict())
-    engine.lr_scheduler.load_state_dict(before.lr_scheduler.state_dict())
-    engine.global_steps, engine.micro_steps = before.global_steps, before.micro_steps
-    engine.backend.use_masking(engine.config.masking_schedule.at(engine.global_steps + 1))
-    return engine
-
-
 CASES = [
     Case(3, 1, 0, masking="backward", optimizer="adamw", model="llama-tied-meta", clip=True),
     Case(3, 1, 0, accumulation=2, model="mlp-meta", clip=True, branch_scale="train", optimizer="momentum"),
@@ -176,7 +154,7 @@ def test_a_lost_and_a_returning_group_leave_a_run_of_the_living_groups(ranks: Ra
     told = run_groups(ranks, case, elastic)
     answers = [[Seen(**values) for values in of_rank] for of_rank in told]
     per_group = case.fsdp * case.tp
-    for step, (norm, weights) in enumerate(expected(case)):
+    for step, (norm, weights) in enumerate(reference_among(case, LIVING)):
         everyones: dict[int, Seen] = {}
         for rank, answer in enumerate(answers):
             found = _at(answer, rank // per_group, step)

@@ -23,7 +23,7 @@ from sdp.engine.placement.units import find_neuron_units
 from torch.distributed import PrefixStore, TCPStore
 
 from .. import models
-from ..cases import Case
+from ..cases import Case, one_step
 from ..ranks import RankPool
 
 TOKEN = b"a shared secret"
@@ -36,12 +36,16 @@ class DiedError(Exception):
 
 
 def holders_among(case: Case, living: Sequence[int]) -> dict[str, list[int]]:
-    """Return the holders of each unit, numbered among the groups ``living``."""
+    """Return the holders of each unit, numbered among the groups ``living``.
+
+    With the placement "full", each group holds everything.
+    """
     names = models.unit_names(case.model)
     if case.neurons:
         names = [unit.name for unit in find_neuron_units(models.build(case.model), case.neurons)]
+    holders = [[*range(GROUPS)]] if case.placement == "full" else HOLDERS
     return {
-        name: [living.index(group) for group in HOLDERS[index % len(HOLDERS)] if group in living]
+        name: [living.index(group) for group in holders[index % len(holders)] if group in living]
         for index, name in enumerate(names)
     }
 
@@ -120,6 +124,32 @@ def run_groups(ranks: RankPool, case: Case, run: Callable[..., Any], *args: Any)
         return ranks.run(run, case, coordinator.port, store.port, *args, world=case.world)
     finally:
         coordinator.stop()
+
+
+def reference_among(case: Case, living: Sequence[list[int]]) -> Iterator[tuple[float, dict[str, torch.Tensor]]]:
+    """Yield norm and weights of the full model after each step, of which ``living`` has the groups.
+
+    Each change of groups is a new run that goes on with the state of the one before.
+    """
+    case, steps = replace(case, stage=0, tp=1), len(living)
+    engine, before = engine_among(case, living[0], "reference", steps), living[0]
+    for step, now in enumerate(living):
+        if now != before:
+            engine, before = _continued(engine, case, now, steps), now
+        one_step(engine, replace(case, groups=len(now)), step, data_rank=None)
+        engine.step()
+        yield engine.get_global_grad_norm(), {name: p.detach().clone() for name, p in engine.parameters_here.items()}
+
+
+def _continued(before: Any, case: Case, living: Sequence[int], steps: int) -> Any:
+    engine = engine_among(case, living, "reference", steps)
+    for name, parameter in engine.parameters_here.items():
+        parameter.data.copy_(before.parameters_here[name])
+    engine.optimizer.load_state_dict(before.optimizer.state_dict())
+    engine.lr_scheduler.load_state_dict(before.lr_scheduler.state_dict())
+    engine.global_steps, engine.micro_steps = before.global_steps, before.micro_steps
+    engine.backend.use_masking(engine.config.masking_schedule.at(engine.global_steps + 1))
+    return engine
 
 
 def part_of(parameter: Any) -> torch.Tensor:

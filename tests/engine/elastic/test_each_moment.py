@@ -1,0 +1,180 @@
+"""A group is lost at each moment of a step, and while another group returns. The others go on as a
+run that has only the living groups.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import sdp.engine.elastic.session as session_module
+import torch
+import torch.distributed as dist
+from sdp.engine.distributed import world
+from sdp.engine.elastic.member import StepAbortedError
+from sdp.engine.elastic.membership import STEP
+from sdp.engine.elastic.session import Session
+from sdp.tests.support import models
+from sdp.tests.support.cases import RELATIVE, Case, one_step, whole
+from sdp.tests.support.clusters.living import (
+    DiedError,
+    Place,
+    begin,
+    reference_among,
+    run_groups,
+    world_of_group,
+)
+from sdp.tests.support.ranks import RankPool
+from torch.distributed import TCPStore
+
+STEPS, LOST, LAST = 5, 1, 2  # group 1 is lost in the second step, or in what follows it
+BACK = 3  # it returns after this step, if another group is lost then
+EVALUATE, SAVE = 3, 4
+MOMENTS = ("a reduction", "before the vote", "the update", "an evaluation", "a save")
+RETURN = "another group returns"
+
+Found = tuple[int, list[int], dict[str, torch.Tensor]]  # step, living groups, whole weights
+
+
+def die(*_: Any, **__: Any) -> Any:
+    """Be lost, together with the other ranks of the group.
+
+    Their processes live on, so a rank that came later would wait for one that is lost already.
+    """
+    if dist.get_world_size() > 1:
+        dist.barrier()
+    raise DiedError
+
+
+def elastic(case: Case, port: int, store_port: int, moment: str, folder: str) -> list[Found]:
+    """Run the case on this rank of three groups. Returns what it has after each step."""
+    with world_of_group(case, store_port) as (place, shared):
+        found: list[Found] = []
+        client = None
+        try:
+            engine, session, client, store = begin(case, place, port, "first", STEPS)
+            session.meet(STEP)
+            _train(engine, session, case, place, shared, moment, Path(folder), found)
+        except DiedError:
+            assert client is not None
+            client.hang_up()
+            if moment == RETURN and place.slot == LOST:
+                shared.wait(["the others are there"])
+                engine, session, client, store = begin(case, place, port, "second", STEPS)
+                session.meet(STEP)
+                _train(engine, session, case, place, shared, "", Path(folder), found)
+        del store
+        return found
+
+
+def _train(
+    engine: Any,
+    session: Session,
+    case: Case,
+    place: Place,
+    shared: TCPStore,
+    moment: str,
+    folder: Path,
+    found: list[Found],
+) -> None:
+    while engine.global_steps < STEPS:
+        step = engine.global_steps + 1
+        dies = place.slot == LOST and step == LAST and moment != ""
+        _repeat(session, STEP, lambda: _step(engine, session, case), engine, moment if dies else "")
+        if step == LAST and moment in MOMENTS[3:]:
+            phase = EVALUATE if moment == "an evaluation" else SAVE
+            _repeat(session, phase, lambda: _do(engine, session, case, place, folder, moment), engine, "", dies=dies)
+        found.append((step, _slots(session), {n: whole(engine, n, p).clone() for n, p in _weights(engine)}))
+        if moment == RETURN and step == BACK and place.slot != LOST:
+            shared.set("the others are there", "yes")
+            with pytest.MonkeyPatch.context() as patch:
+                if place.slot == 2:
+                    patch.setattr(session_module, "exchange", die)
+                while LOST not in session.meet(STEP).slots:
+                    pass
+
+
+def _weights(engine: Any) -> list[tuple[str, Any]]:
+    return [*engine.parameters_here.items()]
+
+
+def _slots(session: Session) -> list[int]:
+    assert session.assembly is not None
+    return session.assembly.slots
+
+
+def _repeat(
+    session: Session, phase: int, action: Callable[[], Any], engine: Any, moment: str, *, dies: bool = False
+) -> None:
+    if moment == "a reduction":
+        first = next(name for name in engine.layout.blocks if name not in engine.backend.stand_ins)
+        engine.module.get_submodule(first).register_full_backward_pre_hook(die)  # those of later ones are under way
+    elif moment == "before the vote":
+        engine.before_update = die
+    elif moment == "the update":
+        engine.backend.update = die
+    elif moment == RETURN:
+        die()
+    if dies:
+        engine.module.register_forward_pre_hook(die)
+        engine.rates_of_parameters = die
+    while True:
+        try:
+            action()
+            return
+        except StepAbortedError:
+            engine.forget_micro_batches()
+            session.meet(phase)
+
+
+def _step(engine: Any, session: Session, case: Case) -> None:
+    session.look()
+    with session.deferred():
+        one_step(engine, case, engine.global_steps, data_rank=world.rank() // case.tp)
+        engine.step()
+
+
+def _do(engine: Any, session: Session, case: Case, place: Place, folder: Path, moment: str) -> None:
+    if moment == "an evaluation":
+        batches = [models.micro_batch(case.model, 99, 0, place.slot)]
+        loss = session.protect(lambda: engine.evaluate(batches), defers=True)
+        assert 0 < loss < 10
+    else:
+        session.protect(lambda: engine.save_checkpoint(folder))
+        assert (folder / f"step-{LAST}" / "state.json").exists()
+
+
+@pytest.mark.parametrize(
+    ("case", "moment"),
+    [
+        *((Case(3, 1, 0, optimizer="adamw", masking="backward"), moment) for moment in MOMENTS),
+        *(
+            pytest.param(Case(3, 2, 3, model="llama-meta", clip=True), moment, marks=pytest.mark.slow)
+            for moment in MOMENTS
+        ),
+        (Case(3, 1, 0, optimizer="adamw", placement="full"), RETURN),
+        (Case(3, 2, 3, model="llama-meta", placement="full", clip=True), RETURN),
+    ],
+    ids=lambda value: str(value).replace(" ", "-"),
+)
+def test_the_others_go_on(ranks: RankPool, tmp_path: Path, case: Case, moment: str) -> None:
+    answers = run_groups(ranks, case, elastic, moment, str(tmp_path))
+    living: list[list[int]] = [[0, 1, 2], [0, 1, 2], *([0, 2] for _ in range(STEPS - LAST))]
+    if moment not in ("the update", *MOMENTS[3:]):
+        living[1] = [0, 2]  # the step was made again
+    if moment == RETURN:
+        living[BACK:] = [[0, 1]] * (STEPS - BACK)
+    seen = 0
+    for step, (_, weights) in enumerate(reference_among(case, living), start=1):
+        for rank, answer in enumerate(answers):
+            for _, slots, found in (each for each in answer if each[0] == step):
+                assert slots == living[step - 1] or step == LAST
+                seen += 1
+                for name, weight in found.items():
+                    largest = weights[name].abs().max().item()
+                    torch.testing.assert_close(
+                        weight, weights[name], rtol=0, atol=2 * RELATIVE * largest, msg=f"{step}, {rank}, {name}"
+                    )
+    assert seen >= 2 * STEPS * case.fsdp
