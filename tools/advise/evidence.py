@@ -81,7 +81,7 @@ class Evidence(BaseModel):
         this order.
 
         None if nothing like the candidate was measured. Every step and local steps are different
-        things: one is no evidence for the other.
+        things: one says nothing about the other.
         """
         alike = [
             gap for gap in self.gaps if gap.method == candidate.method and (gap.every == 1) == (candidate.every == 1)

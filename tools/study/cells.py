@@ -229,7 +229,7 @@ class Sweep:
     def __post_init__(self) -> None:
         if self.controls and not TASKS[self.task].controls:
             raise ConfigError(
-                f"--controls: there are none for {self.task}; choose another --task, or write a grid (sdp study grid)"
+                f"--controls: {self.task} has no controls; choose another --task, or write a grid (sdp study grid)"
             )
         if unknown := [profile for profile in self.profiles if profile not in TASKS[self.task].profiles]:
             raise ConfigError(f"--profile {unknown[0]}: {self.task} has {', '.join(TASKS[self.task].profiles)}")

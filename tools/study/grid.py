@@ -65,7 +65,7 @@ class Grid(Section):
         equal_cost: at which equal costs rows are compared, if the columns are lengths of training.
         early_stopping: how often a run is evaluated. The lowest held-out loss counts. None: a run
             is evaluated after its last step only.
-        compare_with: rows. Every row's loss less theirs is given too.
+        compare_with: rows, from which the differences of all rows are given too.
     """
 
     title: str
@@ -81,7 +81,7 @@ class Grid(Section):
 
     @property
     def counts(self) -> str:
-        """What counts of a run, by its name in :func:`result_of`."""
+        """The key of :func:`result_of` that counts for a run: "loss" or "least"."""
         return "loss" if self.early_stopping is None else "least"
 
     def cells(self) -> list[tuple[str, str]]:
@@ -144,8 +144,8 @@ def _require_lengths(grid: Grid, path: Path) -> None:
         for key in settings:
             if not key.startswith(("training.steps", "training.tokens", "scheduler.")):
                 raise ConfigError(
-                    f"{path}: equal_cost: column {shorten(column)} has {shorten(key)}, which is no length of training; "
-                    "remove equal_cost, or make it a row"
+                    f"{path}: equal_cost: column {shorten(column)} has {shorten(key)}, which changes more than "
+                    "the length; remove equal_cost, or make it a row"
                 )
 
 

@@ -1,5 +1,4 @@
-"""``sdp study memory OUT``: bytes per rank by kind, planned and measured in a real step, of every
-variant.
+"""``sdp study memory OUT``: planned and measured bytes per rank, by kind, of every variant.
 
 There are 4 groups of one rank. A row is the share of the group that holds the most. The other ranks
 do not exist (torch's fake process group: collectives return at once).
@@ -155,7 +154,7 @@ def _measured(task: Task, config: dict[str, Any]) -> dict[str, int]:
     ledger = watched_step(engine, (), set(), task.batch)
     if engine.skipped_steps:
         raise NonFiniteError(
-            "a row's step was skipped, because its gradient was no number; what an update needs was not measured"
+            "a row's step was skipped, because its gradient was NaN or infinite; what an update needs was not measured"
         )
     return state | {"activations": max(window.most[ACTIVATIONS] for window in ledger.windows.values()), "peak": peak}
 
@@ -270,10 +269,18 @@ class MemoryOptions:
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the command's arguments."""
     parser.add_argument("out", metavar="OUT", type=Path, help="folder of memory.json and memory.md")
-    parser.add_argument("--model", nargs="+", choices=list(TASKS), default=list(TASKS))
-    parser.add_argument("--capacity", nargs="+", type=float, choices=CAPACITIES, default=list(CAPACITIES))
-    parser.add_argument("--granularity", nargs="+", choices=GRANULARITIES, default=list(GRANULARITIES))
-    parser.add_argument("--masking", nargs="+", choices=MASKINGS, default=list(MASKINGS))
+    parser.add_argument("--model", nargs="+", choices=list(TASKS), default=list(TASKS), help="models (default: all)")
+    parser.add_argument(
+        "--capacity", nargs="+", type=float, choices=CAPACITIES, default=list(CAPACITIES), help="of SDP (default: all)"
+    )
+    parser.add_argument(
+        "--granularity",
+        nargs="+",
+        choices=GRANULARITIES,
+        default=list(GRANULARITIES),
+        help="what a group holds parts of (default: both)",
+    )
+    parser.add_argument("--masking", nargs="+", choices=MASKINGS, default=list(MASKINGS), help="of SDP (default: both)")
 
 
 def run(args: argparse.Namespace) -> int:

@@ -101,9 +101,17 @@ class ProfileOptions:
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the command's arguments."""
     parser.add_argument("out", metavar="OUT", type=Path, help="folder of runs, tables and plots")
-    parser.add_argument("--task", choices=list(TASKS), default="llama")
-    parser.add_argument("--granularity", nargs="+", choices=["block", "neuron"], default=["block"])
-    parser.add_argument("--capacity", nargs="+", type=float, choices=CAPACITIES, default=list(CAPACITIES))
+    parser.add_argument("--task", choices=list(TASKS), default="llama", help="what is trained (default: llama)")
+    parser.add_argument(
+        "--granularity",
+        nargs="+",
+        choices=["block", "neuron"],
+        default=["block"],
+        help="what a group holds parts of (default: block)",
+    )
+    parser.add_argument(
+        "--capacity", nargs="+", type=float, choices=CAPACITIES, default=list(CAPACITIES), help="of SDP (default: all)"
+    )
     parser.add_argument("--profile", nargs="+", choices=PROFILES, default=[], help="default: all that the task has")
     parser.add_argument(
         "--controls", action="store_true", help="also the dense model with dropout, and with stochastic depth"
@@ -111,7 +119,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--flop-matched", action="store_true", help="also runs with as many operations as the dense model's"
     )
-    parser.add_argument("--seeds", type=positive_int, default=3)
+    parser.add_argument("--seeds", type=positive_int, default=3, help="runs of every cell (default: 3)")
     parser.add_argument(
         "--jobs", type=positive_int, default=usable_cores(), help="runs at a time, one thread each (default: the cores)"
     )

@@ -100,7 +100,7 @@ def test_columns_of_a_comparison_are_lengths_of_training(tmp_path: Path) -> None
     columns = {"few": {"training.steps": 4}, "many": {"sdp.groups": 8}}
     grid = {"title": "Workers", "base": CONFIG, "rows": {"dense": {}}, "columns": columns}
     path.write_text(json.dumps(grid | {"equal_cost": WANTED.model_dump()}))
-    with pytest.raises(ConfigError, match=r"column many has sdp\.groups, which is no length of training"):
+    with pytest.raises(ConfigError, match=r"column many has sdp\.groups, which changes more than the length"):
         read_grid(path)
 
 

@@ -99,7 +99,7 @@ def test_controls_are_the_dense_model_with_dropout_and_with_stochastic_depth() -
 
 
 def test_a_task_without_controls_or_with_other_profiles_says_so() -> None:
-    with pytest.raises(ConfigError, match="--controls: there are none for resnet18"):
+    with pytest.raises(ConfigError, match="--controls: resnet18 has no controls"):
         Sweep("resnet18", ["block"], [0.5], 1, controls=True)
     with pytest.raises(ConfigError, match="--profile linear: resnet18 has uniform, depth"):
         Sweep("resnet18", ["block"], [0.5], 1, ["linear"])
