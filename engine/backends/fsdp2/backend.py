@@ -41,6 +41,7 @@ from .collectives import (
 from .connection import await_weights, ends_in_root, make_inner_sync, make_sync
 from .noise import make_noise
 from .offload import ShardHome
+from .passes import GatherOrder
 from .sharding import refuse_scalars, shard
 from .uses import ModuleUses
 
@@ -101,6 +102,7 @@ class FSDP2Backend(ShardedBackend):
             local_steps=sync is not None,
         )
         self._uses: list[ModuleUses] = []
+        self._gathers = GatherOrder(self.communicators.fsdp if self.shards > 1 else None, device, traffic)
         if self.uses_fsdp:
             refuse_scalars(layout)
             blocks = [name for name in layout.blocks if name not in stand_ins]
@@ -112,6 +114,7 @@ class FSDP2Backend(ShardedBackend):
                 reshards=self._reshards,
                 offload=home.policy(),
                 traffic=traffic,
+                gathers=self._gathers,
             )
 
     @property
@@ -223,7 +226,7 @@ class FSDP2Backend(ShardedBackend):
             self._refresh.finish()
 
     def forward(self, call: Callable[[nn.Module, Any], Any], batch: Any) -> Any:
-        with outside_inference_mode():
+        with outside_inference_mode(), self._gathers.of_one_pass():
             return call(self.module, batch)
 
     def backward(self, loss: torch.Tensor, *, boundary: bool) -> None:

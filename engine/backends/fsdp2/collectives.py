@@ -17,14 +17,18 @@ from .uses import ModuleUses
 
 
 class CountingAllGather(DefaultAllGather):
-    """FSDP2's default all-gather, counted by the size of its output."""
+    """FSDP2's default all-gather, counted by the size of its output.
 
-    def __init__(self, traffic: Traffic):
-        self._traffic = traffic
+    ``note`` is called before each.
+    """
+
+    def __init__(self, traffic: Traffic, note: Callable[[], None]):
+        self._traffic, self._note = traffic, note
 
     def __call__(
         self, output_tensor: torch.Tensor, input_tensor: torch.Tensor, group: dist.ProcessGroup, async_op: bool = False
     ) -> dist.Work | None:
+        self._note()
         self._traffic.record("inside groups", "all_gather", output_tensor.nbytes, group.size())
         return super().__call__(output_tensor, input_tensor, group, async_op)
 
@@ -72,7 +76,7 @@ def drop_unreduced_gradients(module: FSDPModule) -> None:
 
 def reduce_once(module: FSDPModule) -> list[ModuleUses]:
     """Make a backward pass reduce all gradients of the module once."""
-    return [ModuleUses(group) for group in _parameter_groups(module)]
+    return [ModuleUses(group) for group in parameter_groups(module)]
 
 
 def zero_missing_gradients(root: nn.Module) -> None:
@@ -141,10 +145,10 @@ class HiddenParameters:
 
 
 def _parameters(module: FSDPModule) -> list[Any]:
-    return [parameter for group in _parameter_groups(module) for parameter in group.fsdp_params]
+    return [parameter for group in parameter_groups(module) for parameter in group.fsdp_params]
 
 
-def _parameter_groups(module: FSDPModule) -> list[Any]:
+def parameter_groups(module: FSDPModule) -> list[Any]:
     return _groups_of(module._get_fsdp_state())
 
 

@@ -15,7 +15,7 @@ from ...distributed.traffic import Traffic
 from ...errors import ModelError
 from ...placement.layout import Layout
 from .collectives import CountingAllGather, CountingReduceScatter, reduce_once
-from .passes import refuse_hidden_results, refuse_inference_mode
+from .passes import GatherOrder, refuse_hidden_results, refuse_inference_mode
 from .uses import ModuleUses
 
 
@@ -41,6 +41,7 @@ def shard(
     reshards: bool,
     offload: OffloadPolicy,
     traffic: Traffic,
+    gathers: GatherOrder,
 ) -> list[ModuleUses]:
     """Shard the modules ``names`` of ``model``, each on its own, and then what is left.
 
@@ -54,6 +55,7 @@ def shard(
         reshards: Whether parameters are freed between forward and backward.
         offload: Where shards live.
         traffic: Counts the bytes that FSDP2 sends.
+        gathers: Notes the order in which modules are gathered.
     """
     policy = MixedPrecisionPolicy(
         param_dtype=None if compute_dtype == torch.float32 else compute_dtype, reduce_dtype=torch.float32
@@ -67,7 +69,7 @@ def shard(
         module = model.get_submodule(name)
         apply(module)
         assert isinstance(module, FSDPModule)
-        module.set_custom_all_gather(CountingAllGather(traffic))
+        module.set_custom_all_gather(CountingAllGather(traffic, gathers.noting(name, module)))
         module.set_custom_reduce_scatter(CountingReduceScatter(traffic))
         uses += reduce_once(module)
         refuse_hidden_results(module, name)

@@ -70,6 +70,8 @@ class ModuleUses:
         if in_graph:
             self._expected.pop()
         self._held_back = False
+        if not all(hasattr(parameter, "_unsharded_param") for parameter in self._group.fsdp_params):
+            return  # no pass has used the module yet, and FSDP2 would look for its gathered parameters
         if not (self._expected or (in_graph and self._ends_with_pass)):
             self._reduce_all()
             return

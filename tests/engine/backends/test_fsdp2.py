@@ -94,6 +94,75 @@ def test_what_fsdp2_would_not_notice_is_one_line(ranks: RankPool) -> None:
     assert "\n" not in hidden + inference
 
 
+class Dropping(Mlp):
+    """Leaves out a block in training, as layer drop does."""
+
+    def forward(self, x: torch.Tensor, y: torch.Tensor, dropped: int) -> torch.Tensor:  # type: ignore[override]
+        hidden = self.stem(x)
+        for index, layer in enumerate(self.layers):
+            if index != dropped:
+                hidden = layer(hidden)
+        return nn.functional.mse_loss(self.head(hidden).float(), y)
+
+
+def _dropped(step: int, micro: int, rank: int) -> int:
+    """Early passes of a rank never use one of the blocks."""
+    return (step + micro + rank) % 4
+
+
+def _drop(bf16: bool, groups: int) -> float:
+    """Take two steps in which ranks leave out different blocks. The distance to plain torch."""
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        model = Dropping()
+        torch.manual_seed(0)
+        plain = Dropping()
+    engine = _engine(
+        {"sdp": {"groups": groups, "capacity": 1.0}, "gradient_accumulation_steps": 2, "bf16": {"enabled": bf16}}, model
+    )
+    optimizer = torch.optim.SGD(plain.parameters(), lr=0.1)
+    for step in range(2):
+        for micro in range(2):
+            for rank in range(2):
+                rows = micro_batch("mlp", step, micro, rank) | {"dropped": _dropped(step, micro, rank)}
+                (plain(**rows) / 4).backward()
+            rows = micro_batch("mlp", step, micro, dist.get_rank())
+            engine.backward(engine(**rows, dropped=_dropped(step, micro, dist.get_rank())))
+            engine.step()
+        optimizer.step()
+        optimizer.zero_grad()
+    state, start = engine.full_state_dict(), build("mlp").state_dict()
+    pairs = [(value, (state or {})[name], start[name]) for name, value in plain.state_dict().items() if state]
+    return max(((found - value).norm() / (value - before).norm()).item() for value, found, before in pairs or [
+        (torch.ones(1), torch.ones(1), torch.zeros(1))
+    ])  # fmt: skip
+
+
+@pytest.mark.parametrize(("bf16", "groups"), [(False, 1), (True, 1), (True, 2)])
+def test_ranks_may_leave_out_blocks_at_stage_0(ranks: RankPool, bf16: bool, groups: int) -> None:
+    """In bf16, FSDP2 casts whole parameters, and no pass may have used a block yet."""
+    for distance in ranks.run(_drop, bf16, groups, world=2):
+        assert distance < (0.1 if bf16 else 1e-5)
+
+
+def _drop_sharded(stage: int) -> str:
+    engine = _engine({"zero_optimization": {"stage": stage}}, Dropping())
+    rows = micro_batch("mlp", 0, 0, dist.get_rank())
+    engine.backward(engine(**rows, dropped=1))  # the same block on both ranks
+    engine.step()
+    with pytest.raises(sdp.ModelError) as caught:
+        engine(**rows, dropped=dist.get_rank())
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_ranks_that_share_parameters_leave_out_the_same_blocks(ranks: RankPool, stage: int) -> None:
+    """FSDP2 would gather the parameters of different blocks together, without an error."""
+    for rank, message in enumerate(ranks.run(_drop_sharded, stage, world=2)):
+        assert f"ran different blocks in one pass (this one left out 'layers.{rank}')" in message
+        assert "\n" not in message
+
+
 def test_another_fsdp2_is_refused() -> None:
     """The names and the marks of torch's FSDP2 that sdp needs."""
     with pytest.raises(sdp.ConfigError, match=r"^torch [\w.+]+: FSDP2 has no _register_post_backward_hook"):
