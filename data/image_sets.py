@@ -13,14 +13,16 @@ from __future__ import annotations
 import hashlib
 import json
 import math
+import secrets
 import tarfile
 import zlib
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import numpy as np
 
@@ -78,7 +80,8 @@ def prepare_images(name: str, path: Path | None, output: Path) -> ImageIndex:
         for split, arrays in splits.items():
             for file, array in zip(_paths(output, split), arrays, strict=True):
                 require_regular(file, _AGAIN)
-                np.save(file, array, allow_pickle=False)
+                with _replacing(file) as temporary:
+                    np.save(temporary, array, allow_pickle=False)
                 digest.update(array.tobytes())
     images = splits["train"][0]
     pixels = images.reshape(*images.shape[:2], -1)
@@ -95,11 +98,24 @@ def prepare_images(name: str, path: Path | None, output: Path) -> ImageIndex:
         sha256=digest.hexdigest(),
         mirrors=name != "digits",
     )
-    temporary = output / f"{INDEX_FILE}.tmp"
-    with writing(output):
-        temporary.write_text(json.dumps(asdict(index), indent=1) + "\n", encoding="utf-8")
-        temporary.replace(output / INDEX_FILE)
+    with writing(output), _replacing(output / INDEX_FILE) as temporary:
+        temporary.write((json.dumps(asdict(index), indent=1) + "\n").encode())
     return index
+
+
+@contextmanager
+def _replacing(path: Path) -> Iterator[BinaryIO]:
+    """A context with a file that takes the place of ``path`` when it is complete.
+
+    The groups of an elastic run may all write the same set at the same time.
+    """
+    temporary = path.with_name(f"{path.name}.{secrets.token_hex(8)}.tmp")
+    try:
+        with temporary.open("xb") as file:
+            yield file
+        temporary.replace(path)
+    finally:
+        temporary.unlink(missing_ok=True)
 
 
 def facts_of_set(name: str) -> dict[str, int]:

@@ -50,14 +50,12 @@ def refuse_with_elastic(config: Any) -> None:
     if not sdp.elastic.enabled:
         return
     training = config.training
-    monitors = [name for name in ("tensorboard", "csv_monitor", "wandb") if getattr(config, name).enabled]
     refused: dict[str, tuple[bool, object, str]] = {
         "sdp.engine": (sdp.engine != "fsdp2", sdp.engine, 'use "fsdp2"'),
         "sdp.groups": (sdp.groups < 2, sdp.groups, "use 2 or more"),
         **_refused_with_sync(sdp.sync),
         "sdp.group_sizes": (sdp.group_sizes is not None, sdp.group_sizes, "remove it"),
-        "data.sources": (config.data.sources is not None, "a mixture", "read one data set"),
-        "data.path": (config.data.path is None, "null", "prepare the data with sdp prepare"),
+        "data.path": (config.data.takes_default_corpus, "null", "prepare the data with sdp prepare"),
         "training.tokens": (training.tokens is not None, training.tokens, "use training.steps"),
         "training.evaluate_tasks": (getattr(training, "evaluate_tasks", None) is not None, "tasks", "remove them"),
         "training.noise_scale_interval": (
@@ -71,7 +69,6 @@ def refuse_with_elastic(config: Any) -> None:
             training.on_spike,
             'use "none" or "skip"',
         ),
-        **{f"{name}.enabled": (True, True, "use false") for name in monitors},
     }
     for key, (applies, value, remedy) in refused.items():
         if applies:

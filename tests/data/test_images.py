@@ -294,3 +294,22 @@ def test_every_epoch_has_a_form_of_its_own(digits):
     seen = [min(range(18), key=lambda i: (form - expected[i]).abs().max().item()) for form in forms]
     assert all((form - expected[i]).abs().max() < 1e-5 for form, i in zip(forms, seen, strict=True))
     assert set(seen) == set(range(18))
+
+
+def test_arrays_appear_only_when_they_are_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The groups of an elastic run may write the same set, and read it, at the same time."""
+    prepare_images("digits", None, tmp_path / "whole")
+    seen: list[list[str]] = []
+
+    def save(file: Any, array: Any, **keywords: Any) -> None:
+        file.write(b"half of it")
+        seen.append([path.name for path in (tmp_path / "set").glob("*.npy")])
+        file.seek(0)
+        np.lib.format.write_array(file, np.asarray(array), **keywords)
+
+    monkeypatch.setattr(np, "save", save)
+    prepare_images("digits", None, tmp_path / "set")
+    assert [len(names) for names in seen] == [0, 1, 2, 3]
+    for path in (tmp_path / "whole").iterdir():
+        assert (tmp_path / "set" / path.name).read_bytes() == path.read_bytes()
+    assert not [*(tmp_path / "set").glob("*.tmp")]

@@ -20,9 +20,9 @@ SMALL_LLAMA = {
 }
 
 
-def make_corpus(folder: Path) -> Path:
+def make_corpus(folder: Path, seed: int = 0) -> Path:
     """Write sixty small documents, tokenized as bytes."""
-    words = random.Random(0)
+    words = random.Random(seed)
     for number in range(60):
         text = " ".join(words.choice(["alpha", "beta", "gamma", "delta"]) for _ in range(80))
         (folder / f"{number}.txt").write_text(text)

@@ -85,8 +85,8 @@ class ElasticTrainer:
 
     def close(self) -> None:
         """Close what is open. Called once, also when the run fails."""
-        self._run.close()
         self._files.close()
+        self._run.close()
 
     # -- the loop ----------------------------------------------------------------------------------
 

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import time
 from collections import deque
+from collections.abc import Callable, Sequence
 
 from ...engine.elastic.session import Session
 from ...engine.errors import ConfigError
 from ..runs.run_files import LOCK, RunFiles, read_run
 from .loop.training_run import TrainingRun
+from .observers.monitors import open_monitors
 from .observers.observer import Line, Observer
 from .observers.progress import Progress
 from .observers.recorder import Recorder
@@ -35,6 +38,7 @@ class ElasticFiles:
         self._newest = _NewestLines(_KEPT_LINES + (sync.every if sync is not None else 0))
         self._watching: list[Observer] = [*run.observers, self._newest]
         run.observers = self._watching
+        self._own: list[Observer] = []  # that write files
 
     def follow_writer(self, *, is_first: bool, truncate_after: int | None = None) -> None:
         """Open or close the files, if this rank shall write them or another one does now.
@@ -51,6 +55,8 @@ class ElasticFiles:
             self.close()
             return
         run.files = self._open(is_first=is_first)
+        # Another group may have written curves of this run.
+        monitors = open_monitors(run.config, run.dump_dir, resume=self._resumes or not is_first)
         log.setLevel(logging.INFO)
         step = run.engine.global_steps
         if is_first:
@@ -58,13 +64,18 @@ class ElasticFiles:
             run.announce(step)
         else:
             run.files.truncate_after(step)
-        run.observers = [*self._watching, Recorder(run.files), Progress(run.config.steps_per_print)]
+        self._own = [Recorder(run.files), monitors, Progress(run.config.steps_per_print)]
+        run.observers = [*self._watching, *self._own]
         run.tell_start(step)
         if not is_first:
-            self._write_missing_lines(run.files)
+            self._write_missing_lines([run.files.step, monitors.on_step])
 
     def close(self) -> None:
         """Close the files, if this rank writes them."""
+        for observer in self._own:
+            with contextlib.suppress(OSError):  # a write that failed before, and was reported then
+                observer.close()
+        self._own = []
         if self._run.files is not None:
             self._run.files.close()
             self._run.files, self._run.observers = None, self._watching
@@ -89,12 +100,16 @@ class ElasticFiles:
                     return RunFiles(self._run.dump_dir, resume=resume)
                 time.sleep(0.05)
 
-    def _write_missing_lines(self, files: RunFiles) -> None:
-        """Write the lines of steps that the last writer committed, but did not write any more."""
+    def _write_missing_lines(self, writes: Sequence[Callable[[Line], object]]) -> None:
+        """Write the lines of steps that the last writer committed, but did not write any more.
+
+        ``writes`` write a line, each to another place.
+        """
         written = max((line["step"] for line in read_run(self._run.dump_dir).metrics), default=0)
         for line in self._newest.lines:
             if line["step"] > written:
-                files.step(line)
+                for write in writes:
+                    write(line)
 
 
 class _NewestLines(Observer):

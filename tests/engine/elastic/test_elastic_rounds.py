@@ -292,9 +292,10 @@ CASES = [
         "before the vote",
     ),
     (Case(3, 1, 0, sync=f'{{"every": {EVERY}}}', optimizer="adamw", masking="backward"), "after the vote"),
-    (
+    pytest.param(
         Case(3, 2, 3, sync=f'{{"every": {EVERY}, "outer_optimizer": {ADAM}}}', optimizer="adamw", clip=True),
         "in a step",
+        marks=pytest.mark.slow,
     ),
     (
         Case(3, 2, sync=f'{{"every": {EVERY}, "outer_optimizer": {PLAIN}}}', optimizer="momentum", masking="backward"),

@@ -50,20 +50,3 @@ def test_named_holders_and_listed_profiles_are_checked() -> None:
     with pytest.raises(SDPError, match=r"sdp.survive: 1 needs 2 holders"):
         layout_of(profile=[4, 3, 2, 2, 2, 2, 2, 1], survive=1)
     assert fewest(layout_of(profile=[4, 3, 3, 2, 2, 2, 2, 2], survive=1)) == 2
-
-
-@pytest.mark.parametrize(
-    ("settings", "refused"),
-    [
-        ({"sdp": {"groups": 1}}, "sdp.groups: 1"),
-        ({"sdp": {"groups": 2, "engine": "reference"}}, "sdp.engine: reference"),
-        ({"sdp": {"groups": 2, "sync": {"every": 2}}}, "sdp.sync: a section of local steps"),
-        ({"sdp": {"groups": 2}, "data": {}}, "data.path: null"),
-        ({"sdp": {"groups": 2}, "training": {"async_save": True}}, "training.async_save: true"),
-        ({"sdp": {"groups": 2}, "csv_monitor": {"enabled": True}}, "csv_monitor.enabled: true"),
-    ],
-)
-def test_what_elastic_groups_cannot_be_combined_with_is_refused(settings: dict, refused: str) -> None:
-    settings = {"data": {"path": "shards"}, **settings, "sdp": {**settings["sdp"], "elastic": {"enabled": True}}}
-    with pytest.raises(ConfigError, match=f"{refused} is not available in this version together with sdp.elastic; "):
-        load_config(settings)

@@ -152,7 +152,6 @@ def test_mistakes_are_one_line(
     config: dict, tmp_path: Path, sync: dict, others: dict, message: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     config["sdp"]["sync"] = sync
-    config["csv_monitor"] = {"enabled": False}  # elastic groups refuse it first
     for section, keys in others.items():
         config[section] = config.get(section, {}) | keys
     assert main(["config", str(write_config(config, tmp_path))]) == 2

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import csv
 import json
 import random
 import re
@@ -10,7 +11,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from sdp.tests.support.clusters.elastic_runs import MICRO, ElasticRun, Start
+from sdp.tests.support.clusters.elastic_runs import MICRO, ElasticRun, Start, elastic_config
+from sdp.tests.support.small_runs import make_corpus
 
 
 def check_lines(lines: list[dict[str, Any]], ranks: int = 1) -> None:
@@ -106,6 +108,50 @@ def test_without_losses_an_elastic_run_is_the_run_without_elastic_groups(start: 
     assert losses[0] == pytest.approx(losses[1], rel=1e-6)
     assert [line["groups"] for line in elastic.lines()] == [4] * steps
     assert "groups" not in plain.lines()[0]
+
+
+@pytest.mark.slow
+def test_curves_and_a_mixture_go_on_when_their_writer_is_killed(start: Start, corpus: Path, tmp_path: Path) -> None:
+    """Another group writes the curves, with the points that are missing. Each source keeps its
+    share.
+    """
+    (tmp_path / "other").mkdir()
+    other = make_corpus(tmp_path / "other", seed=1)
+    sources = [{"path": str(corpus), "weight": 3}, {"path": str(other), "weight": 1}]
+    words = ["--set", "data.path=null", "--set", f"data.sources={json.dumps(sources)}"]
+    run = start(*words, "--set", "csv_monitor.enabled=true", groups=3, settings={"capacity": 0.7}, restarts=3)
+    run.wait_for(10, groups=3)
+    run.lose(0, of=3)
+    check_end(run)
+    lines = run.lines()
+    with (run.dump_dir / "csv" / "Train_Samples_train_loss.csv").open(newline="") as file:
+        points = [(int(step), float(loss)) for step, loss in list(csv.reader(file))[1:]]
+    assert points == [(line["step"], line["loss"]) for line in lines]
+    counts = lines[-1]["source_samples"]
+    assert sum(counts.values()) == lines[-1]["samples"]
+    assert max(counts.values()) == pytest.approx(0.75 * lines[-1]["samples"], rel=0.2)
+    assert all(len(line["source_losses"]) == 2 for line in evaluations(run))
+
+
+@pytest.mark.slow
+def test_groups_with_batch_norms_are_killed_in_saves(tmp_path: Path) -> None:
+    """Each save measures the statistics of batch norms with all groups before."""
+    config = elastic_config(tmp_path, groups=3, restarts=10)
+    config |= {
+        "data": {"name": "digits"}, "model": {"name": "resnet18", "stem": "cifar", "width": 4},
+        "zero_optimization": {"stage": 3}, "csv_monitor": {"enabled": True},
+    }  # fmt: skip
+    config["training"] |= {"evaluate_every": 0, "save_every": 1, "recalibrate_batches": 8}
+    config["sdp"]["capacity"] = 0.8
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    run = ElasticRun(tmp_path / "config.json", tmp_path / "run", "--nproc", "6")
+    try:
+        run.wait_for(3, groups=3)
+        for group in (2, 0, 1):
+            run.lose(group, of=3)
+        check_end(run, ranks=2)
+    finally:
+        run.kill()
 
 
 @pytest.mark.slow
