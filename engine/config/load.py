@@ -67,6 +67,8 @@ def read_raw(source: str | Path | Mapping[str, Any]) -> dict[str, Any]:
             return parse_json(json.dumps(source))  # a deep copy that contains only JSON values
         except (TypeError, ValueError, RecursionError) as error:
             raise ConfigError(f"the configuration must consist of JSON values ({shorten(error)})") from None
+    if not isinstance(source, str | Path):
+        raise ConfigError(f"the configuration must be a path or a mapping, not {type(source).__name__}")
     path = Path(source)
     try:
         raw = read_json_file(path, unique_keys=True)

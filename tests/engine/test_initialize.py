@@ -25,6 +25,7 @@ CONFIG: dict[str, Any] = {"train_micro_batch_size_per_gpu": 1, "sdp": {"groups":
         ({"dist_init_required": False}, "sdp.init_dis"),
         ({"model": None}, "sdp.initialize: model is missing"),
         ({"config": None}, "config is missing; give a path to a JSON file or a dict"),
+        ({"config": [CONFIG]}, "the configuration must be a path or a mapping, not list"),
         ({"args": SimpleNamespace(deepspeed_config="ds.json")}, "config and --deepspeed_config are both given"),
         ({"mpu": object()}, "mpu cannot be honoured"),
     ],
