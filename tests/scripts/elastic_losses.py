@@ -81,7 +81,9 @@ def measure(config: Path, dump_dir: Path, *, kills: int, hangs: int, seed: int =
     lines, said = run.lines(), run.said
     losses = kills + hangs
     assert [line["step"] for line in lines] == list(range(1, len(lines) + 1)), "a step is missing, or there twice"
-    assert lines[-1]["samples"] == sum(MICRO * line["groups"] for line in lines), "a sample is missing, or there twice"
+    samples, learned = lines[-1]["samples"], sum(MICRO * line["groups"] for line in lines)
+    skipped = lines[-1].get("skipped_samples", 0)  # of unfinished rounds, with local steps
+    assert samples - skipped == learned, "a sample is missing, or there twice"
     evaluations = map(json.loads, (run.dump_dir / "evaluations.jsonl").read_text().splitlines())
     evaluated = [line for line in evaluations if line["groups"] == GROUPS][-1]  # so they read equal held-out samples
     seconds = [line["step_seconds"] for line in lines]
@@ -92,6 +94,7 @@ def measure(config: Path, dump_dir: Path, *, kills: int, hangs: int, seed: int =
         "hangs": hangs,
         "steps": len(lines),
         "share_committed": len(lines) / (len(lines) + losses),  # at most one attempt is lost with a group
+        "share_of_samples": learned / samples,
         "lost": said.count(" was lost after step "),
         "joined": said.count(" joined after step "),
         "step_seconds": statistics.median(seconds),
@@ -186,6 +189,7 @@ def table(found: dict[str, Any], heartbeat: float) -> str:
         "exit code at the end (SIGTERM)": found["exit_code"],
         "committed steps": f"{found['steps']:,}",
         "share of the attempted steps": f"{found['share_committed']:.2%}",
+        "share of the samples that counts": f"{found['share_of_samples']:.2%}",
         "s of a step, median": f"{step:.3f}",
         "s from a kill to the next step, median": median("kill_to_next_step_seconds"),
         "the same without the repeated step": median("kill_to_next_step_seconds", step),
@@ -201,10 +205,15 @@ def table(found: dict[str, Any], heartbeat: float) -> str:
     return "\n".join(["| measured | value |", "|---|---:|", *(f"| {name} | {value} |" for name, value in rows.items())])
 
 
-def write_config(folder: Path, corpus: Path, heartbeat: float) -> Path:
-    """Write the configuration of the run. The budget of restarts is per half minute."""
+def write_config(folder: Path, corpus: Path, heartbeat: float, every: int = 0) -> Path:
+    """Write the configuration of the run, with local steps if ``every`` is above 0.
+
+    The budget of restarts is per half minute.
+    """
     config = elastic_config(corpus, groups=GROUPS, restarts=20, restart_window=30, heartbeat_seconds=heartbeat)
     config["training"] |= {"evaluate_every": SAVE_EVERY, "save_every": SAVE_EVERY}
+    if every:
+        config["sdp"]["sync"] = {"every": every}
     path = folder / "config.json"
     path.write_text(json.dumps(config))
     return path
@@ -216,6 +225,7 @@ def main() -> None:
     parser.add_argument("--kills", type=int, default=100)
     parser.add_argument("--hangs", type=int, default=10)
     parser.add_argument("--heartbeat", type=float, default=5.0)
+    parser.add_argument("--every", type=int, default=0, help="the steps of a round, 0 for no local steps")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--undisturbed", type=int, default=3, help="the seeds of the runs without losses")
     parser.add_argument(
@@ -224,7 +234,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, required=True)
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as name:
-        config = write_config(Path(name), make_corpus(Path(name)), options.heartbeat)
+        config = write_config(Path(name), make_corpus(Path(name)), options.heartbeat, options.every)
         if options.restarts:
             print(json.dumps(measure_restarts(config, Path(name) / "run", options.restarts)))
             return

@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
+from typing import Any
 
 import pytest
 from sdp.engine.elastic.assembly import Identity
@@ -85,6 +86,54 @@ def child_of(pid: int) -> int:
             if int(status[1]) == pid and b"RANK=0" in (folder / "environ").read_bytes().split(b"\0"):
                 return int(folder.name)
     raise AssertionError("torchrun has no rank")
+
+
+@pytest.mark.slow
+def test_rounds_go_on_when_the_coordinator_is_started_again(corpus: Path, tmp_path: Path) -> None:
+    """With local steps the groups meet again where the coordinator left them, perhaps in a vote."""
+    config, port, run = tmp_path / "config.json", free_port(), tmp_path / "run"
+    settings = elastic_config(corpus, groups=2, heartbeat_seconds=10)
+    settings["sdp"] |= {"capacity": 1.0, "sync": {"every": 4}}
+    settings["training"] |= {"evaluate_every": 6, "save_every": 12}
+    config.write_text(json.dumps(settings))
+    log, told = tmp_path / "coordinator.log", {"SDP_ELASTIC_TOKEN": "a secret that the groups share"}
+    told["SDP_ELASTIC_COORDINATOR"] = f"127.0.0.1:{port}"
+    words = ["sdp", "coordinate", config, "--bind", f"127.0.0.1:{port}", "--dump-dir", run]
+
+    def lines() -> list[dict[str, Any]]:
+        path = run / "metrics.jsonl"
+        return [json.loads(line) for line in path.read_text().split("\n")[:-1]] if path.exists() else []
+
+    def more(count: int) -> None:
+        goal = len(lines()) + count
+        until(lambda: len(lines()) >= goal, seconds=SECONDS, pause=0.02)
+
+    with ExitStack() as processes:
+        group_logs = [tmp_path / f"group-{slot}.log" for slot in range(2)]
+        with started(log, *words, **told):
+            groups = [
+                processes.enter_context(
+                    started(
+                        group_logs[slot], "sdp", "train", config, "--dump-dir", run, SDP_ELASTIC_GROUP=str(slot), **told
+                    )
+                )
+                for slot in range(2)
+            ]
+            more(8)
+        for _ in range(3):  # killed at the end of each context
+            with started(log, *words, **told):
+                more(8)
+        with started(log, *words, **told):
+            more(8)
+            for group in groups:
+                group.terminate()
+            assert [group.wait(SECONDS) for group in groups] == [143, 143], [each.read_text() for each in group_logs]
+    found = lines()
+    assert [line["step"] for line in found] == list(range(1, len(found) + 1))
+    assert {line["groups"] for line in found} == {2}
+    assert found[-1]["skipped_samples"] == 0
+    assert [line["step"] for line in found if "outer_step" in line] == list(range(4, len(found) + 1, 4))
+    assert "was lost" not in log.read_text()
 
 
 def test_a_group_that_comes_after_the_end_of_the_run_is_told(corpus: Path, tmp_path: Path) -> None:
