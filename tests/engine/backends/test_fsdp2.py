@@ -102,7 +102,7 @@ class Dropping(Mlp):
         for index, layer in enumerate(self.layers):
             if index != dropped:
                 hidden = layer(hidden)
-        return nn.functional.mse_loss(self.head(hidden).float(), y)
+        return nn.functional.mse_loss(self.head(hidden).float(), y.float())
 
 
 def _dropped(step: int, micro: int, rank: int) -> int:
