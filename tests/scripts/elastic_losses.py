@@ -47,7 +47,8 @@ def lose(run: ElasticRun, group: int, number: int) -> float:
     Returns:
         The seconds until the others have committed a step without it.
     """
-    step, ranks = run.wait_for(1, GROUPS)[-1]["step"], run.ranks()[group]
+    last, ranks = run.wait_for(1, GROUPS)[-1], run.ranks()[group]
+    step, generation = last["step"], last["generation"]
 
     def lines() -> list[dict[str, Any]]:
         assert run.process.poll() is None, run.said
@@ -55,7 +56,12 @@ def lose(run: ElasticRun, group: int, number: int) -> float:
 
     began = time.monotonic()
     os.kill(ranks[0], number)
-    until(lambda: any(line["groups"] == GROUPS - 1 for line in lines()), seconds=SECONDS, pause=0.002)
+    # With local steps, the group may be back before a round ended without it.
+    goes_on = lambda: any(line["generation"] > generation for line in lines())  # noqa: E731
+    try:
+        until(goes_on, seconds=SECONDS, pause=0.002)
+    except AssertionError as error:
+        raise AssertionError(f"{error}; the run says:\n{run.said}") from None
     took = time.monotonic() - began
     if number == signal.SIGSTOP:
         os.kill(ranks[0], signal.SIGCONT)  # it notices, and ends
@@ -81,7 +87,10 @@ def measure(config: Path, dump_dir: Path, *, kills: int, hangs: int, seed: int =
     lines, said = run.lines(), run.said
     losses = kills + hangs
     assert [line["step"] for line in lines] == list(range(1, len(lines) + 1)), "a step is missing, or there twice"
-    samples, learned = lines[-1]["samples"], sum(MICRO * line["groups"] for line in lines)
+    # With local steps, those groups count that are alive when the round ends.
+    every = json.loads(config.read_text())["sdp"].get("sync", {"every": 1})["every"]
+    counting = {(line["step"] - 1) // every: line["groups"] for line in lines}
+    samples, learned = lines[-1]["samples"], sum(MICRO * counting[(line["step"] - 1) // every] for line in lines)
     skipped = lines[-1].get("skipped_samples", 0)  # of unfinished rounds, with local steps
     assert samples - skipped == learned, "a sample is missing, or there twice"
     evaluations = map(json.loads, (run.dump_dir / "evaluations.jsonl").read_text().splitlines())

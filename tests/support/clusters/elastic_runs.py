@@ -94,16 +94,16 @@ class ElasticRun:
     def lose(self, *groups: int, of: int) -> None:
         """Kill groups ``of`` so many, and wait until they are back.
 
-        A forked group may be back after a few steps, so the lines without it are not waited for
-        while they are the last ones.
+        A forked group may be back after a few steps, or in local steps before a round ended without
+        it. So lines of a later generation are waited for.
         """
-        before = len(self.lines())
+        before = self.lines()[-1]["generation"]
         for group in groups:
             self.hit(group, signal.SIGKILL)
 
         def went_on() -> bool:
             assert self.process.poll() is None, self.said
-            return any(line["groups"] == of - len(groups) for line in self.lines()[before:])
+            return self.lines()[-1]["generation"] > before
 
         self._until(went_on)
         self.wait_for(5, groups=of)

@@ -112,3 +112,15 @@ def test_a_rank_inside_a_sharded_group_is_killed_in_a_round(start: Start, maskin
     run.wait_for(EVERY, groups=3)
     run.lose(2, of=3)
     check_end(run, ranks=2)
+
+
+@pytest.mark.slow
+def test_the_run_ends_if_a_unit_has_no_living_holder(start: Start) -> None:
+    """In this version nobody waits for a holder, although the launcher starts it again."""
+    run = start(settings={"survive": 0, "profile": [4, 3, 2, 1]} | ROUNDS, restarts=3)
+    run.wait_for(45, groups=4)  # a checkpoint is written after step 40
+    (holder,) = json.loads((run.dump_dir / "placement.json").read_text())["holders"][3]
+    run.hit(holder, signal.SIGKILL)
+    assert run.end() == 1, run.said
+    assert "no living group holds 'model.layers.3' (1 of 4 units), and with local steps (sdp.sync) no group" in run.said
+    assert re.search(r"the run cannot go on; .*step-\d+", run.said), run.said
