@@ -78,7 +78,7 @@ def of_profiles() -> Iterator[Any]:
 
 def of_workers() -> Iterator[Any]:
     """Other numbers of groups, with at least two seeds. Differences are seed by seed."""
-    for each in read("workers")["differences"]:
+    for each in [*read("workers")["differences"], *read("workers_many")["differences"]]:
         groups, (row, _, capacity) = int(each["column"].split()[0]), each["row"].partition(", C = ")
         if row.startswith("smaller dense, memory"):
             row, capacity = "smaller dense, equal memory", row.rpartition(" ")[2]

@@ -106,6 +106,37 @@ def draw_instruments() -> None:
     save(figure, "instruments")
 
 
+def draw_workers() -> None:
+    """Held-out loss against the number of workers, less the smaller dense model's; a panel for each
+    capacity.
+    """
+    colours = {"dense": "black", "forward": COLOURS[0], "backward": COLOURS[1], "forward, then backward": COLOURS[2]}
+    found = [one for name in ("workers", "workers_many") for one in read(name)["differences"]]
+    figure, panels = new_figure(10, 4.4, 2, share_y=True)
+    for axes, capacity, reference, rows in (
+        (panels[0], 0.5, "smaller dense, equal memory", ("dense", "forward", "backward", "forward, then backward")),
+        (panels[1], 0.25, "smaller dense, memory of C = 0.25", ("dense", "backward, C = 0.25")),
+    ):
+        workers: set[int] = set()
+        for row in rows:
+            own = [one for one in found if (one["row"], one["less"]) == (row, reference)]
+            places = [int(one["column"].split()[0]) for one in own]
+            name = row.removesuffix(", C = 0.25")
+            axes.errorbar(
+                places, [one["mean"] for one in own], [one["spread"] or 0 for one in own], marker="o", capsize=4,
+                color=colours[name], linestyle=":" if row == "dense" else "-",
+                label=name if row == "dense" else f"SDP, {name}",
+            )  # fmt: skip
+            workers |= set(places)
+        axes.axhline(0, color="black", linewidth=1.2, linestyle="--", label="smaller dense")
+        axes.set_xscale("log", base=2)
+        axes.set_xticks(sorted(workers), map(str, sorted(workers)))
+        axes.set(title=f"C = {capacity:g}", xlabel="workers")
+        axes.legend(frameon=False, fontsize=9)
+    panels[0].set_ylabel("held-out loss, less the smaller dense model's")
+    save(figure, "workers")
+
+
 def draw_memory() -> None:
     """Planned (line) and measured (dot) peak by capacity, a panel for each model."""
     data = read("memory")
@@ -185,6 +216,7 @@ def main() -> None:
     draw_bench()
     draw_local_steps()
     draw_instruments()
+    draw_workers()
     draw_memory()
     draw_profiles("llama", ("dense", "smaller_dense", "uniform", "linear", "depth"))
     draw_profiles("resnet18", ("dense", "smaller_dense", "uniform", "depth"))

@@ -32,10 +32,12 @@ def _from(reference: str, found: Sequence[Mapping[str, Any]]) -> Iterator[dict[s
 
 
 def difference_tables(references: Sequence[str], columns: Sequence[str], found: Sequence[Mapping[str, Any]]) -> str:
-    """Write a Markdown table for each reference."""
+    """Write a Markdown table for each reference that was trained."""
     text = ""
     for reference in references:
         own = {(each["row"], each["column"]): each for each in found if each["less"] == reference}
+        if not own:
+            continue
         lines = [f"| less {reference} | {' | '.join(columns)} |", "|---" * (len(columns) + 1) + "|"]
         for row in dict.fromkeys(row for row, _ in own):
             lines.append(f"| {row} | {' | '.join(_text(own.get((row, column))) for column in columns)} |")
