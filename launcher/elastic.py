@@ -56,8 +56,9 @@ class ElasticRun:
 
 @dataclass
 class _Group:
-    """A group's processes, and when it was started again. ``due``: when to start it (None:
-    never).
+    """A group's processes, and when it was restarted.
+
+    ``due``: when to start it (None: never).
     """
 
     slot: int
@@ -131,8 +132,8 @@ def start_group(
 ) -> int:
     """Run ``sdp`` as the processes of one group on this host, and return its exit code.
 
-    It is started again like the groups of :func:`start_elastic`, whose other arguments these are.
-    The variables of this process name the coordinator.
+    If the group is lost, it is started again as by :func:`start_elastic`, which documents the other
+    arguments. Environment variables name the coordinator.
 
     Args:
         slot: the number of the group.
@@ -176,7 +177,7 @@ class _Started:
         return self.exit_code(received)
 
     def watch(self, received: list[int], stop_seconds: float) -> None:
-        """Start groups, and start lost ones again, until none is left that runs or will."""
+        """Start groups, and start lost ones again, until none runs and none is due."""
         known, end = 0, float("inf")
         count = "its group" if len(self._groups) == 1 else f"{len(self._groups)} groups"
         stopped: StoppedRanks | None = None

@@ -18,7 +18,7 @@ def address_towards(coordinator: str) -> str:
         coordinator: the coordinator's host.
 
     Raises:
-        LaunchError: nothing leads to that host.
+        LaunchError: this host has no route to it.
     """
     try:
         family, _, _, _, address = socket.getaddrinfo(coordinator, 1, type=socket.SOCK_DGRAM)[0]
@@ -28,8 +28,8 @@ def address_towards(coordinator: str) -> str:
     except (OSError, UnicodeError) as error:  # UnicodeError: no host can have this name
         reason = getattr(error, "strerror", None) or error
         raise LaunchError(
-            f"{COORDINATOR}: no way leads to its host {shorten(coordinator)} ({shorten(reason, 80)}); name an address "
-            "that all groups reach"
+            f"{COORDINATOR}: its host {shorten(coordinator)} cannot be reached ({shorten(reason, 80)}); name an "
+            "address that all groups can reach"
         ) from None
 
 

@@ -52,7 +52,7 @@ class Assembly:
         step: the number of committed steps.
         writer: the slot of the group that writes the run's files.
         commit_pending: whether the step that this rank had voted for is committed.
-        expected: the slots of groups that are not members, and may come.
+        expected: the slots of groups that are not members but may still join.
     """
 
     number: int
@@ -72,7 +72,7 @@ class Assembly:
 
 @dataclass(frozen=True)
 class Decision:
-    """A committed step. ``facts``: what the ranks told with their votes, in order of slot and rank.
+    """A committed step. ``facts``: what the ranks sent with their votes, in order of slot and rank.
 
     ``newcomers``: groups wait to join, so a new generation is due before the next step.
     """

@@ -1,5 +1,6 @@
-"""Units that no living group holds: the others wait for a holder, which takes them from the newest
-checkpoint.
+"""The wait for a holder of units that no living group holds.
+
+The holder loads them from the newest checkpoint.
 """
 
 from __future__ import annotations
@@ -32,9 +33,9 @@ class HolderWait:
         layout: the layout with all groups.
         checkpoints: the directory of the run's checkpoints.
         seconds: the longest wait.
-        stops: whether the run shall stop.
-        can_wait: whether a holder may take the units from a checkpoint. With local steps, none may
-            in this version.
+        stops: returns whether the run is to stop.
+        can_wait: whether a holder may take the units from a checkpoint. Not with local steps in
+            this version.
     """
 
     def __init__(
@@ -57,11 +58,11 @@ class HolderWait:
         return self._since is not None
 
     def end(self) -> None:
-        """The wait is over, because all units have holders."""
+        """Note that the wait is over, because all units have holders."""
         self._since = None
 
     def look(self, lost: Sequence[str], found: Assembly) -> None:
-        """Wait a moment for a group that holds the units ``lost``, which those of ``found`` lack.
+        """Wait a moment for a group that holds the units ``lost``, which no group of ``found`` has.
 
         Raises UnitsLostError if none can come, or if the time is over.
         """

@@ -20,7 +20,7 @@ _CONNECT_SECONDS = 5.0
 _RETRY_SECONDS = 0.2
 _MOST_REFUSALS = 10  # connections in turn that the coordinator closes without a word
 _MOST_SAID = 500  # characters
-_HANG_SECONDS = 1.0  # without a connection, until a main thread that hangs is given up
+_HANG_SECONDS = 1.0  # without a connection, until a process whose main thread hangs is ended
 _LOOK_SECONDS = 0.1  # how often the main thread's progress is looked at
 
 
@@ -43,8 +43,8 @@ class CoordinatorClient:
         address: HOST and port of the coordinator.
         token: the shared secret.
         identity: who this rank is.
-        heartbeat_seconds: after so long a silence the coordinator cuts a rank off, and the rank
-            connects again.
+        heartbeat_seconds: after this long without a message, the coordinator cuts the rank off, or
+            the rank connects again.
         wait_seconds: how long to try to reach the coordinator.
         progress: the main thread's signs of progress.
         on_hang: called with a message, in another thread, if the main thread hangs after the others
@@ -81,7 +81,7 @@ class CoordinatorClient:
         self._next: Assembly | None = None  # of a reunion inside a vote
         self._attempt = 0
         self._joined: float | None = None  # when, on this connection
-        self._is_alone = self._is_answered = False  # without a connection; on this one
+        self._is_alone = self._is_answered = False  # there is no connection; it was answered on this one
         self.is_cut_off = False  # whether the others go on without this group
         self._generation = self._aborted = -1
         self._connect()
@@ -176,7 +176,7 @@ class CoordinatorClient:
         return Decision(tuple(answer["facts"]), newcomers=answer["newcomers"])
 
     def give_up(self, reason: str) -> None:
-        """Tell that this rank cannot finish its reductions, so that nobody waits for them."""
+        """Tell the coordinator that this rank cannot finish its reductions. Then nobody waits."""
         if self._assembly is not None and not self.abort.is_set():
             self.reason = self.reason or reason
             self._send({"type": "vote", "generation": self._assembly.number, "attempt": self._attempt, "ok": False})
@@ -186,15 +186,15 @@ class CoordinatorClient:
         self._send({"type": "tell", "text": text[:_MOST_SAID]})
 
     def fail(self, reason: str) -> None:
-        """Tell that the run cannot go on. It ends for all groups."""
+        """Tell the coordinator that the run cannot go on. This ends the run for all groups."""
         self._send({"type": "fail", "text": reason[:_MOST_SAID]})
 
     def leave(self) -> None:
-        """Tell that this rank has finished the run."""
+        """Tell the coordinator that this rank has finished the run."""
         self._send({"type": "bye"})
 
     def leave_early(self) -> None:
-        """Tell that this rank's group leaves a run that goes on without it."""
+        """Tell the coordinator that this rank's group leaves a run that goes on without it."""
         self._send({"type": "leave"})
 
     def hang_up(self) -> None:
@@ -278,7 +278,7 @@ class CoordinatorClient:
     def _receive(self, connection: socket.socket) -> bytes:
         """Return what the coordinator sends. Raises OSError if it is silent for a heartbeat.
 
-        It answers each sign of life. A link that is down drops packets, and closes no connection.
+        The coordinator answers each heartbeat. A link that is down closes no connection.
         """
         began = time.monotonic()
         with selectors.DefaultSelector() as selector:
@@ -298,7 +298,7 @@ class CoordinatorClient:
                 self.abort.set()
 
     def _beat(self) -> None:
-        """Send heartbeats, at once when the main thread begins to hang or ends to."""
+        """Send heartbeats regularly, and at once when the main thread starts or stops to hang."""
         told, hangs, since = 0.0, False, float("inf")
         while True:
             time.sleep(min(_LOOK_SECONDS, self.beat_seconds))

@@ -3,7 +3,7 @@
 A *generation* is a set of groups that reduce together. It ends when a group is lost or when a group
 joins. In each step all ranks of the generation vote, after their reductions and before the update.
 The step is committed if all vote for it. A group that votes for a step and dies then costs nothing.
-A group that dies before costs this step, which the others repeat in the next generation.
+A group that dies before its vote costs this step: the others repeat it in the next generation.
 """
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ class Membership:
     # -- what ranks say ----------------------------------------------------------------------------
 
     def hear(self, peer: Peer, message: Message) -> None:
-        """Take a message of a rank. Raises ProtocolError if it makes no sense."""
+        """Process a message of a rank. Raises ProtocolError if it makes no sense."""
         kind = message["type"]
         if kind == "join":
             self._hear_join(peer, message)
@@ -95,7 +95,7 @@ class Membership:
             self.lose(peer, "it was told to stop")
         elif kind == "beat":
             self._paused.hear(peer, message.get("pause"), rank.heard)
-            self._send(peer, {"type": "beat"})  # the rank, too, looks for silence
+            self._send(peer, {"type": "beat"})  # so that the rank notices a silent coordinator
         elif kind == "tell":
             self._say(text_of(message))
         elif kind == "fail":
@@ -315,6 +315,6 @@ class Membership:
         return all(rank.joining is not None and rank.joining.get("pending") for rank in self._ranks_of([slot]).values())
 
     def _complete_fresh(self, members: Collection[int]) -> list[int]:
-        """The groups without state that are complete and wait, without ``members``."""
+        """Return the complete groups that wait and have no state, except ``members``."""
         asking = (rank for rank in self._peers.values() if rank.joining is not None and rank.joining.get("fresh"))
         return sorted({rank.slot for rank in asking if rank.slot not in members and self._has_joined(rank.slot)})

@@ -5,9 +5,9 @@ timeout. So nothing here blocks in a wait of gloo: it looks whether the operatio
 whether the generation is over. Operations of a generation that is over are left behind with their
 buffers. A thread drops them when gloo is done with them, because dropping them earlier blocks.
 
-A wait may not raise where another rank of the same SDP group waits in a collective inside the
-group, because that one would wait forever. So there the error is *deferred*: the wait returns, and
-both compute on with worthless values to a point where all ranks of the group look whether the
+A wait must not raise while another rank of the same SDP group waits in a collective inside the
+group, because that rank would wait for ever. So there the error is *deferred*: the wait returns,
+and both compute on with worthless values to a point where all ranks of the group look whether the
 generation is over.
 """
 
@@ -212,10 +212,10 @@ class AbortableGroup(dist.ProcessGroup):
         return self._start(self._gloo.allreduce, args, kwargs)
 
     def broadcast(self, tensors: list[torch.Tensor], options: Any, *args: Any, **kwargs: Any) -> dist.Work:
-        """Receive in a buffer of its own, and copy when somebody waits.
+        """Receive into a separate buffer, and copy from it when the caller waits.
 
-        A frozen copy of weights is received in its final memory otherwise. A broadcast of a
-        generation that is over could then still overwrite it after a broadcast of the next one.
+        Without the buffer, a broadcast of an ended generation could overwrite a frozen copy of
+        weights after a broadcast of the next generation.
         """
         if options.rootRank == self.rank():
             return self._start(self._gloo.broadcast, (tensors, options, *args), kwargs)

@@ -5,7 +5,7 @@ has a limit: ``heartbeat_seconds``, and the longest pause that the same part has
 that waits for other groups looks at its messages in turn, which counts as progress.
 
 A rank that waits inside its group cannot look. If another group hangs, such a rank may seem to
-hang, too. So the coordinator cuts off one group, that of the longest pause, and then gives the
+hang, too. So the coordinator cuts off only the group with the longest pause, and then gives the
 others time to go on.
 """
 
@@ -44,7 +44,7 @@ class Progress:
         self._last, self._waits = clock(), False
 
     def begin(self, part: str) -> None:
-        """The main thread begins a part of a step, or something else."""
+        """Note that the main thread begins a part of a step, or something else."""
         self.note()
         if self._runs[self._part]:  # the first run also compiles, allocates and connects
             self._longest[self._part] = max(self._present, self._longest.get(self._part, 0.0))
@@ -52,7 +52,7 @@ class Progress:
         self._part, self._present = part, 0.0
 
     def note(self) -> None:
-        """The main thread is at work."""
+        """Note that the main thread makes progress."""
         now = self._clock()
         self._present = max(self._present, now - self._last)
         self._last = now
@@ -91,7 +91,7 @@ class PausedRanks:
         self._first = self._blind_until = -math.inf
 
     def hear(self, peer: Hashable, pause: Any, now: float) -> None:
-        """Take what a rank told with its heartbeat.
+        """Process what a rank reported with its heartbeat.
 
         Args:
             peer: the rank.
@@ -112,7 +112,7 @@ class PausedRanks:
             self._since[peer] = now - pause
 
     def forget(self, peer: Hashable) -> None:
-        """A rank is gone."""
+        """Forget a rank that is gone."""
         self._since.pop(peer, None)
 
     def worst(self, now: float) -> tuple[Hashable, float] | None:

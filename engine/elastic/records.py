@@ -90,7 +90,7 @@ class Loss:
     step: int
 
     def report(self, living: str, now: float) -> str:
-        """Say it, when the groups ``living`` have committed a step."""
+        """Return the line for the user, once the groups ``living`` have committed a step."""
         where = f"group {self.slot} on {self.host} was lost after step {self.step} ({self.cause})"
         return f"{where}; groups {living} went on after {now - self.at:.2f} s"
 
@@ -108,7 +108,7 @@ class Arrival:
     at: float
 
     def report(self, living: str, now: float) -> str:
-        """Say it, when the groups ``living`` have committed a step."""
+        """Return the line for the user, once the groups ``living`` have committed a step."""
         joined = f"{' and '.join(self.groups)} joined after step {self.step}, {now - self.at:.2f} s after"
         whom = "it was" if len(self.groups) == 1 else "they were"
         return f"{joined} {whom} ready; generation {self.generation} has groups {living}"
@@ -139,7 +139,7 @@ class News:
 
 
 def text_of(message: Message) -> str:
-    """Return what a rank wants to be said. Raises ProtocolError if that is not a short text."""
+    """Return the text that a rank wants to show. Raises ProtocolError if it is not a short text."""
     text = message.get("text")
     if not isinstance(text, str) or len(text) > _MOST_SAID:
         raise ProtocolError("a text that is too long, or none")

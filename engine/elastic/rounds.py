@@ -4,8 +4,8 @@ Inside a round nothing crosses between groups, so the loss of a group disturbs n
 the groups agree, they first sum what each of them saw in its steps since the last time. If an
 average is due, they reduce the changes of their weights. Then they vote. Only if all have voted,
 the outer optimizer steps on the anchors. Otherwise nothing has changed, and the living groups agree
-again: the average is then that of the living holders. The changes of a group that was lost in a
-round are lost with it, and so is what its samples taught.
+again: the average is then that of the living holders. The changes of a group that is lost in a
+round are lost, with what it learned from its samples.
 """
 
 from __future__ import annotations
@@ -167,7 +167,7 @@ class LocalFacts:
         return cls(has_state(backend), frozenset(infos[name].unit for name in names))
 
     def to_json(self) -> dict[str, Any]:
-        """Return it as :func:`from_json` takes it."""
+        """Return this as :func:`from_json` takes it."""
         return {"has_stepped": self.has_stepped, "outer": sorted(self.outer)}
 
     @classmethod
@@ -177,8 +177,9 @@ class LocalFacts:
 
 
 def exchange_between_rounds(backend: FSDP2Backend, fresh: Sequence[int], states: Mapping[int, LocalFacts]) -> int:
-    """Send and receive all that groups without state need, when all have the anchors. Collective
-    among the living ranks.
+    """Send and receive all that groups without state need, once all others have the anchors.
+
+    Collective among the living ranks.
 
     A receiver gets the anchors, the state of the outer optimizer, and the means of the holders'
     inner moments.

@@ -131,7 +131,7 @@ class Session:
 
     @property
     def _position(self) -> int:
-        """What the coordinator counts: steps, or with local steps votes."""
+        """Return what the coordinator counts: committed steps, or with local steps votes."""
         return self._engine.global_steps if self.rounds is None else self._votes
 
     def vote(self, facts: Any, phase: int = 0) -> Decision:
@@ -201,13 +201,13 @@ class Session:
 
     @contextmanager
     def deferred(self) -> Iterator[None]:
-        """A context in which nothing but :meth:`vote` notices that a group is lost."""
+        """Return a context in which only :meth:`vote` notices that a group is lost."""
         assert self._abort is not None
         with self._abort.deferred():
             yield
 
     def look(self) -> None:
-        """Raise StepAbortedError if a group is lost and no other rank is in this group.
+        """Raise StepAbortedError if a group is lost and this group has one rank.
 
         Several ranks would have to agree, which costs a message. They notice in their next vote.
         """
@@ -234,7 +234,7 @@ class Session:
             found: its groups.
             fresh: those that get the state of the others, by their numbers among the living.
             position: see :meth:`meet`.
-            lost: units that only they hold, and that come from the newest checkpoint.
+            lost: units that only they hold, and load from the newest checkpoint.
         """
         self._connect(found)
         position()

@@ -56,7 +56,7 @@ class ElasticTrainer:
         self._phase, self._newcomers, self._stop = EVALUATE, False, Outcome()
         self._batches: Iterator[Any] = iter(())
         self._committed: Any = None  # the loader's state after the last committed step
-        self._most: list[int] = []  # of what the ranks told with their votes in the last step
+        self._most: list[int] = []  # the largest of what the ranks sent with their votes in the last step
         # Bytes of the present step up to the vote; bytes of the step before from its vote on.
         self._counted, self._late = Counter[str](), Counter[str]()
         self._must_meet = False  # the coordinator was gone, and the others meet
@@ -91,7 +91,7 @@ class ElasticTrainer:
     # -- the loop ----------------------------------------------------------------------------------
 
     def _repeat(self, action: Callable[[], Any]) -> Any:
-        """Return what ``action`` returns, which is called again after each loss of a group."""
+        """Call ``action``, again after each loss of a group, and return its result."""
         while True:
             try:
                 return action()
@@ -149,14 +149,14 @@ class ElasticTrainer:
         return bool(interval and step and step % interval == 0)
 
     def _together(self, action: Callable[[], T], *, defers: bool = False) -> T:
-        """Return what ``action`` returns, which all groups do. See :meth:`Session.protect`."""
+        """Call ``action``, as all groups do, and return its result. See :meth:`Session.protect`."""
         return self._session.protect(action, defers=defers)
 
     def _calibrated(self, save: Callable[[], T]) -> T:
-        """Return what ``save`` returns, which writes a checkpoint.
+        """Call ``save``, which writes a checkpoint, and return its result.
 
-        It has batch norms with the full model's statistics, which are measured before. In a save,
-        no error could be deferred, and ranks of a group would wait for each other if one left it.
+        The full model's statistics of batch norms are measured first. Inside the save, errors could
+        not be deferred: if one rank left it, the others of its group would wait for ever.
         """
         run = self._run
         run.beat.at(self._engine.global_steps, "checkpoint", run.config.training.save_timeout)

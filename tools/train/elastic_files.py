@@ -20,7 +20,7 @@ from .observers.recorder import Recorder
 log = logging.getLogger("sdp")
 
 _KEPT_LINES = 16  # of metrics.jsonl, for the case that the group that writes them is lost
-_LOCK_SECONDS = 0.5  # how long the writer before may hold the lock, until it is taken from it
+_LOCK_SECONDS = 0.5  # how long to wait for the lock of the last writer, until it is taken away
 
 
 class ElasticFiles:
@@ -81,10 +81,10 @@ class ElasticFiles:
             self._run.files, self._run.observers = None, self._watching
 
     def _open(self, *, is_first: bool) -> RunFiles:
-        """Open the files. The coordinator has chosen this rank, so another one may lose its lock.
+        """Open the files. The coordinator has chosen this rank, so it may take another one's lock.
 
-        The writer before may be stopped, and hold its lock as long as that lasts. When it wakes up,
-        it has no vote, so it writes no line any more.
+        The last writer may be stopped (SIGSTOP) and never release its lock. When it wakes up, it
+        has no vote, so it writes no more lines.
         """
         # The writer of the run's beginning must find no other run.
         resume = self._resumes or not is_first

@@ -40,9 +40,7 @@ class RoundsTrainer(ElasticTrainer):
         return self._rounds.steps_alone == 0
 
     def _checks(self, step: int) -> bool:
-        """Return whether holders are compared after ``step``. Only averages change what is equal at
-        them.
-        """
+        """Return whether holders, which only averages make equal, are compared after ``step``."""
         interval = self._run.config.sdp.check_interval
         return bool(interval and self._is_round_start and step // interval > max(0, step - self._every) // interval)
 
@@ -111,7 +109,7 @@ class RoundsTrainer(ElasticTrainer):
         self._stop = stop if is_due else Outcome(stop.signal)  # a group leaves when its round has counted
 
     def _tell_lines(self, *, averaged: bool) -> None:
-        """Show the lines of the steps of which all groups have told each other."""
+        """Show the lines of the steps about which all groups have exchanged their rows."""
         run, training, assembly = self._run, self._engine.local_training, self._assembly
         more = {
             "groups": len(assembly.members),
@@ -123,7 +121,7 @@ class RoundsTrainer(ElasticTrainer):
             run.record([({**line, **(training.metrics() if averaged and is_newest else {})}, signal_received)], more)
 
     def _after_meeting(self, before: Assembly, now: Assembly) -> None:
-        """Count what lost groups read in an unfinished round, and say it."""
+        """Count the samples that lost groups read in an unfinished round, and print the number."""
         stayed = [member.slot for member in now.members if not member.fresh]
         samples = self._engine.train_batch_size() // self._engine.layout.mesh.sdp
         steps = self._rounds.steps_alone

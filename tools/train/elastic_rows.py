@@ -19,7 +19,7 @@ class _Row:
 
 
 class Rows:
-    """The rows of the steps of which the ranks have not told each other yet.
+    """The rows that the ranks have not exchanged yet, one for each step.
 
     Args:
         run: this rank's run.
@@ -62,7 +62,7 @@ class Rows:
             each.most = flat[index * width : (index + 1) * width]
 
     def settle(self, signal: int) -> None:
-        """The vote is committed. ``signal``: the one for which all groups stop, 0 if none."""
+        """Note that the vote is committed. ``signal``: the one for which all groups stop, or 0."""
         for each in self._rows:
             each.most[0] = signal
         if self._rows:
