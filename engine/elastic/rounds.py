@@ -36,6 +36,12 @@ from .returning import (
 )
 
 
+def fsdp2_backend(engine: SDPEngine) -> FSDP2Backend:
+    """Return the backend of an elastic engine, which is always that of FSDP2."""
+    assert isinstance(engine.backend, FSDP2Backend)
+    return engine.backend
+
+
 class _OwnStep(NamedTuple):
     """This rank's part of the outcome of a step."""
 
@@ -59,9 +65,7 @@ class ElasticRounds:
 
     @property
     def _backend(self) -> FSDP2Backend:
-        backend = self._engine.backend
-        assert isinstance(backend, FSDP2Backend)
-        return backend
+        return fsdp2_backend(self._engine)
 
     @property
     def _local(self) -> ShardedLocalSteps:

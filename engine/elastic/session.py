@@ -30,7 +30,7 @@ from .member import CoordinatorClient, CutOffError, StepAbortedError
 from .membership import STEP
 from .process_groups import Abort, Meeting
 from .returning import exchange, facts_of, prepare, take_facts
-from .rounds import ElasticRounds, LocalFacts, exchange_between_rounds
+from .rounds import ElasticRounds, LocalFacts, exchange_between_rounds, fsdp2_backend
 
 log = logging.getLogger("sdp")
 
@@ -74,9 +74,7 @@ class Session:
 
     @property
     def _backend(self) -> FSDP2Backend:
-        backend = self._engine.backend
-        assert isinstance(backend, FSDP2Backend)
-        return backend
+        return fsdp2_backend(self._engine)
 
     @property
     def slot(self) -> int:
