@@ -19,7 +19,7 @@ from typing import Any, TextIO
 from pydantic import BaseModel
 
 from ...engine.config.schema import Config
-from ...engine.errors import ConfigError, DataError, shorten
+from ...engine.errors import ConfigError, DataError, PeerLostError, shorten
 from ...engine.json_files import parse_json, read_json_file
 from ...engine.placement.placement import Placement
 from ..shared.files import WriteError, refuse_link, require_own_file, write_whole
@@ -35,6 +35,10 @@ DIRECTORIES = ("checkpoints", "csv", "logs", "plots", "profile", "tensorboard", 
 PLOT = "plots/loss.png"
 
 
+class TakenOverError(PeerLostError):
+    """Another process has taken the lock of the run's directory away, and writes the files now."""
+
+
 class RunFiles:
     """Writes the files of the run in ``dump_dir``, which is made if it is missing.
 
@@ -43,7 +47,8 @@ class RunFiles:
     written as null, because JSON has neither. Raises ConfigError if ``dump_dir`` holds a run and
     ``resume`` is false, if another run is writing to it, or if it cannot be written. Raises
     WriteError if one of the run's files is a symbolic link. ``dump_dir`` itself and its parents may
-    be links.
+    be links. The methods that add a line raise TakenOverError if another process has taken the
+    lock away.
     """
 
     def __init__(self, dump_dir: Path, resume: bool):
@@ -112,6 +117,7 @@ class RunFiles:
 
     def _append(self, name: str, line: Mapping[str, Any]) -> None:
         path = self.dump_dir / name
+        self._require_lock()
         if name not in self._open:
             require_own_file(path)
         try:
@@ -125,6 +131,15 @@ class RunFiles:
             file.write(json.dumps(_finite(line), allow_nan=False) + "\n")
         except OSError as error:
             raise WriteError.of(path, error) from None
+
+    def _require_lock(self) -> None:
+        """Raise TakenOverError if the lock file is not the one that was locked.
+
+        Whoever takes the lock away makes a new file.
+        """
+        with contextlib.suppress(FileNotFoundError):  # the directory was removed: the write says so
+            if not os.path.samestat(os.fstat(self._lock.fileno()), (self.dump_dir / LOCK).stat()):
+                raise TakenOverError(f"{self.dump_dir}: another process writes the files of this run now")
 
     def _replace(self, name: str, data: Mapping[str, Any]) -> None:
         text = json.dumps(_finite(data), indent=2, allow_nan=False) + "\n"

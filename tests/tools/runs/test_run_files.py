@@ -15,7 +15,7 @@ from sdp.engine.errors import ConfigError, DataError
 from sdp.engine.placement.placement import Placement
 from sdp.tests.support.fabricated_runs import make_run
 from sdp.tests.support.small_runs import read_metrics
-from sdp.tools.runs.run_files import RunFiles, read_run
+from sdp.tools.runs.run_files import LOCK, RunFiles, TakenOverError, read_run
 from sdp.tools.shared.files import WriteError
 
 
@@ -175,6 +175,24 @@ def test_a_directory_that_was_removed_is_noticed_at_the_next_line(tmp_path: Path
     with pytest.raises(WriteError, match=r"evaluations\.jsonl: cannot be written"):
         files.evaluation(line(2))
     files.close()
+
+
+def test_a_writer_whose_lock_was_taken_away_writes_no_more_lines(tmp_path: Path):
+    """The new writer may replace files that the old one has open, as one does that was removed."""
+    files = RunFiles(tmp_path / "run", resume=False)
+    files.step(line(1))
+    (tmp_path / "run" / LOCK).unlink()
+    newer = RunFiles(tmp_path / "run", resume=True)
+    newer.truncate_after(1)
+    with pytest.raises(TakenOverError, match=r"run: another process writes the files of this run now"):
+        files.step(line(2))
+    with pytest.raises(TakenOverError):
+        files.evaluation(line(2))
+    newer.step(line(2))
+    files.close()
+    newer.close()
+    assert [each["step"] for each in read_metrics(tmp_path / "run")] == [1, 2]
+    assert not (tmp_path / "run" / "evaluations.jsonl").exists()
 
 
 NAMES = [
