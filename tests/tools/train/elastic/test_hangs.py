@@ -93,7 +93,7 @@ entry()
 
 @pytest.mark.slow
 def test_a_writer_that_was_stopped_does_not_write_when_it_wakes_up(corpus: Path, tmp_path: Path) -> None:
-    """Another group has taken its lock and replaced its files. It starts again, and the run goes on."""
+    """Another group has taken its lock and replaced its files. It starts again, the run goes on."""
     sign, script, config = tmp_path / "stop", tmp_path / "script.py", tmp_path / "config.json"
     script.write_text(STOPS.format(sign=str(sign)))
     settings = elastic_config(corpus, groups=3, heartbeat_seconds=HEARTBEAT, restarts=1)
