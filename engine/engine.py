@@ -15,11 +15,11 @@ from .backend import Backend
 from .batch.call import call_model, loss_of
 from .batch.size import BatchSize
 from .checkpoint.client_state import ClientState, read_client_state
-from .checkpoint.directory import check_tag
 from .checkpoint.load import find_together
 from .checkpoint.resume import check_weights, resume, resume_without_optimizer
 from .checkpoint.save import Saver
 from .checkpoint.settings import settings_to_save, warn_of_other_settings
+from .checkpoint.storage.directory import check_tag
 from .config.schema import Config
 from .deepspeed_names import DeepSpeedNames
 from .distributed.agreement import Ranks

@@ -15,8 +15,8 @@ from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 
-from ..engine.elastic.coordinator import Coordinator
-from ..engine.elastic.membership import Membership
+from ..engine.elastic.coordination.coordinator import Coordinator
+from ..engine.elastic.coordination.membership import Membership
 from ..engine.environment.child import allocator_settings, child_environment, loopback_settings, thread_settings
 from ..engine.environment.detect import LOOPBACK, local_environment
 from ..engine.environment.elastic import COORDINATOR, LIFE, SLOT, TOKEN

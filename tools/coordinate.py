@@ -11,8 +11,8 @@ from pathlib import Path
 
 from ..engine.config.load import load_config
 from ..engine.config.schema import Config
-from ..engine.elastic.coordinator import Coordinator
-from ..engine.elastic.membership import Membership
+from ..engine.elastic.coordination.coordinator import Coordinator
+from ..engine.elastic.coordination.membership import Membership
 from ..engine.environment.elastic import hidden_loopback, read_token, split_address
 from ..engine.errors import ConfigError, LaunchError, PeerLostError, shorten
 from ..launcher.notes import GROUPS_LOG, say, say_and_note

@@ -24,9 +24,9 @@ from safetensors.torch import save_file
 from ..data.huggingface import write_tokenizer
 from ..data.tokenizers import load_tokenizer
 from ..engine.accounting.quantities import format_bytes
-from ..engine.checkpoint.files import damaged_file
 from ..engine.checkpoint.load import load
 from ..engine.checkpoint.state import weights_of
+from ..engine.checkpoint.storage.files import damaged_file
 from ..engine.errors import CheckpointError, ConfigError
 from ..models.registry import build_model, huggingface_config
 from .runs import saved_run

@@ -14,8 +14,8 @@ from typing import Any, NamedTuple
 import torch
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
-from .dcp import Part, SafeReader
 from .load import load
+from .storage.dcp import Part, SafeReader
 
 _KEY = re.compile(r"local/(\d+)/optimizer/(.+)/([^/]+)")
 _SLICE = re.compile(r"(.+)@(\d+):(\d+)")

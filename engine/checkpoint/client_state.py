@@ -24,8 +24,8 @@ from torch.distributed.tensor import DTensor
 
 from ..distributed.agreement import Ranks
 from ..errors import CheckpointError, quote, shorten
-from .files import open_regular
-from .metadata import dtype_named
+from .storage.files import open_regular
+from .storage.metadata import dtype_named
 
 CLIENT_TENSORS = "client_state.safetensors"
 ENCODING = 1  # the version of the tags

@@ -23,9 +23,9 @@ from ..distributed import world
 from ..distributed.agreement import Ranks
 from ..errors import CheckpointError
 from ..optim.optimizer_state import COUNT
-from .dcp import SafeReader, _cause, _without_single_process_warning
-from .directory import check_tag, latest, locate
-from .files import STATE, damaged_file, read_state, share_of
+from .storage.dcp import SafeReader, _cause, _without_single_process_warning
+from .storage.directory import check_tag, latest, locate
+from .storage.files import STATE, damaged_file, read_state, share_of
 
 T = TypeVar("T")
 
@@ -35,7 +35,7 @@ def find(directory: Path, tag: str | float | None) -> tuple[Path, dict[str, Any]
 
     A ``tag`` of None means the newest checkpoint. The result is then None if there is no
     checkpoint. Nothing in ``directory`` is changed. If a save that replaces the checkpoint was
-    killed, the path is a hidden one. See :func:`~sdp.engine.checkpoint.directory.locate`.
+    killed, the path is a hidden one. See :func:`~sdp.engine.checkpoint.storage.directory.locate`.
     """
     tag = check_tag(tag) if tag is not None else latest(directory)
     if tag is None and (directory / STATE).exists():

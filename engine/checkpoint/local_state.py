@@ -23,7 +23,7 @@ from ..backend import Backend, GroupPart
 from ..distributed.tensors import local_tensor
 from ..optim.optimizer_state import OptimizerState
 from ..placement.tensor_info import TensorInfo
-from .dcp import Part
+from .storage.dcp import Part
 
 Tensors = dict[str, Any]
 

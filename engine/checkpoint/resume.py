@@ -5,25 +5,23 @@ Nothing in the run changes before all parts of the checkpoint are known to fit.
 
 from __future__ import annotations
 
-import json
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch.optim import Optimizer
 
-from ..backend import Backend, GroupPart, LocalSteps, StateToSave
+from ..backend import Backend, StateToSave
 from ..distributed.agreement import Ranks
-from ..errors import CheckpointError, quote
+from ..errors import CheckpointError
 from ..optim import optimizer_state
 from ..optim.param_groups import conflicting_rates, set_rates
 from ..optim.schedules import adapt_state, of_another_kind
-from .averaged import has_groups, keys_of_moments, load_means
+from .averaged import has_groups
+from .between_averages import load_between_averages
 from .load import check, keys_in, load
-from .local_state import LocalState
-from .state import SavedState, set_random_state, weights_of
+from .state import set_random_state
 
 log = logging.getLogger("sdp")
 
@@ -79,7 +77,7 @@ def resume(
     random = _random_numbers(path, state, own, saved, tell=ranks.rank == 0)
     in_round = False
     if backend.local is not None or has_groups(saved):
-        in_round = _load_between_averages(path, state, backend, own, saved, random, ranks)
+        in_round = load_between_averages(path, state, backend, own, saved, random, ranks)
     else:
         _load_tensors(path, state, backend, own, saved, random, ranks)
     backend.refresh(after_step=False)
@@ -151,120 +149,6 @@ def _load_tensors(
     backend.zero_grad()  # drop the gradients of micro-batches before the load
     if not has_stepped:
         optimizer_state.clear(optimizer)
-
-
-def _load_between_averages(
-    path: Path,
-    state: Mapping[str, Any],
-    backend: Backend,
-    own: StateToSave,
-    saved: set[str],
-    random: dict[str, torch.Tensor],
-    ranks: Ranks,
-) -> bool:
-    """Load a checkpoint if it, or this run, is in the middle of a round of local steps.
-
-    Returns whether groups go on with weights of their own.
-    """
-    local, layout = backend.local, backend.layout
-    if not isinstance(own, SavedState):
-        raise CheckpointError(
-            f"{path}: was written between two averages of sdp.sync, and this engine has no local steps; use the engine "
-            "that wrote it"
-        )
-    # As JSON text, in which a tuple is a list.
-    here, there = (json.dumps(of, sort_keys=True) for of in (layout.placement.to_json(), state["placement"]))
-    same = state["mesh"] == own.mesh_shape() and here == there
-    position = _position_in_round(path, state)
-    if local is not None and position["travelling"] is not None:  # its fragment must be the same here
-        same = same and position["fragments"] == local.sync.fragments and local.sync.overlap > 0
-    files, alone = state["files"], ranks.alone
-    if local is not None:
-        _make_outer_state(local, backend, saved)
-    if local is not None and has_groups(saved) and same:
-        for part in local.groups_here():
-            _make_inner_state(part, saved, f"local/{part.group}/optimizer/", backend)
-        local.restart(position["travelling"])
-        mine = LocalState(backend)
-        buffers = weights_of(local.common_part().buffers)
-        load(path, mine.model() | buffers | mine.tensors() | random, files, alone=alone)
-        mine.finish_load()
-        return position["steps_alone"] > 0 or position["travelling"] is not None
-    if ranks.rank == 0 and has_groups(saved):
-        log.warning(
-            "%s: was written between two averages, under another layout or other settings of sdp.sync, so each group "
-            "starts from the anchors with the mean of the holders' moments; this drops %d inner steps",
-            path, position["steps_alone"],
-        )  # fmt: skip
-    weights = {key: of for key, of in own.tensors(to_load=True).items() if key.startswith("model/")}
-    load(path, weights | random, files, alone=alone)
-    own.finish_load_of_weights()
-    mine = LocalState(backend)
-    for part in local.groups_here() if local is not None else [backend.only_part()]:
-        _make_inner_state(part, keys_of_moments(saved) | saved, "optimizer/", backend)
-        moments = mine.moments(part)
-        if has_groups(saved):
-            load_means(path, moments, files, alone=alone)
-        else:
-            load(path, moments, files, alone=alone)
-    if local is not None:
-        if outer := mine.outer():
-            load(path, outer, files, alone=alone)
-        local.reset()
-    mine.finish_load()
-    backend.zero_grad()
-    return False
-
-
-def _position_in_round(path: Path, state: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the checkpoint's ``sync`` entry, whose values are checked."""
-    position = {"travelling": None, "fragments": 1, "steps_alone": 0} | (state.get("sync") or {})
-    for key, value in position.items():
-        if not (type(value) is int and 0 <= value < 2**63) and not (key == "travelling" and value is None):
-            raise CheckpointError(f"{path}: damaged, {quote(key)} of 'sync' is {quote(value)}, not a count")
-    return position
-
-
-def _make_inner_state(part: GroupPart, saved: set[str], start: str, backend: Backend) -> None:
-    """Create the optimizer state of the parameters for which the checkpoint has some, and only of
-    those.
-    """
-    _make_state(part.optimizer, _owners(part.parameters, backend), saved, start, part.materialise)
-
-
-def _make_outer_state(local: LocalSteps, backend: Backend, saved: set[str]) -> None:
-    common = local.common_part()
-    _make_state(common.optimizer, _owners(common.anchors, backend), saved, "outer/", None)
-
-
-def _owners(tensors: Mapping[str, torch.Tensor], backend: Backend) -> dict[torch.Tensor, set[str]]:
-    """Return the tensors to which optimizer state belongs, with the full model's parameters that
-    they have.
-    """
-    owners: dict[torch.Tensor, set[str]] = {}
-    for name, tensor in tensors.items():
-        owners.setdefault(tensor, set()).add(backend.layout.parameters[backend.spot_of(name).name].canonical)
-    return owners
-
-
-def _make_state(
-    optimizer: Optimizer,
-    owners: Mapping[torch.Tensor, set[str]],
-    saved: set[str],
-    start: str,
-    materialise: Callable[[], None] | None,
-) -> None:
-    have = {key.removeprefix(start).rpartition("/")[0].rpartition("@")[0] or key.removeprefix(start).rpartition("/")[0]
-            for key in saved if key.startswith(start)}  # fmt: skip
-    optimizer_state.clear(optimizer)
-    if have:
-        if materialise is not None:
-            materialise()
-        else:
-            optimizer_state.materialise_state(optimizer)
-        for tensor, names in owners.items():
-            if not names & have:
-                optimizer.state.pop(tensor, None)
 
 
 def _continue_schedule(path: Path, state: Mapping[str, Any], backend: Backend, scheduler: Any, *, tell: bool) -> None:

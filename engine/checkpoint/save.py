@@ -20,11 +20,11 @@ from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 from ..distributed import world
 from ..distributed.agreement import Ranks
 from ..errors import CheckpointError
-from .dcp import Part, PiecewisePlanner, _cause, _without_single_process_warning
-from .directory import make_room, prune, publish
-from .files import PARTIAL, STATE, encode_state, hash_files, is_ours, write_durably
-from .finite import check_finite
-from .metadata import METADATA, MetadataWriter
+from .storage.dcp import Part, PiecewisePlanner, _cause, _without_single_process_warning
+from .storage.directory import make_room, prune, publish
+from .storage.files import PARTIAL, STATE, encode_state, hash_files, is_ours, write_durably
+from .storage.finite import check_finite
+from .storage.metadata import METADATA, MetadataWriter
 
 _SHARED_SECONDS = 30.0  # how long a network file system may hide from one host what another wrote
 

@@ -16,8 +16,8 @@ from ..distributed.tensors import local_tensor
 from ..errors import CheckpointError
 from ..optim.optimizer_state import OptimizerState
 from ..placement.tensor_info import TensorInfo
-from .dcp import Part
 from .local_state import LocalState
+from .storage.dcp import Part
 
 
 class SavedState:

@@ -10,13 +10,13 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from ..backends.fsdp2.backend import FSDP2Backend
-from ..checkpoint.directory import latest
 from ..checkpoint.load import find, keys_in, load
+from ..checkpoint.storage.directory import latest
 from ..errors import CheckpointError, PeerLostError
 from ..placement.layout import Layout
-from .assembly import Assembly
+from .coordination.assembly import Assembly
+from .coordination.member import CoordinatorClient
 from .living import lost_units
-from .member import CoordinatorClient
 
 _WAIT_SECONDS = 0.5  # between two looks for a holder
 

@@ -22,12 +22,12 @@ from ..distributed.agreement import gather_json
 from ..distributed.world import World
 from ..engine import SDPEngine
 from ..placement.layout import Layout
-from .assembly import Assembly, Decision
 from .bringing_back import HolderWait, load_held
 from .bringing_back import UnitsLostError as UnitsLostError
+from .coordination.assembly import Assembly, Decision
+from .coordination.member import CoordinatorClient, CutOffError, StepAbortedError
+from .coordination.membership import STEP
 from .living import living_layout, lost_units, make_communicators
-from .member import CoordinatorClient, CutOffError, StepAbortedError
-from .membership import STEP
 from .process_groups import Abort, Meeting
 from .returning import exchange, facts_of, prepare, take_facts
 from .rounds import ElasticRounds, LocalFacts, exchange_between_rounds, fsdp2_backend

@@ -11,7 +11,7 @@ import pytest
 import sdp
 import torch
 import torch.distributed as dist
-from sdp.engine.checkpoint.files import encode_state, hash_files
+from sdp.engine.checkpoint.storage.files import encode_state, hash_files
 from sdp.engine.errors import CheckpointError
 from sdp.tests.support import models
 from sdp.tests.support.case_tables import SCHEDULED_STEPS

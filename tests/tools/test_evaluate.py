@@ -5,8 +5,8 @@ import shutil
 from pathlib import Path
 
 import pytest
-from sdp.engine.checkpoint.dcp import SafeReader
-from sdp.engine.checkpoint.files import encode_state, hash_files, read_state
+from sdp.engine.checkpoint.storage.dcp import SafeReader
+from sdp.engine.checkpoint.storage.files import encode_state, hash_files, read_state
 from sdp.tools.cli import main
 from sdp.tools.runs import saved_run
 

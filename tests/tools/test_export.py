@@ -11,9 +11,9 @@ import torch
 from safetensors.torch import load_file
 from sdp.data.shards import TokenDataset
 from sdp.data.tokenizers import load_tokenizer
-from sdp.engine.checkpoint.files import read_state
 from sdp.engine.checkpoint.load import load
 from sdp.engine.checkpoint.save import write
+from sdp.engine.checkpoint.storage.files import read_state
 from sdp.engine.config.load import load_config
 from sdp.engine.distributed.agreement import Ranks
 from sdp.engine.errors import ConfigError

@@ -13,8 +13,8 @@ from ...data.image_sets import INDEX_FILE as IMAGE_INDEX
 from ...data.image_sets import load_image_index
 from ...data.index import load_index
 from ...data.shared.files import INDEX_FILE
-from ...engine.checkpoint.directory import check_tag, latest, locate
-from ...engine.checkpoint.files import STATE, read_state
+from ...engine.checkpoint.storage.directory import check_tag, latest, locate
+from ...engine.checkpoint.storage.files import STATE, read_state
 from ...engine.config.load import load_config
 from ...engine.config.schema import Config
 from ...engine.errors import CheckpointError, ConfigError

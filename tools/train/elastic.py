@@ -12,10 +12,10 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from typing import Any, TypeVar
 
-from ...engine.elastic.assembly import Assembly
+from ...engine.elastic.coordination.assembly import Assembly
+from ...engine.elastic.coordination.member import RunFinishedError, StepAbortedError
+from ...engine.elastic.coordination.membership import STEP
 from ...engine.elastic.living import lost_units
-from ...engine.elastic.member import RunFinishedError, StepAbortedError
-from ...engine.elastic.membership import STEP
 from ...engine.elastic.session import Session, UnitsLostError
 from ...engine.errors import PeerLostError
 from ..runs.run_files import read_run

@@ -16,10 +16,10 @@ from ...engine.config.elastic import ElasticSection
 from ...engine.distributed import world
 from ...engine.distributed.mesh import mesh_of
 from ...engine.distributed.world import World
-from ...engine.elastic.addresses import address_towards, serve_meeting_store
-from ...engine.elastic.assembly import Identity
-from ...engine.elastic.member import CoordinatorClient
-from ...engine.elastic.progress import Progress
+from ...engine.elastic.coordination.addresses import address_towards, serve_meeting_store
+from ...engine.elastic.coordination.assembly import Identity
+from ...engine.elastic.coordination.member import CoordinatorClient
+from ...engine.elastic.coordination.progress import Progress
 from ...engine.elastic.session import Session, share_inside
 from ...engine.environment.detect import detect
 from ...engine.environment.elastic import ElasticEnvironment, elastic_environment, gloo_interface, hidden_loopback

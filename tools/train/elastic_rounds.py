@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TypeVar
 
-from ...engine.elastic.assembly import Assembly, Decision
+from ...engine.elastic.coordination.assembly import Assembly, Decision
 from ...engine.elastic.living import lost_units
 from ...engine.elastic.session import Session
 from .elastic import AGREE, COPY, ElasticTrainer, LeavesError

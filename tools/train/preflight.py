@@ -17,8 +17,8 @@ from ...data.images import check_packages
 from ...engine.backends.deepspeed.zero_checkpoint import is_zero_checkpoint
 from ...engine.batch.loader import evaluation_batches
 from ...engine.batch.size import BatchSize
-from ...engine.checkpoint.directory import latest, locate
-from ...engine.checkpoint.files import read_state
+from ...engine.checkpoint.storage.directory import latest, locate
+from ...engine.checkpoint.storage.files import read_state
 from ...engine.config.schema import Config
 from ...engine.distributed.mesh import Mesh
 from ...engine.errors import ConfigError

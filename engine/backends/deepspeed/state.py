@@ -12,8 +12,8 @@ import torch.distributed as dist
 from torch.optim import Optimizer
 
 from ...accounting.memory import StateBytes, predict_outer_bytes, state_tensors
-from ...checkpoint.dcp import Part
 from ...checkpoint.state import SavedState
+from ...checkpoint.storage.dcp import Part
 from ...optim.optimizer_state import OptimizerState
 from ...placement.tensor_info import TensorInfo
 from ...placement.units import SHARED

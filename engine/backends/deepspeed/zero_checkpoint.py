@@ -19,7 +19,7 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import save_file
 
-from ...checkpoint.directory import check_tag
+from ...checkpoint.storage.directory import check_tag
 from ...distributed.agreement import Ranks
 from ...distributed.hosts import machine_id
 from ...errors import CheckpointError, ModelError

@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 import torch
 from sdp.engine.checkpoint.client_state import CLIENT_TENSORS, ClientState, read_client_state
-from sdp.engine.checkpoint.files import encode_state, read_state
+from sdp.engine.checkpoint.storage.files import encode_state, read_state
 from sdp.engine.distributed.agreement import Ranks
 from sdp.engine.errors import CheckpointError
 from sdp.tests.support.cases import Case, data_rank_of, engine_of, one_step

@@ -17,8 +17,8 @@ import pytest
 import torch
 from sdp.engine.checkpoint import files as checkpoint_files
 from sdp.engine.checkpoint import save
-from sdp.engine.checkpoint.files import read_state
-from sdp.engine.checkpoint.pickled_metadata import read_pickled_metadata
+from sdp.engine.checkpoint.storage.files import read_state
+from sdp.engine.checkpoint.storage.pickled_metadata import read_pickled_metadata
 from sdp.tests.support.cases import engine_of
 from sdp.tests.support.checkpoints import SOURCE, refusal_of_load, reseal, save_one_step
 from torch.distributed.checkpoint import FileSystemWriter

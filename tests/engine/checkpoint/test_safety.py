@@ -16,8 +16,8 @@ from typing import Any
 
 import pytest
 from sdp.engine.checkpoint import dcp, save
-from sdp.engine.checkpoint.directory import latest
-from sdp.engine.checkpoint.files import encode_state, file_sizes, is_ours, is_whole, open_regular, read_state
+from sdp.engine.checkpoint.storage.directory import latest
+from sdp.engine.checkpoint.storage.files import encode_state, file_sizes, is_ours, is_whole, open_regular, read_state
 from sdp.engine.errors import CheckpointError
 from sdp.tests.support.cases import engine_of
 from sdp.tests.support.checkpoints import SOURCE, load_by_reference, refusal_of_load, reseal

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from sdp.engine.checkpoint.files import read_state
 from sdp.engine.checkpoint.save import write
+from sdp.engine.checkpoint.storage.files import read_state
 from sdp.engine.distributed.agreement import Ranks
 from sdp.engine.errors import CheckpointError
 from sdp.tests.support.cases import Case, data_rank_of, engine_of, one_step

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import sdp
 import torch.distributed as dist
-from sdp.engine.checkpoint.directory import latest
+from sdp.engine.checkpoint.storage.directory import latest
 from sdp.engine.errors import CheckpointError
 from sdp.tests.support.cases import engine_of
 from sdp.tests.support.checkpoints import SOURCE, load_by_reference, refusal_of_load

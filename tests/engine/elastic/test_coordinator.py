@@ -8,11 +8,11 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
-from sdp.engine.elastic.assembly import Assembly, Decision, Identity
-from sdp.engine.elastic.coordinator import Coordinator
-from sdp.engine.elastic.member import CoordinatorClient, CutOffError, StepAbortedError
-from sdp.engine.elastic.membership import STEP
-from sdp.engine.elastic.messages import MOST_BYTES, Channel, ProtocolError
+from sdp.engine.elastic.coordination.assembly import Assembly, Decision, Identity
+from sdp.engine.elastic.coordination.coordinator import Coordinator
+from sdp.engine.elastic.coordination.member import CoordinatorClient, CutOffError, StepAbortedError
+from sdp.engine.elastic.coordination.membership import STEP
+from sdp.engine.elastic.coordination.messages import MOST_BYTES, Channel, ProtocolError
 from sdp.engine.errors import PeerLostError
 from sdp.tests.support.clusters.cut_link import CutLink
 from sdp.tests.support.clusters.hostile import hostile_clients, recorded

@@ -13,8 +13,8 @@ import sdp.engine.elastic.session as session_module
 import torch
 import torch.distributed as dist
 from sdp.engine.distributed import world
-from sdp.engine.elastic.member import StepAbortedError
-from sdp.engine.elastic.membership import STEP
+from sdp.engine.elastic.coordination.member import StepAbortedError
+from sdp.engine.elastic.coordination.membership import STEP
 from sdp.engine.elastic.session import Session
 from sdp.tests.support import models
 from sdp.tests.support.cases import RELATIVE, Case, one_step, whole

@@ -12,8 +12,8 @@ from typing import Any
 
 import pytest
 import torch
-from sdp.engine.elastic.member import StepAbortedError
-from sdp.engine.elastic.membership import STEP
+from sdp.engine.elastic.coordination.member import StepAbortedError
+from sdp.engine.elastic.coordination.membership import STEP
 from sdp.engine.elastic.session import Session
 from sdp.tests.support import models
 from sdp.tests.support.cases import RELATIVE, Case, engine_of, one_step

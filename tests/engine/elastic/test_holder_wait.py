@@ -8,8 +8,8 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from sdp.engine.elastic.assembly import Assembly, Member
 from sdp.engine.elastic.bringing_back import HolderWait, UnitsLostError
+from sdp.engine.elastic.coordination.assembly import Assembly, Member
 from sdp.engine.elastic.living import lost_units
 from sdp.tests.support.cases import Case, engine_of
 

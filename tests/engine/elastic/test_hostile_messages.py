@@ -8,9 +8,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from sdp.engine.elastic.coordinator import Coordinator
-from sdp.engine.elastic.membership import STEP, Membership
-from sdp.engine.elastic.messages import MOST_ANSWER_BYTES, Channel, ProtocolError
+from sdp.engine.elastic.coordination.coordinator import Coordinator
+from sdp.engine.elastic.coordination.membership import STEP, Membership
+from sdp.engine.elastic.coordination.messages import MOST_ANSWER_BYTES, Channel, ProtocolError
 from sdp.engine.environment.elastic import elastic_environment, read_token
 from sdp.engine.errors import LaunchError
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import threading
 
 import pytest
-from sdp.engine.elastic.member import StepAbortedError
-from sdp.engine.elastic.membership import STEP
+from sdp.engine.elastic.coordination.member import StepAbortedError
+from sdp.engine.elastic.coordination.membership import STEP
 from sdp.tests.support import models
 from sdp.tests.support.cases import Case
 from sdp.tests.support.clusters.living import begin, run_groups, world_of_group

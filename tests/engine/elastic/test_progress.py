@@ -7,11 +7,11 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
-from sdp.engine.elastic.coordinator import Coordinator
-from sdp.engine.elastic.member import CoordinatorClient, Identity, StepAbortedError
-from sdp.engine.elastic.membership import STEP
-from sdp.engine.elastic.messages import ProtocolError
-from sdp.engine.elastic.progress import PausedRanks, Progress
+from sdp.engine.elastic.coordination.coordinator import Coordinator
+from sdp.engine.elastic.coordination.member import CoordinatorClient, Identity, StepAbortedError
+from sdp.engine.elastic.coordination.membership import STEP
+from sdp.engine.elastic.coordination.messages import ProtocolError
+from sdp.engine.elastic.coordination.progress import PausedRanks, Progress
 from sdp.tests.support.processes import until
 
 HEARTBEAT = 5.0

@@ -14,7 +14,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from sdp.engine.elastic.messages import MAGIC, Channel
+from sdp.engine.elastic.coordination.messages import MAGIC, Channel
 
 COUNT = 20
 

@@ -14,10 +14,10 @@ import torch
 import torch.distributed as dist
 from sdp.engine.distributed import world
 from sdp.engine.distributed.world import World
-from sdp.engine.elastic.addresses import serve_meeting_store
-from sdp.engine.elastic.assembly import Identity
-from sdp.engine.elastic.coordinator import Coordinator
-from sdp.engine.elastic.member import CoordinatorClient
+from sdp.engine.elastic.coordination.addresses import serve_meeting_store
+from sdp.engine.elastic.coordination.assembly import Identity
+from sdp.engine.elastic.coordination.coordinator import Coordinator
+from sdp.engine.elastic.coordination.member import CoordinatorClient
 from sdp.engine.elastic.session import Session, share_inside
 from sdp.engine.placement.units import find_neuron_units
 from torch.distributed import PrefixStore, TCPStore

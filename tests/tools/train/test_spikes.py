@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from sdp.engine.checkpoint.files import read_state
+from sdp.engine.checkpoint.storage.files import read_state
 from sdp.tests.support.small_runs import read_losses, read_metrics, write_config
 from sdp.tools.cli import main
 from sdp.tools.train.loop import training_run

@@ -8,7 +8,7 @@ from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
-from ....engine.checkpoint.directory import LATEST, latest, locate
+from ....engine.checkpoint.storage.directory import LATEST, latest, locate
 from ....engine.engine import SDPEngine
 from ....engine.errors import CheckpointError
 from ....launcher.heartbeat import Heartbeat

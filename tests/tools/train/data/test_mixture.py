@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 from sdp.data.prepare import prepare
-from sdp.engine.checkpoint.files import read_state
+from sdp.engine.checkpoint.storage.files import read_state
 from sdp.tests.support.small_runs import STEPS, read_losses, read_metrics, run_sdp, write_config
 from sdp.tools.cli import main
 

@@ -14,9 +14,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from sdp.engine.elastic.assembly import Identity
-from sdp.engine.elastic.member import CoordinatorClient, RunFinishedError
-from sdp.engine.elastic.membership import STEP
+from sdp.engine.elastic.coordination.assembly import Identity
+from sdp.engine.elastic.coordination.member import CoordinatorClient, RunFinishedError
+from sdp.engine.elastic.coordination.membership import STEP
 from sdp.engine.environment.detect import free_port
 from sdp.tests.support.clusters.elastic_runs import SECONDS, elastic_config
 from sdp.tests.support.processes import until

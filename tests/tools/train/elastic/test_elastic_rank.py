@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 
 import pytest
-from sdp.engine.elastic.addresses import address_towards
+from sdp.engine.elastic.coordination.addresses import address_towards
 from sdp.engine.environment.elastic import hidden_loopback
 from sdp.engine.errors import LaunchError
 from sdp.tests.support.clusters.elastic_runs import elastic_config

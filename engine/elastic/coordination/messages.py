@@ -16,7 +16,7 @@ import json
 import os
 from typing import Any
 
-from ..json_files import parse_json
+from ...json_files import parse_json
 
 MAGIC = b"SDPELAS1"
 MOST_BYTES = 64 * 1024  # of a message to the coordinator

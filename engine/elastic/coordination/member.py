@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from ..errors import PeerLostError
+from ...errors import PeerLostError
 from .assembly import Assembly, Decision, Identity, Member
 from .messages import Channel, Message, ProtocolError
 from .progress import Progress

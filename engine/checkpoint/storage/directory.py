@@ -14,7 +14,7 @@ from numbers import Real
 from pathlib import Path
 from typing import Any, cast
 
-from ..errors import CheckpointError, quote
+from ...errors import CheckpointError, quote
 from .files import INCOMPLETE, PARTIAL, STATE, encode_state, is_ours, is_plain, is_whole, read_json, write_durably
 from .metadata import METADATA
 

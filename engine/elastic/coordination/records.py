@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
-from ..environment.elastic import split_address
+from ...environment.elastic import split_address
 from .messages import Message, ProtocolError
 
 _MOST_TEXT, _MOST_SAID = 256, 1000

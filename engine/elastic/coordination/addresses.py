@@ -7,8 +7,8 @@ from typing import Any
 
 import torch.distributed as dist
 
-from ..environment.elastic import COORDINATOR
-from ..errors import LaunchError, shorten
+from ...environment.elastic import COORDINATOR
+from ...errors import LaunchError, shorten
 
 
 def address_towards(coordinator: str) -> str:

@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from ..errors import LaunchError, shorten
+from ...errors import LaunchError, shorten
 from .membership import Membership
 from .messages import Channel, Message, ProtocolError
 

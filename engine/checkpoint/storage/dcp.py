@@ -21,7 +21,7 @@ from torch.distributed.checkpoint.filesystem import FileSystem, FileSystemReader
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata, MetadataIndex, TensorProperties
 from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 
-from ..errors import CheckpointError
+from ...errors import CheckpointError
 from .files import MOST_BYTES, file_sizes, open_regular, parse_json_bytes, read_state
 from .metadata import METADATA, build_metadata
 from .pickled_metadata import read_pickled_metadata

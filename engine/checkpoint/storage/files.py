@@ -16,8 +16,8 @@ from io import BufferedReader
 from pathlib import Path
 from typing import Any
 
-from ..errors import CheckpointError, quote
-from ..json_files import parse_json
+from ...errors import CheckpointError, quote
+from ...json_files import parse_json
 
 FORMAT = 3
 READ_FORMATS = (2, 3)  # 2: the list of tensors is a pickle

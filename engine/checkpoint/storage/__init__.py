@@ -1,0 +1,1 @@
+"""The files of a checkpoint and of a directory of checkpoints."""

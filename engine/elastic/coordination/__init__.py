@@ -1,0 +1,1 @@
+"""Which groups live, and what they have committed: the coordinator, and a rank's side of it."""
