@@ -13,7 +13,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultAllGather, DefaultReduceScatter
 
 from ...distributed.traffic import Traffic
-from .uses import ModuleUses
+from .uses import ModuleUses, TrainingPass
 
 
 class CountingAllGather(DefaultAllGather):
@@ -74,9 +74,12 @@ def drop_unreduced_gradients(module: FSDPModule) -> None:
             parameter._unsharded_param.grad = None
 
 
-def reduce_once(module: FSDPModule) -> list[ModuleUses]:
-    """Make a backward pass reduce all gradients of the module once."""
-    return [ModuleUses(group) for group in parameter_groups(module)]
+def reduce_once(module: FSDPModule, newest: TrainingPass) -> list[ModuleUses]:
+    """Make a backward pass reduce all gradients of the module once.
+
+    ``newest`` is the newest forward pass of the whole model.
+    """
+    return [ModuleUses(group, newest) for group in parameter_groups(module)]
 
 
 def zero_missing_gradients(root: nn.Module) -> None:

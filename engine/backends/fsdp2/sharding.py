@@ -16,7 +16,7 @@ from ...errors import ModelError
 from ...placement.layout import Layout
 from .collectives import CountingAllGather, CountingReduceScatter, reduce_once
 from .passes import GatherOrder, refuse_hidden_results, refuse_inference_mode
-from .uses import ModuleUses
+from .uses import ModuleUses, TrainingPass
 
 
 def refuse_scalars(layout: Layout) -> None:
@@ -65,13 +65,14 @@ def shard(
     for parameter in model.parameters():  # FSDP2 refuses parameters that are not contiguous
         parameter.data = parameter.data.contiguous()
     uses: list[ModuleUses] = []
+    newest = TrainingPass(model)
     for name in [*names, ""]:
         module = model.get_submodule(name)
         apply(module)
         assert isinstance(module, FSDPModule)
         module.set_custom_all_gather(CountingAllGather(traffic, gathers.noting(name, module)))
         module.set_custom_reduce_scatter(CountingReduceScatter(traffic))
-        uses += reduce_once(module)
+        uses += reduce_once(module, newest)
         refuse_hidden_results(module, name)
     refuse_inference_mode(model)
     return uses

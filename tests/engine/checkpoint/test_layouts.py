@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from sdp.engine.checkpoint import dcp
+from sdp.engine.checkpoint.storage import dcp
 from sdp.engine.checkpoint.storage.dcp import PIECE_BYTES, SafeReader
 from sdp.tests.support.cases import Case, engine_of, one_step
 from sdp.tests.support.checkpoints import SOURCE, TENSOR_SOURCES, load_case, merge_moments, moments_of, train_and_save

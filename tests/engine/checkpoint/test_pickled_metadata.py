@@ -15,8 +15,8 @@ from typing import Any
 
 import pytest
 import torch
-from sdp.engine.checkpoint import files as checkpoint_files
 from sdp.engine.checkpoint import save
+from sdp.engine.checkpoint.storage import files as checkpoint_files
 from sdp.engine.checkpoint.storage.files import read_state
 from sdp.engine.checkpoint.storage.pickled_metadata import read_pickled_metadata
 from sdp.tests.support.cases import engine_of

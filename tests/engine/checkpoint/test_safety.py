@@ -15,7 +15,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from sdp.engine.checkpoint import dcp, save
+from sdp.engine.checkpoint import save
+from sdp.engine.checkpoint.storage import dcp
 from sdp.engine.checkpoint.storage.directory import latest
 from sdp.engine.checkpoint.storage.files import encode_state, file_sizes, is_ours, is_whole, open_regular, read_state
 from sdp.engine.errors import CheckpointError
