@@ -25,6 +25,7 @@ from ..distributed.mesh import Holders
 from ..distributed.tensor_collectives import TensorRanks, all_gather_single
 from ..distributed.tensors import local_tensor
 from ..distributed.traffic import Scope, Traffic
+from ..errors import ModelError
 from ..placement.buckets import Bucket
 from .own_gradients import OwnGradients
 
@@ -64,8 +65,12 @@ class PendingBucket:
         self._buffer = self._work = None
 
     def mark_ready(self) -> None:
-        """Note that one more gradient is computed."""
-        assert self._missing > 0, "a parameter's gradient became ready twice in one backward pass"
+        """Note that one more gradient is computed. Raises ModelError if there is one too many."""
+        if self._missing == 0:
+            raise ModelError(
+                "a forward pass uses a module several times inside reentrant checkpoints, and its gradient is complete "
+                "only after the last use; pass use_reentrant=False to torch.utils.checkpoint.checkpoint"
+            )
         self._missing -= 1
 
     def mark_all_ready(self) -> None:

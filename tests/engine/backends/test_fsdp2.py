@@ -11,7 +11,7 @@ import pytest
 import sdp
 import torch
 import torch.distributed as dist
-from sdp.engine.backends.fsdp2.uses import ModuleUses
+from sdp.engine.backends.fsdp2.uses import ModuleUses, TrainingPass
 from sdp.engine.engine import SDPEngine
 from sdp.tests.support.models import Mlp, build, micro_batch
 from sdp.tests.support.ranks import RankPool
@@ -166,12 +166,12 @@ def test_ranks_that_share_parameters_leave_out_the_same_blocks(ranks: RankPool, 
 def test_another_fsdp2_is_refused() -> None:
     """The names and the marks of torch's FSDP2 that sdp needs."""
     with pytest.raises(sdp.ConfigError, match=r"^torch [\w.+]+: FSDP2 has no _register_post_backward_hook"):
-        ModuleUses(SimpleNamespace())
+        ModuleUses(SimpleNamespace(), TrainingPass(nn.Module()))
     group = SimpleNamespace(
         _register_post_backward_hook=lambda args, kwargs: (args, kwargs), post_backward=None, finalize_backward=None,
         fsdp_params=[], reduce_grads=True, reshard_after_backward=True, _reshard_after_forward=True,
     )  # fmt: skip
-    ModuleUses(group)
+    ModuleUses(group, TrainingPass(nn.Module()))
     note = vars(group)["_register_post_backward_hook"]
     note((torch.ones(1),), {})
     with pytest.raises(sdp.ConfigError, match="FSDP2 marks the inputs of modules in another way"):
