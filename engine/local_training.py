@@ -148,6 +148,14 @@ class LocalTraining:
         self.last, self._averaged_at, self.since = facts, step, step
         self.outer_steps += 1
 
+    def note_round_given_up(self, step: int, skipped: int) -> None:
+        """Take note that all groups have the anchors again after ``step``, without an average.
+
+        ``skipped``: the samples of the round.
+        """
+        self.last, self._averaged_at, self.since = None, step, step
+        self.skipped_samples += skipped
+
     def has_finished(self, step: int) -> bool:
         """Return whether :meth:`finish` averaged something after ``step``."""
         return self._averaged_at == step

@@ -191,6 +191,14 @@ class ShardedLocalSteps:
         for name, buffer in self._buffers_here().items():
             self.buffers[name].copy_(buffer)
 
+    @torch.no_grad()
+    def give_up(self) -> None:
+        """Return to the anchors. What this rank changed since its last average is lost."""
+        self._backend.shard_parameters()
+        self.outer.reset(keep="anchors")
+        for name, buffer in self._buffers_here().items():
+            buffer.copy_(self.buffers[name])
+
     def start(self, fragment: int) -> None:
         """Start to average ``fragment``. Collective."""
         self.outer.start(fragment)

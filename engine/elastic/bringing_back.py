@@ -1,6 +1,5 @@
-"""The wait for a holder of units that no living group holds.
-
-The holder loads them from the newest checkpoint.
+"""Brings groups without state up to date, and waits for a holder of units that no living group
+holds. The holder loads them from the newest checkpoint.
 """
 
 from __future__ import annotations
@@ -10,13 +9,19 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from ..backends.fsdp2.backend import FSDP2Backend
+from ..checkpoint.between_averages import load_anchors
 from ..checkpoint.load import find, keys_in, load
+from ..checkpoint.state import SavedState
 from ..checkpoint.storage.directory import latest
+from ..distributed.agreement import gather_json
+from ..engine import SDPEngine
 from ..errors import CheckpointError, PeerLostError
 from ..placement.layout import Layout
 from .coordination.assembly import Assembly
 from .coordination.member import CoordinatorClient
 from .living import lost_units
+from .returning import exchange, facts_of, prepare, take_facts
+from .returning_rounds import LocalFacts, exchange_between_rounds
 
 _WAIT_SECONDS = 0.5  # between two looks for a holder
 
@@ -34,8 +39,6 @@ class HolderWait:
         checkpoints: the directory of the run's checkpoints.
         seconds: the longest wait.
         stops: returns whether the run is to stop.
-        can_wait: whether a holder may take the units from a checkpoint. Not with local steps in
-            this version.
     """
 
     def __init__(
@@ -45,11 +48,9 @@ class HolderWait:
         checkpoints: Path,
         seconds: float,
         stops: Callable[[], bool],
-        *,
-        can_wait: bool = True,
     ):
         self._client, self._layout, self._checkpoints = client, layout, checkpoints
-        self._seconds, self._stops, self._can_wait = seconds, stops, can_wait
+        self._seconds, self._stops = seconds, stops
         self._since: float | None = None
 
     @property
@@ -81,8 +82,6 @@ class HolderWait:
 
     def _obstacle(self, found: Assembly, waited: float) -> str | None:
         """Return why the units cannot be brought back, or None."""
-        if not self._can_wait:
-            return "with local steps (sdp.sync) no group brings it back from a checkpoint in this version"
         if lost_units(self._layout, [*found.slots, *found.expected]):
             return "no group that holds it will return"
         if not _has_checkpoint(self._checkpoints):
@@ -99,8 +98,70 @@ def _has_checkpoint(directory: Path) -> bool:
         return False
 
 
+def bring_up_to_date(
+    engine: SDPEngine, backend: FSDP2Backend, fresh: Sequence[int], load: Callable[[FSDP2Backend, int], set[str]]
+) -> None:
+    """Give groups without state that of the others. Collective among the living ranks.
+
+    Args:
+        engine: this rank's engine.
+        backend: its backend, connected to the living groups.
+        fresh: the groups without state, by their numbers in the backend's layout.
+        load: loads units of this group that no other group has, see :func:`load_lost_units`.
+    """
+    is_fresh = backend.at.sdp in fresh
+    backend.shard_parameters()
+    own = None
+    if not is_fresh:
+        own = facts_of(engine, backend) | ({"local": LocalFacts.of(backend).to_json()} if backend.local else {})
+    everyones = gather_json(own)
+    known = {rank: each for rank, each in enumerate(everyones) if each is not None}
+    facts, loaded = next(iter(known.values())), set[str]()
+    if is_fresh:
+        prepare(backend, with_state=any(each["has_state"] for each in known.values()))
+        loaded = load(backend, facts["steps"])
+    if backend.local is None:
+        exchange(backend, fresh)
+    else:
+        group_of = lambda rank: backend.layout.mesh.coordinates(rank).sdp  # noqa: E731
+        states = {group_of(rank): LocalFacts.from_json(each["local"]) for rank, each in known.items()}
+        exchange_between_rounds(backend, fresh, states, loaded=loaded)
+    if is_fresh:
+        rates = {name: rate for each in known.values() for name, rate in each["rates"].items()}
+        take_facts(engine, backend, facts, rates)
+
+
+def load_lost_units(
+    client: CoordinatorClient, layout: Layout, checkpoints: Path, lost: Sequence[str], backend: FSDP2Backend, steps: int
+) -> set[str]:
+    """Load the units that this group must bring back, if it must, and tell the user. Not
+    collective.
+
+    Args:
+        client: the connection to the coordinator.
+        layout: the layout with all groups.
+        checkpoints: the directory of the run's checkpoints.
+        lost: units that no group with state holds.
+        backend: the backend.
+        steps: the number of steps of the run.
+
+    Returns:
+        The units.
+    """
+    who = client.identity
+    mine = set(lost) - set(lost_units(layout, [who.slot]))
+    if mine:
+        age = steps - load_held(backend, checkpoints)
+        if who.inside == 0:
+            names = f"{min(mine)!r} ({len(mine)} units)"
+            client.tell(f"group {who.slot} brings {names} back from a checkpoint, {age} steps old")
+    return mine
+
+
 def load_held(backend: FSDP2Backend, directory: Path) -> int:
     """Fill everything that this rank holds from the newest checkpoint. Not collective.
+
+    With local steps, weights become the anchors, and inner moments the means of their holders.
 
     Args:
         backend: the backend, with optimizer state if the others have some.
@@ -117,6 +178,10 @@ def load_held(backend: FSDP2Backend, directory: Path) -> int:
         raise CheckpointError(f"{directory}: has no checkpoint from which lost units could be brought back")
     path, state = found
     saved, own = keys_in(path), backend.state_to_save()
+    if backend.local is not None:
+        assert isinstance(own, SavedState)
+        load_anchors(path, state["files"], backend, own, saved, {}, alone=True)
+        return int(state["global_steps"])
     tensors = {key: tensor for key, tensor in own.tensors(to_load=True).items() if key in saved}
     load(path, tensors, state["files"], alone=True)
     own.finish_load()

@@ -10,10 +10,9 @@ round are lost, with what it learned from its samples.
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any, NamedTuple
+import math
+from collections.abc import Callable, Collection, Sequence
+from typing import NamedTuple
 
 import torch
 
@@ -21,19 +20,6 @@ from ..backends.fsdp2.backend import FSDP2Backend
 from ..backends.local_steps import ShardedLocalSteps
 from ..engine import SDPEngine
 from ..local_steps import LocalUpdate, PendingUpdate
-from ..optim import optimizer_state
-from ..optim.optimizer_state import OptimizerState
-from .returning import (
-    copy_value,
-    has_state,
-    members_of,
-    named_units,
-    received_here,
-    sources_of,
-    state_tensors,
-    tensors_of_units,
-    transfer,
-)
 
 
 def fsdp2_backend(engine: SDPEngine) -> FSDP2Backend:
@@ -50,16 +36,42 @@ class _OwnStep(NamedTuple):
     update: PendingUpdate
 
 
+class GivenUp(NamedTuple):
+    """A round whose changes all groups gave up: its steps, its samples, and its groups."""
+
+    steps: int
+    samples: int
+    groups: Sequence[int]
+
+
+class Untold(NamedTuple):
+    """What a rank has not told the others yet, as JSON values.
+
+    Attributes:
+        slot: the rank's group.
+        outcomes: the loss and the norm of each step.
+        rows: what else the ranks exchange about each step.
+    """
+
+    slot: int
+    outcomes: list[list[float]]
+    rows: list[list[int]]
+
+
 class ElasticRounds:
     """The rounds of one rank.
 
     Args:
         engine: the engine, whose groups begin with local steps.
+
+    Attributes:
+        given_up: the last round that all groups gave up, until it is reset.
     """
 
     def __init__(self, engine: SDPEngine):
         self._engine, self._training = engine, engine.local_training
         self._steps: list[_OwnStep] = []  # since all groups agreed last
+        self.given_up: GivenUp | None = None  # until the user has been told
         self._training.is_elastic = True
         self._local.tell = self._tell
 
@@ -146,126 +158,36 @@ class ElasticRounds:
         self._training.skipped_samples += skipped
         return skipped
 
+    def give_up(self, groups: Sequence[int]) -> None:
+        """Return to the anchors in the middle of a round. Not collective.
 
-# -- a returning group -----------------------------------------------------------------------------
+        The round's samples count as skipped.
 
+        Args:
+            groups: those that began the round.
+        """
+        steps, engine = self.steps_alone, self._engine
+        if steps == 0:
+            return
+        samples = steps * len(groups) * (engine.train_batch_size() // engine.layout.mesh.sdp)
+        self._local.give_up()
+        self._training.note_round_given_up(engine.global_steps, samples)
+        self.given_up = GivenUp(steps, samples, groups)
 
-@dataclass(frozen=True)
-class LocalFacts:
-    """What a group with state has, with local steps.
+    def untold_of(self, slot: int, rows: list[list[int]]) -> Untold:
+        """Return what this rank of the group ``slot`` has not told the others."""
+        return Untold(slot, [[step.loss, step.norm] for step in self._steps], rows)
 
-    Attributes:
-        has_stepped: whether the inner optimizer has state.
-        outer: the units for which the outer optimizer has state.
-    """
-
-    has_stepped: bool
-    outer: frozenset[str]
-
-    @classmethod
-    def of(cls, backend: FSDP2Backend) -> LocalFacts:
-        """Return what this rank's group has."""
-        assert backend.local is not None
-        outer, infos = backend.local.outer, backend.layout.parameters
-        names = (name for name, anchor in outer.anchors.items() if outer.optimizer.state.get(anchor))
-        return cls(has_state(backend), frozenset(infos[name].unit for name in names))
-
-    def to_json(self) -> dict[str, Any]:
-        """Return this as :func:`from_json` takes it."""
-        return {"has_stepped": self.has_stepped, "outer": sorted(self.outer)}
-
-    @classmethod
-    def from_json(cls, values: Mapping[str, Any]) -> LocalFacts:
-        """Return the result of :func:`to_json` as it was."""
-        return cls(values["has_stepped"], frozenset(values["outer"]))
-
-
-def exchange_between_rounds(backend: FSDP2Backend, fresh: Sequence[int], states: Mapping[int, LocalFacts]) -> int:
-    """Send and receive all that groups without state need, once all others have the anchors.
-
-    Collective among the living ranks.
-
-    A receiver gets the anchors, the state of the outer optimizer, and the means of the holders'
-    inner moments.
-
-    Args:
-        backend: the backend, connected to the living groups.
-        fresh: the groups without state, by their numbers in its layout.
-        states: what each group with state has.
-
-    Returns:
-        The bytes that this rank sent or received.
-    """
-    messages = sources_of(backend.layout, fresh)
-    moved = transfer(backend, messages, lambda _, units: tensors_of_units(backend, units, None), copy_value)
-    moved += _exchange_outer_state(backend, messages, fresh, states)
-    return moved + _average_moments(backend, fresh, states)
-
-
-def _exchange_outer_state(
-    backend: FSDP2Backend,
-    messages: Mapping[tuple[int, int], list[str]],
-    fresh: Sequence[int],
-    states: Mapping[int, LocalFacts],
-) -> int:
-    assert backend.local is not None
-    outer = backend.local.outer
-    if backend.at.sdp in fresh:
-        backend.local.reset()
-        optimizer_state.clear(outer.optimizer)
-        optimizer_state.materialise_state(outer.optimizer)
-        stepped = {
-            unit for (source, _), units in received_here(backend, messages) for unit in states[source].outer & {*units}
-        }
-        for name, anchor in outer.anchors.items():
-            if backend.layout.parameters[name].unit not in stepped:
-                outer.optimizer.state.pop(anchor, None)
-    state = OptimizerState(outer.optimizer)
-
-    def tensors_of(source: int, units: Sequence[str]) -> Iterator[torch.Tensor]:
-        for info in members_of(backend, [unit for unit in units if unit in states[source].outer]):
-            if info.name in outer.anchors:
-                yield from state_tensors(state, outer.anchors[info.name], info.canonical)
-
-    moved = transfer(backend, messages, tensors_of, copy_value)
-    if backend.at.sdp in fresh:
-        state.write_back()
-    return moved
-
-
-def _average_moments(backend: FSDP2Backend, fresh: Sequence[int], states: Mapping[int, LocalFacts]) -> int:
-    """Give groups without state the mean of the inner moments of each unit's living holders."""
-    ready = [group for group in backend.layout.everyone if group not in fresh and states[group].has_stepped]
-    messages = {
-        (source, receiver): units
-        for receiver in fresh
-        for source in ready
-        if (units := [unit for unit, holders in named_units(backend.layout) if {source, receiver} <= {*holders}])
-    }
-    state = OptimizerState(backend.basic_optimizer)
-
-    def tensors_of(_: int, units: Sequence[str]) -> Iterator[torch.Tensor]:
-        for info in members_of(backend, units):
-            yield from state_tensors(state, backend.parameters[info.name], info.canonical)
-
-    received = received_here(backend, messages)
-    for _, units in received:
-        for tensor in tensors_of(0, units):
-            tensor.zero_()
-    moved = transfer(backend, messages, tensors_of, _add)
-    counts = Counter(unit for _, units in received for unit in units)
-    for unit, count in counts.items():
-        for tensor in tensors_of(0, [unit]):
-            if tensor.dim():
-                tensor.div_(count)
-    if received:
-        state.write_back()
-    return moved
-
-
-def _add(tensor: torch.Tensor, value: torch.Tensor) -> None:
-    """Add moments. Of counts of steps, keep the largest."""
-    if tensor.dim():
-        tensor.add_(value)
-    else:
-        tensor.copy_(torch.maximum(tensor, value))
+    def take(self, told: Sequence[Untold]) -> None:
+        """Note the outcome of this rank's steps, of which only the groups in ``told`` know."""
+        first = {each.slot: each for each in reversed(told)}.values()
+        for index, step in enumerate(self._steps):
+            norms = [norm for norm in (each.outcomes[index][1] for each in first) if math.isfinite(norm)]
+            step.update.set(
+                LocalUpdate(
+                    loss=sum(each.outcomes[index][0] for each in told) / len(told),
+                    norm=sum(norms) / len(norms) if norms else math.nan,
+                    skipped=len(first) - len(norms),
+                )
+            )
+        self._steps = []

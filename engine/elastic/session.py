@@ -22,15 +22,14 @@ from ..distributed.agreement import gather_json
 from ..distributed.world import World
 from ..engine import SDPEngine
 from ..placement.layout import Layout
-from .bringing_back import HolderWait, load_held
+from .bringing_back import HolderWait, bring_up_to_date, load_lost_units
 from .bringing_back import UnitsLostError as UnitsLostError
 from .coordination.assembly import Assembly, Decision
 from .coordination.member import CoordinatorClient, CutOffError, StepAbortedError
 from .coordination.membership import STEP
 from .living import living_layout, lost_units, make_communicators
 from .process_groups import Abort, Meeting
-from .returning import exchange, facts_of, prepare, take_facts
-from .rounds import ElasticRounds, LocalFacts, exchange_between_rounds, fsdp2_backend
+from .rounds import ElasticRounds, Untold, fsdp2_backend
 
 log = logging.getLogger("sdp")
 
@@ -52,6 +51,10 @@ class Session:
         assembly: the present generation.
         rounds: with local steps, the rounds.
         stops: returns whether the run shall stop, which ends a wait.
+        has_lost_units: whether units were brought back from a checkpoint in the last meeting.
+        rows: with local steps, returns what the ranks exchange about each step that they have not
+            told each other.
+        told: with local steps, the rows of all ranks that had some to tell in the last meeting.
     """
 
     def __init__(
@@ -61,10 +64,11 @@ class Session:
         self._checkpoints = checkpoints
         self.rounds = ElasticRounds(engine) if engine.config.sdp.sync is not None else None
         self._votes = 0  # that were committed
-        self._wait = HolderWait(
-            client, engine.layout, checkpoints, wait_seconds, lambda: self.stops(), can_wait=self.rounds is None
-        )
+        self._wait = HolderWait(client, engine.layout, checkpoints, wait_seconds, lambda: self.stops())
         self.stops: Callable[[], bool] = lambda: False
+        self.has_lost_units = False
+        self.rows: Callable[[], list[list[int]]] = list
+        self.told: list[list[list[int]]] = []
         self._phases: Mapping[Masking, Layout] = self._backend.phases
         self.layout: Layout = engine.layout
         self.assembly: Assembly | None = None
@@ -115,7 +119,7 @@ class Session:
             everyone_is_fresh = len(fresh) == len(found.members)
             with_state = [member.slot for member in found.members if everyone_is_fresh or not member.fresh]
             lost = lost_units(self.layout, with_state)
-            if lost and (self.rounds is not None or lost_units(self.layout, found.slots)):
+            if lost and lost_units(self.layout, found.slots):
                 self._wait.look(lost, found)
                 continue
             self._wait.end()
@@ -124,7 +128,7 @@ class Session:
             except StepAbortedError as error:
                 log.info("generation %d is over before it began: %s", found.number, error)
                 continue
-            self._is_fresh, self.assembly = False, found
+            self._is_fresh, self.assembly, self.has_lost_units = False, found, bool(lost)
             return found
 
     @property
@@ -235,9 +239,14 @@ class Session:
             lost: units that only they hold, and load from the newest checkpoint.
         """
         self._connect(found)
+        if self.rounds is not None:
+            if lost and not self._is_fresh and self.assembly is not None:
+                self.rounds.give_up(self.assembly.slots)
+            self._tell_each_other(self.rounds)
         position()
         if fresh:
-            self._bring_up_to_date(fresh, lost)
+            load = partial(load_lost_units, self._client, self.layout, self._checkpoints, lost)
+            bring_up_to_date(self._engine, self._backend, fresh, load)
         engine, backend = self._engine, self._backend
         # All frozen copies are brought up to date, with the masking of the next step.
         backend.enter_phase(backend.phases[engine.config.masking_schedule.at(engine.global_steps + 1)])
@@ -266,33 +275,19 @@ class Session:
         sampler = engine.loader.sampler
         sampler.data_rank, sampler.data_ranks = mesh.data_rank(rank), mesh.data_ranks
 
-    def _bring_up_to_date(self, fresh: Sequence[int], lost: Sequence[str]) -> None:
-        """Give the ``fresh`` groups the state of the others. ``lost`` units are in a checkpoint."""
-        engine, backend = self._engine, self._backend
-        is_fresh = backend.at.sdp in fresh
-        backend.shard_parameters()
-        own = None
-        if not is_fresh:
-            own = facts_of(engine, backend) | ({"local": LocalFacts.of(backend).to_json()} if self.rounds else {})
-        everyones = gather_json(own)
-        known = {rank: each for rank, each in enumerate(everyones) if each is not None}
-        facts = next(iter(known.values()))
-        if is_fresh:
-            prepare(backend, with_state=any(each["has_state"] for each in known.values()))
-            if mine := set(lost) - set(lost_units(self.layout, [self.slot])):
-                age = facts["steps"] - load_held(backend, self._checkpoints)
-                if self._client.identity.inside == 0:
-                    names = f"{min(mine)!r} ({len(mine)} units)"
-                    self._client.tell(f"group {self.slot} brings {names} back from a checkpoint, {age} steps old")
-        if self.rounds is None:
-            exchange(backend, fresh)
-        else:
-            group_of = lambda rank: backend.layout.mesh.coordinates(rank).sdp  # noqa: E731
-            states = {group_of(rank): LocalFacts.from_json(each["local"]) for rank, each in known.items()}
-            exchange_between_rounds(backend, fresh, states)
-        if is_fresh:
-            rates = {name: rate for each in known.values() for name, rate in each["rates"].items()}
-            take_facts(engine, backend, facts, rates)
+    def _tell_each_other(self, rounds: ElasticRounds) -> None:
+        """Tell what only some groups have to tell. Otherwise the next vote is early enough.
+
+        Groups that gave up a round have steps to tell, and those that return have none.
+        """
+        self.told = []
+        if len(set(gather_json(rounds.untold))) == 1:
+            return
+        everyones = [Untold(*each) for each in gather_json(rounds.untold_of(self.slot, self.rows()))]
+        told = [each for each in everyones if each.outcomes]
+        if rounds.untold:
+            rounds.take(told)
+            self.told = [each.rows for each in told]
 
 
 def _all_inside(succeeded: bool) -> bool:

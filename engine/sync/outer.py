@@ -11,7 +11,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -269,11 +269,15 @@ class OuterSteps:
             self._travelling = travelling, averages
 
     @torch.no_grad()
-    def reset(self) -> None:
-        """Make the weights the anchors. The state of the outer optimizer stays."""
+    def reset(self, *, keep: Literal["weights", "anchors"] = "weights") -> None:
+        """Make weights and anchors equal: those that are not to ``keep`` become the others.
+
+        The state of the outer optimizer stays.
+        """
         self._travelling = None
         for name in self._names:
-            self.anchors[name].copy_(self._weights(name))
+            weight, anchor = self._weights(name), self.anchors[name]
+            anchor.copy_(weight) if keep == "weights" else weight.copy_(anchor)
         for error in self.errors.values():
             error.zero_()
 

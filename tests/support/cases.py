@@ -31,7 +31,7 @@ class Case:
     accumulation: int = 1
     clip: bool = False
     optimizer: Literal["sgd", "momentum", "adamw"] = "sgd"
-    placement: Literal["mixed", "cyclic", "profile", "full", "balanced", "random"] = "mixed"
+    placement: Literal["mixed", "cyclic", "profile", "full", "balanced", "random", "alone"] = "mixed"
     model: str = "mlp"
     bf16: bool = False
     checkpointing: Literal["none", "full", "selective"] = "none"

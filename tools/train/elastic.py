@@ -247,7 +247,8 @@ class ElasticTrainer:
         self._drop_the_step()
         before = self._session.assembly
         assembly = self._session.meet(self._phase, self._drop_the_step)
-        self._phase = assembly.phase
+        # Units from a checkpoint change the model, so what follows the step is done again.
+        self._phase = EVALUATE if self._session.has_lost_units else assembly.phase
         self._committed = engine.loader.state_dict()
         self._batches = iter(engine.loader)
         run.follow_layout()

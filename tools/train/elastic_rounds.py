@@ -34,6 +34,7 @@ class RoundsTrainer(ElasticTrainer):
         super().__init__(run, session, resume=resume)
         assert session.rounds is not None and run.config.sdp.sync is not None
         self._rounds, self._every, self._rows = session.rounds, run.config.sdp.sync.every, Rows(run)
+        session.rows = self._rows.untold
 
     @property
     def _is_round_start(self) -> bool:
@@ -122,14 +123,24 @@ class RoundsTrainer(ElasticTrainer):
 
     def _after_meeting(self, before: Assembly, now: Assembly) -> None:
         """Count the samples that lost groups read in an unfinished round, and print the number."""
+        if self._session.told:
+            self._rows.take(self._session.told)
+            self._rows.settle(0)
+            self._tell_lines(averaged=False)
+        if (given_up := self._rounds.given_up) is not None:
+            self._rounds.given_up = None
+            groups = ", ".join(map(str, given_up.groups))
+            self._tell_skipped(given_up.samples, f"groups {groups}", given_up.steps)
         stayed = [member.slot for member in now.members if not member.fresh]
         samples = self._engine.train_batch_size() // self._engine.layout.mesh.sdp
         steps = self._rounds.steps_alone
         skipped = self._rounds.note_losses(before.slots, stayed, samples)
         if skipped:
             gone = ", ".join(map(str, sorted({*before.slots} - {*stayed})))
-            which = f"group{'s' * (len(gone) > 1)} {gone}"
-            self._session.tell(
-                f"{skipped} samples of {which} in the {steps} steps of an unfinished round are skipped; their changes "
-                "are lost"
-            )
+            self._tell_skipped(skipped, f"group{'s' * (',' in gone)} {gone}", steps)
+
+    def _tell_skipped(self, samples: int, groups: str, steps: int) -> None:
+        self._session.tell(
+            f"{samples} samples of {groups} in the {steps} steps of an unfinished round are skipped; their changes "
+            "are lost"
+        )

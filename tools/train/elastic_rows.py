@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from .loop.meter import row
@@ -60,6 +60,15 @@ class Rows:
         width = len(newest)
         for index, each in enumerate(self._rows):
             each.most = flat[index * width : (index + 1) * width]
+
+    def untold(self) -> list[list[int]]:
+        """Return this rank's rows of the steps that it has not told the others."""
+        return [each.own for each in self._rows]
+
+    def take(self, told: Sequence[Sequence[Sequence[int]]]) -> None:
+        """Note the rows of the ranks that made the same steps. ``told``: rank → step → row."""
+        for each, of_ranks in zip(self._rows, zip(*told, strict=True), strict=True):
+            each.most = [max(column) for column in zip(*of_ranks, strict=True)]
 
     def settle(self, signal: int) -> None:
         """Note that the vote is committed. ``signal``: the one for which all groups stop, or 0."""

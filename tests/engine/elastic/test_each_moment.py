@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import sdp.engine.elastic.session as session_module
+import sdp.engine.elastic.bringing_back as bringing_back
 import torch
 import torch.distributed as dist
 from sdp.engine.distributed import world
@@ -91,7 +91,7 @@ def _train(
             shared.set("the others are there", "yes")
             with pytest.MonkeyPatch.context() as patch:
                 if place.slot == 2:
-                    patch.setattr(session_module, "exchange", die)
+                    patch.setattr(bringing_back, "exchange", die)
                 while LOST not in session.meet(STEP).slots:
                     pass
 

@@ -29,6 +29,7 @@ from ..ranks import RankPool
 TOKEN = b"a shared secret"
 GROUPS = 3
 HOLDERS = [[0, 1, 2], [0, 1], [1, 2], [0, 2]]  # of the units, in turn: each survives one loss
+ALONE = [[0, 1, 2], [1], [1, 2], [0, 2]]  # the second unit survives no loss of group 1
 
 
 class DiedError(Exception):
@@ -38,12 +39,12 @@ class DiedError(Exception):
 def holders_among(case: Case, living: Sequence[int]) -> dict[str, list[int]]:
     """Return the holders of each unit, numbered among the groups ``living``.
 
-    With the placement "full", each group holds everything.
+    With the placement "full", each group holds everything. With "alone", one holds a unit alone.
     """
     names = models.unit_names(case.model)
     if case.neurons:
         names = [unit.name for unit in find_neuron_units(models.build(case.model), case.neurons)]
-    holders = [[*range(GROUPS)]] if case.placement == "full" else HOLDERS
+    holders = {"full": [[*range(GROUPS)]], "alone": ALONE}.get(case.placement, HOLDERS)
     return {
         name: [living.index(group) for group in holders[index % len(holders)] if group in living]
         for index, name in enumerate(names)
@@ -81,7 +82,9 @@ class Place:
         self.slot, self.inside = divmod(rank, self.ranks)
 
 
-def begin(case: Case, place: Place, port: int, life: str, steps: int) -> tuple[Any, Session, CoordinatorClient, Any]:
+def begin(
+    case: Case, place: Place, port: int, life: str, steps: int, checkpoints: Path = Path()
+) -> tuple[Any, Session, CoordinatorClient, Any]:
     """Build this rank's engine, and find the coordinator.
 
     Returns:
@@ -94,7 +97,7 @@ def begin(case: Case, place: Place, port: int, life: str, steps: int) -> tuple[A
     life = share_inside(f"{life} {place.slot}")
     who = Identity(place.slot, place.inside, place.ranks, life, "here", share_inside(address))
     client = CoordinatorClient(("127.0.0.1", port), TOKEN, who, heartbeat_seconds=60, wait_seconds=60)
-    session = Session(client, engine, 60.0, Path(), 60.0)
+    session = Session(client, engine, 60.0, checkpoints, 60.0)
     engine.before_update = lambda: session.vote(None)
     return engine, session, client, store
 

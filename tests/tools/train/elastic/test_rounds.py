@@ -114,13 +114,33 @@ def test_a_rank_inside_a_sharded_group_is_killed_in_a_round(start: Start, maskin
     check_end(run, ranks=2)
 
 
-@pytest.mark.slow
-def test_the_run_ends_if_a_unit_has_no_living_holder(start: Start) -> None:
-    """In this version nobody waits for a holder, although the launcher starts it again."""
-    run = start(settings={"survive": 0, "profile": [4, 3, 2, 1]} | ROUNDS, restarts=3)
+@pytest.mark.parametrize(("ranks", "masking"), [(1, "forward"), pytest.param(2, "backward", marks=pytest.mark.slow)])
+def test_a_unit_without_a_living_holder_comes_back_from_the_newest_checkpoint(
+    start: Start, ranks: int, masking: str
+) -> None:
+    """The others wait for the group that holds it, and give up what they learned in the round."""
+    settings = {"survive": 0, "profile": [4, 3, 2, 1], "masking": masking} | ROUNDS
+    run = start("--set", f"zero_optimization.stage={3 * (ranks > 1)}", ranks=ranks, settings=settings, restarts=3)
     run.wait_for(45, groups=4)  # a checkpoint is written after step 40
     (holder,) = json.loads((run.dump_dir / "placement.json").read_text())["holders"][3]
     run.hit(holder, signal.SIGKILL)
-    assert run.end() == 1, run.said
-    assert "no living group holds 'model.layers.3' (1 of 4 units), and with local steps (sdp.sync) no group" in run.said
-    assert re.search(r"the run cannot go on; .*step-\d+", run.said), run.said
+    until(lambda: "restart 1 of 3" in run.said, seconds=120, pause=0.05)
+    run.wait_for(3 * EVERY, groups=4)
+    assert run.stop() == 128 + signal.SIGTERM, run.said
+    said, lines = run.said, run.lines()
+    assert "no living group holds 'model.layers.3' (1 of 4 units); the others wait 60 s for one at most" in said
+    age = re.search(
+        rf"group {holder} brings 'model.layers.3' \(1 units\) back from a checkpoint, (\d+) steps old", said
+    )
+    assert age is not None
+    assert 0 < int(age[1]) <= 40
+    skipped = re.search(
+        r"(\d+) samples of groups 0, 1, 2, 3 in the (\d+) steps of an unfinished round are skipped", said
+    )
+    assert skipped is not None
+    assert int(skipped[1]) == int(skipped[2]) * 4 * ranks * MICRO == lines[-1]["skipped_samples"]
+    assert [line["step"] for line in lines] == list(range(1, len(lines) + 1))
+    assert len(lines) % EVERY == 0
+    without = [line["step"] for line in lines if line["step"] % EVERY == 0 and "outer_step" not in line]
+    assert len(without) == 1, "the round that all gave up has no average"
+    assert all(line["loss"] < 7 for line in lines)
