@@ -17,6 +17,7 @@ from .batch.size import BatchSize
 from .checkpoint.client_state import ClientState, read_client_state
 from .checkpoint.load import find_together
 from .checkpoint.resume import check_weights, resume, resume_without_optimizer
+from .checkpoint.run_state import run_state
 from .checkpoint.save import Saver
 from .checkpoint.settings import settings_to_save, warn_of_other_settings
 from .checkpoint.storage.directory import check_tag
@@ -224,23 +225,8 @@ class SDPEngine(DeepSpeedNames):
         tag = check_tag(tag) if tag is not None else f"step-{self.global_steps}"
         client = ClientState(client_state)
         self.check_holders()
-        state = {
-            "global_steps": self.global_steps,
-            "global_samples": self.global_samples,
-            "skipped_steps": self.skipped_steps,
-            "loss_scale": self._backend.loss_scale_state(),
-            "mesh": self._saved.mesh_shape(),
-            "placement": self.layout.placement.to_json(),
-            "learning_rates": self.rates_of_parameters(),
-            "settings": settings_to_save(self.config, self.optimizer, self._backend.names_of_param_groups()),
-            "scheduler": self.lr_scheduler and self._backend.shared_schedule(self.lr_scheduler.state_dict()),
-            "loader": self.loader.state_dict() if self.loader is not None else None,
-            "client_state": client.encoded,
-            "client_encoding": client.encoding,
-            "spikes": self.spikes.state_dict(),
-            "noise": self.noise.state_dict(),
-            "sync": self.local_training.state_dict(self.global_steps),
-        }
+        entries = {"client_state": client.encoded, "client_encoding": client.encoding}
+        state = run_state(self, self._backend, self._saved, self.rates_of_parameters(), entries)
         tensors = self._saved.tensors() | self._saved.random_state()
         self._saver.save(
             Path(save_dir), tag, tensors, state, parameters=self.layout.wholes, keep=keep, background=background,

@@ -19,6 +19,7 @@ from ..errors import CheckpointError, PeerLostError
 from ..placement.layout import Layout
 from .coordination.assembly import Assembly
 from .coordination.member import CoordinatorClient
+from .coordination.membership import GIVE_UP, STEP
 from .living import lost_units
 from .returning import exchange, facts_of, prepare, take_facts
 from .returning_rounds import LocalFacts, exchange_between_rounds
@@ -39,6 +40,9 @@ class HolderWait:
         checkpoints: the directory of the run's checkpoints.
         seconds: the longest wait.
         stops: returns whether the run is to stop.
+
+    Attributes:
+        reason: why this rank has given up, or None.
     """
 
     def __init__(
@@ -52,32 +56,35 @@ class HolderWait:
         self._client, self._layout, self._checkpoints = client, layout, checkpoints
         self._seconds, self._stops = seconds, stops
         self._since: float | None = None
+        self.reason: str | None = None
 
-    @property
-    def is_on(self) -> bool:
-        """Whether this rank waits."""
-        return self._since is not None
+    def phase(self, phase: int) -> int:
+        """Return what comes next for this rank, which is ``phase`` if it does not wait."""
+        if self._since is None:
+            return phase
+        return STEP if self.reason is None else GIVE_UP  # a group may join before a step only
 
     def end(self) -> None:
         """Note that the wait is over, because all units have holders."""
-        self._since = None
+        self._since = self.reason = None
+
+    def what_is_lost(self, lost: Sequence[str]) -> str:
+        """Return the beginning of a message about ``lost`` units."""
+        return f"no living group holds {lost[0]!r} ({len(lost)} of {len(self._layout.units)} units)"
 
     def look(self, lost: Sequence[str], found: Assembly) -> None:
         """Wait a moment for a group that holds the units ``lost``, which no group of ``found`` has.
 
-        Raises UnitsLostError if none can come, or if the time is over.
+        If none can come, or if the time is over, this gives up, see :attr:`reason`.
         """
-        now = time.monotonic()
-        since = now if self._since is None else self._since
-        units = f"no living group holds {lost[0]!r} ({len(lost)} of {len(self._layout.units)} units)"
-        reason = self._obstacle(found, now - since)
-        if reason is not None:
-            self._client.fail(f"{units}, and {reason}")
-            raise UnitsLostError(f"{units}, and {reason}")
+        now, is_first = time.monotonic(), self._since is None
+        self._since = now if self._since is None else self._since
+        self.reason = self._obstacle(found, now - self._since)
+        if self.reason is not None:
+            return
         who = self._client.identity
-        if self._since is None and (found.writer, 0) == (who.slot, who.inside):
-            self._client.tell(f"{units}; the others wait {self._seconds:g} s for one at most")
-        self._since = since
+        if is_first and (found.writer, 0) == (who.slot, who.inside):
+            self._client.tell(f"{self.what_is_lost(lost)}; the others wait {self._seconds:g} s for one at most")
         time.sleep(_WAIT_SECONDS)
 
     def _obstacle(self, found: Assembly, waited: float) -> str | None:

@@ -6,12 +6,11 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
 from functools import partial
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, NoReturn, TypeVar
 
-import torch
 import torch.distributed as dist
 
 from ..backends.fsdp2.backend import FSDP2Backend
@@ -21,15 +20,18 @@ from ..distributed import world
 from ..distributed.agreement import gather_json
 from ..distributed.world import World
 from ..engine import SDPEngine
+from ..errors import CheckpointError, NonFiniteError
 from ..placement.layout import Layout
 from .bringing_back import HolderWait, bring_up_to_date, load_lost_units
 from .bringing_back import UnitsLostError as UnitsLostError
 from .coordination.assembly import Assembly, Decision
 from .coordination.member import CoordinatorClient, CutOffError, StepAbortedError
-from .coordination.membership import STEP
+from .coordination.membership import GIVE_UP
+from .inside import all_inside
 from .living import living_layout, lost_units, make_communicators
 from .process_groups import Abort, Meeting
 from .rounds import ElasticRounds, Untold, fsdp2_backend
+from .salvage import salvage
 
 log = logging.getLogger("sdp")
 
@@ -111,15 +113,15 @@ class Session:
         """
         while True:
             self._leave()
-            # A group may join before a step only, and the others may wait for one.
-            phase = STEP if self._wait.is_on else phase
-            found = self._client.join(step=self._position, phase=phase, fresh=self._is_fresh)
+            found = self._client.join(step=self._position, phase=self._wait.phase(phase), fresh=self._is_fresh)
             self._votes = found.step
             fresh = [index for index, member in enumerate(found.members) if member.fresh]
             everyone_is_fresh = len(fresh) == len(found.members)
             with_state = [member.slot for member in found.members if everyone_is_fresh or not member.fresh]
             lost = lost_units(self.layout, with_state)
             if lost and lost_units(self.layout, found.slots):
+                if found.phase == GIVE_UP:
+                    self._end_without(lost, found)
                 self._wait.look(lost, found)
                 continue
             self._wait.end()
@@ -187,7 +189,7 @@ class Session:
             failed = self._abort.failed if self._abort is not None and defers and self._abort.is_over else None
         except StepAbortedError as error:
             failed = str(error)
-        if not _all_inside(failed is None):
+        if not all_inside(failed is None):
             raise StepAbortedError(failed or "a group is lost")
         return result[0]
 
@@ -251,6 +253,42 @@ class Session:
         # All frozen copies are brought up to date, with the masking of the next step.
         backend.enter_phase(backend.phases[engine.config.masking_schedule.at(engine.global_steps + 1)])
 
+    def _end_without(self, lost: Sequence[str], found: Assembly) -> NoReturn:
+        """End the run of all living groups, with a checkpoint if possible. Collective among them.
+
+        Raises UnitsLostError.
+        """
+        reason, written = self._wait.reason, None
+        try:
+            self._meet_only(found)
+            if self.rounds is not None and self.assembly is not None:
+                self.rounds.give_up(self.assembly.slots)
+                self._tell_each_other(self.rounds, always=True)
+            written = salvage(self._engine, self._backend, self.layout, self._checkpoints, lost, found.slots)
+        except (CheckpointError, NonFiniteError, StepAbortedError) as error:
+            written = f"no further checkpoint: {error}"
+        with suppress(StepAbortedError):  # nobody may end before all have finished
+            facts = self._client.vote([reason, written], step=self._position).facts
+            reason, written = (next((each for each in column if each), None) for column in zip(*facts, strict=True))
+        ending = f"; {written}" if written is not None else ""
+        message = f"{self._wait.what_is_lost(lost)}, and {reason or 'others gave up'}{ending}"
+        self._client.fail(message)
+        raise UnitsLostError(message)
+
+    def _meet_only(self, found: Assembly) -> None:
+        """Make a process group of all ranks of ``found``, without anything else."""
+        ranks = self._client.identity.ranks
+        rank = found.slots.index(self.slot) * ranks + self._client.identity.inside
+        meeting = self._make_meeting(found, rank)
+        everyone = meeting.make_group("world", range(len(found.slots) * ranks))
+        world.enter(World(rank, len(found.slots) * ranks, everyone))
+
+    def _make_meeting(self, found: Assembly, rank: int) -> Meeting:
+        abort = self._abort = Abort(self._client.abort.is_set, self._client.give_up, self._client.progress.note)
+        store, listen = found.members[0].store, self._client.identity.listen
+        self._meeting = Meeting(store, found.name, rank, dist.get_rank(), abort, self._timeout, listen)
+        return self._meeting
+
     def _connect(self, found: Assembly) -> None:
         backend, engine = self._backend, self._engine
         phases: dict[Masking, Layout] = {
@@ -258,16 +296,7 @@ class Session:
         }
         mesh = phases[backend.layout.masking].mesh
         rank = mesh.rank(found.slots.index(self.slot)) + self._client.identity.inside
-        abort = self._abort = Abort(self._client.abort.is_set, self._client.give_up, self._client.progress.note)
-        meeting = self._meeting = Meeting(
-            found.members[0].store,
-            found.name,
-            rank,
-            dist.get_rank(),
-            abort,
-            self._timeout,
-            self._client.identity.listen,
-        )
+        meeting = self._make_meeting(found, rank)
         everyone = meeting.make_group("world", range(mesh.world_size))
         world.enter(World(rank, mesh.world_size, everyone))
         reconnect(backend, phases, make_communicators(meeting, rank, phases, backend.communicators))
@@ -275,30 +304,17 @@ class Session:
         sampler = engine.loader.sampler
         sampler.data_rank, sampler.data_ranks = mesh.data_rank(rank), mesh.data_ranks
 
-    def _tell_each_other(self, rounds: ElasticRounds) -> None:
+    def _tell_each_other(self, rounds: ElasticRounds, *, always: bool = False) -> None:
         """Tell what only some groups have to tell. Otherwise the next vote is early enough.
 
-        Groups that gave up a round have steps to tell, and those that return have none.
+        Groups that gave up a round have steps to tell, and those that return have none. ``always``:
+        there will be no next vote.
         """
         self.told = []
-        if len(set(gather_json(rounds.untold))) == 1:
+        if len(set(gather_json(rounds.untold))) == 1 and not always:
             return
         everyones = [Untold(*each) for each in gather_json(rounds.untold_of(self.slot, self.rows()))]
         told = [each for each in everyones if each.outcomes]
         if rounds.untold:
             rounds.take(told)
             self.told = [each.rows for each in told]
-
-
-def _all_inside(succeeded: bool) -> bool:
-    """Return whether all ranks of this group have succeeded. Collective in the group."""
-    if dist.get_world_size() == 1:
-        return succeeded
-    flag = torch.tensor([int(succeeded)])
-    dist.all_reduce(flag, dist.ReduceOp.MIN)
-    return bool(flag.item())
-
-
-def share_inside(text: str) -> str:
-    """Return the text of this group's first rank. Collective in the group."""
-    return gather_json(text)[0] if dist.get_world_size() > 1 else text

@@ -78,6 +78,7 @@ class ElasticTrainer:
             except LeavesError:
                 return self._leave()
             except UnitsLostError as error:
+                self._tell_given_up()
                 newest = self._run.checkpoints.newest()
                 raise PeerLostError(f"{error}; the run cannot go on; {newest}") from None
         log.info("the other groups have finished the run")
@@ -181,6 +182,9 @@ class ElasticTrainer:
             before: the last generation.
             now: the new one.
         """
+
+    def _tell_given_up(self) -> None:
+        """A no-op: no line of a step is withheld until later."""
 
     def _step(self) -> None:
         """Make a step. Inside it, the engine calls :meth:`_vote`."""

@@ -20,7 +20,8 @@ from ...engine.elastic.coordination.addresses import address_towards, serve_meet
 from ...engine.elastic.coordination.assembly import Identity
 from ...engine.elastic.coordination.member import CoordinatorClient
 from ...engine.elastic.coordination.progress import Progress
-from ...engine.elastic.session import Session, share_inside
+from ...engine.elastic.inside import share_inside
+from ...engine.elastic.session import Session
 from ...engine.environment.detect import detect
 from ...engine.environment.elastic import ElasticEnvironment, elastic_environment, gloo_interface, hidden_loopback
 from ...engine.errors import LaunchError

@@ -123,6 +123,19 @@ class RoundsTrainer(ElasticTrainer):
 
     def _after_meeting(self, before: Assembly, now: Assembly) -> None:
         """Count the samples that lost groups read in an unfinished round, and print the number."""
+        self._tell_given_up()
+        stayed = [member.slot for member in now.members if not member.fresh]
+        samples = self._engine.train_batch_size() // self._engine.layout.mesh.sdp
+        steps = self._rounds.steps_alone
+        skipped = self._rounds.note_losses(before.slots, stayed, samples)
+        if skipped:
+            gone = ", ".join(map(str, sorted({*before.slots} - {*stayed})))
+            self._tell_skipped(skipped, f"group{'s' * (',' in gone)} {gone}", steps)
+
+    def _tell_given_up(self) -> None:
+        """Show the lines of the steps of a round that all gave up, and say how many samples it
+        had.
+        """
         if self._session.told:
             self._rows.take(self._session.told)
             self._rows.settle(0)
@@ -131,13 +144,6 @@ class RoundsTrainer(ElasticTrainer):
             self._rounds.given_up = None
             groups = ", ".join(map(str, given_up.groups))
             self._tell_skipped(given_up.samples, f"groups {groups}", given_up.steps)
-        stayed = [member.slot for member in now.members if not member.fresh]
-        samples = self._engine.train_batch_size() // self._engine.layout.mesh.sdp
-        steps = self._rounds.steps_alone
-        skipped = self._rounds.note_losses(before.slots, stayed, samples)
-        if skipped:
-            gone = ", ".join(map(str, sorted({*before.slots} - {*stayed})))
-            self._tell_skipped(skipped, f"group{'s' * (',' in gone)} {gone}", steps)
 
     def _tell_skipped(self, samples: int, groups: str, steps: int) -> None:
         self._session.tell(

@@ -18,7 +18,8 @@ from sdp.engine.elastic.coordination.addresses import serve_meeting_store
 from sdp.engine.elastic.coordination.assembly import Identity
 from sdp.engine.elastic.coordination.coordinator import Coordinator
 from sdp.engine.elastic.coordination.member import CoordinatorClient
-from sdp.engine.elastic.session import Session, share_inside
+from sdp.engine.elastic.inside import share_inside
+from sdp.engine.elastic.session import Session
 from sdp.engine.placement.units import find_neuron_units
 from torch.distributed import PrefixStore, TCPStore
 

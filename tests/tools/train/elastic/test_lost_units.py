@@ -1,0 +1,115 @@
+"""Runs lose the only group that holds a unit. The others wait for it. If it does not come, they end
+with a checkpoint of what lives.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import signal
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from sdp.engine.checkpoint.load import load
+from sdp.engine.checkpoint.storage.dcp import SafeReader
+from sdp.tests.support.clusters.elastic_runs import ElasticRun, Start
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+
+ALONE = {"survive": 0, "profile": [4, 3, 2, 1]}  # the last unit has one holder
+
+
+def holder_alone(run: ElasticRun) -> int:
+    """The only group that holds the last unit."""
+    (holder,) = json.loads((run.dump_dir / "placement.json").read_text())["holders"][3]
+    return holder
+
+
+def test_a_unit_without_a_living_holder_comes_back_from_the_newest_checkpoint(start: Start) -> None:
+    """The others wait for the group that holds it."""
+    run = start(settings=ALONE, restarts=3)
+    run.wait_for(45, groups=4)  # a checkpoint is written after step 40
+    holder, lines = holder_alone(run), len(run.lines())
+    run.hit(holder, signal.SIGKILL)
+    run.wait_for(5, groups=4)
+    assert run.stop() == 128 + signal.SIGTERM, run.said
+    said = run.said
+    assert "no living group holds 'model.layers.3' (1 of 4 units); the others wait 60 s for one at most" in said
+    found = re.search(
+        rf"group {holder} brings 'model.layers.3' \(1 units\) back from a checkpoint, (\d+) steps old", said
+    )
+    assert found is not None
+    assert 0 < int(found[1]) < 40
+    assert {line["groups"] for line in run.lines()[lines:]} == {4}
+
+
+@pytest.mark.parametrize("case", ["it does not return", "no checkpoint"])
+def test_the_run_ends_if_a_unit_has_no_living_holder(start: Start, case: str) -> None:
+    run = start(settings=ALONE, restarts=int(case == "no checkpoint"))
+    run.wait_for(5 if case == "no checkpoint" else 45, groups=4)
+    run.hit(holder_alone(run), signal.SIGKILL)
+    assert run.end() == 1, run.said
+    why = {
+        "it does not return": "no group that holds it will return",
+        "no checkpoint": "there is no checkpoint to bring it back from",
+    }[case]
+    assert f"no living group holds 'model.layers.3' (1 of 4 units), and {why}" in run.said
+    assert run.said.count("restart 1 of") <= 1
+    assert (run.dump_dir / "checkpoints").exists() == (case == "it does not return")
+
+
+@pytest.mark.parametrize(
+    ("ranks", "settings"),
+    [
+        (1, ALONE),
+        pytest.param(2, ALONE | {"masking": "backward"}, marks=pytest.mark.slow),
+        pytest.param(
+            1, {"survive": 0, "capacity": 0.4, "granularity": "neuron", "neuron_groups": 4}, marks=pytest.mark.slow
+        ),
+        pytest.param(1, ALONE | {"sync": {"every": 6}}, marks=pytest.mark.slow),
+        pytest.param(2, ALONE | {"sync": {"every": 6}, "masking": "backward"}, marks=pytest.mark.slow),
+    ],
+)
+def test_the_last_checkpoint_has_what_lives_and_the_lost_unit_of_the_one_before(
+    start: Start, tmp_path: Path, ranks: int, settings: dict[str, Any]
+) -> None:
+    """The run goes on from it with all groups."""
+    words = ["--set", f"zero_optimization.stage={3 * (ranks > 1)}"]
+    run = start(*words, ranks=ranks, settings=settings, restarts=0)
+    run.wait_for(50, groups=4)  # a checkpoint is written after step 40
+    placement = json.loads((run.dump_dir / "placement.json").read_text())
+    index = next(index for index, holders in enumerate(placement["holders"]) if len(holders) == 1)
+    run.hit(placement["holders"][index][0], signal.SIGKILL)
+    assert run.end() == 1, run.said
+    found = re.search(r"wrote \S+step-(\d+); in it, '([^']+)' \(\d+ units\) is (\d+) steps older", run.said)
+    assert found is not None, run.said
+    last, age = int(found[1]), int(found[3])
+    checkpoints = run.dump_dir / "checkpoints"
+    before, after = (_tensors(checkpoints / f"step-{step}") for step in (last - age, last))
+    same = {key for key in before if key.startswith("model/") and torch.equal(before[key], after[key])}
+    assert before.keys() == {key for key in after if not key.startswith("random/")} or "sync" in settings
+    if "granularity" not in settings:
+        unit = placement["units"][index]
+        assert same == {key for key in before if key.startswith(f"model/{unit}.")}
+    again = ElasticRun(
+        tmp_path / "config.json", run.dump_dir, "--nproc", str(4 * ranks), "--resume", *words,
+        "--set", f"training.steps={last + 12}",
+    )  # fmt: skip
+    assert again.end() == 0, again.said
+    assert f"resumed from {checkpoints / f'step-{last}'}" in again.said
+    assert [line["step"] for line in again.lines()][last:] == list(range(last + 1, last + 13))
+    assert all(line["loss"] < 5 for line in again.lines()[last:])
+
+
+def _tensors(checkpoint: Path) -> dict[str, torch.Tensor]:
+    """The tensors of a checkpoint by key, without random numbers."""
+    reader = SafeReader(checkpoint)
+    entries = reader.read_metadata().state_dict_metadata
+    tensors: dict[str, Any] = {
+        key: torch.empty(entry.size, dtype=entry.properties.dtype)
+        for key, entry in entries.items()
+        if isinstance(entry, TensorStorageMetadata) and not key.startswith("random/")
+    }
+    load(checkpoint, tensors, {}, alone=True)
+    return tensors
