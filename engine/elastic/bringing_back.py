@@ -19,11 +19,12 @@ from ..errors import CheckpointError, PeerLostError
 from ..placement.layout import Layout
 from .coordination.assembly import Assembly
 from .coordination.member import CoordinatorClient
-from .coordination.membership import GIVE_UP, STEP
+from .coordination.membership import STEP
 from .living import lost_units
 from .returning import exchange, facts_of, prepare, take_facts
 from .returning_rounds import LocalFacts, exchange_between_rounds
 
+GIVE_UP = STEP - 1  # the phase of groups that waited in vain; the others wait in STEP
 _WAIT_SECONDS = 0.5  # between two looks for a holder
 
 

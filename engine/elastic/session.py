@@ -22,11 +22,10 @@ from ..distributed.world import World
 from ..engine import SDPEngine
 from ..errors import CheckpointError, NonFiniteError
 from ..placement.layout import Layout
-from .bringing_back import HolderWait, bring_up_to_date, load_lost_units
+from .bringing_back import GIVE_UP, HolderWait, bring_up_to_date, load_lost_units
 from .bringing_back import UnitsLostError as UnitsLostError
 from .coordination.assembly import Assembly, Decision
 from .coordination.member import CoordinatorClient, CutOffError, StepAbortedError
-from .coordination.membership import GIVE_UP
 from .inside import all_inside
 from .living import living_layout, lost_units, make_communicators
 from .process_groups import Abort, Meeting

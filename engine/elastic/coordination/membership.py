@@ -19,7 +19,6 @@ from .progress import PausedRanks
 from .records import Arrival, Generation, Loss, News, Rank, shown_step, slots_of, text_of
 
 STEP = 99  # the phase before a step, the only one in which a group may join
-GIVE_UP = 98  # the phase of groups that waited in vain for a holder
 _DOUBT_SECONDS = 1.0  # how long the votes of others are awaited, after a group voted and died
 
 Peer = Hashable

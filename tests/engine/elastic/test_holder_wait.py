@@ -9,9 +9,9 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from sdp.engine.elastic.bringing_back import HolderWait
+from sdp.engine.elastic.bringing_back import GIVE_UP, HolderWait
 from sdp.engine.elastic.coordination.assembly import Assembly, Member
-from sdp.engine.elastic.coordination.membership import GIVE_UP, STEP
+from sdp.engine.elastic.coordination.membership import STEP
 from sdp.engine.elastic.living import lost_units
 from sdp.tests.support.cases import Case, engine_of
 
