@@ -25,6 +25,7 @@ from ..checkpoint.storage.dcp import Part, SafeReader
 from ..checkpoint.storage.finite import check_finite
 from ..distributed.agreement import Ranks
 from ..engine import SDPEngine
+from ..errors import CheckpointError
 from ..optim.param_groups import named_rates
 from ..placement.layout import Layout
 from ..placement.tensor_info import Shard, TensorInfo
@@ -69,13 +70,18 @@ def salvage(
     own = backend.state_to_save()
     assert isinstance(own, SavedState)
     tensors = own.tensors_as_they_are()
+    problem = None
     if ranks.rank == 0:
-        carried = _carried(path, layout, {*lost})
-        load(path, carried, before["files"], alone=True)
-        for key, tensor in carried.items():  # this rank may have other slices of the same parameter
-            tensors[key] = tensors[key].joined(tensor) if key in tensors else tensor
+        try:
+            carried = _carried(path, layout, {*lost})
+            load(path, carried, before["files"], alone=True)
+            for key, tensor in carried.items():  # this rank may have other slices of the same parameter
+                tensors[key] = tensors[key].joined(tensor) if key in tensors else tensor
+        except CheckpointError as error:
+            problem = str(error)
+    ranks.agree(problem)
     client = {key: before[key] for key in ("client_state", "client_encoding") if key in before}
-    state = run_state(engine, backend, own, _rates(engine, backend, before["learning_rates"], ranks), client)
+    state = run_state(engine, backend, own, _rates(engine, backend, before.get("learning_rates", {}), ranks), client)
     # No run has this mesh with all units, so a load takes the full model and the means of moments.
     state |= {"mesh": [len(groups), *state["mesh"][1:3]], "placement": layout.placement.to_json()}
     tag = f"step-{engine.global_steps}"

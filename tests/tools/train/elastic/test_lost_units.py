@@ -102,6 +102,20 @@ def test_the_last_checkpoint_has_what_lives_and_the_lost_unit_of_the_one_before(
     assert all(line["loss"] < 5 for line in again.lines()[last:])
 
 
+def test_a_damaged_checkpoint_does_not_stop_the_end_of_the_run(start: Start) -> None:
+    run = start(settings=ALONE, restarts=0)
+    run.wait_for(45, groups=4)
+    holder, checkpoint = holder_alone(run), run.dump_dir / "checkpoints" / "step-40"
+    for file in checkpoint.glob("__*.distcp"):
+        content = bytearray(file.read_bytes())
+        content[len(content) // 2] ^= 1
+        file.write_bytes(content)
+    run.hit(holder, signal.SIGKILL)
+    assert run.end() == 1, run.said
+    assert "no group that holds it will return; no further checkpoint: " in run.said
+    assert [path.name for path in checkpoint.parent.glob("*step-*")] == ["step-40"]
+
+
 def _tensors(checkpoint: Path) -> dict[str, torch.Tensor]:
     """The tensors of a checkpoint by key, without random numbers."""
     reader = SafeReader(checkpoint)
