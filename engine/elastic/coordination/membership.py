@@ -263,7 +263,7 @@ class Membership:
         expected = {slot for rank in asking for slot in slots_of(rank.joining)}
         late = self._waiting_since is not None and self._clock() - self._waiting_since > 2 * self._heartbeat
         complete = all(self._has_joined(slot) for slot in old)
-        return old if complete and (late or expected <= set(old)) else None
+        return old if complete and (late or all(self._has_joined(slot) for slot in expected)) else None
 
     def _begin(self, slots: list[int], fresh: list[int], phase: int, step: int, commits: list[int]) -> None:
         before = self.generation

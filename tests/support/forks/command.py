@@ -22,10 +22,10 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from multiprocessing import reduction, resource_tracker
 from pathlib import Path
-from types import SimpleNamespace
+from types import MappingProxyType, SimpleNamespace
 from typing import Any, NoReturn
 
 import torch
@@ -48,12 +48,22 @@ class ForkedCommand:
         words: what follows ``sdp``.
         stdout: an open file for the output.
         stderr: an open file for messages.
+        environment: variables in addition to those of this process.
+        prepare: called in the new process first, so that it changes the command and its ranks.
     """
 
-    def __init__(self, words: Sequence[object], stdout: Any, stderr: Any):
+    def __init__(
+        self,
+        words: Sequence[object],
+        stdout: Any,
+        stderr: Any,
+        *,
+        environment: Mapping[str, str] = MappingProxyType({}),
+        prepare: Callable[[], object] | None = None,
+    ):
         self.args = ["sdp", *map(str, words)]
         files = [_OpenFile(file.fileno()) for file in (stdout, stderr)]
-        arguments = (self.args, dict(os.environ), str(Path.cwd()), *files)
+        arguments = (self.args, dict(os.environ) | dict(environment), str(Path.cwd()), *files, prepare)
         self._process = fork_context().Process(target=_run_command, args=arguments, daemon=True)
         self._process.start()
         self.pid: int = self._process.pid
@@ -111,10 +121,19 @@ class _OpenFile:
         self.descriptor: int = duplicate.detach()
 
 
-def _run_command(words: list[str], environ: dict[str, str], folder: str, output: _OpenFile, errors: _OpenFile) -> None:
+def _run_command(
+    words: list[str],
+    environ: dict[str, str],
+    folder: str,
+    output: _OpenFile,
+    errors: _OpenFile,
+    prepare: Callable[[], object] | None,
+) -> None:
     """Be the command. The server has forked this process."""
     _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)  # the server ends with the test session
     os.chdir(folder)
+    if prepare is not None:
+        prepare()
     nursery = Nursery()
     null = os.open(os.devnull, os.O_RDONLY)
     _become(words, environ, {0: null, 1: output.descriptor, 2: errors.descriptor}, keep=nursery.use())

@@ -1,0 +1,143 @@
+"""Ranks of elastic runs that stop at a named moment, so that a test can take something away then.
+
+A rank that has reached its moment says so in a file and waits, until it is killed or may go on. So
+a loss comes at exactly this moment, however fast the machine is.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import sdp.engine.checkpoint.save as save_module
+import sdp.engine.elastic.bringing_back as returning_module
+from sdp.engine.backends.fsdp2.backend import FSDP2Backend
+from sdp.engine.elastic.coordination.membership import Membership
+from sdp.engine.elastic.process_groups import AbortableGroup
+from sdp.engine.elastic.session import Session
+from sdp.tools.train.loop.training_run import TrainingRun
+
+REDUCTION, BEFORE_VOTE, UPDATE = "a reduction", "before the vote", "the update"
+EVALUATION, SAVE, RETURN = "an evaluation", "a save", "the return of another group"
+MOMENTS = (REDUCTION, BEFORE_VOTE, UPDATE, EVALUATION, SAVE, RETURN)
+BEFORE_STEP = "before a step"  # where the others wait for a group that returns
+_PAUSE_SECONDS = 0.01
+
+
+@dataclass(frozen=True)
+class Stop:
+    """Where some ranks stop.
+
+    Attributes:
+        moment: one of :data:`MOMENTS`, or :data:`BEFORE_STEP`.
+        groups: the groups that stop.
+        rank: the rank that stops in each of them.
+        step: the step in which they stop, or after which. It has no meaning for a return.
+        folder: where they say that they have come, and where they are told to go on.
+    """
+
+    moment: str
+    groups: tuple[int, ...]
+    rank: int
+    step: int
+    folder: Path
+
+    def arrived(self) -> dict[int, int]:
+        """Return the process ids of the ranks that have come, by group."""
+        found = {group: self._file(group) for group in self.groups}
+        return {group: int(path.read_text()) for group, path in found.items() if path.exists()}
+
+    def go_on(self) -> None:
+        """Let them go on."""
+        self._file("go").touch()
+
+    def _file(self, name: object) -> Path:
+        return self.folder / f"{self.moment}: {name}"
+
+    def reach(self, step: int) -> None:
+        """Stop this process if it is one that stops here, in step ``step``, for the first time."""
+        group, rank = int(os.environ["SDP_ELASTIC_GROUP"]), int(os.environ["RANK"])
+        path = self._file(group)
+        if group not in self.groups or rank != self.rank or step != self.step or path.exists():
+            return
+        hidden = path.with_suffix(".new")
+        hidden.write_text(str(os.getpid()))
+        hidden.rename(path)
+        while not self._file("go").exists():
+            time.sleep(_PAUSE_SECONDS)
+
+
+class Steps:
+    """The step in which this rank is, or which it has committed last."""
+
+    present = 0
+    reductions = 0  # in its backward pass
+
+
+def stop_at(stops: Sequence[Stop]) -> None:
+    """Let this process, and those that it forks, stop where they shall."""
+
+    def begin(run: Any, *_: Any) -> None:
+        Steps.present, Steps.reductions = run.engine.global_steps + 1, 0
+
+    for stop in stops:
+        _STOPPERS[stop.moment](lambda *_, stop=stop: stop.reach(Steps.present), stop)
+    _before(TrainingRun, "step", begin)  # it comes first
+
+
+def note_newcomers(path: Path, ranks: int) -> None:
+    """Let the coordinator here write a file when a group of so many ``ranks`` wants to return."""
+    hear, here = Membership.hear, set[object]()
+
+    def hears(self: Membership, peer: Any, message: Any) -> None:
+        hear(self, peer, message)
+        if self.generation is not None and message.get("fresh") and message["slot"] not in self.living:
+            here.add(message["inside"])
+            if len(here) == ranks:
+                path.touch()
+
+    Membership.hear = hears  # type: ignore[method-assign]
+
+
+def _stop_in_a_reduction(reach: Callable[..., None], stop: Stop) -> None:
+    """Stop before the second reduction of gradients, which the others wait for."""
+    del stop
+
+    def count(*_: Any) -> None:
+        Steps.reductions += 1
+        if Steps.reductions == 2:
+            reach()
+
+    _before(AbortableGroup, "allreduce", count)
+
+
+def _stop_in_a_return(reach: Callable[..., None], stop: Stop) -> None:
+    """Stop where the state is sent, in whichever step."""
+    del reach
+    _before(returning_module, "exchange", lambda *_: stop.reach(stop.step))
+
+
+_STOPPERS: dict[str, Callable[[Callable[..., None], Stop], None]] = {
+    BEFORE_STEP: lambda reach, _: _before(TrainingRun, "step", reach),
+    REDUCTION: _stop_in_a_reduction,
+    BEFORE_VOTE: lambda reach, _: _before(Session, "vote", reach),
+    UPDATE: lambda reach, _: _before(FSDP2Backend, "update", reach),
+    EVALUATION: lambda reach, _: _before(FSDP2Backend, "evaluate", reach),  # between its parts
+    SAVE: lambda reach, _: _before(save_module, "hash_files", reach),  # its tensors are written
+    RETURN: _stop_in_a_return,
+}
+
+
+def _before(owner: Any, name: str, action: Callable[..., None]) -> None:
+    """Let ``action`` be called before a function, with the same positional arguments."""
+    function = getattr(owner, name)
+
+    def both(*args: Any, **keywords: Any) -> Any:
+        action(*args)
+        return function(*args, **keywords)
+
+    setattr(owner, name, both)
