@@ -67,9 +67,8 @@ class Session:
         self._votes = 0  # that were committed
         self._wait = HolderWait(client, engine.layout, checkpoints, wait_seconds, lambda: self.stops())
         self.stops: Callable[[], bool] = lambda: False
-        self.has_lost_units = False
         self.rows: Callable[[], list[list[int]]] = list
-        self.told: list[list[list[int]]] = []
+        self.has_lost_units, self.told = False, list[list[list[int]]]()
         self._phases: Mapping[Masking, Layout] = self._backend.phases
         self.layout: Layout = engine.layout
         self.assembly: Assembly | None = None
@@ -149,6 +148,8 @@ class Session:
         at = self._engine.global_steps if self.rounds is not None else None
         decision = self._client.vote(facts, step=self._position, phase=phase, at=at)
         self._votes += 1
+        if self._abort is not None and len(decision.facts) < self._engine.world_size:
+            self._abort.failed = "the coordinator was gone"  # so this generation finishes nothing more
         return decision
 
     def tell(self, text: str) -> None:
@@ -269,8 +270,8 @@ class Session:
         with suppress(StepAbortedError):  # nobody may end before all have finished
             facts = self._client.vote([reason, written], step=self._position).facts
             reason, written = (next((each for each in column if each), None) for column in zip(*facts, strict=True))
-        ending = f"; {written}" if written is not None else ""
-        message = f"{self._wait.what_is_lost(lost)}, and {reason or 'others gave up'}{ending}"
+        message = f"{self._wait.what_is_lost(lost)}, and {reason or 'others gave up'}"
+        message += f"; {written}" if written else ""
         self._client.fail(message)
         raise UnitsLostError(message)
 

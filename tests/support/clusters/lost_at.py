@@ -22,7 +22,7 @@ from sdp.engine.environment.detect import free_port
 from sdp.tests.support.forks.command import ForkedCommand, run_forked
 from sdp.tests.support.processes import until
 
-from .moments import Stop, note_newcomers, stop_at
+from .moments import Stop, die_in_decision, note_newcomers, stop_at
 
 SECONDS = 120.0  # for something that takes a second on idle cores
 Living = tuple[tuple[int, ...], ...]  # the groups that take part in each step
@@ -37,9 +37,13 @@ class SeparateGroups:
         config: the configuration, without restarts.
         ranks: the ranks of each group.
         stops: where ranks stop.
+        last_decision: the first coordinator is killed when it has sent so many. 0: it lives.
     """
 
-    def __init__(self, folder: Path, config: dict[str, Any], ranks: int, stops: Sequence[Stop]):
+    def __init__(
+        self, folder: Path, config: dict[str, Any], ranks: int, stops: Sequence[Stop], *, last_decision: int = 0
+    ):
+        self._last_decision = last_decision
         self._folder, self._ranks, self._stops, self._port = folder, ranks, stops, free_port()
         self._config, self.dump_dir, self._stack = folder / "config.json", folder / "run", ExitStack()
         self._config.write_text(json.dumps(config))
@@ -65,7 +69,15 @@ class SeparateGroups:
     def coordinate(self) -> None:
         """Start the coordinator, at the same address each time."""
         words = [self._config, "--bind", f"127.0.0.1:{self._port}", "--ranks", self._ranks, "--dump-dir", self.dump_dir]
-        self._coordinator = self._start(partial(note_newcomers, self._newcomer, self._ranks), "coordinate", *words)
+        prepare = partial(note_newcomers, self._newcomer, self._ranks)
+        if self._last_decision:
+            prepare = partial(die_in_decision, self._folder / "a decision", self._last_decision + 1)
+        self._coordinator = self._start(prepare, "coordinate", *words)
+
+    def replace_coordinator(self) -> None:
+        """Wait for the coordinator's death, and start it again."""
+        self.wait_until(lambda: self._coordinator.poll() is not None)
+        self.coordinate()
 
     def launch(self, group: int) -> None:
         """Launch a group."""

@@ -7,6 +7,7 @@ a loss comes at exactly this moment, however fast the machine is.
 from __future__ import annotations
 
 import os
+import signal
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -17,6 +18,7 @@ import sdp.engine.checkpoint.save as save_module
 import sdp.engine.elastic.bringing_back as returning_module
 from sdp.engine.backends.fsdp2.backend import FSDP2Backend
 from sdp.engine.elastic.coordination.membership import Membership
+from sdp.engine.elastic.coordination.messages import Channel
 from sdp.engine.elastic.process_groups import AbortableGroup
 from sdp.engine.elastic.session import Session
 from sdp.tools.train.loop.training_run import TrainingRun
@@ -101,6 +103,22 @@ def note_newcomers(path: Path, ranks: int) -> None:
                 path.touch()
 
     Membership.hear = hears  # type: ignore[method-assign]
+
+
+def die_in_decision(path: Path, number: int) -> None:
+    """Let the coordinator here be killed instead of sending decision ``number``, and write a file.
+
+    If the file exists, it lives on.
+    """
+    count = [0]
+
+    def look(_: Any, message: Any) -> None:
+        count[0] += message["type"] == "decision"
+        if count[0] == number and not path.exists():
+            path.touch()
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    _before(Channel, "seal", look)
 
 
 def _stop_in_a_reduction(reach: Callable[..., None], stop: Stop) -> None:

@@ -118,6 +118,32 @@ def test_nothing_is_lost_but_the_lost(
         lose(stop)
         run.end(story.living[-1])
         check_files(run, story)
+    check_training(run, story, config, static_runs, tmp_path_factory)
+
+
+@pytest.mark.parametrize("told", [1, 2])
+def test_the_coordinator_dies_when_it_has_told_a_decision_to_some(
+    corpus: Path, tmp_path: Path, static_runs: dict[str, StaticRuns], tmp_path_factory: Any, told: int
+) -> None:
+    """Those that were told have committed the step, and the others commit it when they meet."""
+    story = Story(COORDINATOR, BEFORE_VOTE)
+    config = story.config(corpus)
+    decisions = story.groups * (LAST - 1) + told
+    with SeparateGroups(tmp_path, config, story.ranks, [], last_decision=decisions) as run:
+        run.replace_coordinator()
+        run.end(story.living[-1])
+        check_files(run, story)
+    check_training(run, story, config, static_runs, tmp_path_factory)
+
+
+def check_training(
+    run: SeparateGroups,
+    story: Story,
+    config: dict[str, Any],
+    static_runs: dict[str, StaticRuns],
+    tmp_path_factory: Any,
+) -> None:
+    """Losses, weights and optimizer state are those of runs that have only the living groups."""
     key = str((config["sdp"], story.ranks))
     if key not in static_runs:
         static_runs[key] = StaticRuns(tmp_path_factory.mktemp("static"), config, story.ranks)
