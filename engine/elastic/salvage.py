@@ -105,8 +105,8 @@ def _rates(engine: SDPEngine, backend: FSDP2Backend, before: Mapping[str, float]
 def _carried(path: Path, layout: Layout, lost: set[str]) -> dict[str, Any]:
     """Return empty tensors for what the checkpoint at ``path`` has of the units ``lost``, by key.
 
-    Of a parameter of which only slices are lost, they are those slices. Scalars of it, such as step
-    counts, are those of the other slices, which another rank saves.
+    If only some slices of a parameter are lost, only they are returned. The step count of such a
+    parameter is left out, because a rank with another slice saves it.
     """
     whole = {name for name, slices in layout.wholes.items() if all(info.unit in lost for info in slices)}
     whole |= {name for name, info in layout.buffers.items() if info.unit in lost}
