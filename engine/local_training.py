@@ -278,10 +278,15 @@ class LastSteps:
         """
         return self._skipped + self._local.skipped_steps(step)
 
-    def start_at(self, skipped: int) -> None:
-        """Continue after a load with ``skipped`` skipped steps, none of them in a row."""
+    @property
+    def skipped_in_a_row(self) -> tuple[int, int]:
+        """How many of the last steps were skipped in a row, and how many of these are excused."""
+        return self._in_a_row.counts()
+
+    def start_at(self, skipped: int, in_a_row: tuple[int, int] = (0, 0)) -> None:
+        """Continue with so many skipped steps. For ``in_a_row`` see :attr:`skipped_in_a_row`."""
         self._skipped = skipped
-        self._in_a_row.note(False)
+        self._in_a_row.continue_from(*in_a_row)
 
     def note(self, loss: float, norm: float, *, skipped: bool, counts: bool, excused: bool) -> None:
         """Take note of a step of all groups.

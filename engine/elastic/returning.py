@@ -99,6 +99,7 @@ def facts_of(engine: SDPEngine, backend: FSDP2Backend) -> dict[str, Any]:
         "micro_steps": engine.micro_steps,
         "samples": engine.global_samples,
         "skipped": engine.skipped_steps,
+        "skipped_in_a_row": engine.last_steps.skipped_in_a_row,
         "sync": engine.local_training.state_dict(engine.global_steps),
     }
 
@@ -120,7 +121,7 @@ def take_facts(engine: SDPEngine, backend: FSDP2Backend, facts: Mapping[str, Any
     engine.loader.load_state_dict(facts["loader"])
     engine.global_steps, engine.global_samples = facts["steps"], facts["samples"]
     engine.micro_steps = facts["micro_steps"]
-    engine.last_steps.start_at(facts["skipped"])
+    engine.last_steps.start_at(facts["skipped"], facts["skipped_in_a_row"])
     if facts["sync"] is not None:
         engine.local_training.load_state_dict(facts["sync"], facts["steps"], in_round=False)
 

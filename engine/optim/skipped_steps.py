@@ -31,6 +31,14 @@ class SkippedSteps:
         self.in_a_row = self.in_a_row + 1 if skipped else 0
         self._excused = self._excused + excused if skipped else 0
 
+    def counts(self) -> tuple[int, int]:
+        """Return how many steps were skipped in a row, and how many of them are excused."""
+        return self.in_a_row, self._excused
+
+    def continue_from(self, in_a_row: int, excused: int) -> None:
+        """Go on counting as if so many steps had been skipped in a row here."""
+        self.in_a_row, self._excused = in_a_row, excused
+
     def report(self, step: int, norm: float | None, loss_scale: float | None) -> None:
         """Warn that ``step`` was skipped.
 

@@ -12,7 +12,7 @@ from sdp.tests.support.clusters.slurm_scenarios import STORIES, slurm_over, what
 
 @pytest.fixture(scope="session")
 def hosts() -> Iterator[Hosts]:
-    """host-a to host-r; see tests/support/clusters/hosts.py."""
+    """host-a to host-v; see tests/support/clusters/hosts.py."""
     with made_hosts() as made:
         yield made
 

@@ -1,5 +1,5 @@
 #!/bin/bash
-# on.sh DIR a|…|r COMMAND…: run a command on one of the hosts that hosts_up.sh made, in this working directory.
+# on.sh DIR a|…|v COMMAND…: run a command on one of the hosts that hosts_up.sh made, in this working directory.
 set -eu
 folder=$1 host=$2
 shift 2

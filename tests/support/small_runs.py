@@ -76,3 +76,12 @@ def read_metrics(dump_dir: Path) -> list[dict]:
 def read_losses(dump_dir: Path) -> list[float]:
     """Return the loss of each step."""
     return [line["loss"] for line in read_metrics(dump_dir)]
+
+
+def read_tensorboard(directory: Path) -> dict[int, float]:
+    """Return the training losses that TensorBoard shows, by step."""
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    events = EventAccumulator(str(directory))
+    events.Reload()
+    return {event.step: event.value for event in events.Scalars("Train/Samples/train_loss")}

@@ -12,6 +12,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from typing import Any, TypeVar
 
+from ...engine.distributed.agreement import gather_json
 from ...engine.elastic.coordination.assembly import Assembly
 from ...engine.elastic.coordination.member import RunFinishedError, StepAbortedError
 from ...engine.elastic.coordination.membership import STEP
@@ -73,8 +74,7 @@ class ElasticTrainer:
                 self._meet()
                 if self._resumes and self._is_start:
                     self._resume()
-                self._repeat(self._go_on_to_the_end)
-                return self._end(time.perf_counter() - started)
+                return self._repeat(lambda: self._train_and_end(started))
             except LeavesError:
                 return self._leave()
             except UnitsLostError as error:
@@ -98,6 +98,10 @@ class ElasticTrainer:
                 return action()
             except StepAbortedError:
                 self._meet()
+
+    def _train_and_end(self, started: float) -> int:
+        self._go_on_to_the_end()
+        return self._end(time.perf_counter() - started)
 
     def _go_on_to_the_end(self) -> None:
         while not self._is_done():
@@ -250,7 +254,7 @@ class ElasticTrainer:
         self._late.clear()
         self._drop_the_step()
         before = self._session.assembly
-        assembly = self._session.meet(self._phase, self._drop_the_step)
+        assembly = self._session.meet(self._phase, self._begin_again)
         # Units from a checkpoint change the model, so what follows the step is done again.
         self._phase = EVALUATE if self._session.has_lost_units else assembly.phase
         self._committed = engine.loader.state_dict()
@@ -266,6 +270,14 @@ class ElasticTrainer:
             truncate_after = engine.global_steps if self._is_resumed else -1 if self._resumes else None
             self._files.follow_writer(is_first=self._is_start, truncate_after=truncate_after)
             self._is_start = False
+
+    def _begin_again(self) -> None:
+        """Drop the present step, and stop if any rank knows that all agreed to. Collective.
+
+        If the coordinator dies while it tells a decision, only some ranks know what was agreed.
+        """
+        self._drop_the_step()
+        self._run.stop_signal = max(gather_json(self._run.stop_signal))
 
     def _drop_the_step(self) -> None:
         """Forget a step that was not committed. Its samples will be read again."""
@@ -285,17 +297,12 @@ class ElasticTrainer:
         return 128 + number
 
     def _end(self, seconds: float) -> int:
-        run = self._run
+        """End together. A group that has ended its part does so again if another one must."""
+        run, status = self._run, 0
         run.tell_end()
-
-        def end() -> int:
-            """End together. A group that has ended its part does so again if another one must."""
-            status = 0
-            if run.is_stopped_early:
-                status = self._calibrated(lambda: self._session.protect(run.stop_early))
-            else:
-                self._session.protect(lambda: run.finish(seconds))
-            self._session.finish()
-            return status
-
-        return self._repeat(end)
+        if run.is_stopped_early:
+            status = self._calibrated(lambda: self._session.protect(run.stop_early))
+        else:
+            self._session.protect(lambda: run.finish(seconds))
+        self._session.finish()
+        return status

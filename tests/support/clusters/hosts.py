@@ -41,13 +41,13 @@ _NEEDED = {
     "Intel MPI": (INTEL_MPIRUN, f"pip install --no-deps --target {Path(sys.prefix) / 'intel-mpi'} impi-rt"),
 }
 # SLURM uses a to d, q and r, disturbed runs e to i, test_hosts.py a and j to l, elastic groups m
-# to p.
-_NAMES = "abcdefghijklmnopqr"
+# to p, and losses at named moments s to v.
+_NAMES = "abcdefghijklmnopqrstuv"
 PAUSE = 0.25  # seconds between two checks of something that takes seconds; the cores have other work
 
 
 class Hosts:
-    """host-a to host-r.
+    """host-a to host-v.
 
     ``folder`` holds their keys and is the working directory of all commands.
     """
@@ -117,6 +117,14 @@ class Hosts:
         until(lambda: not self.processes(run, hosts), seconds, PAUSE)
         assert not self.said("ss", "--no-header", "--listening", "--tcp", f"sport = :{port}")
 
+    def address(self, host: str) -> str:
+        """Return the address of a host."""
+        return f"10.77.0.{_NAMES.index(host) + 1}"
+
+    def network(self, host: str) -> Path:
+        """Return the file of a host's network namespace."""
+        return Path("/run/netns") / f"{self.folder.name}-{host}"
+
     def plug(self, host: str, state: str) -> None:
         """Set the link of a host ``up`` or ``down``. A link that is down drops packets silently."""
         subprocess.run(["ip", "-n", f"{self.folder.name}-{host}", "link", "set", "eth0", state], check=True)
@@ -124,7 +132,7 @@ class Hosts:
 
 @contextlib.contextmanager
 def made_hosts() -> Iterator[Hosts]:
-    """Make eighteen hosts with addresses 10.77.0.1 to 10.77.0.18, and a small run's data and
+    """Make 22 hosts with addresses 10.77.0.1 to 10.77.0.22, and a small run's data and
     configuration.
 
     All are removed afterwards.

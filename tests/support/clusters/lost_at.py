@@ -8,7 +8,7 @@ import json
 import os
 import shutil
 import signal
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from functools import partial
 from itertools import groupby
@@ -29,8 +29,8 @@ Living = tuple[tuple[int, ...], ...]  # the groups that take part in each step
 
 
 class SeparateGroups:
-    """A coordinator, and a launch for each group, as on hosts of their own. No group is launched
-    again by itself.
+    """A coordinator, and a launch for each group, as on hosts of their own, but all on loopback. No
+    group is launched again by itself.
 
     Args:
         folder: for all files.
@@ -39,6 +39,8 @@ class SeparateGroups:
         stops: where ranks stop.
         last_decision: the first coordinator is killed when it has sent so many. 0: it lives.
     """
+
+    address = "127.0.0.1"  # of the coordinator
 
     def __init__(
         self, folder: Path, config: dict[str, Any], ranks: int, stops: Sequence[Stop], *, last_decision: int = 0
@@ -68,11 +70,12 @@ class SeparateGroups:
 
     def coordinate(self) -> None:
         """Start the coordinator, at the same address each time."""
-        words = [self._config, "--bind", f"127.0.0.1:{self._port}", "--ranks", self._ranks, "--dump-dir", self.dump_dir]
+        bind = f"{self.address}:{self._port}"
+        words = [self._config, "--bind", bind, "--ranks", self._ranks, "--dump-dir", self.dump_dir]
         prepare = partial(note_newcomers, self._newcomer, self._ranks)
         if self._last_decision:
             prepare = partial(die_in_decision, self._folder / "a decision", self._last_decision + 1)
-        self._coordinator = self._start(prepare, "coordinate", *words)
+        self._coordinator = self._start(self._there(None, prepare), "coordinate", *words)
 
     def replace_coordinator(self) -> None:
         """Wait for the coordinator's death, and start it again."""
@@ -82,9 +85,14 @@ class SeparateGroups:
     def launch(self, group: int) -> None:
         """Launch a group."""
         self._lost -= {group}
-        told = {"SDP_ELASTIC_GROUP": str(group), "SDP_ELASTIC_COORDINATOR": f"127.0.0.1:{self._port}"}
+        told = {"SDP_ELASTIC_GROUP": str(group), "SDP_ELASTIC_COORDINATOR": f"{self.address}:{self._port}"}
         words = ["train", self._config, "--dump-dir", self.dump_dir, "--nproc", self._ranks]
-        self._launches[group] = self._start(partial(stop_at, self._stops), *words, **told)
+        self._launches[group] = self._start(self._there(group, partial(stop_at, self._stops)), *words, **told)
+
+    def _there(self, group: int | None, prepare: Callable[[], object]) -> Callable[[], object]:
+        """Return what prepares the launch of a group, or the coordinator, where it runs."""
+        del group
+        return prepare
 
     @property
     def _newcomer(self) -> Path:
@@ -129,12 +137,24 @@ class SeparateGroups:
         stop.go_on()
         self.coordinate()
 
+    def signal_ranks(self, stop: Stop, groups: Sequence[int]) -> None:
+        """Send SIGTERM to ranks that have stopped there. They notice it before they go on."""
+        for group, process in stop.arrived().items():
+            if group in groups:
+                os.kill(process, signal.SIGTERM)
+
     def take_back(self, group: int, gate: Stop) -> None:
         """Launch a group again, while the others wait at ``gate`` for its request to return."""
         self.wait_for(gate)
         self.launch(group)
         self.wait_until(self._newcomer.exists)
         gate.go_on()
+
+    def codes(self, groups: Sequence[int]) -> list[int]:
+        """Wait for the end of these groups, and return their exit codes."""
+        found = [self._launches[group].wait(SECONDS) for group in groups]
+        self._coordinator.send_signal(signal.SIGTERM)
+        return found
 
     def end(self, groups: Sequence[int]) -> None:
         """Wait until these groups have finished the run."""

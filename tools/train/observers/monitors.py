@@ -130,6 +130,7 @@ class _TensorBoard:
             self._writer = self._open(log_dir=str(self._directory), purge_step=step)
         for tag, value in scalars.items():
             self._writer.add_scalar(tag, value, step)
+        self._writer.flush()  # otherwise a process that is killed loses the points of two minutes
 
     def rewind(self) -> None:
         self.close()

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 from sdp.tests.support.clusters.elastic_runs import MICRO, ElasticRun, Start, elastic_config
-from sdp.tests.support.small_runs import make_corpus
+from sdp.tests.support.small_runs import make_corpus, read_tensorboard
 
 
 def check_lines(lines: list[dict[str, Any]], ranks: int = 1) -> None:
@@ -119,7 +119,8 @@ def test_curves_and_a_mixture_go_on_when_their_writer_is_killed(start: Start, co
     other = make_corpus(tmp_path / "other", seed=1)
     sources = [{"path": str(corpus), "weight": 3}, {"path": str(other), "weight": 1}]
     words = ["--set", "data.path=null", "--set", f"data.sources={json.dumps(sources)}"]
-    run = start(*words, "--set", "csv_monitor.enabled=true", groups=3, settings={"capacity": 0.7}, restarts=3)
+    words += ["--set", "csv_monitor.enabled=true", "tensorboard.enabled=true"]
+    run = start(*words, groups=3, settings={"capacity": 0.7}, restarts=3)
     run.wait_for(10, groups=3)
     run.lose(0, of=3)
     check_end(run)
@@ -127,6 +128,8 @@ def test_curves_and_a_mixture_go_on_when_their_writer_is_killed(start: Start, co
     with (run.dump_dir / "csv" / "Train_Samples_train_loss.csv").open(newline="") as file:
         points = [(int(step), float(loss)) for step, loss in list(csv.reader(file))[1:]]
     assert points == [(line["step"], line["loss"]) for line in lines]
+    shown = read_tensorboard(run.dump_dir / "tensorboard")
+    assert shown == pytest.approx(dict(points), rel=1e-6)  # its values have 32 bits
     counts = lines[-1]["source_samples"]
     assert sum(counts.values()) == lines[-1]["samples"]
     assert max(counts.values()) == pytest.approx(0.75 * lines[-1]["samples"], rel=0.2)

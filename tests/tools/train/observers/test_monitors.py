@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from sdp.engine.config.load import load_config
 from sdp.engine.errors import ConfigError
-from sdp.tests.support.small_runs import STEPS, read_losses, write_config
+from sdp.tests.support.small_runs import STEPS, read_losses, read_tensorboard, write_config
 from sdp.tools.cli import main
 from sdp.tools.train.observers.monitors import evaluation_scalars, open_monitors, train_scalars
 
@@ -22,14 +22,6 @@ def write(config: dict[str, Any], dump_dir: Path, points: dict[int, float]) -> N
     for step, loss in points.items():
         monitors.write(step, {LOSS: loss, "Eval/loss": loss + 1})
     monitors.close()
-
-
-def read_tensorboard(directory: Path) -> dict[int, float]:
-    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-
-    events = EventAccumulator(str(directory))
-    events.Reload()
-    return {event.step: event.value for event in events.Scalars(LOSS)}
 
 
 def test_nothing_enabled_writes_nothing(tmp_path: Path):
