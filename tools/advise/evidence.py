@@ -58,6 +58,23 @@ class Setting(BaseModel):
     tokens_per_parameter: tuple[float, float]
 
 
+class ManyEpochs(BaseModel):
+    """Losses where the data were read many times, on small images.
+
+    Attributes:
+        epochs: how often the data were read.
+        seeds: number of seeds.
+        source: the page with the figures.
+        losses: by method, the lowest held-out loss of a run with the method's best stochastic
+            depth: mean and sample deviation.
+    """
+
+    epochs: float
+    seeds: int
+    source: str
+    losses: dict[str, tuple[float, float]]
+
+
 class Evidence(BaseModel):
     """The content of ``evidence.json``.
 
@@ -65,11 +82,13 @@ class Evidence(BaseModel):
         setting: where the losses were measured.
         per_doubling: by how much the dense model's loss falls when its steps double, in nats.
         gaps: the differences from the dense model.
+        many_epochs: losses where the data were read many times.
     """
 
     setting: Setting
     per_doubling: float
     gaps: list[Gap]
+    many_epochs: ManyEpochs
 
     @classmethod
     def read(cls) -> Evidence:

@@ -11,8 +11,9 @@ from typing import Any
 
 import pytest
 from sdp.engine.config.load import load_config
+from sdp.tests.support.small_runs import make_corpus
 from sdp.tools.advise.candidates import Candidate, candidates, with_groups
-from sdp.tools.advise.evidence import FILE, Evidence, Gap, Setting
+from sdp.tools.advise.evidence import FILE, Evidence, Gap, ManyEpochs, Setting
 from sdp.tools.advise.verdict import decide, extrapolations
 from sdp.tools.cli import main
 from sdp.tools.plan.machine import Machine
@@ -49,7 +50,8 @@ def _evidence(**gaps: float) -> Evidence:
         for capacity in ((1.0,) if method == "dense" else (0.25, 0.5))
     ]  # fmt: skip
     setting = Setting(parameters=50_000, groups=(2, 2), tokens_of_group=16, tokens_per_parameter=(0.01, 0.1))
-    return Evidence(setting=setting, per_doubling=0.2, gaps=entries)
+    epochs = ManyEpochs(epochs=50, seeds=3, source="page", losses={"dense": (1.0, 0.1)})
+    return Evidence(setting=setting, per_doubling=0.2, gaps=entries, many_epochs=epochs)
 
 
 @pytest.fixture(scope="module")
@@ -174,6 +176,20 @@ def test_noise_of_a_run_without_noise_is_one_line(tmp_path: Path, capsys: pytest
     (run / "metrics.jsonl").write_text('{"step": 1, "loss": 2.0, "noise_scale": 400.0}\n')
     assert main(["advise", str(path), "--noise", str(run)]) == 0
     assert "A step has 4 (2 of each group), far below it: noise dominates." in capsys.readouterr().out
+
+
+def test_data_that_are_read_many_times_are_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path, corpus = tmp_path / "my.json", make_corpus(tmp_path)
+    tokens = json.loads((corpus / "index.json").read_text())["splits"]["train"]["tokens"]
+    path.write_text(json.dumps(CONFIG | {"data": CONFIG["data"] | {"path": str(corpus)}}))
+    assert main(["advise", str(path), "--tokens", str(2 * tokens)]) == 0
+    assert "reads its data" not in capsys.readouterr().out
+    assert main(["advise", str(path), "--tokens", str(40 * tokens)]) == 0
+    text = capsys.readouterr().out
+    assert "This run reads its data 40 times" in text and "docs/results/digits.md" in text
+    (corpus / "index.json").write_text("{}")
+    assert main(["advise", str(path), "--tokens", str(40 * tokens)]) == 2
+    assert "index.json" in capsys.readouterr().err
 
 
 def test_the_evidence_is_that_of_the_result_pages() -> None:
