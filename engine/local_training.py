@@ -74,16 +74,16 @@ class LocalTraining:
         return self._pending[-1][1] if self._pending else None
 
     def newest(self) -> LocalUpdate | None:
-        """Return the outcome of the last step, or None if :meth:`arrived` has returned it. May
-        wait.
-        """
+        """Return what :attr:`pending` will be. May wait."""
         return self.pending.wait() if self.pending is not None else None
 
     def skipped_steps(self, until: int | None = None) -> int:
-        """Count the steps, up to ``until``, that a group skipped and :meth:`arrived` has not
-        returned. May wait.
-        """
-        return sum(update.wait().skipped > 0 for step, update in self._pending if until is None or step <= until)
+        """Count the steps of :meth:`skips`, up to ``until``, that a group skipped. May wait."""
+        return sum(skipped for step, skipped in self.skips() if until is None or step <= until)
+
+    def skips(self) -> Iterator[tuple[int, bool]]:
+        """Whether a group skipped a step, for those that :meth:`arrived` has not returned."""
+        return ((step, update.wait().skipped > 0) for step, update in self._pending)
 
     @property
     def is_local(self) -> bool:
@@ -280,8 +280,8 @@ class LastSteps:
 
     @property
     def skipped_in_a_row(self) -> tuple[int, int]:
-        """How many of the last steps were skipped in a row, and how many of these are excused."""
-        return self._in_a_row.counts()
+        """How many of the last steps were skipped in a row, and how many of them are excused."""
+        return self._in_a_row.counts_after(skipped for _, skipped in self._local.skips())
 
     def start_at(self, skipped: int, in_a_row: tuple[int, int] = (0, 0)) -> None:
         """Continue with so many skipped steps. For ``in_a_row`` see :attr:`skipped_in_a_row`."""

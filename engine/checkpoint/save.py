@@ -21,7 +21,7 @@ from ..distributed import world
 from ..distributed.agreement import Ranks
 from ..errors import CheckpointError
 from .storage.dcp import Part, PiecewisePlanner, _cause, _without_single_process_warning
-from .storage.directory import make_room, prune, publish
+from .storage.directory import make_room, pointer_text, prune, publish
 from .storage.files import PARTIAL, STATE, encode_state, hash_files, is_ours, write_durably
 from .storage.finite import check_finite
 from .storage.metadata import METADATA, MetadataWriter
@@ -148,18 +148,22 @@ def write(
         raise CheckpointError(
             f"save_checkpoint: rank 0 has the tag {tags[0]!r}, rank {other} has {tags[other]!r}; give all ranks one tag"
         )
-    aside = directory / f".{tag}{PARTIAL}"
+    aside, before = directory / f".{tag}{PARTIAL}", list[bytes | None]()
 
     def finish(digests: dict[str, str]) -> None:
         for name, content in files.items():
             write_durably(aside / name, content)
         digests |= hash_files([aside / METADATA, *(aside / name for name in files)])
         write_durably(aside / STATE, encode_state({**state, "files": digests}))
-        publish(directory, tag, is_newest=is_newest)
+        publish(directory, tag, before[0], is_newest=is_newest)
         if keep is not None:
             prune(directory, keep, tag)
 
-    _on_rank_0(lambda: make_room(directory, tag), ranks)
+    def begin() -> None:
+        before.append(pointer_text(directory))
+        make_room(directory, tag)
+
+    _on_rank_0(begin, ranks)
     try:
         ranks.agree(refuse_unless_shared(aside, ranks.rank))
         write_tensors(aside, tensors, ranks)

@@ -24,7 +24,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
-from .coordination.member import StepAbortedError
+from .coordination.errors import StepAbortedError
 
 T = TypeVar("T")
 

@@ -18,6 +18,7 @@ import torch
 
 from ..backends.fsdp2.backend import FSDP2Backend
 from ..backends.local_steps import ShardedLocalSteps
+from ..distributed.agreement import gather_json
 from ..engine import SDPEngine
 from ..local_steps import LocalUpdate, PendingUpdate
 
@@ -174,9 +175,33 @@ class ElasticRounds:
         self._training.note_round_given_up(engine.global_steps, samples)
         self.given_up = GivenUp(steps, samples, groups)
 
-    def untold_of(self, slot: int, rows: list[list[int]]) -> Untold:
-        """Return what this rank of the group ``slot`` has not told the others."""
-        return Untold(slot, [[step.loss, step.norm] for step in self._steps], rows)
+    def tell_each_other(
+        self, slot: int, rows: Callable[[], list[list[int]]], vote: Callable[[], object] | None
+    ) -> list[list[list[int]]] | None:
+        """Tell what only some groups have to tell. Otherwise the next vote is early enough.
+        Collective.
+
+        Groups that gave up a round have steps to tell, and those that return have none.
+
+        Args:
+            slot: this rank's group.
+            rows: returns what else the ranks exchange about each step.
+            vote: votes, so that all groups take what was told, or none. None if there will be no
+                next vote.
+
+        Returns:
+            The rows of all ranks that told something, or None if this rank told nothing.
+        """
+        if len(set(gather_json(self.untold))) == 1 and vote is not None:
+            return None
+        outcomes = [[step.loss, step.norm] for step in self._steps]
+        told = [each for each in (Untold(*each) for each in gather_json([slot, outcomes, rows()])) if each.outcomes]
+        if vote is not None:
+            vote()
+        if not self._steps:
+            return None
+        self.take(told)
+        return [each.rows for each in told]
 
     def take(self, told: Sequence[Untold]) -> None:
         """Note the outcome of this rank's steps, of which only the groups in ``told`` know."""

@@ -17,7 +17,6 @@ from ..backends.fsdp2.backend import FSDP2Backend
 from ..backends.fsdp2.reconnect import reconnect
 from ..config.masking import Masking
 from ..distributed import world
-from ..distributed.agreement import gather_json
 from ..distributed.world import World
 from ..engine import SDPEngine
 from ..errors import CheckpointError, NonFiniteError
@@ -25,12 +24,14 @@ from ..placement.layout import Layout
 from .bringing_back import GIVE_UP, HolderWait, bring_up_to_date, load_lost_units
 from .bringing_back import UnitsLostError as UnitsLostError
 from .coordination.assembly import Assembly, Decision
-from .coordination.member import CoordinatorClient, CutOffError, StepAbortedError
+from .coordination.errors import CutOffError, RunFinishedError, StepAbortedError
+from .coordination.member import CoordinatorClient
 from .inside import all_inside
 from .living import living_layout, lost_units, make_communicators
 from .process_groups import Abort, Meeting
-from .rounds import ElasticRounds, Untold, fsdp2_backend
+from .rounds import ElasticRounds, fsdp2_backend
 from .salvage import salvage
+from .voting import vote_together
 
 log = logging.getLogger("sdp")
 
@@ -55,7 +56,8 @@ class Session:
         has_lost_units: whether units were brought back from a checkpoint in the last meeting.
         rows: with local steps, returns what the ranks exchange about each step that they have not
             told each other.
-        told: with local steps, the rows of all ranks that had some to tell in the last meeting.
+        told: with local steps, the rows of all ranks that had some to tell in a meeting, until the
+            run takes them.
     """
 
     def __init__(
@@ -72,7 +74,7 @@ class Session:
         self._phases: Mapping[Masking, Layout] = self._backend.phases
         self.layout: Layout = engine.layout
         self.assembly: Assembly | None = None
-        self._is_fresh = True
+        self._is_fresh, self._has_ended = True, False  # ended: all was done, but for the vote about it
         self._meeting: Meeting | None = None
         self._abort: Abort | None = None
 
@@ -118,6 +120,9 @@ class Session:
             with_state = [member.slot for member in found.members if everyone_is_fresh or not member.fresh]
             lost = lost_units(self.layout, with_state)
             if lost and lost_units(self.layout, found.slots):
+                if self._has_ended:  # the coordinator died while it told the others that the run is over
+                    self._client.leave()
+                    raise RunFinishedError
                 if found.phase == GIVE_UP:
                     self._end_without(lost, found)
                 self._wait.look(lost, found)
@@ -128,7 +133,7 @@ class Session:
             except StepAbortedError as error:
                 log.info("generation %d is over before it began: %s", found.number, error)
                 continue
-            self._is_fresh, self.assembly, self.has_lost_units = False, found, bool(lost)
+            self._is_fresh, self._has_ended, self.assembly, self.has_lost_units = False, False, found, bool(lost)
             return found
 
     @property
@@ -143,14 +148,18 @@ class Session:
             facts: a small JSON value that all ranks get.
             phase: what comes next for this rank if the coordinator is gone.
         """
-        if self._abort is not None and self._abort.is_over:
-            raise StepAbortedError(self._abort.failed or "a group is lost")
-        at = self._engine.global_steps if self.rounds is not None else None
-        decision = self._client.vote(facts, step=self._position, phase=phase, at=at)
+        abort, at = self._abort, self._engine.global_steps if self.rounds is not None else None
+        over = (abort.failed or "a group is lost") if abort is not None and abort.is_over else None
+        decision = self._vote(facts, phase, at=at, over=over)
         self._votes += 1
-        if self._abort is not None and len(decision.facts) < self._engine.world_size:
-            self._abort.failed = "the coordinator was gone"  # so this generation finishes nothing more
+        if abort is not None and len(decision.facts) < self._engine.world_size:
+            abort.failed = "the coordinator was gone"  # so this generation finishes nothing more
         return decision
+
+    def _vote(self, facts: Any, phase: int = 0, *, at: int | None = None, over: str | None = None) -> Decision:
+        """Vote as all ranks of this group do. Raises StepAbortedError."""
+        where = {"step": self._position, "phase": phase, "fresh": self._is_fresh}
+        return vote_together(self._client, facts, **where, at=at, over=over)
 
     def tell(self, text: str) -> None:
         """Let the coordinator say something to the user, once for all groups."""
@@ -163,6 +172,7 @@ class Session:
 
     def finish(self) -> None:
         """Leave the run, which is over. Collective. Raises StepAbortedError."""
+        self._has_ended = True
         self.vote(None)
         self._client.leave()
 
@@ -244,7 +254,7 @@ class Session:
         if self.rounds is not None:
             if lost and not self._is_fresh and self.assembly is not None:
                 self.rounds.give_up(self.assembly.slots)
-            self._tell_each_other(self.rounds)
+            self._take_told(self.rounds, lambda: self.vote(None))
         position()
         if fresh:
             load = partial(load_lost_units, self._client, self.layout, self._checkpoints, lost)
@@ -263,12 +273,12 @@ class Session:
             self._meet_only(found)
             if self.rounds is not None and self.assembly is not None:
                 self.rounds.give_up(self.assembly.slots)
-                self._tell_each_other(self.rounds, always=True)
+                self._take_told(self.rounds, None)
             written = salvage(self._engine, self._backend, self.layout, self._checkpoints, lost, found.slots)
         except (CheckpointError, NonFiniteError, StepAbortedError) as error:
             written = f"no further checkpoint: {error}"
         with suppress(StepAbortedError):  # nobody may end before all have finished
-            facts = self._client.vote([reason, written], step=self._position).facts
+            facts = self._vote([reason, written]).facts
             reason, written = (next((each for each in column if each), None) for column in zip(*facts, strict=True))
         message = f"{self._wait.what_is_lost(lost)}, and {reason or 'others gave up'}"
         message += f"; {written}" if written else ""
@@ -304,17 +314,7 @@ class Session:
         sampler = engine.loader.sampler
         sampler.data_rank, sampler.data_ranks = mesh.data_rank(rank), mesh.data_ranks
 
-    def _tell_each_other(self, rounds: ElasticRounds, *, always: bool = False) -> None:
-        """Tell what only some groups have to tell. Otherwise the next vote is early enough.
-
-        Groups that gave up a round have steps to tell, and those that return have none. ``always``:
-        there will be no next vote.
-        """
-        self.told = []
-        if len(set(gather_json(rounds.untold))) == 1 and not always:
-            return
-        everyones = [Untold(*each) for each in gather_json(rounds.untold_of(self.slot, self.rows()))]
-        told = [each for each in everyones if each.outcomes]
-        if rounds.untold:
-            rounds.take(told)
-            self.told = [each.rows for each in told]
+    def _take_told(self, rounds: ElasticRounds, vote: Callable[[], object] | None) -> None:
+        """Exchange what only some groups have to tell. ``vote`` is None if there is no next one."""
+        told = rounds.tell_each_other(self.slot, self.rows, vote)
+        self.told = self.told if told is None else told

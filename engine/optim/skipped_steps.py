@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Iterable
 
 from ..errors import NonFiniteError
 
@@ -31,9 +32,15 @@ class SkippedSteps:
         self.in_a_row = self.in_a_row + 1 if skipped else 0
         self._excused = self._excused + excused if skipped else 0
 
-    def counts(self) -> tuple[int, int]:
-        """Return how many steps were skipped in a row, and how many of them are excused."""
-        return self.in_a_row, self._excused
+    def counts_after(self, skips: Iterable[bool]) -> tuple[int, int]:
+        """Return how many steps were skipped in a row, and how many of them are excused.
+
+        ``skips``: whether later steps were skipped, which this does not count yet.
+        """
+        in_a_row, excused = self.in_a_row, self._excused
+        for skipped in skips:
+            in_a_row, excused = (in_a_row + 1, excused) if skipped else (0, 0)
+        return in_a_row, excused
 
     def continue_from(self, in_a_row: int, excused: int) -> None:
         """Go on counting as if so many steps had been skipped in a row here."""

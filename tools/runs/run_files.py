@@ -185,6 +185,13 @@ def read_run(dump_dir: Path) -> Run:
     )
 
 
+def evaluated_steps(dump_dir: Path) -> set[int]:
+    """Return the steps after which evaluations.jsonl has a line. Raises ConfigError as
+    :func:`read_run`.
+    """
+    return {line["step"] for line in _read_lines(dump_dir / EVALUATIONS)}
+
+
 def _lock(file: TextIO, dump_dir: Path) -> None:
     """Hold the lock until ``file`` is closed or the process ends.
 

@@ -14,12 +14,12 @@ from typing import Any, TypeVar
 
 from ...engine.distributed.agreement import gather_json
 from ...engine.elastic.coordination.assembly import Assembly
-from ...engine.elastic.coordination.member import RunFinishedError, StepAbortedError
+from ...engine.elastic.coordination.errors import RunFinishedError, StepAbortedError
 from ...engine.elastic.coordination.membership import STEP
 from ...engine.elastic.living import lost_units
 from ...engine.elastic.session import Session, UnitsLostError
 from ...engine.errors import PeerLostError
-from ..runs.run_files import read_run
+from ..runs.run_files import evaluated_steps
 from .elastic_files import ElasticFiles
 from .loop.meter import row
 from .loop.training_run import TrainingRun
@@ -62,6 +62,7 @@ class ElasticTrainer:
         self._counted, self._late = Counter[str](), Counter[str]()
         self._must_meet = False  # the coordinator was gone, and the others meet
         self._is_resumed = False
+        self._told = -1  # the step of the last evaluation that this rank has told its observers
         self._is_start = False  # whether the run begins, and its files are not open yet
         self._engine.before_update = self._vote
         session.stops = lambda: bool(run.signals.received)
@@ -69,7 +70,8 @@ class ElasticTrainer:
     def train(self) -> int:
         """Run to the last step, and make again what a lost group spoils. Returns the exit code."""
         started = time.perf_counter()
-        with self._run.signals.caught(), contextlib.suppress(RunFinishedError):
+        run = self._run
+        with run.signals.caught(), contextlib.suppress(RunFinishedError):
             try:
                 self._meet()
                 if self._resumes and self._is_start:
@@ -82,7 +84,7 @@ class ElasticTrainer:
                 newest = self._run.checkpoints.newest()
                 raise PeerLostError(f"{error}; the run cannot go on; {newest}") from None
         log.info("the other groups have finished the run")
-        return 0
+        return 128 + run.stop_signal if run.is_stopped_early else 0
 
     def close(self) -> None:
         """Close what is open. Called once, also when the run fails."""
@@ -100,6 +102,7 @@ class ElasticTrainer:
                 self._meet()
 
     def _train_and_end(self, started: float) -> int:
+        """Make all steps, and end. Called again if another group was lost at the end."""
         self._go_on_to_the_end()
         return self._end(time.perf_counter() - started)
 
@@ -225,8 +228,9 @@ class ElasticTrainer:
     def _evaluate(self, *, is_last: bool) -> None:
         run = self._run
         line = self._together(lambda: run.evaluate(is_last=is_last), defers=True)
-        if run.files is None or any(each["step"] == line["step"] for each in read_run(run.dump_dir).evaluations):
-            return  # another group was lost after it had been written
+        told, self._told = self._told, line["step"]
+        if line["step"] == told or (run.files is not None and line["step"] in evaluated_steps(run.dump_dir)):
+            return  # another group was lost after the line had been written
         run.tell_evaluation({**line, "groups": len(self._assembly.members)})
 
     def _resume(self) -> None:
@@ -297,7 +301,7 @@ class ElasticTrainer:
         return 128 + number
 
     def _end(self, seconds: float) -> int:
-        """End together. A group that has ended its part does so again if another one must."""
+        """End together, and return the exit code."""
         run, status = self._run, 0
         run.tell_end()
         if run.is_stopped_early:

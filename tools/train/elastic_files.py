@@ -6,11 +6,11 @@ import contextlib
 import logging
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from typing import Literal
 
 from ...engine.elastic.session import Session
 from ...engine.errors import ConfigError
-from ..runs.run_files import LOCK, RunFiles, read_run
+from ..runs.run_files import CONFIG, LOCK, RunFiles, read_run
 from .loop.training_run import TrainingRun
 from .observers.monitors import open_monitors
 from .observers.observer import Line, Observer
@@ -19,7 +19,7 @@ from .observers.recorder import Recorder
 
 log = logging.getLogger("sdp")
 
-_KEPT_LINES = 16  # of metrics.jsonl, for the case that the group that writes them is lost
+_KEPT_LINES = 256  # of the run's files, for the case that the group that writes them is lost
 _LOCK_SECONDS = 0.5  # how long to wait for the lock of the last writer, until it is taken away
 
 
@@ -54,6 +54,8 @@ class ElasticFiles:
         if run.files is not None:
             self.close()
             return
+        # The first writer may have died before it wrote anything.
+        is_first = is_first or not (run.dump_dir / CONFIG).exists()
         run.files = self._open(is_first=is_first)
         # Another group may have written curves of this run.
         monitors = open_monitors(run.config, run.dump_dir, resume=self._resumes or not is_first)
@@ -68,7 +70,7 @@ class ElasticFiles:
         run.observers = [*self._watching, *self._own]
         run.tell_start(step)
         if not is_first:
-            self._write_missing_lines([run.files.step, monitors.on_step])
+            self._write_missing_lines(run.files, monitors)
 
     def close(self) -> None:
         """Close the files, if this rank writes them."""
@@ -100,23 +102,32 @@ class ElasticFiles:
                     return RunFiles(self._run.dump_dir, resume=resume)
                 time.sleep(0.05)
 
-    def _write_missing_lines(self, writes: Sequence[Callable[[Line], object]]) -> None:
-        """Write the lines of steps that the last writer committed, but did not write any more.
+    def _write_missing_lines(self, files: RunFiles, monitors: Observer) -> None:
+        """Write the lines that the last writer did not write any more.
 
-        ``writes`` write a line, each to another place.
+        Curves get all kept lines again. The last writer may have died between two files, or with
+        points in memory. New points replace older ones.
         """
-        written = max((line["step"] for line in read_run(self._run.dump_dir).metrics), default=0)
-        for line in self._newest.lines:
-            if line["step"] > written:
-                for write in writes:
-                    write(line)
+        found = read_run(self._run.dump_dir)
+        written = max((line["step"] for line in found.metrics), default=0)
+        evaluated = {line["step"] for line in found.evaluations}
+        for kind, line in self._newest.lines:
+            is_step = kind == "step"
+            if is_step and line["step"] > written:
+                files.step(line)
+            if not is_step and line["step"] not in evaluated:
+                files.evaluation(line)
+            (monitors.on_step if is_step else monitors.on_evaluation)(line)
 
 
 class _NewestLines(Observer):
-    """Keeps the newest lines of metrics.jsonl in memory."""
+    """Keeps the newest lines of the run's files in memory, each with its kind."""
 
     def __init__(self, count: int) -> None:
-        self.lines: deque[Line] = deque(maxlen=count)
+        self.lines: deque[tuple[Literal["step", "evaluation"], Line]] = deque(maxlen=count)
 
     def on_step(self, line: Line) -> None:
-        self.lines.append(line)
+        self.lines.append(("step", line))
+
+    def on_evaluation(self, line: Line) -> None:
+        self.lines.append(("evaluation", line))

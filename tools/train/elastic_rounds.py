@@ -138,6 +138,7 @@ class RoundsTrainer(ElasticTrainer):
         """
         if self._session.told:
             self._rows.take(self._session.told)
+            self._session.told = []
             self._rows.settle(0)
             self._tell_lines(averaged=False)
         if (given_up := self._rounds.given_up) is not None:

@@ -50,6 +50,14 @@ def check_tag(tag: Any) -> str:
     raise CheckpointError(f"the tag {quote(tag)} {problem}; use letters, digits and dashes, such as step-100")
 
 
+def pointer_text(directory: Path) -> bytes | None:
+    """Return what the pointer to the newest checkpoint contains, or None if there is none."""
+    try:
+        return (directory / LATEST).read_bytes()
+    except FileNotFoundError:
+        return None
+
+
 def point_to(directory: Path, tag: str) -> None:
     """Make ``tag`` the newest checkpoint."""
     write_durably(directory / LATEST, json.dumps({"tag": tag}))
@@ -147,16 +155,28 @@ def make_room(directory: Path, tag: str) -> Path:
     return partial
 
 
-def publish(directory: Path, tag: str, *, is_newest: bool = True) -> None:
+def publish(directory: Path, tag: str, before: bytes | None, *, is_newest: bool = True) -> None:
     """Rename the directory of :func:`make_room` to ``tag``, and make it the newest checkpoint.
 
     It replaces an earlier checkpoint of the same tag. Unless ``is_newest``, the pointer to the
     newest checkpoint stays as it is.
+
+    Args:
+        directory: the directory of the checkpoints.
+        tag: the name of the new one.
+        before: the result of :func:`pointer_text` when the save began.
+        is_newest: whether it is the newest one now.
+
+    Raises:
+        CheckpointError: another process has written a checkpoint since the save began. An elastic
+            group that was stopped for a while must not move the pointer back.
     """
     final, partial, replaced = directory / tag, directory / f".{tag}{PARTIAL}", directory / f".{tag}{REPLACED}"
     if is_whole(final):
         final.rename(replaced)
     partial.rename(final)
+    if pointer_text(directory) != before:
+        raise CheckpointError(f"{directory / LATEST} was changed by another process while {tag} was written")
     if is_newest:
         point_to(directory, tag)
     if is_whole(replaced):

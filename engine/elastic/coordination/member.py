@@ -13,27 +13,16 @@ from typing import Any
 
 from ...errors import PeerLostError
 from .assembly import Assembly, Decision, Identity, Member
+from .connection import reach
+from .errors import CutOffError, RunFinishedError, StepAbortedError
 from .messages import Channel, Message, ProtocolError
 from .progress import Progress
 
-_CONNECT_SECONDS = 5.0
 _RETRY_SECONDS = 0.2
 _MOST_REFUSALS = 10  # connections in turn that the coordinator closes without a word
 _MOST_SAID = 500  # characters
 _HANG_SECONDS = 1.0  # without a connection, until a process whose main thread hangs is ended
 _LOOK_SECONDS = 0.1  # how often the main thread's progress is looked at
-
-
-class StepAbortedError(Exception):
-    """The present generation is over. What was under way in it is repeated in the next one."""
-
-
-class CutOffError(PeerLostError):
-    """The others go on without this group, which must start again."""
-
-
-class RunFinishedError(Exception):
-    """The others have finished the run."""
 
 
 class CoordinatorClient:
@@ -74,7 +63,7 @@ class CoordinatorClient:
         self.abort = threading.Event()
         self.reason = ""
         self._lock = threading.Lock()
-        self._answers: queue.SimpleQueue[Message | None] = queue.SimpleQueue()
+        self._answers: queue.SimpleQueue[Message | None] = queue.SimpleQueue()  # on this connection
         self._socket: socket.socket | None = None
         self._channel: Channel | None = None
         self._assembly: Assembly | None = None
@@ -117,6 +106,8 @@ class CoordinatorClient:
             "members": self._assembly.slots if self._assembly is not None else [],
         }  # fmt: skip
         refusals = 0
+        if self._is_alone:
+            self._connect()
         while True:
             self._send(request)
             if (answer := self._wait_for("generation")) is not None:
@@ -150,14 +141,22 @@ class CoordinatorClient:
 
     # -- voting ------------------------------------------------------------------------------------
 
-    def vote(self, facts: Any, *, step: int, phase: int = 0, at: int | None = None) -> Decision:
-        """Vote for the present step, and return when all have.
+    def vote(self, facts: Any, *, step: int, phase: int = 0) -> Decision:
+        """Vote for the present step, and return when all have. Raises StepAbortedError.
+
+        For the arguments see :meth:`ask` and :meth:`settle`.
+        """
+        decision = self.ask(facts)
+        return decision if decision is not None else self.settle(facts, step=step, phase=phase, fresh=False)
+
+    def ask(self, facts: Any, *, at: int | None = None) -> Decision | None:
+        """Vote for the present step, and return the decision. None if the coordinator is gone.
+
+        Then nobody knows whether all have voted, until :meth:`settle`.
 
         Args:
             facts: a small JSON value that all ranks get if the step is committed.
-            step: the number of steps that this rank has committed.
-            phase: what comes next for this rank if the coordinator is gone.
-            at: the number of the step for messages to the user. By default ``step`` counts them.
+            at: the number of the step for messages to the user. By default votes count them.
 
         Raises:
             StepAbortedError: the step is not committed.
@@ -167,13 +166,26 @@ class CoordinatorClient:
         number = self._assembly.number
         self._send({"type": "vote", "generation": number, "attempt": attempt, "ok": True, "facts": facts, "at": at})
         answer = self._wait_for("decision", generation=number)
-        if answer is None:  # the coordinator is gone, and nobody knows whether all have voted
-            self._connect()
-            self._next = self._join(step=step, phase=phase, fresh=False, pending=True)
-            if not self._next.commit_pending:
-                raise StepAbortedError("the coordinator was gone")
-            return Decision((facts,), newcomers=False)
-        return Decision(tuple(answer["facts"]), newcomers=answer["newcomers"])
+        return None if answer is None else Decision(tuple(answer["facts"]), newcomers=answer["newcomers"])
+
+    def settle(self, facts: Any, *, step: int, phase: int, fresh: bool) -> Decision:
+        """Learn from the others whether the last vote was committed, when the coordinator is back.
+
+        The next :meth:`join` returns the generation in which they meet.
+
+        Args:
+            facts: what this rank voted with.
+            step: the number of steps that this rank has committed.
+            phase: what comes next for this rank.
+            fresh: whether the rank has no state.
+
+        Raises:
+            StepAbortedError: the step is not committed.
+        """
+        self._next = self._join(step=step, phase=phase, fresh=fresh, pending=True)
+        if not self._next.commit_pending:
+            raise StepAbortedError("the coordinator was gone")
+        return Decision((facts,), newcomers=False)
 
     def give_up(self, reason: str) -> None:
         """Tell the coordinator that this rank cannot finish its reductions. Then nobody waits."""
@@ -230,36 +242,15 @@ class CoordinatorClient:
     def _connect(self) -> None:
         """Connect, and try again for as long as ``wait_seconds``."""
         with self.progress.waiting():
-            connection, channel = self._reach()
+            connection, channel = reach(self._address, self._token, self._wait_seconds)
         connection.settimeout(None)
         with self._lock:
             self._socket, self._channel, self._joined, self._is_alone = connection, channel, None, False
-            self._is_answered = False
-        threading.Thread(target=self._read, args=(connection, channel), name="elastic", daemon=True).start()
+            self._is_answered, self._answers = False, queue.SimpleQueue()
+        reading = (connection, channel, self._answers)
+        threading.Thread(target=self._read, args=reading, name="elastic", daemon=True).start()
 
-    def _reach(self) -> tuple[socket.socket, Channel]:
-        end = time.monotonic() + self._wait_seconds
-        while True:
-            try:
-                connection = socket.create_connection(self._address, timeout=_CONNECT_SECONDS)
-                connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-                channel = Channel(self._token, is_server=False)
-                connection.sendall(channel.greeting)
-                self._await_greeting(connection, channel)
-                return connection, channel
-            except (OSError, ProtocolError) as error:
-                if time.monotonic() > end:
-                    raise PeerLostError(f"the coordinator at {self._where} cannot be reached ({error})") from None
-                time.sleep(_RETRY_SECONDS)
-
-    def _await_greeting(self, connection: socket.socket, channel: Channel) -> None:
-        while not channel.is_open:
-            data = connection.recv(len(channel.greeting))
-            if not data:
-                raise ProtocolError("it closed the connection")
-            channel.feed(data)
-
-    def _read(self, connection: socket.socket, channel: Channel) -> None:
+    def _read(self, connection: socket.socket, channel: Channel, answers: queue.SimpleQueue[Message | None]) -> None:
         reason = "the coordinator is gone"
         with contextlib.suppress(OSError, ProtocolError), connection:
             while data := self._receive(connection):
@@ -270,10 +261,10 @@ class CoordinatorClient:
                     if message["type"] == "cut":
                         reason, self.is_cut_off = self.reason, True
                     if message["type"] != "beat":
-                        self._answers.put(message)
+                        answers.put(message)
         self._note_abort({"generation": self._generation, "reason": reason})
         self._is_alone = True
-        self._answers.put(None)
+        answers.put(None)
 
     def _receive(self, connection: socket.socket) -> bytes:
         """Return what the coordinator sends. Raises OSError if it is silent for a heartbeat.

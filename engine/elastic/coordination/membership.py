@@ -11,17 +11,16 @@ from __future__ import annotations
 import json
 import time
 import uuid
-from collections.abc import Callable, Collection, Hashable, Iterable
-from typing import Any
+from collections.abc import Callable
 
 from .messages import MOST_ANSWER_BYTES, Message, ProtocolError
 from .progress import PausedRanks
 from .records import Arrival, Generation, Loss, News, Rank, shown_step, slots_of, text_of
+from .roster import Peer, Roster
 
 STEP = 99  # the phase before a step, the only one in which a group may join
 _DOUBT_SECONDS = 1.0  # how long the votes of others are awaited, after a group voted and died
 
-Peer = Hashable
 Send = Callable[[Peer, Message], None]
 
 
@@ -54,7 +53,7 @@ class Membership:
         self._most_facts = MOST_ANSWER_BYTES // 2 // (groups * ranks)  # the answer has those of all ranks
         self._send, self._close, self._say, self._clock = send, close, say, clock
         self._heartbeat, self._wait = heartbeat_seconds, wait_seconds
-        self._peers: dict[Peer, Rank] = {}
+        self._peers = Roster(ranks)
         self._lost_lives: set[str] = set()
         self._news = News(say, clock)
         self._waiting_since: float | None = None
@@ -88,7 +87,7 @@ class Membership:
             self._hear_vote(rank, message)
         elif kind == "bye":
             rank.is_leaving = True
-            members = self._ranks_of(self.generation.lives) if self.generation is not None else {}
+            members = self._peers.of(self.generation.lives) if self.generation is not None else {}
             if not self.is_finished and all(each.is_leaving for each in members.values()):
                 self._finish()
         elif kind == "leave":
@@ -116,6 +115,11 @@ class Membership:
             kind = "finished" if self.is_finished else "failed" if self.failure is not None else "cut"
             self.told |= {rank.slot} if self.is_finished else set()
             self._send(peer, {"type": kind, "reason": self.failure or "its group was cut off"})
+            return
+        now = self.generation
+        if now is not None and not message.get("fresh") and now.lives.get(rank.slot) != rank.life:
+            self._lost_lives.add(rank.life)
+            self._send(peer, {"type": "cut", "reason": "the others did not wait for it any longer"})
             return
         for other, known in list(self._peers.items()):
             if known.slot == rank.slot and known.life != rank.life:
@@ -149,10 +153,11 @@ class Membership:
             return
         order = sorted(now.votes)
         facts = [now.votes[key].get("facts") for key in order]
-        newcomers = bool(self._complete_fresh(self.living))
+        newcomers = bool(self._peers.complete_fresh(self.living))
         decision = {"type": "decision", "generation": now.number, "attempt": now.attempt, "commit": True}
-        self.step, self._shown = self.step + 1, shown_step(now.votes[order[0]])
-        for peer in self._ranks_of(self.living):
+        shown = [step for step in map(shown_step, now.votes.values()) if step is not None]
+        self.step, self._shown = self.step + 1, max(shown, default=None)
+        for peer in self._peers.of(self.living):
             self._send(peer, decision | {"facts": facts, "newcomers": newcomers})
         self._news.report(self.living)
         now.votes, now.attempt = {}, now.attempt + 1
@@ -199,7 +204,7 @@ class Membership:
         if now is None or now.is_over:
             return
         now.is_over, now.votes = True, {}
-        for peer in self._ranks_of(self.living):
+        for peer in self._peers.of(self.living):
             self._send(peer, {"type": "abort", "generation": now.number, "reason": reason})
 
     def _fail(self, reason: str) -> None:
@@ -233,43 +238,46 @@ class Membership:
             self._give_up_if_late()
             return
         # The last generation may have ended before these got their state.
-        again = [slot for slot in old if self._joining(slot, "fresh")]
-        if len(again) < len(old):
-            old = [slot for slot in old if slot not in again]
-        step = max((self._joining(slot, "step") for slot in old), default=0)
-        behind = [slot for slot in old if self._joining(slot, "step") < step]
-        commits = [slot for slot in behind if self._joining(slot, "step") == step - 1 and self._is_pending(slot)]
+        again = [slot for slot in old if self._peers.joining(slot, "fresh")]
+        old = [slot for slot in old if slot not in again]
+        if again and not old and self.step:
+            self._fail("all groups that had the state of the run are lost")
+            return
+        step = max((self._peers.joining(slot, "step") for slot in old), default=0)
+        behind = [slot for slot in old if self._peers.joining(slot, "step") < step]
+        one_less = [slot for slot in behind if self._peers.joining(slot, "step") == step - 1]
+        commits = [slot for slot in one_less if self._peers.is_pending(slot)]
         for slot in set(behind) - set(commits):
             old.remove(slot)
-            for peer in self._ranks_of([slot]):
+            for peer in self._peers.of([slot]):
                 self.lose(peer, "it missed a step")
-        phase = min((self._joining(slot, "phase") for slot in old), default=STEP)
-        fresh = self._complete_fresh(old) if phase == STEP else []
+        phase = min((self._peers.joining(slot, "phase") for slot in old), default=STEP)
+        fresh = self._peers.complete_fresh(old) if phase == STEP else []
         if not old:  # the start of the run, which needs all groups
             if len(fresh) < self._groups:
                 self._give_up_if_late()
                 return
-            step = max(self._joining(slot, "step") for slot in fresh)
-            phase = min(self._joining(slot, "phase") for slot in fresh)
+            step = max(self._peers.joining(slot, "step") for slot in fresh)
+            phase = min(self._peers.joining(slot, "phase") for slot in fresh)
         self._begin(sorted({*old, *fresh}), fresh, phase, step, commits)
 
     def _old_groups(self) -> list[int] | None:
         """The groups with state that go on, or None if some have not asked to yet."""
         if self.generation is not None:
             old = self.living
-            return old if old and all(self._has_joined(slot) for slot in old) else None
+            return old if old and all(self._peers.has_joined(slot) for slot in old) else None
         asking = [rank for rank in self._peers.values() if rank.joining is not None and not rank.joining.get("fresh")]
         old = sorted({rank.slot for rank in asking})
         expected = {slot for rank in asking for slot in slots_of(rank.joining)}
         late = self._waiting_since is not None and self._clock() - self._waiting_since > 2 * self._heartbeat
-        complete = all(self._has_joined(slot) for slot in old)
-        return old if complete and (late or all(self._has_joined(slot) for slot in expected)) else None
+        complete = all(self._peers.has_joined(slot) for slot in old)
+        return old if complete and (late or all(self._peers.has_joined(slot) for slot in expected)) else None
 
     def _begin(self, slots: list[int], fresh: list[int], phase: int, step: int, commits: list[int]) -> None:
         before = self.generation
         since = before.since if before is not None else {}
-        number = 1 + max([before.number if before else 0, *(self._joining(slot, "generation") for slot in slots)])
-        ranks = self._ranks_of(slots)
+        number = 1 + max([before.number if before else 0, *(self._peers.joining(slot, "generation") for slot in slots)])
+        ranks = self._peers.of(slots)
         lives = {rank.slot: rank.life for rank in ranks.values()}
         kept = {slot: since[slot] if slot in since and slot not in fresh else number for slot in slots}
         self.generation, self.step, self._waiting_since = Generation(number, lives, kept), step, None
@@ -286,35 +294,16 @@ class Membership:
         for peer, rank in ranks.items():
             rank.joining = None
             self._send(peer, answer | {"commit_pending": rank.slot in commits})
-        if before is not None and fresh:
-            at = max(rank.asked for rank in self._ranks_of(fresh).values())
+        if before is not None and 0 < len(fresh) < len(slots):
+            at = max(rank.asked for rank in self._peers.of(fresh).values())
             who = [f"group {slot} on {leaders[slot].host}" for slot in fresh]
             self._news.add(Arrival(who, self._shown or step, number, at))
 
     def _give_up_if_late(self) -> None:
         since = self._waiting_since
-        if self.generation is None and since is not None and self._clock() - since > self._wait:
+        if (self.generation is not None and self.step) or since is None:
+            return
+        if self.gone:
+            self._fail(f"group {min(self.gone)} was lost before the first step, and is not started again")
+        elif self._clock() - since > self._wait:
             self._fail(f"not all groups came within {self._wait:g} s")
-
-    # -- facts -------------------------------------------------------------------------------------
-
-    def _ranks_of(self, slots: Iterable[int]) -> dict[Peer, Rank]:
-        wanted = set(slots)
-        return {peer: rank for peer, rank in self._peers.items() if rank.slot in wanted}
-
-    def _has_joined(self, slot: int) -> bool:
-        ranks = [rank for rank in self._ranks_of([slot]).values() if rank.joining is not None]
-        return len(ranks) == self._ranks
-
-    def _joining(self, slot: int, key: str) -> Any:
-        ranks = self._ranks_of([slot]).values()
-        values = (rank.joining.get(key) or 0 for rank in ranks if rank.joining is not None)
-        return min(values) if key in ("phase", "step") else max(values, default=0)
-
-    def _is_pending(self, slot: int) -> bool:
-        return all(rank.joining is not None and rank.joining.get("pending") for rank in self._ranks_of([slot]).values())
-
-    def _complete_fresh(self, members: Collection[int]) -> list[int]:
-        """Return the complete groups that wait and have no state, except ``members``."""
-        asking = (rank for rank in self._peers.values() if rank.joining is not None and rank.joining.get("fresh"))
-        return sorted({rank.slot for rank in asking if rank.slot not in members and self._has_joined(rank.slot)})

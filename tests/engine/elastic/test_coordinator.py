@@ -10,7 +10,8 @@ from typing import Any
 import pytest
 from sdp.engine.elastic.coordination.assembly import Assembly, Decision, Identity
 from sdp.engine.elastic.coordination.coordinator import Coordinator
-from sdp.engine.elastic.coordination.member import CoordinatorClient, CutOffError, StepAbortedError
+from sdp.engine.elastic.coordination.errors import CutOffError, StepAbortedError
+from sdp.engine.elastic.coordination.member import CoordinatorClient
 from sdp.engine.elastic.coordination.membership import STEP
 from sdp.engine.elastic.coordination.messages import MOST_BYTES, Channel, ProtocolError
 from sdp.engine.errors import PeerLostError

@@ -13,7 +13,7 @@ import sdp.engine.elastic.bringing_back as bringing_back
 import torch
 import torch.distributed as dist
 from sdp.engine.distributed import world
-from sdp.engine.elastic.coordination.member import StepAbortedError
+from sdp.engine.elastic.coordination.errors import StepAbortedError
 from sdp.engine.elastic.coordination.membership import STEP
 from sdp.engine.elastic.session import Session
 from sdp.tests.support import models

@@ -6,10 +6,12 @@ from __future__ import annotations
 
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
+import sdp.engine.elastic.session as session_module
 import torch
-from sdp.engine.elastic.coordination.member import StepAbortedError
+from sdp.engine.elastic.coordination.errors import StepAbortedError
 from sdp.engine.elastic.coordination.membership import STEP
 from sdp.engine.elastic.session import Session
 from sdp.tests.support import models
@@ -34,13 +36,13 @@ SAVED, LAST = 3, 8  # the step of the checkpoint, and the last one of the lost g
 AGREE = 0
 
 
-def elastic(case: Case, port: int, store_port: int, folder: str) -> list[dict[str, Any]]:
+def elastic(case: Case, port: int, store_port: int, folder: str, dies_again: bool) -> list[dict[str, Any]]:
     """Run the case on this rank of three groups. Returns what it has after each outer step."""
     with world_of_group(case, store_port) as (place, shared):
-        return [vars(seen) for seen in _run(case, place, port, shared, Path(folder))]
+        return [vars(seen) for seen in _run(case, place, port, shared, Path(folder), dies_again)]
 
 
-def _run(case: Case, place: Place, port: int, shared: TCPStore, folder: Path) -> list[Seen]:
+def _run(case: Case, place: Place, port: int, shared: TCPStore, folder: Path, dies_again: bool) -> list[Seen]:
     engine, session, client, store = begin(case, place, port, "first", STEPS, folder)
     seen: list[Seen] = []
     updates: list[Any] = []
@@ -57,6 +59,8 @@ def _run(case: Case, place: Place, port: int, shared: TCPStore, folder: Path) ->
         client.hang_up()
         updates.clear()
         shared.wait(["the others wait"])
+        if dies_again:
+            _die_while_returning(case, place, port, folder)
         engine, session, client, store = begin(case, place, port, "second", STEPS, folder)
         session.meet(STEP)
         assert engine.global_steps == BACK
@@ -66,6 +70,15 @@ def _run(case: Case, place: Place, port: int, shared: TCPStore, folder: Path) ->
             _step(engine, session, case, place, seen, updates, shared)
     del store
     return seen
+
+
+def _die_while_returning(case: Case, place: Place, port: int, folder: Path) -> None:
+    """Return, and die when the others have told each other about the round."""
+    _, session, client, store = begin(case, place, port, "a short life", STEPS, folder)
+    with patch.object(session_module, "load_lost_units", side_effect=DiedError), pytest.raises(DiedError):
+        session.meet(STEP)
+    client.hang_up()
+    del store
 
 
 def _step(
@@ -152,7 +165,16 @@ CASES = [
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: str(case).replace(" ", "-"))
 def test_a_round_that_is_given_up_equals_plain_torch(ranks: RankPool, tmp_path: Path, case: Case) -> None:
-    told = run_groups(ranks, case, elastic, str(tmp_path))
+    check(ranks, tmp_path, case, dies_again=False)
+
+
+@pytest.mark.parametrize("case", CASES[:2], ids=lambda case: str(case).replace(" ", "-"))
+def test_the_holder_may_die_again_while_it_returns(ranks: RankPool, tmp_path: Path, case: Case) -> None:
+    check(ranks, tmp_path, case, dies_again=True)
+
+
+def check(ranks: RankPool, tmp_path: Path, case: Case, *, dies_again: bool) -> None:
+    told = run_groups(ranks, case, elastic, str(tmp_path), dies_again)
     answers = [{seen["step"]: Seen(**seen) for seen in of_rank} for of_rank in told]
     start = {name: p.detach() for name, p in models.build(case.model).named_parameters()}
     per_group = case.fsdp * case.tp

@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 
 import pytest
-from sdp.engine.elastic.coordination.member import StepAbortedError
+from sdp.engine.elastic.coordination.errors import StepAbortedError
 from sdp.engine.elastic.coordination.membership import STEP
 from sdp.tests.support import models
 from sdp.tests.support.cases import Case

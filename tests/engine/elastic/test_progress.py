@@ -8,7 +8,8 @@ from typing import Any
 
 import pytest
 from sdp.engine.elastic.coordination.coordinator import Coordinator
-from sdp.engine.elastic.coordination.member import CoordinatorClient, Identity, StepAbortedError
+from sdp.engine.elastic.coordination.errors import StepAbortedError
+from sdp.engine.elastic.coordination.member import CoordinatorClient, Identity
 from sdp.engine.elastic.coordination.membership import STEP
 from sdp.engine.elastic.coordination.messages import ProtocolError
 from sdp.engine.elastic.coordination.progress import PausedRanks, Progress

@@ -107,6 +107,7 @@ def begin(
 def world_of_group(case: Case, store_port: int) -> Iterator[tuple[Place, TCPStore]]:
     """A context in which this rank of the pool has only its group. Yields a store of all ranks."""
     place = Place(case, dist.get_rank())
+    dist.barrier()  # otherwise a rank that still connects would fail
     dist.destroy_process_group()
     shared = TCPStore("127.0.0.1", store_port, is_master=False)
     store = PrefixStore(f"group-{place.slot}", shared)

@@ -8,6 +8,7 @@ import json
 import os
 import shutil
 import signal
+import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from functools import partial
@@ -38,15 +39,27 @@ class SeparateGroups:
         ranks: the ranks of each group.
         stops: where ranks stop.
         last_decision: the first coordinator is killed when it has sent so many. 0: it lives.
+        prepare: prepares each launch, None to let it stop at ``stops``.
+        resume: whether the launches get ``--resume``.
     """
 
     address = "127.0.0.1"  # of the coordinator
 
     def __init__(
-        self, folder: Path, config: dict[str, Any], ranks: int, stops: Sequence[Stop], *, last_decision: int = 0
+        self,
+        folder: Path,
+        config: dict[str, Any],
+        ranks: int,
+        stops: Sequence[Stop],
+        *,
+        last_decision: int = 0,
+        prepare: Callable[[], object] | None = None,
+        resume: bool = False,
     ):
+        self._prepare = prepare or partial(stop_at, stops)
+        self._more = ["--resume"] if resume else []
         self._last_decision = last_decision
-        self._folder, self._ranks, self._stops, self._port = folder, ranks, stops, free_port()
+        self._folder, self._ranks, self._port = folder, ranks, free_port()
         self._config, self.dump_dir, self._stack = folder / "config.json", folder / "run", ExitStack()
         self._config.write_text(json.dumps(config))
         self._log = self._stack.enter_context((folder / "said").open("w"))
@@ -86,8 +99,8 @@ class SeparateGroups:
         """Launch a group."""
         self._lost -= {group}
         told = {"SDP_ELASTIC_GROUP": str(group), "SDP_ELASTIC_COORDINATOR": f"{self.address}:{self._port}"}
-        words = ["train", self._config, "--dump-dir", self.dump_dir, "--nproc", self._ranks]
-        self._launches[group] = self._start(self._there(group, partial(stop_at, self._stops)), *words, **told)
+        words = ["train", self._config, "--dump-dir", self.dump_dir, "--nproc", self._ranks, *self._more]
+        self._launches[group] = self._start(self._there(group, self._prepare), *words, **told)
 
     def _there(self, group: int | None, prepare: Callable[[], object]) -> Callable[[], object]:
         """Return what prepares the launch of a group, or the coordinator, where it runs."""
@@ -130,12 +143,20 @@ class SeparateGroups:
             self._launches[group].kill()
         self.lose_ranks(stop)
 
-    def lose_coordinator(self, stop: Stop) -> None:
-        """Kill the coordinator while a rank has stopped, and start it again."""
+    def lose_coordinator(self, stop: Stop, late: float = 0.0) -> None:
+        """Kill the coordinator while a rank has stopped, and start it again.
+
+        The rank goes on ``late`` seconds later.
+        """
         self._coordinator.kill()
         self._coordinator.wait(SECONDS)
-        stop.go_on()
-        self.coordinate()
+        if late:
+            self.coordinate()
+            time.sleep(late)
+            stop.go_on()
+        else:
+            stop.go_on()
+            self.coordinate()
 
     def signal_ranks(self, stop: Stop, groups: Sequence[int]) -> None:
         """Send SIGTERM to ranks that have stopped there. They notice it before they go on."""
@@ -149,6 +170,11 @@ class SeparateGroups:
         self.launch(group)
         self.wait_until(self._newcomer.exists)
         gate.go_on()
+
+    def launch_again(self, group: int) -> None:
+        """Launch a group again when it has ended."""
+        self._launches[group].wait(SECONDS)
+        self.launch(group)
 
     def codes(self, groups: Sequence[int]) -> list[int]:
         """Wait for the end of these groups, and return their exit codes."""

@@ -91,6 +91,20 @@ def stop_at(stops: Sequence[Stop]) -> None:
     _before(TrainingRun, "step", begin)  # it comes first
 
 
+def die_in_first_meeting(group: int, path: Path) -> None:
+    """Let the ranks of a group be killed here when they meet others, and write a file.
+
+    If the file exists, they live on.
+    """
+
+    def die(*_: Any) -> None:
+        if int(os.environ["SDP_ELASTIC_GROUP"]) == group and not path.exists():
+            path.touch()
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    _before(Session, "_connect", die)
+
+
 def note_newcomers(path: Path, ranks: int) -> None:
     """Let the coordinator here write a file when a group of so many ``ranks`` wants to return."""
     hear, here = Membership.hear, set[object]()

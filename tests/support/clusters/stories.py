@@ -28,6 +28,11 @@ ONE_HAS_ALL = {3: [[0, 1], [0, 1, 2], [0, 1, 2], [0, 2]], 4: [[0, 1, 2], [0, 1, 
 class Story:
     """What happens in a run, by its kind of loss and its moment.
 
+    Args:
+        loss: see below.
+        moment: see below.
+        ranks: the ranks of each group, None for those that are usual with this loss.
+
     Attributes:
         loss: what is lost.
         moment: when.
@@ -39,9 +44,10 @@ class Story:
         living: the groups that take part in each step.
     """
 
-    def __init__(self, loss: str, moment: str):
+    def __init__(self, loss: str, moment: str, ranks: int | None = None):
         self.loss, self.moment = loss, moment
-        self.groups, self.ranks = (4, 1) if loss in (TWO_GROUPS, HOST, POWER) else (3, 2 if loss in (RANK, LINK) else 1)
+        self.groups = 4 if loss in (TWO_GROUPS, HOST, POWER) else 3
+        self.ranks = ranks or (2 if loss in (RANK, LINK) else 1)
         self.stops = (0, 2) if self.groups == 4 else (1,)
         self.lost = () if loss == COORDINATOR else self.stops
         if (loss, moment) == (COORDINATOR, UPDATE):

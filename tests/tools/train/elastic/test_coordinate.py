@@ -15,7 +15,8 @@ from typing import Any
 
 import pytest
 from sdp.engine.elastic.coordination.assembly import Identity
-from sdp.engine.elastic.coordination.member import CoordinatorClient, RunFinishedError
+from sdp.engine.elastic.coordination.errors import RunFinishedError
+from sdp.engine.elastic.coordination.member import CoordinatorClient
 from sdp.engine.elastic.coordination.membership import STEP
 from sdp.engine.environment.detect import free_port
 from sdp.tests.support.clusters.elastic_runs import SECONDS, elastic_config

@@ -59,14 +59,17 @@ def test_nothing_is_lost_but_the_lost(
     static_runs.check(run, story, config)
 
 
-@pytest.mark.parametrize("told", [1, 2])
+@pytest.mark.parametrize(("ranks", "told"), [(1, 1), (1, 2), (2, 1), pytest.param(2, 3, marks=pytest.mark.slow)])
 def test_the_coordinator_dies_when_it_has_told_a_decision_to_some(
-    corpus: Path, tmp_path: Path, static_runs: Checked, told: int
+    corpus: Path, tmp_path: Path, static_runs: Checked, ranks: int, told: int
 ) -> None:
-    """Those that were told have committed the step, and the others commit it when they meet."""
-    story = Story(COORDINATOR, BEFORE_VOTE)
+    """Those that were told have committed the step, and the others commit it when they meet.
+
+    They may be in one group.
+    """
+    story = Story(COORDINATOR, BEFORE_VOTE, ranks)
     config = story.config(corpus)
-    decisions = story.groups * (LAST - 1) + told
+    decisions = story.groups * story.ranks * (LAST - 1) + told
     with SeparateGroups(tmp_path, config, story.ranks, [], last_decision=decisions) as run:
         run.replace_coordinator()
         run.end(story.living[-1])

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from sdp.tests.support.clusters.elastic_runs import MANY
 from sdp.tests.support.clusters.lost_at import SeparateGroups
 from sdp.tests.support.clusters.moments import BEFORE_STEP, BEFORE_VOTE, Stop
 from sdp.tests.support.clusters.stories import COORDINATOR, LAST, STEPS, Story
@@ -24,7 +25,7 @@ def run_of(tmp_path: Path, corpus: Path, told: int, *, sync: bool = False) -> tu
     """Return a run whose groups wait before a step. Only ``told`` of them will learn its result."""
     story = Story(COORDINATOR, BEFORE_VOTE)
     config = story.config(corpus)
-    config["sdp"]["elastic"]["heartbeat_seconds"] = 20
+    config["sdp"]["elastic"]["heartbeat_seconds"] = 8
     if sync:
         config["sdp"] |= {"sync": {"every": 1}, "check_interval": 0}
     stop = Stop(BEFORE_STEP, GROUPS, 0, LAST, tmp_path)
@@ -44,7 +45,7 @@ def test_all_groups_stop_if_some_were_told_to(corpus: Path, tmp_path: Path, told
         check_steps(run, LAST)
 
 
-@pytest.mark.parametrize("told", [1, 2])
+@pytest.mark.parametrize("told", [1, pytest.param(2, marks=pytest.mark.slow)])
 def test_one_group_leaves_though_some_were_not_told(corpus: Path, tmp_path: Path, told: int) -> None:
     """The group leaves after this step or after the next one. The others make all steps."""
     run, stop = run_of(tmp_path, corpus, told)
@@ -56,6 +57,34 @@ def test_one_group_leaves_though_some_were_not_told(corpus: Path, tmp_path: Path
         run.replace_coordinator()
         assert run.codes(GROUPS) == [128 + signal.SIGTERM, 0, 0], run.said
         check_steps(run, STEPS)
+
+
+def test_a_group_that_was_not_told_of_the_end_ends_as_the_others_do(corpus: Path, tmp_path: Path) -> None:
+    """The others are gone, so nobody holds their units any more. But all is done."""
+    story = Story(COORDINATOR, BEFORE_VOTE)
+    config = story.config(corpus)
+    config["sdp"]["elastic"] |= {"heartbeat_seconds": 4, "wait_seconds": 30}
+    decisions = len(GROUPS) * STEPS + 2  # the vote that ends the run: two of three groups are told
+    with SeparateGroups(tmp_path, config, 1, [], last_decision=decisions) as run:
+        run.replace_coordinator()
+        assert run.codes(GROUPS) == [0, 0, 0], run.said
+        check_steps(run, STEPS)
+
+
+def test_a_group_that_is_late_at_a_new_coordinator_starts_again(corpus: Path, tmp_path: Path) -> None:
+    """It makes a step that takes longer than the new coordinator waits for it."""
+    story = Story(COORDINATOR, BEFORE_VOTE)
+    config = story.config(corpus)
+    config["sdp"]["elastic"] |= {"heartbeat_seconds": 2, "restarts": 3}
+    config["sdp"]["placement"] = {f"model.layers.{unit}": [*GROUPS] for unit in range(4)}
+    config["training"] |= {"steps": MANY, "evaluate_every": 0, "save_every": 0}
+    stop = Stop(BEFORE_STEP, (1,), 0, LAST, tmp_path)
+    with SeparateGroups(tmp_path, config, 1, [stop]) as run:
+        run.wait_for(stop)
+        run.lose_coordinator(stop, late=6)
+        run.wait_until(lambda: run.lines("metrics.jsonl")[-1]["groups"] == len(GROUPS) - 1)
+        run.wait_until(lambda: run.lines("metrics.jsonl")[-1]["groups"] == len(GROUPS))
+        assert "the others did not wait for it any longer" in run.said, run.said
 
 
 def check_steps(run: SeparateGroups, last: int) -> None:

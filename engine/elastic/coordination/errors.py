@@ -1,0 +1,17 @@
+"""What may become of a step or of a group, as the coordinator says."""
+
+from __future__ import annotations
+
+from ...errors import PeerLostError
+
+
+class StepAbortedError(Exception):
+    """The present generation is over. What was under way in it is repeated in the next one."""
+
+
+class CutOffError(PeerLostError):
+    """The others go on without this group, which must start again."""
+
+
+class RunFinishedError(Exception):
+    """The others have finished the run."""

@@ -1,0 +1,48 @@
+"""The ranks that are connected to the coordinator, and what they ask for."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Hashable, Iterable
+from typing import Any
+
+from .records import Rank
+
+Peer = Hashable
+
+
+class Roster(dict[Peer, Rank]):
+    """The ranks, by connection.
+
+    Args:
+        ranks: the number of ranks of a group.
+    """
+
+    def __init__(self, ranks: int):
+        super().__init__()
+        self._ranks = ranks
+
+    def of(self, slots: Iterable[int]) -> dict[Peer, Rank]:
+        """Return the ranks of some groups."""
+        wanted = set(slots)
+        return {peer: rank for peer, rank in self.items() if rank.slot in wanted}
+
+    def has_joined(self, slot: int) -> bool:
+        """Return whether all ranks of a group ask for the next generation."""
+        return sum(rank.joining is not None for rank in self.of([slot]).values()) == self._ranks
+
+    def joining(self, slot: int, key: str) -> Any:
+        """Return a value of a group's request: the least of its ranks' ``phase`` and ``step``, the
+        most of others.
+        """
+        ranks = self.of([slot]).values()
+        values = (rank.joining.get(key) or 0 for rank in ranks if rank.joining is not None)
+        return min(values) if key in ("phase", "step") else max(values, default=0)
+
+    def is_pending(self, slot: int) -> bool:
+        """Return whether a group does not know if its last vote was committed."""
+        return all(rank.joining is not None and rank.joining.get("pending") for rank in self.of([slot]).values())
+
+    def complete_fresh(self, members: Collection[int]) -> list[int]:
+        """Return the complete groups that wait and have no state, except ``members``."""
+        asking = (rank for rank in self.values() if rank.joining is not None and rank.joining.get("fresh"))
+        return sorted({rank.slot for rank in asking if rank.slot not in members and self.has_joined(rank.slot)})
