@@ -291,6 +291,10 @@ class Membership:
             "phase": phase, "step": step, "writer": min(slots, key=lambda slot: (kept[slot], slot)),
             "expected": sorted(set(range(self._groups)) - set(slots) - self.gone),
         }  # fmt: skip
+        if before is None:
+            absent = {slot for rank in ranks.values() for slot in slots_of(rank.joining)} - set(slots)
+            for slot in sorted(absent):
+                self._say(f"group {slot} was lost while there was no coordinator; the others go on without it")
         for peer, rank in ranks.items():
             rank.joining = None
             self._send(peer, answer | {"commit_pending": rank.slot in commits})

@@ -22,11 +22,13 @@ from sdp.engine.elastic.coordination.messages import Channel
 from sdp.engine.elastic.process_groups import AbortableGroup
 from sdp.engine.elastic.session import Session
 from sdp.tools.train.loop.training_run import TrainingRun
+from sdp.tools.train.observers.monitors import Monitors
 
 REDUCTION, BEFORE_VOTE, UPDATE = "a reduction", "before the vote", "the update"
 EVALUATION, SAVE, RETURN = "an evaluation", "a save", "the return of another group"
 MOMENTS = (REDUCTION, BEFORE_VOTE, UPDATE, EVALUATION, SAVE, RETURN)
 BEFORE_STEP = "before a step"  # where the others wait for a group that returns
+EVALUATED, IN_FILE = "an evaluation is told to the files", "a step is in metrics.jsonl, and in no curve yet"
 _PAUSE_SECONDS = 0.01
 
 
@@ -35,7 +37,7 @@ class Stop:
     """Where some ranks stop.
 
     Attributes:
-        moment: one of :data:`MOMENTS`, or :data:`BEFORE_STEP`.
+        moment: one of the names above.
         groups: the groups that stop.
         rank: the rank that stops in each of them.
         step: the step in which they stop, or after which. It has no meaning for a return.
@@ -161,6 +163,8 @@ _STOPPERS: dict[str, Callable[[Callable[..., None], Stop], None]] = {
     EVALUATION: lambda reach, _: _before(FSDP2Backend, "evaluate", reach),  # between its parts
     SAVE: lambda reach, _: _before(save_module, "hash_files", reach),  # its tensors are written
     RETURN: _stop_in_a_return,
+    EVALUATED: lambda reach, _: _before(TrainingRun, "tell_evaluation", reach),
+    IN_FILE: lambda reach, _: _before(Monitors, "on_step", reach),
 }
 
 

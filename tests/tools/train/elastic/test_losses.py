@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 from sdp.tests.support.clusters.elastic_runs import MICRO, ElasticRun, Start, elastic_config
+from sdp.tests.support.forks.command import run_forked
 from sdp.tests.support.small_runs import make_corpus, read_tensorboard
 
 
@@ -108,6 +109,9 @@ def test_without_losses_an_elastic_run_is_the_run_without_elastic_groups(start: 
     assert losses[0] == pytest.approx(losses[1], rel=1e-6)
     assert [line["groups"] for line in elastic.lines()] == [4] * steps
     assert "groups" not in plain.lines()[0]
+    evaluated = run_forked("evaluate", elastic.dump_dir, "--json")
+    assert evaluated.returncode == 0, evaluated.stderr
+    assert json.loads(evaluated.stdout)["loss"] == pytest.approx(evaluations(elastic)[-1]["loss"], rel=1e-5)
 
 
 @pytest.mark.slow

@@ -8,17 +8,30 @@ a whole group is in ``tests/engine/elastic/test_each_moment.py``.
 
 from __future__ import annotations
 
+import csv
 from pathlib import Path
 from typing import Any
 
 import pytest
 from sdp.tests.support.clusters.lost_at import SeparateGroups
-from sdp.tests.support.clusters.moments import BEFORE_VOTE, EVALUATION, MOMENTS, REDUCTION, RETURN, SAVE, UPDATE
+from sdp.tests.support.clusters.moments import (
+    BEFORE_VOTE,
+    EVALUATED,
+    EVALUATION,
+    IN_FILE,
+    MOMENTS,
+    REDUCTION,
+    RETURN,
+    SAVE,
+    UPDATE,
+    Stop,
+)
 from sdp.tests.support.clusters.stories import (
     COORDINATOR,
     HOST,
     LAST,
     RANK,
+    STEPS,
     TWO_GROUPS,
     Checked,
     Story,
@@ -75,3 +88,21 @@ def test_the_coordinator_dies_when_it_has_told_a_decision_to_some(
         run.end(story.living[-1])
         check_files(run, story)
     static_runs.check(run, story, config)
+
+
+@pytest.mark.parametrize("moment", [EVALUATED, IN_FILE])
+def test_a_writer_dies_between_two_of_the_files(corpus: Path, tmp_path: Path, moment: str) -> None:
+    """The next writer writes the evaluation, and the step into the curves."""
+    config = Story(COORDINATOR, BEFORE_VOTE).config(corpus) | {"csv_monitor": {"enabled": True}}
+    stop = Stop(moment, (0,), 0, LAST, tmp_path)
+    with SeparateGroups(tmp_path, config, 1, [stop]) as run:
+        run.wait_for(stop)
+        run.lose_ranks(stop)
+        run.end((1, 2))
+        lines, evaluations = run.lines("metrics.jsonl"), run.lines("evaluations.jsonl")
+    assert [line["step"] for line in lines] == list(range(1, STEPS + 1)), run.said
+    assert [line["step"] for line in evaluations] == [0, LAST, STEPS]
+    for name, expected in (("Train_Samples_train_loss", lines), ("Eval_loss", evaluations)):
+        with (run.dump_dir / "csv" / f"{name}.csv").open(newline="") as file:
+            points = [(int(step), float(loss)) for step, loss in list(csv.reader(file))[1:]]
+        assert points == [(line["step"], line["loss"]) for line in expected]
