@@ -74,15 +74,15 @@ class LocalTraining:
         return self._pending[-1][1] if self._pending else None
 
     def newest(self) -> LocalUpdate | None:
-        """Return what :attr:`pending` will be. May wait."""
+        """The outcome of the last step. None if :meth:`arrived` has returned it. May wait."""
         return self.pending.wait() if self.pending is not None else None
 
     def skipped_steps(self, until: int | None = None) -> int:
-        """Count the steps of :meth:`skips`, up to ``until``, that a group skipped. May wait."""
+        """Count the skipped steps of :meth:`skips`, up to step ``until``. May wait."""
         return sum(skipped for step, skipped in self.skips() if until is None or step <= until)
 
     def skips(self) -> Iterator[tuple[int, bool]]:
-        """Whether a group skipped a step, for those that :meth:`arrived` has not returned."""
+        """Return each step that :meth:`arrived` has not, and whether a group skipped it."""
         return ((step, update.wait().skipped > 0) for step, update in self._pending)
 
     @property
@@ -284,7 +284,7 @@ class LastSteps:
         return self._in_a_row.counts_after(skipped for _, skipped in self._local.skips())
 
     def start_at(self, skipped: int, in_a_row: tuple[int, int] = (0, 0)) -> None:
-        """Continue with so many skipped steps. For ``in_a_row`` see :attr:`skipped_in_a_row`."""
+        """Continue with ``skipped`` steps, and ``in_a_row`` as in :attr:`skipped_in_a_row`."""
         self._skipped = skipped
         self._in_a_row.continue_from(*in_a_row)
 

@@ -178,10 +178,10 @@ class ElasticRounds:
     def tell_each_other(
         self, slot: int, rows: Callable[[], list[list[int]]], vote: Callable[[], object] | None
     ) -> list[list[list[int]]] | None:
-        """Tell what only some groups have to tell. Otherwise the next vote is early enough.
-        Collective.
+        """Exchange the outcomes of steps that groups have not told each other yet. Collective.
 
-        Groups that gave up a round have steps to tell, and those that return have none.
+        If all ranks have equally many, nothing is done, because the next vote exchanges them.
+        Groups that gave up a round have such steps, and returning groups have none.
 
         Args:
             slot: this rank's group.
@@ -190,7 +190,11 @@ class ElasticRounds:
                 next vote.
 
         Returns:
-            The rows of all ranks that told something, or None if this rank told nothing.
+            For each rank that told something, its rows: a list of integers for each step. None if
+            this rank told nothing.
+
+        Raises:
+            StepAbortedError: a group was lost. Nothing has changed.
         """
         if len(set(gather_json(self.untold))) == 1 and vote is not None:
             return None

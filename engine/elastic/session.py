@@ -74,7 +74,7 @@ class Session:
         self._phases: Mapping[Masking, Layout] = self._backend.phases
         self.layout: Layout = engine.layout
         self.assembly: Assembly | None = None
-        self._is_fresh, self._has_ended = True, False  # ended: all was done, but for the vote about it
+        self._is_fresh, self._has_ended = True, False  # ended: only the last vote is missing
         self._meeting: Meeting | None = None
         self._abort: Abort | None = None
 

@@ -31,11 +31,12 @@ def vote_together(
     Args:
         client: this rank's connection.
         facts: a small JSON value that all ranks get if the step is committed.
-        step: the number of votes that this rank has committed.
+        step: see :meth:`CoordinatorClient.settle`.
         phase: what comes next for this rank if the coordinator is gone.
         fresh: whether this rank has no state.
         at: see :meth:`CoordinatorClient.ask`.
-        over: why the generation is over, as far as this rank knows. Then it does not vote.
+        over: why this generation is over, or None if this rank knows of no reason. If it is given,
+            this rank does not vote.
 
     Raises:
         StepAbortedError: the step is not committed.
@@ -56,7 +57,9 @@ def vote_together(
 
 
 def _known_inside(decision: Decision | None, over: str | None) -> tuple[Decision | None, str | None]:
-    """What any rank of this group knows. Collective in the group."""
+    """Return the decision and the reason that any rank of this group knows, each None if no rank
+    does. Collective in the group.
+    """
     told = [list(decision.facts), decision.newcomers] if decision is not None else None
     known = gather_json([told, over], dist.group.WORLD)
     told = next((each for each, _ in known if each is not None), None)

@@ -43,7 +43,7 @@ class SkippedSteps:
         return in_a_row, excused
 
     def continue_from(self, in_a_row: int, excused: int) -> None:
-        """Go on counting as if so many steps had been skipped in a row here."""
+        """Go on counting as if ``in_a_row`` steps had been skipped in a row here."""
         self.in_a_row, self._excused = in_a_row, excused
 
     def report(self, step: int, norm: float | None, loss_scale: float | None) -> None:

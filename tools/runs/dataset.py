@@ -99,7 +99,9 @@ def path_of(config: Config, dump_dir: Path) -> Path:
 
 
 def training_samples(config: Config) -> int | None:
-    """Count the training samples of a run. None if its data are not prepared yet, or not here.
+    """Count the training samples of a run.
+
+    None if the data are not prepared on this machine, or if the run prepares them itself.
 
     Raises DataError if the data are damaged, and ConfigError if ``config`` contradicts them.
     """

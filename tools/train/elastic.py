@@ -276,7 +276,8 @@ class ElasticTrainer:
             self._is_start = False
 
     def _begin_again(self) -> None:
-        """Drop the present step, and stop if any rank knows that all agreed to. Collective.
+        """Drop the present step, and take over the signal to stop from ranks that know it.
+        Collective.
 
         If the coordinator dies while it tells a decision, only some ranks know what was agreed.
         """

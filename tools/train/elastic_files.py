@@ -106,7 +106,8 @@ class ElasticFiles:
         """Write the lines that the last writer did not write any more.
 
         Curves get all kept lines again. The last writer may have died between two files, or with
-        points in memory. New points replace older ones.
+        points in memory. In TensorBoard and CSV, new points replace older ones. Weights & Biases
+        gets them twice.
         """
         found = read_run(self._run.dump_dir)
         written = max((line["step"] for line in found.metrics), default=0)

@@ -168,8 +168,9 @@ def publish(directory: Path, tag: str, before: bytes | None, *, is_newest: bool 
         is_newest: whether it is the newest one now.
 
     Raises:
-        CheckpointError: another process has written a checkpoint since the save began. An elastic
-            group that was stopped for a while must not move the pointer back.
+        CheckpointError: another process changed the pointer since the save began. The new
+            checkpoint keeps its directory, but does not become the newest. So an elastic group that
+            was stopped for a while cannot move the pointer back.
     """
     final, partial, replaced = directory / tag, directory / f".{tag}{PARTIAL}", directory / f".{tag}{REPLACED}"
     if is_whole(final):

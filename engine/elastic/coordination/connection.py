@@ -13,7 +13,7 @@ _RETRY_SECONDS = 0.2
 
 
 def reach(address: tuple[str, int], token: bytes, seconds: float) -> tuple[socket.socket, Channel]:
-    """Connect to the coordinator, and try again for so many seconds.
+    """Connect to the coordinator, and try again for up to ``seconds``.
 
     Args:
         address: HOST and port of the coordinator.

@@ -150,9 +150,9 @@ class CoordinatorClient:
         return decision if decision is not None else self.settle(facts, step=step, phase=phase, fresh=False)
 
     def ask(self, facts: Any, *, at: int | None = None) -> Decision | None:
-        """Vote for the present step, and return the decision. None if the coordinator is gone.
+        """Vote for the present step, and wait for the decision.
 
-        Then nobody knows whether all have voted, until :meth:`settle`.
+        Returns None if the coordinator is gone. Then :meth:`settle` learns if all have voted.
 
         Args:
             facts: a small JSON value that all ranks get if the step is committed.
@@ -175,7 +175,8 @@ class CoordinatorClient:
 
         Args:
             facts: what this rank voted with.
-            step: the number of steps that this rank has committed.
+            step: what the coordinator counts for this rank: committed steps, or with local steps
+                committed votes.
             phase: what comes next for this rank.
             fresh: whether the rank has no state.
 

@@ -31,15 +31,15 @@ class Roster(dict[Peer, Rank]):
         return sum(rank.joining is not None for rank in self.of([slot]).values()) == self._ranks
 
     def joining(self, slot: int, key: str) -> Any:
-        """Return a value of a group's request: the least of its ranks' ``phase`` and ``step``, the
-        most of others.
+        """Return one value of a group's request to join: for ``phase`` and ``step`` the smallest of
+        its ranks, for other keys the largest, 0 if there is none.
         """
         ranks = self.of([slot]).values()
         values = (rank.joining.get(key) or 0 for rank in ranks if rank.joining is not None)
         return min(values) if key in ("phase", "step") else max(values, default=0)
 
     def is_pending(self, slot: int) -> bool:
-        """Return whether a group does not know if its last vote was committed."""
+        """Return whether no rank of a group knows if its last vote was committed."""
         return all(rank.joining is not None and rank.joining.get("pending") for rank in self.of([slot]).values())
 
     def complete_fresh(self, members: Collection[int]) -> list[int]:

@@ -15,7 +15,7 @@ from sdp.tests.support.cases import Case
 from sdp.tests.support.clusters.living import GROUPS, begin, run_groups, world_of_group
 from sdp.tests.support.ranks import RankPool
 
-LOST, BACK = 1, 3  # the group is lost after the first step, and returns before this one (from 0)
+LOST, BACK = 1, 3  # group LOST is lost after the first step, and returns before step BACK (from 0)
 STEPS = 100  # more than the run makes
 AGREE = 0  # what comes next for a rank whose round is over
 

@@ -94,9 +94,8 @@ def stop_at(stops: Sequence[Stop]) -> None:
 
 
 def die_in_first_meeting(group: int, path: Path) -> None:
-    """Let the ranks of a group be killed here when they meet others, and write a file.
-
-    If the file exists, they live on.
+    """Let the first rank of ``group`` that meets the others here write the file ``path``, and be
+    killed. It lives on if the file exists.
     """
 
     def die(*_: Any) -> None:

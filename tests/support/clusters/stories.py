@@ -29,8 +29,8 @@ class Story:
     """What happens in a run, by its kind of loss and its moment.
 
     Args:
-        loss: see below.
-        moment: see below.
+        loss: one of the constants from ``RANK`` to ``POWER``.
+        moment: one of those of :mod:`moments`.
         ranks: the ranks of each group, None for those that are usual with this loss.
 
     Attributes:
@@ -62,8 +62,11 @@ class Story:
             self.living = before + (left,) * (STEPS - GATE)
 
     def config(self, corpus: Path) -> dict[str, Any]:
-        """SGD shows a wrong scale, and momentum is a state that a group must bring along."""
-        # Only the loss of a link may wait for a heartbeat. With others the test would fail first.
+        """Return the configuration. Its SGD shows gradients of a wrong scale, and its momentum is
+        state that a returning group must get.
+        """
+        # Only the loss of a link or of power is noticed by a missing heartbeat. For other losses
+        # the heartbeat is longer than the test may take, so a test that waits for it fails.
         heartbeat = HEARTBEAT if self.loss in (LINK, POWER) else 2 * SECONDS
         config = elastic_config(corpus, steps=STEPS, groups=self.groups, restarts=0, heartbeat_seconds=heartbeat)
         del config["sdp"]["capacity"], config["sdp"]["survive"]
