@@ -1,8 +1,8 @@
 """Compare the speed of ``sdp train`` in two checkouts of this package, in turns.
 
 Each folder has a checkout named ``sdp``. The runs alternate, and which comes first changes from
-pair to pair. It prints the median of the ratios of the first to the second, with the smallest and the
-largest one.
+pair to pair. It prints the median of the ratios of the first to the second, with the smallest and
+the largest one.
 Both must end with the same loss and the same bytes. Nothing else should run on the machine.
 
     git clone . /tmp/new/sdp; git clone . /tmp/old/sdp; git -C /tmp/old/sdp checkout COMMIT
