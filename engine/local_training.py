@@ -79,11 +79,11 @@ class LocalTraining:
 
     def skipped_steps(self, until: int | None = None) -> int:
         """Count the skipped steps of :meth:`skips`, up to step ``until``. May wait."""
-        return sum(skipped for step, skipped in self.skips() if until is None or step <= until)
+        return sum(self.skips(until))
 
-    def skips(self) -> Iterator[tuple[int, bool]]:
-        """Return each step that :meth:`arrived` has not, and whether a group skipped it."""
-        return ((step, update.wait().skipped > 0) for step, update in self._pending)
+    def skips(self, until: int | None = None) -> Iterator[bool]:
+        """Return whether each step that :meth:`arrived` has not returned was skipped."""
+        return (update.wait().skipped > 0 for step, update in self._pending if until is None or step <= until)
 
     @property
     def is_local(self) -> bool:
@@ -281,7 +281,7 @@ class LastSteps:
     @property
     def skipped_in_a_row(self) -> tuple[int, int]:
         """How many of the last steps were skipped in a row, and how many of them are excused."""
-        return self._in_a_row.counts_after(skipped for _, skipped in self._local.skips())
+        return self._in_a_row.counts_after(self._local.skips())
 
     def start_at(self, skipped: int, in_a_row: tuple[int, int] = (0, 0)) -> None:
         """Continue with ``skipped`` steps, and ``in_a_row`` as in :attr:`skipped_in_a_row`."""

@@ -67,12 +67,15 @@ class ElasticRounds:
 
     Attributes:
         given_up: the last round that all groups gave up, until it is reset.
+        told: for each rank that told something about that round, a list of integers for each step,
+            until it is reset.
     """
 
     def __init__(self, engine: SDPEngine):
         self._engine, self._training = engine, engine.local_training
         self._steps: list[_OwnStep] = []  # since all groups agreed last
         self.given_up: GivenUp | None = None  # until the user has been told
+        self.told = list[list[list[int]]]()
         self._training.is_elastic = True
         self._local.tell = self._tell
 
@@ -176,8 +179,8 @@ class ElasticRounds:
         self.given_up = GivenUp(steps, samples, groups)
 
     def tell_each_other(
-        self, slot: int, rows: Callable[[], list[list[int]]], vote: Callable[[], object] | None
-    ) -> list[list[list[int]]] | None:
+        self, slot: int, rows: Callable[[], list[list[int]]], *, always: bool = False
+    ) -> list[Untold] | None:
         """Exchange the outcomes of steps that groups have not told each other yet. Collective.
 
         If all ranks have equally many, nothing is done, because the next vote exchanges them.
@@ -186,29 +189,20 @@ class ElasticRounds:
         Args:
             slot: this rank's group.
             rows: returns what else the ranks exchange about each step.
-            vote: votes, so that all groups take what was told, or none. None if there will be no
-                next vote.
+            always: exchange them in any case, because there will be no next vote.
 
         Returns:
-            For each rank that told something, its rows: a list of integers for each step. None if
-            this rank told nothing.
-
-        Raises:
-            StepAbortedError: a group was lost. Nothing has changed.
+            What each rank told that had something to tell, or None if nothing was exchanged.
         """
-        if len(set(gather_json(self.untold))) == 1 and vote is not None:
+        if len(set(gather_json(self.untold))) == 1 and not always:
             return None
         outcomes = [[step.loss, step.norm] for step in self._steps]
-        told = [each for each in (Untold(*each) for each in gather_json([slot, outcomes, rows()])) if each.outcomes]
-        if vote is not None:
-            vote()
-        if not self._steps:
-            return None
-        self.take(told)
-        return [each.rows for each in told]
+        return [each for each in (Untold(*each) for each in gather_json([slot, outcomes, rows()])) if each.outcomes]
 
     def take(self, told: Sequence[Untold]) -> None:
         """Note the outcome of this rank's steps, of which only the groups in ``told`` know."""
+        if not self._steps:
+            return
         first = {each.slot: each for each in reversed(told)}.values()
         for index, step in enumerate(self._steps):
             norms = [norm for norm in (each.outcomes[index][1] for each in first) if math.isfinite(norm)]
@@ -219,4 +213,4 @@ class ElasticRounds:
                     skipped=len(first) - len(norms),
                 )
             )
-        self._steps = []
+        self._steps, self.told = [], [each.rows for each in told]

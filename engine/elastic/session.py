@@ -21,15 +21,14 @@ from ..distributed.world import World
 from ..engine import SDPEngine
 from ..errors import CheckpointError, NonFiniteError
 from ..placement.layout import Layout
-from .bringing_back import GIVE_UP, HolderWait, bring_up_to_date, load_lost_units
-from .bringing_back import UnitsLostError as UnitsLostError
+from .bringing_back import GIVE_UP, HolderWait, UnitsLostError, bring_up_to_date, load_lost_units
 from .coordination.assembly import Assembly, Decision
-from .coordination.errors import CutOffError, RunFinishedError, StepAbortedError
+from .coordination.errors import CutOffError, RunFinishedError, StepAbortedError, UnansweredError
 from .coordination.member import CoordinatorClient
 from .inside import all_inside
 from .living import living_layout, lost_units, make_communicators
 from .process_groups import Abort, Meeting
-from .rounds import ElasticRounds, fsdp2_backend
+from .rounds import ElasticRounds, Untold, fsdp2_backend
 from .salvage import salvage
 from .voting import vote_together
 
@@ -56,8 +55,6 @@ class Session:
         has_lost_units: whether units were brought back from a checkpoint in the last meeting.
         rows: with local steps, returns what the ranks exchange about each step that they have not
             told each other.
-        told: with local steps, the rows of all ranks that had some to tell in a meeting, until the
-            run takes them.
     """
 
     def __init__(
@@ -70,7 +67,7 @@ class Session:
         self._wait = HolderWait(client, engine.layout, checkpoints, wait_seconds, lambda: self.stops())
         self.stops: Callable[[], bool] = lambda: False
         self.rows: Callable[[], list[list[int]]] = list
-        self.has_lost_units, self.told = False, list[list[list[int]]]()
+        self.has_lost_units = False
         self._phases: Mapping[Masking, Layout] = self._backend.phases
         self.layout: Layout = engine.layout
         self.assembly: Assembly | None = None
@@ -129,7 +126,11 @@ class Session:
                 continue
             self._wait.end()
             try:
-                self.protect(partial(self._begin, found, [] if everyone_is_fresh else fresh, position, lost))
+                told = self.protect(partial(self._connect, found, gives_up=bool(lost)))
+                if told is not None and self.rounds is not None:
+                    self.vote(None, found.phase)  # all take what was told, or none
+                    self.rounds.take(told)
+                self.protect(partial(self._begin, [] if everyone_is_fresh else fresh, position, lost))
             except StepAbortedError as error:
                 log.info("generation %d is over before it began: %s", found.number, error)
                 continue
@@ -172,8 +173,11 @@ class Session:
 
     def finish(self) -> None:
         """Leave the run, which is over. Collective. Raises StepAbortedError."""
-        self._has_ended = True
-        self.vote(None)
+        try:
+            self.vote(None)
+        except UnansweredError:
+            self._has_ended = True
+            raise
         self._client.leave()
 
     # -- losses ------------------------------------------------------------------------------------
@@ -241,20 +245,14 @@ class Session:
             self._meeting.leave()
             self._meeting = None
 
-    def _begin(self, found: Assembly, fresh: Sequence[int], position: Callable[[], None], lost: Sequence[str]) -> None:
-        """Begin a generation.
+    def _begin(self, fresh: Sequence[int], position: Callable[[], None], lost: Sequence[str]) -> None:
+        """Begin a generation, when all are connected.
 
         Args:
-            found: its groups.
             fresh: those that get the state of the others, by their numbers among the living.
             position: see :meth:`meet`.
             lost: units that only they hold, and load from the newest checkpoint.
         """
-        self._connect(found)
-        if self.rounds is not None:
-            if lost and not self._is_fresh and self.assembly is not None:
-                self.rounds.give_up(self.assembly.slots)
-            self._take_told(self.rounds, lambda: self.vote(None))
         position()
         if fresh:
             load = partial(load_lost_units, self._client, self.layout, self._checkpoints, lost)
@@ -273,7 +271,7 @@ class Session:
             self._meet_only(found)
             if self.rounds is not None and self.assembly is not None:
                 self.rounds.give_up(self.assembly.slots)
-                self._take_told(self.rounds, None)
+                self.rounds.take(self.rounds.tell_each_other(self.slot, self.rows, always=True) or [])
             written = salvage(self._engine, self._backend, self.layout, self._checkpoints, lost, found.slots)
         except (CheckpointError, NonFiniteError, StepAbortedError) as error:
             written = f"no further checkpoint: {error}"
@@ -299,11 +297,13 @@ class Session:
         self._meeting = Meeting(store, found.name, rank, dist.get_rank(), abort, self._timeout, listen)
         return self._meeting
 
-    def _connect(self, found: Assembly) -> None:
+    def _connect(self, found: Assembly, *, gives_up: bool) -> list[Untold] | None:
+        """Make the process groups of a generation, and exchange what only some groups have to tell.
+
+        ``gives_up``: whether the others give up the round, because a unit is lost.
+        """
         backend, engine = self._backend, self._engine
-        phases: dict[Masking, Layout] = {
-            masking: living_layout(layout, found.slots) for masking, layout in self._phases.items()
-        }
+        phases = {masking: living_layout(layout, found.slots) for masking, layout in self._phases.items()}
         mesh = phases[backend.layout.masking].mesh
         rank = mesh.rank(found.slots.index(self.slot)) + self._client.identity.inside
         meeting = self._make_meeting(found, rank)
@@ -313,8 +313,8 @@ class Session:
         engine.follow_layout()
         sampler = engine.loader.sampler
         sampler.data_rank, sampler.data_ranks = mesh.data_rank(rank), mesh.data_ranks
-
-    def _take_told(self, rounds: ElasticRounds, vote: Callable[[], object] | None) -> None:
-        """Exchange what only some groups have to tell. ``vote`` is None if there is no next one."""
-        told = rounds.tell_each_other(self.slot, self.rows, vote)
-        self.told = self.told if told is None else told
+        if self.rounds is None:
+            return None
+        if gives_up and not self._is_fresh and self.assembly is not None:
+            self.rounds.give_up(self.assembly.slots)
+        return self.rounds.tell_each_other(self.slot, self.rows)

@@ -31,6 +31,8 @@ def _first_group_runs_ahead(case: Case, kind: str, said: Path) -> tuple[int, flo
         if rank == 1:
             store.wait([f"group 0 made step {min(step + lag, case.steps) - 1}"], PATIENCE)
         engine.step()
+        if step >= lag:
+            engine.skipped_until(step + 1 - lag)  # as when the line of this step is finished
         if rank == 0:
             store.set(f"group 0 made step {step}", "")
     return engine.global_steps, engine.get_loss() or 0.0, engine.get_global_grad_norm() or 0.0

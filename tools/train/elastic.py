@@ -13,11 +13,12 @@ from collections.abc import Callable, Iterator
 from typing import Any, TypeVar
 
 from ...engine.distributed.agreement import gather_json
+from ...engine.elastic.bringing_back import UnitsLostError
 from ...engine.elastic.coordination.assembly import Assembly
 from ...engine.elastic.coordination.errors import RunFinishedError, StepAbortedError
 from ...engine.elastic.coordination.membership import STEP
 from ...engine.elastic.living import lost_units
-from ...engine.elastic.session import Session, UnitsLostError
+from ...engine.elastic.session import Session
 from ...engine.errors import PeerLostError
 from ..runs.run_files import evaluated_steps
 from .elastic_files import ElasticFiles

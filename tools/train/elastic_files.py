@@ -105,20 +105,27 @@ class ElasticFiles:
     def _write_missing_lines(self, files: RunFiles, monitors: Observer) -> None:
         """Write the lines that the last writer did not write any more.
 
-        Curves get all kept lines again. The last writer may have died between two files, or with
-        points in memory. In TensorBoard and CSV, new points replace older ones. Weights & Biases
-        gets them twice.
+        Curves get the newest lines of the files again, because the last writer may have died
+        between two files, or with points in memory. In TensorBoard and CSV, new points replace
+        older ones. Weights & Biases gets them twice.
         """
         found = read_run(self._run.dump_dir)
-        written = max((line["step"] for line in found.metrics), default=0)
-        evaluated = {line["step"] for line in found.evaluations}
+        steps: dict[int, Line] = {line["step"]: line for line in found.metrics[-_KEPT_LINES:]}
+        evaluations: dict[int, Line] = {line["step"]: line for line in found.evaluations}
+        last = max(steps, default=0)
         for kind, line in self._newest.lines:
-            is_step = kind == "step"
-            if is_step and line["step"] > written:
+            if kind == "step" and line["step"] > last:
+                steps[line["step"]] = line
                 files.step(line)
-            if not is_step and line["step"] not in evaluated:
+            if kind == "evaluation" and line["step"] not in evaluations:
+                evaluations[line["step"]] = line
                 files.evaluation(line)
-            (monitors.on_step if is_step else monitors.on_evaluation)(line)
+        first = min(steps, default=0)
+        for step in sorted({*steps, *(step for step in evaluations if step >= first)}):
+            if step in steps:
+                monitors.on_step(steps[step])
+            if step in evaluations:
+                monitors.on_evaluation(evaluations[step])
 
 
 class _NewestLines(Observer):

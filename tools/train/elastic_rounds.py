@@ -136,9 +136,9 @@ class RoundsTrainer(ElasticTrainer):
         """Show the lines of the steps of a round that all gave up, and say how many samples it
         had.
         """
-        if self._session.told:
-            self._rows.take(self._session.told)
-            self._session.told = []
+        if self._rounds.told:
+            self._rows.take(self._rounds.told)
+            self._rounds.told = []
             self._rows.settle(0)
             self._tell_lines(averaged=False)
         if (given_up := self._rounds.given_up) is not None:

@@ -168,20 +168,28 @@ def publish(directory: Path, tag: str, before: bytes | None, *, is_newest: bool 
         is_newest: whether it is the newest one now.
 
     Raises:
-        CheckpointError: another process changed the pointer since the save began. The new
-            checkpoint keeps its directory, but does not become the newest. So an elastic group that
-            was stopped for a while cannot move the pointer back.
+        CheckpointError: another process has saved a later step since the save began. So an elastic
+            group that was stopped for a while cannot move the pointer back.
     """
     final, partial, replaced = directory / tag, directory / f".{tag}{PARTIAL}", directory / f".{tag}{REPLACED}"
+    _refuse_if_overtaken(directory, tag, before)
     if is_whole(final):
         final.rename(replaced)
     partial.rename(final)
-    if pointer_text(directory) != before:
-        raise CheckpointError(f"{directory / LATEST} was changed by another process while {tag} was written")
+    _refuse_if_overtaken(directory, tag, before)
     if is_newest:
         point_to(directory, tag)
     if is_whole(replaced):
         shutil.rmtree(replaced, ignore_errors=True)
+
+
+def _refuse_if_overtaken(directory: Path, tag: str, before: bytes | None) -> None:
+    if pointer_text(directory) == before:
+        return
+    newest = latest(directory) or ""
+    steps = [int(number) if (number := each.removeprefix("step-")).isdecimal() else -1 for each in (tag, newest)]
+    if 0 <= steps[0] < steps[1]:
+        raise CheckpointError(f"another process saved {newest} in {directory} while {tag} was written")
 
 
 def _restore_replaced(directory: Path) -> None:

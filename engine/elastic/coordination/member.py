@@ -14,7 +14,7 @@ from typing import Any
 from ...errors import PeerLostError
 from .assembly import Assembly, Decision, Identity, Member
 from .connection import reach
-from .errors import CutOffError, RunFinishedError, StepAbortedError
+from .errors import CutOffError, RunFinishedError, StepAbortedError, UnansweredError
 from .messages import Channel, Message, ProtocolError
 from .progress import Progress
 
@@ -70,6 +70,7 @@ class CoordinatorClient:
         self._next: Assembly | None = None  # of a reunion inside a vote
         self._attempt = 0
         self._joined: float | None = None  # when, on this connection
+        self._has_read_all = False  # of a connection that is over
         self._is_alone = self._is_answered = False  # there is no connection; it was answered on this one
         self.is_cut_off = False  # whether the others go on without this group
         self._generation = self._aborted = -1
@@ -106,7 +107,7 @@ class CoordinatorClient:
             "members": self._assembly.slots if self._assembly is not None else [],
         }  # fmt: skip
         refusals = 0
-        if self._is_alone:
+        if self._is_alone and self._has_read_all:  # otherwise the last words tell why
             self._connect()
         while True:
             self._send(request)
@@ -181,11 +182,11 @@ class CoordinatorClient:
             fresh: whether the rank has no state.
 
         Raises:
-            StepAbortedError: the step is not committed.
+            UnansweredError: the others have not committed the step.
         """
         self._next = self._join(step=step, phase=phase, fresh=fresh, pending=True)
         if not self._next.commit_pending:
-            raise StepAbortedError("the coordinator was gone")
+            raise UnansweredError("the coordinator was gone")
         return Decision((facts,), newcomers=False)
 
     def give_up(self, reason: str) -> None:
@@ -228,6 +229,7 @@ class CoordinatorClient:
             with self.progress.waiting():
                 message = self._answers.get()
             if message is None:
+                self._has_read_all = True
                 return None
             if message["type"] == "cut":
                 raise CutOffError(f"group {self.identity.slot} was cut off ({message.get('reason')}); it starts again")
@@ -247,7 +249,7 @@ class CoordinatorClient:
         connection.settimeout(None)
         with self._lock:
             self._socket, self._channel, self._joined, self._is_alone = connection, channel, None, False
-            self._is_answered, self._answers = False, queue.SimpleQueue()
+            self._is_answered, self._answers, self._has_read_all = False, queue.SimpleQueue(), False
         reading = (connection, channel, self._answers)
         threading.Thread(target=self._read, args=reading, name="elastic", daemon=True).start()
 

@@ -174,7 +174,11 @@ class Membership:
         if rank is not None:
             self._send(peer, {"type": "cut", "reason": cause})
         self._close(peer)
+        now = self.generation
         if rank is None or rank.is_leaving:
+            if rank is not None and now is not None and now.lives.get(rank.slot) == rank.life:
+                now.lost.add(rank.slot)  # so nobody waits for it, if others have not ended
+                self._form()
             return
         self._lost_lives.add(rank.life)
         for other, known in list(self._peers.items()):
@@ -182,7 +186,6 @@ class Membership:
                 del self._peers[other]
                 self._send(other, {"type": "cut", "reason": f"rank {rank.inside} of its group: {cause}"})
                 self._close(other)
-        now = self.generation
         if now is None or now.lives.get(rank.slot) != rank.life or rank.slot in now.lost:
             return
         now.lost.add(rank.slot)
@@ -235,7 +238,8 @@ class Membership:
             return
         old = self._old_groups()
         if old is None:
-            self._give_up_if_late()
+            if self.generation is None:
+                self._give_up_if_late()
             return
         # The last generation may have ended before these got their state.
         again = [slot for slot in old if self._peers.joining(slot, "fresh")]
@@ -255,6 +259,8 @@ class Membership:
         fresh = self._peers.complete_fresh(old) if phase == STEP else []
         if not old:  # the start of the run, which needs all groups
             if len(fresh) < self._groups:
+                if self.gone:
+                    self._fail(f"group {min(self.gone)} was lost before the first step, and is not started again")
                 self._give_up_if_late()
                 return
             step = max(self._peers.joining(slot, "step") for slot in fresh)
@@ -269,7 +275,7 @@ class Membership:
         asking = [rank for rank in self._peers.values() if rank.joining is not None and not rank.joining.get("fresh")]
         old = sorted({rank.slot for rank in asking})
         expected = {slot for rank in asking for slot in slots_of(rank.joining)}
-        late = self._waiting_since is not None and self._clock() - self._waiting_since > 2 * self._heartbeat
+        late = self._clock() - min((rank.asked for rank in asking), default=self._clock()) > 2 * self._heartbeat
         complete = all(self._peers.has_joined(slot) for slot in old)
         return old if complete and (late or all(self._peers.has_joined(slot) for slot in expected)) else None
 
@@ -305,9 +311,5 @@ class Membership:
 
     def _give_up_if_late(self) -> None:
         since = self._waiting_since
-        if (self.generation is not None and self.step) or since is None:
-            return
-        if self.gone:
-            self._fail(f"group {min(self.gone)} was lost before the first step, and is not started again")
-        elif self._clock() - since > self._wait:
+        if since is not None and self._clock() - since > self._wait:
             self._fail(f"not all groups came within {self._wait:g} s")

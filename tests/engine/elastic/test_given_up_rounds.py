@@ -106,7 +106,7 @@ def _step(
         session.meet(AGREE)
         assert session.has_lost_units
         living = [slot for slot in range(3) if slot != LOST for _ in range(place.ranks)]
-        assert session.told == [[[slot, step] for step in range(EVERY)] for slot in living]
+        assert rounds.told == [[[slot, step] for step in range(EVERY)] for slot in living]
         assert rounds.untold == rounds.steps_alone == 0
     seen.append(look(engine, session, [update.wait().loss for update in updates]))
     updates.clear()

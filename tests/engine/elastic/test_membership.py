@@ -1,0 +1,123 @@
+"""The coordinator's rules, without its sockets and with a clock of the test."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from sdp.engine.elastic.coordination.membership import STEP, Membership
+
+HEARTBEAT, WAIT = 5.0, 30.0
+
+
+class Rules:
+    """The rules for three groups of one rank. ``sent`` has the answers, by rank."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+        self.sent: list[tuple[str, str, list[int]]] = []
+        self.membership = Membership(
+            3,
+            1,
+            send=self._send,
+            close=lambda _: None,
+            say=lambda _: None,
+            heartbeat_seconds=HEARTBEAT,
+            wait_seconds=WAIT,
+            clock=lambda: self.now,
+        )
+
+    def _send(self, peer: Any, message: Any) -> None:
+        self.sent.append((peer, message["type"], [member["slot"] for member in message.get("members", ())]))
+
+    def join(self, peer: str, slot: int, *, step: int = 0, fresh: bool = False, members: tuple[int, ...] = ()) -> None:
+        """Let a rank ask for the next generation. Its process is named like the rank."""
+        message = {"type": "join", "slot": slot, "inside": 0, "ranks": 1, "life": peer, "host": "here", "store": ""}
+        message |= {"step": step, "phase": STEP, "fresh": fresh, "pending": False, "members": [*members]}
+        self.membership.hear(peer, message)
+
+    def begin(self) -> None:
+        """Let the run begin with ranks a, b and c."""
+        for slot, peer in enumerate("abc"):
+            self.join(peer, slot, fresh=True)
+
+    def vote(self) -> None:
+        """Let all commit the first step."""
+        assert self.membership.generation is not None
+        number = self.membership.generation.number
+        for peer in "abc":
+            self.membership.hear(peer, {"type": "vote", "generation": number, "attempt": 0, "ok": True, "facts": None})
+
+    def wait(self, seconds: int, *peers: str) -> None:
+        """Let time pass, in which these ranks show that they live."""
+        for _ in range(seconds):
+            self.now += 1
+            for peer in peers:
+                self.membership.hear(peer, {"type": "beat"})
+            self.membership.tick()
+
+    def generations(self) -> list[list[int]]:
+        """Return the groups of each generation that was told, once."""
+        found = [slots for _, kind, slots in self.sent if kind == "generation"]
+        return [slots for index, slots in enumerate(found) if slots not in found[:index]]
+
+
+def test_a_fresh_group_at_a_new_coordinator_makes_no_other_group_late() -> None:
+    rules = Rules()
+    rules.join("c", 2, fresh=True)
+    rules.wait(15, "c")
+    for slot, peer in enumerate("ab"):
+        rules.join(peer, slot, step=50, members=(0, 1))
+    assert rules.generations() == [[0, 1, 2]]
+
+
+def test_a_group_that_is_late_at_a_new_coordinator_is_cut_off() -> None:
+    rules = Rules()
+    rules.join("a", 0, step=50, members=(0, 1))
+    rules.wait(11, "a")
+    rules.join("b", 1, step=50, members=(0, 1))
+    assert rules.generations() == [[0]]
+    assert rules.sent[-1][:2] == ("b", "cut")
+
+
+def test_nobody_waits_for_a_group_that_has_ended() -> None:
+    rules = Rules()
+    rules.begin()
+    rules.vote()
+    rules.membership.lose("b", "it died")
+    for peer, slot in (("a", 0), ("c", 2)):
+        rules.join(peer, slot, step=1, members=(0, 1, 2))
+    rules.membership.hear("a", {"type": "bye"})
+    rules.join("c", 2, step=1, members=(0, 2))
+    rules.membership.lose("a", "its connection was closed")
+    assert rules.generations()[-1] == [2]
+
+
+def test_a_loss_before_the_first_vote_ends_nothing_if_the_others_have_state() -> None:
+    for gone_first in (False, True):
+        rules = Rules()
+        rules.begin()
+        rules.membership.lose("b", "it died")
+        rules.join("a", 0, members=(0, 1, 2))
+        if gone_first:
+            rules.membership.gone.add(1)
+            rules.wait(1, "a", "c")
+        rules.join("c", 2, members=(0, 1, 2))
+        assert rules.generations()[-1] == [0, 2]
+        assert rules.membership.failure is None
+
+
+def test_groups_without_state_begin_again_or_end() -> None:
+    rules = Rules()
+    rules.begin()
+    rules.membership.lose("b", "it died")
+    for peer, slot in (("a", 0), ("c", 2)):
+        rules.join(peer, slot, fresh=True)
+    assert rules.generations() == [[0, 1, 2]], "they wait for group 1"
+    rules.sent.clear()
+    rules.join("b again", 1, fresh=True)
+    assert rules.generations() == [[0, 1, 2]]
+    rules.membership.lose("b again", "it died")
+    rules.membership.gone.add(1)
+    for peer, slot in (("a", 0), ("c", 2)):
+        rules.join(peer, slot, fresh=True)
+    assert rules.membership.failure == "group 1 was lost before the first step, and is not started again"
