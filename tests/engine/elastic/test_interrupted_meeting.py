@@ -13,6 +13,7 @@ from unittest.mock import patch
 
 import sdp.engine.elastic.rounds as rounds_module
 from sdp.engine.elastic.coordination.errors import StepAbortedError
+from sdp.engine.elastic.coordination.member import CoordinatorClient
 from sdp.engine.elastic.coordination.membership import STEP
 from sdp.tests.support.cases import Case, one_step
 from sdp.tests.support.clusters.living import DiedError, Place, begin, run_groups, world_of_group
@@ -51,7 +52,7 @@ def _run(case: Case, place: Place, port: int, shared: TCPStore, folder: Path) ->
     except StepAbortedError:
         if place.inside == 0:
             shared.set("the others wait", "yes")
-        with patch.object(rounds_module, "gather_json", _not_heard_by_one_rank(session, place)):
+        with patch.object(rounds_module, "gather_json", _not_heard_by_one_rank(client, place)):
             session.meet(AGREE)
     del store
     return engine.global_steps
@@ -85,7 +86,7 @@ def _die_in_the_last_message(case: Case, place: Place, port: int, folder: Path) 
     del store
 
 
-def _not_heard_by_one_rank(session: Any, place: Place) -> Any:
+def _not_heard_by_one_rank(client: CoordinatorClient, place: Place) -> Any:
     """Return ``gather_json``, whose first list does not reach one rank until a group is lost."""
     gather, lists = rounds_module.gather_json, []
 
@@ -94,7 +95,7 @@ def _not_heard_by_one_rank(session: Any, place: Place) -> Any:
         if isinstance(value, list):
             lists.append(found)
             if len(lists) == 1 and (place.slot, place.inside) == (0, 0):
-                while not session._abort.is_over:
+                while not client.abort.is_set():
                     time.sleep(0.01)
                 raise StepAbortedError("the last message was lost with its group")
         return found
