@@ -303,7 +303,7 @@ class Session:
         ``gives_up``: whether the others give up the round, because a unit is lost.
         """
         backend, engine = self._backend, self._engine
-        phases = {masking: living_layout(layout, found.slots) for masking, layout in self._phases.items()}
+        phases: dict[Masking, Layout] = {key: living_layout(each, found.slots) for key, each in self._phases.items()}
         mesh = phases[backend.layout.masking].mesh
         rank = mesh.rank(found.slots.index(self.slot)) + self._client.identity.inside
         meeting = self._make_meeting(found, rank)

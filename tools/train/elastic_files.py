@@ -120,7 +120,7 @@ class ElasticFiles:
             if kind == "evaluation" and line["step"] not in evaluations:
                 evaluations[line["step"]] = line
                 files.evaluation(line)
-        first = min(steps, default=0)
+        first = min(steps) if len(found.metrics) > _KEPT_LINES else 0
         for step in sorted({*steps, *(step for step in evaluations if step >= first)}):
             if step in steps:
                 monitors.on_step(steps[step])

@@ -53,16 +53,14 @@ class Membership:
         self._most_facts = MOST_ANSWER_BYTES // 2 // (groups * ranks)  # the answer has those of all ranks
         self._send, self._close, self._say, self._clock = send, close, say, clock
         self._heartbeat, self._wait = heartbeat_seconds, wait_seconds
-        self._peers = Roster(ranks)
-        self._lost_lives: set[str] = set()
-        self._news = News(say, clock)
+        self._peers, self._lost_lives = Roster(ranks), set[str]()
+        self._news, self._paused = News(say, clock), PausedRanks(heartbeat_seconds)
         self._waiting_since: float | None = None
-        self._paused = PausedRanks(heartbeat_seconds)
         self.generation: Generation | None = None
         self.step = 0  # votes that were committed
         self._shown: int | None = None  # the step for messages, if votes are not steps
         self.is_finished = False
-        self.told: set[int] = set()  # groups that came after the end of the run
+        self.told: set[int] = set()  # groups that know that the run is over
         self.failure: str | None = None
         self.gone: set[int] = set()  # groups that nobody will start again, as the launcher knows
 
@@ -87,9 +85,10 @@ class Membership:
             self._hear_vote(rank, message)
         elif kind == "bye":
             rank.is_leaving = True
-            members = self._peers.of(self.generation.lives) if self.generation is not None else {}
-            if not self.is_finished and all(each.is_leaving for each in members.values()):
-                self._finish()
+            self.told.add(rank.slot)
+            if self.generation is not None:
+                self.generation.ended.add(rank.slot)
+            self._finish_if_over()
         elif kind == "leave":
             self.lose(peer, "it was told to stop")
         elif kind == "beat":
@@ -102,8 +101,14 @@ class Membership:
         else:
             raise ProtocolError(f"an unknown message {kind[:40]!r}")
 
-    def _finish(self) -> None:
-        """The run is over: groups that wait to join are not needed."""
+    def _finish_if_over(self) -> None:
+        """Finish the run if some groups have ended, and all others have too, or are gone.
+
+        Then groups that wait to join are not needed.
+        """
+        now = self.generation
+        if now is None or self.is_finished or not now.ended or self._peers.stay(now.lives):
+            return
         self.is_finished = True
         for peer, rank in list(self._peers.items()):
             if not rank.is_leaving:
@@ -165,10 +170,12 @@ class Membership:
             now.doubt = None
             self._abort("a group is lost")
 
-    # -- losses ------------------------------------------------------------------------------------
-
     def lose(self, peer: Peer, cause: str) -> None:
         """A connection is closed, or is to be closed for ``cause``: its whole group is lost."""
+        self._lose(peer, cause)
+        self._finish_if_over()
+
+    def _lose(self, peer: Peer, cause: str) -> None:
         rank = self._peers.pop(peer, None)
         self._paused.forget(peer)
         if rank is not None:
@@ -191,7 +198,8 @@ class Membership:
         now.lost.add(rank.slot)
         self._news.add(Loss(rank.slot, rank.host, cause, self._clock(), self._shown or self.step))
         if not self.living:
-            self._fail("all groups are lost")
+            if not now.ended:
+                self._fail("all groups are lost")
             return
         has_voted = all((rank.slot, inside) in now.votes for inside in range(self._ranks))
         if has_voted and not now.is_over:
@@ -247,10 +255,7 @@ class Membership:
         if again and not old and self.step:
             self._fail("all groups that had the state of the run are lost")
             return
-        step = max((self._peers.joining(slot, "step") for slot in old), default=0)
-        behind = [slot for slot in old if self._peers.joining(slot, "step") < step]
-        one_less = [slot for slot in behind if self._peers.joining(slot, "step") == step - 1]
-        commits = [slot for slot in one_less if self._peers.is_pending(slot)]
+        step, behind, commits = self._peers.steps_of(old)
         for slot in set(behind) - set(commits):
             old.remove(slot)
             for peer in self._peers.of([slot]):

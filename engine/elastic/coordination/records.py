@@ -67,6 +67,8 @@ class Generation:
         attempt: the number of the attempt within the generation.
         is_over: whether no further attempt can be committed.
         doubt: when a group that had voted died, before the others had.
+        lost: the groups that are gone.
+        ended: the groups of which a rank has ended the run.
     """
 
     number: int
@@ -77,6 +79,7 @@ class Generation:
     is_over: bool = False
     doubt: float | None = None
     lost: set[int] = field(default_factory=set)
+    ended: set[int] = field(default_factory=set)
 
 
 @dataclass

@@ -42,6 +42,19 @@ class Roster(dict[Peer, Rank]):
         """Return whether no rank of a group knows if its last vote was committed."""
         return all(rank.joining is not None and rank.joining.get("pending") for rank in self.of([slot]).values())
 
+    def steps_of(self, slots: Iterable[int]) -> tuple[int, list[int], list[int]]:
+        """Return the newest step that one of these groups has committed, the groups behind it, and
+        those of them that shall commit their last vote, because the others have.
+        """
+        steps = {slot: self.joining(slot, "step") for slot in slots}
+        newest = max(steps.values(), default=0)
+        behind = [slot for slot, step in steps.items() if step < newest]
+        return newest, behind, [slot for slot in behind if steps[slot] == newest - 1 and self.is_pending(slot)]
+
+    def stay(self, slots: Iterable[int]) -> bool:
+        """Return whether a rank of these groups is here that has not ended the run."""
+        return not all(rank.is_leaving for rank in self.of(slots).values())
+
     def complete_fresh(self, members: Collection[int]) -> list[int]:
         """Return the complete groups that wait and have no state, except ``members``."""
         asking = (rank for rank in self.values() if rank.joining is not None and rank.joining.get("fresh"))

@@ -10,14 +10,15 @@ HEARTBEAT, WAIT = 5.0, 30.0
 
 
 class Rules:
-    """The rules for three groups of one rank. ``sent`` has the answers, by rank."""
+    """The rules for three groups. ``sent`` has the answers, by rank."""
 
-    def __init__(self) -> None:
+    def __init__(self, ranks: int = 1) -> None:
+        self._ranks = ranks
         self.now = 0.0
         self.sent: list[tuple[str, str, list[int]]] = []
         self.membership = Membership(
             3,
-            1,
+            ranks,
             send=self._send,
             close=lambda _: None,
             say=lambda _: None,
@@ -29,11 +30,21 @@ class Rules:
     def _send(self, peer: Any, message: Any) -> None:
         self.sent.append((peer, message["type"], [member["slot"] for member in message.get("members", ())]))
 
-    def join(self, peer: str, slot: int, *, step: int = 0, fresh: bool = False, members: tuple[int, ...] = ()) -> None:
-        """Let a rank ask for the next generation. Its process is named like the rank."""
-        message = {"type": "join", "slot": slot, "inside": 0, "ranks": 1, "life": peer, "host": "here", "store": ""}
-        message |= {"step": step, "phase": STEP, "fresh": fresh, "pending": False, "members": [*members]}
-        self.membership.hear(peer, message)
+    def join(
+        self,
+        peer: str,
+        slot: int,
+        *,
+        step: int = 0,
+        fresh: bool = False,
+        members: tuple[int, ...] = (),
+        inside: int = 0,
+        life: str = "",
+    ) -> None:
+        """Let a rank ask for the next generation. ``life``: its process."""
+        who = {"slot": slot, "inside": inside, "ranks": self._ranks, "life": life or peer, "host": "here", "store": ""}
+        what = {"step": step, "phase": STEP, "fresh": fresh, "pending": False, "members": [*members]}
+        self.membership.hear(peer, {"type": "join", **who, **what})
 
     def begin(self) -> None:
         """Let the run begin with ranks a, b and c."""
@@ -77,6 +88,39 @@ def test_a_group_that_is_late_at_a_new_coordinator_is_cut_off() -> None:
     rules.join("b", 1, step=50, members=(0, 1))
     assert rules.generations() == [[0]]
     assert rules.sent[-1][:2] == ("b", "cut")
+
+
+def test_a_run_is_over_when_all_have_ended_or_are_gone() -> None:
+    """Whoever has ended need not be told, and whoever is gone may come back, and is told then."""
+    for dies in (False, True):
+        rules = Rules()
+        rules.begin()
+        rules.vote()
+        for peer in "ab":
+            rules.membership.hear(peer, {"type": "bye"})
+            rules.membership.lose(peer, "its connection was closed")
+        assert not rules.membership.is_finished
+        if not dies:
+            rules.membership.hear("c", {"type": "bye"})
+        rules.membership.lose("c", "its connection was closed")
+        assert rules.membership.is_finished
+        assert rules.membership.failure is None
+        assert rules.membership.told == ({0, 1} if dies else {0, 1, 2})
+        rules.join("c again", 2, fresh=True)
+        assert rules.sent[-1][:2] == ("c again", "finished")
+
+
+def test_a_group_of_two_ranks_ends_though_one_of_them_dies() -> None:
+    rules = Rules(ranks=2)
+    for inside in range(2):
+        for slot, peer in enumerate("abc"):
+            rules.join(f"{peer}{inside}", slot, fresh=True, inside=inside, life=peer)
+    for peer in ("a0", "a1", "b0", "b1", "c0"):
+        rules.membership.hear(peer, {"type": "bye"})
+        rules.membership.lose(peer, "its connection was closed")
+    assert not rules.membership.is_finished
+    rules.membership.lose("c1", "it died")
+    assert rules.membership.is_finished
 
 
 def test_nobody_waits_for_a_group_that_has_ended() -> None:

@@ -26,6 +26,7 @@ from sdp.tests.support.processes import until
 from .moments import Stop, die_in_decision, note_newcomers, stop_at
 
 SECONDS = 120.0  # for something that takes a second on idle cores
+ENDING_SECONDS = 30.0  # for a coordinator that waits for nobody. It would wait 60 s for somebody
 Living = tuple[tuple[int, ...], ...]  # the groups that take part in each step
 
 
@@ -186,7 +187,9 @@ class SeparateGroups:
         """Wait until these groups have finished the run."""
         for group in groups:
             assert self._launches[group].wait(SECONDS) == 0, self.said
-        self._coordinator.send_signal(signal.SIGTERM)  # it waits for groups that do not come
+        if self._lost:
+            self._coordinator.send_signal(signal.SIGTERM)  # it waits for groups that do not come
+        assert self._coordinator.wait(ENDING_SECONDS) == 0 or self._lost, self.said
 
     def lines(self, name: str) -> list[dict[str, Any]]:
         """The lines of one of the run's files."""
