@@ -63,7 +63,7 @@ class ElasticTrainer:
         self._counted, self._late = Counter[str](), Counter[str]()
         self._must_meet = False  # the coordinator was gone, and the others meet
         self._is_resumed = False
-        self._told = -1  # the step of the last evaluation that this rank has told its observers
+        self._last_evaluated = -1  # step
         self._is_start = False  # whether the run begins, and its files are not open yet
         self._engine.before_update = self._vote
         session.stops = lambda: bool(run.signals.received)
@@ -229,8 +229,8 @@ class ElasticTrainer:
     def _evaluate(self, *, is_last: bool) -> None:
         run = self._run
         line = self._together(lambda: run.evaluate(is_last=is_last), defers=True)
-        told, self._told = self._told, line["step"]
-        if line["step"] == told or (run.files is not None and line["step"] in evaluated_steps(run.dump_dir)):
+        before, self._last_evaluated = self._last_evaluated, line["step"]
+        if line["step"] == before or (run.files is not None and line["step"] in evaluated_steps(run.dump_dir)):
             return  # another group was lost after the line had been written
         run.tell_evaluation({**line, "groups": len(self._assembly.members)})
 
