@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Any
 
 from sdp.tests.support.clusters.elastic_runs import MICRO, SECONDS, ElasticRun, elastic_config
-from sdp.tests.support.processes import until
+from sdp.tests.support.processes import until, written_lines
 from sdp.tests.support.small_runs import make_corpus
 
 GROUPS = 4
@@ -147,9 +147,8 @@ def measure_restarts(config: Path, dump_dir: Path, times: int) -> dict[str, Any]
         """Wait until the newest step is one of these, and return it."""
 
         def step() -> int | None:
-            path = dump_dir / "metrics.jsonl"
-            lines = path.read_text().split("\n")[:-1] if path.exists() else []
-            newest = json.loads(lines[-1])["step"] if lines else 0
+            lines = written_lines(dump_dir / "metrics.jsonl")
+            newest = lines[-1]["step"] if lines else 0
             return newest if first <= newest <= last else None
 
         return until(step, seconds=SECONDS, pause=0.005)

@@ -1,11 +1,14 @@
-"""Helpers for tests that start processes: wait for a condition, and see if a process still runs."""
+"""Helpers for tests that start processes: wait for a condition, read what a process has written so
+far, and see if it still runs.
+"""
 
 from __future__ import annotations
 
+import json
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 T = TypeVar("T")
 
@@ -20,6 +23,15 @@ def until(condition: Callable[[], T | None], seconds: float = 20.0, pause: float
         assert time.monotonic() < deadline, "waited in vain"
         time.sleep(pause)
     return value
+
+
+def written_lines(path: Path) -> list[dict[str, Any]]:
+    """Return the whole lines of a JSON lines file that a process may be writing to now.
+
+    The last line may be there in part. If the file does not exist yet, there are none.
+    """
+    text = path.read_text() if path.exists() else ""
+    return [json.loads(line) for line in text.split("\n")[:-1]]
 
 
 def alive(pid: int) -> bool:

@@ -5,7 +5,6 @@ Each host has one group, which ``configs/clusters/elastic.sh`` launches, each by
 
 from __future__ import annotations
 
-import json
 import os
 import signal
 import subprocess
@@ -18,7 +17,7 @@ from typing import Any
 
 import sdp
 from sdp.tests.support.clusters.hosts import HEARTBEAT, PAUSE, SDP, Hosts, is_rank
-from sdp.tests.support.processes import until
+from sdp.tests.support.processes import until, written_lines
 
 SECONDS = 300.0  # the limit for something that takes a few seconds on idle cores
 CUT_SECONDS = 20.0
@@ -77,9 +76,7 @@ class LostGroups:
 
     def lines(self) -> list[dict[str, Any]]:
         """The whole lines of metrics.jsonl."""
-        path = self._hosts.folder / RUN / "metrics.jsonl"
-        found = path.read_text().split("\n")[:-1] if path.exists() else []
-        return [json.loads(line) for line in found]
+        return written_lines(self._hosts.folder / RUN / "metrics.jsonl")
 
     def until(self, condition: Callable[[], Any]) -> Any:
         try:

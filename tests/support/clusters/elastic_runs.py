@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import re
 import signal
@@ -14,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from ..forks.command import ForkedCommand, forked_rank
-from ..processes import until
+from ..processes import until, written_lines
 from ..small_runs import SMALL_LLAMA
 
 SECONDS = 240.0  # of a run, on a machine that others use too
@@ -55,9 +54,7 @@ class ElasticRun:
 
     def lines(self) -> list[dict[str, Any]]:
         """The whole lines of metrics.jsonl."""
-        path = self.dump_dir / "metrics.jsonl"
-        found = path.read_text().split("\n")[:-1] if path.exists() else []
-        return [json.loads(line) for line in found]
+        return written_lines(self.dump_dir / "metrics.jsonl")
 
     def ranks(self) -> dict[int, list[int]]:
         """The process ids of the ranks that run now, by group."""

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 import sdp
-from sdp.tests.support.processes import until
+from sdp.tests.support.processes import until, written_lines
 
 SCRIPTS = Path(__file__).parents[2] / "cluster"
 SDP = [sys.executable, "-P", "-m", "sdp"]
@@ -87,9 +87,7 @@ class Hosts:
 
     def losses(self, run: str) -> list[float]:
         """Return the losses that the run has written so far, by step."""
-        metrics = self.folder / run / "metrics.jsonl"
-        lines = metrics.read_text().splitlines(keepends=True) if metrics.exists() else []
-        return [json.loads(line)["loss"] for line in lines if line.endswith("\n")]
+        return [line["loss"] for line in written_lines(self.folder / run / "metrics.jsonl")]
 
     def checkpoints(self, run: str) -> list[int]:
         """Return the steps of the run's finished checkpoints, in order."""

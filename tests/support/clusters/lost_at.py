@@ -21,7 +21,7 @@ from sdp.engine.checkpoint.load import find, load
 from sdp.engine.checkpoint.storage.dcp import SafeReader
 from sdp.engine.environment.detect import free_port
 from sdp.tests.support.forks.command import ForkedCommand, run_forked
-from sdp.tests.support.processes import until
+from sdp.tests.support.processes import until, written_lines
 
 from .moments import Stop, die_in_decision, note_newcomers, stop_at
 
@@ -192,8 +192,8 @@ class SeparateGroups:
         assert self._coordinator.wait(ENDING_SECONDS) == 0 or self._lost, self.said
 
     def lines(self, name: str) -> list[dict[str, Any]]:
-        """The lines of one of the run's files."""
-        return [json.loads(line) for line in (self.dump_dir / name).read_text().splitlines()]
+        """The whole lines of one of the run's files."""
+        return written_lines(self.dump_dir / name)
 
 
 class StaticRuns:

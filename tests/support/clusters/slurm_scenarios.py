@@ -7,7 +7,6 @@ checks what ``sdp launch --status`` reports.
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import re
 import shlex
@@ -21,7 +20,7 @@ from pathlib import Path
 import pytest
 import sdp
 from sdp.tests.support.clusters.hosts import LAUNCH, PAUSE, SCRIPTS, SDP, Hosts, is_rank
-from sdp.tests.support.processes import until
+from sdp.tests.support.processes import until, written_lines
 
 PROGRAMS = ("slurmctld", "slurmd", "sbatch", "srun", "munged")
 GROUPS_PORT = 29411
@@ -273,9 +272,7 @@ def a_node_with_an_elastic_group_is_set_down_and_the_task_comes_back(
     job = slurm("env", *told, *sbatch, "--output", "groups-%a.log", f"{examples}/elastic.slurm", *settings)
 
     def alive() -> list[int]:
-        metrics = hosts.folder / run / "metrics.jsonl"
-        lines = metrics.read_text().split("\n")[:-1] if metrics.exists() else []
-        return [json.loads(line)["groups"] for line in lines]
+        return [line["groups"] for line in written_lines(hosts.folder / run / "metrics.jsonl")]
 
     try:
         until(lambda: alive()[-3:] == [2, 2, 2], SECONDS, PAUSE)

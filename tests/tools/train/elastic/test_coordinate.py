@@ -20,7 +20,7 @@ from sdp.engine.elastic.coordination.member import CoordinatorClient
 from sdp.engine.elastic.coordination.membership import STEP
 from sdp.engine.environment.detect import free_port
 from sdp.tests.support.clusters.elastic_runs import SECONDS, elastic_config
-from sdp.tests.support.processes import until
+from sdp.tests.support.processes import until, written_lines
 from sdp.tests.support.small_runs import run_sdp
 from sdp.tools.cli import main
 
@@ -58,9 +58,7 @@ def test_groups_that_torchrun_starts_one_by_one(corpus: Path, tmp_path: Path) ->
         )  # fmt: skip
 
     def groups_of_lines() -> list[int]:
-        path = run / "metrics.jsonl"
-        lines = path.read_text().split("\n")[:-1] if path.exists() else []
-        return [json.loads(line)["groups"] for line in lines]
+        return [line["groups"] for line in written_lines(run / "metrics.jsonl")]
 
     with ExitStack() as processes:
         coordinator = processes.enter_context(
@@ -102,8 +100,7 @@ def test_rounds_go_on_when_the_coordinator_is_started_again(corpus: Path, tmp_pa
     words = ["sdp", "coordinate", config, "--bind", f"127.0.0.1:{port}", "--dump-dir", run]
 
     def lines() -> list[dict[str, Any]]:
-        path = run / "metrics.jsonl"
-        return [json.loads(line) for line in path.read_text().split("\n")[:-1]] if path.exists() else []
+        return written_lines(run / "metrics.jsonl")
 
     def more(count: int) -> None:
         goal = len(lines()) + count
