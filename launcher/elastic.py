@@ -212,7 +212,8 @@ class _Started:
                 own |= {LISTENING_SOCKET: str(handle)} if inside == 0 else {}
                 environ = child_environment({**settings, **own}, self._defaults)
                 number, handles = group.slot * self._run.ranks + inside, [handle] if inside == 0 else []
-                group.ranks.append(RankProcess.start(number, self._command, environ, self._log_dir, handles))
+                start = partial(RankProcess.start, number, self._command, environ, self._log_dir, handles)
+                group.ranks.append(start(may_show_progress=inside == 0))
 
     def _look_at(self, group: _Group, *, stops: bool) -> None:
         """If a process of the group has ended, end the group, and decide whether to start it

@@ -16,6 +16,7 @@ from .observers.monitors import open_monitors
 from .observers.observer import Line, Observer
 from .observers.progress import Progress
 from .observers.recorder import Recorder
+from .process.terminal import TerminalHandler, open_terminal
 
 log = logging.getLogger("sdp")
 
@@ -39,6 +40,9 @@ class ElasticFiles:
         self._watching: list[Observer] = [*run.observers, self._newest]
         run.observers = self._watching
         self._own: list[Observer] = []  # that write files
+        self._terminal = open_terminal()
+        # Rank 0 logs to the terminal always, any other rank while it writes the files.
+        self._handler = TerminalHandler(self._terminal) if session.slot else None
 
     def follow_writer(self, *, is_first: bool, truncate_after: int | None = None) -> None:
         """Open or close the files, if this rank shall write them or another one does now.
@@ -60,13 +64,16 @@ class ElasticFiles:
         # Another group may have written curves of this run.
         monitors = open_monitors(run.config, run.dump_dir, resume=self._resumes or not is_first)
         log.setLevel(logging.INFO)
+        if self._handler is not None:
+            log.addHandler(self._handler)
         step = run.engine.global_steps
         if is_first:
             run.write_start(self._session.layout.placement, truncate_after=truncate_after)
             run.announce(step)
         else:
+            log.info("group %d writes the files of the run, and shows its progress, from now on", self._session.slot)
             run.files.truncate_after(step)
-        self._own = [Recorder(run.files), monitors, Progress(run.config.steps_per_print)]
+        self._own = [Recorder(run.files), monitors, Progress(run.config.steps_per_print, self._terminal)]
         run.observers = [*self._watching, *self._own]
         run.tell_start(step)
         if not is_first:
@@ -81,6 +88,9 @@ class ElasticFiles:
         if self._run.files is not None:
             self._run.files.close()
             self._run.files, self._run.observers = None, self._watching
+        if self._handler is not None:
+            log.removeHandler(self._handler)
+            log.setLevel(logging.WARNING)
 
     def _open(self, *, is_first: bool) -> RunFiles:
         """Open the files. The coordinator has chosen this rank, so it may take another one's lock.

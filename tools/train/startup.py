@@ -5,6 +5,7 @@ engine.
 from __future__ import annotations
 
 import logging
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -24,6 +25,7 @@ from ..runs.run_config import with_absolute_paths, with_initial_model
 from ..shared.files import WriteError, refuse_link
 from .options import TrainOptions
 from .process.log_file import LogFile
+from .process.terminal import TerminalHandler
 
 log = logging.getLogger("sdp")
 
@@ -69,9 +71,7 @@ def _set_up_logging(rank: int, dump_dir: Path) -> None:
     log.propagate = False
     log.handlers.clear()
     if rank == 0:
-        terminal = logging.StreamHandler()
-        terminal.setFormatter(logging.Formatter("%(message)s"))
-        log.addHandler(terminal)
+        log.addHandler(TerminalHandler(sys.stderr))
     refuse_link(dump_dir / "logs")
     try:
         (dump_dir / "logs").mkdir(parents=True, exist_ok=True)

@@ -49,7 +49,7 @@ class ElasticRun:
 
     @property
     def said(self) -> str:
-        """What the launcher and rank 0 wrote to standard error."""
+        """What the terminal shows: messages of the launcher, and the progress of the run."""
         return self._said.read_text()
 
     def lines(self) -> list[dict[str, Any]]:

@@ -6,7 +6,7 @@ All of it goes to standard error, because standard output is for results.
 from __future__ import annotations
 
 import sys
-from typing import Any
+from typing import Any, TextIO
 
 from .observer import Line, Observer
 
@@ -15,20 +15,21 @@ class Progress(Observer):
     """Shows the loss, the speed and the learning rate of the newest step.
 
     Without a terminal it prints a line every ``steps_per_print`` steps, and one for the last step.
+    ``stream`` is where it prints, standard error by default.
     """
 
-    def __init__(self, steps_per_print: int):
-        self._every = steps_per_print
+    def __init__(self, steps_per_print: int, stream: TextIO | None = None):
+        self._every, self._stream = steps_per_print, sys.stderr if stream is None else stream
         self._steps = self._shown = 0
         self._bar: Any = None
 
     def on_start(self, start: int, steps: int) -> None:
         self._steps, self._shown = steps, start
-        if sys.stderr.isatty():
+        if self._stream.isatty():
             from tqdm import tqdm
 
             self._bar = tqdm(
-                total=steps, initial=start, unit="step", dynamic_ncols=True, file=sys.stderr, smoothing=0.1
+                total=steps, initial=start, unit="step", dynamic_ncols=True, file=self._stream, smoothing=0.1
             )
 
     def on_step(self, line: Line) -> None:
@@ -41,7 +42,7 @@ class Progress(Observer):
         elif step % self._every == 0 or step == self._steps:
             width = len(str(self._steps))
             shown = "  ".join(f"{name} {text}" for name, text in texts.items())
-            print(f"step {step:>{width}}/{self._steps}  {shown}", file=sys.stderr, flush=True)
+            print(f"step {step:>{width}}/{self._steps}  {shown}", file=self._stream, flush=True)
         self._shown = step
 
     def on_rollback(self, step: int) -> None:
@@ -63,9 +64,9 @@ class Progress(Observer):
     def _print(self, text: str) -> None:
         """Print ``text`` on a line of its own. A bar stays below it."""
         if self._bar is not None:
-            self._bar.write(text, file=sys.stderr)
+            self._bar.write(text, file=self._stream)
         else:
-            print(text, file=sys.stderr, flush=True)
+            print(text, file=self._stream, flush=True)
 
     def on_end(self) -> None:
         self.close()

@@ -7,6 +7,7 @@ import json
 import random
 import re
 import signal
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -28,13 +29,31 @@ def check_lines(lines: list[dict[str, Any]], ranks: int = 1) -> None:
 
 
 def check_end(run: ElasticRun, ranks: int = 1) -> None:
-    """The run ends at a signal, with all of its lines and a checkpoint of the last step."""
+    """The run ends at a signal, with all of its lines and a checkpoint of the last step.
+
+    The terminal has shown its progress.
+    """
     assert run.stop() == 128 + signal.SIGTERM, run.said
     lines = run.lines()
     check_lines(lines, ranks)
     saved = json.loads((run.dump_dir / "checkpoints" / f"step-{len(lines)}" / "state.json").read_text())
     # What was read for a step that was not committed is read again, so each sample counts once.
     assert saved["loader"]["consumed"] == saved["global_samples"] == lines[-1]["samples"]
+    check_progress(run.said, lines)
+
+
+def check_progress(said: str, lines: list[dict[str, Any]]) -> None:
+    """Every tenth step is shown once, with the number of groups, whichever group writes the files.
+
+    A step may be missing after which a group was lost, because that group may have shown the
+    progress.
+    """
+    shown = [(int(step), int(groups)) for step, groups in re.findall(r"^step +(\d+)/.* groups (\d+)$", said, re.M)]
+    due = {line["step"]: (line["step"], line["groups"]) for line in lines if line["step"] % 10 == 0}
+    assert shown and len(set(shown)) == len(shown), said
+    assert set(shown) <= set(due.values()), said
+    changes = {line["step"] for line, after in pairwise(lines) if line["generation"] != after["generation"]}
+    assert {step for step in due if step not in changes} <= {step for step, _ in shown}, said
 
 
 def evaluations(run: ElasticRun) -> list[dict[str, Any]]:
@@ -68,6 +87,7 @@ def test_a_group_that_hangs_is_cut_off_and_rejoins_when_it_wakes_up(start: Start
     run.hit(0, signal.SIGCONT)
     run.wait_for(5, groups=4)
     check_end(run)
+    assert re.search("^group [123] writes the files of the run, and shows its progress, from now on$", run.said, re.M)
 
 
 @pytest.mark.slow
