@@ -5,7 +5,7 @@ up to date.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
 from functools import partial
 from pathlib import Path
@@ -14,10 +14,6 @@ from typing import Any, NoReturn, TypeVar
 import torch.distributed as dist
 
 from ..backends.fsdp2.backend import FSDP2Backend
-from ..backends.fsdp2.reconnect import reconnect
-from ..config.masking import Masking
-from ..distributed import world
-from ..distributed.world import World
 from ..engine import SDPEngine
 from ..errors import CheckpointError, NonFiniteError
 from ..placement.layout import Layout
@@ -26,8 +22,9 @@ from .coordination.assembly import Assembly, Decision
 from .coordination.errors import CutOffError, RunFinishedError, StepAbortedError, UnansweredError
 from .coordination.member import CoordinatorClient
 from .inside import all_inside
-from .living import living_layout, lost_units, make_communicators
-from .process_groups import Abort, Meeting
+from .links import Links
+from .living import lost_units
+from .process_groups import Abort
 from .rounds import ElasticRounds, Untold, fsdp2_backend
 from .salvage import salvage
 from .voting import vote_together
@@ -60,24 +57,25 @@ class Session:
     def __init__(
         self, client: CoordinatorClient, engine: SDPEngine, timeout: float, checkpoints: Path, wait_seconds: float
     ):
-        self._client, self._engine, self._timeout = client, engine, timeout
-        self._checkpoints = checkpoints
+        self._client, self._engine, self._checkpoints = client, engine, checkpoints
         self.rounds = ElasticRounds(engine) if engine.config.sdp.sync is not None else None
         self._votes = 0  # that were committed
         self._wait = HolderWait(client, engine.layout, checkpoints, wait_seconds, lambda: self.stops())
         self.stops: Callable[[], bool] = lambda: False
         self.rows: Callable[[], list[list[int]]] = list
         self.has_lost_units = False
-        self._phases: Mapping[Masking, Layout] = self._backend.phases
+        self._links = Links(client, engine, self._backend, timeout)
         self.layout: Layout = engine.layout
         self.assembly: Assembly | None = None
         self._is_fresh, self._has_ended = True, False  # ended: only the last vote is missing
-        self._meeting: Meeting | None = None
-        self._abort: Abort | None = None
 
     @property
     def _backend(self) -> FSDP2Backend:
         return fsdp2_backend(self._engine)
+
+    @property
+    def _abort(self) -> Abort | None:
+        return self._links.abort
 
     @property
     def slot(self) -> int:
@@ -109,11 +107,10 @@ class Session:
             RunFinishedError: the run is over.
         """
         while True:
-            self._leave()
+            self._links.leave()
             found = self._client.join(step=self._position, phase=self._wait.phase(phase), fresh=self._is_fresh)
             self._votes = found.step
-            fresh = [index for index, member in enumerate(found.members) if member.fresh]
-            everyone_is_fresh = len(fresh) == len(found.members)
+            fresh, everyone_is_fresh = found.fresh, found.is_start
             with_state = [member.slot for member in found.members if everyone_is_fresh or not member.fresh]
             lost = lost_units(self.layout, with_state)
             if lost and lost_units(self.layout, found.slots):
@@ -139,7 +136,12 @@ class Session:
 
     @property
     def _position(self) -> int:
-        """Return what the coordinator counts: committed steps, or with local steps votes."""
+        """Return what the coordinator counts: committed steps, or with local steps votes.
+
+        A rank without state has no step, even if it has loaded a part of a checkpoint.
+        """
+        if self._is_fresh:
+            return 0
         return self._engine.global_steps if self.rounds is None else self._votes
 
     def vote(self, facts: Any, phase: int = 0) -> Decision:
@@ -161,6 +163,25 @@ class Session:
         """Vote as all ranks of this group do. Raises StepAbortedError."""
         where = {"step": self._position, "phase": phase, "fresh": self._is_fresh}
         return vote_together(self._client, facts, **where, at=at, over=over)
+
+    def take_state(self, load: Callable[[], T], phase: Callable[[], int]) -> T:
+        """Return what ``load`` returns, which gives all living groups the state of the run.
+
+        Args:
+            load: loads the state. All groups do this together.
+            phase: returns what comes next when it is loaded.
+
+        Raises:
+            StepAbortedError: a group was lost meanwhile, so this group has no state.
+        """
+        try:
+            result = self.protect(load)
+            with suppress(UnansweredError):  # the coordinator was gone; it knows that this rank has state
+                self.vote(None, phase())
+        except StepAbortedError:
+            self._is_fresh = True
+            raise
+        return result
 
     def tell(self, text: str) -> None:
         """Let the coordinator say something to the user, once for all groups."""
@@ -239,12 +260,6 @@ class Session:
 
     # -- a meeting ---------------------------------------------------------------------------------
 
-    def _leave(self) -> None:
-        """Leave the process groups of the last generation behind."""
-        if self._meeting is not None:
-            self._meeting.leave()
-            self._meeting = None
-
     def _begin(self, fresh: Sequence[int], position: Callable[[], None], lost: Sequence[str]) -> None:
         """Begin a generation, when all are connected.
 
@@ -268,7 +283,7 @@ class Session:
         """
         reason, written = self._wait.reason, None
         try:
-            self._meet_only(found)
+            self._links.connect_world(found)
             if self.rounds is not None and self.assembly is not None:
                 self.rounds.give_up(self.assembly.slots)
                 self.rounds.take(self.rounds.tell_each_other(self.slot, self.rows, always=True) or [])
@@ -283,36 +298,12 @@ class Session:
         self._client.fail(message)
         raise UnitsLostError(message)
 
-    def _meet_only(self, found: Assembly) -> None:
-        """Make a process group of all ranks of ``found``, without anything else."""
-        ranks = self._client.identity.ranks
-        rank = found.slots.index(self.slot) * ranks + self._client.identity.inside
-        meeting = self._make_meeting(found, rank)
-        everyone = meeting.make_group("world", range(len(found.slots) * ranks))
-        world.enter(World(rank, len(found.slots) * ranks, everyone))
-
-    def _make_meeting(self, found: Assembly, rank: int) -> Meeting:
-        abort = self._abort = Abort(self._client.abort.is_set, self._client.give_up, self._client.progress.note)
-        store, listen = found.members[0].store, self._client.identity.listen
-        self._meeting = Meeting(store, found.name, rank, dist.get_rank(), abort, self._timeout, listen)
-        return self._meeting
-
     def _connect(self, found: Assembly, *, gives_up: bool) -> list[Untold] | None:
         """Make the process groups of a generation, and exchange what only some groups have to tell.
 
         ``gives_up``: whether the others give up the round, because a unit is lost.
         """
-        backend, engine = self._backend, self._engine
-        phases: dict[Masking, Layout] = {key: living_layout(each, found.slots) for key, each in self._phases.items()}
-        mesh = phases[backend.layout.masking].mesh
-        rank = mesh.rank(found.slots.index(self.slot)) + self._client.identity.inside
-        meeting = self._make_meeting(found, rank)
-        everyone = meeting.make_group("world", range(mesh.world_size))
-        world.enter(World(rank, mesh.world_size, everyone))
-        reconnect(backend, phases, make_communicators(meeting, rank, phases, backend.communicators))
-        engine.follow_layout()
-        sampler = engine.loader.sampler
-        sampler.data_rank, sampler.data_ranks = mesh.data_rank(rank), mesh.data_ranks
+        self._links.connect(found)
         if self.rounds is None:
             return None
         if gives_up and not self._is_fresh and self.assembly is not None:

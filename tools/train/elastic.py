@@ -62,7 +62,7 @@ class ElasticTrainer:
         # Bytes of the present step up to the vote; bytes of the step before from its vote on.
         self._counted, self._late = Counter[str](), Counter[str]()
         self._must_meet = False  # the coordinator was gone, and the others meet
-        self._is_resumed = False
+        self._is_resumed = resume  # whether there was a checkpoint
         self._last_evaluated = -1  # step
         self._is_start = False  # whether the run begins, and its files are not open yet
         self._engine.before_update = self._vote
@@ -235,14 +235,21 @@ class ElasticTrainer:
         run.tell_evaluation({**line, "groups": len(self._assembly.members)})
 
     def _resume(self) -> None:
-        """Load the newest checkpoint together. All groups have met, and none has state."""
-        try:
-            self._is_resumed = self._run.checkpoints.resume()
-        except StepAbortedError:
-            raise PeerLostError("a group was lost while the checkpoint was loaded; start the run again") from None
+        """Load the newest checkpoint together, and again if a group was lost meanwhile."""
+        while self._assembly.is_start:
+            try:
+                self._is_resumed = self._session.take_state(self._run.checkpoints.resume, self._first_phase)
+                break
+            except StepAbortedError:
+                self._meet()
+        else:
+            return  # others had loaded it, and gave their state to this group
         self._committed = self._engine.loader.state_dict()
-        self._phase = (STEP if self._is_round_start else INNER) if self._engine.global_steps else EVALUATE
+        self._phase = self._first_phase()
         self._meet()  # the coordinator learns the step
+
+    def _first_phase(self) -> int:
+        return (STEP if self._is_round_start else INNER) if self._engine.global_steps else EVALUATE
 
     # -- meetings ----------------------------------------------------------------------------------
 
@@ -269,9 +276,8 @@ class ElasticTrainer:
             self._after_meeting(before, assembly)
         if not run.steps:
             run.set_last_step(engine.global_steps)
-        begins = all(member.fresh for member in assembly.members)
-        self._is_start = self._is_start or begins
-        if not (begins and self._resumes):  # a checkpoint comes before the files
+        self._is_start = self._is_start or assembly.is_start
+        if not (assembly.is_start and self._resumes):  # a checkpoint comes before the files
             truncate_after = engine.global_steps if self._is_resumed else -1 if self._resumes else None
             self._files.follow_writer(is_first=self._is_start, truncate_after=truncate_after)
             self._is_start = False

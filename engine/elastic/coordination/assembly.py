@@ -69,6 +69,16 @@ class Assembly:
         """The slots of the groups."""
         return [member.slot for member in self.members]
 
+    @property
+    def fresh(self) -> list[int]:
+        """The groups without state, by their numbers among the members."""
+        return [index for index, member in enumerate(self.members) if member.fresh]
+
+    @property
+    def is_start(self) -> bool:
+        """Whether no group has state, because the run begins."""
+        return all(member.fresh for member in self.members)
+
 
 @dataclass(frozen=True)
 class Decision:

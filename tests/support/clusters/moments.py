@@ -14,19 +14,23 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import sdp.engine.checkpoint.load as load_module
 import sdp.engine.checkpoint.save as save_module
 import sdp.engine.elastic.bringing_back as returning_module
 from sdp.engine.backends.fsdp2.backend import FSDP2Backend
+from sdp.engine.elastic.coordination.errors import StepAbortedError
 from sdp.engine.elastic.coordination.membership import Membership
 from sdp.engine.elastic.coordination.messages import Channel
 from sdp.engine.elastic.process_groups import AbortableGroup
 from sdp.engine.elastic.session import Session
+from sdp.tools.train.loop.checkpointer import Checkpointer
 from sdp.tools.train.loop.training_run import TrainingRun
 from sdp.tools.train.observers.monitors import Monitors
 
 REDUCTION, BEFORE_VOTE, UPDATE = "a reduction", "before the vote", "the update"
 EVALUATION, SAVE, RETURN = "an evaluation", "a save", "the return of another group"
 MOMENTS = (REDUCTION, BEFORE_VOTE, UPDATE, EVALUATION, SAVE, RETURN)
+LOAD = "the load of a checkpoint"  # before step 1
 BEFORE_STEP = "before a step"  # where the others wait for a group that returns
 EVALUATED, IN_FILE = "an evaluation is told to the files", "a step is in metrics.jsonl, and in no curve yet"
 _PAUSE_SECONDS = 0.01
@@ -106,6 +110,22 @@ def die_in_first_meeting(group: int, path: Path) -> None:
     _before(Session, "_connect", die)
 
 
+def lose_another_in_load(stop: Stop) -> None:
+    """Let groups stop when they have loaded a checkpoint, and then find that another one was lost
+    before all had.
+    """
+    resume = Checkpointer.resume
+
+    def resumes(self: Checkpointer) -> bool:
+        found, was_here = resume(self), bool(stop.arrived())
+        stop.reach(stop.step)
+        if stop.arrived() and not was_here and int(os.environ["SDP_ELASTIC_GROUP"]) in stop.groups:
+            raise StepAbortedError("a group is lost")
+        return found
+
+    Checkpointer.resume = resumes  # type: ignore[method-assign]
+
+
 def note_newcomers(path: Path, ranks: int) -> None:
     """Let the coordinator here write a file when a group of so many ``ranks`` wants to return."""
     hear, here = Membership.hear, set[object]()
@@ -162,6 +182,7 @@ _STOPPERS: dict[str, Callable[[Callable[..., None], Stop], None]] = {
     EVALUATION: lambda reach, _: _before(FSDP2Backend, "evaluate", reach),  # between its parts
     SAVE: lambda reach, _: _before(save_module, "hash_files", reach),  # its tensors are written
     RETURN: _stop_in_a_return,
+    LOAD: lambda reach, _: _before(load_module, "check", reach),  # nothing is loaded yet
     EVALUATED: lambda reach, _: _before(TrainingRun, "tell_evaluation", reach),
     IN_FILE: lambda reach, _: _before(Monitors, "on_step", reach),
 }

@@ -1,0 +1,80 @@
+"""This rank's process groups with other groups, which are made again in each generation."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch.distributed as dist
+
+from ..backends.fsdp2.backend import FSDP2Backend
+from ..backends.fsdp2.reconnect import reconnect
+from ..config.masking import Masking
+from ..distributed import world
+from ..distributed.world import World
+from ..engine import SDPEngine
+from ..placement.layout import Layout
+from .coordination.assembly import Assembly
+from .coordination.member import CoordinatorClient
+from .living import living_layout, make_communicators
+from .process_groups import Abort, Meeting
+
+
+class Links:
+    """The process groups of the present generation.
+
+    Args:
+        client: the connection to the coordinator.
+        engine: the engine, which was built with all groups in mind.
+        backend: its backend.
+        timeout: the longest time that gloo waits for an operation, in seconds.
+
+    Attributes:
+        abort: whether the present generation is over. None before the first one.
+    """
+
+    def __init__(self, client: CoordinatorClient, engine: SDPEngine, backend: FSDP2Backend, timeout: float):
+        self._client, self._engine, self._backend, self._timeout = client, engine, backend, timeout
+        self._phases: Mapping[Masking, Layout] = backend.phases
+        self._meeting: Meeting | None = None
+        self.abort: Abort | None = None
+
+    def leave(self) -> None:
+        """Leave the process groups of the last generation behind."""
+        if self._meeting is not None:
+            self._meeting.leave()
+            self._meeting = None
+
+    def connect(self, found: Assembly) -> None:
+        """Make the process groups of a generation, and let the backend and the data use them.
+
+        Raises:
+            StepAbortedError: the generation is over.
+        """
+        backend, engine = self._backend, self._engine
+        phases: dict[Masking, Layout] = {key: living_layout(each, found.slots) for key, each in self._phases.items()}
+        mesh = phases[backend.layout.masking].mesh
+        rank = mesh.rank(self._index(found)) + self._client.identity.inside
+        meeting = self._meet(found, rank, mesh.world_size)
+        reconnect(backend, phases, make_communicators(meeting, rank, phases, backend.communicators))
+        engine.follow_layout()
+        sampler = engine.loader.sampler
+        sampler.data_rank, sampler.data_ranks = mesh.data_rank(rank), mesh.data_ranks
+
+    def connect_world(self, found: Assembly) -> None:
+        """Make a process group of all ranks of ``found``, without anything else.
+
+        Raises StepAbortedError.
+        """
+        who = self._client.identity
+        self._meet(found, self._index(found) * who.ranks + who.inside, len(found.slots) * who.ranks)
+
+    def _index(self, found: Assembly) -> int:
+        return found.slots.index(self._client.identity.slot)
+
+    def _meet(self, found: Assembly, rank: int, world_size: int) -> Meeting:
+        client = self._client
+        abort = self.abort = Abort(client.abort.is_set, client.give_up, client.progress.note)
+        store, listen = found.members[0].store, client.identity.listen
+        meeting = self._meeting = Meeting(store, found.name, rank, dist.get_rank(), abort, self._timeout, listen)
+        world.enter(World(rank, world_size, meeting.make_group("world", range(world_size))))
+        return meeting
