@@ -5,7 +5,7 @@ It prints a table. The groups are forked, so a return takes no time for imports.
 
 A kill comes every five seconds, but never before the last victim is back. Holders are compared bit
 for bit after each step, and a difference would end the run. Then the same training runs without a
-loss, on as many samples, with three seeds. The first one is the seed of the run with losses.
+loss, on as many samples, with several seeds. The first one is the seed of the run with losses.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import json
+import math
 import os
 import random
 import re
@@ -20,16 +21,21 @@ import signal
 import statistics
 import tempfile
 import time
+from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from sdp.tests.support.clusters.elastic_runs import MICRO, SECONDS, ElasticRun, elastic_config
 from sdp.tests.support.processes import until, written_lines
 from sdp.tests.support.small_runs import make_corpus
+from sdp.tools.train.loop.training_run import TrainingRun
 
 GROUPS = 4
 SAVE_EVERY = 100  # steps
 PAUSE_SECONDS = 5.0  # from one loss to the next
+SLEEP_SECONDS = 0.1  # of a step
+END_SECONDS = 60.0  # of the run after the last loss, or less if losses took longer
 TAIL_BYTES = 1 << 16
 
 
@@ -70,9 +76,30 @@ def lose(run: ElasticRun, group: int, number: int) -> float:
     return took
 
 
-def measure(config: Path, dump_dir: Path, *, kills: int, hangs: int, seed: int = 0) -> dict[str, Any]:
-    """Run the groups, lose some of them so often, and return what was measured."""
-    run, draws = ElasticRun(config, dump_dir), random.Random(seed)
+def sleep_in_steps(seconds: float) -> None:
+    """Let each step of the ranks here take at least so many seconds, as with a larger model."""
+    compute = TrainingRun._compute
+
+    def computes(self: TrainingRun, batches: Iterator[Any]) -> None:
+        time.sleep(seconds)
+        compute(self, batches)
+
+    TrainingRun._compute = computes  # type: ignore[method-assign]
+
+
+def measure(
+    config: Path, dump_dir: Path, *, kills: int, hangs: int, seed: int = 0, sleep: float = SLEEP_SECONDS
+) -> dict[str, Any]:
+    """Run the groups, lose some of them so often, let the run end, and return what was measured.
+
+    Each step sleeps. So the number of steps says how long the run takes at least, and all losses
+    come before its end.
+    """
+    heartbeat = json.loads(config.read_text())["sdp"]["elastic"]["heartbeat_seconds"]
+    longest = kills * PAUSE_SECONDS + hangs * (heartbeat + PAUSE_SECONDS) + END_SECONDS
+    steps = math.ceil(longest / sleep / SAVE_EVERY) * SAVE_EVERY
+    run = ElasticRun(config, dump_dir, "--set", f"training.steps={steps}", prepare=partial(sleep_in_steps, sleep))
+    draws = random.Random(seed)
     took: dict[int, list[float]] = {signal.SIGKILL: [], signal.SIGSTOP: []}
     started = time.monotonic()
     try:
@@ -81,7 +108,7 @@ def measure(config: Path, dump_dir: Path, *, kills: int, hangs: int, seed: int =
             began = time.monotonic()
             took[number].append(lose(run, draws.randrange(GROUPS), number))
             time.sleep(max(0.0, PAUSE_SECONDS - (time.monotonic() - began)))
-        code = run.stop()
+        code = run.process.wait(20 * longest)
     finally:
         run.kill()
     lines, said = run.lines(), run.said
@@ -194,7 +221,7 @@ def table(found: dict[str, Any], heartbeat: float) -> str:
 
     rows = {
         "kills, hangs": f"{found['kills']}, {found['hangs']}",
-        "exit code at the end (SIGTERM)": found["exit_code"],
+        "exit code": found["exit_code"],
         "committed steps": f"{found['steps']:,}",
         "share of the attempted steps": f"{found['share_committed']:.2%}",
         "share of the samples that counts": f"{found['share_of_samples']:.2%}",
@@ -235,6 +262,7 @@ def main() -> None:
     parser.add_argument("--heartbeat", type=float, default=5.0)
     parser.add_argument("--every", type=int, default=0, help="the steps of a round, 0 for no local steps")
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--sleep", type=float, default=SLEEP_SECONDS, help="the seconds that each step sleeps")
     parser.add_argument("--undisturbed", type=int, default=3, help="the seeds of the runs without losses")
     parser.add_argument(
         "--restarts", type=int, default=0, help="measure only this many restarts of a run without elastic groups"
@@ -246,7 +274,8 @@ def main() -> None:
         if options.restarts:
             print(json.dumps(measure_restarts(config, Path(name) / "run", options.restarts)))
             return
-        found = measure(config, Path(name) / "run", kills=options.kills, hangs=options.hangs, seed=options.seed)
+        losses = {"kills": options.kills, "hangs": options.hangs}
+        found = measure(config, Path(name) / "run", **losses, seed=options.seed, sleep=options.sleep)
         log = (Path(name) / "run" / "logs" / "groups.log").read_text()
         if options.undisturbed:
             found |= measure_undisturbed(config, Path(name), found["held_out_samples"], options.undisturbed)

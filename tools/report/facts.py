@@ -14,7 +14,7 @@ from ...engine.placement.placement import Placement
 from ..runs.phases import describe_phases, phases_of
 from ..runs.run_files import Run
 from ..shared.table import Spread
-from .groups import describe_groups
+from .groups import GroupLoss, describe_groups, read_losses
 
 STATE_PARTS = (
     "parameters",
@@ -71,6 +71,7 @@ class Facts:
     spikes_skipped: int | None = None  # None if the run did not look for spikes
     rollbacks: int | None = None
     groups_alive: str | None = None  # of an elastic run
+    losses: tuple[GroupLoss, ...] = ()  # of groups of an elastic run
     noise_scale: float | None = None  # in samples, at the last measured step
     rates: str | None = None  # the factors of the units' learning rates, with sdp.lr_scale
     masking: str | None = None  # the steps of each phase, with a schedule of maskings
@@ -166,6 +167,7 @@ def facts_of(run: Run) -> Facts:
         spikes_skipped=last.get("spikes_skipped"),
         rollbacks=last.get("rollbacks"),
         groups_alive=describe_groups(run.metrics),
+        losses=read_losses(run.path),
         rates=_rates(run),
         masking=describe_phases(phases_of(run.metrics)),
         phase_seconds=_phase_seconds(settled),

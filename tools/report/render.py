@@ -9,6 +9,7 @@ from ...engine.errors import MOST_MESSAGE, shorten
 from ..runs.run_files import PLOT, Run
 from ..shared.table import Row, Table, bytes_row, plain_row, text_row
 from .facts import Baseline, Facts, facts_of_all, find_baseline
+from .groups import describe_losses
 
 WIDTH = 100  # columns
 
@@ -18,12 +19,13 @@ def render(runs: Sequence[Run]) -> str:
 
     If names are short, lines have at most 100 columns.
     """
-    return "\n\n".join([*(table.text() for table in _tables(runs, WIDTH)), _notes(runs), _files(runs)])
+    tables = [table.text() for table in _tables(runs, WIDTH)]
+    return "\n\n".join([*tables, *_losses(runs), _notes(runs), _files(runs)])
 
 
 def render_markdown(runs: Sequence[Run]) -> str:
     """Write the report as one Markdown table with its notes."""
-    return _tables(runs)[0].markdown() + "\n\n" + _notes(runs)
+    return "\n\n".join([_tables(runs)[0].markdown(), *_losses(runs), _notes(runs)])
 
 
 def as_json(runs: Sequence[Run]) -> dict[str, object]:
@@ -192,6 +194,14 @@ def _notes(runs: Sequence[Run]) -> str:
         if not run.finished:
             lines.append(f"{run.name} is unfinished: memory per rank is recorded at the end of a run.")
     return "\n".join(lines)
+
+
+def _losses(runs: Sequence[Run]) -> list[str]:
+    """Tell of each run which groups were lost."""
+    facts = facts_of_all(runs)
+    told = [(run.name, describe_losses(run.losses)) for run in facts]
+    several = len(facts) > 1
+    return ["\n".join([f"{name}: {lines[0]}" if several else lines[0], *lines[1:]]) for name, lines in told if lines]
 
 
 def _files(runs: Sequence[Run]) -> str:

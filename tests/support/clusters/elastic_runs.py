@@ -30,10 +30,17 @@ class ElasticRun:
         *more: further words of the command line.
         new_interpreters: start the command and its ranks as users do, instead of forking them.
         script: a Python file that takes the place of ``-m sdp`` in new interpreters.
+        prepare: called in the forked command first, so that it changes the command and its ranks.
     """
 
     def __init__(
-        self, config: Path, dump_dir: Path, *more: str, new_interpreters: bool = False, script: Path | None = None
+        self,
+        config: Path,
+        dump_dir: Path,
+        *more: str,
+        new_interpreters: bool = False,
+        script: Path | None = None,
+        prepare: Callable[[], object] | None = None,
     ):
         self.dump_dir = dump_dir
         self._said = dump_dir.with_suffix(".stderr")
@@ -45,7 +52,7 @@ class ElasticRun:
                 program = ["-m", "sdp"] if script is None else [str(script)]
                 self.process = subprocess.Popen([sys.executable, "-P", *program, *words], stdout=null, stderr=said)
             else:
-                self.process = ForkedCommand(words, stdout=null, stderr=said)
+                self.process = ForkedCommand(words, stdout=null, stderr=said, prepare=prepare)
 
     @property
     def said(self) -> str:

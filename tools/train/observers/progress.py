@@ -35,7 +35,7 @@ class Progress(Observer):
     def on_step(self, line: Line) -> None:
         step = line["step"]
         texts = {"loss": f"{line['loss']:.4f}", "tokens/s": f"{line['tokens_per_second']:,.0f}"}
-        texts |= {key: _format(line[key]) for key in ("grad_norm", "lr", "groups") if key in line}
+        texts |= {key: _format(line[key]) for key in ("grad_norm", "lr", "groups", "generation") if key in line}
         if self._bar is not None:
             self._bar.set_postfix(texts, refresh=False)
             self._bar.update(step - self._shown)

@@ -48,7 +48,10 @@ def check_progress(said: str, lines: list[dict[str, Any]]) -> None:
     A step may be missing after which a group was lost, because that group may have shown the
     progress.
     """
-    shown = [(int(step), int(groups)) for step, groups in re.findall(r"^step +(\d+)/.* groups (\d+)$", said, re.M)]
+    shown = [
+        (int(step), int(groups))
+        for step, groups in re.findall(r"^step +(\d+)/.* groups (\d+)  generation \d+$", said, re.M)
+    ]
     due = {line["step"]: (line["step"], line["groups"]) for line in lines if line["step"] % 10 == 0}
     assert shown and len(set(shown)) == len(shown), said
     assert set(shown) <= set(due.values()), said

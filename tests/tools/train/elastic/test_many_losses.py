@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import signal
 from pathlib import Path
 
 import pytest
@@ -24,7 +23,7 @@ def test_a_hundred_kills(corpus: Path, tmp_path: Path) -> None:
     found = measure(config, tmp_path / "run", kills=KILLS, hangs=HANGS)
     found |= measure_undisturbed(config, tmp_path, found["held_out_samples"], SEEDS)
     print(table(found, HEARTBEAT))
-    assert found["exit_code"] == 128 + signal.SIGTERM
+    assert found["exit_code"] == 0
     assert found["lost"] == found["joined"] == KILLS + HANGS
     assert found["share_committed"] >= 0.9
     assert found["loss"] < 1.0
