@@ -15,8 +15,13 @@ GROUPS_LOG = "groups.log"
 
 
 def say(text: str) -> None:
-    """Print a line on the terminal (stderr), without control characters."""
-    print(f"sdp: {escape(text)}", file=sys.stderr, flush=True)
+    """Print a line on the terminal (stderr), without control characters.
+
+    If the terminal is gone, the run goes on, and ends as it should.
+    """
+    if sys.stderr is not None:
+        with contextlib.suppress(OSError):
+            print(f"sdp: {escape(text)}", file=sys.stderr, flush=True)
 
 
 def say_and_note(log: Path, text: str) -> None:

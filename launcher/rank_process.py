@@ -6,6 +6,7 @@ import contextlib
 import os
 import signal
 import subprocess
+import sys
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -158,7 +159,7 @@ def _terminal(is_wanted: bool) -> Iterator[dict[str, str]]:
     Yields nothing if it is not wanted, or if standard error is closed.
     """
     handle = None
-    if is_wanted:
+    if is_wanted and sys.stderr is not None:  # else descriptor 2 may be any file
         with contextlib.suppress(OSError):
             handle = os.dup(2)
     if handle is None:

@@ -25,6 +25,7 @@ from .inside import all_inside
 from .links import Links
 from .living import lost_units
 from .process_groups import Abort
+from .returning import facts_of, take_facts
 from .rounds import ElasticRounds, Untold, fsdp2_backend
 from .salvage import salvage
 from .voting import vote_together
@@ -136,12 +137,7 @@ class Session:
 
     @property
     def _position(self) -> int:
-        """Return what the coordinator counts: committed steps, or with local steps votes.
-
-        A rank without state has no step, even if it has loaded a part of a checkpoint.
-        """
-        if self._is_fresh:
-            return 0
+        """Return what the coordinator counts: committed steps, or with local steps votes."""
         return self._engine.global_steps if self.rounds is None else self._votes
 
     def vote(self, facts: Any, phase: int = 0) -> Decision:
@@ -174,11 +170,14 @@ class Session:
         Raises:
             StepAbortedError: a group was lost meanwhile, so this group has no state.
         """
+        before = facts_of(self._engine, self._backend)
         try:
             result = self.protect(load)
             with suppress(UnansweredError):  # the coordinator was gone; it knows that this rank has state
                 self.vote(None, phase())
         except StepAbortedError:
+            # Groups that come back count from the beginning, and all must count alike.
+            take_facts(self._engine, self._backend, before, before["rates"])
             self._is_fresh = True
             raise
         return result

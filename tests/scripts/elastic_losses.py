@@ -113,6 +113,7 @@ def measure(
         run.kill()
     lines, said = run.lines(), run.said
     losses = kills + hangs
+    went_on = re.findall(r"^sdp: group .* was lost after .* went on after ([\d.]+) s", said, re.MULTILINE)
     assert [line["step"] for line in lines] == list(range(1, len(lines) + 1)), "a step is missing, or there twice"
     # With local steps, those groups count that are alive when the round ends.
     every = json.loads(config.read_text())["sdp"].get("sync", {"every": 1})["every"]
@@ -131,12 +132,12 @@ def measure(
         "steps": len(lines),
         "share_committed": len(lines) / (len(lines) + losses),  # at most one attempt is lost with a group
         "share_of_samples": learned / samples,
-        "lost": said.count(" was lost after step "),
-        "joined": said.count(" joined after step "),
+        "lost": len(went_on),
+        "joined": len(re.findall(r"^sdp: group .* joined after step ", said, re.MULTILINE)),
         "step_seconds": statistics.median(seconds),
         "kill_to_next_step_seconds": took[signal.SIGKILL],
         "stop_to_next_step_seconds": took[signal.SIGSTOP],
-        "loss_to_next_step_seconds": [float(each) for each in re.findall(r"went on after ([\d.]+) s", said)],
+        "loss_to_next_step_seconds": [float(seconds) for seconds in went_on],
         "ready_to_next_step_seconds": [float(each) for each in re.findall(r"([\d.]+) s after \w+ \w+ ready", said)],
         "held_out_loss": evaluated["loss"],
         "held_out_samples": next(line["samples"] for line in lines if line["step"] == evaluated["step"]),

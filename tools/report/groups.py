@@ -38,7 +38,8 @@ class GroupLoss:
         step: the last step that was committed before, None if nobody knows.
         cause: why the group was lost.
         seconds: from the loss to the next committed step of the others, None if nobody knows.
-        back_after_step: the step after which the group joined again, None if it did not.
+        back_after_step: the step after which the group joined again. None if it did not, or if the
+            run began again with it.
     """
 
     at: str
@@ -54,8 +55,8 @@ class GroupLoss:
         where = f" on {shorten(self.host)}" if self.host is not None else ""
         when = f" after step {self.step:,}" if self.step is not None else ""
         others = f"; the others went on after {self.seconds:.2f} s" if self.seconds is not None else ""
-        back = f"back after step {self.back_after_step:,}" if self.back_after_step is not None else "not back"
-        return f"{self.at}  group {self.group}{where} was lost{when} ({shorten(self.cause)}){others}; {back}"
+        back = f"; it was back after step {self.back_after_step:,}" if self.back_after_step is not None else ""
+        return f"{self.at}  group {self.group}{where} was lost{when} ({shorten(self.cause)}){others}{back}"
 
 
 def describe_groups(lines: Sequence[Mapping[str, Any]]) -> str | None:

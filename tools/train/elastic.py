@@ -302,10 +302,10 @@ class ElasticTrainer:
     def _leave(self) -> int:
         """Leave the run, which goes on without this group. Returns the exit code."""
         number = self._run.signals.received or signal.SIGTERM
-        self._files.close()
-        self._session.leave_early()
         name = signal.Signals(number).name
         log.warning("group %d left the run after step %d (%s)", self._session.slot, self._engine.global_steps, name)
+        self._files.close()
+        self._session.leave_early()
         return 128 + number
 
     def _end(self, seconds: float) -> int:

@@ -42,7 +42,8 @@ class ElasticFiles:
         self._own: list[Observer] = []  # that write files
         self._terminal = open_terminal()
         # Rank 0 logs to the terminal always, any other rank while it writes the files.
-        self._handler = TerminalHandler(self._terminal) if session.slot else None
+        self._handler = TerminalHandler(self._terminal) if session.slot and self._terminal is not None else None
+        self._start: tuple[int | None] | None = None  # what the start truncates, if this rank saw it
 
     def follow_writer(self, *, is_first: bool, truncate_after: int | None = None) -> None:
         """Open or close the files, if this rank shall write them or another one does now.
@@ -53,6 +54,8 @@ class ElasticFiles:
                 removed, None to keep all of them.
         """
         run = self._run
+        if is_first:
+            self._start = (truncate_after,)
         if self._session.writes_files == (run.files is not None):
             return
         if run.files is not None:
@@ -60,6 +63,7 @@ class ElasticFiles:
             return
         # The first writer may have died before it wrote anything.
         is_first = is_first or not (run.dump_dir / CONFIG).exists()
+        begins = is_first or (self._start is not None and not self._newest.lines)
         run.files = self._open(is_first=is_first)
         # Another group may have written curves of this run.
         monitors = open_monitors(run.config, run.dump_dir, resume=self._resumes or not is_first)
@@ -67,16 +71,18 @@ class ElasticFiles:
         if self._handler is not None:
             log.addHandler(self._handler)
         step = run.engine.global_steps
-        if is_first:
+        if not is_first:
+            log.info("group %d writes the files of the run, and shows its progress, from now on", self._session.slot)
+        if begins:
+            (truncate_after,) = self._start or (None,)
             run.write_start(self._session.layout.placement, truncate_after=truncate_after)
             run.announce(step)
         else:
-            log.info("group %d writes the files of the run, and shows its progress, from now on", self._session.slot)
             run.files.truncate_after(step)
         self._own = [Recorder(run.files), monitors, Progress(run.config.steps_per_print, self._terminal)]
         run.observers = [*self._watching, *self._own]
         run.tell_start(step)
-        if not is_first:
+        if not begins:
             self._write_missing_lines(run.files, monitors)
 
     def close(self) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Hashable, Iterable
+from collections.abc import Collection, Hashable, Iterable, Mapping
 from typing import Any
 
 from .records import Rank
@@ -51,9 +51,11 @@ class Roster(dict[Peer, Rank]):
         behind = [slot for slot, step in steps.items() if step < newest]
         return newest, behind, [slot for slot in behind if steps[slot] == newest - 1 and self.is_pending(slot)]
 
-    def stay(self, slots: Iterable[int]) -> bool:
-        """Return whether a rank of these groups is here that has not ended the run."""
-        return not all(rank.is_leaving for rank in self.of(slots).values())
+    def stay(self, lives: Mapping[int, str]) -> bool:
+        """Return whether a rank of these groups, by slot and life, is here that has not ended the
+        run.
+        """
+        return any(lives.get(rank.slot) == rank.life and not rank.is_leaving for rank in self.values())
 
     def complete_fresh(self, members: Collection[int]) -> list[int]:
         """Return the complete groups that wait and have no state, except ``members``."""

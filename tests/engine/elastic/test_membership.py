@@ -110,6 +110,18 @@ def test_a_run_is_over_when_all_have_ended_or_are_gone() -> None:
         assert rules.sent[-1][:2] == ("c again", "finished")
 
 
+def test_a_group_that_is_back_too_late_does_not_keep_the_run_from_ending() -> None:
+    rules = Rules()
+    rules.begin()
+    rules.vote()
+    rules.membership.lose("b", "it died")
+    rules.join("b again", 1, fresh=True)
+    for peer in "ac":
+        rules.membership.hear(peer, {"type": "bye"})
+    assert rules.membership.is_finished
+    assert ("b again", "finished", []) in rules.sent
+
+
 def test_a_group_of_two_ranks_ends_though_one_of_them_dies() -> None:
     rules = Rules(ranks=2)
     for inside in range(2):

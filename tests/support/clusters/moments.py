@@ -30,7 +30,7 @@ from sdp.tools.train.observers.monitors import Monitors
 REDUCTION, BEFORE_VOTE, UPDATE = "a reduction", "before the vote", "the update"
 EVALUATION, SAVE, RETURN = "an evaluation", "a save", "the return of another group"
 MOMENTS = (REDUCTION, BEFORE_VOTE, UPDATE, EVALUATION, SAVE, RETURN)
-LOAD = "the load of a checkpoint"  # before step 1
+LOAD, LOADED = "the load of a checkpoint", "a checkpoint is loaded"  # before step 1
 BEFORE_STEP = "before a step"  # where the others wait for a group that returns
 EVALUATED, IN_FILE = "an evaluation is told to the files", "a step is in metrics.jsonl, and in no curve yet"
 _PAUSE_SECONDS = 0.01
@@ -114,16 +114,27 @@ def lose_another_in_load(stop: Stop) -> None:
     """Let groups stop when they have loaded a checkpoint, and then find that another one was lost
     before all had.
     """
-    resume = Checkpointer.resume
 
-    def resumes(self: Checkpointer) -> bool:
-        found, was_here = resume(self), bool(stop.arrived())
+    def find_a_loss() -> None:
+        was_here = bool(stop.arrived())
         stop.reach(stop.step)
         if stop.arrived() and not was_here and int(os.environ["SDP_ELASTIC_GROUP"]) in stop.groups:
             raise StepAbortedError("a group is lost")
-        return found
 
-    Checkpointer.resume = resumes  # type: ignore[method-assign]
+    _after(Checkpointer, "resume", find_a_loss)
+
+
+def die_before_the_start_is_written(path: Path) -> None:
+    """Let the first rank that would write the start of the run's files here write the file
+    ``path``, and be killed. The others live on.
+    """
+
+    def die(*_: Any) -> None:
+        if not path.exists():
+            path.touch()
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    _before(TrainingRun, "write_start", die)
 
 
 def note_newcomers(path: Path, ranks: int) -> None:
@@ -182,6 +193,7 @@ _STOPPERS: dict[str, Callable[[Callable[..., None], Stop], None]] = {
     EVALUATION: lambda reach, _: _before(FSDP2Backend, "evaluate", reach),  # between its parts
     SAVE: lambda reach, _: _before(save_module, "hash_files", reach),  # its tensors are written
     RETURN: _stop_in_a_return,
+    LOADED: lambda reach, _: _after(Checkpointer, "resume", reach),
     LOAD: lambda reach, _: _before(load_module, "check", reach),  # nothing is loaded yet
     EVALUATED: lambda reach, _: _before(TrainingRun, "tell_evaluation", reach),
     IN_FILE: lambda reach, _: _before(Monitors, "on_step", reach),
@@ -195,5 +207,17 @@ def _before(owner: Any, name: str, action: Callable[..., None]) -> None:
     def both(*args: Any, **keywords: Any) -> Any:
         action(*args)
         return function(*args, **keywords)
+
+    setattr(owner, name, both)
+
+
+def _after(owner: Any, name: str, action: Callable[[], None]) -> None:
+    """Let ``action`` be called after a function."""
+    function = getattr(owner, name)
+
+    def both(*args: Any, **keywords: Any) -> Any:
+        result = function(*args, **keywords)
+        action()
+        return result
 
     setattr(owner, name, both)

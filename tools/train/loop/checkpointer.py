@@ -36,7 +36,6 @@ class Checkpointer:
         self._engine, self._dump_dir, self._beat = engine, dump_dir, beat
         self._client_state, self._recalibrated = client_state, recalibrated
         self._has_directory = False  # whether this run has made or seen its directory of checkpoints
-        self._rates: list[float] | None = None  # as configured, before a checkpoint was loaded
 
     @property
     def _directory(self) -> Path:
@@ -47,23 +46,19 @@ class Checkpointer:
         return self._engine.config.training
 
     def resume(self) -> bool:
-        """Load the newest checkpoint, if there is one, and apply changed settings. Collective.
-
-        It may be called again if it failed because a group was lost.
-        """
+        """Load the newest checkpoint, if there is one, and apply changed settings. Collective."""
         engine = self._engine
         self._beat.at(0, "loading the checkpoint", self._training.start_timeout)
         # Read the file first: rank 0 replaces it once all ranks have loaded.
         before = saved_settings(self._dump_dir)
-        if self._rates is None:
-            self._rates = [float(rate) for rate in engine.get_lr()]
+        configured = [float(rate) for rate in engine.get_lr()]
         path, _ = engine.load_checkpoint(self._directory, warn_of_changes=False)
         if path is None:
             return False
         self._has_directory = True
         log.info("resumed from %s", path)
         changes = describe_changes(before, engine.config) if before is not None else []
-        changes += apply_rates(engine, self._rates, told=bool(changes))
+        changes += apply_rates(engine, configured, told=bool(changes))
         for change in changes:
             log.info("%s, from step %d on", change, engine.global_steps + 1)
         return True

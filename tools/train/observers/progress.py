@@ -6,6 +6,8 @@ All of it goes to standard error, because standard output is for results.
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable
+from functools import partial
 from typing import Any, TextIO
 
 from .observer import Line, Observer
@@ -15,7 +17,8 @@ class Progress(Observer):
     """Shows the loss, the speed and the learning rate of the newest step.
 
     Without a terminal it prints a line every ``steps_per_print`` steps, and one for the last step.
-    ``stream`` is where it prints, standard error by default.
+    ``stream`` is where it prints, standard error by default. If it is gone, as after a lost
+    connection, nothing is shown any more, and the run goes on.
     """
 
     def __init__(self, steps_per_print: int, stream: TextIO | None = None):
@@ -25,12 +28,11 @@ class Progress(Observer):
 
     def on_start(self, start: int, steps: int) -> None:
         self._steps, self._shown = steps, start
-        if self._stream.isatty():
+        if self._stream is not None and self._stream.isatty():
             from tqdm import tqdm
 
-            self._bar = tqdm(
-                total=steps, initial=start, unit="step", dynamic_ncols=True, file=self._stream, smoothing=0.1
-            )
+            bar = partial(tqdm, unit="step", dynamic_ncols=True, file=self._stream, smoothing=0.1)
+            self._bar = self._try(lambda: bar(total=steps, initial=start))
 
     def on_step(self, line: Line) -> None:
         step = line["step"]
@@ -38,17 +40,20 @@ class Progress(Observer):
         texts |= {key: _format(line[key]) for key in ("grad_norm", "lr", "groups", "generation") if key in line}
         if self._bar is not None:
             self._bar.set_postfix(texts, refresh=False)
-            self._bar.update(step - self._shown)
+            self._update(step)
         elif step % self._every == 0 or step == self._steps:
             width = len(str(self._steps))
             shown = "  ".join(f"{name} {text}" for name, text in texts.items())
-            print(f"step {step:>{width}}/{self._steps}  {shown}", file=self._stream, flush=True)
+            self._print(f"step {step:>{width}}/{self._steps}  {shown}")
         self._shown = step
 
     def on_rollback(self, step: int) -> None:
-        if self._bar is not None:
-            self._bar.update(step - self._shown)
+        self._update(step)
         self._shown = step
+
+    def _update(self, step: int) -> None:
+        if self._bar is not None:
+            self._try(lambda: self._bar.update(step - self._shown))
 
     def on_evaluation(self, line: Line) -> None:
         accuracy = f", accuracy {line['accuracy']:.2%}" if "accuracy" in line else ""
@@ -64,16 +69,23 @@ class Progress(Observer):
     def _print(self, text: str) -> None:
         """Print ``text`` on a line of its own. A bar stays below it."""
         if self._bar is not None:
-            self._bar.write(text, file=self._stream)
-        else:
-            print(text, file=self._stream, flush=True)
+            self._try(lambda: self._bar.write(text, file=self._stream))
+        elif self._stream is not None:
+            self._try(lambda: print(text, file=self._stream, flush=True))
+
+    def _try(self, show: Callable[[], Any]) -> Any:
+        try:
+            return show()
+        except OSError:
+            self._stream = self._bar = None
+            return None
 
     def on_end(self) -> None:
         self.close()
 
     def close(self) -> None:
         if self._bar is not None:
-            self._bar.close()
+            self._try(self._bar.close)
 
 
 def _format(value: Any) -> str:

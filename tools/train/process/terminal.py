@@ -7,16 +7,20 @@ import os
 import sys
 from typing import TextIO
 
+from ....engine.environment.launchers import ERROR_FILE
 from ....engine.environment.supervision import inherited_terminal
 
 
-def open_terminal() -> TextIO:
-    """Return the standard error of the launcher if it handed that over, else of this process.
+def open_terminal() -> TextIO | None:
+    """Return the standard error of the launcher if it handed that over, or else of this process.
 
-    Called once. The local launcher writes the standard error of a rank above 0 to the rank's log.
+    None if there is no terminal: the local launcher writes the standard error of a rank above 0 to
+    the rank's log. Called once.
     """
     handle = inherited_terminal()
-    return sys.stderr if handle is None else os.fdopen(handle, "w", buffering=1, errors="backslashreplace")
+    if handle is None:
+        return None if ERROR_FILE in os.environ else sys.stderr
+    return os.fdopen(handle, "w", buffering=1, errors="backslashreplace")
 
 
 class TerminalHandler(logging.StreamHandler[TextIO]):

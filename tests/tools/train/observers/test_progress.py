@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import io
 import sys
 
 import pytest
+from sdp.launcher.notes import say
 from sdp.tools.train.observers.progress import Progress
 
 
@@ -40,3 +42,21 @@ def test_a_bar_on_a_terminal_starts_where_the_run_resumes(
     assert captured.out == ""
     assert "3/5" in captured.err and "5/5" in captured.err
     assert "loss=1.2346" in captured.err and "tokens/s=4,321" in captured.err
+
+
+class Gone(io.StringIO):
+    """A terminal whose other end is closed."""
+
+    def __init__(self, *, is_bar: bool):
+        super().__init__()
+        self.isatty = lambda: is_bar  # type: ignore[method-assign]
+
+    def write(self, text: str) -> int:
+        raise BrokenPipeError
+
+
+@pytest.mark.parametrize("terminal", [Gone(is_bar=False), Gone(is_bar=True), None], ids=["pipe", "bar", "closed"])
+def test_training_goes_on_without_its_terminal(terminal: Gone | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "stderr", terminal)
+    train()
+    say("group 1 was lost")
