@@ -12,6 +12,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+import transformers
+from sdp.data.shards import TokenDataset
 from sdp.tests.support.clusters.elastic_runs import MICRO, ElasticRun, Start, elastic_config
 from sdp.tests.support.forks.command import run_forked
 from sdp.tests.support.small_runs import make_corpus, read_tensorboard
@@ -122,6 +125,26 @@ def test_a_rank_inside_a_sharded_group_is_killed(start: Start, stage: int, maski
     check_end(run, ranks=2)
     kinds = run.lines()[-1]["comm_bytes_by_kind"]
     assert ("between groups/broadcast" in kinds) == (masking == "backward")
+
+
+def test_a_run_that_lacks_a_group_is_evaluated_exported_and_reported(
+    start: Start, corpus: Path, tmp_path: Path
+) -> None:
+    """transformers computes the loss of the last evaluation, which three of four groups made."""
+    run = start(steps=160, restarts=0)
+    run.wait_for(10, groups=4)
+    run.hit(1, signal.SIGKILL)
+    assert run.end() == 0, run.said
+    exported = run_forked("export", run.dump_dir, tmp_path / "model")
+    assert exported.returncode == 0, exported.stderr
+    held_out, rows = TokenDataset(str(corpus), "held_out", 32), 2 * MICRO * 3
+    ids = torch.stack([held_out[index * len(held_out) // rows]["input_ids"] for index in range(rows)])
+    model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "model")
+    with torch.no_grad():
+        assert model(ids, labels=ids).loss.item() == pytest.approx(evaluations(run)[-1]["loss"], rel=1e-5)
+    report = run_forked("report", run.dump_dir).stdout
+    assert re.search(r"groups alive +3, at least 3, 1 change, generation \d+\n", report), report
+    assert re.search(r"group 1 on \S+ was lost after step \d+ \(.*\); the others went on after \S+ s\n", report), report
 
 
 def test_without_losses_an_elastic_run_is_the_run_without_elastic_groups(start: Start) -> None:
