@@ -7,9 +7,7 @@ from __future__ import annotations
 import secrets
 import signal
 import socket
-import sys
 import time
-from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -21,16 +19,15 @@ from ..engine.environment.child import allocator_settings, child_environment, lo
 from ..engine.environment.detect import LOOPBACK, local_environment
 from ..engine.environment.elastic import COORDINATOR, LIFE, SLOT, TOKEN
 from ..engine.environment.launchers import LISTENING_SOCKET
-from ..engine.errors import escape
 from .fatal_errors import described_end
-from .notes import GROUPS_LOG, say, say_and_note
+from .notes import GROUPS_LOG, say, say_and_note, show
 from .own_command import own_command, search_path
 from .rank_process import RankProcess
+from .restarts import RestartBudget
 from .signals import GRACE_SECONDS, caught_signals
 from .stopped import StoppedRanks, describe
 
 _POLL_SECONDS = 0.02
-_BACK_OFF_SECONDS = (0.5, 1.0, 2.0, 4.0, 8.0)  # before the first, second, … restart in a window
 
 
 @dataclass(frozen=True)
@@ -62,9 +59,9 @@ class _Group:
     """
 
     slot: int
+    restarts: RestartBudget
     ranks: list[RankProcess] = field(default_factory=list)
     due: float | None = 0.0
-    restarts: deque[float] = field(default_factory=deque)
     exit_code: int | None = None  # of the group, once it will not be started again
 
 
@@ -162,7 +159,7 @@ class _Started:
     ):
         self._command, self._run, self._log_dir = command, run, log_dir
         self._told, self._defaults = told, defaults
-        self._groups = [_Group(slot) for slot in slots]
+        self._groups = [_Group(slot, RestartBudget(run.restarts, run.restart_window)) for slot in slots]
         self.membership: Membership | None = None  # if the coordinator runs here
         self._starts = 0
 
@@ -241,7 +238,7 @@ class _Started:
         if stops or code > 128:
             return
         if code == 2:
-            print(escape(cause.text.strip()), file=sys.stderr, flush=True)
+            show(cause.text.strip())
             self._give_up(code)
             return
         self._plan_restart(group, f"group {group.slot}: {text}{reason}")
@@ -251,19 +248,15 @@ class _Started:
         if self._is_over or (self.membership is not None and self.membership.failure is not None):
             say(what)
             return
-        while group.restarts and now - group.restarts[0] > self._run.restart_window:
-            group.restarts.popleft()
-        count = len(group.restarts)
-        if count >= self._run.restarts:
-            window = f"{self._run.restart_window:g} s"
+        wait = group.restarts.take(now)
+        if wait is None:
+            window, count = f"{self._run.restart_window:g} s", group.restarts.used
             if self.membership is not None:
                 self.membership.gone.add(group.slot)
             say(f"{what}; it is not started again ({count} restarts in {window}, sdp.elastic.restarts)")
             return
-        wait = _BACK_OFF_SECONDS[min(count, len(_BACK_OFF_SECONDS) - 1)]
         group.due = now + wait
-        group.restarts.append(now)
-        say(f"{what}; restart {count + 1} of {self._run.restarts} in {wait:g} s")
+        say(f"{what}; restart {group.restarts.used} of {self._run.restarts} in {wait:g} s")
 
     @property
     def _is_over(self) -> bool:

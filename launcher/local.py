@@ -6,7 +6,6 @@ import contextlib
 import os
 import signal
 import socket
-import sys
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -14,9 +13,10 @@ from pathlib import Path
 from ..engine.environment.child import allocator_settings, child_environment, loopback_settings, thread_settings
 from ..engine.environment.detect import LOOPBACK, free_port, local_environment, publish, set_default
 from ..engine.environment.launchers import LISTENING_SOCKET
-from ..engine.errors import LaunchError, escape
+from ..engine.errors import LaunchError
 from .allocator import tune_allocator
 from .fatal_errors import FatalError, described_end
+from .notes import say, show
 from .own_command import own_command, search_path
 from .own_files import open_own_file
 from .rank_process import RankProcess
@@ -78,7 +78,7 @@ def start_local(
             # A signal that comes while failed ranks are being ended is not the cause.
             number = received[0] if received else _signal_to_a_rank(failures)
             if received:
-                _say(f"{signal.Signals(number).name} received, ending {processes} processes (again: kill them)")
+                say(f"{signal.Signals(number).name} received, ending {processes} processes (again: kill them)")
         finally:
             _end(ranks, received, stop_seconds if received and stop_seconds is not None else grace_seconds)
         if number:
@@ -142,7 +142,7 @@ def _end(ranks: Sequence[RankProcess], received: list[int], grace_seconds: float
     def must_kill() -> bool:
         rank = stopped.for_too_long()
         if rank is not None:
-            _say(f"{describe(rank)}: all processes are killed")
+            say(f"{describe(rank)}: all processes are killed")
         return rank is not None or len(received) > known
 
     _wait(ranks, must_kill, grace_seconds)
@@ -191,15 +191,13 @@ def _report(failures: Sequence[tuple[RankProcess, FatalError]], suspect: str) ->
             log.write(failure.text.rstrip() + "\n")
     if failure.exit_code == 2:
         if failure.text:
-            print(escape(failure.text), file=sys.stderr, flush=True)
+            show(failure.text)
         return 2
     lines = failure.text.strip().splitlines() or [""]
     if process.rank == 0 and len(lines) > 1:
-        print(escape(failure.text.rstrip()), file=sys.stderr, flush=True)
+        show(failure.text.rstrip())
     reason = f" ({lines[-1].removeprefix('sdp: error: ')}{suspect})" if lines[-1] else ""
-    _say(
-        f"error: {described_end(process.rank, failure.exit_code, process.whereabouts)}{reason}; its log: {process.log}"
-    )
+    say(f"error: {described_end(process.rank, failure.exit_code, process.whereabouts)}{reason}; its log: {process.log}")
     return 1
 
 
@@ -212,7 +210,3 @@ def _lateness(process: RankProcess, failure: FatalError) -> tuple[bool, bool, fl
     """
     killed = failure.exit_code < 0 and failure.exit_code != -signal.SIGABRT
     return not killed, failure.exit_code != 2, failure.time, process.rank
-
-
-def _say(text: str) -> None:
-    print(f"sdp: {escape(text)}", file=sys.stderr, flush=True)

@@ -14,14 +14,19 @@ from .own_files import open_own_file
 GROUPS_LOG = "groups.log"
 
 
-def say(text: str) -> None:
-    """Print a line on the terminal (stderr), without control characters.
+def show(text: str) -> None:
+    """Print a text on the terminal (stderr), without control characters.
 
     If the terminal is gone, the run goes on, and ends as it should.
     """
     if sys.stderr is not None:
         with contextlib.suppress(OSError):
-            print(f"sdp: {escape(text)}", file=sys.stderr, flush=True)
+            print(escape(text), file=sys.stderr, flush=True)
+
+
+def say(text: str) -> None:
+    """Print a line of this package on the terminal, as :func:`show` does."""
+    show(f"sdp: {text}")
 
 
 def say_and_note(log: Path, text: str) -> None:

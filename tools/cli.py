@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import argparse
 import atexit
+import contextlib
 import errno
 import importlib
 import logging
@@ -54,13 +55,15 @@ def entry() -> NoReturn:
     def leave() -> None:
         if code is not None and "torch.distributed" in sys.modules:
             logging.shutdown()
-            sys.stdout.flush()
-            sys.stderr.flush()
+            for stream in (sys.stdout, sys.stderr):
+                with contextlib.suppress(OSError, ValueError, AttributeError):  # it is gone, or was closed
+                    stream.flush()
             os._exit(code)
 
     leaves_at_once()
     atexit.register(leave)  # registered first, so called last
     code = main()
+    _discard_messages_that_nobody_reads()
     sys.exit(code)
 
 
@@ -118,6 +121,17 @@ def _reader_left() -> bool:
         return False
     _discard_output()
     return True
+
+
+def _discard_messages_that_nobody_reads() -> None:
+    """Flush standard error. If it is gone, discard the rest, which would change the exit code."""
+    if (messages := sys.stderr) is None:
+        return
+    try:
+        messages.flush()
+    except (OSError, ValueError):
+        with contextlib.suppress(OSError, ValueError):
+            os.dup2(os.open(os.devnull, os.O_WRONLY), messages.fileno())
 
 
 def _output_fails() -> bool:

@@ -163,7 +163,7 @@ def transfer(
         if here not in (source, receiver):
             continue
         other = layout.mesh.rank(receiver if here == source else source, at.fsdp, at.tp)
-        for tensors in _packs(tensors_of(source, units)):
+        for tensors in packs(tensors_of(source, units)):
             flat = torch.cat([_bytes_of(tensor) for tensor in tensors])
             moved += flat.numel()
             if here == source:
@@ -209,7 +209,7 @@ def state_tensors(state: OptimizerState, parameter: torch.Tensor, canonical: str
         yield local_tensor(value)
 
 
-def _packs(tensors: Iterable[torch.Tensor]) -> Iterator[list[torch.Tensor]]:
+def packs(tensors: Iterable[torch.Tensor]) -> Iterator[list[torch.Tensor]]:
     """Yield the tensors in packs of about ``MESSAGE_BYTES``. Empty shards are left out."""
     pack: list[torch.Tensor] = []
     size = 0

@@ -21,7 +21,6 @@ import signal
 import statistics
 import tempfile
 import time
-from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -29,7 +28,7 @@ from typing import Any
 from sdp.tests.support.clusters.elastic_runs import MICRO, SECONDS, ElasticRun, elastic_config
 from sdp.tests.support.processes import until, written_lines
 from sdp.tests.support.small_runs import make_corpus
-from sdp.tools.train.loop.training_run import TrainingRun
+from sdp.tools.train.loop.meter import StepMeter
 
 GROUPS = 4
 SAVE_EVERY = 100  # steps
@@ -76,15 +75,18 @@ def lose(run: ElasticRun, group: int, number: int) -> float:
     return took
 
 
-def sleep_in_steps(seconds: float) -> None:
-    """Let each step of the ranks here take at least so many seconds, as with a larger model."""
-    compute = TrainingRun._compute
+def sleep_in_steps(seconds: float, end: Path) -> None:
+    """Let each step of the ranks here take at least so many seconds, as with a larger model, until
+    the file ``end`` exists.
+    """
+    begin = StepMeter.begin
 
-    def computes(self: TrainingRun, batches: Iterator[Any]) -> None:
-        time.sleep(seconds)
-        compute(self, batches)
+    def begins(self: StepMeter) -> None:
+        begin(self)
+        if not end.exists():
+            time.sleep(seconds)
 
-    TrainingRun._compute = computes  # type: ignore[method-assign]
+    StepMeter.begin = begins  # type: ignore[method-assign]
 
 
 def measure(
@@ -92,13 +94,15 @@ def measure(
 ) -> dict[str, Any]:
     """Run the groups, lose some of them so often, let the run end, and return what was measured.
 
-    Each step sleeps. So the number of steps says how long the run takes at least, and all losses
-    come before its end.
+    Each step sleeps until all losses are over. So the number of steps says how long that takes at
+    most, and the run ends soon afterwards.
     """
     heartbeat = json.loads(config.read_text())["sdp"]["elastic"]["heartbeat_seconds"]
     longest = kills * PAUSE_SECONDS + hangs * (heartbeat + PAUSE_SECONDS) + END_SECONDS
     steps = math.ceil(longest / sleep / SAVE_EVERY) * SAVE_EVERY
-    run = ElasticRun(config, dump_dir, "--set", f"training.steps={steps}", prepare=partial(sleep_in_steps, sleep))
+    end = dump_dir.with_suffix(".end")
+    prepare = partial(sleep_in_steps, sleep, end)
+    run = ElasticRun(config, dump_dir, "--set", f"training.steps={steps}", prepare=prepare)
     draws = random.Random(seed)
     took: dict[int, list[float]] = {signal.SIGKILL: [], signal.SIGSTOP: []}
     started = time.monotonic()
@@ -108,11 +112,13 @@ def measure(
             began = time.monotonic()
             took[number].append(lose(run, draws.randrange(GROUPS), number))
             time.sleep(max(0.0, PAUSE_SECONDS - (time.monotonic() - began)))
+        last = run.wait_for(1, GROUPS)[-1]
+        end.touch()
         code = run.process.wait(20 * longest)
     finally:
         run.kill()
     lines, said = run.lines(), run.said
-    losses = kills + hangs
+    joined = len(re.findall(r"^sdp: group .* joined after step ", said, re.MULTILINE))
     went_on = re.findall(r"^sdp: group .* was lost after .* went on after ([\d.]+) s", said, re.MULTILINE)
     assert [line["step"] for line in lines] == list(range(1, len(lines) + 1)), "a step is missing, or there twice"
     # With local steps, those groups count that are alive when the round ends.
@@ -123,17 +129,20 @@ def measure(
     assert samples - skipped == learned, "a sample is missing, or there twice"
     evaluations = map(json.loads, (run.dump_dir / "evaluations.jsonl").read_text().splitlines())
     evaluated = [line for line in evaluations if line["groups"] == GROUPS][-1]  # so they read equal held-out samples
-    seconds = [line["step_seconds"] for line in lines]
+    seconds = [line["step_seconds"] for line in lines if line["step"] <= last["step"]]
     return {
         "exit_code": code,
         "seconds": round(time.monotonic() - started, 1),
         "kills": kills,
         "hangs": hangs,
         "steps": len(lines),
-        "share_committed": len(lines) / (len(lines) + losses),  # at most one attempt is lost with a group
+        "last_loss_before_step": last["step"],
+        "generations": last["generation"],
+        # If a generation does not end because a group joins, its last attempt may not be committed.
+        "share_committed": last["step"] / (last["step"] + last["generation"] - 1 - joined),
         "share_of_samples": learned / samples,
         "lost": len(went_on),
-        "joined": len(re.findall(r"^sdp: group .* joined after step ", said, re.MULTILINE)),
+        "joined": joined,
         "step_seconds": statistics.median(seconds),
         "kill_to_next_step_seconds": took[signal.SIGKILL],
         "stop_to_next_step_seconds": took[signal.SIGSTOP],
@@ -224,7 +233,8 @@ def table(found: dict[str, Any], heartbeat: float) -> str:
         "kills, hangs": f"{found['kills']}, {found['hangs']}",
         "exit code": found["exit_code"],
         "committed steps": f"{found['steps']:,}",
-        "share of the attempted steps": f"{found['share_committed']:.2%}",
+        "of them up to the last loss": f"{found['last_loss_before_step']:,}",
+        "share of the steps attempted until then": f"{found['share_committed']:.2%}",
         "share of the samples that counts": f"{found['share_of_samples']:.2%}",
         "s of a step, median": f"{step:.3f}",
         "s from a kill to the next step, median": median("kill_to_next_step_seconds"),

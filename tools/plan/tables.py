@@ -224,15 +224,12 @@ def _about_losses(plan: Forecast) -> list[str]:
     placement, sdp = plan.layout.placement, plan.config.sdp
     if not placement.units or placement.groups == 1 or not (sdp.survive or sdp.elastic.enabled):
         return []
-    survived = Counter(len(holders) - 1 for holders in placement.holders)
-    shown = ", ".join(
-        f"{units} of {len(placement.units)} units survive {losses}" for losses, units in sorted(survived.items())
-    )
+    fewest = min(map(len, placement.holders))
     held = sum(placement.held_fraction(group) for group in range(placement.groups)) / placement.groups
     return [
-        f"Lost groups: {shown}. Every unit survives the loss of any {min(survived)}. For that a group must hold "
-        f"{(min(survived) + 1) / placement.groups:.0%} of the units on average, which costs memory and traffic; it "
-        f"holds {held:.0%} here, and {1 / placement.groups:.0%} would do without survival."
+        f"Lost groups: {placement.describe_losses()}. For that a group must hold {fewest / placement.groups:.0%} of "
+        f"the units on average, which costs memory and traffic; it holds {held:.0%} here, and "
+        f"{1 / placement.groups:.0%} would do without survival."
     ]
 
 

@@ -7,6 +7,7 @@ import stat
 import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -68,8 +69,8 @@ def describe_groups(lines: Sequence[Mapping[str, Any]]) -> str | None:
     alive = [line["groups"] for line in lines if isinstance(line.get("groups"), int)]
     if not alive:
         return None
-    generations = list(dict.fromkeys(line.get("generation") for line in lines if "groups" in line))
-    changes = len(generations) - 1
+    generations = [line.get("generation") for line in lines if "groups" in line]
+    changes = sum(before != after for before, after in pairwise(generations))
     last = f", generation {generations[-1]}" if isinstance(generations[-1], int) else ""
     return f"{alive[-1]}, at least {min(alive)}, {changes} change{'s' * (changes != 1)}{last}"
 

@@ -265,7 +265,7 @@ class ElasticTrainer:
         self._newcomers, self._stop, self._must_meet = False, Outcome(), False
         self._late.clear()
         self._drop_the_step()
-        before = self._session.assembly
+        before, is_silent = self._session.assembly, self._files.is_silent
         assembly = self._session.meet(self._phase, self._begin_again)
         # Units from a checkpoint change the model, so what follows the step is done again.
         self._phase = EVALUATE if self._session.has_lost_units else assembly.phase
@@ -278,8 +278,8 @@ class ElasticTrainer:
             run.set_last_step(engine.global_steps)
         self._is_start = self._is_start or assembly.is_start
         if not (assembly.is_start and self._resumes):  # a checkpoint comes before the files
-            truncate_after = engine.global_steps if self._is_resumed else -1 if self._resumes else None
-            self._files.follow_writer(is_first=self._is_start, truncate_after=truncate_after)
+            truncate_after = engine.global_steps if self._is_resumed else -1
+            self._files.follow_writer(truncate_after, is_first=self._is_start, is_silent=is_silent)
             self._is_start = False
 
     def _begin_again(self) -> None:

@@ -43,27 +43,32 @@ class ElasticFiles:
         self._terminal = open_terminal()
         # Rank 0 logs to the terminal always, any other rank while it writes the files.
         self._handler = TerminalHandler(self._terminal) if session.slot and self._terminal is not None else None
-        self._start: tuple[int | None] | None = None  # what the start truncates, if this rank saw it
+        self._start: int | None = None  # the step after which the start truncates, if this rank saw it
 
-    def follow_writer(self, *, is_first: bool, truncate_after: int | None = None) -> None:
+    @property
+    def is_silent(self) -> bool:
+        """Whether no line was told since the start of the run, which this rank has seen."""
+        return self._start is not None and not self._newest.lines
+
+    def follow_writer(self, truncate_after: int, *, is_first: bool, is_silent: bool) -> None:
         """Open or close the files, if this rank shall write them or another one does now.
 
         Args:
-            is_first: whether the run begins.
-            truncate_after: at the beginning, the step after which lines of an earlier run are
-                removed, None to keep all of them.
+            truncate_after: at the start of the run, the step after which lines of an earlier run
+                are removed.
+            is_first: whether the run starts.
+            is_silent: see above, before the last meeting. Then the first writer may have died
+                before it wrote anything.
         """
         run = self._run
         if is_first:
-            self._start = (truncate_after,)
+            self._start = truncate_after
         if self._session.writes_files == (run.files is not None):
             return
         if run.files is not None:
             self.close()
             return
-        # The first writer may have died before it wrote anything.
         is_first = is_first or not (run.dump_dir / CONFIG).exists()
-        begins = is_first or (self._start is not None and not self._newest.lines)
         run.files = self._open(is_first=is_first)
         # Another group may have written curves of this run.
         monitors = open_monitors(run.config, run.dump_dir, resume=self._resumes or not is_first)
@@ -73,16 +78,15 @@ class ElasticFiles:
         step = run.engine.global_steps
         if not is_first:
             log.info("group %d writes the files of the run, and shows its progress, from now on", self._session.slot)
-        if begins:
-            (truncate_after,) = self._start or (None,)
-            run.write_start(self._session.layout.placement, truncate_after=truncate_after)
+        if is_first or is_silent:
+            run.write_start(self._session.layout.placement, truncate_after=self._start)
             run.announce(step)
         else:
             run.files.truncate_after(step)
         self._own = [Recorder(run.files), monitors, Progress(run.config.steps_per_print, self._terminal)]
         run.observers = [*self._watching, *self._own]
         run.tell_start(step)
-        if not begins:
+        if not is_first:
             self._write_missing_lines(run.files, monitors)
 
     def close(self) -> None:

@@ -102,10 +102,7 @@ class Membership:
             raise ProtocolError(f"an unknown message {kind[:40]!r}")
 
     def _finish_if_over(self) -> None:
-        """Finish the run if some groups have ended, and all others have too, or are gone.
-
-        Then groups that wait to join are not needed.
-        """
+        """Finish the run if some groups have ended, and only groups are left that wait to join."""
         now = self.generation
         if now is None or self.is_finished or not now.ended or self._peers.stay(now.lives):
             return
@@ -113,6 +110,7 @@ class Membership:
         for peer, rank in list(self._peers.items()):
             if not rank.is_leaving:
                 self._send(peer, {"type": "finished"})
+                self.told.add(rank.slot)
 
     def _hear_join(self, peer: Peer, message: Message) -> None:
         rank = Rank.of(message, self._groups, self._ranks, self._clock())

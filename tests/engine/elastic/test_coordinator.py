@@ -328,3 +328,6 @@ def test_a_message_counts_once_and_only_on_its_connection() -> None:
         server.feed(server.seal({"type": "beat"}))
     with pytest.raises(ValueError, match="longer than"):
         client.seal({"type": "beat", "text": "x" * MOST_BYTES})
+    server, client = pair()
+    with pytest.raises(ProtocolError, match="a message of"):  # before it is read
+        server.feed(b"\xff" * 4)

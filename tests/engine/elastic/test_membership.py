@@ -120,6 +120,7 @@ def test_a_group_that_is_back_too_late_does_not_keep_the_run_from_ending() -> No
         rules.membership.hear(peer, {"type": "bye"})
     assert rules.membership.is_finished
     assert ("b again", "finished", []) in rules.sent
+    assert rules.membership.told == {0, 1, 2}, "nobody need wait for it"
 
 
 def test_a_group_of_two_ranks_ends_though_one_of_them_dies() -> None:

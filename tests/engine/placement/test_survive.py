@@ -24,7 +24,7 @@ def fewest(layout: Layout) -> int:
 
 
 @pytest.mark.parametrize("placement", ["cyclic", "balanced", "random"])
-@pytest.mark.parametrize("profile", ["depth", "uniform"])
+@pytest.mark.parametrize("profile", ["depth", "uniform", "auto"])
 def test_every_unit_has_enough_holders(placement: str, profile: str) -> None:
     """The profile falls to one holder by itself, so the smallest number is the option's doing."""
     for survive, capacity in ((1, 0.5), (1, 0.7), (2, 0.75), (2, 0.9)):

@@ -36,6 +36,7 @@ def test_the_groups_that_were_alive_are_described() -> None:
     assert describe_groups(lines(4, 4, 4)) == "4, at least 4, 0 changes, generation 1"
     assert describe_groups(lines(4, 3, 3, 4)) == "4, at least 3, 2 changes, generation 3"
     assert describe_groups(lines(4, 2)) == "2, at least 2, 1 change, generation 2"
+    assert describe_groups(lines(4, 3, 4) + lines(4, 4)) == "4, at least 3, 3 changes, generation 1", "it was resumed"
     assert describe_groups([{"step": 1}]) is None
 
 

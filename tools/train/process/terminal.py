@@ -7,8 +7,7 @@ import os
 import sys
 from typing import TextIO
 
-from ....engine.environment.launchers import ERROR_FILE
-from ....engine.environment.supervision import inherited_terminal
+from ....engine.environment.supervision import inherited_terminal, whereabouts_file
 
 
 def open_terminal() -> TextIO | None:
@@ -19,7 +18,7 @@ def open_terminal() -> TextIO | None:
     """
     handle = inherited_terminal()
     if handle is None:
-        return None if ERROR_FILE in os.environ else sys.stderr
+        return None if whereabouts_file() is not None else sys.stderr
     return os.fdopen(handle, "w", buffering=1, errors="backslashreplace")
 
 
@@ -29,3 +28,7 @@ class TerminalHandler(logging.StreamHandler[TextIO]):
     def __init__(self, stream: TextIO):
         super().__init__(stream)
         self.setFormatter(logging.Formatter("%(message)s"))
+
+    def handleError(self, record: logging.LogRecord) -> None:  # noqa: N802  # the name is logging's
+        if not isinstance(sys.exc_info()[1], OSError):  # the terminal is gone, and the run goes on
+            super().handleError(record)

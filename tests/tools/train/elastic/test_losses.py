@@ -19,6 +19,8 @@ from sdp.tests.support.clusters.elastic_runs import MICRO, ElasticRun, Start, el
 from sdp.tests.support.forks.command import run_forked
 from sdp.tests.support.small_runs import make_corpus, read_tensorboard
 
+ZERO = "zero_optimization.stage="
+
 
 def check_lines(lines: list[dict[str, Any]], ranks: int = 1) -> None:
     """Each step is written once, and its samples are those of the groups that were alive."""
@@ -75,6 +77,7 @@ def test_three_groups_are_killed_and_come_back(start: Start) -> None:
         run.lose(draws.randrange(4), of=4)
     check_end(run)
     said = run.said
+    assert re.search(r"^lost groups: .*4 units survive 1.*\. Every unit survives the loss of any 1$", said, re.M), said
     assert (
         len(re.findall(r"group \d on \S+ was lost after step \d+ \(.*\); groups .* went on after [\d.]+ s", said)) == 3
     )
@@ -107,19 +110,20 @@ def test_two_groups_are_killed_at_once(start: Start) -> None:
 
 
 @pytest.mark.parametrize(
-    ("stage", "masking"),
+    ("words", "masking", "granularity"),
     [
-        pytest.param(2, "forward", marks=pytest.mark.slow),
-        (3, "forward"),
-        pytest.param(3, "backward", marks=pytest.mark.slow),
+        pytest.param(ZERO + "1", "forward", "block", marks=pytest.mark.slow),
+        pytest.param(ZERO + "2", "forward", "block", marks=pytest.mark.slow),
+        (ZERO + "3", "forward", "block"),
+        pytest.param(ZERO + "3", "backward", "block", marks=pytest.mark.slow),
+        pytest.param(ZERO + "3", "forward", "neuron", marks=pytest.mark.slow),
+        pytest.param("tensor_parallel.autotp_size=2", "backward", "neuron", marks=pytest.mark.slow),
     ],
 )
-def test_a_rank_inside_a_sharded_group_is_killed(start: Start, stage: int, masking: str) -> None:
+def test_a_rank_inside_a_group_is_killed(start: Start, words: str, masking: str, granularity: str) -> None:
     """Its group ends with it. The others keep their FSDP2 state, and count what they send."""
-    run = start(
-        "--set", f"zero_optimization.stage={stage}", groups=3, ranks=2,
-        settings={"capacity": 0.7, "masking": masking}, restarts=3,
-    )  # fmt: skip
+    settings = {"capacity": 0.7, "masking": masking, "granularity": granularity}
+    run = start("--set", words, groups=3, ranks=2, settings=settings, restarts=3)
     run.wait_for(5, groups=3)
     run.lose(2, of=3)
     check_end(run, ranks=2)
