@@ -100,12 +100,18 @@ def per_doubling() -> tuple[float, list[float]]:
     """How much the dense model's loss falls when its steps double, and the lengths in tokens per
     parameter.
     """
-    cells = sorted(
-        (cell for cell in read("lengths")["cells"] if cell["row"] == "dense"), key=lambda cell: cell["steps"]
-    )
+    figures = read("lengths")
+    cells = sorted((cell for cell in figures["cells"] if cell["row"] == "dense"), key=lambda cell: cell["steps"])
     first, last = cells[0], cells[-1]
     lengths = [round(cell["steps"] * _TOKENS_OF_STEP / PARAMETERS, 1) for cell in (first, last)]
-    return round((first["mean"] - last["mean"]) / math.log2(last["steps"] / first["steps"]), 4), lengths
+
+    def loss(cell: Mapping[str, Any]) -> float:
+        """Return the loss of seed 0, which all lengths have."""
+        rate = cell["tuned"]["optimizer.params.lr"]
+        name = f"dense-{cell['column'].replace(' ', '_')}-lr{rate}-seed0"
+        return figures["results"]["runs"][name]["loss"]
+
+    return round((loss(first) - loss(last)) / math.log2(last["steps"] / first["steps"]), 4), lengths
 
 
 def many_epochs() -> dict[str, Any]:

@@ -184,7 +184,7 @@ def _prepare(folder: Path) -> None:
     (folder / "two").write_text("host-a slots=2\nhost-j slots=2\n")
     (folder / "four").write_text("".join(f"host-{name} slots=1\n" for name in "ajkl"))
     for name in "op":
-        (folder / f"only-{name}").write_text(f"host-{name} slots=2\n")
+        (folder / f"only-{name}").write_text(f"host-{name} slots=1\n")
     for name in _NAMES[1:]:
         (folder / f"with-{name}").write_text(f"host-a slots=1\nhost-{name} slots=1\n")
     texts = folder / "texts.jsonl"
