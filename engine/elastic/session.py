@@ -176,7 +176,7 @@ class Session:
             with suppress(UnansweredError):  # the coordinator was gone; it knows that this rank has state
                 self.vote(None, phase())
         except StepAbortedError:
-            # Groups that come back count from the beginning, and all must count alike.
+            # A group that comes back is at step 0. So this one must be there, too.
             take_facts(self._engine, self._backend, before, before["rates"])
             self._is_fresh = True
             raise
