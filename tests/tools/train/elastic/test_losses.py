@@ -117,7 +117,6 @@ def test_two_groups_are_killed_at_once(start: Start) -> None:
         (ZERO + "3", "forward", "block"),
         pytest.param(ZERO + "3", "backward", "block", marks=pytest.mark.slow),
         pytest.param(ZERO + "3", "forward", "neuron", marks=pytest.mark.slow),
-        pytest.param("tensor_parallel.autotp_size=2", "backward", "neuron", marks=pytest.mark.slow),
     ],
 )
 def test_a_rank_inside_a_group_is_killed(start: Start, words: str, masking: str, granularity: str) -> None:
