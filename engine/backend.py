@@ -141,6 +141,10 @@ class Backend(Protocol):
         """
         ...
 
+    def check_gradients(self) -> None:
+        """Raise ModelError, on all ranks, if the gradients of the present step are wrong on any."""
+        ...
+
     def evaluate(self, batches: Sequence[Any]) -> float:
         """Token-weighted mean loss of the full model over the batches of all ranks; collective."""
         ...
@@ -282,8 +286,8 @@ class Backend(Protocol):
         """This rank's share of a checkpoint."""
         ...
 
-    def continue_at(self, *, steps: int, micro_steps: int, skipped: int) -> None:
-        """A checkpoint was loaded: set the backend's own counters, if it has some."""
+    def continue_at(self, *, steps: int, micro_steps: int, skipped: int | None = None) -> None:
+        """Set the backend's own counters, if it has some. ``skipped`` may stay as it is (None)."""
         ...
 
     # -- bytes -------------------------------------------------------------------------------------

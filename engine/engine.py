@@ -23,6 +23,7 @@ from .checkpoint.settings import settings_to_save, warn_of_other_settings
 from .checkpoint.storage.directory import check_tag
 from .config.schema import Config
 from .deepspeed_names import DeepSpeedNames
+from .distributed import world
 from .distributed.agreement import Ranks
 from .distributed.tensors import local_tensor, outside_inference_mode
 from .errors import ConfigError
@@ -140,6 +141,7 @@ class SDPEngine(DeepSpeedNames):
         squared_norm, mean_loss = backend.squared_grad_norm_and_loss(loss).tolist()
         norm, may_lower = math.sqrt(squared_norm), backend.may_lower_loss_scale
         self.before_update()
+        backend.check_gradients()
         # Norm and loss cover all groups, so all ranks decide the same.
         is_spike = self.spikes.check(self.global_steps + 1, mean_loss, norm, before_error=self.forget_micro_batches)
         if math.isfinite(norm) and not is_spike:
@@ -167,6 +169,7 @@ class SDPEngine(DeepSpeedNames):
         """Take over a changed layout of the backend, and go on from the last complete step."""
         self._batch = self._batch.on(self.layout.mesh)
         self.micro_steps = self.global_steps * self._batch.accumulation
+        self._backend.continue_at(steps=self.global_steps, micro_steps=self.micro_steps)
         self._saved = self._backend.state_to_save()
         self._saver = Saver(alone=self.world_size == 1, device=self.device)
 
@@ -296,7 +299,8 @@ class SDPEngine(DeepSpeedNames):
         self.global_steps, self.global_samples = state["global_steps"], state["global_samples"]
         self.micro_steps = self.global_steps * self._batch.accumulation
         self.last_steps.start_at(state.get("skipped_steps", 0))
-        self._backend.use_masking(self.config.masking_schedule.at(self.global_steps + 1))
+        if not world.is_elastic():  # there, copies are sent when all ranks have loaded
+            self._backend.use_masking(self.config.masking_schedule.at(self.global_steps + 1))
         self._backend.continue_at(steps=self.global_steps, micro_steps=self.micro_steps, skipped=self.skipped_steps)
         if warn_of_changes and self.global_rank == 0:
             own = settings_to_save(self.config, self.optimizer, names)

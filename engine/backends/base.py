@@ -120,6 +120,9 @@ class TorchOptimizerBackend:
             self._scaler.update(overflow=True)
         return Update(norm, skipped=True)
 
+    def check_gradients(self) -> None:
+        """A no-op: torch's gradients are right."""
+
     def count_micro_batch(self) -> None:
         """A no-op: the engine counts."""
 
@@ -211,7 +214,7 @@ class TorchOptimizerBackend:
     def state_to_save(self: Backend) -> StateToSave:
         return SavedState(self, self.optimizer, self.rank)
 
-    def continue_at(self, *, steps: int, micro_steps: int, skipped: int) -> None:
+    def continue_at(self, *, steps: int, micro_steps: int, skipped: int | None = None) -> None:
         """A no-op: only the engine counts steps."""
 
     # -- bytes -------------------------------------------------------------------------------------

@@ -18,7 +18,9 @@ from ..distributed.mesh import Coordinates
 from ..full_model.backend_view import SubnetworkBackend
 from ..full_model.buffers import agree_on_buffers, persistent_buffers
 from ..optim.clip import squared_norm
+from ..optim.optimizer_state import HeldTensor
 from ..placement.layout import Layout
+from ..placement.tensor_info import TensorInfo
 from ..sync.outer import OuterFacts, OuterSteps
 from ..sync.rounds import fragments_of
 
@@ -165,6 +167,17 @@ class ShardedLocalSteps:
             self.outer.travelling[1],
             buffers,
         )
+
+    def parameter_of(self, key: str) -> TensorInfo:
+        """Return the parameter or slice to which an anchor belongs."""
+        return self._layout.parameters[key]
+
+    def anchors_of(self, unit: str) -> Iterator[HeldTensor]:
+        """Yield the anchors of a unit, in an order that is the same for all holders."""
+        for key, anchor in self.outer.anchors.items():
+            info = self.parameter_of(key)
+            if info.unit == unit:
+                yield HeldTensor(anchor, anchor, info.canonical)
 
     def untrained(self) -> Mapping[str, torch.Tensor]:
         infos = self._layout.parameters

@@ -13,12 +13,15 @@ from torch import nn
 from ..config.masking import Masking
 from ..distributed import world
 from ..distributed.mesh import Coordinates
+from ..distributed.process_groups import Communicators
+from ..distributed.tensors import local_tensor
 from ..distributed.traffic import Traffic
 from ..full_model.backend_view import SubnetworkBackend
 from ..full_model.buffers import agree_on_buffers
 from ..full_model.evaluation import subnetwork_losses
 from ..full_model.gather import stream_full_state
 from ..full_model.recalibration import Statistics, batch_statistics
+from ..optim.optimizer_state import HeldTensor
 from ..placement.layout import Layout
 from ..subnetwork.carve import PassThrough
 from ..subnetwork.dormant import DormantCopies
@@ -33,6 +36,8 @@ class ShardedBackend(TorchOptimizerBackend):
     Each rank holds a shard of its group's subnetwork.
     """
 
+    stage: int  # of ZeRO
+    communicators: Communicators
     layout: Layout
     module: nn.Module
     device: torch.device
@@ -48,6 +53,19 @@ class ShardedBackend(TorchOptimizerBackend):
     def local(self) -> ShardedLocalSteps | None:
         return None
 
+    @property
+    def exposed_seconds(self) -> float:
+        raise NotImplementedError
+
+    def forward(self, call: Callable[[nn.Module, Any], Any], batch: Any) -> Any:
+        raise NotImplementedError
+
+    def backward(self, loss: torch.Tensor, *, boundary: bool) -> None:
+        raise NotImplementedError
+
+    def squared_grad_norm_and_loss(self, loss: torch.Tensor) -> torch.Tensor:
+        raise NotImplementedError
+
     def evaluate(self, batches: Sequence[Any]) -> float:
         raise NotImplementedError
 
@@ -58,6 +76,53 @@ class ShardedBackend(TorchOptimizerBackend):
     def _view(self) -> SubnetworkBackend:
         """This backend as evaluation and the full state dict see it."""
         raise NotImplementedError
+
+    # -- other groups ------------------------------------------------------------------------------
+
+    def connect(self, layout: Layout) -> None:
+        """Average with the other groups of ``layout`` from now on, and exchange copies with them.
+
+        With a schedule of maskings, ``layout`` is that of its phase with frozen copies.
+        """
+        raise NotImplementedError
+
+    def disconnect(self) -> None:
+        """Average with these groups no longer."""
+        raise NotImplementedError
+
+    def reconnect(self, phases: Mapping[Masking, Layout], communicators: Communicators) -> None:
+        """Connect to other groups, between two steps and without gradients.
+
+        Nothing changes inside this group. Frozen copies are not refreshed. The caller does that
+        with :meth:`enter_phase`.
+
+        Args:
+            phases: the layouts of the living groups, by masking.
+            communicators: the process groups of this rank. Their ``rank`` is its number in the
+                layouts.
+        """
+        self.disconnect()
+        self.rank, self.communicators = communicators.rank, communicators
+        self.phases = dict(phases)
+        self.layout = phases[self.layout.masking]
+        self.at = self.layout.mesh.coordinates(communicators.rank)
+        self.connect(phases.get("backward", self.layout))
+        if self.local is not None:
+            self.local.reconnect()
+
+    def held_of(self, unit: str) -> Iterator[HeldTensor]:
+        """Yield what this rank has of a unit, in an order that is the same for all holders."""
+        for info in self.layout.members.get(unit, ()):
+            owner = self.stepped[info.name]
+            yield HeldTensor(local_tensor(owner.detach()), owner, info.canonical)
+
+    def write_weights(self) -> None:
+        """Bring the weights that the optimizer steps on into the model. Collective in the group.
+
+        A no-op where they are the model's own.
+        """
+
+    # -- facts -------------------------------------------------------------------------------------
 
     @property
     def data_ranks_here(self) -> int:

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from ..backend import Backend, StateToSave
+from ..distributed import world
 from ..distributed.agreement import Ranks
 from ..errors import CheckpointError
 from ..optim import optimizer_state
@@ -80,7 +81,8 @@ def resume(
         in_round = load_between_averages(path, state, backend, own, saved, random, ranks)
     else:
         _load_tensors(path, state, backend, own, saved, random, ranks)
-    backend.refresh(after_step=False)
+    if not world.is_elastic():  # there, copies are sent when all ranks have loaded
+        backend.refresh(after_step=False)
     set_random_state(random)
     backend.load_loss_scale(state.get("loss_scale"))
     _continue_schedule(path, state, backend, scheduler, tell=ranks.rank == 0)

@@ -60,6 +60,13 @@ def size() -> int:
     return _elastic.size if _elastic is not None else dist.get_world_size()
 
 
+def position(rank: int, group: dist.ProcessGroup) -> int:
+    """Return the position in ``group`` of a rank that takes part, by its number among them."""
+    if _elastic is not None and group is _elastic.group:  # torch may know other numbers
+        return rank
+    return dist.get_group_rank(group, rank)
+
+
 def inside(mesh: Mesh) -> Mesh:
     """Return the mesh of the ranks in the default process group: ``mesh``, or its SDP group's."""
     return Mesh(1, mesh.fsdp, mesh.tp) if is_elastic() else mesh

@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from ..backends.fsdp2.backend import FSDP2Backend
+from ..backends.sharded import ShardedBackend
 from ..checkpoint.between_averages import load_anchors
 from ..checkpoint.load import find, keys_in, load
 from ..checkpoint.state import SavedState
@@ -107,7 +107,7 @@ def _has_checkpoint(directory: Path) -> bool:
 
 
 def bring_up_to_date(
-    engine: SDPEngine, backend: FSDP2Backend, fresh: Sequence[int], load: Callable[[FSDP2Backend, int], set[str]]
+    engine: SDPEngine, backend: ShardedBackend, fresh: Sequence[int], load: Callable[[ShardedBackend, int], set[str]]
 ) -> None:
     """Give groups without state that of the others. Collective among the living ranks.
 
@@ -140,7 +140,12 @@ def bring_up_to_date(
 
 
 def load_lost_units(
-    client: CoordinatorClient, layout: Layout, checkpoints: Path, lost: Sequence[str], backend: FSDP2Backend, steps: int
+    client: CoordinatorClient,
+    layout: Layout,
+    checkpoints: Path,
+    lost: Sequence[str],
+    backend: ShardedBackend,
+    steps: int,
 ) -> set[str]:
     """Load the units that this group must bring back, if it must, and tell the user. Not
     collective.
@@ -166,7 +171,7 @@ def load_lost_units(
     return mine
 
 
-def load_held(backend: FSDP2Backend, directory: Path) -> int:
+def load_held(backend: ShardedBackend, directory: Path) -> int:
     """Fill everything that this rank holds from the newest checkpoint. Not collective.
 
     With local steps, weights become the anchors, and inner moments the means of their holders.

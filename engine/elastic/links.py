@@ -6,8 +6,7 @@ from collections.abc import Mapping
 
 import torch.distributed as dist
 
-from ..backends.fsdp2.backend import FSDP2Backend
-from ..backends.fsdp2.reconnect import reconnect
+from ..backends.sharded import ShardedBackend
 from ..config.masking import Masking
 from ..distributed import world
 from ..distributed.world import World
@@ -32,7 +31,7 @@ class Links:
         abort: whether the present generation is over. None before the first one.
     """
 
-    def __init__(self, client: CoordinatorClient, engine: SDPEngine, backend: FSDP2Backend, timeout: float):
+    def __init__(self, client: CoordinatorClient, engine: SDPEngine, backend: ShardedBackend, timeout: float):
         self._client, self._engine, self._backend, self._timeout = client, engine, backend, timeout
         self._phases: Mapping[Masking, Layout] = backend.phases
         self._meeting: Meeting | None = None
@@ -55,7 +54,8 @@ class Links:
         mesh = phases[backend.layout.masking].mesh
         rank = mesh.rank(self._index(found)) + self._client.identity.inside
         meeting = self._meet(found, rank, mesh.world_size)
-        reconnect(backend, phases, make_communicators(meeting, rank, phases, backend.communicators))
+        made = make_communicators(meeting, rank, phases, backend.communicators, replicate_inside=backend.stage == 0)
+        backend.reconnect(phases, made)
         engine.follow_layout()
         sampler = engine.loader.sampler
         sampler.data_rank, sampler.data_ranks = mesh.data_rank(rank), mesh.data_ranks

@@ -51,7 +51,12 @@ def lost_units(layout: Layout, groups: Collection[int]) -> list[str]:
 
 
 def make_communicators(
-    meeting: Meeting, rank: int, phases: Mapping[Masking, Layout], before: Communicators
+    meeting: Meeting,
+    rank: int,
+    phases: Mapping[Masking, Layout],
+    before: Communicators,
+    *,
+    replicate_inside: bool,
 ) -> Communicators:
     """Make this rank's process groups, in an order that all ranks share. Collective.
 
@@ -60,6 +65,7 @@ def make_communicators(
         rank: this rank's number among the living ranks.
         phases: the layouts of the living groups, by masking.
         before: the communicators of the last generation. Those inside the group stay.
+        replicate_inside: whether nothing is sharded (ZeRO stage 0).
     """
     layout = next(iter(phases.values()))
     mesh = layout.mesh
@@ -67,7 +73,7 @@ def make_communicators(
     holders: dict[Holders, Any] = {}
     refresh: dict[tuple[int, Holders], Any] = {}
     sets = {info.holders for info in layout.parameters.values()}
-    for groups, ranks in rank_lists(mesh, sets, replicate_inside=before.replicate_inside):
+    for groups, ranks in rank_lists(mesh, sets, replicate_inside=replicate_inside):
         if rank in ranks:
             key = tuple(ranks)
             if key not in made:

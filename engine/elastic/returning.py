@@ -10,16 +10,15 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from ..backends.fsdp2.backend import FSDP2Backend
+from ..backends.sharded import ShardedBackend
 from ..distributed import world
 from ..distributed.mesh import Holders
 from ..distributed.tensors import local_tensor
 from ..engine import SDPEngine
 from ..optim import optimizer_state
-from ..optim.optimizer_state import OptimizerState
+from ..optim.optimizer_state import HeldTensor, OptimizerState
 from ..optim.param_groups import set_rates
 from ..placement.layout import Layout
-from ..placement.tensor_info import TensorInfo
 from ..placement.units import SHARED
 
 MESSAGE_BYTES = 64 * 2**20
@@ -54,12 +53,12 @@ def named_units(layout: Layout) -> list[tuple[str, Holders]]:
     return [(SHARED, layout.everyone), *((unit.name, layout.placement.holders[unit.index]) for unit in layout.units)]
 
 
-def has_state(backend: FSDP2Backend) -> bool:
+def has_state(backend: ShardedBackend) -> bool:
     """Return whether the optimizer has made its state, which it does in its first step."""
     return bool(backend.basic_optimizer.state)
 
 
-def prepare(backend: FSDP2Backend, *, with_state: bool) -> None:
+def prepare(backend: ShardedBackend, *, with_state: bool) -> None:
     """Make the tensors that a group without state receives into."""
     backend.shard_parameters()
     optimizer_state.clear(backend.basic_optimizer)
@@ -67,7 +66,7 @@ def prepare(backend: FSDP2Backend, *, with_state: bool) -> None:
         backend.materialise_optimizer_state()
 
 
-def exchange(backend: FSDP2Backend, fresh: Sequence[int]) -> int:
+def exchange(backend: ShardedBackend, fresh: Sequence[int]) -> int:
     """Send and receive all that groups without state need. Collective among the living ranks.
 
     Args:
@@ -84,7 +83,7 @@ def exchange(backend: FSDP2Backend, fresh: Sequence[int]) -> int:
     return moved
 
 
-def facts_of(engine: SDPEngine, backend: FSDP2Backend) -> dict[str, Any]:
+def facts_of(engine: SDPEngine, backend: ShardedBackend) -> dict[str, Any]:
     """Return the state of this rank that is not a tensor."""
     schedule = engine.lr_scheduler
     pairs = zip(engine.optimizer.param_groups, backend.names_of_param_groups(), strict=True)
@@ -104,7 +103,9 @@ def facts_of(engine: SDPEngine, backend: FSDP2Backend) -> dict[str, Any]:
     }
 
 
-def take_facts(engine: SDPEngine, backend: FSDP2Backend, facts: Mapping[str, Any], rates: Mapping[str, float]) -> None:
+def take_facts(
+    engine: SDPEngine, backend: ShardedBackend, facts: Mapping[str, Any], rates: Mapping[str, float]
+) -> None:
     """Continue as a group of which :func:`facts_of` returned ``facts``.
 
     Args:
@@ -122,6 +123,7 @@ def take_facts(engine: SDPEngine, backend: FSDP2Backend, facts: Mapping[str, Any
     engine.global_steps, engine.global_samples = facts["steps"], facts["samples"]
     engine.micro_steps = facts["micro_steps"]
     engine.last_steps.start_at(facts["skipped"], facts["skipped_in_a_row"])
+    backend.continue_at(steps=facts["steps"], micro_steps=facts["micro_steps"], skipped=facts["skipped"])
     if facts["sync"] is not None:
         engine.local_training.load_state_dict(facts["sync"], facts["steps"], in_round=False)
 
@@ -132,14 +134,14 @@ def copy_value(tensor: torch.Tensor, value: torch.Tensor) -> None:
 
 
 def received_here(
-    backend: FSDP2Backend, messages: Mapping[tuple[int, int], list[str]]
+    backend: ShardedBackend, messages: Mapping[tuple[int, int], list[str]]
 ) -> list[tuple[tuple[int, int], list[str]]]:
     """Return the messages to this group, in the order of their sources."""
     return [(way, units) for way, units in sorted(messages.items()) if way[1] == backend.at.sdp]
 
 
 def transfer(
-    backend: FSDP2Backend,
+    backend: ShardedBackend,
     messages: Mapping[tuple[int, int], list[str]],
     tensors_of: Callable[[int, Sequence[str]], Iterable[torch.Tensor]],
     take: Callable[[torch.Tensor, torch.Tensor], None],
@@ -182,30 +184,23 @@ def transfer(
 
 
 def tensors_of_units(
-    backend: FSDP2Backend, units: Sequence[str], state: OptimizerState | None
+    backend: ShardedBackend, units: Sequence[str], state: OptimizerState | None
 ) -> Iterator[torch.Tensor]:
     """Yield the local tensors of units in an order that is the same for all of their holders."""
     buffers = dict(backend.module.named_buffers())
     for unit in units:
-        for info in members_of(backend, [unit]):
-            parameter = backend.parameters[info.name]
-            yield local_tensor(parameter.detach())
+        for held in backend.held_of(unit):
+            yield held.weights
             if state is not None:
-                yield from state_tensors(state, parameter, info.canonical)
+                yield from state_tensors(state, held)
         for name, info in backend.layout.buffers.items():
             if info.unit == unit:
                 yield buffers[name].detach()
 
 
-def members_of(backend: FSDP2Backend, units: Iterable[str]) -> Iterator[TensorInfo]:
-    """Yield the parameters of units."""
-    for unit in units:
-        yield from backend.layout.members.get(unit, ())
-
-
-def state_tensors(state: OptimizerState, parameter: torch.Tensor, canonical: str) -> Iterator[torch.Tensor]:
-    """Yield the local tensors of a parameter's state, in the order of their keys."""
-    for _, value in sorted(state.of(parameter, canonical).items()):
+def state_tensors(state: OptimizerState, held: HeldTensor) -> Iterator[torch.Tensor]:
+    """Yield the local tensors of the optimizer's state, in the order of their keys."""
+    for _, value in sorted(state.of(held.owner, held.canonical, held.group).items()):
         yield local_tensor(value)
 
 

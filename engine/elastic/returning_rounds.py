@@ -5,17 +5,17 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any
 
 import torch
 
-from ..backends.fsdp2.backend import FSDP2Backend
+from ..backends.sharded import ShardedBackend
 from ..optim import optimizer_state
 from ..optim.optimizer_state import OptimizerState
 from .returning import (
     copy_value,
     has_state,
-    members_of,
     named_units,
     received_here,
     sources_of,
@@ -38,12 +38,12 @@ class LocalFacts:
     outer: frozenset[str]
 
     @classmethod
-    def of(cls, backend: FSDP2Backend) -> LocalFacts:
+    def of(cls, backend: ShardedBackend) -> LocalFacts:
         """Return what this rank's group has."""
-        assert backend.local is not None
-        outer, infos = backend.local.outer, backend.layout.parameters
-        names = (name for name, anchor in outer.anchors.items() if outer.optimizer.state.get(anchor))
-        return cls(has_state(backend), frozenset(infos[name].unit for name in names))
+        local = backend.local
+        assert local is not None
+        keys = (key for key, anchor in local.outer.anchors.items() if local.outer.optimizer.state.get(anchor))
+        return cls(has_state(backend), frozenset(local.parameter_of(key).unit for key in keys))
 
     def to_json(self) -> dict[str, Any]:
         """Return this as :func:`from_json` takes it."""
@@ -56,7 +56,7 @@ class LocalFacts:
 
 
 def exchange_between_rounds(
-    backend: FSDP2Backend, fresh: Sequence[int], states: Mapping[int, LocalFacts], *, loaded: Collection[str] = ()
+    backend: ShardedBackend, fresh: Sequence[int], states: Mapping[int, LocalFacts], *, loaded: Collection[str] = ()
 ) -> int:
     """Send and receive all that groups without state need, once all others have the anchors.
 
@@ -81,33 +81,34 @@ def exchange_between_rounds(
 
 
 def _exchange_outer_state(
-    backend: FSDP2Backend,
+    backend: ShardedBackend,
     messages: Mapping[tuple[int, int], list[str]],
     fresh: Sequence[int],
     states: Mapping[int, LocalFacts],
     loaded: Collection[str],
 ) -> int:
-    assert backend.local is not None
-    outer, infos = backend.local.outer, backend.layout.parameters
+    local = backend.local
+    assert local is not None
+    outer = local.outer
     if backend.at.sdp in fresh:
-        backend.local.reset()
-        anchors = (anchor for name, anchor in outer.anchors.items() if infos[name].unit in loaded)
+        local.reset()
+        anchors = (anchor for key, anchor in outer.anchors.items() if local.parameter_of(key).unit in loaded)
         kept = {anchor: outer.optimizer.state.get(anchor) for anchor in anchors}
         optimizer_state.clear(outer.optimizer)
         optimizer_state.materialise_state(outer.optimizer)
         stepped = {
             unit for (source, _), units in received_here(backend, messages) for unit in states[source].outer & {*units}
         }
-        for name, anchor in outer.anchors.items():
-            if infos[name].unit not in stepped:
+        for key, anchor in outer.anchors.items():
+            if local.parameter_of(key).unit not in stepped:
                 outer.optimizer.state.pop(anchor, None)
         outer.optimizer.state.update({anchor: state for anchor, state in kept.items() if state})
     state = OptimizerState(outer.optimizer)
 
     def tensors_of(source: int, units: Sequence[str]) -> Iterator[torch.Tensor]:
-        for info in members_of(backend, [unit for unit in units if unit in states[source].outer]):
-            if info.name in outer.anchors:
-                yield from state_tensors(state, outer.anchors[info.name], info.canonical)
+        for unit in units:
+            for anchor in local.anchors_of(unit) if unit in states[source].outer else ():
+                yield from state_tensors(state, anchor)
 
     moved = transfer(backend, messages, tensors_of, copy_value)
     if backend.at.sdp in fresh:
@@ -115,7 +116,7 @@ def _exchange_outer_state(
     return moved
 
 
-def _average_moments(backend: FSDP2Backend, fresh: Sequence[int], states: Mapping[int, LocalFacts]) -> int:
+def _average_moments(backend: ShardedBackend, fresh: Sequence[int], states: Mapping[int, LocalFacts]) -> int:
     """Give groups without state the mean of the inner moments of each unit's living holders."""
     ready = [group for group in backend.layout.everyone if group not in fresh and states[group].has_stepped]
     messages = {
@@ -127,8 +128,8 @@ def _average_moments(backend: FSDP2Backend, fresh: Sequence[int], states: Mappin
     state = OptimizerState(backend.basic_optimizer)
 
     def tensors_of(_: int, units: Sequence[str]) -> Iterator[torch.Tensor]:
-        for info in members_of(backend, units):
-            yield from state_tensors(state, backend.parameters[info.name], info.canonical)
+        for held in chain.from_iterable(map(backend.held_of, units)):
+            yield from state_tensors(state, held)
 
     received = received_here(backend, messages)
     for _, units in received:

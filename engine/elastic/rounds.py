@@ -16,16 +16,16 @@ from typing import NamedTuple
 
 import torch
 
-from ..backends.fsdp2.backend import FSDP2Backend
 from ..backends.local_steps import ShardedLocalSteps
+from ..backends.sharded import ShardedBackend
 from ..distributed.agreement import gather_json
 from ..engine import SDPEngine
 from ..local_steps import LocalUpdate, PendingUpdate
 
 
-def fsdp2_backend(engine: SDPEngine) -> FSDP2Backend:
-    """Return the backend of an elastic engine, which is always that of FSDP2."""
-    assert isinstance(engine.backend, FSDP2Backend)
+def sharded_backend(engine: SDPEngine) -> ShardedBackend:
+    """Return the backend of an elastic engine, which has one process per rank."""
+    assert isinstance(engine.backend, ShardedBackend)
     return engine.backend
 
 
@@ -80,8 +80,8 @@ class ElasticRounds:
         self._local.tell = self._tell
 
     @property
-    def _backend(self) -> FSDP2Backend:
-        return fsdp2_backend(self._engine)
+    def _backend(self) -> ShardedBackend:
+        return sharded_backend(self._engine)
 
     @property
     def _local(self) -> ShardedLocalSteps:

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
-from ..backends.fsdp2.backend import FSDP2Backend
+from ..backends.sharded import ShardedBackend
 from ..checkpoint.load import find_together, load
 from ..checkpoint.run_state import run_state
 from ..checkpoint.save import write
@@ -36,7 +36,7 @@ _OWNED = re.compile(r"(model|optimizer|outer|local/\d+/optimizer)/(.+)")
 
 def salvage(
     engine: SDPEngine,
-    backend: FSDP2Backend,
+    backend: ShardedBackend,
     layout: Layout,
     directory: Path,
     lost: Sequence[str],
@@ -91,7 +91,7 @@ def salvage(
     return f"wrote {directory / tag}; in it, {units} is {engine.global_steps - before['global_steps']} steps older"
 
 
-def _rates(engine: SDPEngine, backend: FSDP2Backend, before: Mapping[str, float], ranks: Ranks) -> dict[str, float]:
+def _rates(engine: SDPEngine, backend: ShardedBackend, before: Mapping[str, float], ranks: Ranks) -> dict[str, float]:
     """Return the learning rates of all parameters. Collective.
 
     A parameter of a lost unit has that of the parameters that had the same rate before.

@@ -13,7 +13,7 @@ from typing import Any, NoReturn, TypeVar
 
 import torch.distributed as dist
 
-from ..backends.fsdp2.backend import FSDP2Backend
+from ..backends.sharded import ShardedBackend
 from ..engine import SDPEngine
 from ..errors import CheckpointError, NonFiniteError
 from ..placement.layout import Layout
@@ -26,7 +26,7 @@ from .links import Links
 from .living import lost_units
 from .process_groups import Abort
 from .returning import facts_of, take_facts
-from .rounds import ElasticRounds, Untold, fsdp2_backend
+from .rounds import ElasticRounds, Untold, sharded_backend
 from .salvage import salvage
 from .voting import vote_together
 
@@ -71,8 +71,8 @@ class Session:
         self._is_fresh, self._has_ended = True, False  # ended: only the last vote is missing
 
     @property
-    def _backend(self) -> FSDP2Backend:
-        return fsdp2_backend(self._engine)
+    def _backend(self) -> ShardedBackend:
+        return sharded_backend(self._engine)
 
     @property
     def _abort(self) -> Abort | None:
@@ -128,7 +128,8 @@ class Session:
                 if told is not None and self.rounds is not None:
                     self.vote(None, found.phase)  # all take what was told, or none
                     self.rounds.take(told)
-                self.protect(partial(self._begin, [] if everyone_is_fresh else fresh, position, lost))
+                self.protect(partial(self._bring_up_to_date, [] if everyone_is_fresh else fresh, position, lost))
+                self.protect(self._refresh_copies, defers=True)
             except StepAbortedError as error:
                 log.info("generation %d is over before it began: %s", found.number, error)
                 continue
@@ -173,6 +174,7 @@ class Session:
         before = facts_of(self._engine, self._backend)
         try:
             result = self.protect(load)
+            self.protect(self._refresh_copies, defers=True)
             with suppress(UnansweredError):  # the coordinator was gone; it knows that this rank has state
                 self.vote(None, phase())
         except StepAbortedError:
@@ -259,8 +261,8 @@ class Session:
 
     # -- a meeting ---------------------------------------------------------------------------------
 
-    def _begin(self, fresh: Sequence[int], position: Callable[[], None], lost: Sequence[str]) -> None:
-        """Begin a generation, when all are connected.
+    def _bring_up_to_date(self, fresh: Sequence[int], position: Callable[[], None], lost: Sequence[str]) -> None:
+        """Give groups without state that of the others, when all are connected.
 
         Args:
             fresh: those that get the state of the others, by their numbers among the living.
@@ -271,8 +273,15 @@ class Session:
         if fresh:
             load = partial(load_lost_units, self._client, self.layout, self._checkpoints, lost)
             bring_up_to_date(self._engine, self._backend, fresh, load)
+
+    def _refresh_copies(self) -> None:
+        """Bring the weights into the model, and all frozen copies up to date, with the masking of
+        the next step.
+
+        It may have collectives inside the group.
+        """
         engine, backend = self._engine, self._backend
-        # All frozen copies are brought up to date, with the masking of the next step.
+        backend.write_weights()
         backend.enter_phase(backend.phases[engine.config.masking_schedule.at(engine.global_steps + 1)])
 
     def _end_without(self, lost: Sequence[str], found: Assembly) -> NoReturn:

@@ -18,6 +18,7 @@ from torch.func import functional_call
 from torch.utils._pytree import tree_map
 
 from ..batch.call import call_model, loss_of, target_count, to_device
+from ..distributed import world
 from ..distributed.traffic import passes_on
 from ..errors import DataError
 from ..placement.layout import Layout
@@ -178,10 +179,10 @@ class StreamedEvaluation:
         backend = self._backend
         everyone = backend.communicators.holders[backend.layout.everyone]
         from_rank = backend.layout.mesh.rank(source, backend.at.fsdp if backend.shards > 1 else 0, backend.at.tp)
-        ranks = dist.get_world_size(everyone)
-        if passes_on(everyone.rank(), dist.get_group_rank(everyone, from_rank), ranks):
+        ranks, sender = dist.get_world_size(everyone), world.position(from_rank, everyone)
+        if passes_on(everyone.rank(), sender, ranks):
             backend.traffic.record("between groups", "broadcast", tensor.nbytes, ranks)
-        dist.broadcast(tensor, src=from_rank, group=everyone)
+        dist.broadcast(tensor, group_src=sender, group=everyone)
         return tensor
 
     def _broadcast_buffers(self, name: str, source: int) -> dict[str, torch.Tensor]:

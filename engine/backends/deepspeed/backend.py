@@ -10,15 +10,17 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import nn
 
 from ...config.masking import Masking
 from ...config.sync import SyncSection
+from ...distributed import world
 from ...distributed.mesh import Coordinates
+from ...distributed.process_groups import Communicators
 from ...distributed.tensors import outside_inference_mode
 from ...distributed.traffic import Traffic
 from ...full_model.evaluation import StreamedEvaluation, mean_loss
@@ -31,8 +33,7 @@ from .base import CalledEngine, Gathered
 from .checks import UsedParameters
 from .optimizer import LossScale, MasterCopies, ZeroState
 from .partitions import Bundle
-from .private import logged_all_reduce
-from .process_groups import ProcessGroups
+from .process_groups import Averages, ProcessGroups
 from .shard_sync import EarlyLaunch, ShardSync
 from .stepping import DeepSpeedSteps
 
@@ -63,7 +64,7 @@ class DeepSpeedBackend(DeepSpeedSteps):
     ):
         self.deepspeed, self.layout, self.stand_ins, self.device = engine, layout, stand_ins, device
         self.module: nn.Module = engine.module
-        self.rank = dist.get_rank()
+        self.rank = world.rank()
         self.at: Coordinates = layout.mesh.coordinates(self.rank)
         self.stage, self.compute_dtype, self.traffic = stage, compute_dtype, traffic
         self.communicators, self._process_groups = process_groups.communicators, process_groups
@@ -75,17 +76,15 @@ class DeepSpeedBackend(DeepSpeedSteps):
         self.zero = ZeroState(engine, stage) if stage else None
         self.copies = MasterCopies(engine, self.parameters) if not stage and compute_dtype != torch.float32 else None
         self.scale = LossScale(engine.optimizer)
-        self.bundles = [bundle for bundle in bundles if self.at.sdp in bundle.holders]
-        self._exposed = 0.0
+        self._all_bundles, self._exposed = list(bundles), 0.0
         self._local, self.local_settings = None, sync
         self.usage = self._watch_use() if self.zero is not None else None
+        self._averages, self._early, self._differences = Averages(), None, None
+        self.connect(layout)
+        self._early = self._launch_early()
         self.options = [bundle.options for bundle in self.bundles]
         self.options_count = 1 + max(bundle.options for bundle in bundles)
-        self._install(bundles)
-        self._refresh = process_groups.make_refresh(
-            layout, everything, stage=stage, traffic=traffic, dtype=compute_dtype
-        )
-        for name in self._refresh.blocks if stage < 3 else ():
+        for name in dict.fromkeys(refresh.block for refresh in layout.refreshes) if stage < 3 else ():
             self.module.get_submodule(name).register_forward_pre_hook(self._wait_for_weights(name), prepend=True)
         self.phases = {masking: layout.in_phase(masking) for masking in maskings}
         if len(maskings) > 1:
@@ -98,59 +97,56 @@ class DeepSpeedBackend(DeepSpeedSteps):
         if self.zero is not None:
             self.zero.note_other_modules(self._frozen.values(), absent=asleep)
 
-    def _install(self, bundles: Sequence[Bundle]) -> None:
-        self._hooked: GradientSync | None = None  # of steps that all groups take together
-        self._inner: GradientSync | None = None  # of local steps
-        self._sync: ShardSync | None = None
-        self._early: EarlyLaunch | None = None
-        if not self.installed:
-            return
-        if self.zero is None:
-            # Gradients are whole. They are reduced as they become ready, inside and between groups
-            # at once.
-            self.deepspeed.enable_backward_allreduce = False
-            for parameter in self.parameters.values():
-                if parameter.requires_grad:
-                    # Sums over micro-batches and ranks, and clipping, need float32 precision.
-                    parameter.grad_dtype = torch.float32
-            buckets = self.layout.buckets(lambda _: False)
-            self._hooked = GradientSync(
-                buckets,
-                self.parameters,
-                self.communicators.holders,
-                self.traffic,
-                clock=self.clock,
-                all_reduce=logged_all_reduce,
-            )
-            if self.local_settings is not None:
-                inside = self.communicators.replicas
-                self._inner = GradientSync(
-                    buckets,
-                    self.parameters,
-                    {bucket.holders: inside for bucket in buckets} if inside is not None else {},
-                    self.traffic,
-                    clock=self.clock,
-                    scope="inside groups",
-                )
-            return
-        held = iter(range(len(self.bundles)))
-        here = [next(held) if self.at.sdp in bundle.holders else None for bundle in bundles]
-        self._sync = ShardSync(
-            bundles,
-            here,
-            self.stage,
-            self.layout.mesh,
-            self.rank,
-            self._process_groups.between,
-            self.traffic,
-            logged_all_reduce,
+    def connect(self, layout: Layout) -> None:
+        infos = layout.parameters
+        self._all_bundles = [replace(each, holders=infos[each.names[0]].holders) for each in self._all_bundles]
+        self.bundles = [bundle for bundle in self._all_bundles if self.at.sdp in bundle.holders]
+        for cached in ("boxes", "untrained_boxes"):
+            vars(self).pop(cached, None)
+        if self.installed:
+            self._averages = self._average(layout)
+            if self._early is not None and self._sync is not None:
+                self._early.follow(self._sync)
+        self._refresh = self._process_groups.make_refresh(
+            layout,
+            {**self.parameters, **self._frozen},
+            stage=self.stage,
+            traffic=self.traffic,
+            dtype=self.compute_dtype,
         )
-        # A partition is final once it is reduced. With offload it is final at the end of backward.
-        if self.stage == 3 and not self.zero.offloaded:
-            self._early = EarlyLaunch(
-                self._sync, self.zero.members, [master.numel() for master in self.zero.masters], self.device
-            )
-            self.zero.on_reduced(self._early.ready)
+
+    def _average(self, layout: Layout) -> Averages:
+        if self.zero is not None:
+            return self._process_groups.average_shards(layout.mesh, self._all_bundles, self.stage, self.traffic)
+        # Gradients are whole. They are reduced as they become ready, inside and between groups.
+        self.deepspeed.enable_backward_allreduce = False
+        for parameter in self.parameters.values():
+            if parameter.requires_grad:
+                # Sums over micro-batches and ranks, and clipping, need float32 precision.
+                parameter.grad_dtype = torch.float32
+        return self._process_groups.average_whole(
+            layout, self.parameters, self.traffic, self.clock, local_steps=self.local_settings is not None
+        )
+
+    def disconnect(self) -> None:
+        self._averages.close()
+
+    def reconnect(self, phases: Mapping[Masking, Layout], communicators: Communicators) -> None:
+        self._process_groups.follow(communicators, is_sharded=self.stage > 0)
+        super().reconnect(phases, communicators)
+
+    def _launch_early(self) -> EarlyLaunch | None:
+        """Let averages begin as soon as DeepSpeed has reduced a partition, which is then final.
+
+        Returns None with offload, where it is final at the end of backward, and below ZeRO 3.
+        """
+        if self._sync is None or self.stage < 3 or self.zero is None or self.zero.offloaded:
+            return None
+        early = EarlyLaunch(
+            self._sync, self.zero.members, [master.numel() for master in self.zero.masters], self.device
+        )
+        self.zero.on_reduced(early.ready)
+        return early
 
     def _watch_use(self) -> UsedParameters:
         return UsedParameters(
@@ -163,8 +159,7 @@ class DeepSpeedBackend(DeepSpeedSteps):
 
     @property
     def exposed_seconds(self) -> float:
-        waited = self._exposed + (self._hooked.exposed_seconds if self._hooked else 0.0)
-        waited += self._inner.exposed_seconds if self._inner else 0.0
+        waited = self._exposed + self._averages.exposed_seconds
         return waited + (self.local.outer.exposed_seconds if self.local is not None else 0.0)
 
     def _wait_for_weights(self, block: str) -> Callable[..., None]:
@@ -226,7 +221,11 @@ class DeepSpeedBackend(DeepSpeedSteps):
     @property
     def _reducer(self) -> GradientSync | None:
         """The object that averages whole gradients in the present step (stage 0)."""
-        return self._hooked if self.local is None else self._inner
+        return self._averages.whole if self.local is None else self._averages.inner
+
+    @property
+    def _sync(self) -> ShardSync | None:
+        return self._averages.shards
 
     def _abandon(self) -> None:
         if self._reducer is not None:
@@ -279,7 +278,7 @@ class DeepSpeedBackend(DeepSpeedSteps):
         totals = torch.cat([totals, totals.new_tensor(self.usage.differences())])
         self.all_reduce_control(totals)
         totals = totals.cpu()
-        self.usage.check(totals[2:])
+        self._differences = totals[2:]
         return totals[:2]
 
     def zero_grad(self) -> None:

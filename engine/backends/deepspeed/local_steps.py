@@ -16,9 +16,11 @@ from itertools import chain
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch.optim import Optimizer
 
 from ...backend import GroupPart, PendingUpdate
+from ...distributed import world
 from ...placement.buckets import Bucket
 from ...placement.tensor_info import TensorInfo
 from ...sync.outer import OuterSteps
@@ -111,20 +113,15 @@ class DeepSpeedLocalSteps(ShardedLocalSteps):
     _backend: Any  # the backend of this package
 
     def _make_outer_steps(self) -> OuterSteps:
-        backend = self._backend
-        self.boxes: dict[str, Box] = backend.boxes
+        backend, whole = self._backend, self._backend.zero is None
         self._is_stale = False  # whether the model has other weights than the float32 ones
-        fragments = {key: self._fragments[box.name] for key, box in self.boxes.items()}
-        whole = backend.zero is None
-        buckets, communicators = self._buckets_of_partitions(fragments), backend.between
-        if whole:
-            buckets, communicators = self._layout.buckets(lambda _: False), backend.communicators.holders
+        buckets, communicators = self._messages()
         return OuterSteps(
             self.sync,
             buckets,
             backend.local_weight,
             list(self.boxes),
-            fragments,
+            self._fragments_of_boxes(),
             communicators,
             counts=self._counts,
             counts_once=lambda key: self._counts(key) and self.boxes[key].ranks[0] == backend.rank,
@@ -135,6 +132,22 @@ class DeepSpeedLocalSteps(ShardedLocalSteps):
             all_reduce=logged_all_reduce,
             divisor=None if whole else self._divisor,
         )
+
+    def reconnect(self) -> None:
+        self.outer.connect(*self._messages())
+
+    def _messages(self) -> tuple[list[Bucket], Mapping[tuple[int, ...], dist.ProcessGroup]]:
+        """Return the messages of an average, and the communicators by the ranks or the holders of a
+        message.
+        """
+        backend = self._backend
+        self.boxes: dict[str, Box] = backend.boxes
+        if backend.zero is None:
+            return self._layout.buckets(lambda _: False), backend.communicators.holders
+        return self._buckets_of_partitions(self._fragments_of_boxes()), backend.between
+
+    def _fragments_of_boxes(self) -> dict[str, int]:
+        return {key: self._fragments[box.name] for key, box in self.boxes.items()}
 
     def _buckets_of_partitions(self, fragments: Mapping[str, int]) -> list[Bucket]:
         """Return a message for the boxes of each stretch.
@@ -164,13 +177,7 @@ class DeepSpeedLocalSteps(ShardedLocalSteps):
         group that skips is advanced here, so all groups have the same learning rate.
         """
         backend, norm = self._backend, self._backend.norm_in_group()
-        summary = self.summary(loss.item(), norm)
-        differences = backend.usage.differences() if backend.usage is not None else []
-        totals = torch.tensor([*summary, *differences], dtype=torch.float64, device=backend.device)
-        wait = backend.start_control(totals)
-        if backend.usage is not None:
-            wait()  # before the update, so that all ranks raise an error together
-            backend.usage.check(totals[len(summary) :].cpu())
+        told = self._tell_with_differences(loss.item(), norm)
         skipped_before = backend.deepspeed.skipped_steps
         if math.isfinite(norm):
             backend.update(backend.averaged, norm, scheduler)
@@ -178,6 +185,29 @@ class DeepSpeedLocalSteps(ShardedLocalSteps):
             backend.skip_update(norm)
         if scheduler is not None and backend.deepspeed.skipped_steps > skipped_before:
             scheduler.step()
+        return told if told is not None else self.tell(loss.item(), norm)
+
+    def _tell_with_differences(self, loss: float, norm: float) -> PendingUpdate | None:
+        """Check that DeepSpeed's gradients are right. Collective.
+
+        Returns:
+            The outcome of the step, which travels in the same message. None if nothing was sent to
+            other groups: in an elastic run, groups do not notice each other in a step.
+        """
+        backend, usage = self._backend, self._backend.usage
+        differences = usage.differences() if usage is not None else []
+        if world.is_elastic():
+            if usage is not None:
+                sums = torch.tensor(differences, dtype=torch.float64, device=backend.device)
+                backend.all_reduce_inside(sums, scope="control")
+                usage.check(sums.cpu())
+            return None
+        summary = self.summary(loss, norm)
+        totals = torch.tensor([*summary, *differences], dtype=torch.float64, device=backend.device)
+        wait = backend.start_control(totals)
+        if usage is not None:
+            wait()  # before the update, so that all ranks raise an error together
+            usage.check(totals[len(summary) :].cpu())
         return self._pending(totals[: len(summary)], wait)
 
     def _send_anchors(self, names: Collection[str]) -> None:
@@ -214,6 +244,10 @@ class DeepSpeedLocalSteps(ShardedLocalSteps):
         if self._is_stale and not self.outer.is_swapped:
             self._write_weights()
 
+    def give_up(self) -> None:
+        super().give_up()
+        self._is_stale = True
+
     # -- the full model ----------------------------------------------------------------------------
 
     @contextmanager
@@ -232,6 +266,9 @@ class DeepSpeedLocalSteps(ShardedLocalSteps):
 
     def common_state(self) -> tuple[Mapping[str, torch.Tensor], Optimizer]:
         return self.outer.anchors, self.outer.optimizer
+
+    def parameter_of(self, key: str) -> TensorInfo:
+        return self._layout.parameters[self.boxes[key].name]
 
     def untrained(self) -> Mapping[str, torch.Tensor]:
         backend = self._backend

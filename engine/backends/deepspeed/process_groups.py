@@ -6,26 +6,58 @@ groups.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import itertools
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
 from torch import nn
 
+from ...distributed import world
+from ...distributed.mesh import Mesh
 from ...distributed.process_groups import Communicators
 from ...distributed.traffic import Traffic
 from ...placement.layout import Layout
+from ...sync.gradients import GradientSync
 from ...sync.weights import WeightRefresh
 from .optimizer import local_part
 from .partitions import Bundle, Route, RoutedRefresh, rank_sets, routes_of
-from .private import logged_broadcast
+from .private import logged_all_reduce, logged_broadcast
+from .shard_sync import ShardSync
+
+
+@dataclass
+class Averages:
+    """What averages gradients with the groups that take part now.
+
+    Attributes:
+        whole: averages whole gradients inside and between groups at once, at stage 0.
+        inner: averages whole gradients inside the group, in local steps at stage 0.
+        shards: averages the partitions of ZeRO 1 to 3.
+    """
+
+    whole: GradientSync | None = None
+    inner: GradientSync | None = None
+    shards: ShardSync | None = None
+
+    @property
+    def exposed_seconds(self) -> float:
+        """The time spent waiting for whole gradients after backward, since the start."""
+        return sum(each.exposed_seconds for each in (self.whole, self.inner) if each is not None)
+
+    def close(self) -> None:
+        """Average nothing any more."""
+        for each in (self.whole, self.inner):
+            if each is not None:
+                each.close()
 
 
 class ProcessGroups:
     """The process groups of one rank. Every rank must create them, with the same arguments."""
 
     def __init__(self, layout: Layout, bundles: Sequence[Bundle], stage: int, *, local_steps: bool = False):
-        mesh, rank = layout.mesh, dist.get_rank()
+        mesh, rank = layout.mesh, world.rank()
         self.communicators = Communicators.build(
             mesh,
             {info.holders for info in layout.parameters.values()} if stage == 0 else (),
@@ -41,12 +73,15 @@ class ProcessGroups:
         self.routes: dict[tuple[str, int], list[Route]] = {}
         if mesh.sdp == 1:
             return
-        for group in range(mesh.sdp):
-            made = dist.new_group(mesh.ranks_of(group))
-            if rank in mesh.ranks_of(group):
-                self.inside = made  # type: ignore[assignment]
-        alone = dist.new_group([rank], use_local_synchronization=True)
+        if not world.is_elastic():
+            for group in range(mesh.sdp):
+                made = dist.new_group(mesh.ranks_of(group))
+                if rank in mesh.ranks_of(group):
+                    self.inside = made  # type: ignore[assignment]
+        alone = dist.new_group([dist.get_rank()], use_local_synchronization=True)
         self.mpu = GroupAsWorld(self.inside, alone)  # type: ignore[arg-type]
+        if world.is_elastic():  # groups between SDP groups are made when these meet
+            return
         for refresh in layout.refreshes if mesh.sizes else ():
             for name in refresh.names:
                 self.routes[name, refresh.source] = routes_of(name, layout.parameters[name].numel, refresh, stage, mesh)
@@ -55,6 +90,48 @@ class ProcessGroups:
             made = dist.new_group(list(ranks))
             if rank in ranks:
                 self.between[ranks] = made  # type: ignore[assignment]
+
+    def follow(self, communicators: Communicators, *, is_sharded: bool) -> None:
+        """Use the process groups between the groups that take part now, which have equal sizes.
+
+        Args:
+            communicators: this rank's process groups.
+            is_sharded: whether ZeRO partitions gradients. Then the ranks at one position in all
+                holders average.
+        """
+        self.communicators, mesh = communicators, communicators.mesh
+        position = mesh.coordinates(communicators.rank).fsdp
+        self.between = {
+            tuple(mesh.rank(group, position) for group in holders): made
+            for holders, made in communicators.holders.items()
+            if is_sharded
+        }
+
+    def average_whole(
+        self,
+        layout: Layout,
+        parameters: Mapping[str, nn.Parameter],
+        traffic: Traffic,
+        clock: Callable[[], float],
+        *,
+        local_steps: bool,
+    ) -> Averages:
+        """Make what averages whole gradients of this rank's ``parameters``, at stage 0."""
+        buckets, inside = layout.buckets(lambda _: False), self.communicators.replicas
+        between = self.communicators.holders
+        whole = GradientSync(buckets, parameters, between, traffic, clock=clock, all_reduce=logged_all_reduce)
+        if not local_steps:
+            return Averages(whole)
+        replicas = {bucket.holders: inside for bucket in buckets} if inside is not None else {}
+        inner = GradientSync(buckets, parameters, replicas, traffic, clock=clock, scope="inside groups")
+        return Averages(whole, inner)
+
+    def average_shards(self, mesh: Mesh, bundles: Sequence[Bundle], stage: int, traffic: Traffic) -> Averages:
+        """Make what averages this rank's partitions of the full model's ``bundles``."""
+        rank, held = world.rank(), itertools.count()
+        group = mesh.coordinates(rank).sdp
+        here = [next(held) if group in bundle.holders else None for bundle in bundles]
+        return Averages(shards=ShardSync(bundles, here, stage, mesh, rank, self.between, traffic, logged_all_reduce))
 
     def make_refresh(
         self,
@@ -76,7 +153,7 @@ class ProcessGroups:
         if not layout.mesh.sizes:
             between = self.communicators.refresh
             return WeightRefresh(layout.refreshes, local, between, traffic, dtype, logged_broadcast)
-        rank = dist.get_rank()
+        rank = world.rank()
         return RoutedRefresh(layout.refreshes, local, self.routes, self.between, rank, traffic, dtype, logged_broadcast)
 
 

@@ -16,17 +16,19 @@ from ...accounting.memory import StateBytes
 from ...backend import Backend, FlatState, GroupPart, Spot, StateToSave, Update
 from ...distributed.traffic import Traffic
 from ...optim.clip import squared_norm
+from ...optim.optimizer_state import HeldTensor
 from ...optim.rate_scale import HolderScale, ScaledRates
 from ...optim.schedules import keep_shared_state
 from ...placement.layout import Layout
 from ...sync.consistency import check_loss_scale
-from ...sync.gradients import GradientSync
 from ...sync.noise import Moments, NoiseMeter, SecondMoments
 from ...sync.own_gradients import OwnGradients
-from .base import DeepSpeedBase
+from .base import DeepSpeedBase, held_partitions
+from .checks import UsedParameters
 from .local_steps import Box, DeepSpeedLocalSteps, find_boxes, find_untrained_boxes
 from .private import set_gradient_norm
-from .shard_sync import OwnPartitions, ShardSync
+from .process_groups import Averages
+from .shard_sync import OwnPartitions
 from .state import DeepSpeedState, check_holders, materialise_state, measured_bytes, predicted_bytes
 from .traffic_plan import LocalTrafficPlan, TrafficPlan
 
@@ -38,14 +40,20 @@ class DeepSpeedSteps(DeepSpeedBase):
     """
 
     _local: DeepSpeedLocalSteps | None
-    _sync: ShardSync | None  # averages partitions between groups
-    _hooked: GradientSync | None  # averages whole gradients, at stage 0
+    _averages: Averages
+    usage: UsedParameters | None  # under ZeRO
+    _differences: torch.Tensor | None  # of the present step, see UsedParameters
 
     @property
     def basic_optimizer(self) -> Optimizer:
         return self.deepspeed.basic_optimizer
 
     # -- steps -------------------------------------------------------------------------------------
+
+    def check_gradients(self) -> None:
+        if self.usage is not None and self._differences is not None:
+            self.usage.check(self._differences)
+            self._differences = None
 
     def update(self, gradients: list[torch.Tensor], norm: float, scheduler: Any) -> Update:
         if not self.installed:
@@ -96,9 +104,10 @@ class DeepSpeedSteps(DeepSpeedBase):
         with self.deepspeed.no_sync():
             yield
 
-    def continue_at(self, *, steps: int, micro_steps: int, skipped: int) -> None:
+    def continue_at(self, *, steps: int, micro_steps: int, skipped: int | None = None) -> None:
         engine = self.deepspeed
-        engine.global_steps, engine.micro_steps, engine.skipped_steps = steps, micro_steps, skipped
+        engine.global_steps, engine.micro_steps = steps, micro_steps
+        engine.skipped_steps = engine.skipped_steps if skipped is None else skipped
         engine.global_samples = steps * engine.train_batch_size()  # DeepSpeed counts the samples of its group
 
     # -- local steps -------------------------------------------------------------------------------
@@ -153,8 +162,8 @@ class DeepSpeedSteps(DeepSpeedBase):
 
     def norm_in_group(self) -> float:
         """Return the norm of this group's gradient. Collective inside the group."""
-        if self._sync is not None:
-            counted = self._sync.parts(self.averaged)
+        if self._averages.shards is not None:
+            counted = self._averages.shards.parts(self.averaged)
         else:  # whole gradients are equal on all ranks of the group
             counted = self.averaged if self.zero is not None or self.at.fsdp == 0 else []
         squared = squared_norm(counted, self.device)
@@ -171,14 +180,15 @@ class DeepSpeedSteps(DeepSpeedBase):
 
     def make_noise(self) -> NoiseMeter:
         moments = SecondMoments(self.basic_optimizer)
-        if self._sync is None or self.zero is None:  # whole gradients
-            assert self._hooked is not None
+        whole, shards = self._averages.whole, self._averages.shards
+        if shards is None or self.zero is None:
+            assert whole is not None
             inside = self._process_groups.inside if self.ranks_inside > 1 else None
-            self._hooked.own = OwnGradients(
+            whole.own = OwnGradients(
                 self.layout, self.parameters, self.at, self.device, self.traffic,
                 lambda name: moments.of(self.stepped.get(name)), inside=inside, sharded=False,
             )  # fmt: skip
-            return self._hooked.own
+            return whole.own
         groups = self.zero.basic_groups()
 
         def of_partition(index: int) -> Moments | None:
@@ -186,11 +196,11 @@ class DeepSpeedSteps(DeepSpeedBase):
             return moments.of(partition, float(param_group.get("eps", 1e-8)))
 
         units = [bundle.unit for bundle in self.bundles]
-        self._sync.own = OwnPartitions(
-            self.layout, self._sync, units, self.at.sdp, self.device,
+        shards.own = OwnPartitions(
+            self.layout, shards, units, self.at.sdp, self.device,
             moments=of_partition, averaged=lambda: self.averaged,
         )  # fmt: skip
-        return self._sync.own
+        return shards.own
 
     # -- loss scale --------------------------------------------------------------------------------
 
@@ -230,6 +240,9 @@ class DeepSpeedSteps(DeepSpeedBase):
 
     def shared_schedule(self, state: dict[str, Any]) -> dict[str, Any]:
         return keep_shared_state(state)  # the schedule's groups depend on the units that this rank holds
+
+    def held_of(self, unit: str) -> Iterator[HeldTensor]:
+        yield from super().held_of(unit) if self.zero is None else held_partitions(self, unit)
 
     # -- state -------------------------------------------------------------------------------------
 
@@ -278,7 +291,7 @@ class DeepSpeedSteps(DeepSpeedBase):
         return TrafficPlan(
             layout,
             self._process_groups,
-            self._sync,
+            self._averages.shards,
             rank=self.rank,
             stage=self.stage,
             compute_bytes=self.compute_dtype.itemsize,

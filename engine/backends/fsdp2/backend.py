@@ -148,10 +148,6 @@ class FSDP2Backend(ShardedBackend):
         self.enter_phase(next(iter(self.phases.values())))
 
     def connect(self, layout: Layout) -> None:
-        """Average with the other groups of ``layout`` from now on, and exchange copies with them.
-
-        With a schedule of maskings, ``layout`` is that of its phase with frozen copies.
-        """
         comes_last = ends_in_root(layout, self.module, uses_fsdp=self.uses_fsdp)
         self._sync = make_sync(self, comes_last, self.home.messages.all_reduce)
         self._inner_sync = make_inner_sync(self, comes_last) if self._local_settings is not None else None
@@ -170,7 +166,6 @@ class FSDP2Backend(ShardedBackend):
         )
 
     def disconnect(self) -> None:
-        """Average with these groups no longer."""
         self._sync.close()
         if self._inner_sync is not None:
             self._inner_sync.close()

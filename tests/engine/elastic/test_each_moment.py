@@ -17,13 +17,14 @@ from sdp.engine.elastic.coordination.errors import StepAbortedError
 from sdp.engine.elastic.coordination.membership import STEP
 from sdp.engine.elastic.session import Session
 from sdp.tests.support import models
-from sdp.tests.support.cases import RELATIVE, Case, one_step, whole
+from sdp.tests.support.cases import RELATIVE, Case, one_step
 from sdp.tests.support.clusters.living import (
     DiedError,
     Place,
     begin,
     reference_among,
     run_groups,
+    whole_weights,
     world_of_group,
 )
 from sdp.tests.support.ranks import RankPool
@@ -48,13 +49,13 @@ def die(*_: Any, **__: Any) -> Any:
     raise DiedError
 
 
-def elastic(case: Case, port: int, store_port: int, moment: str, folder: str) -> list[Found]:
+def elastic(case: Case, port: int, store_port: int, moment: str, folder: str, kind: str) -> list[Found]:
     """Run the case on this rank of three groups. Returns what it has after each step."""
     with world_of_group(case, store_port) as (place, shared):
         found: list[Found] = []
         client = None
         try:
-            engine, session, client, store = begin(case, place, port, "first", STEPS)
+            engine, session, client, store = begin(case, place, port, "first", STEPS, kind=kind)
             session.meet(STEP)
             _train(engine, session, case, place, shared, moment, Path(folder), found)
         except DiedError:
@@ -62,7 +63,7 @@ def elastic(case: Case, port: int, store_port: int, moment: str, folder: str) ->
             client.hang_up()
             if moment == RETURN and place.slot == LOST:
                 shared.wait(["the others are there"])
-                engine, session, client, store = begin(case, place, port, "second", STEPS)
+                engine, session, client, store = begin(case, place, port, "second", STEPS, kind=kind)
                 session.meet(STEP)
                 _train(engine, session, case, place, shared, "", Path(folder), found)
         del store
@@ -86,7 +87,7 @@ def _train(
         if step == LAST and moment in MOMENTS[3:]:
             phase = EVALUATE if moment == "an evaluation" else SAVE
             _repeat(session, phase, lambda: _do(engine, session, case, place, folder, moment), engine, "", dies=dies)
-        found.append((step, _slots(session), {n: whole(engine, n, p).clone() for n, p in _weights(engine)}))
+        found.append((step, _slots(session), whole_weights(engine)))
         if moment == RETURN and step == BACK and place.slot != LOST:
             shared.set("the others are there", "yes")
             with pytest.MonkeyPatch.context() as patch:
@@ -94,10 +95,6 @@ def _train(
                     patch.setattr(bringing_back, "exchange", die)
                 while LOST not in session.meet(STEP).slots:
                     pass
-
-
-def _weights(engine: Any) -> list[tuple[str, Any]]:
-    return [*engine.parameters_here.items()]
 
 
 def _slots(session: Session) -> list[int]:
@@ -160,7 +157,18 @@ def _do(engine: Any, session: Session, case: Case, place: Place, folder: Path, m
     ids=lambda value: str(value).replace(" ", "-"),
 )
 def test_the_others_go_on(ranks: RankPool, tmp_path: Path, case: Case, moment: str) -> None:
-    answers = run_groups(ranks, case, elastic, moment, str(tmp_path))
+    _check(ranks, tmp_path, case, moment, "fsdp2")
+
+
+@pytest.mark.parametrize("moment", [*MOMENTS, RETURN])
+def test_with_deepspeed_they_go_on_too(ranks: RankPool, tmp_path: Path, moment: str) -> None:
+    placement = "full" if moment == RETURN else "mixed"
+    case = Case(3, 2, 3, optimizer="adamw", masking="backward", clip=True, placement=placement)
+    _check(ranks, tmp_path, case, moment, "deepspeed")
+
+
+def _check(ranks: RankPool, tmp_path: Path, case: Case, moment: str, kind: str) -> None:
+    answers = run_groups(ranks, case, elastic, moment, str(tmp_path), kind)
     living: list[list[int]] = [[0, 1, 2], [0, 1, 2], *([0, 2] for _ in range(STEPS - LAST))]
     if moment not in ("the update", *MOMENTS[3:]):
         living[1] = [0, 2]  # the step was made again

@@ -38,7 +38,7 @@ ADAM = '{"type": "AdamW", "params": {"lr": 0.05}}'
 # -- the elastic run, on ranks ---------------------------------------------------------------------
 
 
-def elastic(case: Case, port: int, store_port: int, dies: str) -> list[dict[str, Any]]:
+def elastic(case: Case, port: int, store_port: int, dies: str, kind: str) -> list[dict[str, Any]]:
     """Run the case on this rank of three groups, which each have a world of their own.
 
     Args:
@@ -46,13 +46,14 @@ def elastic(case: Case, port: int, store_port: int, dies: str) -> list[dict[str,
         port: that of the coordinator.
         store_port: that of a store of all ranks.
         dies: where the group is lost: "in a step", "before the vote" or "after the vote".
+        kind: that of the engine.
     """
     with world_of_group(case, store_port) as (place, shared):
-        return [vars(seen) for seen in _run(case, place, port, shared, dies)]
+        return [vars(seen) for seen in _run(case, place, port, shared, dies, kind)]
 
 
-def _run(case: Case, place: Place, port: int, shared: TCPStore, dies: str) -> list[Seen]:
-    engine, session, client, store = begin(case, place, port, "first", STEPS)
+def _run(case: Case, place: Place, port: int, shared: TCPStore, dies: str, kind: str) -> list[Seen]:
+    engine, session, client, store = begin(case, place, port, "first", STEPS, kind=kind)
     seen: list[Seen] = []
     updates: list[Any] = []  # of the steps of the present round
     session.meet(STEP)
@@ -71,7 +72,7 @@ def _run(case: Case, place: Place, port: int, shared: TCPStore, dies: str) -> li
         client.hang_up()
         updates.clear()
         shared.wait(["the others are there"])
-        engine, session, client, store = begin(case, place, port, "second", STEPS)
+        engine, session, client, store = begin(case, place, port, "second", STEPS, kind=kind)
         session.meet(STEP)
         assert engine.global_steps == BACK
         while engine.global_steps < STEPS:
@@ -171,9 +172,32 @@ CASES = [
 ]
 
 
+DEEPSPEED_CASES = [
+    (Case(3, 1, 0, sync=f'{{"every": {EVERY}}}', optimizer="adamw", masking="backward"), "before the vote"),
+    pytest.param(
+        Case(3, 2, 1, 2, sync=f'{{"every": {EVERY}}}', optimizer="momentum", clip=True),
+        "in a step",
+        marks=pytest.mark.slow,
+    ),
+    (
+        Case(3, 2, 3, sync=f'{{"every": {EVERY}, "outer_optimizer": {ADAM}}}', optimizer="adamw", masking="backward"),
+        "in a step",
+    ),
+]
+
+
 @pytest.mark.parametrize(("case", "dies"), CASES, ids=lambda value: str(value).replace(" ", "-"))
 def test_rounds_with_a_loss_equal_plain_torch(ranks: RankPool, case: Case, dies: str) -> None:
-    told = run_groups(ranks, case, elastic, dies)
+    _check(ranks, case, dies, "fsdp2")
+
+
+@pytest.mark.parametrize(("case", "dies"), DEEPSPEED_CASES, ids=lambda value: str(value).replace(" ", "-"))
+def test_with_deepspeed_they_do_so_too(ranks: RankPool, case: Case, dies: str) -> None:
+    _check(ranks, case, dies, "deepspeed")
+
+
+def _check(ranks: RankPool, case: Case, dies: str, kind: str) -> None:
+    told = run_groups(ranks, case, elastic, dies, kind)
     answers = [{seen["step"]: Seen(**seen) for seen in of_rank} for of_rank in told]
     start = {name: p.detach() for name, p in models.build(case.model).named_parameters()}
     for step, (anchors, losses) in LossLoop(case, rates_of(case), dies).run().items():

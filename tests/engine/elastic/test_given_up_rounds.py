@@ -36,14 +36,16 @@ SAVED, LAST = 3, 8  # the step of the checkpoint, and the last one of the lost g
 AGREE = 0
 
 
-def elastic(case: Case, port: int, store_port: int, folder: str, dies_again: bool) -> list[dict[str, Any]]:
+def elastic(case: Case, port: int, store_port: int, folder: str, dies_again: bool, kind: str) -> list[dict[str, Any]]:
     """Run the case on this rank of three groups. Returns what it has after each outer step."""
     with world_of_group(case, store_port) as (place, shared):
-        return [vars(seen) for seen in _run(case, place, port, shared, Path(folder), dies_again)]
+        return [vars(seen) for seen in _run(case, place, port, shared, Path(folder), dies_again, kind)]
 
 
-def _run(case: Case, place: Place, port: int, shared: TCPStore, folder: Path, dies_again: bool) -> list[Seen]:
-    engine, session, client, store = begin(case, place, port, "first", STEPS, folder)
+def _run(
+    case: Case, place: Place, port: int, shared: TCPStore, folder: Path, dies_again: bool, kind: str
+) -> list[Seen]:
+    engine, session, client, store = begin(case, place, port, "first", STEPS, folder, kind)
     seen: list[Seen] = []
     updates: list[Any] = []
     session.meet(STEP)
@@ -60,8 +62,8 @@ def _run(case: Case, place: Place, port: int, shared: TCPStore, folder: Path, di
         updates.clear()
         shared.wait(["the others wait"])
         if dies_again:
-            _die_while_returning(case, place, port, folder)
-        engine, session, client, store = begin(case, place, port, "second", STEPS, folder)
+            _die_while_returning(case, place, port, folder, kind)
+        engine, session, client, store = begin(case, place, port, "second", STEPS, folder, kind)
         session.meet(STEP)
         assert engine.global_steps == BACK
         assert session.has_lost_units
@@ -72,9 +74,9 @@ def _run(case: Case, place: Place, port: int, shared: TCPStore, folder: Path, di
     return seen
 
 
-def _die_while_returning(case: Case, place: Place, port: int, folder: Path) -> None:
+def _die_while_returning(case: Case, place: Place, port: int, folder: Path, kind: str) -> None:
     """Return, and die when the others have told each other about the round."""
-    _, session, client, store = begin(case, place, port, "a short life", STEPS, folder)
+    _, session, client, store = begin(case, place, port, "a short life", STEPS, folder, kind)
     with patch.object(session_module, "load_lost_units", side_effect=DiedError), pytest.raises(DiedError):
         session.meet(STEP)
     client.hang_up()
@@ -173,8 +175,20 @@ def test_the_holder_may_die_again_while_it_returns(ranks: RankPool, tmp_path: Pa
     check(ranks, tmp_path, case, dies_again=True)
 
 
-def check(ranks: RankPool, tmp_path: Path, case: Case, *, dies_again: bool) -> None:
-    told = run_groups(ranks, case, elastic, str(tmp_path), dies_again)
+@pytest.mark.parametrize(
+    "case",
+    [
+        Case(3, 1, 0, sync=SYNC, optimizer="adamw", masking="backward", placement="alone"),
+        pytest.param(Case(3, 2, 2, sync=SYNC, optimizer="adamw", clip=True, placement="alone"), marks=pytest.mark.slow),
+    ],
+    ids=lambda case: str(case).replace(" ", "-"),
+)
+def test_with_deepspeed_it_does_so_too(ranks: RankPool, tmp_path: Path, case: Case) -> None:
+    check(ranks, tmp_path, case, dies_again=True, kind="deepspeed")
+
+
+def check(ranks: RankPool, tmp_path: Path, case: Case, *, dies_again: bool, kind: str = "fsdp2") -> None:
+    told = run_groups(ranks, case, elastic, str(tmp_path), dies_again, kind)
     answers = [{seen["step"]: Seen(**seen) for seen in of_rank} for of_rank in told]
     start = {name: p.detach() for name, p in models.build(case.model).named_parameters()}
     per_group = case.fsdp * case.tp

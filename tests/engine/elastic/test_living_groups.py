@@ -15,7 +15,7 @@ from sdp.engine.elastic.coordination.errors import StepAbortedError
 from sdp.engine.elastic.coordination.membership import STEP
 from sdp.engine.elastic.session import Session
 from sdp.tests.support.case_tables import THERE_AND_BACK, TO_BACKWARD, TO_FORWARD
-from sdp.tests.support.cases import RELATIVE, Case, one_step, whole
+from sdp.tests.support.cases import RELATIVE, Case, one_step
 from sdp.tests.support.clusters.living import (
     DiedError,
     Place,
@@ -23,6 +23,7 @@ from sdp.tests.support.clusters.living import (
     part_of,
     reference_among,
     run_groups,
+    whole_weights,
     world_of_group,
 )
 from sdp.tests.support.ranks import RankPool
@@ -49,18 +50,19 @@ class Seen:
 # -- the elastic run, on ranks ---------------------------------------------------------------------
 
 
-def elastic(case: Case, port: int, store_port: int) -> list[dict[str, Any]]:
-    """Run the case on this rank of three groups, which each have a world of their own.
+def elastic(case: Case, port: int, store_port: int, kind: str) -> list[dict[str, Any]]:
+    """Run the case on this rank of three groups, which each have a world of their own, with a
+    ``kind`` of engine.
 
     Returns:
         The attributes of :class:`Seen` after each step.
     """
     with world_of_group(case, store_port) as (place, shared):
-        return [vars(seen) for seen in _run(case, place, port, shared)]
+        return [vars(seen) for seen in _run(case, place, port, shared, kind)]
 
 
-def _run(case: Case, place: Place, port: int, shared: TCPStore) -> list[Seen]:
-    engine, session, client, store = begin(case, place, port, "first", len(LIVING))
+def _run(case: Case, place: Place, port: int, shared: TCPStore, kind: str) -> list[Seen]:
+    engine, session, client, store = begin(case, place, port, "first", len(LIVING), kind=kind)
     seen: list[Seen] = []
     session.meet(STEP)
     is_lost = place.slot == LOST
@@ -69,7 +71,7 @@ def _run(case: Case, place: Place, port: int, shared: TCPStore) -> list[Seen]:
             continue
         if is_lost and step and LOST not in LIVING[step - 1]:
             shared.wait(["the others are there"])
-            engine, session, client, store = begin(case, place, port, "second", len(LIVING))
+            engine, session, client, store = begin(case, place, port, "second", len(LIVING), kind=kind)
             session.meet(STEP)
             assert engine.global_steps == step
         elif step and len(living) > len(LIVING[step - 1]):
@@ -125,7 +127,7 @@ def _look(engine: Any, session: Session, step: int) -> Seen:
         engine.get_global_grad_norm(),
         counted,
         planned,
-        {name: whole(engine, name, p).clone() for name, p in engine.parameters_here.items()},
+        whole_weights(engine),
         {name: part_of(p) for name, p in frozen.items()},
         {name: part_of(p) for name, p in engine.parameters_here.items()},
     )
@@ -142,6 +144,15 @@ CASES = [
     Case(3, 1, 0, tp=2, model="wide-llama-tied-meta", optimizer="adamw", clip=True),
     Case(3, 1, 0, tp=2, masking="backward", model="wide-llama-meta", neurons=2, optimizer="adamw"),
 ]
+DEEPSPEED_CASES = [
+    Case(3, 1, 0, masking="backward", optimizer="adamw", model="llama-tied-meta", clip=True),
+    Case(3, 2, 0, accumulation=2, model="mlp-meta", clip=True, optimizer="momentum"),
+    Case(3, 2, 1, masking=TO_BACKWARD, model="even-llama-meta", neurons=2, optimizer="adamw"),
+    Case(3, 2, 2, accumulation=2, masking="backward", model="llama-tied-meta", optimizer="adamw", clip=True),
+    Case(3, 1, 3, accumulation=2, model="mlp-meta", clip=True, optimizer="momentum"),
+    Case(3, 2, 3, masking="backward", model="llama-meta", optimizer="adamw", clip=True),
+    Case(3, 2, 3, masking=THERE_AND_BACK, model="even-llama-tied-meta", neurons=2, optimizer="adamw"),
+]
 
 
 def _id(case: Case) -> str:
@@ -151,7 +162,16 @@ def _id(case: Case) -> str:
 
 @pytest.mark.parametrize("case", CASES, ids=_id)
 def test_a_lost_and_a_returning_group_leave_a_run_of_the_living_groups(ranks: RankPool, case: Case) -> None:
-    told = run_groups(ranks, case, elastic)
+    _check(ranks, case, "fsdp2")
+
+
+@pytest.mark.parametrize("case", DEEPSPEED_CASES, ids=_id)
+def test_so_they_do_with_deepspeed(ranks: RankPool, case: Case) -> None:
+    _check(ranks, case, "deepspeed")
+
+
+def _check(ranks: RankPool, case: Case, kind: str) -> None:
+    told = run_groups(ranks, case, elastic, kind)
     answers = [[Seen(**values) for values in of_rank] for of_rank in told]
     per_group = case.fsdp * case.tp
     for step, (norm, weights) in enumerate(reference_among(case, LIVING)):

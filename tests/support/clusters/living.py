@@ -12,6 +12,7 @@ from typing import Any
 import sdp
 import torch
 import torch.distributed as dist
+from sdp.engine.backends.deepspeed.base import Gathered
 from sdp.engine.distributed import world
 from sdp.engine.distributed.world import World
 from sdp.engine.elastic.coordination.addresses import serve_meeting_store
@@ -24,7 +25,7 @@ from sdp.engine.placement.units import find_neuron_units
 from torch.distributed import PrefixStore, TCPStore
 
 from .. import models
-from ..cases import Case, one_step
+from ..cases import Case, one_step, whole
 from ..ranks import RankPool
 
 TOKEN = b"a shared secret"
@@ -84,15 +85,15 @@ class Place:
 
 
 def begin(
-    case: Case, place: Place, port: int, life: str, steps: int, checkpoints: Path = Path()
+    case: Case, place: Place, port: int, life: str, steps: int, checkpoints: Path = Path(), kind: str = "fsdp2"
 ) -> tuple[Any, Session, CoordinatorClient, Any]:
-    """Build this rank's engine, and find the coordinator.
+    """Build this rank's engine of a ``kind``, and find the coordinator.
 
     Returns:
         The engine, the session, the connection, and the store that must be kept.
     """
     world.enter(World(place.slot * place.ranks + place.inside, place.ranks * GROUPS))
-    engine = engine_among(case, range(GROUPS), "fsdp2", steps)
+    engine = engine_among(case, range(GROUPS), kind, steps)
     engine.loader = Loader()
     store, address = serve_meeting_store("127.0.0.1") if place.inside == 0 else (None, "")
     life = share_inside(f"{life} {place.slot}")
@@ -159,5 +160,16 @@ def _continued(before: Any, case: Case, living: Sequence[int], steps: int) -> An
 
 def part_of(parameter: Any) -> torch.Tensor:
     """Return a copy of this rank's part of a parameter."""
+    if hasattr(parameter, "ds_tensor"):  # of DeepSpeed's ZeRO 3, which may end with padding
+        part = parameter.ds_tensor.detach()
+        return part[: max(0, parameter.ds_numel - dist.get_rank() * part.numel())].clone()
     local = parameter.to_local() if hasattr(parameter, "to_local") else parameter
     return local.detach().clone()
+
+
+def whole_weights(engine: Any) -> dict[str, torch.Tensor]:
+    """Return this rank's weights, gathered inside the group. Collective there."""
+    if engine.config.sdp.engine == "deepspeed":  # its partitions are float32, and the model's weights need not be
+        gathered = Gathered(engine.backend).parameters
+        return {name: gathered[name].detach().clone() for name in gathered}
+    return {name: whole(engine, name, parameter).clone() for name, parameter in engine.parameters_here.items()}

@@ -12,11 +12,10 @@ from typing import Any
 import torch
 from sdp.engine.elastic.session import Session
 from torch import nn
-from torch.distributed.tensor import DTensor
 
 from .. import models
 from ..cases import RELATIVE, Case, engine_of
-from .living import holders_among, part_of
+from .living import holders_among, part_of, whole_weights
 
 EVERY, STEPS = 3, 15  # of a round, of the run
 LOST = 1  # the group that is lost
@@ -31,6 +30,7 @@ class Seen:
     living: list[int]
     anchors: dict[str, torch.Tensor]  # this rank's parts
     full: dict[str, torch.Tensor]  # whole anchors
+    parts: dict[str, torch.Tensor]  # the model's parameters on this rank, while they are the anchors
     outer: dict[str, dict[str, torch.Tensor]]  # the outer optimizer's state
     copies: dict[str, torch.Tensor]
     losses: list[float]  # of the steps since the last one, over all groups
@@ -42,12 +42,14 @@ def look(engine: Any, session: Session, losses: list[float]) -> Seen:
     local = engine.backend.local
     outer = local.outer
     with local.anchored():
-        full = {name: _whole(p) for name, p in engine.parameters_here.items()}
+        full = whole_weights(engine)
+        parts = {name: part_of(p) for name, p in engine.parameters_here.items()}
     return Seen(
         engine.global_steps,
         session.assembly.slots,
         {name: anchor.detach().clone() for name, anchor in outer.anchors.items()},
         full,
+        parts,
         {name: _state(outer.optimizer.state.get(anchor, {})) for name, anchor in outer.anchors.items()},
         {name: part_of(p) for name, p in engine.frozen_here.items()},
         losses,
@@ -57,10 +59,6 @@ def look(engine: Any, session: Session, losses: list[float]) -> Seen:
 
 def _state(state: dict[str, Any]) -> dict[str, torch.Tensor]:
     return {key: value.clone() for key, value in state.items() if value is not None}
-
-
-def _whole(parameter: Any) -> torch.Tensor:
-    return (parameter.full_tensor() if isinstance(parameter, DTensor) else parameter).detach().clone()
 
 
 class Loop:
@@ -197,6 +195,7 @@ def compare_holders(seen: dict[int, Seen], per_group: int, step: int) -> None:
             assert list(state) == list(one.outer[name])
             for key, value in one.outer[name].items():
                 assert torch.equal(state[key], value), f"step {step}: {key} of {name} differs"
+    parts = {(rank % per_group, name): part for rank, one in seen.items() for name, part in one.parts.items()}
     for rank, one in seen.items():
         for name, copied in one.copies.items():
-            assert torch.equal(held[rank % per_group, name][0], copied), f"step {step}, rank {rank}: copy of {name}"
+            assert torch.equal(parts[rank % per_group, name], copied), f"step {step}, rank {rank}: copy of {name}"

@@ -19,7 +19,7 @@ from sdp.tests.support.clusters.elastic_runs import MICRO, ElasticRun, Start, el
 from sdp.tests.support.forks.command import run_forked
 from sdp.tests.support.small_runs import make_corpus, read_tensorboard
 
-ZERO = "zero_optimization.stage="
+ZERO, DEEPSPEED = "zero_optimization.stage=", "sdp.engine=deepspeed "
 
 
 def check_lines(lines: list[dict[str, Any]], ranks: int = 1) -> None:
@@ -117,12 +117,16 @@ def test_two_groups_are_killed_at_once(start: Start) -> None:
         (ZERO + "3", "forward", "block"),
         pytest.param(ZERO + "3", "backward", "block", marks=pytest.mark.slow),
         pytest.param(ZERO + "3", "forward", "neuron", marks=pytest.mark.slow),
+        (DEEPSPEED + ZERO + "3", "backward", "block"),
+        pytest.param(DEEPSPEED + ZERO + "0", "backward", "block", marks=pytest.mark.slow),
+        pytest.param(DEEPSPEED + ZERO + "1", "forward", "neuron", marks=pytest.mark.slow),
+        pytest.param(DEEPSPEED + ZERO + "2", "forward", "block", marks=pytest.mark.slow),
     ],
 )
 def test_a_rank_inside_a_group_is_killed(start: Start, words: str, masking: str, granularity: str) -> None:
-    """Its group ends with it. The others keep their FSDP2 state, and count what they send."""
+    """Its group ends with it. The others keep their shards, and count what they send."""
     settings = {"capacity": 0.7, "masking": masking, "granularity": granularity}
-    run = start("--set", words, groups=3, ranks=2, settings=settings, restarts=3)
+    run = start("--set", *words.split(), groups=3, ranks=2, settings=settings, restarts=3)
     run.wait_for(5, groups=3)
     run.lose(2, of=3)
     check_end(run, ranks=2)
