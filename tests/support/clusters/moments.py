@@ -17,6 +17,7 @@ from typing import Any
 import sdp.engine.checkpoint.load as load_module
 import sdp.engine.checkpoint.save as save_module
 import sdp.engine.elastic.bringing_back as returning_module
+from sdp.engine.backends.deepspeed.backend import DeepSpeedBackend
 from sdp.engine.backends.fsdp2.backend import FSDP2Backend
 from sdp.engine.elastic.coordination.errors import StepAbortedError
 from sdp.engine.elastic.coordination.membership import Membership
@@ -189,8 +190,8 @@ _STOPPERS: dict[str, Callable[[Callable[..., None], Stop], None]] = {
     BEFORE_STEP: lambda reach, _: _before(TrainingRun, "step", reach),
     REDUCTION: _stop_in_a_reduction,
     BEFORE_VOTE: lambda reach, _: _before(Session, "vote", reach),
-    UPDATE: lambda reach, _: _before(FSDP2Backend, "update", reach),
-    EVALUATION: lambda reach, _: _before(FSDP2Backend, "evaluate", reach),  # between its parts
+    UPDATE: lambda reach, _: _before_backends("update", reach),
+    EVALUATION: lambda reach, _: _before_backends("evaluate", reach),  # between its parts
     SAVE: lambda reach, _: _before(save_module, "hash_files", reach),  # its tensors are written
     RETURN: _stop_in_a_return,
     LOADED: lambda reach, _: _after(Checkpointer, "resume", reach),
@@ -198,6 +199,11 @@ _STOPPERS: dict[str, Callable[[Callable[..., None], Stop], None]] = {
     EVALUATED: lambda reach, _: _before(TrainingRun, "tell_evaluation", reach),
     IN_FILE: lambda reach, _: _before(Monitors, "on_step", reach),
 }
+
+
+def _before_backends(name: str, action: Callable[..., None]) -> None:
+    for backend in (FSDP2Backend, DeepSpeedBackend):
+        _before(backend, name, action)
 
 
 def _before(owner: Any, name: str, action: Callable[..., None]) -> None:

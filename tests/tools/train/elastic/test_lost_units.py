@@ -26,9 +26,10 @@ def holder_alone(run: ElasticRun) -> int:
     return holder
 
 
-def test_a_unit_without_a_living_holder_comes_back_from_the_newest_checkpoint(start: Start) -> None:
+@pytest.mark.parametrize("engine", ["fsdp2", "deepspeed"])
+def test_a_unit_without_a_living_holder_comes_back_from_the_newest_checkpoint(start: Start, engine: str) -> None:
     """The others wait for the group that holds it."""
-    run = start(settings=ALONE, restarts=3)
+    run = start("--set", "zero_optimization.stage=2", settings=ALONE | {"engine": engine}, restarts=3)
     run.wait_for(45, groups=4)  # a checkpoint is written after step 40
     holder, lines = holder_alone(run), len(run.lines())
     run.hit(holder, signal.SIGKILL)
@@ -69,6 +70,8 @@ def test_the_run_ends_if_a_unit_has_no_living_holder(start: Start, case: str) ->
         ),
         pytest.param(1, ALONE | {"sync": {"every": 6}}, marks=pytest.mark.slow),
         pytest.param(2, ALONE | {"sync": {"every": 6}, "masking": "backward"}, marks=pytest.mark.slow),
+        (2, ALONE | {"engine": "deepspeed"}),
+        pytest.param(1, ALONE | {"engine": "deepspeed", "sync": {"every": 6}}, marks=pytest.mark.slow),
     ],
 )
 def test_the_last_checkpoint_has_what_lives_and_the_lost_unit_of_the_one_before(

@@ -72,6 +72,21 @@ def test_nothing_is_lost_but_the_lost(
     static_runs.check(run, story, config)
 
 
+@pytest.mark.parametrize(
+    "moment", [pytest.param(moment, marks=[] if moment == UPDATE else pytest.mark.slow) for moment in MOMENTS]
+)
+def test_with_deepspeed_a_rank_is_lost(corpus: Path, tmp_path: Path, static_runs: Checked, moment: str) -> None:
+    """The static runs have the engine deepspeed, too. ZeRO 3 shards the group's state."""
+    story = Story(RANK, moment)
+    config = story.config(corpus)
+    config["sdp"] |= {"engine": "deepspeed", "masking": "backward"}
+    with run_to_the_moment(story, config, tmp_path) as (run, stop):
+        run.lose_ranks(stop)
+        run.end(story.living[-1])
+        check_files(run, story)
+    static_runs.check(run, story, config)
+
+
 @pytest.mark.parametrize(("ranks", "told"), [(1, 1), (1, 2), (2, 1), pytest.param(2, 3, marks=pytest.mark.slow)])
 def test_the_coordinator_dies_when_it_has_told_a_decision_to_some(
     corpus: Path, tmp_path: Path, static_runs: Checked, ranks: int, told: int

@@ -48,6 +48,7 @@ def train(folder: Path, config: dict[str, Any], ranks: int = 1) -> list[float]:
 
 
 SYNC = {"sync": {"every": LAST - 1}, "check_interval": 0}  # the checkpoint is inside a round
+DEEPSPEED = {"engine": "deepspeed", "masking": "backward"}
 SCHEDULE = {"masking": [{"until": LAST - 1, "masking": "backward"}, {"masking": "forward"}]}  # it is behind a switch
 
 
@@ -61,6 +62,8 @@ SCHEDULE = {"masking": [{"until": LAST - 1, "masking": "backward"}, {"masking": 
         pytest.param(LOAD, 1, 1, SYNC, marks=pytest.mark.slow),
         (LOADED, 1, 1, SYNC),
         pytest.param(LOAD, 0, 2, SYNC, marks=pytest.mark.slow),
+        (LOADED, 1, 2, DEEPSPEED),
+        pytest.param(LOAD, 0, 2, SYNC | DEEPSPEED, marks=pytest.mark.slow),
     ],
     ids=str,
 )
