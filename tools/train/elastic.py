@@ -229,6 +229,7 @@ class ElasticTrainer:
     def _evaluate(self, *, is_last: bool) -> None:
         run = self._run
         line = self._together(lambda: run.evaluate(is_last=is_last), defers=True)
+        run.beat.at(self._engine.global_steps, "between steps", run.config.training.step_timeout)
         before, self._last_evaluated = self._last_evaluated, line["step"]
         if line["step"] == before or (run.files is not None and line["step"] in evaluated_steps(run.dump_dir)):
             return  # another group was lost after the line had been written

@@ -31,6 +31,7 @@ from .elastic import ElasticTrainer
 from .elastic_rounds import AVERAGE, RoundsTrainer
 from .failures import explained
 from .loop.changed_settings import keep_holders
+from .loop.evaluator import EVALUATION
 from .loop.meter import PARTS
 from .loop.training_run import TrainingRun
 from .options import TrainOptions
@@ -102,7 +103,7 @@ def run(options: TrainOptions, on_stall: Callable[[str], None]) -> int:
 def _find_coordinator(
     told: ElasticEnvironment, who: Identity, section: ElasticSection, beat: Heartbeat
 ) -> CoordinatorClient:
-    progress = Progress(section.heartbeat_seconds, (*PARTS, AVERAGE))
+    progress = Progress(section.heartbeat_seconds, (*PARTS, AVERAGE, EVALUATION))
     beat.on_phase = progress.begin
     return CoordinatorClient(
         (told.host, told.port),

@@ -1,8 +1,8 @@
 """Whether a rank's main thread makes progress, and which rank is cut off if one does not.
 
-A rank whose main thread hangs still sends heartbeats, from another thread. So each part of a step
-has a limit: ``heartbeat_seconds``, and the longest pause that the same part has had so far. A rank
-that waits for other groups looks at its messages in turn, which counts as progress.
+A rank whose main thread hangs still sends heartbeats, from another thread. So each part of a step,
+and an evaluation, has a limit: ``heartbeat_seconds``, and the longest pause that it has had so far.
+A rank that waits for other groups looks at its messages in turn, which counts as progress.
 
 A rank that waits inside its group cannot look. If another group hangs, such a rank may seem to
 hang, too. So the coordinator cuts off only the group with the longest pause, and then gives the
@@ -29,7 +29,8 @@ class Progress:
 
     Args:
         heartbeat_seconds: see ``sdp.elastic``.
-        judged: the parts of a step. Other parts have limits of their own, and are not judged here.
+        judged: the parts of a step, and what else does the same each time. Other parts have limits
+            of their own, and are not judged here.
         clock: measures seconds.
     """
 

@@ -17,6 +17,8 @@ from ...runs.dataset import Corpus
 from ...tasks.harness import LoadedTasks, Scores
 from ...tasks.scoring import FullModel, Scorer
 
+EVALUATION = "evaluation"  # the phase, which does the same each time
+
 
 class Evaluator:
     """Reads this rank's share of the held-out data, the same at each evaluation.
@@ -48,7 +50,7 @@ class Evaluator:
         they are due.
         """
         engine = self._engine
-        self._beat.at(engine.global_steps, "evaluation", engine.config.training.start_timeout)
+        self._beat.at(engine.global_steps, EVALUATION, engine.config.training.start_timeout)
         started = time.perf_counter()
         batches = list(self._held_out)
         own = engine.evaluate_subnetworks(batches)

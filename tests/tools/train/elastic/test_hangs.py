@@ -22,34 +22,38 @@ from sdp.engine.backends.fsdp2.backend import FSDP2Backend
 from sdp.launcher import elastic
 from sdp.tools.cli import entry
 
-sign, backward = Path({sign!r}), FSDP2Backend.backward
+sign, method = Path({sign!r}), FSDP2Backend.{method}
 
 def hangs(self, *args, **keywords):
     if os.environ["SDP_ELASTIC_GROUP"] == "1" and os.environ["RANK"] == "0" and sign.exists():
         sign.unlink()
         time.sleep(1e6)
-    return backward(self, *args, **keywords)
+    return method(self, *args, **keywords)
 
-FSDP2Backend.backward = hangs
+FSDP2Backend.{method} = hangs
 elastic.own_command = lambda: [sys.executable, "-P", __file__]
 entry()
 """
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("masking", "ranks", "stage"), [("forward", 1, 0), ("backward", 2, 3)])
+@pytest.mark.parametrize(
+    ("masking", "ranks", "stage", "method"),
+    [("forward", 1, 0, "backward"), ("backward", 2, 3, "backward"), ("forward", 1, 0, "evaluate")],
+)
 def test_a_rank_that_hangs_is_cut_off_and_started_again(
-    corpus: Path, tmp_path: Path, masking: str, ranks: int, stage: int
+    corpus: Path, tmp_path: Path, masking: str, ranks: int, stage: int, method: str
 ) -> None:
     """The others go on after the heartbeat, and the stack of the hanging thread is in its log.
 
     At stage 3, the other rank of the group waits for it in a collective inside the group.
     """
     sign, script, config = tmp_path / "hang", tmp_path / "script.py", tmp_path / "config.json"
-    script.write_text(SCRIPT.format(sign=str(sign)))
+    script.write_text(SCRIPT.format(sign=str(sign), method=method))
     settings = elastic_config(corpus, groups=3, heartbeat_seconds=HEARTBEAT, restarts=1)
     settings["sdp"] |= {"capacity": 0.7, "masking": masking}
     settings["zero_optimization"] = {"stage": stage}
+    settings["training"]["evaluate_every"] = 3  # the run has seen some evaluations before one hangs
     config.write_text(json.dumps(settings))
     run = ElasticRun(config, tmp_path / "run", "--nproc", str(3 * ranks), new_interpreters=True, script=script)
     try:

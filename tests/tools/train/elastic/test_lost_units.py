@@ -14,7 +14,11 @@ import pytest
 import torch
 from sdp.engine.checkpoint.load import load
 from sdp.engine.checkpoint.storage.dcp import SafeReader
+from sdp.engine.checkpoint.storage.directory import latest
 from sdp.tests.support.clusters.elastic_runs import ElasticRun, Start
+from sdp.tests.support.clusters.lost_at import SeparateGroups
+from sdp.tests.support.clusters.moments import BEFORE_VOTE, Stop
+from sdp.tests.support.clusters.stories import LAST, RANK, Story
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 ALONE = {"survive": 0, "profile": [4, 3, 2, 1]}  # the last unit has one holder
@@ -130,3 +134,22 @@ def _tensors(checkpoint: Path) -> dict[str, torch.Tensor]:
     }
     load(checkpoint, tensors, {}, alone=True)
     return tensors
+
+
+def test_the_others_end_when_nobody_came_in_time(corpus: Path, tmp_path: Path) -> None:
+    """The only holder of a unit may return, as far as the coordinator knows. The others have made a
+    checkpoint after the step before, so they wait.
+    """
+    story = Story(RANK, BEFORE_VOTE, ranks=1)
+    config = story.config(corpus)
+    config["sdp"]["placement"]["model.layers.3"] = [*story.lost]
+    config["sdp"]["elastic"]["wait_seconds"] = 4
+    config["training"]["save_every"] = LAST - 1
+    stop = Stop(BEFORE_VOTE, story.stops, 0, LAST, tmp_path)
+    with SeparateGroups(tmp_path, config, 1, [stop]) as run:
+        run.wait_for(stop)
+        run.lose_ranks(stop)
+        left = [group for group in range(story.groups) if group not in story.lost]
+        assert run.codes(left) == [1] * len(left), run.said
+    assert "no living group holds 'model.layers.3' (1 of 4 units), and none came within 4 s" in run.said
+    assert latest(run.dump_dir / "checkpoints") == f"step-{LAST - 1}"
