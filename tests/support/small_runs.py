@@ -20,13 +20,18 @@ SMALL_LLAMA = {
 }
 
 
-def make_corpus(folder: Path, seed: int = 0) -> Path:
-    """Write sixty small documents, tokenized as bytes."""
+def make_corpus(folder: Path, seed: int = 0, *, vocab_size: int | None = None) -> Path:
+    """Write sixty small documents, tokenized as bytes, or by sentencepiece with ``vocab_size``
+    tokens.
+    """
     words = random.Random(seed)
     for number in range(60):
         text = " ".join(words.choice(["alpha", "beta", "gamma", "delta"]) for _ in range(80))
         (folder / f"{number}.txt").write_text(text)
-    prepare([str(folder / "*.txt")], folder / "shards", tokenizer="bytes", held_out=0.2, workers=1, progress=False)
+    prepare(
+        [str(folder / "*.txt")], folder / "shards", tokenizer="bytes" if vocab_size is None else "sentencepiece",
+        vocab_size=vocab_size, held_out=0.2, workers=1, progress=False,
+    )  # fmt: skip
     return folder / "shards"
 
 

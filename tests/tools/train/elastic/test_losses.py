@@ -134,6 +134,18 @@ def test_a_rank_inside_a_group_is_killed(start: Start, words: str, masking: str,
     assert ("between groups/broadcast" in kinds) == (masking == "backward")
 
 
+@pytest.mark.slow
+def test_a_rank_of_tensor_parallel_groups_is_killed(start: Start, tmp_path: Path) -> None:
+    """Two ranks share the 280 rows of the embedding. Bytes would have 257."""
+    corpus = make_corpus(tmp_path, vocab_size=280)
+    words = ["--set", "tensor_parallel.autotp_size=2", f"data.path={corpus}"]
+    settings = {"capacity": 0.7, "masking": "backward"}
+    run = start(*words, groups=3, ranks=2, settings=settings, restarts=3)
+    run.wait_for(5, groups=3)
+    run.lose(2, of=3)
+    check_end(run)
+
+
 def test_a_run_that_lacks_a_group_is_evaluated_exported_and_reported(
     start: Start, corpus: Path, tmp_path: Path
 ) -> None:
