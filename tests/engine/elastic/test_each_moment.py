@@ -160,7 +160,13 @@ def test_the_others_go_on(ranks: RankPool, tmp_path: Path, case: Case, moment: s
     _check(ranks, tmp_path, case, moment, "fsdp2")
 
 
-@pytest.mark.parametrize("moment", [*MOMENTS, RETURN])
+@pytest.mark.parametrize(
+    "moment",
+    [
+        pytest.param(each, marks=() if each in ("a reduction", RETURN) else pytest.mark.slow)
+        for each in (*MOMENTS, RETURN)
+    ],
+)
 def test_with_deepspeed_they_go_on_too(ranks: RankPool, tmp_path: Path, moment: str) -> None:
     placement = "full" if moment == RETURN else "mixed"
     case = Case(3, 2, 3, optimizer="adamw", masking="backward", clip=True, placement=placement)

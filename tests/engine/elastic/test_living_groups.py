@@ -144,14 +144,20 @@ CASES = [
     Case(3, 1, 0, tp=2, model="wide-llama-tied-meta", optimizer="adamw", clip=True),
     Case(3, 1, 0, tp=2, masking="backward", model="wide-llama-meta", neurons=2, optimizer="adamw"),
 ]
+
+
+def _slow(case: Case) -> Any:
+    return pytest.param(case, marks=pytest.mark.slow)
+
+
 DEEPSPEED_CASES = [
     Case(3, 1, 0, masking="backward", optimizer="adamw", model="llama-tied-meta", clip=True),
-    Case(3, 2, 0, accumulation=2, model="mlp-meta", clip=True, optimizer="momentum"),
+    _slow(Case(3, 2, 0, accumulation=2, model="mlp-meta", clip=True, optimizer="momentum")),
     Case(3, 2, 1, masking=TO_BACKWARD, model="even-llama-meta", neurons=2, optimizer="adamw"),
-    Case(3, 2, 2, accumulation=2, masking="backward", model="llama-tied-meta", optimizer="adamw", clip=True),
-    Case(3, 1, 3, accumulation=2, model="mlp-meta", clip=True, optimizer="momentum"),
+    _slow(Case(3, 2, 2, accumulation=2, masking="backward", model="llama-tied-meta", optimizer="adamw", clip=True)),
+    _slow(Case(3, 1, 3, accumulation=2, model="mlp-meta", clip=True, optimizer="momentum")),
     Case(3, 2, 3, masking="backward", model="llama-meta", optimizer="adamw", clip=True),
-    Case(3, 2, 3, masking=THERE_AND_BACK, model="even-llama-tied-meta", neurons=2, optimizer="adamw"),
+    _slow(Case(3, 2, 3, masking=THERE_AND_BACK, model="even-llama-tied-meta", neurons=2, optimizer="adamw")),
 ]
 
 

@@ -30,7 +30,7 @@ def holder_alone(run: ElasticRun) -> int:
     return holder
 
 
-@pytest.mark.parametrize("engine", ["fsdp2", "deepspeed"])
+@pytest.mark.parametrize("engine", ["fsdp2", pytest.param("deepspeed", marks=pytest.mark.slow)])
 def test_a_unit_without_a_living_holder_comes_back_from_the_newest_checkpoint(start: Start, engine: str) -> None:
     """The others wait for the group that holds it."""
     run = start("--set", "zero_optimization.stage=2", settings=ALONE | {"engine": engine}, restarts=3)
@@ -74,7 +74,7 @@ def test_the_run_ends_if_a_unit_has_no_living_holder(start: Start, case: str) ->
         ),
         pytest.param(1, ALONE | {"sync": {"every": 6}}, marks=pytest.mark.slow),
         pytest.param(2, ALONE | {"sync": {"every": 6}, "masking": "backward"}, marks=pytest.mark.slow),
-        (2, ALONE | {"engine": "deepspeed"}),
+        pytest.param(2, ALONE | {"engine": "deepspeed"}, marks=pytest.mark.slow),
         pytest.param(1, ALONE | {"engine": "deepspeed", "sync": {"every": 6}}, marks=pytest.mark.slow),
     ],
 )
