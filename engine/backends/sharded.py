@@ -110,6 +110,10 @@ class ShardedBackend(TorchOptimizerBackend):
         if self.local is not None:
             self.local.reconnect()
 
+    def drop_copies(self) -> None:
+        """Wait for no copies that are under way, because the groups that send them are gone."""
+        self._refresh.drop()
+
     def held_of(self, unit: str) -> Iterator[HeldTensor]:
         """Yield what this rank has of a unit, in an order that is the same for all holders."""
         for info in self.layout.members.get(unit, ()):

@@ -197,7 +197,8 @@ def resume_without_optimizer(
     load(path, weights, state["files"], alone=ranks.alone)
     own.finish_load()
     backend.zero_grad()
-    backend.refresh(after_step=False)
+    if not world.is_elastic():
+        backend.refresh(after_step=False)
     if scheduler is not None:
         _continue_schedule(path, state, backend, scheduler, tell=ranks.rank == 0)
         set_rates(backend.optimizer, backend.names_of_param_groups(), state.get("learning_rates", {}))

@@ -52,6 +52,7 @@ def refuse_with_elastic(config: Any) -> None:
     training = config.training
     refused: dict[str, tuple[bool, object, str]] = {
         "sdp.engine": (sdp.engine not in ("fsdp2", "deepspeed"), sdp.engine, 'use "fsdp2" or "deepspeed"'),
+        "fp16.enabled": (sdp.engine == "deepspeed" and config.fp16.enabled, True, "use bf16"),
         "sdp.groups": (sdp.groups < 2, sdp.groups, "use 2 or more"),
         **_refused_with_sync(sdp.sync),
         "sdp.group_sizes": (sdp.group_sizes is not None, sdp.group_sizes, "remove it"),

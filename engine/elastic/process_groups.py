@@ -49,7 +49,7 @@ class Abort:
     def __init__(
         self, is_set: Callable[[], bool], tell: Callable[[str], None], note: Callable[[], None] = lambda: None
     ):
-        self._is_set, self._tell, self._note = is_set, tell, note
+        self._is_set, self._tell, self.note = is_set, tell, note
         self._defers = False
         self.failed = ""
 
@@ -87,7 +87,7 @@ class Abort:
         while not is_done():
             if self.is_over:
                 raise StepAbortedError(self.failed or "a group is lost")
-            self._note()
+            self.note()
             time.sleep(pause)
             pause = min(_LONGEST_LOOK_SECONDS, pause * 1.2)
 
@@ -143,6 +143,7 @@ class _Work(dist.Work):
 
     def wait(self, timeout: Any = None) -> bool:
         del timeout  # the generation decides
+        self._abort.note()  # an evaluation goes on when the generation has ended
         try:
             self._end()
         except StepAbortedError:

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
 from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn, TypeVar
@@ -21,7 +21,7 @@ from .bringing_back import GIVE_UP, HolderWait, UnitsLostError, bring_up_to_date
 from .coordination.assembly import Assembly, Decision
 from .coordination.errors import CutOffError, RunFinishedError, StepAbortedError, UnansweredError
 from .coordination.member import CoordinatorClient
-from .inside import all_inside
+from .inside import all_inside, restorer
 from .links import Links
 from .living import lost_units
 from .process_groups import Abort
@@ -216,16 +216,15 @@ class Session:
             defers: if a group is lost, ``action`` runs on to its end with worthless values.
         """
         result: list[T] = []
+        restore = restorer(self._backend.module, self.layout) if defers else lambda: None
         try:
-            if defers:
-                with self.deferred():
-                    result.append(action())
-            else:
+            with self.deferred() if defers else nullcontext():
                 result.append(action())
             failed = self._abort.failed if self._abort is not None and defers and self._abort.is_over else None
         except StepAbortedError as error:
             failed = str(error)
         if not all_inside(failed is None):
+            restore()
             raise StepAbortedError(failed or "a group is lost")
         return result[0]
 
@@ -295,6 +294,7 @@ class Session:
             if self.rounds is not None and self.assembly is not None:
                 self.rounds.give_up(self.assembly.slots)
                 self.rounds.take(self.rounds.tell_each_other(self.slot, self.rows, always=True) or [])
+            self._backend.drop_copies()
             written = salvage(self._engine, self._backend, self.layout, self._checkpoints, lost, found.slots)
         except (CheckpointError, NonFiniteError, StepAbortedError) as error:
             written = f"no further checkpoint: {error}"

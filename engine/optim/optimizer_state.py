@@ -26,7 +26,8 @@ class HeldTensor(NamedTuple):
     Attributes:
         weights: the weights. They share memory with the backend's.
         owner: the tensor that is the key of the state.
-        canonical: the parameter's name. All parts of a parameter share their step count.
+        canonical: the name of the parameter, or of the first one in a flat partition. All parts of
+            a parameter share their step count.
         group: the parameter group, if the optimizer does not list ``owner``.
     """
 

@@ -10,7 +10,6 @@ from typing import Any
 
 import pytest
 import torch
-from sdp.engine.backends.fsdp2.reconnect import reconnect
 from sdp.engine.config.load import load_config
 from sdp.engine.elastic.living import living_layout, lost_units
 from sdp.engine.errors import ConfigError
@@ -187,11 +186,8 @@ def _rates_after_a_loss(case: Case) -> tuple[dict[str, float], dict[str, float],
     living = living_layout(engine.layout, alive)
     assert not lost_units(engine.layout, alive)
     if backend.rank in alive:
-        reconnect(
-            backend,
-            {living.masking: living},
-            replace(backend.communicators, mesh=living.mesh, rank=alive.index(backend.rank)),
-        )
+        between = replace(backend.communicators, mesh=living.mesh, rank=alive.index(backend.rank))
+        backend.reconnect({living.masking: living}, between)
     seen.clear()
     engine.optimizer.step()  # nothing is exchanged in it
     scale = HolderScale(living.placement, 0.5)

@@ -83,6 +83,8 @@ def run(options: TrainOptions, on_stall: Callable[[str], None]) -> int:
         here if interface is None else None,
     )  # fmt: skip
     client = _find_coordinator(told, who, config.sdp.elastic, beat)
+    # Each batch of an evaluation is progress. Otherwise a longer evaluation would look like a hang.
+    engine.module.register_forward_pre_hook(lambda *_: client.progress.note())
     # With local steps, a group may wait for slower ones for most of a round.
     sync, step_timeout = config.sdp.sync, config.training.step_timeout
     longest = min(_LONGEST_OPERATION, step_timeout) if sync is None else step_timeout * sync.every

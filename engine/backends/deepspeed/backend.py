@@ -138,7 +138,8 @@ class DeepSpeedBackend(DeepSpeedSteps):
     def _launch_early(self) -> EarlyLaunch | None:
         """Let averages begin as soon as DeepSpeed has reduced a partition, which is then final.
 
-        Returns None with offload, where it is final at the end of backward, and below ZeRO 3.
+        Returns None below ZeRO 3, and with offload, because partitions are then final only at the
+        end of backward.
         """
         if self._sync is None or self.stage < 3 or self.zero is None or self.zero.offloaded:
             return None

@@ -124,7 +124,9 @@ class UsedParameters:
         return [float(self._weight * (self._checksum >> 8)), float(self._must_stay_equal and self._changed)]
 
     def check(self, sums: torch.Tensor) -> None:
-        """Raise ModelError, on all ranks, unless the sums of :meth:`differences` are zero."""
+        """Raise ModelError, on all ranks that summed, unless the sums of :meth:`differences` are
+        zero.
+        """
         between_ranks, between_micro_batches = sums.tolist()
         unused = f" (for example {self._unused!r})" if self._unused is not None else ""
         if between_ranks:

@@ -6,6 +6,7 @@ installed version has these names.
 
 from __future__ import annotations
 
+import functools
 import importlib
 import importlib.util
 import logging
@@ -90,10 +91,21 @@ def load() -> Any:
             deepspeed.__version__,
             ", ".join(TESTED),
         )
+    _count_devices_once()
     # Otherwise DeepSpeed compiles C++ at start, for minutes. It is a collective in shared memory,
     # which gloo replaces.
     importlib.import_module("deepspeed.ops").__compatible_ops__["deepspeed_shm_comm"] = False
     return deepspeed
+
+
+def _count_devices_once() -> None:
+    """Keep the number of "devices" of a CPU, for which DeepSpeed's ZeRO 3 asks in each step.
+
+    It would start ``numactl`` each time, which also makes torch repeat its warnings.
+    """
+    accelerator: Any = importlib.import_module("deepspeed.accelerator").get_accelerator()
+    if accelerator._name == "cpu" and "device_count" not in vars(accelerator):
+        accelerator.device_count = functools.cache(accelerator.device_count)
 
 
 def set_verbosity(file: Mapping[str, Any]) -> None:

@@ -47,7 +47,7 @@ class Averages:
         return sum(each.exposed_seconds for each in (self.whole, self.inner) if each is not None)
 
     def close(self) -> None:
-        """Average nothing any more."""
+        """Remove the hooks."""
         for each in (self.whole, self.inner):
             if each is not None:
                 each.close()
@@ -92,7 +92,8 @@ class ProcessGroups:
                 self.between[ranks] = made  # type: ignore[assignment]
 
     def follow(self, communicators: Communicators, *, is_sharded: bool) -> None:
-        """Use the process groups between the groups that take part now, which have equal sizes.
+        """Use the process groups between the SDP groups that take part now, which have equal numbers
+        of ranks.
 
         Args:
             communicators: this rank's process groups.

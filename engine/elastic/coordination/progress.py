@@ -29,8 +29,8 @@ class Progress:
 
     Args:
         heartbeat_seconds: see ``sdp.elastic``.
-        judged: the parts of a step, and what else does the same each time. Other parts have limits
-            of their own, and are not judged here.
+        judged: the parts of a step, an evaluation and an average. Other parts have limits of their
+            own, and are not judged here.
         clock: measures seconds.
     """
 

@@ -115,6 +115,8 @@ def _repeat(
     elif moment == RETURN:
         die()
     if dies:
+        if engine.layout.buffers:  # batch norms: their statistics are averaged before the first batch
+            engine.backend.agree_on_buffers = die
         engine.module.register_forward_pre_hook(die)
         engine.rates_of_parameters = die
     while True:
@@ -136,7 +138,12 @@ def _step(engine: Any, session: Session, case: Case) -> None:
 def _do(engine: Any, session: Session, case: Case, place: Place, folder: Path, moment: str) -> None:
     if moment == "an evaluation":
         batches = [models.micro_batch(case.model, 99, 0, place.slot)]
-        loss = session.protect(lambda: engine.evaluate(batches), defers=True)
+        before = {name: buffer.clone() for name, buffer in engine.module.named_buffers()}
+        try:
+            loss = session.protect(lambda: engine.evaluate(batches), defers=True)
+        except StepAbortedError:
+            assert all(torch.equal(before[name], buffer) for name, buffer in engine.module.named_buffers())
+            raise
         assert 0 < loss < 10
     else:
         session.protect(lambda: engine.save_checkpoint(folder))
@@ -151,6 +158,7 @@ def _do(engine: Any, session: Session, case: Case, place: Place, folder: Path, m
             pytest.param(Case(3, 2, 3, model="llama-meta", clip=True), moment, marks=pytest.mark.slow)
             for moment in MOMENTS
         ),
+        (Case(3, 1, 0, model="resnet-meta"), MOMENTS[3]),
         (Case(3, 1, 0, optimizer="adamw", placement="full"), RETURN),
         (Case(3, 2, 3, model="llama-meta", placement="full", clip=True), RETURN),
     ],

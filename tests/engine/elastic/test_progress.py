@@ -7,15 +7,32 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
+import torch
+import torch.distributed as dist
 from sdp.engine.elastic.coordination.coordinator import Coordinator
 from sdp.engine.elastic.coordination.errors import StepAbortedError
 from sdp.engine.elastic.coordination.member import CoordinatorClient, Identity
 from sdp.engine.elastic.coordination.membership import STEP
 from sdp.engine.elastic.coordination.messages import ProtocolError
 from sdp.engine.elastic.coordination.progress import PausedRanks, Progress
+from sdp.engine.elastic.process_groups import Abort, AbortableGroup
 from sdp.tests.support.processes import until
 
 HEARTBEAT = 5.0
+
+
+def test_an_operation_of_an_ended_generation_is_progress() -> None:
+    """An evaluation goes on to its end when a group is lost. Nothing waits in it any more."""
+    noted: list[float] = []
+    abort = Abort(lambda: True, lambda _: None, lambda: noted.append(time.monotonic()))
+    group = AbortableGroup(dist.ProcessGroupGloo(dist.HashStore(), 0, 1), [0], "of one", abort)
+    try:
+        with abort.deferred():
+            for _ in range(3):
+                group.allreduce([torch.ones(1)]).wait()
+    finally:
+        group.forget()
+    assert len(noted) == 3
 
 
 class Clock:

@@ -17,7 +17,7 @@ from ...runs.dataset import Corpus
 from ...tasks.harness import LoadedTasks, Scores
 from ...tasks.scoring import FullModel, Scorer
 
-EVALUATION = "evaluation"  # the phase, which does the same each time
+EVALUATION = "evaluation"  # the phase
 
 
 class Evaluator:

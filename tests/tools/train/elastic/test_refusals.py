@@ -14,6 +14,7 @@ from sdp.tools.cli import main
     ("words", "message"),
     [
         (("sdp.engine=reference",), "sdp.engine: reference is not available in this version together with sdp.elastic"),
+        (("sdp.engine=deepspeed", "fp16.enabled=true"), "fp16.enabled: true is not available"),
         (("sdp.groups=1", "sdp.survive=0"), "sdp.groups: 1 is not available"),
         (("sdp.group_sizes=[1, 1, 1, 2]",), "sdp.group_sizes: groups of unequal size"),
         (("data.path=null",), "data.path: null is not available"),
