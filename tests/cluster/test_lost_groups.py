@@ -1,4 +1,4 @@
-"""Elastic groups on four hosts, each with a launch of its own, by four launchers.
+"""Elastic groups on several hosts, each with a launch of its own, by four launchers.
 
 See tests/support/clusters/elastic_hosts.py.
 """
@@ -6,7 +6,8 @@ See tests/support/clusters/elastic_hosts.py.
 from concurrent.futures import Future
 
 import pytest
-from sdp.tests.support.clusters.hosts import needs
+from sdp.tests.support.clusters.elastic_hosts import groups_of_two_ranks_lose_one
+from sdp.tests.support.clusters.hosts import Hosts, needs
 
 pytestmark = pytest.mark.cluster
 
@@ -15,3 +16,10 @@ def test_hosts_whose_links_processes_and_coordinator_are_lost_one_after_the_othe
     for launcher in ("deepspeed", "Open MPI"):
         needs(launcher)
     lost_groups.result()
+
+
+@pytest.mark.slow
+def test_a_launch_that_loses_one_of_two_ranks_and_a_number_that_another_host_takes_over(hosts: Hosts) -> None:
+    for launcher in ("deepspeed", "Open MPI"):
+        needs(launcher)
+    groups_of_two_ranks_lose_one(hosts)

@@ -1,17 +1,20 @@
-"""An elastic run over four hosts that lose each other, for the tests in ``cluster/``.
+"""Elastic runs over hosts that lose each other, for the tests in ``cluster/``.
 
 Each host has one group, which ``configs/clusters/elastic.sh`` launches, each by another launcher.
+The groups of the first run have one rank each. The groups of the second run have two.
 """
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
-from contextlib import ExitStack
+from collections.abc import Callable, Mapping
+from contextlib import ExitStack, suppress
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -23,32 +26,77 @@ SECONDS = 300.0  # the limit for something that takes a few seconds on idle core
 CUT_SECONDS = 20.0
 SCRIPT = str(Path(sdp.__path__[0]) / "configs/clusters/elastic.sh")
 COORDINATOR, PORT = "10.77.0.13", 29400  # on host-m
-RUN = "lost-groups"
-TRAIN = ["train", "elastic.json", "--dump-dir", RUN]
-TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "1", "-m", "sdp"]
-LAUNCHES = {
-    "m": [*SDP, *TRAIN],
-    "n": [*TORCHRUN, *TRAIN],
-    "o": [
-        *SDP, "launch", "--launcher", "mpirun", "--mpirun", "mpirun.openmpi", "--launcher-args=--allow-run-as-root",
-        "--hostfile", "only-o", *TRAIN[1:],
-    ],
-    "p": [*SDP, "launch", "--launcher", "deepspeed", "--hostfile", "only-p", *TRAIN[1:]],
-}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Plan:
+    """An elastic run with a launch for each group.
+
+    Attributes:
+        name: the dump directory, which is also a part of the names of all logs.
+        launches: by the letter of the host, the words that launch its group. The groups are
+            numbered in this order.
+        config: the run's configuration, a file in the hosts' folder.
+        ranks: ranks of each group.
+        seconds: the limit for something that takes a few seconds on idle cores.
+    """
+
+    name: str
+    launches: Mapping[str, list[str]]
+    config: str = "elastic.json"
+    ranks: int = 1
+    seconds: float = SECONDS
+
+
+def _train(config: str, name: str) -> list[str]:
+    return ["train", config, "--dump-dir", name]
+
+
+def _torchrun(ranks: int, train: list[str]) -> list[str]:
+    return [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(ranks), "-m", "sdp", *train]
+
+
+def _mpirun(hostfile: str, train: list[str]) -> list[str]:
+    words = ["--launcher", "mpirun", "--mpirun", "mpirun.openmpi", "--launcher-args=--allow-run-as-root"]
+    return [*SDP, "launch", *words, "--hostfile", hostfile, *train[1:]]
+
+
+def _deepspeed(hostfile: str, train: list[str]) -> list[str]:
+    return [*SDP, "launch", "--launcher", "deepspeed", "--hostfile", hostfile, *train[1:]]
+
+
+_ONE = _train("elastic.json", "lost-groups")
+ONE_RANK = Plan(
+    "lost-groups",
+    {"m": [*SDP, *_ONE], "n": _torchrun(1, _ONE), "o": _mpirun("only-o", _ONE), "p": _deepspeed("only-p", _ONE)},
+)
+# Six ranks import torch and DeepSpeed at the same time, on two cores that others may use too.
+_TWO = _train("two-ranks.json", "two-ranks")
+TWO_RANKS = Plan(
+    "two-ranks",
+    {"m": [*SDP, *_TWO, "--nproc", "2"], "o": _mpirun("both-o", _TWO), "p": _deepspeed("both-p", _TWO)},
+    "two-ranks.json",
+    ranks=2,
+    seconds=600.0,
+)
+ON_ANOTHER_HOST = ("n", _torchrun(2, _TWO))  # takes the number of the group on host-o
 
 
 class LostGroups:
-    """The run: one group on each of host-m to host-p, and the coordinator on host-m."""
+    """The run: the groups on their hosts, and the coordinator on host-m."""
 
-    def __init__(self, hosts: Hosts, stack: ExitStack):
-        self._hosts, self._stack = hosts, stack
+    def __init__(self, hosts: Hosts, stack: ExitStack, plan: Plan):
+        self._hosts, self._stack, self.plan = hosts, stack, plan
         (hosts.folder / "token").write_text("a secret that the groups share")
         self.groups = {
-            host: self.start(host, SCRIPT, *words, log=f"{RUN}-{host}.log", group=group)
-            for group, (host, words) in enumerate(LAUNCHES.items())
+            host: self.launch(host, words, group) for group, (host, words) in enumerate(plan.launches.items())
         }
         self._coordinators = 0
         self.coordinate()
+
+    def launch(self, host: str, words: list[str], group: int, again: str = "") -> subprocess.Popen[str]:
+        """Start ``elastic.sh`` for a group; ``again`` is a part of the log's name."""
+        return self.start(host, SCRIPT, *words, log=f"{self.plan.name}-{host}{again}.log", group=group)
 
     def start(self, host: str, *words: str, log: str, group: int | None = None) -> subprocess.Popen[str]:
         told = [f"SDP_ELASTIC_COORDINATOR={COORDINATOR}:{PORT}", f"SDP_ELASTIC_TOKEN_FILE={self._hosts.folder}/token"]
@@ -60,8 +108,10 @@ class LostGroups:
     def coordinate(self) -> None:
         """Start the coordinator, at the same address each time."""
         self._coordinators += 1
-        words = ["coordinate", "elastic.json", "--bind", f"{COORDINATOR}:{PORT}", "--dump-dir", RUN]
-        self.coordinator = self.start("m", *SDP, *words, log=f"{RUN}-coordinator-{self._coordinators}.log")
+        plan = self.plan
+        words = ["coordinate", plan.config, "--bind", f"{COORDINATOR}:{PORT}", "--dump-dir", plan.name]
+        words += ["--ranks", str(plan.ranks)]
+        self.coordinator = self.start("m", *SDP, *words, log=f"{plan.name}-coordinator-{self._coordinators}.log")
 
     def harm(self) -> subprocess.Popen[str]:
         """Let twenty hostile clients on another host begin."""
@@ -72,15 +122,15 @@ class LostGroups:
 
     @property
     def said(self) -> str:
-        return "\n".join(path.read_text() for path in sorted(self._hosts.folder.glob(f"{RUN}-*.log")))
+        return "\n".join(path.read_text() for path in sorted(self._hosts.folder.glob(f"{self.plan.name}-*.log")))
 
     def lines(self) -> list[dict[str, Any]]:
         """The whole lines of metrics.jsonl."""
-        return written_lines(self._hosts.folder / RUN / "metrics.jsonl")
+        return written_lines(self._hosts.folder / self.plan.name / "metrics.jsonl")
 
     def until(self, condition: Callable[[], Any]) -> Any:
         try:
-            return until(condition, SECONDS, PAUSE)
+            return until(condition, self.plan.seconds, PAUSE)
         except AssertionError as error:
             raise AssertionError(f"{error}; the run says:\n{self.said}") from None
 
@@ -92,20 +142,33 @@ class LostGroups:
         )
 
     def ranks(self, host: str) -> list[int]:
-        return [pid for pid in self._hosts.processes(RUN, host) if is_rank(pid)]
+        found = []
+        for pid in self._hosts.processes(self.plan.name, host):
+            with suppress(OSError):  # the process has just ended
+                found += [pid] if is_rank(pid) else []
+        return found
+
+    def end_host(self, host: str) -> None:
+        """Kill the group's launch and then all that it has started, so that nothing returns."""
+        launch = self.groups.pop(host)
+        launch.kill()
+        launch.wait()
+        for pid in self._hosts.processes(self.plan.name, host):
+            with suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
 
 
 def four_hosts_lose_each_other(hosts: Hosts) -> None:
     """The others go on after each loss, and take back what returns."""
     with ExitStack() as stack:
-        run = LostGroups(hosts, stack)
+        run = LostGroups(hosts, stack, ONE_RANK)
         run.steps(3, groups=4)
         _hostile_clients_delay_no_step(run)
         _a_host_loses_its_processes(run)
         _a_host_loses_its_link(hosts, run)
         _the_coordinator_is_killed(run)
         _a_group_is_told_to_stop_alone(run)
-        _all_groups_are_told_to_stop(hosts, run)
+        _all_groups_are_told_to_stop(hosts, run, losses=3)
 
 
 def _hostile_clients_delay_no_step(run: LostGroups) -> None:
@@ -154,19 +217,69 @@ def _a_group_is_told_to_stop_alone(run: LostGroups) -> None:
     run.groups["m"].terminate()
     run.until(lambda: "group 0 on host-m was lost after step" in run.said)
     assert "(it was told to stop)" in run.said
-    assert run.groups["m"].wait(SECONDS) == 128 + signal.SIGTERM
+    assert run.groups["m"].wait(run.plan.seconds) == 128 + signal.SIGTERM
     run.steps(2, groups=3)
-    run.groups["m"] = run.start("m", SCRIPT, *LAUNCHES["m"], log=f"{RUN}-m-again.log", group=0)
+    run.groups["m"] = run.launch("m", run.plan.launches["m"], 0, "-again")
     run.steps(2, groups=4)
 
 
-def _all_groups_are_told_to_stop(hosts: Hosts, run: LostGroups) -> None:
+def _all_groups_are_told_to_stop(hosts: Hosts, run: LostGroups, losses: int) -> None:
     for process in run.groups.values():
         process.terminate()
     for process in run.groups.values():
-        assert process.wait(SECONDS) != 0
-    assert run.coordinator.wait(SECONDS) == 0, run.said
+        assert process.wait(run.plan.seconds) != 0
+    assert run.coordinator.wait(run.plan.seconds) == 0, run.said
     lines = run.lines()
     assert [line["step"] for line in lines] == list(range(1, len(lines) + 1))
-    assert hosts.checkpoints(RUN)[-1] == len(lines), run.said
-    assert (hosts.folder / RUN / "logs/groups.log").read_text().count("was lost after step") >= 3
+    assert hosts.checkpoints(run.plan.name)[-1] == len(lines), run.said
+    assert (hosts.folder / run.plan.name / "logs/groups.log").read_text().count("was lost after step") >= losses
+
+
+def groups_of_two_ranks_lose_one(hosts: Hosts) -> None:
+    """The other rank of the group ends too, and ``elastic.sh`` launches both again.
+
+    Then a launch on another host takes the number of a group whose processes are all dead. The
+    engine is DeepSpeed's with ZeRO stage 3, so the two ranks of a group share its weights.
+    """
+    _prepare_two_ranks(hosts)
+    with ExitStack() as stack:
+        run = LostGroups(hosts, stack, TWO_RANKS)
+        run.steps(3, groups=3)
+        _a_rank_dies(run)
+        _another_host_takes_over(run)
+        _all_groups_are_told_to_stop(hosts, run, losses=2)
+
+
+def _prepare_two_ranks(hosts: Hosts) -> None:
+    for host in "op":
+        (hosts.folder / f"both-{host}").write_text(f"host-{host} slots=2\n")
+    config = json.loads((hosts.folder / "elastic.json").read_text())
+    elastic = {"enabled": True, "heartbeat_seconds": 30, "wait_seconds": 600}
+    config["sdp"] |= {"groups": 3, "capacity": 0.75, "engine": "deepspeed", "elastic": elastic}
+    config["training"] |= {"start_timeout": 600, "step_timeout": 300, "save_timeout": 120}
+    (hosts.folder / TWO_RANKS.config).write_text(json.dumps(config))
+
+
+def _a_rank_dies(run: LostGroups) -> None:
+    """Kill rank 1 of the group under DeepSpeed's launcher. Rank 0 must end too."""
+    before = run.ranks("p")
+    assert len(before) == 2
+    (rank_1,) = (pid for pid in before if b"\0RANK=1\0" in Path(f"/proc/{pid}/environ").read_bytes())
+    os.kill(rank_1, signal.SIGKILL)
+    run.until(lambda: "group 2 on host-p was lost after step" in run.said)
+    run.until(lambda: not set(before) & set(run.ranks("p")))
+    assert any(line["groups"] == 2 for line in run.steps(1, groups=3)), run.said
+    assert "elastic.sh: group 2: ended with exit code" in run.said
+    run.until(lambda: "group 2 on host-p joined after step" in run.said)
+    assert len(run.ranks("p")) == 2
+
+
+def _another_host_takes_over(run: LostGroups) -> None:
+    run.end_host("o")
+    run.until(lambda: "group 1 on host-o was lost after step" in run.said)
+    run.steps(2, groups=2)
+    host, words = ON_ANOTHER_HOST
+    run.groups[host] = run.launch(host, words, 1)
+    run.steps(2, groups=3)
+    run.until(lambda: f"group 1 on host-{host} joined after step" in run.said)
+    assert len(run.ranks(host)) == 2 and not run.ranks("o")
