@@ -167,9 +167,8 @@ class ElasticTrainer:
         The full model's statistics of batch norms are measured first. Inside the save, errors could
         not be deferred: if one rank left it, the others of its group would wait for ever.
         """
-        run = self._run
-        run.beat.at(self._engine.global_steps, "checkpoint", run.config.training.save_timeout)
-        with self._session.entered(run.evaluator.recalibrated()):
+        self._run.beat.at(self._engine.global_steps, "checkpoint", self._run.config.training.save_timeout)
+        with self._session.entered(self._run.evaluator.recalibrated()):
             return save()
 
     def _agree(self, must_agree: bool, *, is_last: bool) -> None:

@@ -92,8 +92,9 @@ class ProcessGroups:
                 self.between[ranks] = made  # type: ignore[assignment]
 
     def follow(self, communicators: Communicators, *, is_sharded: bool) -> None:
-        """Use the process groups between the SDP groups that take part now, which have equal numbers
-        of ranks.
+        """Use the process groups between the SDP groups that take part now.
+
+        These SDP groups have equal numbers of ranks.
 
         Args:
             communicators: this rank's process groups.

@@ -74,22 +74,22 @@ def _events(stage: int, accumulation: int) -> list[str]:
     """What happened in an optimizer step: reductions between groups launched and waited for, and
     backward at the first layer.
     """
-    from sdp.engine.backends.deepspeed import backend
+    from sdp.engine.backends.deepspeed import process_groups
 
     case = Case(2, 2, stage=stage, accumulation=accumulation, placement="full")
     zero = {**zero_of(stage), **({"reduce_bucket_size": 16} if stage else {})}  # each parameter is reduced by itself
     events: list[str] = []
-    launch = backend.logged_all_reduce
+    launch = process_groups.logged_all_reduce
 
     def watched(*given: Any) -> _Watched:
         events.append("launch")
         return _Watched(launch(*given), events)
 
-    backend.logged_all_reduce = watched
+    process_groups.logged_all_reduce = watched
     try:
         engine = engine_of(case, "deepspeed", zero_optimization=zero)
     finally:
-        backend.logged_all_reduce = launch
+        process_groups.logged_all_reduce = launch
     first = next(module for module in engine.module.modules() if isinstance(module, torch.nn.Linear))
     first.register_forward_hook(lambda *given: given[-1].register_hook(lambda _: events.append("first layer")) and None)
     one_step(engine, case, 0, data_rank=dist.get_rank())
