@@ -7,6 +7,7 @@ package.
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -137,32 +138,38 @@ def draw_workers() -> None:
     save(figure, "workers")
 
 
-def draw_sizes() -> None:
-    """Held-out loss against the width of the model, and less the smaller dense model's."""
-    figures, colours = read("sizes"), {"dense": "black", "smaller dense, equal memory": GREY, "backward": COLOURS[1]}
+def draw_columns(study: str, label: str) -> None:
+    """Held-out loss against a number in the names of the columns, and less the smaller dense
+    model's.
+    """
+    figures, colours = read(study), {"dense": "black", "smaller dense, equal memory": GREY, "backward": COLOURS[1]}
     figure, (losses, less) = new_figure(10, 4.2, 2)
-    widths = sorted({int(cell["column"].split()[1]) for cell in figures["cells"]})
+    numbers = sorted({_number(cell) for cell in figures["cells"]})
     for row, colour in colours.items():
         name = {"dense": "dense", "backward": "SDP, backward"}.get(row, "smaller dense")
         for axes, found in (
             (losses, figures["cells"]),
             (less, [one for one in figures["differences"] if one["less"] == "smaller dense, equal memory"]),
         ):
-            own = sorted((int(one["column"].split()[1]), one) for one in found if one["row"] == row)
+            own = sorted((_number(one), one["mean"], one["spread"] or 0) for one in found if one["row"] == row)
             if own:
                 axes.errorbar(
-                    [width for width, _ in own], [one["mean"] for _, one in own],
-                    [one["spread"] or 0 for _, one in own], marker="o", capsize=4, color=colour, label=name,
+                    [number for number, _, _ in own], [mean for _, mean, _ in own], [spread for _, _, spread in own],
+                    marker="o", capsize=4, color=colour, label=name,
                 )  # fmt: skip
     less.axhline(0, color=GREY, linewidth=1.2, linestyle="--", label="smaller dense")
     losses.set(ylabel="held-out loss of the full model")
     less.set(ylabel="less the smaller dense model's")
     for axes in (losses, less):
         axes.set_xscale("log", base=2)
-        axes.set_xticks(widths, map(str, widths))
-        axes.set(xlabel="width")
+        axes.set_xticks(numbers, map(str, numbers))
+        axes.set(xlabel=label)
         axes.legend(frameon=False, fontsize=9)
-    save(figure, "sizes")
+    save(figure, study)
+
+
+def _number(cell: Mapping[str, Any]) -> int:
+    return next(int(word) for word in cell["column"].split() if word.isdigit())
 
 
 def draw_memory() -> None:
@@ -245,7 +252,8 @@ def main() -> None:
     draw_local_steps()
     draw_instruments()
     draw_workers()
-    draw_sizes()
+    draw_columns("sizes", "width")
+    draw_columns("lengths_small", "tokens per parameter")
     draw_memory()
     draw_profiles("llama", ("dense", "smaller_dense", "uniform", "linear", "depth"))
     draw_profiles("resnet18", ("dense", "smaller_dense", "uniform", "depth"))
