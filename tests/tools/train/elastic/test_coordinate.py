@@ -187,7 +187,7 @@ def test_mistakes_are_one_line(corpus: Path, tmp_path: Path, words: tuple[str, .
         ({"SDP_ELASTIC_TOKEN": "short"}, (), "needs a shared token of 16 characters or more"),
         ({}, ("--nproc", "3", "--fsdp", "2"), "12 processes (--nproc) are not"),
         ({}, ("--set", "sdp.elastic.enabled=false"), "sdp.elastic.enabled: is false, but SDP_ELASTIC_GROUP is set"),
-        ({}, ("--set", "sdp.engine=deepspeed"), "sdp.engine: deepspeed is not available"),
+        ({}, ("--set", "sdp.engine=deepspeed", "fp16.enabled=true"), "fp16.enabled"),
     ],
 )
 def test_mistakes_in_the_launch_of_a_group_are_one_line(
