@@ -223,7 +223,9 @@ class Session:
             failed = self._abort.failed if self._abort is not None and defers and self._abort.is_over else None
         except StepAbortedError as error:
             failed = str(error)
-        if not all_inside(failed is None):
+        with self._client.progress.waiting():  # a rank of this group that hangs has a limit of its own
+            succeeded = all_inside(failed is None)
+        if not succeeded:
             restore()
             raise StepAbortedError(failed or "a group is lost")
         return result[0]
@@ -274,10 +276,9 @@ class Session:
             bring_up_to_date(self._engine, self._backend, fresh, load)
 
     def _refresh_copies(self) -> None:
-        """Bring the weights into the model, and all frozen copies up to date, with the masking of
-        the next step.
+        """Bring the model's weights and frozen copies up to date, for the masking of the next step.
 
-        It may have collectives inside the group.
+        Collective in the group.
         """
         engine, backend = self._engine, self._backend
         backend.write_weights()

@@ -36,6 +36,8 @@ def _common_count(backend: SubnetworkBackend, batches: Sequence[Any]) -> int:
     """The largest number of batches on any rank: every rank must take the same number of steps."""
     counts = torch.tensor([len(batches), -len(batches)], device=backend.device)
     backend.all_reduce_control(counts, dist.ReduceOp.MAX)
+    if world.is_elastic():  # if a group was lost meanwhile, ranks of this group may have different counts
+        dist.all_reduce(counts, dist.ReduceOp.MAX)
     most, fewest = int(counts[0]), -int(counts[1])
     if fewest == 0:
         raise DataError("evaluate: a rank has no batch; give every rank at least one")

@@ -24,16 +24,15 @@ from ..runs.run_files import evaluated_steps
 from .elastic_files import ElasticFiles
 from .loop.meter import row
 from .loop.training_run import TrainingRun
-from .stopping import LEAVE_SECONDS, Outcome, Told, decide
+from .stopping import LEAVE_SECONDS, LeavesError, Outcome, Told, decide
 
 log = logging.getLogger("sdp")
 
 T = TypeVar("T")
 
-
-class LeavesError(Exception):
-    """This group leaves the run, which goes on."""
-
+# Phases.
+MEETING, BETWEEN_STEPS = "meeting the other groups", "between steps"
+COMPARISON, RECALIBRATION = "comparing holders", "recalibration"
 
 # What comes next after a step, in this order. A group may join only before a step, and with local
 # steps before a round. The first two and the last one are of local steps, see elastic_rounds.py.
@@ -136,6 +135,7 @@ class ElasticTrainer:
             self._phase = CHECK
         if self._phase <= CHECK:
             if self._checks(step):
+                run.beat.at(step, COMPARISON, training.step_timeout)
                 self._together(engine.check_holders)
             self._phase = EVALUATE
         if self._phase <= EVALUATE:
@@ -167,7 +167,7 @@ class ElasticTrainer:
         The full model's statistics of batch norms are measured first. Inside the save, errors could
         not be deferred: if one rank left it, the others of its group would wait for ever.
         """
-        self._run.beat.at(self._engine.global_steps, "checkpoint", self._run.config.training.save_timeout)
+        self._run.beat.at(self._engine.global_steps, RECALIBRATION, self._run.config.training.save_timeout)
         with self._session.entered(self._run.evaluator.recalibrated()):
             return save()
 
@@ -206,7 +206,7 @@ class ElasticTrainer:
         self._committed = self._engine.loader.state_dict()
         self._phase = CHECK
         self._late = Counter(self._engine.traffic.by_kind()) - self._counted
-        self._run.beat.at(self._engine.global_steps, "between steps", self._run.config.training.step_timeout)
+        self._run.beat.at(self._engine.global_steps, BETWEEN_STEPS, self._run.config.training.step_timeout)
 
     def _vote(self) -> None:
         """Tell what this rank measured, and wait until all groups have finished their
@@ -228,7 +228,7 @@ class ElasticTrainer:
     def _evaluate(self, *, is_last: bool) -> None:
         run = self._run
         line = self._together(lambda: run.evaluate(is_last=is_last), defers=True)
-        run.beat.at(self._engine.global_steps, "between steps", run.config.training.step_timeout)
+        run.beat.at(self._engine.global_steps, BETWEEN_STEPS, run.config.training.step_timeout)
         before, self._last_evaluated = self._last_evaluated, line["step"]
         if line["step"] == before or (run.files is not None and line["step"] in evaluated_steps(run.dump_dir)):
             return  # another group was lost after the line had been written
@@ -261,7 +261,7 @@ class ElasticTrainer:
     def _meet(self) -> None:
         """Meet the living groups, and go on together with what comes first for any of them."""
         run, engine = self._run, self._engine
-        run.beat.at(engine.global_steps, "meeting the other groups", None)
+        run.beat.at(engine.global_steps, MEETING, None)
         self._newcomers, self._stop, self._must_meet = False, Outcome(), False
         self._late.clear()
         self._drop_the_step()

@@ -12,7 +12,7 @@ from dataclasses import replace
 
 import torch.distributed as dist
 
-from ...engine.config.elastic import ElasticSection
+from ...engine.config.schema import Config
 from ...engine.distributed import world
 from ...engine.distributed.mesh import mesh_of
 from ...engine.distributed.world import World
@@ -27,10 +27,11 @@ from ...engine.environment.elastic import ElasticEnvironment, elastic_environmen
 from ...engine.errors import LaunchError
 from ...launcher.heartbeat import Heartbeat
 from . import preflight
-from .elastic import ElasticTrainer
+from .elastic import BETWEEN_STEPS, COMPARISON, MEETING, RECALIBRATION, ElasticTrainer
 from .elastic_rounds import AVERAGE, RoundsTrainer
 from .failures import explained
 from .loop.changed_settings import keep_holders
+from .loop.checkpointer import AWAITING, CHECKPOINT
 from .loop.evaluator import EVALUATION
 from .loop.meter import PARTS
 from .loop.training_run import TrainingRun
@@ -82,7 +83,7 @@ def run(options: TrainOptions, on_stall: Callable[[str], None]) -> int:
         told.slot, found.rank, ranks, told.life, socket.gethostname(), share_inside(address),
         here if interface is None else None,
     )  # fmt: skip
-    client = _find_coordinator(told, who, config.sdp.elastic, beat)
+    client = _find_coordinator(told, who, config, beat)
     # Each batch of an evaluation is progress. Otherwise a longer evaluation would look like a hang.
     engine.module.register_forward_pre_hook(lambda *_: client.progress.note())
     # With local steps, a group may wait for slower ones for most of a round.
@@ -102,10 +103,11 @@ def run(options: TrainOptions, on_stall: Callable[[str], None]) -> int:
     return status
 
 
-def _find_coordinator(
-    told: ElasticEnvironment, who: Identity, section: ElasticSection, beat: Heartbeat
-) -> CoordinatorClient:
-    progress = Progress(section.heartbeat_seconds, (*PARTS, AVERAGE, EVALUATION))
+def _find_coordinator(told: ElasticEnvironment, who: Identity, config: Config, beat: Heartbeat) -> CoordinatorClient:
+    section, training = config.sdp.elastic, config.training
+    varied = dict.fromkeys((CHECKPOINT, AWAITING, RECALIBRATION), training.save_timeout)
+    varied |= {MEETING: training.start_timeout, BETWEEN_STEPS: training.step_timeout, COMPARISON: training.step_timeout}
+    progress = Progress(section.heartbeat_seconds, (*PARTS, AVERAGE, EVALUATION), varied)
     beat.on_phase = progress.begin
     return CoordinatorClient(
         (told.host, told.port),

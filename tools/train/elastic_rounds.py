@@ -8,10 +8,10 @@ from typing import TypeVar
 from ...engine.elastic.coordination.assembly import Assembly, Decision
 from ...engine.elastic.living import lost_units
 from ...engine.elastic.session import Session
-from .elastic import AGREE, COPY, ElasticTrainer, LeavesError
+from .elastic import AGREE, BETWEEN_STEPS, COPY, ElasticTrainer
 from .elastic_rows import Rows
 from .loop.training_run import TrainingRun
-from .stopping import LEAVE_SECONDS, Outcome, Told, decide
+from .stopping import LEAVE_SECONDS, LeavesError, Outcome, Told, decide
 
 T = TypeVar("T")
 
@@ -74,7 +74,7 @@ class RoundsTrainer(ElasticTrainer):
         self._rows.end()
         self._committed = self._engine.loader.state_dict()
         self._phase = AGREE
-        self._run.beat.at(self._engine.global_steps, "between steps", self._run.config.training.step_timeout)
+        self._run.beat.at(self._engine.global_steps, BETWEEN_STEPS, self._run.config.training.step_timeout)
 
     def _agree(self, must_agree: bool, *, is_last: bool) -> None:
         """Tell each other what happened since all groups agreed last, and average if that is due.

@@ -10,6 +10,10 @@ from dataclasses import dataclass
 LEAVE_SECONDS = 5.0
 
 
+class LeavesError(Exception):
+    """This group leaves the run, which goes on."""
+
+
 @dataclass(frozen=True)
 class Told:
     """What a rank reports about signals with its vote.

@@ -1,8 +1,10 @@
 """Whether a rank's main thread makes progress, and which rank is cut off if one does not.
 
 A rank whose main thread hangs still sends heartbeats, from another thread. So each part of a step,
-and an evaluation, has a limit: ``heartbeat_seconds``, and the longest pause that it has had so far.
-A rank that waits for other groups looks at its messages in turn, which counts as progress.
+an evaluation, a checkpoint and a meeting have a limit: ``heartbeat_seconds``, and the longest pause
+that the part has had so far. The time of a checkpoint or a meeting varies more, so four times its
+longest pause counts. A rank that waits for other groups looks at its messages in turn, which counts
+as progress.
 
 A rank that waits inside its group cannot look. If another group hangs, such a rank may seem to
 hang, too. So the coordinator cuts off only the group with the longest pause, and then gives the
@@ -14,14 +16,16 @@ from __future__ import annotations
 import math
 import time
 from collections import Counter
-from collections.abc import Callable, Collection, Hashable, Iterator
+from collections.abc import Callable, Collection, Hashable, Iterator, Mapping
 from contextlib import contextmanager
+from types import MappingProxyType
 from typing import Any
 
 from .messages import ProtocolError
 
 _GATHERING_SECONDS = 0.25  # from the first report of a pause until a group is cut off
 _LONGEST_PAUSE = 1e9  # seconds
+_VARIED_FACTOR = 4.0  # disks and the sizes of messages differ from one time to the next
 
 
 class Progress:
@@ -29,25 +33,32 @@ class Progress:
 
     Args:
         heartbeat_seconds: see ``sdp.elastic``.
-        judged: the parts of a step, an evaluation and an average. Other parts have limits of their
-            own, and are not judged here.
+        steady: parts that take about the same time in each run. Their first run does not count,
+            because it also compiles, allocates and connects, and has no limit here.
+        varied: parts whose time varies, and how many seconds their first run may pause.
         clock: measures seconds.
+
+    Parts that are neither ``steady`` nor ``varied`` have no limit here.
     """
 
     def __init__(
-        self, heartbeat_seconds: float, judged: Collection[str] = (), clock: Callable[[], float] = time.monotonic
+        self,
+        heartbeat_seconds: float,
+        steady: Collection[str] = (),
+        varied: Mapping[str, float] = MappingProxyType({}),
+        clock: Callable[[], float] = time.monotonic,
     ):
-        self._heartbeat, self._judged, self._clock = heartbeat_seconds, frozenset(judged), clock
+        self._heartbeat, self._steady, self._varied, self._clock = heartbeat_seconds, frozenset(steady), varied, clock
         self._part = ""
-        self._runs = Counter[str]()  # of each part, that have ended
-        self._longest: dict[str, float] = {}  # pause of each part, without its first run
+        self._runs = Counter[str]()  # of each part
+        self._longest: dict[str, float] = {}  # pause of each part, in the runs that count
         self._present = 0.0  # the longest pause of the present part
         self._last, self._waits = clock(), False
 
     def begin(self, part: str) -> None:
         """Note that the main thread begins a part of a step, or something else."""
         self.note()
-        if self._runs[self._part]:  # the first run also compiles, allocates and connects
+        if self._runs[self._part] or self._part in self._varied:
             self._longest[self._part] = max(self._present, self._longest.get(self._part, 0.0))
         self._runs[self._part] += 1
         self._part, self._present = part, 0.0
@@ -69,14 +80,18 @@ class Progress:
             self._last, self._waits = self._clock(), False
 
     def pause(self) -> float | None:
-        """Return the seconds since the last sign of progress, or None if they are within the limit.
-
-        A part has no limit here until it has run twice.
+        """Return the seconds since the last sign of progress, or None if they are within the
+        limit.
         """
         part, pause = self._part, self._clock() - self._last
-        if self._waits or part not in self._judged or part not in self._longest:
-            return None
-        return pause if pause > self._heartbeat + self._longest[part] else None
+        return pause if not self._waits and pause > self._limit(part) else None
+
+    def _limit(self, part: str) -> float:
+        """Return how many seconds ``part`` may pause."""
+        longest = self._longest.get(part)
+        if part in self._varied:
+            return self._varied[part] if longest is None else self._heartbeat + _VARIED_FACTOR * longest
+        return self._heartbeat + longest if part in self._steady and longest is not None else math.inf
 
 
 class PausedRanks:

@@ -13,6 +13,7 @@ import sdp.engine.elastic.bringing_back as bringing_back
 import torch
 import torch.distributed as dist
 from sdp.engine.distributed import world
+from sdp.engine.distributed.agreement import gather_json
 from sdp.engine.elastic.coordination.errors import StepAbortedError
 from sdp.engine.elastic.coordination.membership import STEP
 from sdp.engine.elastic.session import Session
@@ -33,7 +34,9 @@ from torch.distributed import TCPStore
 STEPS, LOST, LAST = 5, 1, 2  # group 1 is lost in the second step, or in what follows it
 BACK = 3  # it returns after this step, if another group is lost then
 EVALUATE, SAVE = 3, 4
-MOMENTS = ("a reduction", "before the vote", "the update", "an evaluation", "a save")
+COUNT = "an evaluation, before ranks agree on the number of batches"
+AFTER_STEP = ("an evaluation", COUNT, "a save")
+MOMENTS = ("a reduction", "before the vote", "the update", *AFTER_STEP)
 RETURN = "another group returns"
 
 Found = tuple[int, list[int], dict[str, torch.Tensor]]  # step, living groups, whole weights
@@ -83,10 +86,11 @@ def _train(
     while engine.global_steps < STEPS:
         step = engine.global_steps + 1
         dies = place.slot == LOST and step == LAST and moment != ""
-        _repeat(session, STEP, lambda: _step(engine, session, case), engine, moment if dies else "")
-        if step == LAST and moment in MOMENTS[3:]:
-            phase = EVALUATE if moment == "an evaluation" else SAVE
-            _repeat(session, phase, lambda: _do(engine, session, case, place, folder, moment), engine, "", dies=dies)
+        dying = moment if dies and moment not in AFTER_STEP else ""
+        _repeat(session, STEP, lambda: _step(engine, session, case), engine, dying)
+        if step == LAST and moment in AFTER_STEP:
+            phase, dying = (SAVE if moment == "a save" else EVALUATE), moment if dies else ""
+            _repeat(session, phase, lambda: _do(engine, session, case, place, folder, moment), engine, dying)
         found.append((step, _slots(session), whole_weights(engine)))
         if moment == RETURN and step == BACK and place.slot != LOST:
             shared.set("the others are there", "yes")
@@ -102,9 +106,7 @@ def _slots(session: Session) -> list[int]:
     return session.assembly.slots
 
 
-def _repeat(
-    session: Session, phase: int, action: Callable[[], Any], engine: Any, moment: str, *, dies: bool = False
-) -> None:
+def _repeat(session: Session, phase: int, action: Callable[[], Any], engine: Any, moment: str) -> None:
     if moment == "a reduction":
         first = next(name for name in engine.layout.blocks if name not in engine.backend.stand_ins)
         engine.module.get_submodule(first).register_full_backward_pre_hook(die)  # those of later ones are under way
@@ -114,7 +116,9 @@ def _repeat(
         engine.backend.update = die
     elif moment == RETURN:
         die()
-    if dies:
+    elif moment == COUNT:
+        engine.backend.start_control = die
+    elif moment:
         if engine.layout.buffers:  # batch norms: their statistics are averaged before the first batch
             engine.backend.agree_on_buffers = die
         engine.module.register_forward_pre_hook(die)
@@ -136,14 +140,19 @@ def _step(engine: Any, session: Session, case: Case) -> None:
 
 
 def _do(engine: Any, session: Session, case: Case, place: Place, folder: Path, moment: str) -> None:
-    if moment == "an evaluation":
-        batches = [models.micro_batch(case.model, 99, 0, place.slot)]
+    if moment != "a save":
+        batches = [models.micro_batch(case.model, 99, 0, place.slot)] * (1 + place.inside)
         before = {name: buffer.clone() for name, buffer in engine.module.named_buffers()}
+        passes: list[int] = []
+        counting = engine.module.register_forward_pre_hook(lambda *_: passes.append(1))
         try:
             loss = session.protect(lambda: engine.evaluate(batches), defers=True)
         except StepAbortedError:
+            assert len(set(gather_json(len(passes), dist.group.WORLD))) == 1, "ranks of one group go on together"
             assert all(torch.equal(before[name], buffer) for name, buffer in engine.module.named_buffers())
             raise
+        finally:
+            counting.remove()
         assert 0 < loss < 10
     else:
         session.protect(lambda: engine.save_checkpoint(folder))
@@ -158,7 +167,7 @@ def _do(engine: Any, session: Session, case: Case, place: Place, folder: Path, m
             pytest.param(Case(3, 2, 3, model="llama-meta", clip=True), moment, marks=pytest.mark.slow)
             for moment in MOMENTS
         ),
-        (Case(3, 1, 0, model="resnet-meta"), MOMENTS[3]),
+        (Case(3, 1, 0, model="resnet-meta"), AFTER_STEP[0]),
         (Case(3, 1, 0, optimizer="adamw", placement="full"), RETURN),
         (Case(3, 2, 3, model="llama-meta", placement="full", clip=True), RETURN),
     ],
@@ -171,7 +180,7 @@ def test_the_others_go_on(ranks: RankPool, tmp_path: Path, case: Case, moment: s
 @pytest.mark.parametrize(
     "moment",
     [
-        pytest.param(each, marks=() if each in ("a reduction", RETURN) else pytest.mark.slow)
+        pytest.param(each, marks=() if each in ("a reduction", COUNT, RETURN) else pytest.mark.slow)
         for each in (*MOMENTS, RETURN)
     ],
 )
@@ -184,7 +193,7 @@ def test_with_deepspeed_they_go_on_too(ranks: RankPool, tmp_path: Path, moment: 
 def _check(ranks: RankPool, tmp_path: Path, case: Case, moment: str, kind: str) -> None:
     answers = run_groups(ranks, case, elastic, moment, str(tmp_path), kind)
     living: list[list[int]] = [[0, 1, 2], [0, 1, 2], *([0, 2] for _ in range(STEPS - LAST))]
-    if moment not in ("the update", *MOMENTS[3:]):
+    if moment not in ("the update", *AFTER_STEP):
         living[1] = [0, 2]  # the step was made again
     if moment == RETURN:
         living[BACK:] = [[0, 1]] * (STEPS - BACK)

@@ -47,7 +47,7 @@ class Clock:
 
 def progress(clock: Clock, *, forward: float = 1.0) -> Progress:
     """Return the progress of a main thread that has run "forward" twice, and is in it again."""
-    made = Progress(HEARTBEAT, ["forward", "backward"], clock)
+    made = Progress(HEARTBEAT, ["forward", "backward"], clock=clock)
     for _ in range(2):
         made.begin("forward")
         clock.now += forward
@@ -81,9 +81,38 @@ def test_who_waits_for_others_or_is_in_a_part_with_its_own_limit_does_not_hang()
         assert made.pause() is None
 
 
+VARIED = {"checkpoint": 100.0, "meeting": 50.0}
+
+
+@pytest.mark.parametrize(("part", "seconds"), VARIED.items())
+def test_the_first_run_of_a_part_that_varies_has_a_limit_of_its_own(part: str, seconds: float) -> None:
+    clock = Clock()
+    made = Progress(HEARTBEAT, (), VARIED, clock)
+    made.begin(part)
+    clock.now += seconds - 0.1
+    assert made.pause() is None
+    clock.now += 0.2
+    assert made.pause() == pytest.approx(seconds + 0.1)
+
+
+@pytest.mark.parametrize("checkpoint", [1.0, 30.0])
+def test_a_part_that_varies_may_pause_for_a_heartbeat_and_four_times_its_longest_pause(checkpoint: float) -> None:
+    clock = Clock()
+    made = Progress(HEARTBEAT, (), VARIED, clock)
+    for seconds in (checkpoint, 0.1):
+        made.begin("checkpoint")
+        clock.now += seconds
+        made.begin("meeting")
+    made.begin("checkpoint")
+    clock.now += HEARTBEAT + 4 * checkpoint - 0.1
+    assert made.pause() is None
+    clock.now += 0.2
+    assert made.pause() == pytest.approx(HEARTBEAT + 4 * checkpoint + 0.1)
+
+
 def test_pauses_that_are_interrupted_by_signs_of_progress_are_not_added_up() -> None:
     clock = Clock()
-    made = Progress(HEARTBEAT, ["forward"], clock)
+    made = Progress(HEARTBEAT, ["forward"], clock=clock)
     for _ in range(3):
         made.begin("forward")
         for _ in range(10):

@@ -17,6 +17,8 @@ from .changed_settings import apply_rates, describe_changes, saved_settings
 
 log = logging.getLogger("sdp")
 
+CHECKPOINT, AWAITING = "checkpoint", "waiting for the checkpoint"  # phases
+
 
 class Checkpointer:
     """Writes ``dump_dir/checkpoints``. A save that fails leaves the checkpoint before it in place.
@@ -94,7 +96,7 @@ class Checkpointer:
 
     def write(self, *, background: bool = False) -> None:
         """Write a checkpoint. Collective. Raises CheckpointError."""
-        self._beat.at(self._engine.global_steps, "checkpoint", self._training.save_timeout)
+        self._beat.at(self._engine.global_steps, CHECKPOINT, self._training.save_timeout)
         self._make_directory()
         with self._recalibrated():
             self._engine.save_checkpoint(
@@ -139,7 +141,7 @@ class Checkpointer:
     def settle(self, *, block: bool) -> None:
         """Report a save in the background that failed. ``block``: wait until it has ended."""
         if block:
-            self._beat.at(self._engine.global_steps, "waiting for the checkpoint", self._training.save_timeout)
+            self._beat.at(self._engine.global_steps, AWAITING, self._training.save_timeout)
         try:
             self._engine.wait_for_checkpoint(block=block)
         except CheckpointError as error:

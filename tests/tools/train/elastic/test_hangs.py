@@ -1,5 +1,5 @@
-"""A rank's main thread hangs in the middle of a step, while its other threads run, or the rank that
-writes the run's files is stopped before it writes a line.
+"""A rank's main thread hangs while its other threads run, in a step, an evaluation, a checkpoint or
+a meeting, or the rank that writes the run's files is stopped before it writes a line.
 """
 
 from __future__ import annotations
@@ -10,19 +10,21 @@ import signal
 from pathlib import Path
 
 import pytest
-from sdp.tests.support.clusters.elastic_runs import ElasticRun, elastic_config
+from sdp.tests.support.clusters.elastic_runs import SECONDS, ElasticRun, elastic_config
+from sdp.tests.support.processes import until
 
 HEARTBEAT = 5.0
+LOST = r"group 1 on .* was lost after step .* \(no progress for ([\d.]+) s\)"
 # Takes the place of ``python -m sdp``, in the launcher and in its ranks. A rank of group 1 hangs
 # when the file exists.
 SCRIPT = """
 import os, sys, time
 from pathlib import Path
-from sdp.engine.backends.fsdp2.backend import FSDP2Backend
+from {module} import {owner}
 from sdp.launcher import elastic
 from sdp.tools.cli import entry
 
-sign, method = Path({sign!r}), FSDP2Backend.{method}
+sign, method = Path({sign!r}), {owner}.{method}
 
 def hangs(self, *args, **keywords):
     if os.environ["SDP_ELASTIC_GROUP"] == "1" and os.environ["RANK"] == "0" and sign.exists():
@@ -30,38 +32,56 @@ def hangs(self, *args, **keywords):
         time.sleep(1e6)
     return method(self, *args, **keywords)
 
-FSDP2Backend.{method} = hangs
+{owner}.{method} = hangs
 elastic.own_command = lambda: [sys.executable, "-P", __file__]
 entry()
 """
 
 
+BACKEND = ("sdp.engine.backends.fsdp2.backend", "FSDP2Backend")
+ENGINE = ("sdp.engine.engine", "SDPEngine")
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("masking", "ranks", "stage", "method"),
-    [("forward", 1, 0, "backward"), ("backward", 2, 3, "backward"), ("forward", 1, 0, "evaluate")],
+    ("masking", "ranks", "stage", "owner", "method"),
+    [
+        ("forward", 1, 0, BACKEND, "backward"),
+        ("backward", 2, 3, BACKEND, "backward"),
+        ("forward", 1, 0, BACKEND, "evaluate"),
+        ("forward", 1, 0, ENGINE, "save_checkpoint"),
+        ("backward", 2, 3, ENGINE, "save_checkpoint"),
+        ("forward", 1, 0, ENGINE, "check_holders"),
+        ("forward", 1, 0, BACKEND, "reconnect"),
+        ("backward", 2, 3, BACKEND, "reconnect"),
+    ],
 )
 def test_a_rank_that_hangs_is_cut_off_and_started_again(
-    corpus: Path, tmp_path: Path, masking: str, ranks: int, stage: int, method: str
+    corpus: Path, tmp_path: Path, masking: str, ranks: int, stage: int, owner: tuple[str, str], method: str
 ) -> None:
     """The others go on after the heartbeat, and the stack of the hanging thread is in its log.
 
-    At stage 3, the other rank of the group waits for it in a collective inside the group.
+    At stage 3, the other rank of the group waits for it in a collective inside the group. The
+    backend reconnects in a meeting, which another group's death brings about.
     """
     sign, script, config = tmp_path / "hang", tmp_path / "script.py", tmp_path / "config.json"
-    script.write_text(SCRIPT.format(sign=str(sign), method=method))
+    script.write_text(SCRIPT.format(sign=str(sign), module=owner[0], owner=owner[1], method=method))
     settings = elastic_config(corpus, groups=3, heartbeat_seconds=HEARTBEAT, restarts=1)
     settings["sdp"] |= {"capacity": 0.7, "masking": masking}
     settings["zero_optimization"] = {"stage": stage}
-    settings["training"]["evaluate_every"] = 3  # the run has seen some evaluations before one hangs
+    # The run has seen some of them before one hangs.
+    settings["training"] |= {"evaluate_every": 3, "save_every": 4}
+    settings["sdp"]["check_interval"] = 2
     config.write_text(json.dumps(settings))
     run = ElasticRun(config, tmp_path / "run", "--nproc", str(3 * ranks), new_interpreters=True, script=script)
     try:
         run.wait_for(10, groups=3)
         sign.touch()
-        run.wait_for(5, groups=2)
-        found = re.search(r"group 1 on .* was lost after step .* \(no progress for ([\d.]+) s\)", run.said)
-        assert found is not None, run.said
+        if method == "reconnect":
+            run.hit(2, signal.SIGKILL)
+        else:
+            run.wait_for(5, groups=2)
+        found = until(lambda: re.search(LOST, run.said), seconds=SECONDS)
         assert HEARTBEAT < float(found[1]) < 5 * HEARTBEAT
         run.wait_for(5, groups=3)
         assert run.stop() == 128 + 15, run.said
@@ -70,7 +90,7 @@ def test_a_rank_that_hangs_is_cut_off_and_started_again(
     assert "the others have gone on without this group" in run.said
     if ranks == 1:  # else the launcher may end it first
         assert re.search(r"line \d+ in hangs", (run.dump_dir / "logs" / "rank-1.log").read_text()), "the stack"
-    assert run.said.count(" was lost after step ") == 1
+    assert run.said.count(" was lost after step ") == (2 if method == "reconnect" else 1)
 
 
 # Group 0 stops itself when the file exists, between the vote for a step and the step's line.
