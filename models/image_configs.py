@@ -20,14 +20,16 @@ class ResNetConfig(Section):
     is the number of pixels per side; it is only used to compare the costs of units.
 
     ``stochastic_depth`` is the probability with which an image skips the convolutions of the last
-    block in training. It falls linearly to 0 before the first block (arXiv 1603.09382). Each rank
-    draws its own random numbers.
+    block in training. It falls linearly to 0 before the first block (arXiv 1603.09382). ``dropout``
+    drops elements between the two convolutions of a block (arXiv 1605.07146, section 2.4). Each
+    rank draws its own random numbers.
     """
 
     num_classes: Width | None = None
     stem: Literal["cifar", "imagenet"] = "imagenet"
     width: Width = 64
     image_size: Pixels | None = None
+    dropout: Annotated[float, Field(ge=0, lt=1)] = 0.0
     stochastic_depth: Annotated[float, Field(ge=0, lt=1)] = 0.0
 
 
@@ -77,5 +79,6 @@ class SwinConfig(Section):
 
 
 def random_options(config: ResNetConfig | SwinConfig) -> list[str]:
-    """List the option that makes training draw random numbers, as ``"model.KEY VALUE"``."""
-    return [f"model.stochastic_depth {config.stochastic_depth:g}"] if config.stochastic_depth else []
+    """List the options that make training draw random numbers, as ``"model.KEY VALUE"``."""
+    rates = {key: getattr(config, key, 0.0) for key in ("dropout", "stochastic_depth")}
+    return [f"model.{key} {rate:g}" for key, rate in rates.items() if rate]

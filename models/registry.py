@@ -52,7 +52,7 @@ MODELS: Mapping[str, Entry] = {
 # weights already show a change.
 _FREE = {
     "max_position_embeddings", "initializer_range", "loss_chunk_tokens", "attention_dropout", "residual_dropout",
-    "stochastic_depth",
+    "dropout", "stochastic_depth",
     "image_size", "vocab_size", "num_classes",
 }  # fmt: skip
 

@@ -53,12 +53,15 @@ class BasicBlock(nn.Module):
     """Two 3 × 3 convolutions, added to their input: (B, C, H, W) → (B, C', H / stride, W / stride).
 
     The input is the output of a ReLU, so skipping a block with stride 1 and C' = C is the identity.
-    ``survival`` is the probability with which an image keeps the convolutions in training.
+    In training, ``survival`` is the probability with which an image keeps the convolutions, and
+    ``dropout`` that with which an element between them becomes zero.
     """
 
-    def __init__(self, channels_in: int, channels: int, stride: int, survival: float = 1.0) -> None:
+    def __init__(
+        self, channels_in: int, channels: int, stride: int, survival: float = 1.0, dropout: float = 0.0
+    ) -> None:
         super().__init__()
-        self.survival = survival
+        self.survival, self.dropout = survival, dropout
         self.conv1 = nn.Conv2d(channels_in, channels, 3, stride, 1, bias=False)
         self.bn1 = BatchNorm2d(channels)
         self.conv2 = nn.Conv2d(channels, channels, 3, 1, 1, bias=False)
@@ -72,6 +75,8 @@ class BasicBlock(nn.Module):
     def forward(self, images: Tensor) -> Tensor:
         skipped = images if self.downsample is None else self.downsample(images)
         hidden = F.relu(self.bn1(self.conv1(images)))
+        if self.training and self.dropout:
+            hidden = F.dropout(hidden, self.dropout)
         added = self.bn2(self.conv2(hidden))
         return F.relu((drop_rows(added, self.survival) if self.training else added) + skipped)
 
@@ -95,10 +100,10 @@ class ResNet(nn.Module):
         self.maxpool = nn.Identity() if small else nn.MaxPool2d(3, 2, 1)
         # Blocks 1 to 8. The probability of skipping falls linearly to 0 before the first one.
         survival = [1 - config.stochastic_depth * block / 8 for block in range(1, 9)]
-        self.layer1 = _stage(width, width, 1, survival[:2])
-        self.layer2 = _stage(width, 2 * width, 2, survival[2:4])
-        self.layer3 = _stage(2 * width, 4 * width, 2, survival[4:6])
-        self.layer4 = _stage(4 * width, 8 * width, 2, survival[6:])
+        self.layer1 = _stage(width, width, 1, survival[:2], config.dropout)
+        self.layer2 = _stage(width, 2 * width, 2, survival[2:4], config.dropout)
+        self.layer3 = _stage(2 * width, 4 * width, 2, survival[4:6], config.dropout)
+        self.layer4 = _stage(4 * width, 8 * width, 2, survival[6:], config.dropout)
         self.fc = nn.Linear(8 * width, config.num_classes)
 
     def forward(self, images: Tensor, labels: Tensor | None = None, measure: Measure = "loss") -> Tensor:
@@ -118,7 +123,7 @@ class ResNet(nn.Module):
         return ["layer1.*", "layer2.1", "layer3.1", "layer4.1"]
 
     def random_options(self) -> list[str]:
-        """List the option that makes training draw random numbers."""
+        """List the options that make training draw random numbers."""
         return random_options(self.config)
 
     def unit_flops(self) -> dict[str, int]:
@@ -175,7 +180,8 @@ class ResNet(nn.Module):
         raise ModelError(f"{name}: ResNet has no parameter or buffer of this name")
 
 
-def _stage(channels_in: int, channels: int, stride: int, survival: Sequence[float]) -> nn.Sequential:
+def _stage(channels_in: int, channels: int, stride: int, survival: Sequence[float], dropout: float) -> nn.Sequential:
     return nn.Sequential(
-        BasicBlock(channels_in, channels, stride, survival[0]), BasicBlock(channels, channels, 1, survival[1])
+        BasicBlock(channels_in, channels, stride, survival[0], dropout),
+        BasicBlock(channels, channels, 1, survival[1], dropout),
     )

@@ -180,6 +180,25 @@ def test_stochastic_depth_skips_images_more_often_the_deeper_the_block() -> None
     assert ResNet(ResNetConfig(num_classes=3)).random_options() == []
 
 
+def test_dropout_is_between_the_convolutions_and_only_in_training() -> None:
+    model = ResNet(ResNetConfig(num_classes=3, width=4, stem="cifar", dropout=0.25, stochastic_depth=0.5))
+    assert all(block.dropout == 0.25 for block in model.modules() if isinstance(block, BasicBlock))
+    assert model.random_options() == ["model.dropout 0.25", "model.stochastic_depth 0.5"]
+    block = BasicBlock(4, 4, 1, dropout=0.25)
+    for norm in (block.bn1, block.bn2):
+        norm.eval()
+    seen: list[torch.Tensor] = []
+    block.conv2.register_forward_pre_hook(lambda _, given: seen.append(given[0]))
+    images = torch.rand(500, 4, 8, 8)
+    block(images)
+    hidden = torch.relu(block.bn1(block.conv1(images)))
+    kept = seen[0] != 0
+    torch.testing.assert_close(seen[0][kept], hidden[kept] / 0.75)
+    assert 0.7 < kept[hidden > 0].float().mean() < 0.8
+    block.eval()(images)
+    torch.testing.assert_close(seen[1], hidden)
+
+
 def test_an_image_that_skips_a_block_is_unchanged_and_the_others_get_more() -> None:
     torch.manual_seed(0)
     block = BasicBlock(4, 4, 1, survival=0.25)
