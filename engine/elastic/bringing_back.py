@@ -24,6 +24,7 @@ from .living import lost_units
 from .returning import exchange, facts_of, prepare, take_facts
 from .returning_rounds import LocalFacts, exchange_between_rounds
 
+LOADING = "loading lost units"  # a part, see Progress
 GIVE_UP = STEP - 1  # the phase of groups that waited in vain; the others wait in STEP
 _WAIT_SECONDS = 0.5  # between two looks for a holder
 
@@ -164,6 +165,7 @@ def load_lost_units(
     who = client.identity
     mine = set(lost) - set(lost_units(layout, [who.slot]))
     if mine:
+        client.progress.begin(LOADING)
         age = steps - load_held(backend, checkpoints)
         if who.inside == 0:
             names = f"{min(mine)!r} ({len(mine)} units)"

@@ -194,6 +194,7 @@ class AbortableGroup(dist.ProcessGroup):
 
     def _start(self, operation: Callable[..., Any], args: Any, kwargs: Any, *, blocks: bool = False) -> _Work:
         """Start an operation. A failure is reported by the wait, because backward must go on."""
+        self._abort.note()  # so packing the state for a returning group is no pause
         if self._abort.is_over:
             return _Work(None, self._abort)
         try:
@@ -215,8 +216,7 @@ class AbortableGroup(dist.ProcessGroup):
     def broadcast(self, tensors: list[torch.Tensor], options: Any, *args: Any, **kwargs: Any) -> dist.Work:
         """Receive into a separate buffer, and copy from it when the caller waits.
 
-        Without the buffer, a broadcast of an ended generation could overwrite a frozen copy of
-        weights after a broadcast of the next generation.
+        Otherwise one of an ended generation could overwrite a frozen copy after one of the next.
         """
         if options.rootRank == self.rank():
             return self._start(self._gloo.broadcast, (tensors, options, *args), kwargs)

@@ -34,6 +34,8 @@ log = logging.getLogger("sdp")
 
 T = TypeVar("T")
 
+LAST_CHECKPOINT = "a last checkpoint"  # a part, see Progress
+
 
 class Session:
     """What one rank knows of the other groups.
@@ -223,7 +225,7 @@ class Session:
             failed = self._abort.failed if self._abort is not None and defers and self._abort.is_over else None
         except StepAbortedError as error:
             failed = str(error)
-        with self._client.progress.waiting():  # a rank of this group that hangs has a limit of its own
+        with self._client.progress.waiting(inside=True):
             succeeded = all_inside(failed is None)
         if not succeeded:
             restore()
@@ -276,10 +278,7 @@ class Session:
             bring_up_to_date(self._engine, self._backend, fresh, load)
 
     def _refresh_copies(self) -> None:
-        """Bring the model's weights and frozen copies up to date, for the masking of the next step.
-
-        Collective in the group.
-        """
+        """Bring weights and frozen copies up to date for the next step's masking. Collective."""
         engine, backend = self._engine, self._backend
         backend.write_weights()
         backend.enter_phase(backend.phases[engine.config.masking_schedule.at(engine.global_steps + 1)])
@@ -290,6 +289,7 @@ class Session:
         Raises UnitsLostError.
         """
         reason, written = self._wait.reason, None
+        self._client.progress.begin(LAST_CHECKPOINT)
         try:
             self._links.connect_world(found)
             if self.rounds is not None and self.assembly is not None:

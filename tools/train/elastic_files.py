@@ -68,6 +68,8 @@ class ElasticFiles:
         if run.files is not None:
             self.close()
             return
+        # Curves may have to log in to a server.
+        run.beat.at(run.engine.global_steps, "opening the run's files", run.config.training.start_timeout)
         is_first = is_first or not (run.dump_dir / CONFIG).exists()
         run.files = self._open(is_first=is_first)
         # Another group may have written curves of this run.
@@ -91,6 +93,9 @@ class ElasticFiles:
 
     def close(self) -> None:
         """Close the files, if this rank writes them."""
+        if self._run.files is not None:  # curves may have to be uploaded
+            training = self._run.config.training
+            self._run.beat.at(self._run.engine.global_steps, "closing the run's files", training.start_timeout)
         for observer in self._own:
             with contextlib.suppress(OSError):  # a write that failed before, and was reported then
                 observer.close()

@@ -16,18 +16,19 @@ from ...engine.config.schema import Config
 from ...engine.distributed import world
 from ...engine.distributed.mesh import mesh_of
 from ...engine.distributed.world import World
+from ...engine.elastic.bringing_back import LOADING
 from ...engine.elastic.coordination.addresses import address_towards, serve_meeting_store
 from ...engine.elastic.coordination.assembly import Identity
 from ...engine.elastic.coordination.member import CoordinatorClient
 from ...engine.elastic.coordination.progress import Progress
 from ...engine.elastic.inside import share_inside
-from ...engine.elastic.session import Session
+from ...engine.elastic.session import LAST_CHECKPOINT, Session
 from ...engine.environment.detect import detect
 from ...engine.environment.elastic import ElasticEnvironment, elastic_environment, gloo_interface, hidden_loopback
 from ...engine.errors import LaunchError
 from ...launcher.heartbeat import Heartbeat
 from . import preflight
-from .elastic import BETWEEN_STEPS, COMPARISON, MEETING, RECALIBRATION, ElasticTrainer
+from .elastic import COMPARISON, MEETING, RECALIBRATION, ElasticTrainer
 from .elastic_rounds import AVERAGE, RoundsTrainer
 from .failures import explained
 from .loop.changed_settings import keep_holders
@@ -105,8 +106,8 @@ def run(options: TrainOptions, on_stall: Callable[[str], None]) -> int:
 
 def _find_coordinator(told: ElasticEnvironment, who: Identity, config: Config, beat: Heartbeat) -> CoordinatorClient:
     section, training = config.sdp.elastic, config.training
-    varied = dict.fromkeys((CHECKPOINT, AWAITING, RECALIBRATION), training.save_timeout)
-    varied |= {MEETING: training.start_timeout, BETWEEN_STEPS: training.step_timeout, COMPARISON: training.step_timeout}
+    varied = dict.fromkeys((CHECKPOINT, AWAITING, RECALIBRATION, LAST_CHECKPOINT), training.save_timeout)
+    varied |= {MEETING: training.start_timeout, LOADING: training.start_timeout, COMPARISON: training.step_timeout}
     progress = Progress(section.heartbeat_seconds, (*PARTS, AVERAGE, EVALUATION), varied)
     beat.on_phase = progress.begin
     return CoordinatorClient(

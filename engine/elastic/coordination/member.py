@@ -299,8 +299,10 @@ class CoordinatorClient:
             now, pause = time.monotonic(), self.progress.pause()
             if now - told >= self.beat_seconds or hangs != (pause is not None):
                 told, hangs = now, pause is not None
-                self._send({"type": "beat", "pause": pause}, only_if_joined=True)
-            since = min(since, now) if hangs and self._is_alone else float("inf")
+                self._send({"type": "beat", "pause": pause, "idle": self.progress.idle}, only_if_joined=True)
+            # A rank of this group that died with its host says nothing to a rank that waits for it.
+            is_stuck = hangs or (self.is_cut_off and self.progress.waits_inside)
+            since = min(since, now) if is_stuck and self._is_alone else float("inf")
             if now - since > _HANG_SECONDS:
                 self._on_hang(self.reason)
                 since = float("inf")

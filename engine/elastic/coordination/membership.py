@@ -92,7 +92,7 @@ class Membership:
         elif kind == "leave":
             self.lose(peer, "it was told to stop")
         elif kind == "beat":
-            self._paused.hear(peer, message.get("pause"), rank.heard)
+            self._paused.hear(peer, message.get("pause"), rank.heard, message.get("idle", 0.0))
             self._send(peer, {"type": "beat"})  # so that the rank notices a silent coordinator
         elif kind == "tell":
             self._say(text_of(message))
@@ -227,7 +227,8 @@ class Membership:
         for peer, rank in list(self._peers.items()):
             if peer in self._peers and now - rank.heard > self._heartbeat:
                 self.lose(peer, f"no heartbeat for {self._heartbeat:g} s")
-        if (worst := self._paused.worst(now)) is not None:
+        groups = {peer: rank.slot for peer, rank in self._peers.of(self.living).items()}
+        if (worst := self._paused.worst(now, groups)) is not None:
             self.lose(worst[0], f"no progress for {worst[1]:.1f} s")
         generation = self.generation
         if generation is not None and generation.doubt is not None and now - generation.doubt > _DOUBT_SECONDS:

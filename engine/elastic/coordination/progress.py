@@ -8,7 +8,8 @@ as progress.
 
 A rank that waits inside its group cannot look. If another group hangs, such a rank may seem to
 hang, too. So the coordinator cuts off only the group with the longest pause, and then gives the
-others time to go on.
+others time to go on. If no rank of another group makes progress, it cuts off none: a pause of all
+has a cause that they share, such as a file system, and ends without a loss when that is over.
 """
 
 from __future__ import annotations
@@ -38,7 +39,11 @@ class Progress:
         varied: parts whose time varies, and how many seconds their first run may pause.
         clock: measures seconds.
 
+    The limit of a part in ``varied`` never exceeds that of its first run.
     Parts that are neither ``steady`` nor ``varied`` have no limit here.
+
+    Attributes:
+        waits_inside: whether the main thread waits for other ranks of its group.
     """
 
     def __init__(
@@ -53,7 +58,7 @@ class Progress:
         self._runs = Counter[str]()  # of each part
         self._longest: dict[str, float] = {}  # pause of each part, in the runs that count
         self._present = 0.0  # the longest pause of the present part
-        self._last, self._waits = clock(), False
+        self._last, self._waits, self.waits_inside = clock(), False, False
 
     def begin(self, part: str) -> None:
         """Note that the main thread begins a part of a step, or something else."""
@@ -70,27 +75,35 @@ class Progress:
         self._last = now
 
     @contextmanager
-    def waiting(self) -> Iterator[None]:
-        """A context in which the main thread waits for the coordinator."""
+    def waiting(self, *, inside: bool = False) -> Iterator[None]:
+        """A context in which the main thread waits for the coordinator, or ``inside`` its group for
+        ranks that have limits of their own.
+        """
         self.note()
-        self._waits = True
+        self._waits, self.waits_inside = True, inside
         try:
             yield
         finally:
-            self._last, self._waits = self._clock(), False
+            self._last, self._waits, self.waits_inside = self._clock(), False, False
+
+    @property
+    def idle(self) -> float:
+        """The seconds since the last sign of progress. 0 in a wait."""
+        return 0.0 if self._waits else self._clock() - self._last
 
     def pause(self) -> float | None:
         """Return the seconds since the last sign of progress, or None if they are within the
         limit.
         """
-        part, pause = self._part, self._clock() - self._last
-        return pause if not self._waits and pause > self._limit(part) else None
+        pause = self.idle
+        return pause if pause > self._limit(self._part) else None
 
     def _limit(self, part: str) -> float:
         """Return how many seconds ``part`` may pause."""
         longest = self._longest.get(part)
         if part in self._varied:
-            return self._varied[part] if longest is None else self._heartbeat + _VARIED_FACTOR * longest
+            first = self._varied[part]
+            return first if longest is None else min(first, self._heartbeat + _VARIED_FACTOR * longest)
         return self._heartbeat + longest if part in self._steady and longest is not None else math.inf
 
 
@@ -103,25 +116,29 @@ class PausedRanks:
 
     def __init__(self, heartbeat_seconds: float):
         self._heartbeat = heartbeat_seconds
-        self._since: dict[Hashable, float] = {}
+        self._since: dict[Hashable, float] = {}  # of ranks whose pause is over the limit
+        self._active: dict[Hashable, float] = {}  # when each rank last made progress
         self._first = self._blind_until = -math.inf
 
-    def hear(self, peer: Hashable, pause: Any, now: float) -> None:
+    def hear(self, peer: Hashable, pause: Any, now: float, idle: Any = 0.0) -> None:
         """Process what a rank reported with its heartbeat.
 
         Args:
             peer: the rank.
-            pause: the seconds without progress. None: it makes progress.
+            pause: the seconds without progress, if they are over the rank's limit, else None.
             now: the time.
+            idle: the seconds without progress in any case.
 
         Raises:
-            ProtocolError: ``pause`` is not a number of seconds.
+            ProtocolError: ``pause`` or ``idle`` is not a number of seconds.
         """
+        given = [idle] if pause is None else [pause, idle]
+        if any(type(each) not in (int, float) or not 0 <= each <= _LONGEST_PAUSE for each in given):
+            raise ProtocolError("a heartbeat with a wrong pause")
+        self._active[peer] = now - idle
         if pause is None:
             self._since.pop(peer, None)
             return
-        if type(pause) not in (int, float) or not 0 <= pause <= _LONGEST_PAUSE:
-            raise ProtocolError("a heartbeat with a wrong pause")
         if now >= self._blind_until:
             if not self._since:
                 self._first = now
@@ -130,13 +147,22 @@ class PausedRanks:
     def forget(self, peer: Hashable) -> None:
         """Forget a rank that is gone."""
         self._since.pop(peer, None)
+        self._active.pop(peer, None)
 
-    def worst(self, now: float) -> tuple[Hashable, float] | None:
-        """Return the rank that is to be cut off now, and its pause in seconds, or None."""
+    def worst(self, now: float, groups: Mapping[Any, int]) -> tuple[Hashable, float] | None:
+        """Return the rank that is to be cut off now, and its pause in seconds, or None.
+
+        Args:
+            now: the time.
+            groups: the ranks of the living groups, each with the number of its group.
+        """
         if not self._since or now - self._first < _GATHERING_SECONDS:
             return None
         peer = min(self._since, key=lambda each: self._since[each])
         pause = now - self._since[peer]
+        others = (self._active.get(each, -math.inf) for each, group in groups.items() if group != groups.get(peer))
+        if now - max(others, default=-math.inf) > self._heartbeat / 2:
+            return None
         self._since.clear()
         self._blind_until = now + self._heartbeat
         return peer, pause

@@ -19,6 +19,7 @@ from sdp.engine.elastic.process_groups import Abort, AbortableGroup
 from sdp.tests.support.processes import until
 
 HEARTBEAT = 5.0
+GROUPS = {"guilty": 1, "innocent": 1, "active": 0}
 
 
 def test_an_operation_of_an_ended_generation_is_progress() -> None:
@@ -32,7 +33,7 @@ def test_an_operation_of_an_ended_generation_is_progress() -> None:
                 group.allreduce([torch.ones(1)]).wait()
     finally:
         group.forget()
-    assert len(noted) == 3
+    assert len(noted) == 6  # when each begins, and when each ends
 
 
 class Clock:
@@ -81,7 +82,7 @@ def test_who_waits_for_others_or_is_in_a_part_with_its_own_limit_does_not_hang()
         assert made.pause() is None
 
 
-VARIED = {"checkpoint": 100.0, "meeting": 50.0}
+VARIED = {"checkpoint": 200.0, "meeting": 50.0}
 
 
 @pytest.mark.parametrize(("part", "seconds"), VARIED.items())
@@ -110,6 +111,29 @@ def test_a_part_that_varies_may_pause_for_a_heartbeat_and_four_times_its_longest
     assert made.pause() == pytest.approx(HEARTBEAT + 4 * checkpoint + 0.1)
 
 
+def test_the_limit_of_a_part_that_varies_does_not_grow_without_end() -> None:
+    clock = Clock()
+    made = Progress(HEARTBEAT, (), VARIED, clock)
+    for _ in range(2):
+        made.begin("meeting")
+        clock.now += 49.9
+        assert made.pause() is None
+    clock.now += 0.2
+    assert made.pause() == pytest.approx(50.1)
+
+
+def test_a_wait_inside_the_group_is_no_pause_but_is_known() -> None:
+    """The coordinator lets a rank that it has cut off end in such a wait."""
+    clock = Clock()
+    made = progress(clock)
+    with made.waiting(inside=True):
+        clock.now += 1000
+        assert made.pause() is None
+        assert made.idle == 0
+        assert made.waits_inside
+    assert not made.waits_inside
+
+
 def test_pauses_that_are_interrupted_by_signs_of_progress_are_not_added_up() -> None:
     clock = Clock()
     made = Progress(HEARTBEAT, ["forward"], clock=clock)
@@ -125,31 +149,55 @@ def test_pauses_that_are_interrupted_by_signs_of_progress_are_not_added_up() -> 
 def test_the_rank_of_the_longest_pause_is_cut_off_and_the_others_get_time() -> None:
     """Another rank told its pause first, but it waits inside its group for the first one."""
     paused = PausedRanks(HEARTBEAT)
-    paused.hear("innocent", 5.1, 100.0)
-    paused.hear("guilty", 6.0, 100.1)
-    assert paused.worst(100.1) is None
-    assert paused.worst(100.3) == ("guilty", pytest.approx(6.2))
-    paused.hear("innocent", 5.5, 100.4)
-    assert paused.worst(101.0) is None
+    paused.hear("active", None, 100.0)
+    paused.hear("innocent", 5.1, 100.0, 5.1)
+    paused.hear("guilty", 6.0, 100.1, 6.0)
+    assert paused.worst(100.1, GROUPS) is None
+    assert paused.worst(100.3, GROUPS) == ("guilty", pytest.approx(6.2))
+    paused.hear("innocent", 5.5, 100.4, 5.5)
+    assert paused.worst(101.0, GROUPS) is None
     paused.hear("innocent", None, 101.0)
-    paused.hear("innocent", 12.0, 110.0)
-    assert paused.worst(110.3) == ("innocent", pytest.approx(12.3))
+    paused.hear("innocent", 12.0, 110.0, 12.0)
+    paused.hear("active", None, 110.0)
+    assert paused.worst(110.3, GROUPS) == ("innocent", pytest.approx(12.3))
+
+
+def test_no_group_is_cut_off_while_the_others_make_no_progress_either() -> None:
+    """For example, a file system that all of them write to has stopped."""
+    paused = PausedRanks(HEARTBEAT)
+    for peer, pause in {"guilty": 20.0, "innocent": 19.0, "active": None}.items():
+        paused.hear(peer, pause, 100.0, pause or 18.0)  # the limit of the last one is higher
+    assert paused.worst(100.3, GROUPS) is None
+    paused.hear("innocent", None, 130.0)  # of the same group as "guilty"
+    assert paused.worst(130.1, GROUPS) is None
+    paused.hear("active", None, 130.1)
+    assert paused.worst(130.2, GROUPS) == ("guilty", pytest.approx(50.2))
+
+
+def test_the_only_living_group_is_not_cut_off() -> None:
+    paused = PausedRanks(HEARTBEAT)
+    paused.hear("guilty", 50.0, 100.0, 50.0)
+    paused.hear("active", None, 100.0)  # it asks to join
+    assert paused.worst(100.5, {"guilty": 1}) is None
 
 
 def test_a_rank_that_goes_on_in_time_is_not_cut_off() -> None:
     paused = PausedRanks(HEARTBEAT)
-    paused.hear("slow", 5.1, 100.0)
-    paused.hear("slow", None, 100.1)
-    assert paused.worst(100.5) is None
-    paused.hear("gone", 5.1, 101.0)
-    paused.forget("gone")
-    assert paused.worst(102.0) is None
+    paused.hear("active", None, 100.0)
+    paused.hear("guilty", 5.1, 100.0, 5.1)
+    paused.hear("guilty", None, 100.1)
+    assert paused.worst(100.5, GROUPS) is None
+    paused.hear("guilty", 5.1, 101.0, 5.1)
+    paused.forget("guilty")
+    assert paused.worst(102.0, GROUPS) is None
 
 
 @pytest.mark.parametrize("pause", ["5", -1, True, float("nan"), float("inf"), 1e10, [], {}])
 def test_a_pause_that_is_none_ends_the_connection(pause: Any) -> None:
     with pytest.raises(ProtocolError, match="a wrong pause"):
         PausedRanks(HEARTBEAT).hear("rank", pause, 1.0)
+    with pytest.raises(ProtocolError, match="a wrong pause"):
+        PausedRanks(HEARTBEAT).hear("rank", None, 1.0, pause)
 
 
 def test_a_main_thread_that_hangs_is_cut_off_and_its_process_is_told() -> None:
