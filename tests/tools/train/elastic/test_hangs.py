@@ -7,11 +7,16 @@ from __future__ import annotations
 import json
 import re
 import signal
+import time
 from pathlib import Path
+from typing import Any
 
 import pytest
+from sdp.engine.distributed import world
+from sdp.engine.elastic import session
 from sdp.tests.support.clusters.elastic_runs import SECONDS, ElasticRun, elastic_config
 from sdp.tests.support.processes import until
+from sdp.tools.train.elastic_files import ElasticFiles
 
 HEARTBEAT = 5.0
 LOST = r"group 1 on .* was lost after step .* \(no progress for ([\d.]+) s\)"
@@ -91,6 +96,49 @@ def test_a_rank_that_hangs_is_cut_off_and_started_again(
     if ranks == 1:  # else the launcher may end it first
         assert re.search(r"line \d+ in hangs", (run.dump_dir / "logs" / "rank-1.log").read_text()), "the stack"
     assert run.said.count(" was lost after step ") == (2 if method == "reconnect" else 1)
+
+
+def work_slowly() -> None:
+    """Let this process and the ranks that it forks take long to open files, and to write the last
+    checkpoint.
+    """
+    opens, salvages = ElasticFiles._open, session.salvage
+
+    def open_slowly(files: ElasticFiles, *, is_first: bool) -> Any:
+        if not is_first:
+            time.sleep(4 * HEARTBEAT)
+        return opens(files, is_first=is_first)
+
+    def salvage_slowly(*args: Any) -> Any:
+        if world.rank() == 0:  # the others wait for it
+            time.sleep(4 * HEARTBEAT)
+        return salvages(*args)
+
+    ElasticFiles._open, session.salvage = open_slowly, salvage_slowly  # type: ignore[method-assign]
+
+
+@pytest.mark.slow
+def test_slow_work_on_files_is_no_hang(corpus: Path, tmp_path: Path) -> None:
+    """A new writer opens the run's files, and later the run ends without the holder of a unit."""
+    config = tmp_path / "config.json"
+    settings = elastic_config(corpus, heartbeat_seconds=HEARTBEAT, restarts=0)
+    del settings["sdp"]["capacity"]
+    settings["sdp"] |= {"survive": 0, "profile": [4, 3, 2, 1]}  # the last unit has one holder
+    settings["training"] |= {"save_every": 4}
+    config.write_text(json.dumps(settings))
+    run = ElasticRun(config, tmp_path / "run", "--nproc", "4", prepare=work_slowly)
+    try:
+        run.wait_for(10, groups=4)
+        (holder,) = json.loads((run.dump_dir / "placement.json").read_text())["holders"][3]
+        assert holder != 0, "group 0 writes the files, and is lost first"
+        run.hit(0, signal.SIGKILL)
+        run.wait_for(10, groups=3)
+        run.hit(holder, signal.SIGKILL)
+        assert run.end() == 1, run.said
+    finally:
+        run.kill()
+    assert "no progress" not in run.said
+    assert re.search(r"no group that holds it will return; wrote \S+step-\d+; in it, ", run.said), run.said
 
 
 # Group 0 stops itself when the file exists, between the vote for a step and the step's line.
