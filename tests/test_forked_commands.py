@@ -101,6 +101,7 @@ def start(corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iter
         process.wait()
 
 
+@pytest.mark.slow
 def test_a_forked_command_and_its_ranks_are_like_started_ones(start: Callable[[str], Any], tmp_path: Path) -> None:
     processes = {kind: start(kind) for kind in (NEW, FORKED)}
     found: dict[str, list[int]] = {}

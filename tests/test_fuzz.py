@@ -263,8 +263,8 @@ def fuzz_checkpoint(folder: Path, changes: Any) -> None:
 
 
 COMMANDS = {
-    fuzz_config: 500, fuzz_launch: 150, fuzz_hostfile: 100, fuzz_report: 120, fuzz_prepare: 70, fuzz_plan: 60,
-    fuzz_structure: 200, fuzz_run_files: 200, fuzz_checkpoint: 100, fuzz_other_sections: 200, fuzz_grid: 100,
+    fuzz_config: 250, fuzz_launch: 75, fuzz_hostfile: 100, fuzz_report: 120, fuzz_prepare: 70, fuzz_plan: 60,
+    fuzz_structure: 100, fuzz_run_files: 100, fuzz_checkpoint: 50, fuzz_other_sections: 100, fuzz_grid: 100,
     fuzz_noise: 60, fuzz_coordinate: 40,
 }  # fmt: skip
 # What each changes: bytes of a text, or values of JSON.
@@ -314,4 +314,4 @@ def test_mutated_inputs_are_refused_in_one_line(fuzz: Any, count: int, tmp_path:
 @pytest.mark.slow
 @pytest.mark.parametrize(("fuzz", "count"), COMMANDS.items(), ids=names)
 def test_many_more_mutated_inputs(fuzz: Any, count: int, tmp_path: Path) -> None:
-    run_fuzz(fuzz, tmp_path, 10 * count)
+    run_fuzz(fuzz, tmp_path, 20 * count)

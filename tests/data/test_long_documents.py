@@ -54,7 +54,11 @@ def peak_of(path: str, out, **more) -> int:
     return int(result.stdout.split()[-1]) * 1024
 
 
-@pytest.mark.parametrize("text", ["a", "some text\n", "é"], ids=["one letter", "lines", "not ascii"])
+@pytest.mark.parametrize(
+    "text",
+    [pytest.param("a", marks=pytest.mark.slow), pytest.param("some text\n", marks=pytest.mark.slow), "é"],
+    ids=["one letter", "lines", "not ascii"],
+)
 def test_memory_is_at_most_three_times_the_longest_document(tmp_path, text):
     size = 48 * MIB
     path = write_lines(tmp_path / "a.jsonl.zst", text * (size // len(text.encode())))

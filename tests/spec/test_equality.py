@@ -14,7 +14,7 @@ from sdp.engine.placement import buckets
 from sdp.engine.placement.buckets import LEAST_BYTES
 from sdp.engine.placement.units import find_neuron_units
 from sdp.tests.support import models
-from sdp.tests.support.case_tables import FACTORS, TENSOR_FACTORS, full_table, pairwise_cover
+from sdp.tests.support.case_tables import FACTORS, TENSOR_FACTORS, full_table, mostly_slow, pairwise_cover
 from sdp.tests.support.cases import (
     RELATIVE,
     STEPS,
@@ -116,7 +116,7 @@ IMAGE_NEURONS = [  # the width of the first stage is 3, and so are the heads of 
 ]
 
 
-@pytest.mark.parametrize("case", NEURONS, ids=str)
+@pytest.mark.parametrize("case", mostly_slow(NEURONS), ids=str)
 def test_native_neurons_equal_the_reference(ranks: RankPool, case: Case) -> None:
     ours = native(ranks, case)
     assert_same_run(ours, reference(replace(case, checkpointing="none")), case)
@@ -125,7 +125,12 @@ def test_native_neurons_equal_the_reference(ranks: RankPool, case: Case) -> None
 
 @pytest.mark.parametrize(
     ("mode", "masking"),
-    [("full", "forward"), ("selective", "forward"), ("full", "backward"), ("selective", "backward")],
+    [
+        ("full", "forward"),
+        pytest.param("selective", "forward", marks=pytest.mark.slow),
+        pytest.param("full", "backward", marks=pytest.mark.slow),
+        ("selective", "backward"),
+    ],
 )
 def test_activation_checkpointing_of_neurons_changes_nothing(ranks: RankPool, mode: Any, masking: Any) -> None:
     plain = replace(NEURONS[4 if masking == "backward" else 1], masking=masking)
@@ -133,7 +138,16 @@ def test_activation_checkpointing_of_neurons_changes_nothing(ranks: RankPool, mo
     assert_same_run(native(ranks, case), reference(plain), case)
 
 
-@pytest.mark.parametrize("case", COVER + TENSOR_COVER + SHARDED_COPIES, ids=str)
+@pytest.mark.parametrize(
+    "case",
+    [
+        *mostly_slow(COVER),
+        *mostly_slow(TENSOR_COVER),
+        *(pytest.param(case, marks=pytest.mark.slow) for case in SHARDED_COPIES[:2]),
+        *SHARDED_COPIES[2:],
+    ],
+    ids=str,
+)
 def test_native_equals_reference(ranks: RankPool, case: Case) -> None:
     """In weights, losses and norms. State and traffic are those of the plan."""
     assert_same_run(native(ranks, case), reference(case), case)
@@ -144,18 +158,25 @@ def test_native_equals_reference(ranks: RankPool, case: Case) -> None:
     "case",
     [
         Case(2, 1, accumulation=3, model="resnet-meta"),
-        Case(2, 2, 3, clip=True, optimizer="adamw", model="resnet-meta", checkpointing="full"),
+        pytest.param(
+            Case(2, 2, 3, clip=True, optimizer="adamw", model="resnet-meta", checkpointing="full"),
+            marks=pytest.mark.slow,
+        ),
         Case(4, 1, optimizer="momentum", model="resnet-meta"),
         Case(2, 2, 1, accumulation=3, model="resnet-meta", masking="backward", checkpointing="selective"),
         Case(2, 1, accumulation=3, model="swin-meta", optimizer="momentum"),
         Case(2, 2, 1, optimizer="adamw", model="swin-meta", masking="backward", checkpointing="full"),
-        Case(2, 2, 2, 3, clip=True, optimizer="adamw", model="swin-meta", checkpointing="selective"),
+        pytest.param(
+            Case(2, 2, 2, 3, clip=True, optimizer="adamw", model="swin-meta", checkpointing="selective"),
+            marks=pytest.mark.slow,
+        ),
         pytest.param(Case(2, 4, 3, model="swin-meta", masking="backward"), marks=pytest.mark.full_table),
         pytest.param(
             Case(4, 1, optimizer="adamw", model="swin-meta", masking="backward"), marks=pytest.mark.full_table
         ),
-        # Either model under either masking. The others are in the full table.
-        *IMAGE_NEURONS[1::2],
+        # Either model under either masking, two of them slow. The others are in the full table.
+        *IMAGE_NEURONS[1::6],
+        *(pytest.param(case, marks=pytest.mark.slow) for case in IMAGE_NEURONS[3:6:2]),
         *(pytest.param(case, marks=pytest.mark.full_table) for case in IMAGE_NEURONS[::2]),
     ],
     ids=str,
@@ -188,7 +209,7 @@ def test_native_images_equal_the_reference(ranks: RankPool, case: Case) -> None:
     assert_bytes_as_planned(ours)
 
 
-@pytest.mark.parametrize("case", TENSOR_COVER, ids=str)
+@pytest.mark.parametrize("case", mostly_slow(TENSOR_COVER), ids=str)
 def test_gradients_of_tensor_parallel_parts_are_g_u(ranks: RankPool, case: Case) -> None:
     """Those of the first step, by parameter, on every rank; tensor-parallel ranks have the same
     losses.
@@ -228,7 +249,7 @@ def test_native_equals_reference_everywhere(ranks: RankPool, case: Case) -> None
     [
         Case(2, 2, 3, 3, clip=True, placement="balanced", model="llama-tied-meta"),
         Case(4, 1, 0, clip=True, placement="balanced", optimizer="adamw"),
-        Case(4, 2, 1, 3, placement="random", model="llama-meta"),
+        pytest.param(Case(4, 2, 1, 3, placement="random", model="llama-meta"), marks=pytest.mark.slow),
         Case(2, 1, 0, placement="random"),
     ],
     ids=str,
@@ -275,18 +296,26 @@ def test_units_that_are_reduced_in_pieces_train_alike(ranks: RankPool, case: Cas
     assert_bytes_as_planned([result for result, _ in pieces])
 
 
-@pytest.mark.parametrize("mode", ["full", "selective"])
 @pytest.mark.parametrize(
-    ("model", "tp", "masking"),
+    ("model", "tp", "masking", "mode"),
     [
-        ("mlp", 1, "forward"),
-        ("llama-tied-meta", 1, "forward"),
-        ("even-llama", 2, "forward"),
-        ("llama-tied-meta", 1, "backward"),
+        ("mlp", 1, "forward", "full"),
+        ("even-llama", 2, "forward", "selective"),
+        ("llama-tied-meta", 1, "backward", "full"),
+        *(
+            pytest.param(*row, marks=pytest.mark.slow)
+            for row in (
+                ("mlp", 1, "forward", "selective"),
+                ("even-llama", 2, "forward", "full"),
+                ("llama-tied-meta", 1, "backward", "selective"),
+                ("llama-tied-meta", 1, "forward", "full"),
+                ("llama-tied-meta", 1, "forward", "selective"),
+            )
+        ),
     ],
 )
 def test_activation_checkpointing_changes_nothing(
-    ranks: RankPool, mode: Any, model: str, tp: int, masking: Any
+    ranks: RankPool, model: str, tp: int, masking: Any, mode: Any
 ) -> None:
     plain = Case(2, 2, stage=3, accumulation=3, model=model, tp=tp, masking=masking)
     case = Case(2, 2, stage=3, accumulation=3, model=model, checkpointing=mode, tp=tp, masking=masking)
@@ -305,17 +334,19 @@ def _float32_run(case: Case) -> Result:
     [
         Case(2, 1, 0, 1, bf16=True),
         Case(2, 2, 1, 3, bf16=True, model="llama-tied"),
-        Case(2, 2, 3, 1, bf16=True, model="llama"),
-        Case(4, 2, 2, 3, bf16=True, placement="profile"),
+        pytest.param(Case(2, 2, 3, 1, bf16=True, model="llama"), marks=pytest.mark.slow),
+        pytest.param(Case(4, 2, 2, 3, bf16=True, placement="profile"), marks=pytest.mark.slow),
         Case(2, 2, 3, 1, bf16=True, model="llama", checkpointing="full"),
         Case(2, 2, 3, 3, bf16=True, model="even-llama-tied", tp=2),
-        Case(2, 1, 0, 1, bf16=True, model="even-llama", tp=2),
-        Case(2, 2, 3, 3, bf16=True, model="even-llama-tied-meta", neurons=2),
+        pytest.param(Case(2, 1, 0, 1, bf16=True, model="even-llama", tp=2), marks=pytest.mark.slow),
+        pytest.param(Case(2, 2, 3, 3, bf16=True, model="even-llama-tied-meta", neurons=2), marks=pytest.mark.slow),
         Case(2, 1, 0, 1, bf16=True, model="even-llama", neurons=3),
-        Case(2, 1, 0, 1, bf16=True, model="even-llama", neurons=3, masking="backward"),
+        pytest.param(
+            Case(2, 1, 0, 1, bf16=True, model="even-llama", neurons=3, masking="backward"), marks=pytest.mark.slow
+        ),
         Case(2, 2, 3, 3, bf16=True, model="even-llama-tied-meta", neurons=2, masking="backward"),
         Case(2, 1, 0, 1, bf16=True, model="llama", masking="backward"),
-        Case(2, 2, 3, 3, bf16=True, model="llama-tied-meta", masking="backward"),
+        pytest.param(Case(2, 2, 3, 3, bf16=True, model="llama-tied-meta", masking="backward"), marks=pytest.mark.slow),
         Case(2, 1, 0, 1, bf16=True, model="resnet-meta"),
         Case(2, 2, 3, 1, bf16=True, model="swin-meta"),
     ],

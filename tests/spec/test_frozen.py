@@ -24,8 +24,10 @@ from torch.utils.flop_counter import FlopCounterMode
 
 CASES = [
     Case(2, 1, optimizer="adamw", masking="backward"),
-    Case(2, 2, 3, optimizer="adamw", model="llama-tied-meta", bf16=True, masking="backward"),
-    Case(4, 2, 0, placement="profile", masking="backward"),
+    pytest.param(
+        Case(2, 2, 3, optimizer="adamw", model="llama-tied-meta", bf16=True, masking="backward"), marks=pytest.mark.slow
+    ),
+    pytest.param(Case(4, 2, 0, placement="profile", masking="backward"), marks=pytest.mark.slow),
     Case(2, 1, 3, optimizer="adamw", model="even-llama-meta", tp=2, masking="backward"),
     Case(2, 2, 3, optimizer="adamw", model="even-llama-tied-meta", bf16=True, masking="backward", neurons=3),
 ]
@@ -131,7 +133,9 @@ def _backward_flops(case: Case) -> tuple[int, int, int]:
             Case(2, 2, 0, masking="backward"),
             2 * (2 * 2 * models.WIDTH * models.HIDDEN),
         ),  # of one block in four, two matrices
-        (Case(2, 2, 3, masking="backward"), 2 * (2 * 2 * models.WIDTH * models.HIDDEN)),
+        pytest.param(
+            Case(2, 2, 3, masking="backward"), 2 * (2 * 2 * models.WIDTH * models.HIDDEN), marks=pytest.mark.slow
+        ),
         # Of half of each branch of four blocks: 4 of 8 heads' projections of 6 and of 14 hidden
         # units, by 12 features.
         (

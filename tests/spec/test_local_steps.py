@@ -28,9 +28,12 @@ from torch import nn
 PLAIN = '{"type": "SGD", "params": {"lr": 1.0}}'
 COVER = [
     Case(2, 1, 0, 2, steps=6, sync='{"every": 3}'),
-    Case(2, 1, 0, 2, steps=3, sync='{"every": 1}', masking="backward", model="llama-meta"),
-    Case(2, 2, 1, 3, steps=4, sync='{"every": 2, "fragments": 2}', clip=True, model="llama-tied-meta"),
-    Case(2, 2, 3, optimizer="adamw", steps=4, sync='{"every": 2}', masking="backward", model="llama-meta"),
+    pytest.param(Case(2, 1, 0, 2, steps=3, sync='{"every": 1}', masking="backward", model="llama-meta"),
+                 marks=pytest.mark.slow),
+    pytest.param(Case(2, 2, 1, 3, steps=4, sync='{"every": 2, "fragments": 2}', clip=True, model="llama-tied-meta"),
+                 marks=pytest.mark.slow),
+    pytest.param(Case(2, 2, 3, optimizer="adamw", steps=4, sync='{"every": 2}', masking="backward", model="llama-meta"),
+                 marks=pytest.mark.slow),
     Case(4, 1, optimizer="adamw", steps=5, sync='{"every": 1, "single_holder": "skip"}', placement="random", clip=True),
     Case(2, 2, 0, 2, steps=6, sync='{"every": 4, "fragments": 2, "overlap": 1}', masking="backward",
          optimizer="adamw"),
@@ -298,7 +301,10 @@ def _with_evaluations(case: Case, evaluates: bool) -> tuple[dict[str, torch.Tens
 @pytest.mark.parametrize(
     "case",
     [
-        Case(2, 2, 3, steps=5, model="llama-tied-meta", optimizer="adamw", sync='{"every": 3}'),
+        pytest.param(
+            Case(2, 2, 3, steps=5, model="llama-tied-meta", optimizer="adamw", sync='{"every": 3}'),
+            marks=pytest.mark.slow,
+        ),
         Case(2, 1, steps=5, model="resnet-meta", sync='{"every": 4, "fragments": 2, "overlap": 1}', masking="backward"),
     ],
     ids=str,

@@ -22,6 +22,7 @@ from sdp.tests.support.case_tables import (
     THERE_AND_BACK,
     TO_BACKWARD,
     TO_FORWARD,
+    mostly_slow,
     pairwise_cover,
 )
 from sdp.tests.support.cases import (
@@ -47,7 +48,12 @@ TENSOR_COVER = pairwise_cover(
 )
 MORE = [
     Case(2, 2, 2, optimizer="adamw", model="resnet-meta", masking=TO_BACKWARD, steps=SCHEDULED_STEPS, clip=True),
-    Case(2, 1, 1, model="even-llama", masking=THERE_AND_BACK, steps=SCHEDULED_STEPS, branch_scale="train", neurons=2),
+    pytest.param(
+        Case(
+            2, 1, 1, model="even-llama", masking=THERE_AND_BACK, steps=SCHEDULED_STEPS, branch_scale="train", neurons=2
+        ),
+        marks=pytest.mark.slow,
+    ),
     Case(2, 2, 3, model="llama-tied", masking=THERE_AND_BACK, steps=SCHEDULED_STEPS, branch_scale="train"),
     Case(2, 1, 0, model="even-llama", masking=TO_BACKWARD, steps=SCHEDULED_STEPS, lr_scale="0.5", optimizer="adamw"),
     Case(2, 2, 3, 3, model="llama-meta", masking=TO_BACKWARD, steps=SCHEDULED_STEPS, checkpointing="full"),
@@ -64,7 +70,11 @@ def test_the_cover_has_every_stage_under_every_schedule() -> None:
     assert len(COVER) + len(TENSOR_COVER) < 35
 
 
-@pytest.mark.parametrize("case", COVER + TENSOR_COVER + MORE, ids=lambda case: f"{case}-{case.masking[11:24]}")
+@pytest.mark.parametrize(
+    "case",
+    [*mostly_slow(COVER), *mostly_slow(TENSOR_COVER), *MORE],
+    ids=lambda case: f"{case}-{case.masking[11:24]}",
+)
 def test_native_equals_reference(ranks: RankPool, case: Case) -> None:
     """Also bytes of state, and bytes sent in each step: those of the phase, and of the switch."""
     ours, theirs = native(ranks, case), reference(replace(case, checkpointing="none"))
@@ -102,7 +112,7 @@ def test_every_step_is_that_of_its_masking(neurons: int, model: str) -> None:
 # -- a schedule with one phase, or before its switch, is the constant masking ----------------------
 
 
-@pytest.mark.parametrize("masking", ["forward", "backward"])
+@pytest.mark.parametrize("masking", [pytest.param("forward", marks=pytest.mark.slow), "backward"])
 def test_one_phase_is_the_constant_masking(ranks: RankPool, masking: str) -> None:
     case = Case(2, 2, 3, 2, clip=True, optimizer="adamw", model="llama-tied-meta", masking=masking)
     plain, alone = native(ranks, case), native(ranks, replace(case, masking=f'[{{"masking": "{masking}"}}]'))
@@ -158,7 +168,7 @@ def _bytes(case: Case) -> tuple[list[int], list[int]]:
     [
         pytest.param(Case(2, 1, model="wide-llama"), marks=pytest.mark.full_table),
         Case(2, 1, model="wide-llama", neurons=2, placement="cyclic"),
-        Case(2, 2, 3, model="wide-llama", bf16=True),
+        pytest.param(Case(2, 2, 3, model="wide-llama", bf16=True), marks=pytest.mark.slow),
     ],
     ids=str,
 )
@@ -186,11 +196,14 @@ def test_copies_that_sleep_take_no_memory(ranks: RankPool, case: Case) -> None:
     "case",
     [
         Case(2, 2, 3, optimizer="adamw", model="llama-tied-meta", masking=TO_BACKWARD),
-        Case(2, 1, 0, 2, optimizer="adamw", model="even-llama", neurons=2, masking=TO_BACKWARD),
+        pytest.param(
+            Case(2, 1, 0, 2, optimizer="adamw", model="even-llama", neurons=2, masking=TO_BACKWARD),
+            marks=pytest.mark.slow,
+        ),
         pytest.param(
             Case(2, 1, 0, optimizer="momentum", model="dropped", masking=TO_BACKWARD), marks=pytest.mark.full_table
         ),
-        Case(2, 2, 1, optimizer="adamw", model="dropped", masking=TO_FORWARD),
+        pytest.param(Case(2, 2, 1, optimizer="adamw", model="dropped", masking=TO_FORWARD), marks=pytest.mark.slow),
     ],
     ids=str,
 )

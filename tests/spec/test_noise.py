@@ -39,13 +39,16 @@ def reference(case: Case) -> list[Metrics]:
 
 NATIVE = [
     Case(4, 1, optimizer="adamw", clip=True),
-    Case(4, 1, accumulation=3, optimizer="adamw"),
+    pytest.param(Case(4, 1, accumulation=3, optimizer="adamw"), marks=pytest.mark.slow),
     Case(2, 2, 3, accumulation=2, masking="backward"),
     Case(2, 2, 2, masking='[{"until": 2, "masking": "forward"}, {"masking": "backward"}]'),
     Case(2, 2, 0, accumulation=2),
-    Case(2, 2, 1, model="llama-tied-meta", optimizer="adamw", accumulation=2),
-    Case(2, 2, 2, masking="backward", optimizer="momentum"),
-    Case(2, 2, 3, neurons=2, model="even-llama-tied-meta", optimizer="adamw", accumulation=2),
+    pytest.param(Case(2, 2, 1, model="llama-tied-meta", optimizer="adamw", accumulation=2), marks=pytest.mark.slow),
+    pytest.param(Case(2, 2, 2, masking="backward", optimizer="momentum"), marks=pytest.mark.slow),
+    pytest.param(
+        Case(2, 2, 3, neurons=2, model="even-llama-tied-meta", optimizer="adamw", accumulation=2),
+        marks=pytest.mark.slow,
+    ),
     Case(4, 1, neurons=2, model="even-llama-meta", masking="backward"),
     Case(2, 1, tp=2, model="wide-llama-tied", optimizer="adamw"),
     Case(2, 2, 3, tp=2, neurons=2, model="wide-llama"),
@@ -81,13 +84,13 @@ def test_a_second_pass_before_the_step_is_not_measured(ranks: RankPool) -> None:
 
 DEEPSPEED = [
     Case(2, 2, 0, optimizer="adamw"),
-    Case(2, 1, 0, accumulation=2, optimizer="adamw"),
+    pytest.param(Case(2, 1, 0, accumulation=2, optimizer="adamw"), marks=pytest.mark.slow),
     Case(2, 2, 1, accumulation=2, optimizer="adamw", clip=True),
     Case(2, 2, 2, masking="backward"),
-    Case(2, 2, 3, optimizer="adamw"),
+    pytest.param(Case(2, 2, 3, optimizer="adamw"), marks=pytest.mark.slow),
     Case(2, 2, 3, neurons=2, model="even-llama-tied-meta", accumulation=2),
-    Case(2, stage=1, sizes=(3, 1), optimizer="adamw"),
-    Case(2, stage=0, sizes=(3, 1)),
+    pytest.param(Case(2, stage=1, sizes=(3, 1), optimizer="adamw"), marks=pytest.mark.slow),
+    pytest.param(Case(2, stage=0, sizes=(3, 1)), marks=pytest.mark.slow),
     Case(2, stage=3, sizes=(1, 2), masking="backward"),
 ]
 

@@ -49,8 +49,12 @@ def test_deepspeed_equals_reference(ranks: RankPool, case: Case) -> None:
     ("case", "engine"),
     [
         (Case(2, 2, 3, lr_scale="auto", optimizer="adamw"), "fsdp2"),
-        (Case(2, 1, 0, neurons=2, lr_scale="0.7", optimizer="momentum", model="even-llama"), "fsdp2"),
-        (Case(2, 2, 1, lr_scale="auto", optimizer="adamw"), "deepspeed"),
+        pytest.param(
+            Case(2, 1, 0, neurons=2, lr_scale="0.7", optimizer="momentum", model="even-llama"),
+            "fsdp2",
+            marks=pytest.mark.slow,
+        ),
+        pytest.param(Case(2, 2, 1, lr_scale="auto", optimizer="adamw"), "deepspeed", marks=pytest.mark.slow),
     ],
     ids=str,
 )

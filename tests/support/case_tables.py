@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
+from dataclasses import fields
 from typing import Any
 
+import pytest
 from sdp.tests.support.cases import Case
 
 FACTORS: dict[str, Sequence[Any]] = {
@@ -75,6 +77,17 @@ def pairwise_cover(factors: dict[str, Sequence[Any]]) -> list[Case]:
         cover.append(best)
         missing -= pairs_of[best]
     return cover
+
+
+def mostly_slow(cases: Sequence[Case]) -> list[Any]:
+    """Mark cases as slow, except for a few that have each value of each factor at least once."""
+    values_of = {case: {(each.name, str(getattr(case, each.name))) for each in fields(case)} for case in cases}
+    missing, kept = set().union(*values_of.values()), set()
+    while missing:
+        best = max(values_of, key=lambda case: len(values_of[case] & missing))
+        kept.add(best)
+        missing -= values_of[best]
+    return [case if case in kept else pytest.param(case, marks=pytest.mark.slow) for case in cases]
 
 
 def full_table(factors: dict[str, Sequence[Any]]) -> list[Case]:

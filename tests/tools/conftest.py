@@ -7,10 +7,16 @@ import os
 import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch.distributed as dist
 from sdp.data.prepare import prepare
+from sdp.engine.tracing.step import StepTrace, trace_step
 from sdp.tests.support.small_runs import run_sdp
+from sdp.tools.plan import forecast as forecasts
+
+_TRACES: dict[str, StepTrace] = {}
 
 
 def _fill_once(factory: pytest.TempPathFactory, name: str, fill: Callable[[Path], object]) -> Path:
@@ -48,6 +54,28 @@ def own_environment() -> Iterator[None]:
     os.environ.clear()
     os.environ.update(before)
     (log.level, log.propagate), log.handlers[:] = settings, handlers
+
+
+@pytest.fixture(scope="module")
+def traced_once() -> Iterator[None]:
+    """Trace each step once for all tests of this process that plan, because that is most of a plan.
+
+    A trace depends on the model, the configuration, the layout and the group, but not on the
+    machine.
+    """
+
+    def once(build: Any, config: Any, layout: Any, batch: Any, group: int, **options: Any) -> StepTrace:
+        settings = config.resolved()
+        settings["data"] = {**settings["data"], "path": None}  # data tell how large the model is
+        shapes = {name: tuple(p.shape) for name, p in build().named_parameters()}
+        key = json.dumps([settings, str(shapes), str(layout.mesh), str(layout.placement), group, str(options)])
+        if dist.is_initialized() or key not in _TRACES:
+            _TRACES[key] = trace_step(build, config, layout, batch, group, **options)
+        return _TRACES[key]
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(forecasts, "trace_step", once)
+        yield
 
 
 @pytest.fixture(scope="session")

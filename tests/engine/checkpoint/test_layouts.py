@@ -42,20 +42,26 @@ def test_a_checkpoint_moves_to_any_layout_exactly(ranks: RankPool, saved: Any, t
 
 
 PAIRS = [
-    (
+    pytest.param(
         Case(1, 4, stage=2, optimizer="adamw", placement="full"),
         Case(2, 2, stage=3, optimizer="adamw", placement="mixed"),
+        marks=pytest.mark.slow,
     ),
-    (
+    pytest.param(
         Case(2, 1, stage=0, optimizer="adamw", placement="full"),
         Case(4, 1, stage=1, optimizer="adamw", placement="profile"),
+        marks=pytest.mark.slow,
     ),
     (
         Case(4, 1, stage=0, optimizer="momentum", placement="cyclic"),
         Case(1, 2, stage=3, optimizer="momentum", placement="full"),
     ),
     (Case(2, 2, stage=3, optimizer="adamw", masking="backward"), Case(4, 1, optimizer="adamw", placement="profile")),
-    (Case(2, 1, optimizer="adamw", placement="cyclic"), Case(2, 2, stage=2, optimizer="adamw", masking="backward")),
+    pytest.param(
+        Case(2, 1, optimizer="adamw", placement="cyclic"),
+        Case(2, 2, stage=2, optimizer="adamw", masking="backward"),
+        marks=pytest.mark.slow,
+    ),
     (  # running statistics are those of first holders
         Case(2, 2, stage=3, optimizer="adamw", model="resnet-meta"),
         Case(1, 2, optimizer="adamw", placement="full", model="resnet-meta"),
@@ -84,7 +90,11 @@ def _save_in_pieces(case: Case, folder: str, piece_bytes: int) -> tuple[Any, Any
         dcp.PIECE_BYTES = limit
 
 
-@pytest.mark.parametrize("source", [SOURCE, Case(2, 1, optimizer="adamw", neurons=2, model="llama")], ids=str)
+@pytest.mark.parametrize(
+    "source",
+    [SOURCE, pytest.param(Case(2, 1, optimizer="adamw", neurons=2, model="llama"), marks=pytest.mark.slow)],
+    ids=str,
+)
 def test_large_tensors_are_written_in_pieces_and_read_as_wholes(ranks: RankPool, tmp_path: Path, source: Case) -> None:
     limit = 128
     saved = ranks.run(_save_in_pieces, source, str(tmp_path), limit, world=source.world)
@@ -98,7 +108,9 @@ def test_large_tensors_are_written_in_pieces_and_read_as_wholes(ranks: RankPool,
     assert all(torch.equal(value, before[name]) for name, value in merge_moments(loaded).items() if name in before)
 
 
-@pytest.mark.parametrize("source", TENSOR_SOURCES, ids=str)
+@pytest.mark.parametrize(
+    "source", [TENSOR_SOURCES[0], *(pytest.param(case, marks=pytest.mark.slow) for case in TENSOR_SOURCES[1:])], ids=str
+)
 def test_tensor_parallel_parts_become_wholes_and_back(ranks: RankPool, source: Case, tmp_path: Path) -> None:
     """Weights and moments exact, from cut matrices to whole ones and the other way, sharded further
     or not.

@@ -68,7 +68,11 @@ def _resumed_equals_undisturbed(case: Case, folder: str, saved_after: list[int],
     return differing
 
 
-@pytest.mark.parametrize("case", CASES, ids=str)
+@pytest.mark.parametrize(
+    "case",  # DeepSpeed resumes the first one below
+    [pytest.param(CASES[0], marks=pytest.mark.slow), *CASES[1:4], pytest.param(CASES[4], marks=pytest.mark.slow)],
+    ids=str,
+)
 def test_a_resume_goes_on_bit_for_bit(ranks: RankPool, tmp_path: Path, case: Case) -> None:
     for differing in ranks.run(_resumed_equals_undisturbed, case, str(tmp_path), [2, 3, 4], "fsdp2", world=case.world):
         assert differing == []
@@ -131,8 +135,8 @@ def _load(case: Case, folder: str) -> tuple[Any, Any]:
 @pytest.mark.parametrize(
     "target",
     [
-        Case(1, 2, stage=2, optimizer="adamw", placement="full"),
-        Case(2, 1, optimizer="adamw", sync='{"every": 3}'),
+        pytest.param(Case(1, 2, stage=2, optimizer="adamw", placement="full"), marks=pytest.mark.slow),
+        pytest.param(Case(2, 1, optimizer="adamw", sync='{"every": 3}'), marks=pytest.mark.slow),
         Case(4, 1, optimizer="adamw", placement="cyclic", sync='{"every": 2, "fragments": 2}'),
     ],
     ids=str,
@@ -212,7 +216,11 @@ MOVES = [
 @needs_deepspeed
 @pytest.mark.parametrize(
     ("wrote", "source", "target"),
-    [*MOVES[:2], *(pytest.param(*row, marks=pytest.mark.full_table) for row in MOVES[2:])],
+    [
+        MOVES[0],
+        pytest.param(*MOVES[1], marks=pytest.mark.slow),
+        *(pytest.param(*row, marks=pytest.mark.full_table) for row in MOVES[2:]),
+    ],
     ids=str,
 )
 def test_deepspeed_goes_on_as_the_reference_does(

@@ -170,7 +170,11 @@ def test_a_round_that_is_given_up_equals_plain_torch(ranks: RankPool, tmp_path: 
     check(ranks, tmp_path, case, dies_again=False)
 
 
-@pytest.mark.parametrize("case", CASES[:2], ids=lambda case: str(case).replace(" ", "-"))
+@pytest.mark.parametrize(
+    "case",
+    [CASES[0], pytest.param(CASES[1], marks=pytest.mark.slow)],
+    ids=lambda case: str(case).replace(" ", "-"),
+)
 def test_the_holder_may_die_again_while_it_returns(ranks: RankPool, tmp_path: Path, case: Case) -> None:
     check(ranks, tmp_path, case, dies_again=True)
 

@@ -22,13 +22,14 @@ from torch import nn
 
 TABLE = [
     Case(2, 1, 0, model="llama-tied-meta"),
-    *(Case(2, 2, stage, model="llama") for stage in (1, 2, 3)),
-    Case(4, 2, 3, 3, placement="profile", model="llama-meta"),
+    Case(2, 2, 1, model="llama"),
+    *(pytest.param(Case(2, 2, stage, model="llama"), marks=pytest.mark.slow) for stage in (2, 3)),
+    pytest.param(Case(4, 2, 3, 3, placement="profile", model="llama-meta"), marks=pytest.mark.slow),
     Case(4, 1, 0, placement="cyclic"),
-    Case(1, 4, 3, placement="full", model="llama-tied"),
+    pytest.param(Case(1, 4, 3, placement="full", model="llama-tied"), marks=pytest.mark.slow),
     Case(2, 2, 3, model="even-llama-meta", tp=2),
-    Case(2, 1, 0, model="even-llama-tied", tp=2),
-    Case(4, 1, 0, placement="cyclic", model="even-llama-tied-meta", tp=2),
+    pytest.param(Case(2, 1, 0, model="even-llama-tied", tp=2), marks=pytest.mark.slow),
+    pytest.param(Case(4, 1, 0, placement="cyclic", model="even-llama-tied-meta", tp=2), marks=pytest.mark.slow),
     Case(4, 1, 0, placement="cyclic", masking="backward"),
     Case(2, 2, 3, model="llama-tied-meta", masking="backward"),
     Case(2, 1, 0, model="even-llama", tp=2, masking="backward"),
@@ -36,9 +37,7 @@ TABLE = [
 
 
 def _batches(case: Case, rank: int) -> list[Any]:
-    """A different number on every rank, 1 to 11: more than one chunk of lockstep passes; rows and
-    ignored labels differ too.
-    """
+    """1 to 11 by rank, which is more than one chunk of lockstep passes; rows and labels differ."""
     return [
         models.micro_batch(case.model, 500 + index, index, rank, rows=1 + (index + rank) % 3)
         for index in range(1 + 5 * (rank % 3))
@@ -55,9 +54,7 @@ def _evaluate(case: Case) -> tuple[float, list[float], Any, list[str]]:
 
 
 def _expected(case: Case, state: dict[str, torch.Tensor], ranks: range, held: Any = None) -> float:
-    """The token-weighted mean loss of the full model in this process (or with only the units in
-    ``held``).
-    """
+    """The token-weighted mean loss of the full model here, or with only the units in ``held``."""
     model = models.build(case.model)
     if next(model.parameters()).is_meta:
         model.to_empty(device="cpu")
@@ -147,7 +144,10 @@ def _train_with_evaluations(case: Case) -> Any:
     return engine.full_state_dict()
 
 
-@pytest.mark.parametrize(("stage", "masking"), [*((stage, "forward") for stage in range(4)), (3, "backward")])
+@pytest.mark.parametrize(
+    ("stage", "masking"),
+    [(0, "forward"), *(pytest.param(stage, "forward", marks=pytest.mark.slow) for stage in (1, 2, 3)), (3, "backward")],
+)
 def test_training_goes_on_as_if_nothing_was_evaluated(ranks: RankPool, stage: int, masking: Any) -> None:
     case = Case(2, 2, stage, 3, model="llama-tied", optimizer="adamw", masking=masking)
     state = ranks.run(_train_with_evaluations, case, world=4)[0]

@@ -132,9 +132,9 @@ def _own_and_agreed(case: Case, engine_name: str) -> dict[str, Any]:
 @pytest.mark.parametrize(
     ("neurons", "masking", "engine_name"),
     [
-        (0, "forward", "fsdp2"),
+        pytest.param(0, "forward", "fsdp2", marks=pytest.mark.slow),
         (0, "backward", "fsdp2"),
-        (2, "forward", "fsdp2"),
+        pytest.param(2, "forward", "fsdp2", marks=pytest.mark.slow),
         (2, "backward", "fsdp2"),
         (2, "forward", "deepspeed"),
     ],

@@ -91,7 +91,7 @@ CASES = [
     Case(2, 2, stage=3, clip=True),
     Case(2, 2, stage=1, accumulation=2, masking="backward"),
     Case(2, 1, stage=0, neurons=2, model="llama"),
-    Case(2, 2, stage=2, neurons=2, placement="cyclic", model="llama"),
+    pytest.param(Case(2, 2, stage=2, neurons=2, placement="cyclic", model="llama"), marks=pytest.mark.slow),
     Case(2, 1, stage=0, tp=2, model="even-llama"),
     Case(2, 1, stage=0, tp=2, model="wide-llama-tied-meta", neurons=2, placement="random"),
 ]

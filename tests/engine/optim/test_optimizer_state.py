@@ -86,7 +86,7 @@ TWO = Case(2, 1, placement="mixed")
 SLICES = replace(TWO, neurons=2, model="even-llama")
 RUNS = [
     ("fsdp2", SLICES, "group"),
-    ("deepspeed", Case(1, 2, stage=0), "last"),
+    pytest.param("deepspeed", Case(1, 2, stage=0), "last", marks=pytest.mark.slow),
     pytest.param("deepspeed", Case(1, 2, stage=2), "last", marks=pytest.mark.full_table),
     ("deepspeed", Case(1, 2, stage=3), "state"),
     pytest.param("deepspeed", replace(SLICES, stage=1), "state", marks=pytest.mark.full_table),

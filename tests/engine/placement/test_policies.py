@@ -35,17 +35,19 @@ capacity_lists = st.lists(st.floats(0.2, 1.0), min_size=2, max_size=8)
 cost_lists = st.lists(st.integers(1, 1000), min_size=2, max_size=20)
 
 
-@settings(max_examples=25, deadline=None)
-@given(
-    capacity=capacity_lists,
-    costs=cost_lists,
-    kind=st.sampled_from(["random", "balanced"]),
-    profile=st.sampled_from(["uniform", "depth"]),
-    with_flops=st.booleans(),
-)
-def test_capacities_coverage_and_determinism(
-    capacity: list[float], costs: list[int], kind: Any, profile: Any, with_flops: bool
-) -> None:
+@pytest.mark.parametrize("examples", [6, pytest.param(40, marks=pytest.mark.slow)])  # each takes seconds
+def test_capacities_coverage_and_determinism(examples: int) -> None:
+    check = given(
+        capacity=capacity_lists,
+        costs=cost_lists,
+        kind=st.sampled_from(["random", "balanced"]),
+        profile=st.sampled_from(["uniform", "depth"]),
+        with_flops=st.booleans(),
+    )(_check_capacities)
+    settings(max_examples=examples, deadline=None)(check)()
+
+
+def _check_capacities(capacity: list[float], costs: list[int], kind: Any, profile: Any, with_flops: bool) -> None:
     assume(sum(capacity) >= 1)
     these = units(costs, costs[::-1] if with_flops else None)
     values = {"groups": len(capacity), "capacity": capacity, "placement": kind, "profile": profile, "seed": 1}
@@ -317,7 +319,13 @@ def test_refused(values: dict[str, Any], error: type[Exception], message: str) -
 
 @pytest.mark.parametrize(
     ("kind", "profile"),
-    [("cyclic", "depth"), ("random", "depth"), ("balanced", "depth"), ("cyclic", "uniform"), ("balanced", "uniform")],
+    [
+        ("cyclic", "depth"),
+        ("random", "depth"),
+        ("balanced", "depth"),
+        ("cyclic", "uniform"),
+        pytest.param("balanced", "uniform", marks=pytest.mark.slow),
+    ],
 )
 def test_a_thousand_groups_in_ten_seconds(kind: Any, profile: Any) -> None:
     started = time.process_time()

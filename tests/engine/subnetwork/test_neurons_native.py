@@ -92,7 +92,10 @@ def test_checkpoints_of_neurons_blocks_and_dense_runs_are_one_format(
         check(ranks.run(_load, target, str(tmp_path), world=target.world), weights, moments, target)
 
 
-@pytest.mark.parametrize("masking", [pytest.param("forward", marks=pytest.mark.full_table), "backward"])
+@pytest.mark.parametrize(
+    "masking",
+    [pytest.param("forward", marks=pytest.mark.full_table), pytest.param("backward", marks=pytest.mark.slow)],
+)
 def test_checkpoints_of_tensor_parallel_parts_of_slices(ranks: RankPool, tmp_path: Path, masking: Any) -> None:
     source = replace(SOURCE, fsdp=1, tp=2, model="wide-llama-tied-meta", masking=masking)
     saved = ranks.run(_train_and_save, source, str(tmp_path), False, world=4)
@@ -108,7 +111,7 @@ def test_checkpoints_of_tensor_parallel_parts_of_slices(ranks: RankPool, tmp_pat
         check(ranks.run(_load, target, str(tmp_path), world=4), weights, moments, target)
 
 
-@pytest.mark.parametrize("model", ["resnet-meta", "swin-meta"])
+@pytest.mark.parametrize("model", [pytest.param("resnet-meta", marks=pytest.mark.slow), "swin-meta"])
 def test_checkpoints_of_images(ranks: RankPool, tmp_path: Path, model: str) -> None:
     """Channels with their running statistics, heads and columns of the table of biases."""
     source = replace(SOURCE, model=model)
@@ -147,7 +150,7 @@ def _evaluate(case: Case) -> tuple[float, list[float], float, Any]:
         Case(2, 1, neurons=2, model="even-llama"),
         Case(4, 2, stage=3, neurons=3, model="even-llama-tied-meta"),
         Case(2, 2, stage=2, neurons=2, model="even-llama-meta", bf16=True),
-        Case(2, 2, stage=3, neurons=3, model="resnet-meta"),
+        pytest.param(Case(2, 2, stage=3, neurons=3, model="resnet-meta"), marks=pytest.mark.slow),
         Case(4, 1, neurons=2, model="swin-meta"),
         Case(2, 1, stage=3, neurons=2, model="wide-llama", tp=2),
     ],

@@ -50,7 +50,7 @@ def _digests_after(case: Case, steps: int) -> tuple[dict[str, str], dict[str, st
 @pytest.mark.parametrize(
     ("case", "steps"),
     [
-        (Case(2, 2, 3, 1, clip=True, optimizer="adamw"), 50),
+        pytest.param(Case(2, 2, 3, 1, clip=True, optimizer="adamw"), 50, marks=pytest.mark.slow),
         pytest.param(
             Case(4, 2, 0, 1, optimizer="momentum", placement="profile", model="mlp-meta"),
             50,
@@ -66,7 +66,11 @@ def _digests_after(case: Case, steps: int) -> tuple[dict[str, str], dict[str, st
         (Case(2, 2, 3, 1, optimizer="adamw", model="even-llama", tp=2), 12),
         (Case(4, 1, 0, 1, optimizer="adamw", model="llama-of-3", neurons=3), 12),
         # Sums of three depend on their order.
-        (Case(2, 1, 0, 1, optimizer="adamw", placement="profile", model="llama-of-3", tp=3), 12),
+        pytest.param(
+            Case(2, 1, 0, 1, optimizer="adamw", placement="profile", model="llama-of-3", tp=3),
+            12,
+            marks=pytest.mark.slow,
+        ),
     ],
     ids=str,
 )

@@ -121,7 +121,13 @@ def test_gradients_are_divided_by_the_root_of_adams_moments() -> None:
 
 
 @pytest.mark.parametrize(
-    ("case", "steps"), [(BLOCKS, 300), (NEURONS, 100), pytest.param(RANKS_INSIDE, 300, marks=pytest.mark.slow)], ids=str
+    ("case", "steps"),
+    [
+        pytest.param(BLOCKS, 300, marks=pytest.mark.slow),
+        (NEURONS, 100),
+        pytest.param(RANKS_INSIDE, 300, marks=pytest.mark.slow),
+    ],
+    ids=str,
 )
 def test_its_mean_is_that_of_many_batches(case: Case, steps: int) -> None:
     """The covariance and the mean of the gradients of many batches, at weights that stand still."""

@@ -116,7 +116,7 @@ def _traced(config: dict[str, Any], device: Device) -> StepTrace:
     ("bf16", "checkpointing"),
     [
         (False, "none"),
-        (True, "selective"),
+        pytest.param(True, "selective", marks=pytest.mark.slow),
         pytest.param(False, "selective", marks=pytest.mark.full_table),
         pytest.param(True, "none", marks=pytest.mark.full_table),
     ],

@@ -101,7 +101,13 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize("name", CASES)
+# Others have what these have: states, sharding, precision, granularity and recomputation.
+SLOW = {"sdp-only", "zero3-bf16", "tensor-parallel", "neurons", "dense-zero3", "mostly-state"}
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=pytest.mark.slow) if name in SLOW else name for name in CASES]
+)
 def test_a_traced_step_is_a_real_ranks(ranks: RankPool, name: str) -> None:
     world, config = CASES[name]
     found = ranks.run(measured, config, world=world)
@@ -135,21 +141,25 @@ def test_a_peak_of_a_gigabyte(ranks: RankPool) -> None:
 @pytest.mark.parametrize(
     ("layers", "options"),
     [
-        (20, {"stage": 3, "bf16": True, "accumulation": 2, "checkpointing": "full"}),
+        pytest.param(
+            20, {"stage": 3, "bf16": True, "accumulation": 2, "checkpointing": "full"}, marks=pytest.mark.slow
+        ),
         (
             12,
             {"groups": 1, "stage": 3, "bf16": True, "accumulation": 2, "model": {"hidden_size": 512}},
         ),  # the peak is amid the last blocks
         (14, {"masking": "backward"}),  # blocks of two kinds take turns
-        (
+        pytest.param(
             24,
             {"groups": 4, "masking": "backward", "stage": 3, "placement": "cyclic", "profile": "uniform"},
+            marks=pytest.mark.slow,
         ),  # in a pattern of four
-        (
+        pytest.param(
             30,
             {"masking": "backward", "placement": {f"model.layers.{i}": [int(10 <= i < 20)] for i in range(30)}},
+            marks=pytest.mark.slow,
         ),  # on both sides of another
-        (10, {"granularity": "neuron", "neuron_groups": 2}),
+        pytest.param(10, {"granularity": "neuron", "neuron_groups": 2}, marks=pytest.mark.slow),
         (10, {"granularity": "neuron", "neuron_groups": 2, "tp": 2}),
     ],
 )

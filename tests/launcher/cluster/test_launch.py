@@ -11,6 +11,7 @@ import pytest
 import sdp
 from sdp.data.prepare import prepare
 from sdp.launcher.cluster.quoting import decode
+from sdp.tests.support.forks.command import run_forked
 from sdp.tools.cli import main
 
 pytestmark = pytest.mark.usefixtures("folder")
@@ -246,8 +247,8 @@ def test_local_run_ends_as_sdp_train_does(folder: Path) -> None:
     )  # fmt: skip
     assert launched.returncode == 0, launched.stderr
     assert "environment of every rank: GLOO_SOCKET_IFNAME=lo NCCL_DEBUG=a b" in launched.stderr
-    trained = [*head, "train", "small.json", "--set", "sdp.engine=reference", "--dump-dir", "two"]  # in one process
-    assert subprocess.run(trained, env=environ, capture_output=True, timeout=240).returncode == 0
+    trained = run_forked("train", "small.json", "--set", "sdp.engine=reference", "--dump-dir", "two")  # in one process
+    assert trained.returncode == 0, trained.stderr
     losses = [
         [json.loads(line)["loss"] for line in Path(run, "metrics.jsonl").read_text().splitlines()]
         for run in ("one run", "two")

@@ -18,6 +18,8 @@ from sdp.tools.advise.verdict import decide, extrapolations
 from sdp.tools.cli import main
 from sdp.tools.plan.machine import Machine
 
+pytestmark = pytest.mark.usefixtures("traced_once")
+
 ROOT = Path(__file__).parents[3]
 CONFIG: dict[str, Any] = {
     "train_micro_batch_size_per_gpu": 2,

@@ -30,6 +30,8 @@ from sdp.tools.plan.alternatives import alternatives
 from sdp.tools.plan.machine import Machine
 from sdp.tools.shared.steal import stolen, ticks
 
+pytestmark = pytest.mark.usefixtures("traced_once")
+
 ROUNDS = MethodOptions(Path("tiny.json"), rounds=1, steps=1)
 SETTINGS = {
     "config": "tiny.json", "model": MODEL, "world": 4, "batch": {"train": 8, "micro": 2, "accumulation": 1},
@@ -45,6 +47,7 @@ def measured(names: list[str], layers: int) -> Any:
     return measure({name: variant(name, config, 4, layers) for name in names}, ROUNDS, config, torch.device("cpu"))
 
 
+@pytest.mark.slow
 def test_every_method_does_its_work_and_is_reported(
     ranks: RankPool, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

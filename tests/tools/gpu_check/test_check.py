@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import gc
 import itertools
 import json
 import signal
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -27,6 +28,14 @@ ONE_B = CONFIGS[0]
 
 
 PLANNED = Planned(500, 1000, 80.0)
+
+
+@pytest.fixture(autouse=True, scope="module")
+def collections_are_short() -> Iterator[None]:
+    """A row ends with a collection of garbage, which would look at all modules of all tests."""
+    gc.freeze()
+    yield
+    gc.unfreeze()
 
 
 def share(**figures: Any) -> Share:
@@ -125,7 +134,7 @@ def failing(row: Row) -> Planned:
     raise ValueError("no placement\nsecond")
 
 
-@pytest.mark.parametrize("tiny", [False, True])
+@pytest.mark.parametrize("tiny", [pytest.param(False, marks=pytest.mark.slow), True])
 @pytest.mark.parametrize(
     ("plan", "why"),
     [(late, "TimeIsUp: it was not made before no time was left"), (failing, "ValueError: no placement")],

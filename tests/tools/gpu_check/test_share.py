@@ -60,6 +60,7 @@ def tiny(file: Path, *words: str) -> tuple[dict[str, Any], str]:
     return json.loads(file.read_text()), done.stdout
 
 
+@pytest.mark.slow
 def test_shares_are_measured_and_compared_with_their_plan(tmp_path: Path) -> None:
     names = ["1 dense", "0.5 block forward"]
     report, printed = tiny(tmp_path / "new" / "check.json", "--configs", "llama_1b", "--variants", *names)

@@ -28,6 +28,8 @@ from sdp.tools.plan.trials import Choice, Step, own_share, stated_step
 from sdp.tools.shared import arguments
 from sdp.tools.train import command as train_command
 
+pytestmark = pytest.mark.usefixtures("traced_once")
+
 LLAMA = {
     "name": "llama",
     "vocab_size": 512,
@@ -110,6 +112,7 @@ def dominates(one: Forecast, other: Forecast) -> bool:
     return tp == its_tp and mine != its and all(a <= b for a, b in zip(mine, its, strict=True))
 
 
+@pytest.mark.slow
 def test_nothing_of_its_ranks_is_faster_and_no_fewer_fit(once: Planner) -> None:
     """Held to all layouts, at several memories: those of their peaks, so that ever fewer fit."""
     config = load_config(CONFIG)
@@ -212,7 +215,7 @@ def test_tensor_parallel_ranks_stay_inside_a_node(config: Path, capsys: pytest.C
     assert "tensor-parallel ranks would be on two nodes" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize(("samples", "ranks"), [(48, 3), (32, 4)])
+@pytest.mark.parametrize(("samples", "ranks"), [pytest.param(48, 3, marks=pytest.mark.slow), (32, 4)])
 def test_the_fewest_ranks_that_share_the_samples(once: Planner, samples: int, ranks: int) -> None:
     """Three ranks a group where two do not fit; four where three cannot share the samples of a
     step. One rank a node: tensor
@@ -329,7 +332,7 @@ def started_by(command: str) -> tuple[int, Forecast]:
     return world, forecast("", config, machine(world), world)
 
 
-@pytest.mark.parametrize("per_node", [8, 2])
+@pytest.mark.parametrize("per_node", [8, pytest.param(2, marks=pytest.mark.slow)])
 def test_suggested_commands_make_the_same_layout(
     config: Path, capsys: pytest.CaptureFixture[str], per_node: int
 ) -> None:

@@ -72,9 +72,23 @@ def test_plans_for_mirror_images_of_nodes_are_equal() -> None:
     assert second.groups[0].trace.rank == 0  # on one node with all of its group
 
 
-@pytest.mark.parametrize("masking", ["forward", "backward"])
-@pytest.mark.parametrize(("fsdp", "tp", "stage"), [(1, 1, 3), (3, 1, 3), (3, 1, 0), (1, 2, 3), (2, 2, 3)])
-def test_communicators_are_those_that_the_engine_makes(masking: str, fsdp: int, tp: int, stage: int) -> None:
+@pytest.mark.parametrize(
+    ("fsdp", "tp", "stage", "masking"),
+    [
+        (2, 2, 3, "backward"),
+        (3, 1, 0, "backward"),
+        (3, 1, 3, "forward"),
+        *(
+            pytest.param(*row, masking, marks=pytest.mark.slow)
+            for masking, rows in (
+                ("forward", [(1, 1, 3), (3, 1, 0), (1, 2, 3), (2, 2, 3)]),
+                ("backward", [(1, 1, 3), (3, 1, 3), (1, 2, 3)]),
+            )
+            for row in rows
+        ),
+    ],
+)
+def test_communicators_are_those_that_the_engine_makes(fsdp: int, tp: int, stage: int, masking: str) -> None:
     """A planned rank is in as many process groups as a rank of the engine.
 
     A group of one rank alone does not count.
@@ -129,8 +143,12 @@ def test_tensor_parallel_ranks_on_two_nodes(tmp_path: Path, capsys: pytest.Captu
 @pytest.mark.parametrize(
     ("layers", "sdp"),
     [
-        (8, {"groups": 2, "masking": "backward", "placement": {f"model.layers.{i}": [int(i >= 4)] for i in range(8)}}),
-        (12, {"groups": 4, "masking": "backward", "capacity": 0.4}),
+        pytest.param(
+            8,
+            {"groups": 2, "masking": "backward", "placement": {f"model.layers.{i}": [int(i >= 4)] for i in range(8)}},
+            marks=pytest.mark.slow,
+        ),
+        pytest.param(12, {"groups": 4, "masking": "backward", "capacity": 0.4}, marks=pytest.mark.slow),
         (
             4,
             {

@@ -15,6 +15,8 @@ from sdp.tests.support import models
 from sdp.tests.support.cases import Case
 from sdp.tools.cli import main
 
+pytestmark = pytest.mark.usefixtures("traced_once")
+
 QUICKSTART = Path(__file__).parents[3] / "configs/quickstart_local.json"
 SMALL = ["model.hidden_size=48", "model.intermediate_size=64", "model.num_hidden_layers=4", "data.sequence_length=32",
          "model.max_position_embeddings=32", "data.vocab_size=256"]  # fmt: skip

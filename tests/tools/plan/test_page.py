@@ -14,6 +14,8 @@ from sdp.engine.placement.placement import Placement
 from sdp.tools.cli import main
 from sdp.tools.plan.unit_map import draw_map
 
+pytestmark = pytest.mark.usefixtures("traced_once")
+
 CONFIG = {
     "train_micro_batch_size_per_gpu": 2,
     "activation_checkpointing": {"mode": "selective"},

@@ -14,6 +14,8 @@ from sdp.tools.cli import main
 from sdp.tools.plan.machine import Machine, fill_nodes, split_evenly
 from sdp.tools.shared.quantities import quantity
 
+pytestmark = pytest.mark.usefixtures("traced_once")
+
 CONFIGS = Path(__file__).parents[3] / "configs"
 LLAMA = {
     "name": "llama",

@@ -40,7 +40,7 @@ def listening_addresses(process: subprocess.Popen[bytes]) -> set[str]:
     return found
 
 
-@pytest.mark.parametrize("groups", [1, 2])
+@pytest.mark.parametrize("groups", [pytest.param(1, marks=pytest.mark.slow), 2])
 def test_no_socket_of_a_local_run_can_be_reached_from_another_host(
     text_corpus: Path, tmp_path: Path, groups: int
 ) -> None:

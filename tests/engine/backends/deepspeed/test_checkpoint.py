@@ -57,7 +57,13 @@ MOVES = [
     pytest.param(
         replace(ADAMW, stage=1), "deepspeed", replace(ADAMW, stage=3), "deepspeed", marks=pytest.mark.full_table
     ),
-    (replace(LLAMA, stage=3, sizes=(2, 1)), "deepspeed", replace(LLAMA, stage=1, sizes=(2, 1)), "deepspeed"),
+    pytest.param(
+        replace(LLAMA, stage=3, sizes=(2, 1)),
+        "deepspeed",
+        replace(LLAMA, stage=1, sizes=(2, 1)),
+        "deepspeed",
+        marks=pytest.mark.slow,
+    ),
     pytest.param(replace(NEURONS, stage=2), "deepspeed", NEURONS, "deepspeed", marks=pytest.mark.full_table),
     pytest.param(
         replace(NEURONS, stage=1), "deepspeed", replace(NEURONS, stage=1), "deepspeed", marks=pytest.mark.full_table

@@ -52,7 +52,7 @@ VARIANTS = [
     Case(2, 2, stage=2, neurons=2, model="even-llama", masking="backward"),
     Case(2, 2, stage=3, model="llama-meta", masking="backward"),
     Case(2, 2, stage=3, neurons=2, model="even-llama-tied-meta", accumulation=3),
-    Case(2, 2, stage=3, model="llama-tied-meta", checkpointing="full"),
+    pytest.param(Case(2, 2, stage=3, model="llama-tied-meta", checkpointing="full"), marks=pytest.mark.slow),
 ]
 
 
@@ -81,9 +81,14 @@ UNEQUAL = Case(2, sizes=(2, 1))
 
 
 LARGE_AND_SMALL = [
-    replace(UNEQUAL, stage=0, accumulation=3, clip=True, optimizer="adamw", masking="backward", model="llama-tied"),
+    pytest.param(
+        replace(UNEQUAL, stage=0, accumulation=3, clip=True, optimizer="adamw", masking="backward", model="llama-tied"),
+        marks=pytest.mark.slow,
+    ),
     replace(UNEQUAL, stage=1, model="llama-tied-meta"),
-    replace(UNEQUAL, stage=2, clip=True, optimizer="adamw", neurons=2, model="even-llama"),
+    pytest.param(
+        replace(UNEQUAL, stage=2, clip=True, optimizer="adamw", neurons=2, model="even-llama"), marks=pytest.mark.slow
+    ),
     replace(
         UNEQUAL,
         stage=3,

@@ -127,7 +127,11 @@ MORE = [
     [
         (Case(2, 2, stage=0, optimizer="adamw", model="llama-tied", masking="backward", bf16=True), False),
         (Case(2, 1, stage=0, optimizer="momentum", model="llama", clip=True), False),
-        (Case(2, 2, stage=2, optimizer="momentum", model="llama-tied", masking="backward"), False),
+        pytest.param(
+            Case(2, 2, stage=2, optimizer="momentum", model="llama-tied", masking="backward"),
+            False,
+            marks=pytest.mark.slow,
+        ),
         (Case(2, stage=3, optimizer="momentum", model="llama", clip=True, sizes=(2, 1)), False),
         *(pytest.param(*case, marks=pytest.mark.full_table) for case in MORE),
     ],
@@ -251,7 +255,9 @@ def _go_on_after_skips(case: Case, folder: str) -> tuple[int, int, float | None]
         return engine.global_steps, *found
 
 
-@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+@pytest.mark.parametrize(
+    "stage", [0, pytest.param(1, marks=pytest.mark.slow), pytest.param(2, marks=pytest.mark.slow), 3]
+)
 def test_a_run_goes_on_from_before_its_first_update(ranks: RankPool, tmp_path: Path, stage: int) -> None:
     case = Case(2, 1, stage=stage, model="llama", optimizer="adamw")
     assert ranks.run(_go_on_after_skips, case, str(tmp_path), world=2) == [(3, 2, 4.0)] * 2

@@ -16,6 +16,7 @@ from sdp.tests.support.case_tables import (
     THERE_AND_BACK,
     TO_BACKWARD,
     TO_FORWARD,
+    mostly_slow,
     pairwise_cover,
 )
 from sdp.tests.support.cases import Case, Result, assert_same_run, reference, train
@@ -30,7 +31,10 @@ COVER = pairwise_cover(
 MORE = [
     Case(2, stage=1, sizes=(2, 1), masking=TO_BACKWARD, steps=SCHEDULED_STEPS),
     Case(2, stage=3, sizes=(2, 1), masking=TO_BACKWARD, steps=SCHEDULED_STEPS, optimizer="adamw"),
-    Case(2, 2, 3, masking=THERE_AND_BACK, steps=SCHEDULED_STEPS, model="even-llama", neurons=2),
+    pytest.param(
+        Case(2, 2, 3, masking=THERE_AND_BACK, steps=SCHEDULED_STEPS, model="even-llama", neurons=2),
+        marks=pytest.mark.slow,
+    ),
     Case(2, 2, 0, masking=THERE_AND_BACK, steps=SCHEDULED_STEPS, optimizer="adamw"),
     Case(2, 1, 2, masking=TO_BACKWARD, steps=SCHEDULED_STEPS, model="llama", checkpointing="full"),
 ]
@@ -43,7 +47,7 @@ def test_the_cover_has_every_stage_with_blocks_and_neurons() -> None:
     assert len(COVER) < 15
 
 
-@pytest.mark.parametrize("case", COVER + MORE, ids=lambda case: f"{case}-{case.masking[11:24]}")
+@pytest.mark.parametrize("case", [*mostly_slow(COVER), *MORE], ids=lambda case: f"{case}-{case.masking[11:24]}")
 def test_deepspeed_equals_the_reference(ranks: RankPool, case: Case) -> None:
     ours: list[Result] = ranks.run(train, case, "deepspeed", world=case.world)
     assert_same_run(ours, reference(replace(case, checkpointing="none")), case)
@@ -55,7 +59,9 @@ def test_deepspeed_equals_the_reference(ranks: RankPool, case: Case) -> None:
 @pytest.mark.parametrize(
     "case",
     [
-        Case(2, 2, 3, optimizer="adamw", model="even-llama", neurons=2, masking=TO_FORWARD),
+        pytest.param(
+            Case(2, 2, 3, optimizer="adamw", model="even-llama", neurons=2, masking=TO_FORWARD), marks=pytest.mark.slow
+        ),
         *(
             pytest.param(case, marks=pytest.mark.full_table)
             for case in (

@@ -84,7 +84,8 @@ def test_one_line_is_changed(ranks: RankPool, tmp_path: Path, engine: str, stage
 
 
 @needs_deepspeed
-@pytest.mark.parametrize(("engine", "stage"), [pytest.param("fsdp2", 1, marks=pytest.mark.slow), ("deepspeed", 1)])
+@pytest.mark.slow
+@pytest.mark.parametrize(("engine", "stage"), [("fsdp2", 1), ("deepspeed", 1)])
 def test_it_runs_by_the_deepspeed_launcher(tmp_path: Path, engine: str, stage: int) -> None:
     root = tmp_path / "path"
     root.mkdir()

@@ -136,7 +136,7 @@ def imagenet(path: Path) -> Path:
 @pytest.mark.parametrize(
     ("name", "make", "changes"),
     [
-        ("resnet18_cifar10", cifar_10, ["train_micro_batch_size_per_gpu=2"]),
+        pytest.param("resnet18_cifar10", cifar_10, ["train_micro_batch_size_per_gpu=2"], marks=pytest.mark.slow),
         ("swin_t_imagenet", imagenet, ["data.image_size=64", "model.embed_dim=24"]),
     ],
 )

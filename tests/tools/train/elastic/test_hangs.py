@@ -16,7 +16,7 @@ from sdp.engine.distributed import world
 from sdp.engine.elastic import session
 from sdp.tests.support.clusters.elastic_runs import SECONDS, ElasticRun, elastic_config
 from sdp.tests.support.processes import until
-from sdp.tools.train.elastic_files import ElasticFiles
+from sdp.tools.train import elastic_files
 
 HEARTBEAT = 5.0
 LOST = r"group 1 on .* was lost after step .* \(no progress for ([\d.]+) s\)"
@@ -102,19 +102,19 @@ def work_slowly() -> None:
     """Let this process and the ranks that it forks take long to open files, and to write the last
     checkpoint.
     """
-    opens, salvages = ElasticFiles._open, session.salvage
+    opens, salvages = elastic_files.RunFiles, session.salvage
 
-    def open_slowly(files: ElasticFiles, *, is_first: bool) -> Any:
-        if not is_first:
+    def open_slowly(folder: Path, *, resume: bool) -> Any:
+        if resume:  # not at the start of the run
             time.sleep(4 * HEARTBEAT)
-        return opens(files, is_first=is_first)
+        return opens(folder, resume=resume)
 
     def salvage_slowly(*args: Any) -> Any:
         if world.rank() == 0:  # the others wait for it
             time.sleep(4 * HEARTBEAT)
         return salvages(*args)
 
-    ElasticFiles._open, session.salvage = open_slowly, salvage_slowly  # type: ignore[method-assign]
+    elastic_files.RunFiles, session.salvage = open_slowly, salvage_slowly  # type: ignore[assignment, misc]
 
 
 @pytest.mark.slow

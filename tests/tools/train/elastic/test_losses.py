@@ -114,7 +114,7 @@ def test_two_groups_are_killed_at_once(start: Start) -> None:
     [
         pytest.param(ZERO + "1", "forward", "block", marks=pytest.mark.slow),
         pytest.param(ZERO + "2", "forward", "block", marks=pytest.mark.slow),
-        (ZERO + "3", "forward", "block"),
+        pytest.param(ZERO + "3", "forward", "block", marks=pytest.mark.slow),
         pytest.param(ZERO + "3", "backward", "block", marks=pytest.mark.slow),
         pytest.param(ZERO + "3", "forward", "neuron", marks=pytest.mark.slow),
         (DEEPSPEED + ZERO + "3", "backward", "block"),

@@ -47,8 +47,8 @@ def static_runs(tmp_path_factory: Any) -> Checked:
 
 
 # For the engine, a host's death is that of two groups. So it is tested less often.
-ROUTINE = [(RANK, REDUCTION), (RANK, EVALUATION), (RANK, RETURN), (TWO_GROUPS, UPDATE), (TWO_GROUPS, SAVE)]
-ROUTINE += [(TWO_GROUPS, RETURN), *((COORDINATOR, moment) for moment in (BEFORE_VOTE, UPDATE, RETURN))]
+ROUTINE = [(RANK, REDUCTION), (RANK, EVALUATION), (RANK, RETURN), (TWO_GROUPS, SAVE)]
+ROUTINE += [(COORDINATOR, UPDATE)]  # it dies before a vote in a test below
 
 
 @pytest.mark.parametrize(
@@ -72,9 +72,8 @@ def test_nothing_is_lost_but_the_lost(
     static_runs.check(run, story, config)
 
 
-@pytest.mark.parametrize(
-    "moment", [pytest.param(moment, marks=[] if moment == UPDATE else pytest.mark.slow) for moment in MOMENTS]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("moment", MOMENTS)
 def test_with_deepspeed_a_rank_is_lost(corpus: Path, tmp_path: Path, static_runs: Checked, moment: str) -> None:
     """The static runs have the engine deepspeed, too. ZeRO 3 shards the group's state."""
     story = Story(RANK, moment)
@@ -87,7 +86,15 @@ def test_with_deepspeed_a_rank_is_lost(corpus: Path, tmp_path: Path, static_runs
     static_runs.check(run, story, config)
 
 
-@pytest.mark.parametrize(("ranks", "told"), [(1, 1), (1, 2), (2, 1), pytest.param(2, 3, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    ("ranks", "told"),
+    [
+        pytest.param(1, 1, marks=pytest.mark.slow),
+        pytest.param(1, 2, marks=pytest.mark.slow),
+        (2, 1),
+        pytest.param(2, 3, marks=pytest.mark.slow),
+    ],
+)
 def test_the_coordinator_dies_when_it_has_told_a_decision_to_some(
     corpus: Path, tmp_path: Path, static_runs: Checked, ranks: int, told: int
 ) -> None:

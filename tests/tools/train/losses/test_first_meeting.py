@@ -25,7 +25,7 @@ def losses(run: SeparateGroups) -> list[float]:
     return [line["loss"] for line in run.lines("metrics.jsonl")]
 
 
-@pytest.mark.parametrize("lost", [0, 1])
+@pytest.mark.parametrize("lost", [0, pytest.param(1, marks=pytest.mark.slow)])
 def test_the_run_begins_when_the_group_is_back(corpus: Path, tmp_path: Path, lost: int) -> None:
     """Also if it is the group that writes the files, and with ``--resume``."""
     undisturbed = tmp_path / "undisturbed"

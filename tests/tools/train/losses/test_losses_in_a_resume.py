@@ -55,14 +55,14 @@ SCHEDULE = {"masking": [{"until": LAST - 1, "masking": "backward"}, {"masking": 
 @pytest.mark.parametrize(
     ("moment", "group", "ranks", "settings"),
     [
-        (LOAD, 0, 1, {}),  # it writes the files
+        pytest.param(LOAD, 0, 1, {}, marks=pytest.mark.slow),  # it writes the files
         (LOADED, 1, 1, SCHEDULE),
         (LOAD, 1, 2, {}),
         pytest.param(LOADED, 0, 2, {}, marks=pytest.mark.slow),
         pytest.param(LOAD, 1, 1, SYNC, marks=pytest.mark.slow),
         (LOADED, 1, 1, SYNC),
         pytest.param(LOAD, 0, 2, SYNC, marks=pytest.mark.slow),
-        (LOADED, 1, 2, DEEPSPEED),
+        pytest.param(LOADED, 1, 2, DEEPSPEED, marks=pytest.mark.slow),
         pytest.param(LOAD, 0, 2, SYNC | DEEPSPEED, marks=pytest.mark.slow),
     ],
     ids=str,
@@ -83,7 +83,7 @@ def test_a_group_is_lost(
         assert run.said.count(f"sdp: group {group} on") == 1 and "skipped;" not in run.said, run.said
 
 
-@pytest.mark.parametrize("settings", [{}, SYNC], ids=str)
+@pytest.mark.parametrize("settings", [pytest.param({}, marks=pytest.mark.slow), SYNC], ids=str)
 def test_the_writer_is_lost_before_it_wrote(corpus: Path, tmp_path: Path, settings: dict[str, Any]) -> None:
     """The next one replaces the lines after the checkpoint, and writes the configuration."""
     config = config_of(corpus, 1, settings)
@@ -109,7 +109,7 @@ def test_the_coordinator_is_lost(corpus: Path, tmp_path: Path) -> None:
         assert losses(run) == expected, run.said
 
 
-@pytest.mark.parametrize("told", [1, 2])
+@pytest.mark.parametrize("told", [pytest.param(1, marks=pytest.mark.slow), 2])
 def test_only_some_groups_know_that_all_have_loaded(corpus: Path, tmp_path: Path, told: int) -> None:
     """The coordinator dies while it tells this."""
     config = config_of(corpus)
