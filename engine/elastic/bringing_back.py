@@ -165,8 +165,8 @@ def load_lost_units(
     who = client.identity
     mine = set(lost) - set(lost_units(layout, [who.slot]))
     if mine:
-        client.progress.begin(LOADING)
-        age = steps - load_held(backend, checkpoints)
+        with client.progress.during(LOADING):
+            age = steps - load_held(backend, checkpoints)
         if who.inside == 0:
             names = f"{min(mine)!r} ({len(mine)} units)"
             client.tell(f"group {who.slot} brings {names} back from a checkpoint, {age} steps old")

@@ -303,7 +303,8 @@ class CoordinatorClient:
             # A rank of this group that died with its host says nothing to a rank that waits for it.
             is_stuck = hangs or (self.is_cut_off and self.progress.waits_inside)
             since = min(since, now) if is_stuck and self._is_alone else float("inf")
-            if now - since > _HANG_SECONDS:
+            # Without the coordinator, all groups may be slow, and go on when it is back.
+            if now - since > (_HANG_SECONDS if self.is_cut_off else max(_HANG_SECONDS, self._wait_seconds)):
                 self._on_hang(self.reason)
                 since = float("inf")
 

@@ -8,8 +8,11 @@ as progress.
 
 A rank that waits inside its group cannot look. If another group hangs, such a rank may seem to
 hang, too. So the coordinator cuts off only the group with the longest pause, and then gives the
-others time to go on. If no rank of another group makes progress, it cuts off none: a pause of all
-has a cause that they share, such as a file system, and ends without a loss when that is over.
+others time to go on. It does not cut off a group
+
+- of which another rank has paused for longer, within a higher limit: the others wait for that one,
+- if no rank of another group makes progress: a pause of all has a cause that they share, such as a
+  file system, and ends without a loss when that is over.
 """
 
 from __future__ import annotations
@@ -62,11 +65,15 @@ class Progress:
 
     def begin(self, part: str) -> None:
         """Note that the main thread begins a part of a step, or something else."""
+        self._end()
+        self._part, self._present = part, 0.0
+
+    def _end(self) -> None:
+        """Note that the present part ends."""
         self.note()
         if self._runs[self._part] or self._part in self._varied:
             self._longest[self._part] = max(self._present, self._longest.get(self._part, 0.0))
         self._runs[self._part] += 1
-        self._part, self._present = part, 0.0
 
     def note(self) -> None:
         """Note that the main thread makes progress."""
@@ -86,10 +93,23 @@ class Progress:
         finally:
             self._last, self._waits, self.waits_inside = self._clock(), False, False
 
+    @contextmanager
+    def during(self, part: str) -> Iterator[None]:
+        """A context in which the main thread does a part inside another one."""
+        self.note()
+        outer = self._part, self._present
+        self._part, self._present = part, 0.0
+        try:
+            yield
+        finally:
+            self._end()
+            self._part, self._present = outer
+
     @property
     def idle(self) -> float:
         """The seconds since the last sign of progress. 0 in a wait."""
-        return 0.0 if self._waits else self._clock() - self._last
+        # The main thread may end a wait or note progress between these reads.
+        return 0.0 if self._waits else max(0.0, self._clock() - self._last)
 
     def pause(self) -> float | None:
         """Return the seconds since the last sign of progress, or None if they are within the
@@ -158,11 +178,18 @@ class PausedRanks:
         """
         if not self._since or now - self._first < _GATHERING_SECONDS:
             return None
-        peer = min(self._since, key=lambda each: self._since[each])
-        pause = now - self._since[peer]
-        others = (self._active.get(each, -math.inf) for each, group in groups.items() if group != groups.get(peer))
-        if now - max(others, default=-math.inf) > self._heartbeat / 2:
-            return None
-        self._since.clear()
-        self._blind_until = now + self._heartbeat
-        return peer, pause
+        for peer in sorted(self._since, key=lambda each: self._since[each]):
+            if self._is_guilty(peer, now, groups):
+                pause = now - self._since[peer]
+                self._since.clear()
+                self._blind_until = now + self._heartbeat
+                return peer, pause
+        return None
+
+    def _is_guilty(self, peer: Hashable, now: float, groups: Mapping[Any, int]) -> bool:
+        """Return whether others wait for this rank, and it waits for none of its group."""
+        own = {each for each, group in groups.items() if group == groups.get(peer)}
+        if any(self._active.get(each, now) < self._since[peer] for each in own - self._since.keys()):
+            return False
+        others = (self._active.get(each, -math.inf) for each in groups.keys() - own)
+        return now - max(others, default=-math.inf) <= self._heartbeat / 2

@@ -122,6 +122,19 @@ def test_the_limit_of_a_part_that_varies_does_not_grow_without_end() -> None:
     assert made.pause() == pytest.approx(50.1)
 
 
+def test_a_part_inside_another_one_has_its_own_limit() -> None:
+    clock = Clock()
+    made = Progress(HEARTBEAT, (), {"meeting": 50.0, "loading": 500.0}, clock)
+    made.begin("meeting")
+    with made.during("loading"):
+        clock.now += 499
+        assert made.pause() is None
+    clock.now += 49.9
+    assert made.pause() is None
+    clock.now += 0.2
+    assert made.pause() == pytest.approx(50.1)
+
+
 def test_a_wait_inside_the_group_is_no_pause_but_is_known() -> None:
     """The coordinator lets a rank that it has cut off end in such a wait."""
     clock = Clock()
@@ -154,6 +167,7 @@ def test_the_rank_of_the_longest_pause_is_cut_off_and_the_others_get_time() -> N
     paused.hear("guilty", 6.0, 100.1, 6.0)
     assert paused.worst(100.1, GROUPS) is None
     assert paused.worst(100.3, GROUPS) == ("guilty", pytest.approx(6.2))
+    paused.forget("guilty")
     paused.hear("innocent", 5.5, 100.4, 5.5)
     assert paused.worst(101.0, GROUPS) is None
     paused.hear("innocent", None, 101.0)
@@ -172,6 +186,26 @@ def test_no_group_is_cut_off_while_the_others_make_no_progress_either() -> None:
     assert paused.worst(130.1, GROUPS) is None
     paused.hear("active", None, 130.1)
     assert paused.worst(130.2, GROUPS) == ("guilty", pytest.approx(50.2))
+
+
+def test_a_rank_that_waits_for_a_slower_one_of_its_group_is_not_guilty() -> None:
+    """The slower one is within its limit. It opens files, for example."""
+    paused = PausedRanks(HEARTBEAT)
+    paused.hear("active", None, 100.0)
+    paused.hear("innocent", 10.0, 100.0, 10.0)
+    paused.hear("guilty", None, 100.0, 12.0)
+    assert paused.worst(100.3, GROUPS) is None
+    paused.hear("guilty", 12.5, 100.5, 12.5)
+    assert paused.worst(100.6, GROUPS) == ("guilty", pytest.approx(12.6))
+
+
+def test_the_guilty_rank_is_found_behind_one_that_waits_longer() -> None:
+    """That one waits inside its group for a rank that waits for the guilty one's group."""
+    groups = {"guilty": 0, "its neighbour": 0, "waits inside": 1, "waits for others": 1}
+    paused = PausedRanks(HEARTBEAT)
+    for peer, idle in {"guilty": 8.0, "its neighbour": 7.9, "waits inside": 9.0, "waits for others": 0.0}.items():
+        paused.hear(peer, idle or None, 100.0, idle)
+    assert paused.worst(100.3, groups) == ("guilty", pytest.approx(8.3))
 
 
 def test_the_only_living_group_is_not_cut_off() -> None:

@@ -205,6 +205,7 @@ class TrainingRun:
 
         The ranks also agree here to stop, if any of them received a signal.
         """
+        self.beat.at(self.engine.global_steps, "writing lines", self.config.training.step_timeout)
         for line, signal_received in lines:
             self.stop_signal = self.stop_signal or signal_received
             for observer in self.observers:
@@ -237,6 +238,7 @@ class TrainingRun:
     def stop_early(self) -> int:
         """Write a checkpoint after a signal, and return the exit code. Collective."""
         self.checkpoints.write()
+        self.beat.at(self.engine.global_steps, "the end", None)
         log.info(
             "stopped by %s after step %d, with a checkpoint",
             signal.Signals(self.stop_signal).name,
