@@ -108,7 +108,9 @@ class Heartbeat:
         self._seconds: float | None = None
         self._started = time.monotonic()
         self._guard = _start_guard() if guarded else None
-        threading.Thread(target=self._watch, name="heartbeat", daemon=True).start()
+        self._stopped = threading.Event()
+        self._thread = threading.Thread(target=self._watch, name="heartbeat", daemon=True)
+        self._thread.start()
 
     @property
     def whereabouts(self) -> Whereabouts:
@@ -130,9 +132,20 @@ class Heartbeat:
             with contextlib.suppress(OSError):  # on a full disk only the message for a hang suffers
                 os.pwrite(self._file, json.dumps(asdict(self._whereabouts)).ljust(_RECORD_BYTES).encode(), 0)
 
+    def stop(self) -> None:
+        """Watch no longer: the process goes on with other work after the run."""
+        self._stopped.set()
+        self._thread.join()
+        if self._guard is not None and self._guard.stdin is not None:
+            self._guard.stdin.close()  # the guard ends
+            self._guard.wait()
+        self._log.close()
+        if self._file is not None:
+            os.close(self._file)
+            self._file = None
+
     def _watch(self) -> None:
-        while True:
-            time.sleep(_LOOK_SECONDS)
+        while not self._stopped.wait(_LOOK_SECONDS):
             whereabouts, started, seconds = self._whereabouts, self._started, self._seconds
             self._tell_guard(whereabouts, seconds)
             is_same = whereabouts is self._whereabouts

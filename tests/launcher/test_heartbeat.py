@@ -31,6 +31,21 @@ print(beat.guard_pid, flush=True)
 os.kill(os.getpid(), signal.SIGSTOP)
 """
 
+# Goes on for longer than its last phase may take, after the watch was stopped.
+AFTER_A_RUN = """
+import sys, threading, time
+from pathlib import Path
+from sdp.launcher import heartbeat
+beat = heartbeat.Heartbeat(0, Path(sys.argv[1]), Path(sys.argv[2]), print, guarded=True)
+beat.at(5, "writing lines", 0.5)
+guard = beat._guard
+if sys.argv[3] == "stopped":
+    beat.stop()
+    assert guard.poll() is not None and "heartbeat" not in {each.name for each in threading.enumerate()}
+time.sleep(3)
+print("other work is done")
+"""
+
 
 def rank(tmp_path: Path, seconds: str) -> tuple[subprocess.Popen[str], int]:
     """The process, stopped, and its guard's id."""
@@ -61,6 +76,20 @@ def test_one_that_has_time_is_left_alone(tmp_path: Path, seconds: str) -> None:
     assert process.communicate(timeout=60) == ("", "")
     assert process.returncode == 0
     until(lambda: not alive(guard))
+
+
+@pytest.mark.parametrize(
+    ("watch", "ended", "said"), [("stopped", 0, "other work is done\n"), ("running", 1, "no progress for 0.5 s\n")]
+)
+def test_a_watch_that_was_stopped_ends_nothing(tmp_path: Path, watch: str, ended: int, said: str) -> None:
+    environ = dict(os.environ, PYTHONPATH=str(Path(sdp.__path__[0]).parent), PYTHONUNBUFFERED="1")
+    words = [sys.executable, "-P", "-c", AFTER_A_RUN, str(tmp_path / "where"), str(tmp_path / "log"), watch]
+    done = subprocess.run(words, env=environ, capture_output=True, text=True, check=False, timeout=60)
+    assert done.returncode == ended, done.stderr
+    assert done.stdout.endswith(said)
+    where = Whereabouts.read(tmp_path / "where")
+    assert where is not None
+    assert where.phase == "writing lines"
 
 
 def test_damaged_reports_of_a_rank_are_ignored(tmp_path: Path) -> None:

@@ -23,7 +23,7 @@ from ...engine.elastic.coordination.member import CoordinatorClient
 from ...engine.elastic.coordination.progress import Progress
 from ...engine.elastic.inside import share_inside
 from ...engine.elastic.session import LAST_CHECKPOINT, Session
-from ...engine.environment.detect import detect
+from ...engine.environment.detect import Environment, detect
 from ...engine.environment.elastic import ElasticEnvironment, elastic_environment, gloo_interface, hidden_loopback
 from ...engine.errors import LaunchError
 from ...launcher.heartbeat import Heartbeat
@@ -37,7 +37,7 @@ from .loop.evaluator import EVALUATION
 from .loop.meter import PARTS
 from .loop.training_run import TrainingRun
 from .options import TrainOptions
-from .startup import build, read_config, start
+from .startup import build, read_config, started
 
 log = logging.getLogger("sdp")
 
@@ -56,7 +56,7 @@ def run(options: TrainOptions, on_stall: Callable[[str], None]) -> int:
         The exit code.
     """
     config = read_config(options)
-    found, told, interface = detect(), elastic_environment(), gloo_interface()
+    found, told = detect(), elastic_environment()
     if found is None or told is None:
         raise LaunchError(
             "a rank of an elastic run needs RANK and WORLD_SIZE of its group; start the run with sdp train"
@@ -69,8 +69,14 @@ def run(options: TrainOptions, on_stall: Callable[[str], None]) -> int:
     rank, size = told.slot * ranks + found.rank, config.sdp.groups * ranks
     config = keep_holders(config, dump_dir)  # also for a group that returns
     config = preflight.check(config, mesh_of(config, size), dump_dir, resume=options.resume)
-    beat = start(config, options, rank, size, on_stall)
-    world.enter(World(rank, size))
+    with started(config, options, rank, size, on_stall) as beat:
+        world.enter(World(rank, size))
+        return _train(config, options, beat, found, told)
+
+
+def _train(config: Config, options: TrainOptions, beat: Heartbeat, found: Environment, told: ElasticEnvironment) -> int:
+    """Build everything, find the coordinator, and train."""
+    dump_dir, interface = options.dump_dir, gloo_interface()
     # The trainer checks holders itself, when no group is about to be lost in the middle of a step.
     unchecked = config.model_copy(update={"sdp": config.sdp.model_copy(update={"check_interval": 0})})
     with explained(config, beat, dump_dir=dump_dir):
@@ -81,7 +87,7 @@ def run(options: TrainOptions, on_stall: Callable[[str], None]) -> int:
     store, address = serve_meeting_store(here) if found.rank == 0 else (None, "")
     told = replace(told, life=share_inside(told.life or secrets.token_hex(8)))
     who = Identity(
-        told.slot, found.rank, ranks, told.life, socket.gethostname(), share_inside(address),
+        told.slot, found.rank, found.world_size, told.life, socket.gethostname(), share_inside(address),
         here if interface is None else None,
     )  # fmt: skip
     client = _find_coordinator(told, who, config, beat)

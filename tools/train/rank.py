@@ -13,20 +13,21 @@ from ...engine.distributed.hosts import machine_id, split_tensor_group, told_apa
 from ...engine.distributed.mesh import mesh_of
 from ...engine.engine import SDPEngine
 from ...engine.environment.detect import detect
+from ...launcher.heartbeat import Heartbeat
 from ..runs.run_files import RunFiles
 from ..tasks.harness import LoadedTasks
 from . import preflight
 from .failures import explained
 from .loop.changed_settings import keep_holders
 from .loop.training_run import TrainingRun
-from .observers.monitors import open_monitors
+from .observers.monitors import Monitors, open_monitors
 from .observers.observer import Observer
 from .observers.probe import MemoryProbe
 from .observers.profiler import StepProfiler, parse_steps
 from .observers.progress import Progress
 from .observers.recorder import Recorder
 from .options import TrainOptions
-from .startup import build, read_config, start
+from .startup import build, read_config, started
 from .trainer import Trainer
 
 log = logging.getLogger("sdp")
@@ -53,13 +54,29 @@ def run(options: TrainOptions, on_stall: Callable[[str], None]) -> int:
     files = RunFiles(dump_dir, resume=options.resume) if rank == 0 else None
     monitors = open_monitors(config, dump_dir, resume=options.resume) if rank == 0 else None
     tasks = _load_tasks(config) if rank == 0 else None
-    beat = start(config, options, rank, world_size, on_stall)
+    with started(config, options, rank, world_size, on_stall) as beat:
+        return _train(config, options, beat, files, monitors, tasks, profiled)
+
+
+def _train(
+    config: Config,
+    options: TrainOptions,
+    beat: Heartbeat,
+    files: RunFiles | None,
+    monitors: Monitors | None,
+    tasks: LoadedTasks | None,
+    profiled: tuple[int, int] | None,
+) -> int:
+    """Build everything and train. Collective. Only rank 0 has ``files``, ``monitors`` and
+    ``tasks``.
+    """
+    dump_dir = options.dump_dir
     with explained(config, beat, dump_dir=dump_dir):
         corpus, engine, baseline = build(config, dump_dir, beat)
     _warn_of_split_groups(engine)
     observers: list[Observer] = [MemoryProbe(engine)] if MemoryProbe.works_with(engine) else []
     if profiled is not None:
-        observers.append(StepProfiler(*profiled, dump_dir / "profile", engine.device, records=rank == 0))
+        observers.append(StepProfiler(*profiled, dump_dir / "profile", engine.device, records=files is not None))
     if files is not None and monitors is not None:
         observers += [Recorder(files), monitors, Progress(config.steps_per_print)]
     training_run = TrainingRun(

@@ -4,9 +4,10 @@ engine.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import torch
@@ -35,10 +36,15 @@ def read_config(options: TrainOptions) -> Config:
     return with_absolute_paths(with_initial_model(load_config(options.config, options.overrides)))
 
 
-def start(
+@contextlib.contextmanager
+def started(
     config: Config, options: TrainOptions, rank: int, world_size: int, on_stall: Callable[[str], None]
-) -> Heartbeat:
+) -> Iterator[Heartbeat]:
     """Open the logs, tell the launcher where this rank is, and join the other ranks. Collective.
+
+    A rank of several is watched until its process has ended, because an exit that hangs would keep
+    the others waiting. A run in one process is watched inside the ``with`` block only: the process
+    may go on with other work.
 
     Args:
         config: the configuration, which was checked.
@@ -57,9 +63,13 @@ def start(
     beat = Heartbeat(rank, whereabouts_file(), logs / f"rank-{rank}.log", on_stall, guarded=guarded)
     training = config.training
     beat.at(0, "starting", training.start_timeout)
-    if not config.sdp.in_one_process:  # the engines of one process need no process group
-        join(max(training.start_timeout, training.save_timeout, training.step_timeout))
-    return beat
+    try:
+        if not config.sdp.in_one_process:  # the engines of one process need no process group
+            join(max(training.start_timeout, training.save_timeout, training.step_timeout))
+        yield beat
+    finally:
+        if world_size == 1:
+            beat.stop()
 
 
 def _set_up_logging(rank: int, dump_dir: Path) -> None:

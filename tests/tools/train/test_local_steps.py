@@ -79,7 +79,8 @@ def _seconds_of_a_step(case: Case, delay: float, log: Path) -> dict[str, float]:
     late.
     """
     engine, rank = engine_of(case), dist.get_rank()
-    meter, facts = StepMeter(engine, Heartbeat(rank, None, log / f"rank-{rank}.log", print)), None
+    beat = Heartbeat(rank, None, log / f"rank-{rank}.log", print)
+    meter, facts = StepMeter(engine, beat), None
     for step in range(2):  # the first one connects
         meter.begin()
         with meter.part("backward"):
@@ -90,6 +91,7 @@ def _seconds_of_a_step(case: Case, delay: float, log: Path) -> dict[str, float]:
         with meter.part("optimizer"):
             engine.step()
         facts = meter.end()
+    beat.stop()  # other tests use this process after this one
     assert facts is not None
     return facts.seconds
 

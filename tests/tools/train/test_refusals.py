@@ -2,6 +2,7 @@
 
 import fcntl
 import json
+import threading
 
 import pytest
 from sdp.data.prepare import prepare
@@ -20,6 +21,8 @@ def test_a_run_that_diverges_names_its_last_checkpoint_and_keeps_it(config, tmp_
     assert "Traceback" not in error
     assert error.count("was skipped by all groups") == 2
     assert [line["skipped_steps"] for line in read_metrics(tmp_path / "run")] == [0, 1, 2]
+    # A process that goes on after a run of one process is not ended by the limits of that run.
+    assert "heartbeat" not in {thread.name for thread in threading.enumerate()}
 
 
 def test_a_resume_with_another_tokenizer_or_a_damaged_checkpoint_changes_nothing(config, corpus, tmp_path, capsys):
