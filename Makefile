@@ -16,9 +16,11 @@ PIP    := $(BIN)/python -m pip --disable-pip-version-check
 RUN    ?= runs/quickstart
 # Processes that run tests. A file's tests stay in one of them, because they share fixtures. Each process computes with one
 # thread: tests start further processes, which need the cores. tests/conftest.py puts the longest files first, and xdist
-# would sort files by their number of tests.
+# would sort files by their number of tests. A process that dies is a failure, and is not replaced: xdist would run its
+# file again, and wait long for it.
 WORKERS ?= 2
-PYTEST  = OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses $(WORKERS) --dist loadfile --no-loadscope-reorder
+PYTEST  = OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses $(WORKERS) --dist loadfile --no-loadscope-reorder \
+	--max-worker-restart 0
 # The GPU machine's Python, and its platforms in the words of wheels, which pip takes to the letter.
 GPU_PYTHON   ?= 3.12
 GPU_PLATFORM ?= $(foreach glibc,2_28 2_27 2_17,manylinux_$(glibc)_x86_64) manylinux2014_x86_64

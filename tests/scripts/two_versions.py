@@ -90,7 +90,9 @@ def _run(work: Path, version: Path) -> dict[str, float]:
 def _call(work: Path, version: Path, *words: object) -> None:
     command = [sys.executable, "-P", "-m", "sdp", *map(str, words)]
     environment = dict(os.environ, PYTHONPATH=str(version), OMP_NUM_THREADS="1")
-    subprocess.run(command, cwd=work, env=environment, check=True, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE)
+    done = subprocess.run(command, cwd=work, env=environment, check=False, capture_output=True, text=True)
+    if done.returncode:
+        sys.exit(f"{version}: sdp {words[0]} ended with exit code {done.returncode}: {done.stderr[-2000:]}")
 
 
 if __name__ == "__main__":
