@@ -38,10 +38,11 @@ from pathlib import Path
 from sdp.launcher import heartbeat
 beat = heartbeat.Heartbeat(0, Path(sys.argv[1]), Path(sys.argv[2]), print, guarded=True)
 beat.at(5, "writing lines", 0.5)
-guard = beat._guard
+guard = Path(f"/proc/{beat.guard_pid}")
+assert guard.exists()
 if sys.argv[3] == "stopped":
     beat.stop()
-    assert guard.poll() is not None and "heartbeat" not in {each.name for each in threading.enumerate()}
+    assert not guard.exists() and "heartbeat" not in {each.name for each in threading.enumerate()}
 time.sleep(3)
 print("other work is done")
 """

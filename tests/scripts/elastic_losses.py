@@ -3,6 +3,8 @@
 Run it with ``python -m sdp.tests.scripts.elastic_losses --kills 100 --hangs 10 --out losses.json``.
 It prints a table. The groups are forked, so a return takes no time for imports.
 
+``--stuck 10`` adds main threads that hang while the other threads of the process run.
+
 A kill comes every five seconds, but never before the last victim is back. Holders are compared bit
 for bit after each step, and a difference would end the run. Then the same training runs without a
 loss, on as many samples, with several seeds. The first one is the seed of the run with losses.
@@ -20,11 +22,13 @@ import re
 import signal
 import statistics
 import tempfile
+import threading
 import time
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+from sdp.engine.backends.fsdp2.backend import FSDP2Backend
 from sdp.tests.support.clusters.elastic_runs import MICRO, SECONDS, ElasticRun, elastic_config
 from sdp.tests.support.processes import until, written_lines
 from sdp.tests.support.small_runs import make_corpus
@@ -36,6 +40,7 @@ PAUSE_SECONDS = 5.0  # from one loss to the next
 SLEEP_SECONDS = 0.1  # of a step
 END_SECONDS = 60.0  # of the run after the last loss, or less if losses took longer
 TAIL_BYTES = 1 << 16
+KILL, STOP, STUCK = "kill", "stop", "stuck"  # a main thread that hangs in the backward pass is stuck
 
 
 def newest(run: ElasticRun, after: int) -> list[dict[str, Any]]:
@@ -46,8 +51,8 @@ def newest(run: ElasticRun, after: int) -> list[dict[str, Any]]:
     return [line for line in map(json.loads, whole) if line["step"] > after]
 
 
-def lose(run: ElasticRun, group: int, number: int) -> float:
-    """Kill or stop a group, and wait until it is back.
+def lose(run: ElasticRun, group: int, kind: str) -> float:
+    """Kill, stop or block a rank of a group, and wait until the group is back.
 
     Returns:
         The seconds until the others have committed a step without it.
@@ -60,7 +65,12 @@ def lose(run: ElasticRun, group: int, number: int) -> float:
         return newest(run, step)
 
     began = time.monotonic()
-    os.kill(ranks[0], number)
+    if kind == STUCK:
+        sign = sign_of(run.dump_dir, group)
+        sign.touch()
+        began = until(lambda: not sign.exists() and time.monotonic(), seconds=SECONDS, pause=0.001)
+    else:
+        os.kill(ranks[0], signal.SIGKILL if kind == KILL else signal.SIGSTOP)
     # With local steps, the group may be back before a round ended without it.
     goes_on = lambda: any(line["generation"] > generation for line in lines())  # noqa: E731
     try:
@@ -68,29 +78,42 @@ def lose(run: ElasticRun, group: int, number: int) -> float:
     except AssertionError as error:
         raise AssertionError(f"{error}; the run says:\n{run.said}") from None
     took = time.monotonic() - began
-    if number == signal.SIGSTOP:
+    if kind == STOP:
         os.kill(ranks[0], signal.SIGCONT)  # it notices, and ends
     step = lines()[-1]["step"]
     until(lambda: any(line["groups"] == GROUPS for line in lines()), seconds=SECONDS, pause=0.05)
     return took
 
 
-def sleep_in_steps(seconds: float, end: Path) -> None:
-    """Let each step of the ranks here take at least so many seconds, as with a larger model, until
-    the file ``end`` exists.
+def sign_of(dump_dir: Path, group: int) -> Path:
+    """Return the file that makes a rank of the group hang."""
+    return dump_dir.with_suffix(f".{group}")
+
+
+def prepare_ranks(dump_dir: Path, seconds: float, end: Path) -> None:
+    """Let the ranks of this process hang when they are told to, and each step take at least so many
+    seconds, as with a larger model, until the file ``end`` exists.
     """
-    begin = StepMeter.begin
+    begin, backward = StepMeter.begin, FSDP2Backend.backward
 
     def begins(self: StepMeter) -> None:
         begin(self)
         if not end.exists():
             time.sleep(seconds)
 
+    def goes_back(self: FSDP2Backend, *args: Any, **keywords: Any) -> None:
+        sign = sign_of(dump_dir, int(os.environ["SDP_ELASTIC_GROUP"]))
+        if sign.exists():
+            sign.unlink()
+            threading.Event().wait()
+        backward(self, *args, **keywords)
+
     StepMeter.begin = begins  # type: ignore[method-assign]
+    FSDP2Backend.backward = goes_back  # type: ignore[method-assign]
 
 
 def measure(
-    config: Path, dump_dir: Path, *, kills: int, hangs: int, seed: int = 0, sleep: float = SLEEP_SECONDS
+    config: Path, dump_dir: Path, *, kills: int, hangs: int, stuck: int = 0, seed: int = 0, sleep: float = SLEEP_SECONDS
 ) -> dict[str, Any]:
     """Run the groups, lose some of them so often, let the run end, and return what was measured.
 
@@ -98,19 +121,19 @@ def measure(
     most, and the run ends soon afterwards.
     """
     heartbeat = json.loads(config.read_text())["sdp"]["elastic"]["heartbeat_seconds"]
-    longest = kills * PAUSE_SECONDS + hangs * (heartbeat + PAUSE_SECONDS) + END_SECONDS
+    longest = kills * PAUSE_SECONDS + (hangs + stuck) * (heartbeat + PAUSE_SECONDS) + END_SECONDS
     steps = math.ceil(longest / sleep / SAVE_EVERY) * SAVE_EVERY
     end = dump_dir.with_suffix(".end")
-    prepare = partial(sleep_in_steps, sleep, end)
+    prepare = partial(prepare_ranks, dump_dir, sleep, end)
     run = ElasticRun(config, dump_dir, "--set", f"training.steps={steps}", prepare=prepare)
     draws = random.Random(seed)
-    took: dict[int, list[float]] = {signal.SIGKILL: [], signal.SIGSTOP: []}
+    took: dict[str, list[float]] = {KILL: [], STOP: [], STUCK: []}
     started = time.monotonic()
     try:
         run.wait_for(10, GROUPS)
-        for number in [signal.SIGKILL] * kills + [signal.SIGSTOP] * hangs:
+        for kind in [KILL] * kills + [STOP] * hangs + [STUCK] * stuck:
             began = time.monotonic()
-            took[number].append(lose(run, draws.randrange(GROUPS), number))
+            took[kind].append(lose(run, draws.randrange(GROUPS), kind))
             time.sleep(max(0.0, PAUSE_SECONDS - (time.monotonic() - began)))
         last = run.wait_for(1, GROUPS)[-1]
         end.touch()
@@ -135,6 +158,7 @@ def measure(
         "seconds": round(time.monotonic() - started, 1),
         "kills": kills,
         "hangs": hangs,
+        "stuck": stuck,
         "steps": len(lines),
         "last_loss_before_step": last["step"],
         "generations": last["generation"],
@@ -144,8 +168,9 @@ def measure(
         "lost": len(went_on),
         "joined": joined,
         "step_seconds": statistics.median(seconds),
-        "kill_to_next_step_seconds": took[signal.SIGKILL],
-        "stop_to_next_step_seconds": took[signal.SIGSTOP],
+        "kill_to_next_step_seconds": took[KILL],
+        "stop_to_next_step_seconds": took[STOP],
+        "stuck_to_next_step_seconds": took[STUCK],
         "loss_to_next_step_seconds": [float(seconds) for seconds in went_on],
         "ready_to_next_step_seconds": [float(each) for each in re.findall(r"([\d.]+) s after \w+ \w+ ready", said)],
         "held_out_loss": evaluated["loss"],
@@ -230,7 +255,7 @@ def table(found: dict[str, Any], heartbeat: float) -> str:
         return f"{statistics.median(values) - less:.2f}" if values else "–"
 
     rows = {
-        "kills, hangs": f"{found['kills']}, {found['hangs']}",
+        "kills, SIGSTOP, main threads that hang": f"{found['kills']}, {found['hangs']}, {found['stuck']}",
         "exit code": found["exit_code"],
         "committed steps": f"{found['steps']:,}",
         "of them up to the last loss": f"{found['last_loss_before_step']:,}",
@@ -241,6 +266,9 @@ def table(found: dict[str, Any], heartbeat: float) -> str:
         "the same without the repeated step": median("kill_to_next_step_seconds", step),
         "s from SIGSTOP to the next step, less heartbeat and step, median": median(
             "stop_to_next_step_seconds", heartbeat + step
+        ),
+        "s from a hang of a main thread to the next step, less heartbeat and step, median": median(
+            "stuck_to_next_step_seconds", heartbeat + step
         ),
         "s from a returning group's being ready to its first step, median": median("ready_to_next_step_seconds"),
         "load average of the machine": f"{found['load_average']:.1f}",
@@ -269,7 +297,8 @@ def main() -> None:
     """Measure, print the table and write what was measured."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--kills", type=int, default=100)
-    parser.add_argument("--hangs", type=int, default=10)
+    parser.add_argument("--hangs", type=int, default=10, help="how often a group is stopped (SIGSTOP)")
+    parser.add_argument("--stuck", type=int, default=0, help="how often a main thread hangs in the backward pass")
     parser.add_argument("--heartbeat", type=float, default=5.0)
     parser.add_argument("--every", type=int, default=0, help="the steps of a round, 0 for no local steps")
     parser.add_argument("--seed", type=int, default=0)
@@ -287,7 +316,7 @@ def main() -> None:
             options.out.write_text(found + "\n")
             print(found)
             return
-        losses = {"kills": options.kills, "hangs": options.hangs}
+        losses = {"kills": options.kills, "hangs": options.hangs, "stuck": options.stuck}
         found = measure(config, Path(name) / "run", **losses, seed=options.seed, sleep=options.sleep)
         log = (Path(name) / "run" / "logs" / "groups.log").read_text()
         if options.undisturbed:

@@ -18,7 +18,7 @@ from .moments import BEFORE_STEP, BEFORE_VOTE, REDUCTION, RETURN, SAVE, UPDATE, 
 
 STEPS, LAST = 6, 3  # the loss comes in step 3, or in the evaluation or the save that follows
 FIRST_LOSS, GATE = 2, 4  # a group that returns is lost in step 2, and the others wait for it in step 4
-RANK, TWO_GROUPS, HOST, COORDINATOR = "a rank", "two groups at once", "a host", "the coordinator"
+RANK, GROUP, TWO_GROUPS, HOST, COORDINATOR = "a rank", "a group", "two groups at once", "a host", "the coordinator"
 LINK, POWER = "a host's link", "a host's power"  # on hosts in network namespaces
 # Who holds the units. Groups 0 and 2, or 1 and 3, hold everything together.
 HOLDERS = {3: [[0, 1], [1, 2], [0, 1, 2], [0, 2]], 4: [[0, 1, 2], [0, 2, 3], [0, 1, 3], [2, 3]]}
@@ -29,7 +29,7 @@ class Story:
     """What happens in a run, by its kind of loss and its moment.
 
     Args:
-        loss: one of the constants from ``RANK`` to ``POWER``.
+        loss: one of the constants from ``RANK`` to ``POWER``; a rank is one of two in its group.
         moment: one of those of :mod:`moments`.
         ranks: the ranks of each group, None for those that are usual with this loss.
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +22,7 @@ def start(corpus: Path, tmp_path: Path) -> Iterator[Start]:
         ranks: int = 1,
         settings: dict[str, Any] | None = None,
         new_interpreters: bool = False,
+        prepare: Callable[[], object] | None = None,
         **elastic: float,
     ) -> ElasticRun:
         config = elastic_config(corpus, steps=steps, groups=groups, **elastic)
@@ -31,7 +32,8 @@ def start(corpus: Path, tmp_path: Path) -> Iterator[Start]:
         path = tmp_path / "config.json"
         path.write_text(json.dumps(config))
         words = ["--nproc", str(groups * ranks), *more]
-        runs.append(ElasticRun(path, tmp_path / f"run-{len(runs)}", *words, new_interpreters=new_interpreters))
+        folder = tmp_path / f"run-{len(runs)}"
+        runs.append(ElasticRun(path, folder, *words, new_interpreters=new_interpreters, prepare=prepare))
         return runs[-1]
 
     yield begin

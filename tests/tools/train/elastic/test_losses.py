@@ -15,6 +15,7 @@ import pytest
 import torch
 import transformers
 from sdp.data.shards import TokenDataset
+from sdp.engine.elastic import returning
 from sdp.tests.support.clusters.elastic_runs import MICRO, ElasticRun, Start, elastic_config
 from sdp.tests.support.forks.command import run_forked
 from sdp.tests.support.small_runs import make_corpus, read_tensorboard
@@ -84,6 +85,29 @@ def test_three_groups_are_killed_and_come_back(start: Start) -> None:
     assert len(re.findall(r"group \d on \S+ joined after step \d+", said)) == 3
     steps = [line["step"] for line in evaluations(run)]
     assert steps == list(range(0, steps[-1] + 1, 40))
+
+
+def damage_what_returns() -> None:
+    """Let a group that returns get weights of which one differs in its last bit."""
+    copy = returning.copy_value
+
+    def copies(tensor: torch.Tensor, value: torch.Tensor) -> None:
+        copy(tensor, value)
+        if tensor.ndim > 1:
+            tensor.detach().reshape(-1)[:1].view(torch.int32).bitwise_xor_(1)
+
+    returning.copy_value = copies
+
+
+def test_a_returning_group_that_differs_in_one_bit_ends_the_run(start: Start) -> None:
+    """So the other tests, in which nothing ends the run, show that holders are equal."""
+    run = start(restarts=1, prepare=damage_what_returns)
+    run.wait_for(10, groups=4)
+    run.hit(1, signal.SIGKILL)
+    assert run.end() == 1, run.said
+    assert "weights or optimizer state of rank 1 (group 1) differ from those of rank 0 (group 0)" in run.said
+    (joined,) = re.findall(r"^sdp: group 1 on \S+ joined after step (\d+)", run.said, re.M)
+    assert run.lines()[-1]["step"] <= int(joined) + 1
 
 
 def test_a_group_that_hangs_is_cut_off_and_rejoins_when_it_wakes_up(start: Start) -> None:

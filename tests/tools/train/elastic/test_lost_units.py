@@ -137,19 +137,22 @@ def _tensors(checkpoint: Path) -> dict[str, torch.Tensor]:
 
 
 def test_the_others_end_when_nobody_came_in_time(corpus: Path, tmp_path: Path) -> None:
-    """The only holder of a unit may return, as far as the coordinator knows. The others have made a
-    checkpoint after the step before, so they wait.
+    """The only holder of a unit may return, as far as the coordinator knows. The last checkpoint is
+    one step older than the step after which it is lost. So the others wait, and write another one
+    before they end.
     """
     story = Story(RANK, BEFORE_VOTE, ranks=1)
     config = story.config(corpus)
     config["sdp"]["placement"]["model.layers.3"] = [*story.lost]
     config["sdp"]["elastic"]["wait_seconds"] = 4
     config["training"]["save_every"] = LAST - 1
-    stop = Stop(BEFORE_VOTE, story.stops, 0, LAST, tmp_path)
+    stop = Stop(BEFORE_VOTE, story.stops, 0, LAST + 1, tmp_path)
     with SeparateGroups(tmp_path, config, 1, [stop]) as run:
         run.wait_for(stop)
         run.lose_ranks(stop)
         left = [group for group in range(story.groups) if group not in story.lost]
         assert run.codes(left) == [1] * len(left), run.said
     assert "no living group holds 'model.layers.3' (1 of 4 units), and none came within 4 s" in run.said
-    assert latest(run.dump_dir / "checkpoints") == f"step-{LAST - 1}"
+    checkpoints = run.dump_dir / "checkpoints"
+    assert latest(checkpoints) == f"step-{LAST}"
+    assert (checkpoints / f"step-{LAST - 1}").is_dir()

@@ -2,8 +2,7 @@
 that has only them.
 
 The death of a host is here that of its launches with all of their groups, all on loopback. Links
-and hosts in network namespaces are in ``tests/cluster/test_hosts_lost_at_moments.py``. The loss of
-a whole group is in ``tests/engine/elastic/test_each_moment.py``.
+and hosts in network namespaces are in ``tests/cluster/test_hosts_lost_at_moments.py``.
 """
 
 from __future__ import annotations
@@ -28,6 +27,7 @@ from sdp.tests.support.clusters.moments import (
 )
 from sdp.tests.support.clusters.stories import (
     COORDINATOR,
+    GROUP,
     HOST,
     LAST,
     RANK,
@@ -55,7 +55,7 @@ ROUTINE += [(COORDINATOR, UPDATE)]  # it dies before a vote in a test below
     ("loss", "moment"),
     [
         pytest.param(loss, moment, marks=[] if (loss, moment) in ROUTINE else pytest.mark.slow)
-        for loss in (RANK, TWO_GROUPS, HOST, COORDINATOR)
+        for loss in (RANK, GROUP, TWO_GROUPS, HOST, COORDINATOR)
         for moment in MOMENTS
     ],
 )
