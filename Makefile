@@ -16,8 +16,8 @@ PIP    := $(BIN)/python -m pip --disable-pip-version-check
 RUN    ?= runs/quickstart
 # Processes that run tests. A file's tests stay in one of them, because they share fixtures. Each process computes with one
 # thread: tests start further processes, which need the cores. tests/conftest.py puts the longest files first, and xdist
-# would sort files by their number of tests. A process that dies is a failure, and is not replaced: xdist would run its
-# file again, and wait long for it.
+# would sort files by their number of tests. A process that dies ends the run as a failure, and files that have not
+# begun are not run. If xdist replaced it, it would run the file again that killed it.
 WORKERS ?= 2
 PYTEST  = OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses $(WORKERS) --dist loadfile --no-loadscope-reorder \
 	--max-worker-restart 0

@@ -136,9 +136,10 @@ class Heartbeat:
         """Watch no longer: the process goes on with other work after the run."""
         self._stopped.set()
         self._thread.join()
-        if self._guard is not None and self._guard.stdin is not None:
-            self._guard.stdin.close()  # the guard ends
+        if self._guard is not None:
+            self._guard.kill()
             self._guard.wait()
+            self._guard = None
         self._log.close()
         if self._file is not None:
             os.close(self._file)
@@ -149,7 +150,8 @@ class Heartbeat:
             whereabouts, started, seconds = self._whereabouts, self._started, self._seconds
             self._tell_guard(whereabouts, seconds)
             is_same = whereabouts is self._whereabouts
-            if seconds is not None and is_same and time.monotonic() - started > seconds:
+            is_late = seconds is not None and time.monotonic() - started > seconds
+            if is_late and is_same and not self._stopped.is_set():
                 self.end(f"no progress for {seconds:g} s")
 
     def end(self, reason: str) -> None:

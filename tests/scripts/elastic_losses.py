@@ -40,7 +40,8 @@ PAUSE_SECONDS = 5.0  # from one loss to the next
 SLEEP_SECONDS = 0.1  # of a step
 END_SECONDS = 60.0  # of the run after the last loss, or less if losses took longer
 TAIL_BYTES = 1 << 16
-KILL, STOP, STUCK = "kill", "stop", "stuck"  # a main thread that hangs in the backward pass is stuck
+# A rank is killed, is stopped by SIGSTOP, or its main thread hangs in the backward pass.
+KILL, STOP, STUCK = "kill", "stop", "stuck"
 
 
 def newest(run: ElasticRun, after: int) -> list[dict[str, Any]]:

@@ -57,6 +57,7 @@ def run(options: TrainOptions, on_stall: Callable[[str], None]) -> int:
     """
     config = read_config(options)
     found, told = detect(), elastic_environment()
+    interface = gloo_interface()  # before the rank joins its group, which sets it
     if found is None or told is None:
         raise LaunchError(
             "a rank of an elastic run needs RANK and WORLD_SIZE of its group; start the run with sdp train"
@@ -71,12 +72,22 @@ def run(options: TrainOptions, on_stall: Callable[[str], None]) -> int:
     config = preflight.check(config, mesh_of(config, size), dump_dir, resume=options.resume)
     with started(config, options, rank, size, on_stall) as beat:
         world.enter(World(rank, size))
-        return _train(config, options, beat, found, told)
+        return _train(config, options, beat, found, told, interface)
 
 
-def _train(config: Config, options: TrainOptions, beat: Heartbeat, found: Environment, told: ElasticEnvironment) -> int:
-    """Build everything, find the coordinator, and train."""
-    dump_dir, interface = options.dump_dir, gloo_interface()
+def _train(
+    config: Config,
+    options: TrainOptions,
+    beat: Heartbeat,
+    found: Environment,
+    told: ElasticEnvironment,
+    interface: str | None,
+) -> int:
+    """Build everything, find the coordinator, and train.
+
+    ``interface`` is what the user chose for gloo.
+    """
+    dump_dir = options.dump_dir
     # The trainer checks holders itself, when no group is about to be lost in the middle of a step.
     unchecked = config.model_copy(update={"sdp": config.sdp.model_copy(update={"check_interval": 0})})
     with explained(config, beat, dump_dir=dump_dir):

@@ -81,17 +81,19 @@ def _seconds_of_a_step(case: Case, delay: float, log: Path) -> dict[str, float]:
     engine, rank = engine_of(case), dist.get_rank()
     beat = Heartbeat(rank, None, log / f"rank-{rank}.log", print)
     meter, facts = StepMeter(engine, beat), None
-    for step in range(2):  # the first one connects
-        meter.begin()
-        with meter.part("backward"):
-            engine.backward(engine(models.micro_batch(case.model, step, 0, rank)))
-        dist.barrier()
-        if rank == 1:
-            time.sleep(delay)
-        with meter.part("optimizer"):
-            engine.step()
-        facts = meter.end()
-    beat.stop()  # other tests use this process after this one
+    try:
+        for step in range(2):  # the first one connects
+            meter.begin()
+            with meter.part("backward"):
+                engine.backward(engine(models.micro_batch(case.model, step, 0, rank)))
+            dist.barrier()
+            if rank == 1:
+                time.sleep(delay)
+            with meter.part("optimizer"):
+                engine.step()
+            facts = meter.end()
+    finally:
+        beat.stop()  # other tests use this process after this one
     assert facts is not None
     return facts.seconds
 

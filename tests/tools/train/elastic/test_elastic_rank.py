@@ -2,21 +2,28 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+import os
+from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from sdp.engine.elastic.coordination.addresses import address_towards
+from sdp.engine.elastic.coordination.assembly import Identity
 from sdp.engine.environment.elastic import hidden_loopback
 from sdp.engine.errors import LaunchError
 from sdp.tests.support.clusters.elastic_runs import elastic_config
+from sdp.tools.train import elastic_rank
 from sdp.tools.train.elastic_rank import run
 from sdp.tools.train.options import TrainOptions
 
 
 def start(folder: Path, corpus: Path) -> None:
     path = folder / "config.json"
-    path.write_text(json.dumps(elastic_config(corpus, steps=1, groups=4)))
+    path.write_text(json.dumps(elastic_config(corpus, steps=20, groups=4)))
     run(TrainOptions(config=path, overrides=(), dump_dir=folder / "run"), print)
 
 
@@ -50,6 +57,42 @@ def test_a_rank_whose_launcher_is_unknown_is_one_line(
         told.delenv(name)
     with pytest.raises(LaunchError, match=r"needs RANK and WORLD_SIZE|start the run with sdp train|is not set"):
         start(tmp_path, corpus)
+
+
+@pytest.mark.parametrize(("chosen", "listen"), [(None, "127.0.0.1"), ("lo", None)])
+def test_gloo_between_groups_listens_towards_the_coordinator_unless_the_user_chose_an_interface(
+    told: pytest.MonkeyPatch, tmp_path: Path, corpus: Path, chosen: str | None, listen: str | None
+) -> None:
+    """The ranks of a group on one host get the loopback interface when they join each other. Groups
+    on other hosts could not reach it.
+    """
+
+    @contextlib.contextmanager
+    def joins(*_: Any) -> Iterator[None]:
+        os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+        yield
+
+    def find(_: Any, who: Identity, *more: Any) -> None:
+        found.append(who)
+        raise KeyboardInterrupt  # this test has seen enough
+
+    found: list[Identity] = []
+    told.setenv("SDP_ELASTIC_GROUP", "0")
+    told.setenv("GLOO_SOCKET_IFNAME", chosen or "to be restored")
+    if chosen is None:
+        os.environ.pop("GLOO_SOCKET_IFNAME")
+    for name, value in {
+        "started": joins,
+        "world": SimpleNamespace(enter=lambda _: None),
+        "build": lambda *_: (None, None, 0),
+        "serve_meeting_store": lambda _: (None, "127.0.0.1:1"),
+        "share_inside": lambda value: value,
+        "_find_coordinator": find,
+    }.items():
+        told.setattr(elastic_rank, name, value)
+    with pytest.raises(KeyboardInterrupt):
+        start(tmp_path, corpus)
+    assert [who.listen for who in found] == [listen]
 
 
 @pytest.mark.parametrize(

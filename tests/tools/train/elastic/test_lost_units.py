@@ -18,7 +18,7 @@ from sdp.engine.checkpoint.storage.directory import latest
 from sdp.tests.support.clusters.elastic_runs import ElasticRun, Start
 from sdp.tests.support.clusters.lost_at import SeparateGroups
 from sdp.tests.support.clusters.moments import BEFORE_VOTE, Stop
-from sdp.tests.support.clusters.stories import LAST, RANK, Story
+from sdp.tests.support.clusters.stories import GROUP, LAST, Story
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 ALONE = {"survive": 0, "profile": [4, 3, 2, 1]}  # the last unit has one holder
@@ -137,11 +137,12 @@ def _tensors(checkpoint: Path) -> dict[str, torch.Tensor]:
 
 
 def test_the_others_end_when_nobody_came_in_time(corpus: Path, tmp_path: Path) -> None:
-    """The only holder of a unit may return, as far as the coordinator knows. The last checkpoint is
-    one step older than the step after which it is lost. So the others wait, and write another one
-    before they end.
+    """The only holder of a unit may return, as far as the coordinator knows, so the others wait.
+
+    It is lost in step 4, and the last checkpoint is from step 2. So they write one of step 3 before
+    they end.
     """
-    story = Story(RANK, BEFORE_VOTE, ranks=1)
+    story = Story(GROUP, BEFORE_VOTE)
     config = story.config(corpus)
     config["sdp"]["placement"]["model.layers.3"] = [*story.lost]
     config["sdp"]["elastic"]["wait_seconds"] = 4
