@@ -313,9 +313,9 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as name:
         config = write_config(Path(name), make_corpus(Path(name)), options.heartbeat, options.every)
         if options.restarts:
-            found = json.dumps(measure_restarts(config, Path(name) / "run", options.restarts))
-            options.out.write_text(found + "\n")
-            print(found)
+            restarts = json.dumps(measure_restarts(config, Path(name) / "run", options.restarts))
+            options.out.write_text(restarts + "\n")
+            print(restarts)
             return
         losses = {"kills": options.kills, "hangs": options.hangs, "stuck": options.stuck}
         found = measure(config, Path(name) / "run", **losses, seed=options.seed, sleep=options.sleep)

@@ -1,4 +1,4 @@
-"""A rank of an elastic run refuses what its launcher told it before it waits for anybody."""
+"""A rank of an elastic run: what it refuses before it waits for anybody, and where it listens."""
 
 from __future__ import annotations
 

@@ -48,7 +48,8 @@ def static_runs(tmp_path_factory: Any) -> Checked:
 
 # For the engine, a host's death is that of two groups. So it is tested less often.
 ROUTINE = [(RANK, REDUCTION), (RANK, EVALUATION), (RANK, RETURN), (TWO_GROUPS, SAVE)]
-ROUTINE += [(GROUP, BEFORE_VOTE), (COORDINATOR, UPDATE)]  # it dies before a vote in a test below
+ROUTINE += [(GROUP, BEFORE_VOTE)]
+ROUTINE += [(COORDINATOR, UPDATE)]  # the coordinator dies before a vote in a test below
 
 
 @pytest.mark.parametrize(
