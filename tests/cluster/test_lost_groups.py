@@ -6,7 +6,10 @@ See tests/support/clusters/elastic_hosts.py.
 from concurrent.futures import Future
 
 import pytest
-from sdp.tests.support.clusters.elastic_hosts import groups_of_two_ranks_lose_one
+from sdp.tests.support.clusters.elastic_hosts import (
+    groups_of_two_ranks_lose_one,
+    groups_on_two_hosts_lose_one,
+)
 from sdp.tests.support.clusters.hosts import Hosts, needs
 
 pytestmark = pytest.mark.cluster
@@ -23,3 +26,10 @@ def test_a_launch_that_loses_one_of_two_ranks_and_a_number_that_another_host_tak
     for launcher in ("deepspeed", "Open MPI"):
         needs(launcher)
     groups_of_two_ranks_lose_one(hosts)
+
+
+@pytest.mark.slow
+def test_groups_that_span_two_hosts_lose_a_rank_and_a_link(hosts: Hosts) -> None:
+    for launcher in ("deepspeed", "Open MPI"):
+        needs(launcher)
+    groups_on_two_hosts_lose_one(hosts)

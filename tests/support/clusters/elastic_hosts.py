@@ -1,7 +1,8 @@
 """Elastic runs over hosts that lose each other, for the tests in ``cluster/``.
 
 Each host has one group, which ``configs/clusters/elastic.sh`` launches, each by another launcher.
-The groups of the first run have one rank each. The groups of the second run have two.
+The groups of the first run have one rank each. The groups of the second run have two. Those of the
+third run have two on two hosts.
 """
 
 from __future__ import annotations
@@ -80,6 +81,16 @@ TWO_RANKS = Plan(
     seconds=600.0,
 )
 ON_ANOTHER_HOST = ("n", _torchrun(2, _TWO))  # takes the number of the group on host-o
+
+_WIDE = _train("two-hosts.json", "two-hosts")
+PAIRS = {"m": "mn", "o": "op", "s": "st"}  # of hosts, by the one where the group's launch runs
+TWO_HOSTS = Plan(
+    "two-hosts",
+    {"m": _deepspeed("pair-m", _WIDE), "o": _mpirun("pair-o", _WIDE), "s": _deepspeed("pair-s", _WIDE)},
+    "two-hosts.json",
+    ranks=2,
+    seconds=600.0,
+)
 
 
 class LostGroups:
@@ -250,14 +261,55 @@ def groups_of_two_ranks_lose_one(hosts: Hosts) -> None:
         _all_groups_are_told_to_stop(hosts, run, losses=2)
 
 
-def _prepare_two_ranks(hosts: Hosts) -> None:
+def groups_on_two_hosts_lose_one(hosts: Hosts) -> None:
+    """The rest of the group ends too, on the other host, and the group is launched again on both.
+
+    A rank on the second host of a group dies. Then the second host of another group loses its link.
+    """
+    for pair in PAIRS.values():
+        (hosts.folder / f"pair-{pair[0]}").write_text("".join(f"host-{host} slots=1\n" for host in pair))
+    _prepare_two_ranks(hosts, TWO_HOSTS)
+    with ExitStack() as stack:
+        run = LostGroups(hosts, stack, TWO_HOSTS)
+        run.steps(3, groups=3)
+        _the_second_host_loses_its_rank(run)
+        _the_second_host_loses_its_link(hosts, run)
+        _all_groups_are_told_to_stop(hosts, run, losses=2)
+
+
+def _the_second_host_loses_its_rank(run: LostGroups) -> None:
+    (rank,), (other,) = run.ranks("p"), run.ranks("o")
+    os.kill(rank, signal.SIGKILL)
+    run.until(lambda: "group 1 on host-p was lost after step" in run.said)
+    run.until(lambda: other not in run.ranks("o"))
+    assert any(line["groups"] == 2 for line in run.steps(1, groups=3)), run.said
+    assert len(run.ranks("o")) == len(run.ranks("p")) == 1
+
+
+def _the_second_host_loses_its_link(hosts: Hosts, run: LostGroups) -> None:
+    (cut,), (other,) = run.ranks("n"), run.ranks("m")
+    hosts.plug("n", "down")
+    try:
+        began = time.monotonic()
+        run.until(lambda: "group 0 on host-n was lost after step" in run.said)
+        run.steps(2, groups=2)
+        run.until(lambda: other not in run.ranks("m"))
+        time.sleep(max(0.0, CUT_SECONDS - (time.monotonic() - began)))
+    finally:
+        hosts.plug("n", "up")
+    run.steps(2, groups=3)
+    assert cut not in run.ranks("n")
+    assert len(run.ranks("m")) == len(run.ranks("n")) == 1
+
+
+def _prepare_two_ranks(hosts: Hosts, plan: Plan = TWO_RANKS) -> None:
     for host in "op":
         (hosts.folder / f"both-{host}").write_text(f"host-{host} slots=2\n")
     config = json.loads((hosts.folder / "elastic.json").read_text())
     elastic = {"enabled": True, "heartbeat_seconds": 30, "wait_seconds": 600}
     config["sdp"] |= {"groups": 3, "capacity": 0.75, "engine": "deepspeed", "elastic": elastic}
     config["training"] |= {"start_timeout": 600, "step_timeout": 300, "save_timeout": 120}
-    (hosts.folder / TWO_RANKS.config).write_text(json.dumps(config))
+    (hosts.folder / plan.config).write_text(json.dumps(config))
 
 
 def _a_rank_dies(run: LostGroups) -> None:
