@@ -39,6 +39,8 @@ class ElasticRun:
         ranks: the ranks of each group.
         heartbeat_seconds: see ``sdp.elastic``.
         wait_seconds: see ``sdp.elastic``.
+        min_groups: see ``sdp.elastic``.
+        last_call_seconds: see ``sdp.elastic``.
         restarts: see ``sdp.elastic``.
         restart_window: see ``sdp.elastic``.
     """
@@ -47,6 +49,8 @@ class ElasticRun:
     ranks: int
     heartbeat_seconds: float = 5.0
     wait_seconds: float = 600.0
+    min_groups: int | None = None
+    last_call_seconds: float = 30.0
     restarts: int = 3
     restart_window: float = 3600.0
 
@@ -104,6 +108,8 @@ def start_elastic(
         note,
         heartbeat_seconds=run.heartbeat_seconds,
         wait_seconds=run.wait_seconds,
+        min_groups=run.min_groups,
+        last_call_seconds=run.last_call_seconds,
     )
     coordinator.start()
     told = {TOKEN: token, COORDINATOR: coordinator.address}

@@ -87,6 +87,8 @@ def run(args: argparse.Namespace) -> int:
         port=options.port,
         heartbeat_seconds=sdp.elastic.heartbeat_seconds,
         wait_seconds=sdp.elastic.wait_seconds,
+        min_groups=sdp.elastic.min_groups,
+        last_call_seconds=sdp.elastic.last_call_seconds,
     )
     coordinator.start()
     if (warning := hidden_loopback(options.host, coordinator.host)) is not None:

@@ -10,7 +10,7 @@ from typing import Annotated, Any
 from pydantic import Field
 
 from ..errors import ConfigError
-from .section import NonNegativeInt, Section
+from .section import NonNegativeInt, PositiveInt, Section
 
 Seconds = Annotated[float, Field(gt=0, le=86400)]
 
@@ -19,13 +19,17 @@ class ElasticSection(Section):
     """Elastic groups: the loss of a group does not stop the others.
 
     ``heartbeat_seconds``: a group that is silent or hangs for so long is cut off. ``wait_seconds``:
-    how long the others wait for a group without which they cannot go on. ``restarts``: how often
-    the launcher may restart each group within ``restart_window`` seconds.
+    how long the others wait for a group without which they cannot go on. ``min_groups``: how many
+    groups are enough to begin a run (None: all), once they have waited ``last_call_seconds`` for
+    the others. ``restarts``: how often the launcher may restart each group within
+    ``restart_window`` seconds.
     """
 
     enabled: bool = False
     heartbeat_seconds: Seconds = 5.0
     wait_seconds: Seconds = 600.0
+    min_groups: PositiveInt | None = None
+    last_call_seconds: Seconds = 30.0
     restarts: NonNegativeInt = 3
     restart_window: Seconds = 3600.0
 
@@ -44,11 +48,27 @@ def _refused_with_sync(sync: Any) -> dict[str, tuple[bool, object, str]]:
     }
 
 
+def _check_min_groups(sdp: Any) -> None:
+    """Raise ConfigError if a unit may have no holder among ``min_groups`` groups."""
+    least, groups, survive = sdp.elastic.min_groups, sdp.groups, sdp.survive
+    if least is None:
+        return
+    if least > groups:
+        raise ConfigError(f"sdp.elastic.min_groups: {least} is more than sdp.groups = {groups}; use at most {groups}")
+    if least < groups - survive:
+        raise ConfigError(
+            f"sdp.elastic.min_groups: with {least} of {groups} groups, a unit may have no holder, because "
+            f"sdp.survive = {survive} allows only {survive} to be absent; use {groups - survive}, or raise sdp.survive "
+            f"to {groups - least}"
+        )
+
+
 def refuse_with_elastic(config: Any) -> None:
     """Raise ConfigError for what a Config with elastic groups cannot be combined with yet."""
     sdp = config.sdp
     if not sdp.elastic.enabled:
         return
+    _check_min_groups(sdp)
     training = config.training
     refused: dict[str, tuple[bool, object, str]] = {
         "sdp.engine": (sdp.engine not in ("fsdp2", "deepspeed"), sdp.engine, 'use "fsdp2" or "deepspeed"'),

@@ -223,6 +223,14 @@ def require_no_other_run(dump_dir: Path, *, resume: bool) -> None:
         raise ConfigError(f"{dump_dir} already holds a run; pass --resume to continue it or name another --dump-dir")
 
 
+def has_lines(dump_dir: Path) -> bool:
+    """Whether a run in ``dump_dir`` has written lines or a checkpoint, so it has begun."""
+    evaluations = dump_dir / EVALUATIONS
+    with contextlib.suppress(OSError):
+        return _holds_run(dump_dir) or (evaluations.is_file() and evaluations.stat().st_size > 0)
+    return True  # to be safe
+
+
 def _holds_run(dump_dir: Path) -> bool:
     metrics = dump_dir / METRICS
     return (metrics.is_file() and metrics.stat().st_size > 0) or any((dump_dir / "checkpoints").glob("step-*"))

@@ -93,6 +93,8 @@ def _run_elastic(config: Config, options: TrainOptions, degrees: Degrees, enviro
         processes // groups,
         heartbeat_seconds=section.heartbeat_seconds,
         wait_seconds=section.wait_seconds,
+        min_groups=section.min_groups,
+        last_call_seconds=section.last_call_seconds,
         restarts=section.restarts,
         restart_window=section.restart_window,
     )

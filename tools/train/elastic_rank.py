@@ -9,6 +9,7 @@ import secrets
 import socket
 from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 
 import torch.distributed as dist
 
@@ -27,6 +28,7 @@ from ...engine.environment.detect import Environment, detect
 from ...engine.environment.elastic import ElasticEnvironment, elastic_environment, gloo_interface, hidden_loopback
 from ...engine.errors import LaunchError
 from ...launcher.heartbeat import Heartbeat
+from ..runs.run_files import has_lines
 from . import preflight
 from .elastic import COMPARISON, MEETING, RECALIBRATION, ElasticTrainer
 from .elastic_rounds import AVERAGE, RoundsTrainer
@@ -101,12 +103,13 @@ def _train(
         told.slot, found.rank, found.world_size, told.life, socket.gethostname(), share_inside(address),
         here if interface is None else None,
     )  # fmt: skip
-    client = _find_coordinator(told, who, config, beat)
+    client = _find_coordinator(told, who, config, beat, dump_dir)
     # Each batch of an evaluation is progress. Otherwise a longer evaluation would look like a hang.
     engine.module.register_forward_pre_hook(lambda *_: client.progress.note())
-    # With local steps, a group may wait for slower ones for most of a round.
-    sync, step_timeout = config.sdp.sync, config.training.step_timeout
-    longest = min(_LONGEST_OPERATION, step_timeout) if sync is None else step_timeout * sync.every
+    # An operation that other groups do not answer must end before the watch ends this rank. Then
+    # all groups meet again. With local steps, a group may wait for slower ones in most of a round.
+    sync, most = config.sdp.sync, config.training.step_timeout / 2
+    longest = min(_LONGEST_OPERATION, most) if sync is None else most * sync.every
     session = Session(client, engine, longest, dump_dir / "checkpoints", config.sdp.elastic.wait_seconds)
     training_run = TrainingRun(config, engine, corpus, dump_dir, baseline=baseline, beat=beat)
     trainer_class = ElasticTrainer if session.rounds is None else RoundsTrainer
@@ -121,7 +124,9 @@ def _train(
     return status
 
 
-def _find_coordinator(told: ElasticEnvironment, who: Identity, config: Config, beat: Heartbeat) -> CoordinatorClient:
+def _find_coordinator(
+    told: ElasticEnvironment, who: Identity, config: Config, beat: Heartbeat, dump_dir: Path
+) -> CoordinatorClient:
     section, training = config.sdp.elastic, config.training
     varied = dict.fromkeys((CHECKPOINT, AWAITING, RECALIBRATION, LAST_CHECKPOINT), training.save_timeout)
     varied |= {MEETING: training.start_timeout, LOADING: training.start_timeout, COMPARISON: training.step_timeout}
@@ -135,4 +140,5 @@ def _find_coordinator(told: ElasticEnvironment, who: Identity, config: Config, b
         wait_seconds=section.wait_seconds,
         progress=progress,
         on_hang=lambda reason: beat.end(f"{reason}; the others have gone on without this group"),
+        has_begun=lambda: has_lines(dump_dir),
     )

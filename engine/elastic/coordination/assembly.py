@@ -29,6 +29,14 @@ class Identity:
     store: str
     listen: str | None = None
 
+    @property
+    def told(self) -> dict[str, Any]:
+        """What the coordinator is told."""
+        return {
+            "slot": self.slot, "inside": self.inside, "ranks": self.ranks, "life": self.life, "host": self.host[:256],
+            "store": self.store,
+        }  # fmt: skip
+
 
 @dataclass(frozen=True)
 class Member:

@@ -47,6 +47,8 @@ class Coordinator:
         port: the port, 0 for a free one.
         heartbeat_seconds: see ``sdp.elastic``.
         wait_seconds: see ``sdp.elastic``.
+        min_groups: see ``sdp.elastic``. None: all groups.
+        last_call_seconds: see ``sdp.elastic``.
 
     Raises:
         LaunchError: the address is not this host's, or the port is in use.
@@ -63,6 +65,8 @@ class Coordinator:
         port: int = 0,
         heartbeat_seconds: float = 5.0,
         wait_seconds: float = 600.0,
+        min_groups: int | None = None,
+        last_call_seconds: float = 30.0,
     ):
         self._token, self._say = token, say
         try:
@@ -86,6 +90,8 @@ class Coordinator:
             say=say,
             heartbeat_seconds=heartbeat_seconds,
             wait_seconds=wait_seconds,
+            min_groups=min_groups,
+            last_call_seconds=last_call_seconds,
         )
         self._stops = threading.Event()
         self._thread: threading.Thread | None = None

@@ -38,6 +38,7 @@ class CoordinatorClient:
         progress: the main thread's signs of progress.
         on_hang: called with a message, in another thread, if the main thread hangs after the others
             have gone on without this group.
+        has_begun: returns whether the run has begun before, as its files show.
 
     Attributes:
         abort: set when the present generation is over.
@@ -55,8 +56,10 @@ class CoordinatorClient:
         wait_seconds: float = 600.0,
         progress: Progress | None = None,
         on_hang: Callable[[str], None] = lambda _: None,
+        has_begun: Callable[[], bool] = lambda: False,
     ):
         self.progress, self._on_hang = progress or Progress(heartbeat_seconds), on_hang
+        self._has_begun = has_begun
         self._address, self._token, self.identity = address, token, identity
         self._where = f"{address[0]}:{address[1]}"
         self.beat_seconds, self._heartbeat, self._wait_seconds = heartbeat_seconds / 5, heartbeat_seconds, wait_seconds
@@ -99,12 +102,11 @@ class CoordinatorClient:
         return self._join(step=step, phase=phase, fresh=fresh, pending=False)
 
     def _join(self, *, step: int, phase: int, fresh: bool, pending: bool) -> Assembly:
-        who = self.identity
+        known = self._assembly
         request: Message = {
-            "type": "join", "slot": who.slot, "inside": who.inside, "ranks": who.ranks, "life": who.life,
-            "host": who.host[:256], "store": who.store, "step": step, "phase": phase, "fresh": fresh,
-            "pending": pending, "generation": self._assembly.number if self._assembly is not None else 0,
-            "members": self._assembly.slots if self._assembly is not None else [],
+            "type": "join", **self.identity.told, "step": step, "phase": phase, "fresh": fresh, "pending": pending,
+            "begun": self._has_begun(), "generation": known.number if known is not None else 0,
+            "members": known.slots if known is not None else [],
         }  # fmt: skip
         refusals = 0
         if self._is_alone and self._has_read_all:  # otherwise the last words tell why
@@ -193,7 +195,8 @@ class CoordinatorClient:
         """Tell the coordinator that this rank cannot finish its reductions. Then nobody waits."""
         if self._assembly is not None and not self.abort.is_set():
             self.reason = self.reason or reason
-            self._send({"type": "vote", "generation": self._assembly.number, "attempt": self._attempt, "ok": False})
+            vote = {"type": "vote", "generation": self._assembly.number, "attempt": self._attempt, "ok": False}
+            self._send(vote | {"text": reason[:_MOST_SAID]})
 
     def tell(self, text: str) -> None:
         """Let the coordinator say something to the user."""

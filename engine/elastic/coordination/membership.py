@@ -13,9 +13,10 @@ import time
 import uuid
 from collections.abc import Callable
 
+from .beginning import Beginning
 from .messages import MOST_ANSWER_BYTES, Message, ProtocolError
 from .progress import PausedRanks
-from .records import Arrival, Generation, Loss, News, Rank, shown_step, slots_of, text_of
+from .records import Arrival, Generation, Loss, News, Rank, lines_about, shown_step, text_of
 from .roster import Peer, Roster
 
 STEP = 99  # the phase before a step, the only one in which a group may join
@@ -35,6 +36,8 @@ class Membership:
         say: reports a line to the user.
         heartbeat_seconds: after so long a silence, a rank's group is cut off.
         wait_seconds: how long to wait for groups without which nothing can go on.
+        min_groups: how many groups are enough to begin the run, None for all.
+        last_call_seconds: how long to wait for the others when enough groups have come.
     """
 
     def __init__(
@@ -47,12 +50,15 @@ class Membership:
         say: Callable[[str], None],
         heartbeat_seconds: float = 5.0,
         wait_seconds: float = 600.0,
+        min_groups: int | None = None,
+        last_call_seconds: float = 30.0,
         clock: Callable[[], float] = time.monotonic,
     ):
         self._groups, self._ranks = groups, ranks
         self._most_facts = MOST_ANSWER_BYTES // 2 // (groups * ranks)  # the answer has those of all ranks
         self._send, self._close, self._say, self._clock = send, close, say, clock
         self._heartbeat, self._wait = heartbeat_seconds, wait_seconds
+        self._beginning = Beginning(groups, min_groups or groups, last_call_seconds)
         self._peers, self._lost_lives = Roster(ranks), set[str]()
         self._news, self._paused = News(say, clock), PausedRanks(heartbeat_seconds)
         self._waiting_since: float | None = None
@@ -146,7 +152,8 @@ class Membership:
             raise ProtocolError(f"facts of {size:,} bytes, and {self._most_facts:,} are possible")
         now.votes[rank.slot, rank.inside] = message
         if not message.get("ok"):
-            self._abort(f"group {rank.slot} could not finish its reductions")
+            now.failed = now.failed or f"group {rank.slot} could not finish its reductions ({text_of(message)})"
+            self._abort(now.failed)
         self._decide()
 
     def _decide(self) -> None:
@@ -246,7 +253,7 @@ class Membership:
         old = self._old_groups()
         if old is None:
             if self.generation is None:
-                self._give_up_if_late()
+                self._give_up_if_late([])
             return
         # The last generation may have ended before these got their state.
         again = [slot for slot in old if self._peers.joining(slot, "fresh")]
@@ -261,11 +268,11 @@ class Membership:
                 self.lose(peer, "it missed a step")
         phase = min((self._peers.joining(slot, "phase") for slot in old), default=STEP)
         fresh = self._peers.complete_fresh(old) if phase == STEP else []
-        if not old:  # the start of the run, which needs all groups
-            if len(fresh) < self._groups:
-                if self.gone:
+        if not old:  # the start of the run
+            if not self._beginning.may_begin(self._peers, fresh, self.gone, self._clock()):
+                if self._beginning.is_hopeless(self._peers, fresh, self.gone):
                     self._fail(f"group {min(self.gone)} was lost before the first step, and is not started again")
-                self._give_up_if_late()
+                self._give_up_if_late(fresh)
                 return
             step = max(self._peers.joining(slot, "step") for slot in fresh)
             phase = min(self._peers.joining(slot, "phase") for slot in fresh)
@@ -276,12 +283,7 @@ class Membership:
         if self.generation is not None:
             old = self.living
             return old if old and all(self._peers.has_joined(slot) for slot in old) else None
-        asking = [rank for rank in self._peers.values() if rank.joining is not None and not rank.joining.get("fresh")]
-        old = sorted({rank.slot for rank in asking})
-        expected = {slot for rank in asking for slot in slots_of(rank.joining)}
-        late = self._clock() - min((rank.asked for rank in asking), default=self._clock()) > 2 * self._heartbeat
-        complete = all(self._peers.has_joined(slot) for slot in old)
-        return old if complete and (late or all(self._peers.has_joined(slot) for slot in expected)) else None
+        return self._peers.with_state(self._clock(), 2 * self._heartbeat)
 
     def _begin(self, slots: list[int], fresh: list[int], phase: int, step: int, commits: list[int]) -> None:
         before = self.generation
@@ -301,10 +303,8 @@ class Membership:
             "phase": phase, "step": step, "writer": min(slots, key=lambda slot: (kept[slot], slot)),
             "expected": sorted(set(range(self._groups)) - set(slots) - self.gone),
         }  # fmt: skip
-        if before is None:
-            absent = {slot for rank in ranks.values() for slot in slots_of(rank.joining)} - set(slots)
-            for slot in sorted(absent):
-                self._say(f"group {slot} was lost while there was no coordinator; the others go on without it")
+        for line in lines_about(before, list(ranks.values()), fresh, self._groups):
+            self._say(line)
         for peer, rank in ranks.items():
             rank.joining = None
             self._send(peer, answer | {"commit_pending": rank.slot in commits})
@@ -313,7 +313,8 @@ class Membership:
             who = [f"group {slot} on {leaders[slot].host}" for slot in fresh]
             self._news.add(Arrival(who, self._shown or step, number, at))
 
-    def _give_up_if_late(self) -> None:
-        since = self._waiting_since
+    def _give_up_if_late(self, here: list[int]) -> None:
+        since, needed = self._waiting_since, self._beginning.needed(self._peers, here)
         if since is not None and self._clock() - since > self._wait:
-            self._fail(f"not all groups came within {self._wait:g} s")
+            who = "not all groups" if needed == self._groups else f"only {len(here)} of at least {needed} groups"
+            self._fail(f"{who} came within {self._wait:g} s")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 from ...environment.elastic import split_address
@@ -45,7 +45,7 @@ class Rank:
             raise ProtocolError("a join with wrong numbers")
         if not all(isinstance(text, str) and len(text) <= _MOST_TEXT for text in texts):
             raise ProtocolError("a join with wrong texts")
-        if not all(type(message.get(key, False)) is bool for key in ("fresh", "pending")):
+        if not all(type(message.get(key, False)) is bool for key in ("fresh", "pending", "begun")):
             raise ProtocolError("a join with wrong switches")
         if texts[2] and split_address(str(texts[2])) is None:
             raise ProtocolError("a join with a store that is not HOST:PORT")
@@ -69,6 +69,7 @@ class Generation:
         doubt: when a group that had voted died, before the others had.
         lost: the groups that are gone.
         ended: the groups of which a rank has ended the run.
+        failed: why it is over, if a group could not finish its reductions, and none was lost.
     """
 
     number: int
@@ -80,6 +81,7 @@ class Generation:
     doubt: float | None = None
     lost: set[int] = field(default_factory=set)
     ended: set[int] = field(default_factory=set)
+    failed: str = ""
 
 
 @dataclass
@@ -139,6 +141,28 @@ class News:
         for news in self._news:
             self._say(news.report(groups, self._clock()))
         self._news.clear()
+
+
+def lines_about(before: Generation | None, ranks: Sequence[Rank], fresh: Collection[int], groups: int) -> Iterator[str]:
+    """Yield what the user is told about a new generation, besides losses and arrivals.
+
+    Args:
+        before: the generation before it.
+        ranks: its ranks.
+        fresh: its groups without state.
+        groups: the number of groups of the run.
+    """
+    lives = {rank.slot: rank.life for rank in ranks}
+    here = ", ".join(map(str, sorted(lives)))
+    if before is None:
+        known = {slot for rank in ranks for slot in slots_of(rank.joining)}
+        for slot in sorted(known - lives.keys()):
+            yield f"group {slot} was lost while there was no coordinator; the others go on without it"
+    elif before.failed and before.lives == lives:
+        yield f"groups {here} try again: {before.failed}. If this is repeated, two hosts may not reach each other"
+    if len(fresh) == len(lives) < groups:
+        absent = ", ".join(str(slot) for slot in range(groups) if slot not in lives)
+        yield f"the run begins with groups {here}; others may join it later: {absent}"
 
 
 def text_of(message: Message) -> str:

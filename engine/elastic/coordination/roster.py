@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Hashable, Iterable, Mapping
 from typing import Any
 
-from .records import Rank
+from .records import Rank, slots_of
 
 Peer = Hashable
 
@@ -56,6 +56,23 @@ class Roster(dict[Peer, Rank]):
         run.
         """
         return any(lives.get(rank.slot) == rank.life and not rank.is_leaving for rank in self.values())
+
+    def ready_since(self, slot: int) -> float:
+        """Return when the last rank of a group asked for the next generation."""
+        return max(rank.asked for rank in self.of([slot]).values())
+
+    def with_state(self, now: float, patience: float) -> list[int] | None:
+        """Return the groups with state that go on at a new coordinator, or None if some of them
+        have not asked yet.
+
+        Those that the others know are awaited for ``patience`` seconds from the first request on.
+        """
+        asking = [rank for rank in self.values() if rank.joining is not None and not rank.joining.get("fresh")]
+        slots = sorted({rank.slot for rank in asking})
+        expected = {slot for rank in asking for slot in slots_of(rank.joining)}
+        late = now - min((rank.asked for rank in asking), default=now) > patience
+        complete = all(self.has_joined(slot) for slot in slots)
+        return slots if complete and (late or all(self.has_joined(slot) for slot in expected)) else None
 
     def complete_fresh(self, members: Collection[int]) -> list[int]:
         """Return the complete groups that wait and have no state, except ``members``."""

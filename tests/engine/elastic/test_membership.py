@@ -6,24 +6,27 @@ from typing import Any
 
 from sdp.engine.elastic.coordination.membership import STEP, Membership
 
-HEARTBEAT, WAIT = 5.0, 30.0
+HEARTBEAT, WAIT, LAST_CALL = 5.0, 30.0, 10.0
 
 
 class Rules:
-    """The rules for three groups. ``sent`` has the answers, by rank."""
+    """The rules for three groups. ``sent`` has the answers, by rank, and ``said`` the lines."""
 
-    def __init__(self, ranks: int = 1) -> None:
+    def __init__(self, ranks: int = 1, min_groups: int | None = None) -> None:
         self._ranks = ranks
         self.now = 0.0
         self.sent: list[tuple[str, str, list[int]]] = []
+        self.said: list[str] = []
         self.membership = Membership(
             3,
             ranks,
             send=self._send,
             close=lambda _: None,
-            say=lambda _: None,
+            say=self.said.append,
             heartbeat_seconds=HEARTBEAT,
             wait_seconds=WAIT,
+            min_groups=min_groups,
+            last_call_seconds=LAST_CALL,
             clock=lambda: self.now,
         )
 
@@ -40,10 +43,14 @@ class Rules:
         members: tuple[int, ...] = (),
         inside: int = 0,
         life: str = "",
+        begun: bool = False,
     ) -> None:
-        """Let a rank ask for the next generation. ``life``: its process."""
+        """Let a rank ask for the next generation.
+
+        ``life``: its process. ``begun``: whether it sees that the run has begun before.
+        """
         who = {"slot": slot, "inside": inside, "ranks": self._ranks, "life": life or peer, "host": "here", "store": ""}
-        what = {"step": step, "phase": STEP, "fresh": fresh, "pending": False, "members": [*members]}
+        what = {"step": step, "phase": STEP, "fresh": fresh, "pending": False, "members": [*members], "begun": begun}
         self.membership.hear(peer, {"type": "join", **who, **what})
 
     def begin(self) -> None:
@@ -178,3 +185,77 @@ def test_groups_without_state_begin_again_or_end() -> None:
     for peer, slot in (("a", 0), ("c", 2)):
         rules.join(peer, slot, fresh=True)
     assert rules.membership.failure == "group 1 was lost before the first step, and is not started again"
+
+
+def test_enough_groups_begin_after_the_last_call() -> None:
+    rules = Rules(min_groups=2)
+    rules.join("a", 0, fresh=True)
+    rules.wait(11, "a")
+    rules.join("c", 2, fresh=True)
+    rules.wait(10, "a", "c")
+    assert not rules.generations(), "the last call begins when enough have come"
+    rules.wait(1, "a", "c")
+    assert rules.generations() == [[0, 2]]
+    assert rules.said == ["the run begins with groups 0, 2; others may join it later: 1"]
+    rules.join("b", 1, fresh=True)
+    for peer, slot in (("a", 0), ("c", 2)):
+        rules.join(peer, slot, step=1, members=(0, 2))
+    assert rules.generations() == [[0, 2], [0, 1, 2]]
+
+
+def test_all_groups_begin_at_once() -> None:
+    rules = Rules(min_groups=2)
+    rules.begin()
+    assert rules.generations() == [[0, 1, 2]]
+    assert not rules.said
+
+
+def test_too_few_groups_do_not_begin() -> None:
+    rules = Rules(min_groups=2)
+    rules.join("a", 0, fresh=True)
+    rules.wait(31, "a")
+    assert not rules.generations()
+    assert rules.membership.failure == "only 1 of at least 2 groups came within 30 s"
+
+
+def test_enough_groups_begin_at_once_if_no_other_one_can_come() -> None:
+    rules = Rules(min_groups=2)
+    rules.membership.gone.add(1)
+    for peer, slot in (("a", 0), ("c", 2)):
+        rules.join(peer, slot, fresh=True)
+    assert rules.generations() == [[0, 2]]
+    rules = Rules(min_groups=2)
+    rules.membership.gone.update((0, 1))
+    rules.join("c", 2, fresh=True)
+    assert rules.membership.failure == "group 0 was lost before the first step, and is not started again"
+
+
+def test_groups_that_see_a_run_do_not_begin_it_again_without_the_others() -> None:
+    """The others may train, and come to this new coordinator after a long step."""
+    rules = Rules(min_groups=2)
+    rules.join("b", 1, fresh=True, begun=True)
+    rules.join("c", 2, fresh=True)
+    rules.wait(20, "b", "c")
+    assert not rules.generations()
+    rules.join("a", 0, step=50, members=(0,))
+    assert rules.generations() == [[0, 1, 2]]
+    assert rules.membership.step == 50
+
+
+def test_groups_whose_reductions_fail_are_told_to_try_again() -> None:
+    rules = Rules()
+    rules.begin()
+    vote = {"type": "vote", "generation": 1, "attempt": 0, "ok": False, "text": "timed out"}
+    rules.membership.hear("b", vote)
+    for slot, peer in enumerate("abc"):
+        rules.join(peer, slot, members=(0, 1, 2))
+    assert rules.said == [
+        "groups 0, 1, 2 try again: group 1 could not finish its reductions (timed out). If this is repeated, two hosts "
+        "may not reach each other"
+    ]
+    rules.membership.hear("b", vote | {"generation": 2})
+    rules.membership.lose("c", "it died")
+    for slot, peer in enumerate("ab"):
+        rules.join(peer, slot, members=(0, 1, 2))
+    assert len(rules.said) == 1, "a loss is told otherwise"
+    assert rules.generations()[-1] == [0, 1]

@@ -127,6 +127,24 @@ class Hosts:
         """Set the link of a host ``up`` or ``down``. A link that is down drops packets silently."""
         subprocess.run(["ip", "-n", f"{self.folder.name}-{host}", "link", "set", "eth0", state], check=True)
 
+    @contextlib.contextmanager
+    def parted(self, one: str, other: str) -> Iterator[None]:
+        """A context in which two hosts do not reach each other, but all others.
+
+        Each sends what is for the other one to an address that no host has, so it vanishes.
+        """
+        for host, lost in ((one, other), (other, one)):
+            self._neighbour(host, "replace", self.address(lost), "lladdr", "02:00:00:00:00:01", "nud", "permanent")
+        try:
+            yield
+        finally:
+            for host, lost in ((one, other), (other, one)):
+                self._neighbour(host, "del", self.address(lost))
+
+    def _neighbour(self, host: str, action: str, address: str, *more: str) -> None:
+        words = ["ip", "-n", f"{self.folder.name}-{host}", "neigh", action, address, *more, "dev", "eth0"]
+        subprocess.run(words, check=True)
+
 
 @contextlib.contextmanager
 def made_hosts() -> Iterator[Hosts]:

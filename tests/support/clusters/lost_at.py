@@ -42,6 +42,7 @@ class SeparateGroups:
         last_decision: the first coordinator is killed when it has sent so many. 0: it lives.
         prepare: prepares each launch, None to let it stop at ``stops``.
         resume: whether the launches get ``--resume``.
+        absent: groups that are not launched yet.
     """
 
     address = "127.0.0.1"  # of the coordinator
@@ -56,6 +57,7 @@ class SeparateGroups:
         last_decision: int = 0,
         prepare: Callable[[], object] | None = None,
         resume: bool = False,
+        absent: Sequence[int] = (),
     ):
         self._prepare = prepare or partial(stop_at, stops)
         self._more = ["--resume"] if resume else []
@@ -66,9 +68,10 @@ class SeparateGroups:
         self._log = self._stack.enter_context((folder / "said").open("w"))
         self.coordinate()
         self._launches: dict[int, ForkedCommand] = {}
-        self._lost: set[int] = set()
+        self._lost = set(absent)
         for group in range(config["sdp"]["groups"]):
-            self.launch(group)
+            if group not in absent:
+                self.launch(group)
 
     def __enter__(self) -> SeparateGroups:
         return self
@@ -243,6 +246,7 @@ class StaticRuns:
         config["train_micro_batch_size_per_gpu"] *= self._ranks
         config["zero_optimization"] = {"stage": 0}
         del config["sdp"]["elastic"]
+        config["sdp"].pop("survive", None)  # a part of the groups holds fewer copies
         config["sdp"]["groups"] = len(groups)
         config["sdp"]["placement"] = {
             unit: [groups.index(group) for group in holders if group in groups]

@@ -24,6 +24,12 @@ from sdp.tools.cli import main
         (("training.async_save=true",), "training.async_save: true is not available"),
         (("training.on_spike=rollback",), 'training.on_spike: rollback is not available'),
         (("training.on_spike=stop",), 'training.on_spike: stop is not available'),
+        (("sdp.elastic.min_groups=5",), "sdp.elastic.min_groups: 5 is more than sdp.groups = 4; use at most 4"),
+        (
+            ("sdp.elastic.min_groups=2",),
+            "sdp.elastic.min_groups: with 2 of 4 groups, a unit may have no holder, because sdp.survive = 1 allows "
+            "only 1 to be absent; use 3, or raise sdp.survive to 2",
+        ),
         (("sdp.sync={\"every\": 4, \"overlap\": 1}",), "sdp.sync.overlap: 1 is not available"),
     ],
 )  # fmt: skip
