@@ -95,6 +95,7 @@ class Heartbeat:
 
     Attributes:
         on_phase: called with the name of each phase, when it begins.
+        patience: a phase may take so many times its seconds.
     """
 
     def __init__(
@@ -105,6 +106,7 @@ class Heartbeat:
         self._file = _open_for_whereabouts(file) if file is not None else None
         self._whereabouts = Whereabouts(rank, self._host, 0, "starting", time.time())
         self.on_phase: Callable[[str], None] = lambda _: None
+        self.patience = 1.0
         self._seconds: float | None = None
         self._started = time.monotonic()
         self._guard = _start_guard() if guarded else None
@@ -118,6 +120,11 @@ class Heartbeat:
         return self._whereabouts
 
     @property
+    def seconds(self) -> float | None:
+        """The seconds that the present phase may take, None without a limit."""
+        return self._seconds
+
+    @property
     def guard_pid(self) -> int | None:
         """The process id of the guard, or None."""
         return self._guard.pid if self._guard is not None else None
@@ -127,7 +134,7 @@ class Heartbeat:
         self._whereabouts = Whereabouts(self._rank, self._host, step, phase, time.time())
         self._started, self._seconds = time.monotonic(), seconds
         self.on_phase(phase)
-        self._tell_guard(self._whereabouts, seconds)
+        self._tell_guard(self._whereabouts, self._allowed(seconds))
         if self._file is not None:
             with contextlib.suppress(OSError):  # on a full disk only the message for a hang suffers
                 os.pwrite(self._file, json.dumps(asdict(self._whereabouts)).ljust(_RECORD_BYTES).encode(), 0)
@@ -147,12 +154,15 @@ class Heartbeat:
 
     def _watch(self) -> None:
         while not self._stopped.wait(_LOOK_SECONDS):
-            whereabouts, started, seconds = self._whereabouts, self._started, self._seconds
+            whereabouts, started, seconds = self._whereabouts, self._started, self._allowed(self._seconds)
             self._tell_guard(whereabouts, seconds)
             is_same = whereabouts is self._whereabouts
             is_late = seconds is not None and time.monotonic() - started > seconds
             if is_late and is_same and not self._stopped.is_set():
                 self.end(f"no progress for {seconds:g} s")
+
+    def _allowed(self, seconds: float | None) -> float | None:
+        return None if seconds is None else seconds * self.patience
 
     def end(self, reason: str) -> None:
         """End the process with exit code 1. Any thread may call this.

@@ -12,10 +12,11 @@ from ..distributed import world
 from ..distributed.world import World
 from ..engine import SDPEngine
 from ..placement.layout import Layout
+from .abort import Abort, WaitLimits
 from .coordination.assembly import Assembly
 from .coordination.member import CoordinatorClient
 from .living import living_layout, make_communicators
-from .process_groups import Abort, Meeting
+from .process_groups import Meeting
 
 
 class Links:
@@ -25,14 +26,14 @@ class Links:
         client: the connection to the coordinator.
         engine: the engine, which was built with all groups in mind.
         backend: its backend.
-        timeout: the longest time that gloo waits for an operation, in seconds.
+        limits: how long to wait for other groups.
 
     Attributes:
         abort: whether the present generation is over. None before the first one.
     """
 
-    def __init__(self, client: CoordinatorClient, engine: SDPEngine, backend: ShardedBackend, timeout: float):
-        self._client, self._engine, self._backend, self._timeout = client, engine, backend, timeout
+    def __init__(self, client: CoordinatorClient, engine: SDPEngine, backend: ShardedBackend, limits: WaitLimits):
+        self._client, self._engine, self._backend, self._limits = client, engine, backend, limits
         self._phases: Mapping[Masking, Layout] = backend.phases
         self._meeting: Meeting | None = None
         self.abort: Abort | None = None
@@ -73,8 +74,8 @@ class Links:
 
     def _meet(self, found: Assembly, rank: int, world_size: int) -> Meeting:
         client = self._client
-        abort = self.abort = Abort(client.abort.is_set, client.give_up, client.progress.note)
+        abort = self.abort = Abort(client.abort.is_set, client.give_up, client.progress.note, self._limits.phase)
         store, listen = found.members[0].store, client.identity.listen
-        meeting = self._meeting = Meeting(store, found.name, rank, dist.get_rank(), abort, self._timeout, listen)
+        meeting = self._meeting = Meeting(store, found.name, rank, dist.get_rank(), abort, self._limits, listen)
         world.enter(World(rank, world_size, meeting.make_group("world", range(world_size))))
         return meeting

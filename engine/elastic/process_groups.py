@@ -16,7 +16,7 @@ from __future__ import annotations
 import contextlib
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any, TypeVar
 
@@ -24,72 +24,13 @@ import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
+from .abort import Abort, WaitLimits
 from .coordination.errors import StepAbortedError
 
 T = TypeVar("T")
 
-_LOOK_SECONDS = 0.0003
-_LONGEST_LOOK_SECONDS = 0.005
 _REAP_SECONDS = 0.1
 _ANOTHER_PROCESS = 10**6  # torch's numbers for ranks that are in other default process groups begin here
-
-
-class Abort:
-    """Whether a generation is over.
-
-    Args:
-        is_set: whether the coordinator said so.
-        tell: called with a reason if this rank notices first.
-        note: called again and again while this rank waits.
-
-    Attributes:
-        failed: why an operation of this rank failed, or "".
-    """
-
-    def __init__(
-        self, is_set: Callable[[], bool], tell: Callable[[str], None], note: Callable[[], None] = lambda: None
-    ):
-        self._is_set, self._tell, self.note = is_set, tell, note
-        self._defers = False
-        self.failed = ""
-
-    @property
-    def is_over(self) -> bool:
-        """Whether nothing of this generation will be finished."""
-        return bool(self.failed) or self._is_set()
-
-    def fail(self, error: BaseException) -> None:
-        """Note that an operation failed, which means that another rank is gone."""
-        if not self.failed:
-            self.failed = (str(error).strip().splitlines() or [type(error).__name__])[-1]
-            self._tell(self.failed)
-
-    def check(self) -> None:
-        """Raise StepAbortedError if the generation is over, unless errors are deferred now."""
-        if self.is_over and not self._defers:
-            raise StepAbortedError(self.failed or "a group is lost")
-
-    @contextlib.contextmanager
-    def deferred(self) -> Iterator[None]:
-        """A context in which operations of a generation that is over end without an error.
-
-        Their results are worthless. The caller must look at :attr:`is_over` afterwards.
-        """
-        self._defers = True
-        try:
-            yield
-        finally:
-            self._defers = False
-
-    def wait(self, is_done: Callable[[], bool]) -> None:
-        """Return when ``is_done``. Raises StepAbortedError if the generation is over before."""
-        pause = _LOOK_SECONDS
-        while not is_done():
-            if self.is_over:
-                raise StepAbortedError(self.failed or "a group is lost")
-            self.note()
-            time.sleep(pause)
-            pause = min(_LONGEST_LOOK_SECONDS, pause * 1.2)
 
 
 class _Call:
@@ -253,7 +194,7 @@ class Meeting:
         rank: this rank's number among the living ones.
         own_number: this rank's number in torch's default process group.
         abort: ends the waits.
-        timeout: the longest time that gloo waits for an operation, in seconds.
+        limits: how long to wait for the other members.
         listen: the address at which the other members reach this rank, None for that of
             GLOO_SOCKET_IFNAME.
     """
@@ -265,12 +206,13 @@ class Meeting:
         rank: int,
         own_number: int,
         abort: Abort,
-        timeout: float,
+        limits: WaitLimits,
         listen: str | None = None,
     ):
         host, _, port = store.rpartition(":")
         self._name, self._rank, self._own, self._abort = name, rank, own_number, abort
-        self._timeout, self._listen = timedelta(seconds=timeout), listen
+        self._timeout, self._listen = timedelta(seconds=limits.connection), listen
+        self._longest_operation = timedelta(seconds=limits.operation)
         self.groups: list[AbortableGroup] = []
         connect = lambda: dist.TCPStore(  # noqa: E731
             host, int(port), is_master=False, wait_for_workers=False, timeout=self._timeout
@@ -294,6 +236,7 @@ class Meeting:
                 settings._devices = [dist.ProcessGroupGloo.create_device(hostname=self._listen)]
             backend = dist.ProcessGroupGloo(dist.PrefixStore(name, self._store), rank, len(ranks), settings)
             backend._set_sequence_number_for_group()
+            backend._set_default_timeout(self._longest_operation)
             return backend
 
         backend = call(make, self._abort)

@@ -17,6 +17,7 @@ from ..backends.sharded import ShardedBackend
 from ..engine import SDPEngine
 from ..errors import CheckpointError, NonFiniteError
 from ..placement.layout import Layout
+from .abort import Abort, WaitLimits
 from .bringing_back import GIVE_UP, HolderWait, UnitsLostError, bring_up_to_date, load_lost_units
 from .coordination.assembly import Assembly, Decision
 from .coordination.errors import CutOffError, RunFinishedError, StepAbortedError, UnansweredError
@@ -24,7 +25,6 @@ from .coordination.member import CoordinatorClient
 from .inside import all_inside, restorer
 from .links import Links
 from .living import lost_units
-from .process_groups import Abort
 from .returning import facts_of, take_facts
 from .rounds import ElasticRounds, Untold, sharded_backend
 from .salvage import salvage
@@ -43,7 +43,7 @@ class Session:
     Args:
         client: the connection to the coordinator.
         engine: the engine, which was built with all groups in mind.
-        timeout: the longest time that gloo waits for an operation, in seconds.
+        limits: how long to wait for other groups.
         checkpoints: the directory of the run's checkpoints.
         wait_seconds: how long to wait for a group that holds units that no living one holds.
 
@@ -58,7 +58,7 @@ class Session:
     """
 
     def __init__(
-        self, client: CoordinatorClient, engine: SDPEngine, timeout: float, checkpoints: Path, wait_seconds: float
+        self, client: CoordinatorClient, engine: SDPEngine, limits: WaitLimits, checkpoints: Path, wait_seconds: float
     ):
         self._client, self._engine, self._checkpoints = client, engine, checkpoints
         self.rounds = ElasticRounds(engine) if engine.config.sdp.sync is not None else None
@@ -67,7 +67,7 @@ class Session:
         self.stops: Callable[[], bool] = lambda: False
         self.rows: Callable[[], list[list[int]]] = list
         self.has_lost_units = False
-        self._links = Links(client, engine, self._backend, timeout)
+        self._links = Links(client, engine, self._backend, limits)
         self.layout: Layout = engine.layout
         self.assembly: Assembly | None = None
         self._is_fresh, self._has_ended = True, False  # ended: only the last vote is missing

@@ -27,7 +27,7 @@ from .run_shapes import Line, RunConfig, SavedPlacement, Summary, find_wrong_fie
 
 log = logging.getLogger("sdp")
 
-LOCK = ".lock"
+LOCK, BEGUN = ".lock", ".begun"
 CONFIG, PLACEMENT, SUMMARY = "config.json", "placement.json", "summary.json"
 METRICS, EVALUATIONS = "metrics.jsonl", "evaluations.jsonl"
 MOST_LINE_BYTES = 16 << 20  # of these two, far more than a run writes
@@ -223,12 +223,19 @@ def require_no_other_run(dump_dir: Path, *, resume: bool) -> None:
         raise ConfigError(f"{dump_dir} already holds a run; pass --resume to continue it or name another --dump-dir")
 
 
-def has_lines(dump_dir: Path) -> bool:
-    """Whether a run in ``dump_dir`` has written lines or a checkpoint, so it has begun."""
-    evaluations = dump_dir / EVALUATIONS
+def mark_begun(dump_dir: Path) -> None:
+    """Note in ``dump_dir`` that a run has begun, before it writes its first line."""
+    with contextlib.suppress(OSError):  # the run's files are opened next, which reports it
+        dump_dir.mkdir(parents=True, exist_ok=True)
+        require_own_file(dump_dir / BEGUN)
+        (dump_dir / BEGUN).touch()
+
+
+def has_begun(dump_dir: Path) -> bool:
+    """Return whether a run in ``dump_dir`` has begun, also if that cannot be read."""
     with contextlib.suppress(OSError):
-        return _holds_run(dump_dir) or (evaluations.is_file() and evaluations.stat().st_size > 0)
-    return True  # to be safe
+        return (dump_dir / BEGUN).exists() or _holds_run(dump_dir)
+    return True
 
 
 def _holds_run(dump_dir: Path) -> bool:

@@ -10,7 +10,7 @@ from typing import Literal
 
 from ...engine.elastic.session import Session
 from ...engine.errors import ConfigError
-from ..runs.run_files import CONFIG, LOCK, RunFiles, read_run
+from ..runs.run_files import CONFIG, LOCK, RunFiles, mark_begun, read_run
 from .loop.training_run import TrainingRun
 from .observers.monitors import open_monitors
 from .observers.observer import Line, Observer
@@ -63,6 +63,7 @@ class ElasticFiles:
         run = self._run
         if is_first:
             self._start = truncate_after
+            mark_begun(run.dump_dir)
         if self._session.writes_files == (run.files is not None):
             return
         if run.files is not None:

@@ -17,6 +17,7 @@ from ...engine.config.schema import Config
 from ...engine.distributed import world
 from ...engine.distributed.mesh import mesh_of
 from ...engine.distributed.world import World
+from ...engine.elastic.abort import WaitLimits
 from ...engine.elastic.bringing_back import LOADING
 from ...engine.elastic.coordination.addresses import address_towards, serve_meeting_store
 from ...engine.elastic.coordination.assembly import Identity
@@ -28,7 +29,7 @@ from ...engine.environment.detect import Environment, detect
 from ...engine.environment.elastic import ElasticEnvironment, elastic_environment, gloo_interface, hidden_loopback
 from ...engine.errors import LaunchError
 from ...launcher.heartbeat import Heartbeat
-from ..runs.run_files import has_lines
+from ..runs.run_files import has_begun
 from . import preflight
 from .elastic import COMPARISON, MEETING, RECALIBRATION, ElasticTrainer
 from .elastic_rounds import AVERAGE, RoundsTrainer
@@ -43,8 +44,11 @@ from .startup import build, read_config, started
 
 log = logging.getLogger("sdp")
 
-# gloo's own limit of an operation between groups, in seconds. A loss is noticed long before.
-_LONGEST_OPERATION = 300.0
+# Seconds until all groups of a generation are connected. A loss is noticed long before.
+_LONGEST_CONNECTION = 300.0
+# The limits in the configuration are those of waits for other groups. A rank may wait inside its
+# group for one that waits for other groups. So waits there, and the watch of a rank, end later.
+_PATIENCE = 2.0
 
 
 def run(options: TrainOptions, on_stall: Callable[[str], None]) -> int:
@@ -72,7 +76,7 @@ def run(options: TrainOptions, on_stall: Callable[[str], None]) -> int:
     rank, size = told.slot * ranks + found.rank, config.sdp.groups * ranks
     config = keep_holders(config, dump_dir)  # also for a group that returns
     config = preflight.check(config, mesh_of(config, size), dump_dir, resume=options.resume)
-    with started(config, options, rank, size, on_stall) as beat:
+    with started(config, options, rank, size, on_stall, patience=_PATIENCE) as beat:
         world.enter(World(rank, size))
         return _train(config, options, beat, found, told, interface)
 
@@ -106,11 +110,8 @@ def _train(
     client = _find_coordinator(told, who, config, beat, dump_dir)
     # Each batch of an evaluation is progress. Otherwise a longer evaluation would look like a hang.
     engine.module.register_forward_pre_hook(lambda *_: client.progress.note())
-    # An operation that other groups do not answer must end before the watch ends this rank. Then
-    # all groups meet again. With local steps, a group may wait for slower ones in most of a round.
-    sync, most = config.sdp.sync, config.training.step_timeout / 2
-    longest = min(_LONGEST_OPERATION, most) if sync is None else most * sync.every
-    session = Session(client, engine, longest, dump_dir / "checkpoints", config.sdp.elastic.wait_seconds)
+    limits, wait_seconds = _wait_limits(config, beat), config.sdp.elastic.wait_seconds
+    session = Session(client, engine, limits, dump_dir / "checkpoints", wait_seconds)
     training_run = TrainingRun(config, engine, corpus, dump_dir, baseline=baseline, beat=beat)
     trainer_class = ElasticTrainer if session.rounds is None else RoundsTrainer
     trainer = trainer_class(training_run, session, resume=options.resume)
@@ -122,6 +123,20 @@ def _train(
     del store
     dist.destroy_process_group()
     return status
+
+
+def _wait_limits(config: Config, beat: Heartbeat) -> WaitLimits:
+    """Return how long this rank waits for other groups: as long as they may take for the phase.
+
+    After that, all groups try again.
+    """
+    training, sync = config.training, config.sdp.sync
+    a_round = training.step_timeout * (sync.every if sync is not None else 1)
+    return WaitLimits(
+        connection=min(_LONGEST_CONNECTION, training.step_timeout),
+        phase=lambda: beat.seconds or training.start_timeout,
+        operation=max(a_round, training.start_timeout, training.save_timeout),
+    )
 
 
 def _find_coordinator(
@@ -140,5 +155,5 @@ def _find_coordinator(
         wait_seconds=section.wait_seconds,
         progress=progress,
         on_hang=lambda reason: beat.end(f"{reason}; the others have gone on without this group"),
-        has_begun=lambda: has_lines(dump_dir),
+        has_begun=lambda: has_begun(dump_dir),
     )

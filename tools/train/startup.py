@@ -38,7 +38,13 @@ def read_config(options: TrainOptions) -> Config:
 
 @contextlib.contextmanager
 def started(
-    config: Config, options: TrainOptions, rank: int, world_size: int, on_stall: Callable[[str], None]
+    config: Config,
+    options: TrainOptions,
+    rank: int,
+    world_size: int,
+    on_stall: Callable[[str], None],
+    *,
+    patience: float = 1.0,
 ) -> Iterator[Heartbeat]:
     """Open the logs, tell the launcher where this rank is, and join the other ranks. Collective.
 
@@ -52,6 +58,8 @@ def started(
         rank: the number of this rank in the run.
         world_size: the number of ranks.
         on_stall: called with a message, from another thread, when the rank makes no progress.
+        patience: this rank, and waits for ranks of its world, may take so many times the limits in
+            the configuration.
     """
     _set_up_logging(rank, options.dump_dir)
     logs = options.dump_dir / "logs"
@@ -61,11 +69,12 @@ def started(
     # Without a launcher of this package, nothing else would end a stopped rank.
     guarded = options.above is None and world_size > 1
     beat = Heartbeat(rank, whereabouts_file(), logs / f"rank-{rank}.log", on_stall, guarded=guarded)
+    beat.patience = patience
     training = config.training
     beat.at(0, "starting", training.start_timeout)
     try:
         if not config.sdp.in_one_process:  # the engines of one process need no process group
-            join(max(training.start_timeout, training.save_timeout, training.step_timeout))
+            join(patience * max(training.start_timeout, training.save_timeout, training.step_timeout))
         yield beat
     finally:
         if world_size == 1:

@@ -39,6 +39,23 @@ class Beginning:
         enough_since = sorted(peers.ready_since(slot) for slot in here)[needed - 1]
         return not self._coming(here, gone) or now - enough_since > self._last_call
 
+    def what_is_missing(self, peers: Roster, here: Sequence[int] | None) -> str | None:
+        """Return which groups have not come, in words, or None if enough have.
+
+        Args:
+            peers: the ranks.
+            here: the groups that have come, or None if groups with state are awaited.
+        """
+        if here is None:
+            return "not all groups came"
+        needed = self.needed(peers, here)
+        if len(here) >= needed:
+            return None
+        if needed < self._groups:
+            return f"only {len(here)} of at least {needed} groups came"
+        why = " (all are needed, because the directory has the files of a run that has begun)"
+        return "not all groups came" + why * (self._least < self._groups)
+
     def _coming(self, here: Sequence[int], gone: Collection[int]) -> set[int]:
         """Return the groups that may still come."""
         return set(range(self._groups)) - {*here, *gone}

@@ -105,14 +105,13 @@ class CoordinatorClient:
         known = self._assembly
         request: Message = {
             "type": "join", **self.identity.told, "step": step, "phase": phase, "fresh": fresh, "pending": pending,
-            "begun": self._has_begun(), "generation": known.number if known is not None else 0,
-            "members": known.slots if known is not None else [],
+            "generation": known.number if known is not None else 0, "members": known.slots if known is not None else [],
         }  # fmt: skip
         refusals = 0
         if self._is_alone and self._has_read_all:  # otherwise the last words tell why
             self._connect()
         while True:
-            self._send(request)
+            self._send(request | {"begun": fresh and self._has_begun()})
             if (answer := self._wait_for("generation")) is not None:
                 return self._take(answer)
             refusals = 0 if self._is_answered else refusals + 1

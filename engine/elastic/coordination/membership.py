@@ -150,10 +150,11 @@ class Membership:
         size, _ = len(json.dumps(message.get("facts"))), shown_step(message)
         if size > self._most_facts:
             raise ProtocolError(f"facts of {size:,} bytes, and {self._most_facts:,} are possible")
-        now.votes[rank.slot, rank.inside] = message
         if not message.get("ok"):
             now.failed = now.failed or f"group {rank.slot} could not finish its reductions ({text_of(message)})"
             self._abort(now.failed)
+            return
+        now.votes[rank.slot, rank.inside] = message
         self._decide()
 
     def _decide(self) -> None:
@@ -253,7 +254,7 @@ class Membership:
         old = self._old_groups()
         if old is None:
             if self.generation is None:
-                self._give_up_if_late([])
+                self._give_up_if_late(None)
             return
         # The last generation may have ended before these got their state.
         again = [slot for slot in old if self._peers.joining(slot, "fresh")]
@@ -313,8 +314,7 @@ class Membership:
             who = [f"group {slot} on {leaders[slot].host}" for slot in fresh]
             self._news.add(Arrival(who, self._shown or step, number, at))
 
-    def _give_up_if_late(self, here: list[int]) -> None:
-        since, needed = self._waiting_since, self._beginning.needed(self._peers, here)
-        if since is not None and self._clock() - since > self._wait:
-            who = "not all groups" if needed == self._groups else f"only {len(here)} of at least {needed} groups"
-            self._fail(f"{who} came within {self._wait:g} s")
+    def _give_up_if_late(self, here: list[int] | None) -> None:
+        is_late = self._waiting_since is not None and self._clock() - self._waiting_since > self._wait
+        if is_late and (missing := self._beginning.what_is_missing(self._peers, here)) is not None:
+            self._fail(f"{missing} within {self._wait:g} s")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -35,9 +35,13 @@ class Group:
         heartbeat: float = LONG,
         token: bytes = TOKEN,
         ranks: int = 1,
+        has_begun: Callable[[], bool] = lambda: False,
     ):
         who = Identity(slot, 0, ranks, f"{life}-{slot}", "here", f"127.0.0.1:{1000 + slot}")
-        self.client = CoordinatorClient(("127.0.0.1", port), token, who, heartbeat_seconds=heartbeat, wait_seconds=20.0)
+        address = ("127.0.0.1", port)
+        self.client = CoordinatorClient(
+            address, token, who, heartbeat_seconds=heartbeat, wait_seconds=20.0, has_begun=has_begun
+        )
         self.step, self.fresh = 0, True
         self._thread = ThreadPoolExecutor(1)
 
@@ -64,11 +68,20 @@ class Group:
 class Service:
     """A coordinator with what it said."""
 
-    def __init__(self, groups: int = 3, *, port: int = 0, heartbeat: float = LONG):
+    def __init__(
+        self,
+        groups: int = 3,
+        *,
+        port: int = 0,
+        heartbeat: float = LONG,
+        min_groups: int | None = None,
+        last_call: float = 30.0,
+    ):
         self.said: list[str] = []
         self.coordinator = Coordinator(
-            groups, 1, TOKEN, self.said.append, port=port, heartbeat_seconds=heartbeat, wait_seconds=60.0
-        )
+            groups, 1, TOKEN, self.said.append, port=port, heartbeat_seconds=heartbeat, wait_seconds=60.0,
+            min_groups=min_groups, last_call_seconds=last_call,
+        )  # fmt: skip
         self.coordinator.start()
         self.port = self.coordinator.port
 
@@ -261,6 +274,27 @@ def test_a_coordinator_that_is_started_again_learns_everything_from_the_ranks(se
     assert [(assembly.slots, assembly.step, assembly.number) for assembly in assemblies] == [([0, 1, 2], 1, 2)] * 3
     results([member.vote() for member in members])
     other.coordinator.stop()
+
+
+def test_groups_that_wait_at_a_new_coordinator_do_not_begin_a_run_that_has_begun_meanwhile() -> None:
+    """They ask again, and look at the run's files again."""
+    begun: list[bool] = []
+    first = Service(min_groups=2, last_call=0.2)
+    waiting = Group(first.port, 2, has_begun=lambda: bool(begun))
+    answer = waiting.join()
+    until(lambda: list(first.coordinator.membership._peers), 10)
+    begun.append(True)
+    first.coordinator.stop()
+    second = Service(port=first.port, min_groups=2, last_call=0.2)
+    late = Group(second.port, 1, has_begun=lambda: False)
+    answers = [answer, late.join()]
+    time.sleep(1.0)
+    assert not any(each.done() for each in answers)
+    assert second.coordinator.membership.generation is None
+    trains = Group(second.port, 0)
+    trains.step, trains.fresh = 7, False
+    assert [each.result(20).step for each in [trains.join(), *answers]] == [7] * 3
+    second.coordinator.stop()
 
 
 @pytest.mark.parametrize("one_was_told", [True, False])

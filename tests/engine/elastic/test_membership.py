@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
+import pytest
 from sdp.engine.elastic.coordination.membership import STEP, Membership
+from sdp.engine.elastic.coordination.messages import ProtocolError
 
 HEARTBEAT, WAIT, LAST_CALL = 5.0, 30.0, 10.0
 
@@ -218,6 +220,17 @@ def test_too_few_groups_do_not_begin() -> None:
     assert rules.membership.failure == "only 1 of at least 2 groups came within 30 s"
 
 
+def test_the_last_call_may_end_after_the_longest_wait() -> None:
+    rules = Rules(min_groups=2)
+    rules.join("a", 0, fresh=True)
+    rules.wait(25, "a")
+    rules.join("c", 2, fresh=True)
+    rules.wait(10, "a", "c")
+    assert rules.membership.failure is None
+    rules.wait(1, "a", "c")
+    assert rules.generations() == [[0, 2]]
+
+
 def test_enough_groups_begin_at_once_if_no_other_one_can_come() -> None:
     rules = Rules(min_groups=2)
     rules.membership.gone.add(1)
@@ -240,6 +253,12 @@ def test_groups_that_see_a_run_do_not_begin_it_again_without_the_others() -> Non
     rules.join("a", 0, step=50, members=(0,))
     assert rules.generations() == [[0, 1, 2]]
     assert rules.membership.step == 50
+    rules = Rules(min_groups=2)
+    for slot, peer in enumerate("ab"):
+        rules.join(peer, slot, fresh=True, begun=True)
+    rules.wait(31, "a", "b")
+    assert rules.membership.failure is not None
+    assert "all are needed, because the directory has the files of a run that has begun" in rules.membership.failure
 
 
 def test_groups_whose_reductions_fail_are_told_to_try_again() -> None:
@@ -259,3 +278,16 @@ def test_groups_whose_reductions_fail_are_told_to_try_again() -> None:
         rules.join(peer, slot, members=(0, 1, 2))
     assert len(rules.said) == 1, "a loss is told otherwise"
     assert rules.generations()[-1] == [0, 1]
+
+
+def test_a_vote_against_a_step_that_gives_no_reason_does_not_commit_it() -> None:
+    rules = Rules()
+    rules.begin()
+    vote = {"type": "vote", "generation": 1, "attempt": 0, "ok": True, "facts": None}
+    for peer in "ac":
+        rules.membership.hear(peer, vote)
+    with pytest.raises(ProtocolError):
+        rules.membership.hear("b", vote | {"ok": False})
+    rules.membership.lose("b", "a text that is too long, or none")
+    assert not [kind for _, kind, _ in rules.sent if kind == "decision"]
+    assert [peer for peer, kind, _ in rules.sent if kind == "abort"] == ["a", "c"]

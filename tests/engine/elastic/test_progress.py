@@ -9,13 +9,14 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from sdp.engine.elastic.abort import Abort
 from sdp.engine.elastic.coordination.coordinator import Coordinator
 from sdp.engine.elastic.coordination.errors import StepAbortedError
 from sdp.engine.elastic.coordination.member import CoordinatorClient, Identity
 from sdp.engine.elastic.coordination.membership import STEP
 from sdp.engine.elastic.coordination.messages import ProtocolError
 from sdp.engine.elastic.coordination.progress import PausedRanks, Progress
-from sdp.engine.elastic.process_groups import Abort, AbortableGroup
+from sdp.engine.elastic.process_groups import AbortableGroup
 from sdp.tests.support.processes import until
 
 HEARTBEAT = 5.0

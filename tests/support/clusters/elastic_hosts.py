@@ -298,7 +298,7 @@ def _the_second_host_loses_its_link(hosts: Hosts, run: LostGroups) -> None:
     finally:
         hosts.plug("n", "up")
     run.steps(2, groups=3)
-    assert cut not in run.ranks("n")
+    run.until(lambda: cut not in run.ranks("n"))  # it has learnt that it was cut off
     assert len(run.ranks("m")) == len(run.ranks("n")) == 1
 
 

@@ -129,7 +129,7 @@ class Hosts:
 
     @contextlib.contextmanager
     def parted(self, one: str, other: str) -> Iterator[None]:
-        """A context in which two hosts do not reach each other, but all others.
+        """A context in which two hosts reach all others, but not each other.
 
         Each sends what is for the other one to an address that no host has, so it vanishes.
         """

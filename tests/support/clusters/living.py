@@ -15,6 +15,7 @@ import torch.distributed as dist
 from sdp.engine.backends.deepspeed.base import Gathered
 from sdp.engine.distributed import world
 from sdp.engine.distributed.world import World
+from sdp.engine.elastic.abort import WaitLimits
 from sdp.engine.elastic.coordination.addresses import serve_meeting_store
 from sdp.engine.elastic.coordination.assembly import Identity
 from sdp.engine.elastic.coordination.coordinator import Coordinator
@@ -99,7 +100,7 @@ def begin(
     life = share_inside(f"{life} {place.slot}")
     who = Identity(place.slot, place.inside, place.ranks, life, "here", share_inside(address))
     client = CoordinatorClient(("127.0.0.1", port), TOKEN, who, heartbeat_seconds=60, wait_seconds=60)
-    session = Session(client, engine, 60.0, checkpoints, 60.0)
+    session = Session(client, engine, WaitLimits(60.0, lambda: 60.0, 60.0), checkpoints, 60.0)
     engine.before_update = lambda: session.vote(None)
     return engine, session, client, store
 

@@ -15,7 +15,7 @@ from sdp.engine.errors import ConfigError, DataError
 from sdp.engine.placement.placement import Placement
 from sdp.tests.support.fabricated_runs import make_run
 from sdp.tests.support.small_runs import read_metrics
-from sdp.tools.runs.run_files import LOCK, RunFiles, TakenOverError, read_run
+from sdp.tools.runs.run_files import BEGUN, LOCK, RunFiles, TakenOverError, has_begun, mark_begun, read_run
 from sdp.tools.shared.files import WriteError
 
 
@@ -77,6 +77,20 @@ def test_a_run_that_failed_before_its_first_step_is_in_nobodys_way(tmp_path: Pat
     again.write_config({})
     again.evaluation(line(0, 2.0))
     assert read_run(tmp_path).evaluations == [line(0, 2.0)]
+
+
+def test_a_run_has_begun_before_it_has_a_line(tmp_path: Path):
+    assert not has_begun(tmp_path / "run")
+    mark_begun(tmp_path / "run")
+    assert has_begun(tmp_path / "run")
+    (tmp_path / "run" / BEGUN).unlink()
+    assert not has_begun(tmp_path / "run")
+    (tmp_path / "run/checkpoints/step-3").mkdir(parents=True)
+    assert has_begun(tmp_path / "run")
+    (tmp_path / "linked").mkdir()
+    (tmp_path / "linked" / BEGUN).symlink_to(tmp_path / "elsewhere")
+    with pytest.raises(WriteError):
+        mark_begun(tmp_path / "linked")
 
 
 def test_a_resumed_run_has_every_step_once(tmp_path: Path):

@@ -15,9 +15,10 @@ from typing import Any
 
 import pytest
 import torch.distributed as dist
+from sdp.engine.elastic.abort import Abort, WaitLimits
 from sdp.engine.elastic.coordination.addresses import serve_meeting_store
 from sdp.engine.elastic.coordination.coordinator import Coordinator
-from sdp.engine.elastic.process_groups import Abort, Meeting
+from sdp.engine.elastic.process_groups import Meeting
 from sdp.tests.support.clusters.elastic_runs import ElasticRun, elastic_config
 from sdp.tests.support.clusters.hostile import attacked
 from sdp.tests.support.network.sockets import listening_sockets
@@ -107,7 +108,9 @@ def test_the_meeting_store_and_gloo_listen_where_they_are_told(
 
     def meet(rank: int) -> Meeting:
         abort = Abort(lambda: False, lambda _: None)
-        meeting = Meeting(address, "a generation", rank, rank, abort, 20.0, listen=listen)
+        meeting = Meeting(
+            address, "a generation", rank, rank, abort, WaitLimits(20.0, lambda: 20.0, 20.0), listen=listen
+        )
         meeting.make_group("world", [0, 1])
         return meeting
 
