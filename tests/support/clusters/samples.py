@@ -30,15 +30,17 @@ def note_and_stop(folder: Path, stops: Sequence[Stop]) -> None:
 def note_samples(folder: Path) -> None:
     """Let the ranks here note the rows of each step, and the step after which each vote comes."""
     make_step, vote = TrainingRun.step, Session.vote
+    runs: list[TrainingRun] = []  # of this rank
 
     def step(run: TrainingRun, batches: Iterator[Any], **more: Any) -> None:
+        runs[:] = [run]
         note_order(folder, run.engine.loader)
         number = run.engine.global_steps + 1
         make_step(run, _noted(batches, partial(_write, folder, "rows", number)), **more)
 
     def votes(session: Session, *args: Any, **more: Any) -> Any:
         result = vote(session, *args, **more)
-        _write(folder, "vote", session._engine.global_steps, None)
+        _write(folder, "vote", runs[0].engine.global_steps if runs else 0, None)
         return result
 
     TrainingRun.step = step  # type: ignore[method-assign]

@@ -68,7 +68,7 @@ def test_gloo_between_groups_listens_towards_the_coordinator_unless_the_user_cho
     """
 
     @contextlib.contextmanager
-    def joins(*_: Any) -> Iterator[None]:
+    def joins(*_: Any, **__: Any) -> Iterator[None]:
         os.environ["GLOO_SOCKET_IFNAME"] = "lo"
         yield
 
