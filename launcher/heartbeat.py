@@ -125,6 +125,11 @@ class Heartbeat:
         return self._seconds
 
     @property
+    def elapsed(self) -> float:
+        """The seconds since the present phase began."""
+        return time.monotonic() - self._started
+
+    @property
     def guard_pid(self) -> int | None:
         """The process id of the guard, or None."""
         return self._guard.pid if self._guard is not None else None

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from itertools import chain
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -12,6 +13,20 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from . import world
 from .mesh import Holders, Mesh
+
+
+def new_group(ranks: list[int], **more: Any) -> dist.ProcessGroup:
+    """Create a process group. Its collectives may take as long as those of the world.
+
+    torch would give it 30 minutes, whatever the world has.
+
+    Args:
+        ranks: its ranks.
+        **more: further arguments of ``torch.distributed.new_group``.
+    """
+    device = torch.device("cuda" if _backend() is not None else "cpu")
+    options = getattr(dist.group.WORLD._get_backend(device), "options", None)  # type: ignore[union-attr]
+    return dist.new_group(ranks, timeout=getattr(options, "_timeout", None), **more)  # type: ignore[return-value]
 
 
 def tensor_group(mesh: Mesh) -> dist.ProcessGroup | None:
@@ -25,7 +40,7 @@ def tensor_group(mesh: Mesh) -> dist.ProcessGroup | None:
         return dist.group.WORLD  # type: ignore[return-value]
     own = None
     for ranks in mesh.all_neighbours():
-        group = dist.new_group(list(ranks), backend=_backend())
+        group = new_group(list(ranks), backend=_backend())
         if dist.get_rank() in ranks:
             own = group
     return own  # type: ignore[return-value]
@@ -40,7 +55,7 @@ def make_replicas(mesh: Mesh) -> dist.ProcessGroup | None:
     for group in range(mesh.sdp):
         for tp in range(mesh.tp):
             ranks = mesh.ranks_of(group)[tp :: mesh.tp]
-            made = dist.new_group(ranks, backend=_backend()) if len(ranks) > 1 else None
+            made = new_group(ranks, backend=_backend()) if len(ranks) > 1 else None
             own = made if dist.get_rank() in ranks else own
     return own  # type: ignore[return-value]
 
@@ -143,7 +158,7 @@ class Communicators:
         def group_of(ranks: list[int]) -> dist.ProcessGroup:
             key = tuple(ranks)
             if key not in made:
-                made[key] = dist.new_group(ranks, backend=_backend())  # type: ignore[assignment]
+                made[key] = new_group(ranks, backend=_backend())
             return made[key]
 
         shards_state = not replicate_inside and mesh.fsdp > 1
@@ -154,14 +169,14 @@ class Communicators:
                     if (group, tp) == (at.sdp, at.tp):
                         self.fsdp = made_group
         if alone:
-            self.fsdp = dist.new_group([self.rank], backend=_backend(), use_local_synchronization=True)  # type: ignore[assignment]
+            self.fsdp = new_group([self.rank], backend=_backend(), use_local_synchronization=True)
         for holders, ranks in rank_lists(mesh, holder_sets, replicate_inside=replicate_inside):
             made_group = group_of(ranks)
             if self.rank in ranks:
                 self.holders[holders] = made_group
         for source, groups in sorted(set(refreshes)):
             for ranks in zip(*map(mesh.ranks_of, groups), strict=True):
-                own = dist.new_group(list(ranks), backend=_backend())
+                own = new_group(list(ranks), backend=_backend())
                 if self.rank in ranks:
                     self.refresh[source, groups] = own  # type: ignore[assignment]
         if local_steps:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import math
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -20,13 +19,13 @@ class WaitLimits:
 
     Attributes:
         connection: until all are connected in a meeting.
-        phase: returns the limit of a wait in what the rank does now. After that, all groups meet
-            and try again.
+        given_up: returns whether a wait that began at this time of the monotonic clock takes too
+            long for what the rank does now. If so, all groups meet and try again.
         operation: gloo's own limit. An operation that was left behind is dropped after it.
     """
 
     connection: float
-    phase: Callable[[], float]
+    given_up: Callable[[float], bool]
     operation: float
 
 
@@ -37,7 +36,7 @@ class Abort:
         is_set: whether the coordinator said so.
         tell: called with a reason if this rank notices first.
         note: called again and again while this rank waits.
-        limit: returns how many seconds a wait may take now.
+        given_up: see :class:`WaitLimits`.
 
     Attributes:
         failed: why an operation of this rank failed, or "".
@@ -48,9 +47,9 @@ class Abort:
         is_set: Callable[[], bool],
         tell: Callable[[str], None],
         note: Callable[[], None] = lambda: None,
-        limit: Callable[[], float] = lambda: math.inf,
+        given_up: Callable[[float], bool] = lambda _: False,
     ):
-        self._is_set, self._tell, self.note, self._limit = is_set, tell, note, limit
+        self._is_set, self._tell, self.note, self._given_up = is_set, tell, note, given_up
         self._defers = False
         self.failed = ""
 
@@ -89,8 +88,8 @@ class Abort:
         """
         pause, began = _LOOK_SECONDS, time.monotonic()
         while not is_done():
-            if not self.is_over and time.monotonic() - began > (limit := self._limit()):
-                self.fail(TimeoutError(f"the other groups did not answer within {limit:g} s"))
+            if not self.is_over and self._given_up(began):
+                self.fail(TimeoutError(f"no answer from other groups after {time.monotonic() - began:.0f} s"))
             if self.is_over:
                 raise StepAbortedError(self.failed or "a group is lost")
             self.note()

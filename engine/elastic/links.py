@@ -34,6 +34,7 @@ class Links:
 
     def __init__(self, client: CoordinatorClient, engine: SDPEngine, backend: ShardedBackend, limits: WaitLimits):
         self._client, self._engine, self._backend, self._limits = client, engine, backend, limits
+        client.given_up = limits.given_up
         self._phases: Mapping[Masking, Layout] = backend.phases
         self._meeting: Meeting | None = None
         self.abort: Abort | None = None
@@ -74,7 +75,7 @@ class Links:
 
     def _meet(self, found: Assembly, rank: int, world_size: int) -> Meeting:
         client = self._client
-        abort = self.abort = Abort(client.abort.is_set, client.give_up, client.progress.note, self._limits.phase)
+        abort = self.abort = Abort(client.abort.is_set, client.give_up, client.progress.note, self._limits.given_up)
         store, listen = found.members[0].store, client.identity.listen
         meeting = self._meeting = Meeting(store, found.name, rank, dist.get_rank(), abort, self._limits, listen)
         world.enter(World(rank, world_size, meeting.make_group("world", range(world_size))))

@@ -18,6 +18,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from datetime import timedelta
+from functools import partial
 from typing import Any, TypeVar
 
 import torch
@@ -111,11 +112,13 @@ class AbortableGroup(dist.ProcessGroup):
         numbers: torch's numbers of the members, for calls that name a member by its number.
         name: a name that no other group of this process has.
         abort: ends the waits.
+        longest: gloo's own limit of an operation.
     """
 
-    def __init__(self, backend: Any, numbers: Sequence[int], name: str, abort: Abort):
+    def __init__(self, backend: Any, numbers: Sequence[int], name: str, abort: Abort, longest: timedelta):
         super().__init__(backend.rank(), backend.size())  # pyright: ignore[reportCallIssue]  # torch's stubs lack it
-        self._gloo, self._abort = backend, abort
+        self._gloo, self._abort, self._longest = backend, abort, longest
+        backend._set_default_timeout(longest)  # of collectives; that of send and recv is given to each wait
         self._started: list[Any] = []
         known = distributed_c10d._world
         known.pg_map[self] = ("gloo", None)  # type: ignore[index]
@@ -144,7 +147,7 @@ class AbortableGroup(dist.ProcessGroup):
             self._abort.fail(error)
             return _Work(None, self._abort)
         # gloo looks for the end of a send or a receive only while somebody waits for it.
-        work = _Call(work.wait) if blocks else work
+        work = _Call(partial(work.wait, self._longest)) if blocks else work
         self._started = [other for other in self._started if not other.is_completed()] + [work]
         return _Work(work, self._abort)
 
@@ -212,7 +215,7 @@ class Meeting:
         host, _, port = store.rpartition(":")
         self._name, self._rank, self._own, self._abort = name, rank, own_number, abort
         self._timeout, self._listen = timedelta(seconds=limits.connection), listen
-        self._longest_operation = timedelta(seconds=limits.operation)
+        self._longest = timedelta(seconds=limits.operation)
         self.groups: list[AbortableGroup] = []
         connect = lambda: dist.TCPStore(  # noqa: E731
             host, int(port), is_master=False, wait_for_workers=False, timeout=self._timeout
@@ -236,14 +239,13 @@ class Meeting:
                 settings._devices = [dist.ProcessGroupGloo.create_device(hostname=self._listen)]
             backend = dist.ProcessGroupGloo(dist.PrefixStore(name, self._store), rank, len(ranks), settings)
             backend._set_sequence_number_for_group()
-            backend._set_default_timeout(self._longest_operation)
             return backend
 
         backend = call(make, self._abort)
         # torch looks for its own number in the list when it is asked for this rank's position.
         whole = label == "world"
         numbers = [self._own if whole and other == self._rank else other + whole * _ANOTHER_PROCESS for other in ranks]
-        group = AbortableGroup(backend, numbers, name, self._abort)
+        group = AbortableGroup(backend, numbers, name, self._abort, self._longest)
         self.groups.append(group)
         return group
 

@@ -33,7 +33,7 @@ def test_the_run_goes_on_when_they_reach_each_other_again(hosts: Hosts, tmp_path
         run.end([0, 1, 2])
         lines = run.lines("metrics.jsonl")
         assert "was lost after step" not in run.said
-        assert "groups 0, 1, 2 try again: group" in run.said
+        assert "groups 0, 1, 2 try again, because group" in run.said
     assert [line["groups"] for line in lines] == [3] * STEPS
     generations = [line["generation"] for line in lines]
     assert generations[: LAST - 1] == [1] * (LAST - 1)

@@ -54,7 +54,7 @@ class RunFiles:
     def __init__(self, dump_dir: Path, resume: bool):
         self.dump_dir = dump_dir
         self._open: dict[str, TextIO] = {}
-        for name in (LOCK, CONFIG, PLACEMENT, SUMMARY, METRICS, EVALUATIONS):
+        for name in (LOCK, BEGUN, CONFIG, PLACEMENT, SUMMARY, METRICS, EVALUATIONS):
             require_own_file(dump_dir / name)
         for name in DIRECTORIES:
             refuse_link(dump_dir / name)
@@ -234,7 +234,7 @@ def mark_begun(dump_dir: Path) -> None:
 def has_begun(dump_dir: Path) -> bool:
     """Return whether a run in ``dump_dir`` has begun, also if that cannot be read."""
     with contextlib.suppress(OSError):
-        return (dump_dir / BEGUN).exists() or _holds_run(dump_dir)
+        return os.path.lexists(dump_dir / BEGUN) or _holds_run(dump_dir)
     return True
 
 

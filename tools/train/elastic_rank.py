@@ -7,6 +7,7 @@ from __future__ import annotations
 import logging
 import secrets
 import socket
+import time
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -40,7 +41,7 @@ from .loop.evaluator import EVALUATION
 from .loop.meter import PARTS
 from .loop.training_run import TrainingRun
 from .options import TrainOptions
-from .startup import build, read_config, started
+from .startup import build, longest_phase, read_config, started
 
 log = logging.getLogger("sdp")
 
@@ -128,15 +129,18 @@ def _train(
 def _wait_limits(config: Config, beat: Heartbeat) -> WaitLimits:
     """Return how long this rank waits for other groups: as long as they may take for the phase.
 
-    After that, all groups try again.
+    After that, all groups try again. Several waits in a phase may take longer together, but not so
+    long that the watch of this rank ends it.
     """
-    training, sync = config.training, config.sdp.sync
-    a_round = training.step_timeout * (sync.every if sync is not None else 1)
-    return WaitLimits(
-        connection=min(_LONGEST_CONNECTION, training.step_timeout),
-        phase=lambda: beat.seconds or training.start_timeout,
-        operation=max(a_round, training.start_timeout, training.save_timeout),
-    )
+    training = config.training
+
+    def given_up(began: float) -> bool:
+        seconds = beat.seconds
+        if seconds is None:  # in a meeting, or a last checkpoint
+            return time.monotonic() - began > max(training.start_timeout, training.save_timeout)
+        return time.monotonic() - began > seconds or beat.elapsed > (1 + _PATIENCE) / 2 * seconds
+
+    return WaitLimits(min(_LONGEST_CONNECTION, training.step_timeout), given_up, longest_phase(config))
 
 
 def _find_coordinator(

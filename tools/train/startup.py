@@ -74,11 +74,18 @@ def started(
     beat.at(0, "starting", training.start_timeout)
     try:
         if not config.sdp.in_one_process:  # the engines of one process need no process group
-            join(patience * max(training.start_timeout, training.save_timeout, training.step_timeout))
+            join(patience * longest_phase(config))
         yield beat
     finally:
         if world_size == 1:
             beat.stop()
+
+
+def longest_phase(config: Config) -> float:
+    """Return how many seconds the longest phase of a run may take."""
+    training, sync = config.training, config.sdp.sync
+    a_round = training.step_timeout * (sync.every if sync is not None else 1)
+    return max(training.start_timeout, training.save_timeout, a_round)
 
 
 def _set_up_logging(rank: int, dump_dir: Path) -> None:

@@ -16,7 +16,7 @@ from torch import nn
 
 from ...distributed import world
 from ...distributed.mesh import Mesh
-from ...distributed.process_groups import Communicators
+from ...distributed.process_groups import Communicators, new_group
 from ...distributed.traffic import Traffic
 from ...placement.layout import Layout
 from ...sync.gradients import GradientSync
@@ -75,10 +75,10 @@ class ProcessGroups:
             return
         if not world.is_elastic():
             for group in range(mesh.sdp):
-                made = dist.new_group(mesh.ranks_of(group))
+                made = new_group(mesh.ranks_of(group))
                 if rank in mesh.ranks_of(group):
                     self.inside = made  # type: ignore[assignment]
-        alone = dist.new_group([dist.get_rank()], use_local_synchronization=True)
+        alone = new_group([dist.get_rank()], use_local_synchronization=True)
         self.mpu = GroupAsWorld(self.inside, alone)  # type: ignore[arg-type]
         if world.is_elastic():  # groups between SDP groups are made when these meet
             return
@@ -87,7 +87,7 @@ class ProcessGroups:
                 self.routes[name, refresh.source] = routes_of(name, layout.parameters[name].numel, refresh, stage, mesh)
         reduced = rank_sets(bundles, stage, mesh) if stage else []
         for ranks in sorted({*reduced, *(route.shared.ranks for routes in self.routes.values() for route in routes)}):
-            made = dist.new_group(list(ranks))
+            made = new_group(list(ranks))
             if rank in ranks:
                 self.between[ranks] = made  # type: ignore[assignment]
 

@@ -29,14 +29,6 @@ class Identity:
     store: str
     listen: str | None = None
 
-    @property
-    def told(self) -> dict[str, Any]:
-        """What the coordinator is told."""
-        return {
-            "slot": self.slot, "inside": self.inside, "ranks": self.ranks, "life": self.life, "host": self.host[:256],
-            "store": self.store,
-        }  # fmt: skip
-
 
 @dataclass(frozen=True)
 class Member:
@@ -86,6 +78,27 @@ class Assembly:
     def is_start(self) -> bool:
         """Whether no group has state, because the run begins."""
         return all(member.fresh for member in self.members)
+
+
+def join_request(
+    identity: Identity, known: Assembly | None, *, step: int, phase: int, fresh: bool, pending: bool
+) -> dict[str, Any]:
+    """Return a request to join the next generation.
+
+    Args:
+        identity: who asks.
+        known: the generation that this rank knows.
+        step: the number of steps that it has committed.
+        phase: what comes next for it.
+        fresh: whether it has no state.
+        pending: whether it does not know if its last vote was committed.
+    """
+    return {
+        "type": "join", "slot": identity.slot, "inside": identity.inside, "ranks": identity.ranks,
+        "life": identity.life, "host": identity.host[:256], "store": identity.store, "step": step, "phase": phase,
+        "fresh": fresh, "pending": pending, "generation": known.number if known is not None else 0,
+        "members": known.slots if known is not None else [],
+    }  # fmt: skip
 
 
 @dataclass(frozen=True)

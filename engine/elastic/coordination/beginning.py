@@ -53,7 +53,7 @@ class Beginning:
             return None
         if needed < self._groups:
             return f"only {len(here)} of at least {needed} groups came"
-        why = " (all are needed, because the directory has the files of a run that has begun)"
+        why = " (all are needed, because the directory has .begun or other files of a run that has begun)"
         return "not all groups came" + why * (self._least < self._groups)
 
     def _coming(self, here: Sequence[int], gone: Collection[int]) -> set[int]:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import selectors
 import socket
 import time
+from collections.abc import Callable
 
 from ...errors import PeerLostError
 from .messages import Channel, ProtocolError
@@ -45,3 +47,32 @@ def _await_greeting(connection: socket.socket, channel: Channel) -> None:
         if not data:
             raise ProtocolError("it closed the connection")
         channel.feed(data)
+
+
+def receive(
+    connection: socket.socket,
+    heartbeat_seconds: float,
+    look_seconds: Callable[[], float],
+    joined: Callable[[], float | None],
+) -> bytes:
+    """Return what the coordinator sends.
+
+    The coordinator answers each heartbeat. A link that is down closes no connection.
+
+    Args:
+        connection: a connection to the coordinator.
+        heartbeat_seconds: how long it may be silent.
+        look_seconds: returns how often to look whether it is silent.
+        joined: returns since when it answers heartbeats, or None.
+
+    Raises:
+        OSError: it is silent for too long.
+    """
+    began = time.monotonic()
+    with selectors.DefaultSelector() as selector:
+        selector.register(connection, selectors.EVENT_READ)
+        while not selector.select(look_seconds()):
+            since = joined()
+            if since is not None and time.monotonic() - max(began, since) > heartbeat_seconds:
+                raise OSError("the coordinator is silent")
+    return connection.recv(1 << 16)

@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import contextlib
 import queue
-import selectors
 import socket
 import threading
 import time
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 from ...errors import PeerLostError
-from .assembly import Assembly, Decision, Identity, Member
-from .connection import reach
+from .assembly import Assembly, Decision, Identity, Member, join_request
+from .connection import reach, receive
 from .errors import CutOffError, RunFinishedError, StepAbortedError, UnansweredError
 from .messages import Channel, Message, ProtocolError
 from .progress import Progress
@@ -44,6 +44,7 @@ class CoordinatorClient:
         abort: set when the present generation is over.
         reason: why.
         beat_seconds: the time between two signs of life.
+        given_up: returns whether a wait that began at a time takes too long.
     """
 
     def __init__(
@@ -59,7 +60,7 @@ class CoordinatorClient:
         has_begun: Callable[[], bool] = lambda: False,
     ):
         self.progress, self._on_hang = progress or Progress(heartbeat_seconds), on_hang
-        self._has_begun = has_begun
+        self._has_begun, self.given_up = has_begun, lambda _: False
         self._address, self._token, self.identity = address, token, identity
         self._where = f"{address[0]}:{address[1]}"
         self.beat_seconds, self._heartbeat, self._wait_seconds = heartbeat_seconds / 5, heartbeat_seconds, wait_seconds
@@ -102,11 +103,7 @@ class CoordinatorClient:
         return self._join(step=step, phase=phase, fresh=fresh, pending=False)
 
     def _join(self, *, step: int, phase: int, fresh: bool, pending: bool) -> Assembly:
-        known = self._assembly
-        request: Message = {
-            "type": "join", **self.identity.told, "step": step, "phase": phase, "fresh": fresh, "pending": pending,
-            "generation": known.number if known is not None else 0, "members": known.slots if known is not None else [],
-        }  # fmt: skip
+        request = join_request(self.identity, self._assembly, step=step, phase=phase, fresh=fresh, pending=pending)
         refusals = 0
         if self._is_alone and self._has_read_all:  # otherwise the last words tell why
             self._connect()
@@ -166,8 +163,11 @@ class CoordinatorClient:
         assert self._assembly is not None
         attempt, self._attempt = self._attempt, self._attempt + 1
         number = self._assembly.number
-        self._send({"type": "vote", "generation": number, "attempt": attempt, "ok": True, "facts": facts, "at": at})
-        answer = self._wait_for("decision", generation=number)
+        vote: Message = {"type": "vote", "generation": number, "attempt": attempt}
+        self._send(vote | {"ok": True, "facts": facts, "at": at})
+        # If others do not vote, this rank votes against the step after all. Then all try again.
+        against = vote | {"ok": False, "text": "other groups did not vote in time"}
+        answer = self._wait_for("decision", generation=number, if_late=partial(self._send, against))
         return None if answer is None else Decision(tuple(answer["facts"]), newcomers=answer["newcomers"])
 
     def settle(self, facts: Any, *, step: int, phase: int, fresh: bool) -> Decision:
@@ -222,14 +222,22 @@ class CoordinatorClient:
 
     # -- the connection ----------------------------------------------------------------------------
 
-    def _wait_for(self, kind: str, generation: int | None = None) -> Message | None:
+    def _wait_for(
+        self, kind: str, generation: int | None = None, if_late: Callable[[], object] = lambda: None
+    ) -> Message | None:
         """Return the next message of this kind, or None if the connection broke.
 
-        While a decision is awaited, an abort ends the wait.
+        While a decision is awaited, an abort ends the wait. ``if_late`` is called if it takes long.
         """
+        began, is_late = time.monotonic(), False
         while True:
-            with self.progress.waiting():
-                message = self._answers.get()
+            if not is_late and (is_late := self.given_up(began)):
+                if_late()
+            try:
+                with self.progress.waiting():
+                    message = self._answers.get(timeout=None if is_late else _LOOK_SECONDS)
+            except queue.Empty:
+                continue
             if message is None:
                 self._has_read_all = True
                 return None
@@ -258,7 +266,7 @@ class CoordinatorClient:
     def _read(self, connection: socket.socket, channel: Channel, answers: queue.SimpleQueue[Message | None]) -> None:
         reason = "the coordinator is gone"
         with contextlib.suppress(OSError, ProtocolError), connection:
-            while data := self._receive(connection):
+            while data := receive(connection, self._heartbeat, lambda: self.beat_seconds, lambda: self._joined):
                 for message in channel.feed(data):
                     self._is_answered = True
                     if message["type"] in ("abort", "cut", "failed"):
@@ -270,20 +278,6 @@ class CoordinatorClient:
         self._note_abort({"generation": self._generation, "reason": reason})
         self._is_alone = True
         answers.put(None)
-
-    def _receive(self, connection: socket.socket) -> bytes:
-        """Return what the coordinator sends. Raises OSError if it is silent for a heartbeat.
-
-        The coordinator answers each heartbeat. A link that is down closes no connection.
-        """
-        began = time.monotonic()
-        with selectors.DefaultSelector() as selector:
-            selector.register(connection, selectors.EVENT_READ)
-            while not selector.select(self.beat_seconds):
-                joined = self._joined
-                if joined is not None and time.monotonic() - max(began, joined) > self._heartbeat:
-                    raise OSError("the coordinator is silent")
-        return connection.recv(1 << 16)
 
     def _note_abort(self, message: Message) -> None:
         with self._lock:

@@ -151,7 +151,7 @@ class Membership:
         if size > self._most_facts:
             raise ProtocolError(f"facts of {size:,} bytes, and {self._most_facts:,} are possible")
         if not message.get("ok"):
-            now.failed = now.failed or f"group {rank.slot} could not finish its reductions ({text_of(message)})"
+            now.failed = now.failed or f"group {rank.slot} gave up ({text_of(message)})"
             self._abort(now.failed)
             return
         now.votes[rank.slot, rank.inside] = message

@@ -69,7 +69,7 @@ class Generation:
         doubt: when a group that had voted died, before the others had.
         lost: the groups that are gone.
         ended: the groups of which a rank has ended the run.
-        failed: why it is over, if a group could not finish its reductions, and none was lost.
+        failed: why it is over, if a group did not get an answer, and none was lost.
     """
 
     number: int
@@ -159,7 +159,10 @@ def lines_about(before: Generation | None, ranks: Sequence[Rank], fresh: Collect
         for slot in sorted(known - lives.keys()):
             yield f"group {slot} was lost while there was no coordinator; the others go on without it"
     elif before.failed and before.lives == lives:
-        yield f"groups {here} try again: {before.failed}. If this is repeated, two hosts may not reach each other"
+        yield (
+            f"groups {here} try again, because {before.failed}; if this is repeated, two hosts do not reach each "
+            "other, or a group is slower than the limits in the section training"
+        )
     if len(fresh) == len(lives) < groups:
         absent = ", ".join(str(slot) for slot in range(groups) if slot not in lives)
         yield f"the run begins with groups {here}; others may join it later: {absent}"

@@ -285,9 +285,11 @@ def test_groups_that_wait_at_a_new_coordinator_do_not_begin_a_run_that_has_begun
     until(lambda: asked, 10)
     first.coordinator.stop()
     second = Service(port=first.port, min_groups=2, last_call=0.2)
-    late = Group(second.port, 1, has_begun=lambda: False)
+    here: list[bool] = []
+    late = Group(second.port, 1, has_begun=lambda: here.append(True) is not None)
     answers = [answer, late.join()]
-    time.sleep(1.0)
+    until(lambda: here and len(asked) > 1, 10)
+    time.sleep(1.0)  # longer than the last call
     assert not any(each.done() for each in answers)
     assert second.coordinator.membership.generation is None
     trains = Group(second.port, 0)

@@ -4,19 +4,22 @@ from __future__ import annotations
 
 import time
 from concurrent.futures import ThreadPoolExecutor
+from datetime import timedelta
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-from sdp.engine.elastic.abort import Abort
+from sdp.engine.elastic.abort import Abort, WaitLimits
+from sdp.engine.elastic.coordination.addresses import serve_meeting_store
 from sdp.engine.elastic.coordination.coordinator import Coordinator
 from sdp.engine.elastic.coordination.errors import StepAbortedError
 from sdp.engine.elastic.coordination.member import CoordinatorClient, Identity
 from sdp.engine.elastic.coordination.membership import STEP
 from sdp.engine.elastic.coordination.messages import ProtocolError
 from sdp.engine.elastic.coordination.progress import PausedRanks, Progress
-from sdp.engine.elastic.process_groups import AbortableGroup
+from sdp.engine.elastic.process_groups import AbortableGroup, Meeting
 from sdp.tests.support.processes import until
 
 HEARTBEAT = 5.0
@@ -27,7 +30,7 @@ def test_an_operation_of_an_ended_generation_is_progress() -> None:
     """An evaluation goes on to its end when a group is lost. Nothing waits in it any more."""
     noted: list[float] = []
     abort = Abort(lambda: True, lambda _: None, lambda: noted.append(time.monotonic()))
-    group = AbortableGroup(dist.ProcessGroupGloo(dist.HashStore(), 0, 1), [0], "of one", abort)
+    group = AbortableGroup(dist.ProcessGroupGloo(dist.HashStore(), 0, 1), [0], "of one", abort, timedelta(60))
     try:
         with abort.deferred():
             for _ in range(3):
@@ -35,6 +38,43 @@ def test_an_operation_of_an_ended_generation_is_progress() -> None:
     finally:
         group.forget()
     assert len(noted) == 6  # when each begins, and when each ends
+
+
+@pytest.mark.parametrize("operation", ["allreduce", "send"])
+def test_an_operation_has_the_limit_of_what_the_rank_does(operation: str) -> None:
+    """Not that of a connection, and a later one than gloo's that it is given up for."""
+    store, address = serve_meeting_store("127.0.0.1")
+
+    def work(rank: int, late: float, patience: float) -> float:
+        given_up = lambda began: time.monotonic() - began > patience  # noqa: E731
+        abort = Abort(lambda: False, lambda _: None, given_up=given_up)
+        name = f"{operation} {patience}"
+        meeting = Meeting(address, name, rank, rank, abort, WaitLimits(1.0, given_up, 30.0), "127.0.0.1")
+        group = meeting.make_group("world", [0, 1])
+        if rank:
+            time.sleep(late)
+        tensor = torch.full((1,), float(rank))
+        try:
+            started = time.monotonic()
+            if operation == "allreduce":
+                group.allreduce([tensor]).wait()
+            elif rank:
+                group.send([tensor], 0, 0).wait()
+            else:
+                group.recv([tensor], 1, 0).wait()
+            assert tensor.item() == 1
+        finally:
+            meeting.leave()
+        return time.monotonic() - started
+
+    with ThreadPoolExecutor(2) as threads:
+        waited, _ = threads.map(partial(work, late=2.5, patience=20.0), range(2), timeout=60)
+        assert waited > 2
+        first, second = [threads.submit(work, rank, 4.0, 0.5) for rank in range(2)]
+        with pytest.raises(StepAbortedError, match=r"no answer from other groups after \d s"):
+            first.result(60)
+        assert isinstance(second.exception(60), StepAbortedError | None)
+    del store
 
 
 class Clock:

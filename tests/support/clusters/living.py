@@ -100,7 +100,7 @@ def begin(
     life = share_inside(f"{life} {place.slot}")
     who = Identity(place.slot, place.inside, place.ranks, life, "here", share_inside(address))
     client = CoordinatorClient(("127.0.0.1", port), TOKEN, who, heartbeat_seconds=60, wait_seconds=60)
-    session = Session(client, engine, WaitLimits(60.0, lambda: 60.0, 60.0), checkpoints, 60.0)
+    session = Session(client, engine, WaitLimits(60.0, lambda _: False, 60.0), checkpoints, 60.0)
     engine.before_update = lambda: session.vote(None)
     return engine, session, client, store
 

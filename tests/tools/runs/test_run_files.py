@@ -89,6 +89,7 @@ def test_a_run_has_begun_before_it_has_a_line(tmp_path: Path):
     assert has_begun(tmp_path / "run")
     (tmp_path / "linked").mkdir()
     (tmp_path / "linked" / BEGUN).symlink_to(tmp_path / "elsewhere")
+    assert has_begun(tmp_path / "linked")
     with pytest.raises(WriteError):
         mark_begun(tmp_path / "linked")
 
@@ -216,6 +217,7 @@ NAMES = [
     "placement.json",
     "summary.json",
     ".lock",
+    ".begun",
     "checkpoints",
     "logs",
 ]

@@ -109,7 +109,7 @@ def test_the_meeting_store_and_gloo_listen_where_they_are_told(
     def meet(rank: int) -> Meeting:
         abort = Abort(lambda: False, lambda _: None)
         meeting = Meeting(
-            address, "a generation", rank, rank, abort, WaitLimits(20.0, lambda: 20.0, 20.0), listen=listen
+            address, "a generation", rank, rank, abort, WaitLimits(20.0, lambda _: False, 20.0), listen=listen
         )
         meeting.make_group("world", [0, 1])
         return meeting

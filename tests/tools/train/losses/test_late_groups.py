@@ -68,7 +68,7 @@ def test_a_run_that_has_begun_before_needs_all_groups(corpus: Path, tmp_path: Pa
     config["sdp"]["elastic"]["wait_seconds"] = 5
     with SeparateGroups(tmp_path, config, 1, [], resume=True, absent=[2]) as run:
         assert run.codes(EARLY) == [1, 1], run.said
-        assert "not all groups came (all are needed, because the directory has the files of a run" in run.said
+        assert "(all are needed, because the directory has .begun or other files of a run that has begun)" in run.said
         assert run.lines("metrics.jsonl") == before
 
 
