@@ -60,7 +60,8 @@ class CoordinatorClient:
         has_begun: Callable[[], bool] = lambda: False,
     ):
         self.progress, self._on_hang = progress or Progress(heartbeat_seconds), on_hang
-        self._has_begun, self.given_up = has_begun, lambda _: False
+        self._has_begun = has_begun
+        self.given_up: Callable[[float], bool] = lambda _: False
         self._address, self._token, self.identity = address, token, identity
         self._where = f"{address[0]}:{address[1]}"
         self.beat_seconds, self._heartbeat, self._wait_seconds = heartbeat_seconds / 5, heartbeat_seconds, wait_seconds
