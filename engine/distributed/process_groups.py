@@ -18,15 +18,19 @@ from .mesh import Holders, Mesh
 def new_group(ranks: list[int], **more: Any) -> dist.ProcessGroup:
     """Create a process group. Its collectives may take as long as those of the world.
 
-    torch would give it 30 minutes, whatever the world has.
+    torch would give it a default of its own, whatever the world has. It still does so if the
+    world's backend does not tell its timeout.
 
     Args:
         ranks: its ranks.
         **more: further arguments of ``torch.distributed.new_group``.
     """
     device = torch.device("cuda" if _backend() is not None else "cpu")
-    options = getattr(dist.group.WORLD._get_backend(device), "options", None)  # type: ignore[union-attr]
-    return dist.new_group(ranks, timeout=getattr(options, "_timeout", None), **more)  # type: ignore[return-value]
+    try:
+        timeout = dist.group.WORLD._get_backend(device).options._timeout  # type: ignore[union-attr]
+    except (AttributeError, RuntimeError):  # as for MPI and UCC
+        timeout = None
+    return dist.new_group(ranks, timeout=timeout, **more)  # type: ignore[return-value]
 
 
 def tensor_group(mesh: Mesh) -> dist.ProcessGroup | None:

@@ -138,6 +138,7 @@ def bring_up_to_date(
     if is_fresh:
         rates = {name: rate for each in known.values() for name, rate in each["rates"].items()}
         take_facts(engine, backend, facts, rates)
+    gather_json(None)  # nobody begins a step, whose limit may be shorter, before all have their state
 
 
 def load_lost_units(

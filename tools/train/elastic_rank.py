@@ -140,7 +140,7 @@ def _wait_limits(config: Config, beat: Heartbeat) -> WaitLimits:
             return time.monotonic() - began > max(training.start_timeout, training.save_timeout)
         return time.monotonic() - began > seconds or beat.elapsed > (1 + _PATIENCE) / 2 * seconds
 
-    return WaitLimits(min(_LONGEST_CONNECTION, training.step_timeout), given_up, longest_phase(config))
+    return WaitLimits(min(_LONGEST_CONNECTION, training.step_timeout), given_up, _PATIENCE * longest_phase(config))
 
 
 def _find_coordinator(

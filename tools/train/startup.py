@@ -82,10 +82,13 @@ def started(
 
 
 def longest_phase(config: Config) -> float:
-    """Return how many seconds the longest phase of a run may take."""
+    """Return how many seconds the longest phase of a run may take.
+
+    Elastic groups may wait for others in the average of a round as long as for all of its steps.
+    """
     training, sync = config.training, config.sdp.sync
-    a_round = training.step_timeout * (sync.every if sync is not None else 1)
-    return max(training.start_timeout, training.save_timeout, a_round)
+    steps = sync.every if sync is not None and config.sdp.elastic.enabled else 1
+    return max(training.start_timeout, training.save_timeout, training.step_timeout * steps)
 
 
 def _set_up_logging(rank: int, dump_dir: Path) -> None:
