@@ -11,8 +11,8 @@ class Beginning:
     """Decides whether the groups that have come may begin the run.
 
     With fewer groups than all, they begin only if none of them sees that the run has begun before.
-    Otherwise a coordinator that was started again could let groups that return begin anew, while
-    the others train.
+    A coordinator that was started again does not know of the groups that are training. Without this
+    rule it could begin a second run with groups that return.
 
     Args:
         groups: the number of groups of the run.

@@ -62,7 +62,11 @@ def note_order(folder: Path, loader: Any) -> None:
 
 def name_of(sample: Any) -> str:
     """Return a name of a sample by its content."""
-    return " ".join(map(str, _tokens(sample).tolist()))
+    return _name(_tokens(sample))
+
+
+def _name(row: Any) -> str:
+    return " ".join(map(str, row.tolist()))
 
 
 def _tokens(batch: Any) -> Any:
@@ -71,7 +75,7 @@ def _tokens(batch: Any) -> Any:
 
 def _noted(batches: Iterator[Any], write: Callable[[list[str]], None]) -> Iterator[Any]:
     for batch in batches:
-        write([" ".join(map(str, row.tolist())) for row in _tokens(batch)])
+        write([_name(row) for row in _tokens(batch)])
         yield batch
 
 
