@@ -13,6 +13,7 @@ import shlex
 import shutil
 import signal
 import subprocess
+import time
 from collections.abc import Iterator
 from concurrent.futures import Future
 from pathlib import Path
@@ -25,6 +26,9 @@ from sdp.tests.support.processes import until, written_lines
 PROGRAMS = ("slurmctld", "slurmd", "sbatch", "srun", "munged")
 GROUPS_PORT = 29411
 SECONDS = 240.0  # the limit for something that takes a few seconds on idle cores
+# A node that has told a job to end looks every 10 seconds whether it has. Until then it refuses to
+# start the same job again. SLURM then holds the job and drains the node.
+SLURMD_NOTICES = 12.0
 ENDLESS = "training.steps=1000000"
 # For ranks that are stopped for a while, in a step or in a save.
 PATIENT = ("training.step_timeout=600", "training.save_timeout=600")
@@ -279,12 +283,20 @@ def a_node_with_an_elastic_group_is_set_down_and_the_task_comes_back(
         for state in ("DOWN", "DRAIN"):  # a node that answers would not stay down
             slurm("scontrol", "update", "NodeName=host-r", f"State={state}", "Reason=test")
         until(lambda: alive()[-3:] == [1, 1, 1] and not hosts.processes("slurmstepd", "r"), SECONDS, PAUSE)
+        time.sleep(SLURMD_NOTICES)
         slurm("scontrol", "update", "NodeName=host-r", "State=RESUME")
         until(lambda: alive()[-3:] == [2, 2, 2], SECONDS, PAUSE)
         assert slurm("scontrol", "show", "job", job).count("Restarts=1 ") == 1
         slurm("scancel", job)
         assert coordinating.wait(SECONDS) == 0, (hosts.folder / "groups-coordinator.log").read_text()
         assert hosts.checkpoints(run)[-1] == len(alive())
+    except AssertionError as failure:
+        seen = [slurm("squeue"), slurm("scontrol", "show", "job", job), slurm("scontrol", "show", "node", "host-r")]
+        slurm_logs = [hosts.folder / "slurm" / name for name in ("slurmctld.log", "slurmd-host-r.log")]
+        logs = [*sorted(hosts.folder.glob("groups-*.log")), *slurm_logs]
+        seen += [f"{log.name}:\n{log.read_text(errors='replace')[-3000:]}" for log in logs]
+        failure.add_note("\n".join([*seen, f"the groups of the last steps: {alive()[-5:]}"]))
+        raise
     finally:
         coordinating.kill()
 
