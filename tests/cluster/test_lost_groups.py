@@ -7,6 +7,7 @@ from concurrent.futures import Future
 
 import pytest
 from sdp.tests.support.clusters.elastic_hosts import (
+    ENGINES,
     groups_of_two_ranks_lose_one,
     groups_on_two_hosts_lose_one,
 )
@@ -22,10 +23,13 @@ def test_hosts_whose_links_processes_and_coordinator_are_lost_one_after_the_othe
 
 
 @pytest.mark.slow
-def test_a_launch_that_loses_one_of_two_ranks_and_a_number_that_another_host_takes_over(hosts: Hosts) -> None:
+@pytest.mark.parametrize("engine", ENGINES)
+def test_a_launch_that_loses_one_of_two_ranks_and_a_number_that_another_host_takes_over(
+    hosts: Hosts, engine: str
+) -> None:
     for launcher in ("deepspeed", "Open MPI"):
         needs(launcher)
-    groups_of_two_ranks_lose_one(hosts)
+    groups_of_two_ranks_lose_one(hosts, engine)
 
 
 @pytest.mark.slow

@@ -22,6 +22,7 @@ from typing import Any
 import sdp
 from sdp.tests.support.clusters.hosts import HEARTBEAT, PAUSE, SDP, Hosts, is_rank
 from sdp.tests.support.processes import until, written_lines
+from sdp.tests.support.small_runs import make_corpus
 
 SECONDS = 300.0  # the limit for something that takes a few seconds on idle cores
 CUT_SECONDS = 20.0
@@ -71,16 +72,31 @@ ONE_RANK = Plan(
     "lost-groups",
     {"m": [*SDP, *_ONE], "n": _torchrun(1, _ONE), "o": _mpirun("only-o", _ONE), "p": _deepspeed("only-p", _ONE)},
 )
-# Six ranks import torch and DeepSpeed at the same time, on two cores that others may use too.
-_TWO = _train("two-ranks.json", "two-ranks")
-TWO_RANKS = Plan(
-    "two-ranks",
-    {"m": [*SDP, *_TWO, "--nproc", "2"], "o": _mpirun("both-o", _TWO), "p": _deepspeed("both-p", _TWO)},
-    "two-ranks.json",
-    ranks=2,
-    seconds=600.0,
-)
-ON_ANOTHER_HOST = ("n", _torchrun(2, _TWO))  # takes the number of the group on host-o
+# The ranks of a group share its weights. Its tensors are cut among them, with tensor parallelism.
+ENGINES: dict[str, dict[str, Any]] = {
+    "deepspeed": {"sdp": {"engine": "deepspeed"}},
+    "fsdp2": {},
+    "fsdp2, tensor parallelism, neurons": {
+        "sdp": {"granularity": "neuron", "neuron_groups": 4},
+        "model": {"num_attention_heads": 8},
+        "data": {"path": "even-shards"},
+        "tensor_parallel": {"autotp_size": 2},
+    },
+}
+
+
+def _two_ranks(engine: str) -> Plan:
+    name = f"two-ranks-{list(ENGINES).index(engine)}"
+    train = _train(f"{name}.json", name)
+    return Plan(
+        name,
+        {"m": [*SDP, *train, "--nproc", "2"], "o": _mpirun("both-o", train), "p": _deepspeed("both-p", train)},
+        f"{name}.json",
+        ranks=2,
+        # Six ranks import torch and DeepSpeed at the same time, on cores that others may use too.
+        seconds=600.0,
+    )
+
 
 _WIDE = _train("two-hosts.json", "two-hosts")
 PAIRS = {"m": "mn", "o": "op", "s": "st"}  # of hosts, by the one where the group's launch runs
@@ -246,15 +262,19 @@ def _all_groups_are_told_to_stop(hosts: Hosts, run: LostGroups, losses: int) -> 
     assert (hosts.folder / run.plan.name / "logs/groups.log").read_text().count("was lost after step") >= losses
 
 
-def groups_of_two_ranks_lose_one(hosts: Hosts) -> None:
+def groups_of_two_ranks_lose_one(hosts: Hosts, engine: str) -> None:
     """The other rank of the group ends too, and ``elastic.sh`` launches both again.
 
-    Then a launch on another host takes the number of a group whose processes are all dead. The
-    engine is DeepSpeed's with ZeRO stage 3, so the two ranks of a group share its weights.
+    Then a launch on another host takes the number of a group whose processes are all dead.
+
+    Args:
+        hosts: the hosts.
+        engine: one of ``ENGINES``, with ZeRO stage 3.
     """
-    _prepare_two_ranks(hosts)
+    plan = _two_ranks(engine)
+    _prepare_two_ranks(hosts, plan, ENGINES[engine])
     with ExitStack() as stack:
-        run = LostGroups(hosts, stack, TWO_RANKS)
+        run = LostGroups(hosts, stack, plan)
         run.steps(3, groups=3)
         _a_rank_dies(run)
         _another_host_takes_over(run)
@@ -268,7 +288,7 @@ def groups_on_two_hosts_lose_one(hosts: Hosts) -> None:
     """
     for pair in PAIRS.values():
         (hosts.folder / f"pair-{pair[0]}").write_text("".join(f"host-{host} slots=1\n" for host in pair))
-    _prepare_two_ranks(hosts, TWO_HOSTS)
+    _prepare_two_ranks(hosts, TWO_HOSTS, ENGINES["deepspeed"])
     with ExitStack() as stack:
         run = LostGroups(hosts, stack, TWO_HOSTS)
         run.steps(3, groups=3)
@@ -302,13 +322,18 @@ def _the_second_host_loses_its_link(hosts: Hosts, run: LostGroups) -> None:
     assert len(run.ranks("m")) == len(run.ranks("n")) == 1
 
 
-def _prepare_two_ranks(hosts: Hosts, plan: Plan = TWO_RANKS) -> None:
+def _prepare_two_ranks(hosts: Hosts, plan: Plan, settings: Mapping[str, Any]) -> None:
     for host in "op":
         (hosts.folder / f"both-{host}").write_text(f"host-{host} slots=2\n")
     config = json.loads((hosts.folder / "elastic.json").read_text())
     elastic = {"enabled": True, "heartbeat_seconds": 30, "wait_seconds": 600}
-    config["sdp"] |= {"groups": 3, "capacity": 0.75, "engine": "deepspeed", "elastic": elastic}
+    config["sdp"] |= {"groups": 3, "capacity": 0.75, "elastic": elastic}
     config["training"] |= {"start_timeout": 600, "step_timeout": 300, "save_timeout": 120}
+    for section, values in settings.items():
+        config[section] = config.get(section, {}) | values
+    if config["data"]["path"] == "even-shards":  # two ranks share the 280 rows of the embedding
+        (hosts.folder / "even").mkdir()
+        make_corpus(hosts.folder / "even", vocab_size=280).rename(hosts.folder / "even-shards")
     (hosts.folder / plan.config).write_text(json.dumps(config))
 
 
@@ -330,8 +355,8 @@ def _another_host_takes_over(run: LostGroups) -> None:
     run.end_host("o")
     run.until(lambda: "group 1 on host-o was lost after step" in run.said)
     run.steps(2, groups=2)
-    host, words = ON_ANOTHER_HOST
-    run.groups[host] = run.launch(host, words, 1)
+    host = "n"
+    run.groups[host] = run.launch(host, _torchrun(2, _train(run.plan.config, run.plan.name)), 1)
     run.steps(2, groups=3)
     run.until(lambda: f"group 1 on host-{host} joined after step" in run.said)
     assert len(run.ranks(host)) == 2 and not run.ranks("o")
