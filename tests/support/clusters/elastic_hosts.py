@@ -72,7 +72,8 @@ ONE_RANK = Plan(
     "lost-groups",
     {"m": [*SDP, *_ONE], "n": _torchrun(1, _ONE), "o": _mpirun("only-o", _ONE), "p": _deepspeed("only-p", _ONE)},
 )
-# The ranks of a group share its weights. Its tensors are cut among them, with tensor parallelism.
+# Settings of runs whose groups have two ranks. The weights are cut by ZeRO stage 3, and in the last
+# case also by tensor parallelism.
 ENGINES: dict[str, dict[str, Any]] = {
     "deepspeed": {"sdp": {"engine": "deepspeed"}},
     "fsdp2": {},

@@ -26,9 +26,9 @@ from sdp.tests.support.processes import until, written_lines
 PROGRAMS = ("slurmctld", "slurmd", "sbatch", "srun", "munged")
 GROUPS_PORT = 29411
 SECONDS = 240.0  # the limit for something that takes a few seconds on idle cores
-# A node that has told a job to end looks every 10 seconds whether it has. Until then it refuses to
-# start the same job again. SLURM then holds the job and drains the node.
-SLURMD_NOTICES = 12.0
+# A node may not notice for 10 seconds that a job has ended. Until then it refuses to start the same
+# job again, and SLURM holds the job and drains the node.
+SECONDS_TO_NOTICE_AN_END = 12.0
 ENDLESS = "training.steps=1000000"
 # For ranks that are stopped for a while, in a step or in a save.
 PATIENT = ("training.step_timeout=600", "training.save_timeout=600")
@@ -283,7 +283,7 @@ def a_node_with_an_elastic_group_is_set_down_and_the_task_comes_back(
         for state in ("DOWN", "DRAIN"):  # a node that answers would not stay down
             slurm("scontrol", "update", "NodeName=host-r", f"State={state}", "Reason=test")
         until(lambda: alive()[-3:] == [1, 1, 1] and not hosts.processes("slurmstepd", "r"), SECONDS, PAUSE)
-        time.sleep(SLURMD_NOTICES)
+        time.sleep(SECONDS_TO_NOTICE_AN_END)
         slurm("scontrol", "update", "NodeName=host-r", "State=RESUME")
         until(lambda: alive()[-3:] == [2, 2, 2], SECONDS, PAUSE)
         assert slurm("scontrol", "show", "job", job).count("Restarts=1 ") == 1
