@@ -10,6 +10,7 @@ from sdp.tests.support.clusters.elastic_hosts import (
     ENGINES,
     groups_of_two_ranks_lose_one,
     groups_on_two_hosts_lose_one,
+    the_coordinators_host_is_cut_off,
 )
 from sdp.tests.support.clusters.hosts import Hosts, needs
 
@@ -37,3 +38,8 @@ def test_groups_that_span_two_hosts_lose_a_rank_and_a_link(hosts: Hosts) -> None
     for launcher in ("deepspeed", "Open MPI"):
         needs(launcher)
     groups_on_two_hosts_lose_one(hosts)
+
+
+@pytest.mark.slow
+def test_the_host_of_the_coordinator_loses_its_link(hosts: Hosts) -> None:
+    the_coordinators_host_is_cut_off(hosts)

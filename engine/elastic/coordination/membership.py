@@ -22,8 +22,6 @@ from .roster import Peer, Roster
 STEP = 99  # the phase before a step, the only one in which a group may join
 _DOUBT_SECONDS = 1.0  # how long the votes of others are awaited, after a group voted and died
 
-Send = Callable[[Peer, Message], None]
-
 
 class Membership:
     """The state of a coordinator. Not thread-safe.
@@ -45,7 +43,7 @@ class Membership:
         groups: int,
         ranks: int,
         *,
-        send: Send,
+        send: Callable[[Peer, Message], None],
         close: Callable[[Peer], None],
         say: Callable[[str], None],
         heartbeat_seconds: float = 5.0,
@@ -73,7 +71,7 @@ class Membership:
     @property
     def living(self) -> list[int]:
         """The groups of the present generation that are not lost."""
-        return sorted(set(self.generation.lives) - self.generation.lost) if self.generation is not None else []
+        return self.generation.living if self.generation is not None else []
 
     # -- what ranks say ----------------------------------------------------------------------------
 
@@ -143,9 +141,7 @@ class Membership:
 
     def _hear_vote(self, rank: Rank, message: Message) -> None:
         now = self.generation
-        if now is None or message.get("generation") != now.number or now.lives.get(rank.slot) != rank.life:
-            return  # it does not know yet that its generation is over
-        if now.is_over or message.get("attempt") != now.attempt:
+        if now is None or not now.awaits(rank, message):
             return
         size, _ = len(json.dumps(message.get("facts"))), shown_step(message)
         if size > self._most_facts:
@@ -162,8 +158,7 @@ class Membership:
         now = self.generation
         if now is None or now.is_over or len(now.votes) < len(now.lives) * self._ranks:
             return
-        order = sorted(now.votes)
-        facts = [now.votes[key].get("facts") for key in order]
+        facts = [now.votes[key].get("facts") for key in sorted(now.votes)]
         newcomers = bool(self._peers.complete_fresh(self.living))
         decision = {"type": "decision", "generation": now.number, "attempt": now.attempt, "commit": True}
         shown = [step for step in map(shown_step, now.votes.values()) if step is not None]
@@ -184,28 +179,28 @@ class Membership:
     def _lose(self, peer: Peer, cause: str) -> None:
         rank = self._peers.pop(peer, None)
         self._paused.forget(peer)
-        if rank is not None:
+        now = self.generation
+        is_silent = rank is not None and now is not None and rank.life in now.silent
+        if rank is not None and not is_silent:
             self._send(peer, {"type": "cut", "reason": cause})
         self._close(peer)
-        now = self.generation
         if rank is None or rank.is_leaving:
             if rank is not None and now is not None and now.lives.get(rank.slot) == rank.life:
                 now.lost.add(rank.slot)  # so nobody waits for it, if others have not ended
                 self._form()
             return
         self._lost_lives.add(rank.life)
-        for other, known in list(self._peers.items()):
-            if known.life == rank.life and known.slot == rank.slot:
-                del self._peers[other]
+        for other in self._peers.pop_life(rank):
+            if not is_silent:
                 self._send(other, {"type": "cut", "reason": f"rank {rank.inside} of its group: {cause}"})
-                self._close(other)
+            self._close(other)
         if now is None or now.lives.get(rank.slot) != rank.life or rank.slot in now.lost:
             return
         now.lost.add(rank.slot)
         self._news.add(Loss(rank.slot, rank.host, cause, self._clock(), self._shown or self.step))
         if not self.living:
             if not now.ended:
-                self._fail("all groups are lost")
+                self._lose_last(now, is_silent=is_silent)
             return
         has_voted = all((rank.slot, inside) in now.votes for inside in range(self._ranks))
         if has_voted and not now.is_over:
@@ -214,6 +209,18 @@ class Membership:
             self._abort(f"group {rank.slot} on {rank.host} is lost: {cause}")
         self._decide()
         self._form()
+
+    def _lose_last(self, now: Generation, *, is_silent: bool) -> None:
+        """Fail. If the last group is silent, this host may be the one that is cut off. Then go on
+        like a coordinator that was started again.
+        """
+        if not is_silent:
+            self._fail("all groups are lost")
+            return
+        self._say(f"no group is heard any longer; they have {self._wait:g} s to come back with their state")
+        self._lost_lives -= now.silent
+        self.generation, self.step, self._shown, self._waiting_since = None, 0, None, self._clock()
+        self._news.clear()
 
     def _abort(self, reason: str) -> None:
         """Tell all at once that this generation commits nothing more."""
@@ -231,9 +238,11 @@ class Membership:
 
     def tick(self) -> None:
         """Look for ranks that are silent. Call this several times in a heartbeat."""
-        now = self._clock()
+        now, generation = self._clock(), self.generation
         for peer, rank in list(self._peers.items()):
             if peer in self._peers and now - rank.heard > self._heartbeat:
+                if generation is not None and now - self._peers.heard(rank.life) > self._heartbeat / 2:
+                    generation.silent.add(rank.life)
                 self.lose(peer, f"no heartbeat for {self._heartbeat:g} s")
         groups = {peer: rank.slot for peer, rank in self._peers.of(self.living).items()}
         if (worst := self._paused.worst(now, groups)) is not None:
@@ -251,7 +260,7 @@ class Membership:
         """Begin the next generation if all that it needs have asked for it."""
         if self.failure is not None or self.is_finished:
             return
-        old = self._old_groups()
+        old = self._peers.with_state(self.generation, self._clock(), 2 * self._heartbeat)
         if old is None:
             if self.generation is None:
                 self._give_up_if_late(None)
@@ -279,13 +288,6 @@ class Membership:
             phase = min(self._peers.joining(slot, "phase") for slot in fresh)
         self._begin(sorted({*old, *fresh}), fresh, phase, step, commits)
 
-    def _old_groups(self) -> list[int] | None:
-        """The groups with state that go on, or None if some have not asked to yet."""
-        if self.generation is not None:
-            old = self.living
-            return old if old and all(self._peers.has_joined(slot) for slot in old) else None
-        return self._peers.with_state(self._clock(), 2 * self._heartbeat)
-
     def _begin(self, slots: list[int], fresh: list[int], phase: int, step: int, commits: list[int]) -> None:
         before = self.generation
         since = before.since if before is not None else {}
@@ -295,12 +297,9 @@ class Membership:
         kept = {slot: since[slot] if slot in since and slot not in fresh else number for slot in slots}
         self.generation, self.step, self._waiting_since = Generation(number, lives, kept), step, None
         leaders = {rank.slot: rank for rank in ranks.values() if rank.inside == 0}
-        members = [
-            {"slot": slot, "fresh": slot in fresh, "host": leaders[slot].host, "store": leaders[slot].store}
-            for slot in slots
-        ]
         answer: Message = {
-            "type": "generation", "generation": number, "name": uuid.uuid4().hex, "members": members,
+            "type": "generation", "generation": number, "name": uuid.uuid4().hex,
+            "members": [leaders[slot].as_member(is_fresh=slot in fresh) for slot in slots],
             "phase": phase, "step": step, "writer": min(slots, key=lambda slot: (kept[slot], slot)),
             "expected": sorted(set(range(self._groups)) - set(slots) - self.gone),
         }  # fmt: skip
@@ -311,8 +310,9 @@ class Membership:
             self._send(peer, answer | {"commit_pending": rank.slot in commits})
         if before is not None and 0 < len(fresh) < len(slots):
             at = max(rank.asked for rank in self._peers.of(fresh).values())
-            who = [f"group {slot} on {leaders[slot].host}" for slot in fresh]
-            self._news.add(Arrival(who, self._shown or step, number, at))
+            self._news.add(
+                Arrival([f"group {slot} on {leaders[slot].host}" for slot in fresh], self._shown or step, number, at)
+            )
 
     def _give_up_if_late(self, here: list[int] | None) -> None:
         is_late = self._waiting_since is not None and self._clock() - self._waiting_since > self._wait

@@ -55,6 +55,10 @@ class Rank:
         life, host, store = map(str, texts)
         return cls(slot, inside, life, host, store, now, message, now)
 
+    def as_member(self, *, is_fresh: bool) -> Message:
+        """Return what others are told of the group that this rank leads."""
+        return {"slot": self.slot, "fresh": is_fresh, "host": self.host, "store": self.store}
+
 
 @dataclass
 class Generation:
@@ -68,6 +72,7 @@ class Generation:
         is_over: whether no further attempt can be committed.
         doubt: when a group that had voted died, before the others had.
         lost: the groups that are gone.
+        silent: the lives of those of them of which no rank was heard any longer.
         ended: the groups of which a rank has ended the run.
         failed: why it is over, if a group did not get an answer, and none was lost.
     """
@@ -80,8 +85,22 @@ class Generation:
     is_over: bool = False
     doubt: float | None = None
     lost: set[int] = field(default_factory=set)
+    silent: set[str] = field(default_factory=set)
     ended: set[int] = field(default_factory=set)
     failed: str = ""
+
+    @property
+    def living(self) -> list[int]:
+        """The groups that are not lost."""
+        return sorted(set(self.lives) - self.lost)
+
+    def awaits(self, rank: Rank, vote: Message) -> bool:
+        """Return whether a vote counts.
+
+        It does not if the rank does not know yet that its generation or attempt is over.
+        """
+        is_member = vote.get("generation") == self.number and self.lives.get(rank.slot) == rank.life
+        return is_member and not self.is_over and vote.get("attempt") == self.attempt
 
 
 @dataclass
@@ -140,6 +159,10 @@ class News:
         groups = ", ".join(map(str, living))
         for news in self._news:
             self._say(news.report(groups, self._clock()))
+        self.clear()
+
+    def clear(self) -> None:
+        """Report nothing of all this."""
         self._news.clear()
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Hashable, Iterable, Mapping
 from typing import Any
 
-from .records import Rank, slots_of
+from .records import Generation, Rank, slots_of
 
 Peer = Hashable
 
@@ -25,6 +25,17 @@ class Roster(dict[Peer, Rank]):
         """Return the ranks of some groups."""
         wanted = set(slots)
         return {peer: rank for peer, rank in self.items() if rank.slot in wanted}
+
+    def pop_life(self, rank: Rank) -> list[Peer]:
+        """Remove all ranks of this life of a group, and return their connections."""
+        found = [peer for peer, known in self.items() if (known.slot, known.life) == (rank.slot, rank.life)]
+        for peer in found:
+            del self[peer]
+        return found
+
+    def heard(self, life: str) -> float:
+        """Return when a rank of this life of a group was heard last."""
+        return max(rank.heard for rank in self.values() if rank.life == life)
 
     def has_joined(self, slot: int) -> bool:
         """Return whether all ranks of a group ask for the next generation."""
@@ -61,12 +72,18 @@ class Roster(dict[Peer, Rank]):
         """Return when the last rank of a group asked for the next generation."""
         return max(rank.asked for rank in self.of([slot]).values())
 
-    def with_state(self, now: float, patience: float) -> list[int] | None:
-        """Return the groups with state that go on at a new coordinator, or None if some of them
-        have not asked yet.
+    def with_state(self, generation: Generation | None, now: float, patience: float) -> list[int] | None:
+        """Return the groups with state that go on, or None if some of them have not asked yet.
 
-        Those that the others know are awaited for ``patience`` seconds from the first request on.
+        Args:
+            generation: the present one, or None at a new coordinator, which does not know it.
+            now: the present time.
+            patience: for how many seconds, from the first request on, a new coordinator waits for
+                groups that the others know.
         """
+        if generation is not None:
+            living = generation.living
+            return living if living and all(self.has_joined(slot) for slot in living) else None
         asking = [rank for rank in self.values() if rank.joining is not None and not rank.joining.get("fresh")]
         slots = sorted({rank.slot for rank in asking})
         expected = {slot for rank in asking for slot in slots_of(rank.joining)}

@@ -99,6 +99,54 @@ def test_a_group_that_is_late_at_a_new_coordinator_is_cut_off() -> None:
     assert rules.sent[-1][:2] == ("b", "cut")
 
 
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_groups_that_fall_silent_together_come_back_with_their_state(ranks: int) -> None:
+    """The coordinator's host was cut off from all, so no group is told that it was."""
+    rules = Rules(ranks)
+    names = [[f"{slot}-{inside}" for inside in range(ranks)] for slot in range(3)]
+
+    def all_join(**words: Any) -> None:
+        for slot, of_group in enumerate(names):
+            for inside, peer in enumerate(of_group):
+                rules.join(peer, slot, inside=inside, life=f"life {slot}", **words)
+
+    all_join(fresh=True)
+    rules.wait(1, *names[0])  # their last heartbeats come one after the other
+    rules.wait(1, *names[1])
+    rules.wait(12)
+    assert rules.membership.failure is None and rules.membership.living == []
+    assert not [sent for sent in rules.sent if sent[1] == "cut"]
+    assert "no group is heard any longer; they have 30 s to come back with their state" in rules.said
+    rules.sent.clear()
+    all_join(step=7, members=(0, 1, 2))
+    assert rules.generations() == [[0, 1, 2]] and rules.membership.step == 7
+
+
+def test_groups_that_fall_silent_together_are_awaited_only_so_long() -> None:
+    rules = Rules()
+    rules.begin()
+    rules.wait(int(HEARTBEAT) + 1)
+    rules.wait(int(WAIT))
+    assert rules.membership.failure is None
+    rules.wait(1)
+    assert rules.membership.failure == f"not all groups came within {WAIT:g} s"
+
+
+def test_a_group_that_was_silent_while_others_were_heard_stays_lost() -> None:
+    rules = Rules()
+    rules.begin()
+    rules.wait(6, "b", "c")
+    for slot, peer in ((1, "b"), (2, "c")):
+        rules.join(peer, slot, step=3, members=(0, 1, 2))
+    rules.wait(6)  # now these two are silent
+    rules.sent.clear()
+    rules.join("a", 0, step=3, members=(0, 1, 2))
+    assert rules.sent == [("a", "cut", [])]
+    for slot, peer in ((1, "b"), (2, "c")):
+        rules.join(peer, slot, step=5, members=(1, 2))
+    assert rules.generations() == [[1, 2]]
+
+
 def test_a_run_is_over_when_all_have_ended_or_are_gone() -> None:
     """Whoever has ended need not be told, and whoever is gone may come back, and is told then."""
     for dies in (False, True):

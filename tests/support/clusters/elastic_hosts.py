@@ -27,7 +27,8 @@ from sdp.tests.support.small_runs import make_corpus
 SECONDS = 300.0  # the limit for something that takes a few seconds on idle cores
 CUT_SECONDS = 20.0
 SCRIPT = str(Path(sdp.__path__[0]) / "configs/clusters/elastic.sh")
-COORDINATOR, PORT = "10.77.0.13", 29400  # on host-m
+PORT = 29400
+ADDRESSES = {"m": "10.77.0.13", "s": "10.77.0.19"}  # of hosts with a coordinator
 
 
 @dataclass(frozen=True)
@@ -40,6 +41,7 @@ class Plan:
             numbered in this order.
         config: the run's configuration, a file in the hosts' folder.
         ranks: ranks of each group.
+        coordinator: the letter of the host with the coordinator.
         seconds: the limit for something that takes a few seconds on idle cores.
     """
 
@@ -47,6 +49,7 @@ class Plan:
     launches: Mapping[str, list[str]]
     config: str = "elastic.json"
     ranks: int = 1
+    coordinator: str = "m"
     seconds: float = SECONDS
 
 
@@ -110,11 +113,18 @@ TWO_HOSTS = Plan(
 )
 
 
+_FAR = _train("far.json", "far-coordinator")
+FAR_COORDINATOR = Plan(
+    "far-coordinator", {"m": [*SDP, *_FAR], "n": _torchrun(1, _FAR), "o": [*SDP, *_FAR]}, "far.json", coordinator="s"
+)
+
+
 class LostGroups:
     """The run: the groups on their hosts, and the coordinator on host-m."""
 
     def __init__(self, hosts: Hosts, stack: ExitStack, plan: Plan):
         self._hosts, self._stack, self.plan = hosts, stack, plan
+        self.address = f"{ADDRESSES[plan.coordinator]}:{PORT}"  # of the coordinator
         (hosts.folder / "token").write_text("a secret that the groups share")
         self.groups = {
             host: self.launch(host, words, group) for group, (host, words) in enumerate(plan.launches.items())
@@ -127,7 +137,7 @@ class LostGroups:
         return self.start(host, SCRIPT, *words, log=f"{self.plan.name}-{host}{again}.log", group=group)
 
     def start(self, host: str, *words: str, log: str, group: int | None = None) -> subprocess.Popen[str]:
-        told = [f"SDP_ELASTIC_COORDINATOR={COORDINATOR}:{PORT}", f"SDP_ELASTIC_TOKEN_FILE={self._hosts.folder}/token"]
+        told = [f"SDP_ELASTIC_COORDINATOR={self.address}", f"SDP_ELASTIC_TOKEN_FILE={self._hosts.folder}/token"]
         told += [f"SDP_ELASTIC_GROUP={group}"] if group is not None else []
         process = self._hosts.start("env", *told, *words, log=log, host=host)
         self._stack.callback(process.kill)
@@ -137,13 +147,15 @@ class LostGroups:
         """Start the coordinator, at the same address each time."""
         self._coordinators += 1
         plan = self.plan
-        words = ["coordinate", plan.config, "--bind", f"{COORDINATOR}:{PORT}", "--dump-dir", plan.name]
+        words = ["coordinate", plan.config, "--bind", self.address, "--dump-dir", plan.name]
         words += ["--ranks", str(plan.ranks)]
-        self.coordinator = self.start("m", *SDP, *words, log=f"{plan.name}-coordinator-{self._coordinators}.log")
+        self.coordinator = self.start(
+            plan.coordinator, *SDP, *words, log=f"{plan.name}-coordinator-{self._coordinators}.log"
+        )
 
     def harm(self) -> subprocess.Popen[str]:
         """Let twenty hostile clients on another host begin."""
-        words = [sys.executable, "-P", "-m", "sdp.tests.support.clusters.hostile", COORDINATOR, str(PORT), "token"]
+        words = [sys.executable, "-P", "-m", "sdp.tests.support.clusters.hostile", *self.address.split(":"), "token"]
         process = self.start("p", *words, log="hostile.log")
         self.until(lambda: "they are here" in (self._hosts.folder / "hostile.log").read_text())
         return process
@@ -280,6 +292,29 @@ def groups_of_two_ranks_lose_one(hosts: Hosts, engine: str) -> None:
         _a_rank_dies(run)
         _another_host_takes_over(run)
         _all_groups_are_told_to_stop(hosts, run, losses=2)
+
+
+def the_coordinators_host_is_cut_off(hosts: Hosts) -> None:
+    """All groups wait until its link is back. Then they go on as if it had been started again.
+
+    No group is lost, and the coordinator is the same process.
+    """
+    config = json.loads((hosts.folder / "elastic.json").read_text())
+    config["sdp"] |= {"groups": 3, "capacity": 0.75}
+    (hosts.folder / FAR_COORDINATOR.config).write_text(json.dumps(config))
+    with ExitStack() as stack:
+        run = LostGroups(hosts, stack, FAR_COORDINATOR)
+        run.steps(3, groups=3)
+        before = {host: run.ranks(host) for host in "mno"}
+        hosts.plug("s", "down")
+        try:
+            time.sleep(CUT_SECONDS)
+        finally:
+            hosts.plug("s", "up")
+        run.steps(3, groups=3)
+        assert "no group is heard any longer" in run.said
+        assert "was lost" not in run.said and {host: run.ranks(host) for host in "mno"} == before, run.said
+        _all_groups_are_told_to_stop(hosts, run, losses=0)
 
 
 def groups_on_two_hosts_lose_one(hosts: Hosts) -> None:

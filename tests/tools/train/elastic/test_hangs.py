@@ -5,6 +5,7 @@ a meeting, or the rank that writes the run's files is stopped before it writes a
 from __future__ import annotations
 
 import json
+import os
 import re
 import signal
 import time
@@ -96,6 +97,29 @@ def test_a_rank_that_hangs_is_cut_off_and_started_again(
     if ranks == 1:  # else the launcher may end it first
         assert re.search(r"line \d+ in hangs", (run.dump_dir / "logs" / "rank-1.log").read_text()), "the stack"
     assert run.said.count(" was lost after step ") == (2 if method == "reconnect" else 1)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("rank", [0, 1])
+def test_one_rank_of_a_group_of_two_is_stopped(corpus: Path, tmp_path: Path, rank: int) -> None:
+    """The other rank of its group ends. The group comes back although the rank never wakes up."""
+    config = tmp_path / "config.json"
+    settings = elastic_config(corpus, groups=3, heartbeat_seconds=HEARTBEAT, restarts=1)
+    settings["sdp"] |= {"capacity": 0.7, "masking": "backward"}
+    settings["zero_optimization"] = {"stage": 3}
+    config.write_text(json.dumps(settings))
+    run = ElasticRun(config, tmp_path / "run", "--nproc", "6")
+    try:
+        run.wait_for(10, groups=3)
+        before = sorted(run.ranks()[1])
+        os.kill(before[rank], signal.SIGSTOP)
+        run.wait_for(5, groups=2)
+        assert re.search(rf"group 1 on .* was lost after step .* \(no heartbeat for {HEARTBEAT:g} s\)", run.said)
+        run.wait_for(5, groups=3)
+        assert len(run.ranks()[1]) == 2 and not set(before) & set(run.ranks()[1])
+        assert run.stop() == 128 + signal.SIGTERM, run.said
+    finally:
+        run.kill()
 
 
 def work_slowly() -> None:
