@@ -14,6 +14,7 @@ import uuid
 from collections.abc import Callable
 
 from .beginning import Beginning
+from .lives import Lives
 from .messages import MOST_ANSWER_BYTES, Message, ProtocolError
 from .progress import PausedRanks
 from .records import Arrival, Generation, Loss, News, Rank, lines_about, shown_step, text_of
@@ -57,7 +58,7 @@ class Membership:
         self._send, self._close, self._say, self._clock = send, close, say, clock
         self._heartbeat, self._wait = heartbeat_seconds, wait_seconds
         self._beginning = Beginning(groups, min_groups or groups, last_call_seconds)
-        self._peers, self._lost_lives = Roster(ranks), set[str]()
+        self._peers, self._lives = Roster(ranks), Lives()
         self._news, self._paused = News(say, clock), PausedRanks(heartbeat_seconds)
         self._waiting_since: float | None = None
         self.generation: Generation | None = None
@@ -72,8 +73,6 @@ class Membership:
     def living(self) -> list[int]:
         """The groups of the present generation that are not lost."""
         return self.generation.living if self.generation is not None else []
-
-    # -- what ranks say ----------------------------------------------------------------------------
 
     def hear(self, peer: Peer, message: Message) -> None:
         """Process a message of a rank. Raises ProtocolError if it makes no sense."""
@@ -118,14 +117,14 @@ class Membership:
 
     def _hear_join(self, peer: Peer, message: Message) -> None:
         rank = Rank.of(message, self._groups, self._ranks, self._clock())
-        if self.is_finished or self.failure is not None or rank.life in self._lost_lives:
+        if self.is_finished or self.failure is not None or self._lives.is_cut(rank.life):
             kind = "finished" if self.is_finished else "failed" if self.failure is not None else "cut"
             self.told |= {rank.slot} if self.is_finished else set()
             self._send(peer, {"type": kind, "reason": self.failure or "its group was cut off"})
             return
         now = self.generation
         if now is not None and not message.get("fresh") and now.lives.get(rank.slot) != rank.life:
-            self._lost_lives.add(rank.life)
+            self._lives.lose(rank.life)
             self._send(peer, {"type": "cut", "reason": "the others did not wait for it any longer"})
             return
         for other, known in list(self._peers.items()):
@@ -180,7 +179,7 @@ class Membership:
         rank = self._peers.pop(peer, None)
         self._paused.forget(peer)
         now = self.generation
-        is_silent = rank is not None and now is not None and rank.life in now.silent
+        is_silent = rank is not None and (self._lives.is_awaited(rank.life) if now is None else rank.life in now.silent)
         if rank is not None and not is_silent:
             self._send(peer, {"type": "cut", "reason": cause})
         self._close(peer)
@@ -189,7 +188,7 @@ class Membership:
                 now.lost.add(rank.slot)  # so nobody waits for it, if others have not ended
                 self._form()
             return
-        self._lost_lives.add(rank.life)
+        self._lives.lose(rank.life)
         for other in self._peers.pop_life(rank):
             if not is_silent:
                 self._send(other, {"type": "cut", "reason": f"rank {rank.inside} of its group: {cause}"})
@@ -200,7 +199,7 @@ class Membership:
         self._news.add(Loss(rank.slot, rank.host, cause, self._clock(), self._shown or self.step))
         if not self.living:
             if not now.ended:
-                self._lose_last(now, is_silent=is_silent)
+                self._lose_last(now, rank.life)
             return
         has_voted = all((rank.slot, inside) in now.votes for inside in range(self._ranks))
         if has_voted and not now.is_over:
@@ -210,17 +209,14 @@ class Membership:
         self._decide()
         self._form()
 
-    def _lose_last(self, now: Generation, *, is_silent: bool) -> None:
-        """Fail. If the last group is silent, this host may be the one that is cut off. Then go on
-        like a coordinator that was started again.
-        """
-        if not is_silent:
+    def _lose_last(self, now: Generation, life: str) -> None:
+        """Fail, or wait for groups that are silent, because this host may be the one cut off."""
+        if not now.silent or not self._lives.expect({*now.silent, life}, self.step):
             self._fail("all groups are lost")
             return
         self._say(f"no group is heard any longer; they have {self._wait:g} s to come back with their state")
-        self._lost_lives -= now.silent
-        self.generation, self.step, self._shown, self._waiting_since = None, 0, None, self._clock()
-        self._news.clear()
+        self._news.forget([slot for slot, each in now.lives.items() if self._lives.is_awaited(each)])
+        self.generation, self._waiting_since = None, self._clock()
 
     def _abort(self, reason: str) -> None:
         """Tell all at once that this generation commits nothing more."""
@@ -238,23 +234,19 @@ class Membership:
 
     def tick(self) -> None:
         """Look for ranks that are silent. Call this several times in a heartbeat."""
-        now, generation = self._clock(), self.generation
+        now = self._clock()
         for peer, rank in list(self._peers.items()):
             if peer in self._peers and now - rank.heard > self._heartbeat:
-                if generation is not None and now - self._peers.heard(rank.life) > self._heartbeat / 2:
-                    generation.silent.add(rank.life)
+                if self.generation is not None and now - self._peers.heard(rank.life) > self._heartbeat / 2:
+                    self.generation.silent.add(rank.life)
                 self.lose(peer, f"no heartbeat for {self._heartbeat:g} s")
         groups = {peer: rank.slot for peer, rank in self._peers.of(self.living).items()}
         if (worst := self._paused.worst(now, groups)) is not None:
             self.lose(worst[0], f"no progress for {worst[1]:.1f} s")
-        generation = self.generation
-        if generation is not None and generation.doubt is not None and now - generation.doubt > _DOUBT_SECONDS:
-            generation.doubt = None
+        if self.generation is not None and self.generation.is_doubt_over(now - _DOUBT_SECONDS):
             self._abort("a group is lost")
         if self._waiting_since is not None:
             self._form()
-
-    # -- a new generation --------------------------------------------------------------------------
 
     def _form(self) -> None:
         """Begin the next generation if all that it needs have asked for it."""
@@ -278,6 +270,11 @@ class Membership:
                 self.lose(peer, "it missed a step")
         phase = min((self._peers.joining(slot, "phase") for slot in old), default=STEP)
         fresh = self._peers.complete_fresh(old) if phase == STEP else []
+        if not old and self.generation is None and self.step:  # all fell silent, and none with state is back
+            if len({*fresh, *self.gone}) == self._groups:
+                self._fail("all groups that had the state of the run are lost")
+            self._give_up_if_late(None)
+            return
         if not old:  # the start of the run
             if not self._beginning.may_begin(self._peers, fresh, self.gone, self._clock()):
                 if self._beginning.is_hopeless(self._peers, fresh, self.gone):
@@ -294,6 +291,7 @@ class Membership:
         number = 1 + max([before.number if before else 0, *(self._peers.joining(slot, "generation") for slot in slots)])
         ranks = self._peers.of(slots)
         lives = {rank.slot: rank.life for rank in ranks.values()}
+        self._lives.begin(lives.values())
         kept = {slot: since[slot] if slot in since and slot not in fresh else number for slot in slots}
         self.generation, self.step, self._waiting_since = Generation(number, lives, kept), step, None
         leaders = {rank.slot: rank for rank in ranks.values() if rank.inside == 0}

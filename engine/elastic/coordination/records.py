@@ -94,6 +94,10 @@ class Generation:
         """The groups that are not lost."""
         return sorted(set(self.lives) - self.lost)
 
+    def is_doubt_over(self, since: float) -> bool:
+        """Return whether a group had voted and died before ``since``, and others have not voted."""
+        return self.doubt is not None and self.doubt < since
+
     def awaits(self, rank: Rank, vote: Message) -> bool:
         """Return whether a vote counts.
 
@@ -159,11 +163,11 @@ class News:
         groups = ", ".join(map(str, living))
         for news in self._news:
             self._say(news.report(groups, self._clock()))
-        self.clear()
-
-    def clear(self) -> None:
-        """Report nothing of all this."""
         self._news.clear()
+
+    def forget(self, slots: Collection[int]) -> None:
+        """Do not report the losses of these groups."""
+        self._news = [news for news in self._news if not (isinstance(news, Loss) and news.slot in slots)]
 
 
 def lines_about(before: Generation | None, ranks: Sequence[Rank], fresh: Collection[int], groups: int) -> Iterator[str]:

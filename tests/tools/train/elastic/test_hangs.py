@@ -46,6 +46,7 @@ entry()
 
 BACKEND = ("sdp.engine.backends.fsdp2.backend", "FSDP2Backend")
 ENGINE = ("sdp.engine.engine", "SDPEngine")
+BETWEEN_GROUPS = ("sdp.engine.elastic.process_groups", "AbortableGroup")
 
 
 @pytest.mark.slow
@@ -54,6 +55,8 @@ ENGINE = ("sdp.engine.engine", "SDPEngine")
     [
         ("forward", 1, 0, BACKEND, "backward"),
         ("backward", 2, 3, BACKEND, "backward"),
+        ("forward", 1, 0, BETWEEN_GROUPS, "allreduce"),
+        ("backward", 2, 3, BETWEEN_GROUPS, "allreduce"),
         ("forward", 1, 0, BACKEND, "evaluate"),
         ("forward", 1, 0, ENGINE, "save_checkpoint"),
         ("backward", 2, 3, ENGINE, "save_checkpoint"),

@@ -160,15 +160,27 @@ def test_a_rank_inside_a_group_is_killed(start: Start, words: str, masking: str,
 
 
 @pytest.mark.slow
-def test_a_rank_of_tensor_parallel_groups_is_killed(start: Start, tmp_path: Path) -> None:
-    """Two ranks share the 280 rows of the embedding. Bytes would have 257."""
+@pytest.mark.parametrize(
+    ("masking", "granularity", "ranks", "stage"),
+    [("backward", "block", 2, 0), ("backward", "block", 4, 3), ("backward", "neuron", 4, 2)],
+)
+def test_a_rank_of_tensor_parallel_groups_is_killed(
+    start: Start, tmp_path: Path, masking: str, granularity: str, ranks: int, stage: int
+) -> None:
+    """Two ranks share the 280 rows of the embedding. Bytes would have 257.
+
+    In groups of four ranks, two pairs of them also share the shards of ZeRO.
+    """
     corpus = make_corpus(tmp_path, vocab_size=280)
-    words = ["--set", "tensor_parallel.autotp_size=2", f"data.path={corpus}"]
-    settings = {"capacity": 0.7, "masking": "backward"}
-    run = start(*words, groups=3, ranks=2, settings=settings, restarts=3)
+    words = ["--set", "tensor_parallel.autotp_size=2", f"data.path={corpus}", *(ZERO + str(stage)).split()]
+    settings = {"capacity": 0.7, "masking": masking, "granularity": granularity}
+    if granularity == "neuron":
+        words.append("model.num_attention_heads=8")
+        settings["neuron_groups"] = 4
+    run = start(*words, groups=3, ranks=ranks, settings=settings, restarts=3)
     run.wait_for(5, groups=3)
     run.lose(2, of=3)
-    check_end(run)
+    check_end(run, ranks=ranks // 2)
 
 
 def test_a_run_that_lacks_a_group_is_evaluated_exported_and_reported(

@@ -1,84 +1,10 @@
-"""The coordinator's rules, without its sockets and with a clock of the test."""
+"""Which groups a generation has, when a run begins, and when it is over."""
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
-from sdp.engine.elastic.coordination.membership import STEP, Membership
 from sdp.engine.elastic.coordination.messages import ProtocolError
-
-HEARTBEAT, WAIT, LAST_CALL = 5.0, 30.0, 10.0
-
-
-class Rules:
-    """The rules for three groups. ``sent`` has the answers, by rank, and ``said`` the lines."""
-
-    def __init__(self, ranks: int = 1, min_groups: int | None = None) -> None:
-        self._ranks = ranks
-        self.now = 0.0
-        self.sent: list[tuple[str, str, list[int]]] = []
-        self.said: list[str] = []
-        self.membership = Membership(
-            3,
-            ranks,
-            send=self._send,
-            close=lambda _: None,
-            say=self.said.append,
-            heartbeat_seconds=HEARTBEAT,
-            wait_seconds=WAIT,
-            min_groups=min_groups,
-            last_call_seconds=LAST_CALL,
-            clock=lambda: self.now,
-        )
-
-    def _send(self, peer: Any, message: Any) -> None:
-        self.sent.append((peer, message["type"], [member["slot"] for member in message.get("members", ())]))
-
-    def join(
-        self,
-        peer: str,
-        slot: int,
-        *,
-        step: int = 0,
-        fresh: bool = False,
-        members: tuple[int, ...] = (),
-        inside: int = 0,
-        life: str = "",
-        begun: bool = False,
-    ) -> None:
-        """Let a rank ask for the next generation.
-
-        ``life``: its process. ``begun``: whether it sees that the run has begun before.
-        """
-        who = {"slot": slot, "inside": inside, "ranks": self._ranks, "life": life or peer, "host": "here", "store": ""}
-        what = {"step": step, "phase": STEP, "fresh": fresh, "pending": False, "members": [*members], "begun": begun}
-        self.membership.hear(peer, {"type": "join", **who, **what})
-
-    def begin(self) -> None:
-        """Let the run begin with ranks a, b and c."""
-        for slot, peer in enumerate("abc"):
-            self.join(peer, slot, fresh=True)
-
-    def vote(self) -> None:
-        """Let all commit the first step."""
-        assert self.membership.generation is not None
-        number = self.membership.generation.number
-        for peer in "abc":
-            self.membership.hear(peer, {"type": "vote", "generation": number, "attempt": 0, "ok": True, "facts": None})
-
-    def wait(self, seconds: int, *peers: str) -> None:
-        """Let time pass, in which these ranks show that they live."""
-        for _ in range(seconds):
-            self.now += 1
-            for peer in peers:
-                self.membership.hear(peer, {"type": "beat"})
-            self.membership.tick()
-
-    def generations(self) -> list[list[int]]:
-        """Return the groups of each generation that was told, once."""
-        found = [slots for _, kind, slots in self.sent if kind == "generation"]
-        return [slots for index, slots in enumerate(found) if slots not in found[:index]]
+from sdp.tests.support.network.coordinator_rules import Rules
 
 
 def test_a_fresh_group_at_a_new_coordinator_makes_no_other_group_late() -> None:
@@ -97,54 +23,6 @@ def test_a_group_that_is_late_at_a_new_coordinator_is_cut_off() -> None:
     rules.join("b", 1, step=50, members=(0, 1))
     assert rules.generations() == [[0]]
     assert rules.sent[-1][:2] == ("b", "cut")
-
-
-@pytest.mark.parametrize("ranks", [1, 2])
-def test_groups_that_fall_silent_together_come_back_with_their_state(ranks: int) -> None:
-    """The coordinator's host was cut off from all, so no group is told that it was."""
-    rules = Rules(ranks)
-    names = [[f"{slot}-{inside}" for inside in range(ranks)] for slot in range(3)]
-
-    def all_join(**words: Any) -> None:
-        for slot, of_group in enumerate(names):
-            for inside, peer in enumerate(of_group):
-                rules.join(peer, slot, inside=inside, life=f"life {slot}", **words)
-
-    all_join(fresh=True)
-    rules.wait(1, *names[0])  # their last heartbeats come one after the other
-    rules.wait(1, *names[1])
-    rules.wait(12)
-    assert rules.membership.failure is None and rules.membership.living == []
-    assert not [sent for sent in rules.sent if sent[1] == "cut"]
-    assert "no group is heard any longer; they have 30 s to come back with their state" in rules.said
-    rules.sent.clear()
-    all_join(step=7, members=(0, 1, 2))
-    assert rules.generations() == [[0, 1, 2]] and rules.membership.step == 7
-
-
-def test_groups_that_fall_silent_together_are_awaited_only_so_long() -> None:
-    rules = Rules()
-    rules.begin()
-    rules.wait(int(HEARTBEAT) + 1)
-    rules.wait(int(WAIT))
-    assert rules.membership.failure is None
-    rules.wait(1)
-    assert rules.membership.failure == f"not all groups came within {WAIT:g} s"
-
-
-def test_a_group_that_was_silent_while_others_were_heard_stays_lost() -> None:
-    rules = Rules()
-    rules.begin()
-    rules.wait(6, "b", "c")
-    for slot, peer in ((1, "b"), (2, "c")):
-        rules.join(peer, slot, step=3, members=(0, 1, 2))
-    rules.wait(6)  # now these two are silent
-    rules.sent.clear()
-    rules.join("a", 0, step=3, members=(0, 1, 2))
-    assert rules.sent == [("a", "cut", [])]
-    for slot, peer in ((1, "b"), (2, "c")):
-        rules.join(peer, slot, step=5, members=(1, 2))
-    assert rules.generations() == [[1, 2]]
 
 
 def test_a_run_is_over_when_all_have_ended_or_are_gone() -> None:

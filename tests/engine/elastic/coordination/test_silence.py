@@ -1,0 +1,136 @@
+"""No group is heard any longer, perhaps because the coordinator's host is cut off."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from sdp.tests.support.network.coordinator_rules import HEARTBEAT, WAIT, Rules
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_groups_that_fall_silent_together_come_back_with_their_state(ranks: int) -> None:
+    """The coordinator's host was cut off from all, so no group is told that it was."""
+    rules = Rules(ranks)
+    names = [[f"{slot}-{inside}" for inside in range(ranks)] for slot in range(3)]
+
+    def all_join(**words: Any) -> None:
+        for slot, of_group in enumerate(names):
+            for inside, peer in enumerate(of_group):
+                rules.join(peer, slot, inside=inside, life=f"life {slot}", **words)
+
+    all_join(fresh=True)
+    rules.wait(1, *names[0])  # their last heartbeats come one after the other
+    rules.wait(1, *names[1])
+    rules.wait(12)
+    assert rules.membership.failure is None and rules.membership.living == []
+    assert not [sent for sent in rules.sent if sent[1] == "cut"]
+    assert "no group is heard any longer; they have 30 s to come back with their state" in rules.said
+    rules.sent.clear()
+    all_join(step=7, members=(0, 1, 2))
+    assert rules.generations() == [[0, 1, 2]] and rules.membership.step == 7
+
+
+def all_are_silent_after_a_step(**words: Any) -> Rules:
+    rules = Rules(**words)
+    rules.begin()
+    rules.vote()
+    rules.wait(int(HEARTBEAT) + 1)
+    assert rules.membership.living == []
+    return rules
+
+
+def test_a_group_that_missed_a_generation_does_not_bring_its_old_state_back() -> None:
+    """Groups b and c have gone on without a after the first silence. A second one follows."""
+    rules = all_are_silent_after_a_step()
+    for slot, peer in ((1, "b"), (2, "c")):
+        rules.join(peer, slot, step=1, members=(0, 1, 2))
+    rules.wait(int(2 * HEARTBEAT) + 1, "b", "c")
+    assert rules.generations()[-1] == [1, 2]
+    rules.wait(int(HEARTBEAT) + 1)
+    rules.sent.clear()
+    rules.join("a", 0, step=1, members=(0, 1, 2))
+    assert rules.sent == [("a", "cut", [])]
+
+
+def test_a_link_that_comes_back_for_a_moment_costs_no_group() -> None:
+    rules = all_are_silent_after_a_step()
+    rules.join("a", 0, step=1, members=(0, 1, 2))
+    rules.wait(int(HEARTBEAT) + 1)  # silent again, before b and c came
+    rules.sent.clear()
+    for slot, peer in enumerate("abc"):
+        rules.join(peer, slot, step=1, members=(0, 1, 2))
+    assert rules.generations() == [[0, 1, 2]]
+
+
+def test_silent_groups_are_awaited_although_another_one_is_gone_for_good() -> None:
+    rules = Rules()
+    rules.begin()
+    rules.vote()
+    rules.membership.gone.add(2)
+    rules.membership.lose("c", "its connection was closed")
+    for slot, peer in enumerate("ab"):
+        rules.join(peer, slot, step=1, members=(0, 1, 2))
+    rules.sent.clear()
+    rules.wait(int(HEARTBEAT) + 1)
+    assert rules.membership.failure is None and rules.membership.living == []
+    for slot, peer in enumerate("ab"):
+        rules.join(peer, slot, step=1, members=(0, 1))
+    assert rules.generations() == [[0, 1]]
+
+
+def test_no_run_begins_from_nothing_when_silent_groups_come_back_without_state() -> None:
+    rules = all_are_silent_after_a_step(min_groups=2)
+    for slot, peer in enumerate("xyz"):
+        assert rules.membership.failure is None
+        rules.join(peer, slot, fresh=True, begun=True)
+    assert rules.membership.failure == "all groups that had the state of the run are lost"
+    assert len(rules.generations()) == 1
+
+
+def test_a_group_whose_connection_closes_while_the_others_are_silent_may_come_back() -> None:
+    rules = Rules()
+    rules.begin()
+    rules.vote()
+    rules.wait(2, "c")
+    rules.wait(4)
+    rules.membership.lose("c", "its connection was closed")
+    rules.sent.clear()
+    for slot, peer in enumerate("abc"):
+        rules.join(peer, slot, step=1, members=(0, 1, 2))
+    assert rules.generations() == [[0, 1, 2]]
+
+
+def test_groups_that_fall_silent_at_the_same_step_again_and_again_end_the_run() -> None:
+    rules = all_are_silent_after_a_step()
+    for _ in range(20):
+        for slot, peer in enumerate("abc"):
+            rules.join(peer, slot, step=1, members=(0, 1, 2))
+        rules.wait(int(HEARTBEAT) + 1)
+    assert rules.membership.failure == "all groups are lost"
+    assert sum("no group is heard" in line for line in rules.said) == 10
+
+
+def test_groups_that_fall_silent_together_are_awaited_only_so_long() -> None:
+    rules = Rules()
+    rules.begin()
+    rules.wait(int(HEARTBEAT) + 1)
+    rules.wait(int(WAIT))
+    assert rules.membership.failure is None
+    rules.wait(1)
+    assert rules.membership.failure == f"not all groups came within {WAIT:g} s"
+
+
+def test_a_group_that_was_silent_while_others_were_heard_stays_lost() -> None:
+    rules = Rules()
+    rules.begin()
+    rules.wait(6, "b", "c")
+    for slot, peer in ((1, "b"), (2, "c")):
+        rules.join(peer, slot, step=3, members=(0, 1, 2))
+    rules.wait(6)  # now these two are silent
+    rules.sent.clear()
+    rules.join("a", 0, step=3, members=(0, 1, 2))
+    assert rules.sent == [("a", "cut", [])]
+    for slot, peer in ((1, "b"), (2, "c")):
+        rules.join(peer, slot, step=5, members=(1, 2))
+    assert rules.generations() == [[1, 2]]
