@@ -58,6 +58,11 @@ class Rules:
         for slot, peer in enumerate("abc"):
             self.join(peer, slot, fresh=True)
 
+    def come_back(self, peers: str, step: int = 1, members: tuple[int, ...] = (0, 1, 2)) -> None:
+        """Let some of the ranks a, b and c join with their state."""
+        for peer in peers:
+            self.join(peer, "abc".index(peer), step=step, members=members)
+
     def vote(self) -> None:
         """Let all commit the first step."""
         assert self.membership.generation is not None

@@ -43,8 +43,7 @@ def all_are_silent_after_a_step(**words: Any) -> Rules:
 def test_a_group_that_missed_a_generation_does_not_bring_its_old_state_back() -> None:
     """Groups b and c have gone on without a after the first silence. A second one follows."""
     rules = all_are_silent_after_a_step()
-    for slot, peer in ((1, "b"), (2, "c")):
-        rules.join(peer, slot, step=1, members=(0, 1, 2))
+    rules.come_back("bc")
     rules.wait(int(2 * HEARTBEAT) + 1, "b", "c")
     assert rules.generations()[-1] == [1, 2]
     rules.wait(int(HEARTBEAT) + 1)
@@ -58,8 +57,7 @@ def test_a_link_that_comes_back_for_a_moment_costs_no_group() -> None:
     rules.join("a", 0, step=1, members=(0, 1, 2))
     rules.wait(int(HEARTBEAT) + 1)  # silent again, before b and c came
     rules.sent.clear()
-    for slot, peer in enumerate("abc"):
-        rules.join(peer, slot, step=1, members=(0, 1, 2))
+    rules.come_back("abc")
     assert rules.generations() == [[0, 1, 2]]
 
 
@@ -69,8 +67,7 @@ def test_silent_groups_are_awaited_although_another_one_is_gone_for_good() -> No
     rules.vote()
     rules.membership.gone.add(2)
     rules.membership.lose("c", "its connection was closed")
-    for slot, peer in enumerate("ab"):
-        rules.join(peer, slot, step=1, members=(0, 1, 2))
+    rules.come_back("ab")
     rules.sent.clear()
     rules.wait(int(HEARTBEAT) + 1)
     assert rules.membership.failure is None and rules.membership.living == []
@@ -96,16 +93,30 @@ def test_a_group_whose_connection_closes_while_the_others_are_silent_may_come_ba
     rules.wait(4)
     rules.membership.lose("c", "its connection was closed")
     rules.sent.clear()
-    for slot, peer in enumerate("abc"):
-        rules.join(peer, slot, step=1, members=(0, 1, 2))
+    rules.come_back("abc")
     assert rules.generations() == [[0, 1, 2]]
+
+
+def test_groups_that_wait_for_a_meeting_may_come_back_when_all_timers_end_at_once() -> None:
+    """As after a pause of the coordinator. Group a had not asked for the meeting, and is lost."""
+    rules = Rules()
+    rules.begin()
+    rules.vote()
+    number = rules.membership.generation.number if rules.membership.generation is not None else 0
+    rules.membership.hear("a", {"type": "vote", "generation": number, "attempt": 1, "ok": False, "text": "x"})
+    rules.come_back("bc")
+    rules.now += HEARTBEAT + 1
+    rules.membership.tick()
+    assert rules.membership.failure is None and rules.membership.living == []
+    rules.sent.clear()
+    rules.come_back("bc", members=(1, 2))
+    assert rules.generations() == [[1, 2]]
 
 
 def test_groups_that_fall_silent_at_the_same_step_again_and_again_end_the_run() -> None:
     rules = all_are_silent_after_a_step()
     for _ in range(20):
-        for slot, peer in enumerate("abc"):
-            rules.join(peer, slot, step=1, members=(0, 1, 2))
+        rules.come_back("abc")
         rules.wait(int(HEARTBEAT) + 1)
     assert rules.membership.failure == "all groups are lost"
     assert sum("no group is heard" in line for line in rules.said) == 10
