@@ -35,7 +35,8 @@ class Abort:
     Args:
         is_set: whether the coordinator said so.
         tell: called with a reason if this rank notices first.
-        note: called again and again while this rank waits.
+        note: called when this rank begins an operation, or a wait for one.
+        look: called again and again while this rank waits.
         given_up: see :class:`WaitLimits`.
 
     Attributes:
@@ -47,9 +48,10 @@ class Abort:
         is_set: Callable[[], bool],
         tell: Callable[[str], None],
         note: Callable[[], None] = lambda: None,
+        look: Callable[[], None] = lambda: None,
         given_up: Callable[[float], bool] = lambda _: False,
     ):
-        self._is_set, self._tell, self.note, self._given_up = is_set, tell, note, given_up
+        self._is_set, self._tell, self.note, self._look, self._given_up = is_set, tell, note, look, given_up
         self._defers = False
         self.failed = ""
 
@@ -92,6 +94,6 @@ class Abort:
                 self.fail(TimeoutError(f"no answer from other groups after {time.monotonic() - began:.0f} s"))
             if self.is_over:
                 raise StepAbortedError(self.failed or "a group is lost")
-            self.note()
+            self._look()
             time.sleep(pause)
             pause = min(_LONGEST_LOOK_SECONDS, pause * 1.2)

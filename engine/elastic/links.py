@@ -75,7 +75,10 @@ class Links:
 
     def _meet(self, found: Assembly, rank: int, world_size: int) -> Meeting:
         client = self._client
-        abort = self.abort = Abort(client.abort.is_set, client.give_up, client.progress.note, self._limits.given_up)
+        progress = client.progress
+        abort = self.abort = Abort(
+            client.abort.is_set, client.give_up, progress.note, progress.look, self._limits.given_up
+        )
         store, listen = found.members[0].store, client.identity.listen
         meeting = self._meeting = Meeting(store, found.name, rank, dist.get_rank(), abort, self._limits, listen)
         world.enter(World(rank, world_size, meeting.make_group("world", range(world_size))))

@@ -24,7 +24,7 @@ _LOST = re.compile(
     rf"{_TIME}group (?P<group>{_NUMBER}) on (?P<host>\S+) was lost after step (?P<step>{_NUMBER}) \((?P<cause>.*)\); "
     rf"groups .* went on after (?P<seconds>{_NUMBER}\.\d\d) s"
 )
-_LOST_ALONE = re.compile(rf"{_TIME}group (?P<group>{_NUMBER}) was lost (?P<cause>while there was no coordinator);.*")
+_LOST_ALONE = re.compile(rf"{_TIME}group (?P<group>{_NUMBER}) was lost, because (?P<cause>it did not [^;]*);.*")
 _JOINED = re.compile(rf"{_TIME}(?P<groups>.*) joined after step (?P<step>{_NUMBER}), .*")
 
 

@@ -24,6 +24,7 @@ from ...engine.elastic.coordination.addresses import address_towards, serve_meet
 from ...engine.elastic.coordination.assembly import Identity
 from ...engine.elastic.coordination.member import CoordinatorClient
 from ...engine.elastic.coordination.progress import Progress
+from ...engine.elastic.cpu_use import CPUUse
 from ...engine.elastic.inside import share_inside
 from ...engine.elastic.session import LAST_CHECKPOINT, Session
 from ...engine.environment.detect import Environment, detect
@@ -149,7 +150,10 @@ def _find_coordinator(
     section, training = config.sdp.elastic, config.training
     varied = dict.fromkeys((CHECKPOINT, AWAITING, RECALIBRATION, LAST_CHECKPOINT), training.save_timeout)
     varied |= {MEETING: training.start_timeout, LOADING: training.start_timeout, COMPARISON: training.step_timeout}
-    progress = Progress(section.heartbeat_seconds, (*PARTS, AVERAGE, EVALUATION), varied)
+    steady = (*PARTS, AVERAGE, EVALUATION)
+    computing = {*steady, MEETING, COMPARISON} - {"data"}  # the first reading of data may wait for a network
+    idle_cpu = CPUUse().idle_seconds
+    progress = Progress(section.heartbeat_seconds, steady, varied, computing=computing, idle_cpu=idle_cpu)
     beat.on_phase = progress.begin
     return CoordinatorClient(
         (told.host, told.port),

@@ -17,6 +17,7 @@ from .membership import Membership
 from .messages import Channel, Message, ProtocolError
 
 _TICK_SECONDS = 0.05
+_STOPPED_SHARE = 0.75  # of the heartbeat; ranks close connections after 0.8 to 1
 _TRUST_SECONDS = 5.0  # how long a client may take until its first authentic message
 _MOST_STRANGERS = 64  # clients without an authentic message; the oldest is dropped for a new one
 _MOST_UNSENT = 1 << 20  # bytes; a client that does not read them is dropped
@@ -68,7 +69,7 @@ class Coordinator:
         min_groups: int | None = None,
         last_call_seconds: float = 30.0,
     ):
-        self._token, self._say = token, say
+        self._token, self._say, self._heartbeat = token, say, heartbeat_seconds
         try:
             family = socket.AF_INET6 if ":" in host else socket.AF_INET
             self._listening = socket.create_server((host, port), family=family, backlog=256)
@@ -117,7 +118,10 @@ class Coordinator:
         last = time.monotonic()
         try:
             while not self._stops.is_set():
-                for key, events in self._selector.select(_TICK_SECONDS):
+                ready = self._selector.select(_TICK_SECONDS)
+                if time.monotonic() - last > _STOPPED_SHARE * self._heartbeat:
+                    self.membership.wake_up()
+                for key, events in ready:
                     if key.fileobj is self._listening:
                         self._accept()
                     else:

@@ -43,6 +43,7 @@ class Lives:
         self._tries = self._tries + 1 if step == self._step else 1
         self._step = step
         self._awaited = set(lives)
+        self._lost |= self._awaited
         return self._tries <= _MOST_TRIES
 
     def begin(self, lives: Iterable[str]) -> None:

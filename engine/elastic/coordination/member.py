@@ -110,7 +110,9 @@ class CoordinatorClient:
             self._connect()
         while True:
             self._send(request | {"begun": fresh and self._has_begun()})
-            if (answer := self._wait_for("generation")) is not None:
+            with self.progress.waiting():
+                answer = self._wait_for("generation")
+            if answer is not None:
                 return self._take(answer)
             refusals = 0 if self._is_answered else refusals + 1
             if refusals >= _MOST_REFUSALS:
@@ -168,7 +170,8 @@ class CoordinatorClient:
         self._send(vote | {"ok": True, "facts": facts, "at": at})
         # If others do not vote, this rank votes against the step after all. Then all try again.
         against = vote | {"ok": False, "text": "other groups did not vote in time"}
-        answer = self._wait_for("decision", generation=number, if_late=partial(self._send, against))
+        with self.progress.waiting():
+            answer = self._wait_for("decision", generation=number, if_late=partial(self._send, against))
         return None if answer is None else Decision(tuple(answer["facts"]), newcomers=answer["newcomers"])
 
     def settle(self, facts: Any, *, step: int, phase: int, fresh: bool) -> Decision:
@@ -235,8 +238,7 @@ class CoordinatorClient:
             if not is_late and (is_late := self.given_up(began)):
                 if_late()
             try:
-                with self.progress.waiting():
-                    message = self._answers.get(timeout=None if is_late else _LOOK_SECONDS)
+                message = self._answers.get(timeout=None if is_late else _LOOK_SECONDS)
             except queue.Empty:
                 continue
             if message is None:
@@ -293,10 +295,11 @@ class CoordinatorClient:
         told, hangs, since = 0.0, False, float("inf")
         while True:
             time.sleep(min(_LOOK_SECONDS, self.beat_seconds))
-            now, pause = time.monotonic(), self.progress.pause()
-            if now - told >= self.beat_seconds or hangs != (pause is not None):
-                told, hangs = now, pause is not None
-                self._send({"type": "beat", "pause": pause, "idle": self.progress.idle}, only_if_joined=True)
+            now, signs = time.monotonic(), self.progress.signs()
+            stops = signs["pause"] is not None
+            if now - told >= self.beat_seconds or hangs != stops:
+                told, hangs = now, stops
+                self._send({"type": "beat", **signs}, only_if_joined=True)
             # A rank of this group that died with its host says nothing to a rank that waits for it.
             is_stuck = hangs or (self.is_cut_off and self.progress.waits_inside)
             since = min(since, now) if is_stuck and self._is_alone else float("inf")

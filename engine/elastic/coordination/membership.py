@@ -8,16 +8,14 @@ A group that dies before its vote costs this step: the others repeat it in the n
 
 from __future__ import annotations
 
-import json
 import time
-import uuid
 from collections.abc import Callable
 
 from .beginning import Beginning
 from .lives import Lives
 from .messages import MOST_ANSWER_BYTES, Message, ProtocolError
-from .progress import PausedRanks
-from .records import Arrival, Generation, Loss, News, Rank, lines_about, shown_step, text_of
+from .progress import SIGNS, PausedRanks
+from .records import Arrival, Generation, Loss, News, Rank, check_facts, lines_about, shown_step, text_of
 from .roster import Peer, Roster
 
 STEP = 99  # the phase before a step, the only one in which a group may join
@@ -95,7 +93,7 @@ class Membership:
         elif kind == "leave":
             self.lose(peer, "it was told to stop")
         elif kind == "beat":
-            self._paused.hear(peer, message.get("pause"), rank.heard, message.get("idle", 0.0))
+            self._paused.hear(peer, rank.heard, **{key: message[key] for key in SIGNS & message.keys()})
             self._send(peer, {"type": "beat"})  # so that the rank notices a silent coordinator
         elif kind == "tell":
             self._say(text_of(message))
@@ -142,9 +140,7 @@ class Membership:
         now = self.generation
         if now is None or not now.awaits(rank, message):
             return
-        size, _ = len(json.dumps(message.get("facts"))), shown_step(message)
-        if size > self._most_facts:
-            raise ProtocolError(f"facts of {size:,} bytes, and {self._most_facts:,} are possible")
+        check_facts(message, self._most_facts)
         if not message.get("ok"):
             now.failed = now.failed or f"group {rank.slot} gave up ({text_of(message)})"
             self._abort(now.failed)
@@ -189,7 +185,7 @@ class Membership:
                 self._form()
             return
         self._lives.lose(rank.life)
-        for other in self._peers.pop_life(rank):
+        for other in self._peers.pop_lives({rank.life}):
             if not is_silent:
                 self._send(other, {"type": "cut", "reason": f"rank {rank.inside} of its group: {cause}"})
             self._close(other)
@@ -199,7 +195,7 @@ class Membership:
         self._news.add(Loss(rank.slot, rank.host, cause, self._clock(), self._shown or self.step))
         if not self.living:
             if not now.ended:
-                self._lose_last(now, rank.life)
+                self._await_all(now, "no group is heard any longer", rank.life)
             return
         has_voted = all((rank.slot, inside) in now.votes for inside in range(self._ranks))
         if has_voted and not now.is_over:
@@ -209,12 +205,12 @@ class Membership:
         self._decide()
         self._form()
 
-    def _lose_last(self, now: Generation, life: str) -> None:
+    def _await_all(self, now: Generation, why: str, *lives: str) -> None:
         """Fail, or wait for groups that are silent, because this host may be the one cut off."""
-        if not now.silent or not self._lives.expect({*now.silent, life}, self.step):
+        if not now.silent or not self._lives.expect({*now.silent, *lives}, self.step):
             self._fail("all groups are lost")
             return
-        self._say(f"no group is heard any longer; they have {self._wait:g} s to come back with their state")
+        self._say(f"{why}; the groups have {self._wait:g} s to come back with their state")
         self._news.forget([slot for slot, each in now.lives.items() if self._lives.is_awaited(each)])
         self.generation, self._waiting_since = None, self._clock()
 
@@ -231,6 +227,17 @@ class Membership:
         self.failure = self.failure or reason
         for peer in list(self._peers):
             self._send(peer, {"type": "failed", "reason": reason})
+
+    def wake_up(self) -> None:
+        """Let all groups come back, because this process was stopped and some may have left."""
+        now = self.generation
+        if now is None or now.ended or self.failure is not None:
+            return
+        now.silent.update(now.lives[slot] for slot in now.living)
+        for peer in self._peers.pop_lives(now.silent):
+            self._paused.forget(peer)
+            self._close(peer)
+        self._await_all(now, "the coordinator's process was stopped for a while")
 
     def tick(self) -> None:
         """Look for ranks that are silent. Call this several times in a heartbeat."""
@@ -295,12 +302,8 @@ class Membership:
         kept = {slot: since[slot] if slot in since and slot not in fresh else number for slot in slots}
         self.generation, self.step, self._waiting_since = Generation(number, lives, kept), step, None
         leaders = {rank.slot: rank for rank in ranks.values() if rank.inside == 0}
-        answer: Message = {
-            "type": "generation", "generation": number, "name": uuid.uuid4().hex,
-            "members": [leaders[slot].as_member(is_fresh=slot in fresh) for slot in slots],
-            "phase": phase, "step": step, "writer": min(slots, key=lambda slot: (kept[slot], slot)),
-            "expected": sorted(set(range(self._groups)) - set(slots) - self.gone),
-        }  # fmt: skip
+        expected = sorted(set(range(self._groups)) - set(slots) - self.gone)
+        answer = self.generation.answer([leaders[slot] for slot in slots], fresh, phase, step, expected)
         for line in lines_about(before, list(ranks.values()), fresh, self._groups):
             self._say(line)
         for peer, rank in ranks.items():
@@ -308,9 +311,8 @@ class Membership:
             self._send(peer, answer | {"commit_pending": rank.slot in commits})
         if before is not None and 0 < len(fresh) < len(slots):
             at = max(rank.asked for rank in self._peers.of(fresh).values())
-            self._news.add(
-                Arrival([f"group {slot} on {leaders[slot].host}" for slot in fresh], self._shown or step, number, at)
-            )
+            came = [f"group {slot} on {leaders[slot].host}" for slot in fresh]
+            self._news.add(Arrival(came, self._shown or step, number, at))
 
     def _give_up_if_late(self, here: list[int] | None) -> None:
         is_late = self._waiting_since is not None and self._clock() - self._waiting_since > self._wait

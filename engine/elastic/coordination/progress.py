@@ -6,6 +6,11 @@ that the part has had so far. The time of a checkpoint or a meeting varies more,
 longest pause counts. A rank that waits for other groups looks at its messages in turn, which counts
 as progress.
 
+The first runs of a part may take much longer, because they compile and allocate. There a rank hangs
+if it has not used the CPU for ``heartbeat_seconds``. But it may wait inside its group for a rank
+that compiles or waits for another group, or on its host for a lock of a compiler. So it is cut off
+only if no other rank is at work: each hangs, too, or is known to wait.
+
 A rank that waits inside its group cannot look. If another group hangs, such a rank may seem to
 hang, too. So the coordinator cuts off only the group with the longest pause, and then gives the
 others time to go on. It does not cut off a group
@@ -28,6 +33,7 @@ from typing import Any
 from .messages import ProtocolError
 
 _GATHERING_SECONDS = 0.25  # from the first report of a pause until a group is cut off
+SIGNS = frozenset({"pause", "idle", "is_first", "waits"})  # what a heartbeat tells of the main thread
 _LONGEST_PAUSE = 1e9  # seconds
 _VARIED_FACTOR = 4.0  # disks and the sizes of messages differ from one time to the next
 
@@ -41,6 +47,9 @@ class Progress:
             because it also compiles, allocates and connects, and has no limit here.
         varied: parts whose time varies, and how many seconds their first run may pause.
         clock: measures seconds.
+        computing: parts of the two above. In their first runs, a rank that does not use the CPU
+            hangs.
+        idle_cpu: returns for how many seconds the CPU was not used, see ``CPUUse``.
 
     The limit of a part in ``varied`` never exceeds that of its first run.
     Parts that are neither ``steady`` nor ``varied`` have no limit here.
@@ -55,13 +64,18 @@ class Progress:
         steady: Collection[str] = (),
         varied: Mapping[str, float] = MappingProxyType({}),
         clock: Callable[[], float] = time.monotonic,
+        *,
+        computing: Collection[str] = (),
+        idle_cpu: Callable[[], float] = lambda: 0.0,
     ):
         self._heartbeat, self._steady, self._varied, self._clock = heartbeat_seconds, frozenset(steady), varied, clock
+        self._computing, self._idle_cpu = frozenset(computing), idle_cpu
         self._part = ""
         self._runs = Counter[str]()  # of each part
         self._longest: dict[str, float] = {}  # pause of each part, in the runs that count
         self._present = 0.0  # the longest pause of the present part
         self._last, self._waits, self.waits_inside = clock(), False, False
+        self._waits_since: float | None = None  # also of waits in which it looks again and again
 
     def begin(self, part: str) -> None:
         """Note that the main thread begins a part of a step, or something else."""
@@ -77,6 +91,15 @@ class Progress:
 
     def note(self) -> None:
         """Note that the main thread makes progress."""
+        self._note()
+        self._waits_since = None
+
+    def look(self) -> None:
+        """Note that the main thread waits for other groups, and looks again and again."""
+        self._note()
+        self._waits_since = self._last if self._waits_since is None else self._waits_since
+
+    def _note(self) -> None:
         now = self._clock()
         self._present = max(self._present, now - self._last)
         self._last = now
@@ -86,12 +109,13 @@ class Progress:
         """A context in which the main thread waits for the coordinator, or ``inside`` its group for
         ranks that have limits of their own.
         """
-        self.note()
+        self.look()
         self._waits, self.waits_inside = True, inside
         try:
             yield
         finally:
             self._last, self._waits, self.waits_inside = self._clock(), False, False
+            self._waits_since = None
 
     @contextmanager
     def during(self, part: str) -> Iterator[None]:
@@ -115,8 +139,19 @@ class Progress:
         """Return the seconds since the last sign of progress, or None if they are within the
         limit.
         """
-        pause = self.idle
-        return pause if pause > self._limit(self._part) else None
+        return self.signs()["pause"]
+
+    def signs(self) -> dict[str, Any]:
+        """Return what a rank reports with its heartbeat, see :meth:`PausedRanks.hear`."""
+        part, idle = self._part, self.idle
+        found = {"pause": idle if idle > self._limit(part) else None, "idle": idle, "is_first": False}
+        since = self._waits_since if idle < self._heartbeat / 10 else None
+        found["waits"] = since is not None and self._clock() - since >= self._heartbeat / 10
+        if part in self._computing and part not in self._longest:
+            idle = min(idle, self._idle_cpu())
+            if found["pause"] is None and idle > self._heartbeat:
+                found |= {"pause": idle, "is_first": True}
+        return found
 
     def _limit(self, part: str) -> float:
         """Return how many seconds ``part`` may pause."""
@@ -138,36 +173,46 @@ class PausedRanks:
         self._heartbeat = heartbeat_seconds
         self._since: dict[Hashable, float] = {}  # of ranks whose pause is over the limit
         self._active: dict[Hashable, float] = {}  # when each rank last made progress
+        self._first_runs = set[Hashable]()  # those of self._since that are in the first runs of a part
+        self._worked: dict[Hashable, float] = {}  # when each rank was last at work
         self._first = self._blind_until = -math.inf
 
-    def hear(self, peer: Hashable, pause: Any, now: float, idle: Any = 0.0) -> None:
+    def hear(
+        self, peer: Hashable, now: float, pause: Any = None, idle: Any = 0.0, is_first: Any = False, waits: Any = False
+    ) -> None:
         """Process what a rank reported with its heartbeat.
 
         Args:
             peer: the rank.
-            pause: the seconds without progress, if they are over the rank's limit, else None.
             now: the time.
+            pause: the seconds without progress, if they are over the rank's limit, else None.
             idle: the seconds without progress in any case.
+            is_first: whether it is in the first runs of a part, and has not used the CPU meanwhile.
+            waits: whether it has been in one wait for other ranks for a while.
 
         Raises:
-            ProtocolError: ``pause`` or ``idle`` is not a number of seconds.
+            ProtocolError: one of them is not what it should be.
         """
         given = [idle] if pause is None else [pause, idle]
-        if any(type(each) not in (int, float) or not 0 <= each <= _LONGEST_PAUSE for each in given):
+        is_wrong = any(type(each) not in (int, float) or not 0 <= each <= _LONGEST_PAUSE for each in given)
+        if is_wrong or type(is_first) is not bool or type(waits) is not bool:
             raise ProtocolError("a heartbeat with a wrong pause")
         self._active[peer] = now - idle
         if pause is None:
             self._since.pop(peer, None)
+            if not waits:
+                self._worked[peer] = now
             return
         if now >= self._blind_until:
             if not self._since:
                 self._first = now
             self._since[peer] = now - pause
+            (self._first_runs.add if is_first else self._first_runs.discard)(peer)
 
     def forget(self, peer: Hashable) -> None:
         """Forget a rank that is gone."""
-        self._since.pop(peer, None)
-        self._active.pop(peer, None)
+        for table in (self._since, self._active, self._worked):
+            table.pop(peer, None)
 
     def worst(self, now: float, groups: Mapping[Any, int]) -> tuple[Hashable, float] | None:
         """Return the rank that is to be cut off now, and its pause in seconds, or None.
@@ -189,6 +234,10 @@ class PausedRanks:
     def _is_guilty(self, peer: Hashable, now: float, groups: Mapping[Any, int]) -> bool:
         """Return whether others wait for this rank, and it waits for none of its group."""
         own = {each for each, group in groups.items() if group == groups.get(peer)}
+        if peer in self._first_runs:
+            recently = now - self._heartbeat / 2
+            if any(self._worked.get(each, -math.inf) > recently for each in groups.keys() - self._since.keys()):
+                return False
         if any(self._active.get(each, now) < self._since[peer] for each in own - self._since.keys()):
             return False
         others = (self._active.get(each, -math.inf) for each in groups.keys() - own)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import uuid
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 
@@ -106,6 +108,24 @@ class Generation:
         is_member = vote.get("generation") == self.number and self.lives.get(rank.slot) == rank.life
         return is_member and not self.is_over and vote.get("attempt") == self.attempt
 
+    def answer(
+        self, leaders: Sequence[Rank], fresh: Collection[int], phase: int, step: int, absent: list[int]
+    ) -> Message:
+        """Return what its ranks are told.
+
+        Args:
+            leaders: the first rank of each group, sorted by group.
+            fresh: its groups without state.
+            phase: what comes next.
+            step: the number of committed steps.
+            absent: groups that may join later.
+        """
+        return {
+            "type": "generation", "generation": self.number, "name": uuid.uuid4().hex, "phase": phase, "step": step,
+            "members": [leader.as_member(is_fresh=leader.slot in fresh) for leader in leaders],
+            "writer": min(self.lives, key=lambda slot: (self.since[slot], slot)), "expected": absent,
+        }  # fmt: skip
+
 
 @dataclass
 class Loss:
@@ -184,7 +204,7 @@ def lines_about(before: Generation | None, ranks: Sequence[Rank], fresh: Collect
     if before is None:
         known = {slot for rank in ranks for slot in slots_of(rank.joining)}
         for slot in sorted(known - lives.keys()):
-            yield f"group {slot} was lost while there was no coordinator; the others go on without it"
+            yield f"group {slot} was lost, because it did not come back to the coordinator in time; the others go on"
     elif before.failed and before.lives == lives:
         yield (
             f"groups {here} try again, because {before.failed}; if this is repeated, two hosts do not reach each "
@@ -201,6 +221,13 @@ def text_of(message: Message) -> str:
     if not isinstance(text, str) or len(text) > _MOST_SAID:
         raise ProtocolError("a text that is too long, or none")
     return text
+
+
+def check_facts(vote: Message, most_bytes: int) -> None:
+    """Raise ProtocolError if a vote has too large facts, or a step that is not a number."""
+    size, _ = len(json.dumps(vote.get("facts"))), shown_step(vote)
+    if size > most_bytes:
+        raise ProtocolError(f"facts of {size:,} bytes, and {most_bytes:,} are possible")
 
 
 def shown_step(vote: Message) -> int | None:

@@ -26,9 +26,9 @@ class Roster(dict[Peer, Rank]):
         wanted = set(slots)
         return {peer: rank for peer, rank in self.items() if rank.slot in wanted}
 
-    def pop_life(self, rank: Rank) -> list[Peer]:
-        """Remove all ranks of this life of a group, and return their connections."""
-        found = [peer for peer, known in self.items() if (known.slot, known.life) == (rank.slot, rank.life)]
+    def pop_lives(self, lives: Collection[str]) -> list[Peer]:
+        """Remove all ranks of these lives of groups, and return their connections."""
+        found = [peer for peer, rank in self.items() if rank.life in lives]
         for peer in found:
             del self[peer]
         return found

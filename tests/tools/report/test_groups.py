@@ -49,7 +49,10 @@ def test_losses_have_group_host_cause_seconds_and_the_return(tmp_path: Path) -> 
     run = make_run(tmp_path / "half", holders=2)
     note(tmp_path / "half", lost(1, 1200, 0.125), "something else", lost(3, 1201, 5.5, "no heartbeat for 5 s (x)"))
     note(
-        tmp_path / "half", joined(1210, 1, 3), lost(1, 1300, 0.2), "group 0 was lost while there was no coordinator; x"
+        tmp_path / "half",
+        joined(1210, 1, 3),
+        lost(1, 1300, 0.2),
+        "group 0 was lost, because it did not come back to the coordinator in time; x",
     )
     found = read_losses(tmp_path / "half")
     assert [(loss.group, loss.host, loss.step, loss.seconds, loss.back_after_step) for loss in found] == [
@@ -61,7 +64,7 @@ def test_losses_have_group_host_cause_seconds_and_the_return(tmp_path: Path) -> 
     for text in (render([run]), render_markdown([run])):
         assert "4 losses of a group; until the others went on: median 0.20 s, longest 5.50 s:" in text
         assert "group 3 on host-a was lost after step 1,201 (no heartbeat for 5 s (x)); the others went on" in text
-        assert "group 0 was lost (while there was no coordinator)\n" in text
+        assert "group 0 was lost (it did not come back to the coordinator in time)\n" in text
     assert "half: 4 losses" in render([run, make_run(tmp_path / "full", holders=4)])
     assert as_json([run])["runs"][0]["losses"][1]["cause"] == "no heartbeat for 5 s (x)"  # type: ignore[index]
 

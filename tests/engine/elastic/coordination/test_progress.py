@@ -203,17 +203,17 @@ def test_pauses_that_are_interrupted_by_signs_of_progress_are_not_added_up() -> 
 def test_the_rank_of_the_longest_pause_is_cut_off_and_the_others_get_time() -> None:
     """Another rank told its pause first, but it waits inside its group for the first one."""
     paused = PausedRanks(HEARTBEAT)
-    paused.hear("active", None, 100.0)
-    paused.hear("innocent", 5.1, 100.0, 5.1)
-    paused.hear("guilty", 6.0, 100.1, 6.0)
+    paused.hear("active", 100.0, None)
+    paused.hear("innocent", 100.0, 5.1, 5.1)
+    paused.hear("guilty", 100.1, 6.0, 6.0)
     assert paused.worst(100.1, GROUPS) is None
     assert paused.worst(100.3, GROUPS) == ("guilty", pytest.approx(6.2))
     paused.forget("guilty")
-    paused.hear("innocent", 5.5, 100.4, 5.5)
+    paused.hear("innocent", 100.4, 5.5, 5.5)
     assert paused.worst(101.0, GROUPS) is None
-    paused.hear("innocent", None, 101.0)
-    paused.hear("innocent", 12.0, 110.0, 12.0)
-    paused.hear("active", None, 110.0)
+    paused.hear("innocent", 101.0, None)
+    paused.hear("innocent", 110.0, 12.0, 12.0)
+    paused.hear("active", 110.0, None)
     assert paused.worst(110.3, GROUPS) == ("innocent", pytest.approx(12.3))
 
 
@@ -221,22 +221,22 @@ def test_no_group_is_cut_off_while_the_others_make_no_progress_either() -> None:
     """For example, a file system that all of them write to has stopped."""
     paused = PausedRanks(HEARTBEAT)
     for peer, pause in {"guilty": 20.0, "innocent": 19.0, "active": None}.items():
-        paused.hear(peer, pause, 100.0, pause or 18.0)  # the limit of the last one is higher
+        paused.hear(peer, 100.0, pause, pause or 18.0)  # the limit of the last one is higher
     assert paused.worst(100.3, GROUPS) is None
-    paused.hear("innocent", None, 130.0)  # of the same group as "guilty"
+    paused.hear("innocent", 130.0, None)  # of the same group as "guilty"
     assert paused.worst(130.1, GROUPS) is None
-    paused.hear("active", None, 130.1)
+    paused.hear("active", 130.1, None)
     assert paused.worst(130.2, GROUPS) == ("guilty", pytest.approx(50.2))
 
 
 def test_a_rank_that_waits_for_a_slower_one_of_its_group_is_not_guilty() -> None:
     """The slower one is within its limit. It opens files, for example."""
     paused = PausedRanks(HEARTBEAT)
-    paused.hear("active", None, 100.0)
-    paused.hear("innocent", 10.0, 100.0, 10.0)
-    paused.hear("guilty", None, 100.0, 12.0)
+    paused.hear("active", 100.0, None)
+    paused.hear("innocent", 100.0, 10.0, 10.0)
+    paused.hear("guilty", 100.0, None, 12.0)
     assert paused.worst(100.3, GROUPS) is None
-    paused.hear("guilty", 12.5, 100.5, 12.5)
+    paused.hear("guilty", 100.5, 12.5, 12.5)
     assert paused.worst(100.6, GROUPS) == ("guilty", pytest.approx(12.6))
 
 
@@ -245,34 +245,132 @@ def test_the_guilty_rank_is_found_behind_one_that_waits_longer() -> None:
     groups = {"guilty": 0, "its neighbour": 0, "waits inside": 1, "waits for others": 1}
     paused = PausedRanks(HEARTBEAT)
     for peer, idle in {"guilty": 8.0, "its neighbour": 7.9, "waits inside": 9.0, "waits for others": 0.0}.items():
-        paused.hear(peer, idle or None, 100.0, idle)
+        paused.hear(peer, 100.0, idle or None, idle)
     assert paused.worst(100.3, groups) == ("guilty", pytest.approx(8.3))
 
 
 def test_the_only_living_group_is_not_cut_off() -> None:
     paused = PausedRanks(HEARTBEAT)
-    paused.hear("guilty", 50.0, 100.0, 50.0)
-    paused.hear("active", None, 100.0)  # it asks to join
+    paused.hear("guilty", 100.0, 50.0, 50.0)
+    paused.hear("active", 100.0, None)  # it asks to join
     assert paused.worst(100.5, {"guilty": 1}) is None
 
 
 def test_a_rank_that_goes_on_in_time_is_not_cut_off() -> None:
     paused = PausedRanks(HEARTBEAT)
-    paused.hear("active", None, 100.0)
-    paused.hear("guilty", 5.1, 100.0, 5.1)
-    paused.hear("guilty", None, 100.1)
+    paused.hear("active", 100.0, None)
+    paused.hear("guilty", 100.0, 5.1, 5.1)
+    paused.hear("guilty", 100.1, None)
     assert paused.worst(100.5, GROUPS) is None
-    paused.hear("guilty", 5.1, 101.0, 5.1)
+    paused.hear("guilty", 101.0, 5.1, 5.1)
     paused.forget("guilty")
     assert paused.worst(102.0, GROUPS) is None
+
+
+class IdleCPU:
+    """Seconds without use of the CPU, that a test sets."""
+
+    seconds = 0.0
+
+    def __call__(self) -> float:
+        return self.seconds
+
+
+@pytest.mark.parametrize("part", ["forward", "meeting"])
+def test_a_rank_hangs_in_the_first_runs_of_a_part_if_it_does_not_use_the_cpu(part: str) -> None:
+    clock, cpu = Clock(), IdleCPU()
+    computing = {"forward", "meeting"}
+    made = Progress(HEARTBEAT, ["forward", "data"], VARIED, clock, computing=computing, idle_cpu=cpu)
+    for _ in range(2 if part == "forward" else 1):
+        made.begin(part)
+        clock.now += 40  # it compiles
+        assert made.pause() is None
+        cpu.seconds = HEARTBEAT + 0.1
+        assert made.signs() == {
+            "pause": pytest.approx(HEARTBEAT + 0.1), "idle": 40, "is_first": True, "waits": False
+        }  # fmt: skip
+        made.note()  # it has not used the CPU while it waited for others
+        assert made.pause() is None
+        made.begin("data")
+        clock.now += 40
+        assert made.pause() is None
+        cpu.seconds = 0
+    made.begin(part)  # now its longest pause is known, and it may wait for as long
+    clock.now += 40
+    cpu.seconds = 40
+    assert made.pause() is None
+    clock.now += 1000
+    assert made.signs() == {"pause": 1040, "idle": 1040, "is_first": False, "waits": False}
+
+
+@pytest.mark.parametrize("worker", ["own", "other"])
+def test_a_rank_is_not_cut_off_in_the_first_runs_while_another_one_is_at_work(worker: str) -> None:
+    """It may wait for that one in its group, or for a lock of a compiler. It has begun later."""
+    groups = {"waits": 1, "own": 1, "other": 0, "polls": 2}
+    paused = PausedRanks(HEARTBEAT)
+    paused.hear("waits", 100.0, 5.1, 5.1, is_first=True)
+    paused.hear(worker, 100.0, None, 4.0)
+    paused.hear("polls", 100.0, None, 0.01, waits=True)
+    assert paused.worst(100.3, groups) is None
+    paused.hear(worker, 101.0, None, 0.1)  # it goes on
+    paused.hear(worker, 102.0, waits=True)
+    paused.hear("polls", 102.0, None, 0.01, waits=True)
+    assert paused.worst(103.4, groups) is None
+    assert paused.worst(103.6, groups) == ("waits", pytest.approx(8.7))
+
+
+def test_of_two_ranks_that_do_not_use_the_cpu_in_their_first_runs_the_first_one_is_cut_off() -> None:
+    groups = {"waits inside": 1, "hangs": 1, "polls": 0}
+    paused = PausedRanks(HEARTBEAT)
+    paused.hear("waits inside", 100.0, 5.1, 5.1, is_first=True)
+    paused.hear("hangs", 100.0, 5.2, 5.2, is_first=True)
+    paused.hear("polls", 100.0, None, 0.01, waits=True)
+    assert paused.worst(100.3, groups) == ("hangs", pytest.approx(5.5))
+
+
+def test_a_rank_that_goes_on_to_later_runs_is_judged_by_their_limit() -> None:
+    groups = {"hangs": 1, "own": 1, "active": 0}
+    paused = PausedRanks(HEARTBEAT)
+    paused.hear("hangs", 100.0, 5.1, 5.1, is_first=True)
+    paused.hear("hangs", 101.0, 8.0, 8.0)
+    paused.hear("own", 101.0, None, 4.0)
+    paused.hear("active", 101.0)  # at work, and the limits of later runs do not depend on that
+    assert paused.worst(101.3, groups) == ("hangs", pytest.approx(8.3))
+
+
+@pytest.mark.parametrize("sign", ["is_first", "waits"])
+@pytest.mark.parametrize("value", [1, 0, "", None, []])
+def test_a_wrong_sign_ends_the_connection(sign: str, value: Any) -> None:
+    with pytest.raises(ProtocolError, match="a wrong pause"):
+        PausedRanks(HEARTBEAT).hear("rank", 1.0, **{sign: value})
+
+
+def test_who_looks_for_messages_for_a_while_is_known_to_wait() -> None:
+    clock = Clock()
+    made = progress(clock)
+    for _ in range(4):
+        made.look()
+        assert made.signs()["waits"] is False
+        clock.now += 0.125
+    made.look()
+    assert made.signs()["waits"] is True
+    clock.now += 1  # it computes with what it got
+    assert made.signs()["waits"] is False
+    made.note()
+    made.look()
+    assert made.signs()["waits"] is False
+    with made.waiting():
+        clock.now += 1
+        assert made.signs()["waits"] is True
+    assert made.signs()["waits"] is False
 
 
 @pytest.mark.parametrize("pause", ["5", -1, True, float("nan"), float("inf"), 1e10, [], {}])
 def test_a_pause_that_is_none_ends_the_connection(pause: Any) -> None:
     with pytest.raises(ProtocolError, match="a wrong pause"):
-        PausedRanks(HEARTBEAT).hear("rank", pause, 1.0)
+        PausedRanks(HEARTBEAT).hear("rank", 1.0, pause)
     with pytest.raises(ProtocolError, match="a wrong pause"):
-        PausedRanks(HEARTBEAT).hear("rank", None, 1.0, pause)
+        PausedRanks(HEARTBEAT).hear("rank", 1.0, None, pause)
 
 
 def test_a_main_thread_that_hangs_is_cut_off_and_its_process_is_told() -> None:

@@ -25,7 +25,7 @@ def test_groups_that_fall_silent_together_come_back_with_their_state(ranks: int)
     rules.wait(12)
     assert rules.membership.failure is None and rules.membership.living == []
     assert not [sent for sent in rules.sent if sent[1] == "cut"]
-    assert "no group is heard any longer; they have 30 s to come back with their state" in rules.said
+    assert "no group is heard any longer; the groups have 30 s to come back with their state" in rules.said
     rules.sent.clear()
     all_join(step=7, members=(0, 1, 2))
     assert rules.generations() == [[0, 1, 2]] and rules.membership.step == 7
@@ -111,6 +111,48 @@ def test_groups_that_wait_for_a_meeting_may_come_back_when_all_timers_end_at_onc
     rules.sent.clear()
     rules.come_back("bc", members=(1, 2))
     assert rules.generations() == [[1, 2]]
+
+
+@pytest.mark.parametrize("asked", ["", "b"])
+def test_groups_come_back_when_the_coordinator_itself_was_stopped(asked: str) -> None:
+    """One of them may have asked for a meeting before. No group is told that it was cut off."""
+    rules = Rules()
+    rules.begin()
+    rules.vote()
+    rules.come_back(asked)
+    rules.sent.clear()
+    rules.now += HEARTBEAT + 1
+    rules.membership.wake_up()
+    rules.membership.tick()
+    assert rules.membership.failure is None and rules.membership.living == [] and not rules.sent
+    assert f"process was stopped for a while; the groups have {WAIT:g} s to come back" in rules.said[-1]
+    rules.come_back("abc")
+    assert rules.generations() == [[0, 1, 2]] and rules.membership.step == 1
+
+
+def test_a_group_that_died_while_the_coordinator_was_stopped_is_not_awaited_for_long() -> None:
+    rules = Rules()
+    rules.begin()
+    rules.vote()
+    rules.now += HEARTBEAT + 1
+    rules.membership.wake_up()
+    rules.come_back("ab")
+    rules.sent.clear()
+    rules.wait(int(2 * HEARTBEAT) + 1, "a", "b")
+    assert rules.generations() == [[0, 1]]
+    assert "group 2 was lost, because it did not come back to the coordinator in time" in rules.said[-1]
+    rules.sent.clear()
+    rules.come_back("c")
+    assert rules.sent == [("c", "cut", [])]
+
+
+def test_a_stop_of_the_coordinator_does_not_undo_the_end_of_the_run() -> None:
+    rules = Rules()
+    rules.begin()
+    rules.vote()
+    rules.membership.hear("a", {"type": "bye"})
+    rules.membership.wake_up()
+    assert rules.membership.living == [0, 1, 2]
 
 
 def test_groups_that_fall_silent_at_the_same_step_again_and_again_end_the_run() -> None:

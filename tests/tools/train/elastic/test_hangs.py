@@ -103,6 +103,40 @@ def test_a_rank_that_hangs_is_cut_off_and_started_again(
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize(
+    ("masking", "ranks", "stage", "owner", "method"),
+    [
+        ("forward", 1, 0, BACKEND, "forward"),
+        ("backward", 2, 3, BACKEND, "backward"),
+        ("backward", 2, 3, BETWEEN_GROUPS, "allreduce"),
+        ("forward", 1, 0, BACKEND, "evaluate"),
+        ("forward", 1, 0, BACKEND, "reconnect"),
+        ("backward", 2, 3, BACKEND, "reconnect"),
+    ],
+)
+def test_a_rank_that_hangs_in_the_first_run_of_a_part_is_cut_off(
+    corpus: Path, tmp_path: Path, masking: str, ranks: int, stage: int, owner: tuple[str, str], method: str
+) -> None:
+    """As above, but the run begins with the hang. There it might also compile."""
+    sign, script, config = tmp_path / "hang", tmp_path / "script.py", tmp_path / "config.json"
+    script.write_text(SCRIPT.format(sign=str(sign), module=owner[0], owner=owner[1], method=method))
+    settings = elastic_config(corpus, groups=3, heartbeat_seconds=HEARTBEAT, restarts=1)
+    settings["sdp"] |= {"capacity": 0.7, "masking": masking}
+    settings["zero_optimization"] = {"stage": stage}
+    config.write_text(json.dumps(settings))
+    sign.touch()
+    run = ElasticRun(config, tmp_path / "run", "--nproc", str(3 * ranks), new_interpreters=True, script=script)
+    try:
+        run.wait_for(5, groups=3)
+        found = re.search(LOST, run.said)
+        assert found is not None and HEARTBEAT < float(found[1]) < 3 * HEARTBEAT, run.said
+        assert run.stop() == 128 + 15, run.said
+    finally:
+        run.kill()
+    assert run.said.count(" was lost after step ") == 1, run.said
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("rank", [0, 1])
 def test_one_rank_of_a_group_of_two_is_stopped(corpus: Path, tmp_path: Path, rank: int) -> None:
     """The other rank of its group ends. The group comes back although the rank never wakes up."""

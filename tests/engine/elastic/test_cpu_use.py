@@ -1,0 +1,66 @@
+"""For how long a process has not used the CPU. Each test runs in a process of its own."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+
+# The main thread does something, while another thread looks ten times in a second.
+LOOKING = """
+import subprocess, sys, threading, time
+from sdp.engine.elastic.cpu_use import CPUUse
+
+found, use = [], CPUUse()
+
+def look():
+    while True:
+        found.append(use.idle_seconds())
+        time.sleep(0.1)
+
+def compute(seconds):
+    end = time.monotonic() + seconds
+    while time.monotonic() < end:
+        pass
+
+threading.Thread(target=look, daemon=True).start()
+"""
+
+
+def looks(action: str) -> list[float]:
+    """Return what was found while the main thread did ``action``."""
+    script = f"{LOOKING}{action}\nprint(*found)"
+    done = subprocess.run([sys.executable, "-P", "-c", script], check=True, capture_output=True, text=True)
+    return list(map(float, done.stdout.split()))
+
+
+def test_a_main_thread_that_waits_uses_no_cpu() -> None:
+    found = looks("time.sleep(4)")
+    assert max(found) > 3 and found == sorted(found)
+
+
+def test_a_lock_that_another_thread_never_releases_uses_no_cpu() -> None:
+    assert max(looks("lock = threading.Lock(); lock.acquire(); lock.acquire(timeout=4)")) > 3
+
+
+@pytest.mark.parametrize(
+    "action",
+    [
+        "compute(4)",
+        "for _ in range(40): compute(0.02), time.sleep(0.08)",  # it gets a fifth of a core
+        # As a compiler that is the child of another program.
+        "subprocess.run([sys.executable, '-c', 'while True: pass'], timeout=4, check=False)",
+        "subprocess.run(['sh', '-c', 'timeout 4 sh -c \"while true; do true; done\"; true'])",
+    ],
+)
+def test_work_of_the_process_or_of_its_children_is_seen(action: str) -> None:
+    if "timeout=4" in action:
+        action = f"try: {action}\nexcept subprocess.TimeoutExpired: pass"
+    assert max(looks(action)) < 2.5
+
+
+def test_after_work_the_seconds_begin_again() -> None:
+    found = looks("time.sleep(3); compute(0.5); time.sleep(2)")
+    assert max(found) > 2
+    assert any(later < 0.5 for later in found[found.index(max(found)) :])
