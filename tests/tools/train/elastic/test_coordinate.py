@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager, suppress
@@ -88,11 +89,14 @@ def child_of(pid: int) -> int:
 
 
 @pytest.mark.slow
-def test_rounds_go_on_when_the_coordinator_is_started_again(corpus: Path, tmp_path: Path) -> None:
-    """With local steps the groups meet again where the coordinator left them, perhaps in a vote."""
-    config, port, run = tmp_path / "config.json", free_port(), tmp_path / "run"
-    settings = elastic_config(corpus, groups=2, heartbeat_seconds=10)
-    settings["sdp"] |= {"capacity": 1.0, "sync": {"every": 4}}
+@pytest.mark.parametrize("sync", [{"sync": {"every": 4}}, {}])
+def test_groups_go_on_when_the_coordinator_is_started_again_or_was_stopped(
+    corpus: Path, tmp_path: Path, sync: dict[str, Any]
+) -> None:
+    """They meet again where the coordinator left them, perhaps in a vote. Local steps or not."""
+    config, port, run, heartbeat = tmp_path / "config.json", free_port(), tmp_path / "run", 10.0
+    settings = elastic_config(corpus, groups=2, heartbeat_seconds=heartbeat)
+    settings["sdp"] |= {"capacity": 1.0} | sync
     settings["training"] |= {"evaluate_every": 6, "save_every": 12}
     config.write_text(json.dumps(settings))
     log, told = tmp_path / "coordinator.log", {"SDP_ELASTIC_TOKEN": "a secret that the groups share"}
@@ -121,7 +125,11 @@ def test_rounds_go_on_when_the_coordinator_is_started_again(corpus: Path, tmp_pa
         for _ in range(3):  # killed at the end of each context
             with started(log, *words, **told):
                 more(8)
-        with started(log, *words, **told):
+        with started(log, *words, **told) as coordinator:
+            more(8)
+            coordinator.send_signal(signal.SIGSTOP)
+            time.sleep(1.5 * heartbeat)
+            coordinator.send_signal(signal.SIGCONT)
             more(8)
             for group in groups:
                 group.terminate()
@@ -129,9 +137,11 @@ def test_rounds_go_on_when_the_coordinator_is_started_again(corpus: Path, tmp_pa
     found = lines()
     assert [line["step"] for line in found] == list(range(1, len(found) + 1))
     assert {line["groups"] for line in found} == {2}
-    assert found[-1]["skipped_samples"] == 0
-    assert [line["step"] for line in found if "outer_step" in line] == list(range(4, len(found) + 1, 4))
+    if sync:
+        assert found[-1]["skipped_samples"] == 0
+        assert [line["step"] for line in found if "outer_step" in line] == list(range(4, len(found) + 1, 4))
     assert "was lost" not in log.read_text()
+    assert log.read_text().count("the coordinator's process was stopped for a while") == 1
 
 
 def test_a_group_that_comes_after_the_end_of_the_run_is_told(corpus: Path, tmp_path: Path) -> None:
