@@ -9,6 +9,16 @@ from sdp.engine.elastic.coordination.membership import STEP, Membership
 HEARTBEAT, WAIT, LAST_CALL = 5.0, 30.0, 10.0
 
 
+class Clock:
+    """Seconds that a test sets."""
+
+    def __init__(self) -> None:
+        self.now = 100.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
 class Rules:
     """The rules for three groups. ``sent`` has the answers, by rank, and ``said`` the lines."""
 
