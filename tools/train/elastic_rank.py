@@ -19,12 +19,12 @@ from ...engine.distributed import world
 from ...engine.distributed.mesh import mesh_of
 from ...engine.distributed.world import World
 from ...engine.elastic.abort import WaitLimits
+from ...engine.elastic.activity import ProcessActivity
 from ...engine.elastic.bringing_back import LOADING
 from ...engine.elastic.coordination.addresses import address_towards, serve_meeting_store
 from ...engine.elastic.coordination.assembly import Identity
 from ...engine.elastic.coordination.member import CoordinatorClient
 from ...engine.elastic.coordination.progress import Progress
-from ...engine.elastic.cpu_use import CPUUse
 from ...engine.elastic.inside import share_inside
 from ...engine.elastic.session import LAST_CHECKPOINT, Session
 from ...engine.environment.detect import Environment, detect
@@ -152,8 +152,11 @@ def _find_coordinator(
     varied |= {MEETING: training.start_timeout, LOADING: training.start_timeout, COMPARISON: training.step_timeout}
     steady = (*PARTS, AVERAGE, EVALUATION)
     computing = {*steady, MEETING, COMPARISON} - {"data"}  # the first reading of data may wait for a network
-    idle_cpu = CPUUse().idle_seconds
-    progress = Progress(section.heartbeat_seconds, steady, varied, computing=computing, idle_cpu=idle_cpu)
+    here = ProcessActivity()
+    progress = Progress(
+        section.heartbeat_seconds, steady, varied,
+        computing=computing, idle_cpu=here.idle_seconds, is_sending=here.is_sending,
+    )  # fmt: skip
     beat.on_phase = progress.begin
     return CoordinatorClient(
         (told.host, told.port),

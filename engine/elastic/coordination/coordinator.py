@@ -17,12 +17,13 @@ from .membership import Membership
 from .messages import Channel, Message, ProtocolError
 
 _TICK_SECONDS = 0.05
-_STOPPED_SHARE = 0.75  # of the heartbeat; ranks close connections after 0.8 to 1
+_STOPPED_SHARE = 0.75  # of a heartbeat; ranks close connections after 0.8 to 1 heartbeats without an answer
 _TRUST_SECONDS = 5.0  # how long a client may take until its first authentic message
 _MOST_STRANGERS = 64  # clients without an authentic message; the oldest is dropped for a new one
 _MOST_UNSENT = 1 << 20  # bytes; a client that does not read them is dropped
 _READ_BYTES = 1 << 16
 _READS_A_TURN = 4  # of one client, before the others have their turn
+_READS_OF_ALL = 64  # after a stop
 
 
 @dataclass(eq=False)
@@ -94,6 +95,8 @@ class Coordinator:
             min_groups=min_groups,
             last_call_seconds=last_call_seconds,
         )
+        self._awake = 0.0  # when the thread last looked at the clock
+        self._left: list[tuple[_Client, str]] | None = None  # after a stop: clients whose connections ended
         self._stops = threading.Event()
         self._thread: threading.Thread | None = None
 
@@ -115,17 +118,17 @@ class Coordinator:
 
     def serve(self) -> None:
         """Serve until :meth:`stop`."""
-        last = time.monotonic()
+        last = self._awake = time.monotonic()
         try:
             while not self._stops.is_set():
                 ready = self._selector.select(_TICK_SECONDS)
-                if time.monotonic() - last > _STOPPED_SHARE * self._heartbeat:
-                    self.membership.wake_up()
+                self._look_for_stop()
                 for key, events in ready:
                     if key.fileobj is self._listening:
                         self._accept()
                     else:
                         self._serve_client(key.data, events)
+                self._look_for_stop()
                 if time.monotonic() - last >= _TICK_SECONDS:
                     last = time.monotonic()
                     self.membership.tick()
@@ -135,6 +138,23 @@ class Coordinator:
                 self._close(client)
             self._selector.close()
             self._listening.close()
+
+    def _look_for_stop(self) -> None:
+        """Look whether this process was stopped. Ranks close connections that are silent.
+
+        What they sent before is read first. Then all groups may come back if some have left.
+        """
+        before, self._awake = self._awake, time.monotonic()
+        if self._left is not None or self._awake - before <= _STOPPED_SHARE * self._heartbeat:
+            return
+        self._left = []
+        for client in list(self._clients):
+            if not client.is_closed:
+                self._read(client, turns=_READS_OF_ALL)
+        left, self._left = self._left, None
+        self.membership.wake_up(has_lost=bool(left))
+        for client, cause in left:
+            self._end(client, cause)
 
     def _accept(self) -> None:
         for _ in range(_READS_A_TURN):
@@ -160,8 +180,8 @@ class Coordinator:
         if events & selectors.EVENT_READ and not client.is_closed:
             self._read(client)
 
-    def _read(self, client: _Client) -> None:
-        for _ in range(_READS_A_TURN):
+    def _read(self, client: _Client, turns: int = _READS_A_TURN) -> None:
+        for _ in range(turns):
             try:
                 data = client.socket.recv(_READ_BYTES)
             except BlockingIOError:
@@ -208,8 +228,12 @@ class Coordinator:
 
     def _end(self, client: _Client, cause: str) -> None:
         """Close a connection, and count its group as lost if it was a rank's."""
-        self.membership.lose(client, cause)
-        self._close(client)
+        self._look_for_stop()
+        if self._left is not None:
+            self._left.append((client, cause))
+        else:
+            self.membership.lose(client, cause)
+            self._close(client)
 
     def _close(self, client: _Client) -> None:
         if client.is_closed:

@@ -292,13 +292,13 @@ class CoordinatorClient:
 
     def _beat(self) -> None:
         """Send heartbeats regularly, and at once when the main thread starts or stops to hang."""
-        told, hangs, since = 0.0, False, float("inf")
+        told, was_hanging, since = 0.0, False, float("inf")
         while True:
             time.sleep(min(_LOOK_SECONDS, self.beat_seconds))
             now, signs = time.monotonic(), self.progress.signs()
-            stops = signs["pause"] is not None
-            if now - told >= self.beat_seconds or hangs != stops:
-                told, hangs = now, stops
+            hangs = signs["pause"] is not None
+            if now - told >= self.beat_seconds or hangs != was_hanging:
+                told, was_hanging = now, hangs
                 self._send({"type": "beat", **signs}, only_if_joined=True)
             # A rank of this group that died with its host says nothing to a rank that waits for it.
             is_stuck = hangs or (self.is_cut_off and self.progress.waits_inside)

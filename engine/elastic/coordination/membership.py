@@ -15,7 +15,7 @@ from .beginning import Beginning
 from .lives import Lives
 from .messages import MOST_ANSWER_BYTES, Message, ProtocolError
 from .progress import SIGNS, PausedRanks
-from .records import Arrival, Generation, Loss, News, Rank, check_facts, lines_about, shown_step, text_of
+from .records import Generation, Loss, News, Rank, check_facts, shown_step, text_of
 from .roster import Peer, Roster
 
 STEP = 99  # the phase before a step, the only one in which a group may join
@@ -228,16 +228,21 @@ class Membership:
         for peer in list(self._peers):
             self._send(peer, {"type": "failed", "reason": reason})
 
-    def wake_up(self) -> None:
-        """Let all groups come back, because this process was stopped and some may have left."""
+    def wake_up(self, *, has_lost: bool) -> None:
+        """Go on after this process was stopped. ``has_lost``: ranks have closed connections.
+
+        Nobody can have gone on without the others. So if some have left, all may come back.
+        """
+        self._peers.hear_all(self._clock())
         now = self.generation
-        if now is None or now.ended or self.failure is not None:
+        if not has_lost or self.failure is not None or (now is not None and now.ended):
             return
-        now.silent.update(now.lives[slot] for slot in now.living)
-        for peer in self._peers.pop_lives(now.silent):
+        for peer in self._peers.pop_lives({rank.life for rank in self._peers.values()}):
             self._paused.forget(peer)
             self._close(peer)
-        self._await_all(now, "the coordinator's process was stopped for a while")
+        if now is not None:
+            now.silent.update(now.lives[slot] for slot in now.living)
+            self._await_all(now, "the coordinator's process was stopped for a while")
 
     def tick(self) -> None:
         """Look for ranks that are silent. Call this several times in a heartbeat."""
@@ -304,15 +309,10 @@ class Membership:
         leaders = {rank.slot: rank for rank in ranks.values() if rank.inside == 0}
         expected = sorted(set(range(self._groups)) - set(slots) - self.gone)
         answer = self.generation.answer([leaders[slot] for slot in slots], fresh, phase, step, expected)
-        for line in lines_about(before, list(ranks.values()), fresh, self._groups):
-            self._say(line)
+        self._news.begin(before, self.generation, list(ranks.values()), fresh, self._groups, self._shown or step)
         for peer, rank in ranks.items():
             rank.joining = None
             self._send(peer, answer | {"commit_pending": rank.slot in commits})
-        if before is not None and 0 < len(fresh) < len(slots):
-            at = max(rank.asked for rank in self._peers.of(fresh).values())
-            came = [f"group {slot} on {leaders[slot].host}" for slot in fresh]
-            self._news.add(Arrival(came, self._shown or step, number, at))
 
     def _give_up_if_late(self, here: list[int] | None) -> None:
         is_late = self._waiting_since is not None and self._clock() - self._waiting_since > self._wait

@@ -49,7 +49,8 @@ class Progress:
         clock: measures seconds.
         computing: parts of the two above. In their first runs, a rank that does not use the CPU
             hangs.
-        idle_cpu: returns for how many seconds the CPU was not used, see ``CPUUse``.
+        idle_cpu: returns for how many seconds the CPU was not used, see ``ProcessActivity``.
+        is_sending: returns whether the process sends much.
 
     The limit of a part in ``varied`` never exceeds that of its first run.
     Parts that are neither ``steady`` nor ``varied`` have no limit here.
@@ -67,9 +68,10 @@ class Progress:
         *,
         computing: Collection[str] = (),
         idle_cpu: Callable[[], float] = lambda: 0.0,
+        is_sending: Callable[[], bool] = lambda: False,
     ):
         self._heartbeat, self._steady, self._varied, self._clock = heartbeat_seconds, frozenset(steady), varied, clock
-        self._computing, self._idle_cpu = frozenset(computing), idle_cpu
+        self._computing, self._idle_cpu, self._is_sending = frozenset(computing), idle_cpu, is_sending
         self._part = ""
         self._runs = Counter[str]()  # of each part
         self._longest: dict[str, float] = {}  # pause of each part, in the runs that count
@@ -135,18 +137,13 @@ class Progress:
         # The main thread may end a wait or note progress between these reads.
         return 0.0 if self._waits else max(0.0, self._clock() - self._last)
 
-    def pause(self) -> float | None:
-        """Return the seconds since the last sign of progress, or None if they are within the
-        limit.
-        """
-        return self.signs()["pause"]
-
     def signs(self) -> dict[str, Any]:
         """Return what a rank reports with its heartbeat, see :meth:`PausedRanks.hear`."""
         part, idle = self._part, self.idle
         found = {"pause": idle if idle > self._limit(part) else None, "idle": idle, "is_first": False}
         since = self._waits_since if idle < self._heartbeat / 10 else None
-        found["waits"] = since is not None and self._clock() - since >= self._heartbeat / 10
+        has_waited = since is not None and self._clock() - since >= self._heartbeat / 10
+        found["waits"] = has_waited and not self._is_sending()
         if part in self._computing and part not in self._longest:
             idle = min(idle, self._idle_cpu())
             if found["pause"] is None and idle > self._heartbeat:
@@ -174,7 +171,7 @@ class PausedRanks:
         self._since: dict[Hashable, float] = {}  # of ranks whose pause is over the limit
         self._active: dict[Hashable, float] = {}  # when each rank last made progress
         self._first_runs = set[Hashable]()  # those of self._since that are in the first runs of a part
-        self._worked: dict[Hashable, float] = {}  # when each rank was last at work
+        self._at_work = set[Hashable]()  # those of which the last heartbeat said so
         self._first = self._blind_until = -math.inf
 
     def hear(
@@ -200,9 +197,9 @@ class PausedRanks:
         self._active[peer] = now - idle
         if pause is None:
             self._since.pop(peer, None)
-            if not waits:
-                self._worked[peer] = now
+            (self._at_work.discard if waits else self._at_work.add)(peer)
             return
+        self._at_work.discard(peer)
         if now >= self._blind_until:
             if not self._since:
                 self._first = now
@@ -211,8 +208,10 @@ class PausedRanks:
 
     def forget(self, peer: Hashable) -> None:
         """Forget a rank that is gone."""
-        for table in (self._since, self._active, self._worked):
-            table.pop(peer, None)
+        self._since.pop(peer, None)
+        self._active.pop(peer, None)
+        self._first_runs.discard(peer)
+        self._at_work.discard(peer)
 
     def worst(self, now: float, groups: Mapping[Any, int]) -> tuple[Hashable, float] | None:
         """Return the rank that is to be cut off now, and its pause in seconds, or None.
@@ -234,10 +233,8 @@ class PausedRanks:
     def _is_guilty(self, peer: Hashable, now: float, groups: Mapping[Any, int]) -> bool:
         """Return whether others wait for this rank, and it waits for none of its group."""
         own = {each for each, group in groups.items() if group == groups.get(peer)}
-        if peer in self._first_runs:
-            recently = now - self._heartbeat / 2
-            if any(self._worked.get(each, -math.inf) > recently for each in groups.keys() - self._since.keys()):
-                return False
+        if peer in self._first_runs and self._at_work & groups.keys():
+            return False
         if any(self._active.get(each, now) < self._since[peer] for each in own - self._since.keys()):
             return False
         others = (self._active.get(each, -math.inf) for each in groups.keys() - own)

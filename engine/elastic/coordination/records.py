@@ -74,7 +74,8 @@ class Generation:
         is_over: whether no further attempt can be committed.
         doubt: when a group that had voted died, before the others had.
         lost: the groups that are gone.
-        silent: the lives of those of them of which no rank was heard any longer.
+        silent: the lives of groups that may come back if all fall silent: no rank of them was heard
+            any longer, or the coordinator's process was stopped.
         ended: the groups of which a rank has ended the run.
         failed: why it is over, if a group did not get an answer, and none was lost.
     """
@@ -109,7 +110,7 @@ class Generation:
         return is_member and not self.is_over and vote.get("attempt") == self.attempt
 
     def answer(
-        self, leaders: Sequence[Rank], fresh: Collection[int], phase: int, step: int, absent: list[int]
+        self, leaders: Sequence[Rank], fresh: Collection[int], phase: int, step: int, expected: list[int]
     ) -> Message:
         """Return what its ranks are told.
 
@@ -118,12 +119,12 @@ class Generation:
             fresh: its groups without state.
             phase: what comes next.
             step: the number of committed steps.
-            absent: groups that may join later.
+            expected: groups that may join later.
         """
         return {
             "type": "generation", "generation": self.number, "name": uuid.uuid4().hex, "phase": phase, "step": step,
             "members": [leader.as_member(is_fresh=leader.slot in fresh) for leader in leaders],
-            "writer": min(self.lives, key=lambda slot: (self.since[slot], slot)), "expected": absent,
+            "writer": min(self.lives, key=lambda slot: (self.since[slot], slot)), "expected": expected,
         }  # fmt: skip
 
 
@@ -177,6 +178,28 @@ class News:
     def add(self, news: Loss | Arrival) -> None:
         """Note something to report."""
         self._news.append(news)
+
+    def begin(
+        self, before: Generation | None, now: Generation, ranks: Sequence[Rank], fresh: Collection[int], groups: int,
+        step: int,
+    ) -> None:  # fmt: skip
+        """Tell of a new generation, and note the arrival of groups that have joined.
+
+        Args:
+            before: the generation before it.
+            now: the new one.
+            ranks: its ranks.
+            fresh: its groups without state.
+            groups: the number of groups of the run.
+            step: the step after which it begins.
+        """
+        for line in lines_about(before, ranks, fresh, groups):
+            self._say(line)
+        if before is not None and 0 < len(fresh) < len(now.lives):
+            arrived = [rank for rank in ranks if rank.slot in fresh]
+            leaders = sorted((rank for rank in arrived if rank.inside == 0), key=lambda rank: rank.slot)
+            names = [f"group {rank.slot} on {rank.host}" for rank in leaders]
+            self.add(Arrival(names, step, now.number, max(rank.asked for rank in arrived)))
 
     def report(self, living: Iterable[int]) -> None:
         """Report all, because the groups ``living`` have committed a step now."""

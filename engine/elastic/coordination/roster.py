@@ -33,6 +33,11 @@ class Roster(dict[Peer, Rank]):
             del self[peer]
         return found
 
+    def hear_all(self, now: float) -> None:
+        """Note that all are heard."""
+        for rank in self.values():
+            rank.heard = now
+
     def heard(self, life: str) -> float:
         """Return when a rank of this life of a group was heard last."""
         return max(rank.heard for rank in self.values() if rank.life == life)

@@ -50,9 +50,11 @@ class Evaluator:
         they are due.
         """
         engine = self._engine
-        self._beat.at(engine.global_steps, EVALUATION, engine.config.training.start_timeout)
         started = time.perf_counter()
-        batches = list(self._held_out)
+        # A phase of its own: a rank that waits for files does not hang.
+        self._beat.at(engine.global_steps, "reading held-out samples", engine.config.training.start_timeout)
+        batches, sources = list(self._held_out), {name: list(part) for name, part in self._sources.items()}
+        self._beat.at(engine.global_steps, EVALUATION, engine.config.training.start_timeout)
         own = engine.evaluate_subnetworks(batches)
         with self.recalibrated():
             loss = engine.evaluate(batches)
@@ -60,7 +62,7 @@ class Evaluator:
                 name: engine.evaluate([{**batch, "measure": name} for batch in batches])
                 for name in self._corpus.measures
             }
-            by_source = {name: engine.evaluate(list(part)) for name, part in self._sources.items()}
+            by_source = {name: engine.evaluate(part) for name, part in sources.items()}
             scores = self._run_tasks() if self._tasks_are_due(engine.global_steps, is_last=is_last) else {}
         measures = measures or {"perplexity": math.exp(min(loss, 700.0))}
         if by_source:

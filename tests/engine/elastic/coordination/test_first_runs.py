@@ -26,21 +26,21 @@ def test_a_rank_hangs_in_the_first_runs_of_a_part_if_it_does_not_use_the_cpu(par
     for _ in range(2 if part == "forward" else 1):
         made.begin(part)
         clock.now += 40  # it compiles
-        assert made.pause() is None
+        assert made.signs()["pause"] is None
         cpu.seconds = HEARTBEAT + 0.1
         assert made.signs() == {
             "pause": pytest.approx(HEARTBEAT + 0.1), "idle": 40, "is_first": True, "waits": False
         }  # fmt: skip
         made.note()  # it has not used the CPU while it waited for others
-        assert made.pause() is None
+        assert made.signs()["pause"] is None
         made.begin("data")
         clock.now += 40
-        assert made.pause() is None
+        assert made.signs()["pause"] is None
         cpu.seconds = 0
     made.begin(part)  # now its longest pause is known, and it may wait for as long
     clock.now += 40
     cpu.seconds = 40
-    assert made.pause() is None
+    assert made.signs()["pause"] is None
     clock.now += 1000
     assert made.signs() == {"pause": 1040, "idle": 1040, "is_first": False, "waits": False}
 
@@ -52,13 +52,20 @@ def test_a_rank_is_not_cut_off_in_the_first_runs_while_another_one_is_at_work(wo
     paused = PausedRanks(HEARTBEAT)
     paused.hear("waits", 100.0, 5.1, 5.1, is_first=True)
     paused.hear(worker, 100.0, None, 4.0)
-    paused.hear("polls", 100.0, None, 0.01, waits=True)
-    assert paused.worst(100.3, groups) is None
-    paused.hear(worker, 101.0, None, 0.1)  # it goes on
-    paused.hear(worker, 102.0, waits=True)
-    paused.hear("polls", 102.0, None, 0.01, waits=True)
-    assert paused.worst(103.4, groups) is None
-    assert paused.worst(103.6, groups) == ("waits", pytest.approx(8.7))
+    paused.hear("polls", 103.0, None, 0.01, waits=True)
+    assert paused.worst(104.0, groups) is None  # its next heartbeat may take as long as the limit of silence
+    paused.hear(worker, 104.5, None, 0.1)  # it goes on
+    assert paused.worst(104.6, groups) is None
+    paused.hear(worker, 105.0, waits=True)
+    assert paused.worst(105.0, groups) == ("waits", pytest.approx(10.1))
+
+
+def test_a_rank_that_sends_much_is_at_work_although_it_waits() -> None:
+    clock = Clock()
+    made = Progress(HEARTBEAT, clock=clock, is_sending=lambda: True)
+    with made.waiting():
+        clock.now += 10
+        assert made.signs()["waits"] is False
 
 
 def test_of_two_ranks_that_do_not_use_the_cpu_in_their_first_runs_the_first_one_is_cut_off() -> None:

@@ -1,11 +1,16 @@
-"""No group is heard any longer, perhaps because the coordinator's host is cut off."""
+"""No group is heard any longer: the coordinator's host is cut off, or its process was stopped."""
 
 from __future__ import annotations
 
+import time
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
-from sdp.tests.support.network.coordinator_rules import HEARTBEAT, WAIT, Rules
+from sdp.engine.elastic.coordination.coordinator import Coordinator
+from sdp.engine.elastic.coordination.member import CoordinatorClient, Identity
+from sdp.engine.elastic.coordination.membership import STEP
+from sdp.tests.support.network.coordinator_rules import HEARTBEAT, LAST_CALL, WAIT, Rules
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
@@ -122,7 +127,7 @@ def test_groups_come_back_when_the_coordinator_itself_was_stopped(asked: str) ->
     rules.come_back(asked)
     rules.sent.clear()
     rules.now += HEARTBEAT + 1
-    rules.membership.wake_up()
+    rules.membership.wake_up(has_lost=True)
     rules.membership.tick()
     assert rules.membership.failure is None and rules.membership.living == [] and not rules.sent
     assert f"process was stopped for a while; the groups have {WAIT:g} s to come back" in rules.said[-1]
@@ -135,7 +140,7 @@ def test_a_group_that_died_while_the_coordinator_was_stopped_is_not_awaited_for_
     rules.begin()
     rules.vote()
     rules.now += HEARTBEAT + 1
-    rules.membership.wake_up()
+    rules.membership.wake_up(has_lost=True)
     rules.come_back("ab")
     rules.sent.clear()
     rules.wait(int(2 * HEARTBEAT) + 1, "a", "b")
@@ -151,8 +156,54 @@ def test_a_stop_of_the_coordinator_does_not_undo_the_end_of_the_run() -> None:
     rules.begin()
     rules.vote()
     rules.membership.hear("a", {"type": "bye"})
-    rules.membership.wake_up()
+    rules.membership.wake_up(has_lost=True)
     assert rules.membership.living == [0, 1, 2]
+
+
+def test_groups_that_wait_for_the_start_are_not_lost_by_a_stop_of_the_coordinator() -> None:
+    rules = Rules()
+    rules.join("a", 0, fresh=True)
+    rules.join("b", 1, fresh=True)
+    rules.now += HEARTBEAT + 1
+    rules.membership.wake_up(has_lost=True)
+    rules.membership.lose("a", "its connection was closed")
+    rules.begin()
+    assert rules.generations() == [[0, 1, 2]] and "cut" not in [kind for _, kind, _ in rules.sent]
+
+
+def test_groups_that_are_awaited_are_not_lost_by_a_stop_of_the_coordinator() -> None:
+    rules = all_are_silent_after_a_step()
+    rules.come_back("ab")
+    rules.now += HEARTBEAT + 1
+    rules.membership.wake_up(has_lost=True)
+    rules.sent.clear()
+    rules.come_back("abc")
+    assert rules.generations() == [[0, 1, 2]] and rules.membership.step == 1
+
+
+def test_a_newcomer_is_not_lost_by_a_stop_of_the_coordinator() -> None:
+    rules = Rules(min_groups=2)
+    rules.join("a", 0, fresh=True)
+    rules.join("b", 1, fresh=True)
+    rules.wait(int(LAST_CALL) + 1, "a", "b")
+    rules.join("c", 2, fresh=True, begun=True)
+    rules.now += HEARTBEAT + 1
+    rules.membership.wake_up(has_lost=True)
+    rules.membership.lose("c", "its connection was closed")
+    rules.sent.clear()
+    rules.join("c", 2, fresh=True, begun=True)
+    rules.come_back("ab", step=1, members=(0, 1))
+    assert rules.generations() == [[0, 1, 2]] and "cut" not in [kind for _, kind, _ in rules.sent]
+
+
+def test_a_stop_of_the_coordinator_that_no_rank_has_noticed_costs_nothing() -> None:
+    rules = Rules()
+    rules.begin()
+    rules.sent.clear()
+    rules.now += HEARTBEAT + 1
+    rules.membership.wake_up(has_lost=False)
+    rules.membership.tick()
+    assert rules.membership.living == [0, 1, 2] and not rules.sent
 
 
 def test_groups_that_fall_silent_at_the_same_step_again_and_again_end_the_run() -> None:
@@ -187,3 +238,39 @@ def test_a_group_that_was_silent_while_others_were_heard_stays_lost() -> None:
     for slot, peer in ((1, "b"), (2, "c")):
         rules.join(peer, slot, step=5, members=(1, 2))
     assert rules.generations() == [[1, 2]]
+
+
+@pytest.mark.parametrize(("stop", "awaits"), [(0.8, False), (2.0, True)])
+def test_a_coordinator_that_was_stopped_while_it_read_a_message(stop: float, awaits: bool) -> None:
+    """Here the message is shown on a terminal that does not take it. No group is cut off."""
+    said: list[str] = []
+    heartbeat, token = 2.0, b"a shared secret"
+
+    def say(text: str) -> None:
+        said.append(text)
+        if text == "a line":
+            time.sleep(stop * heartbeat)
+
+    coordinator = Coordinator(3, 1, token, say, heartbeat_seconds=heartbeat, wait_seconds=60)
+    coordinator.start()
+    try:
+        address = ("127.0.0.1", coordinator.port)
+        who = [Identity(slot, 0, 1, f"life {slot}", "here", "") for slot in range(3)]
+        clients = [
+            CoordinatorClient(address, token, each, heartbeat_seconds=heartbeat, wait_seconds=60) for each in who
+        ]
+        with ThreadPoolExecutor(3) as threads:
+            list(threads.map(lambda client: client.join(step=0, phase=STEP, fresh=True), clients))
+            list(threads.map(lambda client: client.vote(None, step=0), clients))
+            clients[0].tell("a line")
+            time.sleep((stop + 0.5) * heartbeat)
+            assert coordinator.membership.living == ([] if awaits else [0, 1, 2])
+            if awaits:
+                found = list(threads.map(lambda client: client.join(step=1, phase=STEP, fresh=False).slots, clients))
+                assert found == [[0, 1, 2]] * 3
+            list(threads.map(lambda client: client.vote(None, step=1), clients))
+        assert coordinator.membership.step == 2
+        assert any("was stopped for a while" in line for line in said) == awaits
+        assert not any("was lost" in line for line in said)
+    finally:
+        coordinator.stop()

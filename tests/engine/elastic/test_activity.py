@@ -1,4 +1,4 @@
-"""For how long a process has not used the CPU. Each test runs in a process of its own."""
+"""Whether a process is active. Each test looks at a process of its own."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ import pytest
 # The main thread does something, while another thread looks ten times in a second.
 LOOKING = """
 import subprocess, sys, threading, time
-from sdp.engine.elastic.cpu_use import CPUUse
+from sdp.engine.elastic.activity import ProcessActivity
 
-found, use = [], CPUUse()
+found, use = [], ProcessActivity()
 
 def look():
     while True:
-        found.append(use.idle_seconds())
+        found.append(use.idle_seconds() + 100 * use.is_sending())
         time.sleep(0.1)
 
 def compute(seconds):
@@ -40,6 +40,35 @@ def test_a_main_thread_that_waits_uses_no_cpu() -> None:
     assert max(found) > 3 and found == sorted(found)
 
 
+def test_many_process_groups_that_wait_are_no_activity() -> None:
+    """Each has a thread that looks a hundred times in a second."""
+    action = """
+import torch.distributed as dist
+groups = [dist.ProcessGroupGloo(dist.HashStore(), 0, 1) for _ in range(60)]
+time.sleep(6)
+"""
+    assert max(looks(action)) > 4
+
+
+def test_what_gloo_sends_is_seen() -> None:
+    action = """
+import torch
+import torch.distributed as dist
+store = dist.HashStore()
+
+def reduce(rank):
+    group = dist.ProcessGroupGloo(store, rank, 2)
+    for _ in range(30):
+        group.allreduce([torch.ones(100_000)]).wait()
+        time.sleep(0.1)  # 8 megabytes in a second, of both ranks
+
+other = threading.Thread(target=reduce, args=(1,))
+other.start(), reduce(0), other.join()
+"""
+    assert looks(action)[-5] >= 100
+    assert looks("time.sleep(3)")[-5] < 100
+
+
 def test_a_lock_that_another_thread_never_releases_uses_no_cpu() -> None:
     assert max(looks("lock = threading.Lock(); lock.acquire(); lock.acquire(timeout=4)")) > 3
 
@@ -48,7 +77,7 @@ def test_a_lock_that_another_thread_never_releases_uses_no_cpu() -> None:
     "action",
     [
         "compute(4)",
-        "for _ in range(40): compute(0.02), time.sleep(0.08)",  # it gets a fifth of a core
+        "for _ in range(40): compute(0.03), time.sleep(0.07)",  # a third of a core
         # As a compiler that is the child of another program.
         "subprocess.run([sys.executable, '-c', 'while True: pass'], timeout=4, check=False)",
         "subprocess.run(['sh', '-c', 'timeout 4 sh -c \"while true; do true; done\"; true'])",
