@@ -97,3 +97,4 @@ class Abort:
             self._look()
             time.sleep(pause)
             pause = min(_LONGEST_LOOK_SECONDS, pause * 1.2)
+        self.note()

@@ -18,6 +18,7 @@ from .messages import Channel, Message, ProtocolError
 
 _TICK_SECONDS = 0.05
 _STOPPED_SHARE = 0.75  # of a heartbeat; ranks close connections after 0.8 to 1 heartbeats without an answer
+_LATE_SHARE = 0.25  # of a heartbeat after a stop, in which the end of a connection may still arrive
 _TRUST_SECONDS = 5.0  # how long a client may take until its first authentic message
 _MOST_STRANGERS = 64  # clients without an authentic message; the oldest is dropped for a new one
 _MOST_UNSENT = 1 << 20  # bytes; a client that does not read them is dropped
@@ -96,6 +97,7 @@ class Coordinator:
             last_call_seconds=last_call_seconds,
         )
         self._awake = 0.0  # when the thread last looked at the clock
+        self._woke_up = float("-inf")  # after it was stopped
         self._left: list[tuple[_Client, str]] | None = None  # after a stop: clients whose connections ended
         self._stops = threading.Event()
         self._thread: threading.Thread | None = None
@@ -147,12 +149,12 @@ class Coordinator:
         before, self._awake = self._awake, time.monotonic()
         if self._left is not None or self._awake - before <= _STOPPED_SHARE * self._heartbeat:
             return
-        self._left = []
+        self._left, self._woke_up = [], self._awake
         for client in list(self._clients):
             if not client.is_closed:
                 self._read(client, turns=_READS_OF_ALL)
         left, self._left = self._left, None
-        self.membership.wake_up(has_lost=bool(left))
+        self.membership.wake_up({client for client, _ in left})
         for client, cause in left:
             self._end(client, cause)
 
@@ -198,6 +200,7 @@ class Coordinator:
                         self.membership.hear(client, message)
             except ProtocolError as error:
                 self._end(client, str(error))
+                return
             if client.is_closed:
                 return
 
@@ -231,9 +234,11 @@ class Coordinator:
         self._look_for_stop()
         if self._left is not None:
             self._left.append((client, cause))
-        else:
-            self.membership.lose(client, cause)
-            self._close(client)
+            return
+        if time.monotonic() - self._woke_up < _LATE_SHARE * self._heartbeat:
+            self.membership.wake_up({client})
+        self.membership.lose(client, cause)
+        self._close(client)
 
     def _close(self, client: _Client) -> None:
         if client.is_closed:

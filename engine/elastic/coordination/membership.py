@@ -9,7 +9,7 @@ A group that dies before its vote costs this step: the others repeat it in the n
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 
 from .beginning import Beginning
 from .lives import Lives
@@ -53,10 +53,11 @@ class Membership:
     ):
         self._groups, self._ranks = groups, ranks
         self._most_facts = MOST_ANSWER_BYTES // 2 // (groups * ranks)  # the answer has those of all ranks
-        self._send, self._close, self._say, self._clock = send, close, say, clock
+        self._send, self._say, self._clock = send, say, clock
+        self._close = lambda peer: (self._paused.forget(peer), close(peer))
         self._heartbeat, self._wait = heartbeat_seconds, wait_seconds
-        self._beginning = Beginning(groups, min_groups or groups, last_call_seconds)
         self._peers, self._lives = Roster(ranks), Lives()
+        self._beginning = Beginning(groups, min_groups or groups, last_call_seconds)
         self._news, self._paused = News(say, clock), PausedRanks(heartbeat_seconds)
         self._waiting_since: float | None = None
         self.generation: Generation | None = None
@@ -173,7 +174,6 @@ class Membership:
 
     def _lose(self, peer: Peer, cause: str) -> None:
         rank = self._peers.pop(peer, None)
-        self._paused.forget(peer)
         now = self.generation
         is_silent = rank is not None and (self._lives.is_awaited(rank.life) if now is None else rank.life in now.silent)
         if rank is not None and not is_silent:
@@ -228,19 +228,17 @@ class Membership:
         for peer in list(self._peers):
             self._send(peer, {"type": "failed", "reason": reason})
 
-    def wake_up(self, *, has_lost: bool) -> None:
-        """Go on after this process was stopped. ``has_lost``: ranks have closed connections.
-
-        Nobody can have gone on without the others. So if some have left, all may come back.
-        """
+    def wake_up(self, left: Collection[Peer]) -> None:
+        """Go on after this process was stopped, and these connections have ended meanwhile."""
         self._peers.hear_all(self._clock())
+        self._waiting_since = None if self._waiting_since is None else self._clock()
         now = self.generation
-        if not has_lost or self.failure is not None or (now is not None and now.ended):
+        if self.failure is not None or (now is not None and now.ended):
             return
-        for peer in self._peers.pop_lives({rank.life for rank in self._peers.values()}):
-            self._paused.forget(peer)
+        torn = self._peers.torn(left, now)
+        for peer in self._peers.pop_lives(torn):
             self._close(peer)
-        if now is not None:
+        if now is not None and not torn.isdisjoint(now.lives.values()):
             now.silent.update(now.lives[slot] for slot in now.living)
             self._await_all(now, "the coordinator's process was stopped for a while")
 

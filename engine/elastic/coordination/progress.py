@@ -171,7 +171,7 @@ class PausedRanks:
         self._since: dict[Hashable, float] = {}  # of ranks whose pause is over the limit
         self._active: dict[Hashable, float] = {}  # when each rank last made progress
         self._first_runs = set[Hashable]()  # those of self._since that are in the first runs of a part
-        self._at_work = set[Hashable]()  # those of which the last heartbeat said so
+        self._worked: dict[Hashable, float] = {}  # when each rank was last at work; infinite: it still is
         self._first = self._blind_until = -math.inf
 
     def hear(
@@ -197,9 +197,12 @@ class PausedRanks:
         self._active[peer] = now - idle
         if pause is None:
             self._since.pop(peer, None)
-            (self._at_work.discard if waits else self._at_work.add)(peer)
+            if not waits:
+                self._worked[peer] = math.inf
+            elif self._worked.get(peer) == math.inf:
+                self._worked[peer] = now
             return
-        self._at_work.discard(peer)
+        self._worked.pop(peer, None)
         if now >= self._blind_until:
             if not self._since:
                 self._first = now
@@ -211,7 +214,7 @@ class PausedRanks:
         self._since.pop(peer, None)
         self._active.pop(peer, None)
         self._first_runs.discard(peer)
-        self._at_work.discard(peer)
+        self._worked.pop(peer, None)
 
     def worst(self, now: float, groups: Mapping[Any, int]) -> tuple[Hashable, float] | None:
         """Return the rank that is to be cut off now, and its pause in seconds, or None.
@@ -233,7 +236,9 @@ class PausedRanks:
     def _is_guilty(self, peer: Hashable, now: float, groups: Mapping[Any, int]) -> bool:
         """Return whether others wait for this rank, and it waits for none of its group."""
         own = {each for each, group in groups.items() if group == groups.get(peer)}
-        if peer in self._first_runs and self._at_work & groups.keys():
+        # One that has just worked may have given the work to another one that has not told it yet.
+        recently = now - self._heartbeat / 2
+        if peer in self._first_runs and any(self._worked.get(each, -math.inf) > recently for each in groups):
             return False
         if any(self._active.get(each, now) < self._since[peer] for each in own - self._since.keys()):
             return False

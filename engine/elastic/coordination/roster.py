@@ -33,6 +33,16 @@ class Roster(dict[Peer, Rank]):
             del self[peer]
         return found
 
+    def torn(self, left: Collection[Peer], generation: Generation | None) -> set[str]:
+        """Return the lives of groups that must connect again, because these connections are gone.
+
+        If a rank of the generation is gone, or if there is none and any rank is, those are all.
+        Nobody can have gone on without the coordinator, so all may come back.
+        """
+        gone = {rank.life for peer, rank in self.items() if peer in left and not rank.is_leaving}
+        is_over = generation is None or not gone.isdisjoint(generation.lives.values())
+        return {rank.life for rank in self.values()} if gone and is_over else gone
+
     def hear_all(self, now: float) -> None:
         """Note that all are heard."""
         for rank in self.values():

@@ -50,6 +50,27 @@ time.sleep(6)
     assert max(looks(action)) > 4
 
 
+def test_short_lived_children_do_not_disturb_the_look() -> None:
+    """One may end, and its folder in /proc vanish, while the other thread looks."""
+    action = """
+missed = []
+threading.excepthook = missed.append
+
+def look_often():
+    other = ProcessActivity(look_seconds=0.0)
+    while True:
+        other.idle_seconds()
+
+for _ in range(2):
+    threading.Thread(target=look_often, daemon=True).start()
+end = time.monotonic() + 4
+while time.monotonic() < end:
+    subprocess.run(["true"])
+assert not missed, missed
+"""
+    looks(action)
+
+
 def test_what_gloo_sends_is_seen() -> None:
     action = """
 import torch

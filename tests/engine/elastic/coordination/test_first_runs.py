@@ -57,7 +57,34 @@ def test_a_rank_is_not_cut_off_in_the_first_runs_while_another_one_is_at_work(wo
     paused.hear(worker, 104.5, None, 0.1)  # it goes on
     assert paused.worst(104.6, groups) is None
     paused.hear(worker, 105.0, waits=True)
-    assert paused.worst(105.0, groups) == ("waits", pytest.approx(10.1))
+    assert paused.worst(107.4, groups) is None  # another one may have got the work, and not have told it
+    paused.hear("polls", 107.0, None, 0.01, waits=True)
+    assert paused.worst(107.6, groups) == ("waits", pytest.approx(12.7))
+
+
+@pytest.mark.parametrize("phase", range(0, 100, 10))
+def test_no_rank_is_cut_off_when_the_work_passes_from_one_rank_to_another(phase: int) -> None:
+    """Rank "compiles" ends, and then waits for "polls", which goes on to compute. Heartbeats come
+    once a second, at different times.
+    """
+    groups = {"waits": 1, "polls": 1, "compiles": 0}
+    for other in range(0, 100, 10):
+        clock = Clock()
+        ranks = {
+            name: Progress(HEARTBEAT, ["forward"], clock=clock, computing=["forward"], idle_cpu=idle)
+            for name, idle in (("waits", lambda: 60.0), ("polls", lambda: 0.0), ("compiles", lambda: 0.0))
+        }
+        paused = PausedRanks(HEARTBEAT)
+        for rank in ranks.values():
+            rank.begin("forward")
+        for tick in range(1, 2300):  # of ten milliseconds
+            clock.now = 100 + tick / 100
+            ranks["polls" if tick < 2000 else "compiles"].look()
+            for name, at in (("waits", 5), ("polls", phase), ("compiles", other)):
+                if tick % 100 == at:
+                    paused.hear(name, clock.now, **ranks[name].signs())
+            if tick > 1000 and tick % 5 == 0:
+                assert paused.worst(clock.now, groups) is None
 
 
 def test_a_rank_that_sends_much_is_at_work_although_it_waits() -> None:

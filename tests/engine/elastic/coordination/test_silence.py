@@ -127,7 +127,7 @@ def test_groups_come_back_when_the_coordinator_itself_was_stopped(asked: str) ->
     rules.come_back(asked)
     rules.sent.clear()
     rules.now += HEARTBEAT + 1
-    rules.membership.wake_up(has_lost=True)
+    rules.membership.wake_up({"a"})
     rules.membership.tick()
     assert rules.membership.failure is None and rules.membership.living == [] and not rules.sent
     assert f"process was stopped for a while; the groups have {WAIT:g} s to come back" in rules.said[-1]
@@ -140,7 +140,7 @@ def test_a_group_that_died_while_the_coordinator_was_stopped_is_not_awaited_for_
     rules.begin()
     rules.vote()
     rules.now += HEARTBEAT + 1
-    rules.membership.wake_up(has_lost=True)
+    rules.membership.wake_up({"a"})
     rules.come_back("ab")
     rules.sent.clear()
     rules.wait(int(2 * HEARTBEAT) + 1, "a", "b")
@@ -156,7 +156,7 @@ def test_a_stop_of_the_coordinator_does_not_undo_the_end_of_the_run() -> None:
     rules.begin()
     rules.vote()
     rules.membership.hear("a", {"type": "bye"})
-    rules.membership.wake_up(has_lost=True)
+    rules.membership.wake_up({"a"})
     assert rules.membership.living == [0, 1, 2]
 
 
@@ -165,7 +165,7 @@ def test_groups_that_wait_for_the_start_are_not_lost_by_a_stop_of_the_coordinato
     rules.join("a", 0, fresh=True)
     rules.join("b", 1, fresh=True)
     rules.now += HEARTBEAT + 1
-    rules.membership.wake_up(has_lost=True)
+    rules.membership.wake_up({"a", "b"})
     rules.membership.lose("a", "its connection was closed")
     rules.begin()
     assert rules.generations() == [[0, 1, 2]] and "cut" not in [kind for _, kind, _ in rules.sent]
@@ -175,35 +175,49 @@ def test_groups_that_are_awaited_are_not_lost_by_a_stop_of_the_coordinator() -> 
     rules = all_are_silent_after_a_step()
     rules.come_back("ab")
     rules.now += HEARTBEAT + 1
-    rules.membership.wake_up(has_lost=True)
+    rules.membership.wake_up({"a"})
     rules.sent.clear()
     rules.come_back("abc")
     assert rules.generations() == [[0, 1, 2]] and rules.membership.step == 1
 
 
-def test_a_newcomer_is_not_lost_by_a_stop_of_the_coordinator() -> None:
+@pytest.mark.parametrize("left", [{"c"}, {"a", "c"}])
+def test_a_newcomer_is_not_lost_by_a_stop_of_the_coordinator(left: set[str]) -> None:
     rules = Rules(min_groups=2)
     rules.join("a", 0, fresh=True)
     rules.join("b", 1, fresh=True)
     rules.wait(int(LAST_CALL) + 1, "a", "b")
     rules.join("c", 2, fresh=True, begun=True)
     rules.now += HEARTBEAT + 1
-    rules.membership.wake_up(has_lost=True)
-    rules.membership.lose("c", "its connection was closed")
+    rules.membership.wake_up(left)
+    for peer in left:
+        rules.membership.lose(peer, "its connection was closed")
+    assert rules.membership.living == ([] if "a" in left else [0, 1])
     rules.sent.clear()
     rules.join("c", 2, fresh=True, begun=True)
     rules.come_back("ab", step=1, members=(0, 1))
     assert rules.generations() == [[0, 1, 2]] and "cut" not in [kind for _, kind, _ in rules.sent]
 
 
-def test_a_stop_of_the_coordinator_that_no_rank_has_noticed_costs_nothing() -> None:
+@pytest.mark.parametrize("left", [set(), {"a stranger"}])
+def test_a_stop_of_the_coordinator_that_no_rank_has_noticed_costs_nothing(left: set[str]) -> None:
     rules = Rules()
     rules.begin()
     rules.sent.clear()
     rules.now += HEARTBEAT + 1
-    rules.membership.wake_up(has_lost=False)
+    rules.membership.wake_up(left)
     rules.membership.tick()
     assert rules.membership.living == [0, 1, 2] and not rules.sent
+
+
+def test_the_time_of_a_stop_is_not_time_in_which_groups_did_not_come() -> None:
+    rules = Rules()
+    rules.join("a", 0, fresh=True)
+    rules.now += WAIT + 1
+    rules.membership.wake_up({"a"})
+    rules.membership.tick()
+    rules.begin()
+    assert rules.generations() == [[0, 1, 2]]
 
 
 def test_groups_that_fall_silent_at_the_same_step_again_and_again_end_the_run() -> None:
