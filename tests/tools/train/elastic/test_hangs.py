@@ -49,6 +49,24 @@ ENGINE = ("sdp.engine.engine", "SDPEngine")
 BETWEEN_GROUPS = ("sdp.engine.elastic.process_groups", "AbortableGroup")
 
 
+def hanging_config(corpus: Path, masking: str, stage: int) -> dict[str, Any]:
+    settings = elastic_config(corpus, groups=3, heartbeat_seconds=HEARTBEAT, restarts=1)
+    settings["sdp"] |= {"capacity": 0.7, "masking": masking}
+    settings["zero_optimization"] = {"stage": stage}
+    return settings
+
+
+def hanging_run(
+    tmp_path: Path, settings: dict[str, Any], ranks: int, owner: tuple[str, str], method: str
+) -> tuple[ElasticRun, Path]:
+    """Start a run whose group 1 hangs once in ``method`` when a file exists. Returns both."""
+    sign, script, config = tmp_path / "hang", tmp_path / "script.py", tmp_path / "config.json"
+    script.write_text(SCRIPT.format(sign=str(sign), module=owner[0], owner=owner[1], method=method))
+    config.write_text(json.dumps(settings))
+    words = ("--nproc", str(3 * ranks))
+    return ElasticRun(config, tmp_path / "run", *words, new_interpreters=True, script=script), sign
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("masking", "ranks", "stage", "owner", "method"),
@@ -73,16 +91,11 @@ def test_a_rank_that_hangs_is_cut_off_and_started_again(
     At stage 3, the other rank of the group waits for it in a collective inside the group. The
     backend reconnects in a meeting, which another group's death brings about.
     """
-    sign, script, config = tmp_path / "hang", tmp_path / "script.py", tmp_path / "config.json"
-    script.write_text(SCRIPT.format(sign=str(sign), module=owner[0], owner=owner[1], method=method))
-    settings = elastic_config(corpus, groups=3, heartbeat_seconds=HEARTBEAT, restarts=1)
-    settings["sdp"] |= {"capacity": 0.7, "masking": masking}
-    settings["zero_optimization"] = {"stage": stage}
+    settings = hanging_config(corpus, masking, stage)
     # The run has seen some of them before one hangs.
     settings["training"] |= {"evaluate_every": 3, "save_every": 4}
     settings["sdp"]["check_interval"] = 2
-    config.write_text(json.dumps(settings))
-    run = ElasticRun(config, tmp_path / "run", "--nproc", str(3 * ranks), new_interpreters=True, script=script)
+    run, sign = hanging_run(tmp_path, settings, ranks, owner, method)
     try:
         run.wait_for(10, groups=3)
         sign.touch()
@@ -118,14 +131,8 @@ def test_a_rank_that_hangs_in_the_first_run_of_a_part_is_cut_off(
     corpus: Path, tmp_path: Path, masking: str, ranks: int, stage: int, owner: tuple[str, str], method: str
 ) -> None:
     """As above, but the run begins with the hang. There it might also compile."""
-    sign, script, config = tmp_path / "hang", tmp_path / "script.py", tmp_path / "config.json"
-    script.write_text(SCRIPT.format(sign=str(sign), module=owner[0], owner=owner[1], method=method))
-    settings = elastic_config(corpus, groups=3, heartbeat_seconds=HEARTBEAT, restarts=1)
-    settings["sdp"] |= {"capacity": 0.7, "masking": masking}
-    settings["zero_optimization"] = {"stage": stage}
-    config.write_text(json.dumps(settings))
-    sign.touch()
-    run = ElasticRun(config, tmp_path / "run", "--nproc", str(3 * ranks), new_interpreters=True, script=script)
+    run, sign = hanging_run(tmp_path, hanging_config(corpus, masking, stage), ranks, owner, method)
+    sign.touch()  # the ranks look when they have imported torch
     try:
         run.wait_for(5, groups=3)
         found = re.search(LOST, run.said)
