@@ -34,13 +34,13 @@ from ...launcher.heartbeat import Heartbeat
 from ..runs.run_files import has_begun
 from . import preflight
 from .elastic import COMPARISON, MEETING, RECALIBRATION, ElasticTrainer
-from .elastic_rounds import AVERAGE, RoundsTrainer
+from .elastic_rounds import AVERAGE, COPYING, RoundsTrainer
 from .failures import explained
 from .loop.changed_settings import keep_holders
-from .loop.checkpointer import AWAITING, CHECKPOINT
+from .loop.checkpointer import AWAITING, CHECKPOINT, LOAD
 from .loop.evaluator import EVALUATION
 from .loop.meter import PARTS
-from .loop.training_run import TrainingRun
+from .loop.training_run import THE_END, TrainingRun
 from .options import TrainOptions
 from .startup import build, longest_phase, read_config, started
 
@@ -151,11 +151,13 @@ def _find_coordinator(
     varied = dict.fromkeys((CHECKPOINT, AWAITING, RECALIBRATION, LAST_CHECKPOINT), training.save_timeout)
     varied |= {MEETING: training.start_timeout, LOADING: training.start_timeout, COMPARISON: training.step_timeout}
     steady = (*PARTS, AVERAGE, EVALUATION)
-    computing = {*steady, MEETING, COMPARISON} - {"data"}  # the first reading of data may wait for a network
+    # Not "data", because the first reading of data may wait for a network, and not what only the
+    # writer of the run's files does, because it may wait for a server that shows curves.
+    busy = {*steady, *varied, COPYING, LOAD, THE_END} - {"data"}
     here = ProcessActivity()
     progress = Progress(
         section.heartbeat_seconds, steady, varied,
-        computing=computing, idle_cpu=here.idle_seconds, is_sending=here.is_sending,
+        busy=busy, quiet_process=here.quiet_seconds, is_sending=here.is_sending,
     )  # fmt: skip
     beat.on_phase = progress.begin
     return CoordinatorClient(
@@ -165,6 +167,7 @@ def _find_coordinator(
         heartbeat_seconds=section.heartbeat_seconds,
         wait_seconds=section.wait_seconds,
         progress=progress,
-        on_hang=lambda reason: beat.end(f"{reason}; the others have gone on without this group"),
+        on_hang=beat.end,
+        longest_pause=_PATIENCE * longest_phase(config),  # also in phases that have no limit
         has_begun=lambda: has_begun(dump_dir),
     )

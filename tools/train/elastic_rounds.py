@@ -15,7 +15,8 @@ from .stopping import LEAVE_SECONDS, LeavesError, Outcome, Told, decide
 
 T = TypeVar("T")
 
-AVERAGE = "average"  # the part of a round in which groups agree
+# Parts of a round: groups agree, and wait for frozen copies.
+AVERAGE, COPYING = "average", "copying weights"
 
 
 class RoundsTrainer(ElasticTrainer):
@@ -63,8 +64,10 @@ class RoundsTrainer(ElasticTrainer):
         """Wait until frozen copies are right, because no later step of the round notices a
         loss.
         """
-        if self._is_round_start and self._engine.layout.keeps_frozen:
-            self._together(lambda: self._engine.frozen_here, defers=True)
+        engine = self._engine
+        if self._is_round_start and engine.layout.keeps_frozen:
+            self._run.beat.at(engine.global_steps, COPYING, self._run.config.training.step_timeout)
+            self._together(lambda: engine.frozen_here, defers=True)
             self._rows.count_late()
 
     def _step(self) -> None:

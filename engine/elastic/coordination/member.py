@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import queue
 import socket
 import threading
@@ -37,7 +38,7 @@ class CoordinatorClient:
         wait_seconds: how long to try to reach the coordinator.
         progress: the main thread's signs of progress.
         on_hang: called with a message, in another thread, if the main thread hangs after the others
-            have gone on without this group.
+            have gone on without this group, or for more than ``longest_pause`` seconds.
         has_begun: returns whether the run has begun before, as its files show.
 
     Attributes:
@@ -57,16 +58,16 @@ class CoordinatorClient:
         wait_seconds: float = 600.0,
         progress: Progress | None = None,
         on_hang: Callable[[str], None] = lambda _: None,
+        longest_pause: float = math.inf,
         has_begun: Callable[[], bool] = lambda: False,
     ):
         self.progress, self._on_hang = progress or Progress(heartbeat_seconds), on_hang
-        self._has_begun = has_begun
+        self._has_begun, self._longest_pause = has_begun, longest_pause
         self.given_up: Callable[[float], bool] = lambda _: False
         self._address, self._token, self.identity = address, token, identity
         self._where = f"{address[0]}:{address[1]}"
         self.beat_seconds, self._heartbeat, self._wait_seconds = heartbeat_seconds / 5, heartbeat_seconds, wait_seconds
-        self.abort = threading.Event()
-        self.reason = ""
+        self.abort, self.reason = threading.Event(), ""
         self._lock = threading.Lock()
         self._answers: queue.SimpleQueue[Message | None] = queue.SimpleQueue()  # on this connection
         self._socket: socket.socket | None = None
@@ -291,8 +292,8 @@ class CoordinatorClient:
                 self.abort.set()
 
     def _beat(self) -> None:
-        """Send heartbeats regularly, and at once when the main thread starts or stops to hang."""
-        told, was_hanging, since = 0.0, False, float("inf")
+        """Send heartbeats regularly, and at once when the main thread begins or ends to hang."""
+        told, was_hanging, since = 0.0, False, math.inf
         while True:
             time.sleep(min(_LOOK_SECONDS, self.beat_seconds))
             now, signs = time.monotonic(), self.progress.signs()
@@ -302,11 +303,13 @@ class CoordinatorClient:
                 self._send({"type": "beat", **signs}, only_if_joined=True)
             # A rank of this group that died with its host says nothing to a rank that waits for it.
             is_stuck = hangs or (self.is_cut_off and self.progress.waits_inside)
-            since = min(since, now) if is_stuck and self._is_alone else float("inf")
+            since = min(since, now) if is_stuck and self._is_alone else math.inf
             # Without the coordinator, all groups may be slow, and go on when it is back.
             if now - since > (_HANG_SECONDS if self.is_cut_off else max(_HANG_SECONDS, self._wait_seconds)):
-                self._on_hang(self.reason)
-                since = float("inf")
+                self._on_hang(f"{self.reason}; the others have gone on without this group")
+                since = math.inf
+            if signs["idle"] > self._longest_pause:
+                self._on_hang(f"no progress for {self._longest_pause:g} s")
 
     def _send(self, message: Message, *, only_if_joined: bool = False) -> None:
         with self._lock, contextlib.suppress(OSError):  # reading finds the broken connection

@@ -87,6 +87,7 @@ class Membership:
             self._hear_vote(rank, message)
         elif kind == "bye":
             rank.is_leaving = True
+            self._paused.forget(peer)
             self.told.add(rank.slot)
             if self.generation is not None:
                 self.generation.ended.add(rank.slot)
@@ -94,7 +95,8 @@ class Membership:
         elif kind == "leave":
             self.lose(peer, "it was told to stop")
         elif kind == "beat":
-            self._paused.hear(peer, rank.heard, **{key: message[key] for key in SIGNS & message.keys()})
+            if not rank.is_leaving:
+                self._paused.hear(peer, rank.heard, **{key: message[key] for key in SIGNS & message.keys()})
             self._send(peer, {"type": "beat"})  # so that the rank notices a silent coordinator
         elif kind == "tell":
             self._say(text_of(message))

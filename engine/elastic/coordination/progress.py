@@ -3,13 +3,14 @@
 A rank whose main thread hangs still sends heartbeats, from another thread. So each part of a step,
 an evaluation, a checkpoint and a meeting have a limit: ``heartbeat_seconds``, and the longest pause
 that the part has had so far. The time of a checkpoint or a meeting varies more, so four times its
-longest pause counts. A rank that waits for other groups looks at its messages in turn, which counts
-as progress.
+longest pause counts, and a wait for a file does not. A rank that waits for other groups looks at
+its messages in turn, which counts as progress.
 
-The first runs of a part may take much longer, because they compile and allocate. There a rank hangs
-if it has not used the CPU for ``heartbeat_seconds``. But it may wait inside its group for a rank
+The first runs of a part may take much longer, because they compile and allocate. A rank hangs there
+if its process was idle for ``heartbeat_seconds``: it has used neither the CPU nor files. In parts
+whose time varies, this holds in later runs, too. But an idle rank may wait inside its group for one
 that compiles or waits for another group, or on its host for a lock of a compiler. So it is cut off
-only if no other rank is at work: each hangs, too, or is known to wait.
+only if no other rank is at work: each is idle, too, or is known to wait.
 
 A rank that waits inside its group cannot look. If another group hangs, such a rank may seem to
 hang, too. So the coordinator cuts off only the group with the longest pause, and then gives the
@@ -33,7 +34,7 @@ from typing import Any
 from .messages import ProtocolError
 
 _GATHERING_SECONDS = 0.25  # from the first report of a pause until a group is cut off
-SIGNS = frozenset({"pause", "idle", "is_first", "waits"})  # what a heartbeat tells of the main thread
+SIGNS = frozenset({"pause", "idle", "is_inactive", "waits"})  # what a heartbeat tells of the main thread
 _LONGEST_PAUSE = 1e9  # seconds
 _VARIED_FACTOR = 4.0  # disks and the sizes of messages differ from one time to the next
 
@@ -47,9 +48,10 @@ class Progress:
             because it also compiles, allocates and connects, and has no limit here.
         varied: parts whose time varies, and how many seconds their first run may pause.
         clock: measures seconds.
-        computing: parts of the two above. In their first runs, a rank that does not use the CPU
-            hangs.
-        idle_cpu: returns for how many seconds the CPU was not used, see ``ProcessActivity``.
+        busy: parts in which a rank hangs if its process is idle. If they are ``steady``, this holds
+            in the first two runs.
+        quiet_process: returns for how many seconds this process was idle, and for how many it used
+            no file, see ``ProcessActivity``.
         is_sending: returns whether the process sends much.
 
     The limit of a part in ``varied`` never exceeds that of its first run.
@@ -66,12 +68,12 @@ class Progress:
         varied: Mapping[str, float] = MappingProxyType({}),
         clock: Callable[[], float] = time.monotonic,
         *,
-        computing: Collection[str] = (),
-        idle_cpu: Callable[[], float] = lambda: 0.0,
+        busy: Collection[str] = (),
+        quiet_process: Callable[[], tuple[float, float]] = lambda: (0.0, math.inf),
         is_sending: Callable[[], bool] = lambda: False,
     ):
         self._heartbeat, self._steady, self._varied, self._clock = heartbeat_seconds, frozenset(steady), varied, clock
-        self._computing, self._idle_cpu, self._is_sending = frozenset(computing), idle_cpu, is_sending
+        self._busy, self._quiet_process, self._is_sending = frozenset(busy), quiet_process, is_sending
         self._part = ""
         self._runs = Counter[str]()  # of each part
         self._longest: dict[str, float] = {}  # pause of each part, in the runs that count
@@ -139,24 +141,28 @@ class Progress:
 
     def signs(self) -> dict[str, Any]:
         """Return what a rank reports with its heartbeat, see :meth:`PausedRanks.hear`."""
-        part, idle = self._part, self.idle
-        found = {"pause": idle if idle > self._limit(part) else None, "idle": idle, "is_first": False}
+        part, idle, quiet = self._part, self.idle, (0.0, math.inf)
+        if part in self._busy and not (part in self._steady and part in self._longest):
+            quiet = self._quiet_process()
+        found = {
+            "pause": idle if self._is_over_limit(part, idle, quiet[1]) else None,
+            "idle": idle,
+            "is_inactive": False,
+        }
         since = self._waits_since if idle < self._heartbeat / 10 else None
         has_waited = since is not None and self._clock() - since >= self._heartbeat / 10
         found["waits"] = has_waited and not self._is_sending()
-        if part in self._computing and part not in self._longest:
-            idle = min(idle, self._idle_cpu())
-            if found["pause"] is None and idle > self._heartbeat:
-                found |= {"pause": idle, "is_first": True}
+        if found["pause"] is None and (slept := min(idle, quiet[0])) > self._heartbeat:
+            found |= {"pause": slept, "is_inactive": True}
         return found
 
-    def _limit(self, part: str) -> float:
-        """Return how many seconds ``part`` may pause."""
+    def _is_over_limit(self, part: str, idle: float, without_files: float) -> bool:
+        """Return whether ``part`` has paused for too long, whatever its process does."""
         longest = self._longest.get(part)
         if part in self._varied:
-            first = self._varied[part]
-            return first if longest is None else min(first, self._heartbeat + _VARIED_FACTOR * longest)
-        return self._heartbeat + longest if part in self._steady and longest is not None else math.inf
+            is_long = longest is not None and min(idle, without_files) > self._heartbeat + _VARIED_FACTOR * longest
+            return is_long or idle > self._varied[part]
+        return part in self._steady and longest is not None and idle > self._heartbeat + longest
 
 
 class PausedRanks:
@@ -170,12 +176,18 @@ class PausedRanks:
         self._heartbeat = heartbeat_seconds
         self._since: dict[Hashable, float] = {}  # of ranks whose pause is over the limit
         self._active: dict[Hashable, float] = {}  # when each rank last made progress
-        self._first_runs = set[Hashable]()  # those of self._since that are in the first runs of a part
+        self._inactive = set[Hashable]()  # those of self._since that count because their process is idle
         self._worked: dict[Hashable, float] = {}  # when each rank was last at work; infinite: it still is
         self._first = self._blind_until = -math.inf
 
     def hear(
-        self, peer: Hashable, now: float, pause: Any = None, idle: Any = 0.0, is_first: Any = False, waits: Any = False
+        self,
+        peer: Hashable,
+        now: float,
+        pause: Any = None,
+        idle: Any = 0.0,
+        is_inactive: Any = False,
+        waits: Any = False,
     ) -> None:
         """Process what a rank reported with its heartbeat.
 
@@ -184,7 +196,7 @@ class PausedRanks:
             now: the time.
             pause: the seconds without progress, if they are over the rank's limit, else None.
             idle: the seconds without progress in any case.
-            is_first: whether it is in the first runs of a part, and has not used the CPU meanwhile.
+            is_inactive: whether the pause is over the limit only because its process was idle.
             waits: whether it has been in one wait for other ranks for a while.
 
         Raises:
@@ -192,7 +204,7 @@ class PausedRanks:
         """
         given = [idle] if pause is None else [pause, idle]
         is_wrong = any(type(each) not in (int, float) or not 0 <= each <= _LONGEST_PAUSE for each in given)
-        if is_wrong or type(is_first) is not bool or type(waits) is not bool:
+        if is_wrong or type(is_inactive) is not bool or type(waits) is not bool:
             raise ProtocolError("a heartbeat with a wrong pause")
         self._active[peer] = now - idle
         if pause is None:
@@ -207,13 +219,13 @@ class PausedRanks:
             if not self._since:
                 self._first = now
             self._since[peer] = now - pause
-            (self._first_runs.add if is_first else self._first_runs.discard)(peer)
+            (self._inactive.add if is_inactive else self._inactive.discard)(peer)
 
     def forget(self, peer: Hashable) -> None:
         """Forget a rank that is gone."""
         self._since.pop(peer, None)
         self._active.pop(peer, None)
-        self._first_runs.discard(peer)
+        self._inactive.discard(peer)
         self._worked.pop(peer, None)
 
     def worst(self, now: float, groups: Mapping[Any, int]) -> tuple[Hashable, float] | None:
@@ -238,7 +250,7 @@ class PausedRanks:
         own = {each for each, group in groups.items() if group == groups.get(peer)}
         # One that has just worked may have given the work to another one that has not told it yet.
         recently = now - self._heartbeat / 2
-        if peer in self._first_runs and any(self._worked.get(each, -math.inf) > recently for each in groups):
+        if peer in self._inactive and any(self._worked.get(each, -math.inf) > recently for each in groups):
             return False
         if any(self._active.get(each, now) < self._since[peer] for each in own - self._since.keys()):
             return False

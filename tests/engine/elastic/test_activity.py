@@ -9,14 +9,15 @@ import pytest
 
 # The main thread does something, while another thread looks ten times in a second.
 LOOKING = """
-import subprocess, sys, threading, time
+import fcntl, os, socket, subprocess, sys, threading, time
 from sdp.engine.elastic.activity import ProcessActivity
 
 found, use = [], ProcessActivity()
 
 def look():
     while True:
-        found.append(use.idle_seconds() + 100 * use.is_sending())
+        quiet = use.quiet_seconds()
+        found.append(quiet[KIND] + 100 * use.is_sending())
         time.sleep(0.1)
 
 def compute(seconds):
@@ -28,14 +29,17 @@ threading.Thread(target=look, daemon=True).start()
 """
 
 
-def looks(action: str) -> list[float]:
-    """Return what was found while the main thread did ``action``."""
-    script = f"{LOOKING}{action}\nprint(*found)"
+def looks(action: str, kind: int = 0) -> list[float]:
+    """Return what was found while the main thread did ``action``.
+
+    ``kind``: 0 for the seconds for which the process was idle, 1 for those without files.
+    """
+    script = f"KIND = {kind}\n{LOOKING}{action}\nprint(*found)"
     done = subprocess.run([sys.executable, "-P", "-c", script], check=True, capture_output=True, text=True)
     return list(map(float, done.stdout.split()))
 
 
-def test_a_main_thread_that_waits_uses_no_cpu() -> None:
+def test_a_main_thread_that_sleeps_is_idle() -> None:
     found = looks("time.sleep(4)")
     assert max(found) > 3 and found == sorted(found)
 
@@ -59,7 +63,7 @@ threading.excepthook = missed.append
 def look_often():
     other = ProcessActivity(look_seconds=0.0)
     while True:
-        other.idle_seconds()
+        other.quiet_seconds()
 
 for _ in range(2):
     threading.Thread(target=look_often, daemon=True).start()
@@ -90,8 +94,79 @@ other.start(), reduce(0), other.join()
     assert looks("time.sleep(3)")[-5] < 100
 
 
-def test_a_lock_that_another_thread_never_releases_uses_no_cpu() -> None:
-    assert max(looks("lock = threading.Lock(); lock.acquire(); lock.acquire(timeout=4)")) > 3
+# Another rank comes late to a collective.
+LATE = """
+import torch
+import torch.distributed as dist
+store = dist.HashStore()
+
+def reduce(rank, seconds):
+    group = dist.ProcessGroupGloo(store, rank, 2)
+    time.sleep(seconds)
+    group.allreduce([torch.ones(8)]).wait()
+
+other = threading.Thread(target=reduce, args=(1, 5))
+other.start(), reduce(0, 0), other.join()
+"""
+
+
+@pytest.mark.parametrize(
+    "action",
+    [
+        "lock = threading.Lock(); lock.acquire(); lock.acquire(timeout=4)",
+        LATE,
+        "one, other = socket.socketpair(); threading.Timer(4, other.send, (b'1',)).start(); one.recv(1)",
+        # A child that has ended, and another one that waits.
+        "subprocess.Popen(['true']), subprocess.Popen(['sleep', '4']).wait()",
+        # A thread that reads what nobody writes.
+        "threading.Thread(target=os.read, args=(os.pipe()[0], 1), daemon=True).start(); time.sleep(4)",
+    ],
+    ids=["lock", "collective", "socket", "children", "pipe"],
+)
+def test_a_wait_for_another_thread_a_process_or_a_message_is_idle(action: str) -> None:
+    """As a call that hangs."""
+    assert max(looks(action)) > 3
+
+
+# Waits for the lock of a file, as for a file system that does not answer.
+FILE = """
+import tempfile
+first = tempfile.NamedTemporaryFile("w")
+second = open(first.name, "w")
+fcntl.flock(first, fcntl.LOCK_EX)
+threading.Timer(4, fcntl.flock, (first, fcntl.LOCK_UN)).start()
+"""
+
+
+@pytest.mark.parametrize(
+    "action",
+    [
+        f"{FILE}fcntl.flock(second, fcntl.LOCK_EX)",
+        f"{FILE}one = threading.Thread(target=fcntl.flock, args=(second, fcntl.LOCK_EX)); one.start(); one.join()",
+        # A terminal or a program that shows the run's lines does not read them.
+        "ends = os.pipe(); threading.Timer(4, os.read, (ends[0], 1 << 20)).start(); os.write(ends[1], bytes(1 << 17))",
+        "for _ in range(40): os.path.exists(sys.executable), time.sleep(0.1)",
+    ],
+    ids=["file", "file of another thread", "full pipe", "looks again and again"],
+)
+def test_a_wait_for_a_file_is_no_idleness(action: str) -> None:
+    assert max(looks(action)) < 2.5
+
+
+@pytest.mark.parametrize(
+    ("action", "uses_file"),
+    [
+        (f"{FILE}fcntl.flock(second, fcntl.LOCK_EX)", True),
+        (
+            f"{FILE}one = threading.Thread(target=fcntl.flock, args=(second, fcntl.LOCK_EX)); one.start(); compute(4)",
+            True,
+        ),
+        ("compute(4)", False),
+        ("time.sleep(4)", False),
+    ],
+)
+def test_the_seconds_without_files_are_counted_also_while_the_cpu_is_used(action: str, uses_file: bool) -> None:
+    assert (max(looks(action, kind=1)) < 2.5) == uses_file
 
 
 @pytest.mark.parametrize(

@@ -17,7 +17,8 @@ from .changed_settings import apply_rates, describe_changes, saved_settings
 
 log = logging.getLogger("sdp")
 
-CHECKPOINT, AWAITING = "checkpoint", "waiting for the checkpoint"  # phases
+# Phases.
+CHECKPOINT, AWAITING, LOAD = "checkpoint", "waiting for the checkpoint", "loading the checkpoint"
 
 
 class Checkpointer:
@@ -50,7 +51,7 @@ class Checkpointer:
     def resume(self) -> bool:
         """Load the newest checkpoint, if there is one, and apply changed settings. Collective."""
         engine = self._engine
-        self._beat.at(0, "loading the checkpoint", self._training.start_timeout)
+        self._beat.at(0, LOAD, self._training.start_timeout)
         # Read the file first: rank 0 replaces it once all ranks have loaded.
         before = saved_settings(self._dump_dir)
         configured = [float(rate) for rate in engine.get_lr()]
@@ -72,7 +73,7 @@ class Checkpointer:
         """
         engine = self._engine
         self.settle(block=True)
-        self._beat.at(engine.global_steps, "loading the checkpoint", self._training.start_timeout)
+        self._beat.at(engine.global_steps, LOAD, self._training.start_timeout)
         position = engine.loader.state_dict()
         path, _ = engine.load_checkpoint(self._directory, warn_of_changes=False)
         engine.loader.load_state_dict(position)

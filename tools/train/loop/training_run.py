@@ -35,6 +35,8 @@ from .utilisation import Utilisation
 
 log = logging.getLogger("sdp")
 
+THE_END = "the end"  # a phase
+
 
 class TrainingRun:
     """The parts of one rank's run: a step, an evaluation, its begin and its end.
@@ -227,6 +229,7 @@ class TrainingRun:
 
     def tell_end(self) -> None:
         """Tell the observers that the loop has ended."""
+        self.beat.at(self.engine.global_steps, "writing lines", self.config.training.step_timeout)
         for observer in self.observers:
             observer.on_end()
 
@@ -238,7 +241,7 @@ class TrainingRun:
     def stop_early(self) -> int:
         """Write a checkpoint after a signal, and return the exit code. Collective."""
         self.checkpoints.write()
-        self.beat.at(self.engine.global_steps, "the end", None)
+        self.beat.at(self.engine.global_steps, THE_END, None)
         log.info(
             "stopped by %s after step %d, with a checkpoint",
             signal.Signals(self.stop_signal).name,
@@ -249,12 +252,13 @@ class TrainingRun:
     def finish(self, seconds: float) -> None:
         """Write the summary of a run that trained for ``seconds``. Collective."""
         engine = self.engine
-        self.beat.at(engine.global_steps, "the end", None)
+        self.beat.at(engine.global_steps, THE_END, self.config.training.start_timeout)
         peak = next((each.peak for each in self.observers if isinstance(each, MemoryProbe)), None)
         facts = rank_facts(engine, self.last_facts, self.meter.sent_per_step(), self._baseline, peak)
         ranks = engine.gather_facts(facts)
         if self.files is not None:
             write_summary(self.files, engine, self.corpus, ranks, seconds)
+        self.beat.at(engine.global_steps, THE_END, None)
 
     @property
     def tokens(self) -> int:

@@ -1,6 +1,10 @@
-"""A rank that hangs in the first runs of a part, which may take long because they compile."""
+"""A rank that hangs in the first runs of a part, which may take long because they compile, or in a
+checkpoint or a meeting, which may take longer than the last one.
+"""
 
 from __future__ import annotations
+
+import math
 
 import pytest
 from sdp.engine.elastic.coordination.progress import PausedRanks, Progress
@@ -9,40 +13,62 @@ from sdp.tests.support.network.coordinator_rules import HEARTBEAT, Clock
 VARIED = {"checkpoint": 200.0, "meeting": 50.0}
 
 
-class IdleCPU:
-    """Seconds without use of the CPU, that a test sets."""
+class Quiet:
+    """Seconds for which the process was idle, and without files, that a test sets."""
 
-    seconds = 0.0
+    seconds, without_files = 0.0, math.inf
 
-    def __call__(self) -> float:
-        return self.seconds
+    def __call__(self) -> tuple[float, float]:
+        return self.seconds, self.without_files
 
 
 @pytest.mark.parametrize("part", ["forward", "meeting"])
-def test_a_rank_hangs_in_the_first_runs_of_a_part_if_it_does_not_use_the_cpu(part: str) -> None:
-    clock, cpu = Clock(), IdleCPU()
-    computing = {"forward", "meeting"}
-    made = Progress(HEARTBEAT, ["forward", "data"], VARIED, clock, computing=computing, idle_cpu=cpu)
+def test_a_rank_hangs_in_the_first_runs_of_a_part_if_its_process_is_idle(part: str) -> None:
+    clock, process = Clock(), Quiet()
+    busy = {"forward", "meeting"}
+    made = Progress(HEARTBEAT, ["forward", "data"], VARIED, clock, busy=busy, quiet_process=process)
     for _ in range(2 if part == "forward" else 1):
         made.begin(part)
         clock.now += 40  # it compiles
         assert made.signs()["pause"] is None
-        cpu.seconds = HEARTBEAT + 0.1
+        process.seconds = HEARTBEAT + 0.1
         assert made.signs() == {
-            "pause": pytest.approx(HEARTBEAT + 0.1), "idle": 40, "is_first": True, "waits": False
+            "pause": pytest.approx(HEARTBEAT + 0.1), "idle": 40, "is_inactive": True, "waits": False
         }  # fmt: skip
-        made.note()  # it has not used the CPU while it waited for others
+        made.note()  # its process was idle while it waited for others
         assert made.signs()["pause"] is None
         made.begin("data")
         clock.now += 40
         assert made.signs()["pause"] is None
-        cpu.seconds = 0
-    made.begin(part)  # now its longest pause is known, and it may wait for as long
+        process.seconds = 0
+    made.begin(part)  # now its longest pause is known
     clock.now += 40
-    cpu.seconds = 40
     assert made.signs()["pause"] is None
+    process.seconds = 40
+    if part == "meeting":  # which may take longer than the last one
+        assert made.signs() == {"pause": 40, "idle": 40, "is_inactive": True, "waits": False}
+    else:
+        assert made.signs()["pause"] is None
     clock.now += 1000
-    assert made.signs() == {"pause": 1040, "idle": 1040, "is_first": False, "waits": False}
+    assert made.signs() == {"pause": 1040, "idle": 1040, "is_inactive": False, "waits": False}
+
+
+def test_a_later_checkpoint_that_waits_for_its_files_is_no_hang() -> None:
+    """It may take much longer than the one before, but not longer than the first one might."""
+    clock, process = Clock(), Quiet()
+    made = Progress(HEARTBEAT, (), VARIED, clock, busy=["checkpoint"], quiet_process=process)
+    made.begin("checkpoint")
+    clock.now += 1
+    made.begin("step")
+    made.begin("checkpoint")
+    clock.now += 190
+    process.without_files = HEARTBEAT + 3.9
+    assert made.signs()["pause"] is None
+    process.without_files = HEARTBEAT + 4.1
+    assert made.signs()["pause"] == 190 and not made.signs()["is_inactive"]
+    process.without_files = 0.0
+    clock.now += 11
+    assert made.signs()["pause"] == 201
 
 
 @pytest.mark.parametrize("worker", ["own", "other"])
@@ -50,7 +76,7 @@ def test_a_rank_is_not_cut_off_in_the_first_runs_while_another_one_is_at_work(wo
     """It may wait for that one in its group, or for a lock of a compiler. It has begun later."""
     groups = {"waits": 1, "own": 1, "other": 0, "polls": 2}
     paused = PausedRanks(HEARTBEAT)
-    paused.hear("waits", 100.0, 5.1, 5.1, is_first=True)
+    paused.hear("waits", 100.0, 5.1, 5.1, is_inactive=True)
     paused.hear(worker, 100.0, None, 4.0)
     paused.hear("polls", 103.0, None, 0.01, waits=True)
     assert paused.worst(104.0, groups) is None  # its next heartbeat may take as long as the limit of silence
@@ -71,8 +97,12 @@ def test_no_rank_is_cut_off_when_the_work_passes_from_one_rank_to_another(phase:
     for other in range(0, 100, 10):
         clock = Clock()
         ranks = {
-            name: Progress(HEARTBEAT, ["forward"], clock=clock, computing=["forward"], idle_cpu=idle)
-            for name, idle in (("waits", lambda: 60.0), ("polls", lambda: 0.0), ("compiles", lambda: 0.0))
+            name: Progress(HEARTBEAT, ["forward"], clock=clock, busy=["forward"], quiet_process=idle)
+            for name, idle in (
+                ("waits", lambda: (60.0, 60.0)),
+                ("polls", lambda: (0.0, 60.0)),
+                ("compiles", lambda: (0.0, 60.0)),
+            )
         }
         paused = PausedRanks(HEARTBEAT)
         for rank in ranks.values():
@@ -95,11 +125,11 @@ def test_a_rank_that_sends_much_is_at_work_although_it_waits() -> None:
         assert made.signs()["waits"] is False
 
 
-def test_of_two_ranks_that_do_not_use_the_cpu_in_their_first_runs_the_first_one_is_cut_off() -> None:
+def test_of_two_ranks_with_idle_processes_the_first_one_is_cut_off() -> None:
     groups = {"waits inside": 1, "hangs": 1, "polls": 0}
     paused = PausedRanks(HEARTBEAT)
-    paused.hear("waits inside", 100.0, 5.1, 5.1, is_first=True)
-    paused.hear("hangs", 100.0, 5.2, 5.2, is_first=True)
+    paused.hear("waits inside", 100.0, 5.1, 5.1, is_inactive=True)
+    paused.hear("hangs", 100.0, 5.2, 5.2, is_inactive=True)
     paused.hear("polls", 100.0, None, 0.01, waits=True)
     assert paused.worst(100.3, groups) == ("hangs", pytest.approx(5.5))
 
@@ -107,7 +137,7 @@ def test_of_two_ranks_that_do_not_use_the_cpu_in_their_first_runs_the_first_one_
 def test_a_rank_that_goes_on_to_later_runs_is_judged_by_their_limit() -> None:
     groups = {"hangs": 1, "own": 1, "active": 0}
     paused = PausedRanks(HEARTBEAT)
-    paused.hear("hangs", 100.0, 5.1, 5.1, is_first=True)
+    paused.hear("hangs", 100.0, 5.1, 5.1, is_inactive=True)
     paused.hear("hangs", 101.0, 8.0, 8.0)
     paused.hear("own", 101.0, None, 4.0)
     paused.hear("active", 101.0)  # at work, and the limits of later runs do not depend on that

@@ -257,7 +257,7 @@ def test_a_rank_that_goes_on_in_time_is_not_cut_off() -> None:
     assert paused.worst(102.0, GROUPS) is None
 
 
-@pytest.mark.parametrize("sign", ["is_first", "waits"])
+@pytest.mark.parametrize("sign", ["is_inactive", "waits"])
 @pytest.mark.parametrize("value", [1, 0, "", None, []])
 def test_a_wrong_sign_ends_the_connection(sign: str, value: Any) -> None:
     with pytest.raises(ProtocolError, match="a wrong pause"):
@@ -324,5 +324,31 @@ def test_a_main_thread_that_hangs_is_cut_off_and_its_process_is_told() -> None:
         clients[0].vote(None, step=0)
         assert "group 1 on here was lost after step 0 (no progress for 1." in until(lambda: said or None)[0]
         assert "no progress for 1." in until(lambda: hangs or None)[0]
+    finally:
+        coordinator.stop()
+
+
+def test_a_main_thread_that_hangs_for_very_long_ends_its_process_in_any_part() -> None:
+    """Also if no other group is left that could go on without it."""
+    hangs: list[str] = []
+    token, heartbeat = b"a shared secret", 1.0
+    coordinator = Coordinator(1, 1, token, lambda _: None, heartbeat_seconds=heartbeat, wait_seconds=20)
+    coordinator.start()
+    try:
+        progress = Progress(heartbeat)
+        client = CoordinatorClient(
+            ("127.0.0.1", coordinator.port),
+            token,
+            Identity(0, 0, 1, "life", "here", ""),
+            heartbeat_seconds=heartbeat,
+            progress=progress,
+            on_hang=hangs.append,
+            longest_pause=1.5,
+        )
+        client.join(step=0, phase=STEP, fresh=True)
+        with progress.waiting():
+            time.sleep(2)
+        assert not hangs
+        assert until(lambda: hangs or None)[0] == "no progress for 1.5 s"
     finally:
         coordinator.stop()

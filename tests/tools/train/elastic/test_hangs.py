@@ -9,6 +9,7 @@ import os
 import re
 import signal
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -35,7 +36,7 @@ sign, method = Path({sign!r}), {owner}.{method}
 def hangs(self, *args, **keywords):
     if os.environ["SDP_ELASTIC_GROUP"] == "1" and os.environ["RANK"] == "0" and sign.exists():
         sign.unlink()
-        time.sleep(1e6)
+        {hang}
     return method(self, *args, **keywords)
 
 {owner}.{method} = hangs
@@ -46,6 +47,7 @@ entry()
 
 BACKEND = ("sdp.engine.backends.fsdp2.backend", "FSDP2Backend")
 ENGINE = ("sdp.engine.engine", "SDPEngine")
+RUN = ("sdp.tools.train.loop.training_run", "TrainingRun")
 BETWEEN_GROUPS = ("sdp.engine.elastic.process_groups", "AbortableGroup")
 
 
@@ -57,13 +59,19 @@ def hanging_config(corpus: Path, masking: str, stage: int) -> dict[str, Any]:
 
 
 def hanging_run(
-    tmp_path: Path, settings: dict[str, Any], ranks: int, owner: tuple[str, str], method: str
+    tmp_path: Path,
+    settings: dict[str, Any],
+    ranks: int,
+    owner: tuple[str, str],
+    method: str,
+    hang: str = "time.sleep(1e6)",
+    more: Sequence[str] = (),
 ) -> tuple[ElasticRun, Path]:
     """Start a run whose group 1 hangs once in ``method`` when a file exists. Returns both."""
     sign, script, config = tmp_path / "hang", tmp_path / "script.py", tmp_path / "config.json"
-    script.write_text(SCRIPT.format(sign=str(sign), module=owner[0], owner=owner[1], method=method))
+    script.write_text(SCRIPT.format(sign=str(sign), module=owner[0], owner=owner[1], method=method, hang=hang))
     config.write_text(json.dumps(settings))
-    words = ("--nproc", str(3 * ranks))
+    words = ("--nproc", str(3 * ranks), *more)
     return ElasticRun(config, tmp_path / "run", *words, new_interpreters=True, script=script), sign
 
 
@@ -125,13 +133,18 @@ def test_a_rank_that_hangs_is_cut_off_and_started_again(
         ("forward", 1, 0, BACKEND, "evaluate"),
         ("forward", 1, 0, BACKEND, "reconnect"),
         ("backward", 2, 3, BACKEND, "reconnect"),
+        ("forward", 1, 0, ENGINE, "save_checkpoint"),
+        ("backward", 2, 3, ENGINE, "save_checkpoint"),
+        ("backward", 2, 3, ENGINE, "wait_for_checkpoint"),
     ],
 )
 def test_a_rank_that_hangs_in_the_first_run_of_a_part_is_cut_off(
     corpus: Path, tmp_path: Path, masking: str, ranks: int, stage: int, owner: tuple[str, str], method: str
 ) -> None:
     """As above, but the run begins with the hang. There it might also compile."""
-    run, sign = hanging_run(tmp_path, hanging_config(corpus, masking, stage), ranks, owner, method)
+    settings = hanging_config(corpus, masking, stage)
+    settings["training"] |= {"save_every": 4}
+    run, sign = hanging_run(tmp_path, settings, ranks, owner, method)
     sign.touch()  # the ranks look when they have imported torch
     try:
         run.wait_for(5, groups=3)
@@ -141,6 +154,51 @@ def test_a_rank_that_hangs_in_the_first_run_of_a_part_is_cut_off(
     finally:
         run.kill()
     assert run.said.count(" was lost after step ") == 1, run.said
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("ranks", "stage"), [(1, 0), (2, 3)])
+def test_a_rank_that_hangs_at_the_end_or_while_it_loads_is_cut_off(
+    corpus: Path, tmp_path: Path, ranks: int, stage: int
+) -> None:
+    """The others end the run. Then they resume it, and end it again."""
+    settings = hanging_config(corpus, "backward", stage)
+    for steps, owner, method, words in ((8, RUN, "finish", ()), (16, ENGINE, "load_checkpoint", ("--resume",))):
+        settings["training"] |= {"save_every": 4, "steps": steps}
+        run, sign = hanging_run(tmp_path, settings, ranks, owner, method, more=words)
+        sign.touch()
+        try:
+            assert run.end() == 0, run.said
+        finally:
+            run.kill()
+        assert not sign.exists() and run.said.count(" lost after step ") == 1, run.said
+        found = re.search(LOST, run.said)
+        assert found is not None and HEARTBEAT < float(found[1]) < 3 * HEARTBEAT, run.said
+        assert run.lines()[-1]["step"] == steps
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("ranks", "stage"), [(1, 0), (2, 3)])
+def test_a_first_checkpoint_that_waits_for_its_files_is_no_hang(
+    corpus: Path, tmp_path: Path, ranks: int, stage: int
+) -> None:
+    """It waits three times as long as a rank may hang, to open a pipe that nobody writes to."""
+    settings = hanging_config(corpus, "backward", stage)
+    settings["training"] |= {"save_every": 4}
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    hang = f"os.close(os.open({str(pipe)!r}, os.O_RDONLY))"
+    run, sign = hanging_run(tmp_path, settings, ranks, ENGINE, "save_checkpoint", hang)
+    sign.touch()
+    try:
+        until(lambda: not sign.exists(), seconds=SECONDS)
+        time.sleep(3 * HEARTBEAT)
+        os.close(os.open(pipe, os.O_WRONLY | os.O_NONBLOCK))  # an error if nobody waits for it
+        run.wait_for(5, groups=3)
+        assert run.stop() == 128 + 15, run.said
+    finally:
+        run.kill()
+    assert " was lost after step " not in run.said and len(run.lines()) > 4, run.said
 
 
 @pytest.mark.slow
