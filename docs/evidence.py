@@ -16,7 +16,8 @@ TARGET = DOCS.parent / "tools" / "advise" / "evidence.json"
 
 # Every grid trains the same model: 8 blocks of width 32 with byte tokens.
 PARAMETERS = 115_264
-GROUPS = 8  # of all grids but that of the workers
+GROUPS = 8  # of all grids but those of the workers and of local steps
+GROUPS_OF_LOCAL_STEPS = 4
 SETTING = {"parameters": PARAMETERS, "tokens_of_group": 128}
 _TOKENS_OF_STEP = 1024
 
@@ -39,7 +40,7 @@ def gap(method: str, every: int, capacity: float, cell: Mapping[str, Any], dense
     return {
         "method": method,
         "every": every,
-        "groups": GROUPS,
+        "groups": GROUPS if every == 1 else GROUPS_OF_LOCAL_STEPS,
         "capacity": capacity,
         "gap": round(cell["mean"] - dense["mean"], 4),
         "spread": round(spread, 4),

@@ -47,7 +47,7 @@ entry()
 
 BACKEND = ("sdp.engine.backends.fsdp2.backend", "FSDP2Backend")
 ENGINE = ("sdp.engine.engine", "SDPEngine")
-RUN = ("sdp.tools.train.loop.training_run", "TrainingRun")
+METER = ("sdp.tools.train.loop.meter", "StepMeter")
 BETWEEN_GROUPS = ("sdp.engine.elastic.process_groups", "AbortableGroup")
 
 
@@ -161,9 +161,15 @@ def test_a_rank_that_hangs_in_the_first_run_of_a_part_is_cut_off(
 def test_a_rank_that_hangs_at_the_end_or_while_it_loads_is_cut_off(
     corpus: Path, tmp_path: Path, ranks: int, stage: int
 ) -> None:
-    """The others end the run. Then they resume it, and end it again."""
+    """The others end the run. Then they resume it, and end it again.
+
+    At the end, a rank hangs before the message that asks what it has sent.
+    """
     settings = hanging_config(corpus, "backward", stage)
-    for steps, owner, method, words in ((8, RUN, "finish", ()), (16, ENGINE, "load_checkpoint", ("--resume",))):
+    for steps, owner, method, words in (
+        (8, METER, "sent_per_step", ()),
+        (16, ENGINE, "load_checkpoint", ("--resume",)),
+    ):
         settings["training"] |= {"save_every": 4, "steps": steps}
         run, sign = hanging_run(tmp_path, settings, ranks, owner, method, more=words)
         sign.touch()
