@@ -55,7 +55,7 @@ class ProcessActivity:
     def quiet_seconds(self) -> tuple[float, float]:
         """Return for how many seconds this process was idle, and for how many it used no file.
 
-        Both are 0 if the system does not tell. The process is not idle if
+        If the system does not tell, the first is 0 and the second grows. The process is not idle if
 
         - the main thread or a child runs or wants to run,
         - a thread or a child waits for a disk, or uses more than 2 % of a core,
@@ -81,7 +81,7 @@ class ProcessActivity:
         """Return whether the process is active, and whether it uses a file."""
         main = _state_and_seconds(self._main)
         if main is None or not all((self._main / name).exists() for name in ("children", "syscall")):
-            return True, True
+            return True, False
         uses_file = _uses_file(self._main, main[0])
         is_active = uses_file or main[0] in _ACTIVE
         if (elapsed := now - self._looked) < self._look_seconds:

@@ -168,6 +168,6 @@ def _find_coordinator(
         wait_seconds=section.wait_seconds,
         progress=progress,
         on_hang=beat.end,
-        longest_pause=_PATIENCE * longest_phase(config),  # also in phases that have no limit
+        longest_pause=_PATIENCE * max(training.start_timeout, training.step_timeout, training.save_timeout),
         has_begun=lambda: has_begun(dump_dir),
     )

@@ -19,6 +19,9 @@ others time to go on. It does not cut off a group
 - of which another rank has paused for longer, within a higher limit: the others wait for that one,
 - if no rank of another group makes progress: a pause of all has a cause that they share, such as a
   file system, and ends without a loss when that is over.
+
+When a group has done something together, all its ranks meet, which takes no time. If all of them
+wait there for ``heartbeat_seconds``, they cannot reach each other, and the group is cut off.
 """
 
 from __future__ import annotations
@@ -34,7 +37,7 @@ from typing import Any
 from .messages import ProtocolError
 
 _GATHERING_SECONDS = 0.25  # from the first report of a pause until a group is cut off
-SIGNS = frozenset({"pause", "idle", "is_inactive", "waits"})  # what a heartbeat tells of the main thread
+SIGNS = frozenset({"pause", "idle", "is_inactive", "waits", "inside"})  # what a heartbeat tells of the main thread
 _LONGEST_PAUSE = 1e9  # seconds
 _VARIED_FACTOR = 4.0  # disks and the sizes of messages differ from one time to the next
 
@@ -57,8 +60,6 @@ class Progress:
     The limit of a part in ``varied`` never exceeds that of its first run.
     Parts that are neither ``steady`` nor ``varied`` have no limit here.
 
-    Attributes:
-        waits_inside: whether the main thread waits for other ranks of its group.
     """
 
     def __init__(
@@ -78,7 +79,8 @@ class Progress:
         self._runs = Counter[str]()  # of each part
         self._longest: dict[str, float] = {}  # pause of each part, in the runs that count
         self._present = 0.0  # the longest pause of the present part
-        self._last, self._waits, self.waits_inside = clock(), False, False
+        self._last, self._waits = clock(), False
+        self._inside_since: float | None = None  # of a wait for the other ranks of this group
         self._waits_since: float | None = None  # also of waits in which it looks again and again
 
     def begin(self, part: str) -> None:
@@ -114,11 +116,11 @@ class Progress:
         ranks that have limits of their own.
         """
         self.look()
-        self._waits, self.waits_inside = True, inside
+        self._waits, self._inside_since = True, self._last if inside else None
         try:
             yield
         finally:
-            self._last, self._waits, self.waits_inside = self._clock(), False, False
+            self._last, self._waits, self._inside_since = self._clock(), False, None
             self._waits_since = None
 
     @contextmanager
@@ -139,6 +141,11 @@ class Progress:
         # The main thread may end a wait or note progress between these reads.
         return 0.0 if self._waits else max(0.0, self._clock() - self._last)
 
+    @property
+    def waits_inside(self) -> bool:
+        """Whether the main thread waits for other ranks of its group."""
+        return self._inside_since is not None
+
     def signs(self) -> dict[str, Any]:
         """Return what a rank reports with its heartbeat, see :meth:`PausedRanks.hear`."""
         part, idle, quiet = self._part, self.idle, (0.0, math.inf)
@@ -152,6 +159,8 @@ class Progress:
         since = self._waits_since if idle < self._heartbeat / 10 else None
         has_waited = since is not None and self._clock() - since >= self._heartbeat / 10
         found["waits"] = has_waited and not self._is_sending()
+        inside = self._inside_since
+        found["inside"] = None if inside is None else max(0.0, self._clock() - inside)
         if found["pause"] is None and (slept := min(idle, quiet[0])) > self._heartbeat:
             found |= {"pause": slept, "is_inactive": True}
         return found
@@ -177,6 +186,7 @@ class PausedRanks:
         self._since: dict[Hashable, float] = {}  # of ranks whose pause is over the limit
         self._active: dict[Hashable, float] = {}  # when each rank last made progress
         self._inactive = set[Hashable]()  # those of self._since that count because their process is idle
+        self._inside: dict[Hashable, float] = {}  # since when ranks wait for the others of their group
         self._worked: dict[Hashable, float] = {}  # when each rank was last at work; infinite: it still is
         self._first = self._blind_until = -math.inf
 
@@ -188,6 +198,7 @@ class PausedRanks:
         idle: Any = 0.0,
         is_inactive: Any = False,
         waits: Any = False,
+        inside: Any = None,
     ) -> None:
         """Process what a rank reported with its heartbeat.
 
@@ -198,15 +209,20 @@ class PausedRanks:
             idle: the seconds without progress in any case.
             is_inactive: whether the pause is over the limit only because its process was idle.
             waits: whether it has been in one wait for other ranks for a while.
+            inside: for how many seconds it has waited for the other ranks of its group, if all of
+                them only have to meet, else None.
 
         Raises:
             ProtocolError: one of them is not what it should be.
         """
-        given = [idle] if pause is None else [pause, idle]
+        given = [idle, *(each for each in (pause, inside) if each is not None)]
         is_wrong = any(type(each) not in (int, float) or not 0 <= each <= _LONGEST_PAUSE for each in given)
         if is_wrong or type(is_inactive) is not bool or type(waits) is not bool:
             raise ProtocolError("a heartbeat with a wrong pause")
         self._active[peer] = now - idle
+        self._inside.pop(peer, None)
+        if inside is not None and now >= self._blind_until:
+            self._inside[peer] = now - inside
         if pause is None:
             self._since.pop(peer, None)
             if not waits:
@@ -225,6 +241,7 @@ class PausedRanks:
         """Forget a rank that is gone."""
         self._since.pop(peer, None)
         self._active.pop(peer, None)
+        self._inside.pop(peer, None)
         self._inactive.discard(peer)
         self._worked.pop(peer, None)
 
@@ -235,14 +252,28 @@ class PausedRanks:
             now: the time.
             groups: the ranks of the living groups, each with the number of its group.
         """
-        if not self._since or now - self._first < _GATHERING_SECONDS:
-            return None
-        for peer in sorted(self._since, key=lambda each: self._since[each]):
+        guilty, since = None, self._since if now - self._first >= _GATHERING_SECONDS else {}
+        for peer in sorted(since, key=lambda each: since[each]):
             if self._is_guilty(peer, now, groups):
-                pause = now - self._since[peer]
-                self._since.clear()
-                self._blind_until = now + self._heartbeat
-                return peer, pause
+                guilty = peer, now - since[peer]
+                break
+        guilty = guilty or self._divided(now, groups)
+        if guilty is not None:
+            self._since.clear()
+            self._inside.clear()
+            self._blind_until = now + self._heartbeat
+        return guilty
+
+    def _divided(self, now: float, groups: Mapping[Any, int]) -> tuple[Hashable, float] | None:
+        """Return a rank of a group of which all ranks wait for each other, and for how long.
+
+        A message does not arrive, as after the loss of the link between two of its hosts.
+        """
+        for group in sorted({*groups.values()}) if self._inside else ():
+            own = [each for each, number in groups.items() if number == group]
+            waited = now - max(self._inside.get(each, now) for each in own)
+            if waited > self._heartbeat and self._others_go_on(own, now, groups):
+                return own[0], waited
         return None
 
     def _is_guilty(self, peer: Hashable, now: float, groups: Mapping[Any, int]) -> bool:
@@ -254,5 +285,9 @@ class PausedRanks:
             return False
         if any(self._active.get(each, now) < self._since[peer] for each in own - self._since.keys()):
             return False
-        others = (self._active.get(each, -math.inf) for each in groups.keys() - own)
+        return self._others_go_on(own, now, groups)
+
+    def _others_go_on(self, own: Collection[Hashable], now: float, groups: Mapping[Any, int]) -> bool:
+        """Return whether a rank of another group than that of the ranks ``own`` makes progress."""
+        others = (self._active.get(each, -math.inf) for each in groups.keys() - {*own})
         return now - max(others, default=-math.inf) <= self._heartbeat / 2

@@ -17,7 +17,8 @@ from ...runs.dataset import Corpus
 from ...tasks.harness import LoadedTasks, Scores
 from ...tasks.scoring import FullModel, Scorer
 
-EVALUATION = "evaluation"  # the phase
+# Phases. A rank that waits for files does not hang.
+EVALUATION, READING = "evaluation", "reading samples"
 
 
 class Evaluator:
@@ -51,8 +52,7 @@ class Evaluator:
         """
         engine = self._engine
         started = time.perf_counter()
-        # A phase of its own: a rank that waits for files does not hang.
-        self._beat.at(engine.global_steps, "reading held-out samples", engine.config.training.start_timeout)
+        self._beat.at(engine.global_steps, READING, engine.config.training.start_timeout)
         batches, sources = list(self._held_out), {name: list(part) for name, part in self._sources.items()}
         self._beat.at(engine.global_steps, EVALUATION, engine.config.training.start_timeout)
         own = engine.evaluate_subnetworks(batches)
@@ -101,6 +101,7 @@ class Evaluator:
         limit = self._engine.config.training.recalibrate_batches
         if not limit or not tracks_statistics(self._engine.layout.buffers):
             return []
+        self._beat.at(self._engine.global_steps, READING, self._engine.config.training.start_timeout)
         return list(self._batches(self._corpus.calibration or self._corpus.train, limit))
 
     def _batches(self, samples: Any, limit: int | None) -> Any:

@@ -33,7 +33,7 @@ def test_a_rank_hangs_in_the_first_runs_of_a_part_if_its_process_is_idle(part: s
         assert made.signs()["pause"] is None
         process.seconds = HEARTBEAT + 0.1
         assert made.signs() == {
-            "pause": pytest.approx(HEARTBEAT + 0.1), "idle": 40, "is_inactive": True, "waits": False
+            "pause": pytest.approx(HEARTBEAT + 0.1), "idle": 40, "is_inactive": True, "waits": False, "inside": None
         }  # fmt: skip
         made.note()  # its process was idle while it waited for others
         assert made.signs()["pause"] is None
@@ -46,11 +46,11 @@ def test_a_rank_hangs_in_the_first_runs_of_a_part_if_its_process_is_idle(part: s
     assert made.signs()["pause"] is None
     process.seconds = 40
     if part == "meeting":  # which may take longer than the last one
-        assert made.signs() == {"pause": 40, "idle": 40, "is_inactive": True, "waits": False}
+        assert made.signs() == {"pause": 40, "idle": 40, "is_inactive": True, "waits": False, "inside": None}
     else:
         assert made.signs()["pause"] is None
     clock.now += 1000
-    assert made.signs() == {"pause": 1040, "idle": 1040, "is_inactive": False, "waits": False}
+    assert made.signs() == {"pause": 1040, "idle": 1040, "is_inactive": False, "waits": False, "inside": None}
 
 
 def test_a_later_checkpoint_that_waits_for_its_files_is_no_hang() -> None:

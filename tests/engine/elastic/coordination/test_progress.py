@@ -284,12 +284,53 @@ def test_who_looks_for_messages_for_a_while_is_known_to_wait() -> None:
     assert made.signs()["waits"] is False
 
 
+def test_a_group_of_which_all_ranks_wait_for_each_other_is_cut_off() -> None:
+    """They only have to meet. One that waits for another that is still at work is no such case."""
+    clock = Clock()
+    ranks = {name: progress(clock) for name in ("first", "second")}
+    groups = {"first": 1, "second": 1, "other": 0}
+    paused = PausedRanks(HEARTBEAT)
+
+    def hear() -> tuple[Any, float] | None:
+        for name, rank in ranks.items():
+            paused.hear(name, clock.now, **rank.signs())
+        paused.hear("other", clock.now, waits=True)
+        return paused.worst(clock.now, groups)
+
+    with ranks["first"].waiting(inside=True):
+        clock.now += 10 * HEARTBEAT
+        assert hear() is None
+        with ranks["second"].waiting(inside=True):
+            clock.now += HEARTBEAT - 0.1
+            assert hear() is None
+            clock.now += 0.2
+            assert hear() == ("first", pytest.approx(HEARTBEAT + 0.1))
+            assert hear() is None  # the others have time to go on
+            clock.now += HEARTBEAT
+            assert hear() is not None
+        clock.now += HEARTBEAT
+        assert hear() is None
+
+
+def test_a_wait_of_all_groups_inside_has_a_cause_that_they_share() -> None:
+    clock = Clock()
+    paused, made = PausedRanks(HEARTBEAT), progress(clock)
+    with made.waiting(inside=True):
+        clock.now += 2 * HEARTBEAT
+        paused.hear("first", clock.now, **made.signs())
+        assert paused.worst(clock.now, {"first": 1}) is None
+        paused.forget("first")
+        assert paused.worst(clock.now, {"first": 1, "other": 0}) is None
+
+
 @pytest.mark.parametrize("pause", ["5", -1, True, float("nan"), float("inf"), 1e10, [], {}])
 def test_a_pause_that_is_none_ends_the_connection(pause: Any) -> None:
     with pytest.raises(ProtocolError, match="a wrong pause"):
         PausedRanks(HEARTBEAT).hear("rank", 1.0, pause)
     with pytest.raises(ProtocolError, match="a wrong pause"):
         PausedRanks(HEARTBEAT).hear("rank", 1.0, None, pause)
+    with pytest.raises(ProtocolError, match="a wrong pause"):
+        PausedRanks(HEARTBEAT).hear("rank", 1.0, inside=pause)
 
 
 def test_a_main_thread_that_hangs_is_cut_off_and_its_process_is_told() -> None:

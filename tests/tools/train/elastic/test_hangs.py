@@ -47,6 +47,9 @@ entry()
 
 BACKEND = ("sdp.engine.backends.fsdp2.backend", "FSDP2Backend")
 ENGINE = ("sdp.engine.engine", "SDPEngine")
+SESSION = ("sdp.engine.elastic.session", "Session")
+RETURN = ("sdp.engine.elastic", "bringing_back")  # a module
+MEETING_INSIDE = ("sdp.engine.elastic", "session")
 METER = ("sdp.tools.train.loop.meter", "StepMeter")
 BETWEEN_GROUPS = ("sdp.engine.elastic.process_groups", "AbortableGroup")
 
@@ -89,6 +92,10 @@ def hanging_run(
         ("forward", 1, 0, ENGINE, "check_holders"),
         ("forward", 1, 0, BACKEND, "reconnect"),
         ("backward", 2, 3, BACKEND, "reconnect"),
+        ("backward", 2, 3, BACKEND, "update"),
+        ("backward", 2, 3, SESSION, "vote"),
+        ("backward", 2, 3, RETURN, "exchange"),
+        ("backward", 2, 3, MEETING_INSIDE, "all_inside"),
     ],
 )
 def test_a_rank_that_hangs_is_cut_off_and_started_again(
@@ -97,8 +104,10 @@ def test_a_rank_that_hangs_is_cut_off_and_started_again(
     """The others go on after the heartbeat, and the stack of the hanging thread is in its log.
 
     At stage 3, the other rank of the group waits for it in a collective inside the group. The
-    backend reconnects in a meeting, which another group's death brings about.
+    backend reconnects in a meeting, which another group's death brings about. This group gets its
+    state in an exchange when it returns.
     """
+    is_return = method in ("reconnect", "exchange")
     settings = hanging_config(corpus, masking, stage)
     # The run has seen some of them before one hangs.
     settings["training"] |= {"evaluate_every": 3, "save_every": 4}
@@ -107,7 +116,7 @@ def test_a_rank_that_hangs_is_cut_off_and_started_again(
     try:
         run.wait_for(10, groups=3)
         sign.touch()
-        if method == "reconnect":
+        if is_return:
             run.hit(2, signal.SIGKILL)
         else:
             run.wait_for(5, groups=2)
@@ -120,7 +129,7 @@ def test_a_rank_that_hangs_is_cut_off_and_started_again(
     assert "the others have gone on without this group" in run.said
     if ranks == 1:  # else the launcher may end it first
         assert re.search(r"line \d+ in hangs", (run.dump_dir / "logs" / "rank-1.log").read_text()), "the stack"
-    assert run.said.count(" was lost after step ") == (2 if method == "reconnect" else 1)
+    assert run.said.count(" was lost after step ") == (2 if is_return else 1)
 
 
 @pytest.mark.slow
