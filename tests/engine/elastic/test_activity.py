@@ -40,7 +40,7 @@ def looks(action: str, kind: int = 0) -> list[float]:
 
 
 def test_a_main_thread_that_sleeps_is_idle() -> None:
-    found = looks("time.sleep(4)")
+    found = looks("time.sleep(6)")
     assert max(found) > 3 and found == sorted(found)
 
 
@@ -105,7 +105,7 @@ def reduce(rank, seconds):
     time.sleep(seconds)
     group.allreduce([torch.ones(8)]).wait()
 
-other = threading.Thread(target=reduce, args=(1, 5))
+other = threading.Thread(target=reduce, args=(1, 6))
 other.start(), reduce(0, 0), other.join()
 """
 
@@ -113,13 +113,13 @@ other.start(), reduce(0, 0), other.join()
 @pytest.mark.parametrize(
     "action",
     [
-        "lock = threading.Lock(); lock.acquire(); lock.acquire(timeout=4)",
+        "lock = threading.Lock(); lock.acquire(); lock.acquire(timeout=6)",
         LATE,
-        "one, other = socket.socketpair(); threading.Timer(4, other.send, (b'1',)).start(); one.recv(1)",
+        "one, other = socket.socketpair(); threading.Timer(6, other.send, (b'1',)).start(); one.recv(1)",
         # A child that has ended, and another one that waits.
-        "subprocess.Popen(['true']), subprocess.Popen(['sleep', '4']).wait()",
+        "subprocess.Popen(['true']), subprocess.Popen(['sleep', '6']).wait()",
         # A thread that reads what nobody writes.
-        "threading.Thread(target=os.read, args=(os.pipe()[0], 1), daemon=True).start(); time.sleep(4)",
+        "threading.Thread(target=os.read, args=(os.pipe()[0], 1), daemon=True).start(); time.sleep(6)",
     ],
     ids=["lock", "collective", "socket", "children", "pipe"],
 )

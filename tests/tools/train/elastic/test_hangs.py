@@ -121,12 +121,14 @@ def test_a_rank_that_hangs_is_cut_off_and_started_again(
         else:
             run.wait_for(5, groups=2)
         found = until(lambda: re.search(LOST, run.said), seconds=SECONDS)
-        assert HEARTBEAT < float(found[1]) < 5 * HEARTBEAT
+        assert HEARTBEAT <= float(found[1]) < 5 * HEARTBEAT
         run.wait_for(5, groups=3)
         assert run.stop() == 128 + 15, run.said
     finally:
         run.kill()
-    assert "the others have gone on without this group" in run.said
+    # In a vote, the other rank of the group hears of it, and ends first.
+    said = "it starts again" if method == "vote" else "the others have gone on without this group"
+    assert said in run.said
     if ranks == 1:  # else the launcher may end it first
         assert re.search(r"line \d+ in hangs", (run.dump_dir / "logs" / "rank-1.log").read_text()), "the stack"
     assert run.said.count(" was lost after step ") == (2 if is_return else 1)
@@ -158,7 +160,7 @@ def test_a_rank_that_hangs_in_the_first_run_of_a_part_is_cut_off(
     try:
         run.wait_for(5, groups=3)
         found = re.search(LOST, run.said)
-        assert found is not None and HEARTBEAT < float(found[1]) < 3 * HEARTBEAT, run.said
+        assert found is not None and HEARTBEAT <= float(found[1]) < 3 * HEARTBEAT, run.said
         assert run.stop() == 128 + 15, run.said
     finally:
         run.kill()
@@ -188,7 +190,7 @@ def test_a_rank_that_hangs_at_the_end_or_while_it_loads_is_cut_off(
             run.kill()
         assert not sign.exists() and run.said.count(" lost after step ") == 1, run.said
         found = re.search(LOST, run.said)
-        assert found is not None and HEARTBEAT < float(found[1]) < 3 * HEARTBEAT, run.said
+        assert found is not None and HEARTBEAT <= float(found[1]) < 3 * HEARTBEAT, run.said
         assert run.lines()[-1]["step"] == steps
 
 
