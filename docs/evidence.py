@@ -17,7 +17,6 @@ TARGET = DOCS.parent / "tools" / "advise" / "evidence.json"
 # Every grid trains the same model: 8 blocks of width 32 with byte tokens.
 PARAMETERS = 115_264
 GROUPS = 8  # of all grids but those of the workers and of local steps
-GROUPS_OF_LOCAL_STEPS = 4
 SETTING = {"parameters": PARAMETERS, "tokens_of_group": 128}
 _TOKENS_OF_STEP = 1024
 
@@ -34,13 +33,21 @@ def read(name: str) -> Any:
     return json.loads((DOCS / "data" / f"{name}.json").read_text(encoding="utf-8"))
 
 
-def gap(method: str, every: int, capacity: float, cell: Mapping[str, Any], dense: Mapping[str, Any], page: str) -> Any:
+def gap(
+    method: str,
+    every: int,
+    capacity: float,
+    cell: Mapping[str, Any],
+    dense: Mapping[str, Any],
+    page: str,
+    groups: int = GROUPS,
+) -> Any:
     """The difference of two cells, with its deviation."""
     spread = math.hypot(cell["spread"], dense["spread"]) if cell is not dense else 0.0
     return {
         "method": method,
         "every": every,
-        "groups": GROUPS if every == 1 else GROUPS_OF_LOCAL_STEPS,
+        "groups": groups,
         "capacity": capacity,
         "gap": round(cell["mean"] - dense["mean"], 4),
         "spread": round(spread, 4),
@@ -62,10 +69,12 @@ def of_local_steps() -> Iterator[Any]:
     """Local steps, against the dense model that averages in every step."""
     cells = {(cell["row"], cell["column"]): cell for cell in read("local_steps_loss")["local_steps"]["cells"]}
     dense = cells["dense (DDP, DiLoCo)", "every step"]
+    study = json.loads((DOCS.parent / "configs" / "studies" / "local_steps.json").read_text(encoding="utf-8"))
+    groups = study["base"]["sdp"]["groups"]
     for (row, column), cell in cells.items():
         if column != "every step":
             capacity = 1.0 if row.startswith("dense") else 0.5
-            yield gap(METHODS[row], int(column.removeprefix("H = ")), capacity, cell, dense, "local_steps")
+            yield gap(METHODS[row], int(column.removeprefix("H = ")), capacity, cell, dense, "local_steps", groups)
 
 
 def of_profiles() -> Iterator[Any]:
