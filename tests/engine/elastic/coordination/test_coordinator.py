@@ -91,6 +91,11 @@ class Service:
         assert len({assembly.name for assembly in everyones}) == 1
         return members
 
+    def await_votes(self, number: int) -> None:
+        """Wait until so many ranks have voted for the present step."""
+        generation = self.coordinator.membership.generation
+        until(lambda: generation is not None and len(generation.votes) == number)
+
 
 @pytest.fixture
 def service() -> Iterator[Service]:
@@ -111,6 +116,7 @@ def assert_aborted(future: Any) -> None:
 def test_a_step_is_committed_when_all_have_voted(service: Service) -> None:
     members = service.started()
     early = [members[0].vote(), members[2].vote()]
+    service.await_votes(2)
     time.sleep(0.3)
     assert not any(vote.done() for vote in early)
     decisions = results([*early, members[1].vote()])
@@ -176,9 +182,12 @@ def test_a_newcomer_whose_first_generation_ends_early_is_still_without_state(ser
 def test_a_newcomer_waits_until_the_others_are_before_a_step(service: Service) -> None:
     members = service.started()
     members[1].die()
+    rest = [members[0], members[2]]
+    results([member.join() for member in rest])
     back = Group(service.port, 1, "second")
     waiting = back.join()
-    rest = [members[0], members[2]]
+    while not results([member.vote() for member in rest])[0].newcomers:  # until the coordinator has heard it
+        pass
     first = results([rest[0].join(phase=1), rest[1].join(phase=STEP)])
     assert [(assembly.slots, assembly.phase) for assembly in first] == [([0, 2], 1)] * 2
     assert not waiting.done()
@@ -188,9 +197,9 @@ def test_a_newcomer_waits_until_the_others_are_before_a_step(service: Service) -
 def test_a_group_that_votes_and_dies_costs_no_step(service: Service) -> None:
     members = service.started()
     members[1].vote()
-    time.sleep(0.3)
+    service.await_votes(1)
     members[1].die()
-    time.sleep(0.3)
+    until(lambda: service.coordinator.membership.living == [0, 2])
     decisions = results([members[0].vote(), members[2].vote()])
     assert [len(decision.facts) for decision in decisions] == [3, 3]
     assert members[0].client.abort.wait(10)  # its generation is over all the same
@@ -304,7 +313,7 @@ def test_a_coordinator_that_dies_amid_a_vote_leaves_all_with_the_same_steps(one_
     service = Service()
     members = service.started()
     votes = [members[1].vote(), members[2].vote()]
-    time.sleep(0.3)
+    service.await_votes(2)
     service.coordinator.stop()
     if one_was_told:
         members[0].step += 1
