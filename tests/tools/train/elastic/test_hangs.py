@@ -8,6 +8,8 @@ import json
 import os
 import re
 import signal
+import tempfile
+import threading
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -241,6 +243,15 @@ def test_one_rank_of_a_group_of_two_is_stopped(corpus: Path, tmp_path: Path, ran
         run.kill()
 
 
+def wait_for_a_file(seconds: float) -> None:
+    """Wait so long in the system call that opens a file, as on a slow file system."""
+    with tempfile.TemporaryDirectory() as folder:
+        pipe = Path(folder) / "pipe"
+        os.mkfifo(pipe)
+        threading.Timer(seconds, lambda: os.close(os.open(pipe, os.O_WRONLY))).start()
+        os.close(os.open(pipe, os.O_RDONLY))
+
+
 def work_slowly() -> None:
     """Let this process and the ranks that it forks take long to open files, and to write the last
     checkpoint.
@@ -249,12 +260,12 @@ def work_slowly() -> None:
 
     def open_slowly(folder: Path, *, resume: bool) -> Any:
         if resume:  # not at the start of the run
-            time.sleep(4 * HEARTBEAT)
+            wait_for_a_file(4 * HEARTBEAT)
         return opens(folder, resume=resume)
 
     def salvage_slowly(*args: Any) -> Any:
         if world.rank() == 0:  # the others wait for it
-            time.sleep(4 * HEARTBEAT)
+            wait_for_a_file(4 * HEARTBEAT)
         return salvages(*args)
 
     elastic_files.RunFiles, session.salvage = open_slowly, salvage_slowly  # type: ignore[assignment, misc]
