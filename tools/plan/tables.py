@@ -224,12 +224,18 @@ def _about_losses(plan: Forecast) -> list[str]:
     placement, sdp = plan.layout.placement, plan.config.sdp
     if not placement.units or placement.groups == 1 or not (sdp.survive or sdp.elastic.enabled):
         return []
+    groups, units = placement.groups, sum(placement.costs)
     fewest = min(map(len, placement.holders))
-    held = sum(placement.held_fraction(group) for group in range(placement.groups)) / placement.groups
+    held = sum(placement.held_fraction(group) for group in range(groups)) / groups
+    state, worst = plan.worst.trace.state, placement.held_fraction(plan.worst.groups[0])
+    of_worst = plan.parameters - (1 - worst) * units
+    extra = (held - 1 / groups) * units
+    size = extra / of_worst * (state.parameters + state.gradients + state.optimizer)
     return [
-        f"Lost groups: {placement.describe_losses()}. For that a group must hold {fewest / placement.groups:.0%} of "
-        f"the units on average, which costs memory and traffic; it holds {held:.0%} here, and "
-        f"{1 / placement.groups:.0%} would do without survival."
+        f"Lost groups: {placement.describe_losses()}. For that a group must hold {fewest / groups:.0%} of the units on "
+        f"average. It holds {held:.0%} here, and {1 / groups:.0%} would do without survival. The difference costs a "
+        f"group {extra / 1e6:,.2f} M parameters, which are about {format_bytes(size)} of weights, "
+        "gradients and optimizer state for a rank, and the traffic of their averages."
     ]
 
 

@@ -35,6 +35,24 @@ def test_every_unit_has_enough_holders(placement: str, profile: str) -> None:
     assert fewest(layout_of(placement="cyclic", capacity=0.6)) == 1
 
 
+def test_groups_of_neurons_have_enough_holders() -> None:
+    neurons = {"granularity": "neuron", "neuron_groups": 4, "survive": 1}
+    layout = layout_of(capacity=0.6, **neurons)
+    assert len(layout.placement.holders) > 8 and fewest(layout) == 2
+    with pytest.raises(ConfigError, match=r"sdp.survive: 1 needs 2 holders of every unit.*at least 0.5"):
+        layout_of(capacity=0.4, **neurons)
+
+
+def test_groups_of_unequal_capacity_hold_every_unit_often_enough() -> None:
+    capacities = [0.9, 0.7, 0.5, 0.5]
+    layout = layout_of(placement="balanced", capacity=capacities, survive=1)
+    assert fewest(layout) >= 2
+    for group, capacity in enumerate(capacities):
+        assert layout.placement.held_fraction(group) <= capacity
+    with pytest.raises(ConfigError, match=r"sdp.survive: 2 needs 3 holders of every unit"):
+        layout_of(placement="balanced", capacity=capacities, survive=2)
+
+
 @pytest.mark.parametrize("placement", ["cyclic", "balanced", "random"])
 def test_a_capacity_that_is_too_low_is_refused_with_the_one_that_would_do(placement: str) -> None:
     with pytest.raises(ConfigError, match=r"sdp.survive: 2 needs 3 holders of every unit.*at least 0.75"):

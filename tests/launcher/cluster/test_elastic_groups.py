@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import sdp
 from sdp.launcher.cluster.rank import main as rank_main
-from sdp.tests.support.clusters.launch_lines import command_of, dry_run, train_words
+from sdp.tests.support.network.launch_lines import command_of, dry_run, train_words
 from sdp.tools.cli import main
 
 SCRIPT = Path(sdp.__path__[0]) / "configs/clusters/elastic.sh"

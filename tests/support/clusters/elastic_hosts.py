@@ -1,201 +1,33 @@
-"""Elastic runs over hosts that lose each other, for the tests in ``cluster/``.
-
-Each host has one group, which ``configs/clusters/elastic.sh`` launches, each by another launcher.
-The groups of the first run have one rank each. The groups of the second run have two. Those of the
-third run have two on two hosts.
-"""
+"""What happens to elastic runs over hosts that lose each other, for the tests in ``cluster/``."""
 
 from __future__ import annotations
 
 import json
 import os
 import signal
-import subprocess
-import sys
 import time
-from collections.abc import Callable, Mapping
-from contextlib import ExitStack, suppress
-from dataclasses import dataclass
+from collections.abc import Mapping
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
-import sdp
-from sdp.tests.support.clusters.hosts import HEARTBEAT, PAUSE, SDP, Hosts, is_rank
-from sdp.tests.support.processes import until, written_lines
+from sdp.tests.support.clusters.elastic_launches import (
+    ENGINES,
+    FAR_COORDINATOR,
+    ONE_RANK,
+    PAIRS,
+    TWO_HOSTS,
+    LostGroups,
+    Plan,
+    torchrun,
+    train,
+    two_ranks,
+)
+from sdp.tests.support.clusters.hosts import HEARTBEAT, Hosts
+from sdp.tests.support.network.sockets import listening_sockets
 from sdp.tests.support.small_runs import make_corpus
 
-SECONDS = 300.0  # the limit for something that takes a few seconds on idle cores
 CUT_SECONDS = 20.0
-SCRIPT = str(Path(sdp.__path__[0]) / "configs/clusters/elastic.sh")
-PORT = 29400
-ADDRESSES = {"m": "10.77.0.13", "s": "10.77.0.19"}  # of hosts with a coordinator
-
-
-@dataclass(frozen=True)
-class Plan:
-    """An elastic run with a launch for each group.
-
-    Attributes:
-        name: the dump directory, which is also a part of the names of all logs.
-        launches: by the letter of the host, the words that launch its group. The groups are
-            numbered in this order.
-        config: the run's configuration, a file in the hosts' folder.
-        ranks: ranks of each group.
-        coordinator: the letter of the host with the coordinator.
-        seconds: the limit for something that takes a few seconds on idle cores.
-    """
-
-    name: str
-    launches: Mapping[str, list[str]]
-    config: str = "elastic.json"
-    ranks: int = 1
-    coordinator: str = "m"
-    seconds: float = SECONDS
-
-
-def _train(config: str, name: str) -> list[str]:
-    return ["train", config, "--dump-dir", name]
-
-
-def _torchrun(ranks: int, train: list[str]) -> list[str]:
-    return [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(ranks), "-m", "sdp", *train]
-
-
-def _mpirun(hostfile: str, train: list[str]) -> list[str]:
-    words = ["--launcher", "mpirun", "--mpirun", "mpirun.openmpi", "--launcher-args=--allow-run-as-root"]
-    return [*SDP, "launch", *words, "--hostfile", hostfile, *train[1:]]
-
-
-def _deepspeed(hostfile: str, train: list[str]) -> list[str]:
-    return [*SDP, "launch", "--launcher", "deepspeed", "--hostfile", hostfile, *train[1:]]
-
-
-_ONE = _train("elastic.json", "lost-groups")
-ONE_RANK = Plan(
-    "lost-groups",
-    {"m": [*SDP, *_ONE], "n": _torchrun(1, _ONE), "o": _mpirun("only-o", _ONE), "p": _deepspeed("only-p", _ONE)},
-)
-# Settings of runs whose groups have two ranks. The weights are cut by ZeRO stage 3, and in the last
-# case also by tensor parallelism.
-ENGINES: dict[str, dict[str, Any]] = {
-    "deepspeed": {"sdp": {"engine": "deepspeed"}},
-    "fsdp2": {},
-    "fsdp2, tensor parallelism, neurons": {
-        "sdp": {"granularity": "neuron", "neuron_groups": 4},
-        "model": {"num_attention_heads": 8},
-        "data": {"path": "even-shards"},
-        "tensor_parallel": {"autotp_size": 2},
-    },
-}
-
-
-def _two_ranks(engine: str) -> Plan:
-    name = f"two-ranks-{list(ENGINES).index(engine)}"
-    train = _train(f"{name}.json", name)
-    return Plan(
-        name,
-        {"m": [*SDP, *train, "--nproc", "2"], "o": _mpirun("both-o", train), "p": _deepspeed("both-p", train)},
-        f"{name}.json",
-        ranks=2,
-        # Six ranks import torch and DeepSpeed at the same time, on cores that others may use too.
-        seconds=600.0,
-    )
-
-
-_WIDE = _train("two-hosts.json", "two-hosts")
-PAIRS = {"m": "mn", "o": "op", "s": "st"}  # of hosts, by the one where the group's launch runs
-TWO_HOSTS = Plan(
-    "two-hosts",
-    {"m": _deepspeed("pair-m", _WIDE), "o": _mpirun("pair-o", _WIDE), "s": _deepspeed("pair-s", _WIDE)},
-    "two-hosts.json",
-    ranks=2,
-    seconds=600.0,
-)
-
-
-_FAR = _train("far.json", "far-coordinator")
-FAR_COORDINATOR = Plan(
-    "far-coordinator", {"m": [*SDP, *_FAR], "n": _torchrun(1, _FAR), "o": [*SDP, *_FAR]}, "far.json", coordinator="s"
-)
-
-
-class LostGroups:
-    """The run: the groups on their hosts, and the coordinator on host-m."""
-
-    def __init__(self, hosts: Hosts, stack: ExitStack, plan: Plan):
-        self._hosts, self._stack, self.plan = hosts, stack, plan
-        self.address = f"{ADDRESSES[plan.coordinator]}:{PORT}"  # of the coordinator
-        (hosts.folder / "token").write_text("a secret that the groups share")
-        self.groups = {
-            host: self.launch(host, words, group) for group, (host, words) in enumerate(plan.launches.items())
-        }
-        self._coordinators = 0
-        self.coordinate()
-
-    def launch(self, host: str, words: list[str], group: int, again: str = "") -> subprocess.Popen[str]:
-        """Start ``elastic.sh`` for a group; ``again`` is a part of the log's name."""
-        return self.start(host, SCRIPT, *words, log=f"{self.plan.name}-{host}{again}.log", group=group)
-
-    def start(self, host: str, *words: str, log: str, group: int | None = None) -> subprocess.Popen[str]:
-        told = [f"SDP_ELASTIC_COORDINATOR={self.address}", f"SDP_ELASTIC_TOKEN_FILE={self._hosts.folder}/token"]
-        told += [f"SDP_ELASTIC_GROUP={group}"] if group is not None else []
-        process = self._hosts.start("env", *told, *words, log=log, host=host)
-        self._stack.callback(process.kill)
-        return process
-
-    def coordinate(self) -> None:
-        """Start the coordinator, at the same address each time."""
-        self._coordinators += 1
-        plan = self.plan
-        words = ["coordinate", plan.config, "--bind", self.address, "--dump-dir", plan.name]
-        words += ["--ranks", str(plan.ranks)]
-        self.coordinator = self.start(
-            plan.coordinator, *SDP, *words, log=f"{plan.name}-coordinator-{self._coordinators}.log"
-        )
-
-    def harm(self) -> subprocess.Popen[str]:
-        """Let twenty hostile clients on another host begin."""
-        words = [sys.executable, "-P", "-m", "sdp.tests.support.clusters.hostile", *self.address.split(":"), "token"]
-        process = self.start("p", *words, log="hostile.log")
-        self.until(lambda: "they are here" in (self._hosts.folder / "hostile.log").read_text())
-        return process
-
-    @property
-    def said(self) -> str:
-        return "\n".join(path.read_text() for path in sorted(self._hosts.folder.glob(f"{self.plan.name}-*.log")))
-
-    def lines(self) -> list[dict[str, Any]]:
-        """The whole lines of metrics.jsonl."""
-        return written_lines(self._hosts.folder / self.plan.name / "metrics.jsonl")
-
-    def until(self, condition: Callable[[], Any]) -> Any:
-        try:
-            return until(condition, self.plan.seconds, PAUSE)
-        except AssertionError as error:
-            raise AssertionError(f"{error}; the run says:\n{self.said}") from None
-
-    def steps(self, count: int, groups: int) -> list[dict[str, Any]]:
-        """Wait for ``count`` more steps, the last one with so many groups; return all lines."""
-        goal = len(self.lines()) + count
-        return self.until(
-            lambda: lines if len(lines := self.lines()) >= goal and lines[-1]["groups"] == groups else None
-        )
-
-    def ranks(self, host: str) -> list[int]:
-        found = []
-        for pid in self._hosts.processes(self.plan.name, host):
-            with suppress(OSError):  # the process has just ended
-                found += [pid] if is_rank(pid) else []
-        return found
-
-    def end_host(self, host: str) -> None:
-        """Kill the group's launch and then all that it has started, so that nothing returns."""
-        launch = self.groups.pop(host)
-        launch.kill()
-        launch.wait()
-        for pid in self._hosts.processes(self.plan.name, host):
-            with suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGKILL)
 
 
 def four_hosts_lose_each_other(hosts: Hosts) -> None:
@@ -203,12 +35,26 @@ def four_hosts_lose_each_other(hosts: Hosts) -> None:
     with ExitStack() as stack:
         run = LostGroups(hosts, stack, ONE_RANK)
         run.steps(3, groups=4)
+        _all_listen_where_they_are_told(hosts, run)
         _hostile_clients_delay_no_step(run)
         _a_host_loses_its_processes(run)
         _a_host_loses_its_link(hosts, run)
+        for host in "nop":
+            _a_rank_is_stopped_and_wakes_up(run, host)
         _the_coordinator_is_killed(run)
         _a_group_is_told_to_stop_alone(run)
-        _all_groups_are_told_to_stop(hosts, run, losses=3)
+        _all_groups_are_told_to_stop(hosts, run, losses=6)
+
+
+def _all_listen_where_they_are_told(hosts: Hosts, run: LostGroups) -> None:
+    """Between groups, ranks listen at the address that leads to the coordinator."""
+    for host in run.plan.launches:
+        sockets = listening_sockets(*run.ranks(host))  # of the local launcher, too
+        found = {each.host for of_process in sockets.values() for each in of_process}
+        assert hosts.address(host) in found, (host, found)
+        assert found <= {hosts.address(host), "127.0.0.1"}, (host, found)
+    (coordinator,) = listening_sockets(run.coordinator.pid)[run.coordinator.pid]
+    assert f"{coordinator.host}:{coordinator.port}" == run.address
 
 
 def _hostile_clients_delay_no_step(run: LostGroups) -> None:
@@ -240,6 +86,23 @@ def _a_host_loses_its_link(hosts: Hosts, run: LostGroups) -> None:
     assert {line["groups"] for line in run.lines()[before + 1 :]} <= {3, 4}
     run.steps(2, groups=4)
     assert "group 1 was cut off" in run.said
+
+
+def _a_rank_is_stopped_and_wakes_up(run: LostGroups, host: str) -> None:
+    """It learns that its group was cut off, and ends. Then its launcher ends, and is started
+    again.
+    """
+    (rank,) = run.ranks(host)
+    lost = f"group {list(run.plan.launches).index(host)} on host-{host} was lost after step"
+    before = run.said.count(lost)
+    os.kill(rank, signal.SIGSTOP)
+    try:
+        run.until(lambda: run.said.count(lost) > before)
+        run.steps(2, groups=3)
+    finally:
+        os.kill(rank, signal.SIGCONT)
+    run.steps(2, groups=4)
+    assert len(run.ranks(host)) == 1 and rank not in run.ranks(host)
 
 
 def _the_coordinator_is_killed(run: LostGroups) -> None:
@@ -284,12 +147,15 @@ def groups_of_two_ranks_lose_one(hosts: Hosts, engine: str) -> None:
         hosts: the hosts.
         engine: one of ``ENGINES``, with ZeRO stage 3.
     """
-    plan = _two_ranks(engine)
+    plan = two_ranks(engine)
     _prepare_two_ranks(hosts, plan, ENGINES[engine])
     with ExitStack() as stack:
         run = LostGroups(hosts, stack, plan)
         run.steps(3, groups=3)
         _a_rank_dies(run)
+        if engine == "fsdp2":
+            for host in "op":
+                _a_rank_is_stopped_for_good(run, host)
         _another_host_takes_over(run)
         _all_groups_are_told_to_stop(hosts, run, losses=2)
 
@@ -387,12 +253,25 @@ def _a_rank_dies(run: LostGroups) -> None:
     assert len(run.ranks("p")) == 2
 
 
+def _a_rank_is_stopped_for_good(run: LostGroups, host: str) -> None:
+    """The other rank of its group ends. Then the launcher kills the stopped one, and is started
+    again.
+    """
+    before = run.ranks(host)
+    lost = f"group {list(run.plan.launches).index(host)} on host-{host} was lost after step"
+    count = run.said.count(lost)
+    os.kill(before[0], signal.SIGSTOP)
+    run.until(lambda: run.said.count(lost) > count)
+    run.steps(2, groups=3)
+    assert len(run.ranks(host)) == 2 and not set(before) & set(run.ranks(host))
+
+
 def _another_host_takes_over(run: LostGroups) -> None:
     run.end_host("o")
     run.until(lambda: "group 1 on host-o was lost after step" in run.said)
     run.steps(2, groups=2)
     host = "n"
-    run.groups[host] = run.launch(host, _torchrun(2, _train(run.plan.config, run.plan.name)), 1)
+    run.groups[host] = run.launch(host, torchrun(2, train(run.plan.config, run.plan.name)), 1)
     run.steps(2, groups=3)
     run.until(lambda: f"group 1 on host-{host} joined after step" in run.said)
     assert len(run.ranks(host)) == 2 and not run.ranks("o")

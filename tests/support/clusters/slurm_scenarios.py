@@ -261,25 +261,38 @@ def jobs_that_do_not_end_well(slurm: Slurm, expected: Future[list[float]]) -> No
 def a_node_with_an_elastic_group_is_set_down_and_the_task_comes_back(
     slurm: Slurm, expected: Future[list[float]]
 ) -> None:
-    """Each group is a task of an array. The other one goes on."""
+    """Each group is a task of an array, with two ranks. The other group goes on.
+
+    Before, a rank is killed. Later, a task is put back into the queue, as by a preemption, and one
+    is cancelled.
+    """
     hosts, run, coordinator = slurm.hosts, "groups", f"10.77.0.1:{GROUPS_PORT}"
     (hosts.folder / "token").write_text("a secret that the groups share")
     (hosts.folder / "sdp").write_text(f'#!/bin/sh\nexec {shlex.join(SDP)} "$@"\n')
     (hosts.folder / "sdp").chmod(0o755)
     told = [f"SDP_ELASTIC_COORDINATOR={coordinator}", f"SDP_ELASTIC_TOKEN_FILE={hosts.folder}/token"]
-    settings = ["--set", "sdp.groups=2", "sdp.capacity=1.0"]
-    words = [*SDP, "coordinate", "elastic.json", *settings, "--bind", coordinator, "--dump-dir", run]
+    settings = ["--set", "sdp.groups=2", "sdp.capacity=1.0", "zero_optimization.stage=3"]
+    words = [*SDP, "coordinate", "elastic.json", *settings, "--bind", coordinator, "--dump-dir", run, "--ranks", "2"]
     coordinating = hosts.start("env", *told, *words, log="groups-coordinator.log")
     examples = Path(sdp.__path__[0]) / "configs/clusters"
     told += [f"ELASTIC={examples}/elastic.sh", f"SDP={hosts.folder}/sdp", "CONFIG=elastic.json", f"DUMP_DIR={run}"]
-    sbatch = ["sbatch", "--parsable", "--array=0-1", "--partition", "groups", "--ntasks-per-node=1"]
+    sbatch = ["sbatch", "--parsable", "--array=0-1", "--partition", "groups", "--ntasks-per-node=2"]
     job = slurm("env", *told, *sbatch, "--output", "groups-%a.log", f"{examples}/elastic.slurm", *settings)
 
     def alive() -> list[int]:
         return [line["groups"] for line in written_lines(hosts.folder / run / "metrics.jsonl")]
 
+    def ranks() -> list[int]:
+        return [pid for pid in hosts.processes(run, "q") if is_rank(pid)]
+
     try:
         until(lambda: alive()[-3:] == [2, 2, 2], SECONDS, PAUSE)
+        both = ranks()
+        assert len(both) == 2
+        os.kill(both[1], signal.SIGKILL)
+        until(lambda: 1 in alive() and not set(both) & set(ranks()), SECONDS, PAUSE)
+        until(lambda: alive()[-3:] == [2, 2, 2], SECONDS, PAUSE)
+        assert len(ranks()) == 2
         for state in ("DOWN", "DRAIN"):  # a node that answers would not stay down
             slurm("scontrol", "update", "NodeName=host-r", f"State={state}", "Reason=test")
         until(lambda: alive()[-3:] == [1, 1, 1] and not hosts.processes("slurmstepd", "r"), SECONDS, PAUSE)
@@ -287,6 +300,11 @@ def a_node_with_an_elastic_group_is_set_down_and_the_task_comes_back(
         slurm("scontrol", "update", "NodeName=host-r", "State=RESUME")
         until(lambda: alive()[-3:] == [2, 2, 2], SECONDS, PAUSE)
         assert slurm("scontrol", "show", "job", job).count("Restarts=1 ") == 1
+        slurm("scontrol", "requeue", f"{job}_1")
+        until(lambda: alive()[-3:] == [1, 1, 1], SECONDS, PAUSE)
+        until(lambda: alive()[-3:] == [2, 2, 2], SECONDS, PAUSE)
+        slurm("scancel", f"{job}_1")
+        until(lambda: alive()[-3:] == [1, 1, 1], SECONDS, PAUSE)
         slurm("scancel", job)
         assert coordinating.wait(SECONDS) == 0, (hosts.folder / "groups-coordinator.log").read_text()
         assert hosts.checkpoints(run)[-1] == len(alive())

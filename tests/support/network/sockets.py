@@ -28,10 +28,10 @@ class TcpSocket:
         return ipaddress.ip_address(self.host).is_loopback
 
 
-def sockets_in(state: int) -> Iterator[TcpSocket]:
-    """Yield the TCP sockets of this network namespace in one state."""
+def sockets_in(state: int, process: int | str = "self") -> Iterator[TcpSocket]:
+    """Yield the TCP sockets in one state, of a process's network namespace."""
     for table, family in (("tcp", socket.AF_INET), ("tcp6", socket.AF_INET6)):
-        path, wanted = Path("/proc/net") / table, f"{state:02X}"
+        path, wanted = Path(f"/proc/{process}/net") / table, f"{state:02X}"
         for line in path.read_text().splitlines()[1:] if path.exists() else ():
             words = line.split(maxsplit=10)
             if words[3] == wanted:
@@ -41,8 +41,11 @@ def sockets_in(state: int) -> Iterator[TcpSocket]:
 
 def listening_sockets(*processes: int) -> dict[int, list[TcpSocket]]:
     """Return the sockets at which each of these processes listens, those that it inherited too."""
-    waiting = {each.inode: each for each in sockets_in(LISTEN)}
-    return {process: [waiting[inode] for inode in _inodes(process) if inode in waiting] for process in processes}
+    found = {}
+    for process in processes:
+        waiting = {each.inode: each for each in sockets_in(LISTEN, process)}
+        found[process] = [waiting[inode] for inode in _inodes(process) if inode in waiting]
+    return found
 
 
 def connections_at(port: int) -> int:

@@ -48,6 +48,7 @@ entry()
 
 
 BACKEND = ("sdp.engine.backends.fsdp2.backend", "FSDP2Backend")
+DEEPSPEED = ("sdp.engine.backends.deepspeed.backend", "DeepSpeedBackend")
 ENGINE = ("sdp.engine.engine", "SDPEngine")
 SESSION = ("sdp.engine.elastic.session", "Session")
 RETURN = ("sdp.engine.elastic", "bringing_back")  # a module
@@ -75,6 +76,8 @@ def hanging_run(
     """Start a run whose group 1 hangs once in ``method`` when a file exists. Returns both."""
     sign, script, config = tmp_path / "hang", tmp_path / "script.py", tmp_path / "config.json"
     script.write_text(SCRIPT.format(sign=str(sign), module=owner[0], owner=owner[1], method=method, hang=hang))
+    if owner == DEEPSPEED:
+        settings["sdp"]["engine"] = "deepspeed"
     config.write_text(json.dumps(settings))
     words = ("--nproc", str(3 * ranks), *more)
     return ElasticRun(config, tmp_path / "run", *words, new_interpreters=True, script=script), sign
@@ -98,6 +101,8 @@ def hanging_run(
         ("backward", 2, 3, SESSION, "vote"),
         ("backward", 2, 3, RETURN, "exchange"),
         ("backward", 2, 3, MEETING_INSIDE, "all_inside"),
+        ("backward", 2, 3, DEEPSPEED, "backward"),
+        ("forward", 1, 0, DEEPSPEED, "evaluate"),
     ],
 )
 def test_a_rank_that_hangs_is_cut_off_and_started_again(
@@ -123,7 +128,8 @@ def test_a_rank_that_hangs_is_cut_off_and_started_again(
         else:
             run.wait_for(5, groups=2)
         found = until(lambda: re.search(LOST, run.said), seconds=SECONDS)
-        assert HEARTBEAT <= float(found[1]) < 5 * HEARTBEAT
+        print(f"{method}, {ranks} ranks, stage {stage}: cut off after {found[1]} s")
+        assert HEARTBEAT <= float(found[1]) < 2 * HEARTBEAT  # the longest pause before counts, too
         run.wait_for(5, groups=3)
         assert run.stop() == 128 + 15, run.said
     finally:
@@ -149,6 +155,7 @@ def test_a_rank_that_hangs_is_cut_off_and_started_again(
         ("forward", 1, 0, ENGINE, "save_checkpoint"),
         ("backward", 2, 3, ENGINE, "save_checkpoint"),
         ("backward", 2, 3, ENGINE, "wait_for_checkpoint"),
+        ("backward", 2, 3, DEEPSPEED, "backward"),
     ],
 )
 def test_a_rank_that_hangs_in_the_first_run_of_a_part_is_cut_off(
@@ -162,7 +169,8 @@ def test_a_rank_that_hangs_in_the_first_run_of_a_part_is_cut_off(
     try:
         run.wait_for(5, groups=3)
         found = re.search(LOST, run.said)
-        assert found is not None and HEARTBEAT <= float(found[1]) < 3 * HEARTBEAT, run.said
+        assert found is not None and HEARTBEAT <= float(found[1]) < 2 * HEARTBEAT, run.said
+        print(f"first {method}, {ranks} ranks, stage {stage}: cut off after {found[1]} s")
         assert run.stop() == 128 + 15, run.said
     finally:
         run.kill()
@@ -192,7 +200,8 @@ def test_a_rank_that_hangs_at_the_end_or_while_it_loads_is_cut_off(
             run.kill()
         assert not sign.exists() and run.said.count(" lost after step ") == 1, run.said
         found = re.search(LOST, run.said)
-        assert found is not None and HEARTBEAT <= float(found[1]) < 3 * HEARTBEAT, run.said
+        assert found is not None and HEARTBEAT <= float(found[1]) < 2 * HEARTBEAT, run.said
+        print(f"{method}, {ranks} ranks, stage {stage}: cut off after {found[1]} s")
         assert run.lines()[-1]["step"] == steps
 
 

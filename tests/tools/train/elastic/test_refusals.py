@@ -31,6 +31,9 @@ from sdp.tools.cli import main
             "only 1 to be absent; use 3, or raise sdp.survive to 2",
         ),
         (("sdp.sync={\"every\": 4, \"overlap\": 1}",), "sdp.sync.overlap: 1 is not available"),
+        (("sdp.sync={\"every\": 4, \"fragments\": 2}",), "sdp.sync.fragments: 2 is not available"),
+        (("sdp.sync={\"every\": 4, \"start_after\": 2}",), "sdp.sync.start_after: 2 is not available"),
+        (("sdp.sync={\"every\": 4, \"compression\": \"int8\"}",), 'sdp.sync.compression: int8 is not available'),
     ],
 )  # fmt: skip
 def test_settings_are_refused(

@@ -9,6 +9,7 @@ import random
 import re
 import signal
 from pathlib import Path
+from typing import Any
 
 import pytest
 from sdp.tests.support.clusters.elastic_runs import MICRO, ElasticRun, Start
@@ -38,10 +39,25 @@ def check_end(run: ElasticRun, ranks: int = 1) -> None:
     assert all(line["loss"] < 7 for line in lines)
 
 
-def test_groups_are_killed_in_rounds_and_come_back(start: Start) -> None:
+@pytest.mark.parametrize(
+    "settings",
+    [
+        ROUNDS,
+        pytest.param(
+            {"sync": {"every": EVERY, "compression": "bf16", "offload": "cpu"}, "masking": "backward"},
+            marks=pytest.mark.slow,
+        ),
+        pytest.param(
+            {"sync": {"every": EVERY, "single_holder": "skip"}, "granularity": "neuron", "neuron_groups": 4},
+            marks=pytest.mark.slow,
+        ),
+    ],
+    ids=["plain", "bf16-offload", "neurons"],
+)
+def test_groups_are_killed_in_rounds_and_come_back(start: Start, settings: dict[str, Any]) -> None:
     """Holders are compared after each average."""
     draws = random.Random(5)
-    run = start(settings=ROUNDS, restarts=10)
+    run = start(settings=settings, restarts=10)
     run.wait_for(2 * EVERY, groups=4)
     for _ in range(2):
         run.lose(draws.randrange(4), of=4)
