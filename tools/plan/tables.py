@@ -229,13 +229,15 @@ def _about_losses(plan: Forecast) -> list[str]:
     held = sum(placement.held_fraction(group) for group in range(groups)) / groups
     state, worst = plan.worst.trace.state, placement.held_fraction(plan.worst.groups[0])
     of_worst = plan.parameters - (1 - worst) * units
-    extra = (held - 1 / groups) * units
+    extra = max(0.0, held - 1 / groups) * units
     size = extra / of_worst * (state.parameters + state.gradients + state.optimizer)
+    if worst < 1:  # under backward masking, a group keeps frozen copies of what it does not hold
+        size -= extra / ((1 - worst) * units) * state.frozen
     return [
         f"Lost groups: {placement.describe_losses()}. For that a group must hold {fewest / groups:.0%} of the units on "
-        f"average. It holds {held:.0%} here, and {1 / groups:.0%} would do without survival. The difference costs a "
-        f"group {extra / 1e6:,.2f} M parameters, which are about {format_bytes(size)} of weights, "
-        "gradients and optimizer state for a rank, and the traffic of their averages."
+        f"average. It holds {held:.0%} here, and {1 / groups:.0%} would do without survival. It costs a group "
+        f"{extra / 1e6:,.2f} M parameters more: about {format_bytes(size)} of weights, gradients and optimizer state "
+        "on each rank, and the traffic of averaging them."
     ]
 
 

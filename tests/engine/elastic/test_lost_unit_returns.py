@@ -61,6 +61,7 @@ def _run(case: Case, place: Place, port: int, shared: TCPStore, folder: Path, ki
     session.meet(STEP)
     while engine.global_steps < STEPS:
         if place.slot == LOST and engine.global_steps == LAST and client.identity.life.startswith("first"):
+            shared.wait([_has_looked(slot, inside) for slot in range(GROUPS) for inside in range(place.ranks)])
             client.hang_up()
             shared.wait(["the others wait"])
             engine, session, client, store = begin(case, place, port, "second", STEPS, folder, kind)
@@ -70,11 +71,17 @@ def _run(case: Case, place: Place, port: int, shared: TCPStore, folder: Path, ki
             seen.append(look(engine, session, LAST - 1))
         _step(engine, session, case, place, shared)
         seen.append(look(engine, session, engine.global_steps - 1))
+        if engine.global_steps == LAST:
+            shared.set(_has_looked(place.slot, place.inside), "yes")
         if engine.global_steps == SAVED:
             session.protect(partial(engine.save_checkpoint, folder))
             session.vote(None)
     del store
     return seen
+
+
+def _has_looked(slot: int, inside: int) -> str:
+    return f"{slot}, {inside} has looked at the last step before the loss"
 
 
 def _step(engine: Any, session: Session, case: Case, place: Place, shared: TCPStore) -> None:

@@ -157,7 +157,7 @@ def groups_of_two_ranks_lose_one(hosts: Hosts, engine: str) -> None:
             for host in "op":
                 _a_rank_is_stopped_for_good(run, host)
         _another_host_takes_over(run)
-        _all_groups_are_told_to_stop(hosts, run, losses=2)
+        _all_groups_are_told_to_stop(hosts, run, losses=4 if engine == "fsdp2" else 2)
 
 
 def the_coordinators_host_is_cut_off(hosts: Hosts) -> None:

@@ -286,4 +286,6 @@ def test_a_plan_says_how_many_losses_each_unit_survives(config: Path, capsys: py
     assert "1 of 4 units survive 1, 3 of 4 units survive 2. Every unit survives the loss of any 1." in said
     assert "a group must hold 67% of the units on average. It holds 92% here, and 33% would do" in said
     more = (11 / 12 - 1 / 3) * 4 * LAYER  # parameters
-    assert f"costs a group {more / 1e6:.2f} M parameters, which are about {format_bytes(16 * more)} of weights" in said
+    assert f"costs a group {more / 1e6:.2f} M parameters more: about {format_bytes(16 * more)} of weights" in said
+    assert main(["plan", str(config), "--world", "6"]) == 0  # ZeRO stage 3 over two ranks of a group
+    assert f"more: about {format_bytes(8 * more)} of weights" in " ".join(capsys.readouterr().out.split())
