@@ -134,6 +134,22 @@ def test_two_groups_are_killed_at_once(start: Start) -> None:
     check_end(run)
 
 
+@pytest.mark.slow
+def test_a_returning_group_has_the_loss_scale_of_the_others(start: Start) -> None:
+    """The writer is killed, so that another group writes the next lines.
+
+    The scale doubles after every eighth step without an overflow. All groups count these steps.
+    """
+    words = ["--set", "fp16={\"enabled\": true, \"loss_scale_window\": 8, \"initial_scale_power\": 8}"]
+    run = start(*words, restarts=5)
+    run.wait_for(12, groups=4)
+    run.lose(0, of=4)
+    check_end(run)
+    lines = run.lines()
+    assert not any(line["skipped_steps"] for line in lines), "an overflow would make another scale right"
+    assert [line["loss_scale"] for line in lines] == [2.0 ** (8 + index // 8) for index in range(len(lines))]
+
+
 @pytest.mark.parametrize(
     ("words", "masking", "granularity"),
     [
