@@ -140,7 +140,7 @@ def test_a_returning_group_has_the_loss_scale_of_the_others(start: Start) -> Non
 
     The scale doubles after every eighth step without an overflow. All groups count these steps.
     """
-    words = ["--set", "fp16={\"enabled\": true, \"loss_scale_window\": 8, \"initial_scale_power\": 8}"]
+    words = ["--set", 'fp16={"enabled": true, "loss_scale_window": 8, "initial_scale_power": 8}']
     run = start(*words, restarts=5)
     run.wait_for(12, groups=4)
     run.lose(0, of=4)
