@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import sdp
-from sdp.tests.support.clusters.hosts import PAUSE, SDP, Hosts, is_rank
+from sdp.tests.support.clusters.hosts import PAUSE, SDP, Hosts
 from sdp.tests.support.processes import until, written_lines
 
 SECONDS = 300.0  # the limit for something that takes a few seconds on idle cores
@@ -181,11 +181,7 @@ class LostGroups:
         )
 
     def ranks(self, host: str) -> list[int]:
-        found = []
-        for pid in self._hosts.processes(self.plan.name, host):
-            with suppress(OSError):  # the process has just ended
-                found += [pid] if is_rank(pid) else []
-        return found
+        return self._hosts.ranks(self.plan.name, host)
 
     def end_host(self, host: str) -> None:
         """Kill the group's launch and then all that it has started, so that nothing returns."""

@@ -108,6 +108,14 @@ class Hosts:
                     found += [pid] if word.encode() in Path(f"/proc/{pid}/cmdline").read_bytes() else []
         return found
 
+    def ranks(self, word: str, hosts: str) -> list[int]:
+        """Return those of :meth:`processes` that are ``sdp train`` itself."""
+        found = []
+        for pid in self.processes(word, hosts):
+            with contextlib.suppress(OSError):  # the process has just ended
+                found += [pid] if is_rank(pid) else []
+        return found
+
     def nothing_left(self, run: str, hosts: str, port: int, seconds: float) -> None:
         """Wait until no process of the run is left on its hosts; check that nothing listens on its
         port.

@@ -283,11 +283,7 @@ def a_node_with_an_elastic_group_is_set_down_and_the_task_comes_back(
         return [line["groups"] for line in written_lines(hosts.folder / run / "metrics.jsonl")]
 
     def ranks() -> list[int]:
-        found = []
-        for pid in hosts.processes(run, "q"):
-            with contextlib.suppress(OSError):  # the process has just ended
-                found += [pid] if is_rank(pid) else []
-        return found
+        return hosts.ranks(run, "q")
 
     try:
         until(lambda: alive()[-3:] == [2, 2, 2], SECONDS, PAUSE)
