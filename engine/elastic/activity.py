@@ -11,7 +11,7 @@ from pathlib import Path
 
 _GAP_SECONDS = 1.0  # after which nobody knows what the process did meanwhile
 _LEAST_SHARE = 0.02  # of one core; each of gloo's threads uses 0.001 of one while it waits
-_LEAST_BYTES = 1 << 18  # sent in a second; a rank that waits sends less than a kilobyte
+_LEAST_BYTES = 1 << 14  # sent in a second; a rank that waits sends less than a kilobyte
 _ACTIVE = "RD"  # runs or wants to, waits for a disk or for memory
 _TICKS = os.sysconf("SC_CLK_TCK")
 
@@ -59,6 +59,7 @@ class ProcessActivity:
 
         - the main thread or a child runs or wants to run,
         - a thread or a child waits for a disk, or uses more than 2 % of a core,
+        - it sends a lot: over a slow link, this takes little CPU time,
         - a thread is in a system call for a file, as on a network file system,
         - the main thread wakes up at least once in a second, as it does if it looks again and
           again for a file or a lock.
@@ -98,7 +99,9 @@ class ProcessActivity:
                 is_active |= found[0] in _ACTIVE
                 self._used[each] = found[1]
         least = max(2 / _TICKS, _LEAST_SHARE * elapsed)
-        is_active |= any(seconds - before.get(each, 0.0) > least for each, seconds in self._used.items())
+        is_active |= self.is_sending() or any(
+            seconds - before.get(each, 0.0) > least for each, seconds in self._used.items()
+        )
         return is_active or uses_file or waits != self._waits, uses_file
 
 

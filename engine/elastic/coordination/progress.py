@@ -1,20 +1,22 @@
 """Whether a rank's main thread makes progress, and which rank is cut off if one does not.
 
-A rank whose main thread hangs still sends heartbeats, from another thread. So each part of a step,
-an evaluation, a checkpoint and a meeting have a limit: ``heartbeat_seconds``, and the longest pause
-that the part has had so far. The time of a checkpoint or a meeting varies more, so four times its
-longest pause counts, and a wait for a file does not. A rank that waits for other groups looks at
-its messages in turn, which counts as progress.
+A rank whose main thread hangs still sends heartbeats, from another thread. Two rules find it.
 
-The first runs of a part may take much longer, because they compile and allocate. A rank hangs there
-if its process was idle for ``heartbeat_seconds``: it has used neither the CPU nor files. In parts
-whose time varies, this holds in later runs, too. But an idle rank may wait inside its group for one
-that compiles or waits for another group, or on its host for a lock of a compiler. So it is cut off
-only if no other rank is at work: each is idle, too, or is known to wait.
+The rule of idleness: a rank hangs if its main thread made no progress and its process was idle for
+``heartbeat_seconds``, so it has used neither the CPU nor files. A rank that waits for other groups
+looks for its messages again and again, which counts as progress. But an idle rank may wait inside
+its group for one that computes or waits for another group, or on its host for a lock of a compiler.
+So it is cut off only if no other rank is at work: each is idle, too, or is known to wait.
+
+The rule of longer pauses also finds a main thread that hangs while it uses the CPU. Each part of a
+step, an evaluation, a checkpoint and a meeting have a limit: ``heartbeat_seconds``, and the longest
+pause that the part has had so far. The time of a checkpoint or a meeting varies more, so four times
+its longest pause counts, and a wait for a file does not. The first runs of a part may take much
+longer, because they compile and allocate, and have no such limit.
 
 A rank that waits inside its group cannot look. If another group hangs, such a rank may seem to
-hang, too. So the coordinator cuts off only the group with the longest pause, and then gives the
-others time to go on. It does not cut off a group
+hang, too. So the coordinator cuts off only the group with the longest pause. When a group is lost,
+for whatever cause, it gives the others time to go on. It does not cut off a group
 
 - of which another rank has paused for longer, within a higher limit: the others wait for that one,
 - if no rank of another group makes progress: a pause of all has a cause that they share, such as a
@@ -36,7 +38,7 @@ from typing import Any
 
 from .messages import ProtocolError
 
-_GATHERING_SECONDS = 0.25  # from the first report of a pause until a group is cut off
+_GATHERING_SECONDS = 0.25  # from the report of a pause until a group is cut off for it
 SIGNS = frozenset({"pause", "idle", "is_inactive", "waits", "inside"})  # what a heartbeat tells of the main thread
 _LONGEST_PAUSE = 1e9  # seconds
 _VARIED_FACTOR = 4.0  # disks and the sizes of messages differ from one time to the next
@@ -51,8 +53,7 @@ class Progress:
             because it also compiles, allocates and connects, and has no limit here.
         varied: parts whose time varies, and how many seconds their first run may pause.
         clock: measures seconds.
-        busy: parts in which a rank hangs if its process is idle. If they are ``steady``, this holds
-            in the first two runs.
+        busy: parts in which a rank hangs if its process is idle.
         quiet_process: returns for how many seconds this process was idle, and for how many it used
             no file, see ``ProcessActivity``.
         is_sending: returns whether the process sends much.
@@ -149,7 +150,7 @@ class Progress:
     def signs(self) -> dict[str, Any]:
         """Return what a rank reports with its heartbeat, see :meth:`PausedRanks.hear`."""
         part, idle, quiet = self._part, self.idle, (0.0, math.inf)
-        if part in self._busy and not (part in self._steady and part in self._longest):
+        if part in self._busy:
             quiet = self._quiet_process()
         found = {
             "pause": idle if self._is_over_limit(part, idle, quiet[1]) else None,
@@ -178,17 +179,20 @@ class PausedRanks:
     """What the coordinator knows of ranks that make no progress.
 
     Args:
-        heartbeat_seconds: after a group was cut off, the others have so long to go on.
+        heartbeat_seconds: after a group was lost, the others have so long to go on.
     """
 
     def __init__(self, heartbeat_seconds: float):
         self._heartbeat = heartbeat_seconds
+        self._heard: dict[Hashable, float] = {}  # when each rank last sent a heartbeat
         self._since: dict[Hashable, float] = {}  # of ranks whose pause is over the limit
+        self._told: dict[Hashable, float] = {}  # when those first told of it
         self._active: dict[Hashable, float] = {}  # when each rank last made progress
         self._inactive = set[Hashable]()  # those of self._since that count because their process is idle
         self._inside: dict[Hashable, float] = {}  # since when ranks wait for the others of their group
         self._worked: dict[Hashable, float] = {}  # when each rank was last at work; infinite: it still is
-        self._first = self._blind_until = -math.inf
+        self._blind_until = -math.inf
+        self._living = set[Any]()  # groups, when worst() was called last
 
     def hear(
         self,
@@ -219,12 +223,13 @@ class PausedRanks:
         is_wrong = any(type(each) not in (int, float) or not 0 <= each <= _LONGEST_PAUSE for each in given)
         if is_wrong or type(is_inactive) is not bool or type(waits) is not bool:
             raise ProtocolError("a heartbeat with a wrong pause")
-        self._active[peer] = now - idle
+        self._heard[peer], self._active[peer] = now, now - idle
         self._inside.pop(peer, None)
         if inside is not None and now >= self._blind_until:
             self._inside[peer] = now - inside
         if pause is None:
             self._since.pop(peer, None)
+            self._told.pop(peer, None)
             if not waits:
                 self._worked[peer] = math.inf
             elif self._worked.get(peer) == math.inf:
@@ -232,18 +237,15 @@ class PausedRanks:
             return
         self._worked.pop(peer, None)
         if now >= self._blind_until:
-            if not self._since:
-                self._first = now
+            self._told.setdefault(peer, now)
             self._since[peer] = now - pause
             (self._inactive.add if is_inactive else self._inactive.discard)(peer)
 
     def forget(self, peer: Hashable) -> None:
         """Forget a rank that is gone."""
-        self._since.pop(peer, None)
-        self._active.pop(peer, None)
-        self._inside.pop(peer, None)
+        for each in (self._heard, self._since, self._told, self._active, self._inside, self._worked):
+            each.pop(peer, None)
         self._inactive.discard(peer)
-        self._worked.pop(peer, None)
 
     def worst(self, now: float, groups: Mapping[Any, int]) -> tuple[Hashable, float] | None:
         """Return the rank that is to be cut off now, and its pause in seconds, or None.
@@ -252,17 +254,28 @@ class PausedRanks:
             now: the time.
             groups: the ranks of the living groups, each with the number of its group.
         """
-        guilty, since = None, self._since if now - self._first >= _GATHERING_SECONDS else {}
-        for peer in sorted(since, key=lambda each: since[each]):
-            if self._is_guilty(peer, now, groups):
-                guilty = peer, now - since[peer]
-                break
-        guilty = guilty or self._divided(now, groups)
+        living, before = {*groups.values()}, self._living
+        self._living = living
+        if before - living:
+            self._give_time(now)
+        found = (
+            each for each in sorted(self._since, key=self._since.__getitem__) if self._is_guilty(each, now, groups)
+        )
+        guilty = None
+        if (first := next(found, None)) is None:
+            guilty = self._divided(now, groups)
+        elif now - self._told[first] >= _GATHERING_SECONDS:
+            guilty = first, now - self._since[first]
         if guilty is not None:
-            self._since.clear()
-            self._inside.clear()
-            self._blind_until = now + self._heartbeat
+            self._give_time(now)
         return guilty
+
+    def _give_time(self, now: float) -> None:
+        """Let the living groups go on, which may have waited for the one that is lost."""
+        self._since.clear()
+        self._told.clear()
+        self._inside.clear()
+        self._blind_until = now + self._heartbeat
 
     def _divided(self, now: float, groups: Mapping[Any, int]) -> tuple[Hashable, float] | None:
         """Return a rank of a group of which all ranks wait for each other, and for how long.
@@ -279,13 +292,19 @@ class PausedRanks:
     def _is_guilty(self, peer: Hashable, now: float, groups: Mapping[Any, int]) -> bool:
         """Return whether others wait for this rank, and it waits for none of its group."""
         own = {each for each, group in groups.items() if group == groups.get(peer)}
-        # One that has just worked may have given the work to another one that has not told it yet.
-        recently = now - self._heartbeat / 2
-        if peer in self._inactive and any(self._worked.get(each, -math.inf) > recently for each in groups):
+        if peer in self._inactive and any(self._is_at_work(each, now) for each in groups):
             return False
         if any(self._active.get(each, now) < self._since[peer] for each in own - self._since.keys()):
             return False
         return self._others_go_on(own, now, groups)
+
+    def _is_at_work(self, peer: Hashable, now: float) -> bool:
+        """Return whether a rank may be at work, as far as is known."""
+        if peer in self._since:
+            return False
+        # One that has just worked may have given the work to another one that has not told it yet.
+        recently = now - self._heartbeat / 2
+        return self._worked.get(peer, -math.inf) > recently or self._heard.get(peer, now) < recently
 
     def _others_go_on(self, own: Collection[Hashable], now: float, groups: Mapping[Any, int]) -> bool:
         """Return whether a rank of another group than that of the ranks ``own`` makes progress."""

@@ -185,6 +185,26 @@ def test_work_of_the_process_or_of_its_children_is_seen(action: str) -> None:
     assert max(looks(action)) < 2.5
 
 
+def test_a_slow_link_on_which_it_sends_is_activity() -> None:
+    """About as much as gloo writes to a link of 10 Mbit/s, which takes less than 1 % of a core."""
+    action = """
+ends = socket.socketpair()
+
+def send():
+    while True:
+        os.write(ends[0].fileno(), bytes(1 << 17)), time.sleep(0.1)
+
+def receive():
+    while True:
+        os.read(ends[1].fileno(), 1 << 17)
+
+for each in (send, receive):
+    threading.Thread(target=each, daemon=True).start()
+time.sleep(5)
+"""
+    assert max(each % 100 for each in looks(action)) < 2.5  # looks() adds 100 while it sends
+
+
 def test_after_work_the_seconds_begin_again() -> None:
     found = looks("time.sleep(3); compute(0.5); time.sleep(2)")
     assert max(found) > 2

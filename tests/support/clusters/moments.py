@@ -18,7 +18,9 @@ import sdp.engine.checkpoint.load as load_module
 import sdp.engine.checkpoint.save as save_module
 import sdp.engine.elastic.bringing_back as returning_module
 from sdp.engine.backends.deepspeed.backend import DeepSpeedBackend
+from sdp.engine.backends.deepspeed.local_steps import DeepSpeedLocalSteps
 from sdp.engine.backends.fsdp2.backend import FSDP2Backend
+from sdp.engine.backends.local_steps import ShardedLocalSteps
 from sdp.engine.elastic.coordination.errors import StepAbortedError
 from sdp.engine.elastic.coordination.membership import Membership
 from sdp.engine.elastic.coordination.messages import Channel
@@ -33,6 +35,7 @@ EVALUATION, SAVE, RETURN = "an evaluation", "a save", "the return of another gro
 MOMENTS = (REDUCTION, BEFORE_VOTE, UPDATE, EVALUATION, SAVE, RETURN)
 LOAD, LOADED = "the load of a checkpoint", "a checkpoint is loaded"  # before step 1
 BEFORE_STEP = "before a step"  # where the others wait for a group that returns
+OUTER_STEP = "after the outer step"  # of a round: all have voted, and frozen copies get the new weights
 EVALUATED, IN_FILE = "an evaluation is told to the files", "a step is in metrics.jsonl, and in no curve yet"
 _PAUSE_SECONDS = 0.01
 
@@ -183,14 +186,29 @@ def _stop_in_a_reduction(reach: Callable[..., None], stop: Stop) -> None:
 def _stop_in_a_return(reach: Callable[..., None], stop: Stop) -> None:
     """Stop where the state is sent, in whichever step."""
     del reach
-    _before(returning_module, "exchange", lambda *_: stop.reach(stop.step))
+    for name in ("exchange", "exchange_between_rounds"):
+        _before(returning_module, name, lambda *_: stop.reach(stop.step))
+
+
+def _stop_in_an_update(reach: Callable[..., None], stop: Stop) -> None:
+    """Stop when the gradients are there. With local steps, they are those of the group."""
+    del stop
+    _before_backends("update", reach)
+    _before(ShardedLocalSteps, "step", reach)
+
+
+def _stop_after_an_outer_step(reach: Callable[..., None], stop: Stop) -> None:
+    del stop
+    for steps in (ShardedLocalSteps, DeepSpeedLocalSteps):
+        _before(steps, "_send_anchors", reach)
 
 
 _STOPPERS: dict[str, Callable[[Callable[..., None], Stop], None]] = {
     BEFORE_STEP: lambda reach, _: _before(TrainingRun, "step", reach),
     REDUCTION: _stop_in_a_reduction,
     BEFORE_VOTE: lambda reach, _: _before(Session, "vote", reach),
-    UPDATE: lambda reach, _: _before_backends("update", reach),
+    UPDATE: _stop_in_an_update,
+    OUTER_STEP: _stop_after_an_outer_step,
     EVALUATION: lambda reach, _: _before_backends("evaluate", reach),  # between its parts
     SAVE: lambda reach, _: _before(save_module, "hash_files", reach),  # its tensors are written
     RETURN: _stop_in_a_return,

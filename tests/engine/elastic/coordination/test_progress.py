@@ -196,8 +196,8 @@ def test_the_rank_of_the_longest_pause_is_cut_off_and_the_others_get_time() -> N
     paused.hear("active", 100.0, None)
     paused.hear("innocent", 100.0, 5.1, 5.1)
     paused.hear("guilty", 100.1, 6.0, 6.0)
-    assert paused.worst(100.1, GROUPS) is None
-    assert paused.worst(100.3, GROUPS) == ("guilty", pytest.approx(6.2))
+    assert paused.worst(100.3, GROUPS) is None  # one of a longer pause may not have told it yet
+    assert paused.worst(100.4, GROUPS) == ("guilty", pytest.approx(6.3))
     paused.forget("guilty")
     paused.hear("innocent", 100.4, 5.5, 5.5)
     assert paused.worst(101.0, GROUPS) is None
@@ -227,7 +227,7 @@ def test_a_rank_that_waits_for_a_slower_one_of_its_group_is_not_guilty() -> None
     paused.hear("guilty", 100.0, None, 12.0)
     assert paused.worst(100.3, GROUPS) is None
     paused.hear("guilty", 100.5, 12.5, 12.5)
-    assert paused.worst(100.6, GROUPS) == ("guilty", pytest.approx(12.6))
+    assert paused.worst(100.8, GROUPS) == ("guilty", pytest.approx(12.8))
 
 
 def test_the_guilty_rank_is_found_behind_one_that_waits_longer() -> None:

@@ -1,5 +1,5 @@
-"""A rank that hangs in the first runs of a part, which may take long because they compile, or in a
-checkpoint or a meeting, which may take longer than the last one.
+"""A rank that hangs while its process is idle, in the first runs of a part, which may take long
+because they compile, and in later ones, which may take as long or longer.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ class Quiet:
 
 
 @pytest.mark.parametrize("part", ["forward", "meeting"])
-def test_a_rank_hangs_in_the_first_runs_of_a_part_if_its_process_is_idle(part: str) -> None:
+def test_a_rank_hangs_in_any_run_of_a_part_if_its_process_is_idle(part: str) -> None:
     clock, process = Clock(), Quiet()
     busy = {"forward", "meeting"}
     made = Progress(HEARTBEAT, ["forward", "data"], VARIED, clock, busy=busy, quiet_process=process)
@@ -45,10 +45,7 @@ def test_a_rank_hangs_in_the_first_runs_of_a_part_if_its_process_is_idle(part: s
     clock.now += 40
     assert made.signs()["pause"] is None
     process.seconds = 40
-    if part == "meeting":  # which may take longer than the last one
-        assert made.signs() == {"pause": 40, "idle": 40, "is_inactive": True, "waits": False, "inside": None}
-    else:
-        assert made.signs()["pause"] is None
+    assert made.signs() == {"pause": 40, "idle": 40, "is_inactive": True, "waits": False, "inside": None}
     clock.now += 1000
     assert made.signs() == {"pause": 1040, "idle": 1040, "is_inactive": False, "waits": False, "inside": None}
 
@@ -72,7 +69,7 @@ def test_a_later_checkpoint_that_waits_for_its_files_is_no_hang() -> None:
 
 
 @pytest.mark.parametrize("worker", ["own", "other"])
-def test_a_rank_is_not_cut_off_in_the_first_runs_while_another_one_is_at_work(worker: str) -> None:
+def test_an_idle_rank_is_not_cut_off_while_another_one_is_at_work(worker: str) -> None:
     """It may wait for that one in its group, or for a lock of a compiler. It has begun later."""
     groups = {"waits": 1, "own": 1, "other": 0, "polls": 2}
     paused = PausedRanks(HEARTBEAT)
@@ -82,7 +79,8 @@ def test_a_rank_is_not_cut_off_in_the_first_runs_while_another_one_is_at_work(wo
     assert paused.worst(104.0, groups) is None  # its next heartbeat may take as long as the limit of silence
     paused.hear(worker, 104.5, None, 0.1)  # it goes on
     assert paused.worst(104.6, groups) is None
-    paused.hear(worker, 105.0, waits=True)
+    for second in (105.0, 106.0, 107.0):
+        paused.hear(worker, second, waits=True)
     assert paused.worst(107.4, groups) is None  # another one may have got the work, and not have told it
     paused.hear("polls", 107.0, None, 0.01, waits=True)
     assert paused.worst(107.6, groups) == ("waits", pytest.approx(12.7))
@@ -134,7 +132,45 @@ def test_of_two_ranks_with_idle_processes_the_first_one_is_cut_off() -> None:
     assert paused.worst(100.3, groups) == ("hangs", pytest.approx(5.5))
 
 
-def test_a_rank_that_goes_on_to_later_runs_is_judged_by_their_limit() -> None:
+def test_a_rank_that_was_not_heard_of_for_a_while_may_be_at_work() -> None:
+    """It was stopped after it had said that it waits. The limit of silence ends it."""
+    groups = {"waits inside": 1, "stopped": 1, "polls": 0}
+    paused = PausedRanks(HEARTBEAT)
+    for second in (100.0, 101.0):
+        paused.hear("stopped", second, None, 0.01, waits=True)
+    for second in (104.0, 105.0):
+        paused.hear("waits inside", second, 5.1, 5.1, is_inactive=True)
+        paused.hear("polls", second, None, 0.01, waits=True)
+    assert paused.worst(105.3, groups) is None
+    paused.hear("stopped", 105.4, None, 0.01, waits=True)  # it goes on
+    assert paused.worst(105.5, groups) == ("waits inside", pytest.approx(5.6))
+
+
+def test_when_a_group_is_lost_the_others_get_time_to_go_on() -> None:
+    """A rank waits idle inside its group for one that waits for a slow rank. The slow one dies."""
+    groups = {"slow": 0, "looks": 1, "waits inside": 1, "others": 2}
+    paused = PausedRanks(HEARTBEAT)
+    for second in range(100, 108):
+        paused.hear("slow", second, None, second - 99.0)
+        for peer in ("looks", "others"):
+            paused.hear(peer, second, None, 0.01, waits=True)
+        paused.hear("waits inside", second, 5.1 + second - 100, 5.1 + second - 100, is_inactive=True)
+        assert paused.worst(second + 0.5, groups) is None
+    paused.forget("slow")
+    del groups["slow"]
+    for second in range(108, 112):
+        assert paused.worst(second, groups) is None
+        for peer in ("looks", "others"):
+            paused.hear(peer, second, None, 0.01, waits=True)
+        paused.hear("waits inside", second, 6.0 + second - 100, 6.0 + second - 100, is_inactive=True)
+    for second in (113.0, 113.3):  # it does not go on
+        for peer in ("looks", "others"):
+            paused.hear(peer, second, None, 0.01, waits=True)
+        paused.hear("waits inside", second, second - 94, second - 94, is_inactive=True)
+    assert paused.worst(113.4, groups) == ("waits inside", pytest.approx(19.4))
+
+
+def test_a_rank_that_goes_on_to_later_runs_is_judged_by_their_limit_too() -> None:
     groups = {"hangs": 1, "own": 1, "active": 0}
     paused = PausedRanks(HEARTBEAT)
     paused.hear("hangs", 100.0, 5.1, 5.1, is_inactive=True)
