@@ -142,11 +142,15 @@ def draw_columns(study: str, label: str) -> None:
     """Held-out loss against a number in the names of the columns, and less the smaller dense
     model's.
     """
-    figures, colours = read(study), {"dense": "black", "smaller dense, equal memory": GREY, "backward": COLOURS[1]}
+    figures = read(study)
+    colours = {
+        "dense": "black", "dense, six blocks": COLOURS[3], "smaller dense, equal memory": GREY,
+        "backward": COLOURS[1], "forward, then backward": COLOURS[2], "forward": COLOURS[0],
+    }  # fmt: skip
     figure, (losses, less) = new_figure(10, 4.2, 2)
     numbers = sorted({_number(cell) for cell in figures["cells"]})
     for row, colour in colours.items():
-        name = {"dense": "dense", "backward": "SDP, backward"}.get(row, "smaller dense")
+        name = row.removesuffix(", equal memory") if "dense" in row else f"SDP, {row}"
         for axes, found in (
             (losses, figures["cells"]),
             (less, [one for one in figures["differences"] if one["less"] == "smaller dense, equal memory"]),
