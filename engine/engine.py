@@ -12,7 +12,7 @@ import torch
 from torch.optim import Optimizer
 
 from .backend import Backend
-from .batch.call import call_model, loss_of
+from .batch.call import call_model, loss_of, tensors_in, to_device
 from .batch.size import BatchSize
 from .checkpoint.client_state import ClientState, read_client_state
 from .checkpoint.load import find_together
@@ -60,7 +60,12 @@ class SDPEngine(DeepSpeedNames):
     # -- training ----------------------------------------------------------------------------------
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """The model's result. A single mapping or tuple is spread over ``forward``'s arguments."""
+        """The model's result. A single mapping or tuple is spread over ``forward``'s arguments.
+
+        Tensors that are not on the engine's device are moved there, as torch's DDP and FSDP2 do.
+        """
+        if any(tensor.device != self.device for tensor in tensors_in((args, kwargs))):
+            args, kwargs = to_device((args, kwargs), self.device)
         if kwargs or len(args) != 1:
             # The reference cuts batches by rows, so arguments travel as one tree.
             return self._backend.forward(lambda module, batch: module(*batch[0], **batch[1]), (args, kwargs))

@@ -1,9 +1,11 @@
-"""Causal attention over one or several documents in a sequence.
+"""Attention, also of no heads, and causal attention over one or several documents in a sequence.
 
 Letters of shapes: B sequences, S tokens, H attention heads, K key/value heads, E head size.
 """
 
 from __future__ import annotations
+
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -23,6 +25,28 @@ def document_mask(documents: Tensor) -> Tensor:
     return ((documents[:, :, None] == documents[:, None, :]) & earlier)[:, None]
 
 
+def attention(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None = None, **options: Any) -> Tensor:
+    """Compute torch's ``scaled_dot_product_attention``, or nothing if there are no heads.
+
+    A group that holds none of a layer's heads computes attention of no heads. On CUDA, torch 2.11
+    then ends the process by a division by zero, or returns an undefined tensor. Later versions
+    return an empty result, as this function does.
+
+    Args:
+        query: (..., H, S, E).
+        key: (..., K, S, E).
+        value: (..., K, S, E).
+        mask: What is added to the scores, or which of them count. None for all.
+        **options: Further arguments of torch's function.
+    """
+    if query.numel() == 0:
+        # Every input gets a gradient, as it would from torch: parameters without one are not
+        # averaged and not updated.
+        biased = mask is not None and mask.is_floating_point()
+        return query + key.sum() + value.sum() + (mask.sum() if biased else 0)
+    return F.scaled_dot_product_attention(query, key, value, attn_mask=mask, **options)
+
+
 def causal_attention(
     query: Tensor, key: Tensor, value: Tensor, dropout: float = 0.0, mask: Tensor | None = None
 ) -> Tensor:
@@ -39,6 +63,4 @@ def causal_attention(
         share = query.shape[1] // key.shape[1]
         key, value = (repeat(heads, "b k s e -> b (k share) s e", share=share) for heads in (key, value))
         grouped = False
-    return F.scaled_dot_product_attention(
-        query, key, value, attn_mask=mask, dropout_p=dropout, is_causal=mask is None, enable_gqa=grouped
-    )
+    return attention(query, key, value, mask, dropout_p=dropout, is_causal=mask is None, enable_gqa=grouped)

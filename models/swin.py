@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from ..engine.errors import ConfigError, ModelError
 from ..engine.model_interface import Branch, Constant, Init, Normal, Table, Uniform
+from .attention import attention
 from .classification import Measure, measure_logits
 from .image_configs import SwinConfig, random_options
 from .stochastic_depth import drop_rows
@@ -85,7 +86,7 @@ class WindowAttention(nn.Module):
         bias = rearrange(rows, "(p q) h -> h p q", p=windows.shape[2])
         if seams is not None:
             bias = bias + seams[:, None].to(bias.dtype)
-        return rearrange(F.scaled_dot_product_attention(query, key, value, bias), "b w h p e -> b w p (h e)")
+        return rearrange(attention(query, key, value, bias), "b w h p e -> b w p (h e)")
 
     def _seams(self, sides: torch.Size, shifts: tuple[int, ...], device: torch.device) -> Tensor | None:
         """The mask for the scores of a shifted image, (windows, M², M²).

@@ -96,6 +96,29 @@ def test_batches_are_cut_and_moved(batch: Any) -> None:
     assert not any(part.is_meta for part in parts(batch)), "the caller's batch stays as it is"
 
 
+class Records(nn.Linear):
+    """Keeps what it was called with."""
+
+    def forward(self, x: Any, y: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+        self.seen = [x, y]
+        return self.weight.sum()
+
+
+def test_the_engine_moves_a_batch_to_its_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = sdp.initialize(model=Records(2, 2), config={"train_micro_batch_size_per_gpu": 2, "sdp": {"groups": 1}})[0]
+    held = Output(X)
+    engine(held, y=Y)
+    assert engine.module.seen[0] is held, "nothing had to be moved, so the caller's objects stay the same"
+    assert engine.module.seen[1] is Y
+    monkeypatch.setattr(type(engine), "device", property(lambda self: torch.device("meta")))
+    for args, kwargs in ((({"x": X, "y": Y},), {}), ((X,), {"y": Y}), ((X, Y), {}), ((UserDict(x=X, y=Y),), {})):
+        engine(*args, **kwargs)
+        assert [tensor.is_meta for tensor in engine.module.seen] == [True, True]
+    engine(Output(X, {"h": X}), Y)
+    assert engine.module.seen[0].loss.is_meta and engine.module.seen[0].hidden["h"].is_meta
+    assert not X.is_meta and not held.loss.is_meta
+
+
 def test_batches_that_cannot_be_cut() -> None:
     with pytest.raises(DataError, match="a batch of 2 rows cannot be cut for 3 workers"):
         split_rows({"x": X}, 3)
