@@ -187,7 +187,7 @@ def test_the_model_stays_where_it_is() -> None:
     engine = _engine()
     tensor = torch.ones(1)
     assert (
-        engine.to("cpu")
+        engine.to(engine.device.type)
         is engine.to(torch.float32)
         is engine.to(tensor)
         is engine.to(device="cpu")

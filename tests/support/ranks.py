@@ -89,7 +89,7 @@ class RankPool:
             raise
         stuck = [rank for rank in range(world) if rank not in answers]
         if stuck:
-            for rank in stuck:  # faulthandler prints where they are
+            for rank in stuck if self._processes else ():  # faulthandler prints where they are
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(self._processes[rank].pid, signal.SIGUSR1)
             time.sleep(0.2)
@@ -204,6 +204,7 @@ def _load(file: str, name: str) -> Any:
 
 def _answer(file: str, module: str, name: str, args: tuple[Any, ...], rank: int, world: int, port: int) -> bytes:
     """Return the pickled result of the function, or the traceback of its error."""
+    import torch
     import torch.distributed as dist
 
     values = map(str, (rank, world, rank, world, 0, "127.0.0.1", port))
@@ -211,11 +212,36 @@ def _answer(file: str, module: str, name: str, args: tuple[Any, ...], rank: int,
         try:
             store = TCPStore("127.0.0.1", port, is_master=False)
             dist.init_process_group("gloo", store=store, rank=rank, world_size=world, timeout=COLLECTIVE_TIMEOUT)
+            if torch.cuda.is_available():
+                _send_through_the_host()
             return pickle.dumps((True, getattr(_load(file, module), name)(*args)))
         except BaseException:
             text = traceback.format_exc()
             _leave()  # at once, so that ranks that wait for this one fail too
             return pickle.dumps((False, text))
+
+
+def _send_through_the_host() -> None:
+    """Let gloo send and receive tensors of a GPU, which all ranks of the pool share.
+
+    NCCL needs a GPU for each rank. Of gloo's operations, the collectives take tensors of a GPU, but
+    a send would read the GPU's address on the host and end the process.
+    """
+    import torch.distributed as dist
+
+    send, receive = dist.send, dist.recv
+
+    def send_copy(tensor: Any, *args: Any, **kwargs: Any) -> None:
+        send(tensor.cpu(), *args, **kwargs)
+
+    def receive_copy(tensor: Any, *args: Any, **kwargs: Any) -> int:
+        copy = tensor.cpu()
+        source = receive(copy, *args, **kwargs)
+        tensor.copy_(copy)
+        return source
+
+    if send.__name__ != send_copy.__name__:
+        dist.send, dist.recv = send_copy, receive_copy
 
 
 def _leave() -> None:

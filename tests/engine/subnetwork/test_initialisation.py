@@ -145,7 +145,7 @@ def test_hugging_face_models_are_initialised_as_they_do_it(kind: str) -> None:
     for name, tensor in expected.items():
         spread = 6 / (2 * tensor.numel()) ** 0.5  # six standard errors of an estimated standard deviation
         if tensor.std() == 0 or "inv_freq" in name:
-            torch.testing.assert_close(state[name], tensor, rtol=0, atol=0, msg=name)
+            torch.testing.assert_close(state[name].cpu(), tensor, rtol=0, atol=0, msg=name)
         else:
             assert state[name].std().item() == pytest.approx(tensor.std().item(), rel=1.5 * spread), name
             assert (

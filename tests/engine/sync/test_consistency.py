@@ -30,7 +30,7 @@ def _digests(engine: Any) -> dict[str, str]:
         ]
         digest = hashlib.sha256()
         for tensor in tensors:
-            digest.update(local_tensor(tensor).contiguous().numpy().tobytes())
+            digest.update(local_tensor(tensor).contiguous().cpu().numpy().tobytes())
         digests[name] = digest.hexdigest()
     return digests
 

@@ -19,9 +19,8 @@ from typing import Any
 import torch
 from sdp.engine.checkpoint.load import find, load
 from sdp.engine.checkpoint.storage.dcp import SafeReader
-from sdp.engine.environment.detect import free_port
 from sdp.tests.support.forks.command import ForkedCommand, run_forked
-from sdp.tests.support.processes import until, written_lines
+from sdp.tests.support.processes import until, unused_port, written_lines
 
 from .moments import Stop, die_in_decision, note_newcomers, stop_at
 
@@ -62,7 +61,7 @@ class SeparateGroups:
         self._prepare = prepare or partial(stop_at, stops)
         self._more = ["--resume"] if resume else []
         self._last_decision = last_decision
-        self._folder, self._ranks, self._port = folder, ranks, free_port()
+        self._folder, self._ranks, self._port = folder, ranks, unused_port()
         self._config, self.dump_dir, self._stack = folder / "config.json", folder / "run", ExitStack()
         self._config.write_text(json.dumps(config))
         self._log = self._stack.enter_context((folder / "said").open("w"))

@@ -19,9 +19,8 @@ from sdp.engine.elastic.coordination.assembly import Identity
 from sdp.engine.elastic.coordination.errors import RunFinishedError
 from sdp.engine.elastic.coordination.member import CoordinatorClient
 from sdp.engine.elastic.coordination.membership import STEP
-from sdp.engine.environment.detect import free_port
 from sdp.tests.support.clusters.elastic_runs import SECONDS, elastic_config
-from sdp.tests.support.processes import until, written_lines
+from sdp.tests.support.processes import until, unused_port, written_lines
 from sdp.tests.support.small_runs import run_sdp
 from sdp.tools.cli import main
 
@@ -41,7 +40,7 @@ def started(log: Path, *words: object, **environment: str) -> Iterator[subproces
 @pytest.mark.slow
 def test_groups_that_torchrun_starts_one_by_one(corpus: Path, tmp_path: Path) -> None:
     """One of them is killed, and another launch takes its place."""
-    config, port, run = tmp_path / "config.json", free_port(), tmp_path / "run"
+    config, port, run = tmp_path / "config.json", unused_port(), tmp_path / "run"
     settings = elastic_config(corpus, groups=2)
     config.write_text(json.dumps(settings | {"sdp": settings["sdp"] | {"capacity": 1.0}}))
     token, log = tmp_path / "token", tmp_path / "coordinator.log"
@@ -51,7 +50,7 @@ def test_groups_that_torchrun_starts_one_by_one(corpus: Path, tmp_path: Path) ->
         return processes.enter_context(
             started(
                 tmp_path / f"group-{slot}.log", "torch.distributed.run",
-                "--nproc-per-node", "1", "--master-port", free_port(), "-m", "sdp",
+                "--nproc-per-node", "1", "--master-port", unused_port(), "-m", "sdp",
                 "train", config, "--dump-dir", run,
                 SDP_ELASTIC_GROUP=str(slot), SDP_ELASTIC_COORDINATOR=f"127.0.0.1:{port}",
                 SDP_ELASTIC_TOKEN_FILE=str(token),
@@ -94,7 +93,7 @@ def test_groups_go_on_when_the_coordinator_is_started_again_or_was_stopped(
     corpus: Path, tmp_path: Path, sync: dict[str, Any]
 ) -> None:
     """They meet again where the coordinator left them, perhaps in a vote. Local steps or not."""
-    config, port, run, heartbeat = tmp_path / "config.json", free_port(), tmp_path / "run", 10.0
+    config, port, run, heartbeat = tmp_path / "config.json", unused_port(), tmp_path / "run", 10.0
     settings = elastic_config(corpus, groups=2, heartbeat_seconds=heartbeat)
     settings["sdp"] |= {"capacity": 1.0} | sync
     settings["training"] |= {"evaluate_every": 6, "save_every": 12}
@@ -146,7 +145,7 @@ def test_groups_go_on_when_the_coordinator_is_started_again_or_was_stopped(
 
 def test_a_group_that_comes_after_the_end_of_the_run_is_told(corpus: Path, tmp_path: Path) -> None:
     """Its launch ends, and is not repeated. The coordinator waits for it, and then ends."""
-    config, port, token = tmp_path / "config.json", free_port(), "a secret that the groups share"
+    config, port, token = tmp_path / "config.json", unused_port(), "a secret that the groups share"
     config.write_text(json.dumps(elastic_config(corpus, groups=2)))
     words = ["coordinate", config, "--bind", f"127.0.0.1:{port}", "--dump-dir", tmp_path / "run"]
 
