@@ -42,8 +42,8 @@ def attention(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None = N
     if query.numel() == 0:
         # Every input gets a gradient, as it would from torch: parameters without one are not
         # averaged and not updated.
-        biased = mask is not None and mask.is_floating_point()
-        return query + key.sum() + value.sum() + (mask.sum() if biased else 0)
+        result = query + key.sum() + value.sum()
+        return result if mask is None or not mask.is_floating_point() else result + mask.sum()
     return F.scaled_dot_product_attention(query, key, value, attn_mask=mask, **options)
 
 
