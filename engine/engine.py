@@ -62,10 +62,12 @@ class SDPEngine(DeepSpeedNames):
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """The model's result. A single mapping or tuple is spread over ``forward``'s arguments.
 
-        Tensors that are not on the engine's device are moved there, as torch's DDP and FSDP2 do.
+        If the model is on a GPU, tensors that are not there are copied to it, as FSDP2 does.
         """
-        if any(tensor.device != self.device for tensor in tensors_in((args, kwargs))):
-            args, kwargs = to_device((args, kwargs), self.device)
+        if self.device.type != "cpu" and any(part.device != self.device for part in tensors_in((args, kwargs))):
+            with outside_inference_mode():
+                # The script may fill the same page-locked memory again after the call.
+                args, kwargs = to_device((args, kwargs), self.device, non_blocking=False)
         if kwargs or len(args) != 1:
             # The reference cuts batches by rows, so arguments travel as one tree.
             return self._backend.forward(lambda module, batch: module(*batch[0], **batch[1]), (args, kwargs))

@@ -48,7 +48,13 @@ def map_leaves(function: Callable[..., Any], *trees: Any) -> Any:
 def tensors_in(tree: Any) -> list[torch.Tensor]:
     """Return the tensors among the leaves of :func:`map_leaves`, in order."""
     found: list[torch.Tensor] = []
-    map_leaves(lambda leaf: found.append(leaf) if isinstance(leaf, torch.Tensor) else None, tree)
+    for leaf in tree_leaves(tree):
+        if isinstance(leaf, torch.Tensor):
+            found.append(leaf)
+        elif isinstance(leaf, MutableMapping):
+            found += tensors_in(list(leaf.values()))
+        elif is_dataclass(leaf) and not isinstance(leaf, type):
+            found += tensors_in([getattr(leaf, field.name) for field in fields(leaf)])
     return found
 
 
@@ -178,10 +184,13 @@ def target_count(module: nn.Module, batch: Any) -> int:
     return int((targets != IGNORED_LABEL).sum())
 
 
-def to_device(batch: Any, device: torch.device) -> Any:
-    """Return the batch with every tensor on ``device``."""
+def to_device(batch: Any, device: torch.device, *, non_blocking: bool = True) -> Any:
+    """Return the batch with every tensor on ``device``.
+
+    With ``non_blocking``, page-locked memory of the batch may still be read after the return.
+    """
     return map_leaves(
-        lambda leaf: leaf.to(device, non_blocking=True) if isinstance(leaf, torch.Tensor) else leaf, batch
+        lambda leaf: leaf.to(device, non_blocking=non_blocking) if isinstance(leaf, torch.Tensor) else leaf, batch
     )
 
 

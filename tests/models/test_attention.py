@@ -8,6 +8,8 @@ import torch.nn.functional as F
 from sdp.models.attention import attention, causal_attention
 from torch.overrides import TorchFunctionMode
 
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+
 
 class WithoutTorchsAttention(TorchFunctionMode):
     """Fails where torch's attention is called, which ends the process on CUDA with torch 2.11."""
@@ -18,7 +20,7 @@ class WithoutTorchsAttention(TorchFunctionMode):
 
 
 def heads(number: int, batch: int = 2) -> torch.Tensor:
-    return torch.randn(batch, number, 5, 4, requires_grad=True)
+    return torch.randn(batch, number, 5, 4, device=DEVICE, requires_grad=True)
 
 
 def test_the_mode_sees_torchs_attention() -> None:
@@ -31,7 +33,7 @@ def test_the_mode_sees_torchs_attention() -> None:
 def test_no_queries(number: int, documents: bool) -> None:
     """With 2 key heads, only the queries are missing."""
     query, key, value = heads(0), heads(number), heads(number)
-    mask = torch.ones(2, 1, 5, 5, dtype=torch.bool) if documents else None
+    mask = torch.ones(2, 1, 5, 5, dtype=torch.bool, device=DEVICE) if documents else None
     with WithoutTorchsAttention():
         result = attention(query, key, value, mask, is_causal=mask is None)
     assert result.shape == (2, 0, 5, 4)
@@ -41,13 +43,14 @@ def test_no_queries(number: int, documents: bool) -> None:
 
 
 def test_no_heads_of_a_window_with_learned_biases() -> None:
-    bias = torch.zeros(0, 5, 5, requires_grad=True)
+    bias = torch.zeros(0, 5, 5, device=DEVICE, requires_grad=True)
     query, key, value = heads(0), heads(0), heads(0)
     with WithoutTorchsAttention():
         attention(query, key, value, bias).sum().backward()
     assert all(part.grad is not None for part in (query, key, value, bias))
 
 
+@pytest.mark.skipif(DEVICE.type == "cuda", reason="torch 2.11 would end the process")
 def test_no_heads_equal_what_torch_returns() -> None:
     """A newer torch returns an empty result itself."""
     query, key, value = heads(0), heads(0), heads(0)

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import sdp
 import torch
-from sdp.engine.batch.call import call_model, loss_of, merge_outputs, split_rows, target_count, to_device
+from sdp.engine.batch.call import call_model, loss_of, merge_outputs, split_rows, target_count, tensors_in, to_device
 from sdp.engine.errors import DataError, ModelError
 from sdp.tests.support import models
 from torch import nn
@@ -71,6 +71,16 @@ class ReturnsDataclass(models.Mlp):
         return Output(super().forward(x, y))
 
 
+def test_looking_for_tensors_writes_nothing() -> None:
+    class Validated(UserDict[str, Any]):
+        def __setitem__(self, key: str, value: Any) -> None:
+            assert isinstance(value, torch.Tensor | str)
+            super().__setitem__(key, value)
+
+    tree = [Validated(x=X, name="a"), Frozen(Y, X), {"deep": (X, [Output(Y)])}]
+    assert [id(found) for found in tensors_in(tree)] == [id(tensor) for tensor in (X, Y, X, X, Y)]
+
+
 def test_a_dataclass_output_trains_every_worker() -> None:
     """Its loss is the mean over the workers: the same gradients as the bare loss gives."""
     config = {"sdp": {"engine": "reference", "groups": 2, "capacity": 0.5}, "train_micro_batch_size_per_gpu": 2}
@@ -106,15 +116,17 @@ class Records(nn.Linear):
 
 def test_the_engine_moves_a_batch_to_its_device(monkeypatch: pytest.MonkeyPatch) -> None:
     engine = sdp.initialize(model=Records(2, 2), config={"train_micro_batch_size_per_gpu": 2, "sdp": {"groups": 1}})[0]
-    held = Output(X)
-    engine(held, y=Y)
+    held, labels = Output(X.to(engine.device)), Y.to(engine.device)
+    engine(held, y=labels)
     assert engine.module.seen[0] is held, "nothing had to be moved, so the caller's objects stay the same"
-    assert engine.module.seen[1] is Y
+    assert engine.module.seen[1] is labels
     monkeypatch.setattr(type(engine), "device", property(lambda self: torch.device("meta")))
     for args, kwargs in ((({"x": X, "y": Y},), {}), ((X,), {"y": Y}), ((X, Y), {}), ((UserDict(x=X, y=Y),), {})):
         engine(*args, **kwargs)
         assert [tensor.is_meta for tensor in engine.module.seen] == [True, True]
-    engine(Output(X, {"h": X}), Y)
+    with torch.inference_mode():
+        engine(Output(X, {"h": X}), Y)
+    assert not engine.module.seen[1].is_inference()
     assert engine.module.seen[0].loss.is_meta and engine.module.seen[0].hidden["h"].is_meta
     assert not X.is_meta and not held.loss.is_meta
 
