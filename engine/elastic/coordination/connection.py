@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import selectors
 import socket
 import time
 from collections.abc import Callable
 
 from ...errors import PeerLostError
+from .assembly import Assembly, Identity, join_request
 from .messages import Channel, ProtocolError
 
 _CONNECT_SECONDS = 5.0
@@ -39,6 +41,22 @@ def reach(address: tuple[str, int], token: bytes, seconds: float) -> tuple[socke
                 where = f"{address[0]}:{address[1]}"
                 raise PeerLostError(f"the coordinator at {where} cannot be reached ({error})") from None
             time.sleep(_RETRY_SECONDS)
+
+
+def is_cut_off(address: tuple[str, int], token: bytes, identity: Identity, known: Assembly | None) -> bool:
+    """Ask the coordinator, on a connection of its own, whether the others go on without this group.
+
+    False also if it cannot be reached. For the arguments see :func:`reach` and ``join_request``.
+    """
+    question = join_request(identity, known, step=0, phase=0, fresh=known is None, pending=False) | {"type": "ask"}
+    with contextlib.suppress(OSError, ProtocolError, PeerLostError):
+        connection, channel = reach(address, token, 0.0)
+        with connection:
+            connection.sendall(channel.seal(question))
+            while data := connection.recv(1 << 16):
+                for answer in channel.feed(data):
+                    return answer["type"] != "beat"
+    return False
 
 
 def _await_greeting(connection: socket.socket, channel: Channel) -> None:

@@ -14,7 +14,7 @@ from typing import Any
 
 from ...errors import PeerLostError
 from .assembly import Assembly, Decision, Identity, Member, join_request
-from .connection import reach, receive
+from .connection import is_cut_off, reach, receive
 from .errors import CutOffError, RunFinishedError, StepAbortedError, UnansweredError
 from .messages import Channel, Message, ProtocolError
 from .progress import Progress
@@ -78,7 +78,7 @@ class CoordinatorClient:
         self._joined: float | None = None  # when, on this connection
         self._has_read_all = False  # of a connection that is over
         self._is_alone = self._is_answered = False  # there is no connection; it was answered on this one
-        self.is_cut_off = False  # whether the others go on without this group
+        self.is_cut_off, self._is_stuck = False, False  # the others go on without it; it hangs or waits inside
         self._generation = self._aborted = -1
         self._connect()
         threading.Thread(target=self._beat, name="elastic-heartbeat", daemon=True).start()
@@ -125,22 +125,17 @@ class CoordinatorClient:
             self._connect()
 
     def _take(self, answer: Message) -> Assembly:
-        members = tuple(Member(**member) for member in answer["members"])
+        members, self._attempt = tuple(Member(**member) for member in answer["members"]), 0
         keys = ("name", "phase", "step", "writer", "commit_pending")
         self._assembly = Assembly(
             number=answer["generation"], members=members, expected=tuple(answer["expected"]),
             **{key: answer[key] for key in keys},
         )  # fmt: skip
-        self._attempt = 0
-        self._watch(answer["generation"])
-        return self._assembly
-
-    def _watch(self, generation: int) -> None:
-        """Forget an abort of an earlier generation, but not one of this generation."""
         with self._lock:
-            self._generation = generation
-            if self._aborted < generation:
+            self._generation = self._assembly.number
+            if self._aborted < self._generation:  # forget an abort of an earlier generation
                 self.abort.clear()
+        return self._assembly
 
     # -- voting ------------------------------------------------------------------------------------
 
@@ -282,6 +277,10 @@ class CoordinatorClient:
         self._note_abort({"generation": self._generation, "reason": reason})
         self._is_alone = True
         answers.put(None)
+        # The main thread connects again, unless it waits for a rank that ended behind a cut link.
+        while self._socket is connection and not self.is_cut_off:
+            time.sleep(self.beat_seconds)
+            self.is_cut_off = self._is_stuck and is_cut_off(self._address, self._token, self.identity, self._assembly)
 
     def _note_abort(self, message: Message) -> None:
         with self._lock:
@@ -302,7 +301,8 @@ class CoordinatorClient:
                 told, was_hanging = now, hangs
                 self._send({"type": "beat", **signs}, only_if_joined=True)
             # A rank of this group that died with its host says nothing to a rank that waits for it.
-            is_stuck = hangs or (self.is_cut_off and self.progress.waits_inside)
+            self._is_stuck = hangs or self.progress.waits_inside
+            is_stuck = self._is_stuck if self.is_cut_off else hangs
             since = min(since, now) if is_stuck and self._is_alone else math.inf
             # Without the coordinator, all groups may be slow, and go on when it is back.
             if now - since > (_HANG_SECONDS if self.is_cut_off else max(_HANG_SECONDS, self._wait_seconds)):

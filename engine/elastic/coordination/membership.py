@@ -76,7 +76,7 @@ class Membership:
     def hear(self, peer: Peer, message: Message) -> None:
         """Process a message of a rank. Raises ProtocolError if it makes no sense."""
         kind = message["type"]
-        if kind == "join":
+        if kind in ("join", "ask"):
             self._hear_join(peer, message)
             return
         rank = self._peers.get(peer)
@@ -123,18 +123,18 @@ class Membership:
             self.told |= {rank.slot} if self.is_finished else set()
             self._send(peer, {"type": kind, "reason": self.failure or "its group was cut off"})
             return
-        now = self.generation
-        if now is not None and not message.get("fresh") and now.lives.get(rank.slot) != rank.life:
+        if (now := self.generation) and not message.get("fresh") and now.lives.get(rank.slot) != rank.life:
             self._lives.lose(rank.life)
             self._send(peer, {"type": "cut", "reason": "the others did not wait for it any longer"})
+            return
+        if message["type"] == "ask":
+            self._send(peer, {"type": "beat"})
             return
         for other, known in list(self._peers.items()):
             if known.slot == rank.slot and known.life != rank.life:
                 self.lose(other, "it was started again")
-            elif other != peer and (known.slot, known.inside) == (rank.slot, rank.inside):
-                del self._peers[other]  # it connected a second time
-                self._close(other)
-        self._peers[peer] = rank
+        for other in self._peers.add(peer, rank):
+            self._close(other)
         if self._waiting_since is None:
             self._waiting_since = self._clock()
         self._form()

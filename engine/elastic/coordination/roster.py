@@ -26,6 +26,15 @@ class Roster(dict[Peer, Rank]):
         wanted = set(slots)
         return {peer: rank for peer, rank in self.items() if rank.slot in wanted}
 
+    def add(self, peer: Peer, rank: Rank) -> list[Peer]:
+        """Add a rank in place of its earlier connections, and return these."""
+        who = (rank.slot, rank.inside)
+        earlier = [other for other, known in self.items() if (known.slot, known.inside) == who and other != peer]
+        for other in earlier:
+            del self[other]
+        self[peer] = rank
+        return earlier
+
     def pop_lives(self, lives: Collection[str]) -> list[Peer]:
         """Remove all ranks of these lives of groups, and return their connections."""
         found = [peer for peer, rank in self.items() if rank.life in lives]

@@ -54,14 +54,15 @@ class Rules:
         inside: int = 0,
         life: str = "",
         begun: bool = False,
+        kind: str = "join",
     ) -> None:
-        """Let a rank ask for the next generation.
+        """Let a rank ask for the next generation, or ``ask`` whether the others go on without it.
 
         ``life``: its process. ``begun``: whether it sees that the run has begun before.
         """
         who = {"slot": slot, "inside": inside, "ranks": self._ranks, "life": life or peer, "host": "here", "store": ""}
         what = {"step": step, "phase": STEP, "fresh": fresh, "pending": False, "members": [*members], "begun": begun}
-        self.membership.hear(peer, {"type": "join", **who, **what})
+        self.membership.hear(peer, {"type": kind, **who, **what})
 
     def begin(self) -> None:
         """Let the run begin with ranks a, b and c."""

@@ -36,11 +36,12 @@ class Group:
         token: bytes = TOKEN,
         ranks: int = 1,
         has_begun: Callable[[], bool] = lambda: False,
+        on_hang: Callable[[str], None] = lambda _: None,
     ):
         who = Identity(slot, 0, ranks, f"{life}-{slot}", "here", f"127.0.0.1:{1000 + slot}")
         address = ("127.0.0.1", port)
         self.client = CoordinatorClient(
-            address, token, who, heartbeat_seconds=heartbeat, wait_seconds=20.0, has_begun=has_begun
+            address, token, who, heartbeat_seconds=heartbeat, wait_seconds=20.0, has_begun=has_begun, on_hang=on_hang
         )
         self.step, self.fresh = 0, True
         self._thread = ThreadPoolExecutor(1)
@@ -254,6 +255,28 @@ def test_a_group_whose_link_is_cut_notices_it_and_is_told_when_the_link_is_back(
     with pytest.raises(CutOffError, match="group 1 was cut off"):
         votes[1].result(20)
     results([members[0].vote(), members[2].vote()])
+    link.close()
+    service.coordinator.stop()
+
+
+def test_a_rank_that_waits_inside_its_group_asks_when_the_link_is_back() -> None:
+    """The rank that it waits for may have ended behind the cut link, and says nothing."""
+    service, hangs = Service(heartbeat=1.0), list[str]()
+    link = CutLink(service.port)
+    members = [
+        Group(link.port if slot == 1 else service.port, slot, heartbeat=1.0, on_hang=hangs.append) for slot in range(3)
+    ]
+    results([member.join() for member in members])
+    client = members[1].client
+    with client.progress.waiting(inside=True):
+        link.up.clear()
+        for vote in (members[0].vote(), members[2].vote()):
+            assert_aborted(vote)
+        results([members[0].join(), members[2].join()])
+        assert client.abort.wait(5) and not client.is_cut_off
+        link.up.set()
+        assert "the others have gone on without this group" in until(lambda: hangs or None)[0]
+    assert results([members[0].vote(), members[2].vote()]), "a question changes nothing for the others"
     link.close()
     service.coordinator.stop()
 

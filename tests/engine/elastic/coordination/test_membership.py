@@ -25,6 +25,27 @@ def test_a_group_that_is_late_at_a_new_coordinator_is_cut_off() -> None:
     assert rules.sent[-1][:2] == ("b", "cut")
 
 
+def test_whoever_asks_learns_whether_the_others_have_gone_on_and_joins_nothing() -> None:
+    rules = Rules()
+    rules.begin()
+    rules.vote()
+    rules.membership.lose("c", "it died")
+    for peer in "ab":
+        rules.join(peer, "ab".index(peer), step=1, members=(0, 1, 2))
+    begun = rules.generations()
+    for life, fresh, answer in (
+        ("a", False, "beat"),
+        ("c", False, "cut"),
+        ("an older one", False, "cut"),
+        ("new", True, "beat"),
+    ):
+        rules.join("asks", 2 if life != "a" else 0, life=life, fresh=fresh, step=1, members=(0, 1, 2), kind="ask")
+        assert rules.sent[-1] == ("asks", answer, []), life
+        rules.membership.lose("asks", "it closed the connection")
+    assert rules.generations() == begun
+    assert rules.membership.living == [0, 1]
+
+
 def test_a_run_is_over_when_all_have_ended_or_are_gone() -> None:
     """Whoever has ended need not be told, and whoever is gone may come back, and is told then."""
     for dies in (False, True):
