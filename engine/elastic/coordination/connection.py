@@ -9,8 +9,7 @@ import time
 from collections.abc import Callable
 
 from ...errors import PeerLostError
-from .assembly import Assembly, Identity, join_request
-from .messages import Channel, ProtocolError
+from .messages import Channel, Message, ProtocolError
 
 _CONNECT_SECONDS = 5.0
 _RETRY_SECONDS = 0.2
@@ -43,19 +42,18 @@ def reach(address: tuple[str, int], token: bytes, seconds: float) -> tuple[socke
             time.sleep(_RETRY_SECONDS)
 
 
-def is_cut_off(address: tuple[str, int], token: bytes, identity: Identity, known: Assembly | None) -> bool:
+def is_cut_off(address: tuple[str, int], token: bytes, question: Message) -> bool:
     """Ask the coordinator, on a connection of its own, whether the others go on without this group.
 
-    False also if it cannot be reached. For the arguments see :func:`reach` and ``join_request``.
+    False also if it cannot be reached, or if the run is over: then it will soon be gone.
     """
-    question = join_request(identity, known, step=0, phase=0, fresh=known is None, pending=False) | {"type": "ask"}
     with contextlib.suppress(OSError, ProtocolError, PeerLostError):
         connection, channel = reach(address, token, 0.0)
         with connection:
             connection.sendall(channel.seal(question))
             while data := connection.recv(1 << 16):
                 for answer in channel.feed(data):
-                    return answer["type"] != "beat"
+                    return answer["type"] == "cut"
     return False
 
 

@@ -67,19 +67,18 @@ class CoordinatorClient:
         self._address, self._token, self.identity = address, token, identity
         self._where = f"{address[0]}:{address[1]}"
         self.beat_seconds, self._heartbeat, self._wait_seconds = heartbeat_seconds / 5, heartbeat_seconds, wait_seconds
-        self.abort, self.reason = threading.Event(), ""
-        self._lock = threading.Lock()
+        self.abort, self.reason, self._lock = threading.Event(), "", threading.Lock()
         self._answers: queue.SimpleQueue[Message | None] = queue.SimpleQueue()  # on this connection
         self._socket: socket.socket | None = None
         self._channel: Channel | None = None
         self._assembly: Assembly | None = None
         self._next: Assembly | None = None  # of a reunion inside a vote
-        self._attempt = 0
         self._joined: float | None = None  # when, on this connection
         self._has_read_all = False  # of a connection that is over
         self._is_alone = self._is_answered = False  # there is no connection; it was answered on this one
         self.is_cut_off, self._is_stuck = False, False  # the others go on without it; it hangs or waits inside
-        self._generation = self._aborted = -1
+        self._request: Message = {}  # the last one to join
+        self._attempt, self._generation, self._aborted = 0, -1, -1
         self._connect()
         threading.Thread(target=self._beat, name="elastic-heartbeat", daemon=True).start()
 
@@ -106,7 +105,7 @@ class CoordinatorClient:
 
     def _join(self, *, step: int, phase: int, fresh: bool, pending: bool) -> Assembly:
         request = join_request(self.identity, self._assembly, step=step, phase=phase, fresh=fresh, pending=pending)
-        refusals = 0
+        refusals, self._request = 0, request
         if self._is_alone and self._has_read_all:  # otherwise the last words tell why
             self._connect()
         while True:
@@ -161,7 +160,7 @@ class CoordinatorClient:
         """
         assert self._assembly is not None
         attempt, self._attempt = self._attempt, self._attempt + 1
-        number = self._assembly.number
+        number, self._request["fresh"] = self._assembly.number, False  # who votes has state
         vote: Message = {"type": "vote", "generation": number, "attempt": attempt}
         self._send(vote | {"ok": True, "facts": facts, "at": at})
         # If others do not vote, this rank votes against the step after all. Then all try again.
@@ -280,7 +279,8 @@ class CoordinatorClient:
         # The main thread connects again, unless it waits for a rank that ended behind a cut link.
         while self._socket is connection and not self.is_cut_off:
             time.sleep(self.beat_seconds)
-            self.is_cut_off = self._is_stuck and is_cut_off(self._address, self._token, self.identity, self._assembly)
+            if self._is_stuck and is_cut_off(self._address, self._token, self._request | {"type": "ask"}):
+                self.is_cut_off = True
 
     def _note_abort(self, message: Message) -> None:
         with self._lock:

@@ -120,7 +120,7 @@ class Membership:
         rank = Rank.of(message, self._groups, self._ranks, self._clock())
         if self.is_finished or self.failure is not None or self._lives.is_cut(rank.life):
             kind = "finished" if self.is_finished else "failed" if self.failure is not None else "cut"
-            self.told |= {rank.slot} if self.is_finished else set()
+            self.told |= {rank.slot} if self.is_finished and message["type"] == "join" else set()
             self._send(peer, {"type": kind, "reason": self.failure or "its group was cut off"})
             return
         if (now := self.generation) and not message.get("fresh") and now.lives.get(rank.slot) != rank.life:

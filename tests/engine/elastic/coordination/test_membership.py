@@ -44,6 +44,11 @@ def test_whoever_asks_learns_whether_the_others_have_gone_on_and_joins_nothing()
         rules.membership.lose("asks", "it closed the connection")
     assert rules.generations() == begun
     assert rules.membership.living == [0, 1]
+    for peer in "ab":
+        rules.membership.hear(peer, {"type": "bye"})
+    rules.join("asks", 2, life="c", step=1, members=(0, 1, 2), kind="ask")
+    assert rules.sent[-1] == ("asks", "finished", [])
+    assert rules.membership.told == {0, 1}, "whoever asks is not told, and comes back to be told"
 
 
 def test_a_run_is_over_when_all_have_ended_or_are_gone() -> None:
