@@ -72,7 +72,7 @@ def test_a_group_that_was_not_told_of_the_end_ends_as_the_others_do(corpus: Path
 
 
 def test_a_group_that_is_late_at_a_new_coordinator_starts_again(corpus: Path, tmp_path: Path) -> None:
-    """It makes a step that takes longer than the new coordinator waits for it, and asks meanwhile."""
+    """Its step takes longer than the new coordinator waits for it, and it asks meanwhile."""
     story = Story(COORDINATOR, BEFORE_VOTE)
     config = story.config(corpus)
     config["sdp"]["elastic"] |= {"heartbeat_seconds": 2, "restarts": 3}
