@@ -29,8 +29,8 @@ def attention(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None = N
     """Compute torch's ``scaled_dot_product_attention``, or nothing if there are no heads.
 
     A group that holds none of a layer's heads computes attention of no heads. On CUDA, torch 2.11
-    then ends the process by a division by zero, or returns an undefined tensor. Later versions
-    return an empty result, as this function does.
+    then ends the process by a division by zero, or returns an undefined tensor. torch 2.13 returns
+    an empty result (seen on a CPU), as this function does.
 
     Args:
         query: (..., H, S, E).

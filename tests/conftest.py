@@ -48,3 +48,13 @@ def ranks() -> Iterator[RankPool]:
         yield pool
     finally:
         pool.close()
+
+
+@pytest.fixture(scope="module")
+def one_rank() -> Iterator[None]:
+    """A process group of one rank, in this process, until the module's tests are over."""
+    import torch.distributed as dist  # takes seconds, and most tests do without
+
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()

@@ -5,14 +5,12 @@ what a target.
 from __future__ import annotations
 
 from collections import UserDict, namedtuple
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
 import pytest
 import sdp
 import torch
-import torch.distributed as dist
 from sdp.engine.batch.call import call_model, loss_of, merge_outputs, split_rows, target_count, tensors_in, to_device
 from sdp.engine.errors import DataError, ModelError
 from sdp.tests.support import models
@@ -114,14 +112,6 @@ class Records(nn.Linear):
     def forward(self, x: Any, y: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
         self.seen = [x, y]
         return self.weight.sum()
-
-
-@pytest.fixture
-def one_rank() -> Iterator[None]:
-    """A process group of one rank, in this process."""
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    yield
-    dist.destroy_process_group()
 
 
 def test_the_engine_moves_a_batch_to_its_device(monkeypatch: pytest.MonkeyPatch, one_rank: None) -> None:

@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from sdp.engine.errors import ConfigError
 from sdp.engine.optim.apex import AdamKernel, ApexFusedAdam, apex_kernel
 from sdp.engine.optim.optimizers import build_optimizer, make_optimizer
@@ -33,15 +32,6 @@ def train(model: nn.Module, optimizer: torch.optim.Optimizer, steps: int = 4) ->
         model(torch.randn(6, 5, generator=generator)).square().sum().backward()
         optimizer.step()
     return [p.full_tensor() if isinstance(p, DTensor) else p for p in model.parameters()]
-
-
-@pytest.fixture(scope="module")
-def one_rank():
-    """A process group of one rank, in this process."""
-    store = dist.HashStore()
-    dist.init_process_group("gloo", store=store, rank=0, world_size=1)
-    yield
-    dist.destroy_process_group()
 
 
 CASES = {

@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 import pytorch_optimizer
 import torch
-import torch.distributed as dist
 from sdp.engine.config.load import load_config
 from sdp.engine.errors import ConfigError
 from sdp.engine.optim.optimizer_state import OptimizerState, materialise_state
@@ -95,14 +94,6 @@ CASES: dict[str, tuple[str, dict[str, Any], Callable[[], list[torch.Tensor]]]] =
     "Adam": ("Adam", ADAM, lambda: uncorrected(decoupled=True)),
     "plain Adam": ("FusedAdam", ADAM | {"adam_w_mode": False}, lambda: uncorrected(decoupled=False)),
 }
-
-
-@pytest.fixture(scope="module")
-def one_rank():
-    """A process group of one rank, in this process."""
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    yield
-    dist.destroy_process_group()
 
 
 @pytest.mark.parametrize("sharded", [False, True], ids=["plain", "DTensor"])
