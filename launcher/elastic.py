@@ -9,7 +9,7 @@ import signal
 import socket
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
@@ -23,7 +23,7 @@ from .fatal_errors import described_end
 from .notes import GROUPS_LOG, say, say_and_note, show
 from .own_command import own_command, search_path
 from .rank_process import RankProcess
-from .restarts import RestartBudget
+from .restarts import Group, RestartBudget
 from .signals import GRACE_SECONDS, caught_signals
 from .stopped import StoppedRanks, describe
 
@@ -55,20 +55,6 @@ class ElasticRun:
     restart_window: float = 3600.0
 
 
-@dataclass
-class _Group:
-    """A group's processes, and when it was restarted.
-
-    ``due``: when to start it (None: never).
-    """
-
-    slot: int
-    restarts: RestartBudget
-    ranks: list[RankProcess] = field(default_factory=list)
-    due: float | None = 0.0
-    exit_code: int | None = None  # of the group, once it will not be started again
-
-
 def start_elastic(
     argv: Sequence[str],
     run: ElasticRun,
@@ -93,8 +79,8 @@ def start_elastic(
         command: what to run in place of ``python -m sdp``.
 
     Returns:
-        0 if a group finished the run, and else the exit code of the group that failed last: 2 for
-        the user's mistake, 1 for other failures, 128 + the signal that ended the run.
+        0 if a group finished the run. Else 128 + the signal that ended the run, 2 for the user's
+        mistake, and 1 for other failures.
 
     Raises:
         LaunchError: a process cannot be started, or its log cannot be written.
@@ -165,7 +151,7 @@ class _Started:
     ):
         self._command, self._run, self._log_dir = command, run, log_dir
         self._told, self._defaults = told, defaults
-        self._groups = [_Group(slot, RestartBudget(run.restarts, run.restart_window)) for slot in slots]
+        self._groups = [Group(slot, RestartBudget(run.restarts, run.restart_window)) for slot in slots]
         self.membership: Membership | None = None  # if the coordinator runs here
         self._starts = 0
 
@@ -175,8 +161,7 @@ class _Started:
             try:
                 self.watch(received, stop_seconds)
             finally:
-                self.kill_all()
-                self.forget()
+                self._clear()
         return self.exit_code(received)
 
     def watch(self, received: list[int], stop_seconds: float) -> None:
@@ -204,10 +189,11 @@ class _Started:
                 self._look_at(group, stops=bool(received))
             time.sleep(_POLL_SECONDS)
 
-    def _start(self, group: _Group) -> None:
+    def _start(self, group: Group) -> None:
         self._starts += 1
         settings = {**search_path(), **thread_settings(len(self._groups) * self._run.ranks), **self._told}
-        settings |= {SLOT: str(group.slot), LIFE: f"{self._starts}-{secrets.token_hex(8)}"}
+        group.life = f"{self._starts}-{secrets.token_hex(8)}"
+        settings |= {SLOT: str(group.slot), LIFE: group.life}
         with socket.create_server((LOOPBACK, 0)) as listening:
             port, handle = listening.getsockname()[1], listening.fileno()
             for inside in range(self._run.ranks):
@@ -218,7 +204,7 @@ class _Started:
                 start = partial(RankProcess.start, number, self._command, environ, self._log_dir, handles)
                 group.ranks.append(start(may_show_progress=inside == 0))
 
-    def _look_at(self, group: _Group, *, stops: bool) -> None:
+    def _look_at(self, group: Group, *, stops: bool) -> None:
         """If a process of the group has ended, end the group, and decide whether to start it
         again.
         """
@@ -241,15 +227,21 @@ class _Started:
         for rank in group.ranks:
             rank.forget()
         group.ranks, group.exit_code = [], code if code in (2, 1) or code > 128 else 1
-        if stops or code > 128:
+        what = f"group {group.slot}: {text}{reason}"
+        if stops:
             return
-        if code == 2:
+        if code > 128:  # it was told to stop, and the others go on
+            self._gone(group)
+        elif code == 2 and self._has_begun_without(group):
+            self._gone(group)
+            say(f"{what}; it is not started again, and the others go on")
+        elif code == 2:
             show(cause.text.strip())
             self._give_up(code)
-            return
-        self._plan_restart(group, f"group {group.slot}: {text}{reason}")
+        else:
+            self._plan_restart(group, what)
 
-    def _plan_restart(self, group: _Group, what: str) -> None:
+    def _plan_restart(self, group: Group, what: str) -> None:
         now = time.monotonic()
         if self._is_over or (self.membership is not None and self.membership.failure is not None):
             say(what)
@@ -257,12 +249,20 @@ class _Started:
         wait = group.restarts.take(now)
         if wait is None:
             window, count = f"{self._run.restart_window:g} s", group.restarts.used
-            if self.membership is not None:
-                self.membership.gone.add(group.slot)
+            self._gone(group)
             say(f"{what}; it is not started again ({count} restarts in {window}, sdp.elastic.restarts)")
             return
         group.due = now + wait
         say(f"{what}; restart {group.restarts.used} of {self._run.restarts} in {wait:g} s")
+
+    def _gone(self, group: Group) -> None:
+        if self.membership is not None:
+            self.membership.gone.add(group.slot)
+
+    def _has_begun_without(self, group: Group) -> bool:
+        """Whether the others have begun, and this start of the group has not met them."""
+        now = self.membership
+        return now is not None and now.generation is not None and not now.lives.has_met(group.life)
 
     @property
     def _is_over(self) -> bool:
@@ -286,20 +286,16 @@ class _Started:
                 if not rank.has_ended():
                     rank.process.send_signal(number)
 
-    def _kill(self, group: _Group) -> None:
+    def _kill(self, group: Group) -> None:
         for rank in group.ranks:
             if not rank.has_ended():
                 rank.kill()
         _wait_for(lambda: all(rank.has_ended() for rank in group.ranks))
 
-    def kill_all(self) -> None:
-        """Leave no process behind."""
+    def _clear(self) -> None:
+        """Leave no process behind, and no file through which ranks talked to this process."""
         for group in self._groups:
             self._kill(group)
-
-    def forget(self) -> None:
-        """Remove the files through which ranks talked to this process."""
-        for group in self._groups:
             for rank in group.ranks:
                 rank.forget()
 
@@ -310,7 +306,7 @@ class _Started:
             return 0
         if received:
             return 128 + received[0]
-        return max(codes, default=1) if all(code > 128 for code in codes) and codes else 2 if 2 in codes else 1
+        return max(codes) if codes and min(codes) > 128 else 2 if 2 in codes and 1 not in codes else 1
 
 
 def _wait_for(condition: Callable[[], bool]) -> None:

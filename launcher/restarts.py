@@ -1,8 +1,11 @@
-"""How often, and how soon, a lost group is started again."""
+"""A group's processes, and how often and how soon it is started again."""
 
 from __future__ import annotations
 
 from collections import deque
+from dataclasses import dataclass, field
+
+from .rank_process import RankProcess
 
 _BACK_OFF_SECONDS = (0.5, 1.0, 2.0, 4.0, 8.0)  # before the first, second, … restart in a window
 
@@ -34,3 +37,24 @@ class RestartBudget:
         wait = _BACK_OFF_SECONDS[min(len(self._times), len(_BACK_OFF_SECONDS) - 1)]
         self._times.append(now)
         return wait
+
+
+@dataclass
+class Group:
+    """A group of an elastic run, which this host starts.
+
+    Attributes:
+        slot: its number.
+        restarts: its restarts.
+        life: the name of its last start.
+        ranks: its processes, while they run.
+        due: when to start it, None for never.
+        exit_code: its exit code, once it will not be started again.
+    """
+
+    slot: int
+    restarts: RestartBudget
+    life: str = ""
+    ranks: list[RankProcess] = field(default_factory=list)
+    due: float | None = 0.0
+    exit_code: int | None = None

@@ -29,8 +29,8 @@ ENGINE_ORDER = (
 # The same inside tools/. Commands that are not listed are above these and do not import each other.
 TOOLS_ORDER = ("shared", "runs", "report", "tasks", "train", "plan")
 LAUNCHER_ORDER = (
-    "allocator", "own_command", "own_files", "signals", "degrees", "restarts", "heartbeat", "fatal_errors",
-    "rank_process", "stopped", "notes", "elastic", "local",
+    "allocator", "own_command", "own_files", "signals", "degrees", "heartbeat", "fatal_errors",
+    "rank_process", "restarts", "stopped", "notes", "elastic", "local",
     "cluster",
 )  # fmt: skip
 # Inside engine/backends/. The backends themselves are not listed: they do not import each other.

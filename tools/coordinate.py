@@ -102,9 +102,11 @@ def run(args: argparse.Namespace) -> int:
         if membership.is_finished and not received:
             _tell_absent_groups(membership, set(range(sdp.groups)), sdp.elastic.wait_seconds, received)
         coordinator.stop()
-    if membership.failure is not None:
-        raise PeerLostError(f"the run cannot go on: {membership.failure}")
-    return 0 if membership.is_finished else 128 + signal.Signals(received[0])
+    if membership.failure is None:
+        return 0 if membership.is_finished else 128 + signal.Signals(received[0])
+    if membership.step:  # the coordinator has said it
+        return PeerLostError.exit_code
+    raise PeerLostError(f"the run cannot go on: {membership.failure}")
 
 
 def _tell_absent_groups(membership: Membership, groups: set[int], seconds: float, received: list[int]) -> None:

@@ -19,13 +19,12 @@ from ..errors import CheckpointError, PeerLostError
 from ..placement.layout import Layout
 from .coordination.assembly import Assembly
 from .coordination.member import CoordinatorClient
-from .coordination.membership import STEP
+from .coordination.records import GIVE_UP, STEP
 from .living import lost_units
 from .returning import exchange, facts_of, prepare, take_facts
 from .returning_rounds import LocalFacts, exchange_between_rounds
 
 LOADING = "loading lost units"  # a part, see Progress
-GIVE_UP = STEP - 1  # the phase of groups that waited in vain; the others wait in STEP
 _WAIT_SECONDS = 0.5  # between two looks for a holder
 
 
@@ -162,14 +161,20 @@ def load_lost_units(
 
     Returns:
         The units.
+
+    Raises:
+        PeerLostError: they cannot be loaded. This is no mistake that would end the other groups.
     """
     who = client.identity
     mine = set(lost) - set(lost_units(layout, [who.slot]))
     if mine:
-        with client.progress.during(LOADING):
-            age = steps - load_held(backend, checkpoints)
+        names = f"{min(mine)!r} ({len(mine)} units)"
+        try:
+            with client.progress.during(LOADING):
+                age = steps - load_held(backend, checkpoints)
+        except CheckpointError as error:
+            raise PeerLostError(f"group {who.slot} cannot bring {names} back: {error}") from None
         if who.inside == 0:
-            names = f"{min(mine)!r} ({len(mine)} units)"
             client.tell(f"group {who.slot} brings {names} back from a checkpoint, {age} steps old")
     return mine
 

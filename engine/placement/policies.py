@@ -22,7 +22,7 @@ from .noise.allocation import allocate
 from .noise.measured import measured_traces
 from .packing import Packing, connect, holders_of
 from .placement import Placement
-from .profiles import capacities, holder_counts
+from .profiles import capacities, enough_for, holder_counts
 from .units import Unit
 
 MOST_HELD = 0.75  # the share of a model's parameters above which a warning says what a group holds
@@ -49,7 +49,7 @@ def _require_survival(section: SDPSection, placement: Placement) -> None:
             raise PlacementError(
                 f"sdp.survive: {section.survive} needs {least} holders of every unit, and {unit!r} has {len(holders)}; "
                 f"give it more in sdp.placement or sdp.profile, which takes a capacity of at least "
-                f"{least / section.groups:.4g}"
+                f"{enough_for(least, section.groups)}"
             )
 
 

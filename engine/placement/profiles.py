@@ -42,7 +42,7 @@ def capacities(section: SDPSection) -> Sequence[float]:
                 f"there are {section.groups} groups; use at most {section.groups - 1}"
                 if section.groups < least
                 else f"sdp.capacity gives {sum(given):.3g} on average; use a capacity of at least "
-                f"{least / section.groups:.4g} (of each group, on average)"
+                f"{enough_for(least, section.groups)} (of each group, on average)"
             )
         )
     if sum(given) < 1 - 1e-9:
@@ -52,9 +52,16 @@ def capacities(section: SDPSection) -> Sequence[float]:
             if many
             else f"{section.capacity} × {section.groups} groups = {sum(given):.3g}"
         )
-        remedy = "values that add up to at least 1" if many else f"a capacity of at least {1 / section.groups:.4g}"
+        remedy = (
+            "values that add up to at least 1" if many else f"a capacity of at least {enough_for(1, section.groups)}"
+        )
         raise ConfigError(f"sdp.capacity: {what} holders a unit, and every unit needs at least one; use {remedy}")
     return given
+
+
+def enough_for(holders: int, groups: int) -> str:
+    """Return the least capacity that gives every unit so many holders, rounded up to show it."""
+    return f"{math.ceil(10_000 * holders / groups - 1e-9) / 10_000:g}"
 
 
 def holder_counts(section: SDPSection, costs: Sequence[int], protected: Set[int] = frozenset()) -> list[int]:
@@ -146,7 +153,7 @@ def explicit_profile(
                 if isinstance(section.capacity, list)
                 else f"{section.capacity} × {section.groups} groups = {mean:.3g}"
             )
-            + f"; set sdp.capacity to {right / section.groups:.4g} or remove it"
+            + f"; set sdp.capacity to {right / section.groups:.8g} or remove it"
         )
     return list(profile)
 

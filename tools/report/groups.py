@@ -22,7 +22,7 @@ _TIME = r"(?P<at>\d{4}-\d\d-\d\d \d\d:\d\d:\d\d) "
 _NUMBER = r"\d{1,15}"
 _LOST = re.compile(
     rf"{_TIME}group (?P<group>{_NUMBER}) on (?P<host>\S+) was lost after step (?P<step>{_NUMBER}) \((?P<cause>.*)\); "
-    rf"groups .* went on after (?P<seconds>{_NUMBER}\.\d\d) s"
+    rf"(?:groups .* went on after (?P<seconds>{_NUMBER}\.\d\d) s|no step was committed after that)"
 )
 _LOST_ALONE = re.compile(rf"{_TIME}group (?P<group>{_NUMBER}) was lost, because (?P<cause>it did not [^;]*);.*")
 _JOINED = re.compile(rf"{_TIME}(?P<groups>.*) joined after step (?P<step>{_NUMBER}), .*")
@@ -33,12 +33,14 @@ class GroupLoss:
     """A loss of a group.
 
     Attributes:
-        at: the date and the time of the coordinator's host, when the others went on.
+        at: the date and the time of the coordinator's host, when the others went on, or
+            the run ended.
         group: the number of the group.
         host: the host that it ran on, None if nobody knows.
         step: the last step that was committed before, None if nobody knows.
         cause: why the group was lost.
-        seconds: from the loss to the next committed step of the others, None if nobody knows.
+        seconds: from the loss to the next committed step of the others, None if nobody knows or
+            there was none.
         back_after_step: the step after which the group joined again. None if it did not, or if the
             run began again with it.
     """
@@ -55,7 +57,8 @@ class GroupLoss:
         """Return one line without control characters."""
         where = f" on {shorten(self.host)}" if self.host is not None else ""
         when = f" after step {self.step:,}" if self.step is not None else ""
-        others = f"; the others went on after {self.seconds:.2f} s" if self.seconds is not None else ""
+        end = "; no step was committed after that" if self.step is not None else ""
+        others = f"; the others went on after {self.seconds:.2f} s" if self.seconds is not None else end
         back = f"; it was back after step {self.back_after_step:,}" if self.back_after_step is not None else ""
         return f"{self.at}  group {self.group}{where} was lost{when} ({shorten(self.cause)}){others}{back}"
 
@@ -80,7 +83,7 @@ def read_losses(dump_dir: Path) -> tuple[GroupLoss, ...]:
     found: list[GroupLoss] = []
     for line in _text(dump_dir / "logs" / GROUPS_LOG).split("\n"):
         if (lost := _LOST.fullmatch(line)) is not None:
-            step, seconds = int(lost["step"]), float(lost["seconds"])
+            step, seconds = int(lost["step"]), float(lost["seconds"]) if lost["seconds"] is not None else None
             found.append(GroupLoss(lost["at"], int(lost["group"]), lost["host"], step, lost["cause"], seconds))
         elif (lost := _LOST_ALONE.fullmatch(line)) is not None:
             found.append(GroupLoss(lost["at"], int(lost["group"]), None, None, lost["cause"], None))

@@ -16,7 +16,7 @@ from ...engine.distributed.agreement import gather_json
 from ...engine.elastic.bringing_back import UnitsLostError
 from ...engine.elastic.coordination.assembly import Assembly
 from ...engine.elastic.coordination.errors import RunFinishedError, StepAbortedError
-from ...engine.elastic.coordination.membership import STEP
+from ...engine.elastic.coordination.records import STEP
 from ...engine.elastic.living import lost_units
 from ...engine.elastic.session import Session
 from ...engine.errors import PeerLostError

@@ -100,7 +100,9 @@ def _train(
     unchecked = config.model_copy(update={"sdp": config.sdp.model_copy(update={"check_interval": 0})})
     with explained(config, beat, dump_dir=dump_dir):
         corpus, engine, baseline = build(unchecked, dump_dir, beat)
-    here = address_towards(told.host)
+    beat.at(0, "reaching the coordinator", None)
+    # A group that returns may find its host's link still down. That is no mistake.
+    here = address_towards(told.host, seconds=config.sdp.elastic.wait_seconds if has_begun(dump_dir) else 0.0)
     if (warning := hidden_loopback(told.host, here)) is not None:
         log.warning("SDP_ELASTIC_COORDINATOR: %s", warning)
     store, address = serve_meeting_store(here) if found.rank == 0 else (None, "")

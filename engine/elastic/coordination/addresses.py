@@ -2,35 +2,52 @@
 
 from __future__ import annotations
 
+import logging
 import socket
+import time
 from typing import Any
 
 import torch.distributed as dist
 
 from ...environment.elastic import COORDINATOR
-from ...errors import LaunchError, shorten
+from ...errors import LaunchError, PeerLostError, shorten
+
+log = logging.getLogger("sdp")
+
+_RETRY_SECONDS = 0.5
 
 
-def address_towards(coordinator: str) -> str:
+def address_towards(coordinator: str, *, seconds: float = 0.0) -> str:
     """Return the address of this host on the interface that reaches the coordinator.
 
     Args:
         coordinator: the coordinator's host.
+        seconds: how long to try, because the run has begun and this host's link may be down.
 
     Raises:
         LaunchError: this host has no route to it.
+        PeerLostError: as before, but it may have one later.
     """
-    try:
-        family, _, _, _, address = socket.getaddrinfo(coordinator, 1, type=socket.SOCK_DGRAM)[0]
-        with socket.socket(family, socket.SOCK_DGRAM) as towards:
-            towards.connect(address)  # sends nothing
-            return towards.getsockname()[0]
-    except (OSError, UnicodeError) as error:  # UnicodeError: no host can have this name
-        reason = getattr(error, "strerror", None) or error
-        raise LaunchError(
-            f"{COORDINATOR}: its host {shorten(coordinator)} cannot be reached ({shorten(reason, 80)}); name an "
-            "address that all groups can reach"
-        ) from None
+    end, was_said = time.monotonic() + seconds, False
+    while True:
+        try:
+            family, _, _, _, address = socket.getaddrinfo(coordinator, 1, type=socket.SOCK_DGRAM)[0]
+            with socket.socket(family, socket.SOCK_DGRAM) as towards:
+                towards.connect(address)  # sends nothing
+                return towards.getsockname()[0]
+        except (OSError, UnicodeError) as error:  # UnicodeError: no host can have this name
+            reason = shorten(getattr(error, "strerror", None) or error, 80)
+        what = f"{COORDINATOR}: its host {shorten(coordinator)} cannot be reached"
+        if not seconds:
+            raise LaunchError(f"{what} ({reason}); name an address that all groups can reach")
+        if time.monotonic() > end:
+            raise PeerLostError(
+                f"{what} for {seconds:g} s ({reason}); look whether this host's link is down and the address right"
+            )
+        if not was_said:
+            log.warning("%s (%s); trying for %g s, because this host's link may be down", what, reason, seconds)
+            was_said = True
+        time.sleep(_RETRY_SECONDS)
 
 
 def serve_meeting_store(host: str) -> tuple[Any, str]:

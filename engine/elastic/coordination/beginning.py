@@ -39,22 +39,23 @@ class Beginning:
         enough_since = sorted(peers.ready_since(slot) for slot in here)[needed - 1]
         return not self._coming(here, gone) or now - enough_since > self._last_call
 
-    def what_is_missing(self, peers: Roster, here: Sequence[int] | None) -> str | None:
+    def what_is_missing(self, peers: Roster, here: Sequence[int] | None, seconds: float) -> str | None:
         """Return which groups have not come, in words, or None if enough have.
 
         Args:
             peers: the ranks.
             here: the groups that have come, or None if groups with state are awaited.
+            seconds: how long they were awaited.
         """
-        if here is None:
-            return "not all groups came"
-        needed = self.needed(peers, here)
-        if len(here) >= needed:
+        needed = self._groups if here is None else self.needed(peers, here)
+        if here is not None and len(here) >= needed:
             return None
-        if needed < self._groups:
-            return f"only {len(here)} of at least {needed} groups came"
+        all_needed = here is None or needed == self._groups
+        came = "not all groups came" if all_needed else f"only {len(here)} of at least {needed} groups came"
         why = " (all are needed, because the directory has .begun or other files of a run that has begun)"
-        return "not all groups came" + why * (self._least < self._groups)
+        absent = ", ".join(str(slot) for slot in range(self._groups) if not peers.has_joined(slot))
+        reason = why * (here is not None and all_needed and self._least < self._groups)
+        return f"{came} within {seconds:g} s{reason}; missing: {absent}"
 
     def _coming(self, here: Sequence[int], gone: Collection[int]) -> set[int]:
         """Return the groups that may still come."""

@@ -38,7 +38,10 @@ def reach(address: tuple[str, int], token: bytes, seconds: float) -> tuple[socke
         except (OSError, ProtocolError) as error:
             if time.monotonic() > end:
                 where = f"{address[0]}:{address[1]}"
-                raise PeerLostError(f"the coordinator at {where} cannot be reached ({error})") from None
+                raise PeerLostError(
+                    f"the coordinator at {where} could not be reached for {seconds:g} s ({error}); if sdp coordinate "
+                    "has ended, start it again at this address"
+                ) from None
             time.sleep(_RETRY_SECONDS)
 
 

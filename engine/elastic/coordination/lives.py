@@ -15,7 +15,7 @@ class Lives:
     """
 
     def __init__(self) -> None:
-        self._lost, self._awaited = set[str](), set[str]()
+        self._lost, self._awaited, self._met = set[str](), set[str](), set[str]()
         self._step, self._tries = -1, 0
 
     def lose(self, life: str) -> None:
@@ -48,4 +48,9 @@ class Lives:
 
     def begin(self, lives: Iterable[str]) -> None:
         """Begin a generation with these groups. The others go on being lost."""
+        self._met.update(lives)
         self._lost, self._awaited = self._lost.difference(lives), set()
+
+    def has_met(self, life: str) -> bool:
+        """Whether a group has ever been in a generation."""
+        return life in self._met

@@ -15,10 +15,9 @@ from .beginning import Beginning
 from .lives import Lives
 from .messages import MOST_ANSWER_BYTES, Message, ProtocolError
 from .progress import SIGNS, PausedRanks
-from .records import Generation, Loss, News, Rank, check_facts, shown_step, text_of
+from .records import GIVE_UP, START_AGAIN, STEP, Generation, Loss, News, Rank, check_facts, shown_step, text_of
 from .roster import Peer, Roster
 
-STEP = 99  # the phase before a step, the only one in which a group may join
 _DOUBT_SECONDS = 1.0  # how long the votes of others are awaited, after a group voted and died
 
 
@@ -56,7 +55,7 @@ class Membership:
         self._send, self._say, self._clock = send, say, clock
         self._close = lambda peer: (self._paused.forget(peer), close(peer))
         self._heartbeat, self._wait = heartbeat_seconds, wait_seconds
-        self._peers, self._lives = Roster(ranks), Lives()
+        self._peers, self.lives = Roster(ranks), Lives()
         self._beginning = Beginning(groups, min_groups or groups, last_call_seconds)
         self._news, self._paused = News(say, clock), PausedRanks(heartbeat_seconds)
         self._waiting_since: float | None = None
@@ -111,6 +110,7 @@ class Membership:
         if now is None or self.is_finished or not now.ended or self._peers.stay(now.lives):
             return
         self.is_finished = True
+        self._news.end()
         for peer, rank in list(self._peers.items()):
             if not rank.is_leaving:
                 self._send(peer, {"type": "finished"})
@@ -118,13 +118,13 @@ class Membership:
 
     def _hear_join(self, peer: Peer, message: Message) -> None:
         rank = Rank.of(message, self._groups, self._ranks, self._clock())
-        if self.is_finished or self.failure is not None or self._lives.is_cut(rank.life):
+        if self.is_finished or self.failure is not None or self.lives.is_cut(rank.life):
             kind = "finished" if self.is_finished else "failed" if self.failure is not None else "cut"
             self.told |= {rank.slot} if self.is_finished and message["type"] == "join" else set()
             self._send(peer, {"type": kind, "reason": self.failure or "its group was cut off"})
             return
         if (now := self.generation) and not message.get("fresh") and now.lives.get(rank.slot) != rank.life:
-            self._lives.lose(rank.life)
+            self.lives.lose(rank.life)
             self._send(peer, {"type": "cut", "reason": "the others did not wait for it any longer"})
             return
         if message["type"] == "ask":
@@ -163,7 +163,8 @@ class Membership:
         self.step, self._shown = self.step + 1, max(shown, default=None)
         for peer in self._peers.of(self.living):
             self._send(peer, decision | {"facts": facts, "newcomers": newcomers})
-        self._news.report(self.living)
+        if now.phase != GIVE_UP:
+            self._news.report(self.living)
         now.votes, now.attempt = {}, now.attempt + 1
         if now.lost:
             now.doubt = None
@@ -177,7 +178,7 @@ class Membership:
     def _lose(self, peer: Peer, cause: str) -> None:
         rank = self._peers.pop(peer, None)
         now = self.generation
-        is_silent = rank is not None and (self._lives.is_awaited(rank.life) if now is None else rank.life in now.silent)
+        is_silent = rank is not None and (self.lives.is_awaited(rank.life) if now is None else rank.life in now.silent)
         if rank is not None and not is_silent:
             self._send(peer, {"type": "cut", "reason": cause})
         self._close(peer)
@@ -186,7 +187,7 @@ class Membership:
                 now.lost.add(rank.slot)  # so nobody waits for it, if others have not ended
                 self._form()
             return
-        self._lives.lose(rank.life)
+        self.lives.lose(rank.life)
         for other in self._peers.pop_lives({rank.life}):
             if not is_silent:
                 self._send(other, {"type": "cut", "reason": f"rank {rank.inside} of its group: {cause}"})
@@ -209,11 +210,11 @@ class Membership:
 
     def _await_all(self, now: Generation, why: str, *lives: str) -> None:
         """Fail, or wait for groups that are silent, because this host may be the one cut off."""
-        if not now.silent or not self._lives.expect({*now.silent, *lives}, self.step):
-            self._fail("all groups are lost")
+        if not now.silent or not self.lives.expect({*now.silent, *lives}, self.step):
+            self._fail("all groups are lost" + f"; {START_AGAIN}" * bool(self.step))
             return
         self._say(f"{why}; the groups have {self._wait:g} s to come back with their state")
-        self._news.forget([slot for slot, each in now.lives.items() if self._lives.is_awaited(each)])
+        self._news.forget([slot for slot, each in now.lives.items() if self.lives.is_awaited(each)])
         self.generation, self._waiting_since = None, self._clock()
 
     def _abort(self, reason: str) -> None:
@@ -226,6 +227,8 @@ class Membership:
             self._send(peer, {"type": "abort", "generation": now.number, "reason": reason})
 
     def _fail(self, reason: str) -> None:
+        if self.failure is None and self.step:
+            self._news.end(f"the run cannot go on: {reason}")
         self.failure = self.failure or reason
         for peer in list(self._peers):
             self._send(peer, {"type": "failed", "reason": reason})
@@ -273,7 +276,7 @@ class Membership:
         again = [slot for slot in old if self._peers.joining(slot, "fresh")]
         old = [slot for slot in old if slot not in again]
         if again and not old and self.step:
-            self._fail("all groups that had the state of the run are lost")
+            self._fail(f"all groups that had the state of the run are lost; {START_AGAIN}")
             return
         step, behind, commits = self._peers.steps_of(old)
         for slot in set(behind) - set(commits):
@@ -284,7 +287,7 @@ class Membership:
         fresh = self._peers.complete_fresh(old) if phase == STEP else []
         if not old and self.generation is None and self.step:  # all fell silent, and none with state is back
             if len({*fresh, *self.gone}) == self._groups:
-                self._fail("all groups that had the state of the run are lost")
+                self._fail(f"all groups that had the state of the run are lost; {START_AGAIN}")
             self._give_up_if_late(None)
             return
         if not old:  # the start of the run
@@ -298,23 +301,20 @@ class Membership:
         self._begin(sorted({*old, *fresh}), fresh, phase, step, commits)
 
     def _begin(self, slots: list[int], fresh: list[int], phase: int, step: int, commits: list[int]) -> None:
-        before = self.generation
-        since = before.since if before is not None else {}
-        number = 1 + max([before.number if before else 0, *(self._peers.joining(slot, "generation") for slot in slots)])
-        ranks = self._peers.of(slots)
+        before, ranks = self.generation, self._peers.of(slots)
         lives = {rank.slot: rank.life for rank in ranks.values()}
-        self._lives.begin(lives.values())
-        kept = {slot: since[slot] if slot in since and slot not in fresh else number for slot in slots}
-        self.generation, self.step, self._waiting_since = Generation(number, lives, kept), step, None
-        leaders = {rank.slot: rank for rank in ranks.values() if rank.inside == 0}
+        self.lives.begin(lives.values())
+        known = max(self._peers.joining(slot, "generation") for slot in slots)
+        self.generation = now = Generation.after(before, known, lives, fresh, phase)
+        self.step, self._waiting_since = step, None
         expected = sorted(set(range(self._groups)) - set(slots) - self.gone)
-        answer = self.generation.answer([leaders[slot] for slot in slots], fresh, phase, step, expected)
-        self._news.begin(before, self.generation, list(ranks.values()), fresh, self._groups, self._shown or step)
+        answer = now.answer(ranks.values(), fresh, step, expected)
+        self._news.begin(before, now, list(ranks.values()), fresh, self._groups, self._shown or step)
         for peer, rank in ranks.items():
             rank.joining = None
             self._send(peer, answer | {"commit_pending": rank.slot in commits})
 
     def _give_up_if_late(self, here: list[int] | None) -> None:
         is_late = self._waiting_since is not None and self._clock() - self._waiting_since > self._wait
-        if is_late and (missing := self._beginning.what_is_missing(self._peers, here)) is not None:
-            self._fail(f"{missing} within {self._wait:g} s")
+        if is_late and (missing := self._beginning.what_is_missing(self._peers, here, self._wait)) is not None:
+            self._fail(missing)

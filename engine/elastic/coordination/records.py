@@ -12,6 +12,12 @@ from .messages import Message, ProtocolError
 
 _MOST_TEXT, _MOST_SAID = 256, 1000
 
+START_AGAIN = "start the run again with --resume"
+
+# Phases, see Generation.phase. Others are those of the training loop, below these.
+STEP = 99  # before a step, the only one in which a group may join
+GIVE_UP = STEP - 1  # the groups end the run, because no living one holds some units
+
 
 @dataclass
 class Rank:
@@ -69,6 +75,7 @@ class Generation:
     Attributes:
         lives: slot → the life (start) of its group.
         since: slot → the generation in which the group joined.
+        phase: what came next when it began.
         votes: the ranks that voted in this attempt, with what they said.
         attempt: the number of the attempt within the generation.
         is_over: whether no further attempt can be committed.
@@ -83,6 +90,7 @@ class Generation:
     number: int
     lives: dict[int, str]
     since: dict[int, int]
+    phase: int
     votes: dict[tuple[int, int], Message] = field(default_factory=dict)
     attempt: int = 0
     is_over: bool = False
@@ -91,6 +99,23 @@ class Generation:
     silent: set[str] = field(default_factory=set)
     ended: set[int] = field(default_factory=set)
     failed: str = ""
+
+    @classmethod
+    def after(
+        cls, before: Generation | None, known: int, lives: dict[int, str], fresh: Collection[int], phase: int
+    ) -> Generation:  # fmt: skip
+        """Return the generation that follows ``before``.
+
+        Args:
+            before: the last generation that this coordinator knows.
+            known: the largest number of a generation that its ranks know.
+            lives: slot → the life of its group.
+            fresh: its groups without state.
+            phase: what comes next.
+        """
+        since = before.since if before is not None else {}
+        number = 1 + max(before.number if before is not None else 0, known)
+        return cls(number, lives, {slot: number if slot in fresh else since.get(slot, number) for slot in lives}, phase)
 
     @property
     def living(self) -> list[int]:
@@ -110,19 +135,20 @@ class Generation:
         return is_member and not self.is_over and vote.get("attempt") == self.attempt
 
     def answer(
-        self, leaders: Sequence[Rank], fresh: Collection[int], phase: int, step: int, expected: list[int]
-    ) -> Message:
+        self, ranks: Iterable[Rank], fresh: Collection[int], step: int, expected: list[int]
+    ) -> Message:  # fmt: skip
         """Return what its ranks are told.
 
         Args:
-            leaders: the first rank of each group, sorted by group.
+            ranks: its ranks.
             fresh: its groups without state.
-            phase: what comes next.
             step: the number of committed steps.
             expected: groups that may join later.
         """
+        leaders = sorted((rank for rank in ranks if rank.inside == 0), key=lambda rank: rank.slot)
         return {
-            "type": "generation", "generation": self.number, "name": uuid.uuid4().hex, "phase": phase, "step": step,
+            "type": "generation", "generation": self.number, "name": uuid.uuid4().hex, "step": step,
+            "phase": self.phase,
             "members": [leader.as_member(is_fresh=leader.slot in fresh) for leader in leaders],
             "writer": min(self.lives, key=lambda slot: (self.since[slot], slot)), "expected": expected,
         }  # fmt: skip
@@ -138,10 +164,13 @@ class Loss:
     at: float
     step: int
 
+    def what(self) -> str:
+        """Return what happened, in words."""
+        return f"group {self.slot} on {self.host} was lost after step {self.step} ({self.cause})"
+
     def report(self, living: str, now: float) -> str:
         """Return the line for the user, once the groups ``living`` have committed a step."""
-        where = f"group {self.slot} on {self.host} was lost after step {self.step} ({self.cause})"
-        return f"{where}; groups {living} went on after {now - self.at:.2f} s"
+        return f"{self.what()}; groups {living} went on after {now - self.at:.2f} s"
 
 
 @dataclass
@@ -177,6 +206,11 @@ class News:
 
     def add(self, news: Loss | Arrival) -> None:
         """Note something to report."""
+        if isinstance(news, Loss):  # perhaps of a group that has joined, and has not taken part yet
+            for each in self._news:
+                if isinstance(each, Arrival):
+                    each.groups = [name for name in each.groups if name != f"group {news.slot} on {news.host}"]
+            self._news = [each for each in self._news if not isinstance(each, Arrival) or each.groups]
         self._news.append(news)
 
     def begin(
@@ -207,6 +241,15 @@ class News:
         for news in self._news:
             self._say(news.report(groups, self._clock()))
         self._news.clear()
+
+    def end(self, *why: str) -> None:
+        """Report the losses after which no step was committed, because the run ends, and why."""
+        for news in self._news:
+            if isinstance(news, Loss):
+                self._say(f"{news.what()}; no step was committed after that")
+        self._news.clear()
+        for line in why:
+            self._say(line)
 
     def forget(self, slots: Collection[int]) -> None:
         """Do not report the losses of these groups."""

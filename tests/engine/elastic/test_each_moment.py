@@ -16,7 +16,7 @@ from sdp.engine.batch.call import call_model, loss_of, target_count
 from sdp.engine.distributed import world
 from sdp.engine.distributed.agreement import gather_json
 from sdp.engine.elastic.coordination.errors import StepAbortedError
-from sdp.engine.elastic.coordination.membership import STEP
+from sdp.engine.elastic.coordination.records import STEP
 from sdp.engine.elastic.session import Session
 from sdp.tests.support import models
 from sdp.tests.support.cases import RELATIVE, Case, one_step

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 from sdp.engine.elastic.coordination.errors import StepAbortedError
-from sdp.engine.elastic.coordination.membership import STEP
+from sdp.engine.elastic.coordination.records import STEP
 from sdp.engine.elastic.session import Session
 from sdp.tests.support import models
 from sdp.tests.support.cases import RELATIVE, Case, one_step

@@ -12,7 +12,7 @@ import pytest
 import sdp.engine.elastic.session as session_module
 import torch
 from sdp.engine.elastic.coordination.errors import StepAbortedError
-from sdp.engine.elastic.coordination.membership import STEP
+from sdp.engine.elastic.coordination.records import STEP
 from sdp.engine.elastic.session import Session
 from sdp.tests.support import models
 from sdp.tests.support.cases import RELATIVE, Case, one_step

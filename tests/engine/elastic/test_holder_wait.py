@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from sdp.engine.elastic.bringing_back import GIVE_UP, HolderWait
 from sdp.engine.elastic.coordination.assembly import Assembly, Member
-from sdp.engine.elastic.coordination.membership import STEP
+from sdp.engine.elastic.coordination.records import STEP
 from sdp.engine.elastic.living import lost_units
 from sdp.tests.support.cases import Case, engine_of
 

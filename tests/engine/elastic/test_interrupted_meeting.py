@@ -14,7 +14,7 @@ from unittest.mock import patch
 import sdp.engine.elastic.rounds as rounds_module
 from sdp.engine.elastic.coordination.errors import StepAbortedError
 from sdp.engine.elastic.coordination.member import CoordinatorClient
-from sdp.engine.elastic.coordination.membership import STEP
+from sdp.engine.elastic.coordination.records import STEP
 from sdp.tests.support.cases import Case, one_step
 from sdp.tests.support.clusters.living import DiedError, Place, begin, run_groups, world_of_group
 from sdp.tests.support.clusters.rounds import BACK, EVERY, LOST, STEPS

@@ -6,7 +6,7 @@ import threading
 
 import pytest
 from sdp.engine.elastic.coordination.errors import StepAbortedError
-from sdp.engine.elastic.coordination.membership import STEP
+from sdp.engine.elastic.coordination.records import STEP
 from sdp.tests.support import models
 from sdp.tests.support.cases import Case
 from sdp.tests.support.clusters.living import begin, run_groups, world_of_group

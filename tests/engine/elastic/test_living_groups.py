@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from sdp.engine.distributed import world
 from sdp.engine.elastic.coordination.errors import StepAbortedError
-from sdp.engine.elastic.coordination.membership import STEP
+from sdp.engine.elastic.coordination.records import STEP
 from sdp.engine.elastic.session import Session
 from sdp.tests.support.case_tables import THERE_AND_BACK, TO_BACKWARD, TO_FORWARD
 from sdp.tests.support.cases import Case, one_step

@@ -14,7 +14,7 @@ import pytest
 import torch
 from sdp.engine.distributed import world
 from sdp.engine.elastic.coordination.errors import StepAbortedError
-from sdp.engine.elastic.coordination.membership import STEP
+from sdp.engine.elastic.coordination.records import STEP
 from sdp.engine.elastic.session import Session
 from sdp.engine.placement.units import Slice
 from sdp.tests.support.cases import Case, one_step

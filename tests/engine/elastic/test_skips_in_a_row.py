@@ -7,7 +7,7 @@ from typing import Any
 
 from sdp.engine.distributed import world
 from sdp.engine.elastic.coordination.errors import StepAbortedError
-from sdp.engine.elastic.coordination.membership import STEP
+from sdp.engine.elastic.coordination.records import STEP
 from sdp.engine.elastic.session import Session
 from sdp.engine.errors import NonFiniteError
 from sdp.tests.support import models

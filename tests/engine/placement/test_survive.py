@@ -2,6 +2,8 @@
 is refused.
 """
 
+import re
+
 import pytest
 import torch
 from sdp.engine.config.load import load_config
@@ -59,6 +61,19 @@ def test_a_capacity_that_is_too_low_is_refused_with_the_one_that_would_do(placem
         layout_of(placement=placement, capacity=0.6, survive=2)
     with pytest.raises(ConfigError, match=r"there are 4 groups; use at most 3"):
         layout_of(placement=placement, capacity=1.0, survive=4)
+
+
+@pytest.mark.parametrize("survive", [0, 1, 2])
+@pytest.mark.parametrize("groups", range(3, 13))
+def test_the_capacity_that_a_refusal_names_is_enough(groups: int, survive: int) -> None:
+    """Some of them, as 2/7, have no short decimal fraction."""
+    with pytest.raises(ConfigError) as refused:
+        layout_of(groups=groups, capacity=0.9 * (survive + 1) / groups, survive=survive)
+    named = re.search(r"use a capacity of at least ([\d.]+)", str(refused.value))
+    assert named is not None
+    capacity = float(named[1])
+    assert (survive + 1) / groups <= capacity < (survive + 1) / groups + 1e-4
+    assert fewest(layout_of(groups=groups, capacity=capacity, survive=survive)) >= survive + 1
 
 
 def test_named_holders_and_listed_profiles_are_checked() -> None:

@@ -41,9 +41,10 @@ def four_hosts_lose_each_other(hosts: Hosts) -> None:
         _a_host_loses_its_link(hosts, run)
         for host in "nop":
             _a_rank_is_stopped_and_wakes_up(run, host)
+        _a_group_is_launched_while_its_link_is_down(hosts, run)
         _the_coordinator_is_killed(run)
         _a_group_is_told_to_stop_alone(run)
-        _all_groups_are_told_to_stop(hosts, run, losses=6)
+        _all_groups_are_told_to_stop(hosts, run, losses=7)
 
 
 def _all_listen_where_they_are_told(hosts: Hosts, run: LostGroups) -> None:
@@ -105,14 +106,34 @@ def _a_rank_is_stopped_and_wakes_up(run: LostGroups, host: str) -> None:
     assert len(run.ranks(host)) == 1 and rank not in run.ranks(host)
 
 
+def _a_group_is_launched_while_its_link_is_down(hosts: Hosts, run: LostGroups) -> None:
+    """As when its host has started again before the network. The group waits for the link."""
+    (rank,) = run.ranks("n")
+    launches = "elastic.sh: group 1: ended with exit code"
+    before, lost = run.said.count(launches), run.said.count("group 1 on host-n was lost after step")
+    hosts.plug("n", "down")
+    try:
+        os.kill(rank, signal.SIGKILL)
+        run.until(lambda: run.said.count("group 1 on host-n was lost after step") > lost)
+        run.until(lambda: "its host 10.77.0.13 cannot be reached" in run.said)
+        run.steps(2, groups=3)
+    finally:
+        hosts.plug("n", "up")
+    run.steps(2, groups=4)
+    assert run.said.count(launches) == before + 1, "it is launched once"
+
+
 def _the_coordinator_is_killed(run: LostGroups) -> None:
     """No group is lost, however long it is away, up to ``wait_seconds``."""
     before = run.lines()[-1]["generation"]
+    lost, ranks = run.said.count("was lost"), {host: run.ranks(host) for host in run.plan.launches}
     run.coordinator.send_signal(signal.SIGKILL)
     run.coordinator.wait()
     time.sleep(HEARTBEAT + 2)
     run.coordinate()
     assert {line["generation"] - before for line in run.steps(3, groups=4)[-3:]} <= {1, 2}, run.said
+    assert run.said.count("was lost") == lost, run.said
+    assert {host: run.ranks(host) for host in run.plan.launches} == ranks
 
 
 def _a_group_is_told_to_stop_alone(run: LostGroups) -> None:

@@ -22,7 +22,7 @@ from sdp.engine.elastic.coordination.assembly import Identity
 from sdp.engine.elastic.coordination.coordinator import Coordinator
 from sdp.engine.elastic.coordination.errors import StepAbortedError
 from sdp.engine.elastic.coordination.member import CoordinatorClient
-from sdp.engine.elastic.coordination.membership import STEP
+from sdp.engine.elastic.coordination.records import STEP
 from sdp.engine.elastic.inside import share_inside
 from sdp.engine.elastic.session import Session
 from sdp.engine.placement.units import Slice, Unit, find_neuron_units, find_units

@@ -139,6 +139,12 @@ class SeparateGroups:
         for process in stop.arrived().values():
             os.kill(process, signal.SIGKILL)
 
+    def stop_ranks(self, stop: Stop) -> None:
+        """Stop the ranks that have come there for good."""
+        self._lost |= set(stop.groups)
+        for process in stop.arrived().values():
+            os.kill(process, signal.SIGSTOP)
+
     def lose_host(self, stop: Stop) -> None:
         """Kill everything that the host of these groups runs."""
         self._lost |= set(stop.groups)

@@ -32,6 +32,7 @@ from sdp.tools.train.observers.monitors import Monitors
 
 REDUCTION, BEFORE_VOTE, UPDATE = "a reduction", "before the vote", "the update"
 EVALUATION, SAVE, RETURN = "an evaluation", "a save", "the return of another group"
+ITS_RETURN = "its own return"  # a group is lost while it gets its state
 MOMENTS = (REDUCTION, BEFORE_VOTE, UPDATE, EVALUATION, SAVE, RETURN)
 LOAD, LOADED = "the load of a checkpoint", "a checkpoint is loaded"  # before step 1
 BEFORE_STEP = "before a step"  # where the others wait for a group that returns
@@ -212,6 +213,7 @@ _STOPPERS: dict[str, Callable[[Callable[..., None], Stop], None]] = {
     EVALUATION: lambda reach, _: _before_backends("evaluate", reach),  # between its parts
     SAVE: lambda reach, _: _before(save_module, "hash_files", reach),  # its tensors are written
     RETURN: _stop_in_a_return,
+    ITS_RETURN: _stop_in_a_return,
     LOADED: lambda reach, _: _after(Checkpointer, "resume", reach),
     LOAD: lambda reach, _: _before(load_module, "check", reach),  # nothing is loaded yet
     EVALUATED: lambda reach, _: _before(TrainingRun, "tell_evaluation", reach),

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from sdp.engine.elastic.coordination.membership import STEP, Membership
+from sdp.engine.elastic.coordination.membership import Membership
+from sdp.engine.elastic.coordination.records import STEP
 
 HEARTBEAT, WAIT, LAST_CALL = 5.0, 30.0, 10.0
 
@@ -55,13 +56,14 @@ class Rules:
         life: str = "",
         begun: bool = False,
         kind: str = "join",
+        phase: int = STEP,
     ) -> None:
         """Let a rank ask for the next generation, or ``ask`` whether the others go on without it.
 
         ``life``: its process. ``begun``: whether it sees that the run has begun before.
         """
         who = {"slot": slot, "inside": inside, "ranks": self._ranks, "life": life or peer, "host": "here", "store": ""}
-        what = {"step": step, "phase": STEP, "fresh": fresh, "pending": False, "members": [*members], "begun": begun}
+        what = {"step": step, "phase": phase, "fresh": fresh, "pending": False, "members": [*members], "begun": begun}
         self.membership.hear(peer, {"type": kind, **who, **what})
 
     def begin(self) -> None:

@@ -69,6 +69,14 @@ def test_losses_have_group_host_cause_seconds_and_the_return(tmp_path: Path) -> 
     assert as_json([run])["runs"][0]["losses"][1]["cause"] == "no heartbeat for 5 s (x)"  # type: ignore[index]
 
 
+def test_a_loss_that_ends_the_run_is_shown(tmp_path: Path) -> None:
+    make_run(tmp_path / "half", holders=2)
+    note(tmp_path / "half", f"{Loss(2, 'host-a', 'it died', 0.0, 9).what()}; no step was committed after that")
+    count, shown = describe_losses(read_losses(tmp_path / "half"))
+    assert count == "1 loss of a group:"
+    assert shown.endswith("group 2 on host-a was lost after step 9 (it died); no step was committed after that")
+
+
 def test_many_losses_are_counted_and_the_newest_are_shown(tmp_path: Path) -> None:
     make_run(tmp_path / "half", holders=2)
     note(tmp_path / "half", *(lost(1, step, 0.1) for step in range(8)))

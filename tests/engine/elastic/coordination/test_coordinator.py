@@ -12,8 +12,8 @@ from sdp.engine.elastic.coordination.assembly import Assembly, Decision, Identit
 from sdp.engine.elastic.coordination.coordinator import Coordinator
 from sdp.engine.elastic.coordination.errors import CutOffError, StepAbortedError
 from sdp.engine.elastic.coordination.member import CoordinatorClient
-from sdp.engine.elastic.coordination.membership import STEP
 from sdp.engine.elastic.coordination.messages import MOST_BYTES, Channel, ProtocolError
+from sdp.engine.elastic.coordination.records import STEP
 from sdp.engine.errors import PeerLostError
 from sdp.tests.support.clusters.hostile import hostile_clients, recorded
 from sdp.tests.support.network.cut_link import CutLink

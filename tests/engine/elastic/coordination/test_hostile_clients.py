@@ -12,7 +12,7 @@ import pytest
 from sdp.engine.elastic.coordination.assembly import Assembly, Identity
 from sdp.engine.elastic.coordination.coordinator import Coordinator
 from sdp.engine.elastic.coordination.member import CoordinatorClient
-from sdp.engine.elastic.coordination.membership import STEP
+from sdp.engine.elastic.coordination.records import STEP
 from sdp.tests.support.clusters.hostile import COUNT, KINDS, Attack, attacked
 from sdp.tests.support.network.sockets import connections_at
 from sdp.tests.support.processes import until
@@ -25,6 +25,7 @@ HELD = 4  # connections that the hostile clients hold at least while a vote coun
 # Far above a vote, which takes some milliseconds. A slow client takes 40 s for its greeting, and a
 # silent one holds its connection for 5 s.
 LONGEST = 1.0  # seconds
+MOST_MEDIAN = 100  # milliseconds of a vote under attack, also on a busy machine
 
 
 class Members:
@@ -133,6 +134,7 @@ def test_twenty_hostile_clients_do_not_delay_a_vote(
     record_property("median_ms_alone", medians[0])
     record_property("median_ms_under_attack", medians[1])
     assert min(len(alone), len(under_attack)) >= 0.9 * BLOCKS * VOTES
+    assert medians[1] < MOST_MEDIAN
     assert not said
     assert coordinator.membership.living == [*range(GROUPS)]
 

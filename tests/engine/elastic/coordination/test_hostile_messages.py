@@ -9,8 +9,9 @@ from typing import Any
 
 import pytest
 from sdp.engine.elastic.coordination.coordinator import Coordinator
-from sdp.engine.elastic.coordination.membership import STEP, Membership
+from sdp.engine.elastic.coordination.membership import Membership
 from sdp.engine.elastic.coordination.messages import MOST_ANSWER_BYTES, Channel, ProtocolError
+from sdp.engine.elastic.coordination.records import STEP
 from sdp.engine.environment.elastic import elastic_environment, read_token
 from sdp.engine.errors import LaunchError
 

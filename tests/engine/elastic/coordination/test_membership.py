@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 from sdp.engine.elastic.coordination.messages import ProtocolError
+from sdp.engine.elastic.coordination.records import GIVE_UP
 from sdp.tests.support.network.coordinator_rules import Rules
 
 
@@ -169,7 +170,7 @@ def test_too_few_groups_do_not_begin() -> None:
     rules.join("a", 0, fresh=True)
     rules.wait(31, "a")
     assert not rules.generations()
-    assert rules.membership.failure == "only 1 of at least 2 groups came within 30 s"
+    assert rules.membership.failure == "only 1 of at least 2 groups came within 30 s; missing: 1, 2"
 
 
 def test_the_last_call_may_end_after_the_longest_wait() -> None:
@@ -243,3 +244,44 @@ def test_a_vote_against_a_step_that_gives_no_reason_does_not_commit_it() -> None
     rules.membership.lose("b", "a text that is too long, or none")
     assert not [kind for _, kind, _ in rules.sent if kind == "decision"]
     assert [peer for peer, kind, _ in rules.sent if kind == "abort"] == ["a", "c"]
+
+
+NOTHING_MORE = "was lost after step 1 (it died); no step was committed after that"
+
+
+def test_losses_after_which_the_run_ends_are_told_with_the_reason() -> None:
+    rules = Rules()
+    rules.begin()
+    rules.vote()
+    for peer in "abc":
+        rules.membership.lose(peer, "it died")
+    assert rules.said == [
+        *(f"group {slot} on here {NOTHING_MORE}" for slot in range(3)),
+        "the run cannot go on: all groups are lost; start the run again with --resume",
+    ]
+
+
+def test_a_loss_after_the_last_step_is_told() -> None:
+    rules = Rules()
+    rules.begin()
+    rules.vote()
+    rules.membership.hear("a", {"type": "bye"})
+    rules.membership.lose("b", "it died")
+    rules.membership.hear("c", {"type": "bye"})
+    assert rules.membership.is_finished and rules.membership.failure is None
+    assert rules.said == [f"group 1 on here {NOTHING_MORE}"]
+
+
+def test_groups_that_vote_for_the_end_of_the_run_have_not_gone_on() -> None:
+    """They vote when their last checkpoint is written, because no living group holds some units."""
+    rules = Rules()
+    rules.begin()
+    rules.vote()
+    rules.membership.lose("b", "it died")
+    for peer, slot in (("a", 0), ("c", 2)):
+        rules.join(peer, slot, step=1, members=(0, 1, 2), phase=GIVE_UP)
+    for peer in "ac":
+        rules.membership.hear(peer, {"type": "vote", "generation": 2, "attempt": 0, "ok": True, "facts": None})
+    assert rules.membership.step == 2 and not rules.said
+    rules.membership.hear("a", {"type": "fail", "text": "no living group holds a unit"})
+    assert rules.said == [f"group 1 on here {NOTHING_MORE}", "the run cannot go on: no living group holds a unit"]

@@ -16,9 +16,9 @@ from sdp.engine.elastic.coordination.addresses import serve_meeting_store
 from sdp.engine.elastic.coordination.coordinator import Coordinator
 from sdp.engine.elastic.coordination.errors import StepAbortedError
 from sdp.engine.elastic.coordination.member import CoordinatorClient, Identity
-from sdp.engine.elastic.coordination.membership import STEP
 from sdp.engine.elastic.coordination.messages import ProtocolError
 from sdp.engine.elastic.coordination.progress import PausedRanks, Progress
+from sdp.engine.elastic.coordination.records import STEP
 from sdp.engine.elastic.process_groups import AbortableGroup, Meeting
 from sdp.tests.support.network.coordinator_rules import HEARTBEAT, Clock
 from sdp.tests.support.processes import until

@@ -18,7 +18,7 @@ import pytest
 from sdp.engine.elastic.coordination.assembly import Identity
 from sdp.engine.elastic.coordination.errors import RunFinishedError
 from sdp.engine.elastic.coordination.member import CoordinatorClient
-from sdp.engine.elastic.coordination.membership import STEP
+from sdp.engine.elastic.coordination.records import STEP
 from sdp.tests.support.clusters.elastic_runs import SECONDS, elastic_config
 from sdp.tests.support.processes import until, unused_port, written_lines
 from sdp.tests.support.small_runs import run_sdp

@@ -14,7 +14,7 @@ import pytest
 from sdp.engine.elastic.coordination.addresses import address_towards
 from sdp.engine.elastic.coordination.assembly import Identity
 from sdp.engine.environment.elastic import hidden_loopback
-from sdp.engine.errors import LaunchError
+from sdp.engine.errors import LaunchError, PeerLostError
 from sdp.tests.support.clusters.elastic_runs import elastic_config
 from sdp.tools.train import elastic_rank
 from sdp.tools.train.elastic_rank import run
@@ -68,9 +68,9 @@ def test_gloo_between_groups_listens_towards_the_coordinator_unless_the_user_cho
     """
 
     @contextlib.contextmanager
-    def joins(*_: Any, **__: Any) -> Iterator[None]:
+    def joins(*_: Any, **__: Any) -> Iterator[SimpleNamespace]:
         os.environ["GLOO_SOCKET_IFNAME"] = "lo"
-        yield
+        yield SimpleNamespace(at=lambda *_: None)
 
     def find(_: Any, who: Identity, *more: Any) -> None:
         found.append(who)
@@ -111,4 +111,6 @@ def test_a_name_that_is_a_loopback_address_here_is_warned_of(host: str, address:
 def test_a_coordinator_that_no_way_leads_to_is_one_line() -> None:
     with pytest.raises(LaunchError, match=r"its host nowhere\.\.invalid cannot be reached"):
         address_towards("nowhere..invalid")
+    with pytest.raises(PeerLostError, match=r"cannot be reached for 0.1 s \(.*\); look whether this host's link is"):
+        address_towards("nowhere..invalid", seconds=0.1)
     assert address_towards("127.0.0.1") == "127.0.0.1"

@@ -109,8 +109,10 @@ def test_the_last_checkpoint_has_what_lives_and_the_lost_unit_of_the_one_before(
     assert all(line["loss"] < 5 for line in again.lines()[last:])
 
 
-def test_a_damaged_checkpoint_does_not_stop_the_end_of_the_run(start: Start) -> None:
-    run = start(settings=ALONE, restarts=0)
+@pytest.mark.parametrize("restarts", [0, 1])
+def test_a_damaged_checkpoint_does_not_stop_the_end_of_the_run(start: Start, restarts: int) -> None:
+    """A holder that is started again cannot load it. That ends this group, and not the others."""
+    run = start(settings=ALONE, restarts=restarts)
     run.wait_for(45, groups=4)
     holder, checkpoint = holder_alone(run), run.dump_dir / "checkpoints" / "step-40"
     for file in checkpoint.glob("__*.distcp"):
@@ -120,6 +122,8 @@ def test_a_damaged_checkpoint_does_not_stop_the_end_of_the_run(start: Start) -> 
     run.hit(holder, signal.SIGKILL)
     assert run.end() == 1, run.said
     assert "no group that holds it will return; no further checkpoint: " in run.said
+    refused = rf"group {holder} cannot bring 'model.layers.3' \(1 units\) back: .*step-40.*; it is not started again"
+    assert bool(re.search(refused, run.said)) == bool(restarts), run.said
     assert [path.name for path in checkpoint.parent.glob("*step-*")] == ["step-40"]
 
 

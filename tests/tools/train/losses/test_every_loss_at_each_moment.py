@@ -18,6 +18,7 @@ from sdp.tests.support.clusters.moments import (
     EVALUATED,
     EVALUATION,
     IN_FILE,
+    ITS_RETURN,
     MOMENTS,
     REDUCTION,
     RETURN,
@@ -32,6 +33,7 @@ from sdp.tests.support.clusters.stories import (
     LAST,
     RANK,
     STEPS,
+    STOPPED,
     TWO_GROUPS,
     Checked,
     Story,
@@ -48,7 +50,7 @@ def static_runs(tmp_path_factory: Any) -> Checked:
 
 # For the engine, a host's death is that of two groups. So it is tested less often.
 ROUTINE = [(RANK, REDUCTION), (RANK, EVALUATION), (RANK, RETURN), (TWO_GROUPS, SAVE)]
-ROUTINE += [(GROUP, BEFORE_VOTE)]
+ROUTINE += [(GROUP, BEFORE_VOTE), (GROUP, ITS_RETURN), (STOPPED, REDUCTION)]
 ROUTINE += [(COORDINATOR, UPDATE)]  # the coordinator dies before a vote in a test below
 
 
@@ -56,8 +58,8 @@ ROUTINE += [(COORDINATOR, UPDATE)]  # the coordinator dies before a vote in a te
     ("loss", "moment"),
     [
         pytest.param(loss, moment, marks=[] if (loss, moment) in ROUTINE else pytest.mark.slow)
-        for loss in (RANK, GROUP, TWO_GROUPS, HOST, COORDINATOR)
-        for moment in MOMENTS
+        for loss in (RANK, GROUP, TWO_GROUPS, HOST, COORDINATOR, STOPPED)
+        for moment in (*MOMENTS, *([ITS_RETURN] if loss not in (TWO_GROUPS, HOST) else []))
     ],
 )
 def test_nothing_is_lost_but_the_lost(
@@ -66,8 +68,23 @@ def test_nothing_is_lost_but_the_lost(
     story = Story(loss, moment)
     config = story.config(corpus)
     with run_to_the_moment(story, config, tmp_path) as (run, stop):
-        lose = {HOST: run.lose_host, COORDINATOR: run.lose_coordinator}.get(loss, run.lose_ranks)
-        lose(stop)
+        others = {HOST: run.lose_host, COORDINATOR: run.lose_coordinator, STOPPED: run.stop_ranks}
+        others.get(loss, run.lose_ranks)(stop)
+        run.end(story.living[-1])
+        check_files(run, story)
+    static_runs.check(run, story, config)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("moment", MOMENTS)
+def test_the_rank_that_writes_the_files_is_lost(
+    corpus: Path, tmp_path: Path, static_runs: Checked, moment: str
+) -> None:
+    """Rank 0 of group 0, where the groups meet. The other rank of its group ends, too."""
+    story = Story(RANK, moment, writer=True)
+    config = story.config(corpus)
+    with run_to_the_moment(story, config, tmp_path) as (run, stop):
+        run.lose_ranks(stop)
         run.end(story.living[-1])
         check_files(run, story)
     static_runs.check(run, story, config)
