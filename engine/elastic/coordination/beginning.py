@@ -50,11 +50,12 @@ class Beginning:
         needed = self._groups if here is None else self.needed(peers, here)
         if here is not None and len(here) >= needed:
             return None
-        all_needed = here is None or needed == self._groups
-        came = "not all groups came" if all_needed else f"only {len(here)} of at least {needed} groups came"
+        came = "not all groups came"
+        if here is not None and needed < self._groups:
+            came = f"only {len(here)} of at least {needed} groups came"
         why = " (all are needed, because the directory has .begun or other files of a run that has begun)"
         absent = ", ".join(str(slot) for slot in range(self._groups) if not peers.has_joined(slot))
-        reason = why * (here is not None and all_needed and self._least < self._groups)
+        reason = why * (here is not None and self._least < needed == self._groups)
         return f"{came} within {seconds:g} s{reason}; missing: {absent}"
 
     def _coming(self, here: Sequence[int], gone: Collection[int]) -> set[int]:

@@ -18,6 +18,7 @@ from sdp.data.shards import TokenDataset
 from sdp.engine.elastic import returning
 from sdp.tests.support.clusters.elastic_runs import MICRO, ElasticRun, Start, elastic_config
 from sdp.tests.support.forks.command import run_forked
+from sdp.tests.support.processes import until
 from sdp.tests.support.small_runs import make_corpus, read_tensorboard
 
 ZERO, DEEPSPEED = "zero_optimization.stage=", "sdp.engine=deepspeed "
@@ -85,6 +86,19 @@ def test_three_groups_are_killed_and_come_back(start: Start) -> None:
     assert len(re.findall(r"group \d on \S+ joined after step \d+", said)) == 3
     steps = [line["step"] for line in evaluations(run)]
     assert steps == list(range(0, steps[-1] + 1, 40))
+
+
+def test_a_group_that_cannot_start_again_does_not_end_the_others(start: Start) -> None:
+    """Somebody has changed the configuration for another run, and it is wrong."""
+    run = start(restarts=10)
+    run.wait_for(5, groups=4)
+    (run.dump_dir.parent / "config.json").write_text('{"sdp": {"groups": "many"}}')
+    run.hit(2, signal.SIGKILL)
+    end = r"group 2: rank 2 on \S+ ended with exit code 2.* \(sdp\.groups: .*\); it is not started again"
+    until(lambda: re.search(end, run.said), seconds=60)
+    run.wait_for(10, groups=3)
+    check_end(run)
+    assert "restart 2 of" not in run.said
 
 
 def damage_what_returns() -> None:
