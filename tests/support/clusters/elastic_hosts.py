@@ -110,11 +110,12 @@ def _a_group_is_launched_while_its_link_is_down(hosts: Hosts, run: LostGroups) -
     """As when its host has started again before the network. The group waits for the link."""
     (rank,) = run.ranks("n")
     lost = run.said.count("group 1 on host-n was lost after step")
+    log = hosts.folder / run.plan.name / "logs" / "rank-1.log"
     hosts.plug("n", "down")
     try:
         os.kill(rank, signal.SIGKILL)
         run.until(lambda: run.said.count("group 1 on host-n was lost after step") > lost)
-        run.until(lambda: "its host 10.77.0.13 cannot be reached" in run.said)
+        run.until(lambda: f"its host {hosts.address('m')} cannot be reached" in log.read_text())
         waiting = run.ranks("n")
         run.steps(2, groups=3)
     finally:
