@@ -147,7 +147,7 @@ def _where(one: Estimate) -> str:
     assert one.gap is not None
     capacity = "" if one.gap.method == "dense" else f"C = {one.gap.capacity:g}"
     every = "" if one.gap.every == 1 else f"H = {one.gap.every}"
-    return ", ".join(filter(None, [capacity, every])) or "dense"
+    return ", ".join(filter(None, [f"N = {one.gap.groups}", capacity, every]))
 
 
 def _difference(loss: float | None) -> str:
@@ -213,7 +213,7 @@ def _compare_epochs(epochs: float, measured: ManyEpochs) -> str:
     figures = ", ".join(f"{method} {mean:.3f} ± {spread:.3f}" for method, (mean, spread) in losses)
     return (
         f"This run reads its data {epochs:,.0f} times, and the losses above are from less than one pass. With "
-        f"{measured.epochs:,.0f} passes over small images and each method's best stochastic depth, the lowest held-out "
+        f"{measured.epochs:,.0f} passes over small images and each method's best regularisation, the lowest held-out "
         f"losses were: {figures} ({measured.seeds} seeds, {measured.source})."
     )
 

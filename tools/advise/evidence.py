@@ -26,6 +26,7 @@ class Gap(BaseModel):
         every: steps between two averages.
         groups: number of groups.
         capacity: the part of the model that a group held.
+        tokens_per_parameter: how long the training was.
         gap: the mean difference, in nats.
         spread: its sample deviation.
         seeds: number of seeds.
@@ -36,6 +37,7 @@ class Gap(BaseModel):
     every: int
     groups: int
     capacity: float
+    tokens_per_parameter: float
     gap: float
     spread: float
     seeds: int
@@ -65,8 +67,8 @@ class ManyEpochs(BaseModel):
         epochs: how often the data were read.
         seeds: number of seeds.
         source: the page with the figures.
-        losses: by method, the lowest held-out loss of a run with the method's best stochastic
-            depth: mean and sample deviation.
+        losses: by method, the lowest held-out loss of a run with the method's best regularisation:
+            mean and sample deviation.
     """
 
     epochs: float
@@ -81,12 +83,15 @@ class Evidence(BaseModel):
     Attributes:
         setting: where the losses were measured.
         per_doubling: by how much the dense model's loss falls when its steps double, in nats.
+        doubled: the shortest and the longest training from which this follows, in tokens per
+            parameter.
         gaps: the differences from the dense model.
         many_epochs: losses where the data were read many times.
     """
 
     setting: Setting
     per_doubling: float
+    doubled: tuple[float, float]
     gaps: list[Gap]
     many_epochs: ManyEpochs
 

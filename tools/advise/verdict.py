@@ -49,15 +49,15 @@ def decide(found: Sequence[Candidate], memory: float | None, evidence: Evidence)
     ranked = [(one, loss) for one, loss in known if loss is not None]
     if not ranked:
         return Verdict(None, reference, estimates, (_nothing_fits(found, memory),))
-    lowest = min(loss for _, loss in ranked)
-    within = [(one, loss) for one, loss in ranked if loss - lowest <= _uncertainty(one)]
+    first, lowest = min(ranked, key=lambda each: each[1])
+    within = [(one, loss) for one, loss in ranked if one is first or loss - lowest <= _uncertainty(one, first)]
     best, loss = within[0]  # the simplest of those that cannot be told apart
     return Verdict(best.candidate, reference, estimates, _reasons(best, loss, lowest, reference, fitting, within))
 
 
-def _uncertainty(estimate: Estimate) -> float:
-    """Two sample deviations of the gap that an estimate rests on."""
-    return 0.0 if estimate.gap is None else 2 * estimate.gap.spread
+def _uncertainty(*estimates: Estimate) -> float:
+    """Two sample deviations of the difference of two gaps, as if they were independent."""
+    return 2 * math.hypot(*(one.gap.spread for one in estimates if one.gap is not None))
 
 
 def _nothing_fits(found: Sequence[Candidate], memory: float | None) -> str:
@@ -129,7 +129,7 @@ def extrapolations(
         if own is not None and not least / SIMILAR <= own <= most * SIMILAR:
             measured = f"{least:,.0f}" + ("" if least == most else f" to {most:,.0f}")
             lines.append(f"{what}: {own:{form}} here, {measured} where losses were measured")
-    least, most = where.tokens_per_parameter
+    least, most = evidence.doubled
     best = next((one for one in verdict.estimates if one.candidate is verdict.best), None)
     if best is not None and abs(math.log(best.steps)) > math.log(most / least):
         lines.append(

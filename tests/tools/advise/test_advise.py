@@ -46,14 +46,14 @@ def _evidence(**gaps: float) -> Evidence:
     found = {"dense": 0.0, "smaller_dense": 0.1, "forward": 0.3, "backward": 0.2, "forward,_then_backward": 0.15} | gaps
     entries = [
         Gap(method=method.replace("_", " "), every=every, groups=2, capacity=capacity, gap=gap + more, spread=0.0,
-            seeds=3, source="page")
+            tokens_per_parameter=0.05, seeds=3, source="page")
         for method, gap in found.items()
         for every, more in ((1, 0.0), (32, 0.1))
         for capacity in ((1.0,) if method == "dense" else (0.25, 0.5))
     ]  # fmt: skip
     setting = Setting(parameters=50_000, groups=(2, 2), tokens_of_group=16, tokens_per_parameter=(0.01, 0.1))
     epochs = ManyEpochs(epochs=50, seeds=3, source="page", losses={"dense": (1.0, 0.1)})
-    return Evidence(setting=setting, per_doubling=0.2, gaps=entries, many_epochs=epochs)
+    return Evidence(setting=setting, per_doubling=0.2, doubled=(0.01, 0.1), gaps=entries, many_epochs=epochs)
 
 
 @pytest.fixture(scope="module")
@@ -112,6 +112,9 @@ def test_what_does_not_fit_is_not_advised(fast: list[Candidate]) -> None:
 def test_what_cannot_be_told_apart_goes_to_the_simplest(fast: list[Candidate]) -> None:
     sure = _evidence(forward=-0.4)
     unsure = sure.model_copy(update={"gaps": [gap.model_copy(update={"spread": 1.0}) for gap in sure.gaps]})
+    # The other gaps are those from the dense model, so its own gap has no deviation.
+    gaps = [gap.model_copy(update={"spread": 0.0}) if gap.method == "dense" else gap for gap in unsure.gaps]
+    unsure = unsure.model_copy(update={"gaps": gaps})
     certain, open_ = decide(fast, None, sure).best, decide(fast, None, unsure)
     assert certain is not None and certain.name.startswith("SDP, forward")
     assert open_.best is not None and open_.best.name == "DDP"

@@ -14,10 +14,12 @@ import pytest
 from sdp.engine.errors import ConfigError, SDPError
 from sdp.tests.support.processes import until
 from sdp.tools.study import runs
+from sdp.tools.study.differences import differences_from
 from sdp.tools.study.grid import figures, first_runs, read_grid
 from sdp.tools.study.results import RESULTS, SavedResults, config_digest, corpus_digest
 from sdp.tools.study.runs import run_all, run_one
 
+ROOT = Path(__file__).parents[3]
 GRID: dict[str, Any] = {
     "title": "Rates",
     "seeds": 1,
@@ -161,3 +163,13 @@ def _arguments_with(folder: Path) -> list[bytes]:
         with contextlib.suppress(OSError):  # the process has ended
             found.append(path.read_bytes())
     return [line for line in found if bytes(folder) in line]
+
+
+@pytest.mark.parametrize("name", ["workers", "workers_many", "sizes", "lengths_small"])
+def test_the_committed_differences_are_those_of_the_committed_cells(name: str) -> None:
+    figures = json.loads((ROOT / "docs" / "data" / f"{name}.json").read_text())
+    grid = json.loads((ROOT / "configs" / "studies" / f"{name}.json").read_text())
+    expected = differences_from(grid["compare_with"], figures["cells"])
+    assert len(figures["differences"]) == len(expected) > 0
+    for ours, theirs in zip(figures["differences"], expected, strict=True):
+        assert ours == pytest.approx(theirs), ours
