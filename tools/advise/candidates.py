@@ -11,7 +11,7 @@ from ...engine.config.masking import MaskingPhase, MaskingSchedule
 from ...engine.config.schema import Config
 from ...engine.config.sync import SyncSection
 from ...engine.errors import SDPError
-from ..plan.alternatives import alternatives, dense_config, smaller_dense
+from ..plan.alternatives import alternatives, dense_config, largest_dense, smaller_dense
 from ..plan.forecast import forecast
 from ..plan.machine import Machine
 from ..plan.result import Forecast
@@ -165,3 +165,16 @@ def _smaller(
         groups, capacity = config.sdp.groups, _mean_capacity(config)
         planned.append(Candidate(name, "smaller dense", every, groups, capacity, ((1.0, plan),)))
     return planned, []
+
+
+def largest_that_fits(config: Config, machine: Machine, world: int, memory: float) -> Forecast | None:
+    """Return the plan of the largest dense model, like that of ``config``, whose peak is at most
+    ``memory`` bytes. None if there is none.
+    """
+
+    def planned(sized: Config) -> Forecast:
+        replicas = dense_config(sized, config.sdp.groups, config.zero_optimization.stage)
+        return forecast(_SMALLER, replicas, machine, world)
+
+    found = largest_dense(config, lambda sized: planned(sized).worst.trace.peak, memory)
+    return None if found is None else planned(found)

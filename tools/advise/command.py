@@ -18,12 +18,13 @@ from ...engine.config.load import load_config
 from ...engine.config.schema import Config
 from ...engine.errors import ConfigError
 from ..plan.options import MachineOptions, add_machine_arguments, given_machines
+from ..plan.result import Forecast
 from ..plan.tables import describe_nodes
 from ..runs.dataset import training_samples
 from ..runs.run_config import with_initial_model
 from ..runs.run_files import read_run
 from ..shared.arguments import add_config_arguments, positive_int
-from .candidates import Candidate, candidates, with_groups
+from .candidates import Candidate, candidates, largest_that_fits, with_groups
 from .evidence import Estimate, Evidence, ManyEpochs
 from .verdict import SIMILAR, Verdict, decide, extrapolations
 
@@ -100,6 +101,8 @@ def run(args: argparse.Namespace) -> int:
         notes.append(_compare_noise(options.noise, noise, found[0].samples, config))
     if tokens is not None and (epochs := _epochs(config, tokens)) is not None and epochs > SIMILAR:
         notes.append(_compare_epochs(epochs, evidence.many_epochs))
+    if options.memory is not None and verdict.best is not None and verdict.reference.peak > options.memory:
+        notes.append(_largest_dense(verdict.reference, largest_that_fits(config, machine, world, options.memory)))
     if options.json:
         print(json.dumps(_to_json(verdict, beyond, notes, options.memory), indent=2))
     else:
@@ -215,6 +218,17 @@ def _compare_epochs(epochs: float, measured: ManyEpochs) -> str:
         f"This run reads its data {epochs:,.0f} times, and the losses above are from less than one pass. With "
         f"{measured.epochs:,.0f} passes over small images and each method's best regularisation, the lowest held-out "
         f"losses were: {figures} ({measured.seeds} seeds, {measured.source})."
+    )
+
+
+def _largest_dense(reference: Candidate, found: Forecast | None) -> str:
+    """A sentence about the largest dense model that fits, if the full one does not."""
+    if found is None:
+        return "No dense model of this kind fits, however many layers are left out."
+    return (
+        f"The largest dense model of this kind that fits has {found.parameters:,} of {reference.parameters:,} "
+        f"parameters (peak {format_bytes(found.worst.trace.peak)}). Its loss is not known. In small models, a dense "
+        "model with the peak of backward masking was ahead of it (docs/results/lengths.md)."
     )
 
 

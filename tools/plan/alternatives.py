@@ -117,6 +117,20 @@ def dense_config(config: Config, groups: int, stage: int) -> Config:
 def smaller_dense(config: Config, parameters: int) -> Config | None:
     """Return ``config`` for the largest dense model with at most so many parameters.
 
+    None if there is none, see :func:`largest_dense`.
+    """
+
+    def count(sized: Config) -> int:
+        build, _ = model_and_batch(sized)
+        return sum(parameter.numel() for parameter in build().parameters())
+
+    return largest_dense(config, count, parameters)
+
+
+def largest_dense(config: Config, measure: Callable[[Config], float], most: float) -> Config | None:
+    """Return ``config`` for the largest model whose ``measure``, which grows with it, is at most
+    ``most``.
+
     Layers or channels are left out. None if no size is small enough, or the model has no such size.
     """
     key = SIZE_KEYS.get(str(config.model.get("name")))
@@ -126,15 +140,11 @@ def smaller_dense(config: Config, parameters: int) -> Config | None:
     def sized(size: int) -> Config:
         return config.model_copy(update={"model": {**config.model, key: size}})
 
-    def count(size: int) -> int:
-        build, _ = model_and_batch(sized(size))
-        return sum(parameter.numel() for parameter in build().parameters())
-
-    size = largest_size(count, full, parameters)
+    size = largest_size(lambda size: measure(sized(size)), full, most)
     return None if size is None else sized(size)
 
 
-def largest_size(count: Callable[[int], int], full: int, most: float) -> int | None:
+def largest_size(count: Callable[[int], float], full: int, most: float) -> int | None:
     """Return the largest size up to ``full`` whose ``count`` is at most ``most``. None if there is
     none.
 
