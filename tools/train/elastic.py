@@ -114,8 +114,8 @@ class ElasticTrainer:
                 self._meet()
             self._do_what_is_due()
             if self._must_meet or (self._newcomers and self._phase == STEP):
-                self._meet()
-            if not self._is_done():
+                self._meet()  # it may begin with something else than a step, if another group was lost in it
+            elif not self._is_done():
                 self._step()
 
     def _is_done(self) -> bool:
