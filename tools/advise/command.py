@@ -226,8 +226,9 @@ def _largest_dense(reference: Candidate, found: Forecast | None) -> str:
     if found is None:
         return "No dense model of this kind fits, however many layers are left out."
     return (
-        f"The largest dense model of this kind that fits has {found.parameters:,} of {reference.parameters:,} "
-        f"parameters (peak {format_bytes(found.worst.trace.peak)}). Its loss is not known. In small models, a dense "
+        f"In as many replicas as there are groups, the largest dense model of this kind that fits has "
+        f"{found.parameters:,} of {reference.parameters:,} parameters (peak {format_bytes(found.worst.trace.peak)}). "
+        "Its loss is not known. In small models, a dense "
         "model with the peak of backward masking was ahead of it (docs/results/lengths.md)."
     )
 
