@@ -26,7 +26,7 @@ def address_towards(coordinator: str, *, seconds: float = 0.0) -> str:
 
     Raises:
         LaunchError: this host has no route to it.
-        PeerLostError: as before, but it may have one later.
+        PeerLostError: it had no route to it for so many ``seconds``.
     """
     end, was_said = time.monotonic() + seconds, False
     while True:
