@@ -346,6 +346,7 @@ FOREIGN_PRIVATE_NAMES = {
     "_world": "torch.distributed.distributed_c10d",
     "_get_fsdp_state": "FSDPModule of torch",
     "_fsdp_param_groups": "the state of torch's FSDPModule",
+    "_fsdp_param_group": "the state of torch's FSDPModule, until torch 2.11",
     "_param_fqn": "FSDPParam of torch",
     "_unsharded_param": "FSDPParam of torch",
     "_str": "pathlib.Path",

@@ -14,6 +14,15 @@ def local_tensor(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
+def cut_like(local: torch.Tensor, tensor: DTensor) -> DTensor:
+    """Return ``local`` as this rank's shard of a DTensor that is cut like ``tensor``.
+
+    The shard stays on its device. ``DTensor.from_local`` would move it to the device of the mesh,
+    but shards of offloaded parameters are in the host's memory.
+    """
+    return DTensor(local, tensor._spec, requires_grad=False)
+
+
 @contextmanager
 def outside_inference_mode() -> Iterator[None]:
     """A context without gradients inside ``torch.inference_mode()``, and a no-op elsewhere.

@@ -23,7 +23,7 @@ from torch.distributed.tensor import DTensor
 
 from ..distributed.mesh import Holders
 from ..distributed.tensor_collectives import TensorRanks, all_gather_single
-from ..distributed.tensors import local_tensor
+from ..distributed.tensors import cut_like, local_tensor
 from ..distributed.traffic import Scope, Traffic
 from ..errors import ModelError
 from ..placement.buckets import Bucket
@@ -290,17 +290,7 @@ def _coalesce(parameters: Sequence[nn.Parameter], ranks: int) -> torch.Tensor:
     views = buffer.split([grad.numel() for grad in grads])
     for parameter, grad, view in zip(parameters, grads, views, strict=True):
         flat = torch.div(grad, ranks, out=view.view(grad.shape))
-        if isinstance(parameter, DTensor):
-            parameter.grad = DTensor.from_local(
-                flat,
-                parameter.device_mesh,
-                parameter.placements,
-                run_check=False,
-                shape=parameter.shape,
-                stride=parameter.stride(),
-            )
-        else:
-            parameter.grad = flat
+        parameter.grad = cut_like(flat, parameter.grad) if isinstance(parameter.grad, DTensor) else flat
     return buffer
 
 

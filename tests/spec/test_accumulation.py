@@ -83,7 +83,7 @@ def test_logits_of_the_reference_are_in_rank_order() -> None:
     batch = models.rows_of_all("llama", 0, 0, 4)
     with torch.no_grad():
         logits = engine(input_ids=batch["input_ids"])
-        whole = engine.module(batch["input_ids"])
+        whole = engine.module(batch["input_ids"].to(engine.device))
     assert logits.shape == whole.shape == (8, models.TOKENS, models.VOCABULARY)
     assert not torch.allclose(logits, whole), "each worker runs its own subnetwork"
     full = engine_of(Case(2, 2, model="llama", placement="full"), "reference")

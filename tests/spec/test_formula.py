@@ -79,7 +79,11 @@ def test_gradients_at_the_boundary_are_g_u(ranks: RankPool, stage: int, masking:
         for name, gradient in result.gradients.items():
             largest = expected[name].abs().max().item()
             torch.testing.assert_close(
-                gradient, expected[name], rtol=0, atol=1e-6 * largest, msg=lambda text, at=(rank, name): f"{at}: {text}"
+                gradient.cpu(),
+                expected[name],
+                rtol=0,
+                atol=1e-6 * largest,
+                msg=lambda text, at=(rank, name): f"{at}: {text}",
             )
         held = {f"layers.{index}" for index, holders in HOLDERS.items() if rank // 2 in holders}
         assert {name.rsplit(".", 2)[0] for name in result.gradients if name.startswith("layers")} == held
@@ -104,7 +108,7 @@ def test_two_backward_passes_before_a_step_add_up(ranks: RankPool, stage: int) -
     for gradients in ranks.run(_two_losses, stage, world=4):
         for name, gradient in gradients.items():
             torch.testing.assert_close(
-                gradient, expected[name], rtol=0, atol=RELATIVE * expected[name].abs().max().item()
+                gradient.cpu(), expected[name], rtol=0, atol=RELATIVE * expected[name].abs().max().item()
             )
 
 
@@ -127,4 +131,4 @@ def test_zero_grad_drops_what_was_accumulated(ranks: RankPool, stage: int) -> No
     for gradients in ranks.run(_dropped, stage, world=4):
         for name, gradient in gradients.items():
             expected = both[name] - first[name] / 2
-            torch.testing.assert_close(gradient, expected, rtol=0, atol=RELATIVE * both[name].abs().max().item())
+            torch.testing.assert_close(gradient.cpu(), expected, rtol=0, atol=RELATIVE * both[name].abs().max().item())

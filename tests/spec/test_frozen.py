@@ -116,7 +116,9 @@ def _backward_flops(case: Case) -> tuple[int, int, int]:
     gradients = sum(parameter.grad is not None or parameter.requires_grad for parameter in engine.frozen_here.values())
     for module in engine.module.modules():
         if isinstance(module, FSDPModule):
-            for part in module._get_fsdp_state()._fsdp_param_groups[0].fsdp_params:
+            state = module._get_fsdp_state()
+            groups = getattr(state, "_fsdp_param_groups", None) or [state._fsdp_param_group]  # since torch 2.12; before
+            for part in groups[0].fsdp_params:
                 if part._param_fqn in engine.frozen_here:
                     whole = getattr(part, "_unsharded_param", None)
                     gradients += part.unsharded_accumulated_grad is not None or (
@@ -221,7 +223,7 @@ def _never_trained() -> tuple[dict[str, int], dict[str, int], bool]:
     engine = sdp.initialize(model=model, model_parameters=trained, config=case.config())[0]
     first = {name: p.detach().clone() for name, p in engine.frozen_here.items()}
     expected = dict(models.mlp(seed=0).named_parameters())
-    equal = all(torch.equal(value, expected[name]) for name, value in first.items())
+    equal = all(torch.equal(value.cpu(), expected[name]) for name, value in first.items())
     engine.traffic.reset()
     one_step(engine, case, 0, data_rank=dist.get_rank())
     engine.step()

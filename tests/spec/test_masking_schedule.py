@@ -252,7 +252,7 @@ def _evaluated(case: Case) -> tuple[list[float], list[float]]:
         engine.step()
         losses.append(engine.evaluate([held_out]))
         with engine.full_model() as model, torch.no_grad():
-            copies.append(model(**held_out).item() if isinstance(held_out, dict) else model(*held_out).item())
+            copies.append(model(**models.on_device(held_out, engine.device)).item())
     return losses, copies
 
 

@@ -246,6 +246,11 @@ def rows_of_all(kind: str, step: int, micro: int, data_ranks: int) -> dict[str, 
     return {key: torch.cat([part[key] for part in parts]) for key in parts[0]}
 
 
+def on_device(batch: dict[str, torch.Tensor], device: torch.device) -> dict[str, torch.Tensor]:
+    """Return the batch on ``device``, for a model that is called without an engine."""
+    return {key: tensor.to(device) for key, tensor in batch.items()}
+
+
 def cpu_state(model: Any) -> dict[str, torch.Tensor]:
     """Return a copy of the state dict."""
     return {name: value.detach().clone() for name, value in model.state_dict().items()}

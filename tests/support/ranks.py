@@ -225,11 +225,28 @@ def _send_through_the_host() -> None:
     """Let gloo send and receive tensors of a GPU, which all ranks of the pool share.
 
     NCCL needs a GPU for each rank. Of gloo's operations, the collectives take tensors of a GPU, but
-    a send would read the GPU's address on the host and end the process.
+    a send would read the GPU's address on the host and end the process. So would the functional
+    collective with which a DTensor is gathered.
     """
     import torch.distributed as dist
+    from torch.distributed.device_mesh import DeviceMesh
+    from torch.distributed.tensor import DTensor
 
-    send, receive = dist.send, dist.recv
+    send, receive, gather = dist.send, dist.recv, DTensor.full_tensor
+
+    def gather_copy(tensor: Any) -> Any:
+        mesh = tensor.device_mesh
+        names = mesh.mesh_dim_names
+        on_host = DeviceMesh.from_group(mesh.get_all_groups(), "cpu", mesh=mesh.mesh, mesh_dim_names=names)
+        copy = DTensor.from_local(
+            tensor.to_local().detach().cpu(),
+            on_host,
+            tensor.placements,
+            run_check=False,
+            shape=tensor.shape,
+            stride=tensor.stride(),
+        )
+        return gather(copy).to(tensor.to_local().device)
 
     def send_copy(tensor: Any, *args: Any, **kwargs: Any) -> None:
         send(tensor.cpu(), *args, **kwargs)
@@ -241,7 +258,7 @@ def _send_through_the_host() -> None:
         return source
 
     if send.__name__ != send_copy.__name__:
-        dist.send, dist.recv = send_copy, receive_copy
+        dist.send, dist.recv, DTensor.full_tensor = send_copy, receive_copy, gather_copy
 
 
 def _leave() -> None:

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from sdp.engine.backends.fsdp2.uses import ModuleUses, TrainingPass
 from sdp.engine.engine import SDPEngine
-from sdp.tests.support.models import Mlp, build, micro_batch
+from sdp.tests.support.models import Mlp, build, micro_batch, on_device
 from sdp.tests.support.ranks import RankPool
 from torch import nn
 
@@ -52,7 +52,7 @@ def _train(settings: dict[str, Any], *, looks: bool) -> dict[str, torch.Tensor] 
                 engine.evaluate([rows])
                 engine.full_state_dict()
                 with engine.full_model() as model:
-                    model(**rows)
+                    model(**on_device(rows, engine.device))
                 engine.train()
         loss = engine(rows)
         if looks:

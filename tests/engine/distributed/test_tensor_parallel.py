@@ -124,8 +124,9 @@ def _whole_logits(stage: int) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
     engine = engine_of(case)
     batch = models.micro_batch(case.model, 0, 0, data_rank_of(case))
     logits = engine({"input_ids": batch["input_ids"]})
-    engine.backward(F.cross_entropy(logits[:, :-1].flatten(0, 1), batch["input_ids"][:, 1:].flatten()))
-    return logits.detach(), full_gradients(engine)
+    labels = batch["input_ids"].to(engine.device)
+    engine.backward(F.cross_entropy(logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten()))
+    return logits.detach().cpu(), {name: gradient.cpu() for name, gradient in full_gradients(engine).items()}
 
 
 @pytest.mark.parametrize("stage", [0, 3])

@@ -194,7 +194,7 @@ def _evaluate_noisy(case: Case) -> tuple[float, float, Any, Any]:
         engine.step()
     batch = models.micro_batch("mlp", 99, 0, 0, rows=8)
     losses = engine.evaluate([batch]), engine.evaluate([batch])
-    here = {name: buffer.clone() for name, buffer in engine.module.named_buffers()}
+    here = {name: buffer.cpu().clone() for name, buffer in engine.module.named_buffers()}
     return *losses, engine.full_state_dict(), here
 
 

@@ -110,7 +110,7 @@ def test_persistent_buffers_come_from_a_holder(ranks: RankPool) -> None:
     for unit in range(4):
         for leaf in ("running_mean", "running_var", "num_batches_tracked"):
             name = f"layers.{unit}.norm.{leaf}"
-            assert torch.equal(state[name], results[2 * (unit % 2)][1][name])
+            assert torch.equal(state[name], results[2 * (unit % 2)][1][name].cpu())
             assert name not in results[2 * (1 - unit % 2)][1]
         assert state[f"layers.{unit}.norm.num_batches_tracked"].item() == 2
 

@@ -24,7 +24,7 @@ def batches(first: int, count: int, data_rank: int | None, data_ranks: int = 1) 
 
 
 def buffers_of(engine: Any) -> dict[str, torch.Tensor]:
-    return {name: buffer.clone() for name, buffer in engine.module.named_buffers()}
+    return {name: buffer.cpu().clone() for name, buffer in engine.module.named_buffers()}
 
 
 def _recalibrate(case: Case, engine_name: str = "fsdp2") -> dict[str, Any]:

@@ -46,15 +46,16 @@ def _generate(device: str, engine_name: str) -> list[str]:
     expected.load_state_dict(box[0])
     length = 3 + 2 * dist.get_rank()  # the ranks take different numbers of steps
     options = {"do_sample": False, "max_new_tokens": length, "min_new_tokens": length, "pad_token_id": 0}
-    assert torch.equal(engine.generate(tokens, **options), expected.generate(tokens, **options))
+    here = tokens.to(engine.device)
+    assert torch.equal(engine.generate(here, **options).cpu(), expected.generate(tokens, **options))
     with engine.full_model() as model, torch.no_grad():
         assert type(model) is transformers.LlamaForCausalLM
         assert model.lm_head.weight is model.model.embed_tokens.weight
-        torch.testing.assert_close(model(tokens).logits, expected(tokens).logits, rtol=0, atol=1e-6)
+        torch.testing.assert_close(model(here).logits.cpu(), expected(tokens).logits, rtol=0, atol=1e-6)
         if dist.get_rank() == 0:
-            model(tokens)  # alone
+            model(here)  # alone
     assert all(parameter.is_meta for parameter in model.parameters())
-    return _warnings(engine, tokens)
+    return _warnings(engine, here)
 
 
 def _warnings(engine: Any, tokens: torch.Tensor) -> list[str]:
@@ -91,7 +92,7 @@ def _losses(case: Case) -> tuple[float, float]:
     engine.step()
     batch = models.micro_batch(case.model, 0, 0, 0)
     with engine.full_model() as model, torch.no_grad():
-        output = model(**batch)
+        output = model(**models.on_device(batch, engine.device))
     return engine.evaluate([batch]), float(output)
 
 

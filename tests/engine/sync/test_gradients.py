@@ -11,11 +11,14 @@ import pytest
 import torch
 import torch.distributed as dist
 from sdp.engine.distributed.fake_world import fake_world
+from sdp.engine.distributed.tensors import cut_like
 from sdp.engine.distributed.traffic import Traffic
 from sdp.engine.errors import ModelError
 from sdp.engine.placement.buckets import Bucket
 from sdp.engine.sync.gradients import GradientSync, PendingBucket
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Shard
 
 EVERYONE = (0, 1)
 
@@ -94,3 +97,10 @@ def test_a_bucket_asserts_its_state() -> None:
     bucket.mark_ready()
     with pytest.raises(ModelError, match="several times inside reentrant checkpoints"):
         bucket.mark_ready()
+
+
+def test_gradients_stay_on_the_host_if_the_mesh_is_on_another_device() -> None:
+    """As with ``offload_optimizer`` on a GPU. The device "meta" takes the place of the host."""
+    weight = DTensor.from_local(torch.ones(2, 3), init_device_mesh("cpu", (2,)), [Shard(0)])
+    found = cut_like(torch.ones(2, 3, device="meta"), weight)
+    assert (found.to_local().device.type, found.shape, found.placements) == ("meta", (4, 3), weight.placements)

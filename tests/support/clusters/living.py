@@ -84,6 +84,9 @@ class Loader:
         self.sampler = SimpleNamespace(data_rank=0, data_ranks=1)
         self.position = 0
 
+    def fetch_ahead(self) -> None:
+        """There is nothing to fetch."""
+
     def state_dict(self) -> dict[str, int]:
         return {"position": self.position}
 
