@@ -279,7 +279,7 @@ def _train(case: Case, engine_name: str, **sections: Any) -> Result:
     )
     result.after = engine.full_state_dict()
     result.buffers = {
-        name: buffer.clone() for name, buffer in engine.module.named_buffers() if name in engine.layout.buffers
+        name: buffer.cpu().clone() for name, buffer in engine.module.named_buffers() if name in engine.layout.buffers
     }
     return result
 

@@ -114,14 +114,15 @@ def test_autocast_equals_a_loop_of_torch() -> None:
         case = Case(1, 1, 0, 1, placement="full", steps=3)
         sections = {"torch_autocast": {"enabled": True, "dtype": str(dtype)}, "scheduler": None}
         engine = engine_of(case, "reference", fp16={"initial_scale_power": 7}, **sections)
-        model = models.build(case.model)
+        device = engine.device
+        model = models.build(case.model).to(device)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        scaler = torch.amp.GradScaler("cpu", init_scale=scale or 1.0, enabled=scale is not None)
+        scaler = torch.amp.GradScaler(device.type, init_scale=scale or 1.0, enabled=scale is not None)
         for step in range(3):
             loss = one_step(engine, case, step, data_rank=None)
             engine.step()
-            with torch.autocast("cpu", dtype=dtype):
-                expected = model(**models.rows_of_all(case.model, step, 0, 1))
+            with torch.autocast(device.type, dtype=dtype):
+                expected = model(**models.on_device(models.rows_of_all(case.model, step, 0, 1), device))
             scaler.scale(expected).backward()
             scaler.step(optimizer)
             scaler.update()

@@ -31,7 +31,7 @@ def train(model: nn.Module, optimizer: torch.optim.Optimizer, steps: int = 4) ->
         optimizer.zero_grad()
         model(torch.randn(6, 5, generator=generator)).square().sum().backward()
         optimizer.step()
-    return [p.full_tensor() if isinstance(p, DTensor) else p for p in model.parameters()]
+    return [(p.full_tensor() if isinstance(p, DTensor) else p).cpu() for p in model.parameters()]
 
 
 CASES = {

@@ -36,7 +36,7 @@ def run(model: nn.Module, optimizer: torch.optim.Optimizer, before: Before | Non
         if before is not None:
             before(optimizer, step)
         optimizer.step()
-    return [p.full_tensor() if isinstance(p, DTensor) else p.detach() for p in model.parameters()]
+    return [(p.full_tensor() if isinstance(p, DTensor) else p).detach().cpu() for p in model.parameters()]
 
 
 def ours(name: str, params: dict[str, Any], *, sharded: bool = False) -> list[torch.Tensor]:

@@ -138,7 +138,7 @@ def test_the_reference_trains_as_by_hand(case: Case, masking: str) -> None:
                 engine.step()
         for name, parameter in engine.parameters_here.items():
             torch.testing.assert_close(
-                parameter.grad, gradients[name], rtol=0, atol=RELATIVE * gradients[name].abs().max().item()
+                parameter.grad.cpu(), gradients[name], rtol=0, atol=RELATIVE * gradients[name].abs().max().item()
             )
         rate = engine.get_lr()[0]
         engine.step()
@@ -180,7 +180,7 @@ def test_native_gradients_are_the_dense_models(ranks: RankPool, case: Case) -> N
                 whole = whole.index_select(dim, where_here)
             relative = 1e-6 if slice_index else RELATIVE  # the shared norms' are sums in which most cancels
             torch.testing.assert_close(
-                gradient, whole, rtol=0, atol=relative * expected[canonical].abs().max().item(), msg=name
+                gradient.cpu(), whole, rtol=0, atol=relative * expected[canonical].abs().max().item(), msg=name
             )
             seen[canonical] = seen.get(canonical, 0) + gradient.numel() * (rank % case.fsdp == 0)
     sizes = {name: p.numel() for name, p in llama().named_parameters()}

@@ -13,6 +13,7 @@ from sdp.engine.distributed.mesh import Mesh
 from sdp.engine.errors import ConfigError
 from sdp.engine.placement.layout import Layout
 from sdp.models.registry import build_model
+from sdp.tests.support.models import on_device
 from sdp.tests.support.ranks import RankPool
 
 MODEL = {
@@ -56,9 +57,9 @@ def _losses(option: str, masking: str) -> tuple[float, float, float]:
         if dist.get_rank() == 1:
             held.model.layers = torch.nn.ModuleList([held.model.layers[0], held.model.layers[2]])
         losses = []
-        for model in (engine, dense, held):
+        for model in (engine, dense.to(engine.device), held.to(engine.device)):
             torch.manual_seed(10 * step + dist.get_rank())
-            loss = model(BATCH) if model is engine else model(**BATCH)
+            loss = model(BATCH) if model is engine else model(**on_device(BATCH, engine.device))
             losses.append(loss.item())
             if model is engine:
                 engine.backward(loss)
