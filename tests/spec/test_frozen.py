@@ -117,7 +117,7 @@ def _backward_flops(case: Case) -> tuple[int, int, int]:
     for module in engine.module.modules():
         if isinstance(module, FSDPModule):
             state = module._get_fsdp_state()
-            groups = getattr(state, "_fsdp_param_groups", None) or [state._fsdp_param_group]  # since torch 2.12; before
+            groups = getattr(state, "_fsdp_param_groups", None) or [state._fsdp_param_group]  # torch 2.12 renamed it
             for part in groups[0].fsdp_params:
                 if part._param_fqn in engine.frozen_here:
                     whole = getattr(part, "_unsharded_param", None)

@@ -207,7 +207,7 @@ def _answer(file: str, module: str, name: str, args: tuple[Any, ...], rank: int,
     import torch
     import torch.distributed as dist
 
-    local_rank = rank % torch.cuda.device_count() if torch.cuda.is_available() else rank  # ranks may share a GPU
+    local_rank = 0 if torch.cuda.is_available() else rank  # all ranks share a GPU
     values = map(str, (rank, world, local_rank, world, 0, "127.0.0.1", port))
     with _environment(dict(zip(_VARIABLES, values, strict=True))):
         try:

@@ -36,10 +36,13 @@ def test_a_run_equals_the_one_without_offload(case: Case, section: str, ranks: A
     results = ranks.run(train_offloaded, case, section, world=case.world)
     expected = native(ranks, case)
     assert_bytes_as_planned(results)
-    if not torch.cuda.is_available():  # there, the optimizers step on different devices, which round differently
+    assert results[0].after is not None and expected[0].after is not None
+    if torch.cuda.is_available():  # not bit for bit: the host and the GPU may round differently
+        assert results[0].losses == pytest.approx(expected[0].losses, rel=1e-6)
+        assert results[0].norms == pytest.approx(expected[0].norms, rel=1e-6)
+    else:
         assert results[0].losses == expected[0].losses
         assert results[0].norms == expected[0].norms
-        assert results[0].after is not None and expected[0].after is not None
         for name, weight in expected[0].after.items():
             assert torch.equal(results[0].after[name], weight), name
     if not case.bf16:

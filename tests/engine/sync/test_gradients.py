@@ -100,7 +100,20 @@ def test_a_bucket_asserts_its_state() -> None:
 
 
 def test_gradients_stay_on_the_host_if_the_mesh_is_on_another_device() -> None:
-    """As with ``offload_optimizer`` on a GPU. The device "meta" takes the place of the host."""
-    weight = DTensor.from_local(torch.ones(2, 3), init_device_mesh("cpu", (2,)), [Shard(0)])
-    found = cut_like(torch.ones(2, 3, device="meta"), weight)
-    assert (found.to_local().device.type, found.shape, found.placements) == ("meta", (4, 3), weight.placements)
+    """As with ``offload_optimizer`` on a GPU. The device "meta" takes the place of the GPU."""
+    mesh = init_device_mesh("meta", (2,))
+    weight = nn.Parameter(DTensor.from_local(torch.ones(2, 3, device="meta"), mesh, [Shard(0)]))
+    weights = {"weight": nn.Parameter(cut_like(torch.ones(2, 3), weight)), "other": nn.Parameter(torch.ones(1))}
+    for name, parameter in weights.items():
+        parameter.grad = cut_like(torch.ones(2, 3), weight) if name == "weight" else torch.ones(1)
+    recorder = Recorder()
+    pending = PendingBucket(list(weights.values()), dist.group.WORLD, "between groups")  # type: ignore[arg-type]
+    pending.arm()
+    pending.mark_all_ready()
+    pending.launch(recorder, Traffic())
+    pending.wait()
+    gradient = weights["weight"].grad
+    assert isinstance(gradient, DTensor)
+    assert (gradient.shape, gradient.placements) == ((4, 3), weight.placements)
+    assert (recorder.sizes, gradient.to_local().device.type) == ([7], "cpu")
+    assert torch.equal(gradient.to_local(), torch.ones(2, 3)), "it is a view of what was averaged"
