@@ -15,10 +15,11 @@ from typing import Any
 DOCS = Path(__file__).parent
 TARGET = DOCS.parent / "tools" / "advise" / "evidence.json"
 
-# Every grid trains the same model: 8 blocks of width 32 with byte tokens.
+# Every grid but that of long training trains the same model: 8 blocks of width 32 with byte tokens.
 PARAMETERS = 115_264
+PARAMETERS_OF_LENGTHS = 31_008  # width 16
 GROUPS = 8  # of all grids but those of the workers and of local steps
-SETTING = {"parameters": PARAMETERS, "tokens_of_group": 128}
+SETTING = {"parameters": [PARAMETERS_OF_LENGTHS, PARAMETERS], "tokens_of_group": 128}
 _TOKENS_OF_STEP = 1024
 _STEPS_OF_PROFILES, _STEPS_OF_WORKERS = 1000, 600  # of each cell
 
@@ -119,6 +120,25 @@ def of_workers() -> Iterator[Any]:
             }
 
 
+def of_lengths() -> Iterator[Any]:
+    """Longer training than that of the instruments, with at least two seeds, at equal steps."""
+    for each in read("lengths_small")["differences"]:
+        length = float(each["column"].split()[0])
+        is_longer = length > 2 * tokens_per_parameter(_STEPS_OF_PROFILES)
+        if each["less"] == "dense" and each["row"] in METHODS and is_longer and each["seeds"] > 1:
+            yield {
+                "method": METHODS[each["row"]],
+                "every": 1,
+                "groups": GROUPS,
+                "capacity": 0.5,
+                "tokens_per_parameter": length,
+                "gap": round(each["mean"], 4),
+                "spread": round(each["spread"], 4),
+                "seeds": each["seeds"],
+                "source": "docs/results/lengths.md",
+            }
+
+
 def per_doubling() -> tuple[float, list[float]]:
     """How much the dense model's loss falls when its steps double, and the lengths in tokens per
     parameter.
@@ -158,7 +178,7 @@ def many_epochs() -> dict[str, Any]:
 def evidence() -> dict[str, Any]:
     """Return the content of the file."""
     fall, doubled = per_doubling()
-    gaps = [*of_instruments(), *of_local_steps(), *of_profiles(), *of_workers()]
+    gaps = [*of_instruments(), *of_local_steps(), *of_profiles(), *of_workers(), *of_lengths()]
     groups = [choose(gap["groups"] for gap in gaps) for choose in (min, max)]
     lengths = [choose(gap["tokens_per_parameter"] for gap in gaps) for choose in (min, max)]
     setting = SETTING | {"groups": groups, "tokens_per_parameter": lengths}

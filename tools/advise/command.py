@@ -91,9 +91,9 @@ def run(args: argparse.Namespace) -> int:
         why = "; ".join(notes)
         raise ConfigError(f"{options.config}: the dense model cannot be planned ({why}), so nothing is compared")
     evidence = Evidence.read()
-    verdict = decide(found, options.memory, evidence)
     tokens_of_step = found[0].samples * _tokens_of_sample(config)
     tokens = options.tokens or ((config.training.steps or 0) * tokens_of_step or None)
+    verdict = decide(found, options.memory, evidence, tokens)
     groups = config.sdp.groups
     beyond = extrapolations(verdict, evidence, groups, tokens_of_step / groups, tokens)
     notes = ([chosen] if chosen else []) + notes
@@ -150,7 +150,8 @@ def _where(one: Estimate) -> str:
     assert one.gap is not None
     capacity = "" if one.gap.method == "dense" else f"C = {one.gap.capacity:g}"
     every = "" if one.gap.every == 1 else f"H = {one.gap.every}"
-    return ", ".join(filter(None, [f"N = {one.gap.groups}", capacity, every]))
+    length = f"{one.gap.tokens_per_parameter:g} tokens/parameter"
+    return ", ".join(filter(None, [f"N = {one.gap.groups}", capacity, every, length]))
 
 
 def _difference(loss: float | None) -> str:
@@ -166,11 +167,12 @@ def _duration(seconds: float) -> str:
 
 
 def _text(verdict: Verdict, beyond: list[str], notes: list[str], evidence: Evidence) -> str:
+    sizes = " to ".join(format(size, ",") for size in evidence.setting.parameters)
     lines = ["", f"Expected to be best: {verdict.best.name if verdict.best else 'nothing fits'}", *verdict.reasons, ""]
     lines += [
         f"- Equal steps and equal time: expected loss less that of {verdict.reference.name}, in nats. Twice the steps "
         f"lower the loss by {evidence.per_doubling:.3f}. Losses were measured with LLaMA of "
-        f"{evidence.setting.parameters:,} parameters and byte tokens; the pages are "
+        f"{sizes} parameters and byte tokens; the pages are "
         f"{', '.join(dict.fromkeys(gap.source for gap in evidence.gaps))}."
     ]
     if beyond:

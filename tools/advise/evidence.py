@@ -48,13 +48,13 @@ class Setting(BaseModel):
     """Where the losses were measured.
 
     Attributes:
-        parameters: of the full model.
+        parameters: of the full model: the smallest and the largest.
         groups: the smallest and the largest number of groups.
         tokens_of_group: tokens of one group in a step.
         tokens_per_parameter: the shortest and the longest training.
     """
 
-    parameters: int
+    parameters: tuple[int, int]
     groups: tuple[int, int]
     tokens_of_group: int
     tokens_per_parameter: tuple[float, float]
@@ -100,12 +100,19 @@ class Evidence(BaseModel):
         """Read the file of this package."""
         return cls.model_validate(read_json_file(FILE))
 
-    def nearest(self, candidate: Candidate) -> Gap | None:
-        """The gap that was measured at the nearest local steps, capacity and number of groups, in
-        this order.
+    def nearest(self, candidate: Candidate, tokens_per_parameter: float | None = None) -> Gap | None:
+        """The gap that was measured where training was most like ``candidate``.
 
-        None if nothing like the candidate was measured. Every step and local steps are different
-        things: one says nothing about the other.
+        Local steps count first, then the capacity, and then the number of groups together with the
+        length of training, whose factors count alike.
+
+        Args:
+            candidate: the way to train.
+            tokens_per_parameter: how long the training is. None if nobody knows.
+
+        Returns:
+            None if nothing like the candidate was measured. Every step and local steps are
+            different things: one says nothing about the other.
         """
         alike = [
             gap for gap in self.gaps if gap.method == candidate.method and (gap.every == 1) == (candidate.every == 1)
@@ -113,8 +120,9 @@ class Evidence(BaseModel):
 
         def distance(gap: Gap) -> tuple[float, ...]:
             capacity = 0.0 if candidate.method == "dense" else abs(math.log(gap.capacity / candidate.capacity))
-            groups = abs(math.log(gap.groups / candidate.groups))
-            return abs(math.log(gap.every / candidate.every)), capacity, groups
+            length = 0.0 if not tokens_per_parameter else math.log(gap.tokens_per_parameter / tokens_per_parameter)
+            size = math.hypot(math.log(gap.groups / candidate.groups), length)
+            return abs(math.log(gap.every / candidate.every)), capacity, size
 
         return min(alike, key=distance, default=None)
 

@@ -31,19 +31,24 @@ class Verdict:
     reasons: tuple[str, ...]
 
 
-def decide(found: Sequence[Candidate], memory: float | None, evidence: Evidence) -> Verdict:
+def decide(
+    found: Sequence[Candidate], memory: float | None, evidence: Evidence, tokens: float | None = None
+) -> Verdict:
     """Choose among ``found``, of which the simple ones come first.
 
     Args:
         found: the candidates. One of them is dense.
         memory: bytes of a device. None if memory does not matter.
         evidence: measured losses.
+        tokens: tokens of the run. None if nobody knows.
     """
     fitting = [one for one in found if memory is None or one.peak <= memory]
     dense = [one for one in found if one.method == "dense" and one.every == 1]
     reference = min([one for one in dense if one in fitting] or dense, key=lambda one: one.seconds)
+    length = None if tokens is None else tokens / reference.parameters
     estimates = tuple(
-        Estimate(one, evidence.nearest(one), reference.seconds / one.seconds, evidence.per_doubling) for one in found
+        Estimate(one, evidence.nearest(one, length), reference.seconds / one.seconds, evidence.per_doubling)
+        for one in found
     )
     known = [(one, one.at_equal_time) for one in estimates if one.candidate in fitting]
     ranked = [(one, loss) for one, loss in known if loss is not None]
@@ -121,7 +126,7 @@ def extrapolations(
     lines = []
     per_parameter = None if tokens is None else tokens / parameters
     for what, own, (least, most), form in (
-        ("parameters", parameters, (where.parameters,) * 2, ",.0f"),
+        ("parameters", parameters, where.parameters, ",.0f"),
         ("groups", groups, where.groups, ",.0f"),
         ("tokens of a group in a step", tokens_of_group, (where.tokens_of_group,) * 2, ",.0f"),
         ("tokens per parameter", per_parameter, where.tokens_per_parameter, ",.1f"),
@@ -129,8 +134,16 @@ def extrapolations(
         if own is not None and not least / SIMILAR <= own <= most * SIMILAR:
             measured = f"{least:,.0f}" + ("" if least == most else f" to {most:,.0f}")
             lines.append(f"{what}: {own:{form}} here, {measured} where losses were measured")
-    least, most = evidence.doubled
     best = next((one for one in verdict.estimates if one.candidate is verdict.best), None)
+    if best is not None and best.gap is not None and best.candidate is not verdict.reference and per_parameter:
+        measured = best.gap.tokens_per_parameter
+        inside = where.tokens_per_parameter[0] / SIMILAR <= per_parameter <= where.tokens_per_parameter[1] * SIMILAR
+        if inside and not 1 / SIMILAR <= measured / per_parameter <= SIMILAR:
+            lines.append(
+                f"tokens per parameter: {per_parameter:,.1f} here, {measured:g} where the loss of "
+                f"{best.candidate.name} was measured"
+            )
+    least, most = evidence.doubled
     if best is not None and abs(math.log(best.steps)) > math.log(most / least):
         lines.append(
             f"steps: {best.steps:,.2f} × those of {verdict.reference.name}, up to {most / least:,.0f} × measured"

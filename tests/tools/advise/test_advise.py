@@ -52,7 +52,7 @@ def _evidence(**gaps: float) -> Evidence:
         for every, more in ((1, 0.0), (32, 0.1))
         for capacity in ((1.0,) if method == "dense" else (0.25, 0.5))
     ]  # fmt: skip
-    setting = Setting(parameters=50_000, groups=(2, 2), tokens_of_group=16, tokens_per_parameter=(0.01, 0.1))
+    setting = Setting(parameters=(50_000, 50_000), groups=(2, 2), tokens_of_group=16, tokens_per_parameter=(0.01, 0.1))
     epochs = ManyEpochs(epochs=50, seeds=3, source="page", losses={"dense": (1.0, 0.1)})
     return Evidence(setting=setting, per_doubling=0.2, doubled=(0.01, 0.1), gaps=entries, many_epochs=epochs)
 
@@ -139,6 +139,31 @@ def test_the_figure_with_the_nearest_number_of_groups_is_used(fast: list[Candida
     for groups, measured in ((2, 2), (7, 2), (9, 32), (100, 32)):
         near = evidence.nearest(dataclasses.replace(forward, groups=groups))
         assert near is not None and (near.groups, near.capacity) == (measured, 0.5)
+
+
+def test_the_figure_of_the_nearest_length_of_training_is_used(fast: list[Candidate]) -> None:
+    short = _evidence()
+    longer = [gap.model_copy(update={"tokens_per_parameter": 200.0, "gap": 2 * gap.gap}) for gap in short.gaps]
+    evidence = short.model_copy(update={"gaps": [*longer, *short.gaps]})
+    forward = next(one for one in fast if one.name == "SDP, forward")
+    for length, gap in ((0.1, 0.3), (100.0, 0.6)):
+        near = evidence.nearest(forward, length)
+        assert near is not None and (near.gap, near.capacity) == (gap, 0.5)
+        verdict = decide(fast, None, evidence, length * forward.parameters)
+        used = next(one.gap for one in verdict.estimates if one.candidate is forward)
+        assert used == near
+
+
+def test_a_figure_of_another_length_of_training_is_called_an_extrapolation(slow: list[Candidate]) -> None:
+    evidence = _evidence()
+    setting = evidence.setting.model_copy(update={"tokens_per_parameter": (0.01, 200.0)})
+    evidence = evidence.model_copy(update={"setting": setting, "doubled": (0.01, 1000.0)})
+    verdict = decide(slow, None, evidence)
+    assert verdict.best is not None and verdict.best is not verdict.reference
+    parameters = verdict.reference.parameters
+    assert extrapolations(verdict, evidence, 2, 16, 0.1 * parameters) == []
+    (line,) = extrapolations(verdict, evidence, 2, 16, 20.0 * parameters)
+    assert line == f"tokens per parameter: 20.0 here, 0.05 where the loss of {verdict.best.name} was measured"
 
 
 def test_a_run_unlike_the_measured_ones_is_called_an_extrapolation(fast: list[Candidate]) -> None:
