@@ -15,7 +15,7 @@ from typing import Any
 DOCS = Path(__file__).parent
 TARGET = DOCS.parent / "tools" / "advise" / "evidence.json"
 
-# Every grid but that of long training trains the same model: 8 blocks of width 32 with byte tokens.
+# Every grid but lengths_small trains the same model: 8 blocks of width 32 with byte tokens.
 PARAMETERS = 115_264
 PARAMETERS_OF_LENGTHS = 31_008  # width 16
 GROUPS = 8  # of all grids but those of the workers and of local steps
@@ -121,7 +121,9 @@ def of_workers() -> Iterator[Any]:
 
 
 def of_lengths() -> Iterator[Any]:
-    """Longer training than that of the instruments, with at least two seeds, at equal steps."""
+    """Longer training than that of the instruments, which are of a larger model at about 10 tokens
+    per parameter. At equal steps, with at least two seeds.
+    """
     for each in read("lengths_small")["differences"]:
         length = float(each["column"].split()[0])
         is_longer = length > 2 * tokens_per_parameter(_STEPS_OF_PROFILES)

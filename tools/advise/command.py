@@ -167,7 +167,7 @@ def _duration(seconds: float) -> str:
 
 
 def _text(verdict: Verdict, beyond: list[str], notes: list[str], evidence: Evidence) -> str:
-    sizes = " to ".join(format(size, ",") for size in evidence.setting.parameters)
+    sizes = " and ".join(format(size, ",") for size in evidence.setting.parameters)
     lines = ["", f"Expected to be best: {verdict.best.name if verdict.best else 'nothing fits'}", *verdict.reasons, ""]
     lines += [
         f"- Equal steps and equal time: expected loss less that of {verdict.reference.name}, in nats. Twice the steps "

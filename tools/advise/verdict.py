@@ -134,18 +134,27 @@ def extrapolations(
         if own is not None and not least / SIMILAR <= own <= most * SIMILAR:
             measured = f"{least:,.0f}" + ("" if least == most else f" to {most:,.0f}")
             lines.append(f"{what}: {own:{form}} here, {measured} where losses were measured")
+        elif own and what == "tokens per parameter":
+            lines += _of_another_length(verdict, own)
     best = next((one for one in verdict.estimates if one.candidate is verdict.best), None)
-    if best is not None and best.gap is not None and best.candidate is not verdict.reference and per_parameter:
-        measured = best.gap.tokens_per_parameter
-        inside = where.tokens_per_parameter[0] / SIMILAR <= per_parameter <= where.tokens_per_parameter[1] * SIMILAR
-        if inside and not 1 / SIMILAR <= measured / per_parameter <= SIMILAR:
-            lines.append(
-                f"tokens per parameter: {per_parameter:,.1f} here, {measured:g} where the loss of "
-                f"{best.candidate.name} was measured"
-            )
     least, most = evidence.doubled
     if best is not None and abs(math.log(best.steps)) > math.log(most / least):
         lines.append(
             f"steps: {best.steps:,.2f} × those of {verdict.reference.name}, up to {most / least:,.0f} × measured"
         )
     return lines
+
+
+def _of_another_length(verdict: Verdict, tokens_per_parameter: float) -> list[str]:
+    """Name the ways whose figures are of much longer or shorter training than the run."""
+    ways: dict[float, list[str]] = {}
+    for one in verdict.estimates:
+        if one.gap is None or (one.candidate.method == "dense" and one.candidate.every == 1):
+            continue  # the dense model is what the others are compared with
+        if not 1 / SIMILAR <= one.gap.tokens_per_parameter / tokens_per_parameter <= SIMILAR:
+            ways.setdefault(one.gap.tokens_per_parameter, []).append(one.candidate.name)
+    return [
+        f"tokens per parameter: {tokens_per_parameter:,.1f} here, {measured:g} where the losses of these "
+        f"were measured: {', '.join(names)}"
+        for measured, names in ways.items()
+    ]

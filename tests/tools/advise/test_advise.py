@@ -154,16 +154,33 @@ def test_the_figure_of_the_nearest_length_of_training_is_used(fast: list[Candida
         assert used == near
 
 
-def test_a_figure_of_another_length_of_training_is_called_an_extrapolation(slow: list[Candidate]) -> None:
+def test_groups_and_length_of_training_count_alike(fast: list[Candidate]) -> None:
+    """Eight times the groups is nearer than 100 times the length, whichever would come first."""
+    few = _evidence()
+    short = [gap.model_copy(update={"groups": 2, "tokens_per_parameter": 0.1}) for gap in few.gaps]
+    longer = [gap.model_copy(update={"groups": 16, "tokens_per_parameter": 10.0}) for gap in few.gaps]
+    forward = next(one for one in fast if one.name == "SDP, forward")
+    for gaps in ([*short, *longer], [*longer, *short]):
+        evidence = few.model_copy(update={"gaps": gaps})
+        for length, groups in ((0.1, 2), (10.0, 16), (0.3, 2)):
+            near = evidence.nearest(forward, length)
+            assert near is not None and near.groups == groups
+        near = evidence.nearest(dataclasses.replace(forward, groups=16), 0.1)
+        assert near is not None and near.groups == 2  # of the same length, with an eighth of the groups
+
+
+def test_figures_of_another_length_of_training_are_called_an_extrapolation(slow: list[Candidate]) -> None:
     evidence = _evidence()
     setting = evidence.setting.model_copy(update={"tokens_per_parameter": (0.01, 200.0)})
     evidence = evidence.model_copy(update={"setting": setting, "doubled": (0.01, 1000.0)})
     verdict = decide(slow, None, evidence)
-    assert verdict.best is not None and verdict.best is not verdict.reference
     parameters = verdict.reference.parameters
     assert extrapolations(verdict, evidence, 2, 16, 0.1 * parameters) == []
     (line,) = extrapolations(verdict, evidence, 2, 16, 20.0 * parameters)
-    assert line == f"tokens per parameter: 20.0 here, 0.05 where the loss of {verdict.best.name} was measured"
+    assert line.startswith("tokens per parameter: 20.0 here, 0.05 where the losses of these were measured: ")
+    assert "SDP, forward, local steps" in line and "DDP" not in line
+    (line,) = extrapolations(verdict, evidence, 2, 16, 5000.0 * parameters)
+    assert line == "tokens per parameter: 5,000.0 here, 0 to 200 where losses were measured"
 
 
 def test_a_run_unlike_the_measured_ones_is_called_an_extrapolation(fast: list[Candidate]) -> None:
@@ -183,6 +200,12 @@ def test_a_dense_configuration_gets_groups_and_is_told_so() -> None:
     assert with_groups(load_config(CONFIG), _machine(1e9), 2)[1] is None
 
 
+def _json(path: Path, capsys: pytest.CaptureFixture[str], *more: str) -> str:
+    """What ``sdp advise --json`` prints."""
+    assert main(["advise", str(path), "--json", *more]) == 0
+    return capsys.readouterr().out
+
+
 def test_the_command_prints_a_table_and_the_answer(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "my.json"
     path.write_text(json.dumps(CONFIG))
@@ -191,6 +214,14 @@ def test_the_command_prints_a_table_and_the_answer(tmp_path: Path, capsys: pytes
     assert "Expected to be best: " in text and "This extrapolates." in text
     lines = text.splitlines()[3:13]
     assert all(line[2:].startswith(f"{name}  ") for line, name in zip(lines, NAMES, strict=True))
+    assert "tokens/parameter" in lines[2]
+    parameters = json.loads(_json(path, capsys))["candidates"][0]["parameters"]
+    lengths = []
+    for length in (9, 200):
+        report = json.loads(_json(path, capsys, "--tokens", str(length * parameters)))
+        by_name = {one["name"]: one for one in report["candidates"]}
+        lengths.append(by_name["SDP, forward"]["evidence"]["tokens_per_parameter"])
+    assert lengths[0] < lengths[1] == 200
     assert main(["advise", str(path), "--json", "--device-memory", "1kB"]) == 2
     report = json.loads(capsys.readouterr().out)
     assert report["best"] is None and not any(one["fits"] for one in report["candidates"])
