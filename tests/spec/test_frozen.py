@@ -12,6 +12,7 @@ import pytest
 import sdp
 import torch
 import torch.distributed as dist
+from sdp.engine.backends.fsdp2.collectives import parameter_groups
 from sdp.engine.distributed.mesh import Mesh
 from sdp.engine.distributed.tensors import local_tensor
 from sdp.engine.sync.weights import WeightRefresh
@@ -116,9 +117,7 @@ def _backward_flops(case: Case) -> tuple[int, int, int]:
     gradients = sum(parameter.grad is not None or parameter.requires_grad for parameter in engine.frozen_here.values())
     for module in engine.module.modules():
         if isinstance(module, FSDPModule):
-            state = module._get_fsdp_state()
-            groups = getattr(state, "_fsdp_param_groups", None) or [state._fsdp_param_group]  # torch 2.12 renamed it
-            for part in groups[0].fsdp_params:
+            for part in [part for group in parameter_groups(module) for part in group.fsdp_params]:
                 if part._param_fqn in engine.frozen_here:
                     whole = getattr(part, "_unsharded_param", None)
                     gradients += part.unsharded_accumulated_grad is not None or (

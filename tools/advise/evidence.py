@@ -103,8 +103,9 @@ class Evidence(BaseModel):
     def nearest(self, candidate: Candidate, tokens_per_parameter: float | None = None) -> Gap | None:
         """The gap that was measured where training was most like ``candidate``.
 
-        Local steps count first, then the capacity, and then the number of groups together with the
-        length of training, whose factors count alike.
+        The nearest local steps count first, and then the nearest capacity. Among equals, the number
+        of groups and the length of training count together: twice the groups are as far away as
+        twice the length.
 
         Args:
             candidate: the way to train.
