@@ -27,7 +27,7 @@ from sdp.tests.support.checkpoints import load_by_reference, reseal, save_one_st
 from sdp.tests.support.fabricated_runs import make_run
 from sdp.tests.support.small_runs import SMALL_LLAMA
 from sdp.tools.cli import main
-from sdp.tools.study.grid import read_grid
+from sdp.tools.study.grid_file import read_grid
 
 SECONDS = 20  # for one input
 BASE: dict[str, Any] = {

@@ -31,17 +31,20 @@ class RunResult(Section):
         step: the number of its steps.
         loss: the held-out loss of the full model after the last step. None stands for NaN.
         least: the lowest held-out loss of all evaluations. None: it is ``loss``.
+        seconds: how long it ran. None if an older version wrote the result.
     """
 
     config: str
     step: int
     loss: float | None
     least: float | None = None
+    seconds: float | None = None
 
     def numbers(self) -> dict[str, float]:
         """The numbers of the last evaluation. The loss is infinite if it was NaN."""
         loss = math.inf if self.loss is None else self.loss
-        return {"step": self.step, "loss": loss, "least": loss if self.least is None else self.least}
+        known = {} if self.seconds is None else {"seconds": self.seconds}
+        return {"step": self.step, "loss": loss, "least": loss if self.least is None else self.least, **known}
 
 
 class _File(Section):

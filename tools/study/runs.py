@@ -44,7 +44,8 @@ class Run(Protocol):
 def result_of(run: Run, out: Path) -> dict[str, float] | None:
     """Return the last evaluation of a finished run, or None. Its loss is infinite if it was NaN.
 
-    ``least`` is the lowest loss of all evaluations after the first step.
+    ``least`` is the lowest loss of all evaluations after the first step, ``seconds`` how long the
+    run trained (missing if that is not known).
 
     A run without a directory is looked up in ``results.json``.
     """
@@ -53,6 +54,9 @@ def result_of(run: Run, out: Path) -> dict[str, float] | None:
         if found.summary is not None and found.evaluations:
             last = found.evaluations[-1]
             numbers = {key: value for key, value in last.items() if isinstance(value, int | float)}
+            numbers.pop("seconds", None)  # of the evaluation
+            if isinstance(seconds := found.summary.get("seconds"), int | float):
+                numbers["seconds"] = seconds
             losses = [line["loss"] for line in found.evaluations if line["step"] and line.get("loss") is not None]
             return {"loss": math.inf, "least": min(losses, default=math.inf), **numbers}
     saved = None if os.path.lexists(out / run.name) else SavedResults.read(out)
@@ -178,7 +182,9 @@ def run_all(wanted: Sequence[Run], out: Path, data: Path | None, jobs: int) -> I
             elif result := result_of(run, out):
                 loss, least = (result[key] if math.isfinite(result[key]) else None for key in ("loss", "least"))
                 digest = config_digest(run.config(data))
-                known[run.name] = RunResult(config=digest, step=int(result["step"]), loss=loss, least=least)
+                known[run.name] = RunResult(
+                    config=digest, step=int(result["step"]), loss=loss, least=least, seconds=result.get("seconds")
+                )
                 SavedResults(corpus, known).write(out)
 
 

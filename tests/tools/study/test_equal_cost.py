@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from sdp.engine.errors import ConfigError
 from sdp.tools.study.equal_cost import OPERATIONS, EqualCost, compare, comparison_tables, loss_after, step_costs
-from sdp.tools.study.grid import read_grid
+from sdp.tools.study.grid_file import read_grid
 
 CONFIG: dict[str, Any] = {
     "train_micro_batch_size_per_gpu": 2,

@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 from sdp.engine.config.load import load_config
 from sdp.engine.errors import ConfigError
-from sdp.tools.study.grid import best_choice, figures, first_runs, later_runs, read_grid, report
+from sdp.tools.study.grid import best_choice, figures, later_runs, report
+from sdp.tools.study.grid_file import first_runs, read_grid
 
 ROOT = Path(__file__).parents[3]
 
@@ -38,14 +39,16 @@ def _write(grid: dict[str, Any], folder: Path) -> Path:
     return path
 
 
-def _pretend(out: Path, name: str, loss: float) -> None:
-    """Write the files of a finished run with this loss."""
+def _pretend(out: Path, name: str, loss: float, seconds: float | None = None) -> None:
+    """Write the files of a finished run with this loss, which took ``seconds``."""
     folder = out / name
     folder.mkdir(parents=True)
     (folder / "config.json").write_text(json.dumps(GRID["base"]), encoding="utf-8")
     (folder / "metrics.jsonl").write_text(json.dumps({"step": 10, "loss": loss}) + "\n", encoding="utf-8")
-    (folder / "evaluations.jsonl").write_text(json.dumps({"step": 10, "loss": loss}) + "\n", encoding="utf-8")
-    (folder / "summary.json").write_text("{}", encoding="utf-8")
+    evaluation = {"step": 10, "loss": loss, "seconds": 7.0}  # of the evaluation
+    (folder / "evaluations.jsonl").write_text(json.dumps(evaluation) + "\n", encoding="utf-8")
+    summary = {} if seconds is None else {"seconds": seconds}
+    (folder / "summary.json").write_text(json.dumps(summary), encoding="utf-8")
 
 
 def test_a_cell_is_the_base_with_the_settings_of_row_and_column(tmp_path: Path) -> None:
@@ -75,6 +78,36 @@ def test_other_seeds_have_the_value_with_the_lowest_loss(tmp_path: Path) -> None
     assert "| half | – | 4.0000 (lr 0.1, 1 of 2 seeds) |" in text
     assert json.loads((out / "grid.json").read_text())["cells"] == [first, second]
     assert (out / "grid.png").stat().st_size > 0
+
+
+def test_values_are_compared_over_as_many_seeds_as_the_grid_says(tmp_path: Path) -> None:
+    """The first seed alone would choose 0.1. The second one is only half done for "half"."""
+    grid, out = read_grid(_write(GRID | {"tune_seeds": 2, "seeds": 3}, tmp_path)), tmp_path / "out"
+    assert [run.name for run in first_runs(grid)[6:8]] == [
+        "dense-every_step-lr0.1-seed1",
+        "dense-every_step-lr0.2-seed1",
+    ]
+    for rate, by_seed in ((0.1, (2.0, 4.0)), (0.2, (2.5, 2.7))):
+        for seed, loss in enumerate(by_seed):
+            _pretend(out, f"dense-every_step-lr{rate}-seed{seed}", loss)
+    for rate, seed, loss in ((0.1, 0, 2.0), (0.2, 0, 3.0), (0.2, 1, 3.0)):
+        _pretend(out, f"half-every_step-lr{rate}-seed{seed}", loss)
+    assert best_choice(grid, ("dense", "every step"), out) == {"optimizer.params.lr": 0.2}
+    assert best_choice(grid, ("half", "every step"), out) == {"optimizer.params.lr": 0.2}
+    assert best_choice(grid, ("half", "H = 5"), out) is None
+    assert [run.name for run in later_runs(grid, out)] == [
+        "dense-every_step-lr0.2-seed2",
+        "half-every_step-lr0.2-seed2",
+    ]
+
+
+def test_the_report_says_how_long_its_runs_took(tmp_path: Path) -> None:
+    grid, out = read_grid(_write(GRID, tmp_path)), tmp_path / "out"
+    for rate, seconds in ((0.1, 1800.0), (0.2, 5400.0)):
+        _pretend(out, f"dense-every_step-lr{rate}-seed0", 2.0, seconds)
+    _pretend(out, "half-every_step-lr0.1-seed0", 2.0)
+    assert "2 runs took 2.0 hours of one core" in report(grid, out)
+    assert json.loads((out / "grid.json").read_text())["hours"] == {"runs": 2, "hours": 2.0}
 
 
 def test_differences_are_taken_seed_by_seed(tmp_path: Path) -> None:

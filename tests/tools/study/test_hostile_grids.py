@@ -11,7 +11,8 @@ import pytest
 from sdp.engine.errors import ConfigError, SDPError
 from sdp.tools.cli import main
 from sdp.tools.shared.files import WriteError
-from sdp.tools.study.grid import GridRun, first_runs, read_grid, report
+from sdp.tools.study.grid import report
+from sdp.tools.study.grid_file import GridRun, first_runs, read_grid
 from sdp.tools.study.runs import figures_of, prepared_data, read_own, remove_run, run_one
 
 BASE: dict[str, Any] = {
@@ -33,6 +34,7 @@ MANY = list(range(100))
         ({"seeds": 10**30}, "seeds: "),
         ({"tune": {f"optimizer.params.{key}": MANY for key in "abcdef"}}, "1,000,000,000,002 runs, and a grid may"),
         ({"rows": {str(row): {} for row in range(4000)}}, "12,000 runs, and a grid may have 10,000"),
+        ({"tune_seeds": 4}, "tune_seeds: 4 is more than the "),
         ({"tune": {"optimizer.params.lr": []}}, "tune.optimizer.params.lr: list should have at least 1 item"),
         ({"rows": {"a" * 300: {}}}, "its directory's name would have 308 characters, and 200 fit"),
         ({"rows": {"a b": {}, "a_b": {"sdp.groups": 1}}}, "its directory would be a_b-b-seed0, as that of a b, b"),

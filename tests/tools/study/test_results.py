@@ -15,7 +15,8 @@ from sdp.engine.errors import ConfigError, SDPError
 from sdp.tests.support.processes import until
 from sdp.tools.study import runs
 from sdp.tools.study.differences import differences_from
-from sdp.tools.study.grid import figures, first_runs, read_grid
+from sdp.tools.study.grid import figures
+from sdp.tools.study.grid_file import first_runs, read_grid
 from sdp.tools.study.results import RESULTS, SavedResults, config_digest, corpus_digest
 from sdp.tools.study.runs import run_all, run_one
 
