@@ -27,6 +27,7 @@ _STEPS_OF_PROFILES, _STEPS_OF_WORKERS = 1000, 600  # of each cell
 METHODS = {"dense": "dense", "dense (DDP, DiLoCo)": "dense", "smaller dense, equal memory": "smaller dense",
            "forward": "forward", "SDP forward": "forward", "backward": "backward", "SDP backward": "backward",
            "forward, then backward": "forward, then backward"}  # fmt: skip
+SIX_BLOCKS = "dense, six blocks"  # of eight
 EPOCHS = 49  # of the runs on the digits: 1,100 steps of 64 of 1,437 images
 # The best regularisation of each method there, which was trained with nine seeds.
 BEST_ON_DIGITS = {"dense": "dense-stochastic_depth_0.1", "smaller dense": "smaller_dense_equal_memory-none",
@@ -101,12 +102,15 @@ def of_profiles() -> Iterator[Any]:
 
 
 def of_workers() -> Iterator[Any]:
-    """Other numbers of groups, with at least two seeds. Differences are seed by seed."""
+    """Other numbers of groups or capacities than those of the instruments, with at least two seeds.
+    Differences are seed by seed.
+    """
     for each in [*read("workers")["differences"], *read("workers_many")["differences"]]:
         groups, (row, _, capacity) = int(each["column"].split()[0]), each["row"].partition(", C = ")
         if row.startswith("smaller dense, memory"):
             row, capacity = "smaller dense, equal memory", row.rpartition(" ")[2]
-        if each["less"] == "dense" and groups != GROUPS and each["seeds"] > 1:
+        is_new = groups != GROUPS or float(capacity or 0.5) != 0.5
+        if each["less"] == "dense" and is_new and each["seeds"] > 1:
             yield {
                 "method": METHODS[row],
                 "every": 1,
@@ -127,12 +131,14 @@ def of_lengths() -> Iterator[Any]:
     for each in read("lengths_small")["differences"]:
         length = float(each["column"].split()[0])
         is_longer = length > 2 * tokens_per_parameter(_STEPS_OF_PROFILES)
-        if each["less"] == "dense" and each["row"] in METHODS and is_longer and each["seeds"] > 1:
+        methods = {row: (method, 0.5) for row, method in METHODS.items()} | {SIX_BLOCKS: ("smaller dense", 0.75)}
+        if each["less"] == "dense" and each["row"] in methods and is_longer and each["seeds"] > 1:
+            method, capacity = methods[each["row"]]
             yield {
-                "method": METHODS[each["row"]],
+                "method": method,
                 "every": 1,
                 "groups": GROUPS,
-                "capacity": 0.5,
+                "capacity": capacity,
                 "tokens_per_parameter": length,
                 "gap": round(each["mean"], 4),
                 "spread": round(each["spread"], 4),
@@ -141,22 +147,14 @@ def of_lengths() -> Iterator[Any]:
             }
 
 
-def per_doubling() -> tuple[float, list[float]]:
-    """How much the dense model's loss falls when its steps double, and the lengths in tokens per
-    parameter.
-    """
-    figures = read("lengths")
-    cells = sorted((cell for cell in figures["cells"] if cell["row"] == "dense"), key=lambda cell: cell["steps"])
-    first, last = cells[0], cells[-1]
-    lengths = [tokens_per_parameter(cell["steps"]) for cell in (first, last)]
-
-    def loss(cell: Mapping[str, Any]) -> float:
-        """Return the loss of seed 0, which all lengths have."""
-        rate = cell["tuned"]["optimizer.params.lr"]
-        name = f"dense-{cell['column'].replace(' ', '_')}-lr{rate}-seed0"
-        return figures["results"]["runs"][name]["loss"]
-
-    return round((loss(first) - loss(last)) / math.log2(last["steps"] / first["steps"]), 4), lengths
+def curves() -> dict[str, list[Any]]:
+    """By method, the mean losses after training of three lengths, in tokens per parameter."""
+    cells = [cell for cell in read("lengths_small")["cells"] if cell["row"] in METHODS]
+    points = [
+        (METHODS[cell["row"]], [float(cell["column"].split()[0]), round(cell["mean"], 4)])
+        for cell in sorted(cells, key=lambda cell: cell["steps"])
+    ]
+    return {method: [point for other, point in points if other == method] for method in METHODS.values()}
 
 
 def many_epochs() -> dict[str, Any]:
@@ -179,12 +177,17 @@ def many_epochs() -> dict[str, Any]:
 
 def evidence() -> dict[str, Any]:
     """Return the content of the file."""
-    fall, doubled = per_doubling()
     gaps = [*of_instruments(), *of_local_steps(), *of_profiles(), *of_workers(), *of_lengths()]
     groups = [choose(gap["groups"] for gap in gaps) for choose in (min, max)]
     lengths = [choose(gap["tokens_per_parameter"] for gap in gaps) for choose in (min, max)]
     setting = SETTING | {"groups": groups, "tokens_per_parameter": lengths}
-    return {"setting": setting, "per_doubling": fall, "doubled": doubled, "gaps": gaps, "many_epochs": many_epochs()}
+    return {
+        "setting": setting,
+        "curves": curves(),
+        "curves_source": "docs/results/lengths.md",
+        "gaps": gaps,
+        "many_epochs": many_epochs(),
+    }
 
 
 if __name__ == "__main__":

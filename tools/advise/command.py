@@ -18,13 +18,13 @@ from ...engine.config.load import load_config
 from ...engine.config.schema import Config
 from ...engine.errors import ConfigError
 from ..plan.options import MachineOptions, add_machine_arguments, given_machines
-from ..plan.result import Forecast
 from ..plan.tables import describe_nodes
 from ..runs.dataset import training_samples
 from ..runs.run_config import with_initial_model
 from ..runs.run_files import read_run
 from ..shared.arguments import add_config_arguments, positive_int
-from .candidates import Candidate, candidates, largest_that_fits, with_groups
+from .candidate import Candidate
+from .candidates import candidates, with_groups
 from .evidence import Estimate, Evidence, ManyEpochs
 from .verdict import SIMILAR, Verdict, decide, extrapolations
 
@@ -59,6 +59,7 @@ class AdviseOptions(MachineOptions):
             **given_machines(args),
         )
         options.check()
+        _ = options.memory  # planning takes a while, so a mistake is named before it
         return options
 
 
@@ -84,30 +85,28 @@ def run(args: argparse.Namespace) -> int:
     config = with_initial_model(load_config(options.config, options.settings))
     world, source = options.ranks(config)
     machine = options.machine(world)
+    memory = options.memory
     config, chosen = with_groups(config, machine, world)
     noise = None if options.noise is None else _noise_scale(options.noise)  # planning takes a while
-    found, notes = candidates(config, machine, world)
+    found, notes = candidates(config, machine, world, memory)
     if not any(one.method == "dense" and one.every == 1 for one in found):
         why = "; ".join(notes)
         raise ConfigError(f"{options.config}: the dense model cannot be planned ({why}), so nothing is compared")
     evidence = Evidence.read()
     tokens_of_step = found[0].samples * _tokens_of_sample(config)
     tokens = options.tokens or ((config.training.steps or 0) * tokens_of_step or None)
-    verdict = decide(found, options.memory, evidence, tokens)
-    groups = config.sdp.groups
-    beyond = extrapolations(verdict, evidence, groups, tokens_of_step / groups, tokens)
-    notes = ([chosen] if chosen else []) + notes
+    verdict = decide(found, memory, evidence, tokens)
+    beyond = extrapolations(verdict, evidence, config, tokens_of_step / config.sdp.groups, tokens)
+    notes = chosen + notes
     if noise is not None:
         notes.append(_compare_noise(options.noise, noise, found[0].samples, config))
     if tokens is not None and (epochs := _epochs(config, tokens)) is not None and epochs > SIMILAR:
         notes.append(_compare_epochs(epochs, evidence.many_epochs))
-    if options.memory is not None and verdict.best is not None and verdict.reference.peak > options.memory:
-        notes.append(_largest_dense(verdict.reference, largest_that_fits(config, machine, world, options.memory)))
     if options.json:
-        print(json.dumps(_to_json(verdict, beyond, notes, options.memory), indent=2))
+        print(json.dumps(_to_json(verdict, beyond, notes, memory), indent=2))
     else:
         print(f"{world} ranks ({source}) on {describe_nodes(machine)}; {tokens_of_step:,} tokens a step\n")
-        print(_table(verdict, options.memory, None if tokens is None else tokens / tokens_of_step))
+        print(_table(verdict, memory, None if tokens is None else tokens / tokens_of_step))
         print(_text(verdict, beyond, notes, evidence))
     return 0 if verdict.best is not None else 2
 
@@ -168,15 +167,17 @@ def _duration(seconds: float) -> str:
 
 def _text(verdict: Verdict, beyond: list[str], notes: list[str], evidence: Evidence) -> str:
     sizes = " and ".join(format(size, ",") for size in evidence.setting.parameters)
+    shortest, longest = evidence.lengths
     lines = ["", f"Expected to be best: {verdict.best.name if verdict.best else 'nothing fits'}", *verdict.reasons, ""]
     lines += [
-        f"- Equal steps and equal time: expected loss less that of {verdict.reference.name}, in nats. Twice the steps "
-        f"lower the loss by {evidence.per_doubling:.3f}. Losses were measured with LLaMA of "
-        f"{sizes} parameters and byte tokens; the pages are "
+        f"- Equal steps and equal time: expected loss less that of {verdict.reference.name}, in nats. More steps "
+        "in the same time change a loss as they did for the same method between "
+        f"{shortest:g} and {longest:g} tokens per parameter ({evidence.curves_source}). Losses were "
+        f"measured with LLaMA of {sizes} parameters and byte tokens; the pages are "
         f"{', '.join(dict.fromkeys(gap.source for gap in evidence.gaps))}."
     ]
     if beyond:
-        lines.append(f"- This extrapolates. {'; '.join(beyond)}.")
+        lines += ["- This extrapolates:", *(f"  - {line}" for line in beyond)]
     return "\n".join([*lines, *(f"- {note}" for note in notes)])
 
 
@@ -198,7 +199,7 @@ def _compare_noise(folder: Path | None, scale: float, samples: int, config: Conf
     meaning = {
         "far below": "noise dominates. More workers help almost in proportion, and so do more holders",
         "near": "noise and signal are alike",
-        "far above": "noise hardly matters, and neither does the number of holders",
+        "far above": "averaging over more samples has little left to remove. The bias of forward masking stays",
     }[where]
     return (
         f"The noise scale of {folder} is {scale:,.1f} samples. A step has {samples:,} ({unit:,.4g} of each group), "
@@ -223,18 +224,6 @@ def _compare_epochs(epochs: float, measured: ManyEpochs) -> str:
     )
 
 
-def _largest_dense(reference: Candidate, found: Forecast | None) -> str:
-    """A sentence about the largest dense model that fits, if the full one does not."""
-    if found is None:
-        return "No dense model of this kind fits, however many layers are left out."
-    return (
-        f"In as many replicas as there are groups, the largest dense model of this kind that fits has "
-        f"{found.parameters:,} of {reference.parameters:,} parameters (peak {format_bytes(found.worst.trace.peak)}). "
-        "Its loss is not known. In small models, a dense "
-        "model with the peak of backward masking was ahead of it (docs/results/lengths.md)."
-    )
-
-
 def _to_json(verdict: Verdict, beyond: list[str], notes: list[str], memory: float | None) -> dict[str, Any]:
     def entry(one: Estimate) -> dict[str, Any]:
         candidate: Candidate = one.candidate
@@ -244,6 +233,7 @@ def _to_json(verdict: Verdict, beyond: list[str], notes: list[str], memory: floa
             "fits": None if memory is None else candidate.peak <= memory,
             "step_seconds": candidate.seconds,
             "parameters": candidate.parameters,
+            "layout": candidate.layout or None,
             "at_equal_steps": one.at_equal_steps,
             "at_equal_time": one.at_equal_time,
             "evidence": None if one.gap is None else one.gap.model_dump(),

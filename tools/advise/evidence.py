@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from dataclasses import dataclass
 from functools import cached_property
@@ -13,7 +14,7 @@ from pathlib import Path
 from pydantic import BaseModel
 
 from ...engine.json_files import read_json_file
-from .candidates import Candidate
+from .candidate import Candidate
 
 FILE = Path(__file__).parent / "evidence.json"
 
@@ -82,18 +83,48 @@ class Evidence(BaseModel):
 
     Attributes:
         setting: where the losses were measured.
-        per_doubling: by how much the dense model's loss falls when its steps double, in nats.
-        doubled: the shortest and the longest training from which this follows, in tokens per
-            parameter.
+        curves: by method, the loss after training of several lengths: tokens per parameter, which
+            rise, and the mean loss.
+        curves_source: the page with these losses.
         gaps: the differences from the dense model.
         many_epochs: losses where the data were read many times.
     """
 
     setting: Setting
-    per_doubling: float
-    doubled: tuple[float, float]
+    curves: dict[str, list[tuple[float, float]]]
+    curves_source: str
     gaps: list[Gap]
     many_epochs: ManyEpochs
+
+    @property
+    def lengths(self) -> tuple[float, float]:
+        """The shortest and the longest training of the curves, in tokens per parameter."""
+        ends = [length for curve in self.curves.values() for length, _ in curve]
+        return min(ends), max(ends)
+
+    def change(self, method: str, length: float, steps: float) -> float:
+        """How much the loss of ``method`` changes if it makes ``steps`` × the steps, in nats.
+
+        Its measured losses are joined by lines over the logarithm of the steps, and the outer lines
+        go on. Where longer training did not lower the loss, more steps change nothing.
+
+        Args:
+            method: what is trained.
+            length: tokens per parameter of the run.
+            steps: how many steps it makes for one of the reference.
+        """
+        curve = self.curves[method]
+        pieces = [
+            (start, end, min(0.0, (after - before) / math.log(end / start)))
+            for (start, before), (end, after) in itertools.pairwise(curve)
+        ]
+        first, last = min(length, length * steps), max(length, length * steps)
+        total = 0.0
+        for number, (start, end, slope) in enumerate(pieces):
+            low = first if number == 0 else max(first, start)
+            high = last if number == len(pieces) - 1 else min(last, end)
+            total += slope * math.log(high / low) if high > low else 0.0
+        return total if steps >= 1 else -total
 
     @classmethod
     def read(cls) -> Evidence:
@@ -136,13 +167,13 @@ class Estimate:
         candidate: the way to train.
         gap: the measured gap that is used, or None.
         steps: how many steps it makes while the reference makes one.
-        per_doubling: see :class:`Evidence`.
+        change: how much these steps change its loss, in nats.
     """
 
     candidate: Candidate
     gap: Gap | None
     steps: float
-    per_doubling: float
+    change: float
 
     @cached_property
     def at_equal_steps(self) -> float | None:
@@ -152,6 +183,4 @@ class Estimate:
     @cached_property
     def at_equal_time(self) -> float | None:
         """The loss less that of the reference after as many seconds."""
-        if self.gap is None:
-            return None
-        return self.gap.gap - self.per_doubling * math.log2(self.steps)
+        return None if self.gap is None else self.gap.gap + self.change

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from ...engine.accounting.quantities import format_bytes
-from .candidates import Candidate
-from .evidence import Estimate, Evidence
+from ...engine.config.schema import Config
+from ...engine.errors import shorten
+from .candidate import Candidate
+from .evidence import Estimate, Evidence, Gap
 
 SIMILAR = 3.0  # a setting that differs by no more than this factor is not called an extrapolation
+ALIKE = 1.25  # the same for the capacity
 
 
 @dataclass(frozen=True)
@@ -46,10 +49,7 @@ def decide(
     dense = [one for one in found if one.method == "dense" and one.every == 1]
     reference = min([one for one in dense if one in fitting] or dense, key=lambda one: one.seconds)
     length = None if tokens is None else tokens / reference.parameters
-    estimates = tuple(
-        Estimate(one, evidence.nearest(one, length), reference.seconds / one.seconds, evidence.per_doubling)
-        for one in found
-    )
+    estimates = tuple(_estimate(one, reference, evidence, length) for one in found)
     known = [(one, one.at_equal_time) for one in estimates if one.candidate in fitting]
     ranked = [(one, loss) for one, loss in known if loss is not None]
     if not ranked:
@@ -57,7 +57,14 @@ def decide(
     first, lowest = min(ranked, key=lambda each: each[1])
     within = [(one, loss) for one, loss in ranked if one is first or loss - lowest <= _uncertainty(one, first)]
     best, loss = within[0]  # the simplest of those that cannot be told apart
-    return Verdict(best.candidate, reference, estimates, _reasons(best, loss, lowest, reference, fitting, within))
+    reasons = _reasons(best, loss, (first, lowest), reference, fitting, within)
+    return Verdict(best.candidate, reference, estimates, (*reasons, *_not_compared(found)))
+
+
+def _estimate(one: Candidate, reference: Candidate, evidence: Evidence, length: float | None) -> Estimate:
+    gap, steps = evidence.nearest(one, length), reference.seconds / one.seconds
+    change = 0.0 if gap is None else evidence.change(one.method, length or gap.tokens_per_parameter, steps)
+    return Estimate(one, gap, steps, change)
 
 
 def _uncertainty(*estimates: Estimate) -> float:
@@ -77,7 +84,7 @@ def _nothing_fits(found: Sequence[Candidate], memory: float | None) -> str:
 def _reasons(
     best: Estimate,
     loss: float,
-    lowest: float,
+    lowest: tuple[Estimate, float],
     reference: Candidate,
     fitting: Sequence[Candidate],
     within: Sequence[tuple[Estimate, float]],
@@ -102,59 +109,124 @@ def _reasons(
         reasons.append(
             f"Not told apart from it by the measured deviations: {', '.join(close)}. The simplest is named first."
         )
-    if loss > lowest:
-        reasons.append(f"The lowest expectation is {loss - lowest:.3f} nats lower, within the deviations.")
-    sdp = [one for one in fitting if one.name.startswith("SDP")]
-    if sdp and not chosen.name.startswith("SDP"):
-        reasons.append("So the answer is not SDP.")
+    least, expected = lowest
+    if loss > expected:
+        reasons.append(
+            f"{least.candidate.name} has the lowest expectation, {loss - expected:.3f} nats lower, which is within the "
+            "deviations."
+        )
+    if any(one.is_sdp for one in fitting) and not chosen.is_sdp:
+        close_sdp = any(one.candidate.is_sdp for one, _ in within)
+        reasons.append("SDP is not shown to be better." if close_sdp else "So the answer is not SDP.")
     return tuple(reasons)
 
 
+def _not_compared(found: Sequence[Candidate]) -> list[str]:
+    """Name the kinds of ways that could not be planned at all."""
+    missing = []
+    if not any(one.is_sdp for one in found):
+        missing.append("SDP")
+    if not any(one.method == "smaller dense" for one in found):
+        missing.append("A smaller dense model")
+    return [f"{' and '.join(missing)} could not be planned, and so was not compared; see below."] if missing else []
+
+
 def extrapolations(
-    verdict: Verdict, evidence: Evidence, groups: int, tokens_of_group: float, tokens: float | None
+    verdict: Verdict, evidence: Evidence, config: Config, tokens_of_group: float, tokens: float | None
 ) -> list[str]:
     """Say in which respects a run differs from where losses were measured.
 
     Args:
         verdict: the answer.
         evidence: measured losses.
-        groups: number of groups of the run.
+        config: the run, with its groups.
         tokens_of_group: tokens of one group in a step.
         tokens: tokens of the run, or None if nobody knows.
     """
+    groups = config.sdp.groups
     where, parameters = evidence.setting, verdict.reference.parameters
     lines = []
     per_parameter = None if tokens is None else tokens / parameters
-    for what, own, (least, most), form in (
-        ("parameters", parameters, where.parameters, ",.0f"),
-        ("groups", groups, where.groups, ",.0f"),
-        ("tokens of a group in a step", tokens_of_group, (where.tokens_of_group,) * 2, ",.0f"),
-        ("tokens per parameter", per_parameter, where.tokens_per_parameter, ",.1f"),
+    for what, own, (least, most) in (
+        ("parameters", parameters, where.parameters),
+        ("groups", groups, where.groups),
+        ("tokens of a group in a step", tokens_of_group, (where.tokens_of_group,) * 2),
+        ("tokens per parameter", per_parameter, where.tokens_per_parameter),
     ):
         if own is not None and not least / SIMILAR <= own <= most * SIMILAR:
             measured = f"{least:,.0f}" + ("" if least == most else f" to {most:,.0f}")
-            lines.append(f"{what}: {own:{form}} here, {measured} where losses were measured")
-        elif own and what == "tokens per parameter":
-            lines += _of_another_length(verdict, own)
+            lines.append(f"{what}: {_number(own)} here, {measured} where losses were measured")
+        elif own is not None:
+            lines += _of_another(what, own, verdict)
+    lines += _of_another("steps of a round", None, verdict) + _of_another("capacity", None, verdict)
     best = next((one for one in verdict.estimates if one.candidate is verdict.best), None)
-    least, most = evidence.doubled
-    if best is not None and abs(math.log(best.steps)) > math.log(most / least):
+    shortest, longest = evidence.lengths
+    if (
+        best is not None
+        and per_parameter is not None
+        and not (shortest / SIMILAR <= per_parameter * best.steps <= longest * SIMILAR)
+    ):
         lines.append(
-            f"steps: {best.steps:,.2f} × those of {verdict.reference.name}, up to {most / least:,.0f} × measured"
+            f"steps: {best.steps:,.2f} × those of {verdict.reference.name} in the same time, so "
+            f"{_number(per_parameter * best.steps)} tokens per parameter, {shortest:g} to {longest:g} where the effect "
+            "of more steps was measured"
         )
-    return lines
+    return [*lines, *_of_another_recipe(config)]
 
 
-def _of_another_length(verdict: Verdict, tokens_per_parameter: float) -> list[str]:
-    """Name the ways whose figures are of much longer or shorter training than the run."""
-    ways: dict[float, list[str]] = {}
+# By setting: its value for a candidate (None if the run has one value for all), its value for a
+# figure, and the factor by which the two may differ.
+_Compared = tuple[Callable[[Candidate], float | None], Callable[[Gap], float], float]
+_OF_FIGURES: dict[str, _Compared] = {
+    "groups": (lambda one: one.groups, lambda gap: gap.groups, SIMILAR),
+    "tokens per parameter": (lambda one: None, lambda gap: gap.tokens_per_parameter, SIMILAR),
+    "steps of a round": (lambda one: one.every, lambda gap: gap.every, SIMILAR),
+    "capacity": (lambda one: one.capacity, lambda gap: gap.capacity, ALIKE),
+}
+
+
+def _number(value: float) -> str:
+    """Three digits of a number, or all that it has before the point."""
+    return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
+
+
+def _of_another(what: str, own: float | None, verdict: Verdict) -> list[str]:
+    """Name the ways whose figures are of another setting than the run.
+
+    Args:
+        what: which setting, a key of ``_OF_FIGURES``.
+        own: its value in the run. None: each candidate has its own.
+        verdict: the answer.
+    """
+    if what not in _OF_FIGURES:
+        return []
+    of_candidate, of_gap, factor = _OF_FIGURES[what]
+    ways: dict[tuple[float, float], list[str]] = {}
     for one in verdict.estimates:
         if one.gap is None or (one.candidate.method == "dense" and one.candidate.every == 1):
             continue  # the dense model is what the others are compared with
-        if not 1 / SIMILAR <= one.gap.tokens_per_parameter / tokens_per_parameter <= SIMILAR:
-            ways.setdefault(one.gap.tokens_per_parameter, []).append(one.candidate.name)
+        here = of_candidate(one.candidate) if own is None else own
+        if here is not None and not 1 / factor <= of_gap(one.gap) / here <= factor:
+            ways.setdefault((here, of_gap(one.gap)), []).append(one.candidate.name)
     return [
-        f"tokens per parameter: {tokens_per_parameter:,.1f} here, {measured:g} where the losses of these "
-        f"were measured: {', '.join(names)}"
-        for measured, names in ways.items()
+        f"{what}: {_number(here)} here, {measured:g} where the losses of these were measured: {'; '.join(names)}"
+        for (here, measured), names in ways.items()
     ]
+
+
+def _of_another_recipe(config: Config) -> list[str]:
+    """Say what of the configuration differs from the runs in which SDP's losses were measured."""
+    sdp, model = config.sdp, str(config.model.get("name", "another"))
+    optimizer = "none" if config.optimizer is None else config.optimizer.type
+    found = []
+    for what, own, measured in (
+        ("model", model, "llama"),
+        ("optimizer", optimizer, "AdamW"),
+        ("sdp.granularity", sdp.granularity, "block"),
+        ("sdp.profile", "depth" if sdp.profile == "auto" else sdp.profile, "depth"),
+    ):
+        if own != measured:
+            found.append(f"{what}: {shorten(str(own))} here, {measured} where losses were measured")
+    if sdp.sync is None and sdp.lr_scale not in ("auto", 0.5):
+        found.append(f"sdp.lr_scale: {sdp.lr_scale} here, 0.5 where losses with averages in every step were measured")
+    return found

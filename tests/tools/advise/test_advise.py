@@ -12,10 +12,12 @@ from typing import Any
 
 import pytest
 from sdp.engine.config.load import load_config
+from sdp.engine.config.schema import Config
 from sdp.tests.support.small_runs import make_corpus
-from sdp.tools.advise.candidates import Candidate, candidates, with_groups
+from sdp.tools.advise.candidate import Candidate
+from sdp.tools.advise.candidates import candidates, with_groups
 from sdp.tools.advise.evidence import FILE, Evidence, Gap, ManyEpochs, Setting
-from sdp.tools.advise.verdict import decide, extrapolations
+from sdp.tools.advise.verdict import Verdict, decide, extrapolations
 from sdp.tools.cli import main
 from sdp.tools.plan.machine import Machine
 
@@ -25,15 +27,16 @@ ROOT = Path(__file__).parents[3]
 CONFIG: dict[str, Any] = {
     "train_micro_batch_size_per_gpu": 2,
     "optimizer": {"type": "AdamW", "params": {"lr": 0.1}},
-    "model": {"name": "llama", "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 4,
+    "model": {"name": "llama", "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 8,
               "num_attention_heads": 2, "num_key_value_heads": 2, "max_position_embeddings": 8},
     "data": {"sequence_length": 8, "tokenizer": "bytes"},
     "training": {"steps": 100},
-    "sdp": {"groups": 2, "capacity": 0.5},
+    "sdp": {"groups": 2, "capacity": 0.5, "lr_scale": 0.5},
 }  # fmt: skip
 NAMES = [
-    "DDP", "FSDP (ZeRO-3)", "smaller dense", "DiLoCo", "smaller dense, DiLoCo", "SDP, forward, then backward",
-    "SDP, backward", "SDP, forward", "SDP, backward, local steps", "SDP, forward, local steps",
+    "DDP", "FSDP (ZeRO-3)", "largest dense at SDP's peak", "smaller dense", "DiLoCo",
+    "smaller dense, DiLoCo", "SDP, forward, then backward", "SDP, backward",
+    "SDP, forward", "SDP, backward, local steps", "SDP, forward, local steps",
 ]  # fmt: skip
 
 
@@ -54,7 +57,9 @@ def _evidence(**gaps: float) -> Evidence:
     ]  # fmt: skip
     setting = Setting(parameters=(50_000, 50_000), groups=(2, 2), tokens_of_group=16, tokens_per_parameter=(0.01, 0.1))
     epochs = ManyEpochs(epochs=50, seeds=3, source="page", losses={"dense": (1.0, 0.1)})
-    return Evidence(setting=setting, per_doubling=0.2, doubled=(0.01, 0.1), gaps=entries, many_epochs=epochs)
+    curve = [(0.01, 5.0), (0.1, 5.0 - 0.2 * math.log2(10))]  # 0.2 nats for twice the steps
+    curves = {method.replace("_", " "): curve for method in found}
+    return Evidence(setting=setting, curves=curves, curves_source="page", gaps=entries, many_epochs=epochs)
 
 
 @pytest.fixture(scope="module")
@@ -172,32 +177,135 @@ def test_groups_and_length_of_training_count_alike(fast: list[Candidate]) -> Non
 def test_figures_of_another_length_of_training_are_called_an_extrapolation(slow: list[Candidate]) -> None:
     evidence = _evidence()
     setting = evidence.setting.model_copy(update={"tokens_per_parameter": (0.01, 200.0)})
-    evidence = evidence.model_copy(update={"setting": setting, "doubled": (0.01, 1000.0)})
-    verdict = decide(slow, None, evidence)
+    curves = {method: [(0.01, 5.0), (10_000.0, 4.0)] for method in evidence.curves}
+    evidence = evidence.model_copy(update={"setting": setting, "curves": curves})
+    verdict, config = decide(slow, None, evidence), load_config(CONFIG)
     parameters = verdict.reference.parameters
-    assert extrapolations(verdict, evidence, 2, 16, 0.1 * parameters) == []
-    (line,) = extrapolations(verdict, evidence, 2, 16, 20.0 * parameters)
-    assert line.startswith("tokens per parameter: 20.0 here, 0.05 where the losses of these were measured: ")
+    assert _lines(verdict, evidence, config, 16, 0.1 * parameters) == []
+    (line,) = _lines(verdict, evidence, config, 16, 20.0 * parameters)
+    assert line.startswith("tokens per parameter: 20 here, 0.05 where the losses of these were measured: ")
     assert "SDP, forward, local steps" in line and "DDP" not in line
-    (line,) = extrapolations(verdict, evidence, 2, 16, 5000.0 * parameters)
-    assert line == "tokens per parameter: 5,000.0 here, 0 to 200 where losses were measured"
+    line, _ = _lines(verdict, evidence, config, 16, 5000.0 * parameters)  # and the steps
+    assert line == "tokens per parameter: 5,000 here, 0 to 200 where losses were measured"
 
 
 def test_a_run_unlike_the_measured_ones_is_called_an_extrapolation(fast: list[Candidate]) -> None:
     evidence = _evidence()
     verdict = decide(fast, None, evidence)
     parameters = verdict.reference.parameters
-    alike = extrapolations(verdict, evidence, 2, 16, 0.05 * parameters)
-    assert alike == []
-    far = extrapolations(verdict, evidence, 64, 4096, 20.0 * parameters)
-    assert [line.partition(":")[0] for line in far] == ["groups", "tokens of a group in a step", "tokens per parameter"]
+    config = load_config(CONFIG)
+    assert _lines(verdict, evidence, config, 16, 0.05 * parameters) == []
+    many = config.model_copy(update={"sdp": config.sdp.model_copy(update={"groups": 64})})
+    far = _lines(verdict, evidence, many, 4096, 20.0 * parameters)
+    assert [line.partition(":")[0] for line in far] == [
+        "groups",
+        "tokens of a group in a step",
+        "tokens per parameter",
+        "steps",
+    ]
+
+
+def _lines(verdict: Verdict, evidence: Evidence, config: Config, tokens_of_group: float, tokens: float) -> list[str]:
+    """What is called an extrapolation, without what was measured at another capacity: the largest
+    dense models have capacities of their own.
+    """
+    lines = extrapolations(verdict, evidence, config, tokens_of_group, tokens)
+    return [line for line in lines if not line.startswith("capacity")]
+
+
+@pytest.mark.parametrize(
+    ("change", "line"),
+    [
+        ({"sdp": {"profile": "uniform"}}, "sdp.profile: uniform here, depth where losses were measured"),
+        ({"sdp": {"lr_scale": "none"}}, "sdp.lr_scale: none here, 0.5 where losses with averages in every step"),
+        ({"sdp": {"granularity": "neuron", "neuron_groups": 2}}, "sdp.granularity: neuron here, block where"),
+        ({"optimizer": {"type": "SGD"}}, "optimizer: SGD here, AdamW where losses were measured"),
+    ],
+)
+def test_another_recipe_is_called_an_extrapolation(
+    fast: list[Candidate], change: dict[str, dict[str, Any]], line: str
+) -> None:
+    evidence = _evidence()
+    config = load_config(CONFIG | {key: CONFIG[key] | value for key, value in change.items()})
+    verdict = decide(fast, None, evidence)
+    found = _lines(verdict, evidence, config, 16, 0.05 * verdict.reference.parameters)
+    assert len(found) == 1 and found[0].startswith(line)
+
+
+def test_figures_of_another_number_of_groups_or_capacity_are_named(fast: list[Candidate]) -> None:
+    evidence = _evidence()
+    gaps = [gap.model_copy(update={"groups": 16}) for gap in evidence.gaps if gap.capacity != 0.5]
+    evidence = evidence.model_copy(
+        update={"gaps": gaps, "setting": evidence.setting.model_copy(update={"groups": (2, 16)})}
+    )
+    verdict = decide(fast, None, evidence)
+    lines = extrapolations(verdict, evidence, load_config(CONFIG), 16, 0.05 * verdict.reference.parameters)
+    groups, *_, capacity = [line for line in lines if "of these were measured" in line]
+    assert (
+        groups.startswith("groups: 2 here, 16 where the losses of these were measured: ") and "SDP, forward" in groups
+    )
+    assert capacity.startswith("capacity: ") and "0.25 where the losses of these were measured" in capacity
+
+
+def test_more_steps_count_as_they_did_for_the_method_and_the_length() -> None:
+    curves = {"dense": [(10.0, 3.0), (50.0, 2.0), (200.0, 1.5)], "forward": [(10.0, 3.0), (50.0, 2.5), (200.0, 2.6)]}
+    evidence = _evidence().model_copy(update={"curves": curves})
+    assert evidence.change("dense", 10.0, 5.0) == pytest.approx(-1.0)
+    assert evidence.change("dense", 50.0, 1 / 5) == pytest.approx(1.0)
+    assert evidence.change("dense", 10.0, 20.0) == pytest.approx(-1.5)
+    assert evidence.change("dense", 200.0, 4.0) == pytest.approx(-0.5), "the last line goes on"
+    assert evidence.change("dense", 2.0, 5.0) == pytest.approx(-1.0), "and so does the first"
+    assert evidence.change("forward", 50.0, 4.0) == 0.0, "longer training did not help"
+    assert evidence.change("forward", 10.0, 20.0) == pytest.approx(-0.5)
+    assert evidence.change("dense", 10.0, 1.0) == 0.0
+    assert evidence.lengths == (10.0, 200.0)
+
+
+def test_sdp_with_the_lowest_expectation_is_named_if_a_simpler_way_is_chosen(fast: list[Candidate]) -> None:
+    evidence = _evidence(forward=-0.4)
+    gaps = [gap.model_copy(update={"spread": 0.0 if gap.method == "dense" else 1.0}) for gap in evidence.gaps]
+    verdict = decide(fast, None, evidence.model_copy(update={"gaps": gaps}))
+    assert verdict.best is not None and verdict.best.name == "DDP"
+    assert any(reason.startswith("SDP, forward") and "lowest expectation" in reason for reason in verdict.reasons)
+    assert "SDP is not shown to be better." in verdict.reasons
+    assert "So the answer is not SDP." not in verdict.reasons
 
 
 def test_a_dense_configuration_gets_groups_and_is_told_so() -> None:
     dense = load_config(CONFIG | {"sdp": {}})
-    config, note = with_groups(dense, _machine(1e9), 2)
-    assert config.sdp.groups == 2 and config.sdp.capacity == 0.5 and note is not None and "dense" in note
-    assert with_groups(load_config(CONFIG), _machine(1e9), 2)[1] is None
+    config, notes = with_groups(dense, _machine(1e9), 2)
+    assert config.sdp.groups == 2 and config.sdp.capacity == 0.5 and "dense" in notes[0]
+    assert with_groups(load_config(CONFIG), _machine(1e9), 2)[1] == []
+    whole = load_config(CONFIG | {"sdp": {"groups": 2, "capacity": [1.0, 1.0]}})
+    assert with_groups(whole, _machine(1e9), 2)[0].sdp.capacity == 0.5
+    parallel = dense.model_copy(update={"tensor_parallel": dense.tensor_parallel.model_copy(update={"autotp_size": 2})})
+    assert with_groups(parallel, Machine((8,), 1e12, 1.0, 1e9, 1e9), 8)[0].sdp.groups == 4
+
+
+def test_an_engine_that_is_not_planned_gives_way_to_fsdp2_and_is_named() -> None:
+    config, notes = with_groups(
+        load_config(CONFIG | {"sdp": CONFIG["sdp"] | {"engine": "vectorized"}}), _machine(1e9), 2
+    )
+    assert config.sdp.engine == "fsdp2" and notes == [
+        'sdp.engine "vectorized" is not planned. All ways are planned for "fsdp2".'
+    ]
+
+
+def test_if_sdp_cannot_be_planned_the_answer_says_so_and_smaller_models_stay() -> None:
+    """Three ranks do not make two groups."""
+    found, notes = candidates(load_config(CONFIG), Machine((3,), 1e12, 1.0, 1e9, 1e9), 3)
+    assert [one.name for one in found] == ["DDP", "FSDP (ZeRO-3)", "smaller dense"]
+    assert sum("SDP, forward; SDP, backward" in note for note in notes) == 1, "one line for one reason"
+    reasons = decide(found, None, _evidence()).reasons
+    assert "SDP could not be planned, and so was not compared; see below." in reasons
+
+
+def test_the_largest_dense_model_has_at_most_the_peak_of_backward_masking(fast: list[Candidate]) -> None:
+    by_name = {one.name: one for one in fast}
+    largest, backward = by_name["largest dense at SDP's peak"], by_name["SDP, backward"]
+    assert largest.peak <= backward.peak
+    assert by_name["smaller dense"].parameters < largest.parameters < by_name["DDP"].parameters
+    assert largest.capacity == pytest.approx(largest.parameters / by_name["DDP"].parameters)
 
 
 def _json(path: Path, capsys: pytest.CaptureFixture[str], *more: str) -> str:
@@ -211,8 +319,8 @@ def test_the_command_prints_a_table_and_the_answer(tmp_path: Path, capsys: pytes
     path.write_text(json.dumps(CONFIG))
     assert main(["advise", str(path), "--gpus-per-node", "1", "--inter-node", "1mbit"]) == 0
     text = capsys.readouterr().out
-    assert "Expected to be best: " in text and "This extrapolates." in text
-    lines = text.splitlines()[3:13]
+    assert "Expected to be best: " in text and "- This extrapolates:\n  - groups: 2 here, " in text
+    lines = text.splitlines()[3 : 3 + len(NAMES)]
     assert all(line[2:].startswith(f"{name}  ") for line, name in zip(lines, NAMES, strict=True))
     assert "tokens/parameter" in lines[2]
     parameters = json.loads(_json(path, capsys))["candidates"][0]["parameters"]
@@ -230,21 +338,21 @@ def test_the_command_prints_a_table_and_the_answer(tmp_path: Path, capsys: pytes
 def test_the_largest_dense_model_that_fits_is_named(
     fast: list[Candidate], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Forward masking fits then, and the full dense model does not."""
+    """The full dense model does not fit in replicas then."""
     peak = {one.name: one.peak for one in fast}
-    memory = max(peak["SDP, forward"], peak["smaller dense"])
-    assert memory < min(peak["DDP"], peak["FSDP (ZeRO-3)"])
+    memory = peak["largest dense at SDP's peak"]
+    assert memory < peak["DDP"]
     path = tmp_path / "my.json"
     path.write_text(json.dumps(CONFIG))
     words = ["advise", str(path), "--gpus-per-node", "1", "--device-memory", f"{memory}B"]
     assert main(words) == 0
-    named = re.search(r"the largest dense model .* has ([\d,]+) of ([\d,]+) parameters", capsys.readouterr().out)
+    named = re.search(r"largest dense that fits: ([\d,]+) of ([\d,]+) parameters", capsys.readouterr().out)
     assert named is not None
     fits, full = (int(number.replace(",", "")) for number in named.groups())
     smaller = next(one for one in fast if one.name == "smaller dense")
-    assert smaller.parameters <= fits < full
+    assert smaller.parameters < fits < full
     assert main([*words[:-1], f"{max(peak.values())}B"]) == 0
-    assert "the largest dense model" not in capsys.readouterr().out
+    assert "largest dense that fits" not in capsys.readouterr().out
 
 
 def test_noise_of_a_run_without_noise_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
