@@ -8,70 +8,28 @@ import json
 import math
 import re
 from pathlib import Path
-from typing import Any
 
 import pytest
 from sdp.engine.config.load import load_config
-from sdp.engine.config.schema import Config
+from sdp.engine.config.sync import SyncSection
 from sdp.tests.support.small_runs import make_corpus
+from sdp.tests.tools.advise.made_up import CONFIG, machine_with_link, made_up_evidence
 from sdp.tools.advise.candidate import Candidate
 from sdp.tools.advise.candidates import candidates, with_groups
-from sdp.tools.advise.evidence import FILE, Evidence, Gap, ManyEpochs, Setting
-from sdp.tools.advise.verdict import Verdict, decide, extrapolations
+from sdp.tools.advise.dense_models import SmallerModels
+from sdp.tools.advise.evidence import FILE, Evidence
+from sdp.tools.advise.verdict import decide
 from sdp.tools.cli import main
 from sdp.tools.plan.machine import Machine
 
 pytestmark = pytest.mark.usefixtures("traced_once")
 
 ROOT = Path(__file__).parents[3]
-CONFIG: dict[str, Any] = {
-    "train_micro_batch_size_per_gpu": 2,
-    "optimizer": {"type": "AdamW", "params": {"lr": 0.1}},
-    "model": {"name": "llama", "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 8,
-              "num_attention_heads": 2, "num_key_value_heads": 2, "max_position_embeddings": 8},
-    "data": {"sequence_length": 8, "tokenizer": "bytes"},
-    "training": {"steps": 100},
-    "sdp": {"groups": 2, "capacity": 0.5, "lr_scale": 0.5},
-}  # fmt: skip
 NAMES = [
     "DDP", "FSDP (ZeRO-3)", "largest dense at SDP's peak", "smaller dense", "DiLoCo",
     "smaller dense, DiLoCo", "SDP, forward, then backward", "SDP, backward",
     "SDP, forward", "SDP, backward, local steps", "SDP, forward, local steps",
 ]  # fmt: skip
-
-
-def _machine(between: float) -> Machine:
-    """Two nodes of one slow device each."""
-    return Machine((1, 1), 1e12, 1.0, between, between)
-
-
-def _evidence(**gaps: float) -> Evidence:
-    """Evidence with a gap for each method in every step, 0.1 nats more with local steps."""
-    found = {"dense": 0.0, "smaller_dense": 0.1, "forward": 0.3, "backward": 0.2, "forward,_then_backward": 0.15} | gaps
-    entries = [
-        Gap(method=method.replace("_", " "), every=every, groups=2, capacity=capacity, gap=gap + more, spread=0.0,
-            tokens_per_parameter=0.05, seeds=3, source="page")
-        for method, gap in found.items()
-        for every, more in ((1, 0.0), (32, 0.1))
-        for capacity in ((1.0,) if method == "dense" else (0.25, 0.5))
-    ]  # fmt: skip
-    setting = Setting(parameters=(50_000, 50_000), groups=(2, 2), tokens_of_group=16, tokens_per_parameter=(0.01, 0.1))
-    epochs = ManyEpochs(epochs=50, seeds=3, source="page", losses={"dense": (1.0, 0.1)})
-    curve = [(0.01, 5.0), (0.1, 5.0 - 0.2 * math.log2(10))]  # 0.2 nats for twice the steps
-    curves = {method.replace("_", " "): curve for method in found}
-    return Evidence(setting=setting, curves=curves, curves_source="page", gaps=entries, many_epochs=epochs)
-
-
-@pytest.fixture(scope="module")
-def fast() -> list[Candidate]:
-    found, _ = candidates(load_config(CONFIG), _machine(1e15), 2)
-    return found
-
-
-@pytest.fixture(scope="module")
-def slow() -> list[Candidate]:
-    found, _ = candidates(load_config(CONFIG), _machine(1e5), 2)
-    return found
 
 
 def test_all_ways_are_planned_in_the_order_of_simplicity(fast: list[Candidate]) -> None:
@@ -93,13 +51,13 @@ def test_the_smaller_model_is_the_largest_that_a_group_could_hold(fast: list[Can
 
 
 def test_on_a_fast_link_the_answer_is_the_dense_model(fast: list[Candidate]) -> None:
-    verdict = decide(fast, None, _evidence(smaller_dense=0.5, forward=0.9))
+    verdict = decide(fast, None, made_up_evidence(smaller_dense=0.5, forward=0.9))
     assert verdict.best is not None and verdict.best.name == "DDP"
     assert "So the answer is not SDP." in verdict.reasons
 
 
 def test_on_a_slow_link_fewer_bytes_win_if_they_cost_little(slow: list[Candidate]) -> None:
-    verdict = decide(slow, None, _evidence(smaller_dense=2.0, forward=0.01))
+    verdict = decide(slow, None, made_up_evidence(smaller_dense=2.0, forward=0.01))
     assert verdict.best is not None and verdict.best.name == "SDP, forward, local steps"
     assert not any("not SDP" in reason for reason in verdict.reasons)
     best = next(one for one in verdict.estimates if one.candidate is verdict.best)
@@ -109,14 +67,14 @@ def test_on_a_slow_link_fewer_bytes_win_if_they_cost_little(slow: list[Candidate
 def test_what_does_not_fit_is_not_advised(fast: list[Candidate]) -> None:
     by_name = {one.name: one for one in fast}
     memory = by_name["SDP, forward"].peak
-    verdict = decide(fast, memory, _evidence(smaller_dense=0.5))
+    verdict = decide(fast, memory, made_up_evidence(smaller_dense=0.5))
     assert verdict.best is by_name["SDP, forward"] and "The dense model does not fit" in verdict.reasons[0]
-    verdict = decide(fast, 1.0, _evidence())
+    verdict = decide(fast, 1.0, made_up_evidence())
     assert verdict.best is None and "Nothing that was planned fits" in verdict.reasons[0]
 
 
 def test_what_cannot_be_told_apart_goes_to_the_simplest(fast: list[Candidate]) -> None:
-    sure = _evidence(forward=-0.4)
+    sure = made_up_evidence(forward=-0.4)
     unsure = sure.model_copy(update={"gaps": [gap.model_copy(update={"spread": 1.0}) for gap in sure.gaps]})
     # The other gaps are those from the dense model, so its own gap has no deviation.
     gaps = [gap.model_copy(update={"spread": 0.0}) if gap.method == "dense" else gap for gap in unsure.gaps]
@@ -128,7 +86,7 @@ def test_what_cannot_be_told_apart_goes_to_the_simplest(fast: list[Candidate]) -
 
 
 def test_local_steps_are_no_evidence_for_averages_in_every_step(fast: list[Candidate]) -> None:
-    evidence = _evidence()
+    evidence = made_up_evidence()
     only_local = evidence.model_copy(update={"gaps": [gap for gap in evidence.gaps if gap.every > 1]})
     by_name = {one.name: one for one in fast}
     assert only_local.nearest(by_name["SDP, forward"]) is None
@@ -137,7 +95,7 @@ def test_local_steps_are_no_evidence_for_averages_in_every_step(fast: list[Candi
 
 
 def test_the_figure_with_the_nearest_number_of_groups_is_used(fast: list[Candidate]) -> None:
-    few = _evidence()
+    few = made_up_evidence()
     more = [gap.model_copy(update={"groups": 32, "gap": gap.gap / 2}) for gap in few.gaps]
     evidence = few.model_copy(update={"gaps": [*more, *few.gaps]})
     forward = next(one for one in fast if one.name == "SDP, forward")
@@ -147,7 +105,7 @@ def test_the_figure_with_the_nearest_number_of_groups_is_used(fast: list[Candida
 
 
 def test_the_figure_of_the_nearest_length_of_training_is_used(fast: list[Candidate]) -> None:
-    short = _evidence()
+    short = made_up_evidence()
     longer = [gap.model_copy(update={"tokens_per_parameter": 200.0, "gap": 2 * gap.gap}) for gap in short.gaps]
     evidence = short.model_copy(update={"gaps": [*longer, *short.gaps]})
     forward = next(one for one in fast if one.name == "SDP, forward")
@@ -161,7 +119,7 @@ def test_the_figure_of_the_nearest_length_of_training_is_used(fast: list[Candida
 
 def test_groups_and_length_of_training_count_alike(fast: list[Candidate]) -> None:
     """Eight times the groups is nearer than 100 times the length, whichever would come first."""
-    few = _evidence()
+    few = made_up_evidence()
     short = [gap.model_copy(update={"groups": 2, "tokens_per_parameter": 0.1}) for gap in few.gaps]
     longer = [gap.model_copy(update={"groups": 16, "tokens_per_parameter": 10.0}) for gap in few.gaps]
     forward = next(one for one in fast if one.name == "SDP, forward")
@@ -174,82 +132,9 @@ def test_groups_and_length_of_training_count_alike(fast: list[Candidate]) -> Non
         assert near is not None and near.groups == 2  # of the same length, with an eighth of the groups
 
 
-def test_figures_of_another_length_of_training_are_called_an_extrapolation(slow: list[Candidate]) -> None:
-    evidence = _evidence()
-    setting = evidence.setting.model_copy(update={"tokens_per_parameter": (0.01, 200.0)})
-    curves = {method: [(0.01, 5.0), (10_000.0, 4.0)] for method in evidence.curves}
-    evidence = evidence.model_copy(update={"setting": setting, "curves": curves})
-    verdict, config = decide(slow, None, evidence), load_config(CONFIG)
-    parameters = verdict.reference.parameters
-    assert _lines(verdict, evidence, config, 16, 0.1 * parameters) == []
-    (line,) = _lines(verdict, evidence, config, 16, 20.0 * parameters)
-    assert line.startswith("tokens per parameter: 20 here, 0.05 where the losses of these were measured: ")
-    assert "SDP, forward, local steps" in line and "DDP" not in line
-    line, _ = _lines(verdict, evidence, config, 16, 5000.0 * parameters)  # and the steps
-    assert line == "tokens per parameter: 5,000 here, 0 to 200 where losses were measured"
-
-
-def test_a_run_unlike_the_measured_ones_is_called_an_extrapolation(fast: list[Candidate]) -> None:
-    evidence = _evidence()
-    verdict = decide(fast, None, evidence)
-    parameters = verdict.reference.parameters
-    config = load_config(CONFIG)
-    assert _lines(verdict, evidence, config, 16, 0.05 * parameters) == []
-    many = config.model_copy(update={"sdp": config.sdp.model_copy(update={"groups": 64})})
-    far = _lines(verdict, evidence, many, 4096, 20.0 * parameters)
-    assert [line.partition(":")[0] for line in far] == [
-        "groups",
-        "tokens of a group in a step",
-        "tokens per parameter",
-        "steps",
-    ]
-
-
-def _lines(verdict: Verdict, evidence: Evidence, config: Config, tokens_of_group: float, tokens: float) -> list[str]:
-    """What is called an extrapolation, without what was measured at another capacity: the largest
-    dense models have capacities of their own.
-    """
-    lines = extrapolations(verdict, evidence, config, tokens_of_group, tokens)
-    return [line for line in lines if not line.startswith("capacity")]
-
-
-@pytest.mark.parametrize(
-    ("change", "line"),
-    [
-        ({"sdp": {"profile": "uniform"}}, "sdp.profile: uniform here, depth where losses were measured"),
-        ({"sdp": {"lr_scale": "none"}}, "sdp.lr_scale: none here, 0.5 where losses with averages in every step"),
-        ({"sdp": {"granularity": "neuron", "neuron_groups": 2}}, "sdp.granularity: neuron here, block where"),
-        ({"optimizer": {"type": "SGD"}}, "optimizer: SGD here, AdamW where losses were measured"),
-    ],
-)
-def test_another_recipe_is_called_an_extrapolation(
-    fast: list[Candidate], change: dict[str, dict[str, Any]], line: str
-) -> None:
-    evidence = _evidence()
-    config = load_config(CONFIG | {key: CONFIG[key] | value for key, value in change.items()})
-    verdict = decide(fast, None, evidence)
-    found = _lines(verdict, evidence, config, 16, 0.05 * verdict.reference.parameters)
-    assert len(found) == 1 and found[0].startswith(line)
-
-
-def test_figures_of_another_number_of_groups_or_capacity_are_named(fast: list[Candidate]) -> None:
-    evidence = _evidence()
-    gaps = [gap.model_copy(update={"groups": 16}) for gap in evidence.gaps if gap.capacity != 0.5]
-    evidence = evidence.model_copy(
-        update={"gaps": gaps, "setting": evidence.setting.model_copy(update={"groups": (2, 16)})}
-    )
-    verdict = decide(fast, None, evidence)
-    lines = extrapolations(verdict, evidence, load_config(CONFIG), 16, 0.05 * verdict.reference.parameters)
-    groups, *_, capacity = [line for line in lines if "of these were measured" in line]
-    assert (
-        groups.startswith("groups: 2 here, 16 where the losses of these were measured: ") and "SDP, forward" in groups
-    )
-    assert capacity.startswith("capacity: ") and "0.25 where the losses of these were measured" in capacity
-
-
 def test_more_steps_count_as_they_did_for_the_method_and_the_length() -> None:
     curves = {"dense": [(10.0, 3.0), (50.0, 2.0), (200.0, 1.5)], "forward": [(10.0, 3.0), (50.0, 2.5), (200.0, 2.6)]}
-    evidence = _evidence().model_copy(update={"curves": curves})
+    evidence = made_up_evidence().model_copy(update={"curves": curves})
     assert evidence.change("dense", 10.0, 5.0) == pytest.approx(-1.0)
     assert evidence.change("dense", 50.0, 1 / 5) == pytest.approx(1.0)
     assert evidence.change("dense", 10.0, 20.0) == pytest.approx(-1.5)
@@ -262,7 +147,7 @@ def test_more_steps_count_as_they_did_for_the_method_and_the_length() -> None:
 
 
 def test_sdp_with_the_lowest_expectation_is_named_if_a_simpler_way_is_chosen(fast: list[Candidate]) -> None:
-    evidence = _evidence(forward=-0.4)
+    evidence = made_up_evidence(forward=-0.4)
     gaps = [gap.model_copy(update={"spread": 0.0 if gap.method == "dense" else 1.0}) for gap in evidence.gaps]
     verdict = decide(fast, None, evidence.model_copy(update={"gaps": gaps}))
     assert verdict.best is not None and verdict.best.name == "DDP"
@@ -273,18 +158,18 @@ def test_sdp_with_the_lowest_expectation_is_named_if_a_simpler_way_is_chosen(fas
 
 def test_a_dense_configuration_gets_groups_and_is_told_so() -> None:
     dense = load_config(CONFIG | {"sdp": {}})
-    config, notes = with_groups(dense, _machine(1e9), 2)
+    config, notes = with_groups(dense, machine_with_link(1e9), 2)
     assert config.sdp.groups == 2 and config.sdp.capacity == 0.5 and "dense" in notes[0]
-    assert with_groups(load_config(CONFIG), _machine(1e9), 2)[1] == []
+    assert with_groups(load_config(CONFIG), machine_with_link(1e9), 2)[1] == []
     whole = load_config(CONFIG | {"sdp": {"groups": 2, "capacity": [1.0, 1.0]}})
-    assert with_groups(whole, _machine(1e9), 2)[0].sdp.capacity == 0.5
+    assert with_groups(whole, machine_with_link(1e9), 2)[0].sdp.capacity == 0.5
     parallel = dense.model_copy(update={"tensor_parallel": dense.tensor_parallel.model_copy(update={"autotp_size": 2})})
     assert with_groups(parallel, Machine((8,), 1e12, 1.0, 1e9, 1e9), 8)[0].sdp.groups == 4
 
 
 def test_an_engine_that_is_not_planned_gives_way_to_fsdp2_and_is_named() -> None:
     config, notes = with_groups(
-        load_config(CONFIG | {"sdp": CONFIG["sdp"] | {"engine": "vectorized"}}), _machine(1e9), 2
+        load_config(CONFIG | {"sdp": CONFIG["sdp"] | {"engine": "vectorized"}}), machine_with_link(1e9), 2
     )
     assert config.sdp.engine == "fsdp2" and notes == [
         'sdp.engine "vectorized" is not planned. All ways are planned for "fsdp2".'
@@ -296,8 +181,17 @@ def test_if_sdp_cannot_be_planned_the_answer_says_so_and_smaller_models_stay() -
     found, notes = candidates(load_config(CONFIG), Machine((3,), 1e12, 1.0, 1e9, 1e9), 3)
     assert [one.name for one in found] == ["DDP", "FSDP (ZeRO-3)", "smaller dense"]
     assert sum("SDP, forward; SDP, backward" in note for note in notes) == 1, "one line for one reason"
-    reasons = decide(found, None, _evidence()).reasons
+    reasons = decide(found, None, made_up_evidence()).reasons
     assert "SDP could not be planned, and so was not compared; see below." in reasons
+
+
+def test_the_smaller_model_has_the_fastest_layout_that_fits(fast: list[Candidate]) -> None:
+    """Two nodes of two ranks, and a slow link between them."""
+    config, machine, sync = load_config(CONFIG), Machine((2, 2), 1e12, 1.0, 1e12, 1e6), SyncSection(every=32)
+    smaller = SmallerModels(config, machine, 4, sync).planned(fast)[0]
+    assert smaller.layout == "HSDP"
+    tight = SmallerModels(config, machine, 4, sync, smaller.peak - 1).planned(fast)[0]
+    assert tight.layout == "FSDP (ZeRO-3)" and tight.peak < smaller.peak and tight.seconds > smaller.seconds
 
 
 def test_the_largest_dense_model_has_at_most_the_peak_of_backward_masking(fast: list[Candidate]) -> None:
