@@ -31,16 +31,19 @@ def with_groups(config: Config, machine: Machine, world: int) -> tuple[Config, l
     """
     sdp, notes = config.sdp, []
     if sdp.engine != "fsdp2":
-        notes.append(f'sdp.engine "{sdp.engine}" is not planned. All ways are planned for "fsdp2".')
-        sdp = sdp.model_copy(update={"engine": "fsdp2", "group_sizes": None if sdp.in_one_process else sdp.group_sizes})
+        equal = " and groups of equal size" if sdp.group_sizes else ""
+        notes.append(f'sdp.engine "{sdp.engine}" is not planned. All ways are planned for "fsdp2"{equal}.')
+        sdp = sdp.model_copy(update={"engine": "fsdp2", "group_sizes": None})
     if sdp.groups == 1 or mean_capacity(config) == 1.0:
         nodes = len(machine.slots)
         of_ranks = max(1, world // config.tensor_parallel.autotp_size)
         groups = sdp.groups if sdp.groups > 1 else (nodes if nodes > 1 and world % nodes == 0 else of_ranks)
-        notes.append(
-            f"The configuration is dense. SDP is planned with sdp.groups {groups} and sdp.capacity {CAPACITY:g}."
-        )
-        sdp = sdp.model_copy(update={"groups": groups, "capacity": CAPACITY})
+        if groups > 1:
+            notes.append(
+                f"The configuration is dense. SDP is planned with sdp.groups {groups}, sdp.capacity {CAPACITY:g} and "
+                'sdp.lr_scale "auto".'
+            )
+        sdp = sdp.model_copy(update={"groups": groups, "capacity": CAPACITY, "lr_scale": "auto"})
     return config.model_copy(update={"sdp": sdp}), notes
 
 
@@ -69,7 +72,10 @@ def candidates(
     ]
     plans: dict[tuple[str, bool], Forecast] = {}  # by masking, and whether steps are local
     failed: dict[str, list[str]] = {}  # by reason, the ways that it refuses
-    for masking, local in (("forward", False), ("backward", False), ("forward", True), ("backward", True)):
+    ways = [("forward", False), ("backward", False), ("forward", True), ("backward", True)] if groups > 1 else []
+    if not ways:
+        notes.append("SDP and DiLoCo need at least two groups")
+    for masking, local in ways:
         name = f"SDP, {masking}, local steps" if local else f"SDP, {masking}"
         try:
             settings = with_sdp(config, masking=masking, sync=sync if local else None)
@@ -92,14 +98,17 @@ def candidates(
     smaller = SmallerModels(config, machine, world, sync, memory)
     found += smaller.planned(found)
     found.sort(key=lambda one: _ORDER.index(one.name))
-    return found, [*notes, *smaller.notes, *_layouts(config, found)]
+    return found, [*notes, *smaller.notes, *_layouts(config, found, machine)]
 
 
-def _layouts(config: Config, found: list[Candidate]) -> list[str]:
-    """How the ways are spread over the ranks, in a sentence."""
-    own = f"the layout of the configuration: sdp.groups {config.sdp.groups}, zero_optimization.stage " + str(
-        config.zero_optimization.stage
-    )
-    smaller = next((one for one in found if one.layout), None)
-    chosen = "" if smaller is None else f"The {smaller.name} model runs as {smaller.layout}. "
-    return [f"{chosen}DiLoCo, largest dense models and SDP have {own}"]
+def _layouts(config: Config, found: list[Candidate], machine: Machine) -> list[str]:
+    """How the ways are spread over the ranks, in sentences."""
+    notes = [f"The {one.name} model runs as {one.layout}" for one in found if one.layout]
+    if any(one.is_sdp or one.every > 1 or one.name in LARGEST for one in found):
+        groups, stage, nodes = config.sdp.groups, config.zero_optimization.stage, len(machine.slots)
+        own = f"sdp.groups {groups}, zero_optimization.stage {stage}"
+        hint = ""
+        if 1 < nodes < sum(machine.slots) and (groups, stage) != (nodes, 3):
+            hint = f". Compare --set sdp.groups={nodes} zero_optimization.stage=3: one sharded group per node"
+        notes.append(f"DiLoCo, the largest dense model and SDP have the layout of the configuration: {own}{hint}")
+    return notes

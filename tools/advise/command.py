@@ -154,7 +154,7 @@ def _where(one: Estimate) -> str:
 
 
 def _difference(loss: float | None) -> str:
-    return "" if loss is None else f"{loss:+.3f}"
+    return "" if loss is None else f"{loss:+.3f}".replace("-0.000", "+0.000")
 
 
 def _duration(seconds: float) -> str:
@@ -171,7 +171,7 @@ def _text(verdict: Verdict, beyond: list[str], notes: list[str], evidence: Evide
     lines = ["", f"Expected to be best: {verdict.best.name if verdict.best else 'nothing fits'}", *verdict.reasons, ""]
     lines += [
         f"- Equal steps and equal time: expected loss less that of {verdict.reference.name}, in nats. More steps "
-        "in the same time change a loss as they did for the same method between "
+        "in the same time change a loss as they did for the same method, with averages in every step, between "
         f"{shortest:g} and {longest:g} tokens per parameter ({evidence.curves_source}). Losses were "
         f"measured with LLaMA of {sizes} parameters and byte tokens; the pages are "
         f"{', '.join(dict.fromkeys(gap.source for gap in evidence.gaps))}."

@@ -9,7 +9,7 @@ from ...engine.accounting.quantities import format_bytes
 from ...engine.config.schema import Config
 from ...engine.config.sync import SyncSection
 from ...engine.errors import SDPError
-from ..plan.alternatives import alternatives, dense_config, largest_dense, smaller_dense
+from ..plan.alternatives import SIZE_KEYS, alternatives, dense_config, largest_dense, smaller_dense
 from ..plan.forecast import forecast
 from ..plan.machine import Machine
 from ..plan.result import Forecast
@@ -58,6 +58,9 @@ class SmallerModels:
         if small is None:
             self.notes.append(f"{SMALLER}: no size of this model is known that has at most {most:,} parameters")
             return
+        if small.model == self.config.model:
+            self.notes.append(f"{SMALLER}: a group holds the whole model")
+            return
         plans, notes = alternatives(with_sdp(small), self.machine, self.world)
         if plans:
             fitting = [plan for plan in plans if self.memory is None or plan.worst.trace.peak <= self.memory]
@@ -66,12 +69,14 @@ class SmallerModels:
                 if fitting
                 else min(plans, key=lambda plan: plan.worst.trace.peak)
             )
-            yield self._candidate(SMALLER, 1, best, mean_capacity(self.config), best.name)
+            yield self._candidate(SMALLER, 1, best, self._capacity(best, full), best.name)
         else:
             self.notes += [f"{SMALLER}, {note}" for note in notes]
+        if self.config.sdp.groups == 1:
+            return
         try:
             plan = self._replicas(small, self.sync)
-            yield self._candidate(f"{SMALLER}, {DILOCO}", self.sync.every, plan, mean_capacity(self.config))
+            yield self._candidate(f"{SMALLER}, {DILOCO}", self.sync.every, plan, self._capacity(plan, full))
         except SDPError as error:
             self.notes.append(f"{SMALLER}, {DILOCO}: {error}")
 
@@ -79,6 +84,8 @@ class SmallerModels:
         """The largest models that fit, or whose peak is at most that of backward masking. They are
         smaller than the full one and have more than ``least`` parameters.
         """
+        if self.config.sdp.groups == 1 or str(self.config.model.get("name")) not in SIZE_KEYS:
+            return
         peaks = {one.every > 1: one.peak for one in found if one.method == "backward"}
         name = LARGEST[self.memory is None]
         for sync in (None, self.sync):
@@ -99,6 +106,11 @@ class SmallerModels:
                     f"{format_bytes(plan.worst.trace.peak)}), in as many replicas as there are groups"
                 )
                 yield self._candidate(title, 1 if sync is None else sync.every, plan, plan.parameters / full)
+
+    def _capacity(self, small: Forecast, full: int) -> float:
+        """The part of the model that a group holds. If groups differ, that of the smaller model."""
+        capacity = self.config.sdp.capacity
+        return small.parameters / full if isinstance(capacity, list) else capacity
 
     def _largest_within(self, room: float, sync: SyncSection | None) -> Forecast | None:
         sized = largest_dense(self.config, lambda sized: self._replicas(sized, sync).worst.trace.peak, room)

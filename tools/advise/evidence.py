@@ -17,6 +17,7 @@ from ...engine.json_files import read_json_file
 from .candidate import Candidate
 
 FILE = Path(__file__).parent / "evidence.json"
+WEIGHT_OF_CAPACITY = 4  # against the number of groups and the length of training, in logarithms
 
 
 class Gap(BaseModel):
@@ -134,9 +135,9 @@ class Evidence(BaseModel):
     def nearest(self, candidate: Candidate, tokens_per_parameter: float | None = None) -> Gap | None:
         """The gap that was measured where training was most like ``candidate``.
 
-        The nearest local steps count first, and then the nearest capacity. Among equals, the number
-        of groups and the length of training count together: twice the groups are as far away as
-        twice the length.
+        The nearest local steps count first. Then the number of groups, the length of training and
+        the capacity count together: twice the groups are as far away as twice the length, and twice
+        the capacity as 16 times either.
 
         Args:
             candidate: the way to train.
@@ -150,11 +151,11 @@ class Evidence(BaseModel):
             gap for gap in self.gaps if gap.method == candidate.method and (gap.every == 1) == (candidate.every == 1)
         ]
 
-        def distance(gap: Gap) -> tuple[float, ...]:
-            capacity = 0.0 if candidate.method == "dense" else abs(math.log(gap.capacity / candidate.capacity))
+        def distance(gap: Gap) -> tuple[float, float]:
+            capacity = 0.0 if candidate.method == "dense" else math.log(gap.capacity / candidate.capacity)
             length = 0.0 if not tokens_per_parameter else math.log(gap.tokens_per_parameter / tokens_per_parameter)
-            size = math.hypot(math.log(gap.groups / candidate.groups), length)
-            return abs(math.log(gap.every / candidate.every)), capacity, size
+            rest = math.hypot(math.log(gap.groups / candidate.groups), length, WEIGHT_OF_CAPACITY * capacity)
+            return abs(math.log(gap.every / candidate.every)), rest
 
         return min(alike, key=distance, default=None)
 

@@ -94,20 +94,21 @@ def _reasons(
     if reference not in fitting:
         reasons.append(f"The dense model does not fit: {reference.name} needs {format_bytes(reference.peak)}.")
     if chosen is reference:
+        other = "expected" if lowest[0] is best else "shown"
         reasons.append(
-            "It trains the whole model with the exact gradient, and no other way is expected to learn more in the "
+            f"It trains the whole model with the exact gradient, and no other way is {other} to learn more in the "
             "same time."
         )
     else:
         reasons.append(
             f"A step takes {1 / best.steps:.2f} × the time of {reference.name}, so it makes {best.steps:.2f} × the "
-            f"steps. Its loss is expected to be {loss:+.3f} nats of that of {reference.name} after the same time "
-            f"({best.at_equal_steps:+.3f} after the same steps)."
+            f"steps. Its loss is expected to differ from that of {reference.name} by {loss:+.3f} nats after the same "
+            f"time ({best.at_equal_steps:+.3f} after the same steps)."
         )
     close = [one.candidate.name for one, _ in within if one is not best]
     if close:
         reasons.append(
-            f"Not told apart from it by the measured deviations: {', '.join(close)}. The simplest is named first."
+            f"Not told apart from it by the measured deviations: {'; '.join(close)}. The simplest way is chosen."
         )
     least, expected = lowest
     if loss > expected:
@@ -123,12 +124,10 @@ def _reasons(
 
 def _not_compared(found: Sequence[Candidate]) -> list[str]:
     """Name the kinds of ways that could not be planned at all."""
-    missing = []
-    if not any(one.is_sdp for one in found):
-        missing.append("SDP")
+    missing = [] if any(one.is_sdp for one in found) else ["SDP"]
     if not any(one.method == "smaller dense" for one in found):
-        missing.append("A smaller dense model")
-    return [f"{' and '.join(missing)} could not be planned, and so was not compared; see below."] if missing else []
+        missing.append("a smaller dense model")
+    return [f"Not compared, because it could not be planned (see below): {' and '.join(missing)}."] if missing else []
 
 
 def extrapolations(
@@ -154,24 +153,12 @@ def extrapolations(
         ("tokens per parameter", per_parameter, where.tokens_per_parameter),
     ):
         if own is not None and not least / SIMILAR <= own <= most * SIMILAR:
-            measured = f"{least:,.0f}" + ("" if least == most else f" to {most:,.0f}")
+            measured = _number(least) + ("" if least == most else f" to {_number(most)}")
             lines.append(f"{what}: {_number(own)} here, {measured} where losses were measured")
         elif own is not None:
             lines += _of_another(what, own, verdict)
     lines += _of_another("steps of a round", None, verdict) + _of_another("capacity", None, verdict)
-    best = next((one for one in verdict.estimates if one.candidate is verdict.best), None)
-    shortest, longest = evidence.lengths
-    if (
-        best is not None
-        and per_parameter is not None
-        and not (shortest / SIMILAR <= per_parameter * best.steps <= longest * SIMILAR)
-    ):
-        lines.append(
-            f"steps: {best.steps:,.2f} × those of {verdict.reference.name} in the same time, so "
-            f"{_number(per_parameter * best.steps)} tokens per parameter, {shortest:g} to {longest:g} where the effect "
-            "of more steps was measured"
-        )
-    return [*lines, *_of_another_recipe(config)]
+    return [*lines, *_of_more_steps(verdict, evidence, per_parameter), *_of_another_recipe(config)]
 
 
 # By setting: its value for a candidate (None if the run has one value for all), its value for a
@@ -212,6 +199,38 @@ def _of_another(what: str, own: float | None, verdict: Verdict) -> list[str]:
         f"{what}: {_number(here)} here, {measured:g} where the losses of these were measured: {'; '.join(names)}"
         for (here, measured), names in ways.items()
     ]
+
+
+def _of_more_steps(verdict: Verdict, evidence: Evidence, per_parameter: float | None) -> list[str]:
+    """Name the ways whose faster or slower steps count more than was measured.
+
+    Args:
+        verdict: the answer.
+        evidence: measured losses.
+        per_parameter: tokens per parameter of the run, or None if nobody knows.
+    """
+    faster = [one for one in verdict.estimates if one.gap is not None and not 1 / ALIKE <= one.steps <= ALIKE]
+    lines = []
+    if local := [one.candidate.name for one in faster if one.candidate.every > 1]:
+        lines.append(
+            f"faster steps: their effect was measured with averages in every step, and not for {'; '.join(local)}"
+        )
+    shortest, longest = evidence.lengths
+    outside = [
+        one.candidate.name
+        for one in faster
+        if per_parameter is not None
+        and (
+            min(1, one.steps) * per_parameter < shortest / SIMILAR
+            or max(1, one.steps) * per_parameter > longest * SIMILAR
+        )
+    ]
+    if outside:
+        lines.append(
+            f"faster or slower steps: their effect was measured from {shortest:g} to {longest:g} tokens per parameter, "
+            f"which these leave: {'; '.join(outside)}"
+        )
+    return lines
 
 
 def _of_another_recipe(config: Config) -> list[str]:

@@ -11,9 +11,9 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
-from pydantic import ValidationError
+from pydantic import Field, ValidationError
 
 from ...engine.config.section import Section
 from ...engine.errors import ConfigError
@@ -38,7 +38,7 @@ class RunResult(Section):
     step: int
     loss: float | None
     least: float | None = None
-    seconds: float | None = None
+    seconds: Annotated[float, Field(ge=0)] | None = None
 
     def numbers(self) -> dict[str, float]:
         """The numbers of the last evaluation. The loss is infinite if it was NaN."""

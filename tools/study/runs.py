@@ -55,7 +55,8 @@ def result_of(run: Run, out: Path) -> dict[str, float] | None:
             last = found.evaluations[-1]
             numbers = {key: value for key, value in last.items() if isinstance(value, int | float)}
             numbers.pop("seconds", None)  # of the evaluation
-            if isinstance(seconds := found.summary.get("seconds"), int | float):
+            seconds = found.summary.get("seconds")
+            if isinstance(seconds, float) and 0 <= seconds < math.inf:
                 numbers["seconds"] = seconds
             losses = [line["loss"] for line in found.evaluations if line["step"] and line.get("loss") is not None]
             return {"loss": math.inf, "least": min(losses, default=math.inf), **numbers}

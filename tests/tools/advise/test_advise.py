@@ -83,6 +83,11 @@ def test_what_cannot_be_told_apart_goes_to_the_simplest(fast: list[Candidate]) -
     assert certain is not None and certain.name.startswith("SDP, forward")
     assert open_.best is not None and open_.best.name == "DDP"
     assert any("Not told apart" in reason for reason in open_.reasons)
+    assert any("no other way is shown to learn more" in reason for reason in open_.reasons)
+    alone = decide(
+        fast, None, made_up_evidence(smaller_dense=0.9, forward=0.9, backward=0.9, **{"forward,_then_backward": 0.9})
+    )
+    assert any("no other way is expected to learn more" in reason for reason in alone.reasons)
 
 
 def test_local_steps_are_no_evidence_for_averages_in_every_step(fast: list[Candidate]) -> None:
@@ -146,6 +151,20 @@ def test_more_steps_count_as_they_did_for_the_method_and_the_length() -> None:
     assert evidence.lengths == (10.0, 200.0)
 
 
+def test_each_way_has_the_curve_of_its_own_method(slow: list[Candidate]) -> None:
+    evidence = made_up_evidence()
+    curves = {**evidence.curves, "forward": [(10.0, 3.0), (50.0, 2.5), (200.0, 2.4)]}
+    evidence = evidence.model_copy(update={"curves": curves})
+    forward = next(one for one in slow if one.name == "SDP, forward")
+    for length in (10.0, 100.0):
+        verdict = decide(slow, None, evidence, length * forward.parameters)
+        estimate = next(one for one in verdict.estimates if one.candidate is forward)
+        assert estimate.steps > 1 and estimate.at_equal_steps is not None
+        change = evidence.change("forward", length, estimate.steps)
+        assert estimate.at_equal_time == pytest.approx(estimate.at_equal_steps + change)
+        assert abs(change - evidence.change("backward", length, estimate.steps)) > 0.01
+
+
 def test_sdp_with_the_lowest_expectation_is_named_if_a_simpler_way_is_chosen(fast: list[Candidate]) -> None:
     evidence = made_up_evidence(forward=-0.4)
     gaps = [gap.model_copy(update={"spread": 0.0 if gap.method == "dense" else 1.0}) for gap in evidence.gaps]
@@ -176,13 +195,44 @@ def test_an_engine_that_is_not_planned_gives_way_to_fsdp2_and_is_named() -> None
     ]
 
 
+def test_groups_of_unequal_size_become_equal_with_another_engine() -> None:
+    """DeepSpeed's engine has no traffic plan, and fsdp2 has no unequal groups on so few ranks."""
+    raw = CONFIG | {"sdp": CONFIG["sdp"] | {"engine": "deepspeed", "group_sizes": [3, 1]}}
+    config, (note,) = with_groups(load_config(raw), machine_with_link(1e9), 4)
+    assert config.sdp.group_sizes is None and "groups of equal size" in note
+
+
+def test_one_rank_has_neither_sdp_nor_diloco() -> None:
+    config, notes = with_groups(load_config(CONFIG | {"sdp": {}}), Machine((1,), 1e12, 1.0, 1e9, 1e9), 1)
+    assert notes == []
+    found, notes = candidates(config, Machine((1,), 1e12, 1.0, 1e9, 1e9), 1)
+    assert [one.name for one in found] == ["DDP", "FSDP (ZeRO-3)", "smaller dense"]
+    assert "SDP and DiLoCo need at least two groups" in notes
+
+
+def test_a_group_that_holds_everything_has_no_smaller_model(fast: list[Candidate]) -> None:
+    """Nor is there one of a model whose size has no key."""
+    sync, machine = SyncSection(every=32), machine_with_link(1e9)
+    config = load_config(CONFIG)
+    forward = next(one for one in fast if one.name == "SDP, forward")
+    (_, plan), *_ = forward.plans
+    config = config.model_copy(update={"sdp": config.sdp.model_copy(update={"capacity": [1.0, 0.5]})})
+    models = SmallerModels(config, machine, 2, sync, 1e12)
+    dense = [one for one in fast if one.method == "dense"]
+    whole = dataclasses.replace(forward, plans=((1.0, dataclasses.replace(plan, layout=dense[0].plans[0][1].layout)),))
+    assert models.planned([*dense, whole]) == [] and models.notes == ["smaller dense: a group holds the whole model"]
+    unknown = config.model_copy(update={"model": {**config.model, "name": "swin_t"}})
+    models = SmallerModels(unknown, machine, 2, sync, 1e12)
+    assert models.planned(dense) == [] and len(models.notes) == 1
+
+
 def test_if_sdp_cannot_be_planned_the_answer_says_so_and_smaller_models_stay() -> None:
     """Three ranks do not make two groups."""
     found, notes = candidates(load_config(CONFIG), Machine((3,), 1e12, 1.0, 1e9, 1e9), 3)
     assert [one.name for one in found] == ["DDP", "FSDP (ZeRO-3)", "smaller dense"]
     assert sum("SDP, forward; SDP, backward" in note for note in notes) == 1, "one line for one reason"
     reasons = decide(found, None, made_up_evidence()).reasons
-    assert "SDP could not be planned, and so was not compared; see below." in reasons
+    assert "Not compared, because it could not be planned (see below): SDP." in reasons
 
 
 def test_the_smaller_model_has_the_fastest_layout_that_fits(fast: list[Candidate]) -> None:
@@ -213,7 +263,10 @@ def test_the_command_prints_a_table_and_the_answer(tmp_path: Path, capsys: pytes
     path.write_text(json.dumps(CONFIG))
     assert main(["advise", str(path), "--gpus-per-node", "1", "--inter-node", "1mbit"]) == 0
     text = capsys.readouterr().out
-    assert "Expected to be best: " in text and "- This extrapolates:\n  - groups: 2 here, " in text
+    assert (
+        "Expected to be best: " in text
+        and "- This extrapolates:\n  - tokens of a group in a step: 16 here, 128 where " in text
+    )
     lines = text.splitlines()[3 : 3 + len(NAMES)]
     assert all(line[2:].startswith(f"{name}  ") for line, name in zip(lines, NAMES, strict=True))
     assert "tokens/parameter" in lines[2]

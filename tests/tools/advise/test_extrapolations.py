@@ -6,21 +6,20 @@ from typing import Any
 
 import pytest
 from sdp.engine.config.load import load_config
-from sdp.engine.config.schema import Config
 from sdp.tests.tools.advise.made_up import CONFIG, made_up_evidence
 from sdp.tools.advise.candidate import Candidate
-from sdp.tools.advise.evidence import Evidence
-from sdp.tools.advise.verdict import Verdict, decide, extrapolations
+from sdp.tools.advise.verdict import decide, extrapolations
 
 pytestmark = pytest.mark.usefixtures("traced_once")
 
 
-def _lines(verdict: Verdict, evidence: Evidence, config: Config, tokens_of_group: float, tokens: float) -> list[str]:
-    """What is called an extrapolation, without what was measured at another capacity: the largest
-    dense models have capacities of their own.
-    """
-    lines = extrapolations(verdict, evidence, config, tokens_of_group, tokens)
-    return [line for line in lines if not line.startswith("capacity")]
+# What differs in every run here: the largest dense model has a capacity of its own, and the effect
+# of more steps was not measured with local steps.
+ALWAYS = ["capacity", "faster steps"]
+
+
+def _kinds(lines: list[str]) -> list[str]:
+    return [line.partition(":")[0] for line in lines]
 
 
 def test_figures_of_another_length_of_training_are_called_an_extrapolation(slow: list[Candidate]) -> None:
@@ -30,12 +29,17 @@ def test_figures_of_another_length_of_training_are_called_an_extrapolation(slow:
     evidence = evidence.model_copy(update={"setting": setting, "curves": curves})
     verdict, config = decide(slow, None, evidence), load_config(CONFIG)
     parameters = verdict.reference.parameters
-    assert _lines(verdict, evidence, config, 16, 0.1 * parameters) == []
-    (line,) = _lines(verdict, evidence, config, 16, 20.0 * parameters)
+    near = extrapolations(verdict, evidence, config, 16, 0.1 * parameters)
+    assert _kinds(near) == ALWAYS
+    assert near[0].endswith("0.5 where the losses of these were measured: largest dense at SDP's peak")
+    assert "not for DiLoCo; smaller dense, DiLoCo; SDP, backward, local steps; SDP, forward, local steps" in near[1]
+    line, *others = extrapolations(verdict, evidence, config, 16, 20.0 * parameters)
     assert line.startswith("tokens per parameter: 20 here, 0.05 where the losses of these were measured: ")
-    assert "SDP, forward, local steps" in line and "DDP" not in line
-    line, _ = _lines(verdict, evidence, config, 16, 5000.0 * parameters)  # and the steps
-    assert line == "tokens per parameter: 5,000 here, 0 to 200 where losses were measured"
+    assert "SDP, forward, local steps" in line and "DDP" not in line and others == near
+    line, *others, steps = extrapolations(verdict, evidence, config, 16, 5000.0 * parameters)
+    assert line == "tokens per parameter: 5,000 here, 0.01 to 200 where losses were measured" and others == near
+    assert steps.startswith("faster or slower steps: their effect was measured from 0.01 to 10000 tokens")
+    assert "SDP, forward, local steps" in steps and "FSDP" not in steps, "30,000 tokens per parameter are near"
 
 
 def test_a_run_unlike_the_measured_ones_is_called_an_extrapolation(fast: list[Candidate]) -> None:
@@ -43,14 +47,14 @@ def test_a_run_unlike_the_measured_ones_is_called_an_extrapolation(fast: list[Ca
     verdict = decide(fast, None, evidence)
     parameters = verdict.reference.parameters
     config = load_config(CONFIG)
-    assert _lines(verdict, evidence, config, 16, 0.05 * parameters) == []
+    assert _kinds(extrapolations(verdict, evidence, config, 16, 0.05 * parameters)) == ALWAYS
     many = config.model_copy(update={"sdp": config.sdp.model_copy(update={"groups": 64})})
-    far = _lines(verdict, evidence, many, 4096, 20.0 * parameters)
-    assert [line.partition(":")[0] for line in far] == [
+    assert _kinds(extrapolations(verdict, evidence, many, 4096, 20.0 * parameters)) == [
         "groups",
         "tokens of a group in a step",
         "tokens per parameter",
-        "steps",
+        *ALWAYS,
+        "faster or slower steps",
     ]
 
 
@@ -69,8 +73,8 @@ def test_another_recipe_is_called_an_extrapolation(
     evidence = made_up_evidence()
     config = load_config(CONFIG | {key: CONFIG[key] | value for key, value in change.items()})
     verdict = decide(fast, None, evidence)
-    found = _lines(verdict, evidence, config, 16, 0.05 * verdict.reference.parameters)
-    assert len(found) == 1 and found[0].startswith(line)
+    *others, found = extrapolations(verdict, evidence, config, 16, 0.05 * verdict.reference.parameters)
+    assert found.startswith(line) and _kinds(others) == ALWAYS
 
 
 def test_figures_of_another_number_of_groups_or_capacity_are_named(fast: list[Candidate]) -> None:

@@ -106,7 +106,7 @@ def test_the_report_says_how_long_its_runs_took(tmp_path: Path) -> None:
     for rate, seconds in ((0.1, 1800.0), (0.2, 5400.0)):
         _pretend(out, f"dense-every_step-lr{rate}-seed0", 2.0, seconds)
     _pretend(out, "half-every_step-lr0.1-seed0", 2.0)
-    assert "2 runs took 2.0 hours of one core" in report(grid, out)
+    assert "2 runs trained for 2.0 hours together" in report(grid, out)
     assert json.loads((out / "grid.json").read_text())["hours"] == {"runs": 2, "hours": 2.0}
 
 

@@ -15,7 +15,7 @@ from sdp.engine.errors import ConfigError, SDPError
 from sdp.tests.support.processes import until
 from sdp.tools.study import runs
 from sdp.tools.study.differences import differences_from
-from sdp.tools.study.grid import figures
+from sdp.tools.study.grid import figures, run_times
 from sdp.tools.study.grid_file import first_runs, read_grid
 from sdp.tools.study.results import RESULTS, SavedResults, config_digest, corpus_digest
 from sdp.tools.study.runs import run_all, run_one
@@ -61,7 +61,7 @@ def _train(trained: list[str], loss: float | None = 2.5) -> runs.Train:
         (folder / "config.json").write_text(config.read_text())
         for name in ("metrics.jsonl", "evaluations.jsonl"):
             (folder / name).write_text(line)
-        (folder / "summary.json").write_text("{}")
+        (folder / "summary.json").write_text(json.dumps({"seconds": 90.0}))
         return subprocess.CompletedProcess([], 0, "", "")
 
     return train
@@ -91,7 +91,9 @@ def test_another_machine_goes_on_from_the_file_alone(
     assert _run(grid_file, there, elsewhere, monkeypatch) == []
     assert figures(read_grid(grid_file), there) == before
     saved = SavedResults.read(here)
-    assert saved is not None and {(run.loss, run.least) for run in saved.runs.values()} == {(2.5, 2.5)}
+    assert saved is not None
+    assert {(run.loss, run.least, run.seconds) for run in saved.runs.values()} == {(2.5, 2.5, 90.0)}
+    assert run_times(read_grid(grid_file), there) == [90.0, 90.0], "from the file alone"
 
     changed = GRID | {"columns": {"b": {"optimizer.params.lr": 0.2}, "c": {"training.steps": 20}}}
     grid_file.write_text(json.dumps(changed))
