@@ -71,8 +71,14 @@ def gap(
 
 
 def of_instruments() -> Iterator[Any]:
-    """SDP at its best, and both dense models, with averages in every step."""
-    cells = {(cell["row"], cell["column"]): cell for cell in read("instruments")["cells"]}
+    """SDP and both dense models, with averages in every step, at the better of the two rates that
+    have three seeds.
+    """
+    cells: dict[tuple[str, str], Any] = {}
+    for cell in [*read("instruments")["cells"], *read("instruments_rates")["cells"]]:
+        key = cell["row"], cell["column"]
+        if key not in cells or cell["mean"] < cells[key]["mean"]:
+            cells[key] = cell
     dense = cells["dense", "uniform"]
     for (row, column), cell in cells.items():
         if column == ("uniform" if "dense" in row else INSTRUMENTS):
