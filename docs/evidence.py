@@ -86,15 +86,20 @@ def of_instruments() -> Iterator[Any]:
 
 
 def of_local_steps() -> Iterator[Any]:
-    """Local steps, against the dense model that averages in every step."""
-    cells = {(cell["row"], cell["column"]): cell for cell in read("local_steps_loss")["local_steps"]["cells"]}
-    dense = cells["dense (DDP, DiLoCo)", "every step"]
+    """Local steps, against the dense model that averages in every step. H = 32 has rates that were
+    tuned, the others have one rate.
+    """
+    once = {(cell["row"], cell["column"]): cell for cell in read("local_steps_loss")["local_steps"]["cells"]}
+    tuned = {(cell["row"], cell["column"]): cell for cell in read("local_steps_rates")["cells"]}
+    every_step = "dense (DDP, DiLoCo)", "every step"
     study = json.loads((DOCS.parent / "configs" / "studies" / "local_steps.json").read_text(encoding="utf-8"))
     groups = study["base"]["sdp"]["groups"]
-    for (row, column), cell in cells.items():
+    for row, column in once:
         if column != "every step":
             capacity = 1.0 if row.startswith("dense") else 0.5
-            yield gap(METHODS[row], int(column.removeprefix("H = ")), capacity, cell, dense, "local_steps", groups)
+            cells = tuned if (row, column) in tuned else once
+            every = int(column.removeprefix("H = "))
+            yield gap(METHODS[row], every, capacity, cells[row, column], cells[every_step], "local_steps", groups)
 
 
 def of_profiles() -> Iterator[Any]:
