@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
+
+from ...engine.config.masking import Masking
 from ...engine.config.schema import Config
 from ...engine.config.sync import SyncSection
 from ...engine.errors import SDPError
@@ -10,13 +13,14 @@ from ..plan.forecast import forecast
 from ..plan.machine import Machine
 from ..plan.result import Forecast
 from .candidate import Candidate, Method, mean_capacity, with_sdp
-from .dense_models import DILOCO, LARGEST, SMALLER, SmallerModels
+from .dense_models import DENSE, DILOCO, SmallerModels
 
 CAPACITY = 0.5  # of SDP, if the configuration is dense
 EVERY = 32  # steps of a round, if the configuration has no local steps
+MASKINGS: tuple[Masking, ...] = ("forward", "backward")  # in the order of the schedule
 
 _ORDER = (
-    "DDP", "FSDP (ZeRO-3)", "HSDP", *LARGEST, SMALLER, DILOCO, *(f"{name}, {DILOCO}" for name in (*LARGEST, SMALLER)),
+    "DDP", "FSDP (ZeRO-3)", "HSDP", *DENSE, DILOCO, *(f"{name}, {DILOCO}" for name in DENSE),
     "SDP, forward, then backward", "SDP, backward", "SDP, forward", "SDP, backward, local steps",
     "SDP, forward, local steps",
 )  # fmt: skip
@@ -70,30 +74,26 @@ def candidates(
         Candidate(plan.name, "dense", sync.every if plan.name == DILOCO else 1, groups, 1.0, ((1.0, plan),))
         for plan in planned
     ]
-    plans: dict[tuple[str, bool], Forecast] = {}  # by masking, and whether steps are local
     failed: dict[str, list[str]] = {}  # by reason, the ways that it refuses
-    ways = [("forward", False), ("backward", False), ("forward", True), ("backward", True)] if groups > 1 else []
-    if not ways:
+    phases: list[Forecast] = []  # of the schedule
+    if groups == 1:
         notes.append("SDP and DiLoCo need at least two groups")
-    for masking, local in ways:
-        name = f"SDP, {masking}, local steps" if local else f"SDP, {masking}"
+
+    def add(name: str, method: Method, every: int, *plans: Forecast) -> None:
+        parts = tuple((1 / len(plans), plan) for plan in plans)
+        found.append(Candidate(name, method, every, groups, mean_capacity(config), parts))
+
+    for masking, local in itertools.product(MASKINGS if groups > 1 else (), (None, sync)):
+        name = f"SDP, {masking}" if local is None else f"SDP, {masking}, local steps"
         try:
-            settings = with_sdp(config, masking=masking, sync=sync if local else None)
-            plans[masking, local] = forecast(name, settings, machine, world)
+            plan = forecast(name, with_sdp(config, masking=masking, sync=local), machine, world)
         except SDPError as error:
             failed.setdefault(str(error), []).append(name)
-
-    def add(name: str, method: Method, every: int, *phases: Forecast | None) -> None:
-        known = tuple((1 / len(phases), plan) for plan in phases if plan is not None)
-        if len(known) == len(phases):
-            found.append(Candidate(name, method, every, groups, mean_capacity(config), known))
-
-    forward, backward = plans.get(("forward", False)), plans.get(("backward", False))
-    add("SDP, forward", "forward", 1, forward)
-    add("SDP, backward", "backward", 1, backward)
-    add("SDP, forward, then backward", "forward, then backward", 1, forward, backward)
-    add("SDP, forward, local steps", "forward", sync.every, plans.get(("forward", True)))
-    add("SDP, backward, local steps", "backward", sync.every, plans.get(("backward", True)))
+            continue
+        add(name, masking, 1 if local is None else sync.every, plan)
+        phases += [plan] if local is None else []
+    if len(phases) == len(MASKINGS):
+        add("SDP, forward, then backward", "forward, then backward", 1, *phases)
     notes += [f"{'; '.join(names)}: {reason}" for reason, names in failed.items()]
     smaller = SmallerModels(config, machine, world, sync, memory)
     found += smaller.planned(found)
@@ -104,7 +104,7 @@ def candidates(
 def _layouts(config: Config, found: list[Candidate], machine: Machine) -> list[str]:
     """How the ways are spread over the ranks, in sentences."""
     notes = [f"The {one.name} model runs as {one.layout}" for one in found if one.layout]
-    if any(one.is_sdp or one.every > 1 or one.name in LARGEST for one in found):
+    if any(one.is_sdp or one.every > 1 or (one.method == "smaller dense" and not one.layout) for one in found):
         groups, stage, nodes = config.sdp.groups, config.zero_optimization.stage, len(machine.slots)
         own = f"sdp.groups {groups}, zero_optimization.stage {stage}"
         hint = ""

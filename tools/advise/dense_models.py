@@ -15,8 +15,8 @@ from ..plan.machine import Machine
 from ..plan.result import Forecast
 from .candidate import Candidate, mean_capacity, with_sdp
 
-SMALLER = "smaller dense"
-LARGEST = ("largest dense that fits", "largest dense at SDP's peak")  # with a limit of memory, and without
+LARGEST_THAT_FITS, LARGEST_AT_PEAK, SMALLER = "largest dense that fits", "largest dense at SDP's peak", "smaller dense"
+DENSE = (LARGEST_THAT_FITS, LARGEST_AT_PEAK, SMALLER)
 DILOCO = "DiLoCo"
 
 
@@ -87,7 +87,7 @@ class SmallerModels:
         if self.config.sdp.groups == 1 or str(self.config.model.get("name")) not in SIZE_KEYS:
             return
         peaks = {one.every > 1: one.peak for one in found if one.method == "backward"}
-        name = LARGEST[self.memory is None]
+        name = LARGEST_AT_PEAK if self.memory is None else LARGEST_THAT_FITS
         for sync in (None, self.sync):
             room = self.memory if self.memory is not None else peaks.get(sync is not None)
             if room is None:
@@ -99,7 +99,10 @@ class SmallerModels:
                 self.notes.append(f"{title}: {error}")
                 continue
             if plan is None and self.memory is not None and sync is None:
-                self.notes.append("No dense model of this kind fits in replicas, however small.")
+                self.notes.append(
+                    "No dense model of this kind fits in replicas, however small; share each replica among more ranks "
+                    "(a lower sdp.groups, and zero_optimization.stage 3)"
+                )
             elif plan is not None and least < plan.parameters < full:
                 self.notes.append(
                     f"{title}: {plan.parameters:,} of {full:,} parameters (peak "

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Sequence, Set
 from dataclasses import dataclass
 
 from ...engine.accounting.quantities import format_bytes
@@ -127,7 +127,7 @@ def _not_compared(found: Sequence[Candidate]) -> list[str]:
     missing = [] if any(one.is_sdp for one in found) else ["SDP"]
     if not any(one.method == "smaller dense" for one in found):
         missing.append("a smaller dense model")
-    return [f"Not compared, because it could not be planned (see below): {' and '.join(missing)}."] if missing else []
+    return [f"Could not be planned, and so was not compared (see below): {' and '.join(missing)}."] if missing else []
 
 
 def extrapolations(
@@ -144,7 +144,8 @@ def extrapolations(
     """
     groups = config.sdp.groups
     where, parameters = evidence.setting, verdict.reference.parameters
-    lines = []
+    lines: list[str] = []
+    beyond: set[str] = set()  # in what the run is far from all measured ones
     per_parameter = None if tokens is None else tokens / parameters
     for what, own, (least, most) in (
         ("parameters", parameters, where.parameters),
@@ -155,21 +156,9 @@ def extrapolations(
         if own is not None and not least / SIMILAR <= own <= most * SIMILAR:
             measured = _number(least) + ("" if least == most else f" to {_number(most)}")
             lines.append(f"{what}: {_number(own)} here, {measured} where losses were measured")
-        elif own is not None:
-            lines += _of_another(what, own, verdict)
-    lines += _of_another("steps of a round", None, verdict) + _of_another("capacity", None, verdict)
+            beyond.add(what)
+    lines += _of_other_settings(verdict, per_parameter, beyond)
     return [*lines, *_of_more_steps(verdict, evidence, per_parameter), *_of_another_recipe(config)]
-
-
-# By setting: its value for a candidate (None if the run has one value for all), its value for a
-# figure, and the factor by which the two may differ.
-_Compared = tuple[Callable[[Candidate], float | None], Callable[[Gap], float], float]
-_OF_FIGURES: dict[str, _Compared] = {
-    "groups": (lambda one: one.groups, lambda gap: gap.groups, SIMILAR),
-    "tokens per parameter": (lambda one: None, lambda gap: gap.tokens_per_parameter, SIMILAR),
-    "steps of a round": (lambda one: one.every, lambda gap: gap.every, SIMILAR),
-    "capacity": (lambda one: one.capacity, lambda gap: gap.capacity, ALIKE),
-}
 
 
 def _number(value: float) -> str:
@@ -177,28 +166,44 @@ def _number(value: float) -> str:
     return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
 
 
-def _of_another(what: str, own: float | None, verdict: Verdict) -> list[str]:
+def _of_other_settings(verdict: Verdict, per_parameter: float | None, beyond: Set[str]) -> list[str]:
     """Name the ways whose figures are of another setting than the run.
 
     Args:
-        what: which setting, a key of ``_OF_FIGURES``.
-        own: its value in the run. None: each candidate has its own.
         verdict: the answer.
+        per_parameter: tokens per parameter of the run, or None if nobody knows.
+        beyond: settings that no figure is near. These are left out.
     """
-    if what not in _OF_FIGURES:
-        return []
-    of_candidate, of_gap, factor = _OF_FIGURES[what]
+    lines: list[str] = []
+    for what, of_run, of_figure, factor in (
+        ("groups", lambda one: one.groups, lambda gap: gap.groups, SIMILAR),
+        ("tokens per parameter", lambda one: per_parameter, lambda gap: gap.tokens_per_parameter, SIMILAR),
+        ("steps of a round", lambda one: one.every, lambda gap: gap.every, SIMILAR),
+        ("capacity", lambda one: one.capacity, lambda gap: gap.capacity, ALIKE),
+    ):
+        if what not in beyond:
+            lines += [
+                f"{what}: {_number(here)} here, {measured:g} where the losses of these were measured: "
+                + "; ".join(names)
+                for (here, measured), names in _ways_that_differ(verdict, of_run, of_figure, factor).items()
+            ]
+    return lines
+
+
+def _ways_that_differ(
+    verdict: Verdict, of_run: Callable[[Candidate], float | None], of_figure: Callable[[Gap], float], factor: float
+) -> dict[tuple[float, float], list[str]]:
+    """Return the names of ways whose figure differs from the run by more than ``factor``, by both
+    values.
+    """
     ways: dict[tuple[float, float], list[str]] = {}
     for one in verdict.estimates:
         if one.gap is None or (one.candidate.method == "dense" and one.candidate.every == 1):
             continue  # the dense model is what the others are compared with
-        here = of_candidate(one.candidate) if own is None else own
-        if here is not None and not 1 / factor <= of_gap(one.gap) / here <= factor:
-            ways.setdefault((here, of_gap(one.gap)), []).append(one.candidate.name)
-    return [
-        f"{what}: {_number(here)} here, {measured:g} where the losses of these were measured: {'; '.join(names)}"
-        for (here, measured), names in ways.items()
-    ]
+        here, measured = of_run(one.candidate), of_figure(one.gap)
+        if here is not None and not 1 / factor <= measured / here <= factor:
+            ways.setdefault((here, measured), []).append(one.candidate.name)
+    return ways
 
 
 def _of_more_steps(verdict: Verdict, evidence: Evidence, per_parameter: float | None) -> list[str]:

@@ -93,7 +93,7 @@ def report(grid: Grid, out: Path, data: Path | None = None) -> str:
         text += difference_tables(grid.compare_with, list(grid.columns), differences)
     times = run_times(grid, out)
     if times:
-        content["hours"] = {"runs": len(times), "hours": sum(times) / 3600}
+        content["training_time"] = {"runs": len(times), "hours": sum(times) / 3600}
         text += f"\n\n{len(times)} runs trained for {sum(times) / 3600:.1f} hours together, one core each."
     text = escape(text)
     write_own(out / "grid.json", json.dumps(content, indent=1) + "\n")

@@ -107,7 +107,7 @@ def test_the_report_says_how_long_its_runs_took(tmp_path: Path) -> None:
         _pretend(out, f"dense-every_step-lr{rate}-seed0", 2.0, seconds)
     _pretend(out, "half-every_step-lr0.1-seed0", 2.0)
     assert "2 runs trained for 2.0 hours together" in report(grid, out)
-    assert json.loads((out / "grid.json").read_text())["hours"] == {"runs": 2, "hours": 2.0}
+    assert json.loads((out / "grid.json").read_text())["training_time"] == {"runs": 2, "hours": 2.0}
 
 
 def test_differences_are_taken_seed_by_seed(tmp_path: Path) -> None:
