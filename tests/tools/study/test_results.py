@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from sdp.engine.config.load import load_config
 from sdp.engine.errors import ConfigError, SDPError
 from sdp.tests.support.processes import until
 from sdp.tools.study import runs
@@ -109,6 +110,23 @@ def test_a_run_with_a_nan_loss_is_remembered_as_infinite(
     saved = SavedResults.read(out)
     assert saved is not None and saved.runs["a-b-seed0"].loss is None
     assert saved.runs["a-b-seed0"].numbers()["loss"] == float("inf")
+
+
+def test_a_schedule_of_maskings_may_come_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The run that prepares the corpus has one step, and a schedule needs more."""
+
+    def train(config: Path, folder: Path) -> subprocess.CompletedProcess[str]:
+        load_config(json.loads(config.read_text()))
+        _corpus(folder / "corpus", "digest")
+        return subprocess.CompletedProcess([], 0, "", "")
+
+    monkeypatch.setattr(runs, "start_training", train)
+    schedule = [{"until": 0.5, "masking": "forward"}, {"masking": "backward"}]
+    path = tmp_path / "grid.json"
+    path.write_text(json.dumps(GRID | {"rows": {"a": {"sdp": {"groups": 2, "capacity": 0.5, "masking": schedule}}}}))
+    run = first_runs(read_grid(path))[0]
+    assert runs.prepared_data(run.config(None), tmp_path) == tmp_path / "corpus"
+    assert run.config(None)["sdp"]["masking"] == schedule
 
 
 def test_results_of_another_corpus_are_refused(
