@@ -269,15 +269,10 @@ def _refuse_unavailable(config: Config) -> None:
 
 def _refuse_with_vectorized(config: Config) -> None:
     """Raise ConfigError for what all groups in one pass cannot do."""
-    sdp, engine = config.sdp, 'sdp.engine "vectorized"'
-    if sdp.granularity == "neuron" and "backward" in sdp.maskings:
+    if config.sdp.branch_scale != "none":
         raise ConfigError(
-            f'sdp.masking: "backward" is not available with {engine} and granularity "neuron"; use "forward", '
-            'granularity "block", or the engine "reference"'
-        )
-    if sdp.branch_scale != "none":
-        raise ConfigError(
-            f'sdp.branch_scale: "{sdp.branch_scale}" is not available with {engine}; use "none", or "reference"'
+            f'sdp.branch_scale: "{config.sdp.branch_scale}" is not available with sdp.engine "vectorized"; use "none", '
+            'or "reference"'
         )
 
 

@@ -1,7 +1,7 @@
 """Runs all workers in one process and in one pass, to study placements.
 
 Under forward masking, the neurons that a group does not hold are multiplied by zero in its rows.
-Under backward masking, a block runs these rows with weights that get no gradient. The results equal
+Under backward masking, these rows use the weights and give them no gradient. The results equal
 those of the reference backend, but a step takes about as long as one of the dense model, for any
 number of groups.
 
@@ -28,6 +28,7 @@ from ...model_interface import get_neuron_branches
 from ...placement.layout import Layout
 from ...placement.units import SHARED, Slice, find_neuron_units, goes_into_sum
 from .backend import ReferenceBackend
+from .frozen_neurons import FrozenNeurons
 from .frozen_rows import FrozenRows
 
 _HERE, _INSTEAD = 'sdp.engine "vectorized"', 'use "reference"'
@@ -64,14 +65,24 @@ class VectorizedBackend(ReferenceBackend):
         self._group_of_row: torch.Tensor | None = None
         for name, gates in self._gates().items():
             model.get_submodule(name).register_forward_pre_hook(self._gate(name, gates))
+        is_partial = "backward" in self.phases and any(len(held) < layout.mesh.sdp for held in layout.placement.holders)
         self._frozen_rows = [
             FrozenRows(model.get_submodule(unit.name), holders, self._groups_of_frozen_rows)
             for unit, holders in zip(layout.units, layout.placement.holders, strict=True)
-            if "backward" in self.phases and len(holders) < layout.mesh.sdp
+            if is_partial and unit.is_block and len(holders) < layout.mesh.sdp
         ]
+        self._frozen_neurons = list(self._make_frozen_neurons()) if is_partial else []
 
     def _groups_of_frozen_rows(self) -> torch.Tensor | None:
         return self._group_of_row if self.layout.keeps_frozen else None
+
+    def _make_frozen_neurons(self) -> Iterator[FrozenNeurons]:
+        by_layer: dict[str, list[tuple[Slice, Sequence[int]]]] = {}
+        for part, holders in self.layout.slices():
+            by_layer.setdefault(part.parameter.rpartition(".")[0], []).append((part, holders))
+        for name, slices in by_layer.items():
+            layer = self.module.get_submodule(name)
+            yield FrozenNeurons(name, layer, slices, self.layout.mesh.sdp, self._groups_of_frozen_rows)
 
     def _enter_phase(self) -> None:
         super()._enter_phase()
@@ -153,6 +164,8 @@ class VectorizedBackend(ReferenceBackend):
                 theirs = super().forward(call, batch)
                 self._group_of_row = rows
                 ours = self._run(call, batch)
+            if self.layout.keeps_frozen and self._frozen_neurons:
+                self._require_own_use(call, batch)
         finally:
             for hook in hooks:
                 hook.remove()
@@ -169,6 +182,23 @@ class VectorizedBackend(ReferenceBackend):
                 f"{_HERE}: the model's outputs differ from the reference's, so rows of different groups interact; "
                 f"{_INSTEAD}"
             )
+
+    def _require_own_use(self, call: Callable[[nn.Module, Any], Any], batch: Any) -> None:
+        """Raise ModelError if a parameter that is cut into neurons is used outside its layer, where
+        all rows would train it.
+        """
+        cut = {id(parameter) for layer in self._frozen_neurons for parameter in layer.parameters}
+        others = [p for p in self.parameters.values() if p.requires_grad and id(p) not in cut]
+        with torch.enable_grad(), ExitStack() as changes:
+            for layer in self._frozen_neurons:
+                changes.enter_context(layer.cut_off())
+            for parameter in others:
+                changes.callback(parameter.requires_grad_)
+                parameter.requires_grad_(False)
+            if any(output.requires_grad for output in tensors_in(self._run(call, batch))):
+                raise ModelError(
+                    f"{_HERE}: a weight that is cut into neurons is used outside its linear layer; {_INSTEAD}"
+                )
 
     def _lacking(self) -> dict[str, int]:
         """Blocks, and branches of groups of neurons, each with a group that does not hold all of

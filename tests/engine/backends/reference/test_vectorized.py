@@ -13,6 +13,7 @@ import sdp
 import torch
 from sdp.engine.backends.reference.vectorized import are_close
 from sdp.engine.errors import ConfigError, ModelError
+from sdp.models.huggingface import declare_neuron_branches
 from sdp.models.registry import build_model
 from sdp.tests.support import models
 from sdp.tests.support.cases import RELATIVE, Case, assert_same_run, train
@@ -41,6 +42,10 @@ CASES = [
     Case(4, 1, model="llama", steps=4, placement="cyclic", masking=SCHEDULE),
     Case(4, 1, model="llama", optimizer="adamw", lr_scale="0.5"),
     Case(2, 1, model="even-llama", neurons=2, lr_scale="auto"),
+    Case(2, 2, model="even-llama", neurons=2, accumulation=3, clip=True, masking="backward"),
+    Case(4, 1, model="llama-of-3", neurons=2, optimizer="adamw", masking="backward"),
+    Case(2, model="even-llama-tied-meta", neurons=5, sizes=(1, 3), placement="cyclic", masking="backward"),
+    Case(2, 2, model="even-llama", neurons=2, steps=4, masking=SCHEDULE),
 ]
 
 
@@ -93,11 +98,11 @@ def test_a_batch_may_have_as_many_rows_as_a_sequence_has_positions(positions: in
             torch.testing.assert_close(ours[name], gradient, rtol=0, atol=RELATIVE * gradient.abs().max().item())
 
 
-def _gradients_with_a_shared_bias(engine_name: str) -> dict[str, torch.Tensor]:
+def _gradients_with_a_shared_bias(engine_name: str, masking: str) -> dict[str, torch.Tensor]:
     """One step of a LLaMA by neurons, whose projections into a branch's sum have a bias that every
     group holds.
     """
-    case = Case(2, 1, model="even-llama", neurons=2)
+    case = Case(2, 1, model="even-llama", neurons=2, masking=masking)
     model = models.build(case.model)
     for index, layer in enumerate(model.model.layers):
         plain = layer.mlp.down_proj
@@ -109,13 +114,37 @@ def _gradients_with_a_shared_bias(engine_name: str) -> dict[str, torch.Tensor]:
     return {name: parameter.grad for name, parameter in engine.parameters_here.items()}
 
 
-def test_a_bias_that_all_groups_share_is_no_obstacle() -> None:
-    ours, theirs = _gradients_with_a_shared_bias("vectorized"), _gradients_with_a_shared_bias("reference")
-    assert ours.keys() == theirs.keys()
+@pytest.mark.parametrize("masking", ["forward", "backward"])
+def test_a_bias_that_all_groups_share_is_no_obstacle(masking: str) -> None:
+    ours, theirs = (_gradients_with_a_shared_bias(engine, masking) for engine in ("vectorized", "reference"))
     assert any(name.endswith("down_proj.bias") and gradient.abs().max() > 0 for name, gradient in theirs.items())
+    _assert_same_gradients(ours, theirs)
+
+
+def _assert_same_gradients(ours: dict[str, torch.Tensor], theirs: dict[str, torch.Tensor]) -> None:
+    assert ours.keys() == theirs.keys()
     for name, gradient in theirs.items():
         atol = RELATIVE * gradient.abs().max().item()
         torch.testing.assert_close(ours[name], gradient, rtol=0, atol=atol)
+
+
+@pytest.mark.parametrize("masking", ["forward", "backward"])
+def test_a_bias_of_neurons_trains_with_them(masking: str) -> None:
+    """In Qwen2, queries, keys and values have a bias."""
+    transformers = pytest.importorskip("transformers")
+    gradients = []
+    for engine_name in ("vectorized", "reference"):
+        torch.manual_seed(0)
+        sizes = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "num_attention_heads": 4}
+        model = transformers.Qwen2ForCausalLM(
+            transformers.Qwen2Config(vocab_size=200, num_key_value_heads=2, use_cache=False, **sizes)
+        )
+        section = {"granularity": "neuron", "neuron_groups": 2, "masking": masking, "engine": engine_name}
+        engine = sdp.initialize(model=declare_neuron_branches(model), config=_config(**section))[0]
+        engine.backward(engine(_rows("llama", 0, 0, 2)))
+        gradients.append({name: value.grad for name, value in engine.parameters_here.items()})
+    assert any(name.endswith("q_proj.bias") and gradient.abs().max() > 0 for name, gradient in gradients[0].items())
+    _assert_same_gradients(*gradients)
 
 
 def _config(**sdp_section: Any) -> dict[str, Any]:
@@ -155,6 +184,21 @@ def _mixes_rows(model: Any) -> None:
     model.model.norm.register_forward_hook(lambda _, __, hidden: hidden + hidden.mean(0, keepdim=True))
 
 
+def _reads_a_weight_elsewhere(model: Any) -> None:
+    for layer in model.model.layers:
+        layer.mlp.register_forward_hook(
+            lambda mlp, args, hidden: hidden + args[0] @ mlp.up_proj.weight.mean(0, keepdim=True).T
+        )
+
+
+def _moves_the_rows(model: Any) -> None:
+    """Of the feed-forward, to its second dimension."""
+    for layer in model.model.layers:
+        plain = layer.mlp.forward
+        layer.mlp.forward = lambda hidden, plain=plain: plain(hidden.transpose(0, 1)).transpose(0, 1)
+
+
+OF_NEURONS = {"granularity": "neuron", "masking": "backward"}
 REFUSED = {
     "a branch is no block": (
         lambda _: None,
@@ -170,6 +214,9 @@ REFUSED = {
     "neurons that meet": (_compares_neurons, {"granularity": "neuron"}, r"model\.layers\.0\.mlp adds more than sums"),
     "not a call": (_goes_past_a_branch, {"granularity": "neuron"}, "mlp is not called as a module"),
     "rows that meet": (_mixes_rows, {}, "rows of different groups interact"),
+    "a weight with two uses": (_reads_a_weight_elsewhere, OF_NEURONS, "is used outside its linear layer"),
+    "rows elsewhere": (_moves_the_rows, OF_NEURONS, r"gate_proj has an input of shape \(6, 4, 12\), whose first"),
+    "neurons of rows that meet": (_mixes_rows, OF_NEURONS, "rows of different groups interact"),
 }
 
 
@@ -182,6 +229,22 @@ def test_what_is_not_the_reference_in_one_pass_is_refused(why: str) -> None:
     with pytest.raises(ModelError, match=message) as error:
         engine(_rows("llama", 0, 0, 2))
     assert "\n" not in str(error.value)
+
+
+def test_rows_elsewhere_are_found_in_a_square_batch_too() -> None:
+    model, ids = models.build("even-llama"), torch.randint(19, (4, 4), generator=torch.Generator().manual_seed(0))
+    _moves_the_rows(model)
+    engine = sdp.initialize(model=model, config=_config(**OF_NEURONS))[0]
+    with pytest.raises(ModelError, match=r"gate_proj has an input of shape \(4, 4, 12\), whose first dimension is not"):
+        engine({"input_ids": ids, "labels": ids})
+
+
+def test_a_layer_of_neurons_of_another_type_is_refused() -> None:
+    model = models.build("even-llama")
+    model.model.layers[0].mlp.up_proj.__class__ = type("Adapted", (torch.nn.Linear,), {})
+    message = r"model\.layers\.0\.mlp\.up_proj: .* this Adapted is cut in weight; use \"reference\""
+    with pytest.raises(ModelError, match=message):
+        sdp.initialize(model=model, config=_config(**OF_NEURONS))
 
 
 def test_a_model_that_states_no_branches_is_refused() -> None:
@@ -201,13 +264,9 @@ def test_shares_of_unequal_weight_are_refused() -> None:
         engine({**batch, "labels": labels})
 
 
-@pytest.mark.parametrize(
-    ("key", "section"),
-    [("masking", {"masking": "backward", "granularity": "neuron"}), ("branch_scale", {"branch_scale": "train"})],
-)
-def test_settings_without_a_meaning_in_one_pass_are_refused(key: str, section: dict[str, str]) -> None:
-    with pytest.raises(ConfigError, match=f'sdp.{key}: "{section[key]}" is not available with sdp.engine "vectorized"'):
-        sdp.initialize(model=models.build("llama"), config=_config(**section))
+def test_scales_of_branches_have_no_meaning_in_one_pass() -> None:
+    with pytest.raises(ConfigError, match=r'sdp\.branch_scale: "train" is not available with sdp\.engine "vectorized"'):
+        sdp.initialize(model=models.build("llama"), config=_config(branch_scale="train"))
 
 
 def test_outputs_that_are_no_finite_numbers_compare_too() -> None:
