@@ -61,7 +61,7 @@ class FrozenNeurons:
     @property
     def parameters(self) -> list[nn.Parameter]:
         """The parameters that are cut."""
-        return [self._linear.weight, *([self._linear.bias] if self._has_own_bias else [])]
+        return [self._linear.get_parameter(key) for key in (["weight", "bias"] if self._has_own_bias else ["weight"])]
 
     @contextmanager
     def cut_off(self) -> Iterator[None]:
@@ -72,20 +72,20 @@ class FrozenNeurons:
         finally:
             self._is_cut_off = False
 
-    def _forward(self, x: Tensor) -> Tensor:
+    def _forward(self, input: Tensor) -> Tensor:
         weight, bias, groups = self._linear.weight, self._linear.bias, self._groups_of_rows()
         if self._is_cut_off:
-            return F.linear(x, weight.detach(), bias.detach() if self._has_own_bias else bias)
+            return F.linear(input, weight.detach(), bias.detach() if self._has_own_bias else bias)
         if groups is None:
-            self._fewer = x.shape[0]
-            return F.linear(x, weight, bias)
-        if x.dim() < 2 or x.shape[0] != len(groups) or x.shape[0] == self._fewer:
+            self._fewer = input.shape[0]
+            return F.linear(input, weight, bias)
+        if input.dim() < 2 or input.shape[0] != len(groups) or input.shape[0] == self._fewer:
             raise ModelError(
-                f'sdp.engine "vectorized": {self._name} has an input of shape {tuple(x.shape)}, whose first dimension '
+                f'sdp.engine "vectorized": {self._name} has an input of shape {tuple(input.shape)}, whose first dimension '
                 f'is not the {len(groups)} rows of the batch; use "reference"'
             )
-        trains = self._trains[groups].view(len(groups), *[1] * (x.dim() - 2), -1)
-        return _Product.apply(x, weight, bias, trains, self._dim)
+        trains = self._trains[groups].view(len(groups), *[1] * (input.dim() - 2), -1)
+        return _Product.apply(input, weight, bias, trains, self._dim)
 
 
 def _has_bias(linear: nn.Module) -> bool:
