@@ -38,7 +38,7 @@ class FrozenNeurons:
         groups: int,
         groups_of_rows: Callable[[], Tensor | None],
     ):
-        dims = {part.parameter.rpartition(".")[2]: part.dim for part, _ in slices}
+        dims = {part.parameter.rpartition(".")[2]: part.dim for part, _ in slices if part.dim is not None}
         expected = [{"weight": 1}, {"weight": 0} | dict.fromkeys(("bias",) if _has_bias(linear) else (), 0)]
         if type(linear) is not nn.Linear or dims not in expected:
             raise ModelError(
@@ -81,8 +81,8 @@ class FrozenNeurons:
             return F.linear(input, weight, bias)
         if input.dim() < 2 or input.shape[0] != len(groups) or input.shape[0] == self._fewer:
             raise ModelError(
-                f'sdp.engine "vectorized": {self._name} has an input of shape {tuple(input.shape)}, whose first dimension '
-                f'is not the {len(groups)} rows of the batch; use "reference"'
+                f'sdp.engine "vectorized": {self._name} has an input of shape {tuple(input.shape)}, whose first '
+                f'dimension is not the {len(groups)} rows of the batch; use "reference"'
             )
         trains = self._trains[groups].view(len(groups), *[1] * (input.dim() - 2), -1)
         return _Product.apply(input, weight, bias, trains, self._dim)
