@@ -207,8 +207,9 @@ def prepared_data(config: Mapping[str, Any], out: Path) -> Path | None:
         path, folder = out / "first.json", out / "first"
         first = deepcopy(dict(config))
         first["training"] = first.get("training", {}) | {"steps": 1, "evaluate_every": 0}
-        # A schedule of maskings would need more steps. The corpus does not depend on the masking.
-        first.get("sdp", {}).pop("masking", None)
+        # A schedule of maskings would need more steps. The corpus does not depend on it.
+        if isinstance(first.get("sdp", {}).get("masking"), list):
+            del first["sdp"]["masking"]
         remove_run(folder, read_own(path))
         write_own(path, json.dumps(first))
         ended = start_training(path, folder)

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -21,7 +20,7 @@ class FrozenNeurons:
 
     Args:
         name: the path of the layer.
-        linear: a layer that is cut along its outputs, with its bias, or along its inputs.
+        layer: is cut along its outputs, with its bias, or along its inputs.
         slices: the slices of its parameters, each with the groups that hold it.
         groups: the number of groups.
         groups_of_rows: returns the group of each row, or None if all neurons train in this call.
@@ -33,63 +32,45 @@ class FrozenNeurons:
     def __init__(
         self,
         name: str,
-        linear: nn.Module,
-        slices: Sequence[tuple[Slice, Sequence[int]]],
+        layer: nn.Module,
+        slices: Iterable[tuple[Slice, Sequence[int]]],
         groups: int,
         groups_of_rows: Callable[[], Tensor | None],
     ):
-        dims = {part.parameter.rpartition(".")[2]: part.dim for part, _ in slices if part.dim is not None}
-        expected = [{"weight": 1}, {"weight": 0} | dict.fromkeys(("bias",) if _has_bias(linear) else (), 0)]
-        if type(linear) is not nn.Linear or dims not in expected:
-            raise ModelError(
-                f'{name}: sdp.engine "vectorized" with sdp.granularity "neuron" and backward masking needs linear '
-                "layers that are cut by outputs with their bias, or by inputs, and this "
-                f'{type(linear).__name__} is cut in {", ".join(sorted(dims))}; use "reference"'
-            )
-        self._name, self._linear, self._groups_of_rows = name, linear, groups_of_rows
-        self._dim, self._has_own_bias = dims["weight"], "bias" in dims
-        size = linear.weight.shape[dims["weight"]]
-        # Whether a group trains a neuron, (groups, neurons).
-        self._trains = torch.ones(groups, size, dtype=torch.bool, device=linear.weight.device)
+        self._where = f'sdp.engine "vectorized" with backward masking of neurons: {name}'
+        if type(layer) is not nn.Linear:
+            raise ModelError(f'{self._where} must be an nn.Linear and is a {type(layer).__name__}; use "reference"')
+        if "forward" in vars(layer):
+            raise ModelError(f'{self._where} has a forward of its own, which would be replaced; use "reference"')
+        by_key: dict[str, list[tuple[Slice, Sequence[int]]]] = {}
         for part, holders in slices:
+            by_key.setdefault(part.parameter.rpartition(".")[2], []).append((part, holders))
+        (self._dim,) = {part.dim for part, _ in by_key["weight"]}
+        if ("bias" in by_key) != (self._dim == 0 and layer.bias is not None):
+            raise ModelError(
+                f"{self._where} must be cut along its inputs without its bias, or along its outputs with it; use "
+                '"reference"'
+            )
+        self._layer, self._groups_of_rows = layer, groups_of_rows
+        # Whether a group trains a neuron, (groups, neurons).
+        shape = (groups, layer.weight.shape[self._dim])
+        self._trains = torch.ones(shape, dtype=torch.bool, device=layer.weight.device)
+        for part, holders in by_key["weight"]:
             ((first, last),) = part.ranges
             self._trains[[group for group in range(groups) if group not in holders], first:last] = False
-        self._fewer = -1  # the length of the input's first dimension, in a call with fewer rows
-        self._is_cut_off = False
-        linear.forward = self._forward
-
-    @property
-    def parameters(self) -> list[nn.Parameter]:
-        """The parameters that are cut."""
-        return [self._linear.get_parameter(key) for key in (["weight", "bias"] if self._has_own_bias else ["weight"])]
-
-    @contextmanager
-    def cut_off(self) -> Iterator[None]:
-        """A context in which the layer gives its cut parameters no gradient at all."""
-        self._is_cut_off = True
-        try:
-            yield
-        finally:
-            self._is_cut_off = False
+        layer.forward = self._forward
 
     def _forward(self, input: Tensor) -> Tensor:
-        weight, bias, groups = self._linear.weight, self._linear.bias, self._groups_of_rows()
-        if self._is_cut_off:
-            return F.linear(input, weight.detach(), bias.detach() if self._has_own_bias else bias)
+        groups = self._groups_of_rows()
         if groups is None:
-            self._fewer = input.shape[0]
-            return F.linear(input, weight, bias)
-        if input.dim() < 2 or input.shape[0] != len(groups) or input.shape[0] == self._fewer:
+            return F.linear(input, self._layer.weight, self._layer.bias)
+        if input.dim() < 2 or input.shape[0] != len(groups):
             raise ModelError(
-                f'sdp.engine "vectorized": {self._name} has an input of shape {tuple(input.shape)}, whose first '
-                f'dimension is not the {len(groups)} rows of the batch; use "reference"'
+                f"{self._where} must have the {len(groups)} rows of the batch in the first dimension of its input, "
+                f'which has the shape {tuple(input.shape)}; use "reference"'
             )
         trains = self._trains[groups].view(len(groups), *[1] * (input.dim() - 2), -1)
-        return _Product.apply(input, weight, bias, trains, self._dim)
-
-
-def _has_bias(linear: nn.Module) -> bool:
-    return getattr(linear, "bias", None) is not None
+        return _Product.apply(input, self._layer.weight, self._layer.bias, trains, self._dim)
 
 
 class _Product(torch.autograd.Function):

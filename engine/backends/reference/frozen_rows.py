@@ -29,6 +29,7 @@ class FrozenRows:
         self._plain, self._holds, self._groups_of_rows = _Plain(block), set(holders), groups_of_rows
         self._learns = False
         self._lengths: list[int] = []  # of the first dimension of each argument, in a call with fewer rows
+        self._has_rows: list[bool] = []  # whether an argument has one entry for each row
         block.forward = self._forward
 
     @contextmanager
@@ -62,10 +63,13 @@ class FrozenRows:
     def _take(self, rows: torch.Tensor, count: int, tree: Any) -> Any:
         """Return ``tree``, in which every tensor that has ``count`` rows is cut to ``rows``."""
         leaves, structure = tree_flatten(tree)
-        others = self._lengths if len(self._lengths) == len(leaves) else [0] * len(leaves)
+        if self._learns and len(self._lengths) == len(leaves):
+            pairs = zip(leaves, self._lengths, strict=True)
+            self._has_rows = [_length(leaf) == count != fewer for leaf, fewer in pairs]
+        known = self._has_rows if len(self._has_rows) == len(leaves) else [True] * len(leaves)
         taken = [
-            leaf.index_select(0, rows) if _length(leaf) == count != other else leaf
-            for leaf, other in zip(leaves, others, strict=True)
+            leaf.index_select(0, rows) if has_rows and _length(leaf) == count else leaf
+            for leaf, has_rows in zip(leaves, known, strict=True)
         ]
         return tree_unflatten(taken, structure)
 

@@ -5,9 +5,10 @@ Under backward masking, these rows use the weights and give them no gradient. Th
 those of the reference backend, but a step takes about as long as one of the dense model, for any
 number of groups.
 
-This works only if rows of a batch never interact and if blocks add nothing but sums over hidden
-neurons. The first pass therefore compares the model, and every unit that a group lacks, with the
-reference.
+This works only if rows of a batch never interact. Forward masking also needs blocks that add
+nothing but sums over hidden neurons. Backward masking of neurons needs linear layers that see the
+rows in their order. The first pass therefore compares the model, every unit that a group lacks, and
+the gradients of neurons with the reference.
 """
 
 from __future__ import annotations
@@ -34,6 +35,8 @@ from .frozen_rows import FrozenRows
 _HERE, _INSTEAD = 'sdp.engine "vectorized"', 'use "reference"'
 # How far outputs may differ from the reference's, relative to the largest element.
 _RELATIVE = {torch.float32: 1e-4, torch.bfloat16: 1e-2}
+# The same for gradients, by norm. They are sums over more terms. A wrong row gives an error near 1.
+_RELATIVE_GRADIENT = {torch.float32: 1e-3, torch.bfloat16: 1e-1}
 
 
 class VectorizedBackend(ReferenceBackend):
@@ -80,9 +83,11 @@ class VectorizedBackend(ReferenceBackend):
         by_layer: dict[str, list[tuple[Slice, Sequence[int]]]] = {}
         for part, holders in self.layout.slices():
             by_layer.setdefault(part.parameter.rpartition(".")[0], []).append((part, holders))
+        groups = self.layout.mesh.sdp
         for name, slices in by_layer.items():
-            layer = self.module.get_submodule(name)
-            yield FrozenNeurons(name, layer, slices, self.layout.mesh.sdp, self._groups_of_frozen_rows)
+            if any(len(holders) < groups for _, holders in slices):
+                layer = self.module.get_submodule(name)
+                yield FrozenNeurons(name, layer, slices, groups, self._groups_of_frozen_rows)
 
     def _enter_phase(self) -> None:
         super()._enter_phase()
@@ -157,15 +162,16 @@ class VectorizedBackend(ReferenceBackend):
         ]
         self.module.eval()  # dropout would draw different numbers
         try:
-            with torch.no_grad(), torch.random.fork_rng(), ExitStack() as learning:
+            differentiates = self.layout.keeps_frozen and bool(self._frozen_neurons)
+            with torch.set_grad_enabled(differentiates), torch.random.fork_rng(), ExitStack() as learning:
                 for block in self._frozen_rows:
                     learning.enter_context(block.learning())
                 rows, self._group_of_row = self._group_of_row, None
                 theirs = super().forward(call, batch)
+                their_gradients = self._gradients_of_slices(theirs) if differentiates else {}
                 self._group_of_row = rows
                 ours = self._run(call, batch)
-            if self.layout.keeps_frozen and self._frozen_neurons:
-                self._require_own_use(call, batch)
+                gradients = self._gradients_of_slices(ours) if differentiates else {}
         finally:
             for hook in hooks:
                 hook.remove()
@@ -182,23 +188,30 @@ class VectorizedBackend(ReferenceBackend):
                 f"{_HERE}: the model's outputs differ from the reference's, so rows of different groups interact; "
                 f"{_INSTEAD}"
             )
-
-    def _require_own_use(self, call: Callable[[nn.Module, Any], Any], batch: Any) -> None:
-        """Raise ModelError if a parameter that is cut into neurons is used outside its layer, where
-        all rows would train it.
-        """
-        cut = {id(parameter) for layer in self._frozen_neurons for parameter in layer.parameters}
-        others = [p for p in self.parameters.values() if p.requires_grad and id(p) not in cut]
-        with torch.enable_grad(), ExitStack() as changes:
-            for layer in self._frozen_neurons:
-                changes.enter_context(layer.cut_off())
-            for parameter in others:
-                changes.callback(parameter.requires_grad_)
-                parameter.requires_grad_(False)
-            if any(output.requires_grad for output in tensors_in(self._run(call, batch))):
+        for name, gradient in their_gradients.items():
+            most = _RELATIVE_GRADIENT[self._compute_dtype] * gradient.norm()
+            if (gradients[name] - gradient).norm() > most:
                 raise ModelError(
-                    f"{_HERE}: a weight that is cut into neurons is used outside its linear layer; {_INSTEAD}"
+                    f"{_HERE}: the gradient of {name} differs from the reference's, so it is used outside its layer, "
+                    f"or its layer does not see the rows in their order; {_INSTEAD}"
                 )
+
+    def _gradients_of_slices(self, outputs: Any) -> dict[str, torch.Tensor]:
+        """The gradients, of a random sum of ``outputs``, of the parameters that are cut into
+        neurons.
+        """
+        generator = torch.Generator().manual_seed(0)
+        total = torch.zeros((), device=self.device)
+        for output in tensors_in(outputs):
+            if output.requires_grad:
+                weights = torch.randn(output.shape, generator=generator).to(output)
+                total = total + (output * weights).float().sum()
+        cut = {part.parameter: self.parameters[part.parameter] for part, _ in self.layout.slices()}
+        cut = {name: parameter for name, parameter in cut.items() if parameter.requires_grad}
+        if not cut:
+            return {}
+        gradients = torch.autograd.grad(total, list(cut.values()), allow_unused=True, materialize_grads=True)
+        return dict(zip(cut, gradients, strict=True))
 
     def _lacking(self) -> dict[str, int]:
         """Blocks, and branches of groups of neurons, each with a group that does not hold all of

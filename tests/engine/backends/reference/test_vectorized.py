@@ -55,18 +55,22 @@ def _rows(kind: str, step: int, micro: int, data_ranks: int) -> dict[str, torch.
     return {**batch, "labels": batch["input_ids"].clone()}
 
 
+def _assert_same_gradients(ours: dict[str, torch.Tensor], theirs: dict[str, torch.Tensor]) -> None:
+    assert ours.keys() == theirs.keys()
+    for name, gradient in theirs.items():
+        atol = RELATIVE * gradient.abs().max().item()
+        torch.testing.assert_close(
+            ours[name], gradient, rtol=0, atol=atol, msg=lambda text, name=name: f"{name}: {text}"
+        )
+
+
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_a_run_is_the_references(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("sdp.tests.support.cases.models", SimpleNamespace(**vars(models) | {"rows_of_all": _rows}))
     ours, theirs = train(case, "vectorized"), train(replace(case, checkpointing="none"), "reference")
     assert_same_run([ours], theirs, case)
     assert ours.gradients is not None and theirs.gradients is not None
-    assert set(ours.gradients) == set(theirs.gradients)
-    for name, gradient in theirs.gradients.items():
-        atol = RELATIVE * gradient.abs().max().item()
-        torch.testing.assert_close(
-            ours.gradients[name], gradient, rtol=0, atol=atol, msg=lambda text, name=name: f"{name}: {text}"
-        )
+    _assert_same_gradients(ours.gradients, theirs.gradients)
 
 
 def test_evaluations_are_the_references() -> None:
@@ -94,8 +98,26 @@ def test_a_batch_may_have_as_many_rows_as_a_sequence_has_positions(positions: in
             gradients.append({name: value.grad.clone() for name, value in engine.parameters_here.items()})
             engine.step()
     for theirs, ours in zip(gradients[:2], gradients[2:], strict=True):
-        for name, gradient in theirs.items():
-            torch.testing.assert_close(ours[name], gradient, rtol=0, atol=RELATIVE * gradient.abs().max().item())
+        _assert_same_gradients(ours, theirs)
+
+
+@pytest.mark.parametrize("granularity", ["block", "neuron"])
+def test_later_batches_may_have_other_sizes_and_evaluations_may_come_between(granularity: str) -> None:
+    """The second batch has as many rows as one group had in the first."""
+    ids = torch.randint(19, (8, 6), generator=torch.Generator().manual_seed(0))
+    losses, gradients = [], []
+    for engine_name in ("vectorized", "reference"):
+        section = {"granularity": granularity, "masking": "backward", "engine": engine_name, "placement": "cyclic"}
+        engine = sdp.initialize(model=models.build("even-llama"), config=_config(**section))[0]
+        for rows in (ids, ids[:4], ids[:2], ids):
+            batch = {"input_ids": rows, "labels": rows}
+            engine.backward(engine(batch))
+            gradients.append({name: value.grad.clone() for name, value in engine.parameters_here.items()})
+            engine.step()
+            losses.append(engine.evaluate([batch]))
+    assert losses[:4] == pytest.approx(losses[4:], rel=RELATIVE)
+    for ours, theirs in zip(gradients[:4], gradients[4:], strict=True):
+        _assert_same_gradients(ours, theirs)
 
 
 def _gradients_with_a_shared_bias(engine_name: str, masking: str) -> dict[str, torch.Tensor]:
@@ -119,13 +141,6 @@ def test_a_bias_that_all_groups_share_is_no_obstacle(masking: str) -> None:
     ours, theirs = (_gradients_with_a_shared_bias(engine, masking) for engine in ("vectorized", "reference"))
     assert any(name.endswith("down_proj.bias") and gradient.abs().max() > 0 for name, gradient in theirs.items())
     _assert_same_gradients(ours, theirs)
-
-
-def _assert_same_gradients(ours: dict[str, torch.Tensor], theirs: dict[str, torch.Tensor]) -> None:
-    assert ours.keys() == theirs.keys()
-    for name, gradient in theirs.items():
-        atol = RELATIVE * gradient.abs().max().item()
-        torch.testing.assert_close(ours[name], gradient, rtol=0, atol=atol)
 
 
 @pytest.mark.parametrize("masking", ["forward", "backward"])
@@ -191,6 +206,12 @@ def _reads_a_weight_elsewhere(model: Any) -> None:
         )
 
 
+def _turns_the_rows(model: Any) -> None:
+    for layer in model.model.layers:
+        plain = layer.mlp.forward
+        layer.mlp.forward = lambda hidden, plain=plain: plain(hidden.flip(0)).flip(0)
+
+
 def _moves_the_rows(model: Any) -> None:
     """Of the feed-forward, to its second dimension."""
     for layer in model.model.layers:
@@ -214,8 +235,9 @@ REFUSED = {
     "neurons that meet": (_compares_neurons, {"granularity": "neuron"}, r"model\.layers\.0\.mlp adds more than sums"),
     "not a call": (_goes_past_a_branch, {"granularity": "neuron"}, "mlp is not called as a module"),
     "rows that meet": (_mixes_rows, {}, "rows of different groups interact"),
-    "a weight with two uses": (_reads_a_weight_elsewhere, OF_NEURONS, "is used outside its linear layer"),
-    "rows elsewhere": (_moves_the_rows, OF_NEURONS, r"gate_proj has an input of shape \(6, 4, 12\), whose first"),
+    "a weight with two uses": (_reads_a_weight_elsewhere, OF_NEURONS, r"up_proj\.weight differs from the reference's"),
+    "rows elsewhere": (_moves_the_rows, OF_NEURONS, r"gate_proj must have the 4 rows .* has the shape \(6, 4, 12\)"),
+    "rows in another order": (_turns_the_rows, OF_NEURONS, r"gate_proj\.weight differs from the reference's"),
     "neurons of rows that meet": (_mixes_rows, OF_NEURONS, "rows of different groups interact"),
 }
 
@@ -235,15 +257,19 @@ def test_rows_elsewhere_are_found_in_a_square_batch_too() -> None:
     model, ids = models.build("even-llama"), torch.randint(19, (4, 4), generator=torch.Generator().manual_seed(0))
     _moves_the_rows(model)
     engine = sdp.initialize(model=model, config=_config(**OF_NEURONS))[0]
-    with pytest.raises(ModelError, match=r"gate_proj has an input of shape \(4, 4, 12\), whose first dimension is not"):
+    with pytest.raises(ModelError, match=r"gate_proj\.weight differs from the reference's"):
         engine({"input_ids": ids, "labels": ids})
 
 
 def test_a_layer_of_neurons_of_another_type_is_refused() -> None:
     model = models.build("even-llama")
     model.model.layers[0].mlp.up_proj.__class__ = type("Adapted", (torch.nn.Linear,), {})
-    message = r"model\.layers\.0\.mlp\.up_proj: .* this Adapted is cut in weight; use \"reference\""
-    with pytest.raises(ModelError, match=message):
+    with pytest.raises(ModelError, match=r"layers\.0\.mlp\.up_proj must be an nn\.Linear and is a Adapted; use"):
+        sdp.initialize(model=model, config=_config(**OF_NEURONS))
+    model = models.build("even-llama")
+    plain = model.model.layers[0].mlp.up_proj.forward
+    model.model.layers[0].mlp.up_proj.forward = lambda hidden: 3 * plain(hidden)
+    with pytest.raises(ModelError, match=r"layers\.0\.mlp\.up_proj has a forward of its own"):
         sdp.initialize(model=model, config=_config(**OF_NEURONS))
 
 
