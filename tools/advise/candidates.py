@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Callable, Sequence
 
 from ...engine.config.masking import Masking
 from ...engine.config.schema import Config
@@ -52,7 +53,11 @@ def with_groups(config: Config, machine: Machine, world: int) -> tuple[Config, l
 
 
 def candidates(
-    config: Config, machine: Machine, world: int, memory: float | None = None
+    config: Config,
+    machine: Machine,
+    world: int,
+    memory: float | None = None,
+    report: Callable[[str], None] = lambda _: None,
 ) -> tuple[list[Candidate], list[str]]:
     """Plan all ways to train the model of ``config``, which has SDP groups.
 
@@ -61,6 +66,7 @@ def candidates(
         machine: where it runs.
         world: number of ranks.
         memory: bytes of a device. None if memory does not matter.
+        report: is called with what will be planned next, because a large model takes minutes.
 
     Returns:
         The candidates, simple ones first, and a line for each that cannot be planned. The schedule
@@ -69,6 +75,7 @@ def candidates(
     sync, groups = config.sdp.sync, config.sdp.groups
     if sync is None or sync.every == 1:
         sync = SyncSection(every=EVERY)
+    report("the dense model")
     planned, notes = alternatives(with_sdp(config, sync=sync), machine, world)
     found = [
         Candidate(plan.name, "dense", sync.every if plan.name == DILOCO else 1, groups, 1.0, ((1.0, plan),))
@@ -85,6 +92,7 @@ def candidates(
 
     for masking, local in itertools.product(MASKINGS if groups > 1 else (), (None, sync)):
         name = f"SDP, {masking}" if local is None else f"SDP, {masking}, local steps"
+        report(name)
         try:
             plan = forecast(name, with_sdp(config, masking=masking, sync=local), machine, world)
         except SDPError as error:
@@ -95,20 +103,72 @@ def candidates(
     if len(phases) == len(MASKINGS):
         add("SDP, forward, then backward", "forward, then backward", 1, *phases)
     notes += [f"{'; '.join(names)}: {reason}" for reason, names in failed.items()]
+    report("smaller dense models")
     smaller = SmallerModels(config, machine, world, sync, memory)
     found += smaller.planned(found)
     found.sort(key=lambda one: _ORDER.index(one.name))
     return found, [*notes, *smaller.notes, *_layouts(config, found, machine)]
 
 
+def candidates_that_fit(
+    config: Config,
+    machine: Machine,
+    world: int,
+    memory: float | None,
+    report: Callable[[str], None] = lambda _: None,
+) -> tuple[Config, list[Candidate], list[str]]:
+    """Like :func:`candidates`. If SDP does not fit in the layout of ``config``, it is planned with
+    one sharded group for each node.
+
+    Returns:
+        The configuration with the layout of the candidates, and what :func:`candidates` returns.
+    """
+    found, notes = candidates(config, machine, world, memory, report)
+    other = one_group_per_node(config, machine)
+    if memory is None or other is None or _holds_sdp(found, memory):
+        return config, found, notes
+    report("the same with one sharded group per node, because SDP does not fit")
+    again, more = candidates(other, machine, world, memory, report)
+    if not _holds_sdp(again, memory):
+        return config, found, notes
+    return other, again, [f"SDP does not fit with {_layout(config)}, the layout of the configuration", *more]
+
+
+def _holds_sdp(found: Sequence[Candidate], memory: float) -> bool:
+    return any(one.is_sdp and one.peak <= memory for one in found)
+
+
+def one_group_per_node(config: Config, machine: Machine) -> Config | None:
+    """Return ``config`` with one group for each node, sharded over the node's devices.
+
+    None if that is its layout, if it is not possible, or if groups have settings of their own.
+    """
+    sdp, nodes, devices = config.sdp, len(machine.slots), machine.slots[0]
+    own_settings = isinstance(sdp.capacity, list) or not isinstance(sdp.placement, str)
+    own_settings = own_settings or not isinstance(sdp.profile, str)
+    is_possible = nodes > 1 and devices > 1 and machine.slots == (devices,) * nodes
+    if own_settings or not is_possible or devices % config.tensor_parallel.autotp_size:
+        return None
+    if (sdp.groups, config.zero_optimization.stage) == (nodes, 3):
+        return None
+    zero = config.zero_optimization.model_copy(update={"stage": 3})
+    return config.model_copy(
+        update={"sdp": sdp.model_copy(update={"groups": nodes, "group_sizes": None}), "zero_optimization": zero}
+    )
+
+
+def _layout(config: Config) -> str:
+    return f"sdp.groups {config.sdp.groups}, zero_optimization.stage {config.zero_optimization.stage}"
+
+
 def _layouts(config: Config, found: list[Candidate], machine: Machine) -> list[str]:
     """How the ways are spread over the ranks, in sentences."""
     notes = [f"The {one.name} model runs as {one.layout}" for one in found if one.layout]
     if any(one.is_sdp or one.every > 1 or (one.method == "smaller dense" and not one.layout) for one in found):
-        groups, stage, nodes = config.sdp.groups, config.zero_optimization.stage, len(machine.slots)
-        own = f"sdp.groups {groups}, zero_optimization.stage {stage}"
+        other = one_group_per_node(config, machine)
         hint = ""
-        if 1 < nodes < sum(machine.slots) and (groups, stage) != (nodes, 3):
-            hint = f". Compare --set sdp.groups={nodes} zero_optimization.stage=3: one sharded group per node"
-        notes.append(f"DiLoCo, the largest dense model and SDP have the layout of the configuration: {own}{hint}")
+        if other is not None:
+            keys = f"sdp.groups={other.sdp.groups} zero_optimization.stage=3"
+            hint = f". Compare --set {keys}: one sharded group per node"
+        notes.append(f"DiLoCo, the largest dense model and SDP are planned with {_layout(config)}{hint}")
     return notes

@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import json
 import math
+import sys
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -24,7 +25,7 @@ from ..runs.run_config import with_initial_model
 from ..runs.run_files import read_run
 from ..shared.arguments import add_config_arguments, positive_int
 from .candidate import Candidate
-from .candidates import candidates, with_groups
+from .candidates import candidates_that_fit, with_groups
 from .evidence import Estimate, Evidence, ManyEpochs
 from .verdict import SIMILAR, Verdict, decide, extrapolations
 
@@ -88,7 +89,7 @@ def run(args: argparse.Namespace) -> int:
     memory = options.memory
     config, chosen = with_groups(config, machine, world)
     noise = None if options.noise is None else _noise_scale(options.noise)  # planning takes a while
-    found, notes = candidates(config, machine, world, memory)
+    config, found, notes = candidates_that_fit(config, machine, world, memory, _report)
     if not any(one.method == "dense" and one.every == 1 for one in found):
         why = "; ".join(notes)
         raise ConfigError(f"{options.config}: the dense model cannot be planned ({why}), so nothing is compared")
@@ -109,6 +110,12 @@ def run(args: argparse.Namespace) -> int:
         print(_table(verdict, memory, None if tokens is None else tokens / tokens_of_step))
         print(_text(verdict, beyond, notes, evidence))
     return 0 if verdict.best is not None else 2
+
+
+def _report(what: str) -> None:
+    """Say on a terminal what is planned next."""
+    if sys.stderr.isatty():
+        print(f"planning {what} …", file=sys.stderr, flush=True)
 
 
 def _tokens_of_sample(config: Config) -> int:

@@ -45,7 +45,7 @@ class FrozenNeurons:
         by_key: dict[str, list[tuple[Slice, Sequence[int]]]] = {}
         for part, holders in slices:
             by_key.setdefault(part.parameter.rpartition(".")[2], []).append((part, holders))
-        (self._dim,) = {part.dim for part, _ in by_key["weight"]}
+        (self._dim,) = {part.dim for part, _ in by_key["weight"] if part.dim is not None}
         if ("bias" in by_key) != (self._dim == 0 and layer.bias is not None):
             raise ModelError(
                 f"{self._where} must be cut along its inputs without its bias, or along its outputs with it; use "
