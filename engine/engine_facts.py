@@ -252,7 +252,7 @@ class EngineFacts:
             OutOfMemoryError: The copy does not fit on every rank.
             ModelError: The model cannot be copied.
         """
-        if self._is_reference or self.uncut is None:
+        if self.uncut is None:
             with in_eval_mode(self.module):
                 yield self.module
             return

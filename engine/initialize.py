@@ -126,7 +126,9 @@ def initialize(
         check_placement(layout.placement, device)
         check_equal({"the model's parameters": _parameters(layout)}, device)
     plan = values_to_give(model, settings, layout)
-    uncut = None if reference else UncutModel(model, layout, plan)
+    # The reference runs the full model as it is, unless it scales branches.
+    is_plain = settings.sdp.engine == "reference" and settings.sdp.branch_scale == "none"
+    uncut = None if is_plain else UncutModel(model, layout, plan)
     _initialized[model] = mesh.sdp
     if settings.sdp.engine == "deepspeed":
         from .backends.deepspeed.initialize import initialize_deepspeed  # deepspeed is optional

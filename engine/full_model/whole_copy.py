@@ -191,16 +191,13 @@ def _scale(model: nn.Module, layout: Layout, scale: BranchScale) -> None:
     """Apply the factors of the full model: to blocks as they run, and to the weights of neurons."""
     if layout.branch_scale == "none":
         return
-    units = {unit.name: unit for unit in layout.units}
     if all(unit.is_block for unit in layout.units):
         scale.install(model)
         return
-    weights = dict(model.named_parameters())
-    for name, infos in layout.wholes.items():
-        for info in infos:
-            if info.cut is not None and goes_into_sum(name, info.cut.dim):
-                part = weights[name].data.narrow(info.cut.dim, info.cut.start, info.shape[info.cut.dim])
-                part.mul_(scale.factor(units[info.unit]))
+    for unit in layout.units:
+        for part in unit.slices:
+            if goes_into_sum(part.parameter, part.dim):
+                part.of(model.get_parameter(part.parameter).data).mul_(scale.factor(unit))
 
 
 def _cast_to(dtype: torch.dtype) -> Any:

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-from torch import nn
+from torch import Tensor, nn
 
 from ..errors import ModelError
 from ..model_interface import Branch as Branch  # re-exported
@@ -36,6 +36,14 @@ class Slice:
     dim: int | None = None
     ranges: tuple[tuple[int, int], ...] = ()
     index: int = 0
+
+    def of(self, tensor: Tensor) -> Tensor:
+        """The view of ``tensor``, which has the shape of the parameter, at the one range of this
+        slice.
+        """
+        assert self.dim is not None
+        ((first, last),) = self.ranges
+        return tensor.narrow(self.dim, first, last - first)
 
 
 @dataclass(frozen=True)

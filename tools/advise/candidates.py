@@ -45,8 +45,7 @@ def with_groups(config: Config, machine: Machine, world: int) -> tuple[Config, l
         groups = sdp.groups if sdp.groups > 1 else (nodes if nodes > 1 and world % nodes == 0 else of_ranks)
         if groups > 1:
             notes.append(
-                f"The configuration is dense. SDP is planned with sdp.groups {groups}, sdp.capacity {CAPACITY:g} and "
-                'sdp.lr_scale "auto".'
+                f'The configuration is dense. SDP is planned with sdp.capacity {CAPACITY:g} and sdp.lr_scale "auto".'
             )
         sdp = sdp.model_copy(update={"groups": groups, "capacity": CAPACITY, "lr_scale": "auto"})
     return config.model_copy(update={"sdp": sdp}), notes
@@ -107,31 +106,35 @@ def candidates(
     smaller = SmallerModels(config, machine, world, sync, memory)
     found += smaller.planned(found)
     found.sort(key=lambda one: _ORDER.index(one.name))
-    return found, [*notes, *smaller.notes, *_layouts(config, found, machine)]
+    return found, [*notes, *smaller.notes, *_layouts(config, found)]
 
 
-def candidates_that_fit(
+def candidates_in_a_layout_that_fits(
     config: Config,
     machine: Machine,
     world: int,
     memory: float | None,
     report: Callable[[str], None] = lambda _: None,
 ) -> tuple[Config, list[Candidate], list[str]]:
-    """Like :func:`candidates`. If SDP does not fit in the layout of ``config``, it is planned with
-    one sharded group for each node.
+    """Like :func:`candidates`. If SDP does not fit in the layout of ``config``, one sharded group
+    for each node is planned too, and used if SDP fits in it.
 
     Returns:
         The configuration with the layout of the candidates, and what :func:`candidates` returns.
     """
     found, notes = candidates(config, machine, world, memory, report)
     other = one_group_per_node(config, machine)
-    if memory is None or other is None or _holds_sdp(found, memory):
+    if other is None:
         return config, found, notes
-    report("the same with one sharded group per node, because SDP does not fit")
+    keys = f"--set sdp.groups={other.sdp.groups} zero_optimization.stage={other.zero_optimization.stage}"
+    if memory is None or not any(one.is_sdp for one in found) or _holds_sdp(found, memory):
+        return config, found, [*notes, f"Compare {keys}: one sharded group per node"]
+    report("one sharded group per node, because SDP does not fit")
     again, more = candidates(other, machine, world, memory, report)
+    here = f"SDP does not fit with {_layout(config)}"
     if not _holds_sdp(again, memory):
-        return config, found, notes
-    return other, again, [f"SDP does not fit with {_layout(config)}, the layout of the configuration", *more]
+        return config, found, [*notes, f"{here}. Nor does it with one sharded group per node ({keys})"]
+    return other, again, [f"{here}. So one sharded group per node is planned: {keys}", *more]
 
 
 def _holds_sdp(found: Sequence[Candidate], memory: float) -> bool:
@@ -146,8 +149,10 @@ def one_group_per_node(config: Config, machine: Machine) -> Config | None:
     sdp, nodes, devices = config.sdp, len(machine.slots), machine.slots[0]
     own_settings = isinstance(sdp.capacity, list) or not isinstance(sdp.placement, str)
     own_settings = own_settings or not isinstance(sdp.profile, str)
-    is_possible = nodes > 1 and devices > 1 and machine.slots == (devices,) * nodes
-    if own_settings or not is_possible or devices % config.tensor_parallel.autotp_size:
+    own_settings = own_settings or sdp.elastic.enabled
+    tensor_parallel = config.tensor_parallel.autotp_size
+    is_possible = nodes > 1 and machine.slots == (devices,) * nodes and devices % tensor_parallel == 0
+    if own_settings or not is_possible or devices == tensor_parallel:
         return None
     if (sdp.groups, config.zero_optimization.stage) == (nodes, 3):
         return None
@@ -161,14 +166,9 @@ def _layout(config: Config) -> str:
     return f"sdp.groups {config.sdp.groups}, zero_optimization.stage {config.zero_optimization.stage}"
 
 
-def _layouts(config: Config, found: list[Candidate], machine: Machine) -> list[str]:
+def _layouts(config: Config, found: list[Candidate]) -> list[str]:
     """How the ways are spread over the ranks, in sentences."""
     notes = [f"The {one.name} model runs as {one.layout}" for one in found if one.layout]
     if any(one.is_sdp or one.every > 1 or (one.method == "smaller dense" and not one.layout) for one in found):
-        other = one_group_per_node(config, machine)
-        hint = ""
-        if other is not None:
-            keys = f"sdp.groups={other.sdp.groups} zero_optimization.stage=3"
-            hint = f". Compare --set {keys}: one sharded group per node"
-        notes.append(f"DiLoCo, the largest dense model and SDP are planned with {_layout(config)}{hint}")
+        notes.append(f"DiLoCo, the largest dense model and SDP are planned with {_layout(config)}")
     return notes

@@ -208,8 +208,9 @@ def prepared_data(config: Mapping[str, Any], out: Path) -> Path | None:
         first = deepcopy(dict(config))
         first["training"] = first.get("training", {}) | {"steps": 1, "evaluate_every": 0}
         # A schedule of maskings would need more steps. The corpus does not depend on it.
-        if isinstance(first.get("sdp", {}).get("masking"), list):
-            del first["sdp"]["masking"]
+        masking = first.get("sdp", {}).get("masking")
+        if isinstance(masking, list):
+            first["sdp"]["masking"] = masking[-1]["masking"]
         remove_run(folder, read_own(path))
         write_own(path, json.dumps(first))
         ended = start_training(path, folder)

@@ -30,7 +30,7 @@ from ...subnetwork.branch_scale import BranchScale
 from ...subnetwork.carve import replace_modules
 from ..base import TorchOptimizerBackend
 from .element_rates import scale_rates
-from .local_steps import ReferenceLocalSteps, ones_along, range_of
+from .local_steps import ReferenceLocalSteps, ones_along
 from .noise import ReferenceNoise, views_of
 from .other_values import Backward, Valued, cast_parameters
 from .stand_ins import cast_inputs, make_stand_ins
@@ -113,7 +113,7 @@ class ReferenceBackend(TorchOptimizerBackend):
                 factor = factor if group is None or group in holders else 0.0
                 if factor != 1.0:
                     held.setdefault(part.parameter, ones_along(self.parameters[part.parameter], part.dim))
-                    range_of(held[part.parameter], part).fill_(factor)
+                    part.of(held[part.parameter]).fill_(factor)
         return held
 
     def _count_workers(self) -> dict[str, Any]:
@@ -127,7 +127,7 @@ class ReferenceBackend(TorchOptimizerBackend):
         for part, holders in self.layout.slices():
             if isinstance(workers[part.parameter], int):
                 workers[part.parameter] *= ones_along(self.parameters[part.parameter], part.dim)
-            range_of(workers[part.parameter], part).fill_(ranks_of(holders))
+            part.of(workers[part.parameter]).fill_(ranks_of(holders))
         return workers
 
     @property

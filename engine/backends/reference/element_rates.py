@@ -9,7 +9,7 @@ from torch.optim import Optimizer
 
 from ...optim.rate_scale import HolderScale, ScaledRates
 from ...placement.layout import Layout
-from .local_steps import ones_along, range_of
+from .local_steps import ones_along
 
 
 def scale_rates(
@@ -33,7 +33,7 @@ def scale_rates(
                 parameter = parameters[part.parameter]
                 if parameter not in elementwise:
                     elementwise[parameter] = ones_along(parameter, part.dim)
-                range_of(elementwise[parameter], part).fill_(scale.of(unit.name, holders))
+                part.of(elementwise[parameter]).fill_(scale.of(unit.name, holders))
     infos = layout.parameters
     whole = {id(p): scale.of(infos[name].unit, infos[name].holders) for name, p in parameters.items()}
     ScaledRates(optimizer, lambda _, p: 1.0 if p in elementwise else whole[id(p)], elementwise)

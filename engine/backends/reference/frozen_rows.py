@@ -28,8 +28,10 @@ class FrozenRows:
     def __init__(self, block: nn.Module, holders: Sequence[int], groups_of_rows: Callable[[], torch.Tensor | None]):
         self._plain, self._holds, self._groups_of_rows = _Plain(block), set(holders), groups_of_rows
         self._learns = False
-        self._lengths: list[int] = []  # of the first dimension of each argument, in a call with fewer rows
-        self._has_rows: list[bool] = []  # whether an argument has one entry for each row
+        # By the number of arguments: the lengths of their first dimensions in a call with fewer
+        # rows, and which of them do not change with the number of rows.
+        self._lengths: dict[int, list[int]] = {}
+        self._fixed: dict[int, list[bool]] = {}
         block.forward = self._forward
 
     @contextmanager
@@ -49,7 +51,8 @@ class FrozenRows:
         groups = self._groups_of_rows()
         if groups is None:
             if self._learns:
-                self._lengths = [_length(leaf) for leaf in tree_flatten((args, kwargs))[0]]
+                leaves = tree_flatten((args, kwargs))[0]
+                self._lengths[len(leaves)] = [_length(leaf) for leaf in leaves]
             return self._plain(*args, **kwargs)
         holding = torch.tensor([group in self._holds for group in groups.tolist()], device=groups.device)
         trained, frozen = holding.nonzero().flatten(), (~holding).nonzero().flatten()
@@ -61,15 +64,17 @@ class FrozenRows:
         return _merge(parts, torch.cat([trained, frozen]).argsort())
 
     def _take(self, rows: torch.Tensor, count: int, tree: Any) -> Any:
-        """Return ``tree``, in which every tensor that has ``count`` rows is cut to ``rows``."""
+        """Return ``tree``, in which tensors with one entry for each of ``count`` rows are cut to
+        ``rows``.
+        """
         leaves, structure = tree_flatten(tree)
-        if self._learns and len(self._lengths) == len(leaves):
-            pairs = zip(leaves, self._lengths, strict=True)
-            self._has_rows = [_length(leaf) == count != fewer for leaf, fewer in pairs]
-        known = self._has_rows if len(self._has_rows) == len(leaves) else [True] * len(leaves)
+        if self._learns and len(leaves) in self._lengths:
+            pairs = zip(leaves, self._lengths[len(leaves)], strict=True)
+            self._fixed[len(leaves)] = [0 <= fewer == _length(leaf) for leaf, fewer in pairs]
+        fixed = self._fixed.get(len(leaves), [False] * len(leaves))
         taken = [
-            leaf.index_select(0, rows) if has_rows and _length(leaf) == count else leaf
-            for leaf, has_rows in zip(leaves, known, strict=True)
+            leaf.index_select(0, rows) if _length(leaf) == count and not is_fixed else leaf
+            for leaf, is_fixed in zip(leaves, fixed, strict=True)
         ]
         return tree_unflatten(taken, structure)
 

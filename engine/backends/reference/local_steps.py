@@ -19,7 +19,6 @@ from ...backend import Backend, CommonPart, GroupPart, LocalUpdate, PendingUpdat
 from ...config.sync import SyncSection
 from ...full_model.buffers import BufferMean, held_entries, persistent_buffers
 from ...optim.clip import clip_, squared_norm
-from ...placement.units import Slice
 from ...sync.compression import rounded
 from ...sync.outer import OuterFacts, make_outer_optimizer
 from ...sync.rounds import fragments_of
@@ -84,7 +83,7 @@ class ReferenceLocalSteps:
                 if not isinstance(shares[part.parameter], torch.Tensor):
                     ones = ones_along(self._anchors[part.parameter], part.dim)
                     shares[part.parameter] = ones * shares[part.parameter]
-                range_of(shares[part.parameter], part).fill_(share)
+                part.of(shares[part.parameter]).fill_(share)
         return shares
 
     def _held_once(self) -> dict[str, Any]:
@@ -96,7 +95,7 @@ class ReferenceLocalSteps:
                 if not isinstance(once[part.parameter], torch.Tensor):
                     ones = ones_along(self._anchors[part.parameter], part.dim)
                     once[part.parameter] = ones.bool() & once[part.parameter]
-                range_of(once[part.parameter], part).fill_(len(holders) == 1)
+                part.of(once[part.parameter]).fill_(len(holders) == 1)
         return once
 
     # -- steps -------------------------------------------------------------------------------------
@@ -300,10 +299,3 @@ def ones_along(tensor: torch.Tensor, dim: int | None) -> torch.Tensor:
     """Return ones that broadcast to ``tensor``, of its size along ``dim``."""
     shape = [size if axis == dim else 1 for axis, size in enumerate(tensor.shape)]
     return torch.ones(shape, device=tensor.device)
-
-
-def range_of(tensor: torch.Tensor, part: Slice) -> torch.Tensor:
-    """The view of ``tensor`` at the one range of ``part``."""
-    assert part.dim is not None
-    ((first, last),) = part.ranges
-    return tensor.narrow(part.dim, first, last - first)

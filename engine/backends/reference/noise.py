@@ -8,7 +8,6 @@ import torch
 
 from ...backend import Backend
 from ...sync.noise import MEAN, OWN, Moments, NoiseMeter, SecondMoments
-from .local_steps import range_of
 
 
 class ReferenceNoise(NoiseMeter):
@@ -89,7 +88,7 @@ class ReferenceNoise(NoiseMeter):
         slices = [(unit.name, part) for unit in self._layout.units for part in unit.slices
                   if part.parameter == name and part.dim is not None]  # fmt: skip
         parts = [(self._layout.parameters[name].unit, gradient, moments)] if not slices else [
-            (unit, range_of(gradient, part), moments and Moments(range_of(moments.squares, part), moments.epsilon))
+            (unit, part.of(gradient), moments and Moments(part.of(moments.squares), moments.epsilon))
             for unit, part in slices
         ]  # fmt: skip
         for unit, of_part, moments_of_part in parts:

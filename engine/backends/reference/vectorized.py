@@ -1,14 +1,14 @@
 """Runs all workers in one process and in one pass, to study placements.
 
 Under forward masking, the neurons that a group does not hold are multiplied by zero in its rows.
-Under backward masking, these rows use the weights and give them no gradient. The results equal
+Under backward masking, its rows use these weights and give them no gradient. The results equal
 those of the reference backend, but a step takes about as long as one of the dense model, for any
 number of groups.
 
 This works only if rows of a batch never interact. Forward masking also needs blocks that add
 nothing but sums over hidden neurons. Backward masking of neurons needs linear layers that see the
 rows in their order. The first pass therefore compares the model, every unit that a group lacks, and
-the gradients of neurons with the reference.
+the gradients of neurons with the reference. The gradients of blocks are not compared.
 """
 
 from __future__ import annotations
@@ -35,7 +35,8 @@ from .frozen_rows import FrozenRows
 _HERE, _INSTEAD = 'sdp.engine "vectorized"', 'use "reference"'
 # How far outputs may differ from the reference's, relative to the largest element.
 _RELATIVE = {torch.float32: 1e-4, torch.bfloat16: 1e-2}
-# The same for gradients, by norm. They are sums over more terms. A wrong row gives an error near 1.
+# How far the gradients of a layer may differ, by norm, relative to the reference's. If rows are
+# mixed up, they differ by about 1.
 _RELATIVE_GRADIENT = {torch.float32: 1e-3, torch.bfloat16: 1e-1}
 
 
@@ -68,13 +69,13 @@ class VectorizedBackend(ReferenceBackend):
         self._group_of_row: torch.Tensor | None = None
         for name, gates in self._gates().items():
             model.get_submodule(name).register_forward_pre_hook(self._gate(name, gates))
-        is_partial = "backward" in self.phases and any(len(held) < layout.mesh.sdp for held in layout.placement.holders)
+        freezes = "backward" in self.phases
         self._frozen_rows = [
             FrozenRows(model.get_submodule(unit.name), holders, self._groups_of_frozen_rows)
             for unit, holders in zip(layout.units, layout.placement.holders, strict=True)
-            if is_partial and unit.is_block and len(holders) < layout.mesh.sdp
+            if freezes and unit.is_block and len(holders) < layout.mesh.sdp
         ]
-        self._frozen_neurons = list(self._make_frozen_neurons()) if is_partial else []
+        self._frozen_neurons = list(self._make_frozen_neurons()) if freezes else []
 
     def _groups_of_frozen_rows(self) -> torch.Tensor | None:
         return self._group_of_row if self.layout.keeps_frozen else None
@@ -144,13 +145,15 @@ class VectorizedBackend(ReferenceBackend):
         sizes = torch.tensor([rows * mesh.size(group) for group in range(mesh.sdp)], device=self.device)
         self._group_of_row = torch.arange(mesh.sdp, device=self.device).repeat_interleave(sizes)
         if not self._tried:
-            self._try_out(call, batch)
-            self._tried = True
+            self._tried = self._try_out(call, batch)
         return self._run(call, batch)
 
-    def _try_out(self, call: Callable[[nn.Module, Any], Any], batch: Any) -> None:
-        """Raise ModelError unless the model, and every unit that a group lacks, return the
-        reference's outputs.
+    def _try_out(self, call: Callable[[nn.Module, Any], Any], batch: Any) -> bool:
+        """Compare the model, every unit that a group lacks, and the gradients of neurons with the
+        reference.
+
+        Returns whether all of it could be compared. Gradients cannot while they are off, or if they
+        are zero or not finite. Raises ModelError if something differs.
         """
         lacking = {} if self.layout.keeps_frozen else self._lacking()
         modes = [(module, module.training) for module in self.module.modules()]
@@ -160,18 +163,19 @@ class VectorizedBackend(ReferenceBackend):
             module.register_forward_pre_hook(self._trial(name, lacking), with_kwargs=True)
             for name, module in modules.items()
         ]
+        trains = self.layout.keeps_frozen and bool(self._frozen_neurons)
+        differentiates = trains and torch.is_grad_enabled()
         self.module.eval()  # dropout would draw different numbers
         try:
-            differentiates = self.layout.keeps_frozen and bool(self._frozen_neurons)
             with torch.set_grad_enabled(differentiates), torch.random.fork_rng(), ExitStack() as learning:
                 for block in self._frozen_rows:
                     learning.enter_context(block.learning())
                 rows, self._group_of_row = self._group_of_row, None
                 theirs = super().forward(call, batch)
-                their_gradients = self._gradients_of_slices(theirs) if differentiates else {}
+                their_gradients = self._gradients_of_neurons(theirs) if differentiates else {}
                 self._group_of_row = rows
                 ours = self._run(call, batch)
-                gradients = self._gradients_of_slices(ours) if differentiates else {}
+                our_gradients = self._gradients_of_neurons(ours) if differentiates else {}
         finally:
             for hook in hooks:
                 hook.remove()
@@ -188,30 +192,43 @@ class VectorizedBackend(ReferenceBackend):
                 f"{_HERE}: the model's outputs differ from the reference's, so rows of different groups interact; "
                 f"{_INSTEAD}"
             )
-        for name, gradient in their_gradients.items():
+        for layer, gradient in their_gradients.items():
             most = _RELATIVE_GRADIENT[self._compute_dtype] * gradient.norm()
-            if (gradients[name] - gradient).norm() > most:
+            if (our_gradients[layer] - gradient).norm() > most:
                 raise ModelError(
-                    f"{_HERE}: the gradient of {name} differs from the reference's, so it is used outside its layer, "
-                    f"or its layer does not see the rows in their order; {_INSTEAD}"
+                    f"{_HERE}: the gradient of {layer} differs from the reference's, so its weights are used outside "
+                    f"it, or it does not see the rows in their order; {_INSTEAD}"
                 )
+        size = sum((gradient.norm() for gradient in their_gradients.values()), torch.zeros(()))
+        return not trains or (differentiates and bool(size.isfinite() and size > 0))
 
-    def _gradients_of_slices(self, outputs: Any) -> dict[str, torch.Tensor]:
-        """The gradients, of a random sum of ``outputs``, of the parameters that are cut into
+    def _gradients_of_neurons(self, outputs: Any) -> dict[str, torch.Tensor]:
+        """Differentiate a random weighted sum of ``outputs`` by the parameters that are cut into
         neurons.
+
+        Returns:
+            By layer, the gradients of its weight and bias in one vector. A bias alone may have a
+            gradient of zero, of which only rounding errors would be compared.
         """
         generator = torch.Generator().manual_seed(0)
         total = torch.zeros((), device=self.device)
         for output in tensors_in(outputs):
             if output.requires_grad:
-                weights = torch.randn(output.shape, generator=generator).to(output)
+                ones = [1] * (output.dim() - 2)
+                weights = torch.randn((*output.shape[:2], *ones), generator=generator).to(output)
                 total = total + (output * weights).float().sum()
-        cut = {part.parameter: self.parameters[part.parameter] for part, _ in self.layout.slices()}
-        cut = {name: parameter for name, parameter in cut.items() if parameter.requires_grad}
-        if not cut:
+        if not total.requires_grad:
+            raise ModelError(f"{_HERE}: the model's outputs have no gradient in evaluation mode; {_INSTEAD}")
+        names = dict.fromkeys(part.parameter for part, _ in self.layout.slices())
+        trained = [name for name in names if self.parameters[name].requires_grad]
+        if not trained:
             return {}
-        gradients = torch.autograd.grad(total, list(cut.values()), allow_unused=True, materialize_grads=True)
-        return dict(zip(cut, gradients, strict=True))
+        values = [self.parameters[name] for name in trained]
+        gradients = torch.autograd.grad(total, values, allow_unused=True, materialize_grads=True)
+        of_layer: dict[str, list[torch.Tensor]] = {}
+        for name, gradient in zip(trained, gradients, strict=True):
+            of_layer.setdefault(name.rpartition(".")[0], []).append(gradient.flatten())
+        return {layer: torch.cat(parts) for layer, parts in of_layer.items()}
 
     def _lacking(self) -> dict[str, int]:
         """Blocks, and branches of groups of neurons, each with a group that does not hold all of

@@ -153,6 +153,33 @@ def test_a_model_that_cannot_be_copied_trains_and_says_so(ranks: RankPool) -> No
         assert "there is only one" in message and "full_state_dict()" in message
 
 
+@pytest.mark.parametrize(
+    ("engine_name", "neurons", "section"),
+    [
+        ("vectorized", 0, {}),
+        ("vectorized", 2, {"masking": "backward"}),
+        ("reference", 0, {"branch_scale": "train"}),
+        ("reference", 2, {"branch_scale": "eval"}),
+    ],
+)
+def test_engines_in_one_process_give_the_model_that_they_evaluate(
+    engine_name: str, neurons: int, section: dict[str, str]
+) -> None:
+    """Even after a pass with the same rows, of which each group ran its part."""
+    case = Case(2, 1, model="even-llama", neurons=neurons)
+    config = case.config(engine_name)
+    config["sdp"] |= section
+    engine = sdp.initialize(model=models.build(case.model), config=config)[0]
+    ids = torch.randint(19, (4, 6), generator=torch.Generator().manual_seed(0))
+    batch = {"input_ids": ids, "labels": ids}
+    engine.backward(engine(batch))
+    engine.step()
+    with engine.full_model() as model, torch.no_grad():
+        loss = model(**batch).item()
+    assert loss == pytest.approx(engine.evaluate([batch]), rel=1e-6)
+    assert abs(loss - engine.evaluate_subnetworks([batch])[0]) > 1e-4 * loss or section.get("masking") == "backward"
+
+
 def test_the_reference_is_the_full_model() -> None:
     engine = engine_of(Case(2, 1), "reference")
     before = copy.deepcopy(engine.module.state_dict())

@@ -16,7 +16,7 @@ from sdp.engine.config.sync import SyncSection
 from sdp.tests.support.small_runs import make_corpus
 from sdp.tests.tools.advise.made_up import CONFIG, machine_with_link, made_up_evidence
 from sdp.tools.advise.candidate import Candidate
-from sdp.tools.advise.candidates import candidates, candidates_that_fit, one_group_per_node, with_groups
+from sdp.tools.advise.candidates import candidates, candidates_in_a_layout_that_fits, one_group_per_node, with_groups
 from sdp.tools.advise.dense_models import SmallerModels
 from sdp.tools.advise.evidence import FILE, Evidence
 from sdp.tools.advise.verdict import decide
@@ -246,22 +246,40 @@ def test_the_smaller_model_has_the_fastest_layout_that_fits(fast: list[Candidate
     assert tight.layout == "FSDP (ZeRO-3)" and tight.peak < smaller.peak and tight.seconds > smaller.seconds
 
 
-def test_if_sdp_does_not_fit_one_sharded_group_per_node_is_planned() -> None:
-    config = load_config(CONFIG | {"sdp": CONFIG["sdp"] | {"groups": 4}})
-    machine = Machine((2, 2), 1e12, 1.0, 1e12, 1e6)
-    found, notes = candidates(config, machine, 4)
+def test_if_sdp_does_not_fit_one_sharded_group_per_node_is_planned(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    content = CONFIG | {"sdp": CONFIG["sdp"] | {"groups": 4}}
+    config, machine = load_config(content), Machine((2, 2), 1e12, 1.0, 1e12, 1e6)
+    keys = "--set sdp.groups=2 zero_optimization.stage=3"
+    _, found, notes = candidates_in_a_layout_that_fits(config, machine, 4, None)
     peak = min(one.peak for one in found if one.is_sdp)
-    assert any(note.endswith("Compare --set sdp.groups=2 zero_optimization.stage=3: one sharded group per node")
-               for note in notes)  # fmt: skip
-    same, roomy, _ = candidates_that_fit(config, machine, 4, peak)
+    assert notes[-1] == f"Compare {keys}: one sharded group per node"
+    same, roomy, _ = candidates_in_a_layout_that_fits(config, machine, 4, peak)
     assert same is config and [one.groups for one in roomy if one.is_sdp] == [4] * 5
-    other, tight, notes = candidates_that_fit(config, machine, 4, peak - 1)
+    reported: list[str] = []
+    other, tight, notes = candidates_in_a_layout_that_fits(config, machine, 4, peak - 1, reported.append)
     assert (other.sdp.groups, other.zero_optimization.stage) == (2, 3)
     assert any(one.is_sdp and one.peak < peak and one.groups == 2 for one in tight)
-    assert notes[0] == "SDP does not fit with sdp.groups 4, zero_optimization.stage 0, the layout of the configuration"
+    refused = "SDP does not fit with sdp.groups 4, zero_optimization.stage 0"
+    assert notes[0] == f"{refused}. So one sharded group per node is planned: {keys}"
     assert "DiLoCo, the largest dense model and SDP are planned with sdp.groups 2, zero_optimization.stage 3" in notes
-    same, nothing, _ = candidates_that_fit(config, machine, 4, 1.0)
+    assert reported.count("SDP, forward") == 2
+    same, nothing, notes = candidates_in_a_layout_that_fits(config, machine, 4, 1.0)
     assert same is config and {one.groups for one in nothing if one.is_sdp} == {4}
+    assert notes[-1] == f"{refused}. Nor does it with one sharded group per node ({keys})"
+    path = tmp_path / "my.json"
+    path.write_text(json.dumps(content))
+    main(["advise", str(path), "--world", "4", "--gpus-per-node", "2", "--device-memory", f"{peak - 1}B", "--json"])
+    beyond = json.loads(capsys.readouterr().out)["extrapolations"]
+    assert any(line.startswith("tokens of a group in a step: 32 here") for line in beyond), "of two groups, not four"
+
+
+def test_if_sdp_cannot_be_planned_its_layout_is_not_changed() -> None:
+    """Three groups do not share four ranks."""
+    config = load_config(CONFIG | {"sdp": CONFIG["sdp"] | {"groups": 3}})
+    same, found, _ = candidates_in_a_layout_that_fits(config, Machine((2, 2), 1e12, 1.0, 1e12, 1e6), 4, 1e12)
+    assert same is config and not any(one.is_sdp for one in found)
 
 
 @pytest.mark.parametrize(
@@ -269,11 +287,12 @@ def test_if_sdp_does_not_fit_one_sharded_group_per_node_is_planned() -> None:
     [
         ({}, (4,)),
         ({}, (3, 1)),
-        ({}, (1, 1, 1, 1)),
+        ({"groups": 2}, (1, 1, 1, 1)),
         ({"capacity": [0.5, 0.5, 0.5, 1.0]}, (2, 2)),
+        ({"profile": [4, 4, 2, 2, 1, 1]}, (2, 2)),
         ({"groups": 2}, (2, 2)),
     ],
-    ids=["one node", "unequal nodes", "one device a node", "settings of a group", "the layout of the file"],
+    ids=["one node", "unequal nodes", "one device a node", "capacities", "profile", "the layout of the file"],
 )
 def test_one_group_per_node_is_not_always_another_layout(section: dict[str, Any], slots: tuple[int, ...]) -> None:
     stage = {"zero_optimization": {"stage": 3}}

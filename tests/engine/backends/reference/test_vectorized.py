@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import sdp
 import torch
+from sdp.engine.backends.reference.frozen_rows import FrozenRows
 from sdp.engine.backends.reference.vectorized import are_close
 from sdp.engine.errors import ConfigError, ModelError
 from sdp.models.huggingface import declare_neuron_branches
@@ -143,22 +144,36 @@ def test_a_bias_that_all_groups_share_is_no_obstacle(masking: str) -> None:
     _assert_same_gradients(ours, theirs)
 
 
-@pytest.mark.parametrize("masking", ["forward", "backward"])
-def test_a_bias_of_neurons_trains_with_them(masking: str) -> None:
-    """In Qwen2, queries, keys and values have a bias."""
+def _qwen2() -> torch.nn.Module:
+    """Queries, keys and values have a bias."""
     transformers = pytest.importorskip("transformers")
+    sizes = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "num_attention_heads": 4}
+    settings = sizes | {"vocab_size": 200, "num_key_value_heads": 2, "use_cache": False}
+    return transformers.Qwen2ForCausalLM(transformers.Qwen2Config(**settings))
+
+
+def _bert() -> torch.nn.Module:
+    """The bias of the keys has a gradient of zero: it shifts all scores of a query alike."""
+    transformers = pytest.importorskip("transformers")
+    sizes = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "num_attention_heads": 4}
+    settings = sizes | {"vocab_size": 200, "hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
+    return transformers.BertForMaskedLM(transformers.BertConfig(**settings))
+
+
+@pytest.mark.parametrize(
+    ("build", "bias", "masking"),
+    [(_qwen2, "q_proj", "forward"), (_qwen2, "q_proj", "backward"), (_bert, "value", "backward")],
+)
+def test_a_bias_of_neurons_trains_with_them(build: Any, bias: str, masking: str) -> None:
     gradients = []
     for engine_name in ("vectorized", "reference"):
         torch.manual_seed(0)
-        sizes = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "num_attention_heads": 4}
-        model = transformers.Qwen2ForCausalLM(
-            transformers.Qwen2Config(vocab_size=200, num_key_value_heads=2, use_cache=False, **sizes)
-        )
         section = {"granularity": "neuron", "neuron_groups": 2, "masking": masking, "engine": engine_name}
-        engine = sdp.initialize(model=declare_neuron_branches(model), config=_config(**section))[0]
+        engine = sdp.initialize(model=declare_neuron_branches(build()), config=_config(**section))[0]
         engine.backward(engine(_rows("llama", 0, 0, 2)))
-        gradients.append({name: value.grad for name, value in engine.parameters_here.items()})
-    assert any(name.endswith("q_proj.bias") and gradient.abs().max() > 0 for name, gradient in gradients[0].items())
+        found = {name: value.grad for name, value in engine.parameters_here.items()}
+        assert any(name.endswith(f"{bias}.bias") and gradient.abs().max() > 0 for name, gradient in found.items())
+        gradients.append({name: gradient for name, gradient in found.items() if not name.endswith("key.bias")})
     _assert_same_gradients(*gradients)
 
 
@@ -235,9 +250,13 @@ REFUSED = {
     "neurons that meet": (_compares_neurons, {"granularity": "neuron"}, r"model\.layers\.0\.mlp adds more than sums"),
     "not a call": (_goes_past_a_branch, {"granularity": "neuron"}, "mlp is not called as a module"),
     "rows that meet": (_mixes_rows, {}, "rows of different groups interact"),
-    "a weight with two uses": (_reads_a_weight_elsewhere, OF_NEURONS, r"up_proj\.weight differs from the reference's"),
+    "a weight with two uses": (
+        _reads_a_weight_elsewhere,
+        OF_NEURONS,
+        r"gradient of model\.layers\.0\.mlp\.up_proj differs",
+    ),
     "rows elsewhere": (_moves_the_rows, OF_NEURONS, r"gate_proj must have the 4 rows .* has the shape \(6, 4, 12\)"),
-    "rows in another order": (_turns_the_rows, OF_NEURONS, r"gate_proj\.weight differs from the reference's"),
+    "rows in another order": (_turns_the_rows, OF_NEURONS, r"gate_proj differs from the reference's"),
     "neurons of rows that meet": (_mixes_rows, OF_NEURONS, "rows of different groups interact"),
 }
 
@@ -257,8 +276,43 @@ def test_rows_elsewhere_are_found_in_a_square_batch_too() -> None:
     model, ids = models.build("even-llama"), torch.randint(19, (4, 4), generator=torch.Generator().manual_seed(0))
     _moves_the_rows(model)
     engine = sdp.initialize(model=model, config=_config(**OF_NEURONS))[0]
-    with pytest.raises(ModelError, match=r"gate_proj\.weight differs from the reference's"):
+    with pytest.raises(ModelError, match=r"gate_proj differs from the reference's"):
         engine({"input_ids": ids, "labels": ids})
+
+
+def test_gradients_are_compared_even_if_the_first_call_has_none() -> None:
+    model, batch = models.build("even-llama"), _rows("llama", 0, 0, 2)
+    _turns_the_rows(model)
+    engine = sdp.initialize(model=model, config=_config(**OF_NEURONS))[0]
+    with torch.no_grad():
+        engine(batch)
+    with pytest.raises(ModelError, match=r"gate_proj differs from the reference's"):
+        engine(batch)
+
+
+class _Masked(torch.nn.Module):
+    """A block with an optional mask for each row, and a table that is the same for all rows."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.tensor([2.0]))
+
+    def forward(self, x: torch.Tensor, table: torch.Tensor, mask: torch.Tensor | None) -> torch.Tensor:
+        return self.weight * x * table.sum() * (1 if mask is None else mask)
+
+
+def test_an_argument_may_be_none_at_first() -> None:
+    block, groups = _Masked(), torch.tensor([0, 0, 1, 1])
+    of_rows: list[torch.Tensor | None] = [None]
+    frozen = FrozenRows(block, [0], lambda: of_rows[0])
+    x, table, mask = torch.arange(1.0, 5.0), torch.arange(4.0), torch.tensor([1.0, 0.0, 1.0, 1.0])
+    with frozen.learning(), torch.no_grad():
+        block(x[:2], table, None)
+        of_rows[0] = groups
+        block(x, table, None)
+    block(x, table, mask).sum().backward()
+    assert block.weight.grad is not None
+    assert block.weight.grad.item() == table.sum().item()  # of the first row: the second is masked
 
 
 def test_a_layer_of_neurons_of_another_type_is_refused() -> None:
