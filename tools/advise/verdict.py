@@ -252,5 +252,8 @@ def _of_another_recipe(config: Config) -> list[str]:
         if own != measured:
             found.append(f"{what}: {shorten(str(own))} here, {measured} where losses were measured")
     if sdp.sync is None and sdp.lr_scale not in ("auto", 0.5):
-        found.append(f"sdp.lr_scale: {sdp.lr_scale} here, 0.5 where losses with averages in every step were measured")
+        found.append(
+            f"sdp.lr_scale: {sdp.lr_scale} here, 0.5 where losses with averages in every step were measured (of the "
+            "schedule: the better of 0.5 and none)"
+        )
     return found
