@@ -111,11 +111,13 @@ def draw_workers() -> None:
     """Held-out loss against the number of workers, less the smaller dense model's; a panel for each
     capacity.
     """
-    colours = {"dense": "black", "forward": COLOURS[0], "backward": COLOURS[1], "forward, then backward": COLOURS[2]}
+    schedule = "forward, then backward"
+    colours = {"dense": "black", "forward": COLOURS[0], "backward": COLOURS[1], schedule: COLOURS[2]}
+    colours[f"{schedule}, one rate"] = COLOURS[3]
     found = [one for name in ("workers", "workers_many") for one in read(name)["differences"]]
     figure, panels = new_figure(10, 4.4, 2, share_y=True)
     for axes, capacity, reference, rows in (
-        (panels[0], 0.5, "smaller dense, equal memory", ("dense", "forward", "backward", "forward, then backward")),
+        (panels[0], 0.5, "smaller dense, equal memory", tuple(colours)),
         (panels[1], 0.25, "smaller dense, memory of C = 0.25", ("dense", "backward, C = 0.25")),
     ):
         workers: set[int] = set()

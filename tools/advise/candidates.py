@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Callable, Sequence
 
 from ...engine.config.masking import Masking
@@ -109,36 +110,41 @@ def candidates(
     return found, [*notes, *smaller.notes, *_layouts(config, found)]
 
 
-def candidates_in_a_layout_that_fits(
+def candidates_in_the_better_layout(
     config: Config,
     machine: Machine,
     world: int,
     memory: float | None,
     report: Callable[[str], None] = lambda _: None,
 ) -> tuple[Config, list[Candidate], list[str]]:
-    """Like :func:`candidates`. If SDP does not fit in the layout of ``config``, one sharded group
-    for each node is planned too, and used if SDP fits in it.
+    """Like :func:`candidates`, in the layout of ``config`` or with one sharded group for each node.
+
+    The layout is used in which SDP fits, and in which its fastest step is faster if it fits in
+    both. The smaller dense model has the fastest layout, too.
 
     Returns:
         The configuration with the layout of the candidates, and what :func:`candidates` returns.
     """
     found, notes = candidates(config, machine, world, memory, report)
     other = one_group_per_node(config, machine)
-    if other is None:
+    if other is None or not any(one.is_sdp for one in found):
         return config, found, notes
-    keys = f"--set sdp.groups={other.sdp.groups} zero_optimization.stage={other.zero_optimization.stage}"
-    if memory is None or not any(one.is_sdp for one in found) or _holds_sdp(found, memory):
-        return config, found, [*notes, f"Compare {keys}: one sharded group per node"]
-    report("one sharded group per node, because SDP does not fit")
+    report("the same with one sharded group per node")
     again, more = candidates(other, machine, world, memory, report)
-    here = f"SDP does not fit with {_layout(config)}"
-    if not _holds_sdp(again, memory):
-        return config, found, [*notes, f"{here}. Nor does it with one sharded group per node ({keys})"]
-    return other, again, [f"{here}. So one sharded group per node is planned: {keys}", *more]
+    own, per_node = (_fastest_sdp(ways, memory) for ways in (found, again))
+    keys = f"--set sdp.groups={other.sdp.groups} zero_optimization.stage={other.zero_optimization.stage}"
+    alternative = f"one sharded group per node ({keys})"
+    if per_node < own:
+        why = "is slower" if own < math.inf else "does not fit"
+        return other, again, [f"SDP {why} with {_layout(config)}. So {alternative} is planned", *more]
+    why = "would not be faster" if own < math.inf else "would not fit either"
+    return config, found, [*notes, f"With {alternative}, SDP {why}"]
 
 
-def _holds_sdp(found: Sequence[Candidate], memory: float) -> bool:
-    return any(one.is_sdp and one.peak <= memory for one in found)
+def _fastest_sdp(found: Sequence[Candidate], memory: float | None) -> float:
+    """Seconds of the fastest step of SDP with averages in every step. Infinite if nothing fits."""
+    fitting = (one for one in found if one.is_sdp and one.every == 1 and (memory is None or one.peak <= memory))
+    return min((one.seconds for one in fitting), default=math.inf)
 
 
 def one_group_per_node(config: Config, machine: Machine) -> Config | None:

@@ -25,7 +25,7 @@ from ..runs.run_config import with_initial_model
 from ..runs.run_files import read_run
 from ..shared.arguments import add_config_arguments, positive_int
 from .candidate import Candidate
-from .candidates import candidates_in_a_layout_that_fits, with_groups
+from .candidates import candidates_in_the_better_layout, with_groups
 from .evidence import Estimate, Evidence, ManyEpochs
 from .verdict import SIMILAR, Verdict, decide, extrapolations
 
@@ -89,7 +89,7 @@ def run(args: argparse.Namespace) -> int:
     memory = options.memory
     config, chosen = with_groups(config, machine, world)
     noise = None if options.noise is None else _noise_scale(options.noise)  # planning takes a while
-    config, found, notes = candidates_in_a_layout_that_fits(config, machine, world, memory, _report)
+    config, found, notes = candidates_in_the_better_layout(config, machine, world, memory, _report)
     if not any(one.method == "dense" and one.every == 1 for one in found):
         why = "; ".join(notes)
         raise ConfigError(f"{options.config}: the dense model cannot be planned ({why}), so nothing is compared")

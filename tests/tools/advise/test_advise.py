@@ -8,7 +8,6 @@ import json
 import math
 import re
 from pathlib import Path
-from typing import Any
 
 import pytest
 from sdp.engine.config.load import load_config
@@ -16,7 +15,7 @@ from sdp.engine.config.sync import SyncSection
 from sdp.tests.support.small_runs import make_corpus
 from sdp.tests.tools.advise.made_up import CONFIG, machine_with_link, made_up_evidence
 from sdp.tools.advise.candidate import Candidate
-from sdp.tools.advise.candidates import candidates, candidates_in_a_layout_that_fits, one_group_per_node, with_groups
+from sdp.tools.advise.candidates import candidates, with_groups
 from sdp.tools.advise.dense_models import SmallerModels
 from sdp.tools.advise.evidence import FILE, Evidence
 from sdp.tools.advise.verdict import decide
@@ -244,60 +243,6 @@ def test_the_smaller_model_has_the_fastest_layout_that_fits(fast: list[Candidate
     assert smaller.layout == "HSDP"
     tight = SmallerModels(config, machine, 4, sync, smaller.peak - 1).planned(fast)[0]
     assert tight.layout == "FSDP (ZeRO-3)" and tight.peak < smaller.peak and tight.seconds > smaller.seconds
-
-
-def test_if_sdp_does_not_fit_one_sharded_group_per_node_is_planned(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    content = CONFIG | {"sdp": CONFIG["sdp"] | {"groups": 4}}
-    config, machine = load_config(content), Machine((2, 2), 1e12, 1.0, 1e12, 1e6)
-    keys = "--set sdp.groups=2 zero_optimization.stage=3"
-    _, found, notes = candidates_in_a_layout_that_fits(config, machine, 4, None)
-    peak = min(one.peak for one in found if one.is_sdp)
-    assert notes[-1] == f"Compare {keys}: one sharded group per node"
-    same, roomy, _ = candidates_in_a_layout_that_fits(config, machine, 4, peak)
-    assert same is config and [one.groups for one in roomy if one.is_sdp] == [4] * 5
-    reported: list[str] = []
-    other, tight, notes = candidates_in_a_layout_that_fits(config, machine, 4, peak - 1, reported.append)
-    assert (other.sdp.groups, other.zero_optimization.stage) == (2, 3)
-    assert any(one.is_sdp and one.peak < peak and one.groups == 2 for one in tight)
-    refused = "SDP does not fit with sdp.groups 4, zero_optimization.stage 0"
-    assert notes[0] == f"{refused}. So one sharded group per node is planned: {keys}"
-    assert "DiLoCo, the largest dense model and SDP are planned with sdp.groups 2, zero_optimization.stage 3" in notes
-    assert reported.count("SDP, forward") == 2
-    same, nothing, notes = candidates_in_a_layout_that_fits(config, machine, 4, 1.0)
-    assert same is config and {one.groups for one in nothing if one.is_sdp} == {4}
-    assert notes[-1] == f"{refused}. Nor does it with one sharded group per node ({keys})"
-    path = tmp_path / "my.json"
-    path.write_text(json.dumps(content))
-    main(["advise", str(path), "--world", "4", "--gpus-per-node", "2", "--device-memory", f"{peak - 1}B", "--json"])
-    beyond = json.loads(capsys.readouterr().out)["extrapolations"]
-    assert any(line.startswith("tokens of a group in a step: 32 here") for line in beyond), "of two groups, not four"
-
-
-def test_if_sdp_cannot_be_planned_its_layout_is_not_changed() -> None:
-    """Three groups do not share four ranks."""
-    config = load_config(CONFIG | {"sdp": CONFIG["sdp"] | {"groups": 3}})
-    same, found, _ = candidates_in_a_layout_that_fits(config, Machine((2, 2), 1e12, 1.0, 1e12, 1e6), 4, 1e12)
-    assert same is config and not any(one.is_sdp for one in found)
-
-
-@pytest.mark.parametrize(
-    ("section", "slots"),
-    [
-        ({}, (4,)),
-        ({}, (3, 1)),
-        ({"groups": 2}, (1, 1, 1, 1)),
-        ({"capacity": [0.5, 0.5, 0.5, 1.0]}, (2, 2)),
-        ({"profile": [4, 4, 2, 2, 1, 1]}, (2, 2)),
-        ({"groups": 2}, (2, 2)),
-    ],
-    ids=["one node", "unequal nodes", "one device a node", "capacities", "profile", "the layout of the file"],
-)
-def test_one_group_per_node_is_not_always_another_layout(section: dict[str, Any], slots: tuple[int, ...]) -> None:
-    stage = {"zero_optimization": {"stage": 3}}
-    config = load_config(CONFIG | stage | {"sdp": CONFIG["sdp"] | {"groups": 4} | section})
-    assert one_group_per_node(config, Machine(slots, 1e12, 1.0, 1e12, 1e6)) is None
 
 
 def test_the_largest_dense_model_has_at_most_the_peak_of_backward_masking(fast: list[Candidate]) -> None:
