@@ -119,8 +119,9 @@ def candidates_in_the_better_layout(
 ) -> tuple[Config, list[Candidate], list[str]]:
     """Like :func:`candidates`, in the layout of ``config`` or with one sharded group for each node.
 
-    The layout is used in which SDP fits, and in which its fastest step is faster if it fits in
-    both. The smaller dense model has the fastest layout, too.
+    The better layout is the one in which more maskings of SDP fit, and if they are as many, the one
+    with the fastest step of SDP. Local steps do not count. DiLoCo and the largest dense model have
+    the same layout. The smaller dense model has the fastest layout that fits.
 
     Returns:
         The configuration with the layout of the candidates, and what :func:`candidates` returns.
@@ -131,20 +132,27 @@ def candidates_in_the_better_layout(
         return config, found, notes
     report("the same with one sharded group per node")
     again, more = candidates(other, machine, world, memory, report)
-    own, per_node = (_fastest_sdp(ways, memory) for ways in (found, again))
+    own, per_node = (_rank(ways, memory) for ways in (found, again))
     keys = f"--set sdp.groups={other.sdp.groups} zero_optimization.stage={other.zero_optimization.stage}"
     alternative = f"one sharded group per node ({keys})"
-    if per_node < own:
-        why = "is slower" if own < math.inf else "does not fit"
-        return other, again, [f"SDP {why} with {_layout(config)}. So {alternative} is planned", *more]
-    why = "would not be faster" if own < math.inf else "would not fit either"
+    if per_node > own:
+        why = _why_worse(own, per_node)
+        return other, again, [f"SDP {why} in the layout {_layout(config)}. So {alternative} is planned", *more]
+    why = _why_worse(per_node, own) if any(one.is_sdp for one in again) else "cannot be planned"
     return config, found, [*notes, f"With {alternative}, SDP {why}"]
 
 
-def _fastest_sdp(found: Sequence[Candidate], memory: float | None) -> float:
-    """Seconds of the fastest step of SDP with averages in every step. Infinite if nothing fits."""
-    fitting = (one for one in found if one.is_sdp and one.every == 1 and (memory is None or one.peak <= memory))
-    return min((one.seconds for one in fitting), default=math.inf)
+def _rank(found: Sequence[Candidate], memory: float | None) -> tuple[int, float]:
+    """How many ways of SDP fit that average in every step, and how fast the fastest step is."""
+    ways = [one for one in found if one.is_sdp and one.every == 1 and (memory is None or one.peak <= memory)]
+    return len(ways), -min((one.seconds for one in ways), default=math.inf)
+
+
+def _why_worse(worse: tuple[int, float], better: tuple[int, float]) -> str:
+    """Say in which respect a layout with the first rank is worse than one with the second."""
+    if not worse[0]:
+        return "does not fit"
+    return "is slower" if worse[0] == better[0] else "fits with fewer maskings"
 
 
 def one_group_per_node(config: Config, machine: Machine) -> Config | None:
