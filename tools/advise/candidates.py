@@ -161,9 +161,9 @@ def one_group_per_node(config: Config, machine: Machine) -> Config | None:
     None if that is its layout, if it is not possible, or if groups have settings of their own.
     """
     sdp, nodes, devices = config.sdp, len(machine.slots), machine.slots[0]
-    own_settings = isinstance(sdp.capacity, list) or not isinstance(sdp.placement, str)
-    own_settings = own_settings or not isinstance(sdp.profile, str)
-    own_settings = own_settings or sdp.elastic.enabled
+    own_settings = sdp.elastic.enabled or not (
+        isinstance(sdp.capacity, float) and isinstance(sdp.placement, str) and isinstance(sdp.profile, str)
+    )
     tensor_parallel = config.tensor_parallel.autotp_size
     is_possible = nodes > 1 and machine.slots == (devices,) * nodes and devices % tensor_parallel == 0
     if own_settings or not is_possible or devices == tensor_parallel:

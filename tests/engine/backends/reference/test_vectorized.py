@@ -153,7 +153,9 @@ def _qwen2() -> torch.nn.Module:
 
 
 def _bert() -> torch.nn.Module:
-    """The bias of the keys has a gradient of zero: it shifts all scores of a query alike."""
+    """A BERT. The bias of its keys adds the same number to all scores of a query, so softmax is
+    unchanged and the gradient of this bias is zero.
+    """
     transformers = pytest.importorskip("transformers")
     sizes = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "num_attention_heads": 4}
     settings = sizes | {"vocab_size": 200, "hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
@@ -228,7 +230,7 @@ def _turns_the_rows(model: Any) -> None:
 
 
 def _moves_the_rows(model: Any) -> None:
-    """Of the feed-forward, to its second dimension."""
+    """Give every feed-forward block an input that has the rows in its second dimension."""
     for layer in model.model.layers:
         plain = layer.mlp.forward
         layer.mlp.forward = lambda hidden, plain=plain: plain(hidden.transpose(0, 1)).transpose(0, 1)
