@@ -95,6 +95,7 @@ class Cell:
     profile.
 
     A ``matched`` run has as many operations as the dense model's run. Others have as many steps.
+    ``rate`` is the optimizer's learning rate. None: that of the task.
     """
 
     task: str
@@ -103,12 +104,14 @@ class Cell:
     profile: str
     seed: int
     matched: bool = False
+    rate: float | None = None
 
     @property
     def name(self) -> str:
         """The name of the run's directory."""
-        parts = [self.task, self.granularity, f"{self.capacity:g}", self.profile.replace(" ", "_"), f"seed{self.seed}"]
-        return "-".join(filter(None, [*parts, "matched" if self.matched else ""]))
+        rate = "" if self.rate is None else f"lr{self.rate}"
+        parts = [self.task, self.granularity, f"{self.capacity:g}", self.profile.replace(" ", "_"), rate]
+        return "-".join(filter(None, [*parts, f"seed{self.seed}", "matched" if self.matched else ""]))
 
     @property
     def label(self) -> str:
@@ -123,6 +126,8 @@ class Cell:
         if self.profile == SMALLER:
             config["model"][task.size] = smaller_size(self.task, self.capacity)
         config["model"] |= task.controls.get(self.profile, {})
+        if self.rate is not None:
+            config["optimizer"]["params"]["lr"] = self.rate
         groups = 1 if dense else GROUPS
         config["train_micro_batch_size_per_gpu"] = task.rows // groups
         config["steps_per_print"] = 10**6
@@ -141,7 +146,7 @@ class Cell:
         if data is not None:
             config["data"]["path"] = str(data)
         if self.matched:
-            _stretch(config, matched_steps(replace(self, seed=0, matched=False), data))
+            _stretch(config, matched_steps(replace(self, seed=0, matched=False, rate=None), data))
         config["training"] |= {"seed": self.seed, "evaluate_every": config["training"]["steps"], "save_every": 0}
         return config
 
@@ -215,7 +220,9 @@ class Sweep:
     """What is compared. Raises :class:`ConfigError` for controls or profiles that the task lacks.
 
     With ``controls``, the dense model also runs with dropout and with stochastic depth. With
-    ``matched``, SDP and the smaller model also run with as many operations as the dense model.
+    ``matched``, SDP and the smaller model also run with as many operations as the dense model. With
+    ``rates``, each column of a line runs with each of them and seed 0, and the other seeds have the
+    best of them.
     """
 
     task: str
@@ -225,6 +232,7 @@ class Sweep:
     profiles: Sequence[str] = ()
     controls: bool = False
     matched: bool = False
+    rates: Sequence[float] = ()
 
     def __post_init__(self) -> None:
         if self.controls and not TASKS[self.task].controls:
@@ -249,26 +257,33 @@ class Sweep:
         """The values of ``matched`` that runs have: False, and True if the user asked for it."""
         return [False, True] if self.matched else [False]
 
-    def cell(self, granularity: str, capacity: float, profile: str, seed: int, *, matched: bool = False) -> Cell:
-        """Return the run of one column.
+    def cell(self, granularity: str, capacity: float, profile: str, *, matched: bool = False) -> Cell:
+        """Return the run of one column with seed 0 and the task's learning rate.
 
         All granularities share a dense model's run. A full-size one also serves all capacities and
         lengths.
         """
         if profile in self.whole:
-            return Cell(self.task, "", 1.0, profile, seed)
-        return Cell(self.task, "" if profile == SMALLER else granularity, capacity, profile, seed, matched)
+            return Cell(self.task, "", 1.0, profile, 0)
+        return Cell(self.task, "" if profile == SMALLER else granularity, capacity, profile, 0, matched)
 
     def cells(self) -> list[Cell]:
-        """Return every run once, seeds outermost, so that an unfinished sweep has whole tables of
-        fewer seeds.
-        """
-        keys = itertools.product(
-            range(self.seeds), self.lengths, [*self.whole, *self.parts], self.granularities, self.capacities
-        )
+        """Return the run of every column of every line once, with seed 0 and the task's rate."""
+        keys = itertools.product(self.lengths, [*self.whole, *self.parts], self.granularities, self.capacities)
         return list(
             dict.fromkeys(
-                self.cell(granularity, capacity, profile, seed, matched=matched)
-                for seed, matched, profile, granularity, capacity in keys
+                self.cell(granularity, capacity, profile, matched=matched)
+                for matched, profile, granularity, capacity in keys
             )
         )
+
+    def tried(self, cell: Cell) -> list[Cell]:
+        """Return the run of ``cell`` with seed 0 and each learning rate."""
+        return [replace(cell, rate=rate) for rate in self.rates or (None,)]
+
+    def others(self, cells: Sequence[Cell]) -> list[Cell]:
+        """Return the runs of ``cells`` with the other seeds.
+
+        Seeds are outermost, so that an unfinished sweep has whole tables of fewer seeds.
+        """
+        return [replace(cell, seed=seed) for seed in range(1, self.seeds) for cell in cells]

@@ -5,6 +5,9 @@ over some seeds. Two columns are for comparison: the dense model, and a smaller 
 needs no more memory than a group does. A comparison means something only if the dense model beats
 the smaller one by more than the seeds differ. The report says where it does not.
 
+With ``--learning-rate``, each method has each of the rates with seed 0. Its other seeds have the
+rate with the lowest loss.
+
 All groups of a run are in one process. A run is an ``sdp train`` with its own files in OUT.
 Finished runs are not repeated, so a sweep can be stopped and continued.
 """
@@ -20,11 +23,18 @@ from pathlib import Path
 from typing import Any
 
 from ...engine.environment.child import usable_cores
-from ..shared.arguments import positive_int
+from ..shared.arguments import positive_int, positive_number
 from ..shared.files import make_folder, write_own
 from .cells import CAPACITIES, DENSE, MATCHED, PROFILES, SMALLER, TASKS, Cell, Sweep
 from .plot import plot_sweep
-from .runs import figures_of, prepared_data, run_all, text_of
+from .runs import figures_of, prepared_data, result_of, run_all, text_of
+
+
+def best_rate(sweep: Sweep, cell: Cell, out: Path) -> Cell | None:
+    """Return the run of ``cell`` whose learning rate has the lowest loss. None if none is done."""
+    results = [(result_of(run, out), run) for run in sweep.tried(cell)]
+    done = [(result["loss"], run) for result, run in results if result is not None]
+    return min(done, key=lambda one: one[0])[1] if done else None
 
 
 def table(sweep: Sweep, granularity: str, out: Path) -> tuple[str, list[dict[str, Any]]]:
@@ -35,19 +45,25 @@ def table(sweep: Sweep, granularity: str, out: Path) -> tuple[str, list[dict[str
     columns = [*sweep.whole, *sweep.parts]
     rows: dict[tuple[float, str], dict[str, Any]] = {}
     for capacity, matched, profile in itertools.product(sweep.capacities, sweep.lengths, columns):
-        found = [sweep.cell(granularity, capacity, profile, seed, matched=matched) for seed in range(sweep.seeds)]
-        if row := figures_of(found, out):
-            rows[capacity, found[0].label] = {"capacity": capacity, "profile": found[0].label, **row}
+        first = best_rate(sweep, sweep.cell(granularity, capacity, profile, matched=matched), out)
+        if first is not None and (row := figures_of([first, *sweep.others([first])], out)):
+            tuned = {"rate": first.rate} if sweep.rates else {}
+            rows[capacity, first.label] = {"capacity": capacity, "profile": first.label, **tuned, **row}
     lines = [f"| C | {' | '.join(columns)} | size pays |", "|---" * (len(columns) + 2) + "|"]
     for capacity, matched in itertools.product(sweep.capacities, sweep.lengths):
         found = [
-            rows.get((capacity, sweep.cell(granularity, capacity, profile, 0, matched=matched).label))
+            rows.get((capacity, sweep.cell(granularity, capacity, profile, matched=matched).label))
             for profile in columns
         ]
         pays = _pays(rows.get((capacity, DENSE)), found[columns.index(SMALLER)])
         name = f"{capacity:g}, {MATCHED}" if matched else f"{capacity:g}"
-        lines.append(f"| {name} | {' | '.join(text_of(row, steps=matched) for row in found)} | {pays} |")
+        lines.append(f"| {name} | {' | '.join(_text(row, steps=matched) for row in found)} | {pays} |")
     return "\n".join(lines), list(rows.values())
+
+
+def _text(row: Mapping[str, Any] | None, *, steps: bool) -> str:
+    rate = f", rate {row['rate']:g}" if row is not None and "rate" in row else ""
+    return text_of(row, steps=steps) + rate
 
 
 def _pays(dense: Mapping[str, Any] | None, smaller: Mapping[str, Any] | None) -> str:
@@ -93,7 +109,14 @@ class ProfileOptions:
         Raises :class:`ConfigError` for what the task does not have.
         """
         sweep = Sweep(
-            args.task, args.granularity, args.capacity, args.seeds, args.profile, args.controls, args.flop_matched
+            args.task,
+            args.granularity,
+            args.capacity,
+            args.seeds,
+            args.profile,
+            args.controls,
+            args.flop_matched,
+            args.learning_rate,
         )
         return cls(args.out, sweep, args.jobs)
 
@@ -119,6 +142,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--flop-matched", action="store_true", help="also runs with as many operations as the dense model's"
     )
+    parser.add_argument(
+        "--learning-rate",
+        nargs="+",
+        type=positive_number,
+        default=[],
+        help="rates to try for each method (default: one, 0.006 for llama and 0.002 for resnet18)",
+    )
     parser.add_argument("--seeds", type=positive_int, default=3, help="runs of every cell (default: 3)")
     parser.add_argument(
         "--jobs", type=positive_int, default=usable_cores(), help="runs at a time, one thread each (default: the cores)"
@@ -129,11 +159,14 @@ def run(args: argparse.Namespace) -> int:
     """Run what is missing of the sweep, and print its tables. Exit code 1: a run failed."""
     options = ProfileOptions.from_args(args)
     make_folder(options.out)
-    first = Cell(options.sweep.task, "", 1.0, DENSE, 0).config(None)
-    cells = options.sweep.cells()
-    data = prepared_data(first, options.out)
+    sweep, out = options.sweep, options.out
+    data = prepared_data(Cell(sweep.task, "", 1.0, DENSE, 0).config(None), out)
+    cells = sweep.cells()
     for cell in cells:
         cell.config(data)  # traces here what the cell needs: threads would share the tracer's process group
-    failed = list(run_all(cells, options.out, data, options.jobs))
-    print(report(options.sweep, options.out))
+    first = list(dict.fromkeys(run for cell in cells for run in sweep.tried(cell)))
+    failed = list(run_all(first, out, data, options.jobs))
+    best = filter(None, (best_rate(sweep, cell, out) for cell in cells))
+    failed += run_all(sweep.others(list(best)), out, data, options.jobs)
+    print(report(sweep, out))
     return 1 if failed else 0

@@ -14,6 +14,7 @@ from sdp.engine.placement.policies import make_placement
 from sdp.engine.placement.profiles import explicit_profile
 from sdp.engine.placement.units import find_neuron_units, find_units
 from sdp.models.registry import build_model
+from sdp.tools.cli import main
 from sdp.tools.study.cells import (
     CAPACITIES,
     DENSE,
@@ -28,7 +29,7 @@ from sdp.tools.study.cells import (
     linear,
     smaller_size,
 )
-from sdp.tools.study.profiles import report
+from sdp.tools.study.profiles import best_rate, report
 from sdp.tools.study.runs import run_one
 
 
@@ -78,9 +79,10 @@ def test_every_configuration_is_one_and_every_group_has_room(tmp_path: Path, cel
 
 
 def test_a_sweep_has_every_run_once_and_controls_and_matched_runs_where_they_are_asked_for() -> None:
-    plain = Sweep("llama", ["block", "neuron"], [0.25, 0.5], 2).cells()
-    assert len(plain) == len(set(plain)) == 2 * (1 + 2 + 2 * 2 * 3)
-    assert [cell.seed for cell in plain] == sorted(cell.seed for cell in plain)
+    sweep = Sweep("llama", ["block", "neuron"], [0.25, 0.5], 3)
+    plain = sweep.cells()
+    assert len(plain) == len(set(plain)) == 1 + 2 + 2 * 2 * 3
+    assert [run.seed for run in sweep.others(plain)] == [1] * len(plain) + [2] * len(plain)
     more = Sweep("llama", ["block"], [0.5], 1, ["depth"], controls=True, matched=True).cells()
     assert [(cell.profile, cell.matched) for cell in more] == [
         ("dense", False), ("dropout", False), ("stochastic depth", False), ("smaller dense", False), ("depth", False),
@@ -123,6 +125,30 @@ def test_matched_runs_have_the_operations_of_the_dense_run(tmp_path: Path) -> No
     }  # fmt: skip
     assert config["training"]["evaluate_every"] == steps
     assert config["model"] == Cell("llama", "block", 0.5, "uniform", 0).config(None)["model"]
+
+
+def test_each_method_has_every_rate_with_seed_0_and_the_best_one_with_the_others(tmp_path: Path) -> None:
+    sweep = Sweep("llama", ["block"], [0.5], 2, ["depth"], rates=[0.1, 0.2, 0.3])
+    cell = sweep.cell("block", 0.5, "depth")
+    assert [run.config(None)["optimizer"]["params"]["lr"] for run in sweep.tried(cell)] == [0.1, 0.2, 0.3]
+    assert best_rate(sweep, cell, tmp_path) is None
+    for run, loss in zip(sweep.tried(cell), (1.9, 1.5, 1.7), strict=True):
+        planted(tmp_path, run, loss)
+    best = best_rate(sweep, cell, tmp_path)
+    assert best is not None and best.rate == 0.2
+    (other,) = sweep.others([best])
+    assert (other.seed, other.rate) == (1, 0.2)
+    planted(tmp_path, other, 1.6)
+    assert "| – | – | 1.5500 ± 0.0707, rate 0.2 | ? |" in report(sweep, tmp_path)
+    (row,) = json.loads((tmp_path / "llama.json").read_text())["block"]
+    assert (row["rate"], row["by_seed"]) == (0.2, [1.5, 1.6])
+    assert sweep.tried(cell)[0].name == "llama-block-0.5-depth-lr0.1-seed0"
+
+
+@pytest.mark.parametrize("rate", ["0", "-1", "nan", "inf", "fast"])
+def test_a_rate_that_is_none_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str], rate: str) -> None:
+    assert main(["study", "profiles", str(tmp_path), f"--learning-rate={rate}"]) == 2
+    assert "--learning-rate" in capsys.readouterr().err
 
 
 def planted(out: Path, cell: Cell, loss: float) -> None:
