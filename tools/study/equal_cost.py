@@ -2,14 +2,15 @@
 
 The columns of such a grid are lengths of training, each with a schedule of its own. A row whose
 steps cost less makes more of them for the same cost. Its loss after so many steps lies between
-those of two of its lengths: it is interpolated over the logarithm of the steps. Nothing is
-extrapolated.
+those of two of its lengths: it is interpolated over the logarithm of the steps, for the mean and
+for each seed. Nothing is extrapolated.
 """
 
 from __future__ import annotations
 
 import itertools
 import math
+import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any
@@ -26,7 +27,7 @@ from ..shared.quantities import quantity
 
 OPERATIONS = "operations"
 
-_Points = Sequence[tuple[int, float]]  # steps and loss, with steps in ascending order
+_Cells = Sequence[Mapping[str, Any]]  # figures of the lengths of one row, shortest first
 
 
 class EqualCost(Section):
@@ -91,13 +92,27 @@ def _phases(setting: Any, steps: int | None) -> list[tuple[Masking, float]]:
     ]
 
 
-def loss_after(points: _Points, steps: float) -> float | None:
-    """Interpolate the loss after ``steps``. None outside of the points."""
-    for (fewer, before), (more, after) in itertools.pairwise(points):
-        if fewer <= steps <= more:
-            part = (math.log(steps) - math.log(fewer)) / (math.log(more) - math.log(fewer))
-            return before + part * (after - before)
+def loss_after(cells: _Cells, steps: float) -> tuple[float, float | None] | None:
+    """Interpolate the mean loss after ``steps``, and the sample deviation over the seeds.
+
+    The deviation is None with fewer than two seeds that have both lengths. The result is None
+    outside of the lengths.
+    """
+    for before, after in itertools.pairwise(cells):
+        if before["steps"] <= steps <= after["steps"]:
+            part = math.log(steps / before["steps"]) / math.log(after["steps"] / before["steps"])
+            pairs = zip(before["by_seed"], after["by_seed"], strict=True)
+            losses = [_between(*pair, part) for pair in pairs if None not in pair]
+            has_spread = len(losses) > 1 and all(map(math.isfinite, losses))
+            return _between(before["mean"], after["mean"], part), statistics.stdev(losses) if has_spread else None
     return None
+
+
+def _between(first: float, last: float, part: float) -> float:
+    """What lies at ``part`` of the way. Each end is exact, also if the other end is infinite."""
+    if part in (0, 1):
+        return last if part else first
+    return first + part * (last - first)
 
 
 @dataclass(frozen=True)
@@ -109,7 +124,8 @@ class Comparison:
         column: the column of the reference.
         row: the row.
         steps: the number of steps that this row makes for this cost.
-        loss: its loss then. None outside of the lengths that were trained.
+        loss: its mean loss then. None outside of the lengths that were trained.
+        spread: the sample deviation over the seeds. None of one seed, or without a loss.
     """
 
     measure: str
@@ -117,6 +133,7 @@ class Comparison:
     row: str
     steps: float
     loss: float | None
+    spread: float | None
 
 
 def compare(
@@ -126,18 +143,18 @@ def compare(
 
     ``costs``: by row, what :func:`step_costs` returns.
     """
-    points: dict[str, list[tuple[int, float]]] = {}
-    for cell in found:
-        points.setdefault(cell["row"], []).append((cell["steps"], cell["mean"]))
+    cells: dict[str, list[Mapping[str, Any]]] = {}
+    for cell in sorted(found, key=lambda cell: cell["steps"]):
+        cells.setdefault(cell["row"], []).append(cell)
     compared = []
     for measure in (OPERATIONS, *wanted.links):
         for cell in found:
             if cell["row"] != wanted.reference:
                 continue
-            for row, own in points.items():
+            for row, own in cells.items():
                 steps = cell["steps"] * costs[wanted.reference][measure] / costs[row][measure]
-                loss = loss_after(sorted(own), steps)
-                compared.append(Comparison(measure, cell["column"], row, steps, loss))
+                loss, spread = loss_after(own, steps) or (None, None)
+                compared.append(Comparison(measure, cell["column"], row, steps, loss, spread))
     return compared
 
 
@@ -162,5 +179,7 @@ def comparison_tables(compared: Sequence[Comparison], wanted: EqualCost) -> str:
 
 
 def _text(one: Comparison) -> str:
-    loss = "not trained so long" if one.loss is None else f"{one.loss:.4f}"
-    return f"{loss} ({one.steps:,.0f})"
+    if one.loss is None:
+        return f"not trained so long ({one.steps:,.0f})"
+    spread = "" if one.spread is None else f" ± {one.spread:.4f}"
+    return f"{one.loss:.4f}{spread} ({one.steps:,.0f})"

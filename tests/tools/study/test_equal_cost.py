@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import statistics
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +29,11 @@ def _costs(**sdp: Any) -> dict[str, float]:
     return step_costs(CONFIG | {"sdp": CONFIG["sdp"] | sdp}, WANTED)
 
 
+def _cell(steps: int, *by_seed: float | None) -> dict[str, Any]:
+    """Figures of a cell with these losses."""
+    return {"steps": steps, "mean": statistics.mean(filter(None, by_seed)), "by_seed": list(by_seed)}
+
+
 def test_the_cost_of_a_step_is_that_of_the_plan() -> None:
     dense, half = _costs(), _costs(capacity=0.5, masking="forward")
     assert half[OPERATIONS] < dense[OPERATIONS]
@@ -48,17 +54,23 @@ def test_a_schedule_of_maskings_costs_the_mean_of_its_phases() -> None:
 
 
 def test_loss_is_interpolated_over_the_logarithm_of_steps_and_never_extrapolated() -> None:
-    points = [(100, 3.0), (400, 2.0), (1600, 1.8)]
-    assert loss_after(points, 200) == pytest.approx(2.5)
-    assert loss_after(points, 800) == pytest.approx(1.9)
-    assert loss_after(points, 100) == 3.0 and loss_after(points, 1600) == pytest.approx(1.8)
-    assert loss_after(points, 99) is None and loss_after(points, 1601) is None
-    assert loss_after(points[:1], 100) is None, "one length says nothing of others"
+    cells = [_cell(100, 3.0), _cell(400, 2.0), _cell(1600, 1.8)]
+    for steps, loss in ((200, 2.5), (800, 1.9), (100, 3.0), (1600, 1.8)):
+        assert loss_after(cells, steps) == (pytest.approx(loss), None)
+    assert loss_after(cells, 99) is None and loss_after(cells, 1601) is None
+    assert loss_after(cells[:1], 100) is None, "one length says nothing of others"
+
+
+def test_the_deviation_is_that_of_the_seeds_that_have_both_lengths() -> None:
+    cells = [_cell(100, 3.0, 3.2, 2.8), _cell(400, 2.0, 2.6, None)]
+    mean = (3.0 + 2.3) / 2
+    assert loss_after(cells, 200) == (pytest.approx(mean), pytest.approx((2.9 - 2.5) / 2**0.5))
+    assert loss_after([_cell(100, 3.0, 3.2), _cell(400, 2.0, None)], 200) == (pytest.approx(2.55), None)
 
 
 def test_a_row_with_cheaper_steps_makes_more_of_them() -> None:
     found = [
-        {"row": row, "column": column, "steps": steps, "mean": loss}
+        {"row": row, "column": column, **_cell(steps, loss - 0.1, loss + 0.1)}
         for row, losses in {"dense": (3.0, 2.0), "half": (3.2, 2.4)}.items()
         for column, steps, loss in zip(("short", "long"), (100, 400), losses, strict=True)
     ]
@@ -74,7 +86,7 @@ def test_a_row_with_cheaper_steps_makes_more_of_them() -> None:
     assert compared["1Gbit/s", "long", "half"].loss == pytest.approx(2.4)
     assert all(one.loss is not None for (_, _, row), one in compared.items() if row == "dense")
     text = comparison_tables(list(compared.values()), WANTED)
-    assert "| half | 2.8000 (200) | not trained so long (800) |" in text and "seconds over 1Gbit/s" in text
+    assert "| half | 2.8000 ± 0.1414 (200) | not trained so long (800) |" in text and "seconds over 1Gbit/s" in text
 
 
 @pytest.mark.parametrize(
@@ -105,4 +117,6 @@ def test_columns_of_a_comparison_are_lengths_of_training(tmp_path: Path) -> None
 
 
 def test_a_run_that_diverged_is_not_interpolated_into_a_number() -> None:
-    assert not math.isfinite(loss_after([(100, 3.0), (400, math.inf)], 200) or 0.0)
+    cells = [_cell(100, 3.0, 3.2), _cell(400, 2.0, math.inf)]
+    assert loss_after(cells, 200) == (math.inf, None)
+    assert loss_after(cells, 100) == (pytest.approx(3.1), pytest.approx(0.2 / 2**0.5))
