@@ -87,30 +87,25 @@ def of_instruments() -> Iterator[Any]:
 
 
 def of_local_steps() -> Iterator[Any]:
-    """Local steps, against the dense model that averages in every step. H = 32 has rates that were
-    tuned, the others have one rate.
-    """
-    once = {(cell["row"], cell["column"]): cell for cell in read("local_steps_loss")["local_steps"]["cells"]}
-    tuned = {(cell["row"], cell["column"]): cell for cell in read("local_steps_rates")["cells"]}
-    every_step = "dense (DDP, DiLoCo)", "every step"
+    """Local steps, against the dense model that averages in every step."""
+    cells = {(cell["row"], cell["column"]): cell for cell in read("local_steps_rates")["cells"]}
+    dense = cells["dense (DDP, DiLoCo)", "every step"]
     study = json.loads((DOCS.parent / "configs" / "studies" / "local_steps.json").read_text(encoding="utf-8"))
     groups = study["base"]["sdp"]["groups"]
-    for row, column in once:
+    for (row, column), cell in cells.items():
         if column != "every step":
             capacity = 1.0 if row.startswith("dense") else 0.5
-            cells = tuned if (row, column) in tuned else once
-            every = int(column.removeprefix("H = "))
-            yield gap(METHODS[row], every, capacity, cells[row, column], cells[every_step], "local_steps", groups)
+            yield gap(METHODS[row], int(column.removeprefix("H = ")), capacity, cell, dense, "local_steps", groups)
 
 
 def of_profiles() -> Iterator[Any]:
-    """Other capacities, under forward masking with the profile "depth"."""
-    for row in read("profiles")["llama_block"]:
-        if row["capacity"] != 0.5:
-            dense = dict(zip(("mean", "spread"), row["dense"], strict=True))
-            for method, key in (("smaller dense", "smaller_dense"), ("forward", "depth")):
-                cell = dict(zip(("mean", "spread"), row[key], strict=True)) | {"seeds": 3}
-                yield gap(method, 1, row["capacity"], cell, dense, "profiles")
+    """Other capacities than 0.5, under forward masking with the profile "depth"."""
+    rows = read("profiles")["llama"]["block"]
+    for row in rows:
+        method = {"smaller dense": "smaller dense", "depth": "forward"}.get(row["profile"])
+        if row["capacity"] != 0.5 and method is not None:
+            (dense,) = (one for one in rows if (one["capacity"], one["profile"]) == (row["capacity"], "dense"))
+            yield gap(method, 1, row["capacity"], row, dense, "profiles")
 
 
 def of_workers() -> Iterator[Any]:

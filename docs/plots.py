@@ -203,22 +203,23 @@ def draw_memory() -> None:
 
 def draw_profiles(model: str, methods: tuple[str, ...]) -> None:
     """Held-out loss against capacity, with the seeds' deviation; a panel for each granularity."""
-    data = read("profiles")
+    data = read("profiles")[model]
     figure, panels = new_figure(10, 4.8, 2, share_y=True)
     for axes, granularity in zip(panels, ("block", "neuron"), strict=True):
-        rows = data[f"{model}_{granularity}"]
         for method, colour in zip(methods, COLOURS, strict=False):
+            rows = [row for row in data[granularity] if row["profile"] == method]
             axes.errorbar(
                 [row["capacity"] for row in rows],
-                [row[method][0] for row in rows],
-                [row[method][1] for row in rows],
+                [row["mean"] for row in rows],
+                [row["spread"] for row in rows],
                 color=colour,
                 marker="o",
                 capsize=4,
                 linestyle="--" if "dense" in method else "-",
-                label=method.replace("_", " "),
+                label=method,
             )
-        axes.set(title=f"{granularity} level", xlabel="capacity", xticks=[row["capacity"] for row in rows])
+        capacities = sorted({row["capacity"] for row in data[granularity]})
+        axes.set(title=f"{granularity} level", xlabel="capacity", xticks=capacities)
     panels[0].set_ylabel("held-out loss of the full model")
     panels[1].legend(frameon=False)
     save(figure, f"profiles_{model}")
@@ -261,8 +262,8 @@ def main() -> None:
     draw_columns("sizes", "width")
     draw_columns("lengths_small", "tokens per parameter")
     draw_memory()
-    draw_profiles("llama", ("dense", "smaller_dense", "uniform", "linear", "depth"))
-    draw_profiles("resnet18", ("dense", "smaller_dense", "uniform", "depth"))
+    draw_profiles("llama", ("dense", "smaller dense", "uniform", "linear", "depth"))
+    draw_profiles("resnet18", ("dense", "smaller dense", "uniform", "depth"))
     draw_gradient_bias()
 
 
