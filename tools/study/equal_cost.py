@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import itertools
 import math
-import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any
@@ -24,6 +23,7 @@ from ..plan.forecast import forecast
 from ..plan.machine import Machine
 from ..plan.result import Forecast
 from ..shared.quantities import quantity
+from .runs import mean_and_spread
 
 OPERATIONS = "operations"
 
@@ -98,21 +98,26 @@ def loss_after(cells: _Cells, steps: float) -> tuple[float, float | None] | None
     The deviation is None with fewer than two seeds that have both lengths. The result is None
     outside of the lengths.
     """
+    for cell in cells:
+        if math.isclose(steps, cell["steps"]):
+            return cell["mean"], _spread([loss for loss in cell["by_seed"] if loss is not None])
     for before, after in itertools.pairwise(cells):
-        if before["steps"] <= steps <= after["steps"]:
+        if before["steps"] < steps < after["steps"]:
             part = math.log(steps / before["steps"]) / math.log(after["steps"] / before["steps"])
             pairs = zip(before["by_seed"], after["by_seed"], strict=True)
             losses = [_between(*pair, part) for pair in pairs if None not in pair]
-            has_spread = len(losses) > 1 and all(map(math.isfinite, losses))
-            return _between(before["mean"], after["mean"], part), statistics.stdev(losses) if has_spread else None
+            return _between(before["mean"], after["mean"], part), _spread(losses)
     return None
 
 
 def _between(first: float, last: float, part: float) -> float:
-    """What lies at ``part`` of the way. Each end is exact, also if the other end is infinite."""
-    if part in (0, 1):
-        return last if part else first
-    return first + part * (last - first)
+    """What lies at ``part`` of the way. It is infinite if an end is: that run diverged."""
+    return first + part * (last - first) if math.isfinite(first) and math.isfinite(last) else math.inf
+
+
+def _spread(losses: Sequence[float]) -> float | None:
+    """The sample deviation, as :func:`mean_and_spread` gives it. None without losses."""
+    return mean_and_spread(losses)["spread"] if losses else None
 
 
 @dataclass(frozen=True)

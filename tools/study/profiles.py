@@ -31,8 +31,14 @@ from .runs import figures_of, prepared_data, result_of, run_all, text_of
 
 
 def best_rate(sweep: Sweep, cell: Cell, out: Path) -> Cell | None:
-    """Return the run of ``cell`` whose learning rate has the lowest loss. None if none is done."""
-    results = [(result_of(run, out), run) for run in sweep.tried(cell)]
+    """Return the run of ``cell`` whose learning rate has the lowest loss.
+
+    None if there are several rates and no run is done.
+    """
+    tried = sweep.tried(cell)
+    if len(tried) == 1:
+        return tried[0]
+    results = [(result_of(run, out), run) for run in tried]
     done = [(result["loss"], run) for result, run in results if result is not None]
     return min(done, key=lambda one: one[0])[1] if done else None
 

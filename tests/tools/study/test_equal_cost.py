@@ -58,14 +58,16 @@ def test_loss_is_interpolated_over_the_logarithm_of_steps_and_never_extrapolated
     for steps, loss in ((200, 2.5), (800, 1.9), (100, 3.0), (1600, 1.8)):
         assert loss_after(cells, steps) == (pytest.approx(loss), None)
     assert loss_after(cells, 99) is None and loss_after(cells, 1601) is None
-    assert loss_after(cells[:1], 100) is None, "one length says nothing of others"
+    assert loss_after(cells[:1], 101) is None, "one length says nothing of others"
 
 
 def test_the_deviation_is_that_of_the_seeds_that_have_both_lengths() -> None:
     cells = [_cell(100, 3.0, 3.2, 2.8), _cell(400, 2.0, 2.6, None)]
     mean = (3.0 + 2.3) / 2
     assert loss_after(cells, 200) == (pytest.approx(mean), pytest.approx((2.9 - 2.5) / 2**0.5))
-    assert loss_after([_cell(100, 3.0, 3.2), _cell(400, 2.0, None)], 200) == (pytest.approx(2.55), None)
+    cells = [_cell(100, 3.0, 3.2), _cell(400, 2.0, None)]
+    assert loss_after(cells, 200) == (pytest.approx(2.55), None)
+    assert loss_after(cells, 100) == (pytest.approx(3.1), pytest.approx(0.2 / 2**0.5)), "a length that was trained"
 
 
 def test_a_row_with_cheaper_steps_makes_more_of_them() -> None:
@@ -120,3 +122,5 @@ def test_a_run_that_diverged_is_not_interpolated_into_a_number() -> None:
     cells = [_cell(100, 3.0, 3.2), _cell(400, 2.0, math.inf)]
     assert loss_after(cells, 200) == (math.inf, None)
     assert loss_after(cells, 100) == (pytest.approx(3.1), pytest.approx(0.2 / 2**0.5))
+    diverged = [_cell(100, math.inf, math.inf), _cell(400, math.inf, math.inf), _cell(800, 2.0, 2.0)]
+    assert loss_after(diverged, 200) == loss_after(diverged, 600) == (math.inf, None)

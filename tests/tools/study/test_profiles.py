@@ -107,13 +107,18 @@ def test_a_task_without_controls_or_with_other_profiles_says_so() -> None:
         Sweep("resnet18", ["block"], [0.5], 1, ["linear"])
 
 
+def _prepared(folder: Path) -> Path:
+    """A small corpus in ``folder``."""
+    for number in range(10):
+        (folder / f"{number}.txt").write_text(f"text {number}\n" * 100)
+    prepare([str(folder / "*.txt")], folder / "shards", tokenizer="bytes", held_out=0.2, workers=1, progress=False)
+    return folder / "shards"
+
+
 def test_matched_runs_have_the_operations_of_the_dense_run(tmp_path: Path) -> None:
     """By the plan's trace; here against the model's own statement of its operations."""
-    for number in range(10):
-        (tmp_path / f"{number}.txt").write_text(f"text {number}\n" * 100)
-    prepare([str(tmp_path / "*.txt")], tmp_path / "shards", tokenizer="bytes", held_out=0.2, workers=1, progress=False)
     cell = Cell("llama", "block", 0.5, "uniform", 0, matched=True)
-    config = cell.config(tmp_path / "shards")
+    config = cell.config(_prepared(tmp_path))
     model = build_model(config["model"], 257)
     stated = model.flops_per_token(64)
     shared, units = stated.pop("shared"), sum(stated.values())
@@ -143,6 +148,22 @@ def test_each_method_has_every_rate_with_seed_0_and_the_best_one_with_the_others
     (row,) = json.loads((tmp_path / "llama.json").read_text())["block"]
     assert (row["rate"], row["by_seed"]) == (0.2, [1.5, 1.6])
     assert sweep.tried(cell)[0].name == "llama-block-0.5-depth-lr0.1-seed0"
+
+
+def test_with_one_rate_the_other_seeds_do_not_wait_for_seed_0(tmp_path: Path) -> None:
+    sweep = Sweep("llama", ["block"], [0.5], 3, ["depth"])
+    cell = sweep.cell("block", 0.5, "depth")
+    assert best_rate(sweep, cell, tmp_path) == cell
+    planted(tmp_path, sweep.others([cell])[0], 1.6)
+    assert "| – | – | 1.6000 | ? |" in report(sweep, tmp_path)
+
+
+def test_a_matched_run_has_as_many_steps_with_every_rate(tmp_path: Path) -> None:
+    sweep = Sweep("llama", ["block"], [0.5], 1, ["depth"], matched=True, rates=[0.1, 0.2])
+    runs = sweep.tried(sweep.cell("block", 0.5, "depth", matched=True))
+    assert [run.name.endswith(f"lr{run.rate}-seed0-matched") for run in runs] == [True, True]
+    steps = [run.config(_prepared(tmp_path))["training"]["steps"] for run in runs]
+    assert steps[0] == steps[1] > 1000
 
 
 @pytest.mark.parametrize("rate", ["0", "-1", "nan", "inf", "fast"])
