@@ -10,7 +10,6 @@ measured first. The report is written after every row, and names the rows for wh
 from __future__ import annotations
 
 import argparse
-import math
 import os
 import platform
 import time
@@ -24,7 +23,7 @@ from ...engine.accounting.quantities import format_bytes
 from ...engine.environment.detect import detect
 from ...engine.errors import ConfigError, LaunchError
 from ...engine.tracing.operators import Device
-from ..shared.arguments import positive_int
+from ..shared.arguments import positive_int, positive_number
 from ..shared.device_peaks import NOMINAL_TFLOPS
 from .check import Check, write_report
 from .rows import CONFIGS, GROUPS, NAMES, Job, Plans, Row, job_of, rows
@@ -96,7 +95,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--minutes",
-        type=_minutes,
+        type=positive_number,
         default=MINUTES,
         metavar="M",
         help=f"begin no row that would not end by then (default: {MINUTES})",
@@ -111,16 +110,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         action="store_true",
         help="use models and batches that are small enough for a CPU; the figures then mean nothing",
     )
-
-
-def _minutes(text: str) -> float:
-    try:
-        minutes = float(text)
-    except ValueError:
-        minutes = math.nan
-    if not 0 < minutes < math.inf:
-        raise argparse.ArgumentTypeError(f"{text} is not a positive number of minutes")
-    return minutes
 
 
 def run(args: argparse.Namespace) -> int:
