@@ -88,7 +88,7 @@ def test_a_list_of_rows_has_no_figures_to_write(tmp_path: Path) -> None:
 def test_minutes_are_a_positive_number(minutes: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         arguments(f"--minutes={minutes}")
-    assert f"argument --minutes: {minutes} is not a positive number" in capsys.readouterr().err
+    assert f"argument --minutes: {minutes!r} is not a positive number" in capsys.readouterr().err
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="for machines without a GPU")
