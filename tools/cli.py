@@ -31,6 +31,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
+from ..engine.config.removed import refuse_removed_words
 from ..engine.environment.exit import leaves_at_once
 from ..engine.environment.supervision import Supervision, supervision
 from ..engine.errors import PeerLostError, SDPError, format_error, shorten
@@ -158,6 +159,7 @@ def _discard_output() -> None:
 
 
 def _run(argv: list[str], above: Supervision | None) -> int:
+    refuse_removed_words(argv)
     parser = Parser(
         prog="sdp", description="Subnetwork Data Parallelism: pre-train with a part of the network per device group."
     )

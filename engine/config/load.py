@@ -15,6 +15,7 @@ from .deepspeed_filter import for_deepspeed, known_keys, split_foreign_keys
 from .deepspeed_keys import DEEPSPEED_CLIPS_AT
 from .elastic import refuse_with_elastic
 from .noise import refuse_to_measure
+from .removed import refuse_removed_keys
 from .schema import Config
 from .section import parse_section
 from .sync import refuse_with_sync
@@ -37,6 +38,7 @@ def load_config(source: str | Path | Mapping[str, Any], overrides: Sequence[str]
     _refuse_gpt_neox(raw)
     for override in overrides:
         _apply_override(raw, override)
+    refuse_removed_keys(raw)
     raw, autos = resolve_auto(resolve_spellings(raw), arguments, _is_known)
     section = raw.get("sdp")
     to_deepspeed = isinstance(section, dict) and section.get("engine") == "deepspeed"

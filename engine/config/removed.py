@@ -1,0 +1,62 @@
+"""What earlier versions had and this one does not: keys, values, commands and options, each with
+what to use instead.
+
+The page ``docs/changes.md`` is written from these tables.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from ..errors import ConfigError
+
+# The path of a key, and what to use instead.
+KEYS: dict[str, str] = {}
+
+# The path of a key with a value that it no longer takes, and what to use instead.
+VALUES: dict[tuple[str, str], str] = {}
+
+# A command below ``sdp``, and what to use instead.
+COMMANDS: dict[str, str] = {}
+
+# A command with one of its options, and what to use instead.
+OPTIONS: dict[tuple[str, str], str] = {}
+
+
+def refuse_removed_keys(raw: Mapping[str, Any]) -> None:
+    """Raise ConfigError if a configuration has a key or a value that this version removed.
+
+    Args:
+        raw: The configuration as it is in the file.
+    """
+    for path, advice in KEYS.items():
+        if _find(raw, path)[0]:
+            raise ConfigError(f"{path}: this key was removed; {advice}")
+    for (path, value), advice in VALUES.items():
+        if _find(raw, path) == (True, value):
+            raise ConfigError(f'{path}: "{value}" was removed; {advice}')
+
+
+def refuse_removed_words(arguments: Sequence[str]) -> None:
+    """Raise ConfigError if a command line has a command or an option that this version removed.
+
+    Args:
+        arguments: The words after ``sdp``.
+    """
+    command = next((word for word in arguments if not word.startswith("-")), None)
+    if command in COMMANDS:
+        raise ConfigError(f"sdp {command}: this command was removed; {COMMANDS[command]}")
+    given = {word.partition("=")[0] for word in arguments}
+    for (owner, option), advice in OPTIONS.items():
+        if owner == command and option in given:
+            raise ConfigError(f"sdp {command} {option}: this option was removed; {advice}")
+
+
+def _find(raw: Any, path: str) -> tuple[bool, Any]:
+    """Return whether the configuration has the key ``path``, and its value."""
+    for part in path.split("."):
+        if not isinstance(raw, Mapping) or part not in raw:
+            return False, None
+        raw = raw[part]
+    return True, raw
