@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import pytest
-
 from sdp.engine.config.load import load_config
 from sdp.engine.config.removed import COMMANDS, KEYS, OPTIONS, VALUES
 from sdp.engine.errors import ConfigError
