@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import json
+import math
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
@@ -13,8 +14,15 @@ import pytest
 import sdp
 import torch
 import torch.distributed as dist
+from sdp.engine.config.load import load_config
+from sdp.engine.construct import values_to_give
+from sdp.engine.distributed.mesh import Mesh
+from sdp.engine.placement.layout import Layout
+from sdp.engine.placement.tensor_info import Shard
 from sdp.engine.placement.units import find_neuron_units
+from sdp.engine.subnetwork.materialise import give_values
 from sdp.tests.support import models
+from sdp.tests.support.oracle import Oracle
 from torch.distributed.tensor import DTensor
 
 ROWS = 2  # per micro-batch
@@ -292,6 +300,70 @@ def _reference(case: Case) -> Result:
 def reference(case: Case) -> Result:
     """Return the reference's run, which does not depend on ZeRO stage and tensor parallelism."""
     return _reference(replace(case, stage=0, tp=1))
+
+
+def oracle_of(case: Case) -> Oracle:
+    """Make the oracle of a case."""
+    config = load_config(case.config())
+    model = models.build(case.model)
+    layout = Layout.of(model, config, Mesh(case.groups, case.fsdp))
+    give_values(model, layout, values_to_give(model, config, layout), torch.device("cpu"), Shard())
+    settings = case.config()["optimizer"]
+    kind = getattr(torch.optim, settings["type"])
+    placement = layout.placement
+    held = [len(holders) for holders in placement.holders]
+    mean = sum(k * cost for k, cost in zip(held, placement.costs, strict=True)) / max(1, sum(placement.costs))
+    exponent = 0.0 if case.lr_scale == "none" else 0.5 if settings["type"] == "AdamW" else 1.0
+    if case.lr_scale not in ("none", "auto"):
+        exponent = float(case.lr_scale)
+    return Oracle(
+        model,
+        layout,
+        lambda groups: kind(groups, **settings["params"]),
+        clip=CLIP if case.clip else 0.0,
+        dtype=torch.bfloat16 if case.bf16 else torch.float32,
+        sync=json.loads(case.sync) if case.sync else None,
+        rate_factor=lambda piece: 1.0 if piece.unit == "shared" else (len(piece.holders) / mean) ** exponent,
+    )
+
+
+def rate_of(case: Case, step: int) -> float:
+    """The rate of a step by the schedule of :meth:`Case.config`."""
+    warmup = case.config()["scheduler"]["params"]
+    low, high = warmup["warmup_min_lr"], warmup["warmup_max_lr"]
+    return low + (high - low) * min(1.0, max(0, step - 1) / 3)
+
+
+def masking_of(case: Case, step: int) -> str:
+    phases = [{"masking": case.masking}] if case.masking.isalpha() else json.loads(case.masking)
+    return next(phase["masking"] for phase in phases if step < phase.get("until", math.inf))
+
+
+def run_oracle(case: Case) -> Result:
+    """Run the oracle of a case."""
+    oracle = oracle_of(case)
+    result = Result(before=oracle.state_dict())
+    for step in range(case.steps):
+        batches = [
+            [models.micro_batch(case.model, step, micro, rank) for rank in range(case.data_ranks)]
+            for micro in range(case.accumulation)
+        ]
+        done = oracle.step(batches, rate_of(case, step), masking=masking_of(case, step))
+        result.losses.append(done.loss)
+        result.norms.append(done.norm)
+        result.rates.append(rate_of(case, step))
+        if step == 0:
+            result.gradients = done.gradients
+    result.after = oracle.state_dict()
+    return result
+
+
+_expected = functools.cache(run_oracle)
+
+
+def expected(case: Case) -> Result:
+    """Return the oracle's run, which does not depend on ZeRO stage and tensor parallelism."""
+    return _expected(replace(case, stage=0, tp=1, checkpointing="none"))
 
 
 _native: dict[Case, list[Result]] = {}
