@@ -43,9 +43,9 @@ quickstart: $(VENV)/.installed
 test: $(VENV)/.installed-test
 	$(PYTEST) -m "not slow and not full_table and not cluster"
 
-# Accelerate, Trainer, Lightning, llama.cpp's reader and lm-evaluation-harness. `make test` skips what it lacks.
+# Accelerate, Trainer, llama.cpp's reader and lm-evaluation-harness. `make test` skips what it lacks.
 test-optional: $(VENV)/.installed-dev
-	$(PYTEST) -m "not full_table and not cluster" tests/engine/integrations tests/engine/test_deepspeed_api.py \
+	$(PYTEST) -m "not full_table and not cluster" tests/engine/test_integrations.py \
 	    tests/data/test_llama_cpp.py tests/tools/tasks tests/tools/test_lm_eval.py
 
 test-all: $(VENV)/.installed-test

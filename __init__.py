@@ -10,14 +10,11 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
-from .engine.deepspeed_api import namespace as _deepspeed
-
 if TYPE_CHECKING:
     from .engine.config.load import load_config as load_config
     from .engine.config.schema import Config as Config
     from .engine.distributed.join import init_distributed as init_distributed
     from .engine.distributed.mesh import Mesh as Mesh
-    from .engine.engine import SDPEngine as DeepSpeedEngine
     from .engine.engine import SDPEngine as SDPEngine
     from .engine.errors import ConfigError as ConfigError
     from .engine.errors import DivergenceError as DivergenceError
@@ -54,38 +51,12 @@ _HOMES = {
     "init_distributed": "distributed.join",
     "Unit": "placement.units",
 }
-# Names of DeepSpeed: the file of engine/, and the name there.
-_DEEPSPEED_NAMES = {
-    "DeepSpeedConfig": ("deepspeed_api.constants", "DeepSpeedConfig"),
-    "DeepSpeedConfigError": ("errors", "ConfigError"),
-    "DeepSpeedEngine": ("engine", "SDPEngine"),
-    "OnDevice": ("deepspeed_api.utils", "OnDevice"),
-    "get_accelerator": ("deepspeed_api.accelerator", "get_accelerator"),
-    "log_dist": ("deepspeed_api.utils", "log_dist"),
-    "logger": ("deepspeed_api.utils", "logger"),
-    "version": ("deepspeed_api.versions", "version"),
-    "__git_hash__": ("deepspeed_api.versions", "git_hash"),
-    "__version_major__": ("deepspeed_api.versions", "version_major"),
-    "__version_minor__": ("deepspeed_api.versions", "version_minor"),
-    "__version_patch__": ("deepspeed_api.versions", "version_patch"),
-    "__git_branch__": ("deepspeed_api.versions", "git_branch"),
-    "ADAM_OPTIMIZER": ("deepspeed_api.constants", "ADAM_OPTIMIZER"),
-    "LAMB_OPTIMIZER": ("deepspeed_api.constants", "LAMB_OPTIMIZER"),
-    "MUON_OPTIMIZER": ("deepspeed_api.constants", "MUON_OPTIMIZER"),
-    "TORCH_DISTRIBUTED_DEFAULT_PORT": ("deepspeed_api.constants", "TORCH_DISTRIBUTED_DEFAULT_PORT"),
-}
-__all__ = ["DeepSpeedEngine", *_HOMES]  # pyright: ignore[reportUnsupportedDunderAll]
-_deepspeed.install(__name__)
+__all__ = [*_HOMES]  # pyright: ignore[reportUnsupportedDunderAll]
 
 
 def __getattr__(name: str) -> Any:
     if name in _HOMES:
         return getattr(importlib.import_module(f".engine.{_HOMES[name]}", __name__), name)
-    if name in _DEEPSPEED_NAMES:
-        file, original = _DEEPSPEED_NAMES[name]
-        return getattr(importlib.import_module(f".engine.{file}", __name__), original)
-    if name in _deepspeed.MODULES or name in _deepspeed.OUT_OF_SCOPE:
-        return importlib.import_module(f".{name}", __name__)
-    if name in _deepspeed.NAMES_OUT_OF_SCOPE:
-        return _deepspeed.refusing(name, _deepspeed.NAMES_OUT_OF_SCOPE[name])
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    raise AttributeError(
+        f"module {__name__!r} has no attribute {name!r}; DeepSpeed's own names are in the package deepspeed"
+    )

@@ -16,27 +16,19 @@ from .backend import Backend
 from .batch.size import BatchSize
 from .batch.training_data import make_plain_loader
 from .config.schema import Config
-from .deepspeed_facts import (
-    ATTRIBUTES_OUT_OF_SCOPE,
-    FACTS_OF_CONFIG,
-    FACTS_THAT_ARE_FALSE,
-    METHODS_OUT_OF_SCOPE,
-    DeepSpeedMonitor,
-    OutOfScopeError,
-    ThroughputTimer,
-)
+from .deepspeed_facts import REFUSED, DeepSpeedMonitor, ThroughputTimer
 from .engine_facts import EngineFacts
 from .errors import ConfigError
 
 
 def _refuse_call(name: str, *_: Any, **__: Any) -> NoReturn:
-    raise OutOfScopeError(f"engine.{name}: {METHODS_OUT_OF_SCOPE[name]}")
+    raise ConfigError(f"engine.{name}: {REFUSED[name]}")
 
 
 class DeepSpeedNames(EngineFacts):
     """Makes scripts for DeepSpeed run: names that the engine does not have are the model's.
 
-    A name that belongs to a part of DeepSpeed that is out of scope says so when it is used.
+    A method of DeepSpeed that is out of scope says so when it is called.
     """
 
     loader: Any
@@ -56,13 +48,7 @@ class DeepSpeedNames(EngineFacts):
         """
         if name.startswith("__") or "_backend" not in self.__dict__:
             raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
-        if name in ATTRIBUTES_OUT_OF_SCOPE:
-            raise OutOfScopeError(f"engine.{name}: {ATTRIBUTES_OUT_OF_SCOPE[name]}")
-        if name in FACTS_OF_CONFIG:
-            return functools.partial(FACTS_OF_CONFIG[name], self.config)
-        if name in FACTS_THAT_ARE_FALSE:
-            return lambda: False
-        if name in METHODS_OUT_OF_SCOPE:
+        if name in REFUSED:
             return functools.partial(_refuse_call, name)
         try:
             return getattr(self._backend.module, name)
@@ -111,32 +97,10 @@ class DeepSpeedNames(EngineFacts):
             self.deepspeed.set_train_batch_size(train_batch_size // ranks * self.deepspeed.dp_world_size)
         self._count_from_here()
 
-    def set_train_micro_batch_size(self, micro_batch_size: int) -> None:
-        """Change the samples per forward pass; the accumulation steps stay.
-
-        Raises:
-            ConfigError: The loader of ``training_data`` makes batches of the configured size.
-        """
-        if self.loader is not None:
-            raise ConfigError(
-                "engine.set_train_micro_batch_size: the loader of training_data makes batches of the configured "
-                "size; give train_micro_batch_size_per_gpu in the configuration"
-            )
-        accumulation = self._batch.accumulation
-        self._batch = BatchSize(
-            micro_batch_size * accumulation * self.layout.mesh.data_ranks, micro_batch_size, accumulation
-        )
-        if self._is_deepspeed:
-            self.deepspeed.set_train_micro_batch_size(micro_batch_size)
-
     def _count_from_here(self) -> None:
         """Count micro-batches as if all earlier steps had accumulated as many as this one."""
         self.micro_steps = self.global_steps * self._batch.accumulation
         self._backend.continue_at(steps=self.global_steps, micro_steps=self.micro_steps, skipped=self.skipped_steps)
-
-    def get_batch_info(self) -> tuple[int, int, int]:
-        """Samples per step, samples per forward pass of a rank, and accumulation steps."""
-        return self._batch.train, self._batch.micro, self._batch.accumulation
 
     def was_step_applied(self) -> bool:
         """Whether the last call of ``step`` updated the weights."""
@@ -167,9 +131,6 @@ class DeepSpeedNames(EngineFacts):
             pin_memory=pin_memory and self.device.type == "cuda",
         )  # fmt: skip
 
-    def set_data_post_process_func(self, post_process_func: Any) -> None:
-        """Do nothing: DeepSpeed calls the function only with a curriculum, which is refused."""
-
     @contextmanager
     def no_sync(self) -> Iterator[None]:
         """A context in which gradients are not averaged. ``step`` is an error inside."""
@@ -182,10 +143,6 @@ class DeepSpeedNames(EngineFacts):
 
     # -- ranks -------------------------------------------------------------------------------------
 
-    mpu = None  # sdp.initialize accepts no other value
-    pipeline_parallelism = is_pipe_parallel = False
-    sequence_parallel_size = 1
-
     @property
     def dp_world_size(self) -> int:
         """The number of ranks that read different data."""
@@ -195,7 +152,7 @@ class DeepSpeedNames(EngineFacts):
     def data_parallel_group(self) -> dist.ProcessGroup | None:
         """The group of the ranks that read different data. None in one process."""
         if self.layout.mesh.tp > 1:
-            raise OutOfScopeError("engine.data_parallel_group: with tensor parallelism, use engine.layout.mesh")
+            raise ConfigError("engine.data_parallel_group: with tensor parallelism, use engine.layout.mesh")
         return dist.group.WORLD if dist.is_initialized() else None
 
     @property
@@ -217,10 +174,41 @@ class DeepSpeedNames(EngineFacts):
 
     # -- the configuration -----------------------------------------------------------------------
 
-    def get_mom(self) -> list[Any]:
-        """By parameter group, Adam's betas or SGD's momentum."""
-        groups = self.optimizer.param_groups
-        return [group["betas"] if "betas" in group else group.get("momentum", 0.0) for group in groups]
+    def bfloat16_enabled(self) -> bool:
+        return self.config.bf16.enabled
+
+    def fp16_enabled(self) -> bool:
+        return self.config.fp16.enabled
+
+    def get_data_types(self) -> tuple[torch.dtype, torch.dtype]:
+        """The types in which the model computes and in which gradients are averaged."""
+        return getattr(torch, self.config.precision), torch.float32
+
+    def gradient_clipping(self) -> float:
+        return self.config.gradient_clipping
+
+    def optimizer_name(self) -> str | None:
+        """The optimizer's type in the configuration, in lower case."""
+        return self.config.optimizer.type.lower() if self.config.optimizer is not None else None
+
+    def steps_per_print(self) -> int:
+        return self.config.steps_per_print
+
+    def wall_clock_breakdown(self) -> bool:
+        return self.config.wall_clock_breakdown
+
+    def zero_optimization(self) -> bool:
+        return self.zero_optimization_stage() > 0
+
+    def zero_optimization_stage(self) -> int:
+        return self.config.zero_optimization.stage
+
+    def zero_optimization_partition_weights(self) -> bool:
+        return self.zero_optimization_stage() == 3
+
+    def zero_gather_16bit_weights_on_model_save(self) -> bool:
+        """True: :meth:`save_16bit_model` always writes the whole model."""
+        return True
 
     # -- the model -------------------------------------------------------------------------------
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import logging
+import sys
 import weakref
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
@@ -42,8 +43,8 @@ from .subnetwork.materialise import make_float32
 from .sync.consistency import check_placement
 
 log = logging.getLogger("sdp")
-# Models that an engine has cut, with the number of SDP groups.
-_initialized: weakref.WeakKeyDictionary[nn.Module, int] = weakref.WeakKeyDictionary()
+# Models that an engine has cut.
+_initialized: weakref.WeakSet[nn.Module] = weakref.WeakSet()
 
 
 def initialize(
@@ -104,6 +105,7 @@ def initialize(
     if not reference:
         watch()
         check_equal(_settings_of_all(settings), device)
+        _share_ranks_with_deepspeed()
     _make_whole(model)
     mesh = mesh_of(settings, 1 if reference else world.size())
     batch = BatchSize.resolve(settings, mesh)
@@ -129,7 +131,7 @@ def initialize(
     # The reference runs the full model as it is, unless it scales branches.
     is_plain = settings.sdp.engine == "reference" and settings.sdp.branch_scale == "none"
     uncut = None if is_plain else UncutModel(model, layout, plan)
-    _initialized[model] = mesh.sdp
+    _initialized.add(model)
     if settings.sdp.engine == "deepspeed":
         from .backends.deepspeed.initialize import initialize_deepspeed  # deepspeed is optional
 
@@ -183,7 +185,20 @@ def _checked(model: Any) -> nn.Module:
                 f"sdp.initialize: parameter {name!r} is complex ({parameter.dtype}), and only real ones can be "
                 "trained; keep real and imaginary parts as two parameters"
             )
+        if not getattr(parameter, "allreduce", True):
+            raise ModelError(
+                f"sdp.initialize: parameter {name!r} belongs to DeepSpeed's MoE layer, whose experts differ between "
+                "ranks, and SDP would average them; use experts of the model itself, which train as other blocks do"
+            )
     return model
+
+
+def _share_ranks_with_deepspeed() -> None:
+    """Let a script that has imported DeepSpeed use ``deepspeed.comm``."""
+    if "deepspeed" in sys.modules:
+        from .backends.deepspeed.private import use_default_process_group  # deepspeed is optional
+
+        use_default_process_group()
 
 
 def _make_whole(model: nn.Module) -> None:
@@ -198,13 +213,6 @@ def _make_whole(model: nn.Module) -> None:
             "weights: DeepSpeed's zero.Init had partitioned %d parameters; every rank has them whole until the model "
             "is cut. To build a model that does not fit into memory, use the meta device", count
         )  # fmt: skip
-
-
-def differs_between_groups(parameter: torch.Tensor) -> bool:
-    """Whether ``parameter`` belongs to an engine of several groups, which may lack each other's."""
-    return any(
-        groups > 1 and any(parameter is own for own in model.parameters()) for model, groups in _initialized.items()
-    )
 
 
 def _refuse_to_scale(model: nn.Module, config: Config) -> None:

@@ -9,6 +9,8 @@ from __future__ import annotations
 import ast
 import configparser
 import re
+import subprocess
+import sys
 from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
@@ -24,7 +26,7 @@ ENGINE_ORDER = (
     "batch", "placement",
     "optim", "subnetwork", "sync", "accounting", "full_model", "local_steps", "backend", "checkpoint", "local_training",
     "engine_facts", "deepspeed_facts", "deepspeed_names", "engine", "backends", "construct", "tracing", "announcement",
-    "initialize", "elastic", "integrations", "deepspeed_api",
+    "initialize", "elastic", "integrations",
 )  # fmt: skip
 # The same inside tools/. Commands that are not listed are above these and do not import each other.
 TOOLS_ORDER = ("shared", "runs", "report", "tasks", "train", "plan")
@@ -45,7 +47,6 @@ IMPORT_BY_NAME = {
     "engine/backends/deepspeed/private.py": "parts of DeepSpeed",
     "engine/backends/deepspeed/zero_checkpoint.py": "parts of DeepSpeed",
     "tools/train/observers/monitors.py": "the monitors' packages",
-    "engine/deepspeed_api/namespace.py": "parts of the package, by the names that DeepSpeed gives them",
 }
 
 Name = tuple[str, ...]
@@ -216,6 +217,11 @@ def test_no_two_folders_import_each_other() -> None:
 def test_the_order_of_the_launcher_lists_all_of_it() -> None:
     there = {path.stem for path in (ROOT / "launcher").glob("*.py")} | {"cluster"}
     assert there - {"__init__"} == set(LAUNCHER_ORDER)
+
+
+def test_importing_the_package_does_not_import_torch() -> None:
+    code = "import sys, sdp; assert 'torch' not in sys.modules; sdp.SDPEngine; assert 'torch' in sys.modules"
+    subprocess.run([sys.executable, "-c", code], check=True)
 
 
 def test_the_command_line_imports_a_command_only_when_it_runs() -> None:

@@ -79,8 +79,3 @@ def usable_cores() -> int:
     if hasattr(os, "sched_getaffinity"):
         return len(os.sched_getaffinity(0))
     return os.cpu_count() or 1
-
-
-def deepspeed_environment_file() -> str:
-    """The name of the file with variables that DeepSpeed's launcher gives to all hosts."""
-    return os.environ.get("DS_ENV_FILE", ".deepspeed_env")

@@ -28,7 +28,7 @@ from typing import Any
 import sdp
 import torch
 from sdp.engine.config.load import load_config
-from sdp.engine.deepspeed_facts import METHODS_OUT_OF_SCOPE
+from sdp.engine.deepspeed_facts import REFUSED
 from sdp.engine.errors import ConfigError
 from sdp.engine.optim.optimizers import build_optimizer
 from sdp.engine.optim.schedules import build_scheduler
@@ -53,7 +53,7 @@ def find_missing_names(names: Iterable[str]) -> list[str]:
     """
     model = torch.nn.Sequential(torch.nn.Linear(1, 1))
     engine = sdp.initialize(model=model, config={"train_batch_size": 1, "sdp": {"engine": "reference"}})[0]
-    return sorted(name for name in {*names} if name in METHODS_OUT_OF_SCOPE or not hasattr(engine, name))
+    return sorted(name for name in {*names} if name in REFUSED or not hasattr(engine, name))
 
 
 def find_reason(settings: Mapping[str, Any], engine: str) -> str | None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 from pathlib import Path
 from typing import Any
 
@@ -103,41 +102,6 @@ def test_a_schedule_whose_step_needs_a_loss_is_stepped_by_the_script() -> None:
     assert engine.get_lr() == [pytest.approx(0.1 * 0.1**2)]
     with pytest.raises(sdp.ConfigError, match="step: lr_kwargs cannot be honoured"):
         engine.step(lr_kwargs={"metrics": 1.0})
-
-
-SCHEDULES: dict[str, tuple[Any, ...]] = {
-    "WarmupLR": (0.0, 0.01, 4, "linear"),
-    "WarmupDecayLR": (12, 0.0, 0.01, 4, "log"),
-    "WarmupCosineLR": (12, 0.1, 4, 0.01, "linear"),
-    "OneCycle": (0.001, 0.01, 0.1, 4, 3),
-    "LRRangeTest": (0.001, 3, 2.0, True),
-}
-
-
-@pytest.mark.parametrize("kind", SCHEDULES)
-def test_schedules_take_deepspeeds_arguments(kind: str) -> None:
-    """A script makes its own schedule and hands it to ``initialize``."""
-    deepspeed = pytest.importorskip("deepspeed.runtime.lr_schedules", reason="deepspeed is not installed")
-    config = CONFIG | {"train_batch_size": 2, "gradient_accumulation_steps": 1}
-    model = mlp()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.02, momentum=0.9)
-    of_sdp = importlib.import_module("sdp.runtime.lr_schedules")
-    schedule = getattr(of_sdp, kind)(optimizer, *SCHEDULES[kind])
-    theirs = torch.optim.SGD(mlp().parameters(), lr=0.02, momentum=0.9)
-    expected = getattr(deepspeed, kind)(theirs, *SCHEDULES[kind])
-    engine = sdp.initialize(model=model, optimizer=optimizer, lr_scheduler=schedule, config=config)[0]
-    assert isinstance(schedule, getattr(of_sdp, kind))
-    assert isinstance(schedule, of_sdp.OneCycle) is (kind == "OneCycle")
-    for _ in range(12):
-        engine.backward(engine(torch.ones(2, 5), torch.ones(2, 3)))
-        engine.step()
-        expected.step()
-        assert engine.get_lr() == pytest.approx([group["lr"] for group in theirs.param_groups])
-    with pytest.raises(sdp.ConfigError, match=f"{kind}: 20 positional arguments"):
-        getattr(of_sdp, kind)(optimizer, *range(20))
-    own = type("Own", (getattr(of_sdp, kind),), {})
-    with pytest.raises(sdp.ConfigError, match="Own: a schedule of DeepSpeed cannot be the base"):
-        own(optimizer)
 
 
 def test_an_actor_a_critic_and_a_model_that_does_not_train_share_a_script() -> None:

@@ -1,6 +1,4 @@
-"""Names of DeepSpeed's engine: those that exist, those of the model, and those that are out of
-scope.
-"""
+"""Names of DeepSpeed's engine: those that exist, those of the model, and those that are refused."""
 
 from __future__ import annotations
 
@@ -9,8 +7,8 @@ from pathlib import Path
 import pytest
 import sdp
 import torch
-from sdp.engine.deepspeed_facts import FACTS_OF_CONFIG, FACTS_THAT_ARE_FALSE
-from sdp.engine.deepspeed_names import ATTRIBUTES_OUT_OF_SCOPE, METHODS_OUT_OF_SCOPE
+import torch.distributed as dist
+from sdp.engine.deepspeed_facts import REFUSED
 from sdp.tests.support.models import mlp
 from torch import nn
 from torch.utils.data import TensorDataset
@@ -57,7 +55,6 @@ def test_a_name_that_the_engine_does_not_have_is_the_models() -> None:
 def test_facts_with_deepspeeds_names() -> None:
     engine = _engine()
     assert engine.gradient_clipping() == 2.0
-    assert engine.get_mom() == [0.5]
     assert engine.steps_per_print() == 10
     assert engine.wall_clock_breakdown() is False
     engine.tput_timer.update_epoch_count()
@@ -67,50 +64,30 @@ def test_facts_with_deepspeeds_names() -> None:
     assert engine.tput_timer.avg_samples_per_sec() > 0
 
 
-def test_a_part_that_is_out_of_scope_says_so() -> None:
+def test_a_method_that_is_out_of_scope_says_so_when_it_is_called() -> None:
     engine = _engine()
-    for name in ATTRIBUTES_OUT_OF_SCOPE:
-        assert not hasattr(engine, name)
-        with pytest.raises(sdp.ConfigError, match=f"engine.{name}: "):
-            getattr(engine, name)
-    for name in METHODS_OUT_OF_SCOPE:
+    for name in REFUSED:
         with pytest.raises(sdp.ConfigError, match=f"engine.{name}: "):
             getattr(engine, name)(1)
 
 
-def test_the_methods_about_the_configuration_have_deepspeeds_names() -> None:
-    engine = _engine()
-    assert engine.zero_optimization_partition_weights() is False
-    assert engine.optimizer_name() == "sgd"
-    assert engine.optimizer_params() == {"lr": 0.1, "momentum": 0.5}
-    assert engine.flops_profiler_enabled() is False
-    assert engine.get_data_types() == (torch.float32, torch.float32)
-    assert engine.get_batch_info() == (4, 4, 1)
-    assert (engine.dp_world_size, engine.mp_world_size, engine.get_data_parallel_rank()) == (1, 1, 0)
-    for name in (*FACTS_OF_CONFIG, *FACTS_THAT_ARE_FALSE):
-        getattr(engine, name)()
-
-
-def test_names_of_pipelines_and_of_the_ranks_of_one_job() -> None:
-    engine = _engine()
-    assert engine.mpu is None and engine.data_parallel_group is None
-    assert not engine.is_pipe_parallel and not engine.pipeline_parallelism
-    engine.set_data_post_process_func(lambda batch, state: batch)
-    with pytest.raises(sdp.ConfigError, match=r"^engine\.set_batch_fn: pipelines are not supported"):
-        engine.set_batch_fn(lambda batch: batch)
-    assert engine.managed_gradient_accumulation() and not engine.torch_autocast_enabled()
-
-
-def test_offload_is_a_fact_of_every_engine() -> None:
+@pytest.mark.parametrize("stage", [0, 2, 3])
+def test_the_methods_about_the_configuration_have_deepspeeds_names(one_rank: None, stage: int) -> None:
     config = {
         "train_batch_size": 4,
-        "zero_optimization": {"stage": 2, "offload_optimizer": {"device": "cpu"}, "offload_param": {"device": "none"}},
-        "sdp": {"engine": "fsdp2"},
+        "optimizer": {"type": "SGD", "params": {"lr": 0.1}},
+        "bf16": {"enabled": True},
+        "zero_optimization": {"stage": stage},
     }
-    loaded = sdp.load_config(config)
-    assert FACTS_OF_CONFIG["zero_cpu_offload"](loaded) is True
-    assert FACTS_OF_CONFIG["zero_offload_optimizer"](loaded).device == "cpu"
-    assert FACTS_OF_CONFIG["zero_offload_param"](loaded) is None
+    engine = sdp.initialize(model=Chat(), config=config)[0]
+    assert (engine.zero_optimization(), engine.zero_optimization_stage()) == (stage > 0, stage)
+    assert engine.zero_optimization_partition_weights() is (stage == 3)
+    assert (engine.bfloat16_enabled(), engine.fp16_enabled()) == (True, False)
+    assert engine.get_data_types() == (torch.bfloat16, torch.float32)
+    assert engine.optimizer_name() == "sgd"
+    assert engine.zero_gather_16bit_weights_on_model_save()
+    assert (engine.dp_world_size, engine.mp_world_size, engine.get_data_parallel_rank()) == (1, 1, 0)
+    assert engine.data_parallel_group is dist.group.WORLD
 
 
 def test_a_loader_of_the_script_has_this_ranks_batches() -> None:
@@ -164,8 +141,6 @@ def test_the_batch_size_changes_between_two_steps() -> None:
     assert engine.global_steps == 2
     with pytest.raises(sdp.ConfigError, match="6 is not a multiple"):
         engine.set_train_batch_size(6)
-    engine.set_train_micro_batch_size(2)
-    assert engine.get_batch_info() == (2, 2, 1)
     engine.destroy()
 
 

@@ -1,5 +1,5 @@
-"""Trains a small network on images, written as DeepSpeed's CIFAR example is. Under sdp one line
-changes: ``import sdp as deepspeed``.
+"""Trains a small network on images, written as DeepSpeed's CIFAR example is. Under sdp one call
+changes: ``deepspeed.initialize``.
 """
 
 import argparse

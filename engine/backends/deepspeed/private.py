@@ -92,10 +92,23 @@ def load() -> Any:
             ", ".join(TESTED),
         )
     _count_devices_once()
-    # Otherwise DeepSpeed compiles C++ at start, for minutes. It is a collective in shared memory,
-    # which gloo replaces.
-    importlib.import_module("deepspeed.ops").__compatible_ops__["deepspeed_shm_comm"] = False
+    keep_gloo()
     return deepspeed
+
+
+def keep_gloo() -> None:
+    """Keep DeepSpeed from compiling C++ at its start, for minutes: a collective in shared memory,
+    which gloo replaces.
+    """
+    importlib.import_module("deepspeed.ops").__compatible_ops__["deepspeed_shm_comm"] = False
+
+
+def use_default_process_group() -> None:
+    """Make ``deepspeed.comm`` use torch's process group, as ``deepspeed.initialize`` does."""
+    comm: Any = importlib.import_module("deepspeed.comm.comm")
+    if comm.cdb is None:
+        keep_gloo()
+        comm.init_distributed(verbose=False)
 
 
 def _count_devices_once() -> None:

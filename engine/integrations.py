@@ -15,10 +15,10 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..config.load import read_raw
-from ..engine import SDPEngine
-from ..errors import ConfigError
-from ..initialize import initialize
+from .config.load import read_raw
+from .engine import SDPEngine
+from .errors import ConfigError
+from .initialize import initialize
 
 log = logging.getLogger("sdp")
 

@@ -1,0 +1,199 @@
+"""Names of the package deepspeed in a script whose only change is ``sdp.initialize``."""
+
+from __future__ import annotations
+
+import argparse
+from typing import Any
+
+import pytest
+import sdp
+import torch
+import torch.distributed as dist
+from sdp.tests.support.models import Mlp, mlp
+from sdp.tests.support.ranks import RankPool
+from torch import nn
+
+pytest.importorskip("deepspeed", reason="deepspeed is not installed; the extra 'deepspeed' has it")
+
+CONFIG: dict[str, Any] = {
+    "train_batch_size": 4,
+    "optimizer": {"type": "SGD", "params": {"lr": 0.1}},
+    "sdp": {"groups": 2, "capacity": 0.5},
+}
+
+
+def _import() -> Any:
+    import deepspeed
+
+    # DeepSpeed would compile a collective in shared memory, which takes minutes.
+    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+    deepspeed.comm.comm.cdb = None  # of an earlier test
+    return deepspeed
+
+
+def _train(engine: Any, steps: int = 1) -> dict[str, torch.Tensor] | None:
+    for step in range(steps):
+        generator = torch.Generator().manual_seed(10 * step + dist.get_rank())
+        engine.backward(engine(torch.randn(2, 5, generator=generator), torch.randn(2, 3, generator=generator)))
+        engine.step()
+    return engine.full_state_dict()
+
+
+def _assert_equal(ours: dict[str, torch.Tensor] | None, theirs: dict[str, torch.Tensor] | None) -> None:
+    assert (ours is None) is (theirs is None)
+    for name, value in (ours or {}).items():
+        torch.testing.assert_close(value, (theirs or {})[name], rtol=1e-5, atol=1e-6)
+
+
+def _communicate(before: bool, engine_name: str) -> None:
+    deepspeed = _import()
+    if before:
+        deepspeed.init_distributed()
+    engine = sdp.initialize(model=mlp(), config=CONFIG | {"sdp": CONFIG["sdp"] | {"engine": engine_name}})[0]
+    assert (deepspeed.comm.get_rank(), deepspeed.comm.get_world_size()) == (engine.global_rank, engine.world_size)
+    value = torch.tensor([deepspeed.comm.get_rank() + 1.0])
+    deepspeed.comm.all_reduce(value, op=deepspeed.comm.ReduceOp.SUM)
+    assert value.item() == 3
+    deepspeed.comm.barrier()
+    _train(engine)
+
+
+@pytest.mark.parametrize("engine_name", ["fsdp2", "deepspeed"])
+@pytest.mark.parametrize("before", [True, False], ids=["init_distributed before", "after"])
+def test_its_collectives_work_in_the_script(ranks: RankPool, before: bool, engine_name: str) -> None:
+    ranks.run(_communicate, before, engine_name, world=2)
+
+
+def _train_what_deepspeed_has_partitioned(engine_name: str) -> None:
+    """As transformers' from_pretrained does with an HfDeepSpeedConfig of stage 3."""
+    deepspeed, states = _import(), []
+    for partitions in (True, False):
+        stage3 = CONFIG | {"zero_optimization": {"stage": 3}}
+        with deepspeed.zero.Init(config_dict_or_path=stage3, enabled=partitions):
+            model = mlp()
+        assert all(hasattr(parameter, "ds_id") is partitions for parameter in model.parameters())
+        with deepspeed.zero.GatheredParameters(list(model.parameters()), modifier_rank=0):
+            if dist.get_rank() == 0:
+                nn.init.constant_(model.head.bias, 0.25)
+        if not partitions:  # a context of DeepSpeed does nothing with parameters of torch
+            nn.init.constant_(model.head.bias, 0.25)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        config = CONFIG | {"sdp": CONFIG["sdp"] | {"engine": engine_name}}
+        states.append(_train(sdp.initialize(model=model, optimizer=optimizer, config=config)[0]))
+    _assert_equal(*states)
+
+
+@pytest.mark.parametrize("engine_name", ["fsdp2", "deepspeed"])
+def test_a_model_built_in_zero_init_trains_as_any_other(ranks: RankPool, engine_name: str) -> None:
+    """``zero.Init`` has partitioned its parameters, and ``GatheredParameters`` has changed them."""
+    ranks.run(_train_what_deepspeed_has_partitioned, engine_name, world=2)
+
+
+class Checkpointed(Mlp):
+    """Recomputes each layer with DeepSpeed's function, as a script's own model does."""
+
+    function = "checkpoint"
+
+    def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+        hidden = self.stem(x)
+        for layer in self.layers:
+            hidden = getattr(_import().checkpointing, self.function)(layer, hidden)
+        return nn.functional.mse_loss(self.head(hidden), y)
+
+
+class CheckpointedAgain(Checkpointed):
+    function = "non_reentrant_checkpoint"
+
+
+def _recompute(kind: type[Mlp], stage: int) -> None:
+    deepspeed, states = _import(), []
+    deepspeed.init_distributed()
+    deepspeed.checkpointing.configure(None, partition_activations=False, num_checkpoints=4)
+    for model_kind in (kind, Mlp):
+        torch.manual_seed(0)
+        model = model_kind()
+        config = CONFIG | {"zero_optimization": {"stage": stage}, "sdp": {"groups": 1}}
+        states.append(_train(sdp.initialize(model=model, config=config)[0], steps=2))
+    _assert_equal(*states)
+
+
+@pytest.mark.parametrize(("kind", "stage"), [(Checkpointed, 0), (CheckpointedAgain, 3)])
+def test_its_activation_checkpointing_gives_the_same_gradients(ranks: RankPool, kind: type[Mlp], stage: int) -> None:
+    ranks.run(_recompute, kind, stage, world=2)
+
+
+def _gather(engine_name: str) -> None:
+    deepspeed = _import()
+    config = CONFIG | {"zero_optimization": {"stage": 3}, "sdp": CONFIG["sdp"] | {"engine": engine_name}}
+    engine = sdp.initialize(model=mlp(), config=config)[0]
+    whole = mlp().state_dict()
+    with deepspeed.zero.GatheredParameters(list(engine.module.parameters())):
+        for name, parameter in engine.module.named_parameters():
+            assert parameter.shape == whole[name].shape
+    _train(engine)
+
+
+@pytest.mark.parametrize("engine_name", ["fsdp2", "deepspeed"])
+def test_gathering_the_engines_parameters_shows_whole_shapes(ranks: RankPool, engine_name: str) -> None:
+    """With fsdp2 the context does nothing, and parameters stay as they are."""
+    ranks.run(_gather, engine_name, world=2)
+
+
+def test_config_arguments_of_deepspeed_are_read(one_rank: None, tmp_path: Any) -> None:
+    deepspeed = _import()
+    (tmp_path / "ds.json").write_text('{"train_batch_size": 2}', encoding="utf-8")
+    parser = deepspeed.add_config_arguments(argparse.ArgumentParser())
+    args = parser.parse_args(["--deepspeed", "--deepspeed_config", str(tmp_path / "ds.json")])
+    assert sdp.initialize(args, mlp())[0].train_batch_size() == 2
+
+
+@pytest.mark.parametrize("kind", ["WarmupLR", "WarmupDecayLR", "WarmupCosineLR", "OneCycle"])
+def test_a_schedule_of_deepspeed_sets_the_rates(one_rank: None, kind: str) -> None:
+    deepspeed = _import()
+    arguments: dict[str, dict[str, Any]] = {
+        "WarmupLR": {"warmup_max_lr": 0.01, "warmup_num_steps": 4},
+        "WarmupDecayLR": {"total_num_steps": 12, "warmup_max_lr": 0.01, "warmup_num_steps": 4},
+        "WarmupCosineLR": {"total_num_steps": 12, "warmup_num_steps": 4},
+        "OneCycle": {"cycle_min_lr": 0.001, "cycle_max_lr": 0.01, "cycle_first_step_size": 4},
+    }
+    make = getattr(deepspeed.runtime.lr_schedules, kind)
+    optimizers = [torch.optim.SGD(mlp().parameters(), lr=0.02, momentum=0.9) for _ in range(2)]
+    model = mlp()
+    optimizers[0] = torch.optim.SGD(model.parameters(), lr=0.02, momentum=0.9)
+    schedule, expected = (make(optimizer, **arguments[kind]) for optimizer in optimizers)
+    engine = sdp.initialize(
+        model=model, optimizer=optimizers[0], lr_scheduler=schedule, config={"train_batch_size": 2}
+    )[0]
+    for _ in range(12):
+        _train(engine)
+        expected.step()
+        assert engine.get_lr() == pytest.approx([group["lr"] for group in optimizers[1].param_groups])
+
+
+def test_helpers_of_deepspeed(one_rank: None) -> None:
+    deepspeed = _import()
+    model = mlp()
+    deepspeed.utils.set_z3_leaf_modules(model, [nn.Linear])
+    rows = torch.utils.data.TensorDataset(torch.ones(4, 5), torch.ones(4, 3))
+    engine, _, loader, _ = sdp.initialize(model=model, config={"train_batch_size": 2}, training_data=rows)
+    batches = iter(deepspeed.utils.RepeatingLoader(loader))
+    for _ in range(3):
+        inputs, targets = next(batches)
+        device = deepspeed.get_accelerator().device_name(engine.local_rank)
+        engine.backward(engine(inputs.to(device), targets.to(device)))
+        engine.step()
+    assert engine.global_steps == 3
+    assert not isinstance(engine, deepspeed.DeepSpeedEngine)
+
+
+def test_experts_of_deepspeeds_layers_are_refused() -> None:
+    """They differ between ranks, so their average would be wrong."""
+    model = mlp()
+    model.head.weight.allreduce = False  # DeepSpeed's mark
+    with pytest.raises(sdp.ModelError, match=r"^sdp.initialize: parameter 'head.weight' belongs to DeepSpeed's MoE"):
+        sdp.initialize(model=model, config=CONFIG)
+
+
+def test_names_that_were_under_sdp_are_in_the_package_deepspeed() -> None:
+    with pytest.raises(AttributeError, match="no attribute 'zero'; DeepSpeed's own names are in the package deepspeed"):
+        sdp.zero  # noqa: B018
