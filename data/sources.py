@@ -21,11 +21,11 @@ import zstandard
 
 from ..engine.errors import DataError, quote, shorten
 from .shared.files import HASHING_THREADS, sha256_of, special_kind
-from .zstandard_frames import decompress_frames
 
 SUFFIXES = (".txt", ".jsonl", ".jsonl.gz", ".jsonl.zst", ".parquet")
 MAX_DOCUMENT_BYTES = 2**30
 _READ_BYTES = 2**17
+_ZSTANDARD_BYTES = 2**7
 _PARQUET_BATCH_BYTES = 2**26
 _PARQUET_BATCH_ROWS = 1024
 
@@ -191,6 +191,24 @@ def _decompressed(path: Path, raw: io.BufferedReader) -> Iterator[bytes]:
     content: Any = gzip.GzipFile(fileobj=raw) if suffix == ".jsonl.gz" else raw
     while data := content.readline(_READ_BYTES):
         yield data
+
+
+def decompress_frames(raw: io.BufferedReader) -> Iterator[bytes]:
+    """Decompress all Zstandard frames of ``raw``.
+
+    The decompressor gets few bytes at a time, because 4 bytes can expand to 128 KiB. It refuses
+    frames that need a window of more than 128 MiB. Raises EOFError if the last frame is cut off,
+    which the library's own readers accept silently.
+    """
+    frame = None
+    while data := raw.read(_ZSTANDARD_BYTES):
+        while data:
+            frame = frame or zstandard.ZstdDecompressor(max_window_size=2**27).decompressobj()
+            if content := frame.decompress(data):
+                yield content
+            data, frame = (frame.unused_data, None) if frame.eof else (b"", frame)
+    if frame is not None:
+        raise EOFError("the last Zstandard frame does not end")
 
 
 def _lines(pieces: Iterator[bytes], limit: int) -> Iterator[bytearray]:

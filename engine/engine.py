@@ -219,7 +219,7 @@ class SDPEngine(DeepSpeedNames):
         Args:
             save_dir: The directory of all checkpoints.
             tag: The name of this one; default ``step-N``.
-            client_state: The caller's own state: JSON values, tensors, arrays, tuples, namespaces.
+            client_state: The caller's own state: JSON values and plain tensors.
             save_latest: Whether a load without a tag finds this checkpoint.
             exclude_frozen_parameters: Has no effect but a warning. A checkpoint has all weights.
             keep: Keep only this many of the checkpoints that are named after steps.
@@ -227,7 +227,7 @@ class SDPEngine(DeepSpeedNames):
                 :meth:`wait_for_checkpoint` raises the error of a save that failed.
 
         Raises:
-            CheckpointError: Nothing could be written, or ``client_state`` would need a pickle.
+            CheckpointError: Nothing could be written, or ``client_state`` has other values.
             HolderMismatchError: Holders of a unit have different weights or optimizer state.
         """
         if exclude_frozen_parameters and self.global_rank == 0:
@@ -235,8 +235,7 @@ class SDPEngine(DeepSpeedNames):
         tag = check_tag(tag) if tag is not None else f"step-{self.global_steps}"
         client = ClientState(client_state)
         self.check_holders()
-        entries = {"client_state": client.encoded, "client_encoding": client.encoding}
-        state = run_state(self, self._backend, self._saved, self.rates_of_parameters(), entries)
+        state = run_state(self, self._backend, self._saved, self.rates_of_parameters(), client.values)
         tensors = self._saved.tensors() | self._saved.random_state()
         self._saver.save(
             Path(save_dir), tag, tensors, state, parameters=self.layout.wholes, keep=keep, background=background,
@@ -300,12 +299,12 @@ class SDPEngine(DeepSpeedNames):
         go_on = resume if load_optimizer_states else resume_without_optimizer
         in_round = go_on(path, state, self._backend, self._saved, self.lr_scheduler, self.loader, ranks=ranks)
         self.forget_micro_batches()
-        self.spikes.load_state_dict(state.get("spikes") or {})
-        self.noise.load_state_dict(state.get("noise") or {})
-        self.local_training.load_state_dict(state.get("sync"), state["global_steps"], in_round=bool(in_round))
+        self.spikes.load_state_dict(state["spikes"])
+        self.noise.load_state_dict(state["noise"])
+        self.local_training.load_state_dict(state["sync"], state["global_steps"], in_round=bool(in_round))
         self.global_steps, self.global_samples = state["global_steps"], state["global_samples"]
         self.micro_steps = self.global_steps * self._batch.accumulation
-        self.last_steps.start_at(state.get("skipped_steps", 0))
+        self.last_steps.start_at(state["skipped_steps"])
         if not world.is_elastic():  # there, copies are sent when all ranks have loaded
             self._backend.use_masking(self.config.masking_schedule.at(self.global_steps + 1))
         self._backend.continue_at(steps=self.global_steps, micro_steps=self.micro_steps, skipped=self.skipped_steps)

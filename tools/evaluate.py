@@ -196,7 +196,7 @@ def _run_tasks(tasks: LoadedTasks, saved: SavedRun, backend: Backend) -> Scores:
 
 def _mesh_of(saved: SavedRun) -> Mesh:
     """The mesh of the run that wrote the checkpoint."""
-    sdp, fsdp, tp, *sizes = saved.state["mesh"] if len(saved.state["mesh"]) > 2 else [*saved.state["mesh"], 1]
+    sdp, fsdp, tp, *sizes = saved.state["mesh"]
     return Mesh(sdp, fsdp, tp, *map(tuple, sizes))
 
 

@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 
 from ..backend import Backend, GroupPart, LocalSteps, StateToSave
 from ..distributed.agreement import Ranks
-from ..errors import CheckpointError, quote
+from ..errors import CheckpointError
 from ..optim import optimizer_state
 from .averaged import has_groups, keys_of_moments, load_means
 from .load import load
@@ -45,7 +45,7 @@ def load_between_averages(
     # As JSON text, in which a tuple is a list.
     here, there = (json.dumps(of, sort_keys=True) for of in (layout.placement.to_json(), state["placement"]))
     same = state["mesh"] == own.mesh_shape() and here == there
-    position = _position_in_round(path, state)
+    position = state["sync"] or {"travelling": None, "fragments": 1, "steps_alone": 0}
     if local is not None and position["travelling"] is not None:  # its fragment must be the same here
         same = same and position["fragments"] == local.sync.fragments and local.sync.overlap > 0
     files, alone = state["files"], ranks.alone
@@ -110,15 +110,6 @@ def load_anchors(
         local.reset()
     mine.finish_load()
     backend.zero_grad()
-
-
-def _position_in_round(path: Path, state: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the checkpoint's ``sync`` entry, whose values are checked."""
-    position = {"travelling": None, "fragments": 1, "steps_alone": 0} | (state.get("sync") or {})
-    for key, value in position.items():
-        if not (type(value) is int and 0 <= value < 2**63) and not (key == "travelling" and value is None):
-            raise CheckpointError(f"{path}: damaged, {quote(key)} of 'sync' is {quote(value)}, not a count")
-    return position
 
 
 def _make_inner_state(part: GroupPart, saved: set[str], start: str, backend: Backend) -> None:

@@ -71,7 +71,7 @@ def resume(
     """
     saved = keys_in(path)
     names = backend.names_of_param_groups()
-    rates = state.get("learning_rates", {})
+    rates = state["learning_rates"]
     _refuse_what_does_not_fit(path, state, scheduler, loader)
     problem = conflicting_rates(names, rates)
     ranks.agree(f"{path}: {problem}" if problem else None)
@@ -84,7 +84,7 @@ def resume(
     if not world.is_elastic():  # there, copies are sent when all ranks have loaded
         backend.refresh(after_step=False)
     set_random_state(random)
-    backend.load_loss_scale(state.get("loss_scale"))
+    backend.load_loss_scale(state["loss_scale"])
     _continue_schedule(path, state, backend, scheduler, tell=ranks.rank == 0)
     set_rates(backend.optimizer, names, rates)  # torch's schedulers do not set the rates when they are loaded
     if loader is not None and state["loader"] is not None:
@@ -126,9 +126,7 @@ def _load_tensors(
 ) -> None:
     """Fill weights, buffers and random numbers. Fill optimizer state if the checkpoint has any."""
     optimizer = backend.basic_optimizer
-    has_stepped = state["global_steps"] > state.get("skipped_steps", 0) or any(
-        key.startswith("optimizer/") for key in saved
-    )
+    has_stepped = state["global_steps"] > state["skipped_steps"] or any(key.startswith("optimizer/") for key in saved)
     had_state = bool(backend.optimizer.state)
     if has_stepped and not had_state:
         backend.materialise_optimizer_state()
@@ -201,6 +199,6 @@ def resume_without_optimizer(
         backend.refresh(after_step=False)
     if scheduler is not None:
         _continue_schedule(path, state, backend, scheduler, tell=ranks.rank == 0)
-        set_rates(backend.optimizer, backend.names_of_param_groups(), state.get("learning_rates", {}))
+        set_rates(backend.optimizer, backend.names_of_param_groups(), state["learning_rates"])
     if loader is not None and state["loader"] is not None:
         loader.load_state_dict(state["loader"])

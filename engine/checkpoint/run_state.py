@@ -19,7 +19,7 @@ def run_state(
         backend: Its backend.
         own: This rank's share of the checkpoint.
         rates: The learning rate of each parameter of the full model.
-        client: The entries of the caller's own state.
+        client: The JSON values of the caller's own state.
     """
     scheduler = engine.lr_scheduler
     return {
@@ -33,7 +33,7 @@ def run_state(
         "settings": settings_to_save(engine.config, engine.optimizer, backend.names_of_param_groups()),
         "scheduler": scheduler and backend.shared_schedule(scheduler.state_dict()),
         "loader": engine.loader.state_dict() if engine.loader is not None else None,
-        **client,
+        "client_state": client,
         "spikes": engine.spikes.state_dict(),
         "noise": engine.noise.state_dict(),
         "sync": engine.local_training.state_dict(engine.global_steps),

@@ -80,8 +80,8 @@ def salvage(
         except CheckpointError as error:
             problem = str(error)
     ranks.agree(problem)
-    client = {key: before[key] for key in ("client_state", "client_encoding") if key in before}
-    state = run_state(engine, backend, own, _rates(engine, backend, before.get("learning_rates", {}), ranks), client)
+    rates = _rates(engine, backend, before["learning_rates"], ranks)
+    state = run_state(engine, backend, own, rates, before["client_state"])
     # No run has this mesh with all units, so a load takes the full model and the means of moments.
     state |= {"mesh": [len(groups), *state["mesh"][1:3]], "placement": layout.placement.to_json()}
     tag = f"step-{engine.global_steps}"

@@ -5,8 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
+from safetensors import SafetensorError, safe_open
 from torch import nn
 
 from ..errors import ModelError, shorten
@@ -15,7 +17,6 @@ from ..model_interface import get_canonical_name
 from ..placement.layout import Layout
 from ..placement.tensor_info import TensorInfo
 from .initialisation import Filler, ModuleInit
-from .safetensors_file import SafetensorsFile
 
 INDEX, WHOLE = "model.safetensors.index.json", "model.safetensors"
 _FLOATS = {"F64", "F32", "F16", "BF16"}
@@ -30,10 +31,10 @@ class WeightFiles:
 
     def __init__(self, directory: Path):
         self.directory = directory
-        self._files_of: dict[str, SafetensorsFile] = {}
+        self._tensors: dict[str, Any] = {}  # the library's slices, which read only the rows that are asked for
         for path in self._paths():
             file = self._open(path)
-            self._files_of |= dict.fromkeys(file.entries, file)
+            self._tensors |= {key: file.get_slice(key) for key in file.keys()}  # noqa: SIM118
 
     def _paths(self) -> Iterable[Path]:
         if (index := self.directory / INDEX).is_file():
@@ -58,36 +59,39 @@ class WeightFiles:
             f"{self.directory}: no {WHOLE} and no {INDEX} there; give the directory of a model in Hugging Face's format"
         )
 
-    def _open(self, file: Path) -> SafetensorsFile:
+    def _open(self, file: Path) -> Any:
         # Opening a FIFO would hang. Symbolic links are allowed: Hugging Face's cache consists of
         # them.
         if file.exists() and not file.is_file():
             raise ModelError(f"{file}: is not a regular file; download or export the model again")
         try:
-            return SafetensorsFile(file)
+            return safe_open(file, framework="pt")
+        except SafetensorError as error:
+            raise ModelError(f"{file}: cannot be read ({shorten(error)}); download or export the model again") from None
         except FileNotFoundError:
             raise ModelError(f"{file}: is missing, though {INDEX} names it; download the model again") from None
         except OSError as error:
             raise ModelError(f"{file}: cannot be read ({error.strerror}); download or export the model again") from None
 
     def keys(self) -> list[str]:
-        return list(self._files_of)
+        return list(self._tensors)
 
     def obstacle(self, key: str, info: TensorInfo) -> str | None:
         """The reason why the tensor ``key`` cannot be the value of ``info``, or None."""
-        found = self._files_of[key].entries[key]
-        if found.shape != tuple(info.full_shape):
-            return f"has shape {found.shape} there and {tuple(info.full_shape)} here"
-        if info.dtype.is_floating_point and found.dtype not in _FLOATS:
+        shape, dtype = tuple(self._tensors[key].get_shape()), self._tensors[key].get_dtype()
+        if shape != tuple(info.full_shape):
+            return f"has shape {shape} there and {tuple(info.full_shape)} here"
+        if info.dtype.is_floating_point and dtype not in _FLOATS:
             return (
-                f"is {shorten(found.dtype)} there, which is not a plain floating-point format; training cannot start "
+                f"is {dtype} there, which is not a plain floating-point format; training cannot start "
                 "from quantised models"
             )
         return None
 
     def fill(self, out: torch.Tensor, start: int, key: str) -> None:
         """Copy rows [start, start + len(out)) of the tensor ``key`` into ``out``."""
-        out.copy_(self._files_of[key].read_rows(key, start, out.shape[0] if out.dim() else 1))
+        tensor = self._tensors[key]
+        out.copy_(tensor[start : start + out.shape[0]] if out.dim() else tensor[...])
 
 
 def fillers_from(files: WeightFiles, directory: Path, model: nn.Module, layout: Layout) -> dict[str, Filler]:

@@ -1,6 +1,6 @@
 """Adapts torch.distributed.checkpoint (DCP) to our checkpoints.
 
-It adds checks of untrusted metadata, parts of tensors, and pieces of bounded size.
+It adds metadata in JSON, parts of tensors, and pieces of bounded size.
 """
 
 from __future__ import annotations
@@ -17,63 +17,37 @@ from typing import Any
 import torch
 from torch.distributed.checkpoint import DefaultSavePlanner, SavePlan
 from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.filesystem import FileSystem, FileSystemReader
+from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata, MetadataIndex, TensorProperties
 from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 
 from ...errors import CheckpointError
-from .files import MOST_BYTES, file_sizes, open_regular, parse_json_bytes, read_state
+from ...json_files import read_json_file
+from .files import MOST_BYTES, read_state
 from .metadata import METADATA, build_metadata
-from .pickled_metadata import read_pickled_metadata
-
-PICKLED_METADATA = ".metadata"  # the file in checkpoints of format 2
-
-
-class _RegularFiles(FileSystem):
-    @contextmanager
-    def create_stream(self, path: Any, mode: str) -> Iterator[Any]:
-        if mode != "rb":
-            raise ValueError(f"a checkpoint is opened to read it, not in mode {mode!r}")
-        with open_regular(Path(path)) as file:
-            yield file
 
 
 class SafeReader(FileSystemReader):
-    """DCP's reader of a directory.
-
-    It raises :class:`CheckpointError` for files that this engine does not write. DCP reads the
-    tensors themselves with ``torch.load(weights_only=True)``.
+    """DCP's reader of a directory. It reads no pickles: the list of tensors is JSON, and DCP reads
+    the tensors themselves with ``torch.load(weights_only=True)``.
     """
 
     def __init__(self, path: Path):
         super().__init__(str(path))
-        self.fs = _RegularFiles()
         self._metadata: Metadata | None = None
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
-        """Return the metadata, which are read once. Checks all files, but not their hashes."""
+        """Return the metadata, which are read once. Raises CheckpointError if they are damaged."""
         if self._metadata is None:
-            self._metadata = self._read()
+            path = Path(self.path)
+            files = read_state(path)["files"]
+            try:
+                content = read_json_file(path / METADATA, most_bytes=MOST_BYTES)
+                self._metadata = build_metadata(content, files, self.load_id)
+            except (OSError, ValueError, LookupError, TypeError, AttributeError, OverflowError) as error:
+                remedy = "resume from an older checkpoint"
+                raise CheckpointError(f"{path / METADATA}: damaged ({_first_line(error)}); {remedy}") from None
         return self._metadata
-
-    def _read(self) -> Metadata:
-        path = Path(self.path)
-        state = read_state(path)
-        sizes = file_sizes(path, state["files"])
-        name = METADATA if state["format"] >= 3 else PICKLED_METADATA
-        try:
-            if name not in sizes:
-                raise ValueError("it is missing")
-            with open_regular(path / name) as file:
-                content = file.read(MOST_BYTES + 1)
-            if len(content) > MOST_BYTES:
-                raise ValueError(f"it is larger than {MOST_BYTES >> 20} MiB")
-            decoded = parse_json_bytes(content) if name == METADATA else read_pickled_metadata(content)
-            return build_metadata(decoded, sizes, self.load_id)
-        except (OSError, ValueError, RecursionError) as error:
-            reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
-            where = path / name
-            raise CheckpointError(f"{where}: damaged or forged ({reason}); resume from an older checkpoint") from None
 
 
 class Part(torch.Tensor):

@@ -15,7 +15,8 @@ from pathlib import Path
 from typing import Any, cast
 
 from ...errors import CheckpointError, quote
-from .files import INCOMPLETE, PARTIAL, STATE, encode_state, is_ours, is_plain, is_whole, read_json, write_durably
+from ...json_files import read_json_file
+from .files import INCOMPLETE, PARTIAL, STATE, encode_state, is_ours, is_plain, is_whole, write_durably
 from .metadata import METADATA
 
 log = logging.getLogger("sdp")
@@ -85,10 +86,10 @@ def latest(directory: Path) -> str | None:
     pointer = directory / LATEST
     remedy = f"remove this file to resume from {newest or 'the start'}"
     try:
-        tag = read_json(pointer)["tag"]
+        tag = read_json_file(pointer)["tag"]
     except FileNotFoundError:
         return newest
-    except (OSError, ValueError, KeyError, TypeError, RecursionError):
+    except (OSError, ValueError, KeyError, TypeError):
         raise CheckpointError(f"{pointer}: cannot be read; {remedy}") from None
     try:
         if not isinstance(tag, str):

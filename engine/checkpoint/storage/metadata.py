@@ -1,16 +1,14 @@
 """The list of a checkpoint's tensors, which says where each tensor lies in the files.
 
 DCP itself stores this list as a pickle, and reading a pickle can run code. So ``MetadataWriter``
-writes the same list as JSON, to ``metadata.json``. Every value is checked when it is read. Tensor
-files are DCP's own.
+writes the same list as JSON, to ``metadata.json``. Tensor files are DCP's own.
 """
 
 from __future__ import annotations
 
 import errno
 import json
-import math
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -31,11 +29,6 @@ from torch.futures import Future
 from .files import write_durably
 
 METADATA = "metadata.json"
-TENSOR_FILES = ".distcp"
-
-_CHUNK = ("offsets", "sizes", "file", "offset", "length")
-_TOO_LARGE = 2**63
-_MOST_DIMS = 64
 
 
 class _ExistingDirectories(FileSystem):
@@ -81,88 +74,39 @@ def _encode(metadata: Metadata, storage_infos: Mapping[MetadataIndex, _StorageIn
         chunks = []
         for chunk in tensor.chunks:
             stored = storage_infos[MetadataIndex(key, chunk.offsets)]
-            values = (list(chunk.offsets), list(chunk.sizes), stored.relative_path, stored.offset, stored.length)
-            chunks.append(dict(zip(_CHUNK, values, strict=True)))
+            chunks.append({
+                "offsets": list(chunk.offsets), "sizes": list(chunk.sizes),
+                "file": stored.relative_path, "offset": stored.offset, "length": stored.length,
+            })  # fmt: skip
         dtype = str(tensor.properties.dtype).removeprefix("torch.")
         tensors[key] = {"dtype": dtype, "size": list(tensor.size), "chunks": chunks}
     return tensors
 
 
-def build_metadata(content: Any, file_sizes: Mapping[str, int], load_id: str) -> Metadata:
-    """Build DCP's metadata from the content of ``metadata.json``. Every value is checked first.
+def build_metadata(content: Any, files: Collection[str], load_id: str) -> Metadata:
+    """Build DCP's metadata from the content of ``metadata.json``.
 
     Args:
         content: The decoded JSON.
-        file_sizes: The checkpoint's files, with their sizes in bytes.
+        files: The names of the checkpoint's files.
         load_id: DCP's name for this load.
 
     Raises:
-        ValueError: A value is wrong. The text says which one.
+        ValueError: A tensor lies in another file, or its dtype is none of torch.
+        KeyError, TypeError, AttributeError: It is not what :class:`MetadataWriter` writes.
     """
-    tensors = content.get("tensors") if isinstance(content, dict) else None
-    if not isinstance(tensors, dict):
-        raise ValueError("it does not list tensors")
     entries: dict[str, Any] = {}
     storage_infos: dict[MetadataIndex, _StorageInfo] = {}
-    for key, value in tensors.items():
-        if not isinstance(key, str) or not isinstance(value, dict) or value.keys() != {"dtype", "size", "chunks"}:
-            raise ValueError(f"the entry of {key!r} does not describe a tensor")
-        size = _shape(value["size"], f"the size of {key!r}")
-        chunks: list[ChunkStorageMetadata] = []
-        if not isinstance(value["chunks"], list):
-            raise ValueError(f"the chunks of {key!r} are not a list")
-        for chunk in value["chunks"]:
-            chunks.append(_chunk(key, size, chunk))
+    for key, tensor in content["tensors"].items():
+        chunks = []
+        for chunk in tensor["chunks"]:
+            if chunk["file"] not in files:
+                raise ValueError(f"{key!r} is said to be in {chunk['file']!r}, which is not a file of this checkpoint")
+            chunks.append(ChunkStorageMetadata(torch.Size(chunk["offsets"]), torch.Size(chunk["sizes"])))
             index = MetadataIndex(key, chunks[-1].offsets)
-            if index in storage_infos:
-                raise ValueError(f"{key!r} has two chunks at {tuple(chunks[-1].offsets)}")
-            storage_infos[index] = _storage_info(key, chunk, file_sizes)
-        if sum(math.prod(chunk.sizes) for chunk in chunks) != math.prod(size):
-            raise ValueError(f"the chunks of {key!r} do not add up to its size")
-        entries[key] = TensorStorageMetadata(TensorProperties(dtype=_dtype(key, value["dtype"])), size, chunks)
+            storage_infos[index] = _StorageInfo(chunk["file"], chunk["offset"], chunk["length"])
+        dtype = vars(torch).get(tensor["dtype"])
+        if not isinstance(dtype, torch.dtype):
+            raise ValueError(f"the dtype of {key!r} is {tensor['dtype']!r}, which torch does not have")
+        entries[key] = TensorStorageMetadata(TensorProperties(dtype=dtype), torch.Size(tensor["size"]), chunks)
     return Metadata(entries, storage_data=storage_infos, storage_meta=StorageMeta(load_id=load_id))
-
-
-def _chunk(key: str, size: torch.Size, chunk: Any) -> ChunkStorageMetadata:
-    if not isinstance(chunk, dict) or chunk.keys() != set(_CHUNK):
-        raise ValueError(f"a chunk of {key!r} is not described by {', '.join(_CHUNK)}")
-    offsets = _shape(chunk["offsets"], f"the offsets of a chunk of {key!r}")
-    sizes = _shape(chunk["sizes"], f"the sizes of a chunk of {key!r}")
-    if not len(offsets) == len(sizes) == len(size):
-        raise ValueError(f"a chunk of {key!r} does not have as many dimensions as the tensor")
-    if any(start + length > whole for start, length, whole in zip(offsets, sizes, size, strict=True)):
-        raise ValueError(f"a chunk of {key!r} reaches beyond the tensor")
-    return ChunkStorageMetadata(offsets, sizes)
-
-
-def _storage_info(key: str, chunk: Mapping[str, Any], file_sizes: Mapping[str, int]) -> _StorageInfo:
-    file, offset, length = chunk["file"], chunk["offset"], chunk["length"]
-    if not isinstance(file, str) or not file.endswith(TENSOR_FILES) or file not in file_sizes:
-        raise ValueError(f"{key!r} is said to be in {file!r}, which is not a tensor file of this checkpoint")
-    if not _is_count(offset) or not _is_count(length) or offset + length > file_sizes[file]:
-        raise ValueError(f"{key!r} is said to be at bytes that {file} does not have")
-    return _StorageInfo(file, offset, length)
-
-
-def _shape(value: Any, what: str) -> torch.Size:
-    is_short = isinstance(value, (list, tuple)) and len(value) <= _MOST_DIMS
-    if not is_short or not all(map(_is_count, value)) or math.prod(value) >= _TOO_LARGE:
-        raise ValueError(f"{what} is not a list of sizes")
-    return torch.Size(value)
-
-
-def _is_count(value: Any) -> bool:
-    return type(value) is int and 0 <= value < _TOO_LARGE
-
-
-def _dtype(key: str, name: Any) -> torch.dtype:
-    dtype = dtype_named(name)
-    if dtype is None:
-        raise ValueError(f"the dtype of {key!r} is {name!r}, which torch does not have")
-    return dtype
-
-
-def dtype_named(name: Any) -> torch.dtype | None:
-    """Return ``torch.NAME`` if it is a dtype, else None. Nothing is imported to find out."""
-    found = vars(torch).get(name) if isinstance(name, str) else None
-    return found if isinstance(found, torch.dtype) else None

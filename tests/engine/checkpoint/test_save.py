@@ -105,7 +105,7 @@ def test_a_tag_is_one_name(small: Path, tag: str) -> None:
 def test_a_tag_is_replaced_and_client_state_must_be_json(small: Path) -> None:
     engine = engine_of(SOURCE, "reference")
     engine.load_checkpoint(small)
-    with pytest.raises(CheckpointError, match="not JSON"):
+    with pytest.raises(CheckpointError, match="object is neither JSON nor"):
         engine.save_checkpoint(small, "step-1", client_state={"bad": object()})
     engine.save_checkpoint(small, "step-1", client_state={"good": 1})
     assert engine.load_checkpoint(small)[1] == {"good": 1}
