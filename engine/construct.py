@@ -18,7 +18,6 @@ from .backends.deepspeed.zero_checkpoint import convert_zero_checkpoint, is_zero
 from .backends.fsdp2.backend import FSDP2Backend
 from .backends.fsdp2.offload import ShardHome
 from .backends.reference.backend import ReferenceBackend
-from .backends.reference.vectorized import VectorizedBackend
 from .config.schema import Config
 from .distributed import world
 from .distributed.agreement import Ranks
@@ -78,8 +77,8 @@ def _build_reference(
 ) -> ReferenceBackend:
     give_values(model, layout, plan, device, Shard())
     autocast_forward(model, config, device)
-    kind = VectorizedBackend if config.sdp.engine == "vectorized" else ReferenceBackend
-    backend = kind(model, layout, device, compute_dtype=getattr(torch, config.precision), maskings=config.sdp.maskings)
+    dtype, maskings = getattr(torch, config.precision), config.sdp.maskings
+    backend = ReferenceBackend(model, layout, device, compute_dtype=dtype, maskings=maskings)
     # The backend copies the blocks, so this comes after it: the copies must not checkpoint their
     # activations.
     checkpoint_activations(model, layout.blocks, config.activation_checkpointing.mode)

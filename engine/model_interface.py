@@ -160,7 +160,7 @@ class ModelHooks(Protocol):
     def neuron_branches(self) -> list[Branch]:
         """The residual branches that can be cut into groups of neurons.
 
-        ``sdp.granularity = "neuron"`` and ``sdp.engine = "vectorized"`` need it.
+        ``sdp.granularity = "neuron"`` needs it.
         """
         ...
 

@@ -71,7 +71,7 @@ class Degrees:
         if self.in_one_process:
             if processes != 1 or self.fsdp not in (None, 1):
                 raise LaunchError(
-                    f'sdp.engine "reference" and "vectorized" run all {self.groups} groups in one process; found'
+                    f'sdp.engine "reference" runs all {self.groups} groups in one process; found'
                     f" {processes} processes ({source}) and fsdp {self.fsdp or 1}; use 1 of each, or sdp.engine fsdp2"
                 )
         elif self.sizes and self.fsdp is not None:

@@ -193,11 +193,7 @@ _COMMANDS = {
         "bench.command", "compare ways to train a model side by side, or one rank with a hand-written loop"
     ),
     "gpu-check": _tool_command("gpu_check.command", "measure a rank's share of dense and SDP runs on this GPU"),
-    "gradient-bias": _tool_command(
-        "gradient_bias.command", "measure the bias of SDP's gradient, apart from sampling noise"
-    ),
     "coordinate": _tool_command("coordinate", "keep the groups of an elastic run together that have separate launches"),
-    "study": _tool_command("study.command", "run experiments over many configurations: grid, memory, profiles"),
     "evaluate": _tool_command("evaluate", "compute the held-out loss of a checkpoint's full model"),
     "export": _tool_command("export", "write a checkpoint's model and tokenizer for transformers"),
     "report": _tool_command("report.command", "summarise and compare finished runs"),

@@ -190,13 +190,6 @@ def _refuse_with_deepspeed(config: Config) -> None:
 
 
 def _refuse_precision(config: Config) -> None:
-    engine, autocasts = config.sdp.engine, config.torch_autocast.enabled
-    key = "fp16.enabled" if config.fp16.enabled else "torch_autocast.enabled"
-    if engine == "vectorized" and (config.fp16.enabled or autocasts):
-        raise ConfigError(
-            f'{key}: true is not available with sdp.engine "vectorized", which does not scale the loss; use bf16, or '
-            '"fsdp2"'
-        )
     if config.fp16.enabled and config.bf16.enabled:
         raise ConfigError(
             "fp16.enabled: true together with bf16.enabled; a model computes in one of them, leave one out"
@@ -253,8 +246,6 @@ def _refuse_unavailable(config: Config) -> None:
     if sdp.engine == "deepspeed":
         _refuse_with_deepspeed(config)
     _refuse_schedule(config)
-    if sdp.engine == "vectorized":
-        _refuse_with_vectorized(config)
     if sdp.branch_scale != "none" and "forward" not in sdp.maskings:
         raise ConfigError(
             f'sdp.branch_scale: {json.dumps(sdp.branch_scale)} has no meaning with sdp.masking "backward", where all '
@@ -267,15 +258,6 @@ def _refuse_unavailable(config: Config) -> None:
         )
     if config.training.compile and sdp.in_one_process:
         raise ConfigError(f'training.compile: true is not available with sdp.engine "{sdp.engine}"; use false')
-
-
-def _refuse_with_vectorized(config: Config) -> None:
-    """Raise ConfigError for what all groups in one pass cannot do."""
-    if config.sdp.branch_scale != "none":
-        raise ConfigError(
-            f'sdp.branch_scale: "{config.sdp.branch_scale}" is not available with sdp.engine "vectorized"; use "none", '
-            'or "reference"'
-        )
 
 
 def _refuse_schedule(config: Config) -> None:

@@ -15,10 +15,15 @@ from ..errors import ConfigError
 KEYS: dict[str, str] = {}
 
 # The path of a key with a value that it no longer takes, and what to use instead.
-VALUES: dict[tuple[str, str], str] = {}
+VALUES: dict[tuple[str, str], str] = {
+    ("sdp.engine", "vectorized"): 'use "fsdp2", which starts a local process for each group',
+}
 
 # A command below ``sdp``, and what to use instead.
-COMMANDS: dict[str, str] = {}
+COMMANDS: dict[str, str] = {
+    "gradient-bias": "run python -m lab.gradient_bias in a checkout of the repository (lab/README.md)",
+    "study": "run python -m lab.grid in a checkout of the repository (lab/README.md)",
+}
 
 # A command with one of its options, and what to use instead.
 OPTIONS: dict[tuple[str, str], str] = {}

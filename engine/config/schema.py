@@ -178,7 +178,7 @@ class SDPSection(Section):
     group_sizes: list[RankCount] | None = None
     neuron_groups: Width = 8
     seed: Seed = 0
-    engine: Literal["fsdp2", "deepspeed", "reference", "vectorized"] = "fsdp2"
+    engine: Literal["fsdp2", "deepspeed", "reference"] = "fsdp2"
     check_interval: NonNegativeInt = 100
     sync: SyncSection | None = None
     survive: NonNegativeInt = 0
@@ -195,7 +195,7 @@ class SDPSection(Section):
     @property
     def in_one_process(self) -> bool:
         """Whether one process runs all groups, on one device."""
-        return self.engine in ("reference", "vectorized")
+        return self.engine == "reference"
 
 
 class Config(Section):

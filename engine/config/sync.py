@@ -111,8 +111,6 @@ def refuse_with_sync(config: Any) -> None:
     sdp, spikes, recomputation = config.sdp, config.training.on_spike, config.activation_checkpointing.mode
     if sdp.sync is None:
         return
-    if sdp.engine == "vectorized":
-        raise ConfigError('sdp.sync: local steps are not available with sdp.engine "vectorized"; use "reference"')
     if config.scales_loss:
         key = "fp16.enabled" if config.fp16.enabled else "torch_autocast.enabled"
         raise ConfigError(f"{key}: float16 is not available together with sdp.sync; use bf16")

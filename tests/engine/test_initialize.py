@@ -46,13 +46,11 @@ class _Complex(torch.nn.Module):
         self.weight = torch.nn.Parameter(torch.zeros(2, dtype=torch.complex64))
 
 
-ENGINES = ["fsdp2", "reference", "vectorized", pytest.param("deepspeed", marks=needs_deepspeed)]
+ENGINES = ["fsdp2", "reference", pytest.param("deepspeed", marks=needs_deepspeed)]
 
 
 def _case(engine: str) -> Case:
-    return Case(
-        1, 1, placement="full", model="llama" if engine == "vectorized" else "mlp", neurons=4 * (engine == "vectorized")
-    )
+    return Case(1, 1, placement="full", model="mlp")
 
 
 def _of(engine: str, **section: Any) -> dict[str, Any]:

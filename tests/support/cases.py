@@ -267,7 +267,7 @@ def train(case: Case, engine_name: str = "fsdp2", **sections: Any) -> Result:
 
 def _train(case: Case, engine_name: str, **sections: Any) -> Result:
     engine = engine_of(case, engine_name, **sections)
-    data_rank = None if engine_name in ("reference", "vectorized") else data_rank_of(case)
+    data_rank = None if engine_name == "reference" else data_rank_of(case)
     result = Result(before=engine.full_state_dict())
     for step in range(case.steps):
         engine.traffic.reset()

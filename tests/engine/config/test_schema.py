@@ -61,10 +61,6 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ),
     # DeepSpeed's semantics that cannot be honoured.
     (
-        {"fp16": {"enabled": True}, "sdp": {"engine": "vectorized"}},
-        'fp16.enabled: true is not available with sdp.engine "vectorized", which does not scale the loss',
-    ),
-    (
         {"gradient_allreduce_op": "sum"},
         'gradient_allreduce_op: "sum" cannot be honoured by this engine: gradients are averaged; remove it or',
     ),

@@ -170,9 +170,5 @@ def test_an_overflow_skips_the_step_on_all_ranks(ranks: Any, tmp_path: Path) -> 
 
 
 def test_what_cannot_scale_is_refused() -> None:
-    for section, message in (
-        ({"fp16": {"enabled": True}, "sdp": {"engine": "vectorized"}}, 'not available with sdp.engine "vectorized"'),
-        ({"fp16": {"enabled": True}, "sdp": {"sync": {"every": 2}}}, "not available together with sdp.sync"),
-    ):
-        with pytest.raises(ConfigError, match=message):
-            load_config(section)
+    with pytest.raises(ConfigError, match=r"not available together with sdp\.sync"):
+        load_config({"fp16": {"enabled": True}, "sdp": {"sync": {"every": 2}}})

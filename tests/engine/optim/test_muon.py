@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -155,20 +154,6 @@ def test_tensor_parallel_ranks_gather_each_matrix_once_a_step(stage: int, ranks:
     for gathered, expected, count in ranks.run(gathers_between_tensor_ranks, case, world=case.world):
         assert count == 4 * 7
         assert gathered == expected
-
-
-def rows_without_ignored_labels(kind: str, step: int, micro: int, data_ranks: int) -> dict[str, torch.Tensor]:
-    batch = models.rows_of_all(kind, step, micro, data_ranks)
-    return {**batch, "labels": batch["input_ids"].clone()}
-
-
-@pytest.mark.parametrize(
-    "case", [Case(4, 1, model="llama", placement="cyclic"), Case(2, 1, model="even-llama", neurons=2)]
-)
-def test_the_vectorized_engine_equals_the_reference(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
-    rows = SimpleNamespace(**vars(models) | {"rows_of_all": rows_without_ignored_labels})
-    monkeypatch.setattr("sdp.tests.support.cases.models", rows)
-    assert_same_run([train(case, "vectorized", optimizer=SECTION)], train(case, "reference", optimizer=SECTION), case)
 
 
 @pytest.mark.parametrize("case", LOCAL_STEPS, ids=str)

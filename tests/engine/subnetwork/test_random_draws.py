@@ -83,12 +83,11 @@ def test_tensor_parallel_ranks_are_refused() -> None:
         Layout.of(build_model(config.model, 32), config, Mesh(1, 1, 2))
 
 
-@pytest.mark.parametrize("engine", ["reference", "vectorized"])
 @pytest.mark.parametrize("option", OPTIONS)
-def test_draws_follow_the_seed_of_the_run(option: str, engine: str) -> None:
+def test_draws_follow_the_seed_of_the_run(option: str) -> None:
     def losses(seed: int, before: int) -> list[float]:
         torch.manual_seed(before)
-        config = config_of(option, seed, engine=engine)
+        config = config_of(option, seed, engine="reference")
         trained = sdp.initialize(model=build_model(config["model"], 31), config=config)[0]
         found = []
         for _ in range(3):

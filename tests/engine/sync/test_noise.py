@@ -243,7 +243,6 @@ def test_nothing_is_measured_by_default() -> None:
     [
         ({"groups": 2, "sync": {"every": 4}}, {}, "sdp.sync"),
         ({"groups": 1}, {}, "sdp.groups"),
-        ({"groups": 2, "engine": "vectorized"}, {}, "vectorized"),
         (
             {"groups": 2, "engine": "reference"},
             {"activation_checkpointing": {"mode": "full"}},

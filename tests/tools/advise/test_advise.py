@@ -188,10 +188,10 @@ def test_a_dense_configuration_gets_groups_and_is_told_so() -> None:
 
 def test_an_engine_that_is_not_planned_gives_way_to_fsdp2_and_is_named() -> None:
     config, notes = with_groups(
-        load_config(CONFIG | {"sdp": CONFIG["sdp"] | {"engine": "vectorized"}}), machine_with_link(1e9), 2
+        load_config(CONFIG | {"sdp": CONFIG["sdp"] | {"engine": "reference"}}), machine_with_link(1e9), 2
     )
     assert config.sdp.engine == "fsdp2" and notes == [
-        'sdp.engine "vectorized" is not planned. All ways are planned for "fsdp2".'
+        'sdp.engine "reference" is not planned. All ways are planned for "fsdp2".'
     ]
 
 

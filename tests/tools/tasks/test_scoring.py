@@ -41,15 +41,13 @@ def requests(count: int = 45) -> list[Request]:
 
 
 def step(engine: Any, case: Case, kind: str, number: int) -> None:
-    if kind != "vectorized":  # which needs workers with equally many targets
-        one_step(engine, case, number, data_rank=None if kind == "reference" else data_rank_of(case))
+    one_step(engine, case, number, data_rank=None if kind == "reference" else data_rank_of(case))
 
 
 def score(case: Case, kind: str) -> tuple[list[Score], Any]:
     engine = engine_of(case, kind)
     step(engine, case, kind, 0)
-    if kind != "vectorized":
-        engine.step()
+    engine.step()
     scorer = Scorer(FullModel.of_engine(engine))
     results = []
     for _ in range(2):  # in a second use, nothing of the first is left
@@ -96,10 +94,9 @@ def test_scores_equal_those_of_the_whole_model(case: Case, kind: str, ranks: Ran
     check(scores, state, case)
 
 
-@pytest.mark.parametrize("kind", ["reference", "vectorized"])
-def test_engines_of_one_process_score_too(kind: str) -> None:
+def test_the_engine_of_one_process_scores_too() -> None:
     case = Case(2, 1, 0, model="llama")
-    check(*score(case, kind), case)
+    check(*score(case, "reference"), case)
 
 
 def fail_on_rank_0() -> str:

@@ -144,7 +144,6 @@ ELASTIC = {"elastic": {"enabled": True}}
         ({"fragments": 2}, {}, "sdp.sync.every: this key is required"),
         (LOCAL, {"training": {"on_spike": "skip"}}, 'training.on_spike: "skip" is not available together with'),
         (LOCAL, {"fp16": {"enabled": True}}, "fp16.enabled: float16 is not available together with sdp.sync"),
-        (LOCAL, {"sdp": {"engine": "vectorized"}}, 'sdp.sync: local steps are not available with sdp.engine "vec'),
         (LOCAL | {"start_after": 3}, {"sdp": ELASTIC}, "sdp.sync.start_after: 3 is not available in this version"),
         (LOCAL | {"fragments": 2}, {"sdp": ELASTIC}, "sdp.sync.fragments: 2 is not available in this version"),
         (LOCAL | {"overlap": 1}, {"sdp": ELASTIC}, "sdp.sync.overlap: 1 is not available in this version"),

@@ -29,7 +29,6 @@ REFUSED = [
         {"amp": {"enabled": True}},
         'amp.enabled: true cannot be honoured by sdp.engine "deepspeed": DeepSpeed has removed it; use',
     ),
-    ({"sdp": {"engine": "vectorized"}}, 'fp16.enabled: true is not available with sdp.engine "vectorized"'),
 ]
 
 

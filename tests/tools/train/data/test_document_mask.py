@@ -29,9 +29,8 @@ def test_backends_agree_under_a_document_mask(config, short_documents: Path, tmp
     run = ["train", str(write_config(config, tmp_path)), "--dump-dir"]
     native = run_sdp(*run, tmp_path / "native")
     assert native.returncode == 0, native.stderr
-    for engine in ("reference", "vectorized"):
-        assert main([*run, str(tmp_path / engine), "--set", f"sdp.engine={engine}"]) == 0
-        assert read_losses(tmp_path / engine) == pytest.approx(read_losses(tmp_path / "native"), rel=1e-5)
+    assert main([*run, str(tmp_path / "reference"), "--set", "sdp.engine=reference"]) == 0
+    assert read_losses(tmp_path / "reference") == pytest.approx(read_losses(tmp_path / "native"), rel=1e-5)
     assert main([*run, str(tmp_path / "plain"), "--set", "sdp.engine=reference", "data.document_mask=false"]) == 0
     assert read_losses(tmp_path / "plain")[0] != pytest.approx(read_losses(tmp_path / "native")[0], rel=1e-5)
 

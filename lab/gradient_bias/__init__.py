@@ -1,0 +1,1 @@
+"""``python -m lab.gradient_bias CONFIG``: SDP's gradient against the dense model's."""

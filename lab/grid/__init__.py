@@ -1,0 +1,1 @@
+"""``python -m lab.grid GRID OUT``: train the cells of a table, each over several seeds."""

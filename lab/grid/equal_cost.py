@@ -1,0 +1,189 @@
+"""Compares the rows of a grid at equal operations, and at equal seconds over a link.
+
+The columns of such a grid are lengths of training, each with a schedule of its own. A row whose
+steps cost less makes more of them for the same cost. Its loss after so many steps lies between
+those of two of its lengths: it is interpolated over the logarithm of the steps, for the mean and
+for each seed. Nothing is extrapolated.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+import statistics
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Annotated, Any
+
+from pydantic import Field
+from sdp.engine.config.load import load_config
+from sdp.engine.config.masking import Masking, MaskingSchedule
+from sdp.engine.config.section import Section
+from sdp.tools.plan.forecast import forecast
+from sdp.tools.plan.machine import Machine
+from sdp.tools.plan.result import Forecast
+from sdp.tools.shared.quantities import quantity
+
+OPERATIONS = "operations"
+
+_Cells = Sequence[Mapping[str, Any]]  # figures of the lengths of one row, shortest first
+
+
+class EqualCost(Section):
+    """What is compared.
+
+    Attributes:
+        reference: the row whose cost the other rows may have.
+        device: the operations a second that every device reaches, such as "400TFLOP/s".
+        links: the speeds of the link of every device, such as "1Gbit/s".
+    """
+
+    reference: str
+    device: str
+    links: Annotated[list[str], Field(min_length=1)]
+
+    def machines(self, groups: int) -> dict[str, Machine]:
+        """Machines with one device for each group, by the speed of their links.
+
+        Raises ConfigError for a speed that is not one.
+        """
+        rate = quantity(self.device, "FLOP/s", "equal_cost.device")
+        speeds = {link: quantity(link, "B/s", "equal_cost.links") for link in self.links}
+        return {link: Machine((1,) * groups, rate, 1.0, speed, speed) for link, speed in speeds.items()}
+
+
+def step_costs(config: Mapping[str, Any], wanted: EqualCost) -> dict[str, float]:
+    """Return what a step costs: operations of all groups, and seconds over each link.
+
+    They are planned for the engine "fsdp2". With a schedule of maskings they are means over the
+    run.
+    """
+    planned = load_config(config, ["sdp.engine=fsdp2"])
+    groups = planned.sdp.groups
+    machines = wanted.machines(groups)
+    costs: dict[str, float] = {}
+    for masking, share in _phases(planned.sdp.masking, planned.training.steps):
+        plans = {link: forecast(link, planned, machine, groups, masking=masking) for link, machine in machines.items()}
+        of_phase = {link: plan.seconds for link, plan in plans.items()}
+        of_phase[OPERATIONS] = _operations(next(iter(plans.values())), groups)
+        for measure, cost in of_phase.items():
+            costs[measure] = costs.get(measure, 0.0) + share * cost
+    return costs
+
+
+def _operations(plan: Forecast, groups: int) -> float:
+    """Operations of a step of all groups. Groups that were not traced count as the mean of the
+    others.
+    """
+    traced = sum(len(one.groups) for one in plan.groups)
+    return sum(len(one.groups) * one.trace.flops for one in plan.groups) * groups / traced
+
+
+def _phases(setting: Any, steps: int | None) -> list[tuple[Masking, float]]:
+    """The maskings of a run, each with its part of the steps."""
+    schedule = MaskingSchedule.of(setting, steps)
+    if steps is None or not schedule.ends:
+        return [(schedule.maskings[0], 1.0)]
+    ends = [0, *schedule.ends, steps]
+    return [
+        (masking, (end - start) / steps)
+        for masking, (start, end) in zip(schedule.maskings, itertools.pairwise(ends), strict=True)
+    ]
+
+
+def loss_after(cells: _Cells, steps: float) -> tuple[float, float | None] | None:
+    """Interpolate the mean loss after ``steps``, and the sample deviation over the seeds.
+
+    The deviation is None with fewer than two seeds that have both lengths. The result is None
+    outside of the lengths.
+    """
+    for cell in cells:
+        if math.isclose(steps, cell["steps"]):
+            return cell["mean"], _spread([loss for loss in cell["by_seed"] if loss is not None])
+    for before, after in itertools.pairwise(cells):
+        if before["steps"] < steps < after["steps"]:
+            part = math.log(steps / before["steps"]) / math.log(after["steps"] / before["steps"])
+            pairs = zip(before["by_seed"], after["by_seed"], strict=True)
+            losses = [_between(*pair, part) for pair in pairs if None not in pair]
+            return _between(before["mean"], after["mean"], part), _spread(losses)
+    return None
+
+
+def _between(first: float, last: float, part: float) -> float:
+    """What lies at ``part`` of the way. It is infinite if an end is: that run diverged."""
+    return first + part * (last - first) if math.isfinite(first) and math.isfinite(last) else math.inf
+
+
+def _spread(losses: Sequence[float]) -> float | None:
+    """The sample deviation. None with fewer than two losses, or with one that is infinite."""
+    return statistics.stdev(losses) if len(losses) > 1 and all(map(math.isfinite, losses)) else None
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """The loss of one row at the cost of the reference's column.
+
+    Attributes:
+        measure: "operations", or the speed of a link.
+        column: the column of the reference.
+        row: the row.
+        steps: the number of steps that this row makes for this cost.
+        loss: its mean loss then. None outside of the lengths that were trained.
+        spread: the sample deviation over the seeds. None of one seed, or without a loss.
+    """
+
+    measure: str
+    column: str
+    row: str
+    steps: float
+    loss: float | None
+    spread: float | None
+
+
+def compare(
+    found: Sequence[Mapping[str, Any]], costs: Mapping[str, Mapping[str, float]], wanted: EqualCost
+) -> list[Comparison]:
+    """Compare the rows of ``found``, which are figures of cells, at the costs of the reference.
+
+    ``costs``: by row, what :func:`step_costs` returns.
+    """
+    cells: dict[str, list[Mapping[str, Any]]] = {}
+    for cell in sorted(found, key=lambda cell: cell["steps"]):
+        cells.setdefault(cell["row"], []).append(cell)
+    compared = []
+    for measure in (OPERATIONS, *wanted.links):
+        for cell in found:
+            if cell["row"] != wanted.reference:
+                continue
+            for row, own in cells.items():
+                steps = cell["steps"] * costs[wanted.reference][measure] / costs[row][measure]
+                loss, spread = loss_after(own, steps) or (None, None)
+                compared.append(Comparison(measure, cell["column"], row, steps, loss, spread))
+    return compared
+
+
+def comparison_tables(compared: Sequence[Comparison], wanted: EqualCost) -> str:
+    """Write the comparisons as Markdown, with a table for each measure."""
+    texts = []
+    for measure in (OPERATIONS, *wanted.links):
+        own = [one for one in compared if one.measure == measure]
+        columns = list(dict.fromkeys(one.column for one in own))
+        rows = list(dict.fromkeys(one.row for one in own))
+        cells = {(one.row, one.column): _text(one) for one in own}
+        what = "operations" if measure == OPERATIONS else f"seconds over {measure}"
+        lines = [
+            f"At equal {what} (those of {wanted.reference}); the steps that were possible",
+            "",
+            f"| | {' | '.join(columns)} |",
+            "|---" * (len(columns) + 1) + "|",
+            *(f"| {row} | {' | '.join(cells[row, column] for column in columns)} |" for row in rows),
+        ]
+        texts.append("\n".join(lines))
+    return "\n\n".join(texts)
+
+
+def _text(one: Comparison) -> str:
+    if one.loss is None:
+        return f"not trained so long ({one.steps:,.0f})"
+    spread = "" if one.spread is None else f" ± {one.spread:.4f}"
+    return f"{one.loss:.4f}{spread} ({one.steps:,.0f})"

@@ -1,0 +1,5 @@
+"""All groups of a run in one process and in one pass, to study placements quickly.
+
+A step takes about as long as one of the dense model, for any number of groups. It does not know
+processes, shards, checkpoints or traffic.
+"""

@@ -1,1 +1,0 @@
-"""``sdp gradient-bias``: SDP's gradient against the dense model's."""

@@ -1,1 +1,0 @@
-"""``sdp study``: experiments over many configurations."""
