@@ -2,9 +2,10 @@
 # make test         the test suite          make test-all   … with the slow tests and the full equality table
 # make test-optional  the tests of packages that only some users install
 # make test-cluster launchers and SLURM over hosts (root, Linux)    make test-cluster-all   … with the slow ones
+# make lab-test     the tests of the laboratory (lab/)
 # make lint types   ruff and basedpyright   make bench      the engine against a plain loop
 # make docs         the documentation site, in site/
-# make gpu-packages what sdp gpu-check needs besides torch, in .gpu, to take to a GPU machine without a network (docs/results/gpu.md)
+# make gpu-packages what sdp gpu-check needs besides torch, in .gpu, to take to a GPU machine without a network (lab/studies/gpu)
 #
 # Each makes .venv and installs pinned packages first, torch before everything that depends on it. On a machine whose
 # torch is given, use it: make VENV=/path/to/venv TORCH=torch …
@@ -29,7 +30,7 @@ GPU_PACKAGES ?= pydantic einops zstandard hjson
 # Tests start hundreds of processes, none of which should compile the package's sources again.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: quickstart test test-optional test-all test-cluster test-cluster-all lint types docs format bench gpu-packages clean
+.PHONY: quickstart test lab-test test-optional test-all test-cluster test-cluster-all lint types docs format bench gpu-packages clean
 
 quickstart: $(VENV)/.installed
 	@mkdir -p runs
@@ -42,6 +43,9 @@ quickstart: $(VENV)/.installed
 
 test: $(VENV)/.installed-test
 	$(PYTEST) -m "not slow and not full_table and not cluster"
+
+lab-test: $(VENV)/.installed-test
+	$(PYTEST) lab/tests
 
 # Accelerate, Trainer, llama.cpp's reader and lm-evaluation-harness. `make test` skips what it lacks.
 test-optional: $(VENV)/.installed-dev

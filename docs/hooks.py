@@ -1,4 +1,4 @@
-"""MkDocs hooks: pages made of files outside docs/, and Sphinx roles shown as code."""
+"""MkDocs hooks: pages of files outside docs/, and Sphinx roles shown as code."""
 
 from __future__ import annotations
 
@@ -16,7 +16,18 @@ def on_files(files: Files, config: Any) -> Files:
     for source, page in (("CONTRIBUTING.md", "contributing.md"), ("CHANGELOG.md", "changelog.md")):
         text = (ROOT / source).read_text(encoding="utf-8")
         files.append(File.generated(config, page, content=_links_from_docs(text)))
+    for path in (ROOT / "lab").rglob("*"):
+        if path.suffix in (".md", ".png", ".json", ".log"):
+            name = path.relative_to(ROOT).as_posix()
+            files.append(File(name, str(ROOT), config["site_dir"], config["use_directory_urls"]))
     return files
+
+
+def on_page_markdown(markdown: str, page: Any, config: Any, files: Files) -> str:
+    """Follow links between docs/, whose pages are at the top of the site, and lab/."""
+    if page.file.src_uri.startswith("lab/"):
+        return re.sub(r"\]\(((?:\.\./)+)docs/", r"](\1", markdown)
+    return markdown.replace("](../lab/", "](lab/")
 
 
 def _links_from_docs(text: str) -> str:

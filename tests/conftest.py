@@ -14,7 +14,7 @@ if (
 ):  # as a shell has it for its background jobs, and for what those start
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
-# The files that take longest, by processor seconds (docs/log.md). They come first: a file's tests
+# The files that take longest, by processor seconds (lab/log.md). They come first: a file's tests
 # stay in one of the processes that run tests, and others would wait for one that began late.
 LONGEST_FILES = (
     "engine/subnetwork/test_compile.py",

@@ -181,6 +181,13 @@ def test_no_import_gets_around_the_order() -> None:
     assert not found, "\n".join(found)
 
 
+def test_nothing_imports_the_laboratory() -> None:
+    """lab/ is not installed."""
+    pattern = re.compile(r"^\s*(?:from|import) (?:sdp\.)?lab\b", re.MULTILINE)
+    importers = [path for path in [*sources(), *files_of_tests()] if pattern.search(path.read_text(encoding="utf-8"))]
+    assert not importers
+
+
 def test_every_package_of_the_engine_is_in_the_order() -> None:
     engine = ROOT / "engine"
     there = {path.stem for path in engine.glob("*.py")} | {path.parent.name for path in engine.glob("*/__init__.py")}

@@ -27,7 +27,6 @@ from sdp.tests.support.checkpoints import load_by_reference, reseal, save_one_st
 from sdp.tests.support.fabricated_runs import make_run
 from sdp.tests.support.small_runs import SMALL_LLAMA
 from sdp.tools.cli import main
-from sdp.tools.study.grid_file import read_grid
 
 SECONDS = 20  # for one input
 BASE: dict[str, Any] = {
@@ -56,17 +55,6 @@ OTHERS = [
         {"data": SOURCES, "training": {"evaluate_tasks": {"tasks": ["x"], "limit": 3}, "on_spike": "skip"}},
     )
 ]
-GRID = json.dumps(
-    {
-        "title": "Rates",
-        "seeds": 2,
-        "base": BASE,
-        "rows": {"dense": {"sdp.groups": 1}, "half": {"sdp.capacity": 0.5}},
-        "columns": {"every step": {}, "H = 4": {"sdp.sync": SYNC}},
-        "skip": [["dense", "H = 4"]],
-        "tune": {"optimizer.params.lr": [0.1, 0.2]},
-    }
-)
 UNITS = [f"model.layers.{unit}" for unit in range(4)]
 TRACES = {unit: {"trace": 1.0 + number} for number, unit in enumerate(UNITS)}
 NOISE = "".join(json.dumps({"step": step, "noise": TRACES}) + "\n" for step in (1, 2))
@@ -207,13 +195,6 @@ def fuzz_other_sections(folder: Path, changes: Any) -> None:
         check("plan", str(folder / "run.json"), "--world", "2", "--alone")
 
 
-def fuzz_grid(folder: Path, changes: Any) -> None:
-    """A grid that may run ends here."""
-    (folder / "grid.json").write_text(json.dumps(with_other_values(json.loads(GRID), changes)))
-    (folder / "out").write_text("a file")
-    check("study", "grid", str(folder / "grid.json"), str(folder / "out"))
-
-
 def fuzz_noise(folder: Path, changes: Any) -> None:
     """The metrics of an earlier run, from which the numbers of holders follow."""
     lines = [json.loads(line) for line in NOISE.splitlines()]
@@ -264,12 +245,12 @@ def fuzz_checkpoint(folder: Path, changes: Any) -> None:
 
 COMMANDS = {
     fuzz_config: 250, fuzz_launch: 75, fuzz_hostfile: 100, fuzz_report: 120, fuzz_prepare: 70, fuzz_plan: 60,
-    fuzz_structure: 100, fuzz_run_files: 100, fuzz_checkpoint: 50, fuzz_other_sections: 100, fuzz_grid: 100,
+    fuzz_structure: 100, fuzz_run_files: 100, fuzz_checkpoint: 50, fuzz_other_sections: 100,
     fuzz_noise: 60, fuzz_coordinate: 40,
 }  # fmt: skip
 # What each changes: bytes of a text, or values of JSON.
 STRATEGIES = dict.fromkeys(
-    (fuzz_structure, fuzz_run_files, fuzz_checkpoint, fuzz_other_sections, fuzz_grid, fuzz_noise), replacements
+    (fuzz_structure, fuzz_run_files, fuzz_checkpoint, fuzz_other_sections, fuzz_noise), replacements
 )
 names = [fuzz.__name__ for fuzz in COMMANDS]
 
@@ -287,8 +268,6 @@ def test_what_is_mutated_is_good(tmp_path: Path) -> None:
         assert main(["config", str(tmp_path / f"{number}.json")]) == 0
         refused = '"elastic"' in text  # SLURM takes one job for each elastic group
         assert main(["launch", *ONE_HOST, str(tmp_path / f"{number}.json")]) == (2 if refused else 0)
-    (tmp_path / "grid.json").write_text(GRID)
-    assert read_grid(tmp_path / "grid.json").cells()
     (tmp_path / "metrics.jsonl").write_text(NOISE)
     assert measured_traces(str(tmp_path), UNITS, preconditioned=False) == [1.0, 2.0, 3.0, 4.0]
 

@@ -1,6 +1,6 @@
 """The measured losses that advice rests on: how far each way to train is from the dense model.
 
-``evidence.json`` is made by ``python docs/evidence.py`` from the figures of the result pages.
+``evidence.json`` has figures of the studies.
 """
 
 from __future__ import annotations

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import importlib.util
 import json
 import math
 import re
@@ -17,7 +16,6 @@ from sdp.tests.tools.advise.made_up import CONFIG, machine_with_link, made_up_ev
 from sdp.tools.advise.candidate import Candidate
 from sdp.tools.advise.candidates import candidates, with_groups
 from sdp.tools.advise.dense_models import SmallerModels
-from sdp.tools.advise.evidence import FILE, Evidence
 from sdp.tools.advise.verdict import decide
 from sdp.tools.cli import main
 from sdp.tools.plan.machine import Machine
@@ -328,13 +326,3 @@ def test_data_that_are_read_many_times_are_named(tmp_path: Path, capsys: pytest.
     (corpus / "index.json").write_text("{}")
     assert main(["advise", str(path), "--tokens", str(40 * tokens)]) == 2
     assert "index.json" in capsys.readouterr().err
-
-
-def test_the_evidence_is_that_of_the_result_pages() -> None:
-    spec = importlib.util.spec_from_file_location("evidence", ROOT / "docs" / "evidence.py")
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    assert json.loads(FILE.read_text()) == module.evidence(), "run python docs/evidence.py"
-    for gap in Evidence.read().gaps:
-        assert (ROOT / gap.source).is_file()
