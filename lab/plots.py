@@ -1,7 +1,6 @@
-"""Draw the plots of the result pages into docs/images/ from the figures in docs/data/.
+"""``python -m lab.plots``: draw the plots of the studies from their results.
 
-Run ``python docs/plots.py`` after a change of the figures. It needs matplotlib and nothing of this
-package.
+It needs matplotlib and nothing of this package.
 """
 
 from __future__ import annotations
@@ -16,14 +15,14 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 
-DOCS = Path(__file__).parent
+STUDIES = Path(__file__).parent / "studies"
 COLOURS = ("#0b62a4", "#c8531c", "#2e7d32", "#7b3fa0", "#8a6d00", "#a3195b")
 GREY, SDP = "#8b949e", "#0b62a4"
 
 
 def read(name: str) -> dict[str, Any]:
-    """Return the figures in docs/data/``name``.json."""
-    return json.loads((DOCS / "data" / f"{name}.json").read_text(encoding="utf-8"))
+    """Return the figures in studies/``name``.json."""
+    return json.loads((STUDIES / f"{name}.json").read_text(encoding="utf-8"))
 
 
 def new_figure(width: float, height: float, columns: int, share_y: bool = False) -> tuple[Figure, list[Axes]]:
@@ -39,15 +38,13 @@ def new_figure(width: float, height: float, columns: int, share_y: bool = False)
 
 
 def save(figure: Figure, name: str) -> None:
-    """Write ``figure`` to docs/images/``name``.png, without the program's version in its
-    metadata.
-    """
-    figure.savefig(DOCS / "images" / f"{name}.png", metadata={"Software": ""})
+    """Write ``figure`` to studies/``name``.png, without the program's version in its metadata."""
+    figure.savefig(STUDIES / f"{name}.png", metadata={"Software": ""})
 
 
 def draw_bench() -> None:
     """Speed over DDP and peak memory of every method, four hosts at 1 Gbit/s and 64 tokens."""
-    rows = read("bench")["hosts_64_tokens"][::-1]
+    rows = read("bench/results")["hosts_64_tokens"][::-1]
     names = [row["method"] for row in rows]
     colours = [SDP if name.startswith("sdp") else GREY for name in names]
     figure, (speed, memory) = new_figure(10, 5.2, 2, share_y=True)
@@ -63,12 +60,12 @@ def draw_bench() -> None:
     speed.set(title="Speed over DDP (more is better)", xlabel="× DDP", xlim=(0, 4.7))
     memory.set(title="Peak of live tensors (less is better)", xlabel="MB", xlim=(0, 420))
     speed.legend(frameon=False, loc="lower right")
-    save(figure, "bench_methods")
+    save(figure, "bench/plot")
 
 
 def draw_local_steps() -> None:
     """Speed over DDP and peak memory of local steps, four hosts at 100 Mbit/s."""
-    rows = read("local_steps")["methods"]
+    rows = read("local_steps/results_speed")["methods"]
     names = list(rows)[::-1]
     colours = [SDP if name.startswith("sdp") else GREY for name in names]
     figure, (speed, memory) = new_figure(10, 4.2, 2, share_y=True)
@@ -80,14 +77,14 @@ def draw_local_steps() -> None:
         axes.set_xlim(0, 1.15 * max(values))
     speed.set(title="Speed over DDP (more is better)", xlabel="× DDP")
     memory.set(title="Peak of live tensors (less is better)", xlabel="MB")
-    save(figure, "local_steps")
+    save(figure, "local_steps/plot")
 
 
 def draw_instruments() -> None:
     """Held-out loss by masking, for every way to choose holders and rates; both dense models as
     lines.
     """
-    cells = {(cell["row"], cell["column"]): cell for cell in read("instruments")["cells"]}
+    cells = {(cell["row"], cell["column"]): cell for cell in read("masking/results")["cells"]}
     figure, (axes,) = new_figure(8, 4.2, 1)
     maskings = ("forward", "backward", "forward, then backward")
     for index, (column, colour) in enumerate(
@@ -104,7 +101,7 @@ def draw_instruments() -> None:
     axes.set_xticks(range(len(maskings)), maskings)
     axes.set(ylabel="held-out loss of the full model")
     axes.legend(frameon=False, fontsize=9)
-    save(figure, "instruments")
+    save(figure, "masking/plot")
 
 
 def draw_workers() -> None:
@@ -114,7 +111,7 @@ def draw_workers() -> None:
     schedule = "forward, then backward"
     colours = {"dense": "black", "forward": COLOURS[0], "backward": COLOURS[1], schedule: COLOURS[2]}
     colours[f"{schedule}, one rate"] = COLOURS[3]
-    found = [one for name in ("workers", "workers_many") for one in read(name)["differences"]]
+    found = [one for name in ("results", "results_128") for one in read(f"workers/{name}")["differences"]]
     figure, panels = new_figure(10, 4.4, 2, share_y=True)
     for axes, capacity, reference, rows in (
         (panels[0], 0.5, "smaller dense, equal memory", tuple(colours)),
@@ -137,14 +134,14 @@ def draw_workers() -> None:
         axes.set(title=f"C = {capacity:g}", xlabel="workers")
         axes.legend(frameon=False, fontsize=9)
     panels[0].set_ylabel("held-out loss, less the smaller dense model's")
-    save(figure, "workers")
+    save(figure, "workers/plot")
 
 
 def draw_columns(study: str, label: str) -> None:
     """Held-out loss against a number in the names of the columns, and less the smaller dense
     model's.
     """
-    figures = read(study)
+    figures = read(f"{study}/results")
     colours = {
         "dense": "black", "dense, six blocks": COLOURS[3], "smaller dense, equal memory": GREY,
         "backward": COLOURS[1], "forward, then backward": COLOURS[2], "forward": COLOURS[0],
@@ -171,7 +168,7 @@ def draw_columns(study: str, label: str) -> None:
         axes.set_xticks(numbers, map(str, numbers))
         axes.set(xlabel=label)
         axes.legend(frameon=False, fontsize=9)
-    save(figure, study)
+    save(figure, f"{study}/plot")
 
 
 def _number(cell: Mapping[str, Any]) -> int:
@@ -180,7 +177,7 @@ def _number(cell: Mapping[str, Any]) -> int:
 
 def draw_memory() -> None:
     """Planned (line) and measured (dot) peak by capacity, a panel for each model."""
-    data = read("memory")
+    data = read("memory/results")
     variants = ("block forward", "block backward", "neuron forward", "neuron backward")
     figure, panels = new_figure(11, 4.2, 3)
     for axes, (model, title) in zip(
@@ -198,12 +195,12 @@ def draw_memory() -> None:
     handles.append(Line2D([], [], color="black", label="planned"))
     handles.append(Line2D([], [], color="black", marker="o", linestyle="none", label="measured"))
     figure.legend(handles=handles, loc="outside lower center", ncols=6, frameon=False)
-    save(figure, "memory_peak")
+    save(figure, "memory/plot")
 
 
 def draw_profiles(model: str, methods: tuple[str, ...]) -> None:
     """Held-out loss against capacity, with the seeds' deviation; a panel for each granularity."""
-    data = read("profiles")[model]
+    data = read("profiles/results")[model]
     figure, panels = new_figure(10, 4.8, 2, share_y=True)
     for axes, granularity in zip(panels, ("block", "neuron"), strict=True):
         for method, colour in zip(methods, COLOURS, strict=False):
@@ -222,12 +219,12 @@ def draw_profiles(model: str, methods: tuple[str, ...]) -> None:
         axes.set(title=f"{granularity} level", xlabel="capacity", xticks=capacities)
     panels[0].set_ylabel("held-out loss of the full model")
     panels[1].legend(frameon=False)
-    save(figure, f"profiles_{model}")
+    save(figure, "profiles/plot" if model == "llama" else f"profiles/plot_{model}")
 
 
 def draw_gradient_bias() -> None:
     """Estimated bias by unit at initial weights, and overall for every model and masking."""
-    data = read("gradient_bias")
+    data = read("gradient_bias/results")
     figure, (units, overall) = new_figure(11, 4.4, 2)
     for masking, colour in (("forward", COLOURS[0]), ("backward", COLOURS[1])):
         rows = [row for row in data["by_unit"] if row["masking"] == masking and row["unit"] != "overall"]
@@ -250,7 +247,7 @@ def draw_gradient_bias() -> None:
     overall.set(title="Overall", xlabel="relative to the dense gradient's norm", xlim=(-0.05, 1.2))
     overall.legend(frameon=False, loc="upper center", bbox_to_anchor=(0.5, 1.0))
     overall.margins(y=0.22)
-    save(figure, "gradient_bias_units")
+    save(figure, "gradient_bias/plot")
 
 
 def main() -> None:
@@ -260,7 +257,7 @@ def main() -> None:
     draw_instruments()
     draw_workers()
     draw_columns("sizes", "width")
-    draw_columns("lengths_small", "tokens per parameter")
+    draw_columns("lengths", "tokens per parameter")
     draw_memory()
     draw_profiles("llama", ("dense", "smaller dense", "uniform", "linear", "depth"))
     draw_profiles("resnet18", ("dense", "smaller dense", "uniform", "depth"))
