@@ -19,7 +19,13 @@ from .checkpoint.load import find_together
 from .checkpoint.resume import check_weights, resume, resume_without_optimizer
 from .checkpoint.run_state import run_state
 from .checkpoint.save import Saver
-from .checkpoint.settings import settings_to_save, warn_of_other_settings
+from .checkpoint.settings import (
+    describe_changes,
+    describe_rates,
+    log_changes,
+    settings_to_save,
+    use_configured_rates,
+)
 from .checkpoint.storage.directory import check_tag
 from .config.schema import Config
 from .deepspeed_names import DeepSpeedNames
@@ -258,13 +264,13 @@ class SDPEngine(DeepSpeedNames):
         load_module_only: bool = False,
         custom_load_fn: Any = None,
         *,
-        warn_of_changes: bool = True,
+        configured_rates: bool = False,
     ) -> tuple[str | None, dict[str, Any]]:
         """Continue from ``load_dir/tag`` (default: the newest) of any layout. Collective.
 
-        Learning rates are the checkpoint's, as in DeepSpeed. ``load_module_only`` loads weights and
-        buffers alone. Without ``load_optimizer_states``, the optimizer starts again. With
-        ``warn_of_changes``, rank 0 warns of settings that differ from the configured ones.
+        Learning rates are the checkpoint's, as in DeepSpeed, or with ``configured_rates`` the
+        configured ones. ``load_module_only`` loads weights and buffers alone. Without
+        ``load_optimizer_states``, the optimizer starts again. Rank 0 logs all settings that differ.
 
         Returns:
             The checkpoint's path and the client state. Without a checkpoint and without a tag:
@@ -308,7 +314,15 @@ class SDPEngine(DeepSpeedNames):
         if not world.is_elastic():  # there, copies are sent when all ranks have loaded
             self._backend.use_masking(self.config.masking_schedule.at(self.global_steps + 1))
         self._backend.continue_at(steps=self.global_steps, micro_steps=self.micro_steps, skipped=self.skipped_steps)
-        if warn_of_changes and self.global_rank == 0:
+        if configured_rates:
+            use_configured_rates(self.optimizer, names, configured, self.lr_scheduler)
+        if self.global_rank == 0:
+            if self.lr_scheduler is None and state["scheduler"] is not None:
+                kept = "configured" if configured_rates else "saved"
+                log.warning("%s: has a scheduler's state, and this run has no schedule: the %s rates hold", path, kept)
             own = settings_to_save(self.config, self.optimizer, names)
-            warn_of_other_settings(path, state, own, configured, self.optimizer, names, self.lr_scheduler)
+            changes = describe_changes(state["settings"], own, names)
+            if not configured_rates:
+                changes += describe_rates(configured, self.optimizer, names, self.lr_scheduler)
+            log_changes(path, changes, self.global_steps, configured_rates=configured_rates)
         return str(path), client

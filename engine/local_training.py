@@ -226,6 +226,10 @@ class LocalTraining:
         self._averaged_at, self.last = -1 if in_round else steps, None
         self.since = steps - ((state or {}).get("steps_alone", 0) if in_round else 0)
         self._pending.clear()
+        local = self._backend.local
+        under_way = local.travelling if in_round and local is not None else None
+        if under_way is not None and self._rounds is not None and under_way != self._rounds.travelling(steps):
+            self._arrive()  # with these settings no later step would apply it
 
     def anchored(self) -> AbstractContextManager[None]:
         """A context in which the backend's module is the full model's part: the anchors."""

@@ -47,7 +47,7 @@ def load_between_averages(
     same = state["mesh"] == own.mesh_shape() and here == there
     position = state["sync"] or {"travelling": None, "fragments": 1, "steps_alone": 0}
     if local is not None and position["travelling"] is not None:  # its fragment must be the same here
-        same = same and position["fragments"] == local.sync.fragments and local.sync.overlap > 0
+        same = same and position["fragments"] == local.sync.fragments
     files, alone = state["files"], ranks.alone
     if local is not None and has_groups(saved) and same:
         _make_outer_state(local, backend, saved)

@@ -157,8 +157,6 @@ def _continue_schedule(path: Path, state: Mapping[str, Any], backend: Backend, s
         scheduler.load_state_dict(adapt_state(backend.shared_schedule(saved), scheduler.state_dict()))
     elif scheduler is not None and tell:
         log.warning("%s: has no scheduler's state, and this run has a schedule, which begins at its first step", path)
-    elif saved is not None and tell:
-        log.warning("%s: has a scheduler's state, and this run has no schedule: the saved rates stay", path)
 
 
 def resume_without_optimizer(

@@ -1,9 +1,8 @@
-"""The training settings that a checkpoint was written with, compared with those of a run that loads
-it.
-"""
+"""The settings that a checkpoint was written with, compared with those of a run that loads it."""
 
 from __future__ import annotations
 
+import json
 import logging
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -13,17 +12,18 @@ from torch.optim import Optimizer
 
 from ..config.schema import Config
 from ..errors import shorten
-from ..optim.param_groups import named_rates
+from ..optim.param_groups import named_rates, set_rates
 from ..optim.schedules import Schedule
 
 log = logging.getLogger("sdp")
 
 _OPTIONS = ("weight_decay", "betas", "momentum", "eps")
 _MOST_PAIRS = 3  # different rates that a message lists
+_UNSET = "unset"
 
 
 def settings_to_save(config: Config, optimizer: Optimizer, names: Sequence[Sequence[str]]) -> dict[str, Any]:
-    """Return clipping, the schedule, and the optimizer's options, as JSON.
+    """Return the whole configuration, and the options of a script's own optimizer, as JSON.
 
     Args:
         config: The configuration of the run.
@@ -31,49 +31,32 @@ def settings_to_save(config: Config, optimizer: Optimizer, names: Sequence[Seque
         names: For each parameter group, the canonical names of its parameters. The first one names
             the group, because layouts number their groups differently.
     """
-    params = config.optimizer.params if config.optimizer is not None else {}
-    scheduler = {} if config.scheduler is None else {"type": config.scheduler.type, **config.scheduler.params}
     options = {}
-    for group, members in zip(optimizer.param_groups, names, strict=True):
-        if members:
-            options[members[0]] = {key: _plain(group[key]) for key in _OPTIONS if key in group}
-    return {
-        "lr": _plain(params.get("lr")),
-        "gradient_clipping": float(config.gradient_clipping),
-        "scheduler": {key: _plain(value) for key, value in scheduler.items()},
-        "options": options,
-    }
+    if config.optimizer is None:
+        for group, members in zip(optimizer.param_groups, names, strict=True):
+            if members:
+                options[members[0]] = {key: _plain(group[key]) for key in _OPTIONS if key in group}
+    return {"config": json.loads(json.dumps(config.resolved(), default=str)), "options": options}
 
 
-def describe_settings(saved: Any, own: Mapping[str, Any], names: Sequence[Sequence[str]]) -> list[str]:
+def describe_changes(saved: Mapping[str, Any], own: Mapping[str, Any], names: Sequence[Sequence[str]]) -> list[str]:
     """Describe each setting that differs: its name, the saved value, and the configured value.
 
     Args:
-        saved: The result of :func:`settings_to_save` in the checkpoint. Earlier versions saved
-            none.
+        saved: The result of :func:`settings_to_save` in the checkpoint.
         own: The same of this run.
         names: For each parameter group of this run, the canonical names of its parameters.
     """
-    if not isinstance(saved, Mapping):
-        return []
-    pairs: dict[str, tuple[Any, Any]] = {}
-    for key, label in (("lr", "optimizer.params.lr"), ("gradient_clipping", "gradient_clipping")):
-        pairs[label] = saved.get(key), own[key]
-    scheduler, configured = _mapping(saved.get("scheduler")), own["scheduler"]
-    for key in [*scheduler, *(key for key in configured if key not in scheduler)]:
-        label = "scheduler.type" if key == "type" else f"scheduler.params.{key}"
-        pairs[label] = scheduler.get(key), configured.get(key)
+    old, new = _values(saved.get("config")), _values(own["config"])
+    pairs = {key: (old.get(key, _UNSET), new.get(key, _UNSET)) for key in {**old, **new}}
     options = _mapping(saved.get("options"))
     for members in names:
         before = next((options[name] for name in members if name in options), None)
         after = own["options"].get(members[0]) if members else None
-        if before is None or after is None:
-            continue
-        for key in _OPTIONS:
-            old, new = _mapping(before).get(key), after.get(key)
-            if old != new:
-                pairs.setdefault(key, (old, new))
-    return [f"{label} {_shown(old)} → {_shown(new)}" for label, (old, new) in pairs.items() if old != new]
+        if before is not None and after is not None:
+            for key in _OPTIONS:
+                pairs.setdefault(key, (json.dumps(_mapping(before).get(key)), json.dumps(after.get(key))))
+    return [f"{key}: {shorten(was)} → {shorten(now)}" for key, (was, now) in pairs.items() if was != now]
 
 
 def describe_rates(
@@ -100,35 +83,50 @@ def describe_rates(
     pairs = dict.fromkeys((rate, expected[name]) for name, rate in loaded.items() if rate != expected[name])
     more = f" and {len(pairs) - _MOST_PAIRS} more" if len(pairs) > _MOST_PAIRS else ""
     listed = ", ".join(f"{old:g} → {new:g}" for old, new in list(pairs)[:_MOST_PAIRS])
-    return [f"learning rate {listed}{more}"] if pairs else []
+    return [f"learning rate: {listed}{more}"] if pairs else []
 
 
-def warn_of_other_settings(
-    path: Path,
-    state: Mapping[str, Any],
-    own: Mapping[str, Any],
-    rates: Mapping[str, float],
-    optimizer: Optimizer,
-    names: Sequence[Sequence[str]],
-    scheduler: Any,
+def use_configured_rates(
+    optimizer: Optimizer, names: Sequence[Sequence[str]], configured: Mapping[str, float], scheduler: Any
 ) -> None:
-    """Warn if a checkpoint was written with other settings.
+    """Replace the checkpoint's learning rates by those of the configuration for the next step.
 
     Args:
-        path: The checkpoint.
-        state: Its ``state.json``.
-        own: The settings of this run.
-        rates: The learning rates before the checkpoint was loaded.
-        optimizer: The optimizer, with the learning rates of the checkpoint.
+        optimizer: The optimizer, with the rates of the checkpoint.
         names: For each parameter group, the canonical names of its parameters.
-        scheduler: The schedule at the loaded step, or None.
+        configured: The rates before the checkpoint was loaded.
+        scheduler: The schedule of this engine at the loaded step, or None.
     """
-    changes = describe_settings(state.get("settings"), own, names) + describe_rates(rates, optimizer, names, scheduler)
-    if changes:
+    if scheduler is not None:
+        scheduler.step(scheduler.last_batch_iteration)
+    else:
+        set_rates(optimizer, names, configured)
+
+
+def log_changes(path: Path, changes: Sequence[str], step: int, *, configured_rates: bool) -> None:
+    """Say which settings differ from those of the checkpoint ``path`` of step ``step``."""
+    if configured_rates:
+        for change in changes:
+            log.info("%s, from step %d on", change, step + 1)
+    elif changes:
         log.warning(
             "%s was written with other settings (checkpoint → configured): %s; the checkpoint's learning rates apply "
             "until a schedule sets others, all else is as configured", path, "; ".join(changes),
         )  # fmt: skip
+
+
+def _values(config: Any, prefix: str = "") -> dict[str, str]:
+    """Return the values of a configuration as JSON, by the path of their keys. None is left out."""
+    found: dict[str, str] = {}
+    for key, value in _mapping(config).items():
+        if key == "sources" and isinstance(value, list):
+            value = {source["path"]: source["weight"] for source in value}
+            found[prefix + key] = json.dumps(value)
+        elif isinstance(value, Mapping):
+            found |= _values(value, f"{prefix}{key}.")
+        elif value is not None:
+            found[prefix + key] = json.dumps(value)
+    return found
 
 
 def _mapping(value: Any) -> Mapping[str, Any]:
@@ -142,7 +140,3 @@ def _plain(value: Any) -> Any:
     if value is None or isinstance(value, bool | int | float | str):
         return value
     return float(value) if hasattr(value, "item") else str(value)
-
-
-def _shown(value: Any) -> str:
-    return "unset" if value is None else shorten(value)

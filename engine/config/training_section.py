@@ -34,6 +34,7 @@ class TrainingSection(Section):
     ``evaluate_every``, ``save_every``: numbers of steps. 0 evaluates only before the first step and
     after the last, and saves only when a signal ends the run.
     ``evaluate_tasks``: tasks of lm-evaluation-harness.
+    ``max_failed_saves``: how many saves in a row may fail before the run ends.
     ``max_skips``: how many steps in a row may be skipped for a gradient that is NaN or infinite.
     ``on_spike``: what happens to a step whose loss or gradient norm is a spike, before its update.
     "skip" leaves the update out. "rollback" returns to the last checkpoint, from which the run
@@ -58,6 +59,7 @@ class TrainingSection(Section):
     recalibrate_batches: NonNegativeInt = 8
     save_every: NonNegativeInt = 0
     keep: PositiveInt = 2
+    max_failed_saves: PositiveInt = 3
     max_skips: NonNegativeInt = 10
     on_spike: Literal["none", "skip", "rollback", "stop"] = "none"
     spike_sigma: Annotated[float, Field(gt=0)] = 6.0

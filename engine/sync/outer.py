@@ -68,6 +68,8 @@ class OuterSteps:
         sum_over_ranks: sums a few float64 values over all ranks, in place.
         clock: measures the time spent waiting, in seconds.
         all_reduce: starts a sum over a communicator.
+        is_slice: whether a name is that of a slice. A checkpoint joins the state of all slices of a
+            parameter, so those that keep their weights have state, too.
         divisor: for a holder set, by what this rank divides its changes before they are summed. The
             default is the number of ranks of the communicator.
     """
@@ -88,10 +90,11 @@ class OuterSteps:
         sum_over_ranks: Callable[[torch.Tensor], None],
         clock: Callable[[], float] = time.perf_counter,
         all_reduce: AllReduce = start_all_reduce,
+        is_slice: Callable[[str], bool] = lambda _: False,
         divisor: Callable[[Holders], float] | None = None,
     ):
         self._sync, self._weights, self._names, self._fragments = sync, weights, list(names), fragments
-        self._counts, self._counts_once = counts, counts_once
+        self._counts, self._counts_once, self._is_slice = counts, counts_once, is_slice
         self._device, self._traffic, self._sum = device, traffic, sum_over_ranks
         self._clock, self._all_reduce, self._divisor = clock, all_reduce, divisor
         self.exposed_seconds = 0.0
@@ -198,20 +201,26 @@ class OuterSteps:
         them.
         """
         if average.keeps_weights:
+            slices = [self.anchors[name] for name in average.names if self._is_slice(name)]
+            self._step_optimizer(slices, [torch.zeros_like(anchor) for anchor in slices])
             for name in average.names:
                 self.anchors[name].copy_(self._weights(name))
         else:
-            for name, mean in zip(average.names, means, strict=True):
-                self.anchors[name].grad = mean.to(self.anchors[name].device)
-            self.optimizer.step()
+            self._step_optimizer([self.anchors[name] for name in average.names], means)
             for index, name in enumerate(average.names):
                 anchor, weight = self.anchors[name], self._weights(name)
-                anchor.grad = None
                 if average.before is None:
                     weight.copy_(anchor)
                 else:  # keep what the group learned while the average was under way
                     weight.copy_(anchor.to(self._device) + (weight - average.before[index]))
         average.before, average.changes = None, []
+
+    def _step_optimizer(self, anchors: list[nn.Parameter], gradients: list[torch.Tensor]) -> None:
+        for anchor, gradient in zip(anchors, gradients, strict=True):
+            anchor.grad = gradient.to(anchor.device)
+        self.optimizer.step()
+        for anchor in anchors:
+            anchor.grad = None
 
     def _squared_norms(self, average: Average, means: list[torch.Tensor]) -> torch.Tensor:
         """Return this rank's part of three squared norms: of the holders' moves, the anchors, the

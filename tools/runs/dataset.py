@@ -206,7 +206,7 @@ def _open_tokens(config: Config, path: Path) -> Corpus:
         train,
         held_out,
         facts={"vocab_size": train.vocab_size},
-        identity={"tokenizer": index.tokenizer},
+        identity={"tokenizer": index.tokenizer, "corpus": digest},
         path=path,
         sha256=digest,
         sources=sources,

@@ -21,7 +21,7 @@ from ...engine.checkpoint.storage.directory import latest, locate
 from ...engine.checkpoint.storage.files import read_state
 from ...engine.config.schema import Config
 from ...engine.distributed.mesh import Mesh
-from ...engine.errors import ConfigError
+from ...engine.errors import CheckpointError, ConfigError, shorten
 from ...engine.json_files import read_json_file
 from ...engine.model_interface import get_config
 from ...engine.optim.optimizers import make_optimizer
@@ -30,7 +30,7 @@ from ...engine.placement.layout import Layout
 from ...engine.placement.policies import resolve_profile
 from ...engine.subnetwork.weight_files import WeightFiles, fillers_from
 from ...models.registry import build_model, changed_key
-from ..runs.dataset import open_prepared, path_of
+from ..runs.dataset import Corpus, open_prepared, path_of
 from ..runs.run_files import CONFIG
 from ..runs.saved_run import check_data
 from ..tasks.harness import check_installed
@@ -73,7 +73,7 @@ def check(config: Config, mesh: Mesh, dump_dir: Path, *, resume: bool) -> Config
             fillers_from(WeightFiles(directory), directory, model, layout)
     _check_optimizer(config)
     if resume:
-        _check_checkpoint(config, dump_dir)
+        _check_checkpoint(config, dump_dir, corpus)
     return config.model_copy(update={"sdp": resolve_profile(config.sdp, layout.units)})
 
 
@@ -132,7 +132,7 @@ def _check_optimizer(config: Config) -> None:
         build_scheduler(config.scheduler.type, config.scheduler.params, optimizer)
 
 
-def _check_checkpoint(config: Config, dump_dir: Path) -> None:
+def _check_checkpoint(config: Config, dump_dir: Path, corpus: Corpus | None) -> None:
     """Check that the newest checkpoint can be read, and that it has this model and this data."""
     tag = latest(dump_dir / "checkpoints")
     if tag is None:
@@ -145,6 +145,14 @@ def _check_checkpoint(config: Config, dump_dir: Path) -> None:
             "training.steps to train on"
         )
     check_data(path, state, path_of(config, dump_dir), config.data.name)
+    if corpus is not None and not config.data.sources:  # a source of a mixture has its counts by its hash
+        saved = state["client_state"].get("corpus", corpus.sha256)
+        if config.data.name is None and saved != corpus.sha256:
+            raise CheckpointError(
+                f"{path}: was trained with another corpus (sha256 {shorten(saved, 12)}) than {corpus.path} holds "
+                f"({corpus.sha256[:12]}…); use the data of that run, or start another run from its weights with "
+                "training.init_from"
+            )
     own = dump_dir / CONFIG
     try:
         changed = changed_key(config.model, read_json_file(own)["model"]) if own.exists() else None

@@ -13,7 +13,6 @@ from ....engine.engine import SDPEngine
 from ....engine.errors import CheckpointError
 from ....launcher.heartbeat import Heartbeat
 from ...shared.files import WriteError
-from .changed_settings import apply_rates, describe_changes, saved_settings
 
 log = logging.getLogger("sdp")
 
@@ -38,6 +37,8 @@ class Checkpointer:
     ):
         self._engine, self._dump_dir, self._beat = engine, dump_dir, beat
         self._client_state, self._recalibrated = client_state, recalibrated
+        self._failures = 0  # saves in a row that failed
+        self._is_saving = False  # whether a save in the background has not been waited for
         self._has_directory = False  # whether this run has made or seen its directory of checkpoints
 
     @property
@@ -52,18 +53,11 @@ class Checkpointer:
         """Load the newest checkpoint, if there is one, and apply changed settings. Collective."""
         engine = self._engine
         self._beat.at(0, LOAD, self._training.start_timeout)
-        # Read the file first: rank 0 replaces it once all ranks have loaded.
-        before = saved_settings(self._dump_dir)
-        configured = [float(rate) for rate in engine.get_lr()]
-        path, _ = engine.load_checkpoint(self._directory, warn_of_changes=False)
+        path, _ = engine.load_checkpoint(self._directory, configured_rates=True)
         if path is None:
             return False
         self._has_directory = True
         log.info("resumed from %s", path)
-        changes = describe_changes(before, engine.config) if before is not None else []
-        changes += apply_rates(engine, configured, told=bool(changes))
-        for change in changes:
-            log.info("%s, from step %d on", change, engine.global_steps + 1)
         return True
 
     def roll_back(self) -> bool:
@@ -75,7 +69,7 @@ class Checkpointer:
         self.settle(block=True)
         self._beat.at(engine.global_steps, LOAD, self._training.start_timeout)
         position = engine.loader.state_dict()
-        path, _ = engine.load_checkpoint(self._directory, warn_of_changes=False)
+        path, _ = engine.load_checkpoint(self._directory, configured_rates=True)
         engine.loader.load_state_dict(position)
         return path is not None
 
@@ -83,16 +77,31 @@ class Checkpointer:
         """Write a checkpoint. If that fails, the run goes on. Collective.
 
         The configuration decides whether the checkpoint is written in the background.
+
+        Raises:
+            CheckpointError: ``training.max_failed_saves`` checkpoints in a row failed.
         """
         self.settle(block=True)
+        self._end_after_failures()
         try:
             self.write(background=self._training.async_save)
+            self._is_saving = self._training.async_save
+            self._failures = self._failures if self._is_saving else 0
         except CheckpointError as error:
+            self._failures += 1
             log.error(
                 "WARNING: no checkpoint at step %d: %s; %sthe run goes on",
                 self._engine.global_steps,
                 error,
                 "the one before stays, " if self._holds_a_checkpoint() else "",
+            )
+            self._end_after_failures()
+
+    def _end_after_failures(self) -> None:
+        if self._failures >= self._training.max_failed_saves:
+            raise CheckpointError(
+                f"the last {self._failures} checkpoints could not be written, see the lines above; make room or "
+                "repair the cause, and resume (training.max_failed_saves)"
             )
 
     def write(self, *, background: bool = False) -> None:
@@ -145,7 +154,11 @@ class Checkpointer:
             self._beat.at(self._engine.global_steps, AWAITING, self._training.save_timeout)
         try:
             self._engine.wait_for_checkpoint(block=block)
+            if block and self._is_saving:
+                self._failures = 0
+            self._is_saving = self._is_saving and not block
         except CheckpointError as error:
+            self._failures, self._is_saving = self._failures + 1, False
             log.error("WARNING: the last checkpoint was not written: %s; the one before stays, the run goes on", error)
 
     def newest(self) -> str:

@@ -319,3 +319,13 @@ def test_out_of_memory_says_what_would_need_less(config: Path, tmp_path: Path) -
     assert 'activation_checkpointing.mode "selective" or "full"' in line
     assert "an sdp.capacity below 0.75 (down to 0.5 with 2 groups)" in line
     assert "Traceback" not in err
+
+
+def test_saves_that_fail_again_and_again_end_the_run(config: Path, tmp_path: Path) -> None:
+    settings = ["--set", "training.steps=2"]
+    assert run_sdp("train", config, "--dump-dir", tmp_path / "run", *settings).returncode == 0
+    limit = ["--resume", "--set", "training.max_failed_saves=2", "training.save_every=1"]
+    code, err = Job(config, tmp_path / "run", *limit, file_bytes=200_000).end()
+    assert code == 2, err
+    assert err.count("WARNING: no checkpoint") == 2
+    assert "the last 2 checkpoints could not be written" in err and "training.max_failed_saves" in err
