@@ -36,7 +36,7 @@ def settings_to_save(config: Config, optimizer: Optimizer, names: Sequence[Seque
         for group, members in zip(optimizer.param_groups, names, strict=True):
             if members:
                 options[members[0]] = {key: _plain(group[key]) for key in _OPTIONS if key in group}
-    return {"config": json.loads(json.dumps(config.resolved(), default=str)), "options": options}
+    return {"config": config.resolved(), "options": options}
 
 
 def describe_changes(saved: Mapping[str, Any], own: Mapping[str, Any], names: Sequence[Sequence[str]]) -> list[str]:

@@ -1,0 +1,77 @@
+"""What ``sdp train --resume`` does if settings have changed since the checkpoint."""
+
+from __future__ import annotations
+
+import importlib.util
+from pathlib import Path
+
+import pytest
+from sdp.tests.support.small_runs import read_metrics, run_sdp, write_config
+
+needs_deepspeed = pytest.mark.skipif(importlib.util.find_spec("deepspeed") is None, reason="deepspeed is not installed")
+
+
+@pytest.mark.parametrize("engine", ["fsdp2", pytest.param("deepspeed", marks=needs_deepspeed)])
+def test_a_resume_without_a_schedule_takes_the_configured_rate(config: dict, tmp_path: Path, engine: str) -> None:
+    config["sdp"]["engine"] = engine
+    schedule = config.pop("scheduler")
+    path, dump = write_config(config, tmp_path), ["--dump-dir", tmp_path / "run"]
+    first = run_sdp("train", path, *dump, "--set", "training.steps=2", "training.save_every=2")
+    assert first.returncode == 0, first.stderr
+    changed = ["optimizer.params.lr=0.001", "sdp.check_interval=3", "training.steps=4"]
+    second = run_sdp("train", path, *dump, "--resume", "--set", *changed)
+    assert second.returncode == 0, second.stderr
+    assert [line["lr"] for line in read_metrics(tmp_path / "run")] == [0.003, 0.003, 0.001, 0.001]
+    assert "optimizer.params.lr: 0.003 → 0.001, from step 3 on" in second.stderr
+    assert "sdp.check_interval: 2 → 3, from step 3 on" in second.stderr
+    if engine == "fsdp2":  # a schedule comes and goes
+        path = write_config({**config, "scheduler": schedule}, tmp_path)
+        third = run_sdp("train", path, *dump, "--resume", "--set", "training.steps=5", "training.save_every=1")
+        assert third.returncode == 0, third.stderr
+        fourth = run_sdp("train", write_config(config, tmp_path), *dump, "--resume", "--set", "training.steps=6")
+        assert "this run has no schedule: the configured rates hold" in fourth.stderr
+        assert read_metrics(tmp_path / "run")[-1]["lr"] == 0.003
+
+
+def test_slices_that_keep_their_weights_have_a_whole_checkpoint(config: dict, tmp_path: Path) -> None:
+    config["sdp"] |= {
+        "granularity": "neuron", "neuron_groups": 4, "profile": "uniform",
+        "sync": {"every": 2, "single_holder": "skip"},
+    }  # fmt: skip
+    config["training"] |= {"steps": 5, "save_every": 3, "max_failed_saves": 1}
+    path = write_config(config, tmp_path)
+    whole = run_sdp("train", path, "--dump-dir", tmp_path / "whole")
+    assert whole.returncode == 0, whole.stderr
+    assert "WARNING: no checkpoint" not in whole.stderr
+    half = run_sdp("train", path, "--dump-dir", tmp_path / "half", "--set", "training.steps=3")
+    assert half.returncode == 0, half.stderr
+
+
+@pytest.mark.parametrize("change", ["sdp.sync.overlap=0", "sdp.sync.every=3", "sdp.sync.start_after=1"])
+def test_an_average_under_way_is_applied_where_no_later_step_would(config: dict, tmp_path: Path, change: str) -> None:
+    config["sdp"]["sync"] = {"every": 4, "overlap": 2}
+    config["training"] |= {"steps": 10, "save_every": 5, "keep": 3}
+    path, run = write_config(config, tmp_path), tmp_path / "run"
+    first = run_sdp("train", path, "--dump-dir", run, "--set", "training.steps=5")
+    assert first.returncode == 0, first.stderr
+    second = run_sdp("train", path, "--dump-dir", run, "--resume", "--set", change)
+    assert second.returncode == 0, second.stderr
+    assert len(read_metrics(run)) == 10
+
+
+def test_another_corpus_of_equal_length_is_refused(config: dict, tmp_path: Path) -> None:
+    texts = ["".join(chr(97 + (start + step * index) % 26) for index in range(400)) for start, step in ((0, 1), (3, 5))]
+    for number, text in enumerate(texts):
+        lines = "".join(f'{{"text": "{text[i : i + 40]} {i}"}}\n' for i in range(0, 360, 4))
+        (tmp_path / f"{number}.jsonl").write_text(lines)
+        command = ["prepare", "--input", tmp_path / f"{number}.jsonl", "--output", tmp_path / f"data-{number}"]
+        prepared = run_sdp(*command, "--tokenizer", "bytes", "--held-out", "0.3", "--workers", "1")
+        assert prepared.returncode == 0, prepared.stderr
+    config["data"]["path"] = str(tmp_path / "data-0")
+    path, dump = write_config(config, tmp_path), ["--dump-dir", tmp_path / "run"]
+    settings = ["sdp.engine=reference", "data.sequence_length=16"]
+    first = run_sdp("train", path, *dump, "--set", *settings, "training.steps=3")
+    assert first.returncode == 0, first.stderr
+    other = run_sdp("train", path, *dump, "--resume", "--set", *settings, f"data.path={tmp_path / 'data-1'}")
+    assert other.returncode == 2
+    assert "was trained with another corpus (sha256 " in other.stderr
