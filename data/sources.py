@@ -1,4 +1,4 @@
-"""Documents from .txt, .jsonl (plain, .gz, .zst) and .parquet files.
+"""Documents from text, JSON lines (plain, .gz, .zst) and .parquet files.
 
 Errors name the file and the line or row. At most about two copies of a document are in memory while
 it is read, and one when it is handed out.
@@ -10,6 +10,7 @@ import glob
 import gzip
 import io
 import json
+import os
 import zlib
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -22,8 +23,15 @@ import zstandard
 from ..engine.errors import DataError, quote, shorten
 from .shared.files import HASHING_THREADS, sha256_of, special_kind
 
-SUFFIXES = (".txt", ".jsonl", ".jsonl.gz", ".jsonl.zst", ".parquet")
+TEXT_SUFFIXES = (".txt", ".md", ".py")
+PARQUET = ".parquet"
+SUFFIXES = (
+    *TEXT_SUFFIXES,
+    *(f".{name}{packed}" for name in ("jsonl", "ndjson", "json") for packed in ("", ".gz", ".zst")),
+    PARQUET,
+)
 MAX_DOCUMENT_BYTES = 2**30
+_ONE_OBJECT = "each line must be one JSON object in UTF-8 (jq -c '.[]' FILE makes lines of an array)"
 _READ_BYTES = 2**17
 _ZSTANDARD_BYTES = 2**7
 _PARQUET_BATCH_BYTES = 2**26
@@ -78,6 +86,9 @@ class FileCorpus:
 def expand_inputs(patterns: Sequence[str]) -> tuple[Path, ...]:
     """List the files that match the glob patterns (``**`` descends), sorted, each once.
 
+    The name of an existing file is not a pattern. A folder gives all files of supported kinds in
+    it and below, without hidden ones.
+
     Raises DataError if a pattern matches nothing, or something that is neither a file of a
     supported kind nor a directory.
     """
@@ -85,13 +96,21 @@ def expand_inputs(patterns: Sequence[str]) -> tuple[Path, ...]:
         raise DataError("no input is named: give at least one file or pattern")
     found: dict[Path, Path] = {}
     for pattern in patterns:
-        matches = sorted(glob.glob(str(Path(pattern).expanduser()), recursive=True))  # noqa: PTH207 absolute patterns
+        if "\0" in pattern:
+            raise DataError(f"no file matches {quote(pattern)}, which has a NUL")
+        given = Path(pattern).expanduser()
+        if given.is_dir():
+            matches = [path for path in sorted(given.rglob("*")) if _is_of_a_corpus(path, given)]
+            if not matches:
+                raise DataError(f"{given}: no file of a supported kind in this folder ({', '.join(SUFFIXES)})")
+        elif os.path.lexists(given):
+            matches = [given]
+        else:
+            matches = sorted(map(Path, glob.glob(str(given), recursive=True)))  # noqa: PTH207 absolute patterns
         if not matches:
             raise DataError(f"no file matches {quote(pattern)}")
-        for match in map(Path, matches):
+        for match in matches:
             if match.is_dir():
-                if len(matches) == 1:
-                    raise DataError(f"{match} is a directory: give a pattern of files, such as {match}/**/*.jsonl")
                 continue
             if (kind := special_kind(match)) is not None:
                 raise DataError(f"{match}: is {kind}; give regular files as input")
@@ -102,19 +121,25 @@ def expand_inputs(patterns: Sequence[str]) -> tuple[Path, ...]:
     return tuple(sorted(found.values()))
 
 
+def _is_of_a_corpus(path: Path, folder: Path) -> bool:
+    is_hidden = any(part.startswith(".") for part in path.relative_to(folder).parts)
+    return not is_hidden and path.name.lower().endswith(SUFFIXES) and path.is_file()
+
+
 def read_documents(
     path: Path, text_column: str = "text", max_document_bytes: int = MAX_DOCUMENT_BYTES
 ) -> Iterator[Document]:
     """Read the documents of one file. The suffix of its name decides how it is read.
 
-    ``max_document_bytes`` limits a document: a .txt file, a line of .jsonl, or a text of .parquet.
+    ``max_document_bytes`` limits a document: a text file, a line of JSON lines, or a text of
+    .parquet.
     Raises DataError with the file and the line (or row).
     """
     suffix = _suffix(path)
     try:
-        if suffix == ".txt":
+        if suffix in TEXT_SUFFIXES:
             documents = _read_text(path, max_document_bytes)
-        elif suffix == ".parquet":
+        elif suffix == PARQUET:
             documents = _read_parquet(path, text_column, max_document_bytes)
         else:
             documents = _read_json_lines(path, text_column, max_document_bytes)
@@ -154,7 +179,7 @@ def _read_text(path: Path, limit: int) -> Iterator[Document]:
 
 def _read_json_lines(path: Path, column: str, limit: int) -> Iterator[Document]:
     number = 0
-    size, step = path.stat().st_size, _READ_BYTES if _suffix(path) == ".jsonl.zst" else 1
+    size, step = path.stat().st_size, _READ_BYTES if _suffix(path).endswith(".zst") else 1
     with path.open("rb") as raw:
         position = 0
         try:
@@ -183,12 +208,12 @@ def _decompressed(path: Path, raw: io.BufferedReader) -> Iterator[bytes]:
     """
     suffix = _suffix(path)
     # An empty text has a header when it is compressed.
-    if suffix != ".jsonl" and not raw.peek(1):
+    if suffix.endswith((".gz", ".zst")) and not raw.peek(1):
         raise EOFError("the file is empty")
-    if suffix == ".jsonl.zst":
+    if suffix.endswith(".zst"):
         yield from decompress_frames(raw)
         return
-    content: Any = gzip.GzipFile(fileobj=raw) if suffix == ".jsonl.gz" else raw
+    content: Any = gzip.GzipFile(fileobj=raw) if suffix.endswith(".gz") else raw
     while data := content.readline(_READ_BYTES):
         yield data
 
@@ -237,10 +262,10 @@ def _text_of_line(line: bytearray, column: str, where: str) -> str:
         row = json.loads(decoded)
     # A number with thousands of digits and thousands of nested brackets also fail here.
     except (ValueError, RecursionError) as error:
-        raise DataError(f"{where}: not valid JSON ({error})") from error
+        raise DataError(f"{where}: not valid JSON ({error}); {_ONE_OBJECT}") from error
     del decoded
     if not isinstance(row, dict):
-        raise DataError(f"{where}: a JSON object is expected, this is a {type(row).__name__}")
+        raise DataError(f"{where}: a JSON object is expected, this is a {type(row).__name__}; {_ONE_OBJECT}")
     if column not in row:
         raise DataError(_missing_column(where, column, list(row)))
     text = row[column]

@@ -62,8 +62,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         nargs="+",
         action="extend",
         metavar="GLOB",
-        help="files to read: .txt (one document per file), .jsonl, .jsonl.gz, .jsonl.zst, .parquet"
-        " (default: the standard library of this Python)",
+        help="files or folders to read: .txt, .md, .py (one document per file), .jsonl, .ndjson, .json (one document "
+        "per line; also .gz, .zst), .parquet (default: the standard library of this Python)",
     )
     parser.add_argument("--output", required=True, metavar="DIR", help="the directory for shards and tokenizer")
     parser.add_argument(
@@ -85,7 +85,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         type=int,
         default=MAX_DOCUMENT_BYTES,
         metavar="N",
-        help="refuse a larger document: a .txt file, a line of .jsonl, a text of .parquet (default: 1 GiB)",
+        help="refuse a larger document: a text file, a line of .jsonl, a text of .parquet (default: 1 GiB)",
     )
     parser.add_argument("--overwrite", action="store_true", help="replace other data in the output directory")
     parser.add_argument(

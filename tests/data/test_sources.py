@@ -160,14 +160,33 @@ def test_globs_are_expanded_sorted_and_unique(tmp_path):
     assert [path.relative_to(tmp_path).as_posix() for path in paths] == ["a.txt", "b.txt", "sub/c.txt", "sub/d.jsonl"]
 
 
+def test_names_with_brackets_and_folders(tmp_path):
+    for name in ("a[1].jsonl", "a1.jsonl", "sub/b.md", "sub/c.py", "sub/image.png", ".git/d.txt", "sub/.hidden.txt"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text('{"text": "x"}\n')
+    names = [path.name for path in expand_inputs([str(tmp_path)])]
+    assert names == ["a1.jsonl", "a[1].jsonl", "b.md", "c.py"]
+    assert [path.name for path in expand_inputs([f"{tmp_path}/a[1].jsonl"])] == ["a[1].jsonl"]
+    assert [path.name for path in expand_inputs([f"{tmp_path}/a[0-9].jsonl"])] == ["a1.jsonl"]
+
+
+@pytest.mark.parametrize("name", ["a.json", "a.ndjson", "A.JSON", "a.json.gz", "a.ndjson.gz", "a.json.zst"])
+def test_json_lines_under_other_names(tmp_path, name):
+    pack = {".gz": gzip.compress, ".zst": zstandard.compress}.get((tmp_path / name).suffix, bytes)
+    (tmp_path / name).write_bytes(pack(json_lines(TEXTS)))
+    assert texts_of(tmp_path / name) == TEXTS
+
+
 def test_bad_inputs_are_named(tmp_path):
     (tmp_path / "a.csv").write_text("x")
     with pytest.raises(DataError, match=r"no file matches '.*\*\.jsonl'"):
         expand_inputs([f"{tmp_path}/*.jsonl"])
     with pytest.raises(DataError, match=r"a\.csv: this kind of file is not read; supported are \.txt"):
         expand_inputs([f"{tmp_path}/*"])
-    with pytest.raises(DataError, match="is a directory: give a pattern"):
+    with pytest.raises(DataError, match="no file of a supported kind in this folder"):
         expand_inputs([str(tmp_path)])
+    with pytest.raises(DataError, match="which has a NUL"):
+        expand_inputs(["a\0b.txt"])
     with pytest.raises(DataError, match="no input is named"):
         expand_inputs([])
 
