@@ -32,6 +32,7 @@ from .environment.detect import detect
 from .environment.exit import watch
 from .errors import ConfigError, ModelError
 from .full_model.whole_copy import UncutModel
+from .optim.deepspeed_kernels import with_torch_kernels
 from .optim.muon.setup import arrange as arrange_muon
 from .optim.optimizers import check_optimizer, make_optimizer
 from .optim.param_groups import freeze_others, groups_here, named_groups
@@ -95,6 +96,8 @@ def initialize(
     _check_scheduler(lr_scheduler, optimizer)
     settings = _settings(args, config if config is not None else config_params)
     check_optimizer(settings, optimizer)
+    if settings.sdp.engine != "deepspeed":
+        optimizer = with_torch_kernels(optimizer)
     reference = settings.sdp.in_one_process
     _check_launch(distributed_port, dist_init_required, in_one_process=reference)
     if settings.sdp.elastic.enabled and not world.is_elastic():

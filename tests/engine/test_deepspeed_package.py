@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import argparse
+import importlib
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -168,6 +170,64 @@ def test_a_schedule_of_deepspeed_sets_the_rates(one_rank: None, kind: str) -> No
         _train(engine)
         expected.step()
         assert engine.get_lr() == pytest.approx([group["lr"] for group in optimizers[1].param_groups])
+
+
+def _optimizer_of_deepspeed(name: str, parameters: Any, **settings: Any) -> torch.optim.Optimizer:
+    """DeepSpeed's optimizer without its kernel, which compiles for minutes and is not called."""
+    kind = getattr(importlib.import_module("deepspeed.ops.adam"), name)
+    made = kind.__new__(kind)
+    defaults = {
+        "lr": 1e-3,
+        "bias_correction": True,
+        "betas": (0.9, 0.999),
+        "eps": 1e-8,
+        "weight_decay": 0.0,
+        "amsgrad": False,
+    }
+    made.adam_w_mode = settings.pop("adam_w_mode", True)
+    made.opt_id, made.ds_opt_adam = 0, SimpleNamespace(destroy_adam=lambda _: None)
+    torch.optim.Optimizer.__init__(made, parameters, defaults | settings)
+    return made
+
+
+def _train_with_an_optimizer_of_deepspeed(name: str, decoupled: bool) -> None:
+    states = []
+    for of_deepspeed in (True, False):
+        model = mlp()
+        groups = [
+            {"params": [p for p in model.parameters() if p.ndim > 1], "weight_decay": 0.1},
+            {"params": [p for p in model.parameters() if p.ndim < 2]},
+        ]
+        if of_deepspeed:
+            optimizer = _optimizer_of_deepspeed(name, groups, lr=0.01, betas=(0.8, 0.95), adam_w_mode=decoupled)
+        else:
+            optimizer = torch.optim.Adam(
+                groups, lr=0.01, betas=(0.8, 0.95), weight_decay=0.0, decoupled_weight_decay=decoupled
+            )
+        schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 0.5**step)
+        config = CONFIG | {"zero_optimization": {"stage": 2}, "sdp": {"groups": 1}}
+        engine = sdp.initialize(model=model, optimizer=optimizer, lr_scheduler=schedule, config=config)[0]
+        states.append(_train(engine, steps=3))
+        assert engine.get_lr() == [0.01 * 0.5**3] * 2
+    _assert_equal(*states)
+
+
+@pytest.mark.parametrize(("name", "decoupled"), [("FusedAdam", True), ("DeepSpeedCPUAdam", False)])
+def test_an_optimizer_of_deepspeed_steps_as_torchs(ranks: RankPool, name: str, decoupled: bool) -> None:
+    """With its own kernel, which does not know shards, the process would end."""
+    ranks.run(_train_with_an_optimizer_of_deepspeed, name, decoupled, world=2)
+
+
+def test_what_torchs_adam_does_not_have_is_refused(one_rank: None) -> None:
+    model = mlp()
+    optimizer = _optimizer_of_deepspeed("FusedAdam", model.parameters(), bias_correction=False)
+    with pytest.raises(sdp.ConfigError, match=r"^optimizer: FusedAdam with bias_correction false"):
+        sdp.initialize(model=model, optimizer=optimizer, config=CONFIG)
+    kind = importlib.import_module("deepspeed.ops.lion").FusedLion
+    lion = kind.__new__(kind)
+    torch.optim.Optimizer.__init__(lion, model.parameters(), {"lr": 0.1})
+    with pytest.raises(sdp.ConfigError, match=r"^optimizer: DeepSpeed's FusedLion does not take sharded"):
+        sdp.initialize(model=model, optimizer=lion, config=CONFIG)
 
 
 def test_helpers_of_deepspeed(one_rank: None) -> None:
