@@ -181,8 +181,8 @@ def _deepspeed_keys() -> str:
     )
     refused = "".join(
         f"| `{key}` | {_any_of(values)} | {_any_of(deepspeed_keys.HONOURED_BY_DEEPSPEED.get(key, values))} | "
-        f"{_cell(deepspeed_keys.WHY_NOT[key])} |\n"
-        for key, values in deepspeed_keys.NEUTRAL.items()
+        f"{_cell(why)} |\n"
+        for key, (values, why) in deepspeed_keys.REFUSED.items()
     )
     return (
         "\n## DeepSpeed's other keys\n\nThese performance hints are accepted and listed once at the start. They have "

@@ -30,8 +30,8 @@ def announce(engine: SDPEngine, optimizer_note: str) -> None:
         log.info("weights: training starts from those in %s", config.training.init_from)
     log.info("%s", optimizer_note)
     _warn_of_hysteresis(config)
-    for line in config.autos:
-        log.info('"auto": %s', line)
+    if config.autos:
+        log.info('"auto" means the default of each key here: %s', ", ".join(config.autos))
     announce_hints(config)
 
 

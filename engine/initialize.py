@@ -263,7 +263,7 @@ def _settings(args: Any, config: Any) -> Config:
     config = from_arguments if config is None else config
     if config is None:
         raise ConfigError("sdp.initialize: config is missing; give a path to a JSON file or a dict")
-    return config if isinstance(config, Config) else load_config(config, arguments=args)
+    return config if isinstance(config, Config) else load_config(config)
 
 
 def _settings_of_all(config: Config) -> dict[str, Any]:

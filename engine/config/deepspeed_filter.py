@@ -1,33 +1,36 @@
-"""Separates DeepSpeed's keys that we do not act on, and the settings that DeepSpeed reads."""
+"""Reads DeepSpeed's keys: other spellings, "auto", the keys that we do not act on, and the settings
+that DeepSpeed itself reads.
+"""
 
 from __future__ import annotations
 
 import copy
 import json
-from collections.abc import Sequence
+import math
+from collections.abc import Callable, Sequence
 from typing import Any, get_args
 
 from pydantic import BaseModel
 
 from ..errors import ConfigError, shorten, suggestion
 from .deepspeed_keys import (
+    ALIASES,
     CURRICULUM,
     HINT_SECTIONS,
     HINTS,
     HONOURED_BY_DEEPSPEED,
     IGNORED_BY_DEEPSPEED,
     KEPT_FROM_DEEPSPEED,
-    NEUTRAL,
-    OFFLOAD_HINTS,
-    SILENT_IF_OFF,
-    WHY_NOT,
+    REFUSED,
+    SCHEDULES,
     WHY_NOT_DEEPSPEED,
 )
 
-_OFFLOADS = ("zero_optimization.offload_optimizer", "zero_optimization.offload_param")
+_NEVER = 2**40  # a number of steps that no run reaches
+_COMMENTS = ("_", "#", "//")  # a key that starts like this is a comment
 
 # Sections with a switch. While the switch is off, the other keys of the section do not matter.
-_SWITCHES = {path.rpartition(".")[0]: path for path in NEUTRAL if path.endswith(".enabled")}
+_SWITCHES = {path.rpartition(".")[0]: path for path in REFUSED if path.endswith(".enabled")}
 
 # Sections in which we use no key.
 _FOREIGN_SECTIONS = ("checkpoint", "data_types")
@@ -44,6 +47,96 @@ _OURS = (
     "torch_autocast",
     "train_batch_size",
 )
+# Sections in which "auto" has a meaning of its own, or none.
+_WITHOUT_AUTO = _OURS[:6]
+
+
+def resolve_spellings(raw: dict[str, Any]) -> dict[str, Any]:
+    """Return ``raw`` with the spellings of DeepSpeed 0.19: aliases, comments, inf, null and old
+    switches.
+    """
+    known = {key: value for key, value in raw.items() if key != "comment" and not key.startswith(_COMMENTS)}
+    for old, new in ALIASES.items():
+        if old in known and new not in known:
+            known[new] = known.pop(old)
+    if "steps_per_print" in known and _is_infinite(known["steps_per_print"]):
+        known["steps_per_print"] = _NEVER
+    scheduler = known.get("scheduler")
+    if isinstance(scheduler, dict) and isinstance(scheduler.get("type"), str):
+        names = {name.lower(): name for name in SCHEDULES}
+        known["scheduler"] = scheduler | {"type": names.get(scheduler["type"].lower(), scheduler["type"])}
+    optimizer = known.get("optimizer")
+    if isinstance(optimizer, dict) and isinstance(optimizer.get("params"), dict):
+        known["optimizer"] = optimizer | {"params": _without_equal_norm(optimizer["params"], known)}
+    zero = known.get("zero_optimization")
+    if isinstance(zero, bool):
+        known["zero_optimization"] = {"stage": int(zero)}
+    elif isinstance(zero, dict):
+        known["zero_optimization"] = _resolve_offloads(zero)
+    return {key: value for key, value in known.items() if value is not None}
+
+
+def _without_equal_norm(params: dict[str, Any], raw: dict[str, Any]) -> dict[str, Any]:
+    """Return the optimizer's ``params`` without a ``max_grad_norm`` that says what
+    gradient_clipping says.
+    """
+    same = params.get("max_grad_norm") in (0, raw.get("gradient_clipping"))
+    return {key: value for key, value in params.items() if key != "max_grad_norm" or not same}
+
+
+def _is_infinite(value: Any) -> bool:
+    """Whether ``value`` means that a line is never printed."""
+    if isinstance(value, str):
+        return value.lower() in ("inf", "infinity")
+    return value is None or (isinstance(value, float) and math.isinf(value))
+
+
+def _resolve_offloads(zero: dict[str, Any]) -> dict[str, Any]:
+    """Return the section with today's names of the offload sections, and devices in lower case."""
+    kept = {key: value for key, value in zero.items() if value is not None or not key.startswith("offload_")}
+    for old, new in (("cpu_offload", "offload_optimizer"), ("cpu_offload_params", "offload_param"),
+                     ("cpu_offload_param", "offload_param")):  # fmt: skip
+        if isinstance(kept.get(old), bool):
+            switch = kept.pop(old)
+            kept.setdefault(new, {"device": "cpu" if switch else "none"})
+    for key in ("offload_optimizer", "offload_param"):
+        section = kept.get(key)
+        if isinstance(section, dict):
+            kept[key] = {name: value for name, value in section.items() if value is not None}
+            if isinstance(section.get("device"), str):
+                kept[key]["device"] = section["device"].lower()
+    return kept
+
+
+def drop_autos(raw: dict[str, Any], is_known: Callable[[str], bool]) -> tuple[dict[str, Any], tuple[str, ...]]:
+    """Remove the keys of DeepSpeed whose value is Hugging Face's "auto", so that defaults apply.
+
+    Hugging Face's Trainer replaces "auto" by its own values before anything reads the file.
+
+    Args:
+        raw: The configuration file.
+        is_known: Whether the schema has a key with this path. Other keys stay, and are errors.
+
+    Returns:
+        The file, and the paths of these keys.
+    """
+    dropped: list[str] = []
+
+    def keep(section: dict[str, Any], prefix: str) -> dict[str, Any]:
+        kept: dict[str, Any] = {}
+        for key, value in section.items():
+            path = f"{prefix}{key}"
+            is_ours = path in _WITHOUT_AUTO or path in HINT_SECTIONS or path in IGNORED_BY_DEEPSPEED
+            may_be = path in HINTS or path in REFUSED or path.startswith(("optimizer.params.", "scheduler.params."))
+            if isinstance(value, dict) and not is_ours:
+                kept[key] = keep(value, f"{path}.")
+            elif value == "auto" and not is_ours and (may_be or is_known(path)):
+                dropped.append(path)
+            else:
+                kept[key] = value
+        return kept
+
+    return keep(raw, ""), tuple(dropped)
 
 
 def split_foreign_keys(raw: dict[str, Any], *, deepspeed: bool = False) -> tuple[dict[str, Any], tuple[str, ...]]:
@@ -85,32 +178,23 @@ def _filter(section: dict[str, Any], prefix: str, hints: list[str], deepspeed: b
     kept: dict[str, Any] = {}
     for key, value in section.items():
         path = f"{prefix}{key}"
-        if path in HINTS:
-            if deepspeed and path in WHY_NOT_DEEPSPEED and value is not False:
-                raise ConfigError(_refusal(path, value, False))
-            if path not in SILENT_IF_OFF or not _is_off(path, value):
-                hints.append(path)
-        elif path in IGNORED_BY_DEEPSPEED:
-            hints.append(path)
-        elif path in HINT_SECTIONS:
-            if not value or is_switched_off(value):
+        if path in HINTS or path in HINT_SECTIONS or path in IGNORED_BY_DEEPSPEED:
+            if not value or _is_switched_off(value):
                 continue
             if deepspeed and path in WHY_NOT_DEEPSPEED:
-                raise ConfigError(_refusal(path, value, {"enabled": False}))
+                raise ConfigError(_refusal(path, value, {"enabled": False} if path in HINT_SECTIONS else False, True))
             if CURRICULUM.startswith(f"{path}."):
                 _require_no_curriculum(value, deepspeed)
             hints.append(path)
-        elif path in _OFFLOADS and isinstance(value, dict):
-            kept[key] = _filter_offload(path, value, hints, deepspeed)
-        elif path in _OFFLOADS and value is None:
-            continue
-        elif path in NEUTRAL:
-            if not is_switched_off(value):
+        elif path in REFUSED:
+            if not _is_switched_off(value):
                 _require_neutral(path, value, deepspeed)
+            if path.startswith("zero_optimization.offload_"):  # the host's memory, which we act on
+                kept[key] = value
         elif path in _SWITCHES and isinstance(value, dict):
             switch = _SWITCHES[path]
-            _require_neutral(switch, value.get(switch.rpartition(".")[2], NEUTRAL[switch][0]), deepspeed)
-        elif isinstance(value, dict) and any(known.startswith(f"{path}.") for known in (*HINTS, *NEUTRAL)):
+            _require_neutral(switch, value.get("enabled", REFUSED[switch][0][0]), deepspeed)
+        elif isinstance(value, dict) and any(known.startswith(f"{path}.") for known in (*HINTS, *REFUSED)):
             rest = _filter(value, f"{path}.", hints, deepspeed)
             if path not in _FOREIGN_SECTIONS:
                 kept[key] = rest
@@ -126,11 +210,7 @@ def _filter(section: dict[str, Any], prefix: str, hints: list[str], deepspeed: b
     return kept
 
 
-def _is_off(path: str, value: Any) -> bool:
-    return value in (None, False) or (path == "gradient_predivide_factor" and value == 1)
-
-
-def is_switched_off(value: Any) -> bool:
+def _is_switched_off(value: Any) -> bool:
     """Whether ``value`` is a section with ``"enabled": false``."""
     return isinstance(value, dict) and value.get("enabled") is False
 
@@ -139,42 +219,30 @@ def _require_no_curriculum(data_efficiency: Any, deepspeed: bool) -> None:
     """Raise ConfigError for a curriculum that is switched on, in a section that is switched on."""
     section = data_efficiency
     for key in CURRICULUM.split(".")[1:]:
-        if not isinstance(section, dict) or is_switched_off(section):
+        if not isinstance(section, dict) or _is_switched_off(section):
             return
         section = section.get(key, False)
     _require_neutral(CURRICULUM, section, deepspeed)
 
 
-def _filter_offload(path: str, section: dict[str, Any], hints: list[str], deepspeed: bool) -> dict[str, Any]:
-    """Return the keys of an offload section that we act on."""
-    _require_neutral(f"{path}.device", section.get("device"), deepspeed)
-    hints += [f"{path}.{key}" for key in section if key in OFFLOAD_HINTS]
-    return {key: value for key, value in section.items() if key not in OFFLOAD_HINTS and value is not None}
-
-
-def _refusal(path: str, value: Any, neutral: Any) -> str:
-    reason = WHY_NOT_DEEPSPEED.get(path, WHY_NOT.get(path))
-    why = f": {reason}" if reason else ""
-    return (
-        f'{path}: {shorten(json.dumps(value))} cannot be honoured by sdp.engine "deepspeed"{why};'
-        f" remove it or set it to {json.dumps(neutral)}"
-    )
-
-
 def _require_neutral(path: str, value: Any, deepspeed: bool) -> None:
-    allowed = NEUTRAL.get(path, ())
+    allowed = REFUSED[path][0] if path in REFUSED else ()
     if deepspeed:
         allowed = HONOURED_BY_DEEPSPEED.get(path, allowed)
     if any(_same(value, neutral) for neutral in allowed):
         return
     if path.endswith(".enabled") and not isinstance(value, bool):
         raise ConfigError(f"{path}: input should be a valid boolean (found {shorten(json.dumps(value))})")
-    if deepspeed:
-        raise ConfigError(_refusal(path, value, allowed[0]))
-    why = f": {WHY_NOT[path]}" if path in WHY_NOT else ""
-    raise ConfigError(
-        f"{path}: {shorten(json.dumps(value))} cannot be honoured by this engine{why}; "
-        f"remove it or set it to {json.dumps(allowed[0])}"
+    raise ConfigError(_refusal(path, value, allowed[0], deepspeed))
+
+
+def _refusal(path: str, value: Any, neutral: Any, deepspeed: bool) -> str:
+    reason = REFUSED[path][1] if path in REFUSED else ""
+    reason = WHY_NOT_DEEPSPEED.get(path, reason) if deepspeed else reason
+    engine = 'sdp.engine "deepspeed"' if deepspeed else "this engine"
+    return (
+        f"{path}: {shorten(json.dumps(value))} cannot be honoured by {engine}{f': {reason}' if reason else ''}; "
+        f"remove it or set it to {json.dumps(neutral)}"
     )
 
 
@@ -209,5 +277,5 @@ def _sections_in(annotation: Any) -> list[type[BaseModel]]:
 
 
 def _foreign_keys(prefix: str) -> list[str]:
-    paths = (*HINTS, *NEUTRAL, *HINT_SECTIONS)
+    paths = (*HINTS, *REFUSED, *HINT_SECTIONS)
     return sorted({path.removeprefix(prefix).split(".")[0] for path in paths if path.startswith(prefix)})

@@ -7,6 +7,7 @@ files still have.
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 DEEPSPEED_CLIPS_AT = 1.0  # DeepSpeed's gradient_clipping if the file does not set it
@@ -25,7 +26,7 @@ _OF_NO_ENGINE = frozenset(
     """.split()
 )
 
-# Performance hints that have no effect here. They are accepted, and listed once at start.
+# Performance hints that have no effect here. They are accepted, and listed once at the start.
 HINTS = _OF_NO_ENGINE | frozenset(
     """
     dump_state memory_breakdown zero_allow_untested_optimizer zero_force_ds_cpu_optimizer disable_allgather
@@ -58,28 +59,24 @@ HINTS = _OF_NO_ENGINE | frozenset(
     checkpoint.writer checkpoint.parallel_write
     """.split()
 )
-
-# Hints that are not listed if they are switched off.
-SILENT_IF_OFF = _OF_NO_ENGINE | frozenset(
-    """
-    fp16.fp16_master_weights_and_grads bf16.bf16_master_weights_and_grads bf16.bf16_optimizer_states
-    activation_checkpointing.partition_activations activation_checkpointing.cpu_checkpointing
-    activation_checkpointing.number_checkpoints
-    """.split()
-)
+HINTS |= {
+    f"zero_optimization.{section}.{key}"
+    for section in ("offload_optimizer", "offload_param")
+    for key in "nvme_path buffer_count buffer_size max_in_cpu pipeline pipeline_read pipeline_write fast_init ratio "
+    "super_offload cpuadam_cores_perc".split()
+}
 
 # Sections that have no effect here, whatever is in them: by section, the reason, which is logged.
 HINT_SECTIONS: dict[str, str] = {
     "aio": "it tunes reads and writes of NVMe disks",
     "compile": "it acts when the script calls engine.compile()",
-    "compression_training": "it acts when the script calls DeepSpeed's init_compression, which does not exist here",
-    "sparse_attention": "it acts on a model with DeepSpeed's SparseSelfAttention, which does not exist here",
+    "compression_training": "DeepSpeed's init_compression and its engine act on it; the engine does not run here",
+    "sparse_attention": "a model of DeepSpeed's SparseSelfAttention reads it, which DeepSpeed has removed",
     "hybrid_engine": "it makes generation faster",
     "pipeline": "it acts on a PipelineModule, which does not exist here",
     "flops_profiler": 'it measures; sdp.engine "deepspeed" has it',
     "comms_logger": 'it measures; sdp.engine "deepspeed" has it',
-    "data_efficiency": "random-ltd acts when the script calls DeepSpeed's convert_to_random_ltd, which does not exist "
-    "here",
+    "data_efficiency": "random-ltd acts when the script calls DeepSpeed's convert_to_random_ltd",
 }
 
 # Keys of public files that DeepSpeed ignores, because they are not its own or are in the wrong
@@ -88,7 +85,7 @@ _BELOW_ZERO = "DeepSpeed reads it in zero_optimization only, and ignores it here
 IGNORED_BY_DEEPSPEED: dict[str, str] = {
     "offload_optimizer": f"{_BELOW_ZERO}. So far nothing is offloaded",
     "offload_param": f"{_BELOW_ZERO}. So far nothing is offloaded",
-    **{path.partition(".")[2]: _BELOW_ZERO for path in sorted(HINTS) if path.startswith("zero_optimization.")},
+    **{path.split(".")[1]: _BELOW_ZERO for path in sorted(HINTS) if re.fullmatch(r"zero_optimization\.\w+", path)},
     "max_grad_norm": "DeepSpeed ignores it; gradient_clipping clips gradients",
     "min_lr": "DeepSpeed ignores it; the schedule has its rates in scheduler.params",
     "log": "DeepSpeed ignores it; steps_per_print is a key of the top level",
@@ -98,47 +95,71 @@ IGNORED_BY_DEEPSPEED: dict[str, str] = {
 
 CURRICULUM = "data_efficiency.data_sampling.curriculum_learning.enabled"
 
-# Settings that change the results and that we cannot honour. Any value but DeepSpeed's neutral
-# one is an error.
-NEUTRAL: dict[str, tuple[Any, ...]] = {
-    "amp.enabled": (False,),
-    "autotuning.enabled": (False,),
-    "elasticity.enabled": (False,),
-    "curriculum_learning.enabled": (False,),
-    CURRICULUM: (False,),
-    "progressive_layer_drop.enabled": (False,),
-    "eigenvalue.enabled": (False,),
-    "nebula.enabled": (False,),
-    "comet.enabled": (False,),
-    "expert_parallel.enabled": (False,),
-    "bf16.enable": (False,),
-    "fp16.enable": (False,),
-    "quantize_training": ({}, None),
-    "communication_data_type": (None, "fp32"),
-    "data_types.grad_accum_dtype": (None, "fp32"),
-    "data_types.param_dtype": (None, "fp32"),
-    "data_types.buffer_dtype": (None, "fp32"),
-    "data_types.keep_in_fp32_modules": (None, "auto"),
-    "gradient_allreduce_op": ("mean",),
-    "managed_gradient_accumulation": (True,),
-    "graph_harvesting": (False,),
-    "use_data_before_expert_parallelism": (False,),
-    "sequence_parallel_size": (1, None),
-    "optimizer.legacy_fusion": (False,),
-    "optimizer.adam_w_mode": (True,),
-    "zero_optimization.offload_optimizer.device": ("none", None, "cpu"),
-    "zero_optimization.offload_param.device": ("none", None, "cpu"),
-    "zero_optimization.zero_hpz_partition_size": (1,),
-    "zero_optimization.zero_quantized_weights": (False,),
-    "zero_optimization.zero_quantized_nontrainable_weights": (False,),
-    "zero_optimization.zero_quantized_gradients": (False,),
-    "zero_optimization.zeropp_loco_param": ({}, None),
-    "zero_optimization.zenflow": ({}, None),
-    "zero_optimization.mics_shard_size": (-1,),
-    "zero_optimization.mics_hierarchical_params_gather": (False,),
-    "checkpoint.tag_validation": ("Ignore", "Warn", "Fail"),
-    "checkpoint.load_universal": (False,),
-    "checkpoint.use_node_local_storage": (False,),
+# Settings that change the results and that we cannot honour: the values that are accepted,
+# DeepSpeed's neutral one first, and why no other value is.
+_FLOAT32 = "gradients are averaged in float32, and master weights are float32"
+_ONE_GROUP = "it arranges the ranks of one data-parallel job; sdp.groups and zero_optimization.stage do so here"
+_QUANTISED = "what ranks send is not quantised here"
+_CURRICULUM = "it changes the order or the length of the samples; order the data set itself"
+_COMPRESSION = "compression is out of scope, and DeepSpeed has removed it"
+_MISSPELT = "the key is called enabled; DeepSpeed refuses this one, and its earlier versions ignored it"
+_HOST_ONLY = "the host's memory is supported, disks are not"
+_OWN_FORMAT = "checkpoints have this project's format, which any layout can read"
+REFUSED: dict[str, tuple[tuple[Any, ...], str]] = {
+    "amp.enabled": ((False,), "DeepSpeed has removed it; use bf16, fp16 or torch_autocast"),
+    "autotuning.enabled": (
+        (False,),
+        "a run trains with the file's own settings; choose them, sdp plan shows their memory",
+    ),
+    "elasticity.enabled": (
+        (False,),
+        "it chooses batch sizes for changing numbers of ranks, and DeepSpeed has removed it; give train_batch_size",
+    ),
+    "curriculum_learning.enabled": ((False,), _CURRICULUM),
+    CURRICULUM: ((False,), _CURRICULUM),
+    "progressive_layer_drop.enabled": (
+        (False,),
+        "it skips layers at random in each step, and DeepSpeed has removed it; "
+        "sdp.groups and sdp.capacity leave blocks out",
+    ),
+    "eigenvalue.enabled": ((False,), _COMPRESSION),
+    "nebula.enabled": ((False,), f"{_OWN_FORMAT}, and DeepSpeed has removed it"),
+    "comet.enabled": ((False,), 'tensorboard, csv_monitor and wandb are supported; sdp.engine "deepspeed" has comet'),
+    "expert_parallel.enabled": (
+        (False,),
+        "DeepSpeed's MoE layers are not supported; experts of the model itself train as other blocks do",
+    ),
+    "bf16.enable": ((False,), _MISSPELT),
+    "fp16.enable": ((False,), _MISSPELT),
+    "quantize_training": (({}, None), _COMPRESSION),
+    "communication_data_type": ((None, "fp32"), _FLOAT32),
+    "data_types.grad_accum_dtype": ((None, "fp32"), _FLOAT32),
+    "data_types.param_dtype": ((None, "fp32"), _FLOAT32),
+    "data_types.buffer_dtype": ((None, "fp32"), "buffers have the type that the model gives them"),
+    "data_types.keep_in_fp32_modules": ((None, "auto"), "bf16 and fp16 hold for the whole model"),
+    "gradient_allreduce_op": (("mean",), "gradients are averaged"),
+    "managed_gradient_accumulation": ((True,), "the engine divides the loss by the accumulation steps"),
+    "graph_harvesting": ((False,), "DeepSpeed has removed it; training.compile compiles the model"),
+    "use_data_before_expert_parallelism": ((False,), "DeepSpeed's MoE layers are not supported"),
+    "sequence_parallel_size": ((1, None), "there is no sequence parallelism here"),
+    "optimizer.legacy_fusion": ((False,), "the optimizers are torch's"),
+    "optimizer.adam_w_mode": ((True,), 'give {"type": "Adam", "params": {"adam_w_mode": false}}'),
+    "zero_optimization.offload_optimizer.device": (("none", None, "cpu"), _HOST_ONLY),
+    "zero_optimization.offload_param.device": (("none", None, "cpu"), _HOST_ONLY),
+    "zero_optimization.zero_hpz_partition_size": ((1,), _ONE_GROUP),
+    "zero_optimization.zero_quantized_weights": ((False,), _QUANTISED),
+    "zero_optimization.zero_quantized_nontrainable_weights": ((False,), _QUANTISED),
+    "zero_optimization.zero_quantized_gradients": ((False,), _QUANTISED),
+    "zero_optimization.zeropp_loco_param": (({}, None), _QUANTISED),
+    "zero_optimization.zenflow": (
+        ({}, None),
+        "it updates some of the weights later than others; here a step updates them all",
+    ),
+    "zero_optimization.mics_shard_size": ((-1,), _ONE_GROUP),
+    "zero_optimization.mics_hierarchical_params_gather": ((False,), _ONE_GROUP),
+    "checkpoint.tag_validation": (("Ignore", "Warn", "Fail"), "DeepSpeed has no such value"),
+    "checkpoint.load_universal": ((False,), _OWN_FORMAT),
+    "checkpoint.use_node_local_storage": ((False,), "all ranks write into one folder, which every host sees"),
 }
 
 # The settings for which the DeepSpeed engine differs, with the values that it allows.
@@ -149,7 +170,7 @@ HONOURED_BY_DEEPSPEED: dict[str, tuple[Any, ...]] = {
     "zero_optimization.offload_param.device": ("none", None),
 }
 
-# Why the DeepSpeed engine cannot honour a setting of DeepSpeed. NEUTRAL has the neutral values.
+# Why the DeepSpeed engine cannot honour a setting. Without a reason here, that of REFUSED holds.
 _OTHER_SHARDS = "a rank's shards would no longer be those of the other holders' ranks, with which they are averaged"
 _ROUNDED = "the gradients that holders average would be rounded differently in every group"
 _NOT_BUILT = "DeepSpeed would change the model or its schedule inside one group only"
@@ -177,60 +198,6 @@ WHY_NOT_DEEPSPEED: dict[str, str] = {
     "torch_autocast.enabled": f'{_ROUNDED}; use sdp.engine "fsdp2", or bf16',
 }
 
-# The same for the other engines. The DeepSpeed engine, too, gives these reasons where it has none
-# of its own.
-_FLOAT32 = "gradients are averaged in float32, and master weights are float32"
-_ONE_GROUP = "it arranges the ranks of one data-parallel job; sdp.groups and zero_optimization.stage do so here"
-_QUANTISED = "what ranks send is not quantised here"
-_CURRICULUM = "it changes the order or the length of the samples; order the data set itself"
-_COMPRESSION = "compression is out of scope, and DeepSpeed has removed it"
-_MISSPELT = "the key is called enabled; DeepSpeed refuses this one, and its earlier versions ignored it"
-_HOST_ONLY = "the host's memory is supported, disks are not"
-_OWN_FORMAT = "checkpoints have this project's format, which any layout can read"
-WHY_NOT: dict[str, str] = {
-    "amp.enabled": "DeepSpeed has removed it; use bf16, fp16 or torch_autocast",
-    "autotuning.enabled": "a run trains with the file's own settings; choose them, sdp plan shows their memory",
-    "elasticity.enabled": "it chooses batch sizes for changing numbers of ranks, and DeepSpeed has removed it; give "
-    "train_batch_size",
-    "curriculum_learning.enabled": _CURRICULUM,
-    CURRICULUM: _CURRICULUM,
-    "progressive_layer_drop.enabled": "it skips layers at random in each step, and DeepSpeed has removed it; "
-    "sdp.groups and sdp.capacity leave blocks out",
-    "eigenvalue.enabled": _COMPRESSION,
-    "nebula.enabled": f"{_OWN_FORMAT}, and DeepSpeed has removed it",
-    "comet.enabled": 'tensorboard, csv_monitor and wandb are supported; sdp.engine "deepspeed" has comet',
-    "expert_parallel.enabled": "DeepSpeed's MoE layers are not supported; experts of the model itself train as other "
-    "blocks do",
-    "bf16.enable": _MISSPELT,
-    "fp16.enable": _MISSPELT,
-    "quantize_training": _COMPRESSION,
-    "communication_data_type": _FLOAT32,
-    "data_types.grad_accum_dtype": _FLOAT32,
-    "data_types.param_dtype": _FLOAT32,
-    "data_types.buffer_dtype": "buffers have the type that the model gives them",
-    "data_types.keep_in_fp32_modules": "bf16 and fp16 hold for the whole model",
-    "gradient_allreduce_op": "gradients are averaged",
-    "managed_gradient_accumulation": "the engine divides the loss by the accumulation steps",
-    "graph_harvesting": "DeepSpeed has removed it; training.compile compiles the model",
-    "use_data_before_expert_parallelism": "DeepSpeed's MoE layers are not supported",
-    "sequence_parallel_size": "there is no sequence parallelism here",
-    "optimizer.legacy_fusion": "the optimizers are torch's",
-    "optimizer.adam_w_mode": 'give {"type": "Adam", "params": {"adam_w_mode": false}}',
-    "zero_optimization.offload_optimizer.device": _HOST_ONLY,
-    "zero_optimization.offload_param.device": _HOST_ONLY,
-    "zero_optimization.zero_hpz_partition_size": _ONE_GROUP,
-    "zero_optimization.zero_quantized_weights": _QUANTISED,
-    "zero_optimization.zero_quantized_nontrainable_weights": _QUANTISED,
-    "zero_optimization.zero_quantized_gradients": _QUANTISED,
-    "zero_optimization.zeropp_loco_param": _QUANTISED,
-    "zero_optimization.zenflow": "it updates some of the weights later than others; here a step updates them all",
-    "zero_optimization.mics_shard_size": _ONE_GROUP,
-    "zero_optimization.mics_hierarchical_params_gather": _ONE_GROUP,
-    "checkpoint.tag_validation": "DeepSpeed has no such value",
-    "checkpoint.load_universal": _OWN_FORMAT,
-    "checkpoint.use_node_local_storage": "all ranks write into one folder, which every host sees",
-}
-
 # What DeepSpeed 0.19.8 refuses even with a neutral value, or does not know. It does not get them.
 _REMOVED = frozenset(
     """
@@ -242,14 +209,6 @@ _REMOVED = frozenset(
     """.split()
 )
 KEPT_FROM_DEEPSPEED = _OF_NO_ENGINE | _REMOVED | IGNORED_BY_DEEPSPEED.keys()
-
-# Keys of offload_optimizer and offload_param that have no effect here.
-OFFLOAD_HINTS = frozenset(
-    """
-    nvme_path buffer_count buffer_size max_in_cpu pipeline pipeline_read pipeline_write fast_init ratio super_offload
-    cpuadam_cores_perc
-    """.split()
-)
 
 # Other names of a key, from earlier versions of DeepSpeed.
 ALIASES: dict[str, str] = {"bfloat16": "bf16"}

@@ -10,8 +10,7 @@ from typing import Any
 
 from ..errors import ConfigError, shorten
 from ..json_files import MOST_DEPTH, JsonError, parse_json, read_json_file
-from .auto_values import resolve_auto, resolve_spellings
-from .deepspeed_filter import for_deepspeed, known_keys, split_foreign_keys
+from .deepspeed_filter import drop_autos, for_deepspeed, known_keys, resolve_spellings, split_foreign_keys
 from .deepspeed_keys import DEEPSPEED_CLIPS_AT
 from .elastic import refuse_with_elastic
 from .noise import refuse_to_measure
@@ -21,14 +20,12 @@ from .section import parse_section
 from .sync import refuse_with_sync
 
 
-def load_config(source: str | Path | Mapping[str, Any], overrides: Sequence[str] = (), arguments: Any = None) -> Config:
+def load_config(source: str | Path | Mapping[str, Any], overrides: Sequence[str] = ()) -> Config:
     """Read and validate a configuration.
 
     Args:
         source: The path of a JSON or hjson file, or a mapping.
         overrides: Strings of the form ``section.key=value``. The value is JSON or a bare string.
-        arguments: The script's arguments, from which Hugging Face's "auto" values come. They are
-            looked up under the names of Hugging Face's TrainingArguments.
 
     Raises:
         ConfigError: A key is unknown (with a suggestion), a type is wrong, a value is out of range,
@@ -39,7 +36,7 @@ def load_config(source: str | Path | Mapping[str, Any], overrides: Sequence[str]
     for override in overrides:
         _apply_override(raw, override)
     refuse_removed_keys(raw)
-    raw, autos = resolve_auto(resolve_spellings(raw), arguments, _is_known)
+    raw, autos = drop_autos(resolve_spellings(raw), _is_known)
     section = raw.get("sdp")
     to_deepspeed = isinstance(section, dict) and section.get("engine") == "deepspeed"
     if to_deepspeed:

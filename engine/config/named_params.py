@@ -11,7 +11,6 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import Field, model_validator
 
 from ..errors import ConfigError, shorten, suggestion
-from .auto_values import AUTO, NEVER
 from .schema import NamedParams
 from .section import Beta, NonNegative, NonNegativeInt, PositiveInt, Section, parse_section
 
@@ -243,12 +242,11 @@ def read_scheduler_params(type: str, params: Mapping[str, Any]) -> Section:
 
 
 def check_named_params(optimizer: NamedParams | None, scheduler: NamedParams | None) -> None:
-    """Check both sections. A number of steps that is still "auto" fits. Raises ConfigError."""
+    """Check both sections. Raises ConfigError."""
     if optimizer is not None:
         check_optimizer_params(optimizer.type, optimizer.params)
     if scheduler is not None:
-        params = {key: NEVER if value == AUTO else value for key, value in scheduler.params.items()}
-        read_scheduler_params(scheduler.type, params)
+        read_scheduler_params(scheduler.type, scheduler.params)
 
 
 def _name(type: str) -> str:

@@ -278,7 +278,7 @@ class Config(Section):
 
     @property
     def autos(self) -> tuple[str, ...]:
-        """What the file's "auto" values became, a line for each."""
+        """The keys of DeepSpeed that are "auto" in the file, for which defaults apply."""
         return self._autos
 
     @property

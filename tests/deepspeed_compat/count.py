@@ -71,7 +71,7 @@ def find_engines(settings: Mapping[str, Any]) -> list[str]:
 
 
 def find_missing_part(settings: Mapping[str, Any]) -> str | None:
-    """Return why the script must pass its own optimizer or schedule, or a value for "auto".
+    """Return why the script must pass its own optimizer or schedule, or a number of steps.
 
     None if it need not.
     """
@@ -121,7 +121,7 @@ def describe_files(*, reasons: bool) -> Iterator[str]:
     yield f"{sum(map(bool, engines.values()))} of {len(FILES)} files load"
     for engine in ENGINES:
         yield f'  {sum(engine in found for found in engines.values())} with sdp.engine "{engine}"'
-    yield f"  {sum(map(len, incomplete.values()))} need an optimizer, a schedule or args from the script"
+    yield f"  {sum(map(len, incomplete.values()))} need an optimizer, a schedule or a number of steps from the script"
     for title, found in (("refused", refused), ("the script must pass more", incomplete)) if reasons else ():
         for reason, names in sorted(found.items(), key=lambda item: -len(item[1])):
             yield f"\n{title}, {len(names)} × {reason}"
