@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
+import numpy as np
 import torch
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import DataLoader, Dataset, get_worker_info
 
 from ..errors import DataError, SDPError
 from .mixture import MixtureSampler
@@ -24,8 +27,12 @@ class ResumableLoader:
     ``dataset`` is any map-style data set, the same on every data rank. If its ``reads_positions``
     is true, it is asked for epoch × length + index. If it has ``sources``, a sequence of
     :class:`~sdp.engine.batch.mixture.Source`, they are mixed by their weights. ``collate_fn``,
-    ``num_workers`` and ``pin_memory`` are as in torch's ``DataLoader``. Raises DataError for an
-    empty data set.
+    ``num_workers`` and ``pin_memory`` are as in torch's ``DataLoader``, and so are
+    ``worker_options``, by name. Raises DataError for an empty data set.
+
+    What ``dataset`` and ``collate_fn`` draw at random depends on the seed and on the position of the
+    batch in the order of the run. So epochs and ranks draw different numbers, a resumed run draws
+    those of the undisturbed one, and the number of workers changes nothing.
     """
 
     def __init__(
@@ -39,6 +46,7 @@ class ResumableLoader:
         collate_fn: Callable[[list[Any]], Any] | None = None,
         num_workers: int = 0,
         pin_memory: bool = False,
+        worker_options: Mapping[str, Any] | None = None,
     ) -> None:
         self.dataset = dataset
         sources = getattr(dataset, "sources", None)
@@ -52,6 +60,7 @@ class ResumableLoader:
             )
         self._collate_fn = collate_fn
         self._num_workers = num_workers
+        self._worker_options = dict(worker_options or {})
         self._pin_memory = pin_memory
         self._consumed = 0
         self._generation = 0
@@ -92,7 +101,7 @@ class ResumableLoader:
     def fetch_ahead(self) -> None:
         """Read the next batch now, while a device computes, unless one is read ahead already."""
         if self._source is not None and not self._ahead:
-            self._ahead.append(next(self._source))
+            self._ahead.append(self._read())
 
     def _batches(self, generation: int) -> Iterator[Any]:
         self._refuse_stale(generation)
@@ -100,19 +109,31 @@ class ResumableLoader:
         # Without a generator of its own, the loader would draw from torch's global one when an
         # iteration starts, and a resumed run would differ.
         batches = DataLoader(
-            self.dataset,
-            batch_sampler=self.sampler,  # pyright: ignore[reportArgumentType]  # any iterable of lists will do
+            _SeededReads(self.dataset, self.sampler.seed),
+            batch_sampler=self._positions(),  # pyright: ignore[reportArgumentType]  # any iterable will do
             collate_fn=self._collate_fn,
             num_workers=self._num_workers,
             pin_memory=self._pin_memory,
             generator=torch.Generator().manual_seed(self.sampler.seed),
+            **self._worker_options | {"worker_init_fn": _WorkerStart(self._worker_options.get("worker_init_fn"))},
         )
-        source = self._source = iter(_plain_errors(batches))
+        self._source = iter(_plain_errors(batches))
         while True:
             self._refuse_stale(generation)  # before it reads: all iterators share the sampler
-            batch = self._ahead.pop() if self._ahead else next(source)
+            batch = self._ahead.pop() if self._ahead else self._read()
             self._consumed += self.sampler.global_batch_size
             yield batch
+
+    def _positions(self) -> Iterator[tuple[int, list[int]]]:
+        """Yield the position of each batch in the order of the run, and its indices."""
+        sampler = self.sampler
+        for indices in sampler:
+            yield sampler.consumed - sampler.global_batch_size + sampler.data_rank * sampler.micro_batch_size, indices
+
+    def _read(self) -> Any:
+        assert self._source is not None
+        with nullcontext() if self._num_workers else _random_state_kept():
+            return next(self._source)
 
     def _refuse_stale(self, generation: int) -> None:
         if generation != self._generation:
@@ -206,6 +227,48 @@ def evaluation_batches(
         pin_memory=pin_memory,
         generator=torch.Generator(),
     )
+
+
+class _SeededReads(Dataset[Any]):
+    """Reads a batch of ``dataset`` with random numbers that follow from ``seed`` and its position."""
+
+    def __init__(self, dataset: Dataset[Any], seed: int) -> None:
+        self.dataset, self.seed = dataset, seed
+
+    def __getitems__(self, batch: tuple[int, list[int]]) -> Any:
+        position, indices = batch
+        words = np.random.SeedSequence([self.seed, position]).generate_state(6)
+        torch.default_generator.manual_seed(int(words[0]) << 32 | int(words[1]))
+        random.seed(int(words[2]) << 32 | int(words[3]))
+        np.random.seed(words[4:])
+        read_many = getattr(self.dataset, "__getitems__", None)
+        return read_many(indices) if read_many else [self.dataset[index] for index in indices]
+
+
+class _WorkerStart:
+    """Starts a worker process: shows it the user's data set, and calls the user's ``worker_init_fn``."""
+
+    def __init__(self, function: Callable[[int], object] | None) -> None:
+        self._function = function
+
+    def __call__(self, worker: int) -> None:
+        info = get_worker_info()
+        assert info is not None
+        object.__setattr__(info, "dataset", info.dataset.dataset)  # torch refuses a plain assignment
+        if self._function is not None:
+            self._function(worker)
+
+
+@contextmanager
+def _random_state_kept() -> Iterator[None]:
+    """A context whose random draws leave the generators of torch (CPU), NumPy and Python alone."""
+    states = torch.get_rng_state(), np.random.get_state(), random.getstate()
+    try:
+        yield
+    finally:
+        torch.set_rng_state(states[0])
+        np.random.set_state(states[1])
+        random.setstate(states[2])
 
 
 def _plain_errors(batches: Iterable[Any]) -> Iterator[Any]:

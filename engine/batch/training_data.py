@@ -50,9 +50,11 @@ def make_loader(
             return StreamLoader(data, micro_batch_size, data_rank, data_ranks, of_batches=True)
         _check_sampler(data)
         shuffle = getattr(data.sampler, "shuffle", not isinstance(data.sampler, SequentialSampler))
+        names = ("worker_init_fn", "multiprocessing_context", "prefetch_factor", "timeout")
+        options = {name: getattr(data, name) for name in names if data.num_workers}
         return ResumableLoader(
             data.dataset, micro_batch_size, data_rank, data_ranks, seed, shuffle, data.collate_fn, data.num_workers,
-            pin_memory
+            pin_memory, options
         )  # fmt: skip
     if is_stream(data):
         if num_workers:

@@ -4,14 +4,17 @@ changes.
 
 import itertools
 import json
+import random
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from sdp.engine.batch.loader import EpochLoader, ResumableBatchSampler, ResumableLoader, evaluation_batches
 from sdp.engine.errors import CheckpointError, DataError
-from torch.utils.data import Dataset
+from sdp.engine.batch.training_data import make_loader
+from torch.utils.data import DataLoader, Dataset, get_worker_info
 
 
 class Numbers(Dataset):
@@ -284,3 +287,62 @@ def test_epoch_loader_ends_with_the_epoch_and_drops_nothing():
     resumed = EpochLoader(ResumableLoader(list(range(10)), micro_batch_size=4, collate_fn=list))
     resumed.load_state_dict(loader.state_dict())
     assert list(resumed) == list(loader)
+
+
+class Augmented(Numbers):
+    """A sample is what the generators of torch, NumPy and Python draw."""
+
+    scale = 1.0
+
+    def __getitem__(self, item: int) -> torch.Tensor:
+        return torch.tensor([float(torch.rand(())), np.random.rand(), random.random()]).double() * self.scale
+
+
+def jittered(rows: list[torch.Tensor]) -> torch.Tensor:
+    return torch.stack(rows) + torch.rand(())
+
+
+def draws(loader: ResumableLoader, batches: int) -> torch.Tensor:
+    return torch.stack(list(itertools.islice(iter(loader), batches)))
+
+
+@pytest.mark.parametrize("num_workers", [0, 2])
+def test_random_draws_differ_between_epochs_and_ranks_and_a_resumed_run_repeats_them(num_workers):
+    """As in plain torch, whose workers draw from another seed in every epoch. There, a resumed run
+    cannot repeat the draws.
+    """
+
+    def loader(rank: int = 0, workers: int = num_workers) -> ResumableLoader:
+        return ResumableLoader(Augmented(8), 2, rank, 2, seed=3, num_workers=workers, collate_fn=jittered)
+
+    undisturbed = draws(loader(), 6)
+    assert undisturbed.unique().numel() == undisturbed.numel()  # no epoch repeats any draw of another one
+    assert not torch.isin(draws(loader(rank=1), 6), undisturbed).any()
+    first, resumed = loader(), loader(workers=1)
+    assert torch.equal(draws(first, 3), undisturbed[:3])
+    torch.manual_seed(9)  # what else the process draws makes no difference
+    assert torch.equal(draws(first, 1), undisturbed[3:4])  # a new iterator, as at the start of an epoch
+    resumed.load_state_dict({"seed": 3, "consumed": 12, "num_samples": 8})
+    assert torch.equal(draws(resumed, 3), undisturbed[3:])
+    assert not torch.isin(draws(ResumableLoader(Augmented(8), 2, seed=4), 3), undisturbed).any()
+
+
+@pytest.mark.parametrize("num_workers", [0, 2])
+def test_reading_leaves_the_random_draws_of_the_process_alone(num_workers):
+    before = torch.get_rng_state(), np.random.get_state()[1].tolist(), random.getstate()
+    draws(ResumableLoader(Augmented(8), 2, num_workers=num_workers), 2)
+    after = torch.get_rng_state(), np.random.get_state()[1].tolist(), random.getstate()
+    assert torch.equal(before[0], after[0])
+    assert before[1:] == after[1:]
+
+
+def scale_by_ten(worker: int) -> None:
+    info = get_worker_info()
+    assert info is not None
+    info.dataset.scale = 10.0 * (worker + 1)
+
+
+def test_worker_init_fn_of_a_data_loader_is_called_with_the_user_s_data_set():
+    own = DataLoader(Augmented(8), 2, num_workers=1, worker_init_fn=scale_by_ten)
+    scaled = draws(make_loader(own, 2, 0, 1, seed=3), 2)
+    assert torch.equal(scaled, 10 * draws(ResumableLoader(Augmented(8), 2, seed=3, shuffle=False), 2))
