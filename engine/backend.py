@@ -134,10 +134,10 @@ class Backend(Protocol):
         """Drop all gradients, accumulated ones of earlier micro-batches too."""
         ...
 
-    def squared_grad_norm_and_loss(self, loss: torch.Tensor) -> torch.Tensor:
+    def squared_grad_norm_and_loss(self, loss: torch.Tensor) -> tuple[float, float]:
         """Σ_u ‖g_u‖² + ‖g_S‖² over the full model, and the mean of the ranks' ``loss``. Collective.
 
-        Float64 (2,), the same on every rank: one message, and one wait of the host, for both.
+        The same on every rank: one message, and one wait of the host, for both.
         """
         ...
 

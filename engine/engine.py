@@ -35,6 +35,7 @@ from .distributed.tensors import local_tensor, outside_inference_mode
 from .errors import ConfigError
 from .optim.param_groups import named_rates
 from .optim.schedules import Schedule
+from .optim.script_steps import OptimizedParameters, shortened
 from .sync.noise_scale import NoiseScale
 
 log = logging.getLogger("sdp")
@@ -61,6 +62,11 @@ class SDPEngine(DeepSpeedNames):
         self.global_steps = self.micro_steps = self.global_samples = 0
         self._losses: list[torch.Tensor] = []  # of the micro-batches since the last step
         self._reduced = False
+        self._is_accumulating = False  # whether a step has begun, and its last micro-batch is still to come
+        self._zeroed_in_vain = False  # whether a line has said so
+        if not self._is_deepspeed:
+            optimizer.zero_grad = self.zero_grad  # type: ignore[method-assign]
+        self._optimized = self._find_optimized()
         self.follow_layout()
 
     # -- training ----------------------------------------------------------------------------------
@@ -131,13 +137,18 @@ class SDPEngine(DeepSpeedNames):
             raise RuntimeError("step() inside no_sync(): gradients are not averaged there; leave the block first")
         if self.is_gradient_accumulation_boundary():
             if not self._reduced:
-                raise RuntimeError("step() at an accumulation boundary needs a backward() before it, outside no_sync()")
+                raise RuntimeError(
+                    "step() at an accumulation boundary needs a backward() before it, outside no_sync(): call "
+                    "engine.backward(loss) instead of loss.backward(), which averages nothing between groups"
+                )
+            self._warn_of_unfrozen()
             self._update()
             interval = self.config.sdp.check_interval
             if interval and self.global_steps % interval == 0:
                 self.check_holders()
         else:
             self._backend.count_micro_batch()
+            self._is_accumulating = True
         self.micro_steps += 1
 
     def _update(self) -> None:
@@ -151,7 +162,7 @@ class SDPEngine(DeepSpeedNames):
             self._count_step()
             self.last_steps.note_local_steps()
             return
-        squared_norm, mean_loss = backend.squared_grad_norm_and_loss(loss).tolist()
+        squared_norm, mean_loss = backend.squared_grad_norm_and_loss(loss)
         norm, may_lower = math.sqrt(squared_norm), backend.may_lower_loss_scale
         self.before_update()
         backend.check_gradients()
@@ -188,13 +199,53 @@ class SDPEngine(DeepSpeedNames):
 
     def forget_micro_batches(self) -> None:
         """Drop the gradients and the losses since the last step, which is then made again."""
+        self._is_accumulating = False
         self.zero_grad()
         self._losses, self._reduced = [], False
 
-    def zero_grad(self) -> None:
-        """Drop all gradients, including those of earlier micro-batches."""
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Drop all gradients.
+
+        Between the micro-batches of a step this has no effect, as in DeepSpeed: the engine drops
+        the gradients after each step itself. ``optimizer.zero_grad`` is this method, too.
+        """
+        if self._is_accumulating:
+            if self.global_rank == 0 and not self._zeroed_in_vain:
+                log.warning(
+                    "zero_grad() has no effect between the micro-batches of a step; engine.step() drops the gradients "
+                    "after the last one"
+                )
+            self._zeroed_in_vain = True
+            return
         self._backend.zero_grad()
         self.noise.drop()
+
+    def _find_optimized(self) -> OptimizedParameters:
+        """Warn of parameters that require a gradient and that the optimizer does not have."""
+        infos, parameters = self.layout.parameters, self._backend.parameters
+        trained = {name: p for name, p in parameters.items() if infos[name].trainable and not self._is_deepspeed}
+        # DeepSpeed alone trains parameters that are unfrozen later.
+        frozen = {name: p for name, p in parameters.items() if not infos[name].trainable}
+        found = OptimizedParameters(
+            trained, {} if self._is_deepspeed and self.layout.mesh.sdp == 1 else frozen, self._backend.basic_optimizer
+        )
+        self._warn_of_still(found.missing, "require a gradient, and the optimizer does not have them")
+        return found
+
+    def _warn_of_unfrozen(self) -> None:
+        names = self._optimized.unfrozen()
+        self._warn_of_still(names, "were frozen in sdp.initialize and are not trained, though the script unfroze them")
+
+    def _warn_of_still(self, names: list[str], what: str) -> None:
+        holders = {name: self.layout.parameters[name].holders[0] for name in names}
+        mine = [
+            name for name in names if self._is_reference or self.layout.mesh.rank(holders[name]) == self.global_rank
+        ]
+        if mine:
+            log.warning(
+                "%s: these parameters %s, so they will not move; unfreeze them before sdp.initialize, and give them "
+                "to the optimizer", shortened(mine), what
+            )  # fmt: skip
 
     def finish_round(self) -> bool:
         """With local steps: average what groups learned since the last average. Collective.

@@ -26,7 +26,7 @@ from .construct import build_backend, values_to_give
 from .distributed import world
 from .distributed.agreement import check_equal
 from .distributed.join import join
-from .distributed.mesh import mesh_of
+from .distributed.mesh import Mesh, mesh_of
 from .engine import SDPEngine
 from .environment.detect import detect
 from .environment.exit import watch
@@ -124,6 +124,7 @@ def initialize(
         computes = f"the model computes in {settings.precision}"
         log.warning("%s; %s, which bf16.enabled chooses", converted, computes)
     _refuse_to_scale(model, settings)
+    _refuse_hooks(model, settings, mesh)
     layout = Layout.of(model, settings, mesh)
     if draws_of(model):
         torch.manual_seed(seed_of(settings.training.seed, "draws", 0 if reference else world.rank()))
@@ -228,6 +229,30 @@ def _refuse_to_scale(model: nn.Module, config: Config) -> None:
                 f'sdp.branch_scale: "{config.sdp.branch_scale}" is not available with {name}, whose weight has inputs '
                 'as rows; use "none", or sdp.granularity "block"'
             )
+
+
+def _refuse_hooks(model: nn.Module, config: Config, mesh: Mesh) -> None:
+    """Raise ModelError if a parameter has hooks, and shards or slices would replace the parameter.
+
+    The hooks would not run, and nothing would say so.
+    """
+    zero = config.zero_optimization
+    shards = mesh.shards(zero.stage) > 1 or config.precision != "float32" or zero.offloads
+    reasons = {
+        "zero_optimization.stage 1 to 3, half precision or offload": config.sdp.engine == "fsdp2" and shards,
+        "tensor_parallel.autotp_size above 1": mesh.tp > 1,
+        'sdp.granularity "neuron"': config.sdp.granularity == "neuron",
+        "a model on the meta device": any(parameter.is_meta for parameter in model.parameters()),
+    }
+    for name, parameter in model.named_parameters():
+        hooks = parameter._backward_hooks or getattr(parameter, "_post_accumulate_grad_hooks", None)
+        for reason, applies in reasons.items() if hooks else ():
+            if applies:
+                raise ModelError(
+                    f"parameter {name!r} has a hook, which {reason} would silently drop; change the gradient inside "
+                    "the model (torch.Tensor.register_hook on an activation), or set the learning rate of the "
+                    "parameter in a parameter group"
+                )
 
 
 def _check_scheduler(scheduler: Any, optimizer: Any) -> None:

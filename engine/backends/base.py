@@ -29,6 +29,7 @@ from ..optim.loss_scale import LossScaler
 from ..optim.muon.setup import planned_gathers
 from ..optim.optimizer_state import materialise_state
 from ..optim.rate_scale import HolderScale, ScaledRates, exponent_of
+from ..optim.script_steps import refuse_steps_of_script, stepped_by_engine
 from ..placement.layout import Layout
 from ..placement.tensor_info import Shard
 from ..sync.consistency import check_holders
@@ -54,6 +55,7 @@ class TorchOptimizerBackend:
     def attach(self, optimizer: Optimizer, config: Config) -> None:
         self.optimizer, self._config = optimizer, config
         self._scaler = LossScaler.of(config)
+        refuse_steps_of_script(self.basic_optimizer)
         exponent = exponent_of(config.sdp.lr_scale, is_sgd=isinstance(self.basic_optimizer, torch.optim.SGD))
         if exponent and self.layout.units:
             self.rate_scale = HolderScale(self.layout.placement, exponent)
@@ -107,7 +109,8 @@ class TorchOptimizerBackend:
         self.clip(gradients, norm)
         # A forward pass after backward may have left gathered copies of the old weights.
         self.shard_parameters()
-        self.optimizer.step()
+        with stepped_by_engine(self.optimizer):
+            self.optimizer.step()
         gradients.clear()
         self.zero_grad()  # frees the gradients' memory before the weights are cast and sent
         self.refresh(after_step=True)

@@ -19,6 +19,7 @@ from ..full_model.backend_view import SubnetworkBackend
 from ..full_model.buffers import agree_on_buffers, persistent_buffers
 from ..optim.clip import squared_norm
 from ..optim.optimizer_state import HeldTensor
+from ..optim.script_steps import stepped_by_engine
 from ..placement.layout import Layout
 from ..placement.tensor_info import TensorInfo
 from ..sync.outer import OuterFacts, OuterSteps
@@ -102,7 +103,8 @@ class ShardedLocalSteps:
         if is_finite:
             backend.clip(gradients, norm)
             backend.shard_parameters()
-            backend.optimizer.step()
+            with stepped_by_engine(backend.optimizer):
+                backend.optimizer.step()
         gradients.clear()
         backend.zero_grad()
         if scheduler is not None:

@@ -63,7 +63,7 @@ class ShardedBackend(TorchOptimizerBackend):
     def backward(self, loss: torch.Tensor, *, boundary: bool) -> None:
         raise NotImplementedError
 
-    def squared_grad_norm_and_loss(self, loss: torch.Tensor) -> torch.Tensor:
+    def squared_grad_norm_and_loss(self, loss: torch.Tensor) -> tuple[float, float]:
         raise NotImplementedError
 
     def evaluate(self, batches: Sequence[Any]) -> float:

@@ -30,9 +30,9 @@ class ResumableLoader:
     ``num_workers`` and ``pin_memory`` are as in torch's ``DataLoader``, and so are
     ``worker_options``, by name. Raises DataError for an empty data set.
 
-    What ``dataset`` and ``collate_fn`` draw at random depends on the seed and on the position of the
-    batch in the order of the run. So epochs and ranks draw different numbers, a resumed run draws
-    those of the undisturbed one, and the number of workers changes nothing.
+    What ``dataset`` and ``collate_fn`` draw at random depends on the seed and on the position of
+    the batch in the order of the run. So epochs and ranks draw different numbers, a resumed run
+    draws those of the undisturbed one, and the number of workers changes nothing.
     """
 
     def __init__(
@@ -230,7 +230,7 @@ def evaluation_batches(
 
 
 class _SeededReads(Dataset[Any]):
-    """Reads a batch of ``dataset`` with random numbers that follow from ``seed`` and its position."""
+    """Reads a batch with random numbers that follow from ``seed`` and the batch's position."""
 
     def __init__(self, dataset: Dataset[Any], seed: int) -> None:
         self.dataset, self.seed = dataset, seed
@@ -246,7 +246,7 @@ class _SeededReads(Dataset[Any]):
 
 
 class _WorkerStart:
-    """Starts a worker process: shows it the user's data set, and calls the user's ``worker_init_fn``."""
+    """Shows a new worker process the user's data set, and calls the user's ``worker_init_fn``."""
 
     def __init__(self, function: Callable[[int], object] | None) -> None:
         self._function = function

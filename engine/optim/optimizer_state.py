@@ -16,6 +16,7 @@ import torch
 from torch.optim import Optimizer
 
 from ..errors import CheckpointError
+from .script_steps import stepped_by_engine
 
 COUNT = "step"
 
@@ -123,7 +124,8 @@ def materialise_state(optimizer: Optimizer) -> None:
         group["lr"] = 0.0
         for parameter in group["params"]:
             parameter.grad = torch.zeros_like(parameter)
-    optimizer.step()
+    with stepped_by_engine(optimizer):
+        optimizer.step()
     for parameter, gradient in gradients.items():
         parameter.grad = gradient
     for group, rate in zip(optimizer.param_groups, rates, strict=True):

@@ -93,7 +93,7 @@ def check_loss_scale(scale: str, device: torch.device) -> None:
     if any(find_differences([scale], device)):
         raise HolderMismatchError(
             "fp16: ranks have different loss scales, or counts of steps without an overflow, which are equal "
-            "as long as ranks skip the same steps; check the "
+            "as long as ranks skip the same steps; check whether the script changes them on some ranks only, then the "
             "hardware, and resume from the last checkpoint"
         )
 
@@ -148,5 +148,7 @@ def _disagreement(unit: str, other: int, group: int, first: int, first_group: in
     what = "the shared part" if unit == SHARED else f"unit {unit!r}"
     return HolderMismatchError(
         f"{what}: weights or optimizer state of rank {other} (group {group}) differ from those of rank {first} (group "
-        f"{first_group}); holders must stay bitwise equal: check the hardware, and resume from the last checkpoint"
+        f"{first_group}), and holders must stay bitwise equal; check whether the script changes weights, gradients, "
+        "learning rates or optimizer state on some ranks only, or steps the optimizer itself; if it does not, check "
+        "the hardware; then resume from the last checkpoint"
     )

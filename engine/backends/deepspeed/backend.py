@@ -91,6 +91,7 @@ class DeepSpeedBackend(DeepSpeedSteps):
             # DeepSpeed knows the partitions of ZeRO 3, so they stay allocated.
             self._dormant = DormantCopies(self.module, self._frozen, pass_throughs, keeps_memory=stage == 3)
         self.enter_phase(self.phases[maskings[0]])
+        self.note_weights()
 
     def put_aside(self, *, asleep: bool) -> None:
         super().put_aside(asleep=asleep)
@@ -191,6 +192,7 @@ class DeepSpeedBackend(DeepSpeedSteps):
             return call(CalledEngine(self.deepspeed), batch)
 
     def backward(self, loss: torch.Tensor, *, boundary: bool) -> None:
+        self.refuse_changed_weights()
         reducer = self._reducer
         if reducer is not None:
             reducer.begin()
@@ -258,7 +260,7 @@ class DeepSpeedBackend(DeepSpeedSteps):
         self.averaged = [found[index] for index in range(len(found))]
         return self.averaged
 
-    def squared_grad_norm_and_loss(self, loss: torch.Tensor) -> torch.Tensor:
+    def squared_grad_norm_and_loss(self, loss: torch.Tensor) -> tuple[float, float]:
         if self._sync is not None:
             counted = self._sync.counted(self.averaged)
         elif self.zero is not None:
@@ -273,14 +275,12 @@ class DeepSpeedBackend(DeepSpeedSteps):
             ]
         squared = squared_norm(counted, self.device) / self.scale.value**2
         totals = torch.stack([squared, (loss / self.layout.mesh.world_size).to(self.device)])
-        if self.usage is None:
-            self.all_reduce_control(totals)
-            return totals
-        totals = torch.cat([totals, totals.new_tensor(self.usage.differences())])
+        if self.usage is not None:
+            totals = torch.cat([totals, totals.new_tensor(self.usage.differences())])
         self.all_reduce_control(totals)
-        totals = totals.cpu()
-        self._differences = totals[2:]
-        return totals[:2]
+        norm, mean_loss, *differences = totals.tolist()
+        self._differences = differences or None
+        return norm, mean_loss
 
     def zero_grad(self) -> None:
         if self.zero is not None:

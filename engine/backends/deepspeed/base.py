@@ -16,6 +16,7 @@ from ...config.sync import SyncSection
 from ...distributed import world
 from ...distributed.process_groups import Communicators
 from ...distributed.traffic import Scope
+from ...errors import ModelError
 from ...optim.optimizer_state import HeldTensor
 from ...placement.tensor_info import Shard
 from ..sharded import ShardedBackend
@@ -42,6 +43,7 @@ class DeepSpeedBase(ShardedBackend):
     local_settings: SyncSection | None  # of local steps
     averaged: list[torch.Tensor]  # the gradients of the present step, as the next update uses them
     _process_groups: ProcessGroups
+    _written: Mapping[str, int]  # by parameter, the version that torch counts, when the weights were written last
 
     @property
     def copies_in_memory(self) -> dict[str, nn.Parameter]:
@@ -107,6 +109,22 @@ class DeepSpeedBase(ShardedBackend):
         state = self.zero or self.copies
         if state is not None:
             state.spread_masters()
+        self.note_weights()
+
+    def note_weights(self) -> None:
+        """Note that the model has the weights on which ZeRO steps."""
+        self._written = {name: parameter._version for name, parameter in self.parameters.items()}
+
+    def refuse_changed_weights(self) -> None:
+        """Raise ModelError if the script has changed the model's weights, which ZeRO would undo."""
+        parameters = self.parameters
+        changed = next((name for name, then in self._written.items() if parameters[name]._version != then), "")
+        if changed and self.zero is not None:
+            raise ModelError(
+                f"the script changed the weights of {changed} after sdp.initialize, and DeepSpeed's ZeRO steps on "
+                "float32 copies of its own, so the next step would undo the change; change them before sdp.initialize, "
+                'call engine.load_checkpoint, or use sdp.engine "fsdp2"'
+            )
 
     def all_reduce_inside(self, tensor: torch.Tensor, *, scope: Scope = "inside groups") -> None:
         """Sum a tensor over the ranks of the group in place. Its bytes count in ``scope``."""

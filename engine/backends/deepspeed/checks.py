@@ -123,11 +123,11 @@ class UsedParameters:
         """
         return [float(self._weight * (self._checksum >> 8)), float(self._must_stay_equal and self._changed)]
 
-    def check(self, sums: torch.Tensor) -> None:
+    def check(self, sums: Sequence[float]) -> None:
         """Raise ModelError, on all ranks that summed, unless the sums of :meth:`differences` are
         zero.
         """
-        between_ranks, between_micro_batches = sums.tolist()
+        between_ranks, between_micro_batches = sums
         unused = f" (for example {self._unused!r})" if self._unused is not None else ""
         if between_ranks:
             raise ModelError(

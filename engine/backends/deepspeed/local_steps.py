@@ -201,14 +201,14 @@ class DeepSpeedLocalSteps(ShardedLocalSteps):
             if usage is not None:
                 sums = torch.tensor(differences, dtype=torch.float64, device=backend.device)
                 backend.all_reduce_inside(sums, scope="control")
-                usage.check(sums.cpu())
+                usage.check(sums.tolist())
             return None
         summary = self.summary(loss, norm)
         totals = torch.tensor([*summary, *differences], dtype=torch.float64, device=backend.device)
         wait = backend.start_control(totals)
         if usage is not None:
             wait()  # before the update, so that all ranks raise an error together
-            usage.check(totals[len(summary) :].cpu())
+            usage.check(totals[len(summary) :].tolist())
         return self._pending(totals[: len(summary)], wait)
 
     def _send_anchors(self, names: Collection[str]) -> None:

@@ -16,6 +16,7 @@ from ...checkpoint.state import SavedState
 from ...checkpoint.storage.dcp import Part
 from ...distributed import world
 from ...optim.optimizer_state import OptimizerState
+from ...optim.script_steps import stepped_by_engine
 from ...placement.tensor_info import TensorInfo
 from ...placement.units import SHARED
 from ...sync.consistency import CHUNK, compare_sums
@@ -148,7 +149,8 @@ def materialise_state(backend: DeepSpeedBase) -> None:
         kept, rate, gradient = group["params"], group["lr"], master.grad
         group["params"], group["lr"], master.grad = [master], 0.0, torch.zeros_like(master)
         optimizer.param_groups = [group]
-        optimizer.step()
+        with stepped_by_engine(optimizer):
+            optimizer.step()
         group["params"], group["lr"], master.grad = kept, rate, gradient
     optimizer.param_groups = param_groups
 

@@ -14,11 +14,13 @@ from torch.optim import Optimizer
 
 from ...accounting.memory import StateBytes
 from ...backend import Backend, FlatState, GroupPart, Spot, StateToSave, Update
+from ...config.schema import Config
 from ...distributed.traffic import Traffic
 from ...optim.clip import squared_norm
 from ...optim.optimizer_state import HeldTensor
 from ...optim.rate_scale import HolderScale, ScaledRates
 from ...optim.schedules import keep_shared_state
+from ...optim.script_steps import refuse_outside_engine, stepped_by_engine
 from ...placement.layout import Layout
 from ...sync.consistency import check_loss_scale
 from ...sync.noise import Moments, NoiseMeter, SecondMoments
@@ -42,11 +44,23 @@ class DeepSpeedSteps(DeepSpeedBase):
     _local: DeepSpeedLocalSteps | None
     _averages: Averages
     usage: UsedParameters | None  # under ZeRO
-    _differences: torch.Tensor | None  # of the present step, see UsedParameters
+    _differences: list[float] | None  # of the present step, see UsedParameters
 
     @property
     def basic_optimizer(self) -> Optimizer:
         return self.deepspeed.basic_optimizer
+
+    def attach(self, optimizer: Optimizer, config: Config) -> None:
+        super().attach(optimizer, config)
+        if self.zero is None:
+            return
+        step = self.deepspeed.optimizer.step  # of ZeRO, which fails without gradients before it steps
+
+        def checked(*args: Any, **kwargs: Any) -> Any:
+            refuse_outside_engine(self.basic_optimizer)
+            return step(*args, **kwargs)
+
+        self.deepspeed.optimizer.step = checked
 
     # -- steps -------------------------------------------------------------------------------------
 
@@ -60,7 +74,7 @@ class DeepSpeedSteps(DeepSpeedBase):
             return self._update_alone(norm)
         self.clip(gradients, norm)
         with self.scale.raised_afterwards():
-            self.deepspeed.step()
+            self._step()
         set_gradient_norm(self.deepspeed, norm)
         if self.local is None:
             self.refresh(after_step=True)
@@ -69,7 +83,7 @@ class DeepSpeedSteps(DeepSpeedBase):
     def _update_alone(self, norm: float) -> Update:
         """DeepSpeed clips by its own norm, and may skip the step."""
         skipped = self.deepspeed.skipped_steps
-        self.deepspeed.step()
+        self._step()
         own = self.deepspeed.get_global_grad_norm()
         # In float16, DeepSpeed's norm at stage 0 is that of scaled gradients. At stage 3 it uses
         # the scale of the next step.
@@ -82,7 +96,7 @@ class DeepSpeedSteps(DeepSpeedBase):
         state = self.zero or self.copies
         if state is not None:
             with state.skipping():
-                self.deepspeed.step()
+                self._step()
             return Update(norm, skipped=True)
         engine = self.deepspeed
         engine.zero_grad()
@@ -93,7 +107,11 @@ class DeepSpeedSteps(DeepSpeedBase):
         return Update(norm, skipped=True)
 
     def count_micro_batch(self) -> None:
-        self.deepspeed.step()
+        self._step()
+
+    def _step(self) -> None:
+        with stepped_by_engine(self.basic_optimizer):
+            self.deepspeed.step()
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:

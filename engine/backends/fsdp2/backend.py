@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -26,6 +27,7 @@ from ...placement.tensor_info import Shard
 from ...subnetwork.branch_scale import BranchScale
 from ...subnetwork.carve import PassThrough
 from ...subnetwork.dormant import DormantCopies
+from ...sync.changed_gradients import CHANGED, FinalGradients, compare_gradients
 from ...sync.gradients import GradientSync
 from ...sync.own_gradients import OwnGradients
 from ...sync.weights import WeightRefresh
@@ -41,7 +43,7 @@ from .collectives import (
 from .connection import await_weights, ends_in_root, make_inner_sync, make_sync
 from .noise import make_noise
 from .offload import ShardHome
-from .passes import GatherOrder
+from .passes import GatherOrder, refuse_hooks
 from .sharding import refuse_scalars, shard
 from .uses import ModuleUses
 
@@ -84,6 +86,7 @@ class FSDP2Backend(ShardedBackend):
         self._local: ShardedLocalSteps | None = None
         self._hidden: HiddenParameters | None = None
         self._local_settings = sync
+        self._final = FinalGradients()
         self._accumulated = False  # whether an earlier micro-batch of this step left gradients
         # One shard in float32 does not need FSDP2. Plain parameters avoid a second copy of the
         # weights.
@@ -138,6 +141,7 @@ class FSDP2Backend(ShardedBackend):
             name: p for name, p in everything.items() if self.at.sdp in self.layout.parameters[name].holders
         }
         self._frozen = {name: p for name, p in everything.items() if name not in self.parameters}
+        self._trained = [p for name, p in self.parameters.items() if self.layout.parameters[name].trainable]
         self.connect(self.layout)
         blocks = dict.fromkeys(refresh.block for refresh in self.layout.refreshes)
         await_weights(self.module, blocks, lambda *block: self._refresh.wait(*block), gather_stream)
@@ -231,6 +235,7 @@ class FSDP2Backend(ShardedBackend):
             self.module.set_requires_gradient_sync(boundary or self.stage >= 2)
             self.module.set_reshard_after_backward(boundary or self._reshards)
             self.module.set_is_last_backward(boundary)
+            refuse_hooks(self.parameters)
             if boundary and self._accumulated and self.stage < 2:
                 zero_missing_gradients(self.module)
         self._accumulated = not boundary
@@ -247,6 +252,8 @@ class FSDP2Backend(ShardedBackend):
             reducer.abandon()
             raise
         reducer.finish()
+        if self.layout.mesh.world_size > 1 and self.local is None:
+            self._final.note(self._trained)
 
     def _differentiate(self, loss: torch.Tensor) -> None:
         loss.backward()
@@ -254,6 +261,7 @@ class FSDP2Backend(ShardedBackend):
             uses.end_pass()
 
     def zero_grad(self) -> None:
+        self._final.forget()
         for parameter in self.parameters.values():
             parameter.grad = None
         self._reducer.note_dropped_gradients()
@@ -262,12 +270,19 @@ class FSDP2Backend(ShardedBackend):
             if isinstance(module, FSDPModule):
                 drop_unreduced_gradients(module)
 
-    def squared_grad_norm_and_loss(self, loss: torch.Tensor) -> torch.Tensor:
+    def squared_grad_norm_and_loss(self, loss: torch.Tensor) -> tuple[float, float]:
         gradients = [parameter.grad for parameter in self._counted]
         norm = squared_norm([gradient for gradient in gradients if gradient is not None], self.device)
         totals = torch.stack([self.unscaled(norm), loss / self.layout.mesh.world_size])
+        if self._final.are_changed():
+            totals[0] += CHANGED
         self.all_reduce_control(totals)
-        return totals
+        squared, mean_loss = totals.tolist()
+        if not CHANGED <= squared < math.inf:
+            return squared, mean_loss
+        compare_gradients(self.layout, self.parameters, sharded=self.shards > 1)
+        self._final.forget()
+        return self.squared_grad_norm_and_loss(loss)
 
     def evaluate(self, batches: Sequence[Any]) -> float:
         self.agree_on_buffers()

@@ -5,7 +5,7 @@ about memory.
 from __future__ import annotations
 
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -118,6 +118,31 @@ def refuse_inference_mode(model: nn.Module) -> None:
             )
 
     model.register_forward_pre_hook(check, prepend=True)
+
+
+def refuse_hooks(parameters: Mapping[str, nn.Parameter]) -> None:
+    """Raise ModelError if a sharded parameter has a hook on its gradient, which never runs."""
+    hooked = next((name for name, parameter in parameters.items() if parameter._backward_hooks), None)
+    if hooked is not None:
+        raise ModelError(
+            f"parameter {hooked!r} has a hook, which FSDP2 does not run on a shard; use "
+            "register_post_accumulate_grad_hook, or change the gradient inside the model"
+        )
+
+
+def refuse_whole_state(model: nn.Module) -> None:
+    """Make ``load_state_dict`` of the sharded ``model`` raise ModelError for whole tensors."""
+
+    def check(module: nn.Module, state: Mapping[str, Any], prefix: str, *_: Any) -> None:
+        for name, parameter in module.named_parameters(remove_duplicate=False):
+            value = state.get(prefix + name)
+            if isinstance(parameter, DTensor) and isinstance(value, torch.Tensor) and not isinstance(value, DTensor):
+                raise ModelError(
+                    f"engine.module.load_state_dict: {name} is a shard here, and the state has it whole; load the "
+                    "weights before sdp.initialize, or call engine.load_checkpoint"
+                )
+
+    model.register_load_state_dict_pre_hook(check)
 
 
 def _tensors_that_fsdp_finds(result: Any) -> list[torch.Tensor]:

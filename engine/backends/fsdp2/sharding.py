@@ -15,7 +15,7 @@ from ...distributed.traffic import Traffic
 from ...errors import ModelError
 from ...placement.layout import Layout
 from .collectives import CountingAllGather, CountingReduceScatter, reduce_once
-from .passes import GatherOrder, refuse_hidden_results, refuse_inference_mode
+from .passes import GatherOrder, refuse_hidden_results, refuse_inference_mode, refuse_whole_state
 from .uses import ModuleUses, TrainingPass
 
 
@@ -75,4 +75,5 @@ def shard(
         uses += reduce_once(module, newest)
         refuse_hidden_results(module, name)
     refuse_inference_mode(model)
+    refuse_whole_state(model)
     return uses

@@ -259,9 +259,9 @@ class ReferenceBackend(TorchOptimizerBackend):
         if self.local is not None:
             self.local.zero_grad()
 
-    def squared_grad_norm_and_loss(self, loss: torch.Tensor) -> torch.Tensor:
+    def squared_grad_norm_and_loss(self, loss: torch.Tensor) -> tuple[float, float]:
         norm = squared_norm([p.grad for p in self.parameters.values() if p.grad is not None], self.device)
-        return torch.stack([self.unscaled(norm), loss])
+        return self.unscaled(norm).item(), loss.item()
 
     @torch.no_grad()
     def evaluate(self, batches: Sequence[Any]) -> float:

@@ -19,6 +19,7 @@ from ...backend import Backend, CommonPart, GroupPart, LocalUpdate, PendingUpdat
 from ...config.sync import SyncSection
 from ...full_model.buffers import BufferMean, held_entries, persistent_buffers
 from ...optim.clip import clip_, squared_norm
+from ...optim.script_steps import stepped_by_engine
 from ...sync.compression import rounded
 from ...sync.outer import OuterFacts, make_outer_optimizer
 from ...sync.rounds import fragments_of
@@ -127,7 +128,7 @@ class ReferenceLocalSteps:
             norms.append(norm)
             if limit > 0:
                 clip_(gradients, norm, limit)
-            with self._as_parameters(group):
+            with self._as_parameters(group), stepped_by_engine(self._backend.optimizer):
                 self._backend.optimizer.step()
         self._backend.zero_grad()
         if scheduler is not None:

@@ -1,0 +1,383 @@
+"""What scripts do that were written for plain torch: it gives torch's result, or one clear line."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import sdp
+import torch
+import torch.distributed as dist
+from sdp.engine.errors import ConfigError, HolderMismatchError, ModelError
+from sdp.tests.support import models
+from sdp.tests.support.cases import zero_of
+from sdp.tests.support.ranks import RankPool
+from torch import nn
+from torch.nn.utils import clip_grad_norm_
+
+LIMIT = 0.05
+
+
+def engine_of(engine: str, stage: int, groups: int, capacity: float = 1.0, accumulation: int = 1, **more: Any) -> Any:
+    model = more.pop("model", None) or models.mlp()
+    config = {
+        "train_micro_batch_size_per_gpu": 2,
+        "gradient_accumulation_steps": accumulation,
+        "gradient_clipping": 0.0,
+        "optimizer": {"type": "SGD", "params": {"lr": 0.1}},
+        "zero_optimization": zero_of(stage),
+        "sdp": {"groups": groups, "capacity": capacity, "engine": engine, "check_interval": 0},
+    }
+    return sdp.initialize(model=model, config=config, **more)
+
+
+def batch(step: int, micro: int = 0, rank: int | None = None) -> Any:
+    return models.micro_batch("mlp", step, micro, dist.get_rank() if rank is None else rank)
+
+
+def plain(
+    change: Callable[[nn.Module], object] = lambda model: None, *, accumulation: int = 1, steps: int = 2
+) -> dict[str, torch.Tensor]:
+    """Train with torch alone on the rows of two ranks. ``change`` comes before each step."""
+    model = models.mlp()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for step in range(steps):
+        optimizer.zero_grad()
+        for rank in range(2):
+            for micro in range(accumulation):
+                (model(**batch(step, micro, rank)) / (2 * accumulation)).backward()
+        change(model)
+        optimizer.step()
+    return {name: value.detach().clone() for name, value in model.state_dict().items()}
+
+
+def assert_equal(engine: Any, expected: dict[str, torch.Tensor]) -> None:
+    state = engine.full_state_dict()
+    for name, value in (state or {}).items():
+        torch.testing.assert_close(
+            value, expected[name], rtol=0, atol=1e-6, msg=lambda text, name=name: f"{name}: {text}"
+        )
+
+
+def one_line(error: BaseException) -> str:
+    assert "\n" not in str(error)
+    return str(error)
+
+
+# -- gradients that the script changes -------------------------------------------------------------
+
+
+def _clipped(engine_name: str, stage: int, groups: int) -> None:
+    engine = engine_of(engine_name, stage, groups)[0]
+    for step in range(2):
+        engine.backward(engine(batch(step)))
+        clip_grad_norm_(engine.parameters(), LIMIT)
+        engine.step()
+    engine.check_holders()
+    expected = plain(lambda model: clip_grad_norm_(model.parameters(), LIMIT))
+    assert_equal(engine, expected)
+    assert all(not torch.allclose(value, expected[name], atol=1e-4) for name, value in plain().items())
+
+
+@pytest.mark.parametrize(("stage", "groups"), [(0, 1), (0, 2), (1, 1), (2, 1), (3, 1)])
+def test_a_script_clips_where_every_group_has_all_weights(ranks: RankPool, stage: int, groups: int) -> None:
+    ranks.run(_clipped, "fsdp2", stage, groups, world=2)
+
+
+@pytest.mark.xfail(reason="ZeRO keeps the gradients elsewhere, so torch's function finds none", strict=True)
+@pytest.mark.parametrize("stage", [2, 3])
+def test_a_script_clips_above_zero(ranks: RankPool, stage: int) -> None:
+    ranks.run(_clipped, "deepspeed", stage, 1, world=2)
+
+
+def _changed_unequally(only_rank_0: bool) -> str:
+    engine = engine_of("fsdp2", 0, 2, 0.5)[0]
+    engine.backward(engine(batch(0)))
+    if not only_rank_0:
+        clip_grad_norm_(engine.parameters(), LIMIT)
+    elif dist.get_rank() == 0:
+        for parameter in engine.parameters():
+            parameter.grad = parameter.grad * 0.5
+    with pytest.raises(HolderMismatchError) as raised:
+        engine.step()
+    return one_line(raised.value)
+
+
+@pytest.mark.parametrize("only_rank_0", [False, True])
+def test_changes_that_let_holders_drift_are_refused_at_once(ranks: RankPool, only_rank_0: bool) -> None:
+    for message in ranks.run(_changed_unequally, only_rank_0, world=2):
+        assert "the script changed gradients between engine.backward and engine.step" in message
+        assert "set gradient_clipping in the configuration" in message
+
+
+def _changed_equally() -> None:
+    engine = engine_of("fsdp2", 0, 2, 0.5)[0]
+    norms = []
+    for factor in (1.0, 0.5):
+        engine.backward(engine(batch(0)))
+        engine.traffic.reset()
+        for parameter in engine.parameters():
+            if factor != 1.0:
+                parameter.grad.mul_(factor)
+        norm = float(engine.backend.squared_grad_norm_and_loss(torch.zeros((), dtype=torch.float64))[0]) ** 0.5
+        norms.append(norm)
+        engine.zero_grad()
+    assert norms[1] == pytest.approx(norms[0] / 2)
+
+
+def test_changes_that_are_equal_on_all_ranks_count_in_the_norm(ranks: RankPool) -> None:
+    ranks.run(_changed_equally, world=2)
+
+
+def _drifted() -> str:
+    engine = engine_of("fsdp2", 0, 2)[0]
+    with torch.no_grad():
+        engine.module.head.weight.add_(dist.get_rank())
+    with pytest.raises(HolderMismatchError) as raised:
+        engine.check_holders()
+    return one_line(raised.value)
+
+
+def test_drifting_holders_are_first_looked_for_in_the_script(ranks: RankPool) -> None:
+    for message in ranks.run(_drifted, world=2):
+        assert message.index("the script changes weights, gradients") < message.index("the hardware")
+
+
+# -- calls of torch --------------------------------------------------------------------------------
+
+
+def _own_calls(engine_name: str, stage: int, groups: int) -> list[str]:
+    messages = []
+    for body in ("own step", "own loop", "own backward", "both steps"):
+        engine, optimizer, _, _ = engine_of(engine_name, stage, groups)
+        try:
+            loss = engine(batch(0))
+            if body in ("own step", "both steps"):
+                engine.backward(loss)
+            else:
+                loss.backward()
+            if body in ("own backward", "both steps"):
+                engine.step()
+            if body != "own backward":
+                optimizer.step()
+        except (ConfigError, RuntimeError) as error:
+            messages.append(one_line(error))
+        else:
+            messages.append("")
+            assert_equal(engine, plain(steps=1))
+    return messages
+
+
+@pytest.mark.parametrize(("stage", "groups"), [(0, 2), (2, 1), (3, 1)])
+def test_torch_s_own_backward_and_step_are_refused(ranks: RankPool, stage: int, groups: int) -> None:
+    for own_step, own_loop, own_backward, both in ranks.run(_own_calls, "fsdp2", stage, groups, world=2):
+        for message in (own_step, own_loop):
+            assert (
+                "call engine.backward(loss) and engine.step() instead of loss.backward() and optimizer.step()"
+                in message
+            )
+        assert "call engine.backward(loss) instead of loss.backward()" in own_backward
+        assert not both
+
+
+def test_torch_s_own_step_is_refused_under_zero(ranks: RankPool) -> None:
+    for own_step, own_loop, own_backward, both in ranks.run(_own_calls, "deepspeed", 2, 1, world=2):
+        for message in (own_step, own_loop, both):
+            assert "call engine.backward(loss) and engine.step() instead" in message
+        assert "call engine.backward(loss) instead of loss.backward()" in own_backward
+
+
+def _zeroed(engine_name: str, stage: int, groups: int, whose: str) -> None:
+    engine, optimizer, _, _ = engine_of(engine_name, stage, groups, accumulation=2)
+    for step in range(2):
+        for micro in range(2):
+            engine.backward(engine(batch(step, micro)))
+            engine.step()
+            (engine if whose == "engine" else optimizer).zero_grad(set_to_none=True)
+    assert_equal(engine, plain(accumulation=2))
+
+
+@pytest.mark.parametrize("whose", ["engine", "optimizer"])
+@pytest.mark.parametrize(
+    ("engine", "stage", "groups"), [("fsdp2", 0, 2), ("fsdp2", 1, 1), ("fsdp2", 2, 1), ("deepspeed", 2, 1)]
+)
+def test_zero_grad_after_every_micro_batch_drops_none(
+    ranks: RankPool, engine: str, stage: int, groups: int, whose: str
+) -> None:
+    ranks.run(_zeroed, engine, stage, groups, whose, world=2)
+
+
+def test_zero_grad_drops_a_step_that_is_not_begun_and_says_when_it_does_not(caplog: pytest.LogCaptureFixture) -> None:
+    engine = engine_of("reference", 0, 2, accumulation=2)[0]
+    rows = models.rows_of_all("mlp", 0, 0, 2)
+    engine.backward(engine(rows))
+    engine.zero_grad()
+    assert all(parameter.grad is None for parameter in engine.parameters())
+    with caplog.at_level(logging.WARNING, "sdp"):
+        for _ in range(2):
+            engine.backward(engine(rows))
+            engine.step()
+            engine.zero_grad()
+            assert any(parameter.grad is not None for parameter in engine.parameters())
+            engine.backward(engine(rows))
+            engine.step()
+            assert all(parameter.grad is None for parameter in engine.parameters())
+    assert [record.message.partition(";")[0] for record in caplog.records] == [
+        "zero_grad() has no effect between the micro-batches of a step"
+    ]
+
+
+# -- parameters that do not move -------------------------------------------------------------------
+
+
+def half_frozen() -> nn.Module:
+    model = models.mlp()
+    model.layers[0].requires_grad_(False)
+    return model
+
+
+def _unfrozen(stage: int, groups: int, given: str) -> list[str]:
+    model, records = half_frozen(), []
+    handler = logging.Handler(logging.WARNING)
+    handler.emit = lambda record: records.append(record.getMessage())  # type: ignore[method-assign]
+    more = {"optimizer": {"optimizer": torch.optim.SGD(model.parameters(), lr=0.1)}, "config": {}}[given]
+    engine, optimizer, _, _ = engine_of("fsdp2", stage, groups, model=model, **more)
+    logging.getLogger("sdp").addHandler(handler)
+    try:
+        for step in range(3):
+            if step == 1:
+                engine.module.layers[0].requires_grad_(True)
+            engine.backward(engine(batch(step)))
+            engine.step()
+        engine.check_holders()
+        optimizer.add_param_group({"params": list(engine.module.layers[0].parameters())})
+        engine.backward(engine(batch(3)))
+        with pytest.raises(ConfigError, match="add_param_group: parameter groups cannot change"):
+            engine.step()
+    finally:
+        logging.getLogger("sdp").removeHandler(handler)
+    return records
+
+
+@pytest.mark.parametrize("given", ["config", "optimizer"])
+@pytest.mark.parametrize(("stage", "groups"), [(0, 2), (3, 1)])
+def test_parameters_that_are_unfrozen_later_are_named_once(
+    ranks: RankPool, stage: int, groups: int, given: str
+) -> None:
+    first, second = ranks.run(_unfrozen, stage, groups, given, world=2)
+    assert len(first) == 1
+    assert "layers.0" in first[0]
+    assert "were frozen in sdp.initialize and are not trained, though the script unfroze them" in first[0]
+    assert not second
+
+
+def test_parameters_that_the_optimizer_lacks_are_named(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.WARNING, "sdp"):
+        engine_of("reference", 0, 2, optimizer=lambda parameters: torch.optim.SGD(parameters[2:], lr=0.1))
+    (line,) = [record.message for record in caplog.records if "these parameters" in record.message]
+    assert line.startswith("stem.weight, stem.bias: these parameters require a gradient, and the optimizer does not")
+
+
+# -- hooks and weights -----------------------------------------------------------------------------
+
+
+def smaller(gradient: torch.Tensor) -> torch.Tensor:
+    return gradient * 0.1
+
+
+def hooked() -> nn.Module:
+    model = models.mlp()
+    model.stem.weight.register_hook(smaller)
+    model.layers[1].up.weight.register_post_accumulate_grad_hook(_shrink)
+    return model
+
+
+def _shrink(parameter: torch.Tensor) -> None:
+    assert parameter.grad is not None
+    parameter.grad.mul_(0.1)
+
+
+def _hooks(engine_name: str, stage: int, groups: int) -> None:
+    engine = engine_of(engine_name, stage, groups, model=hooked())[0]
+    for step in range(2):
+        engine.backward(engine(batch(step)))
+        engine.step()
+
+    def shrink(model: nn.Module) -> None:
+        for parameter in (model.stem.weight, model.layers[1].up.weight):
+            _shrink(parameter)
+
+    assert_equal(engine, plain(shrink))
+
+
+@pytest.mark.parametrize(
+    ("engine", "stage", "groups"), [("fsdp2", 0, 1), ("fsdp2", 0, 2), *(("deepspeed", stage, 1) for stage in range(4))]
+)
+def test_hooks_on_parameters_are_kept(ranks: RankPool, engine: str, stage: int, groups: int) -> None:
+    ranks.run(_hooks, engine, stage, groups, world=2)
+
+
+def _lost_hooks(stage: int) -> list[str]:
+    messages = []
+    with pytest.raises(ModelError) as raised:
+        engine_of("fsdp2", stage, 1, model=hooked())
+    messages.append(one_line(raised.value))
+    engine = engine_of("fsdp2", stage, 1)[0]
+    engine.module.head.weight.register_hook(smaller)
+    with pytest.raises(ModelError) as raised:
+        engine.backward(engine(batch(0)))
+    messages.append(one_line(raised.value))
+    engine = engine_of("fsdp2", stage, 1)[0]
+    with pytest.raises(ModelError) as raised:
+        engine.module.load_state_dict(models.mlp().state_dict())
+    messages.append(one_line(raised.value))
+    return messages
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_hooks_and_whole_weights_on_shards_are_refused_by_name(ranks: RankPool, stage: int) -> None:
+    for before, after, state in ranks.run(_lost_hooks, stage, world=2):
+        assert before.startswith("parameter 'stem.weight' has a hook, which zero_optimization.stage 1 to 3")
+        assert after.startswith("parameter 'head.weight' has a hook, which FSDP2 does not run on a shard")
+        assert state.startswith("engine.module.load_state_dict: stem.weight is a shard here")
+
+
+def _written(engine_name: str, stage: int, groups: int) -> str:
+    engine = engine_of(engine_name, stage, groups)[0]
+    for step in range(2):
+        if step == 1:
+            with torch.no_grad():
+                engine.module.head.weight.mul_(0.5)
+        try:
+            engine.backward(engine(batch(step)))
+        except ModelError as error:
+            return one_line(error)
+        engine.step()
+    expected = models.mlp()
+    optimizer = torch.optim.SGD(expected.parameters(), lr=0.1)
+    for step in range(2):
+        if step == 1:
+            with torch.no_grad():
+                expected.head.weight.mul_(0.5)
+        optimizer.zero_grad()
+        for rank in range(2):
+            (expected(**batch(step, 0, rank)) / 2).backward()
+        optimizer.step()
+    assert_equal(engine, expected.state_dict())
+    return ""
+
+
+@pytest.mark.parametrize(
+    ("engine", "stage", "groups"),
+    [("fsdp2", 0, 2), ("fsdp2", 1, 1), ("fsdp2", 3, 1), ("deepspeed", 0, 1), ("deepspeed", 2, 1), ("deepspeed", 3, 1)],
+)
+def test_weights_that_the_script_changes_are_kept_or_refused(
+    ranks: RankPool, engine: str, stage: int, groups: int
+) -> None:
+    for message in ranks.run(_written, engine, stage, groups, world=2):
+        if engine == "deepspeed" and stage:
+            assert message.startswith("the script changed the weights of head.weight after sdp.initialize")
+        else:
+            assert not message
