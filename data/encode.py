@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import hashlib
 import json
+import math
 import multiprocessing
 import signal
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from concurrent.futures import Future, ProcessPoolExecutor
-from concurrent.futures.process import BrokenProcessPool
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
+from multiprocessing.connection import Connection
 from pathlib import Path
+from queue import SimpleQueue
 from typing import Any
 
 import numpy as np
@@ -67,11 +70,33 @@ def split_of(document: Document, held_out: float) -> str:
 
     The choice depends only on the document's key or text.
     """
+    return "held_out" if _position(document) < held_out else "train"
+
+
+def threshold_of(documents: Iterable[Document], held_out: float) -> float:
+    """Return the fraction for :func:`split_of` with which both splits have a document.
+
+    This is ``held_out``, unless a small corpus by chance has no document on one side of it. Then
+    the document that is nearest to ``held_out`` goes to the other side.
+    """
+    lowest, highest = math.inf, -math.inf
+    for document in documents:
+        if document.text:
+            position = _position(document)
+            lowest, highest = min(lowest, position), max(highest, position)
+            if lowest < held_out <= highest:
+                return held_out
+    if lowest >= highest:  # one document, or only equal ones
+        return held_out
+    return math.nextafter(lowest, 1) if lowest >= held_out else highest
+
+
+def _position(document: Document) -> float:
+    """Return a number from 0 to 1 that depends only on the document's key or text."""
     digest = hashlib.sha256()
     for piece in _utf8(document.text if document.split_key is None else document.split_key):
         digest.update(piece)
-    fraction = int.from_bytes(digest.digest()[:8], "big") / 2**64
-    return "held_out" if fraction < held_out else "train"
+    return int.from_bytes(digest.digest()[:8], "big") / 2**64
 
 
 def encode_documents(
@@ -105,24 +130,74 @@ def encode_documents(
         with exported(_ONE_THREAD):
             yield from _encode_here(batches, arguments)
         return
-    # Ctrl-C reaches every process of the terminal. This process ends the workers, and they must
-    # not print tracebacks of their own.
-    context = multiprocessing.get_context("spawn")
-    pool = ProcessPoolExecutor(workers, mp_context=context, initializer=_start_worker)
+    pool = _Workers(workers, arguments)
     try:
         yield from _encode_in_pool(pool, batches, workers, arguments)
-    except BrokenProcessPool as error:
-        raise LaunchError(
-            "a worker process ended unexpectedly (out of memory, or a calling script without"
-            ' `if __name__ == "__main__"`): try fewer workers; 1 needs no process'
-        ) from error
     finally:
-        pool.shutdown(cancel_futures=True)
+        pool.close()
 
 
-def _start_worker() -> None:
+class _Workers:
+    """Processes that encode batches. A thread for each of them waits for its results.
+
+    Each process has a pipe of its own. So a process that is killed while it writes a result is
+    noticed at once, which ProcessPoolExecutor's shared pipe does not allow.
+    """
+
+    def __init__(self, count: int, arguments: _Arguments):
+        context = multiprocessing.get_context("spawn")
+        self._threads = ThreadPoolExecutor(count)
+        self._idle: SimpleQueue[Connection] = SimpleQueue()
+        self._processes = []
+        for _ in range(count):
+            here, there = context.Pipe()
+            process = context.Process(target=_work, args=(there, arguments), daemon=True)
+            self._processes.append(process)
+            process.start()
+            there.close()  # so that the pipe ends with the process
+            self._idle.put(here)
+
+    def submit(self, batch: list[Document]) -> Future[EncodedBatch]:
+        """Let a process encode ``batch``. The result raises LaunchError if the process ends."""
+        return self._threads.submit(self._encode, batch)
+
+    def _encode(self, batch: list[Document]) -> EncodedBatch:
+        connection = self._idle.get()
+        try:
+            connection.send(batch)
+            result = connection.recv()
+        except (EOFError, OSError) as error:
+            raise LaunchError(
+                "a worker process ended unexpectedly (out of memory, or a calling script without"
+                ' `if __name__ == "__main__"`): try fewer workers; 1 needs no process'
+            ) from error
+        finally:
+            self._idle.put(connection)
+        if isinstance(result, BaseException):
+            raise result
+        return result
+
+    def close(self) -> None:
+        """End all processes and threads."""
+        for process in self._processes:
+            process.terminate()
+        self._threads.shutdown(cancel_futures=True)
+
+
+def _work(connection: Connection, arguments: _Arguments) -> None:
+    """Encode the batches that arrive, until the other end is closed."""
+    # Ctrl-C reaches every process of the terminal. The command ends its workers, and they must
+    # not print tracebacks of their own.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     export(_ONE_THREAD)
+    with contextlib.suppress(EOFError, OSError):  # the command has ended
+        while True:
+            batch = connection.recv()
+            try:
+                result: Any = _encode_batch(arguments, batch)
+            except Exception as error:  # it is raised in the command
+                result = error
+            connection.send(result)
 
 
 def _encode_here(batches: Iterator[list[Document]], arguments: _Arguments) -> Iterator[EncodedBatch]:
@@ -134,12 +209,11 @@ def _encode_here(batches: Iterator[list[Document]], arguments: _Arguments) -> It
 
 
 def _encode_in_pool(
-    pool: ProcessPoolExecutor,
+    pool: _Workers,
     batches: Iterator[list[Document]],
     workers: int,
     arguments: _Arguments,
 ) -> Iterator[EncodedBatch]:
-    encode = functools.partial(_encode_batch, arguments)
     # A bounded window: the reader must not run ahead of the encoders and fill the memory.
     pending: deque[Future[EncodedBatch]] = deque()
     while batch := next(batches, None):
@@ -148,7 +222,7 @@ def _encode_in_pool(
                 yield pending.popleft().result()
             yield from _encode_long(arguments, batch.pop())
             continue
-        pending.append(pool.submit(encode, batch))
+        pending.append(pool.submit(batch))
         if len(pending) > _AHEAD_PER_WORKER * workers:
             yield pending.popleft().result()
     while pending:

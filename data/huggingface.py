@@ -28,8 +28,6 @@ _TOKENIZER_CONFIG = {
     "eos_token": END_OF_TEXT,
     "model_max_length": _UNLIMITED,
     "clean_up_tokenization_spaces": False,
-    # As in training, an end-of-text token that is spelled out in a text is plain text.
-    "split_special_tokens": True,
 }
 
 # Our SentencePiece models are trained without a space before the text, and no token begins a text.

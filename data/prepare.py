@@ -11,7 +11,7 @@ import random
 import sys
 import time
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -21,7 +21,7 @@ from tqdm import tqdm
 from ..engine.accounting.quantities import format_bytes
 from ..engine.errors import DataError
 from .corpus import standard_library
-from .encode import EncodedBatch, encode_documents, split_of
+from .encode import EncodedBatch, encode_documents, split_of, threshold_of
 from .index import SPLITS, Corpus, Index, Split
 from .output import (
     check_writable,
@@ -145,13 +145,14 @@ def _make(
     progress: bool,
 ) -> Index:
     """Write tokenizer and shards into the empty ``directory`` and return its index."""
+    chosen = replace(settings, held_out=threshold_of(corpus.documents(), settings.held_out))
     if settings.tokenizer == "sentencepiece":
         _say(f"training a SentencePiece tokenizer of {settings.vocab_size:,} tokens", progress)
-    made = ready or make_tokenizer(settings.tokenizer, settings.vocab_size, sample_texts(corpus, sources, settings))
+    made = ready or make_tokenizer(settings.tokenizer, settings.vocab_size, sample_texts(corpus, sources, chosen))
     with writing(directory):
         made.save(directory)
     total_bytes = sum(source.bytes for source in sources)
-    encoded = encode_documents(corpus.documents(), made.spec(), made.end_of_text, directory, settings.held_out, workers)
+    encoded = encode_documents(corpus.documents(), made.spec(), made.end_of_text, directory, chosen.held_out, workers)
     written = _write(directory, _with_progress(encoded, total_bytes, progress), made, settings)
     if written.without_text:
         _say(f"left out {written.without_text:,} document(s) without text (empty or null)", progress)

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
+from safetensors import SafetensorError
 from torch import nn
 from torch.optim import Optimizer
 
@@ -17,12 +17,12 @@ from .backend import Backend
 from .batch.size import BatchSize
 from .config.schema import Config
 from .distributed import world
-from .distributed.agreement import agree_on_rates, gather_json, start_max
+from .distributed.agreement import Ranks, agree_on_rates, gather_json, start_max
 from .distributed.hosts import machine_id
 from .distributed.tensors import outside_inference_mode
 from .distributed.traffic import Traffic
 from .environment.detect import detect
-from .errors import ConfigError
+from .errors import ConfigError, shorten
 from .full_model.evaluation import in_eval_mode
 from .full_model.recalibration import tracks_statistics, with_statistics
 from .full_model.warnings import Evaluation, warn_of_partial_pass, warn_of_partial_state
@@ -299,12 +299,15 @@ class EngineFacts:
         return True
 
     def _write_whole(self, directory: Path, name: str, dtype: torch.dtype | None) -> None:
-        state = self.full_state_dict()
+        state, problem = self.full_state_dict(), None
         if state is not None:
-            write_weights(state, self.layout.aliases, directory / name, dtype)
-            write_configuration(self.module, directory)
-        if not self._is_reference:
-            dist.barrier(world.group())  # no rank reads the files before they are complete
+            try:
+                write_weights(state, self.layout.aliases, directory / name, dtype)
+                write_configuration(self.module, directory)
+            except (OSError, RuntimeError, SafetensorError) as error:  # torch.save raises RuntimeError
+                problem = f"{directory}: the model cannot be written ({shorten(error)}); choose another directory"
+        # Ranks also wait here, so that none reads the files before they are complete.
+        Ranks(alone=self.world_size == 1).agree(problem)
 
     def rates_of_parameters(self) -> dict[str, float]:
         """The learning rate of every trained parameter of the full model, on all ranks. Collective.

@@ -30,7 +30,7 @@ from ..engine.errors import ConfigError
 from ..engine.placement.layout import Layout
 from ..models.registry import build_model
 from .runs import saved_run
-from .runs.dataset import Corpus, open_prepared
+from .runs.dataset import Corpus, open_prepared, verify
 from .runs.run_files import read_run
 from .runs.saved_run import CheckpointChoice, SavedRun
 from .tasks.harness import LoadedTasks, Scores
@@ -167,6 +167,7 @@ def evaluate(saved: SavedRun, limit: int | None = None, tasks: LoadedTasks | Non
     if tasks is not None and saved.config.data.name is not None:
         raise ConfigError(f"--tasks: tasks are for language models, and {saved.dump_dir} trained on images")
     corpus = open_prepared(saved.config, saved.data)
+    verify(saved.config, saved.data)
     batches = list(_batches(saved, corpus, limit or saved.config.training.evaluate_batches))
     backend = _load(saved, corpus)
     loss = backend.evaluate(batches)

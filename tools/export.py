@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import re
 import shutil
 import tempfile
 from collections.abc import Mapping
@@ -58,6 +59,14 @@ class ExportOptions:
     def from_args(cls, args: argparse.Namespace) -> ExportOptions:
         """The options in what :func:`add_arguments` has put into ``args``."""
         return cls(CheckpointChoice.from_args(args), args.out, args.dtype, args.max_shard_size, args.overwrite)
+
+
+# The files of an export: the model's, and those that tokenizers of transformers write.
+_WRITTEN = re.compile(
+    r"(generation_|tokenizer_)?config\.json|model(-\d{5}-of-\d{5})?\.safetensors|model\.safetensors\.index\.json"
+    r"|tokenizer\.(json|model)|special_tokens_map\.json|added_tokens\.json|vocab\.(json|txt)|merges\.txt"
+    r"|chat_template\.jinja"
+)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -214,17 +223,19 @@ def _check_output(out: Path, *, overwrite: bool) -> None:
 
 
 def _replace(new: Path, out: Path) -> None:
-    """Replace the directory ``out`` by ``new``.
+    """Move the files of the directory ``new`` to ``out``, in place of those of an earlier export.
 
-    Other files in the parent directory are not touched.
+    Other files in ``out`` stay. The directory has no config.json, and so is no model, until all
+    files are there.
     """
     if not out.exists():
         new.rename(out)
         return
-    aside = Path(tempfile.mkdtemp(prefix=f".{out.name}.", dir=out.parent))
-    out.rename(aside / out.name)
-    new.rename(out)
-    shutil.rmtree(aside, ignore_errors=True)
+    for path in out.iterdir():
+        if _WRITTEN.fullmatch(path.name):
+            path.unlink()
+    for path in sorted(new.iterdir(), key=lambda path: path.name == "config.json"):
+        path.replace(out / path.name)
 
 
 def _umask() -> int:

@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
+import signal
+import threading
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -99,9 +103,27 @@ def run(args: argparse.Namespace) -> int:
     if options.verify:
         _verify(options.output)
     else:
-        index = prepare(options.input, options.output, **options.settings())
+        with _stopped_by_sigterm():
+            index = prepare(options.input, options.output, **options.settings())
         _print_summary(index, options.output)
     return 0
+
+
+@contextlib.contextmanager
+def _stopped_by_sigterm() -> Iterator[None]:
+    """Let SIGTERM end the body with an exception, so that workers end and no file is left."""
+
+    def stop(number: int, _: Any) -> None:
+        raise SystemExit(128 + number)
+
+    if threading.current_thread() is not threading.main_thread():  # only that one may handle signals
+        yield
+        return
+    before = signal.signal(signal.SIGTERM, stop)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 def _verify(output: str) -> None:

@@ -239,7 +239,7 @@ def _load_from_disk_or_hub(auto_tokenizer: Any, location: str) -> Any:
     local = Path(location).is_dir()
     try:
         # This finds a directory, or a copy in the hub's cache.
-        return auto_tokenizer.from_pretrained(location, local_files_only=True)
+        return auto_tokenizer.from_pretrained(location, local_files_only=True, trust_remote_code=False)
     except Exception:
         if local:
             raise
@@ -251,7 +251,7 @@ def _load_from_disk_or_hub(auto_tokenizer: Any, location: str) -> Any:
         raise DataError(
             f"no such directory, not in the cache, and the hub does not give it ({_first_line(error)})"
         ) from error
-    return auto_tokenizer.from_pretrained(location)
+    return auto_tokenizer.from_pretrained(location, trust_remote_code=False)
 
 
 @contextlib.contextmanager

@@ -7,7 +7,7 @@ from typing import Annotated, Literal, Self
 
 from pydantic import Field, model_validator
 
-from .section import NonNegative, NonNegativeInt, PathText, Pixels, Section, Tokens, Width
+from .section import NonNegativeInt, PathText, Pixels, Section, Tokens, Width
 
 
 class SourceSection(Section):
@@ -16,7 +16,7 @@ class SourceSection(Section):
     """
 
     path: PathText
-    weight: NonNegative
+    weight: Annotated[float, Field(ge=0, le=1e9)]  # the sum of all weights must be finite
 
 
 class DataSection(Section):

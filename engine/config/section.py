@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import Annotated, Any, TypeVar
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
@@ -43,13 +44,17 @@ Beta = Annotated[float, Field(ge=0, lt=1)]
 Seed = Annotated[int, Field(ge=0, lt=2**63)]  # the range that torch's generators accept
 
 
-def _refuse_nul(text: str) -> str:
+def _as_path(text: str) -> str:
+    """Return the path with the home directory in place of ``~``."""
     if "\0" in text:
         raise ValueError("a path cannot have the character NUL; remove it")
-    return text
+    try:
+        return str(Path(text).expanduser()) if text.startswith("~") else text
+    except RuntimeError:
+        raise ValueError(f"there is no home directory for {text!r}; write the whole path") from None
 
 
-PathText = Annotated[str, AfterValidator(_refuse_nul)]
+PathText = Annotated[str, AfterValidator(_as_path)]
 
 
 KeyPath = tuple[str, ...]

@@ -1,5 +1,6 @@
 """Tokenizers written for ``transformers``: the same ids for any text, whatever the corpus was."""
 
+import copy
 import json
 import random
 
@@ -49,10 +50,17 @@ def test_ids_and_text_are_the_same(pair):
     )
     def check(text: str) -> None:
         ids = ours.encode(text)
-        assert theirs(text)["input_ids"] == ids
+        assert theirs(text, split_special_tokens=True)["input_ids"] == ids
         assert theirs.decode(ids) == ours.decode(ids)
 
     check()
+
+
+def test_an_added_special_token_is_one_token(pair):
+    ours, theirs, _ = pair
+    theirs = copy.deepcopy(theirs)
+    theirs.add_special_tokens({"additional_special_tokens": ["<|user|>"]})
+    assert theirs("<|user|>")["input_ids"] == [ours.vocab_size]
 
 
 def test_end_of_text_is_decoded_and_skipped_on_demand(pair):

@@ -183,11 +183,6 @@ def test_empty_split_says_what_to_do(tmp_path):
         DataError, match=r"the corpus is one document, and each of the splits train and held_out needs one; give more"
     ):
         quiet([path], tmp_path / "out", held_out=0.5)
-    path = write_json_lines(tmp_path / "a.jsonl", TEXTS[:2])
-    with pytest.raises(DataError, match=r"the split 'held_out' is empty: 2 document.* raise --held-out"):
-        quiet([path], tmp_path / "out", held_out=1e-9)
-    with pytest.raises(DataError, match=r"the split 'train' is empty.* lower --held-out"):
-        quiet([path], tmp_path / "out", held_out=1 - 1e-9)
     path = write_json_lines(tmp_path / "same.jsonl", TEXTS[:1] * 40)
     with pytest.raises(DataError, match=r"40 document.* equal documents share a split; give more different documents"):
         quiet([path], tmp_path / "out", held_out=0.5)
@@ -336,6 +331,40 @@ def test_dead_worker_is_a_clear_error(tmp_path):
     )
     result = subprocess.run([sys.executable, script], capture_output=True, text=True, check=False, timeout=60)
     assert f"LaunchError {LaunchError('a worker process ended unexpectedly')}" in result.stdout
+
+
+@pytest.mark.parametrize("victim", ["worker", "command"])
+def test_a_killed_worker_or_command_leaves_nothing(tmp_path, victim):
+    texts = (f"{number} " + "some text " * 400 for number in range(20_000))
+    arguments = ["--input", write_json_lines(tmp_path / "a.jsonl", texts), "--output", str(tmp_path / "out")]
+    command = [sys.executable, "-P", "-m", "sdp", "prepare", *arguments, "--tokenizer", "bytes", "--workers", "2"]
+    process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
+    deadline, workers = time.monotonic() + 60, []
+    while time.monotonic() < deadline and not (len(workers) == 2 and [*tmp_path.glob("out/train-*.tmp")]):
+        children = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
+        workers = [int(pid) for pid in children if "spawn_main" in Path(f"/proc/{pid}/cmdline").read_text()]
+        time.sleep(0.02)
+    os.kill(workers[0] if victim == "worker" else process.pid, signal.SIGKILL if victim == "worker" else signal.SIGTERM)
+    _, err = process.communicate(timeout=20)
+    if victim == "worker":
+        assert process.returncode == 2 and "a worker process ended unexpectedly" in err
+    else:
+        assert process.returncode == 128 + signal.SIGTERM and "Traceback" not in err
+    assert [path.name for path in tmp_path.iterdir()] == ["a.jsonl"]
+    alive = [pid for pid in workers if Path(f"/proc/{pid}").exists()]
+    assert all(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z" for pid in alive)
+
+
+@pytest.mark.parametrize("start", range(0, 600, 20))
+def test_a_few_documents_have_both_splits(tmp_path, start):
+    """By their hashes alone, one in five corpora of 32 documents would hold none out."""
+    path = write_json_lines(tmp_path / "a.jsonl", [f"text {number}" for number in range(start, start + 32)])
+    index = quiet([path], tmp_path / "out", held_out=0.05)
+    assert index["splits"]["held_out"]["documents"] >= 1
+    assert index["splits"]["train"]["documents"] >= 16
+    two = write_json_lines(tmp_path / "b.jsonl", [f"a {start}", f"b {start}"])
+    splits = quiet([two], tmp_path / "two", held_out=0.05)["splits"]
+    assert [splits[name]["documents"] for name in ("train", "held_out")] == [1, 1]
 
 
 def test_workers_need_no_torch():

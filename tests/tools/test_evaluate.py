@@ -145,6 +145,18 @@ def test_a_named_checkpoint_that_the_run_removes_is_one_line(trained_run, tmp_pa
     assert printed.count("\n") == 1
 
 
+def test_a_damaged_held_out_shard_has_no_loss(trained_run, tmp_path, capsys):
+    data = Path(json.loads((trained_run / "config.json").read_text())["data"]["path"])
+    shutil.copytree(data, tmp_path / "data")
+    shard = tmp_path / "data" / "held_out-00000.bin"
+    content = bytearray(shard.read_bytes())
+    content[0] ^= 1
+    shard.write_bytes(content)
+    assert main(["evaluate", str(trained_run), "--set", f"data.path={tmp_path / 'data'}"]) == 2
+    printed = capsys.readouterr()
+    assert "held_out-00000.bin" in printed.err and not printed.out
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [

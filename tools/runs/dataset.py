@@ -151,8 +151,17 @@ def _make_ready(config: Config, path: Path) -> None:
             tokenizer="sentencepiece" if data.tokenizer is None else data.tokenizer,
             vocab_size=data.vocab_size,
         )
-    for each in [Path(source.path) for source in data.sources or ()] or [path]:
-        _verify(each, data.verify)
+    verify(config, path)
+
+
+def verify(config: Config, path: Path) -> None:
+    """Check the token shards of a run by their hashes, as ``data.verify`` says.
+
+    Raises DataError if a shard is damaged. Images are not checked.
+    """
+    if config.data.name is None:
+        for each in [Path(source.path) for source in config.data.sources or ()] or [path]:
+            _verify(each, config.data.verify)
 
 
 def _verify(path: Path, when: Literal["auto", "always", "never"]) -> None:

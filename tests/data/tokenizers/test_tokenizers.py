@@ -2,6 +2,7 @@
 
 import json
 import os
+import subprocess
 import sys
 
 import numpy as np
@@ -180,6 +181,17 @@ def test_missing_transformers_is_a_clear_error(monkeypatch):
     monkeypatch.setitem(sys.modules, "transformers", None)
     with pytest.raises(DataError, match=r"needs the transformers package: pip install 'sdp-engine\[huggingface\]'"):
         HuggingFaceTokenizer("gpt2")
+
+
+def test_code_in_a_tokenizers_folder_is_not_run_and_not_asked_about(tmp_path):
+    pytest.importorskip("transformers")
+    (tmp_path / "custom.py").write_text("raise SystemExit('this code ran')\n")
+    auto = {"AutoTokenizer": ["custom.Custom", None]}
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"tokenizer_class": "Custom", "auto_map": auto}))
+    code = f"from sdp.data.tokenizers import HuggingFaceTokenizer; HuggingFaceTokenizer({str(tmp_path)!r})"
+    done = subprocess.run([sys.executable, "-c", code], input="y\n", capture_output=True, text=True, check=False)
+    assert "DataError" in done.stderr and "this code ran" not in done.stderr
+    assert "[y/N]" not in done.stdout
 
 
 def test_hugging_face_tokenizer_must_exist_and_end_documents(tmp_path, hf_directory):

@@ -237,3 +237,21 @@ def test_group_sizes_say_how_many_processes_there_are() -> None:
 def test_a_sample_of_one_token_has_nothing_to_predict() -> None:
     with pytest.raises(ConfigError, match=r"data.sequence_length: .* greater than or equal to 2"):
         load_config({"data": {"path": "corpus", "sequence_length": 1}})
+
+
+def test_a_home_directory_in_a_path_is_found(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    raw = {"data": {"path": "~/corpus"}, "training": {"init_from": "~/model"}, "sdp": {"groups": 2}}
+    config = load_config(raw)
+    assert config.data.path == str(tmp_path / "corpus")
+    assert config.training.init_from == str(tmp_path / "model")
+    mixed = load_config({"data": {"sources": [{"path": "~/a", "weight": 1}]}})
+    assert mixed.data.sources is not None and mixed.data.sources[0].path == str(tmp_path / "a")
+    with pytest.raises(ConfigError, match=r"data\.path: .*no home directory for '~nobody-here/a'"):
+        load_config({"data": {"path": "~nobody-here/a"}})
+
+
+@pytest.mark.parametrize("weight", [1.7e308, 1e10, -1])
+def test_weights_of_sources_have_bounds(weight: float) -> None:
+    with pytest.raises(ConfigError, match=r"data\.sources"):
+        load_config({"data": {"sources": [{"path": "a", "weight": weight}, {"path": "b", "weight": weight}]}})

@@ -10,19 +10,23 @@ import sdp
 import torch
 import torch.distributed as dist
 from safetensors.torch import load_file
+from sdp.engine.errors import CheckpointError
 from sdp.tests.support.cases import Case
 from sdp.tests.support.ranks import RankPool
 
 transformers = pytest.importorskip("transformers")
 
 
-def _save(folder: Path) -> tuple[list[str], int]:
+def _engine() -> sdp.SDPEngine:
     torch.manual_seed(0)
     config = transformers.LlamaConfig(
         vocab_size=32, hidden_size=16, intermediate_size=24, num_hidden_layers=4, num_attention_heads=2
     )
-    case = Case(2, 1)
-    engine = sdp.initialize(model=transformers.LlamaForCausalLM(config), config=_configuration(case))[0]
+    return sdp.initialize(model=transformers.LlamaForCausalLM(config), config=_configuration(Case(2, 1)))[0]
+
+
+def _save(folder: Path) -> tuple[list[str], int]:
+    engine = _engine()
     records: list[str] = []
     handler = logging.Handler()
     handler.emit = lambda record: records.append(record.getMessage())
@@ -59,3 +63,21 @@ def test_the_whole_model_is_written_and_a_partial_state_warns(ranks: RankPool, t
     with torch.no_grad():
         torch.testing.assert_close(loaded(tokens).logits, whole(tokens).logits, rtol=0, atol=1e-6)
     assert load_file(tmp_path / "16bit" / "weights.safetensors").keys() == state.keys()
+
+
+def _save_below_a_file(folder: Path) -> list[str]:
+    """Save where rank 0 cannot write; return this rank's errors."""
+    engine, errors = _engine(), []
+    for save in (engine.save_pretrained, engine.save_16bit_model):
+        try:
+            save(folder / "file" / "below")
+        except CheckpointError as error:
+            errors.append(str(error))
+    return errors
+
+
+def test_a_folder_that_cannot_be_written_is_one_line_on_every_rank(ranks: RankPool, tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    first, second = ranks.run(_save_below_a_file, tmp_path, world=2, timeout=60)
+    assert first == second
+    assert len(first) == 2 and all("below: the model cannot be written (" in error for error in first)
