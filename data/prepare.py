@@ -78,10 +78,10 @@ def prepare(
 
     An output that already has the same corpus with the same settings stays as it is. After an
     error, nothing that this call wrote is left. At most three times the longest document is in
-    memory, plus a constant. This does not hold if a Hugging Face tokenizer cannot cut a document.
+    memory (six times in .parquet), plus a constant. This does not hold if a Hugging Face tokenizer cannot cut a document.
 
     Args:
-        inputs: Glob patterns of .txt, .jsonl(.gz/.zst) and .parquet files. None means Python's
+        inputs: Files, folders and glob patterns, of the kinds in ``SUFFIXES``. None means Python's
             standard library.
         output: The directory for shards, tokenizer and index.
         tokenizer: ``sentencepiece`` (trained here, on training documents), ``bytes`` or

@@ -16,12 +16,11 @@ from .batch.call import call_model, loss_of, tensors_in, to_device
 from .batch.size import BatchSize
 from .checkpoint.client_state import ClientState, read_client_state
 from .checkpoint.load import find_together
-from .checkpoint.resume import check_weights, resume, resume_without_optimizer
+from .checkpoint.resume import check_weights, resume
 from .checkpoint.run_state import run_state
 from .checkpoint.save import Saver
 from .checkpoint.settings import (
     describe_changes,
-    describe_rates,
     log_changes,
     settings_to_save,
     use_configured_rates,
@@ -346,19 +345,21 @@ class SDPEngine(DeepSpeedNames):
         names = self._backend.names_of_param_groups()
         configured = named_rates(self.optimizer, names)
         if load_module_only:
-            resume_without_optimizer(path, state, self._backend, self._saved, None, None, ranks=ranks)
+            resume(path, state, self._backend, self._saved, None, None, ranks=ranks, with_optimizer=False)
             self.forget_micro_batches()
             return str(path), client
         state = state if load_lr_scheduler_states else {**state, "scheduler": None}
         if self.config.sdp.sync is not None:  # what follows drops the state of the present round
             state = check_weights(path, state, self._saved, ranks)
         self.local_training.follow(state["global_steps"])
-        go_on = resume if load_optimizer_states else resume_without_optimizer
-        in_round = go_on(path, state, self._backend, self._saved, self.lr_scheduler, self.loader, ranks=ranks)
+        in_round = resume(
+            path, state, self._backend, self._saved, self.lr_scheduler, self.loader,
+            ranks=ranks, with_optimizer=load_optimizer_states,
+        )  # fmt: skip
         self.forget_micro_batches()
         self.spikes.load_state_dict(state["spikes"])
         self.noise.load_state_dict(state["noise"])
-        self.local_training.load_state_dict(state["sync"], state["global_steps"], in_round=bool(in_round))
+        self.local_training.load_state_dict(state["sync"], state["global_steps"], in_round=in_round)
         self.global_steps, self.global_samples = state["global_steps"], state["global_samples"]
         self.micro_steps = self.global_steps * self._batch.accumulation
         self.last_steps.start_at(state["skipped_steps"])
@@ -373,7 +374,5 @@ class SDPEngine(DeepSpeedNames):
                 log.warning("%s: has a scheduler's state, and this run has no schedule: the %s rates hold", path, kept)
             own = settings_to_save(self.config, self.optimizer, names)
             changes = describe_changes(state["settings"], own, names)
-            if not configured_rates:
-                changes += describe_rates(configured, self.optimizer, names, self.lr_scheduler)
             log_changes(path, changes, self.global_steps, configured_rates=configured_rates)
         return str(path), client

@@ -13,7 +13,7 @@ import functools
 import operator
 from collections.abc import Collection, Iterable, Mapping
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.api import CheckpointException
@@ -26,8 +26,6 @@ from ..optim.optimizer_state import COUNT
 from .storage.dcp import SafeReader, _cause, _without_single_process_warning
 from .storage.directory import check_tag, latest, locate
 from .storage.files import STATE, damaged_file, read_state, share_of
-
-T = TypeVar("T")
 
 
 def find(directory: Path, tag: str | float | None) -> tuple[Path, dict[str, Any]] | None:

@@ -48,10 +48,12 @@ def resume(
     loader: Any,
     *,
     ranks: Ranks,
+    with_optimizer: bool = True,
 ) -> bool:
     """Load the whole state of a training run from a checkpoint. Collective.
 
     The state is the weights, the optimizer's state, the random numbers, the loss scale, the
+    schedule and the position in the data. Without ``with_optimizer``, it is the weights, the
     schedule and the position in the data.
 
     Args:
@@ -62,6 +64,7 @@ def resume(
         scheduler: The learning-rate schedule, or None.
         loader: The loader of the training data, or None.
         ranks: The ranks that load together.
+        with_optimizer: Whether the optimizer's state is loaded.
 
     Returns:
         Whether groups go on with weights of their own, in the middle of a round of local steps.
@@ -73,20 +76,33 @@ def resume(
     names = backend.names_of_param_groups()
     rates = state["learning_rates"]
     _refuse_what_does_not_fit(path, state, scheduler, loader)
-    problem = conflicting_rates(names, rates)
+    sets_rates = with_optimizer or scheduler is not None
+    problem = conflicting_rates(names, rates) if sets_rates else None
     ranks.agree(f"{path}: {problem}" if problem else None)
-    random = _random_numbers(path, state, own, saved, tell=ranks.rank == 0)
-    in_round = False
-    if backend.local is not None or has_groups(saved):
+    in_groups, in_round = backend.local is not None or has_groups(saved), False
+    random = _random_numbers(path, state, own, saved, tell=ranks.rank == 0) if with_optimizer else {}
+    if not with_optimizer:
+        if in_groups:
+            raise CheckpointError(
+                f"{path}: weights cannot be loaded without the optimizer's state between two averages of sdp.sync; "
+                "load all of it"
+            )
+        weights = {key: of for key, of in own.tensors(to_load=True).items() if key.startswith("model/")}
+        load(path, weights, state["files"], alone=ranks.alone)
+        own.finish_load()
+        backend.zero_grad()
+    elif in_groups:
         in_round = load_between_averages(path, state, backend, own, saved, random, ranks)
     else:
         _load_tensors(path, state, backend, own, saved, random, ranks)
     if not world.is_elastic():  # there, copies are sent when all ranks have loaded
         backend.refresh(after_step=False)
     set_random_state(random)
-    backend.load_loss_scale(state["loss_scale"])
-    _continue_schedule(path, state, backend, scheduler, tell=ranks.rank == 0)
-    set_rates(backend.optimizer, names, rates)  # torch's schedulers do not set the rates when they are loaded
+    if with_optimizer:
+        backend.load_loss_scale(state["loss_scale"])
+    if sets_rates:
+        _continue_schedule(path, state, backend, scheduler, tell=ranks.rank == 0)
+        set_rates(backend.optimizer, names, rates)  # torch's schedulers do not set the rates when they are loaded
     if loader is not None and state["loader"] is not None:
         loader.load_state_dict(state["loader"])
     return in_round
@@ -157,46 +173,3 @@ def _continue_schedule(path: Path, state: Mapping[str, Any], backend: Backend, s
         scheduler.load_state_dict(adapt_state(backend.shared_schedule(saved), scheduler.state_dict()))
     elif scheduler is not None and tell:
         log.warning("%s: has no scheduler's state, and this run has a schedule, which begins at its first step", path)
-
-
-def resume_without_optimizer(
-    path: Path,
-    state: Mapping[str, Any],
-    backend: Backend,
-    own: StateToSave,
-    scheduler: Any,
-    loader: Any,
-    *,
-    ranks: Ranks,
-) -> None:
-    """Load weights and buffers, and not the optimizer's state. Collective.
-
-    Args:
-        path: The checkpoint, written under any layout.
-        state: Its ``state.json``.
-        backend: The backend with this rank's part of the model and its optimizer.
-        own: This rank's share of a checkpoint. Its weights and buffers are filled in place.
-        scheduler: The learning-rate schedule to continue, or None.
-        loader: The loader of the training data to continue, or None.
-        ranks: The ranks that load together.
-
-    Raises:
-        CheckpointError: On every rank, if the checkpoint is damaged or does not fit this run.
-    """
-    if backend.local is not None or has_groups(keys_in(path)):
-        raise CheckpointError(
-            f"{path}: weights cannot be loaded without the optimizer's state between two averages of sdp.sync; load "
-            "all of it"
-        )
-    _refuse_what_does_not_fit(path, state, scheduler, loader)
-    weights = {key: of for key, of in own.tensors(to_load=True).items() if key.startswith("model/")}
-    load(path, weights, state["files"], alone=ranks.alone)
-    own.finish_load()
-    backend.zero_grad()
-    if not world.is_elastic():
-        backend.refresh(after_step=False)
-    if scheduler is not None:
-        _continue_schedule(path, state, backend, scheduler, tell=ranks.rank == 0)
-        set_rates(backend.optimizer, backend.names_of_param_groups(), state["learning_rates"])
-    if loader is not None and state["loader"] is not None:
-        loader.load_state_dict(state["loader"])

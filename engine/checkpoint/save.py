@@ -21,7 +21,7 @@ from ..distributed import world
 from ..distributed.agreement import Ranks
 from ..errors import CheckpointError
 from .storage.dcp import Part, PiecewisePlanner, _cause, _without_single_process_warning
-from .storage.directory import make_room, pointer_text, prune, publish
+from .storage.directory import make_room, prune, publish
 from .storage.files import PARTIAL, STATE, encode_state, hash_files, is_ours, write_durably
 from .storage.finite import check_finite
 from .storage.metadata import METADATA, MetadataWriter
@@ -54,19 +54,12 @@ class Saver:
         files: Mapping[str, bytes] = MappingProxyType({}),
         is_newest: bool = True,
     ) -> None:
-        """Write the checkpoint ``directory/tag``. Collective. Waits for the save before it.
+        """Write a checkpoint with :func:`write`, after the save before it has ended. Collective.
 
         Args:
-            directory: The directory of the checkpoints.
-            tag: The name of the checkpoint.
-            tensors: What this rank saves, by key.
-            state: The content of ``state.json``, without the hashes of the files.
             parameters: The canonical names of the model's parameters, which must be finite.
-            keep: How many checkpoints to keep, the new one included. None keeps all.
             background: Whether to return once the tensors are copied. :meth:`wait` then raises the
                 error of the save.
-            files: The content of further files, by name. Rank 0's are written.
-            is_newest: Whether a load without a tag finds this checkpoint.
 
         Raises:
             NonFiniteError: One of the ``parameters`` is NaN or infinite. Nothing is written then.
@@ -148,22 +141,18 @@ def write(
         raise CheckpointError(
             f"save_checkpoint: rank 0 has the tag {tags[0]!r}, rank {other} has {tags[other]!r}; give all ranks one tag"
         )
-    aside, before = directory / f".{tag}{PARTIAL}", list[bytes | None]()
+    aside = directory / f".{tag}{PARTIAL}"
 
     def finish(digests: dict[str, str]) -> None:
         for name, content in files.items():
             write_durably(aside / name, content)
         digests |= hash_files([aside / METADATA, *(aside / name for name in files)])
         write_durably(aside / STATE, encode_state({**state, "files": digests}))
-        publish(directory, tag, before[0], is_newest=is_newest)
+        publish(directory, tag, is_newest=is_newest)
         if keep is not None:
             prune(directory, keep, tag)
 
-    def begin() -> None:
-        before.append(pointer_text(directory))
-        make_room(directory, tag)
-
-    _on_rank_0(begin, ranks)
+    _on_rank_0(lambda: make_room(directory, tag), ranks)
     try:
         ranks.agree(refuse_unless_shared(aside, ranks.rank))
         write_tensors(aside, tensors, ranks)

@@ -12,13 +12,11 @@ from torch.optim import Optimizer
 
 from ..config.schema import Config
 from ..errors import shorten
-from ..optim.param_groups import named_rates, set_rates
-from ..optim.schedules import Schedule
+from ..optim.param_groups import set_rates
 
 log = logging.getLogger("sdp")
 
 _OPTIONS = ("weight_decay", "betas", "momentum", "eps")
-_MOST_PAIRS = 3  # different rates that a message lists
 _UNSET = "unset"
 
 
@@ -57,33 +55,6 @@ def describe_changes(saved: Mapping[str, Any], own: Mapping[str, Any], names: Se
             for key in _OPTIONS:
                 pairs.setdefault(key, (json.dumps(_mapping(before).get(key)), json.dumps(after.get(key))))
     return [f"{key}: {shorten(was)} → {shorten(now)}" for key, (was, now) in pairs.items() if was != now]
-
-
-def describe_rates(
-    before: Mapping[str, float], optimizer: Optimizer, names: Sequence[Sequence[str]], scheduler: Any
-) -> list[str]:
-    """Describe how the loaded rates differ from those that the configuration would give at this
-    step.
-
-    Args:
-        before: The rates before the checkpoint was loaded. They count if there is no schedule.
-        optimizer: The optimizer, with the loaded rates.
-        names: For each parameter group, the canonical names of its parameters.
-        scheduler: The schedule at the loaded step, or None. Only a schedule of this engine can tell
-            its rates.
-    """
-    if scheduler is None:
-        expected = dict(before)
-    elif isinstance(scheduler, Schedule):
-        rates = scheduler.rates_at(scheduler.last_batch_iteration)
-        expected = {name: rate for rate, members in zip(rates, names, strict=True) for name in members}
-    else:
-        return []
-    loaded = named_rates(optimizer, names)
-    pairs = dict.fromkeys((rate, expected[name]) for name, rate in loaded.items() if rate != expected[name])
-    more = f" and {len(pairs) - _MOST_PAIRS} more" if len(pairs) > _MOST_PAIRS else ""
-    listed = ", ".join(f"{old:g} → {new:g}" for old, new in list(pairs)[:_MOST_PAIRS])
-    return [f"learning rate: {listed}{more}"] if pairs else []
 
 
 def use_configured_rates(

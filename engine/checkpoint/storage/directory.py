@@ -51,14 +51,6 @@ def check_tag(tag: Any) -> str:
     raise CheckpointError(f"the tag {quote(tag)} {problem}; use letters, digits and dashes, such as step-100")
 
 
-def pointer_text(directory: Path) -> bytes | None:
-    """Return what the pointer to the newest checkpoint contains, or None if there is none."""
-    try:
-        return (directory / LATEST).read_bytes()
-    except FileNotFoundError:
-        return None
-
-
 def point_to(directory: Path, tag: str) -> None:
     """Make ``tag`` the newest checkpoint."""
     write_durably(directory / LATEST, json.dumps({"tag": tag}))
@@ -156,41 +148,20 @@ def make_room(directory: Path, tag: str) -> Path:
     return partial
 
 
-def publish(directory: Path, tag: str, before: bytes | None, *, is_newest: bool = True) -> None:
+def publish(directory: Path, tag: str, *, is_newest: bool = True) -> None:
     """Rename the directory of :func:`make_room` to ``tag``, and make it the newest checkpoint.
 
     It replaces an earlier checkpoint of the same tag. Unless ``is_newest``, the pointer to the
     newest checkpoint stays as it is.
-
-    Args:
-        directory: the directory of the checkpoints.
-        tag: the name of the new one.
-        before: the result of :func:`pointer_text` when the save began.
-        is_newest: whether it is the newest one now.
-
-    Raises:
-        CheckpointError: another process has saved a later step since the save began. So an elastic
-            group that was stopped for a while cannot move the pointer back.
     """
     final, partial, replaced = directory / tag, directory / f".{tag}{PARTIAL}", directory / f".{tag}{REPLACED}"
-    _refuse_if_overtaken(directory, tag, before)
     if is_whole(final):
         final.rename(replaced)
     partial.rename(final)
-    _refuse_if_overtaken(directory, tag, before)
     if is_newest:
         point_to(directory, tag)
     if is_whole(replaced):
         shutil.rmtree(replaced, ignore_errors=True)
-
-
-def _refuse_if_overtaken(directory: Path, tag: str, before: bytes | None) -> None:
-    if pointer_text(directory) == before:
-        return
-    newest = latest(directory) or ""
-    steps = [int(number) if (number := each.removeprefix("step-")).isdecimal() else -1 for each in (tag, newest)]
-    if 0 <= steps[0] < steps[1]:
-        raise CheckpointError(f"another process saved {newest} in {directory} while {tag} was written")
 
 
 def _restore_replaced(directory: Path) -> None:
