@@ -19,7 +19,7 @@ import numpy as np
 from tqdm import tqdm
 
 from ..engine.accounting.quantities import format_bytes
-from ..engine.errors import DataError
+from ..engine.errors import DataError, escape
 from .corpus import standard_library
 from .encode import EncodedBatch, encode_documents, split_of, threshold_of
 from .index import SPLITS, Corpus, Index, Split
@@ -177,7 +177,7 @@ def _make(
 
 def _say(line: str, progress: bool) -> None:
     if progress:
-        print(line, file=sys.stderr, flush=True)
+        print(escape(line), file=sys.stderr, flush=True)
 
 
 def _check(settings: Settings, workers: int | None, max_document_bytes: int) -> None:

@@ -26,7 +26,7 @@ from ..engine.config.section import parse_section
 from ..engine.config.training_section import TasksSection
 from ..engine.construct import build_backend, values_to_give
 from ..engine.distributed.mesh import Mesh
-from ..engine.errors import ConfigError
+from ..engine.errors import ConfigError, escape
 from ..engine.placement.layout import Layout
 from ..models.registry import build_model
 from .runs import saved_run
@@ -144,7 +144,7 @@ def run(args: argparse.Namespace) -> int:
     options = EvaluateOptions.from_args(args)
     tasks = LoadedTasks.load(options.tasks, "--tasks") if options.tasks is not None else None
     result = saved_run.use(options.choice, lambda saved: evaluate(saved, options.batches, tasks), _IN_ONE_PROCESS)
-    print(as_json(result) if options.json else _table(result))
+    print(as_json(result) if options.json else escape(_table(result)))
     return 0
 
 

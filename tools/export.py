@@ -28,7 +28,7 @@ from ..engine.accounting.quantities import format_bytes
 from ..engine.checkpoint.load import load
 from ..engine.checkpoint.state import weights_of
 from ..engine.checkpoint.storage.files import damaged_file
-from ..engine.errors import CheckpointError, ConfigError
+from ..engine.errors import CheckpointError, ConfigError, escape
 from ..models.registry import build_model, huggingface_config
 from .runs import saved_run
 from .runs.saved_run import CheckpointChoice, SavedRun
@@ -101,7 +101,7 @@ def run(args: argparse.Namespace) -> int:
     Raises an SDPError, and then writes no output directory.
     """
     options = ExportOptions.from_args(args)
-    print(saved_run.use(options.choice, lambda saved: _export(saved, options)))
+    print(escape(saved_run.use(options.choice, lambda saved: _export(saved, options))))
     return 0
 
 

@@ -16,7 +16,7 @@ from ..data.prepare import prepare
 from ..data.sources import MAX_DOCUMENT_BYTES
 from ..data.tokenizers import DEFAULT_VOCAB_SIZE, load_tokenizer
 from ..engine.accounting.quantities import format_bytes
-from ..engine.errors import DataError
+from ..engine.errors import DataError, escape
 
 
 @dataclass(frozen=True)
@@ -141,9 +141,9 @@ def _print_summary(index: dict[str, Any], output: str) -> None:
     tokens = sum(split["tokens"] for split in splits.values())
     shards = sum(len(split["shards"]) for split in splits.values())
     print(f"corpus     {corpus['documents']:,} documents, {format_bytes(corpus['text_bytes'], 'MB', 1)} of text")
-    print(f"           sha256 {corpus['sha256']}")
-    print(f"tokenizer  {index['tokenizer']['kind']}, {index['vocab_size']:,} tokens")
+    print(f"           sha256 {escape(corpus['sha256'])}")
+    print(f"tokenizer  {escape(str(index['tokenizer']['kind']))}, {index['vocab_size']:,} tokens")
     print(f"tokens     {tokens:,} ({corpus['text_bytes'] / tokens:.2f} bytes each) in {shards} shard(s)")
     for name, split in splits.items():
-        print(f"  {name:<8} {split['tokens']:,} tokens of {split['documents']:,} documents")
-    print(f"output     {output}")
+        print(f"  {escape(name):<8} {split['tokens']:,} tokens of {split['documents']:,} documents")
+    print(f"output     {escape(output)}")

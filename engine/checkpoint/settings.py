@@ -54,7 +54,7 @@ def describe_changes(saved: Mapping[str, Any], own: Mapping[str, Any], names: Se
         if before is not None and after is not None:
             for key in _OPTIONS:
                 pairs.setdefault(key, (json.dumps(_mapping(before).get(key)), json.dumps(after.get(key))))
-    return [f"{key}: {shorten(was)} → {shorten(now)}" for key, (was, now) in pairs.items() if was != now]
+    return [f"{shorten(key)}: {shorten(was)} → {shorten(now)}" for key, (was, now) in pairs.items() if was != now]
 
 
 def use_configured_rates(

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from ...engine.errors import MOST_MESSAGE, shorten
+from ...engine.errors import MOST_MESSAGE, escape, shorten
 from ..runs.noise_plot import plot_noise
 from ..runs.plot import plot_loss
 from ..runs.run_files import read_run
@@ -68,7 +68,7 @@ def run(args: argparse.Namespace) -> int:
         print(json.dumps(as_json(runs), indent=2))
         return 0
     markdown = options.style == "markdown"
-    print(render_markdown(runs) if markdown else render(runs))
+    print(escape(render_markdown(runs) if markdown else render(runs)))
     if options.plot is not None:
         print(f"plot of all runs: {shorten(options.plot, MOST_MESSAGE)}")
     if options.noise_plot is not None:

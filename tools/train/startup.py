@@ -26,7 +26,7 @@ from ..runs.run_config import with_absolute_paths, with_initial_model
 from ..shared.files import WriteError, refuse_link
 from .options import TrainOptions
 from .process.log_file import LogFile
-from .process.terminal import TerminalHandler
+from .process.terminal import PrintableFormatter, TerminalHandler
 
 log = logging.getLogger("sdp")
 
@@ -107,7 +107,7 @@ def _set_up_logging(rank: int, dump_dir: Path) -> None:
         handler = LogFile(dump_dir / "logs" / f"rank-{rank}.log")
     except OSError as error:
         raise WriteError.of(dump_dir / "logs", error) from None
-    handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s"))
+    handler.setFormatter(PrintableFormatter("%(asctime)s %(levelname)s %(message)s"))
     log.addHandler(handler)
 
 

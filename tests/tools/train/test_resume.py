@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import importlib.util
+import json
 from pathlib import Path
 
 import pytest
+from sdp.tests.support.checkpoints import reseal
 from sdp.tests.support.small_runs import read_metrics, run_sdp, write_config
 
 needs_deepspeed = pytest.mark.skipif(importlib.util.find_spec("deepspeed") is None, reason="deepspeed is not installed")
@@ -75,3 +77,26 @@ def test_another_corpus_of_equal_length_is_refused(config: dict, tmp_path: Path)
     other = run_sdp("train", path, *dump, "--resume", "--set", *settings, f"data.path={tmp_path / 'data-1'}")
     assert other.returncode == 2
     assert "was trained with another corpus (sha256 " in other.stderr
+
+
+def test_wrong_values_in_the_state_of_a_run_are_one_line(config: dict, tmp_path: Path) -> None:
+    path, dump = write_config(config, tmp_path), ["--dump-dir", tmp_path / "run"]
+    alone = ["--set", "sdp.engine=reference", "training.save_every=2"]
+    assert run_sdp("train", path, *dump, *alone, "training.steps=2").returncode == 0
+    checkpoint = tmp_path / "run" / "checkpoints" / "step-2"
+    original = (checkpoint / "state.json").read_text()
+    state = json.loads(original)
+    changes = [
+        {"spikes": {"loss": 5}}, {"loader": state["loader"] | {"consumed": "x"}},
+        {"scheduler": {"last_batch_iteration": "x"}}, {"client_state": {"tokenizer": 3}},
+        {"learning_rates": {"a": "x"}}, {"settings": {"config": {"a\x1b[31m": 1}, "options": 3}},
+    ]  # fmt: skip
+    for change in changes:
+        (checkpoint / "state.json").write_text(original)
+        reseal(checkpoint, **change)
+        resumed = run_sdp("train", path, *dump, "--resume", *alone, "training.steps=3")
+        assert "Traceback" not in resumed.stderr and "\x1b" not in resumed.stderr + resumed.stdout, change
+        if "settings" in change:
+            assert resumed.returncode == 0 and "a\\x1b[31m: 1 → unset" in resumed.stderr
+        else:
+            assert resumed.returncode == 2 and resumed.stderr.count("sdp: error") == 1, change

@@ -8,6 +8,7 @@ import sys
 from typing import TextIO
 
 from ....engine.environment.supervision import inherited_terminal, whereabouts_file
+from ....engine.errors import escape
 
 
 def open_terminal() -> TextIO | None:
@@ -22,12 +23,19 @@ def open_terminal() -> TextIO | None:
     return os.fdopen(handle, "w", buffering=1, errors="backslashreplace")
 
 
+class PrintableFormatter(logging.Formatter):
+    """Escapes control characters, which names in files may have."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        return escape(super().format(record))
+
+
 class TerminalHandler(logging.StreamHandler[TextIO]):
     """Shows the messages of the log on ``stream``."""
 
     def __init__(self, stream: TextIO):
         super().__init__(stream)
-        self.setFormatter(logging.Formatter("%(message)s"))
+        self.setFormatter(PrintableFormatter("%(message)s"))
 
     def handleError(self, record: logging.LogRecord) -> None:  # noqa: N802  # the name is logging's
         if not isinstance(sys.exc_info()[1], OSError):  # the terminal is gone, and the run goes on
