@@ -97,18 +97,15 @@ def named_rates(optimizer: Optimizer, names: Sequence[Sequence[str]]) -> dict[st
     return {name: float(group["lr"]) for group, members in pairs for name in members}
 
 
-def conflicting_rates(names: Sequence[Sequence[str]], rates: Mapping[str, float] | Sequence[float]) -> str | None:
+def conflicting_rates(names: Sequence[Sequence[str]], rates: Mapping[str, float]) -> str | None:
     """Return why ``rates`` cannot be set, or None if they can be set.
 
     They cannot be set if parameters of one group had different rates.
 
     Args:
         names: For each parameter group, the canonical names of its parameters.
-        rates: The rates by parameter. Checkpoints of earlier versions have them by group, and then
-            they cannot conflict.
+        rates: The rates by parameter.
     """
-    if not isinstance(rates, Mapping):
-        return None
     for members in names:
         known = [name for name in members if name in rates]
         other = next((name for name in known if rates[name] != rates[known[0]]), None)
@@ -120,21 +117,16 @@ def conflicting_rates(names: Sequence[Sequence[str]], rates: Mapping[str, float]
     return None
 
 
-def set_rates(
-    optimizer: Optimizer, names: Sequence[Sequence[str]], rates: Mapping[str, float] | Sequence[float]
-) -> None:
+def set_rates(optimizer: Optimizer, names: Sequence[Sequence[str]], rates: Mapping[str, float]) -> None:
     """Set the learning rate of each parameter group. A group without a known rate keeps its own.
 
     Args:
         optimizer: The optimizer.
         names: For each parameter group, the canonical names of its parameters.
-        rates: The rates by parameter, or by group in checkpoints of earlier versions.
+        rates: The rates by parameter.
     """
-    for index, (group, members) in enumerate(zip(optimizer.param_groups, names, strict=True)):
-        if isinstance(rates, Mapping):
-            rate = next((rates[name] for name in members if name in rates), group["lr"])
-        else:
-            rate = rates[index] if members and index < len(rates) else group["lr"]
+    for group, members in zip(optimizer.param_groups, names, strict=True):
+        rate = next((rates[name] for name in members if name in rates), group["lr"])
         if isinstance(group["lr"], torch.Tensor):
             group["lr"].fill_(rate)  # the optimizer's kernels read this tensor
         else:

@@ -99,7 +99,7 @@ class SpikeDetector:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue from ``state``.
 
-        An empty mapping starts again, for checkpoints of earlier versions.
+        An empty mapping, which a run without a policy saves, starts again.
         """
         for name, values in self._history.items():
             values.clear()
