@@ -145,8 +145,8 @@ class Backend(Protocol):
         """Raise ModelError, on all ranks, if the gradients of the present step are wrong on any."""
         ...
 
-    def evaluate(self, batches: Sequence[Any]) -> float:
-        """Token-weighted mean loss of the full model over the batches of all ranks; collective."""
+    def evaluate(self, batches: Sequence[Any], weights: Sequence[float]) -> float:
+        """Mean loss of the full model over the batches of all ranks, weighted. Collective."""
         ...
 
     def batch_statistics(self, batches: Sequence[Any]) -> Statistics:

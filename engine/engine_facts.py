@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -14,6 +15,7 @@ from torch.optim import Optimizer
 
 from .accounting.memory import StateBytes
 from .backend import Backend
+from .batch.call import checked_weights, target_count
 from .batch.size import BatchSize
 from .config.schema import Config
 from .distributed import world
@@ -22,7 +24,7 @@ from .distributed.hosts import machine_id
 from .distributed.tensors import outside_inference_mode
 from .distributed.traffic import Traffic
 from .environment.detect import detect
-from .errors import ConfigError, shorten
+from .errors import ConfigError, DataError, shorten
 from .full_model.evaluation import in_eval_mode
 from .full_model.recalibration import tracks_statistics, with_statistics
 from .full_model.warnings import Evaluation, warn_of_partial_pass, warn_of_partial_state
@@ -203,15 +205,39 @@ class EngineFacts:
 
     # -- the full model ----------------------------------------------------------------------------
 
-    def evaluate(self, batches: Iterable[Any]) -> float:
-        """The token-weighted mean loss of the full model over the batches of all ranks. Collective.
+    def evaluate(self, batches: Iterable[Any], weights: Iterable[float] | None = None) -> float:
+        """The weighted mean loss of the full model over the batches of all ranks. Collective.
 
         Holders send the units that this group lacks, one at a time for a chunk of batches. Under
         backward masking nothing is sent. Running statistics are those of :meth:`full_state_dict`.
         Each rank needs at least one batch. Their numbers may differ.
+
+        Args:
+            batches: This rank's batches. In the reference engine, those of all ranks.
+            weights: A number for each batch, not below 0. By default the number of labels that are
+                not -100, without the first of each row if the model says that it shifts labels
+                (``loss_type``, see docs/your_model.md).
+
+        Raises:
+            ConfigError: There are not as many weights as batches, or one of them is not a number
+                from 0.
+            DataError: All weights are 0.
         """
+        batches = list(batches)
+        counts = [target_count(self.module, b) for b in batches] if weights is None else checked_weights(weights)
+        if len(counts) != len(batches):
+            raise ConfigError(f"evaluate: {len(counts)} weights for {len(batches)} batches; give one for each batch")
         with self.local_training.anchored():
-            return self._evaluate(self._backend.evaluate, batches)
+            loss = self._evaluate(lambda each: self._backend.evaluate(each, counts), batches)
+        if math.isnan(loss) and not self._any(counts):
+            raise DataError(
+                "evaluate: no batch of any rank has a label that counts; give batches with labels, or weights"
+            )
+        return loss
+
+    def _any(self, counts: Sequence[float]) -> bool:
+        """Whether any count of any rank is above 0. Collective."""
+        return bool(self.start_max([int(any(counts))])()[0])
 
     def evaluate_subnetworks(self, batches: Iterable[Any]) -> list[float]:
         """Mean loss per token of each group's subnetwork, over its ranks' batches. Collective."""

@@ -141,7 +141,7 @@ class ModelHooks(Protocol):
     """The hooks. A model defines those that it needs, under exactly these names."""
 
     config: Any  # the model's configuration; engine.save_pretrained writes that of a Hugging Face model
-    loss_type: str  # which of Hugging Face's losses the model computes; causal ones shift the labels
+    loss_type: str  # "ForCausalLM" if the loss compares each position with the next label
 
     def unit_patterns(self) -> list[str]:
         """Module paths of the blocks that are units; ``*`` stands for one path component.
@@ -281,9 +281,20 @@ def get_flops_per_token(model: nn.Module) -> Callable[[int], Mapping[str, float]
     return _find_method(model, "flops_per_token")
 
 
-def get_loss_type(model: nn.Module) -> str | None:
-    """The model's ``loss_type``, by which Hugging Face's models name their loss, or None."""
-    return getattr(model, "loss_type", None)
+def shifts_labels(model: nn.Module) -> bool:
+    """Whether the model says that its loss compares each position with the next label.
+
+    ``loss_type`` says it, as in Hugging Face's models: "ForCausalLM". There, a decoder "for
+    conditional generation" has this loss too, and so have language models with another name, whose
+    ``loss_type`` is None.
+    """
+    missing = object()
+    kind = getattr(model, "loss_type", missing)
+    if kind is None:
+        return any(word in type(model).__name__ for word in ("LMHead", "CausalLM"))
+    if kind == "ForConditionalGeneration":
+        return not getattr(get_config(model), "is_encoder_decoder", False)
+    return isinstance(kind, str) and "CausalLM" in kind
 
 
 def get_config(model: nn.Module) -> Any:

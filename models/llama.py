@@ -157,6 +157,8 @@ class Llama(nn.Module):
     Raises ConfigError if ``config.vocab_size`` is not set.
     """
 
+    loss_type = "ForCausalLM"
+
     def __init__(self, config: LlamaConfig) -> None:
         super().__init__()
         if config.vocab_size is None:

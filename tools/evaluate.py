@@ -170,8 +170,11 @@ def evaluate(saved: SavedRun, limit: int | None = None, tasks: LoadedTasks | Non
     verify(saved.config, saved.data)
     batches = list(_batches(saved, corpus, limit or saved.config.training.evaluate_batches))
     backend = _load(saved, corpus)
-    loss = backend.evaluate(batches)
-    measures = {name: backend.evaluate([{**batch, "measure": name} for batch in batches]) for name in corpus.measures}
+    counts = [target_count(backend.module, batch) for batch in batches]
+    loss = backend.evaluate(batches, counts)
+    measures = {
+        name: backend.evaluate([{**batch, "measure": name} for batch in batches], counts) for name in corpus.measures
+    }
     own = [line.get("loss") for line in read_run(saved.dump_dir).evaluations if line["step"] == saved.step]
     return Evaluation(
         checkpoint=str(saved.checkpoint),
@@ -179,7 +182,7 @@ def evaluate(saved: SavedRun, limit: int | None = None, tasks: LoadedTasks | Non
         data=str(saved.data),
         batches=len(batches),
         sequences=sum(len(batch["labels"]) for batch in batches),
-        targets=sum(target_count(backend.module, batch) for batch in batches),
+        targets=sum(counts),
         loss=loss,
         perplexity=None if measures else math.exp(min(loss, 700.0)),
         accuracy=measures.get("accuracy"),

@@ -66,7 +66,7 @@ class ShardedBackend(TorchOptimizerBackend):
     def squared_grad_norm_and_loss(self, loss: torch.Tensor) -> tuple[float, float]:
         raise NotImplementedError
 
-    def evaluate(self, batches: Sequence[Any]) -> float:
+    def evaluate(self, batches: Sequence[Any], weights: Sequence[float]) -> float:
         raise NotImplementedError
 
     def _evaluating(self) -> AbstractContextManager[None]:
@@ -188,7 +188,7 @@ class ShardedBackend(TorchOptimizerBackend):
         ]
         return batch_statistics(
             [*self.module.named_modules(), *guests],
-            lambda: self.evaluate(batches),
+            lambda: self.evaluate(batches, [1] * len(batches)),
             self.all_reduce_control,
             self.device,
         )

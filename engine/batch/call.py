@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import copy
 import inspect
-from collections.abc import Callable, Mapping, MutableMapping
+import math
+from collections.abc import Callable, Iterable, Mapping, MutableMapping
 from dataclasses import fields, is_dataclass
 from typing import Any
 
@@ -12,8 +13,8 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_leaves, tree_map
 
-from ..errors import DataError, ModelError
-from ..model_interface import get_loss_type
+from ..errors import ConfigError, DataError, ModelError
+from ..model_interface import shifts_labels
 
 IGNORED_LABEL = -100  # torch's and Hugging Face's ignore_index
 _TREES = "use tensors, tuples, lists, mappings or dataclasses"
@@ -79,8 +80,10 @@ def _bind(module: nn.Module, batch: Any) -> tuple[tuple[Any, ...], dict[str, Any
             return (), dict(batch)
     elif isinstance(batch, tuple | list):
         any_number = any(p.kind is p.VAR_POSITIONAL for p in parameters)
-        needs_several = sum(p.default is p.empty for p in positional) > 1
-        if (needs_several and len(batch) <= len(positional)) or (any_number and (needs_several or not positional)):
+        needed = sum(p.default is p.empty for p in positional)
+        # A list of texts may be the one argument.
+        fits = needed <= len(batch) <= len(positional) and bool(tensors_in(batch))
+        if fits or (needed > 1 and len(batch) <= len(positional)) or (any_number and (needed > 1 or not positional)):
             return tuple(batch), {}
     return (batch,), {}
 
@@ -103,12 +106,10 @@ def call_model(module: nn.Module, batch: Any) -> Any:
 
     - A mapping is spread by name if ``forward`` takes all of its keys, and if the mapping has all
       keys that ``forward`` requires.
-    - A tuple or list is spread by position if one argument is not enough. This is the case if
-      ``forward`` requires two or more arguments, or takes ``*args`` alone.
+    - A tuple or list with tensors is spread by position if its length fits the positional
+      parameters of ``forward``: ``(x, y)`` for ``forward(x, targets=None)``, but not for
+      ``forward(batch)``. Without tensors it is spread if one argument is not enough.
     - Anything else is passed as one argument, as with DeepSpeed's engine.
-
-    A tuple for ``forward(x, targets=None)`` is ambiguous and is passed as one argument. To spread
-    it, give ``{"x": ..., "targets": ...}``.
 
     Raises:
         DataError: the batch fits in none of these ways.
@@ -164,15 +165,15 @@ def target_count(module: nn.Module, batch: Any) -> int:
     The targets are the elements of ``forward``'s ``labels`` that are not ignored. Without labels,
     they are the elements of the batch's last tensor that are not ignored.
 
-    The first position of token labels (2-D, integer) is not counted, because causal models shift
-    the labels inside. Hugging Face's other losses (``module.loss_type``) do not shift them, so all
-    positions count.
+    The first position of token labels (2-D, integer) does not count if the model says that it
+    shifts them inside: by ``module.loss_type`` "ForCausalLM", or as a model of transformers for
+    causal language modelling.
     """
     args, kwargs = _bind(module, batch)
     labels = inspect.signature(module.forward).bind(*args, **kwargs).arguments.get("labels")
     if labels is None and isinstance(batch, Mapping):
         labels = batch.get("labels")
-    shifted = labels is not None and "CausalLM" in (get_loss_type(module) or "ForCausalLM")
+    shifted = labels is not None and shifts_labels(module)
     if labels is None:
         tensors = tensors_in(batch)
         if not tensors:
@@ -182,6 +183,17 @@ def target_count(module: nn.Module, batch: Any) -> int:
         return labels.numel()
     targets = labels[:, 1:] if shifted and labels.dim() == 2 else labels
     return int((targets != IGNORED_LABEL).sum())
+
+
+def checked_weights(weights: Iterable[Any]) -> list[float]:
+    """Return ``weights`` as numbers. Raises ConfigError for one that is not finite, or below 0."""
+    numbers = [float(weight) for weight in weights]
+    wrong = next((number for number in numbers if not 0 <= number < math.inf), None)
+    if wrong is not None:
+        raise ConfigError(
+            f"the weight {wrong:g} of a loss must be a finite number from 0; give the number of its labels"
+        )
+    return numbers
 
 
 def to_device(batch: Any, device: torch.device, *, non_blocking: bool = True) -> Any:

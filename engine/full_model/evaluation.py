@@ -58,16 +58,16 @@ class StreamedEvaluation:
         ``CHUNK``.
         """
         self._backend, self._chunk = backend, chunk or CHUNK
-        self._lockstep: Lockstep[tuple[float, int]] = Lockstep(backend.device, backend.gather_root)
+        self._lockstep: Lockstep[tuple[float, float]] = Lockstep(backend.device, backend.gather_root)
         self._units = _streamed_units(backend.layout)
         self._guest: dict[str, torch.Tensor] = {}
         self._hosts: list[Slices] = []  # slices that have guests now
 
-    def run(self, batches: Sequence[Any]) -> float:
-        """Token-weighted mean loss over the batches of all ranks."""
+    def run(self, batches: Sequence[Any], weights: Sequence[float]) -> float:
+        """Mean loss over the batches of all ranks, weighted by ``weights``."""
         steps = _common_count(self._backend, batches)
         # A rank with fewer batches repeats its last one with weight 0.
-        padded = [(batch, 1) for batch in batches] + [(batches[-1], 0)] * (steps - len(batches))
+        padded = [*zip(batches, weights, strict=True), *[(batches[-1], 0)] * (steps - len(batches))]
         sums = torch.zeros((1, 2), dtype=torch.float64, device=self._backend.device)
         undo = self._install()
         try:
@@ -93,10 +93,9 @@ class StreamedEvaluation:
         sliced = any(not unit.is_block for units in self._units.values() for unit in units)
         return torch.compiler.set_stance("force_eager") if sliced else nullcontext()
 
-    def _pass(self, batch: Any, weight: int) -> Callable[[], tuple[float, int]]:
-        def work() -> tuple[float, int]:
-            output = call_model(self._backend.module, to_device(batch, self._backend.device))
-            return loss_of(output).item(), target_count(self._backend.module, batch) * weight
+    def _pass(self, batch: Any, weight: float) -> Callable[[], tuple[float, float]]:
+        def work() -> tuple[float, float]:
+            return loss_of(call_model(self._backend.module, to_device(batch, self._backend.device))).item(), weight
 
         return work
 
@@ -224,25 +223,26 @@ def subnetwork_losses(backend: SubnetworkBackend, batches: Sequence[Any]) -> lis
 
     Collective.
     """
-    return _mean_over_ranks(backend, _own_sums(backend, batches))
+    weights = [target_count(backend.module, batch) for batch in batches]
+    return _mean_over_ranks(backend, _own_sums(backend, batches, weights))
 
 
-def mean_loss(backend: SubnetworkBackend, batches: Sequence[Any]) -> float:
-    """Token-weighted mean loss over the batches of all ranks, which each run the full model.
+def mean_loss(backend: SubnetworkBackend, batches: Sequence[Any], weights: Sequence[float]) -> float:
+    """Weighted mean loss over the batches of all ranks, which each run the full model.
 
     Collective.
     """
-    return _mean_over_ranks(backend, _own_sums(backend, batches).sum(0, keepdim=True))[0]
+    return _mean_over_ranks(backend, _own_sums(backend, batches, weights).sum(0, keepdim=True))[0]
 
 
-def _own_sums(backend: SubnetworkBackend, batches: Sequence[Any]) -> torch.Tensor:
+def _own_sums(backend: SubnetworkBackend, batches: Sequence[Any], weights: Sequence[float]) -> torch.Tensor:
     """This rank's Σ loss·weight and Σ weight in the row of its group, shape (groups, 2)."""
     steps = _common_count(backend, batches)
     sums = torch.zeros((backend.layout.mesh.sdp, 2), dtype=torch.float64, device=backend.device)
     for step in range(steps):  # forward has collectives inside the group, so all ranks take equally many steps
         batch = batches[min(step, len(batches) - 1)]
         loss = loss_of(call_model(backend.module, to_device(batch, backend.device))).item()
-        count = target_count(backend.module, batch) if step < len(batches) else 0
+        count = weights[step] if step < len(batches) else 0
         if count:
             sums[backend.at.sdp] += torch.tensor([loss * count, count], dtype=torch.float64, device=backend.device)
     return sums

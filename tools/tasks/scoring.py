@@ -44,7 +44,7 @@ class FullModel:
 
     Attributes:
         module: The module that ``evaluate`` calls with each batch.
-        evaluate: Runs the full model on batches. Collective.
+        evaluate: Runs the full model on batches with their weights. Collective.
         max_length: The tokens that the model can read.
         micro: The requests of a batch.
         device: The device of this rank.
@@ -55,7 +55,7 @@ class FullModel:
     """
 
     module: nn.Module
-    evaluate: Callable[[list[Any]], float]
+    evaluate: Callable[[list[Any], list[float]], float]
     max_length: int
     micro: int
     device: torch.device
@@ -163,7 +163,7 @@ class Scorer:
         handle = self._model.module.register_forward_hook(read, with_kwargs=True)
         try:
             with torch.no_grad():
-                self._model.evaluate(inputs)
+                self._model.evaluate(inputs, [1.0] * len(inputs))
         finally:
             handle.remove()
         return found

@@ -299,14 +299,14 @@ class DeepSpeedBackend(DeepSpeedSteps):
     def _view(self) -> Any:
         return Gathered(self)
 
-    def evaluate(self, batches: Sequence[Any]) -> float:
+    def evaluate(self, batches: Sequence[Any], weights: Sequence[float]) -> float:
         self.agree_on_buffers()
         with self._evaluating():
             if self.layout.keeps_frozen or not self.installed:
-                return mean_loss(self._view(), batches)
+                return mean_loss(self._view(), batches, weights)
             # ZeRO 3 tracks the order of modules of one pass at a time, so batches cannot take
             # turns.
-            return StreamedEvaluation(self._view(), chunk=1 if self.stage == 3 else None).run(batches)
+            return StreamedEvaluation(self._view(), chunk=1 if self.stage == 3 else None).run(batches, weights)
 
     @contextmanager
     def _evaluating(self) -> Iterator[None]:

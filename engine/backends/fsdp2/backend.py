@@ -284,10 +284,12 @@ class FSDP2Backend(ShardedBackend):
         self._final.forget()
         return self.squared_grad_norm_and_loss(loss)
 
-    def evaluate(self, batches: Sequence[Any]) -> float:
+    def evaluate(self, batches: Sequence[Any], weights: Sequence[float]) -> float:
         self.agree_on_buffers()
         with self._evaluating(), self._scale.of_full_model():
-            return mean_loss(self, batches) if self.layout.keeps_frozen else StreamedEvaluation(self).run(batches)
+            if self.layout.keeps_frozen:
+                return mean_loss(self, batches, weights)
+            return StreamedEvaluation(self).run(batches, weights)
 
     def gather_root(self) -> None:
         """Make the root module's own parameters whole; a no-op if they are whole.

@@ -7,6 +7,7 @@ is the mean over its holders' ranks. Real runs on one device can use it too.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -264,14 +265,17 @@ class ReferenceBackend(TorchOptimizerBackend):
         return self.unscaled(norm).item(), loss.item()
 
     @torch.no_grad()
-    def evaluate(self, batches: Sequence[Any]) -> float:
+    def evaluate(self, batches: Sequence[Any], weights: Sequence[float]) -> float:
         with self._scale.of_full_model():
-            return self._mean_loss(batches, self._all)
+            return self._mean_loss(batches, weights, self._all)
 
     def batch_statistics(self, batches: Sequence[Any]) -> Statistics:
         rows = [part for batch in batches for part in split_rows(batch, self.layout.mesh.data_ranks)]
         return batch_statistics(
-            self.module.named_modules(), lambda: self.evaluate(rows), self.all_reduce_control, self.device
+            self.module.named_modules(),
+            lambda: self.evaluate(rows, [1] * len(rows)),
+            self.all_reduce_control,
+            self.device,
         )
 
     @torch.no_grad()
@@ -283,22 +287,25 @@ class ReferenceBackend(TorchOptimizerBackend):
             state = self.local.groups[group] if self.local is not None else None
             statistics = buffers_replaced(self.module, self.layout, state.buffers if state is not None else {})
             with self._as_group(group), statistics:
-                losses.append(self._mean_loss(own, self._held[group], state.weights if state is not None else {}))
+                counts = [target_count(self.module, rows) for rows in own]
+                losses.append(
+                    self._mean_loss(own, counts, self._held[group], state.weights if state is not None else {})
+                )
         return losses
 
     def _mean_loss(
         self,
         batches: Sequence[Any],
+        weights: Sequence[float],
         held: Mapping[str, torch.Tensor] | None = None,
         own: Mapping[str, torch.Tensor] | None = None,
     ) -> float:
         total = weight = 0.0
-        for batch in batches:
-            count = target_count(self.module, batch)
+        for batch, count in zip(batches, weights, strict=True):
             if count:  # the mean over no targets is NaN
                 total += loss_of(self._run(call_model, to_device(batch, self.device), held, own)).item() * count
                 weight += count
-        return total / weight
+        return total / weight if weight else math.nan
 
     def stream_state(self) -> Iterator[tuple[str, torch.Tensor | None]]:
         # Not state_dict(): a model may save its parameters under other names.

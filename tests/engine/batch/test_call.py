@@ -155,8 +155,16 @@ class Labelled(nn.Module):
     def forward(self, input_ids: Any, labels: Any) -> None: ...
 
 
+class Causal(Labelled):
+    loss_type = "ForCausalLM"  # as Hugging Face's models say it
+
+
+class GPT2LMHeadModel(Labelled):
+    loss_type = None  # transformers takes the causal loss then
+
+
 class Tagger(Labelled):
-    loss_type = "ForTokenClassification"  # as Hugging Face's models say it
+    loss_type = "ForTokenClassification"
 
 
 class One(nn.Module):
@@ -165,9 +173,13 @@ class One(nn.Module):
 
 def test_targets() -> None:
     tokens = torch.tensor([[1, 2, -100, 4]])
-    assert target_count(One(), {"input_ids": tokens, "labels": tokens}) == 2  # the first position predicts nothing
-    assert target_count(Labelled(), (tokens, tokens)) == 2, "the same model on the same tensors, by position"
-    assert target_count(One(), (tokens, tokens)) == 3, "nothing says that these are labels of a causal model"
+    for causal in (Causal(), GPT2LMHeadModel()):
+        # The first position predicts nothing.
+        assert target_count(causal, {"input_ids": tokens, "labels": tokens}) == 2
+        assert target_count(causal, (tokens, tokens)) == 2, "the same model on the same tensors, by position"
+    for model in (One(), Labelled()):
+        assert target_count(model, {"input_ids": tokens, "labels": tokens}) == 3, "nothing says that labels are shifted"
+        assert target_count(model, (tokens, tokens)) == 3
     assert target_count(Labelled(), (tokens, torch.tensor([1, -100]))) == 1
     assert target_count(Tagger(), {"input_ids": tokens, "labels": tokens}) == 3
     assert target_count(One(), (torch.zeros(3, 2), torch.tensor([1, -100, 0]))) == 2
@@ -209,8 +221,12 @@ def test_arguments_are_spread_by_name_and_place() -> None:
     assert call_model(Two(), (1, 2)) == (1, 2, 0)
     assert call_model(Two(), [1, 2, 3]) == (1, 2, 3)
     assert call_model(AnyPositions(), (1, 2, 3)) == (1, 2, 3)
-    for batch in ((1,), (1, 2)):
-        assert call_model(Defaults(), batch) == (batch, 0, 0), "it fits as the one argument, as DeepSpeed passes it"
+    assert call_model(Defaults(), (X, Y)) == (X, Y, 0), "as nanoGPT's forward(idx, targets=None)"
+    assert call_model(Defaults(), [X]) == (X, 0, 0), "as a DataLoader of a TensorDataset gives it"
+    for texts in (["one"], ["one", "two"]):
+        assert call_model(Defaults(), texts) == (texts, 0, 0)
+    assert call_model(One(), (X, Y)) is None, "forward takes one argument, as DeepSpeed passes it"
+    assert call_model(Defaults(), (X, Y, Y)) == ((X, Y, Y), 0, 0)
 
 
 def test_keys_that_are_too_many_are_named() -> None:

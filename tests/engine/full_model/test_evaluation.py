@@ -12,7 +12,7 @@ import sdp
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from sdp.engine.errors import DataError
+from sdp.engine.errors import ConfigError, DataError
 from sdp.engine.full_model.evaluation import StreamedEvaluation
 from sdp.engine.full_model.lockstep import Lockstep
 from sdp.tests.support import models
@@ -155,6 +155,84 @@ def test_training_goes_on_as_if_nothing_was_evaluated(ranks: RankPool, stage: in
     assert expected is not None
     for name, weight in expected.items():
         torch.testing.assert_close(state[name], weight, rtol=0, atol=1e-5 * weight.abs().max().item())
+
+
+# -- the weights of batches ------------------------------------------------------------------------
+
+
+class Tagger(nn.Module):
+    """Predicts a label for each position, and shifts nothing."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem = nn.Embedding(16, 13)
+        self.layers = nn.ModuleList(models.Block() for _ in range(4))
+        self.head = nn.Linear(13, 16)
+
+    def forward(self, input_ids: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        hidden = self.stem(input_ids)
+        for layer in self.layers:
+            hidden = layer(hidden)
+        return F.cross_entropy(self.head(hidden).flatten(0, 1), labels.flatten(), ignore_index=-100)
+
+
+def make_tagger() -> Tagger:
+    torch.manual_seed(0)
+    return Tagger()
+
+
+def labelled(count: int, seed: int) -> dict[str, torch.Tensor]:
+    """A batch of four rows, whose first ``count`` positions have a label."""
+    generator = torch.Generator().manual_seed(seed)
+    labels = torch.full((4, 8), -100)
+    labels[:, :count] = torch.randint(16, (4, count), generator=generator)
+    return {"input_ids": torch.randint(16, (4, 8), generator=generator), "labels": labels}
+
+
+def expected_mean(counts: list[int], weights: list[float]) -> float:
+    """The mean of the batches' losses by plain torch, with ``weights``."""
+    model = make_tagger()
+    with torch.no_grad():
+        losses = [model(**labelled(count, seed)).item() for seed, count in enumerate(counts)]
+    return sum(w * loss for w, loss in zip(weights, losses, strict=True) if w) / sum(weights)
+
+
+TAGGER = {"train_micro_batch_size_per_gpu": 4, "optimizer": {"type": "SGD", "params": {"lr": 0.1}}}
+
+
+@pytest.mark.parametrize("counts", [(8, 8), (8, 2), (8, 1), (0, 8)])
+def test_batches_weigh_as_many_labels_as_the_loss_counts(counts: tuple[int, int]) -> None:
+    engine = sdp.initialize(model=make_tagger(), config=TAGGER | {"sdp": {"groups": 1, "engine": "reference"}})[0]
+    batches = [labelled(count, seed) for seed, count in enumerate(counts)]
+    assert engine.evaluate(batches) == pytest.approx(expected_mean(list(counts), list(counts)), rel=1e-6)
+    assert engine.evaluate(batches, [1, 3]) == pytest.approx(expected_mean(list(counts), [1, 3]), rel=1e-6, nan_ok=True)
+    assert engine.evaluate(batches, iter([0, 2.5])) == pytest.approx(expected_mean(list(counts), [0, 1]), rel=1e-6)
+
+
+def test_weights_that_cannot_be_honoured_are_one_line() -> None:
+    engine = sdp.initialize(model=make_tagger(), config=TAGGER | {"sdp": {"groups": 1, "engine": "reference"}})[0]
+    with pytest.raises(ConfigError, match=r"^evaluate: 2 weights for 1 batches; give one for each batch$"):
+        engine.evaluate([labelled(8, 0)], [1, 2])
+    for weight in (-1.0, float("nan"), float("inf")):
+        with pytest.raises(ConfigError, match="must be a finite number from 0; give the number"):
+            engine.evaluate([labelled(8, 0)], [weight])
+    with pytest.raises(DataError, match=r"^evaluate: no batch of any rank has a label that counts"):
+        engine.evaluate([labelled(0, 0)])
+
+
+def _weighted(masking: str) -> tuple[float, float]:
+    rank = dist.get_rank()
+    section = {"groups": 2, "capacity": 0.5, "masking": masking}
+    engine = sdp.initialize(model=make_tagger(), config=TAGGER | {"sdp": section})[0]
+    batches = [labelled(count, 2 * rank + index) for index, count in enumerate([(8, 1), (2,)][rank])]
+    return engine.evaluate(batches), engine.evaluate(batches, [(0, 3), (2,)][rank])
+
+
+@pytest.mark.parametrize("masking", ["forward", "backward"])
+def test_weights_of_all_ranks_make_one_mean(ranks: RankPool, masking: str) -> None:
+    for by_labels, given in ranks.run(_weighted, masking, world=2):
+        assert by_labels == pytest.approx(expected_mean([8, 1, 2], [8, 1, 2]), rel=1e-6)
+        assert given == pytest.approx(expected_mean([8, 1, 2], [0, 3, 2]), rel=1e-6)
 
 
 # -- dropout and running statistics ----------------------------------------------------------------
