@@ -107,7 +107,7 @@ def prepare_images(name: str, path: Path | None, output: Path) -> ImageIndex:
 def _replacing(path: Path) -> Iterator[BinaryIO]:
     """A context with a file that takes the place of ``path`` when it is complete.
 
-    The groups of an elastic run may all write the same set at the same time.
+    Several runs may write the same set at the same time.
     """
     temporary = path.with_name(f"{path.name}.{secrets.token_hex(8)}.tmp")
     try:

@@ -17,7 +17,6 @@ from pathlib import Path
 from typing import Any, cast
 
 from sdp.engine.config import deepspeed_keys
-from sdp.engine.config.elastic import ElasticSection
 from sdp.engine.config.masking import MaskingPhase
 from sdp.engine.config.named_params import SCHEDULES, AdamParams, LambParams, LionParams, MuonParams, SGDParams
 from sdp.engine.config.schema import Config
@@ -72,7 +71,6 @@ def config_sections() -> Iterator[tuple[str, type[Section]]]:
         if name == "sdp":
             yield "sdp.masking", MaskingPhase
             yield "sdp.sync", SyncSection
-            yield "sdp.elastic", ElasticSection
         if name == "training":
             yield "training.evaluate_tasks", TasksSection
     yield "optimizer (AdamW, Adam, FusedAdam)", AdamParams
@@ -118,7 +116,6 @@ _INTRODUCTIONS = {
     "sdp": "Which group of ranks holds which part of the model.\n\n",
     "sdp.masking": "One phase of a masking schedule. [Concepts](concepts.md#a-masking-schedule) has an example.\n\n",
     "sdp.sync": "Local steps. [Slow links](slow_links.md) says when to use them.\n\n",
-    "sdp.elastic": "The run goes on when it loses a group. [Elastic groups](elastic.md) says what works.\n\n",
     "zero_optimization": "How a group shards its state among its own ranks.\n\n",
     "data": "What to train on. [Data](data.md) and [Images](images.md) have examples.\n\n",
     "training": "Length of the run, evaluation, checkpoints and time limits. `sdp train` reads them.\n\n",

@@ -79,8 +79,6 @@ def _warn_of_settings_without_effect(config: Config, layout: Layout) -> None:
 def _announce_placement(config: Config, layout: Layout) -> None:
     if layout.units:
         log.info("placement: %s", layout.placement.describe())
-        if layout.mesh.sdp > 1 and (config.sdp.survive or config.sdp.elastic.enabled):
-            log.info("lost groups: %s", layout.placement.describe_losses())
         for warning in warnings_of(config.sdp, layout.placement) + layout.warnings() if layout.mesh.sdp > 1 else []:
             log.warning("placement: %s", warning)
 

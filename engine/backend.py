@@ -286,8 +286,8 @@ class Backend(Protocol):
         """This rank's share of a checkpoint."""
         ...
 
-    def continue_at(self, *, steps: int, micro_steps: int, skipped: int | None = None) -> None:
-        """Set the backend's own counters, if it has some. ``skipped`` may stay as it is (None)."""
+    def continue_at(self, *, steps: int, micro_steps: int, skipped: int) -> None:
+        """Set the backend's own counters, if it has some."""
         ...
 
     # -- bytes -------------------------------------------------------------------------------------

@@ -19,7 +19,6 @@ from .backends.fsdp2.backend import FSDP2Backend
 from .backends.fsdp2.offload import ShardHome
 from .backends.reference.backend import ReferenceBackend
 from .config.schema import Config
-from .distributed import world
 from .distributed.agreement import Ranks
 from .distributed.mesh import Coordinates
 from .distributed.process_groups import tensor_group
@@ -106,7 +105,7 @@ def build_native(
         prepare: changes the model once its tensors have their local shapes, and returns the layout
             of the changed model. The tracer leaves out repeated blocks this way.
     """
-    at = layout.mesh.coordinates(world.rank())
+    at = layout.mesh.coordinates(dist.get_rank())
     traffic, compute_dtype = Traffic(), getattr(torch, config.precision)
     stage = config.zero_optimization.stage
     # 1. Slice neurons. Tensor parallelism splits the slices, so they must exist before it.
@@ -189,7 +188,7 @@ def _split_among_tensor_ranks(
     """Split the model's matrices among the tensor-parallel ranks; None without tensor
     parallelism.
     """
-    group = tensor_group(world.inside(layout.mesh))
+    group = tensor_group(layout.mesh)
     if group is None:
         return None
     tensor_ranks = TensorRanks(group, layout.mesh.tp, at.tp, traffic)

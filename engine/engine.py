@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +28,6 @@ from .checkpoint.settings import (
 from .checkpoint.storage.directory import check_tag
 from .config.schema import Config
 from .deepspeed_names import DeepSpeedNames
-from .distributed import world
 from .distributed.agreement import Ranks
 from .distributed.tensors import local_tensor, outside_inference_mode
 from .errors import ConfigError
@@ -55,7 +54,6 @@ class SDPEngine(DeepSpeedNames):
         self.noise = NoiseScale(backend.noise, interval, batch.micro, batch.accumulation, lambda: self.global_steps)
         self.local_training.follow(0)
         self.lr_scheduler = scheduler
-        self.before_update: Callable[[], None] = lambda: None  # raises if the step is not to be counted
         self.loader: Any = None
         self.training_dataloader: Any = None  # the third value of sdp.initialize, which ends with the epoch
         self.global_steps = self.micro_steps = self.global_samples = 0
@@ -66,7 +64,8 @@ class SDPEngine(DeepSpeedNames):
         if not self._is_deepspeed:
             optimizer.zero_grad = self.zero_grad  # type: ignore[method-assign]
         self._optimized = self._find_optimized()
-        self.follow_layout()
+        self._saved = backend.state_to_save()
+        self._saver = Saver(alone=self.world_size == 1, device=self.device)
 
     # -- training ----------------------------------------------------------------------------------
 
@@ -163,7 +162,6 @@ class SDPEngine(DeepSpeedNames):
             return
         squared_norm, mean_loss = backend.squared_grad_norm_and_loss(loss)
         norm, may_lower = math.sqrt(squared_norm), backend.may_lower_loss_scale
-        self.before_update()
         backend.check_gradients()
         # Norm and loss cover all groups, so all ranks decide the same.
         is_spike = self.spikes.check(self.global_steps + 1, mean_loss, norm, before_error=self.forget_micro_batches)
@@ -187,14 +185,6 @@ class SDPEngine(DeepSpeedNames):
         self.tput_timer.global_samples += self._batch.train
         self.local_training.after_step(self.global_steps)
         self._backend.use_masking(self.config.masking_schedule.at(self.global_steps + 1))
-
-    def follow_layout(self) -> None:
-        """Take over a changed layout of the backend, and go on from the last complete step."""
-        self._batch = self._batch.on(self.layout.mesh)
-        self.micro_steps = self.global_steps * self._batch.accumulation
-        self._backend.continue_at(steps=self.global_steps, micro_steps=self.micro_steps)
-        self._saved = self._backend.state_to_save()
-        self._saver = Saver(alone=self.world_size == 1, device=self.device)
 
     def forget_micro_batches(self) -> None:
         """Drop the gradients and the losses since the last step, which is then made again."""
@@ -363,8 +353,7 @@ class SDPEngine(DeepSpeedNames):
         self.global_steps, self.global_samples = state["global_steps"], state["global_samples"]
         self.micro_steps = self.global_steps * self._batch.accumulation
         self.last_steps.start_at(state["skipped_steps"])
-        if not world.is_elastic():  # there, copies are sent when all ranks have loaded
-            self._backend.use_masking(self.config.masking_schedule.at(self.global_steps + 1))
+        self._backend.use_masking(self.config.masking_schedule.at(self.global_steps + 1))
         self._backend.continue_at(steps=self.global_steps, micro_steps=self.micro_steps, skipped=self.skipped_steps)
         if configured_rates:
             use_configured_rates(self.optimizer, names, configured, self.lr_scheduler)

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from safetensors import SafetensorError
 from torch import nn
 from torch.optim import Optimizer
@@ -18,7 +19,6 @@ from .backend import Backend
 from .batch.call import checked_weights, target_count
 from .batch.size import BatchSize
 from .config.schema import Config
-from .distributed import world
 from .distributed.agreement import Ranks, agree_on_rates, gather_json, start_max
 from .distributed.hosts import machine_id
 from .distributed.tensors import outside_inference_mode
@@ -116,12 +116,12 @@ class EngineFacts:
 
     @property
     def global_rank(self) -> int:
-        return 0 if self._is_reference else world.rank()
+        return 0 if self._is_reference else dist.get_rank()
 
     @property
     def world_size(self) -> int:
         """The number of processes that train together. A reference engine is one process."""
-        return 1 if self._is_reference else world.size()
+        return 1 if self._is_reference else dist.get_world_size()
 
     def gather_facts(self, facts: Any) -> list[Any]:
         """All ranks' ``facts`` (small JSON), in rank order. Tuples become lists. Collective."""

@@ -23,7 +23,6 @@ from .batch.training_data import make_loader
 from .config.load import load_config
 from .config.schema import Config
 from .construct import build_backend, values_to_give
-from .distributed import world
 from .distributed.agreement import check_equal
 from .distributed.join import join
 from .distributed.mesh import Mesh, mesh_of
@@ -100,17 +99,13 @@ def initialize(
         optimizer = with_torch_kernels(optimizer)
     reference = settings.sdp.in_one_process
     _check_launch(distributed_port, dist_init_required, in_one_process=reference)
-    if settings.sdp.elastic.enabled and not world.is_elastic():
-        raise ConfigError(
-            "sdp.elastic: is available in this version with sdp train only, and not in a script; set enabled false"
-        )
     device = _own_device(settings.sdp.engine) if reference else join()
     if not reference:
         watch()
         check_equal(_settings_of_all(settings), device)
         _share_ranks_with_deepspeed()
     _make_whole(model)
-    mesh = mesh_of(settings, 1 if reference else world.size())
+    mesh = mesh_of(settings, 1 if reference else dist.get_world_size())
     batch = BatchSize.resolve(settings, mesh)
     names = {id(parameter): name for name, parameter in model.named_parameters()}
     param_groups, grouped = named_groups(model_parameters, optimizer, names)
@@ -120,14 +115,14 @@ def initialize(
             "sdp.initialize: all parameters are frozen, so there is nothing to train; set requires_grad on some of them"
         )
     converted = make_float32(model)
-    if converted and (reference or world.rank() == 0):
+    if converted and (reference or dist.get_rank() == 0):
         computes = f"the model computes in {settings.precision}"
         log.warning("%s; %s, which bf16.enabled chooses", converted, computes)
     _refuse_to_scale(model, settings)
     _refuse_hooks(model, settings, mesh)
     layout = Layout.of(model, settings, mesh)
     if draws_of(model):
-        torch.manual_seed(seed_of(settings.training.seed, "draws", 0 if reference else world.rank()))
+        torch.manual_seed(seed_of(settings.training.seed, "draws", 0 if reference else dist.get_rank()))
     if not reference:
         check_placement(layout.placement, device)
         check_equal({"the model's parameters": _parameters(layout)}, device)
@@ -212,7 +207,7 @@ def _make_whole(model: nn.Module) -> None:
     from .backends.deepspeed.private import make_whole  # deepspeed is optional
 
     count = make_whole(model)
-    if world.rank() == 0:
+    if dist.get_rank() == 0:
         log.warning(
             "weights: DeepSpeed's zero.Init had partitioned %d parameters; every rank has them whole until the model "
             "is cut. To build a model that does not fit into memory, use the meta device", count

@@ -35,27 +35,16 @@ class PendingUpdate:
     """The outcome of a local step. The other groups' part of it may still be under way.
 
     Args:
-        receive: waits for the other groups and returns the outcome. It is called once. None: the
-            outcome is set from outside, with :meth:`set`.
+        receive: waits for the other groups and returns the outcome. It is called once.
     """
 
-    def __init__(self, receive: Callable[[], LocalUpdate] | None):
+    def __init__(self, receive: Callable[[], LocalUpdate]):
         self._receive = receive
         self._received: LocalUpdate | None = None
-
-    @property
-    def is_known(self) -> bool:
-        """Whether the outcome can be read without a wait."""
-        return self._received is not None
-
-    def set(self, outcome: LocalUpdate) -> None:
-        """Set the outcome."""
-        self._received = outcome
 
     def wait(self) -> LocalUpdate:
         """Return the outcome. Waits until every group has sent its part."""
         if self._received is None:
-            assert self._receive is not None, "the groups of an elastic run have not agreed yet"
             self._received = self._receive()
         return self._received
 

@@ -24,10 +24,6 @@ class LocalTraining:
     Attributes:
         outer_steps: the outer steps since the start of the run. A round has one for each fragment.
         last: what the outer step after the last step did. None if there was none.
-        is_elastic: whether something else averages, when all living groups agree. Nothing of a step
-            arrives from other groups before.
-        since: in an elastic run, the step after which all groups had the anchors last.
-        skipped_samples: samples of unfinished rounds of groups that were lost.
     """
 
     def __init__(self, backend: Backend, sync: SyncSection | None):
@@ -37,8 +33,6 @@ class LocalTraining:
         self._averaged_at = -1  # the last step after which finish, or a load, left all groups with the anchors
         self.last: OuterFacts | None = None
         self._pending: deque[tuple[int, PendingUpdate]] = deque()
-        self.is_elastic = False
-        self.since = self.skipped_samples = 0
 
     @property
     def lag(self) -> int:
@@ -48,8 +42,6 @@ class LocalTraining:
         would cost more than the step. A message may queue behind an average, which has ``overlap``
         steps. So the outcome of a step is needed ``overlap`` + 1 steps later.
         """
-        if self.is_elastic:
-            return sum(not update.is_known for _, update in self._pending)
         return 0 if self._sync is None else self._sync.overlap + 1
 
     def add(self, step: int, update: PendingUpdate) -> None:
@@ -78,12 +70,11 @@ class LocalTraining:
         return self.pending.wait() if self.pending is not None else None
 
     def skipped_steps(self, until: int | None = None) -> int:
-        """Count the skipped steps of :meth:`skips`, up to step ``until``. May wait."""
-        return sum(self.skips(until))
+        """Count the skipped steps that :meth:`arrived` has not returned, up to step ``until``.
 
-    def skips(self, until: int | None = None) -> Iterator[bool]:
-        """Return whether each step that :meth:`arrived` has not returned was skipped."""
-        return (update.wait().skipped > 0 for step, update in self._pending if until is None or step <= until)
+        May wait.
+        """
+        return sum(update.wait().skipped > 0 for step, update in self._pending if until is None or step <= until)
 
     @property
     def is_local(self) -> bool:
@@ -104,8 +95,6 @@ class LocalTraining:
     def after_step(self, step: int) -> None:
         """Start and apply the averages that are due after ``step``. Collective."""
         self.last = None
-        if self.is_elastic:
-            return
         if self._backend.local is not None and self._rounds is not None:
             starting, arriving = self._rounds.starting(step), self._rounds.arriving(step)
             overlap = self._sync.overlap if self._sync is not None else 0
@@ -126,7 +115,7 @@ class LocalTraining:
             Whether anything was averaged.
         """
         local = self._backend.local
-        if local is None or self._rounds is None or step == self._averaged_at or self.is_elastic:
+        if local is None or self._rounds is None or step == self._averaged_at:
             return False
         before = self.outer_steps
         if local.travelling is not None:
@@ -138,23 +127,6 @@ class LocalTraining:
         if self.outer_steps > before:
             self._averaged_at = step
         return self.outer_steps > before
-
-    def ends_round(self, step: int) -> bool:
-        """Return whether an average is due after ``step``. There is only one fragment."""
-        return self._rounds is not None and self._rounds.starting(step) is not None
-
-    def note_average(self, step: int, facts: OuterFacts) -> None:
-        """Take note of an average after ``step`` that was made from outside."""
-        self.last, self._averaged_at, self.since = facts, step, step
-        self.outer_steps += 1
-
-    def note_round_given_up(self, step: int, skipped: int) -> None:
-        """Take note that all groups have the anchors again after ``step``, without an average.
-
-        ``skipped``: the samples of the round.
-        """
-        self.last, self._averaged_at, self.since = None, step, step
-        self.skipped_samples += skipped
 
     def has_finished(self, step: int) -> bool:
         """Return whether :meth:`finish` averaged something after ``step``."""
@@ -210,7 +182,6 @@ class LocalTraining:
             "steps_alone": self._steps_alone(steps),
             "travelling": self._backend.local.travelling,
             "fragments": len(self._rounds.fragments) if self._rounds is not None else 1,
-            **({"skipped_samples": self.skipped_samples} if self.skipped_samples else {}),
         }
 
     def load_state_dict(self, state: dict[str, Any] | None, steps: int, *, in_round: bool) -> None:
@@ -222,9 +193,7 @@ class LocalTraining:
             in_round: whether groups go on with weights of their own. If not, they have the anchors.
         """
         self.outer_steps = (state or {}).get("outer_steps", 0)
-        self.skipped_samples = (state or {}).get("skipped_samples", 0)
         self._averaged_at, self.last = -1 if in_round else steps, None
-        self.since = steps - ((state or {}).get("steps_alone", 0) if in_round else 0)
         self._pending.clear()
         local = self._backend.local
         under_way = local.travelling if in_round and local is not None else None
@@ -282,15 +251,10 @@ class LastSteps:
         """
         return self._skipped + self._local.skipped_steps(step)
 
-    @property
-    def skipped_in_a_row(self) -> tuple[int, int]:
-        """How many of the last steps were skipped in a row, and how many of them are excused."""
-        return self._in_a_row.counts_after(self._local.skips())
-
-    def start_at(self, skipped: int, in_a_row: tuple[int, int] = (0, 0)) -> None:
-        """Continue with ``skipped`` steps, and ``in_a_row`` as in :attr:`skipped_in_a_row`."""
+    def start_at(self, skipped: int) -> None:
+        """Continue with ``skipped`` steps, none of them in a row."""
         self._skipped = skipped
-        self._in_a_row.continue_from(*in_a_row)
+        self._in_a_row.note(False)
 
     def note(self, loss: float, norm: float, *, skipped: bool, counts: bool, excused: bool) -> None:
         """Take note of a step of all groups.

@@ -92,10 +92,6 @@ class Heartbeat:
         log: the rank's log file.
         on_stall: called with a message if there is no progress.
         guarded: start a process that kills this one if it cannot end itself.
-
-    Attributes:
-        on_phase: called with the name of each phase, when it begins.
-        patience: a phase may take so many times its seconds.
     """
 
     def __init__(
@@ -105,8 +101,6 @@ class Heartbeat:
         self._log = os.fdopen(open_own_file(log), "a", encoding="utf-8")
         self._file = _open_for_whereabouts(file) if file is not None else None
         self._whereabouts = Whereabouts(rank, self._host, 0, "starting", time.time())
-        self.on_phase: Callable[[str], None] = lambda _: None
-        self.patience = 1.0
         self._seconds: float | None = None
         self._started = time.monotonic()
         self._guard = _start_guard() if guarded else None
@@ -120,16 +114,6 @@ class Heartbeat:
         return self._whereabouts
 
     @property
-    def seconds(self) -> float | None:
-        """The seconds that the present phase may take, None without a limit."""
-        return self._seconds
-
-    @property
-    def elapsed(self) -> float:
-        """The seconds since the present phase began."""
-        return time.monotonic() - self._started
-
-    @property
     def guard_pid(self) -> int | None:
         """The process id of the guard, or None."""
         return self._guard.pid if self._guard is not None else None
@@ -138,8 +122,7 @@ class Heartbeat:
         """The rank begins ``phase`` of ``step``, which may take ``seconds`` (None: any time)."""
         self._whereabouts = Whereabouts(self._rank, self._host, step, phase, time.time())
         self._started, self._seconds = time.monotonic(), seconds
-        self.on_phase(phase)
-        self._tell_guard(self._whereabouts, self._allowed(seconds))
+        self._tell_guard(self._whereabouts, seconds)
         if self._file is not None:
             with contextlib.suppress(OSError):  # on a full disk only the message for a hang suffers
                 os.pwrite(self._file, json.dumps(asdict(self._whereabouts)).ljust(_RECORD_BYTES).encode(), 0)
@@ -159,22 +142,15 @@ class Heartbeat:
 
     def _watch(self) -> None:
         while not self._stopped.wait(_LOOK_SECONDS):
-            whereabouts, started, seconds = self._whereabouts, self._started, self._allowed(self._seconds)
+            whereabouts, started, seconds = self._whereabouts, self._started, self._seconds
             self._tell_guard(whereabouts, seconds)
             is_same = whereabouts is self._whereabouts
             is_late = seconds is not None and time.monotonic() - started > seconds
             if is_late and is_same and not self._stopped.is_set():
-                self.end(f"no progress for {seconds:g} s")
+                self._end(f"no progress for {seconds:g} s")
 
-    def _allowed(self, seconds: float | None) -> float | None:
-        return None if seconds is None else seconds * self.patience
-
-    def end(self, reason: str) -> None:
-        """End the process with exit code 1. Any thread may call this.
-
-        Args:
-            reason: why, such as "no progress for 600 s". The message begins with the whereabouts.
-        """
+    def _end(self, reason: str) -> None:
+        """End the process with exit code 1, for a reason such as "no progress for 600 s"."""
         telling = threading.Thread(target=self._tell, args=(f"{self._whereabouts}: {reason}",), daemon=True)
         telling.start()
         telling.join(_TELL_SECONDS)

@@ -6,13 +6,12 @@ import contextlib
 import os
 import signal
 import subprocess
-import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from ..engine.environment.launchers import ERROR_FILE, PARENT_PID, TERMINAL, WHEREABOUTS_FILE
+from ..engine.environment.launchers import ERROR_FILE, PARENT_PID, WHEREABOUTS_FILE
 from ..engine.errors import LaunchError
 from .fatal_errors import FatalError
 from .heartbeat import Whereabouts
@@ -43,8 +42,6 @@ class RankProcess:
         environ: dict[str, str],
         log_dir: Path,
         pass_fds: Sequence[int] = (),
-        *,
-        may_show_progress: bool = False,
     ) -> RankProcess:
         """Start a rank.
 
@@ -55,8 +52,6 @@ class RankProcess:
             environ: its environment.
             log_dir: the directory of its log. It is made if it is missing.
             pass_fds: open files that the process inherits.
-            may_show_progress: whether the rank gets the terminal in addition to its log, because it
-                may have to show the run's progress.
 
         Raises:
             LaunchError: the process cannot be started, its log cannot be written, or a symbolic
@@ -71,15 +66,15 @@ class RankProcess:
             log_dir.mkdir(parents=True, exist_ok=True)
             error_file.unlink(missing_ok=True)
             whereabouts_file.unlink(missing_ok=True)
-            with os.fdopen(open_own_file(log), "ab") as output, _terminal(may_show_progress and rank > 0) as terminal:
+            with os.fdopen(open_own_file(log), "ab") as output:
                 process = subprocess.Popen(
                     command,
-                    env=environ | terminal,
+                    env=environ,
                     stdin=subprocess.DEVNULL,
                     stdout=None if rank == 0 else output,
                     stderr=None if rank == 0 else subprocess.STDOUT,
                     process_group=0,  # Ctrl-C reaches the launcher only, which forwards it once
-                    pass_fds=[*pass_fds, *map(int, terminal.values())],
+                    pass_fds=pass_fds,
                 )
                 return cls(rank, process, log, output.tell(), error_file, whereabouts_file)
         except OSError as error:
@@ -150,23 +145,6 @@ class RankProcess:
         except OSError:  # somebody removed the directory
             return ""
         return next((line.strip() for line in reversed(lines) if line.strip()), "")
-
-
-@contextlib.contextmanager
-def _terminal(is_wanted: bool) -> Iterator[dict[str, str]]:
-    """Duplicate standard error, and yield the variable that names the duplicate.
-
-    Yields nothing if it is not wanted, or if standard error is closed.
-    """
-    handle = None
-    if is_wanted and sys.stderr is not None:  # else descriptor 2 may be any file
-        with contextlib.suppress(OSError):
-            handle = os.dup(2)
-    if handle is None:
-        yield {}
-        return
-    with contextlib.closing(os.fdopen(handle, "wb", buffering=0)):
-        yield {TERMINAL: str(handle)}
 
 
 def _has_exited(process: subprocess.Popen[bytes]) -> bool:

@@ -26,13 +26,13 @@ ENGINE_ORDER = (
     "batch", "placement",
     "optim", "subnetwork", "sync", "accounting", "full_model", "local_steps", "backend", "checkpoint", "local_training",
     "engine_facts", "deepspeed_facts", "deepspeed_names", "engine", "backends", "construct", "tracing", "announcement",
-    "initialize", "elastic", "integrations",
+    "initialize", "integrations",
 )  # fmt: skip
 # The same inside tools/. Commands that are not listed are above these and do not import each other.
 TOOLS_ORDER = ("shared", "runs", "report", "tasks", "train", "plan")
 LAUNCHER_ORDER = (
     "allocator", "own_command", "own_files", "signals", "degrees", "heartbeat", "fatal_errors",
-    "rank_process", "restarts", "stopped", "notes", "elastic", "local",
+    "rank_process", "stopped", "notes", "local",
     "cluster",
 )  # fmt: skip
 # Inside engine/backends/. The backends themselves are not listed: they do not import each other.

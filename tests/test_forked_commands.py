@@ -169,9 +169,9 @@ def test_commands_do_not_see_what_others_have_left(corpus: Path, tmp_path: Path,
     words = ["train", config, "--dump-dir"]
     assert run_sdp(*words, tmp_path / NEW, new_interpreters=True).returncode == 0
     assert run_forked(*words, tmp_path / "first").returncode == 0
-    monkeypatch.setenv("SDP_ELASTIC_GROUP", "none")
+    monkeypatch.setenv("WORLD_SIZE", "2")
     refused = run_forked(*words, tmp_path / "first", "--set", "sdp.groups=3")
     assert (refused.returncode, refused.stdout, refused.stderr.count("\n")) == (2, "", 1)
-    monkeypatch.delenv("SDP_ELASTIC_GROUP")
+    monkeypatch.delenv("WORLD_SIZE")
     assert run_forked(*words, tmp_path / "second").returncode == 0
     assert read_losses(tmp_path / "first") == read_losses(tmp_path / "second") == read_losses(tmp_path / NEW)

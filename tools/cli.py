@@ -193,7 +193,6 @@ _COMMANDS = {
         "bench.command", "compare ways to train a model side by side, or one rank with a hand-written loop"
     ),
     "gpu-check": _tool_command("gpu_check.command", "measure a rank's share of dense and SDP runs on this GPU"),
-    "coordinate": _tool_command("coordinate", "keep the groups of an elastic run together that have separate launches"),
     "evaluate": _tool_command("evaluate", "compute the held-out loss of a checkpoint's full model"),
     "export": _tool_command("export", "write a checkpoint's model and tokenizer for transformers"),
     "report": _tool_command("report.command", "summarise and compare finished runs"),

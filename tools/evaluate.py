@@ -40,7 +40,6 @@ from .tasks.scoring import FullModel, Scorer, max_length
 # matter.
 _IN_ONE_PROCESS = (
     "sdp.engine=reference",
-    "sdp.elastic.enabled=false",
     "fp16.enabled=false",
     "tensor_parallel.autotp_size=1",
     "training.init_from=null",

@@ -11,6 +11,7 @@ from dataclasses import replace
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.optim import Optimizer
 
@@ -21,7 +22,6 @@ from ..backend import Backend, GroupPart, LocalSteps, Spot, StateToSave, Update
 from ..checkpoint.state import SavedState
 from ..config.masking import Masking
 from ..config.schema import Config
-from ..distributed import world
 from ..distributed.tensors import local_tensor
 from ..distributed.traffic import Traffic
 from ..optim.clip import clip_
@@ -217,7 +217,7 @@ class TorchOptimizerBackend:
     def state_to_save(self: Backend) -> StateToSave:
         return SavedState(self, self.optimizer, self.rank)
 
-    def continue_at(self, *, steps: int, micro_steps: int, skipped: int | None = None) -> None:
+    def continue_at(self, *, steps: int, micro_steps: int, skipped: int) -> None:
         """A no-op: only the engine counts steps."""
 
     # -- bytes -------------------------------------------------------------------------------------
@@ -302,7 +302,7 @@ class TorchOptimizerBackend:
 
     @property
     def _world_size(self) -> int:
-        return 1 if self._config.sdp.in_one_process else world.size()
+        return 1 if self._config.sdp.in_one_process else dist.get_world_size()
 
     @property
     def _shards(self) -> int:

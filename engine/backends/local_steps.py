@@ -13,15 +13,12 @@ from torch.optim import Optimizer
 
 from ..backend import CommonPart, GroupPart, LocalUpdate, PendingUpdate
 from ..config.sync import SyncSection
-from ..distributed import world
 from ..distributed.mesh import Coordinates
 from ..full_model.backend_view import SubnetworkBackend
 from ..full_model.buffers import agree_on_buffers, persistent_buffers
 from ..optim.clip import squared_norm
-from ..optim.optimizer_state import HeldTensor
 from ..optim.script_steps import stepped_by_engine
 from ..placement.layout import Layout
-from ..placement.tensor_info import TensorInfo
 from ..sync.outer import OuterFacts, OuterSteps
 from ..sync.rounds import fragments_of
 
@@ -31,20 +28,14 @@ class ShardedLocalSteps:
 
     Batch norm's running statistics have anchors too: those of a unit are averaged in its outer
     step.
-
-    Attributes:
-        tell: tells the other groups the loss and the norm of a step, and returns its outcome. An
-            elastic run replaces it.
     """
 
     def __init__(self, backend: SubnetworkBackend, sync: SyncSection):
         self.sync = sync
         self._backend = backend
-        self.tell: Callable[[float, float], PendingUpdate] = self._tell_at_once
         self._fragments = fragments_of(backend.layout, sync.fragments)
         self.outer = self._make_outer_steps()
-        if not world.is_elastic():  # there, the groups have not met yet
-            backend.agree_on_buffers()
+        backend.agree_on_buffers()
         self.buffers = {name: buffer.clone() for name, buffer in self._buffers_here().items()}
 
     @property
@@ -54,10 +45,6 @@ class ShardedLocalSteps:
     @property
     def _at(self) -> Coordinates:
         return self._backend.at
-
-    def reconnect(self) -> None:
-        """Average with the groups of the backend's layout from now on. They have changed."""
-        self.outer.connect(self._layout.buckets(lambda _: False), self._backend.communicators.holders)
 
     def _make_outer_steps(self) -> OuterSteps:
         backend, infos = self._backend, self._layout.parameters
@@ -109,21 +96,22 @@ class ShardedLocalSteps:
         backend.zero_grad()
         if scheduler is not None:
             scheduler.step()
-        return self.tell(loss.item(), norm)
-
-    def _tell_at_once(self, loss: float, norm: float) -> PendingUpdate:
-        totals = torch.tensor(self.summary(loss, norm), dtype=torch.float64, device=self._backend.device)
-        return self._pending(totals, self._backend.start_control(totals))
+        totals = torch.tensor(self.summary(loss.item(), norm), dtype=torch.float64, device=backend.device)
+        return self._pending(totals, backend.start_control(totals))
 
     def _pending(self, totals: torch.Tensor, wait: Callable[[], object]) -> PendingUpdate:
+        """Return the outcome of a step. After ``wait()``, ``totals`` has the sums of all ranks."""
+
         def receive() -> LocalUpdate:
             wait()
-            return self.outcome(totals)
+            mean_loss, norms, stepped, everyone = totals.tolist()
+            skipped = round(self._layout.mesh.sdp * (everyone - stepped))
+            return LocalUpdate(mean_loss, norms / stepped if stepped else math.nan, skipped)
 
         return PendingUpdate(receive)
 
     def summary(self, loss: float, norm: float) -> list[float]:
-        """Return what this rank adds to the sums from which :meth:`outcome` follows."""
+        """Return what this rank adds to the sums from which the outcome of a step follows."""
         mesh, first = self._layout.mesh, self._at.fsdp == 0 and self._at.tp == 0
         share = 1 / mesh.sdp if first else 0.0  # of the groups
         return [
@@ -131,12 +119,6 @@ class ShardedLocalSteps:
             *((share * norm, share) if math.isfinite(norm) else (0.0, 0.0)),
             share,
         ]
-
-    def outcome(self, totals: torch.Tensor) -> LocalUpdate:
-        """Return the outcome of a step from the sums of all ranks."""
-        mean_loss, norms, stepped, everyone = totals.tolist()
-        skipped = round(self._layout.mesh.sdp * (everyone - stepped))
-        return LocalUpdate(mean_loss, norms / stepped if stepped else math.nan, skipped)
 
     def _norm_in_group(self) -> float:
         backend = self._backend
@@ -171,17 +153,6 @@ class ShardedLocalSteps:
             buffers,
         )
 
-    def parameter_of(self, key: str) -> TensorInfo:
-        """Return the parameter or slice to which an anchor belongs."""
-        return self._layout.parameters[key]
-
-    def anchors_of(self, unit: str) -> Iterator[HeldTensor]:
-        """Yield the anchors of a unit, in an order that is the same for all holders."""
-        for key, anchor in self.outer.anchors.items():
-            info = self.parameter_of(key)
-            if info.unit == unit:
-                yield HeldTensor(anchor, anchor, info.canonical)
-
     def untrained(self) -> Mapping[str, torch.Tensor]:
         infos = self._layout.parameters
         return {name: p for name, p in self._backend.parameters.items() if not infos[name].trainable}
@@ -207,37 +178,18 @@ class ShardedLocalSteps:
         for name, buffer in self._buffers_here().items():
             self.buffers[name].copy_(buffer)
 
-    @torch.no_grad()
-    def give_up(self) -> None:
-        """Return to the anchors. What this rank changed since its last average is lost."""
-        self._backend.shard_parameters()
-        self.outer.reset(keep="anchors")
-        for name, buffer in self._buffers_here().items():
-            buffer.copy_(self.buffers[name])
-
     def start(self, fragment: int) -> None:
         """Start to average ``fragment``. Collective."""
         self.outer.start(fragment)
 
-    def arrive(self, commit: Callable[[], object] | None = None) -> OuterFacts:
-        """Apply the average that is under way. Collective.
-
-        Args:
-            commit: called before anything changes. If it raises, the average is dropped.
-        """
+    def arrive(self) -> OuterFacts:
+        """Apply the average that is under way. Collective."""
         fragment = self.outer.fragment_under_way
         names = [name for name in self._layout.buffers if self._fragments[name] == fragment]
         here = {name: buffer for name, buffer in self._buffers_here().items() if name in names}
-        own = {name: buffer.clone() for name, buffer in here.items()} if commit is not None else {}
         if names:
             agree_on_buffers(self._backend, names)
-        try:
-            facts, _ = self.outer.arrive(commit)
-        except BaseException:
-            self.outer.restart(None)
-            for name, buffer in own.items():
-                here[name].copy_(buffer)
-            raise
+        facts = self.outer.arrive()
         for name, buffer in here.items():
             self.buffers[name].copy_(buffer)
         self._send_anchors({name for name, fragment in self._fragments.items() if fragment == facts.fragment})

@@ -11,17 +11,14 @@ import torch.distributed as dist
 from torch import nn
 
 from ..config.masking import Masking
-from ..distributed import world
 from ..distributed.mesh import Coordinates
 from ..distributed.process_groups import Communicators
-from ..distributed.tensors import local_tensor
 from ..distributed.traffic import Traffic
 from ..full_model.backend_view import SubnetworkBackend
 from ..full_model.buffers import agree_on_buffers
 from ..full_model.evaluation import subnetwork_losses
 from ..full_model.gather import stream_full_state
 from ..full_model.recalibration import Statistics, batch_statistics
-from ..optim.optimizer_state import HeldTensor
 from ..placement.layout import Layout
 from ..subnetwork.carve import PassThrough
 from ..subnetwork.dormant import DormantCopies
@@ -77,55 +74,6 @@ class ShardedBackend(TorchOptimizerBackend):
         """This backend as evaluation and the full state dict see it."""
         raise NotImplementedError
 
-    # -- other groups ------------------------------------------------------------------------------
-
-    def connect(self, layout: Layout) -> None:
-        """Average with the other groups of ``layout`` from now on, and exchange copies with them.
-
-        With a schedule of maskings, ``layout`` is that of its phase with frozen copies.
-        """
-        raise NotImplementedError
-
-    def disconnect(self) -> None:
-        """Average with these groups no longer."""
-        raise NotImplementedError
-
-    def reconnect(self, phases: Mapping[Masking, Layout], communicators: Communicators) -> None:
-        """Connect to other groups, between two steps and without gradients.
-
-        Nothing changes inside this group. Frozen copies are not refreshed. The caller does that
-        with :meth:`enter_phase`.
-
-        Args:
-            phases: the layouts of the living groups, by masking.
-            communicators: the process groups of this rank. Their ``rank`` is its number in the
-                layouts.
-        """
-        self.disconnect()
-        self.rank, self.communicators = communicators.rank, communicators
-        self.phases = dict(phases)
-        self.layout = phases[self.layout.masking]
-        self.at = self.layout.mesh.coordinates(communicators.rank)
-        self.connect(phases.get("backward", self.layout))
-        if self.local is not None:
-            self.local.reconnect()
-
-    def drop_copies(self) -> None:
-        """Wait for no copies that are under way, because the groups that send them are gone."""
-        self._refresh.drop()
-
-    def held_of(self, unit: str) -> Iterator[HeldTensor]:
-        """Yield what this rank has of a unit, in an order that is the same for all holders."""
-        for info in self.layout.members.get(unit, ()):
-            owner = self.stepped[info.name]
-            yield HeldTensor(local_tensor(owner.detach()), owner, info.canonical)
-
-    def write_weights(self) -> None:
-        """Bring the weights that the optimizer steps on into the model. Collective in the group.
-
-        A no-op where they are the model's own.
-        """
-
     # -- facts -------------------------------------------------------------------------------------
 
     @property
@@ -175,7 +123,7 @@ class ShardedBackend(TorchOptimizerBackend):
             # machine.
             return lambda: None
         self.traffic.record("control", "all_reduce", values.nbytes, self.layout.mesh.world_size)
-        work = dist.all_reduce(values, op=op, group=world.group(), async_op=True)
+        work = dist.all_reduce(values, op=op, async_op=True)
         assert work is not None
         return work.wait
 

@@ -48,10 +48,6 @@ class BatchSize:
             raise ConfigError(result._mismatch(given, mesh))
         return result
 
-    def on(self, mesh: Mesh) -> BatchSize:
-        """Return the batch size on another mesh. Micro-batch and accumulation stay the same."""
-        return BatchSize(self.micro * self.accumulation * mesh.data_ranks, self.micro, self.accumulation)
-
     def _mismatch(self, given: tuple[int | None, ...], mesh: Mesh) -> str:
         def source(value: int | None) -> str:
             return "from the configuration" if value is not None else "derived"

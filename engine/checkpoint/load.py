@@ -19,7 +19,6 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
-from ..distributed import world
 from ..distributed.agreement import Ranks
 from ..errors import CheckpointError
 from ..optim.optimizer_state import COUNT
@@ -111,7 +110,7 @@ def load(
         ranks.agree(_left_out(path, names, [key for index, key in enumerate(saved) if not everyones >> index & 1]))
     try:
         with _without_single_process_warning():
-            dcp.load(tensors, storage_reader=reader, no_dist=alone, process_group=world.group())
+            dcp.load(tensors, storage_reader=reader, no_dist=alone)
     except CheckpointException as error:  # the same on every rank
         raise CheckpointError(
             f"{path}: its tensors are damaged or missing, resume from an older checkpoint ({_cause(error)})"

@@ -13,7 +13,6 @@ from typing import Any
 import torch
 
 from ..backend import Backend, StateToSave
-from ..distributed import world
 from ..distributed.agreement import Ranks
 from ..errors import CheckpointError
 from ..optim import optimizer_state
@@ -95,8 +94,7 @@ def resume(
         in_round = load_between_averages(path, state, backend, own, saved, random, ranks)
     else:
         _load_tensors(path, state, backend, own, saved, random, ranks)
-    if not world.is_elastic():  # there, copies are sent when all ranks have loaded
-        backend.refresh(after_step=False)
+    backend.refresh(after_step=False)
     set_random_state(random)
     if with_optimizer:
         backend.load_loss_scale(state["loss_scale"])

@@ -17,7 +17,6 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 
-from ..distributed import world
 from ..distributed.agreement import Ranks
 from ..errors import CheckpointError
 from .storage.dcp import Part, PiecewisePlanner, _cause, _without_single_process_warning
@@ -176,7 +175,7 @@ def write_tensors(aside: Path, tensors: dict[str, Any], ranks: Ranks) -> None:
                 storage_writer=MetadataWriter(aside),
                 planner=PiecewisePlanner(),
                 no_dist=ranks.alone,
-                process_group=ranks.group or world.group(),
+                process_group=ranks.group,
             )
     except CheckpointException as error:  # the same on every rank
         raise CheckpointError(f"cannot write the checkpoint: {_cause(error)}") from None

@@ -46,8 +46,11 @@ class SavedState:
         backend = self._backend
         backend.shard_parameters()
         if backend.local is not None and not to_load:
-            known = backend.layout.buffers
-            return self._between_averages(lambda name: self._gives(known[name]))
+            # Between two averages of local steps, the full model is the anchors.
+            state = LocalState(backend)
+            buffers = backend.local.common_part().buffers
+            given = {name: of for name, of in buffers.items() if self._gives(backend.layout.buffers[name])}
+            return state.model() | weights_of(given) | state.tensors()
         if not to_load:
             backend.agree_on_buffers()
         known = backend.layout.buffers
@@ -55,26 +58,6 @@ class SavedState:
         buffers = {name: buffer for name, buffer in named if to_load or self._gives(known[name])}
         self._state = OptimizerState(self._optimizer)
         return tensors_of(self._backend.stepped, buffers, self._state, self._placed)
-
-    def tensors_as_they_are(self) -> dict[str, Any]:
-        """Return what :meth:`tensors` returns before a save. Not collective among groups.
-
-        Every rank returns its own buffers, because it cannot ask the other holders.
-        """
-        if self._backend.local is None:
-            return self.tensors(to_load=True)
-        self._backend.shard_parameters()
-        return self._between_averages(lambda _: True)
-
-    def _between_averages(self, gives: Callable[[str], bool]) -> dict[str, Any]:
-        """Return what a checkpoint between two averages of local steps has.
-
-        The full model is the anchors. Buffers are those that this rank ``gives``.
-        """
-        local, state = self._backend.local, LocalState(self._backend)
-        assert local is not None
-        buffers = {name: of for name, of in local.common_part().buffers.items() if gives(name)}
-        return state.model() | weights_of(buffers) | state.tensors()
 
     def _gives(self, buffer: TensorInfo) -> bool:
         layout = self._backend.layout

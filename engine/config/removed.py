@@ -11,8 +11,13 @@ from typing import Any
 
 from ..errors import ConfigError
 
+_RESTARTS = "sdp train --restarts N starts a run again after a loss"
+
 # The path of a key, and what to use instead.
-KEYS: dict[str, str] = {}
+KEYS: dict[str, str] = {
+    "sdp.elastic": _RESTARTS,
+    "sdp.survive": _RESTARTS,
+}
 
 # The path of a key with a value that it no longer takes, and what to use instead.
 VALUES: dict[tuple[str, str], str] = {
@@ -21,6 +26,7 @@ VALUES: dict[tuple[str, str], str] = {
 
 # A command below ``sdp``, and what to use instead.
 COMMANDS: dict[str, str] = {
+    "coordinate": _RESTARTS,
     "gradient-bias": "run python -m lab.gradient_bias in a checkout of the repository (lab/README.md)",
     "study": "run python -m lab.grid in a checkout of the repository (lab/README.md)",
 }

@@ -14,7 +14,6 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import Field, PrivateAttr, model_validator
 
 from .data_section import DataSection
-from .elastic import ElasticSection
 from .masking import Masking, MaskingSchedule, MaskingSetting
 from .noise import NoiseProfile
 from .section import NonNegativeInt, PositiveInt, RankCount, Samples, Section, Seed, Whole, Width
@@ -158,8 +157,6 @@ class SDPSection(Section):
     every step.
     ``lr_scale``: a unit's learning rate is multiplied by (k / mean k) to this power, where k is its
     number of holders. "auto" is 1 for SGD and 0.5 for other optimizers.
-    ``survive``: every unit has at least this many holders plus one, so it survives the loss of so
-    many groups. ``elastic``: a run that goes on when it loses a group.
     ``group_sizes``: the ranks of each group, in rank order, if groups differ. [8, 4] is a big and a
     small node. Ranks weigh the same, so a group with twice the ranks has twice the samples.
     """
@@ -181,8 +178,6 @@ class SDPSection(Section):
     engine: Literal["fsdp2", "deepspeed", "reference"] = "fsdp2"
     check_interval: NonNegativeInt = 100
     sync: SyncSection | None = None
-    survive: NonNegativeInt = 0
-    elastic: ElasticSection = ElasticSection()
     lr_scale: Literal["none", "auto"] | Annotated[float, Field(ge=0, le=4)] = "none"
 
     @property

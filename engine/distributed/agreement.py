@@ -18,7 +18,6 @@ import torch.distributed as dist
 
 from .. import errors
 from ..errors import CheckpointError, ConfigError, SDPError
-from . import world
 
 T = TypeVar("T")
 
@@ -39,11 +38,11 @@ class Ranks:
 
     @property
     def rank(self) -> int:
-        return 0 if self.alone else dist.get_rank(self.group or world.group())
+        return 0 if self.alone else dist.get_rank(self.group)
 
     @property
     def count(self) -> int:
-        return 1 if self.alone else dist.get_world_size(self.group or world.group())
+        return 1 if self.alone else dist.get_world_size(self.group)
 
     def gather(self, value: Any) -> list[Any]:
         """Return every rank's ``value`` (JSON), in rank order."""
@@ -117,7 +116,6 @@ def gather_json(value: Any, group: dist.ProcessGroup | None = None) -> list[Any]
     text = json.dumps(value).encode()
     if not dist.is_initialized():
         return [json.loads(text)]
-    group = group or world.group()
     device = _device_of(group)
     ranks = dist.get_world_size(group)
     length = torch.tensor([len(text)], dtype=torch.int64, device=device)
@@ -143,8 +141,8 @@ def start_max(values: Sequence[int]) -> Callable[[], list[int]]:
     """
     if not dist.is_initialized():
         return lambda: list(values)
-    row = torch.tensor(values, dtype=torch.int64, device=_device_of(world.group()))
-    work = dist.all_reduce(row, op=dist.ReduceOp.MAX, group=world.group(), async_op=True)
+    row = torch.tensor(values, dtype=torch.int64, device=_device_of(None))
+    work = dist.all_reduce(row, op=dist.ReduceOp.MAX, async_op=True)
     assert work is not None
 
     def maxima() -> list[int]:
@@ -243,7 +241,7 @@ def _highest(rows: Sequence[Sequence[float]], dtype: torch.dtype, device: torch.
     """Return the element-wise maximum over all ranks."""
     values = torch.tensor(rows, dtype=dtype, device=device)
     if dist.is_initialized():
-        dist.all_reduce(values, op=dist.ReduceOp.MAX, group=world.group())
+        dist.all_reduce(values, op=dist.ReduceOp.MAX)
     return values.tolist()
 
 

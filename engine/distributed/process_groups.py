@@ -11,7 +11,6 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from . import world
 from .mesh import Holders, Mesh
 
 
@@ -152,8 +151,6 @@ class Communicators:
             local_steps: whether groups take steps on their own (``sdp.sync``).
         """
         self = cls(mesh, dist.get_rank(), replicate_inside)
-        if world.is_elastic():  # groups between SDP groups are made when these meet
-            holder_sets, refreshes, mesh = (), (), world.inside(mesh)
         at = mesh.coordinates(self.rank)
         made: dict[tuple[int, ...], dist.ProcessGroup] = {tuple(range(mesh.world_size)): dist.group.WORLD}  # type: ignore[dict-item]
         if local_steps:  # control messages use the world; they must not wait for averages that travel

@@ -14,7 +14,6 @@ PARENT_PID = "SDP_PARENT_PID"
 ERROR_FILE = "SDP_ERROR_FILE"
 WHEREABOUTS_FILE = "SDP_PLACE_FILE"
 LISTENING_SOCKET = "SDP_LISTENING_SOCKET"  # a file descriptor that rank 0 inherits
-TERMINAL = "SDP_TERMINAL"  # a file descriptor of the launcher's standard error, for a rank that logs elsewhere
 
 # SLURM reserves step ids from here on: 0xfffffffb for the batch script, and 0xfffffffa for an
 # interactive step.

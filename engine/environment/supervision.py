@@ -1,5 +1,5 @@
-"""Read what an SDP launcher tells the processes that it starts: its id, their files, their socket
-and its terminal.
+"""Read what an SDP launcher tells the processes that it starts: its id, their files and their
+socket.
 """
 
 from __future__ import annotations
@@ -8,7 +8,7 @@ import os
 from dataclasses import dataclass
 from pathlib import Path
 
-from .launchers import ERROR_FILE, LISTENING_SOCKET, PARENT_PID, TERMINAL, WHEREABOUTS_FILE
+from .launchers import ERROR_FILE, LISTENING_SOCKET, PARENT_PID, WHEREABOUTS_FILE
 
 
 @dataclass(frozen=True)
@@ -47,19 +47,6 @@ def inherited_socket() -> int | None:
     """
     handle = os.environ.pop(LISTENING_SOCKET, "")
     return int(handle) if handle.isdigit() else None
-
-
-def inherited_terminal() -> int | None:
-    """Return a file descriptor of the launcher's standard error, or None if this process has none
-    besides its own standard error.
-
-    The variable is removed, because programs that the rank starts do not inherit the file.
-    """
-    handle = os.environ.pop(TERMINAL, "")
-    if not handle.isdigit():
-        return None
-    os.set_inheritable(int(handle), False)
-    return int(handle)
 
 
 def launcher_serves_store() -> bool:

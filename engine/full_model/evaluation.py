@@ -18,7 +18,6 @@ from torch.func import functional_call
 from torch.utils._pytree import tree_map
 
 from ..batch.call import call_model, loss_of, target_count, to_device
-from ..distributed import world
 from ..distributed.traffic import passes_on
 from ..errors import DataError
 from ..placement.layout import Layout
@@ -36,8 +35,6 @@ def _common_count(backend: SubnetworkBackend, batches: Sequence[Any]) -> int:
     """The largest number of batches on any rank: every rank must take the same number of steps."""
     counts = torch.tensor([len(batches), -len(batches)], device=backend.device)
     backend.all_reduce_control(counts, dist.ReduceOp.MAX)
-    if world.is_elastic():  # if a group was lost meanwhile, ranks of this group may have different counts
-        dist.all_reduce(counts, dist.ReduceOp.MAX)
     most, fewest = int(counts[0]), -int(counts[1])
     if fewest == 0:
         raise DataError("evaluate: a rank has no batch; give every rank at least one")
@@ -180,7 +177,7 @@ class StreamedEvaluation:
         backend = self._backend
         everyone = backend.communicators.holders[backend.layout.everyone]
         from_rank = backend.layout.mesh.rank(source, backend.at.fsdp if backend.shards > 1 else 0, backend.at.tp)
-        ranks, sender = dist.get_world_size(everyone), world.position(from_rank, everyone)
+        ranks, sender = dist.get_world_size(everyone), dist.get_group_rank(everyone, from_rank)
         if passes_on(everyone.rank(), sender, ranks):
             backend.traffic.record("between groups", "broadcast", tensor.nbytes, ranks)
         dist.broadcast(tensor, group_src=sender, group=everyone)

@@ -7,7 +7,6 @@ from collections.abc import Iterator, Mapping
 import torch
 import torch.distributed as dist
 
-from ..distributed import world
 from ..distributed.tensors import local_tensor
 from ..placement.tensor_info import TensorInfo
 from .backend_view import SubnetworkBackend
@@ -81,8 +80,8 @@ def _to_rank_0(
             whole = buffers[info.name].detach()
     if source != 0 and backend.rank == source:
         assert whole is not None
-        dist.send(whole.contiguous(), group_dst=0, group=world.group())
+        dist.send(whole.contiguous(), dst=0)
     elif source != 0 and backend.rank == 0:
         whole = torch.empty(info.shape, dtype=info.dtype, device=backend.device)
-        dist.recv(whole, group_src=source, group=world.group())
+        dist.recv(whole, src=source)
     return whole if backend.rank == 0 else None

@@ -10,7 +10,7 @@ with any of these optimizers.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch.optim import Optimizer
@@ -19,23 +19,6 @@ from ..errors import CheckpointError
 from .script_steps import stepped_by_engine
 
 COUNT = "step"
-
-
-class HeldTensor(NamedTuple):
-    """This rank's part of some weights of a unit, and where the optimizer has their state.
-
-    Attributes:
-        weights: the weights. They share memory with the backend's.
-        owner: the tensor that is the key of the state.
-        canonical: the name of the parameter, or of the first one in a flat partition. All parts of
-            a parameter share their step count.
-        group: the parameter group, if the optimizer does not list ``owner``.
-    """
-
-    weights: torch.Tensor
-    owner: torch.Tensor
-    canonical: str
-    group: dict[str, Any] | None = None
 
 
 class OptimizerState:

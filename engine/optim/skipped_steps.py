@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable
 
 from ..errors import NonFiniteError
 
@@ -31,20 +30,6 @@ class SkippedSteps:
         self._groups = groups
         self.in_a_row = self.in_a_row + 1 if skipped else 0
         self._excused = self._excused + excused if skipped else 0
-
-    def counts_after(self, skips: Iterable[bool]) -> tuple[int, int]:
-        """Return how many steps were skipped in a row, and how many of them are excused.
-
-        ``skips``: whether later steps were skipped, which this does not count yet.
-        """
-        in_a_row, excused = self.in_a_row, self._excused
-        for skipped in skips:
-            in_a_row, excused = (in_a_row + 1, excused) if skipped else (0, 0)
-        return in_a_row, excused
-
-    def continue_from(self, in_a_row: int, excused: int) -> None:
-        """Go on counting as if ``in_a_row`` steps had been skipped in a row here."""
-        self.in_a_row, self._excused = in_a_row, excused
 
     def report(self, step: int, norm: float | None, loss_scale: float | None) -> None:
         """Warn that ``step`` was skipped.

@@ -143,7 +143,7 @@ def _packings(
         counts = (
             [listed[bundle[0]] for bundle in bundles]
             if listed
-            else shaped_counts(section, max(section.survive + 1.0, mean * percent / 100), sizes)
+            else shaped_counts(section, max(1.0, mean * percent / 100), sizes)
         )
         yield Packing(
             _rooms(room_for, sum(sizes)), *(np.array(values, dtype=np.int64) for values in (sizes, works, counts))
@@ -221,7 +221,7 @@ def _require_room(
         PlacementError: a unit has too few holders.
     """
     listed = isinstance(section.profile, list)
-    needed = packing.wanted if listed else np.full_like(packing.wanted, section.survive + 1)
+    needed = packing.wanted if listed else np.ones_like(packing.wanted)
     short = np.flatnonzero(held.sum(axis=0) < needed)
     if not len(short):
         return

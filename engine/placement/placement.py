@@ -251,13 +251,6 @@ class Placement:
             f"{int(self._communicators.max())} communicators a rank"
         )
 
-    def describe_losses(self) -> str:
-        """Say how many lost groups each unit survives. The placement must have units."""
-        survived = Counter(len(holders) - 1 for holders in self.holders)
-        units = len(self.units)
-        shown = ", ".join(f"{count} of {units} units survive {losses}" for losses, count in sorted(survived.items()))
-        return f"{shown}. Every unit survives the loss of any {min(survived)}"
-
     def to_json(self) -> dict[str, Any]:
         return asdict(self)
 

@@ -22,35 +22,11 @@ from .noise.allocation import allocate
 from .noise.measured import measured_traces
 from .packing import Packing, connect, holders_of
 from .placement import Placement
-from .profiles import capacities, enough_for, holder_counts
+from .profiles import capacities, holder_counts
 from .units import Unit
 
 MOST_HELD = 0.75  # the share of a model's parameters above which a warning says what a group holds
 MOST_LISTED = 5  # names in a warning
-
-
-def make_placement(section: SDPSection, units: Sequence[Unit]) -> Placement:
-    """Make the placement that the section ``sdp`` of a configuration asks for.
-
-    Raises:
-        ConfigError: the capacity, the profile or a protected unit is not valid.
-        PlacementError: the placement is not valid, or the groups do not have enough room.
-    """
-    placement = _place(section, units)
-    _require_survival(section, placement)
-    return placement
-
-
-def _require_survival(section: SDPSection, placement: Placement) -> None:
-    """Raise :class:`PlacementError` if a unit has too few holders for ``sdp.survive``."""
-    least = section.survive + 1
-    for unit, holders in zip(placement.units, placement.holders, strict=True):
-        if len(holders) < least:
-            raise PlacementError(
-                f"sdp.survive: {section.survive} needs {least} holders of every unit, and {unit!r} has {len(holders)}; "
-                f"give it more in sdp.placement or sdp.profile, which takes a capacity of at least "
-                f"{enough_for(least, section.groups)}"
-            )
 
 
 def resolve_profile(section: SDPSection, units: Sequence[Unit]) -> SDPSection:
@@ -75,12 +51,18 @@ def resolve_profile(section: SDPSection, units: Sequence[Unit]) -> SDPSection:
     if section.placement != "cyclic" and len(set(costs)) == 1:
         budget = sum(math.floor(share * len(costs) + 1e-9) for share in room) * costs[0]
     traces = measured_traces(profile.noise, [unit.name for unit in free], preconditioned=profile.preconditioned)
-    found = iter(allocate(traces, costs, section.groups, budget, section.survive + 1))
+    found = iter(allocate(traces, costs, section.groups, budget))
     counts = [section.groups if unit.index in protected else next(found) for unit in units]
     return section.model_copy(update={"profile": profile.model_copy(update={"holders": counts})})
 
 
-def _place(section: SDPSection, units: Sequence[Unit]) -> Placement:
+def make_placement(section: SDPSection, units: Sequence[Unit]) -> Placement:
+    """Make the placement that the section ``sdp`` of a configuration asks for.
+
+    Raises:
+        ConfigError: the capacity, the profile or a protected unit is not valid.
+        PlacementError: the placement is not valid, or the groups do not have enough room.
+    """
     section = resolve_profile(section, units)
     names = tuple(unit.name for unit in units)
     costs = tuple(unit.numel for unit in units)

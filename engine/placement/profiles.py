@@ -34,17 +34,6 @@ def capacities(section: SDPSection) -> Sequence[float]:
                 f"sdp.capacity: {capacity} is out of range; it is the held fraction of the model, more than 0 and at "
                 "most 1"
             )
-    least = section.survive + 1
-    if section.survive and (section.groups < least or sum(given) < least - 1e-9):
-        raise ConfigError(
-            f"sdp.survive: {section.survive} needs {least} holders of every unit, and "
-            + (
-                f"there are {section.groups} groups; use at most {section.groups - 1}"
-                if section.groups < least
-                else f"sdp.capacity gives {sum(given):.3g} on average; use a capacity of at least "
-                f"{enough_for(least, section.groups)} (of each group, on average)"
-            )
-        )
     if sum(given) < 1 - 1e-9:
         many = isinstance(section.capacity, list)
         what = (
@@ -53,15 +42,12 @@ def capacities(section: SDPSection) -> Sequence[float]:
             else f"{section.capacity} × {section.groups} groups = {sum(given):.3g}"
         )
         remedy = (
-            "values that add up to at least 1" if many else f"a capacity of at least {enough_for(1, section.groups)}"
+            "values that add up to at least 1"
+            if many
+            else f"a capacity of at least {math.ceil(10_000 / section.groups - 1e-9) / 10_000:g}"
         )
         raise ConfigError(f"sdp.capacity: {what} holders a unit, and every unit needs at least one; use {remedy}")
     return given
-
-
-def enough_for(holders: int, groups: int) -> str:
-    """Return the least capacity that gives every unit so many holders, rounded up to show it."""
-    return f"{math.ceil(10_000 * holders / groups - 1e-9) / 10_000:g}"
 
 
 def holder_counts(section: SDPSection, costs: Sequence[int], protected: Set[int] = frozenset()) -> list[int]:
@@ -107,9 +93,8 @@ def shaped_counts(section: SDPSection, mean: float, costs: Sequence[int]) -> lis
     Their mean, weighted by ``costs``, is as near to ``mean`` as possible.
     """
     # "auto" is the best rule known so far; see docs/specification.md.
-    least = section.survive + 1
-    ideal = [mean] * len(costs) if section.profile == "uniform" else _depth_profile(section.groups, mean, costs, least)
-    return _round_to_mean(ideal, costs, section.groups, least)
+    ideal = [mean] * len(costs) if section.profile == "uniform" else _depth_profile(section.groups, mean, costs)
+    return _round_to_mean(ideal, costs, section.groups)
 
 
 def explicit_profile(
@@ -158,12 +143,12 @@ def explicit_profile(
     return list(profile)
 
 
-def _depth_profile(groups: int, mean: float, costs: Sequence[int], least: int = 1) -> list[float]:
-    """Return numbers of holders that fall geometrically with depth, from N to m = ``least``.
+def _depth_profile(groups: int, mean: float, costs: Sequence[int]) -> list[float]:
+    """Return numbers of holders that fall geometrically with depth, from N to 1.
 
-    The formula is k(t) = m · (N / m)^((1 − t)^p) for t = 0 … 1. p is chosen so that the mean is
-    ``mean``. The ends are fixed, so with few units there may be no such p. Then all values are
-    moved towards N or m.
+    The formula is k(t) = N^((1 − t)^p) for t = 0 … 1. p is chosen so that the mean is ``mean``. The
+    ends are fixed, so with few units there may be no such p. Then all values are moved towards N or
+    1.
     """
     if not sum(costs):
         return [mean] * len(costs)
@@ -171,7 +156,7 @@ def _depth_profile(groups: int, mean: float, costs: Sequence[int], least: int = 
     weights = np.asarray(costs, dtype=float) / sum(costs)
 
     def ideal(log_p: float) -> np.ndarray:
-        return least * (groups / least) ** ((1 - depth) ** math.exp(log_p))
+        return groups ** ((1 - depth) ** math.exp(log_p))
 
     low, high = -12.0, 12.0  # p from almost 0 (all are N) to very large (all but the first are 1)
     for _ in range(60):
@@ -182,11 +167,11 @@ def _depth_profile(groups: int, mean: float, costs: Sequence[int], least: int = 
     if reached < mean - 1e-6:
         curve = curve + (groups - curve) * (mean - reached) / (groups - reached)
     elif reached > mean + 1e-6:
-        curve = least + (curve - least) * (mean - least) / (reached - least)
+        curve = 1 + (curve - 1) * (mean - 1) / (reached - 1)
     return curve.tolist()
 
 
-def _round_to_mean(ideal: Sequence[float], costs: Sequence[int], groups: int, least: int = 1) -> list[int]:
+def _round_to_mean(ideal: Sequence[float], costs: Sequence[int], groups: int) -> list[int]:
     """Round ``ideal`` to whole numbers of holders, and keep its cost-weighted mean.
 
     The mean is as near as whole units allow.
@@ -194,7 +179,7 @@ def _round_to_mean(ideal: Sequence[float], costs: Sequence[int], groups: int, le
     counts, carry = [], 0.0
     for k, cost in zip(ideal, costs, strict=True):
         wanted = k + (carry / cost if cost else 0.0)  # a unit may have no parameters
-        count = min(groups, max(least, math.floor(wanted + 0.5 - 1e-9)))
+        count = min(groups, max(1, math.floor(wanted + 0.5 - 1e-9)))
         carry = (wanted - count) * cost
         counts.append(count)
     falling = all(a >= b for a, b in itertools.pairwise(ideal)) and len(set(ideal)) > 1

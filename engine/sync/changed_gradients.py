@@ -12,7 +12,6 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from ..distributed import world
 from ..distributed.tensors import local_tensor
 from ..errors import HolderMismatchError
 from ..optim.clip import squared_norm
@@ -73,7 +72,7 @@ def compare_gradients(layout: Layout, parameters: Mapping[str, nn.Parameter], *,
             gradients = [parameters[info.name].grad for info in infos]
             mine[row, index] = squared_norm([gradient for gradient in gradients if gradient is not None], device).sqrt()
     norms = mine.new_empty((mesh.world_size, *mine.shape))
-    dist.all_gather(list(norms.unbind()), mine, group=world.group())
+    dist.all_gather(list(norms.unbind()), mine)
     for index, unit in enumerate(names):
         holders = layout.everyone if unit == SHARED else layout.placement.holders[index - 1]
         for group in holders:

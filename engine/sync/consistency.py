@@ -11,7 +11,6 @@ import torch
 import torch.distributed as dist
 from torch.optim import Optimizer
 
-from ..distributed import world
 from ..distributed.agreement import find_differences
 from ..distributed.tensors import local_tensor
 from ..errors import HolderMismatchError, PlacementError
@@ -61,7 +60,7 @@ def check_holders(
             here = [parameters[info.name] for info in infos]
             mine[row, index] = checksum(t for p in here for t in (p, *_state_of(optimizer, p)))
     everyones = mine.new_empty((layout.mesh.world_size, *mine.shape))
-    dist.all_gather(list(everyones.unbind()), mine, group=world.group())
+    dist.all_gather(list(everyones.unbind()), mine)
     for index, unit in enumerate(names):
         holders = layout.everyone if unit == SHARED else layout.placement.holders[index - 1]
         _compare(layout, unit, holders, everyones[:, 0, index].tolist(), sharded=sharded)

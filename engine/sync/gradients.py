@@ -150,7 +150,6 @@ class GradientSync:
         self._alone: list[nn.Parameter] = []  # held by this rank only: nothing to send, so no hook
         self._armed = False
         self._next = 0  # the index of the first bucket that is not launched yet
-        self._hooks: list[Any] = []
         for bucket in buckets:
             held = [parameters[name] for name in bucket.names if name in parameters]
             if not held:
@@ -162,12 +161,7 @@ class GradientSync:
             pending = PendingBucket(held, communicator, scope)
             self._pending.append(pending)
             for parameter in held:
-                self._hooks.append(parameter.register_post_accumulate_grad_hook(self._make_hook(pending)))
-
-    def close(self) -> None:
-        """Remove the hooks, because another object averages the gradients from now on."""
-        for hook in self._hooks:
-            hook.remove()
+                parameter.register_post_accumulate_grad_hook(self._make_hook(pending))
 
     def begin(self) -> None:
         """Prepare for a backward pass.

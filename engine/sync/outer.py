@@ -11,7 +11,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -93,12 +93,19 @@ class OuterSteps:
         is_slice: Callable[[str], bool] = lambda _: False,
         divisor: Callable[[Holders], float] | None = None,
     ):
-        self._sync, self._weights, self._names, self._fragments = sync, weights, list(names), fragments
+        self._sync, self._weights, self._names = sync, weights, list(names)
         self._counts, self._counts_once, self._is_slice = counts, counts_once, is_slice
         self._device, self._traffic, self._sum = device, traffic, sum_over_ranks
         self._clock, self._all_reduce, self._divisor = clock, all_reduce, divisor
         self.exposed_seconds = 0.0
-        self.connect(buckets, communicators)
+        self._travelling: tuple[int, list[Average]] | None = None
+        self._buckets: dict[int, list[tuple[tuple[str, ...], Holders, dist.ProcessGroup | None]]] = {}
+        here = set(self._names)
+        for bucket in buckets:
+            held = tuple(name for name in bucket.names if name in here)
+            if held:
+                group = communicators.get(bucket.holders) if len(bucket.holders) > 1 else None
+                self._buckets.setdefault(fragments[held[0]], []).append((held, bucket.holders, group))
         home = device if sync.offload == "none" else torch.device("cpu")
         self.anchors = {name: nn.Parameter(_copy(weights(name), home), requires_grad=False) for name in self._names}
         self.optimizer = make_outer_optimizer(sync, [*self.anchors.values()] or [torch.zeros(0)])
@@ -107,20 +114,6 @@ class OuterSteps:
             shared = [name for held in self._buckets.values() for names, _, group in held if group for name in names]
             self.errors = {name: torch.zeros_like(self.anchors[name]) for name in shared}
         self.is_swapped = False
-
-    def connect(self, buckets: Sequence[Bucket], communicators: Mapping[Holders, dist.ProcessGroup]) -> None:
-        """Average in these messages from now on, see the arguments of the class.
-
-        An average that is under way is dropped.
-        """
-        self._travelling: tuple[int, list[Average]] | None = None
-        self._buckets: dict[int, list[tuple[tuple[str, ...], Holders, dist.ProcessGroup | None]]] = {}
-        here = set(self._names)
-        for bucket in buckets:
-            held = tuple(name for name in bucket.names if name in here)
-            if held:
-                group = communicators.get(bucket.holders) if len(bucket.holders) > 1 else None
-                self._buckets.setdefault(self._fragments[held[0]], []).append((held, bucket.holders, group))
 
     # -- averages ----------------------------------------------------------------------------------
 
@@ -152,35 +145,19 @@ class OuterSteps:
         return ReducedExchange(shares, group, dtype, self._traffic, self._all_reduce)
 
     @torch.no_grad()
-    def arrive(self, commit: Callable[[], object] | None = None) -> tuple[OuterFacts, list[str]]:
-        """Take the outer step of the fragment that is under way. Collective.
-
-        Args:
-            commit: called when all that other ranks send has arrived, and before anything changes.
-                If it raises, nothing changes.
-
-        Returns:
-            What the step did, and the names of this rank's parameters that have new anchors.
-        """
+    def arrive(self) -> OuterFacts:
+        """Take the outer step of the fragment that is under way. Collective."""
         assert self._travelling is not None, "an average is started before it arrives"
         fragment, averages = self._travelling
         totals = torch.zeros(3, dtype=torch.float64, device=self._device)
-        if commit is not None:
-            for average in averages:
-                totals += self._squared_norms(average, self._means(average))
-            self._sum(totals)
-            commit()
         self._travelling = None
         for average in averages:  # bucket by bucket, so that only one needs memory for the optimizer's step
             means = self._means(average)
-            if commit is None:
-                totals += self._squared_norms(average, means)
+            totals += self._squared_norms(average, means)
             self._step(average, means)
-        if commit is None:
-            self._sum(totals)
+        self._sum(totals)
         drift, anchor, gradient = totals.sqrt().tolist()
-        facts = OuterFacts(fragment, drift / anchor if anchor else 0.0, gradient)
-        return facts, [name for average in averages for name in average.names]
+        return OuterFacts(fragment, drift / anchor if anchor else 0.0, gradient)
 
     def _means(self, average: Average) -> list[torch.Tensor]:
         """Wait for the mean changes of a bucket."""
@@ -278,15 +255,14 @@ class OuterSteps:
             self._travelling = travelling, averages
 
     @torch.no_grad()
-    def reset(self, *, keep: Literal["weights", "anchors"] = "weights") -> None:
-        """Make weights and anchors equal: those that are not to ``keep`` become the others.
+    def reset(self) -> None:
+        """Make the anchors equal to the weights.
 
         The state of the outer optimizer stays.
         """
         self._travelling = None
         for name in self._names:
-            weight, anchor = self._weights(name), self.anchors[name]
-            anchor.copy_(weight) if keep == "weights" else weight.copy_(anchor)
+            self.anchors[name].copy_(self._weights(name))
         for error in self.errors.values():
             error.zero_()
 

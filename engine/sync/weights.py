@@ -99,10 +99,6 @@ class WeightRefresh:
                 with torch.cuda.stream(stream):  # type: ignore[arg-type]
                     work.wait()
 
-    def drop(self) -> None:
-        """Wait for nothing that was started, because other ranks are gone."""
-        self._pending.clear()
-
     def finish(self) -> None:
         """Wait for all refreshes that were started."""
         for block in list(self._pending):

@@ -41,8 +41,6 @@ class Start:
         directory: the working directory, the same on every host.
         search_path: the variables that Python needs to find this package.
         extra: more options for the launcher itself.
-        told: more variables for every rank. They have no secrets, because they are put on command
-            lines.
     """
 
     words: Sequence[str]
@@ -50,7 +48,6 @@ class Start:
     directory: Path
     search_path: Mapping[str, str] = field(default_factory=dict)
     extra: Sequence[str] = ()
-    told: Mapping[str, str] = field(default_factory=dict)
 
 
 def train_command(start: Start) -> list[str]:
@@ -212,8 +209,7 @@ def require(program: str, why: str) -> None:
 
 
 def _rank_command(start: Start, hosts: Sequence[Host], master: tuple[str, int]) -> list[str]:
-    told = [f"{name}={value}" for name, value in start.told.items()]
-    words = [slots_text(hosts), f"{master[0]}:{master[1]}", *told, *start.words]
+    words = [slots_text(hosts), f"{master[0]}:{master[1]}", *start.words]
     return [start.python, "-P", "-m", f"{__package__}.rank", *map(encode, words)]
 
 

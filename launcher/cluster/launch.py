@@ -10,7 +10,7 @@ import re
 import shlex
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
@@ -18,7 +18,6 @@ from typing import Literal
 
 from ...engine.distributed.hosts import split_tensor_group
 from ...engine.environment.child import child_environment, variables_with
-from ...engine.environment.elastic import SLOT, variables_of_group
 from ...engine.errors import ConfigError, LaunchError, quote
 from ..degrees import Degrees, visible_devices
 from ..own_command import search_path
@@ -134,18 +133,12 @@ def launch(options: LaunchOptions, words: Sequence[str], dump_dir: Path, degrees
     found = variables_with(("PYTHONPATH",)) | search_path()
     start = Start(words, options.python or sys.executable, Path.cwd(), found, _extra(options))
     if options.launcher == "slurm":
-        _check_elastic(options, degrees)
         return _slurm(start, options, dump_dir, degrees)
     assert options.hostfile is not None
     hosts = select(
         read_hostfile(options.hostfile), options.include, options.exclude, options.nodes, options.gpus_per_node
     )
-    told = _check_elastic(options, degrees)
-    start = replace(start, told=told)
-    ranks, source = world_size(hosts), f"slots of {len(hosts)} hosts"
-    if told:
-        ranks, source = ranks * degrees.groups, f"{source}, for each of {degrees.groups} elastic groups"
-    degrees.check(ranks, source)
+    degrees.check(world_size(hosts), f"slots of {len(hosts)} hosts")
     _warn_of_split_groups([host.name for host in hosts for _ in host.slots], degrees)
     master = (_master(options.master_addr, hosts), options.master_port or 29500)
     settings: dict[str, str] = {}
@@ -176,30 +169,6 @@ def launch(options: LaunchOptions, words: Sequence[str], dump_dir: Path, degrees
             kills=True,
         )
     return run_watched(command, environ, SILENT_SECONDS, tell_by_mpirun)
-
-
-def _check_elastic(options: LaunchOptions, degrees: Degrees) -> dict[str, str]:
-    """Return the variables of the elastic group that is launched. Empty if the run is not elastic.
-
-    Raises:
-        LaunchError: the variables do not name a group of the run. Each group needs its own launch,
-            because these launchers end all of their ranks when one dies.
-    """
-    if not degrees.config.sdp.elastic.enabled:
-        return {}
-    if options.launcher == "slurm":
-        raise LaunchError(
-            "sdp.elastic: sdp launch submits one job for all groups; submit configs/clusters/elastic.slurm, which has "
-            "a task for each, or set enabled false"
-        )
-    if not (told := variables_of_group()):
-        raise LaunchError(
-            f"sdp.elastic: {options.launcher} ends all ranks when one dies; launch each group by itself, with its "
-            "number in SDP_ELASTIC_GROUP, or set enabled false"
-        )
-    if int(told[SLOT]) >= degrees.groups:
-        raise LaunchError(f"{SLOT}={told[SLOT]}: the run has {degrees.groups} groups, numbered from 0 (sdp.groups)")
-    return told
 
 
 def _local(start: Start, options: LaunchOptions, degrees: Degrees) -> int:

@@ -2,17 +2,16 @@
 
 It completes the environment and runs ``sdp train``.
 
-The command is ``python -m sdp.launcher.cluster.rank SLOTS HOST:PORT NAME=VALUE… train WORD…``.
-``quoting.py`` encodes its words. Only a group of an elastic run has words NAME=VALUE. DeepSpeed
-numbers local ranks in another order if hosts differ. mpirun sets neither the master's address nor
-the visible devices. This process sets the same variables under every launcher.
+The command is ``python -m sdp.launcher.cluster.rank SLOTS HOST:PORT train WORD…``. ``quoting.py``
+encodes its words. DeepSpeed numbers local ranks in another order if hosts differ. mpirun sets
+neither the master's address nor the visible devices. This process sets the same variables under
+every launcher.
 """
 
 from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
-from itertools import takewhile
 
 from ...engine.environment.child import thread_settings
 from ...engine.environment.detect import detect, export
@@ -28,9 +27,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run this rank, and return its exit code."""
     slots_text, master, *words = map(decode, sys.argv[1:] if argv is None else argv)
     address, _, port = master.rpartition(":")
-    told = list(takewhile(lambda word: word != "train", words))
-    export(dict(word.split("=", 1) for word in told))
-    words = words[len(told) :]
     try:
         settings = rank_variables(parse_slots(slots_text), address, port)
     except LaunchError as error:

@@ -4,7 +4,6 @@ from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 
 import pytest
-from sdp.tests.support.clusters.elastic_hosts import four_hosts_lose_each_other
 from sdp.tests.support.clusters.faults import LAUNCHERS, Life, live
 from sdp.tests.support.clusters.hosts import LAUNCH, QUICKSTART, SDP, Hosts, made_hosts, what_installs
 from sdp.tests.support.clusters.slurm_scenarios import STORIES, slurm_over, what_is_missing
@@ -12,7 +11,7 @@ from sdp.tests.support.clusters.slurm_scenarios import STORIES, slurm_over, what
 
 @pytest.fixture(scope="session")
 def hosts() -> Iterator[Hosts]:
-    """host-a to host-v; see tests/support/clusters/hosts.py."""
+    """host-a to host-l; see tests/support/clusters/hosts.py."""
     with made_hosts() as made:
         yield made
 
@@ -74,10 +73,3 @@ def stories(
         return
     with slurm_over(hosts) as slurm, ThreadPoolExecutor(2) as pool:
         yield {story.__name__: pool.submit(story, slurm, local["small"]) for story in wanted}
-
-
-@pytest.fixture(scope="session")
-def lost_groups(hosts: Hosts) -> Iterator[Future[None]]:
-    """An elastic run over four hosts, which are disturbed. It mostly waits."""
-    with ThreadPoolExecutor(1) as pool:
-        yield pool.submit(four_hosts_lose_each_other, hosts)

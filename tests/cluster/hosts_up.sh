@@ -1,8 +1,8 @@
 #!/bin/bash
-# Makes 22 hosts on one machine. They are network namespaces on a virtual switch (eth0 in each).
+# Makes 12 hosts on one machine. They are network namespaces on a virtual switch (eth0 in each).
 # Each has a host name and an sshd of its own.
 # - hosts_up.sh DIR makes them, with keys and settings in DIR.
-# - on.sh DIR a|…|v COMMAND… runs a command on one of them.
+# - on.sh DIR a|…|l COMMAND… runs a command on one of them.
 # - hosts_down.sh DIR removes them.
 # Names of namespaces begin with the last part of DIR, so several sets can exist at the same time.
 # Needs root, iproute2 and openssh.
@@ -30,7 +30,7 @@ ip netns add "$name-switch"
 ip -n "$name-switch" link add switch type bridge
 ip -n "$name-switch" link set switch up
 address=1
-for host in a b c d e f g h i j k l m n o p q r s t u v; do
+for host in a b c d e f g h i j k l; do
     echo "10.77.0.$address host-$host" >> "$folder/hosts"
     ip netns add "$name-$host"
     ip link add eth0 netns "$name-$host" type veth peer name "$host" netns "$name-switch"
@@ -41,7 +41,6 @@ for host in a b c d e f g h i j k l m n o p q r s t u v; do
     case $host in
     # Slow links on the hosts of disturbed runs: steps take long but need little of the shared processor.
     b | e | f | g | h | i) tc -n "$name-$host" qdisc add dev eth0 root tbf rate 3mbit burst 64kb latency 5s ;;
-    n | o | p) tc -n "$name-$host" qdisc add dev eth0 root tbf rate 20mbit burst 64kb latency 5s ;;
     esac
     cat > "$folder/sshd-$host" <<CONFIG
 ListenAddress 10.77.0.$address

@@ -1,8 +1,8 @@
 #!/bin/bash
 # Starts SLURM on the hosts that hosts_up.sh DIR made: munge, a controller on host-a, and slurmd on host-a
-# to host-d, host-q and host-r. All files are in DIR/slurm. slurm_down.sh DIR ends it.
+# to host-d. All files are in DIR/slurm. slurm_down.sh DIR ends it.
 # - Partition main has host-a and host-b. Partition urgent has the same hosts; its jobs put those of main
-#   back into the queue. Partition side has host-c and host-d. Partition groups has host-q and host-r.
+#   back into the queue. Partition side has host-c and host-d.
 # - If slurmdbd and mariadb are installed, there is accounting, which sacct reads.
 # - With cgroups (version 1), the kernel limits the memory of a job. Otherwise SLURM samples it.
 # Commands need only SLURM_CONF=DIR/slurm/slurm.conf. Needs root, slurm-wlm and munge.
@@ -86,24 +86,21 @@ NodeName=host-a NodeAddr=10.77.0.1 CPUs=4 RealMemory=8000
 NodeName=host-b NodeAddr=10.77.0.2 CPUs=4 RealMemory=8000
 NodeName=host-c NodeAddr=10.77.0.3 CPUs=8 RealMemory=16000
 NodeName=host-d NodeAddr=10.77.0.4 CPUs=8 RealMemory=16000
-NodeName=host-q NodeAddr=10.77.0.17 CPUs=4 RealMemory=8000
-NodeName=host-r NodeAddr=10.77.0.18 CPUs=4 RealMemory=8000
 PartitionName=main Nodes=host-a,host-b Default=YES PriorityTier=1 DefMemPerNode=2000 State=UP
 PartitionName=urgent Nodes=host-a,host-b PriorityTier=2 DefMemPerNode=2000 State=UP
 PartitionName=side Nodes=host-c,host-d DefMemPerNode=2000 State=UP
-PartitionName=groups Nodes=host-q,host-r DefMemPerNode=2000 State=UP
 CONFIG
 [ "$accounting" = accounting_storage/none ] || for _ in $(seq 100); do
     ! timeout 5 "$(dirname "$0")/on.sh" "$1" a sacctmgr --immediate --quiet add cluster sdp > /dev/null 2>&1 || break
     sleep 0.1
 done
 on "$1" a slurmctld -c
-for host in a b c d q r; do
+for host in a b c d; do
     mkdir -p "$folder/spool-host-$host"
     on "$1" "$host" slurmd -N "host-$host"
 done
 for _ in $(seq 300); do
-    [ "$(timeout 5 "$(dirname "$0")/on.sh" "$1" a sinfo --noheader --Node --states idle --format %N 2> /dev/null | sort -u | wc -l)" != 6 ] || exit 0
+    [ "$(timeout 5 "$(dirname "$0")/on.sh" "$1" a sinfo --noheader --Node --states idle --format %N 2> /dev/null | sort -u | wc -l)" != 4 ] || exit 0
     sleep 0.1
 done
 echo "the nodes do not become idle; the end of $folder/slurmctld.log: $(tail -n 3 "$folder/slurmctld.log")" >&2

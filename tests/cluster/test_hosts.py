@@ -12,7 +12,7 @@ from sdp.tests.support.clusters.faults import MPICH, OPEN_MPI, TORCHRUN
 from sdp.tests.support.clusters.hosts import LAUNCH, QUICKSTART, SDP, Hosts, finish, needs
 
 # The fixtures start long runs, which continue during these tests.
-pytestmark = [pytest.mark.cluster, pytest.mark.usefixtures("lives", "stories", "lost_groups")]
+pytestmark = [pytest.mark.cluster, pytest.mark.usefixtures("lives", "stories")]
 
 
 @pytest.mark.parametrize(

@@ -297,7 +297,7 @@ def test_every_epoch_has_a_form_of_its_own(digits):
 
 
 def test_arrays_appear_only_when_they_are_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The groups of an elastic run may write the same set, and read it, at the same time."""
+    """Several runs may write the same set, and read it, at the same time."""
     prepare_images("digits", None, tmp_path / "whole")
     seen: list[list[str]] = []
 

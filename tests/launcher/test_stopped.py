@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 from sdp.launcher import stopped
-from sdp.launcher.elastic import ElasticRun, start_elastic
+from sdp.launcher.local import start_local
 from sdp.launcher.stopped import STOPPED_SECONDS, StoppedRanks
 from sdp.tests.support.processes import until
 
@@ -45,7 +45,7 @@ def test_a_rank_that_runs_in_between_gets_its_time_again() -> None:
     assert seconds_until_killed(0.5, runs_at=10.0) > STOPPED_SECONDS + 8
 
 
-def test_a_stopped_rank_does_not_hold_up_an_elastic_run(
+def test_a_stopped_rank_does_not_hold_up_a_run(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """The launcher would wait 300 seconds for a checkpoint."""
@@ -61,10 +61,10 @@ def test_a_stopped_rank_does_not_hold_up_an_elastic_run(
 
     thread = threading.Thread(target=end_when_stopped)
     thread.start()
-    code = start_elastic([], ElasticRun(1, 1), tmp_path / "logs", stop_seconds=300, command=command)
+    code = start_local([], 1, tmp_path / "logs", stop_seconds=300, command=command)
     thread.join()
     assert code == 143
-    assert capsys.readouterr().err.count("rank 0, is stopped: it is killed") == 1
+    assert capsys.readouterr().err.count("rank 0, is stopped: all processes are killed") == 1
 
 
 def status(pid: int) -> str:

@@ -4,14 +4,12 @@ one rate per unit.
 
 from __future__ import annotations
 
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from sdp.engine.config.load import load_config
-from sdp.engine.elastic.living import living_layout, lost_units
 from sdp.engine.errors import ConfigError
 from sdp.engine.optim.rate_scale import HolderScale, ScaledRates
 from sdp.tests.support.cases import Case, assert_same_run, engine_of, native, one_step, reference, train
@@ -158,43 +156,3 @@ def test_it_says_by_what_the_rates_are_multiplied(caplog: pytest.LogCaptureFixtu
 def test_it_is_refused_with_local_steps() -> None:
     with pytest.raises(ConfigError, match=r"sdp\.lr_scale.*no meaning with sdp\.sync"):
         load_config({"train_batch_size": 4, "sdp": {"groups": 2, "lr_scale": "auto", "sync": {"every": 2}}})
-
-
-def test_lost_groups_change_no_rate(ranks: RankPool) -> None:
-    """Planned holders decide, not living ones: the groups that go on keep their rates."""
-    answers = ranks.run(_rates_after_a_loss, Case(4, 1, lr_scale="0.5"), world=4)
-    for before, after, of_living in (answers[0], answers[1], answers[3]):
-        assert after == before
-        assert any(of_living[name] != pytest.approx(before[name]) for name in before), "living holders would show"
-
-
-def _rates_after_a_loss(case: Case) -> tuple[dict[str, float], dict[str, float], dict[str, float]]:
-    """Return the rate of every parameter in a step of the optimizer.
-
-    All four groups are alive, then group 2 is lost. The third value has the rates that living
-    holders would give.
-    """
-    engine = engine_of(case, "fsdp2")
-    backend = engine.backend
-    one_step(engine, case, 0, data_rank=backend.rank)
-    names = {id(parameter): name for name, parameter in backend.stepped.items()}
-    seen: dict[str, float] = {}
-
-    def note(optimizer: torch.optim.Optimizer, *_: Any) -> None:
-        groups = optimizer.param_groups
-        seen.update((names[id(each)], group["lr"]) for group in groups for each in group["params"])
-
-    engine.optimizer.register_step_pre_hook(note)
-    engine.step()
-    alive, before, rate = [0, 1, 3], dict(seen), engine.optimizer.param_groups[0]["lr"]
-    living = living_layout(engine.layout, alive)
-    assert not lost_units(engine.layout, alive)
-    if backend.rank in alive:
-        between = replace(backend.communicators, mesh=living.mesh, rank=alive.index(backend.rank))
-        backend.reconnect({living.masking: living}, between)
-    seen.clear()
-    engine.optimizer.step()  # nothing is exchanged in it
-    scale = HolderScale(living.placement, 0.5)
-    infos = living.parameters
-    of_living = {name: rate * scale.of(infos[name].unit, infos[name].holders) for name in before}
-    return before, dict(seen), of_living

@@ -161,7 +161,7 @@ def one_group_per_node(config: Config, machine: Machine) -> Config | None:
     None if that is its layout, if it is not possible, or if groups have settings of their own.
     """
     sdp, nodes, devices = config.sdp, len(machine.slots), machine.slots[0]
-    own_settings = sdp.elastic.enabled or not (
+    own_settings = not (
         isinstance(sdp.capacity, float) and isinstance(sdp.placement, str) and isinstance(sdp.profile, str)
     )
     tensor_parallel = config.tensor_parallel.autotp_size

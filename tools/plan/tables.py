@@ -144,7 +144,6 @@ def assumptions(plan: Forecast, others: Sequence[Forecast]) -> list[str]:
         *_about_groups(plan),
         *_about_rates(plan),
         *_about_local_steps(plan),
-        *_about_losses(plan),
         *_about_ddp(plan, others),
     ]
 
@@ -217,28 +216,6 @@ def _about_local_steps(plan: Forecast) -> list[str]:
     if sync.overlap:
         note += " The peak includes the changes of a fragment that travel, and its weights at the start."
     return [note]
-
-
-def _about_losses(plan: Forecast) -> list[str]:
-    """Say how many lost groups each unit survives, and what that costs."""
-    placement, sdp = plan.layout.placement, plan.config.sdp
-    if not placement.units or placement.groups == 1 or not (sdp.survive or sdp.elastic.enabled):
-        return []
-    groups, units = placement.groups, sum(placement.costs)
-    fewest = min(map(len, placement.holders))
-    held = sum(placement.held_fraction(group) for group in range(groups)) / groups
-    state, worst = plan.worst.trace.state, placement.held_fraction(plan.worst.groups[0])
-    of_worst = plan.parameters - (1 - worst) * units
-    extra = max(0.0, held - 1 / groups) * units
-    size = extra / of_worst * (state.parameters + state.gradients + state.optimizer)
-    if worst < 1:  # under backward masking, a group keeps frozen copies of what it does not hold
-        size -= extra / ((1 - worst) * units) * state.frozen
-    return [
-        f"Lost groups: {placement.describe_losses()}. For that a group must hold {fewest / groups:.0%} of the units on "
-        f"average. It holds {held:.0%} here, and {1 / groups:.0%} would do without survival. It costs a group "
-        f"{extra / 1e6:,.2f} M parameters more: about {format_bytes(size)} of weights, gradients and optimizer state "
-        "on each rank, and the traffic of averaging them."
-    ]
 
 
 def _about_ddp(plan: Forecast, others: Sequence[Forecast]) -> list[str]:

@@ -14,7 +14,6 @@ from ...engine.placement.placement import Placement
 from ..runs.phases import describe_phases, phases_of
 from ..runs.run_files import Run
 from ..shared.table import Spread
-from .groups import GroupLoss, describe_groups, read_losses
 
 STATE_PARTS = (
     "parameters",
@@ -70,8 +69,6 @@ class Facts:
     data_parallel_sent: float | None = None
     spikes_skipped: int | None = None  # None if the run did not look for spikes
     rollbacks: int | None = None
-    groups_alive: str | None = None  # of an elastic run
-    losses: tuple[GroupLoss, ...] = ()  # of groups of an elastic run
     noise_scale: float | None = None  # in samples, at the last measured step
     rates: str | None = None  # the factors of the units' learning rates, with sdp.lr_scale
     masking: str | None = None  # the steps of each phase, with a schedule of maskings
@@ -166,8 +163,6 @@ def facts_of(run: Run) -> Facts:
         data_parallel_sent=summary.get("ddp_comm_bytes_per_step"),
         spikes_skipped=last.get("spikes_skipped"),
         rollbacks=last.get("rollbacks"),
-        groups_alive=describe_groups(run.metrics),
-        losses=read_losses(run.path),
         rates=_rates(run),
         masking=describe_phases(phases_of(run.metrics)),
         phase_seconds=_phase_seconds(settled),

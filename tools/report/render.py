@@ -9,7 +9,6 @@ from ...engine.errors import MOST_MESSAGE, shorten
 from ..runs.run_files import PLOT, Run
 from ..shared.table import Row, Table, bytes_row, plain_row, text_row
 from .facts import Baseline, Facts, facts_of_all, find_baseline
-from .groups import describe_losses
 
 WIDTH = 100  # columns
 
@@ -20,12 +19,12 @@ def render(runs: Sequence[Run]) -> str:
     If names are short, lines have at most 100 columns.
     """
     tables = [table.text() for table in _tables(runs, WIDTH)]
-    return "\n\n".join([*tables, *_losses(runs), _notes(runs), _files(runs)])
+    return "\n\n".join([*tables, _notes(runs), _files(runs)])
 
 
 def render_markdown(runs: Sequence[Run]) -> str:
     """Write the report as one Markdown table with its notes."""
-    return "\n\n".join([_tables(runs)[0].markdown(), *_losses(runs), _notes(runs)])
+    return "\n\n".join([_tables(runs)[0].markdown(), _notes(runs)])
 
 
 def as_json(runs: Sequence[Run]) -> dict[str, object]:
@@ -69,7 +68,6 @@ def _identity(runs: Sequence[Facts]) -> list[Row]:
         text_row("masking of the steps", [run.masking for run in runs]),
         text_row("learning rates of units, times", [run.rates for run in runs]),
         text_row(_counted(runs), [f"{run.tokens:,}" for run in runs]),
-        text_row("groups alive", [run.groups_alive for run in runs]),
         plain_row("steps skipped for a spike", [run.spikes_skipped for run in runs], ",d"),
         plain_row("rollbacks after a spike", [run.rollbacks for run in runs], ",d"),
         plain_row("gradient noise scale, samples", [run.noise_scale for run in runs], ",.3g"),
@@ -194,14 +192,6 @@ def _notes(runs: Sequence[Run]) -> str:
         if not run.finished:
             lines.append(f"{run.name} is unfinished: memory per rank is recorded at the end of a run.")
     return "\n".join(lines)
-
-
-def _losses(runs: Sequence[Run]) -> list[str]:
-    """Tell of each run which groups were lost."""
-    facts = facts_of_all(runs)
-    told = [(run.name, describe_losses(run.losses)) for run in facts]
-    several = len(facts) > 1
-    return ["\n".join([f"{name}: {lines[0]}" if several else lines[0], *lines[1:]]) for name, lines in told if lines]
 
 
 def _files(runs: Sequence[Run]) -> str:

@@ -19,7 +19,7 @@ from typing import Any, TextIO
 from pydantic import BaseModel
 
 from ...engine.config.schema import Config
-from ...engine.errors import ConfigError, DataError, PeerLostError, shorten
+from ...engine.errors import ConfigError, DataError, shorten
 from ...engine.json_files import parse_json, read_json_file
 from ...engine.placement.placement import Placement
 from ..shared.files import WriteError, refuse_link, require_own_file, write_whole
@@ -27,16 +27,12 @@ from .run_shapes import Line, RunConfig, SavedPlacement, Summary, find_wrong_fie
 
 log = logging.getLogger("sdp")
 
-LOCK, BEGUN = ".lock", ".begun"
+LOCK = ".lock"
 CONFIG, PLACEMENT, SUMMARY = "config.json", "placement.json", "summary.json"
 METRICS, EVALUATIONS = "metrics.jsonl", "evaluations.jsonl"
 MOST_LINE_BYTES = 16 << 20  # of these two, far more than a run writes
 DIRECTORIES = ("checkpoints", "csv", "logs", "plots", "profile", "tensorboard", "wandb")
 PLOT = "plots/loss.png"
-
-
-class TakenOverError(PeerLostError):
-    """Another process has taken the lock of the run's directory away, and writes the files now."""
 
 
 class RunFiles:
@@ -47,14 +43,13 @@ class RunFiles:
     written as null, because JSON has neither. Raises ConfigError if ``dump_dir`` holds a run and
     ``resume`` is false, if another run is writing to it, or if it cannot be written. Raises
     WriteError if one of the run's files is a symbolic link. ``dump_dir`` itself and its parents may
-    be links. The methods that add a line raise TakenOverError if another process has taken the
-    lock away.
+    be links.
     """
 
     def __init__(self, dump_dir: Path, resume: bool):
         self.dump_dir = dump_dir
         self._open: dict[str, TextIO] = {}
-        for name in (LOCK, BEGUN, CONFIG, PLACEMENT, SUMMARY, METRICS, EVALUATIONS):
+        for name in (LOCK, CONFIG, PLACEMENT, SUMMARY, METRICS, EVALUATIONS):
             require_own_file(dump_dir / name)
         for name in DIRECTORIES:
             refuse_link(dump_dir / name)
@@ -117,7 +112,6 @@ class RunFiles:
 
     def _append(self, name: str, line: Mapping[str, Any]) -> None:
         path = self.dump_dir / name
-        self._require_lock()
         if name not in self._open:
             require_own_file(path)
         try:
@@ -131,15 +125,6 @@ class RunFiles:
             file.write(json.dumps(_finite(line), allow_nan=False) + "\n")
         except OSError as error:
             raise WriteError.of(path, error) from None
-
-    def _require_lock(self) -> None:
-        """Raise TakenOverError if the lock file is not the one that was locked.
-
-        Whoever takes the lock away makes a new file.
-        """
-        with contextlib.suppress(FileNotFoundError):  # the directory was removed: the write says so
-            if not os.path.samestat(os.fstat(self._lock.fileno()), (self.dump_dir / LOCK).stat()):
-                raise TakenOverError(f"{self.dump_dir}: another process writes the files of this run now")
 
     def _replace(self, name: str, data: Mapping[str, Any]) -> None:
         text = json.dumps(_finite(data), indent=2, allow_nan=False) + "\n"
@@ -185,13 +170,6 @@ def read_run(dump_dir: Path) -> Run:
     )
 
 
-def evaluated_steps(dump_dir: Path) -> set[int]:
-    """Return the steps after which evaluations.jsonl has a line. Raises ConfigError as
-    :func:`read_run`.
-    """
-    return {line["step"] for line in _read_lines(dump_dir / EVALUATIONS)}
-
-
 def _lock(file: TextIO, dump_dir: Path) -> None:
     """Hold the lock until ``file`` is closed or the process ends.
 
@@ -221,21 +199,6 @@ def require_no_other_run(dump_dir: Path, *, resume: bool) -> None:
         ) from None
     if not resume and holds_run:
         raise ConfigError(f"{dump_dir} already holds a run; pass --resume to continue it or name another --dump-dir")
-
-
-def mark_begun(dump_dir: Path) -> None:
-    """Note in ``dump_dir`` that a run has begun, before it writes its first line."""
-    with contextlib.suppress(OSError):  # the run's files are opened next, which reports it
-        dump_dir.mkdir(parents=True, exist_ok=True)
-        require_own_file(dump_dir / BEGUN)
-        (dump_dir / BEGUN).touch()
-
-
-def has_begun(dump_dir: Path) -> bool:
-    """Return whether a run in ``dump_dir`` has begun, also if that cannot be read."""
-    with contextlib.suppress(OSError):
-        return os.path.lexists(dump_dir / BEGUN) or _holds_run(dump_dir)
-    return True
 
 
 def _holds_run(dump_dir: Path) -> bool:

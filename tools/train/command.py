@@ -6,8 +6,7 @@ import argparse
 import os
 from typing import TYPE_CHECKING
 
-from ...engine.environment.detect import Environment, detect, export
-from ...engine.environment.elastic import elastic_environment, is_elastic_rank
+from ...engine.environment.detect import detect, export
 from ...engine.errors import ConfigError
 from ...launcher.fatal_errors import report_fatal
 from .options import TrainOptions
@@ -15,7 +14,6 @@ from .options import add_arguments as add_arguments
 
 if TYPE_CHECKING:
     from ...engine.config.schema import Config
-    from ...launcher.degrees import Degrees
 
 # This long after a signal the ranks are killed. Until then they finish the current step and write a
 # checkpoint.
@@ -36,12 +34,6 @@ def run(args: argparse.Namespace) -> int:
     export({name: str(value) for name, value in config.env.items()})
     degrees = Degrees(config, options.fsdp)
     environment = detect()
-    if config.sdp.elastic.enabled:
-        return _run_elastic(config, options, degrees, environment)
-    if is_elastic_rank():
-        raise ConfigError(
-            "sdp.elastic.enabled: is false, but SDP_ELASTIC_GROUP is set; set it to true, or unset the variable"
-        )
     if environment is not None:
         if options.nproc not in (None, environment.world_size):
             raise ConfigError(
@@ -65,51 +57,8 @@ def run(args: argparse.Namespace) -> int:
     return _run_rank(options)
 
 
-def _run_elastic(config: Config, options: TrainOptions, degrees: Degrees, environment: Environment | None) -> int:
-    """Be a rank of an elastic run, or start all of its groups here."""
-    from ...launcher.degrees import visible_devices
-    from ...launcher.elastic import ElasticRun, start_elastic, start_group
-
-    devices = visible_devices()
-    if devices:
-        raise ConfigError(
-            "sdp.elastic: was never run with CUDA, and is refused there in this version; set enabled false"
-        )
-    if options.profile is not None:
-        raise ConfigError("--profile: is not available in this version together with sdp.elastic; leave it out")
-    if environment is not None:
-        if not is_elastic_rank():
-            raise ConfigError(
-                f"sdp.elastic: {environment.source} ends all ranks when one dies; start the run with sdp train on one "
-                "host, or give each group a launch of its own, with its number in SDP_ELASTIC_GROUP"
-            )
-        return _run_rank(options)
-    section, groups = config.sdp.elastic, config.sdp.groups
-    told = elastic_environment()
-    alone = options.nproc * groups if told is not None and options.nproc is not None else None
-    processes = degrees.processes(alone or options.nproc, devices)
-    run = ElasticRun(
-        groups,
-        processes // groups,
-        heartbeat_seconds=section.heartbeat_seconds,
-        wait_seconds=section.wait_seconds,
-        min_groups=section.min_groups,
-        last_call_seconds=section.last_call_seconds,
-        restarts=section.restarts,
-        restart_window=section.restart_window,
-    )
-    logs = options.dump_dir / "logs"
-    if told is not None:
-        return start_group(options.argv, run, logs, told.slot, told.token, stop_seconds=STOP_SECONDS)
-    _check_files(config, options)
-    return start_elastic(options.argv, run, logs, stop_seconds=STOP_SECONDS)
-
-
 def _run_rank(options: TrainOptions) -> int:
-    if is_elastic_rank():
-        from .elastic_rank import run as run_rank
-    else:
-        from .rank import run as run_rank  # imports torch
+    from .rank import run as run_rank  # imports torch
 
     def end_stalled(text: str) -> None:
         """End this process from the thread that found no progress.

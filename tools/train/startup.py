@@ -25,8 +25,7 @@ from ..runs.dataset import Corpus, open_corpus
 from ..runs.run_config import with_absolute_paths, with_initial_model
 from ..shared.files import WriteError, refuse_link
 from .options import TrainOptions
-from .process.log_file import LogFile
-from .process.terminal import PrintableFormatter, TerminalHandler
+from .process.log_file import LogFile, PrintableFormatter, TerminalHandler
 
 log = logging.getLogger("sdp")
 
@@ -38,13 +37,7 @@ def read_config(options: TrainOptions) -> Config:
 
 @contextlib.contextmanager
 def started(
-    config: Config,
-    options: TrainOptions,
-    rank: int,
-    world_size: int,
-    on_stall: Callable[[str], None],
-    *,
-    patience: float = 1.0,
+    config: Config, options: TrainOptions, rank: int, world_size: int, on_stall: Callable[[str], None]
 ) -> Iterator[Heartbeat]:
     """Open the logs, tell the launcher where this rank is, and join the other ranks. Collective.
 
@@ -58,8 +51,6 @@ def started(
         rank: the number of this rank in the run.
         world_size: the number of ranks.
         on_stall: called with a message, from another thread, when the rank makes no progress.
-        patience: this rank, and waits for ranks of its world, may take so many times the limits in
-            the configuration.
     """
     _set_up_logging(rank, options.dump_dir)
     logs = options.dump_dir / "logs"
@@ -69,26 +60,15 @@ def started(
     # Without a launcher of this package, nothing else would end a stopped rank.
     guarded = options.above is None and world_size > 1
     beat = Heartbeat(rank, whereabouts_file(), logs / f"rank-{rank}.log", on_stall, guarded=guarded)
-    beat.patience = patience
     training = config.training
     beat.at(0, "starting", training.start_timeout)
     try:
         if not config.sdp.in_one_process:  # the engines of one process need no process group
-            join(patience * longest_phase(config))
+            join(max(training.start_timeout, training.save_timeout, training.step_timeout))
         yield beat
     finally:
         if world_size == 1:
             beat.stop()
-
-
-def longest_phase(config: Config) -> float:
-    """Return how many seconds the longest phase of a run may take.
-
-    Elastic groups may wait for others in the average of a round as long as for all of its steps.
-    """
-    training, sync = config.training, config.sdp.sync
-    steps = sync.every if sync is not None and config.sdp.elastic.enabled else 1
-    return max(training.start_timeout, training.save_timeout, training.step_timeout * steps)
 
 
 def _set_up_logging(rank: int, dump_dir: Path) -> None:

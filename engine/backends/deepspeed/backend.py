@@ -10,17 +10,15 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from ...config.masking import Masking
 from ...config.sync import SyncSection
-from ...distributed import world
 from ...distributed.mesh import Coordinates
-from ...distributed.process_groups import Communicators
 from ...distributed.tensors import outside_inference_mode
 from ...distributed.traffic import Traffic
 from ...full_model.evaluation import StreamedEvaluation, mean_loss
@@ -64,7 +62,7 @@ class DeepSpeedBackend(DeepSpeedSteps):
     ):
         self.deepspeed, self.layout, self.stand_ins, self.device = engine, layout, stand_ins, device
         self.module: nn.Module = engine.module
-        self.rank = world.rank()
+        self.rank = dist.get_rank()
         self.at: Coordinates = layout.mesh.coordinates(self.rank)
         self.stage, self.compute_dtype, self.traffic = stage, compute_dtype, traffic
         self.communicators, self._process_groups = process_groups.communicators, process_groups
@@ -76,11 +74,15 @@ class DeepSpeedBackend(DeepSpeedSteps):
         self.zero = ZeroState(engine, stage) if stage else None
         self.copies = MasterCopies(engine, self.parameters) if not stage and compute_dtype != torch.float32 else None
         self.scale = LossScale(engine.optimizer)
-        self._all_bundles, self._exposed = list(bundles), 0.0
+        self.bundles = [bundle for bundle in bundles if self.at.sdp in bundle.holders]
+        self._exposed = 0.0
         self._local, self.local_settings = None, sync
         self.usage = self._watch_use() if self.zero is not None else None
-        self._averages, self._early, self._differences = Averages(), None, None
-        self.connect(layout)
+        self._averages = self._average(bundles) if self.installed else Averages()
+        self._differences = None
+        self._refresh = process_groups.make_refresh(
+            layout, {**self.parameters, **self._frozen}, stage=stage, traffic=traffic, dtype=compute_dtype
+        )
         self._early = self._launch_early()
         self.options = [bundle.options for bundle in self.bundles]
         self.options_count = 1 + max(bundle.options for bundle in bundles)
@@ -98,27 +100,10 @@ class DeepSpeedBackend(DeepSpeedSteps):
         if self.zero is not None:
             self.zero.note_other_modules(self._frozen.values(), absent=asleep)
 
-    def connect(self, layout: Layout) -> None:
-        infos = layout.parameters
-        self._all_bundles = [replace(each, holders=infos[each.names[0]].holders) for each in self._all_bundles]
-        self.bundles = [bundle for bundle in self._all_bundles if self.at.sdp in bundle.holders]
-        for cached in ("boxes", "untrained_boxes"):
-            vars(self).pop(cached, None)
-        if self.installed:
-            self._averages = self._average(layout)
-            if self._early is not None and self._sync is not None:
-                self._early.follow(self._sync)
-        self._refresh = self._process_groups.make_refresh(
-            layout,
-            {**self.parameters, **self._frozen},
-            stage=self.stage,
-            traffic=self.traffic,
-            dtype=self.compute_dtype,
-        )
-
-    def _average(self, layout: Layout) -> Averages:
+    def _average(self, bundles: Sequence[Bundle]) -> Averages:
+        layout = self.layout
         if self.zero is not None:
-            return self._process_groups.average_shards(layout.mesh, self._all_bundles, self.stage, self.traffic)
+            return self._process_groups.average_shards(layout.mesh, bundles, self.stage, self.traffic)
         # Gradients are whole. They are reduced as they become ready, inside and between groups.
         self.deepspeed.enable_backward_allreduce = False
         for parameter in self.parameters.values():
@@ -128,13 +113,6 @@ class DeepSpeedBackend(DeepSpeedSteps):
         return self._process_groups.average_whole(
             layout, self.parameters, self.traffic, self.clock, local_steps=self.local_settings is not None
         )
-
-    def disconnect(self) -> None:
-        self._averages.close()
-
-    def reconnect(self, phases: Mapping[Masking, Layout], communicators: Communicators) -> None:
-        self._process_groups.follow(communicators, is_sharded=self.stage > 0)
-        super().reconnect(phases, communicators)
 
     def _launch_early(self) -> EarlyLaunch | None:
         """Let averages begin as soon as DeepSpeed has reduced a partition, which is then final.

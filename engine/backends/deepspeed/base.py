@@ -13,11 +13,8 @@ import torch.distributed as dist
 from torch import nn
 
 from ...config.sync import SyncSection
-from ...distributed import world
 from ...distributed.process_groups import Communicators
-from ...distributed.traffic import Scope
 from ...errors import ModelError
-from ...optim.optimizer_state import HeldTensor
 from ...placement.tensor_info import Shard
 from ..sharded import ShardedBackend
 from .optimizer import LossScale, MasterCopies, ZeroState, local_part
@@ -126,10 +123,10 @@ class DeepSpeedBase(ShardedBackend):
                 'call engine.load_checkpoint, or use sdp.engine "fsdp2"'
             )
 
-    def all_reduce_inside(self, tensor: torch.Tensor, *, scope: Scope = "inside groups") -> None:
-        """Sum a tensor over the ranks of the group in place. Its bytes count in ``scope``."""
+    def all_reduce_inside(self, tensor: torch.Tensor) -> None:
+        """Sum a tensor over the ranks of the group in place."""
         if self.ranks_inside > 1:
-            self.traffic.record(scope, "all_reduce", tensor.nbytes, self.ranks_inside)
+            self.traffic.record("inside groups", "all_reduce", tensor.nbytes, self.ranks_inside)
             dist.all_reduce(tensor, group=self._process_groups.inside)
 
 
@@ -142,23 +139,6 @@ def untrained_part(backend: DeepSpeedBase, name: str) -> list[tuple[int, torch.T
     alone = Bundle(info.unit, 0, info.holders, (name,), (info.numel,))
     ranks, rank = (backend.ranks_inside, backend.rank_inside) if backend.stage == 3 else (1, 0)
     return [(piece.start, local[: piece.length]) for piece in pieces_of(alone, 3, ranks, rank)]
-
-
-def held_partitions(backend: DeepSpeedBase, unit: str) -> Iterator[HeldTensor]:
-    """Yield this rank's flat partitions of a unit, and its parts of untrained parameters (ZeRO 1 to
-    3).
-
-    Groups of equal size have the same partitions.
-    """
-    assert backend.zero is not None
-    infos = backend.layout.parameters
-    for bundle, (group, master) in zip(backend.bundles, backend.zero.basic_groups(), strict=True):
-        if bundle.unit == unit:
-            yield HeldTensor(master.detach(), master, infos[bundle.names[0]].canonical, group)
-    trained = {name for bundle in backend.bundles for name in bundle.names}
-    for name, parameter in backend.parameters.items():
-        if infos[name].unit == unit and name not in trained:
-            yield HeldTensor(local_part(parameter).detach(), parameter, infos[name].canonical)
 
 
 class _WholeParameters(Mapping[str, nn.Parameter]):
@@ -210,7 +190,7 @@ class Gathered:
     def __init__(self, backend: DeepSpeedBase):
         self._backend = backend
         self.parameters = _WholeParameters(backend)
-        everyone = world.group() or dist.group.WORLD
+        everyone = dist.group.WORLD
         assert everyone is not None
         holders = {backend.layout.everyone: everyone}
         self.communicators = Communicators(backend.layout.mesh, backend.rank, True, holders=holders)

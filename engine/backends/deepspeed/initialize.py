@@ -16,7 +16,6 @@ from torch.optim import Optimizer
 from ...accounting.clock import clock
 from ...batch.size import BatchSize
 from ...config.schema import Config
-from ...distributed import world
 from ...distributed.mesh import Coordinates
 from ...distributed.traffic import Traffic
 from ...environment.detect import alone_if_unlaunched
@@ -90,7 +89,7 @@ def initialize_deepspeed(
         The backend, DeepSpeed's optimizer, its schedule, and a line about the optimizer.
     """
     package = _prepare_package(config)
-    at = layout.mesh.coordinates(world.rank())
+    at = layout.mesh.coordinates(dist.get_rank())
     stand_ins, pass_throughs = _cut_and_fill(model, config, layout, device, plan, at)
     bundles = bundles_of(layout, param_groups)
     parameters = dict(model.named_parameters())

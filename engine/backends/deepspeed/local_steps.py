@@ -20,7 +20,6 @@ import torch.distributed as dist
 from torch.optim import Optimizer
 
 from ...backend import GroupPart, PendingUpdate
-from ...distributed import world
 from ...placement.buckets import Bucket
 from ...placement.tensor_info import TensorInfo
 from ...sync.outer import OuterSteps
@@ -134,9 +133,6 @@ class DeepSpeedLocalSteps(ShardedLocalSteps):
             divisor=None if whole else self._divisor,
         )
 
-    def reconnect(self) -> None:
-        self.outer.connect(*self._messages())
-
     def _messages(self) -> tuple[list[Bucket], Mapping[tuple[int, ...], dist.ProcessGroup]]:
         """Return the messages of an average, and the communicators by the ranks or the holders of a
         message.
@@ -178,7 +174,7 @@ class DeepSpeedLocalSteps(ShardedLocalSteps):
         group that skips is advanced here, so all groups have the same learning rate.
         """
         backend, norm = self._backend, self._backend.norm_in_group()
-        told = self._tell_with_differences(loss.item(), norm)
+        outcome = self._share_with_differences(loss.item(), norm)
         skipped_before = backend.deepspeed.skipped_steps
         if math.isfinite(norm):
             backend.update(backend.averaged, norm, scheduler)
@@ -186,23 +182,15 @@ class DeepSpeedLocalSteps(ShardedLocalSteps):
             backend.skip_update(norm)
         if scheduler is not None and backend.deepspeed.skipped_steps > skipped_before:
             scheduler.step()
-        return told if told is not None else self.tell(loss.item(), norm)
+        return outcome
 
-    def _tell_with_differences(self, loss: float, norm: float) -> PendingUpdate | None:
-        """Check that DeepSpeed's gradients are right. Collective.
+    def _share_with_differences(self, loss: float, norm: float) -> PendingUpdate:
+        """Check DeepSpeed's gradients, and return the outcome of the step. Collective.
 
-        Returns:
-            The outcome of the step, which travels in the same message. None if nothing was sent to
-            other groups: in an elastic run, groups do not notice each other in a step.
+        Both are in one message.
         """
         backend, usage = self._backend, self._backend.usage
         differences = usage.differences() if usage is not None else []
-        if world.is_elastic():
-            if usage is not None:
-                sums = torch.tensor(differences, dtype=torch.float64, device=backend.device)
-                backend.all_reduce_inside(sums, scope="control")
-                usage.check(sums.tolist())
-            return None
         summary = self.summary(loss, norm)
         totals = torch.tensor([*summary, *differences], dtype=torch.float64, device=backend.device)
         wait = backend.start_control(totals)
@@ -245,10 +233,6 @@ class DeepSpeedLocalSteps(ShardedLocalSteps):
         if self._is_stale and not self.outer.is_swapped:
             self._write_weights()
 
-    def give_up(self) -> None:
-        super().give_up()
-        self._is_stale = True
-
     # -- the full model ----------------------------------------------------------------------------
 
     @contextmanager
@@ -267,9 +251,6 @@ class DeepSpeedLocalSteps(ShardedLocalSteps):
 
     def common_state(self) -> tuple[Mapping[str, torch.Tensor], Optimizer]:
         return self.outer.anchors, self.outer.optimizer
-
-    def parameter_of(self, key: str) -> TensorInfo:
-        return self._layout.parameters[self.boxes[key].name]
 
     def untrained(self) -> Mapping[str, torch.Tensor]:
         backend = self._backend

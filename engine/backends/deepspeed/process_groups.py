@@ -14,7 +14,6 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from ...distributed import world
 from ...distributed.mesh import Mesh
 from ...distributed.process_groups import Communicators, new_group
 from ...distributed.traffic import Traffic
@@ -46,18 +45,12 @@ class Averages:
         """The time spent waiting for whole gradients after backward, since the start."""
         return sum(each.exposed_seconds for each in (self.whole, self.inner) if each is not None)
 
-    def close(self) -> None:
-        """Remove the hooks."""
-        for each in (self.whole, self.inner):
-            if each is not None:
-                each.close()
-
 
 class ProcessGroups:
     """The process groups of one rank. Every rank must create them, with the same arguments."""
 
     def __init__(self, layout: Layout, bundles: Sequence[Bundle], stage: int, *, local_steps: bool = False):
-        mesh, rank = layout.mesh, world.rank()
+        mesh, rank = layout.mesh, dist.get_rank()
         self.communicators = Communicators.build(
             mesh,
             {info.holders for info in layout.parameters.values()} if stage == 0 else (),
@@ -73,15 +66,12 @@ class ProcessGroups:
         self.routes: dict[tuple[str, int], list[Route]] = {}
         if mesh.sdp == 1:
             return
-        if not world.is_elastic():
-            for group in range(mesh.sdp):
-                made = new_group(mesh.ranks_of(group))
-                if rank in mesh.ranks_of(group):
-                    self.inside = made  # type: ignore[assignment]
+        for group in range(mesh.sdp):
+            made = new_group(mesh.ranks_of(group))
+            if rank in mesh.ranks_of(group):
+                self.inside = made  # type: ignore[assignment]
         alone = new_group([dist.get_rank()], use_local_synchronization=True)
         self.mpu = GroupAsWorld(self.inside, alone)  # type: ignore[arg-type]
-        if world.is_elastic():  # groups between SDP groups are made when these meet
-            return
         for refresh in layout.refreshes if mesh.sizes else ():
             for name in refresh.names:
                 self.routes[name, refresh.source] = routes_of(name, layout.parameters[name].numel, refresh, stage, mesh)
@@ -90,24 +80,6 @@ class ProcessGroups:
             made = new_group(list(ranks))
             if rank in ranks:
                 self.between[ranks] = made  # type: ignore[assignment]
-
-    def follow(self, communicators: Communicators, *, is_sharded: bool) -> None:
-        """Use the process groups between the SDP groups that take part now.
-
-        These SDP groups have equal numbers of ranks.
-
-        Args:
-            communicators: this rank's process groups.
-            is_sharded: whether ZeRO partitions gradients. Then the ranks at one position in all
-                holders average.
-        """
-        self.communicators, mesh = communicators, communicators.mesh
-        position = mesh.coordinates(communicators.rank).fsdp
-        self.between = {
-            tuple(mesh.rank(group, position) for group in holders): made
-            for holders, made in communicators.holders.items()
-            if is_sharded
-        }
 
     def average_whole(
         self,
@@ -130,7 +102,7 @@ class ProcessGroups:
 
     def average_shards(self, mesh: Mesh, bundles: Sequence[Bundle], stage: int, traffic: Traffic) -> Averages:
         """Make what averages this rank's partitions of the full model's ``bundles``."""
-        rank, held = world.rank(), itertools.count()
+        rank, held = dist.get_rank(), itertools.count()
         group = mesh.coordinates(rank).sdp
         here = [next(held) if group in bundle.holders else None for bundle in bundles]
         return Averages(shards=ShardSync(bundles, here, stage, mesh, rank, self.between, traffic, logged_all_reduce))
@@ -155,7 +127,7 @@ class ProcessGroups:
         if not layout.mesh.sizes:
             between = self.communicators.refresh
             return WeightRefresh(layout.refreshes, local, between, traffic, dtype, logged_broadcast)
-        rank = world.rank()
+        rank = dist.get_rank()
         return RoutedRefresh(layout.refreshes, local, self.routes, self.between, rank, traffic, dtype, logged_broadcast)
 
 

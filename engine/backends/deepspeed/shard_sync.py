@@ -209,11 +209,6 @@ class EarlyLaunch:
         self._flats: dict[int, torch.Tensor] = {}
         self._next = 0
 
-    def follow(self, sync: ShardSync) -> None:
-        """Launch the averages of ``sync`` from now on, which has the same bundles."""
-        self.drop()
-        self._sync = sync
-
     def arm(self) -> None:
         """Launch averages during the next backward pass, which is the last one before the step."""
         self._sync.finish()  # an earlier pass may have launched averages; this pass adds to its gradients

@@ -14,7 +14,6 @@ from torch.optim import Optimizer
 from ...accounting.memory import StateBytes, predict_outer_bytes, state_tensors
 from ...checkpoint.state import SavedState
 from ...checkpoint.storage.dcp import Part
-from ...distributed import world
 from ...optim.optimizer_state import OptimizerState
 from ...optim.script_steps import stepped_by_engine
 from ...placement.tensor_info import TensorInfo
@@ -116,13 +115,8 @@ class DeepSpeedState(SavedState):
         self._spread()
 
     def _spread(self) -> None:
-        """Copy the loaded float32 weights to the model. Collective inside the group.
-
-        In an elastic run, another rank of this group may have left the load, because a group was
-        lost. So there the weights are copied when all ranks have loaded.
-        """
-        if not world.is_elastic():
-            self._backend.write_weights()
+        """Copy the loaded float32 weights to the model. Collective inside the group."""
+        self._backend.write_weights()
 
     def _spread_counts(self) -> None:
         """Copy the state that all slices of a parameter share (a step count) from the first slice.
@@ -175,7 +169,7 @@ def check_holders(backend: DeepSpeedBase) -> None:
                 weights = 2 * torch.arange(first + at, first + at + words.numel(), device=words.device) + 1
                 total += (words * weights).sum().cpu()
     everyones = torch.empty((backend.layout.mesh.world_size, len(names)), dtype=torch.int64, device=backend.device)
-    dist.all_gather(list(everyones.unbind()), sums.to(backend.device), group=world.group())
+    dist.all_gather(list(everyones.unbind()), sums.to(backend.device))
     mesh = backend.layout.mesh
     by_group = [everyones[mesh.ranks_of(group)].sum(0).tolist() for group in range(mesh.sdp)]
     for index, unit in enumerate(names):

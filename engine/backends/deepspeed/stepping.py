@@ -17,7 +17,6 @@ from ...backend import Backend, FlatState, GroupPart, Spot, StateToSave, Update
 from ...config.schema import Config
 from ...distributed.traffic import Traffic
 from ...optim.clip import squared_norm
-from ...optim.optimizer_state import HeldTensor
 from ...optim.rate_scale import HolderScale, ScaledRates
 from ...optim.schedules import keep_shared_state
 from ...optim.script_steps import refuse_outside_engine, stepped_by_engine
@@ -25,7 +24,7 @@ from ...placement.layout import Layout
 from ...sync.consistency import check_loss_scale
 from ...sync.noise import Moments, NoiseMeter, SecondMoments
 from ...sync.own_gradients import OwnGradients
-from .base import DeepSpeedBase, held_partitions
+from .base import DeepSpeedBase
 from .checks import UsedParameters
 from .local_steps import Box, DeepSpeedLocalSteps, find_boxes, find_untrained_boxes
 from .private import set_gradient_norm
@@ -122,10 +121,9 @@ class DeepSpeedSteps(DeepSpeedBase):
         with self.deepspeed.no_sync():
             yield
 
-    def continue_at(self, *, steps: int, micro_steps: int, skipped: int | None = None) -> None:
+    def continue_at(self, *, steps: int, micro_steps: int, skipped: int) -> None:
         engine = self.deepspeed
-        engine.global_steps, engine.micro_steps = steps, micro_steps
-        engine.skipped_steps = engine.skipped_steps if skipped is None else skipped
+        engine.global_steps, engine.micro_steps, engine.skipped_steps = steps, micro_steps, skipped
         engine.global_samples = steps * engine.train_batch_size()  # DeepSpeed counts the samples of its group
 
     # -- local steps -------------------------------------------------------------------------------
@@ -258,9 +256,6 @@ class DeepSpeedSteps(DeepSpeedBase):
 
     def shared_schedule(self, state: dict[str, Any]) -> dict[str, Any]:
         return keep_shared_state(state)  # the schedule's groups depend on the units that this rank holds
-
-    def held_of(self, unit: str) -> Iterator[HeldTensor]:
-        yield from super().held_of(unit) if self.zero is None else held_partitions(self, unit)
 
     # -- state -------------------------------------------------------------------------------------
 

@@ -9,12 +9,12 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
 from ...config.masking import Masking
 from ...config.sync import SyncSection
-from ...distributed import world
 from ...distributed.process_groups import Communicators
 from ...distributed.tensor_collectives import TensorRanks
 from ...distributed.tensors import local_tensor, outside_inference_mode
@@ -78,7 +78,7 @@ class FSDP2Backend(ShardedBackend):
         self.phases = {masking: layout.in_phase(masking) for masking in maskings or (layout.masking,)}
         self._pass_throughs = pass_throughs or {}
         self.layout, self.module, self.device, self.stand_ins = layout, model, device, stand_ins
-        self.rank = world.rank()
+        self.rank = dist.get_rank()
         self.at = layout.mesh.coordinates(self.rank)
         self.stage, self.compute_dtype = stage, compute_dtype
         self.traffic, self.tensor_ranks, self._scale, self.home = traffic, tensor_ranks, scale, home
@@ -142,16 +142,7 @@ class FSDP2Backend(ShardedBackend):
         }
         self._frozen = {name: p for name, p in everything.items() if name not in self.parameters}
         self._trained = [p for name, p in self.parameters.items() if self.layout.parameters[name].trainable]
-        self.connect(self.layout)
-        blocks = dict.fromkeys(refresh.block for refresh in self.layout.refreshes)
-        await_weights(self.module, blocks, lambda *block: self._refresh.wait(*block), gather_stream)
-        if len(self.phases) > 1:
-            if isinstance(self.module, FSDPModule):
-                self._hidden = HiddenParameters(self.module, self._frozen.values())
-            self._dormant = DormantCopies(self.module, self._frozen, self._pass_throughs)
-        self.enter_phase(next(iter(self.phases.values())))
-
-    def connect(self, layout: Layout) -> None:
+        layout = self.layout
         comes_last = ends_in_root(layout, self.module, uses_fsdp=self.uses_fsdp)
         self._sync = make_sync(self, comes_last, self.home.messages.all_reduce)
         self._inner_sync = make_inner_sync(self, comes_last) if self._local_settings is not None else None
@@ -168,11 +159,13 @@ class FSDP2Backend(ShardedBackend):
             self.compute_dtype,
             self.home.messages.broadcast,
         )
-
-    def disconnect(self) -> None:
-        self._sync.close()
-        if self._inner_sync is not None:
-            self._inner_sync.close()
+        blocks = dict.fromkeys(refresh.block for refresh in layout.refreshes)
+        await_weights(self.module, blocks, lambda *block: self._refresh.wait(*block), gather_stream)
+        if len(self.phases) > 1:
+            if isinstance(self.module, FSDPModule):
+                self._hidden = HiddenParameters(self.module, self._frozen.values())
+            self._dormant = DormantCopies(self.module, self._frozen, self._pass_throughs)
+        self.enter_phase(next(iter(self.phases.values())))
 
     def enter_phase(self, layout: Layout) -> None:
         self._scale.use(layout)

@@ -8,7 +8,7 @@ import pytest
 from sdp.engine.errors import LaunchError
 from sdp.launcher.cluster.commands import Start, deepspeed_command, mpirun_command, stop_command
 from sdp.launcher.cluster.hosts import Host
-from sdp.tests.support.network.launch_lines import command_of, dry_run, train_words
+from sdp.tests.support.launch_lines import command_of, dry_run, train_words
 from sdp.tools.cli import main
 
 pytestmark = pytest.mark.usefixtures("folder")

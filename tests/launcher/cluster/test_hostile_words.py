@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 from sdp.launcher.cluster.quoting import decode
-from sdp.tests.support.network.launch_lines import dry_run
+from sdp.tests.support.launch_lines import dry_run
 
 pytestmark = pytest.mark.usefixtures("folder")
 

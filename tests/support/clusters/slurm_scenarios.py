@@ -9,26 +9,18 @@ from __future__ import annotations
 import contextlib
 import os
 import re
-import shlex
 import shutil
 import signal
 import subprocess
-import time
 from collections.abc import Iterator
 from concurrent.futures import Future
-from pathlib import Path
 
 import pytest
-import sdp
 from sdp.tests.support.clusters.hosts import LAUNCH, PAUSE, SCRIPTS, SDP, Hosts, is_rank
-from sdp.tests.support.processes import until, written_lines
+from sdp.tests.support.processes import until
 
 PROGRAMS = ("slurmctld", "slurmd", "sbatch", "srun", "munged")
-GROUPS_PORT = 29411
 SECONDS = 240.0  # the limit for something that takes a few seconds on idle cores
-# A node may not notice for 10 seconds that a job has ended. Until then it refuses to start the same
-# job again, and SLURM holds the job and drains the node.
-SECONDS_TO_NOTICE_AN_END = 12.0
 ENDLESS = "training.steps=1000000"
 # For ranks that are stopped for a while, in a step or in a save.
 PATIENT = ("training.step_timeout=600", "training.save_timeout=600")
@@ -258,69 +250,7 @@ def jobs_that_do_not_end_well(slurm: Slurm, expected: Future[list[float]]) -> No
     assert slurm.status_without_slurm("late").startswith("timeout")
 
 
-def a_node_with_an_elastic_group_is_set_down_and_the_task_comes_back(
-    slurm: Slurm, expected: Future[list[float]]
-) -> None:
-    """Each group is a task of an array, with two ranks. The other group goes on.
-
-    Before, a rank is killed. Later, a task is put back into the queue, as by a preemption, and one
-    is cancelled.
-    """
-    hosts, run, coordinator = slurm.hosts, "groups", f"10.77.0.1:{GROUPS_PORT}"
-    (hosts.folder / "token").write_text("a secret that the groups share")
-    (hosts.folder / "sdp").write_text(f'#!/bin/sh\nexec {shlex.join(SDP)} "$@"\n')
-    (hosts.folder / "sdp").chmod(0o755)
-    told = [f"SDP_ELASTIC_COORDINATOR={coordinator}", f"SDP_ELASTIC_TOKEN_FILE={hosts.folder}/token"]
-    settings = ["--set", "sdp.groups=2", "sdp.capacity=1.0", "zero_optimization.stage=3"]
-    words = [*SDP, "coordinate", "elastic.json", *settings, "--bind", coordinator, "--dump-dir", run, "--ranks", "2"]
-    coordinating = hosts.start("env", *told, *words, log="groups-coordinator.log")
-    examples = Path(sdp.__path__[0]) / "configs/clusters"
-    told += [f"ELASTIC={examples}/elastic.sh", f"SDP={hosts.folder}/sdp", "CONFIG=elastic.json", f"DUMP_DIR={run}"]
-    sbatch = ["sbatch", "--parsable", "--array=0-1", "--partition", "groups", "--ntasks-per-node=2"]
-    job = slurm("env", *told, *sbatch, "--output", "groups-%a.log", f"{examples}/elastic.slurm", *settings)
-
-    def alive() -> list[int]:
-        return [line["groups"] for line in written_lines(hosts.folder / run / "metrics.jsonl")]
-
-    def ranks() -> list[int]:
-        return hosts.ranks(run, "q")
-
-    try:
-        until(lambda: alive()[-3:] == [2, 2, 2], SECONDS, PAUSE)
-        both = ranks()
-        assert len(both) == 2
-        os.kill(both[1], signal.SIGKILL)
-        until(lambda: 1 in alive() and not set(both) & set(ranks()), SECONDS, PAUSE)
-        until(lambda: alive()[-3:] == [2, 2, 2], SECONDS, PAUSE)
-        assert len(ranks()) == 2
-        for state in ("DOWN", "DRAIN"):  # a node that answers would not stay down
-            slurm("scontrol", "update", "NodeName=host-r", f"State={state}", "Reason=test")
-        until(lambda: alive()[-3:] == [1, 1, 1] and not hosts.processes("slurmstepd", "r"), SECONDS, PAUSE)
-        time.sleep(SECONDS_TO_NOTICE_AN_END)
-        slurm("scontrol", "update", "NodeName=host-r", "State=RESUME")
-        until(lambda: alive()[-3:] == [2, 2, 2], SECONDS, PAUSE)
-        assert slurm("scontrol", "show", "job", job).count("Restarts=1 ") == 1
-        slurm("scontrol", "requeue", f"{job}_1")
-        until(lambda: alive()[-3:] == [1, 1, 1], SECONDS, PAUSE)
-        until(lambda: alive()[-3:] == [2, 2, 2], SECONDS, PAUSE)
-        slurm("scancel", f"{job}_1")
-        until(lambda: alive()[-3:] == [1, 1, 1], SECONDS, PAUSE)
-        slurm("scancel", job)
-        assert coordinating.wait(SECONDS) == 0, (hosts.folder / "groups-coordinator.log").read_text()
-        assert hosts.checkpoints(run)[-1] == len(alive())
-    except AssertionError as failure:
-        seen = [slurm("squeue"), slurm("scontrol", "show", "job", job), slurm("scontrol", "show", "node", "host-r")]
-        slurm_logs = [hosts.folder / "slurm" / name for name in ("slurmctld.log", "slurmd-host-r.log")]
-        logs = [*sorted(hosts.folder.glob("groups-*.log")), *slurm_logs]
-        seen += [f"{log.name}:\n{log.read_text(errors='replace')[-3000:]}" for log in logs]
-        failure.add_note("\n".join([*seen, f"the groups of the last steps: {alive()[-5:]}"]))
-        raise
-    finally:
-        coordinating.kill()
-
-
 STORIES = (
-    a_node_with_an_elastic_group_is_set_down_and_the_task_comes_back,
     a_job_that_is_preempted_and_loses_a_rank_ends_as_if_undisturbed_and_one_that_loses_a_node_waits,
     a_job_near_its_time_limit_goes_back_to_the_queue_and_resumes,
     jobs_that_do_not_end_well,

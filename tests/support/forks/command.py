@@ -244,8 +244,7 @@ def _run_rank(
     """Be a rank, whose parent is the process ``command``."""
     os.setpgid(0, 0)
     os.chdir(folder)
-    number = environ.get("SDP_ELASTIC_GROUP", environ["RANK"])
-    _prctl(_PR_SET_NAME, f"sdp-rank {number}".encode())
+    _prctl(_PR_SET_NAME, f"sdp-rank {environ['RANK']}".encode())
     while os.getppid() != command:
         time.sleep(0.0005)
     # A descriptor below could be one of the files that the rank gets.
@@ -259,8 +258,7 @@ def _run_rank(
 def forked_rank(process: Path) -> int | None:
     """Return the number that a forked rank has as its name, or None if the process is not one.
 
-    It is the group in an elastic run, else the rank. Under /proc, a forked process shows the
-    environment of the server.
+    Under /proc, a forked process shows the environment of the server.
     """
     name = (process / "comm").read_text().split()
     return int(name[1]) if name[:1] == ["sdp-rank"] and len(name) == 2 else None

@@ -15,7 +15,7 @@ from sdp.engine.errors import ConfigError, DataError
 from sdp.engine.placement.placement import Placement
 from sdp.tests.support.fabricated_runs import make_run
 from sdp.tests.support.small_runs import read_metrics
-from sdp.tools.runs.run_files import BEGUN, LOCK, RunFiles, TakenOverError, has_begun, mark_begun, read_run
+from sdp.tools.runs.run_files import RunFiles, read_run
 from sdp.tools.shared.files import WriteError
 
 
@@ -77,21 +77,6 @@ def test_a_run_that_failed_before_its_first_step_is_in_nobodys_way(tmp_path: Pat
     again.write_config({})
     again.evaluation(line(0, 2.0))
     assert read_run(tmp_path).evaluations == [line(0, 2.0)]
-
-
-def test_a_run_has_begun_before_it_has_a_line(tmp_path: Path):
-    assert not has_begun(tmp_path / "run")
-    mark_begun(tmp_path / "run")
-    assert has_begun(tmp_path / "run")
-    (tmp_path / "run" / BEGUN).unlink()
-    assert not has_begun(tmp_path / "run")
-    (tmp_path / "run/checkpoints/step-3").mkdir(parents=True)
-    assert has_begun(tmp_path / "run")
-    (tmp_path / "linked").mkdir()
-    (tmp_path / "linked" / BEGUN).symlink_to(tmp_path / "elsewhere")
-    assert has_begun(tmp_path / "linked")
-    with pytest.raises(WriteError):
-        mark_begun(tmp_path / "linked")
 
 
 def test_a_resumed_run_has_every_step_once(tmp_path: Path):
@@ -192,24 +177,6 @@ def test_a_directory_that_was_removed_is_noticed_at_the_next_line(tmp_path: Path
     files.close()
 
 
-def test_a_writer_whose_lock_was_taken_away_writes_no_more_lines(tmp_path: Path):
-    """The new writer may replace files that the old one has open, as one does that was removed."""
-    files = RunFiles(tmp_path / "run", resume=False)
-    files.step(line(1))
-    (tmp_path / "run" / LOCK).unlink()
-    newer = RunFiles(tmp_path / "run", resume=True)
-    newer.truncate_after(1)
-    with pytest.raises(TakenOverError, match=r"run: another process writes the files of this run now"):
-        files.step(line(2))
-    with pytest.raises(TakenOverError):
-        files.evaluation(line(2))
-    newer.step(line(2))
-    files.close()
-    newer.close()
-    assert [each["step"] for each in read_metrics(tmp_path / "run")] == [1, 2]
-    assert not (tmp_path / "run" / "evaluations.jsonl").exists()
-
-
 NAMES = [
     "metrics.jsonl",
     "evaluations.jsonl",
@@ -217,7 +184,6 @@ NAMES = [
     "placement.json",
     "summary.json",
     ".lock",
-    ".begun",
     "checkpoints",
     "logs",
 ]

@@ -133,7 +133,6 @@ def test_sigterm_in_the_middle_of_a_round_loses_nothing(config: dict, tmp_path: 
 
 
 LOCAL = {"every": 4}
-ELASTIC = {"elastic": {"enabled": True}}
 
 
 @pytest.mark.parametrize(
@@ -144,10 +143,6 @@ ELASTIC = {"elastic": {"enabled": True}}
         ({"fragments": 2}, {}, "sdp.sync.every: this key is required"),
         (LOCAL, {"training": {"on_spike": "skip"}}, 'training.on_spike: "skip" is not available together with'),
         (LOCAL, {"fp16": {"enabled": True}}, "fp16.enabled: float16 is not available together with sdp.sync"),
-        (LOCAL | {"start_after": 3}, {"sdp": ELASTIC}, "sdp.sync.start_after: 3 is not available in this version"),
-        (LOCAL | {"fragments": 2}, {"sdp": ELASTIC}, "sdp.sync.fragments: 2 is not available in this version"),
-        (LOCAL | {"overlap": 1}, {"sdp": ELASTIC}, "sdp.sync.overlap: 1 is not available in this version"),
-        (LOCAL | {"compression": "int8"}, {"sdp": ELASTIC}, "sdp.sync.compression: int8 is not available in this"),
         (LOCAL, {"zero_optimization": {"offload_optimizer": {"device": "cpu"}}}, 'device: "cpu" is not available'),
     ],
 )

@@ -13,7 +13,7 @@ from ....engine.json_files import read_json_file
 from ...runs.run_files import CONFIG
 
 _DECIDE_ABOUT_HOLDERS = (
-    "groups", "capacity", "granularity", "neuron_groups", "placement", "units", "protect", "survive",
+    "groups", "capacity", "granularity", "neuron_groups", "placement", "units", "protect",
 )  # fmt: skip
 
 

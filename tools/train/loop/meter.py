@@ -70,8 +70,6 @@ class StepMeter:
         sync = config.sdp.sync
         # With local steps, steps of a round send different things.
         self._sent: deque[tuple[int, dict[str, int]]] = deque(maxlen=1 if sync is None else sync.every)
-        # In an elastic run without local steps, the votes carry these numbers.
-        self._sends_rows = not config.sdp.elastic.enabled or sync is not None
 
     def begin(self) -> None:
         """Start to measure a step."""
@@ -108,21 +106,6 @@ class StepMeter:
             self._sent.append((engine.global_steps, comm))
         return StepFacts(self._learning_rate, self._memory.read(), comm, self._seconds)
 
-    def recount(self) -> None:
-        """Add to the last step what was sent after it ended.
-
-        An average at the end of the run is not part of a round, and is left out.
-        """
-        step, training = self._engine.global_steps, self._engine.local_training
-        if self._sent and self._sent[-1][0] == step:
-            self._sent[-1] = step, self._engine.traffic.by_kind()
-            if training.has_finished(step) and not training.ends_round(step):
-                self._sent.pop()
-
-    def memory_now(self) -> int:
-        """Return the peak of memory since the step began, in bytes."""
-        return self._memory.read()
-
     def sent_per_step(self) -> tuple[dict[str, int], dict[str, int]]:
         """Return the bytes that this rank sent in a step, counted and planned, by kind.
 
@@ -146,8 +129,7 @@ class StepMeter:
         """Add the messages of :class:`StepLines` in ``steps`` steps, and return ``traffic`` by
         kind.
         """
-        if self._sends_rows:
-            traffic.record("control", "all_reduce", steps * _ROW_BYTES, self._engine.world_size)
+        traffic.record("control", "all_reduce", steps * _ROW_BYTES, self._engine.world_size)
         return traffic.by_kind()
 
     def elapsed(self) -> float:
@@ -167,15 +149,13 @@ class StepLines:
         self._times_parts = meter.times_parts
         self._begun: deque[_BegunLine] = deque()
 
-    def begin(self, facts: StepFacts, elapsed: float, signal: int, most: Callable[[], list[int]] | None = None) -> None:
+    def begin(self, facts: StepFacts, elapsed: float, signal: int) -> None:
         """Begin the line of the step that has just been made. Collective.
 
         Args:
             facts: the measurements of this rank.
             elapsed: seconds of the step.
             signal: the signal that this rank has received, 0 if none.
-            most: returns the maxima of :func:`row` over all ranks, if these are known already. Then
-                nothing is sent.
         """
         engine, training = self._engine, self._engine.config.training
         tokens = engine.config.data.tokens_per_sample
@@ -205,7 +185,7 @@ class StepLines:
             more["loss_scale"] = engine.get_loss_scale()
         if self._times_parts:
             more |= facts.seconds
-        most = most or engine.start_max(row(signal, facts.peak_memory_bytes, facts.comm))
+        most = engine.start_max(row(signal, facts.peak_memory_bytes, facts.comm))
         self._begun.append(_BegunLine(line, more, most, self._outcome()))
 
     def _outcome(self) -> Callable[[], dict[str, Any]]:

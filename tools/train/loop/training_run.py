@@ -10,7 +10,6 @@ import logging
 import math
 import signal
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -41,7 +40,7 @@ THE_END = "the end"  # a phase
 class TrainingRun:
     """The parts of one rank's run: a step, an evaluation, its begin and its end.
 
-    A training loop decides about their order: ``trainer.Trainer`` or ``elastic.ElasticTrainer``.
+    The training loop, ``trainer.Trainer``, decides about their order.
 
     Args:
         config: the configuration, in the form that is written to config.json.
@@ -75,20 +74,14 @@ class TrainingRun:
     ):
         self.config, self.engine, self.corpus, self.dump_dir = config, engine, corpus, dump_dir
         self.beat, self.files, self.observers = beat, files, list(observers)
-        self._baseline, self._tasks = baseline, tasks
+        self._baseline = baseline
         self.meter = StepMeter(engine, beat)
         self.lines = StepLines(engine, Utilisation(engine, config.data.sequence_length), self.meter)
         self.signals = StopSignals()
         self.steps = self.stop_signal = 0
         self.last_facts: StepFacts | None = None
-        self.follow_layout()
-
-    def follow_layout(self) -> None:
-        """Evaluate and save with the engine's present layout, which an elastic run changes."""
-        self.evaluator = Evaluator(self.engine, self.corpus, self.beat, self._tasks)
-        # An elastic run saves inside this context already, see ElasticTrainer.
-        recalibrated = nullcontext if self.config.sdp.elastic.enabled else self.evaluator.recalibrated
-        self.checkpoints = Checkpointer(self.engine, self.dump_dir, self.corpus.identity, recalibrated, self.beat)
+        self.evaluator = Evaluator(engine, corpus, beat, tasks)
+        self.checkpoints = Checkpointer(engine, dump_dir, corpus.identity, self.evaluator.recalibrated, beat)
 
     def close(self) -> None:
         """Close what the observers have open. Called once, also when the run fails."""
@@ -157,20 +150,10 @@ class TrainingRun:
 
     # -- one step ----------------------------------------------------------------------------------
 
-    def step(
-        self,
-        batches: Iterator[Any],
-        *,
-        most: Callable[[], list[int]] | None = None,
-        more: Mapping[str, Any] | None = None,
-    ) -> None:
+    def step(self, batches: Iterator[Any]) -> None:
         """Make one optimizer step, and record its line. Collective.
 
-        Args:
-            batches: the micro-batches of this rank.
-            most: returns the maxima over all ranks of what they measured, if the ranks have told
-                each other in the step. See :meth:`StepLines.begin`.
-            more: keys and values that are added to the lines of metrics.jsonl.
+        ``batches``: the micro-batches of this rank.
         """
         self.meter.begin()
         compute: Callable[[], None] = partial(self._compute, batches)
@@ -179,12 +162,12 @@ class TrainingRun:
         try:
             compute()
         except NonFiniteError as error:
-            self.record(self.lines.finished(), more)
+            self.record(self.lines.finished())
             self.checkpoints.settle(block=True)
             raise NonFiniteError(f"{error}; the last good one: {self.checkpoints.newest()}") from None
         self.last_facts = self.meter.end()
-        self.lines.begin(self.last_facts, self.meter.elapsed(), self.signals.received, most)
-        self.record(self.lines.finished(except_newest=self.engine.local_training.lag), more)
+        self.lines.begin(self.last_facts, self.meter.elapsed(), self.signals.received)
+        self.record(self.lines.finished(except_newest=self.engine.local_training.lag))
 
     def _compute(self, batches: Iterator[Any]) -> None:
         """Forward, backward and update over the micro-batches of one optimizer step."""
@@ -202,8 +185,8 @@ class TrainingRun:
             with part("optimizer"):
                 engine.finish_round()
 
-    def record(self, lines: Iterable[tuple[dict[str, Any], int]], more: Mapping[str, Any] | None = None) -> None:
-        """Show lines of metrics.jsonl to the observers, with the keys of ``more`` added.
+    def record(self, lines: Iterable[tuple[dict[str, Any], int]]) -> None:
+        """Show lines of metrics.jsonl to the observers.
 
         The ranks also agree here to stop, if any of them received a signal.
         """
@@ -211,7 +194,7 @@ class TrainingRun:
         for line, signal_received in lines:
             self.stop_signal = self.stop_signal or signal_received
             for observer in self.observers:
-                observer.on_step({**line, **(more or {})})
+                observer.on_step(line)
 
     # -- an evaluation -----------------------------------------------------------------------------
 

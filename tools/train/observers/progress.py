@@ -17,12 +17,13 @@ class Progress(Observer):
     """Shows the loss, the speed and the learning rate of the newest step.
 
     Without a terminal it prints a line every ``steps_per_print`` steps, and one for the last step.
-    ``stream`` is where it prints, standard error by default. If it is gone, as after a lost
-    connection, nothing is shown any more, and the run goes on.
+    If standard error is gone, as after a lost connection, nothing is shown any more, and the run
+    goes on.
     """
 
-    def __init__(self, steps_per_print: int, stream: TextIO | None = None):
-        self._every, self._stream = steps_per_print, sys.stderr if stream is None else stream
+    def __init__(self, steps_per_print: int):
+        self._every = steps_per_print
+        self._stream: TextIO | None = sys.stderr
         self._steps = self._shown = 0
         self._bar: Any = None
 
@@ -37,7 +38,7 @@ class Progress(Observer):
     def on_step(self, line: Line) -> None:
         step = line["step"]
         texts = {"loss": f"{line['loss']:.4f}", "tokens/s": f"{line['tokens_per_second']:,.0f}"}
-        texts |= {key: _format(line[key]) for key in ("grad_norm", "lr", "groups", "generation") if key in line}
+        texts |= {key: _format(line[key]) for key in ("grad_norm", "lr")}
         if self._bar is not None:
             self._bar.set_postfix(texts, refresh=False)
             self._update(step)

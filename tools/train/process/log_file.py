@@ -1,4 +1,4 @@
-"""The log file of a rank."""
+"""The handlers of the log of a rank: the terminal and a file."""
 
 from __future__ import annotations
 
@@ -6,7 +6,9 @@ import contextlib
 import logging
 import sys
 from pathlib import Path
+from typing import TextIO
 
+from ....engine.errors import escape
 from ...shared.files import require_own_file
 
 
@@ -29,3 +31,22 @@ class LogFile(logging.FileHandler):
             self._failed = True
             with contextlib.suppress(OSError):  # stderr of a rank above 0 is the same file
                 print(f"sdp: WARNING: {self.baseFilename}: cannot be written ({error.strerror})", file=sys.stderr)
+
+
+class PrintableFormatter(logging.Formatter):
+    """Escapes control characters, which names in files may have."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        return escape(super().format(record))
+
+
+class TerminalHandler(logging.StreamHandler[TextIO]):
+    """Shows the messages of the log on ``stream``."""
+
+    def __init__(self, stream: TextIO):
+        super().__init__(stream)
+        self.setFormatter(PrintableFormatter("%(message)s"))
+
+    def handleError(self, record: logging.LogRecord) -> None:  # noqa: N802  # the name is logging's
+        if not isinstance(sys.exc_info()[1], OSError):  # the terminal is gone, and the run goes on
+            super().handleError(record)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import signal
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -14,18 +13,10 @@ SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1)
 
 
 class StopSignals:
-    """Remembers signals to this rank. ``received`` is the newest one, or 0.
-
-    It also remembers when the first one came.
-    """
+    """Remembers signals to this rank. ``received`` is the newest one, or 0."""
 
     def __init__(self) -> None:
-        self.received, self._first = 0, float("inf")
-
-    @property
-    def seconds(self) -> float:
-        """The seconds since the first signal. Minus infinity if there was none."""
-        return time.monotonic() - self._first
+        self.received = 0
 
     @contextmanager
     def caught(self) -> Iterator[None]:
@@ -39,5 +30,4 @@ class StopSignals:
                 signal.signal(number, handler)
 
     def _remember(self, number: int, _: Any) -> None:
-        self._first = min(self._first, time.monotonic())
         self.received = number

@@ -1,1 +1,0 @@
-"""Which groups live, and what they have committed: the coordinator, and a rank's side of it."""
