@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import shutil
 from pathlib import Path
 
 import pytest
+from sdp.engine.checkpoint.storage.files import read_state
 from sdp.tests.support.checkpoints import reseal
 from sdp.tests.support.small_runs import read_metrics, run_sdp, write_config
 
@@ -54,11 +56,16 @@ def test_an_average_under_way_is_applied_where_no_later_step_would(config: dict,
     config["sdp"]["sync"] = {"every": 4, "overlap": 2}
     config["training"] |= {"steps": 10, "save_every": 5, "keep": 3}
     path, run = write_config(config, tmp_path), tmp_path / "run"
-    first = run_sdp("train", path, "--dump-dir", run, "--set", "training.steps=5")
+    first = run_sdp("train", path, "--dump-dir", run)
     assert first.returncode == 0, first.stderr
+    shutil.rmtree(run / "checkpoints" / "step-10")  # the average that starts after step 4 is applied after step 6
+    assert read_state(run / "checkpoints" / "step-5")["sync"]["travelling"] == 0
     second = run_sdp("train", path, "--dump-dir", run, "--resume", "--set", change)
     assert second.returncode == 0, second.stderr
-    assert len(read_metrics(run)) == 10
+    lines = read_metrics(run)
+    assert [line["step"] for line in lines] == list(range(1, 11))
+    outer = next(line["outer_step"] for line in lines[5:] if "outer_step" in line)
+    assert outer == (1 if change == "sdp.sync.start_after=1" else 2)
 
 
 def test_another_corpus_of_equal_length_is_refused(config: dict, tmp_path: Path) -> None:
