@@ -31,7 +31,7 @@ SUFFIXES = (
     PARQUET,
 )
 MAX_DOCUMENT_BYTES = 2**30
-_ONE_OBJECT = "each line must be one JSON object in UTF-8 (jq -c '.[]' FILE makes lines of an array)"
+_ONE_OBJECT = "give one JSON object per line"
 _READ_BYTES = 2**17
 _ZSTANDARD_BYTES = 2**7
 _PARQUET_BATCH_BYTES = 2**26
@@ -260,12 +260,15 @@ def _text_of_line(line: bytearray, column: str, where: str) -> str:
         decoded = line.decode(json.detect_encoding(line), "surrogatepass")  # as json.loads does
         line.clear()  # from here on the text is in memory twice instead of three times
         row = json.loads(decoded)
+    except UnicodeDecodeError as error:
+        raise DataError(f"{where}: not text in UTF-8 (byte {error.start}); convert the file to UTF-8") from error
     # A number with thousands of digits and thousands of nested brackets also fail here.
     except (ValueError, RecursionError) as error:
         raise DataError(f"{where}: not valid JSON ({error}); {_ONE_OBJECT}") from error
     del decoded
     if not isinstance(row, dict):
-        raise DataError(f"{where}: a JSON object is expected, this is a {type(row).__name__}; {_ONE_OBJECT}")
+        problem = f"a JSON object is expected, this is a {type(row).__name__}"
+        raise DataError(f"{where}: {problem}; {_ONE_OBJECT} (jq -c '.[]' makes lines of a list)")
     if column not in row:
         raise DataError(_missing_column(where, column, list(row)))
     text = row[column]

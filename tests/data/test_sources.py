@@ -82,7 +82,9 @@ def test_half_a_surrogate_pair_is_replaced(tmp_path):
             r"line 1: no column 'text' \(there are: body, id\); choose one with --te",
         ),
         ("a.jsonl", b'{"text": 5}\n', r"line 1: 'text' must be a string, it is int"),
-        ("a.jsonl", b'{"text": "\xff"}\n', r"line 1: not valid JSON"),
+        ("a.jsonl", b'{"text": "\xff"}\n', r"line 1: not text in UTF-8 \(byte 10\); convert the file"),
+        ("a.jsonl", '{"text": "a"}\n{"text": "b"}\n'.encode("utf-16"), r"line 1: not text in UTF-8"),
+        ("a.json", b'[{"text": "a"}]', r"this is a list; give one JSON object per line \(jq"),
         (
             "a.jsonl.gz",
             gzip.compress(json_lines(TEXTS), mtime=0)[:-9],
