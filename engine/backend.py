@@ -111,8 +111,28 @@ class Backend(Protocol):
         """The model's result for this process's micro-batch."""
         ...
 
-    def backward(self, loss: torch.Tensor, *, boundary: bool) -> None:
-        """Accumulate gradients of ``loss``. At the ``boundary`` every ``.grad`` becomes g_u."""
+    def backward(self, loss: torch.Tensor, *, boundary: bool, weights: torch.Tensor | None = None) -> None:
+        """Accumulate gradients of ``loss``. At the ``boundary`` every ``.grad`` becomes g_u.
+
+        ``weights`` (data_ranks_here,): how much the loss of each data rank counts. After the last
+        micro-batch, :meth:`weigh_gradients` then divides by the sum of all weights.
+        """
+        ...
+
+    def losses_here(self, loss: torch.Tensor) -> torch.Tensor:
+        """The mean loss of each data rank of this process, from the ``loss`` of a micro-batch."""
+        ...
+
+    def weigh_gradients(self, weights: torch.Tensor, unit: float) -> tuple[float, int]:
+        """Divide gradients by the sum of their weights. Collective.
+
+        Args:
+            weights: Σ n of this step by data rank of this process, float64 (data_ranks_here,).
+            unit: What the weights of :meth:`backward` were divided by.
+
+        Returns:
+            Σ n over the ranks that average, and how many data ranks these are.
+        """
         ...
 
     def refresh(self, *, after_step: bool) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +13,7 @@ from torch.optim import Optimizer
 
 from .backend import Backend
 from .batch.call import call_model, loss_of, tensors_in, to_device
+from .batch.loss_weights import LossWeights, count_labels
 from .batch.size import BatchSize
 from .checkpoint.client_state import ClientState, read_client_state
 from .checkpoint.load import find_together
@@ -30,7 +31,7 @@ from .config.schema import Config
 from .deepspeed_names import DeepSpeedNames
 from .distributed.agreement import Ranks
 from .distributed.tensors import local_tensor, outside_inference_mode
-from .errors import ConfigError
+from .errors import ConfigError, DataError
 from .optim.param_groups import named_rates
 from .optim.schedules import Schedule
 from .optim.script_steps import OptimizedParameters, shortened
@@ -58,6 +59,8 @@ class SDPEngine(DeepSpeedNames):
         self.training_dataloader: Any = None  # the third value of sdp.initialize, which ends with the epoch
         self.global_steps = self.micro_steps = self.global_samples = 0
         self._losses: list[torch.Tensor] = []  # of the micro-batches since the last step
+        self._weights = LossWeights(self.data_ranks_here)  # of these micro-batches, if losses have weights
+        self._counts: torch.Tensor | None = None  # labels of the last batch, with training.loss_weighting "tokens"
         self._reduced = False
         self._is_accumulating = False  # whether a step has begun, and its last micro-batch is still to come
         self._zeroed_in_vain = False  # whether a line has said so
@@ -78,6 +81,8 @@ class SDPEngine(DeepSpeedNames):
             with outside_inference_mode():
                 # The script may fill the same page-locked memory again after the call.
                 args, kwargs = to_device((args, kwargs), self.device, non_blocking=False)
+        if self.config.training.loss_weighting == "tokens" and torch.is_grad_enabled():
+            self._counts = count_labels(self.module, args, kwargs, self.data_ranks_here)
         if kwargs or len(args) != 1:
             # The reference cuts batches by rows, so arguments travel as one tree.
             return self._backend.forward(lambda module, batch: module(*batch[0], **batch[1]), (args, kwargs))
@@ -85,7 +90,14 @@ class SDPEngine(DeepSpeedNames):
 
     forward = __call__
 
-    def backward(self, loss: Any, retain_graph: bool = False, scale_wrt_gas: bool = True) -> torch.Tensor:
+    def backward(
+        self,
+        loss: Any,
+        retain_graph: bool = False,
+        scale_wrt_gas: bool = True,
+        *,
+        weight: float | torch.Tensor | Sequence[float] | None = None,
+    ) -> torch.Tensor:
         """Accumulate the gradients of ``loss``, this rank's mean, and return the divided loss.
 
         At the accumulation boundary, gradients are averaged inside the group and among holders
@@ -95,9 +107,16 @@ class SDPEngine(DeepSpeedNames):
             loss: A scalar, or a model output that holds one.
             retain_graph: Must be False, because gradients are reduced while the graph is freed.
             scale_wrt_gas: Divide by the accumulation steps, as DeepSpeed does.
+            weight: How much this loss counts, usually its number of labels. The gradient of a unit
+                is Σ weight·∂loss / Σ weight over all micro-batches of the step on the ranks of its
+                holders. A loss of weight 0 counts nothing, and one without a weight counts 1, or
+                with ``training.loss_weighting`` "tokens" its labels. If one rank gives weights in a
+                step, all must. The reference engine takes one number for each data rank.
 
         Raises:
-            ConfigError: ``retain_graph`` is True, or the loss has no gradient.
+            ConfigError: ``retain_graph`` is True, the loss has no gradient, or ``weight`` cannot be
+                honoured.
+            DataError: All weights of a step are 0.
         """
         if retain_graph:
             raise ConfigError(
@@ -111,12 +130,47 @@ class SDPEngine(DeepSpeedNames):
             )
         boundary = self.is_gradient_accumulation_boundary() and self._syncing
         scaled = scalar / self._batch.accumulation if scale_wrt_gas else scalar
-        self._backend.backward(scaled, boundary=boundary)
+        weights = self._weights_of(weight, scale_wrt_gas=scale_wrt_gas)
+        if weights is None:
+            self._backend.backward(scaled, boundary=boundary)
+        else:
+            self._backend.backward(scalar, boundary=boundary, weights=weights / self._weights.unit)
+            self._weights.add(weights, self._backend.losses_here(scalar))
+            if boundary:
+                total, ranks = self._backend.weigh_gradients(self._weights.totals(), self._weights.unit)
+                if not total and self._backend.local is None:
+                    raise DataError("no micro-batch of this step has a label that counts; leave such a step out")
+                self._weights.note_all(total, ranks)
         self._reduced = boundary
         self._losses.append(scalar.detach())
         if self.loader is not None and self.device.type == "cuda":
             self.loader.fetch_ahead()  # while the device computes; the next call waits for the norm
         return scaled
+
+    def _weights_of(self, weight: Any, *, scale_wrt_gas: bool) -> torch.Tensor | None:
+        """Return the weights of a micro-batch by data rank, or None if losses have none.
+
+        Raises ConfigError if the weights cannot be honoured.
+        """
+        chosen = self.config.training.loss_weighting
+        counts, self._counts = self._counts, None
+        if weight is None:
+            weight = counts if chosen == "tokens" else None
+        elif chosen == "ranks":
+            raise ConfigError('backward: weight contradicts training.loss_weighting "ranks"; leave one of them out')
+        if weight is None:
+            if not self._weights:
+                return None
+            weight = [1.0] * self.data_ranks_here
+        if not scale_wrt_gas:
+            raise ConfigError("backward: weight contradicts scale_wrt_gas=False; give the mean loss of the micro-batch")
+        if self._is_deepspeed:
+            raise ConfigError(
+                'backward: weight is not available in this version with sdp.engine "deepspeed"; use "fsdp2"'
+            )
+        if self._losses and not self._weights:
+            self._weights.begin_after(self._losses, self._batch.accumulation)
+        return self._weights.checked(weight, self.device)
 
     def step(self, lr_kwargs: Mapping[str, Any] | None = None) -> None:
         """At the accumulation boundary, clip, update the weights and advance the schedule.
@@ -154,9 +208,13 @@ class SDPEngine(DeepSpeedNames):
         gradients = backend.gradients()
         self._gradient_bytes = sum(local_tensor(gradient).nbytes for gradient in gradients)
         # The host waits for the device only here. It needs the norm, to skip the step or to clip.
-        loss = torch.stack(self._losses).double().mean()
+        loss, count = torch.stack(self._losses).double().mean(), None
+        if self._weights:
+            loss, count = self._weights.weighted_loss(), self._weights.totals().sum().item()
+            if backend.local is None:  # the mean of the ranks' values shall be the weighted mean
+                loss = loss * (self.layout.mesh.data_ranks / self.data_ranks_here / self._weights.all)
         if backend.local is not None:
-            self.local_training.add(self.global_steps + 1, backend.local.step(loss, self.lr_scheduler))
+            self.local_training.add(self.global_steps + 1, backend.local.step(loss, self.lr_scheduler, count))
             self._count_step()
             self.last_steps.note_local_steps()
             return
@@ -191,6 +249,7 @@ class SDPEngine(DeepSpeedNames):
         self._is_accumulating = False
         self.zero_grad()
         self._losses, self._reduced = [], False
+        self._weights.clear()
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drop all gradients.

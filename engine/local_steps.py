@@ -126,10 +126,11 @@ class LocalSteps(Protocol):
         """The settings."""
         ...
 
-    def step(self, loss: torch.Tensor, scheduler: Any) -> PendingUpdate:
+    def step(self, loss: torch.Tensor, scheduler: Any, count: float | None = None) -> PendingUpdate:
         """Let every group clip and take a step of its own, and start to tell the other groups.
 
-        ``loss`` is this process's mean loss. Collective.
+        ``loss`` is this process's mean loss, or with a ``count`` the sum of ``count`` losses.
+        Collective.
         """
         ...
 

@@ -123,6 +123,12 @@ class TorchOptimizerBackend:
             self._scaler.update(overflow=True)
         return Update(norm, skipped=True)
 
+    def losses_here(self, loss: torch.Tensor) -> torch.Tensor:
+        return loss.detach().reshape(1)
+
+    def weigh_gradients(self, weights: torch.Tensor, unit: float) -> tuple[float, int]:
+        raise NotImplementedError
+
     def check_gradients(self) -> None:
         """A no-op: torch's gradients are right."""
 
@@ -247,6 +253,7 @@ class TorchOptimizerBackend:
         stage, compute_bytes = self._config.zero_optimization.stage, self._config.compute_bytes
         group = self.layout.mesh.coordinates(self.rank).sdp
         gathers = planned_gathers(self.optimizer, self.layout, group, self._shards)
+        weighted = self._config.training.loss_weighting == "tokens"
         if self._config.sdp.sync is not None:
             plan = LocalTraffic(
                 self.layout, self.rank, self._config.sdp.sync, stage=stage, accumulation=accumulation,
@@ -255,6 +262,9 @@ class TorchOptimizerBackend:
             planned = plan.of_round() if step is None else plan.of_step(step)
             for _ in range(self._config.sdp.sync.every if step is None else 1):
                 planned.add(gathers)
+                if weighted:
+                    local = step is None or step > self._config.sdp.sync.start_after
+                    self._plan_weights(planned, local=local)
             return planned
         planned = plan_traffic(
             self.layout_at(step), self.rank, stage=stage, accumulation=accumulation, compute_bytes=compute_bytes
@@ -263,7 +273,17 @@ class TorchOptimizerBackend:
             planned.add(plan_waking(self.phases["backward"], self.rank, stage=stage, compute_bytes=compute_bytes))
         planned.add(gathers)
         planned.add(self.planned_noise(step))
+        if weighted:
+            self._plan_weights(planned, local=False)
         return planned
+
+    def _plan_weights(self, planned: Traffic, *, local: bool) -> None:
+        """Add the messages about the weights of the losses of a step."""
+        mesh = self.layout.mesh
+        ranks = mesh.fsdp * mesh.tp if local else mesh.world_size
+        planned.record("control", "all_reduce", 8 * mesh.data_ranks, ranks)
+        if local:  # with the loss
+            planned.record("control", "all_reduce", 8, mesh.world_size)
 
     def layout_at(self, step: int | None) -> Layout:
         """Return the layout of a step's phase. None: of the present phase."""

@@ -78,7 +78,7 @@ class ShardedLocalSteps:
 
     # -- steps -------------------------------------------------------------------------------------
 
-    def step(self, loss: torch.Tensor, scheduler: Any) -> PendingUpdate:
+    def step(self, loss: torch.Tensor, scheduler: Any, count: float | None = None) -> PendingUpdate:
         """Clip by the norm of this group's gradient, and take a step of its own. Collective.
 
         A group whose norm is NaN or infinite leaves its weights and optimizer state as they are.
@@ -96,7 +96,7 @@ class ShardedLocalSteps:
         backend.zero_grad()
         if scheduler is not None:
             scheduler.step()
-        totals = torch.tensor(self.summary(loss.item(), norm), dtype=torch.float64, device=backend.device)
+        totals = torch.tensor(self.summary(loss.item(), norm, count), dtype=torch.float64, device=backend.device)
         return self._pending(totals, backend.start_control(totals))
 
     def _pending(self, totals: torch.Tensor, wait: Callable[[], object]) -> PendingUpdate:
@@ -104,13 +104,15 @@ class ShardedLocalSteps:
 
         def receive() -> LocalUpdate:
             wait()
-            mean_loss, norms, stepped, everyone = totals.tolist()
+            mean_loss, norms, stepped, everyone, *counts = totals.tolist()
+            if counts:  # the losses are sums
+                mean_loss = mean_loss / counts[0] if counts[0] else math.nan
             skipped = round(self._layout.mesh.sdp * (everyone - stepped))
             return LocalUpdate(mean_loss, norms / stepped if stepped else math.nan, skipped)
 
         return PendingUpdate(receive)
 
-    def summary(self, loss: float, norm: float) -> list[float]:
+    def summary(self, loss: float, norm: float, count: float | None = None) -> list[float]:
         """Return what this rank adds to the sums from which the outcome of a step follows."""
         mesh, first = self._layout.mesh, self._at.fsdp == 0 and self._at.tp == 0
         share = 1 / mesh.sdp if first else 0.0  # of the groups
@@ -118,6 +120,7 @@ class ShardedLocalSteps:
             loss / mesh.world_size,
             *((share * norm, share) if math.isfinite(norm) else (0.0, 0.0)),
             share,
+            *([count / mesh.world_size] if count is not None else []),
         ]
 
     def _norm_in_group(self) -> float:

@@ -57,7 +57,7 @@ class ShardedBackend(TorchOptimizerBackend):
     def forward(self, call: Callable[[nn.Module, Any], Any], batch: Any) -> Any:
         raise NotImplementedError
 
-    def backward(self, loss: torch.Tensor, *, boundary: bool) -> None:
+    def backward(self, loss: torch.Tensor, *, boundary: bool, weights: torch.Tensor | None = None) -> None:
         raise NotImplementedError
 
     def squared_grad_norm_and_loss(self, loss: torch.Tensor) -> tuple[float, float]:

@@ -160,7 +160,14 @@ def loss_of(output: Any) -> torch.Tensor:
 
 
 def target_count(module: nn.Module, batch: Any) -> int:
-    """Return the number of targets in a batch, which is the weight of its mean loss.
+    """Return the number of targets in a batch, which is the weight of its mean loss. See
+    :func:`count_targets`.
+    """
+    return int(count_targets(module, batch))
+
+
+def count_targets(module: nn.Module, batch: Any) -> torch.Tensor:
+    """Count the targets in a batch, on the device of its labels.
 
     The targets are the elements of ``forward``'s ``labels`` that are not ignored. Without labels,
     they are the elements of the batch's last tensor that are not ignored.
@@ -180,9 +187,9 @@ def target_count(module: nn.Module, batch: Any) -> int:
             raise DataError(f"a batch of type {type(batch).__name__} has no tensor")
         labels = tensors[-1]
     if labels.is_floating_point():
-        return labels.numel()
+        return torch.tensor(labels.numel())
     targets = labels[:, 1:] if shifted and labels.dim() == 2 else labels
-    return int((targets != IGNORED_LABEL).sum())
+    return (targets != IGNORED_LABEL).sum()
 
 
 def checked_weights(weights: Iterable[Any]) -> list[float]:

@@ -40,6 +40,10 @@ class TrainingSection(Section):
     "skip" leaves the update out. "rollback" returns to the last checkpoint, from which the run
     continues with other data. "stop" ends the run. A spike is more than ``spike_sigma`` standard
     deviations above the mean of the last ``spike_window`` steps.
+    ``loss_weighting``: how the losses of ranks and micro-batches make one gradient. "tokens" weighs
+    each by the number of labels that its loss counts, "ranks" weighs all equally, as DDP does. By
+    default ``sdp train`` takes "tokens" if the data mask labels, and a script's
+    ``engine.backward(loss, weight=n)`` decides.
     ``noise_scale_interval``: every so many steps, measure the gradient noise of every unit. 0
     measures nothing.
     ``start_timeout``: seconds for the start with the first step, or for an evaluation.
@@ -61,6 +65,7 @@ class TrainingSection(Section):
     keep: PositiveInt = 2
     max_failed_saves: PositiveInt = 3
     max_skips: NonNegativeInt = 10
+    loss_weighting: Literal["tokens", "ranks"] | None = None
     on_spike: Literal["none", "skip", "rollback", "stop"] = "none"
     spike_sigma: Annotated[float, Field(gt=0)] = 6.0
     spike_window: Annotated[int, Field(ge=2, le=2**16)] = 128

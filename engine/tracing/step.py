@@ -136,7 +136,8 @@ def trace_step(
 
 def _with_an_average(config: Config) -> Config:
     """Return a configuration in which every local step averages all weights."""
-    sync = config.sdp.sync
+    training = config.training.model_copy(update={"loss_weighting": None})  # labels that do not exist
+    config, sync = config.model_copy(update={"training": training}), config.sdp.sync
     if sync is None:
         return config
     every = {"every": 1, "fragments": 1, "overlap": 0, "start_after": 0}

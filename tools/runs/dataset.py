@@ -61,6 +61,7 @@ class Corpus:
         collate_held_out: makes a batch of held-out samples, None for torch's default.
         measures: what evaluations report in addition to the loss.
         sources: the held-out samples of each source of a mixture, by the source's name.
+        masks_labels: whether samples have labels that do not count, so that their numbers differ.
     """
 
     train: Dataset[Any]
@@ -75,6 +76,7 @@ class Corpus:
     collate_held_out: Callable[[list[Any]], Any] | None = None
     measures: tuple[str, ...] = ()
     sources: Mapping[str, Dataset[Any]] = field(default_factory=dict)
+    masks_labels: bool = False
 
 
 def open_corpus(config: Config, dump_dir: Path) -> Corpus:

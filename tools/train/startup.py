@@ -107,6 +107,14 @@ def build(config: Config, dump_dir: Path, beat: Heartbeat) -> tuple[Corpus, SDPE
         model=build_model(config.model, **corpus.facts),
         training_data=corpus.train,
         collate_fn=corpus.collate,
-        config=config.without_monitors_of_deepspeed(),
+        config=with_loss_weighting(config, corpus).without_monitors_of_deepspeed(),
     )
     return corpus, engine, baseline
+
+
+def with_loss_weighting(config: Config, corpus: Corpus) -> Config:
+    """Let losses weigh as many labels as they count if these differ, unless the file decides."""
+    if config.training.loss_weighting is not None or not corpus.masks_labels or config.sdp.engine == "deepspeed":
+        return config
+    training = config.training.model_copy(update={"loss_weighting": "tokens"})
+    return config.model_copy(update={"training": training})

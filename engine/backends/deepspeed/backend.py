@@ -169,7 +169,7 @@ class DeepSpeedBackend(DeepSpeedSteps):
         with outside_inference_mode():
             return call(CalledEngine(self.deepspeed), batch)
 
-    def backward(self, loss: torch.Tensor, *, boundary: bool) -> None:
+    def backward(self, loss: torch.Tensor, *, boundary: bool, weights: torch.Tensor | None = None) -> None:
         self.refuse_changed_weights()
         reducer = self._reducer
         if reducer is not None:

@@ -167,7 +167,7 @@ class DeepSpeedLocalSteps(ShardedLocalSteps):
 
     # -- steps -------------------------------------------------------------------------------------
 
-    def step(self, loss: torch.Tensor, scheduler: Any) -> PendingUpdate:
+    def step(self, loss: torch.Tensor, scheduler: Any, count: float | None = None) -> PendingUpdate:
         """Clip by the norm of this group's gradient, and let DeepSpeed step the group. Collective.
 
         DeepSpeed advances the schedule in a step, but not in one that it skips. The schedule of a

@@ -15,6 +15,7 @@ from torch.distributed.fsdp import FSDPModule
 
 from ...config.masking import Masking
 from ...config.sync import SyncSection
+from ...distributed.mesh import Holders
 from ...distributed.process_groups import Communicators
 from ...distributed.tensor_collectives import TensorRanks
 from ...distributed.tensors import local_tensor, outside_inference_mode
@@ -87,6 +88,7 @@ class FSDP2Backend(ShardedBackend):
         self._hidden: HiddenParameters | None = None
         self._local_settings = sync
         self._final = FinalGradients()
+        self._factors: dict[Holders, float] = {}  # by which gradients were multiplied, if losses have weights
         self._accumulated = False  # whether an earlier micro-batch of this step left gradients
         # One shard in float32 does not need FSDP2. Plain parameters avoid a second copy of the
         # weights.
@@ -221,7 +223,11 @@ class FSDP2Backend(ShardedBackend):
         with outside_inference_mode(), self._gathers.of_one_pass():
             return call(self.module, batch)
 
-    def backward(self, loss: torch.Tensor, *, boundary: bool) -> None:
+    def backward(self, loss: torch.Tensor, *, boundary: bool, weights: torch.Tensor | None = None) -> None:
+        self._multiply({holders: 1 / factor for holders, factor in self._factors.items() if factor})
+        self._factors = {}
+        if weights is not None:
+            loss = loss * weights[0].to(loss.dtype)
         if isinstance(self.module, FSDPModule):
             # Inside the group, stage 1 reduces gradients once, at the boundary. Stages 2 and 3
             # reduce them in every micro-batch. Stages 1 and 2 gather parameters once per step.
@@ -248,6 +254,35 @@ class FSDP2Backend(ShardedBackend):
         if self.layout.mesh.world_size > 1 and self.local is None:
             self._final.note(self._trained)
 
+    def weigh_gradients(self, weights: torch.Tensor, unit: float) -> tuple[float, int]:
+        mesh, at = self.layout.mesh, self.at
+        counts = weights.new_zeros(mesh.data_ranks)  # by data rank
+        if at.tp == 0:  # tensor-parallel ranks read the same data
+            counts[mesh.data_rank(self.rank)] = weights[0]
+        group = self.communicators.group
+        if self.local is None:
+            self.all_reduce_control(counts)
+        elif group is not None:
+            self.traffic.record("control", "all_reduce", counts.nbytes, group.size())
+            dist.all_reduce(counts, group=group)
+        of_group = counts.view(mesh.sdp, mesh.fsdp).sum(1).tolist()
+        self._factors = {}
+        for holders in {info.holders for info in self.layout.parameters.values()}:
+            averaging = holders if self.local is None else (at.sdp,)
+            total = sum(of_group[holder] for holder in averaging)
+            self._factors[holders] = mesh.data_ranks_of(averaging) * unit / total if total else 0.0
+        self._multiply(self._factors)
+        self._final.note(self._trained if self.local is None and mesh.world_size > 1 else ())
+        return sum(of_group), mesh.data_ranks if self.local is None else mesh.fsdp
+
+    def _multiply(self, factors: Mapping[Holders, float]) -> None:
+        """Multiply the gradients of the parameters of each holder set by a factor."""
+        infos = self.layout.parameters
+        for holders, factor in factors.items():
+            named = ((name, p.grad) for name, p in self.parameters.items() if infos[name].holders == holders)
+            if gradients := [local_tensor(gradient) for _, gradient in named if gradient is not None]:
+                torch._foreach_mul_(gradients, factor)
+
     def _differentiate(self, loss: torch.Tensor) -> None:
         loss.backward()
         for uses in self._uses:
@@ -255,6 +290,7 @@ class FSDP2Backend(ShardedBackend):
 
     def zero_grad(self) -> None:
         self._final.forget()
+        self._factors = {}
         for parameter in self.parameters.values():
             parameter.grad = None
         self._reducer.note_dropped_gradients()

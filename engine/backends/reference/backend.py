@@ -16,9 +16,11 @@ import torch
 from torch import nn
 from torch.func import functional_call
 
-from ...batch.call import call_model, loss_of, merge_outputs, split_rows, target_count, to_device
+from ...batch.call import call_model, loss_of, map_leaves, merge_outputs, split_rows, target_count, to_device
 from ...config.masking import Masking
+from ...distributed.mesh import Holders
 from ...distributed.traffic import Traffic
+from ...errors import ConfigError
 from ...full_model.buffers import held_entries
 from ...full_model.recalibration import Statistics, batch_statistics
 from ...model_interface import get_sharding_groups
@@ -69,7 +71,10 @@ class ReferenceBackend(TorchOptimizerBackend):
         # Stand-ins are copies that were made before, so skipped blocks are not scaled.
         self._scale.install(model)
         self._enter_phase()
-        self._workers = self._count_workers()
+        self._workers = self._of_holders(layout.mesh.data_ranks_of)
+        self._divided = self._workers  # by what the present gradients were divided
+        self._weigh: list[float] = []  # by worker, the factor of its gradient in the next backward pass
+        self._losses: list[torch.Tensor] = []  # of the workers in the last forward pass
         self._held_entries = [held_entries(layout, group, device) for group in range(layout.mesh.sdp)]
         self._local: ReferenceLocalSteps | None = None
         if compute_dtype != torch.float32:  # as FSDP2 does: also of modules that are sharded on their own
@@ -117,19 +122,18 @@ class ReferenceBackend(TorchOptimizerBackend):
                     part.of(held[part.parameter]).fill_(factor)
         return held
 
-    def _count_workers(self) -> dict[str, Any]:
-        """The number of workers that hold each parameter.
+    def _of_holders(self, value: Callable[[Holders], float]) -> dict[str, Any]:
+        """A value of the holders of each parameter.
 
         For a sliced parameter, this is a tensor that broadcasts to the parameter, because each
         slice has holders of its own.
         """
-        ranks_of = self.layout.mesh.data_ranks_of
-        workers: dict[str, Any] = {name: ranks_of(info.holders) for name, info in self.layout.parameters.items()}
+        values: dict[str, Any] = {name: value(info.holders) for name, info in self.layout.parameters.items()}
         for part, holders in self.layout.slices():
-            if isinstance(workers[part.parameter], int):
-                workers[part.parameter] *= ones_along(self.parameters[part.parameter], part.dim)
-            part.of(workers[part.parameter]).fill_(ranks_of(holders))
-        return workers
+            if not isinstance(values[part.parameter], torch.Tensor):
+                values[part.parameter] *= ones_along(self.parameters[part.parameter], part.dim)
+            part.of(values[part.parameter]).fill_(value(holders))
+        return values
 
     @property
     def stand_ins(self) -> dict[str, nn.Module]:
@@ -181,24 +185,47 @@ class ReferenceBackend(TorchOptimizerBackend):
         of_groups = [group.buffers for group in local.groups] if local is not None else None
         buffers = WorkerBuffers(self.module, self.layout, self._held_entries, self.device, of_groups)
         outputs = []
+        self._weigh, self._losses = [1.0] * self.layout.mesh.data_ranks, []
         for worker, rows in enumerate(split_rows(batch, self.layout.mesh.data_ranks)):
             group = self.layout.mesh.coordinates(worker).sdp
             buffers.before(worker)
             with self._as_group(group):
                 weights = local.groups[group].weights if local is not None else views_of(self.noise, group)
-                outputs.append(self._run(call, rows, self._held[group], weights))
+                output = self._run(call, rows, self._held[group], weights)
+                outputs.append(self._weighable(output, worker))
             buffers.after(worker)
         buffers.finish()
         return merge_outputs(outputs)
 
-    def backward(self, loss: torch.Tensor, *, boundary: bool) -> None:
+    def _weighable(self, output: Any, worker: int) -> Any:
+        """Let the gradient of a worker's loss depend on its weight, which ``backward`` gets."""
+        factors = self._weigh
+
+        def scale(leaf: Any) -> Any:
+            if not isinstance(leaf, torch.Tensor) or leaf.numel() != 1 or not leaf.requires_grad:
+                return leaf
+            self._losses.append(leaf.detach().reshape(()))
+            return _Weighed.apply(leaf, factors, worker)
+
+        return map_leaves(scale, output) if torch.is_grad_enabled() else output
+
+    def losses_here(self, loss: torch.Tensor) -> torch.Tensor:
+        return torch.stack(self._losses)
+
+    def backward(self, loss: torch.Tensor, *, boundary: bool, weights: torch.Tensor | None = None) -> None:
+        if weights is not None:
+            if len(self._losses) != len(weights):
+                raise ConfigError(
+                    'backward: with sdp.engine "reference" a weight needs a model that returns its loss; leave it out'
+                )
+            self._weigh[:] = weights.tolist()
         # ``loss`` is the workers' mean. A unit's gradient is the mean over its holders' workers.
         scaled = self.scaled(loss) * self.layout.mesh.data_ranks
         if self.local is not None:
             self._backward_locally(scaled, boundary=boundary)
             return
         if self._averaged:  # a second pass before the step adds to these gradients, so make them sums again
-            self._scale_gradients(lambda workers: workers)
+            self._scale_gradients(lambda name: self._divided[name])
             self._averaged = False
         if self._compute_dtype == torch.float32:
             scaled.backward()
@@ -208,8 +235,23 @@ class ReferenceBackend(TorchOptimizerBackend):
             )
         if not boundary:
             return
-        self._scale_gradients(lambda workers: 1 / workers)
+        self._divided = self._workers
+        self._scale_gradients(lambda name: 1 / self._workers[name])
         self._averaged = True
+
+    def weigh_gradients(self, weights: torch.Tensor, unit: float) -> tuple[float, int]:
+        mesh, counts = self.layout.mesh, weights.tolist()
+        of_group = [
+            sum(counts[mesh.data_rank(rank)] for rank in mesh.ranks_of(group)) for group in self.layout.everyone
+        ]
+        if self.local is not None:
+            self.local.weigh_gradients(of_group, unit)
+        else:
+            # Without labels the gradient is a sum of zeros.
+            sums = self._of_holders(lambda holders: sum(of_group[group] for group in holders) / unit or 1.0)
+            self._scale_gradients(lambda name: self._workers[name] / sums[name])
+            self._divided = sums
+        return sum(counts), mesh.data_ranks
 
     def _backward_locally(self, loss: torch.Tensor, *, boundary: bool) -> None:
         """A group's gradient is the mean over its own workers."""
@@ -241,8 +283,8 @@ class ReferenceBackend(TorchOptimizerBackend):
     def gradients(self) -> list[torch.Tensor]:
         return super().gradients() if self.local is None else self.local.gradients()
 
-    def _scale_gradients(self, factor: Callable[[Any], Any]) -> None:
-        """Multiply every unit's gradient by a function of the number of workers that hold it.
+    def _scale_gradients(self, factor: Callable[[str], Any]) -> None:
+        """Multiply every gradient by a function of the parameter's name.
 
         A parameter without a gradient gets zeros.
         """
@@ -251,7 +293,7 @@ class ReferenceBackend(TorchOptimizerBackend):
             if info.trainable:
                 if parameter.grad is None:
                     parameter.grad = torch.zeros_like(parameter)
-                parameter.grad *= factor(self._workers[name])
+                parameter.grad *= factor(name)
 
     def zero_grad(self) -> None:
         self._averaged = False
@@ -322,3 +364,16 @@ class ReferenceBackend(TorchOptimizerBackend):
 
     def shard_parameters(self) -> None:
         """A no-op: nothing is sharded."""
+
+
+class _Weighed(torch.autograd.Function):
+    """The identity, whose gradient is multiplied by the factor of a worker."""
+
+    @staticmethod
+    def forward(ctx: Any, loss: torch.Tensor, factors: list[float], worker: int) -> torch.Tensor:
+        ctx.factors, ctx.worker = factors, worker
+        return loss.view_as(loss)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, None, None]:  # pyright: ignore[reportIncompatibleMethodOverride]
+        return gradients[0] * ctx.factors[ctx.worker], None, None

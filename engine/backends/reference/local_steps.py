@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from typing import Any
 
@@ -113,12 +113,19 @@ class ReferenceLocalSteps:
                     weight.grad = torch.zeros_like(weight)
                 weight.grad *= 1 / workers if to_means else workers
 
+    def weigh_gradients(self, of_group: Sequence[float], unit: float) -> None:
+        """Divide the gradients of each group, which are means over its workers, by its weights."""
+        for index, (group, total) in enumerate(zip(self.groups, of_group, strict=True)):
+            for weight in group.weights.values():
+                if weight.grad is not None:
+                    weight.grad *= self._layout.mesh.size(index) * unit / total if total else 0.0
+
     def zero_grad(self) -> None:
         for group in self.groups:
             for weight in group.weights.values():
                 weight.grad = None
 
-    def step(self, loss: torch.Tensor, scheduler: Any) -> PendingUpdate:
+    def step(self, loss: torch.Tensor, scheduler: Any, count: float | None = None) -> PendingUpdate:
         limit, norms = self._clipping, []
         for group in self.groups:
             gradients = group.gradients()
@@ -134,7 +141,7 @@ class ReferenceLocalSteps:
         if scheduler is not None:
             scheduler.step()
         mean = sum(norms) / len(norms) if norms else math.nan
-        update = LocalUpdate(loss.item(), mean, len(self.groups) - len(norms))
+        update = LocalUpdate(loss.item() / (count or 1.0), mean, len(self.groups) - len(norms))
         return PendingUpdate(lambda: update)
 
     @contextmanager
