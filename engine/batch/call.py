@@ -101,6 +101,30 @@ def _surplus(signature: inspect.Signature, batch: Mapping[Any, Any]) -> list[str
     return [str(key) for key in batch if key not in signature.parameters] if required and required <= set(batch) else []
 
 
+def _fitted(module: nn.Module, batch: Any) -> tuple[tuple[Any, ...], dict[str, Any], Mapping[str, Any]]:
+    """Return the arguments for ``module.forward``, and all of them by name.
+
+    Raises DataError if the batch does not fit.
+    """
+    args, kwargs = _bind(module, batch)
+    signature = inspect.signature(module.forward)
+    try:
+        return args, kwargs, signature.bind(*args, **kwargs).arguments
+    except TypeError as error:
+        if not kwargs and isinstance(batch, Mapping) and (surplus := _surplus(signature, batch)):
+            raise DataError(_too_much(module, surplus)) from None
+        what = f"keys {', '.join(map(str, batch))}" if isinstance(batch, Mapping) else type(batch).__name__
+        raise DataError(f"a batch ({what}) does not fit {_forward_of(module)}: {error}") from None
+
+
+def _too_much(module: nn.Module, surplus: list[str]) -> str:
+    return f"a batch has {', '.join(surplus)}, which {_forward_of(module)} does not take; leave it out of the batch"
+
+
+def _forward_of(module: nn.Module) -> str:
+    return f"{type(module).__name__}.forward({', '.join(inspect.signature(module.forward).parameters)})"
+
+
 def call_model(module: nn.Module, batch: Any) -> Any:
     """Call ``module`` with one batch.
 
@@ -114,23 +138,13 @@ def call_model(module: nn.Module, batch: Any) -> Any:
     Raises:
         DataError: the batch fits in none of these ways.
     """
-    args, kwargs = _bind(module, batch)
-    signature = inspect.signature(module.forward)
-    forward = f"{type(module).__name__}.forward({', '.join(signature.parameters)})"
-    surplus = _surplus(signature, batch) if not kwargs and isinstance(batch, Mapping) else []
-    too_much = f"a batch has {', '.join(surplus)}, which {forward} does not take; leave it out of the batch"
-    try:
-        signature.bind(*args, **kwargs)
-    except TypeError as error:
-        if surplus:
-            raise DataError(too_much) from None
-        what = f"keys {', '.join(map(str, batch))}" if isinstance(batch, Mapping) else type(batch).__name__
-        raise DataError(f"a batch ({what}) does not fit {forward}: {error}") from None
+    args, kwargs, _ = _fitted(module, batch)
+    surplus = _surplus(inspect.signature(module.forward), batch) if not kwargs and isinstance(batch, Mapping) else []
     try:
         return module(*args, **kwargs)
     except (TypeError, AttributeError) as error:  # a mapping where a tensor is expected
         if surplus:
-            raise DataError(f"{too_much} (as the one argument that it might be: {error})") from error
+            raise DataError(f"{_too_much(module, surplus)} (as the one argument that it might be: {error})") from error
         raise
 
 
@@ -176,8 +190,7 @@ def count_targets(module: nn.Module, batch: Any) -> torch.Tensor:
     shifts them inside: by ``module.loss_type`` "ForCausalLM", or as a model of transformers for
     causal language modelling.
     """
-    args, kwargs = _bind(module, batch)
-    labels = inspect.signature(module.forward).bind(*args, **kwargs).arguments.get("labels")
+    labels = _fitted(module, batch)[2].get("labels")
     if labels is None and isinstance(batch, Mapping):
         labels = batch.get("labels")
     shifted = labels is not None and shifts_labels(module)
