@@ -96,10 +96,14 @@ def predict_state_bytes(
 def predict_outer_bytes(sync: SyncSection, trained: Sequence[tuple[TensorInfo, int]]) -> int:
     """Return the bytes of anchors, outer optimizer state and errors, for parameters with their
     local numbers.
+
+    A parameter that keeps its weights has no state, but a slice has, for the checkpoint of the
+    whole parameter.
     """
     shared = sum(numel for info, numel in trained if len(info.holders) > 1)
     everything = sum(numel for _, numel in trained)
-    stepped = everything if sync.single_holder == "outer" else shared
+    slices = sum(numel for info, numel in trained if len(info.holders) == 1 and info.cut is not None)
+    stepped = everything if sync.single_holder == "outer" else shared + slices
     states = OUTER_TENSORS[sync.outer_optimizer.type](sync.outer_optimizer.params)
     return 4 * (everything + states * stepped + (shared if sync.compression == "int8" else 0))
 

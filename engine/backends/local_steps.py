@@ -61,7 +61,7 @@ class ShardedLocalSteps:
             traffic=backend.traffic,
             sum_over_ranks=backend.all_reduce_control,
             clock=backend.clock,
-            is_slice=lambda key: self.parameter_of(key).cut is not None,
+            is_slice=lambda key: self._layout.parameters[self._backend.spot_of(key).name].cut is not None,
         )
 
     def _counts(self, name: str) -> bool:

@@ -128,7 +128,7 @@ class DeepSpeedLocalSteps(ShardedLocalSteps):
             traffic=backend.traffic,
             sum_over_ranks=backend.all_reduce_control,
             clock=backend.clock,
-            is_slice=lambda key: self.parameter_of(key).cut is not None,
+            is_slice=lambda key: self._layout.parameters[self._backend.spot_of(key).name].cut is not None,
             all_reduce=logged_all_reduce,
             divisor=None if whole else self._divisor,
         )
