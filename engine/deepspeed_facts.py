@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import csv
+import importlib
 import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from .config.schema import Config, MonitorSection
+from .errors import ConfigError
 
 # Methods of DeepSpeed's engine or of torch's modules that are not offered, with the reason.
 REFUSED = {
@@ -44,18 +46,18 @@ class ThroughputTimer:
 
 
 class DeepSpeedMonitor:
-    """``engine.monitor``: writes a script's own curves, as DeepSpeed's monitor does.
+    """``engine.monitor``: writes a script's curves, as DeepSpeed's monitor does.
 
-    The sections ``tensorboard`` and ``csv_monitor`` of the configuration say where. ``wandb`` is
-    used by ``sdp train`` only.
+    The sections ``tensorboard``, ``csv_monitor`` and ``wandb`` of the configuration say where.
     """
 
     def __init__(self, config: Config, *, writes: bool):
         """``writes``: whether this rank writes. Only rank 0 does."""
         self._writes = writes
-        self._tensorboard, self._csv = config.tensorboard, config.csv_monitor
+        self._tensorboard, self._csv, self._wandb = config.tensorboard, config.csv_monitor, config.wandb
         self._writer: Any = None
-        self.enabled = config.tensorboard.enabled or config.csv_monitor.enabled
+        self._run: Any = None  # of Weights & Biases
+        self.enabled = config.tensorboard.enabled or config.csv_monitor.enabled or config.wandb.enabled
 
     def write_events(self, events: Sequence[tuple[str, Any, int]]) -> None:
         """Write points of curves: the curve's name, the value, and its place on the x axis."""
@@ -69,6 +71,19 @@ class DeepSpeedMonitor:
                 self._writer.flush()
             if self._csv.enabled:
                 self._write_row(name, value, step)
+            if self._wandb.enabled:
+                if self._run is None:
+                    self._run = self._start_run()
+                self._run.log({"step": step, name: float(value)})
+
+    def _start_run(self) -> Any:
+        try:
+            wandb: Any = importlib.import_module("wandb")
+        except ImportError:
+            raise ConfigError("wandb: the package is not installed; pip install wandb, or set enabled false") from None
+        wandb_run = wandb.init(project=self._wandb.project, group=self._wandb.group, entity=self._wandb.team)
+        wandb_run.define_metric("*", step_metric="step")
+        return wandb_run
 
     def _write_row(self, name: str, value: Any, step: int) -> None:
         folder = _folder(self._csv)

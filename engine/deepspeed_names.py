@@ -168,10 +168,6 @@ class DeepSpeedNames(EngineFacts):
 
     get_model_parallel_rank = get_tensor_parallel_rank
 
-    @property
-    def _is_deepspeed(self) -> bool:
-        return self.config.sdp.engine == "deepspeed"
-
     # -- the configuration -----------------------------------------------------------------------
 
     def bfloat16_enabled(self) -> bool:

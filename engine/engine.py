@@ -216,7 +216,8 @@ class SDPEngine(DeepSpeedNames):
         if backend.local is not None:
             self.local_training.add(self.global_steps + 1, backend.local.step(loss, self.lr_scheduler, count))
             self._count_step()
-            self.last_steps.note_local_steps()
+            for step, known in self.last_steps.note_local_steps():
+                self._write_curves(step, known.loss, known.norm)
             return
         squared_norm, mean_loss = backend.squared_grad_norm_and_loss(loss)
         norm, may_lower = math.sqrt(squared_norm), backend.may_lower_loss_scale
@@ -233,7 +234,17 @@ class SDPEngine(DeepSpeedNames):
                 backend.load_loss_scale(scale)
         self.last_steps.note(mean_loss, update.norm, skipped=update.skipped, counts=not is_spike, excused=may_lower)
         self._count_step()
+        self._write_curves(self.global_steps, mean_loss, update.norm)
         self.last_steps.report_skips(self.global_steps, self.get_loss_scale())
+
+    def _write_curves(self, step: int, loss: float, norm: float) -> None:
+        """Write the monitors' points of ``step``. DeepSpeed's own engine writes its own ones."""
+        if self._is_deepspeed or not self.monitor.enabled:
+            return
+        points = {"Train/Samples/train_loss": loss, "Train/Samples/lr": self.get_lr()[0], "Train/grad_norm": norm}
+        if (scale := self.get_loss_scale()) is not None:
+            points["Train/Samples/loss_scale"] = scale
+        self.monitor.write_events([(name, value, step) for name, value in points.items()])
 
     def _count_step(self) -> None:
         """Count a step that was taken, or that all groups skipped."""

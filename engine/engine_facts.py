@@ -39,6 +39,9 @@ from .placement.layout import Layout
 class EngineFacts:
     """The read-only side of :class:`~sdp.engine.engine.SDPEngine`, with DeepSpeed's names."""
 
+    monitor: Any
+    global_steps: int
+
     def __init__(self, backend: Backend, config: Config, batch: BatchSize, optimizer: Optimizer):
         self._backend, self.config, self._batch, self.optimizer = backend, config, batch, optimizer
         self._gradient_bytes = 0  # at the last step
@@ -233,6 +236,8 @@ class EngineFacts:
             raise DataError(
                 "evaluate: no batch of any rank has a label that counts; give batches with labels, or weights"
             )
+        if self.monitor.enabled and not self._is_deepspeed:
+            self.monitor.write_events([("Eval/loss", loss, self.global_steps)])
         return loss
 
     def _any(self, counts: Sequence[float]) -> bool:
@@ -346,3 +351,7 @@ class EngineFacts:
     @property
     def _is_reference(self) -> bool:
         return self.config.sdp.in_one_process
+
+    @property
+    def _is_deepspeed(self) -> bool:
+        return self.config.sdp.engine == "deepspeed"

@@ -275,14 +275,16 @@ class LastSteps:
         if self._in_a_row.in_a_row:
             self._in_a_row.report(step, self._norm, loss_scale)
 
-    def note_local_steps(self) -> None:
-        """Take note of the local steps whose outcome all ranks know by now.
+    def note_local_steps(self) -> list[tuple[int, LocalUpdate]]:
+        """Take note of the local steps whose outcome all ranks know by now, and return them.
 
         Raises:
             NonFiniteError: A group has skipped too many steps in a row.
         """
-        for step, update in self._local.arrived(except_newest=self._local.lag):
+        known = list(self._local.arrived(except_newest=self._local.lag))
+        for step, update in known:
             self._loss, self._norm = update.loss, update.norm
             self._skipped += update.skipped > 0
             self._in_a_row.note(update.skipped > 0, groups=f"{update.skipped} of {self._groups} groups")
             self.report_skips(step, None)
+        return known

@@ -74,6 +74,10 @@ def read_raw(source: str | Path | Mapping[str, Any]) -> dict[str, Any]:
         raise ConfigError(f"{path}: no such configuration file") from None
     except JsonError as error:
         lenient = _read_hjson(path) if "not valid JSON" in str(error) else None
+        if lenient == {} and "{" not in path.read_text(encoding="utf-8-sig"):
+            raise ConfigError(
+                f"{path}: is empty; write the settings as a JSON object, or {{}} for the defaults"
+            ) from None
         if lenient is not None:
             return lenient
         colon = ":" if str(error)[:1].isdigit() else ": "  # the line and the column follow the name directly

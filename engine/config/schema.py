@@ -263,9 +263,10 @@ class Config(Section):
         """Return every setting, DeepSpeed's own included, as JSON that starts the same run."""
         return _completed(self.model_dump(mode="json"), self._deepspeed)
 
-    def without_monitors_of_deepspeed(self) -> Config:
-        """Return a copy without DeepSpeed's monitors, for a run that writes them itself."""
-        changed = self.model_copy()
+    def without_monitors(self) -> Config:
+        """Return a copy without monitors, for a run that writes them itself."""
+        off = MonitorSection()
+        changed = self.model_copy(update={"tensorboard": off, "csv_monitor": off, "wandb": WandbSection()})
         changed._deepspeed = {
             key: value for key, value in self._deepspeed.items() if key not in ("tensorboard", "csv_monitor", "wandb")
         }

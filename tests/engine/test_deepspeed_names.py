@@ -158,6 +158,33 @@ def test_the_monitor_writes_a_scripts_own_curves(tmp_path: Path) -> None:
     assert not _engine().monitor.enabled
 
 
+@pytest.mark.parametrize("sync", [None, {"every": 2}])
+def test_monitors_get_the_curves_of_sdp_train(tmp_path: Path, sync: dict[str, int] | None) -> None:
+    config = {
+        "train_batch_size": 4,
+        "optimizer": {"type": "SGD", "params": {"lr": 0.25}},
+        "sdp": {"engine": "reference", **({"sync": sync} if sync else {})},
+        "csv_monitor": {"enabled": True, "output_path": str(tmp_path), "job_name": "job"},
+    }
+    engine = sdp.initialize(model=Chat(), config=config)[0]
+    losses, norms = [], []
+    for step in range(1, 5):
+        engine.backward(engine(torch.full((4, 5), float(step)), torch.ones(4, 3)))
+        engine.step()
+        losses.append(f"{step},{engine.get_loss()}")
+        norms.append(f"{step},{engine.get_global_grad_norm()}")
+    value = engine.evaluate([(torch.ones(4, 5), torch.ones(4, 3))])
+    known = len(losses) if sync is None else len(losses) - 1  # in local steps, the outcome comes a step later
+    assert curve(tmp_path, "Train_Samples_train_loss") == losses[:known]
+    assert curve(tmp_path, "Train_grad_norm") == norms[:known]
+    assert curve(tmp_path, "Train_Samples_lr") == [f"{step},0.25" for step in range(1, known + 1)]
+    assert curve(tmp_path, "Eval_loss") == [f"4,{value}"]
+
+
+def curve(folder: Path, name: str) -> list[str]:
+    return (folder / "job" / f"{name}.csv").read_text().splitlines()[1:]
+
+
 def test_the_model_stays_where_it_is() -> None:
     engine = _engine()
     tensor = torch.ones(1)

@@ -107,7 +107,7 @@ def build(config: Config, dump_dir: Path, beat: Heartbeat) -> tuple[Corpus, SDPE
         model=build_model(config.model, **corpus.facts),
         training_data=corpus.train,
         collate_fn=corpus.collate,
-        config=with_loss_weighting(config, corpus).without_monitors_of_deepspeed(),
+        config=with_loss_weighting(config, corpus).without_monitors(),
     )
     return corpus, engine, baseline
 

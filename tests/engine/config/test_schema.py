@@ -255,3 +255,13 @@ def test_a_home_directory_in_a_path_is_found(monkeypatch: pytest.MonkeyPatch, tm
 def test_weights_of_sources_have_bounds(weight: float) -> None:
     with pytest.raises(ConfigError, match=r"data\.sources"):
         load_config({"data": {"sources": [{"path": "a", "weight": weight}, {"path": "b", "weight": weight}]}})
+
+
+@pytest.mark.parametrize("text", ["", " \n\t\n", "\ufeff", "# only a comment\n"])
+def test_an_empty_file_is_one_line(tmp_path, text):
+    path = tmp_path / "empty.json"
+    path.write_text(text)
+    with pytest.raises(ConfigError, match=r"empty\.json: is empty; write the settings as a JSON object, or \{\}"):
+        load_config(path)
+    path.write_text("{}")
+    assert load_config(path) == load_config({})
