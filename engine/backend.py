@@ -222,6 +222,7 @@ class Backend(Protocol):
 
     optimizer: Optimizer
     noise: NoiseMeter | None  # measures the gradient noise, if that is asked for
+    needs_whole_matrices: bool  # whether the optimizer's step depends on them
     rate_scale: HolderScale | None  # multiplies the rates of units, with sdp.lr_scale
 
     def attach(self, optimizer: Optimizer, config: Config) -> None:

@@ -34,7 +34,7 @@ from .distributed.tensors import local_tensor, outside_inference_mode
 from .errors import ConfigError, DataError
 from .optim.param_groups import named_rates
 from .optim.schedules import Schedule
-from .optim.script_steps import OptimizedParameters, shortened
+from .optim.script_optimizers import OptimizedParameters, shortened
 from .sync.noise_scale import NoiseScale
 
 log = logging.getLogger("sdp")

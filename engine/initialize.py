@@ -36,6 +36,7 @@ from .optim.muon.setup import arrange as arrange_muon
 from .optim.optimizers import check_optimizer, make_optimizer
 from .optim.param_groups import freeze_others, groups_here, named_groups
 from .optim.schedules import check_steps, scheduler_of
+from .optim.script_optimizers import needs_whole_matrices
 from .placement.layout import Layout
 from .placement.requirements import draws_of
 from .subnetwork.initialisation import seed_of
@@ -144,6 +145,10 @@ def initialize(
         built, note = make_optimizer(settings.optimizer, optimizer, here, stepped_on, grouped=grouped)
         arrange_muon(built, layout, backend.parameters, getattr(backend, "tensor_ranks", None), backend.traffic)
         scheduler = scheduler_of(settings, lr_scheduler, built)
+    stepping = built if backend.library_engine is None else backend.library_engine.basic_optimizer
+    if optimizer is not None and not reference and needs_whole_matrices(stepping):
+        _refuse_parts(settings, type(stepping).__name__)
+        backend.needs_whole_matrices = True
     check_steps(scheduler)
     engine = SDPEngine(backend, settings, batch, built, scheduler)
     engine.uncut = uncut
@@ -248,6 +253,22 @@ def _refuse_hooks(model: nn.Module, config: Config, mesh: Mesh) -> None:
                     "the model (torch.Tensor.register_hook on an activation), or set the learning rate of the "
                     "parameter in a parameter group"
                 )
+
+
+def _refuse_parts(config: Config, optimizer: str) -> None:
+    """Raise ConfigError if an optimizer that needs whole matrices would get parts of them."""
+    reasons = {
+        'zero_optimization.stage 1 to 3 of sdp.engine "deepspeed"': config.sdp.engine == "deepspeed"
+        and config.zero_optimization.stage > 0,
+        "tensor_parallel.autotp_size above 1": config.tensor_parallel.autotp_size > 1,
+        'sdp.granularity "neuron"': config.sdp.granularity == "neuron",
+    }
+    for reason, applies in reasons.items():
+        if applies:
+            raise ConfigError(
+                f"optimizer: {optimizer} needs whole matrices, which {reason} cuts; change that, or take an optimizer "
+                "that steps on single elements, such as AdamW"
+            )
 
 
 def _check_scheduler(scheduler: Any, optimizer: Any) -> None:

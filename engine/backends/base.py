@@ -5,8 +5,8 @@ DeepSpeed replaces most of it.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from typing import Any
 
@@ -24,12 +24,13 @@ from ..config.masking import Masking
 from ..config.schema import Config
 from ..distributed.tensors import local_tensor
 from ..distributed.traffic import Traffic
+from ..errors import ConfigError
 from ..optim.clip import clip_
 from ..optim.loss_scale import LossScaler
 from ..optim.muon.setup import planned_gathers
 from ..optim.optimizer_state import materialise_state
 from ..optim.rate_scale import HolderScale, ScaledRates, exponent_of
-from ..optim.script_steps import refuse_steps_of_script, stepped_by_engine
+from ..optim.script_optimizers import on_local_tensors, refuse_steps_of_script, stepped_by_engine
 from ..placement.layout import Layout
 from ..placement.tensor_info import Shard
 from ..sync.consistency import check_holders
@@ -49,6 +50,7 @@ class TorchOptimizerBackend:
     optimizer: Optimizer
     noise: NoiseMeter | None = None
     rate_scale: HolderScale | None = None
+    needs_whole_matrices = False  # whether the optimizer's step depends on them
     _config: Config
     _scaler: LossScaler | None = None
 
@@ -109,7 +111,7 @@ class TorchOptimizerBackend:
         self.clip(gradients, norm)
         # A forward pass after backward may have left gathered copies of the old weights.
         self.shard_parameters()
-        with stepped_by_engine(self.optimizer):
+        with self.stepping():
             self.optimizer.step()
         gradients.clear()
         self.zero_grad()  # frees the gradients' memory before the weights are cast and sent
@@ -117,6 +119,24 @@ class TorchOptimizerBackend:
         if scheduler is not None:
             scheduler.step()
         return Update(norm, skipped=False)
+
+    @contextmanager
+    def stepping(self) -> Iterator[None]:
+        """A context for a step of the optimizer.
+
+        Raises ConfigError if the optimizer needs whole matrices and cannot step on shards.
+        """
+        is_whole = self.needs_whole_matrices and self._shards == 1
+        try:
+            with stepped_by_engine(self.optimizer), on_local_tensors(self.optimizer) if is_whole else nullcontext():
+                yield
+        except (RuntimeError, NotImplementedError) as error:
+            if not self.needs_whole_matrices or self._shards == 1 or isinstance(error, torch.OutOfMemoryError):
+                raise
+            raise ConfigError(
+                f"optimizer: {type(self.optimizer).__name__} needs whole matrices, and cannot step on shards; use "
+                "zero_optimization.stage 0, or an optimizer that steps on single elements, such as AdamW"
+            ) from error
 
     def skip_update(self, norm: float) -> Update:
         if self._scaler is not None:
@@ -218,7 +238,8 @@ class TorchOptimizerBackend:
             check_holders(self.layout, weights, optimizer, self.rank, sharded=self._shards > 1)
 
     def materialise_optimizer_state(self) -> None:
-        materialise_state(self.basic_optimizer)
+        with self.stepping():
+            materialise_state(self.basic_optimizer)
 
     def state_to_save(self: Backend) -> StateToSave:
         return SavedState(self, self.optimizer, self.rank)

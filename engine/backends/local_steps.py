@@ -17,7 +17,6 @@ from ..distributed.mesh import Coordinates
 from ..full_model.backend_view import SubnetworkBackend
 from ..full_model.buffers import agree_on_buffers, persistent_buffers
 from ..optim.clip import squared_norm
-from ..optim.script_steps import stepped_by_engine
 from ..placement.layout import Layout
 from ..sync.outer import OuterFacts, OuterSteps
 from ..sync.rounds import fragments_of
@@ -90,7 +89,7 @@ class ShardedLocalSteps:
         if is_finite:
             backend.clip(gradients, norm)
             backend.shard_parameters()
-            with stepped_by_engine(backend.optimizer):
+            with backend.stepping():
                 backend.optimizer.step()
         gradients.clear()
         backend.zero_grad()

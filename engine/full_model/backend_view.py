@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping
+from contextlib import AbstractContextManager
 from typing import Any, Protocol
 
 import torch
@@ -81,6 +82,10 @@ class SubnetworkBackend(Protocol):
 
     def clip(self, gradients: list[torch.Tensor], norm: float) -> None:
         """Scale gradients of this ``norm`` in place, as the configuration says."""
+        ...
+
+    def stepping(self) -> AbstractContextManager[None]:
+        """A context for a step of the optimizer."""
         ...
 
     def zero_grad(self) -> None:

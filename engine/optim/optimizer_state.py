@@ -16,7 +16,7 @@ import torch
 from torch.optim import Optimizer
 
 from ..errors import CheckpointError
-from .script_steps import stepped_by_engine
+from .script_optimizers import stepped_by_engine
 
 COUNT = "step"
 

@@ -15,7 +15,7 @@ from ...accounting.memory import StateBytes, predict_outer_bytes, state_tensors
 from ...checkpoint.state import SavedState
 from ...checkpoint.storage.dcp import Part
 from ...optim.optimizer_state import OptimizerState
-from ...optim.script_steps import stepped_by_engine
+from ...optim.script_optimizers import stepped_by_engine
 from ...placement.tensor_info import TensorInfo
 from ...placement.units import SHARED
 from ...sync.consistency import CHUNK, compare_sums

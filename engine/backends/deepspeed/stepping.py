@@ -19,7 +19,7 @@ from ...distributed.traffic import Traffic
 from ...optim.clip import squared_norm
 from ...optim.rate_scale import HolderScale, ScaledRates
 from ...optim.schedules import keep_shared_state
-from ...optim.script_steps import refuse_outside_engine, stepped_by_engine
+from ...optim.script_optimizers import refuse_outside_engine, stepped_by_engine
 from ...placement.layout import Layout
 from ...sync.consistency import check_loss_scale
 from ...sync.noise import Moments, NoiseMeter, SecondMoments

@@ -19,7 +19,7 @@ from ...backend import Backend, CommonPart, GroupPart, LocalUpdate, PendingUpdat
 from ...config.sync import SyncSection
 from ...full_model.buffers import BufferMean, held_entries, persistent_buffers
 from ...optim.clip import clip_, squared_norm
-from ...optim.script_steps import stepped_by_engine
+from ...optim.script_optimizers import stepped_by_engine
 from ...sync.compression import rounded
 from ...sync.outer import OuterFacts, make_outer_optimizer
 from ...sync.rounds import fragments_of
