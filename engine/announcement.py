@@ -7,7 +7,6 @@ import logging
 from .config.deepspeed_keys import HINT_SECTIONS, IGNORED_BY_DEEPSPEED
 from .config.schema import Config, FP16Section, SDPSection
 from .engine import SDPEngine
-from .errors import shorten
 from .placement.layout import Layout
 from .placement.policies import warnings_of
 
@@ -67,11 +66,6 @@ def _warn_of_settings_without_effect(config: Config, layout: Layout) -> None:
     counts = {len(holders) for holders in layout.placement.holders}
     if sdp.lr_scale not in ("none", 0) and len(counts) == 1:
         log.warning("sdp.lr_scale %s has no effect: every unit has %d holders", sdp.lr_scale, *counts)
-    interval, steps = config.training.noise_scale_interval, config.training.steps
-    if steps is not None and interval > steps:
-        log.warning(
-            "training.noise_scale_interval %s has no effect: the run ends with step %d", shorten(interval, 20), steps
-        )
     if layout.mesh.sdp == 1 and "groups" not in sdp.model_fields_set:
         log.warning("sdp.groups is not given: one group, which trains the whole model on all of its ranks")
 

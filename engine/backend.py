@@ -28,7 +28,6 @@ from .local_steps import Spot as Spot
 from .optim.rate_scale import HolderScale
 from .placement.layout import Layout
 from .placement.tensor_info import Shard
-from .sync.noise import NoiseMeter
 
 
 class Update(NamedTuple):
@@ -221,7 +220,6 @@ class Backend(Protocol):
     # -- the optimizer, from the moment when it is attached ----------------------------------------
 
     optimizer: Optimizer
-    noise: NoiseMeter | None  # measures the gradient noise, if that is asked for
     needs_whole_matrices: bool  # whether the optimizer's step depends on them
     rate_scale: HolderScale | None  # multiplies the rates of units, with sdp.lr_scale
 

@@ -35,7 +35,6 @@ from .errors import ConfigError, DataError
 from .optim.param_groups import named_rates
 from .optim.schedules import Schedule
 from .optim.script_optimizers import OptimizedParameters, shortened
-from .sync.noise_scale import NoiseScale
 
 log = logging.getLogger("sdp")
 
@@ -51,8 +50,6 @@ class SDPEngine(DeepSpeedNames):
     ):
         super().__init__(backend, config, batch, optimizer)
         backend.attach(optimizer, config)
-        interval = config.training.noise_scale_interval
-        self.noise = NoiseScale(backend.noise, interval, batch.micro, batch.accumulation, lambda: self.global_steps)
         self.local_training.follow(0)
         self.lr_scheduler = scheduler
         self.loader: Any = None
@@ -225,7 +222,6 @@ class SDPEngine(DeepSpeedNames):
         # Norm and loss cover all groups, so all ranks decide the same.
         is_spike = self.spikes.check(self.global_steps + 1, mean_loss, norm, before_error=self.forget_micro_batches)
         if math.isfinite(norm) and not is_spike:
-            self.noise.collect(backend.all_reduce_control, backend.loss_scale)
             update = backend.update(gradients, norm, self.lr_scheduler)
         else:
             scale = backend.loss_scale_state()
@@ -277,7 +273,6 @@ class SDPEngine(DeepSpeedNames):
             self._zeroed_in_vain = True
             return
         self._backend.zero_grad()
-        self.noise.drop()
 
     def _find_optimized(self) -> OptimizedParameters:
         """Warn of parameters that require a gradient and that the optimizer does not have."""
@@ -418,7 +413,6 @@ class SDPEngine(DeepSpeedNames):
         )  # fmt: skip
         self.forget_micro_batches()
         self.spikes.load_state_dict(state["spikes"])
-        self.noise.load_state_dict(state["noise"])
         self.local_training.load_state_dict(state["sync"], state["global_steps"], in_round=in_round)
         self.global_steps, self.global_samples = state["global_steps"], state["global_samples"]
         self.micro_steps = self.global_steps * self._batch.accumulation

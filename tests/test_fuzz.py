@@ -20,9 +20,7 @@ from typing import Any
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from sdp.engine.errors import CheckpointError, ConfigError
-from sdp.engine.placement.noise.allocation import allocate
-from sdp.engine.placement.noise.measured import measured_traces
+from sdp.engine.errors import CheckpointError
 from sdp.tests.support.checkpoints import load_by_reference, reseal, save_one_step
 from sdp.tests.support.fabricated_runs import make_run
 from sdp.tests.support.small_runs import SMALL_LLAMA
@@ -50,13 +48,11 @@ OTHERS = [
     for changes in (
         {"sdp": {"sync": SYNC}},
         {"sdp": {"masking": MASKING, "group_sizes": [1, 1]}},
-        {"sdp": {"lr_scale": 0.5, "profile": [2, 2, 1, 1]}, "training": {"noise_scale_interval": 2}},
+        {"sdp": {"lr_scale": 0.5, "profile": [2, 2, 1, 1]}, "training": {"save_every": 2}},
         {"data": SOURCES, "training": {"evaluate_tasks": {"tasks": ["x"], "limit": 3}, "on_spike": "skip"}},
     )
 ]
 UNITS = [f"model.layers.{unit}" for unit in range(4)]
-TRACES = {unit: {"trace": 1.0 + number} for number, unit in enumerate(UNITS)}
-NOISE = "".join(json.dumps({"step": step, "noise": TRACES}) + "\n" for step in (1, 2))
 METRICS = "".join(
     json.dumps({"step": step, "tokens": 8 * step, "loss": 3.0, "tokens_per_second": 9.5, "comm_bytes": 7}) + "\n"
     for step in (1, 2, 3)
@@ -194,16 +190,6 @@ def fuzz_other_sections(folder: Path, changes: Any) -> None:
         check("plan", str(folder / "run.json"), "--world", "2", "--alone")
 
 
-def fuzz_noise(folder: Path, changes: Any) -> None:
-    """The metrics of an earlier run, from which the numbers of holders follow."""
-    lines = [json.loads(line) for line in NOISE.splitlines()]
-    (folder / "metrics.jsonl").write_text("\n".join(map(json.dumps, with_other_values(lines, changes))))
-    tried["noise"] = tried.get("noise", 0) + 1
-    with time_limit(), contextlib.suppress(ConfigError):
-        traces = measured_traces(str(folder), UNITS, preconditioned=False)
-        assert sum(allocate(traces, [1, 2, 3, 4], 2, 15)) >= 4
-
-
 def fuzz_coordinate(folder: Path, changes: Any) -> None:
     """Everything is wrong but the file, so that nothing listens."""
     (folder / "run.json").write_bytes(mutate(OTHERS[1], changes))
@@ -244,13 +230,10 @@ def fuzz_checkpoint(folder: Path, changes: Any) -> None:
 
 COMMANDS = {
     fuzz_config: 250, fuzz_launch: 75, fuzz_hostfile: 100, fuzz_report: 120, fuzz_prepare: 70, fuzz_plan: 60,
-    fuzz_structure: 100, fuzz_run_files: 100, fuzz_checkpoint: 50, fuzz_other_sections: 100,
-    fuzz_noise: 60, fuzz_coordinate: 40,
+    fuzz_structure: 100, fuzz_run_files: 100, fuzz_checkpoint: 50, fuzz_other_sections: 100, fuzz_coordinate: 40,
 }  # fmt: skip
 # What each changes: bytes of a text, or values of JSON.
-STRATEGIES = dict.fromkeys(
-    (fuzz_structure, fuzz_run_files, fuzz_checkpoint, fuzz_other_sections, fuzz_noise), replacements
-)
+STRATEGIES = dict.fromkeys((fuzz_structure, fuzz_run_files, fuzz_checkpoint, fuzz_other_sections), replacements)
 names = [fuzz.__name__ for fuzz in COMMANDS]
 
 
@@ -266,8 +249,6 @@ def test_what_is_mutated_is_good(tmp_path: Path) -> None:
         (tmp_path / f"{number}.json").write_text(text)
         assert main(["config", str(tmp_path / f"{number}.json")]) == 0
         assert main(["launch", *ONE_HOST, str(tmp_path / f"{number}.json")]) == 0
-    (tmp_path / "metrics.jsonl").write_text(NOISE)
-    assert measured_traces(str(tmp_path), UNITS, preconditioned=False) == [1.0, 2.0, 3.0, 4.0]
 
 
 def run_fuzz(fuzz: Any, folder: Path, count: int) -> None:

@@ -34,7 +34,6 @@ from ..optim.script_optimizers import on_local_tensors, refuse_steps_of_script, 
 from ..placement.layout import Layout
 from ..placement.tensor_info import Shard
 from ..sync.consistency import check_holders
-from ..sync.noise import NoiseMeter
 
 
 class TorchOptimizerBackend:
@@ -48,7 +47,6 @@ class TorchOptimizerBackend:
     rank: int = 0  # this process's rank in the world; 0 in one process
     parameters: dict[str, nn.Parameter]
     optimizer: Optimizer
-    noise: NoiseMeter | None = None
     rate_scale: HolderScale | None = None
     needs_whole_matrices = False  # whether the optimizer's step depends on them
     _config: Config
@@ -62,12 +60,6 @@ class TorchOptimizerBackend:
         if exponent and self.layout.units:
             self.rate_scale = HolderScale(self.layout.placement, exponent)
             self.scale_rates(self.rate_scale)
-        if config.training.noise_scale_interval:
-            self.noise = self.make_noise()
-
-    def make_noise(self) -> NoiseMeter:
-        """Make what measures the gradient noise. Collective."""
-        raise NotImplementedError
 
     def scale_rates(self, scale: HolderScale) -> None:
         """Give each unit a learning rate by its number of holders."""
@@ -293,7 +285,6 @@ class TorchOptimizerBackend:
         if self.copies_wake_after(step):
             planned.add(plan_waking(self.phases["backward"], self.rank, stage=stage, compute_bytes=compute_bytes))
         planned.add(gathers)
-        planned.add(self.planned_noise(step))
         if weighted:
             self._plan_weights(planned, local=False)
         return planned
@@ -317,13 +308,6 @@ class TorchOptimizerBackend:
         """
         schedule = self._config.masking_schedule
         return step is not None and schedule.switches_after(step) and schedule.at(step + 1) == "backward"
-
-    def planned_noise(self, step: int | None) -> Traffic:
-        """The bytes that this rank sends in ``step`` to measure the gradient noise."""
-        interval = self._config.training.noise_scale_interval
-        if self.noise is None or step is None or step % interval:
-            return Traffic()
-        return self.noise.planned_traffic(self._world_size)
 
     def traffic_formula(self) -> str:
         stage, compute_bytes = self._config.zero_optimization.stage, self._config.compute_bytes

@@ -35,6 +35,5 @@ def run_state(
         "loader": engine.loader.state_dict() if engine.loader is not None else None,
         "client_state": client,
         "spikes": engine.spikes.state_dict(),
-        "noise": engine.noise.state_dict(),
         "sync": engine.local_training.state_dict(engine.global_steps),
     }

@@ -12,7 +12,6 @@ from ..errors import ConfigError, shorten
 from ..json_files import MOST_DEPTH, JsonError, parse_json, read_json_file
 from .deepspeed_filter import drop_autos, for_deepspeed, known_keys, resolve_spellings, split_foreign_keys
 from .deepspeed_keys import DEEPSPEED_CLIPS_AT
-from .noise import refuse_to_measure
 from .removed import refuse_removed_keys
 from .schema import Config
 from .section import parse_section
@@ -240,10 +239,6 @@ def _refuse_unavailable(config: Config) -> None:
     _refuse_precision(config)
     _refuse_offload(config)
     refuse_with_sync(config)
-    if config.training.noise_scale_interval:
-        others = {"sdp.sync": sdp.sync is not None}
-        recomputes = config.activation_checkpointing.mode != "none"
-        refuse_to_measure(sdp.groups, sdp.engine, others, recomputes=recomputes)
     _refuse_lr_scale(config)
     if sdp.granularity == "neuron":
         _refuse_with_neurons(config)

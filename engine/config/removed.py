@@ -16,7 +16,9 @@ _RESTARTS = "sdp train --restarts N starts a run again after a loss"
 # The path of a key, and what to use instead.
 KEYS: dict[str, str] = {
     "sdp.elastic": _RESTARTS,
+    "sdp.profile.noise": 'use "depth" or "uniform", which holders by noise did not beat',
     "sdp.survive": _RESTARTS,
+    "training.noise_scale_interval": "remove it; no setting depends on the gradient noise",
 }
 
 # The path of a key with a value that it no longer takes, and what to use instead.
@@ -32,7 +34,9 @@ COMMANDS: dict[str, str] = {
 }
 
 # A command with one of its options, and what to use instead.
-OPTIONS: dict[tuple[str, str], str] = {}
+OPTIONS: dict[tuple[str, str], str] = {
+    ("report", "--noise-plot"): "leave it out; runs do not measure the gradient noise any more",
+}
 
 
 def refuse_removed_keys(raw: Mapping[str, Any]) -> None:

@@ -15,7 +15,6 @@ from pydantic import Field, PrivateAttr, model_validator
 
 from .data_section import DataSection
 from .masking import Masking, MaskingSchedule, MaskingSetting
-from .noise import NoiseProfile
 from .section import NonNegativeInt, PositiveInt, RankCount, Samples, Section, Seed, Whole, Width
 from .sync import SyncSection
 from .training_section import TrainingSection
@@ -149,7 +148,7 @@ class SDPSection(Section):
     weights, so these gradients are those of the dense model. A list of phases changes the masking
     during the run: [{"until": 0.75, "masking": "forward"}, {"masking": "backward"}].
     ``profile``: how many groups hold each unit. The number falls with depth, is uniform, or is
-    given for each unit, or follows from measured noise. Its mean follows from ``capacity``.
+    given for each unit. Its mean follows from ``capacity``.
     ``branch_scale``: a factor for what a unit adds to its input, under forward masking. If k of N
     groups hold it, the factor is N / k in training ("train"). For "eval" it is k / N, in
     evaluations of the full model.
@@ -168,7 +167,7 @@ class SDPSection(Section):
     placement: (
         Literal["cyclic", "balanced", "random"] | Annotated[dict[str, list[NonNegativeInt]], Field(min_length=1)]
     ) = "cyclic"
-    profile: Literal["depth", "uniform", "auto"] | list[PositiveInt] | NoiseProfile = "depth"
+    profile: Literal["depth", "uniform", "auto"] | list[PositiveInt] = "depth"
     units: Literal["auto"] | list[str] = "auto"
     protect: list[str] = Field(default_factory=list)
     branch_scale: Literal["none", "train", "eval"] = "none"

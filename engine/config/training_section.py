@@ -44,8 +44,6 @@ class TrainingSection(Section):
     each by the number of labels that its loss counts, "ranks" weighs all equally, as DDP does. By
     default ``sdp train`` takes "tokens" if the data mask labels, and a script's
     ``engine.backward(loss, weight=n)`` decides.
-    ``noise_scale_interval``: every so many steps, measure the gradient noise of every unit. 0
-    measures nothing.
     ``start_timeout``: seconds for the start with the first step, or for an evaluation.
     ``save_timeout``: seconds for a save. ``step_timeout``: seconds for a part of a later step. Any
     collective may take the longest of the three.
@@ -69,7 +67,6 @@ class TrainingSection(Section):
     on_spike: Literal["none", "skip", "rollback", "stop"] = "none"
     spike_sigma: Annotated[float, Field(gt=0)] = 6.0
     spike_window: Annotated[int, Field(ge=2, le=2**16)] = 128
-    noise_scale_interval: NonNegativeInt = 0
     init_from: PathText | None = None
     async_save: bool = False
     start_timeout: Annotated[float, Field(gt=0)] = 1800.0

@@ -6,54 +6,23 @@ strings or on the order of a set.
 
 from __future__ import annotations
 
-import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
 
 import numpy as np
 
-from ..config.noise import NoiseProfile
 from ..config.schema import SDPSection
 from ..distributed.mesh import Holders
 from ..errors import ConfigError, PlacementError
 from ..module_paths import parents, resolve_name
 from .filling import pack
-from .noise.allocation import allocate
-from .noise.measured import measured_traces
 from .packing import Packing, connect, holders_of
 from .placement import Placement
-from .profiles import capacities, holder_counts
+from .profiles import holder_counts
 from .units import Unit
 
 MOST_HELD = 0.75  # the share of a model's parameters above which a warning says what a group holds
 MOST_LISTED = 5  # names in a warning
-
-
-def resolve_profile(section: SDPSection, units: Sequence[Unit]) -> SDPSection:
-    """Return the section with the numbers of holders of a profile that follows from measured noise.
-
-    Other sections are returned as they are. The numbers use the budget of ``capacity``, and never
-    exceed it. If units are equal and each group is filled by itself, the budget is that of the
-    whole units that groups have room for.
-
-    Raises:
-        ConfigError: the noise cannot be read, or the capacity is not valid.
-    """
-    profile = section.profile
-    if not isinstance(profile, NoiseProfile) or profile.holders is not None or isinstance(section.placement, dict):
-        return section
-    protected = _protected(section.protect, [unit.name for unit in units])
-    free = [unit for unit in units if unit.index not in protected]
-    costs = [unit.numel for unit in free]
-    room = capacities(section)
-    total = sum(costs)
-    budget = math.floor(sum(room) * total * (1 + 1e-12))
-    if section.placement != "cyclic" and len(set(costs)) == 1:
-        budget = sum(math.floor(share * len(costs) + 1e-9) for share in room) * costs[0]
-    traces = measured_traces(profile.noise, [unit.name for unit in free], preconditioned=profile.preconditioned)
-    found = iter(allocate(traces, costs, section.groups, budget))
-    counts = [section.groups if unit.index in protected else next(found) for unit in units]
-    return section.model_copy(update={"profile": profile.model_copy(update={"holders": counts})})
 
 
 def make_placement(section: SDPSection, units: Sequence[Unit]) -> Placement:
@@ -63,7 +32,6 @@ def make_placement(section: SDPSection, units: Sequence[Unit]) -> Placement:
         ConfigError: the capacity, the profile or a protected unit is not valid.
         PlacementError: the placement is not valid, or the groups do not have enough room.
     """
-    section = resolve_profile(section, units)
     names = tuple(unit.name for unit in units)
     costs = tuple(unit.numel for unit in units)
     flops = tuple(unit.flops for unit in units) if all(unit.flops for unit in units) else ()
@@ -211,7 +179,7 @@ def _cyclic(section: SDPSection, costs: Sequence[int], work: Sequence[int], prot
         )
     groups, counts = section.groups, holder_counts(section, costs, protected)
     held = np.zeros((groups, len(counts)), dtype=bool)
-    dealt = section.profile in ("depth", "auto") or isinstance(section.profile, NoiseProfile)
+    dealt = section.profile in ("depth", "auto")
     start = 0
     for unit, k in enumerate(counts):
         held[np.arange(start, start + k) % groups, unit] = True

@@ -11,7 +11,6 @@ from collections.abc import Sequence, Set
 
 import numpy as np
 
-from ..config.noise import NoiseProfile
 from ..config.schema import SDPSection
 from ..errors import ConfigError
 
@@ -81,9 +80,6 @@ def listed_counts(section: SDPSection, units: int, protected: Set[int] = frozens
     Raises the errors of :func:`explicit_profile`.
     """
     profile, mean = section.profile, sum(capacities(section))
-    if isinstance(profile, NoiseProfile):
-        assert profile.holders is not None, "resolve_profile comes first"
-        return explicit_profile(section, profile.holders, None, units, protected)
     return explicit_profile(section, profile, mean, units, protected) if isinstance(profile, list) else None
 
 

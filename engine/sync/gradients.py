@@ -22,12 +22,10 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from ..distributed.mesh import Holders
-from ..distributed.tensor_collectives import TensorRanks, all_gather_single
 from ..distributed.tensors import cut_like, local_tensor
 from ..distributed.traffic import Scope, Traffic
 from ..errors import ModelError
 from ..placement.buckets import Bucket
-from .own_gradients import OwnGradients
 
 AllReduce = Callable[[torch.Tensor, dist.ProcessGroup], Any]
 
@@ -81,16 +79,12 @@ class PendingBucket:
         _fill_with_zeros(self.parameters)
         self._missing = 0
 
-    def launch(self, all_reduce: AllReduce, traffic: Traffic, own: OwnGradients | None = None) -> None:
-        """Start to average the gradients among the ranks of the group. ``own`` takes them
-        before.
-        """
+    def launch(self, all_reduce: AllReduce, traffic: Traffic) -> None:
+        """Start to average the gradients among the ranks of the group."""
         assert self.is_ready and self._buffer is None, "a bucket is launched once, when all of its gradients are ready"
         self._buffer = _coalesce(self.parameters, self._ranks)
         if self._buffer.numel() == 0:
             return  # no rank of this communicator has a row of these parameters
-        if own is not None:
-            own.note(self.parameters, self._buffer)
         traffic.record(self._scope, "all_reduce", self._buffer.nbytes, self._ranks)
         self._work = all_reduce(self._buffer, self._group)
 
@@ -99,10 +93,6 @@ class PendingBucket:
         assert self._buffer is not None, "a bucket is launched before anything waits for it"
         if self._work is not None:
             self._work.wait()
-        self._buffer = self._work = None
-
-    def abandon(self) -> None:
-        """Forget a pass that failed."""
         self._buffer = self._work = None
 
 
@@ -116,18 +106,13 @@ class GradientSync:
         parameters: this rank's parameters, by canonical name.
         communicators: the communicator for each holder set that includes other ranks.
         traffic: counts the bytes sent.
-        partial: names of parameters whose gradient is this tensor-parallel rank's share of a sum.
-        tensor_ranks: the ranks over which partial gradients are summed.
         clock: measures the time left to wait after backward, in seconds.
         all_reduce: starts a sum over a communicator.
         scope: how the bytes sent are counted.
 
     Attributes:
         exposed_seconds: the time spent waiting after backward, since the start.
-        own: takes the gradients before they are averaged, in steps in which noise is measured.
     """
-
-    own: OwnGradients | None = None
 
     def __init__(
         self,
@@ -135,8 +120,6 @@ class GradientSync:
         parameters: Mapping[str, nn.Parameter],
         communicators: Mapping[Holders, dist.ProcessGroup],
         traffic: Traffic,
-        partial: Sequence[str] = (),
-        tensor_ranks: TensorRanks | None = None,
         *,
         clock: Callable[[], float] = time.perf_counter,
         all_reduce: AllReduce = start_all_reduce,
@@ -144,8 +127,6 @@ class GradientSync:
     ):
         self._traffic, self._clock, self._all_reduce = traffic, clock, all_reduce
         self.exposed_seconds = 0.0
-        self._partial, self._tensor_ranks = [parameters[name] for name in partial], tensor_ranks
-        self._summed = False  # whether the partial gradients are sums already
         self._pending: list[PendingBucket] = []
         self._alone: list[nn.Parameter] = []  # held by this rank only: nothing to send, so no hook
         self._armed = False
@@ -163,24 +144,6 @@ class GradientSync:
             for parameter in held:
                 parameter.register_post_accumulate_grad_hook(self._make_hook(pending))
 
-    def begin(self) -> None:
-        """Prepare for a backward pass.
-
-        An earlier pass before the same step may have left summed partial gradients. They become
-        shares again, because this pass adds its shares to them.
-        """
-        if self._summed and self._tensor_ranks is not None:
-            for parameter in self._partial:
-                if parameter.grad is not None:
-                    parameter.grad.div_(self._tensor_ranks.size)
-        self._summed = False
-        if self._measures is not None:
-            self._measures.note_micro_batch()
-
-    def note_dropped_gradients(self) -> None:
-        """Note that all gradients were dropped."""
-        self._summed = False
-
     def arm(self) -> None:
         """Reduce gradients as they become ready in the next backward pass.
 
@@ -189,14 +152,10 @@ class GradientSync:
         for pending in self._pending:
             pending.arm()
         self._armed, self._next = True, 0
-        if self._measures is not None:
-            self._measures.passes += 1
 
     def abandon(self) -> None:
         """Reduce nothing more, because the backward pass failed."""
         self._armed = False
-        for pending in self._pending:
-            pending.abandon()
 
     def finish(self) -> None:
         """Launch the buckets that are left, and wait for all.
@@ -212,9 +171,6 @@ class GradientSync:
         for pending in self._pending:
             pending.wait()
         self.exposed_seconds += self._clock() - started
-        self._sum_over_tensor_ranks()
-        if self._measures is not None:
-            self._measures.finish()
 
     def _make_hook(self, pending: PendingBucket) -> Callable[[torch.Tensor], None]:
         """Return the hook that reports a gradient of ``pending``.
@@ -235,33 +191,8 @@ class GradientSync:
     def _launch_ready(self) -> None:
         """Launch the buckets that are ready, up to the first in the global order that is not."""
         while self._next < len(self._pending) and self._pending[self._next].is_ready:
-            self._pending[self._next].launch(self._all_reduce, self._traffic, self._measures)
+            self._pending[self._next].launch(self._all_reduce, self._traffic)
             self._next += 1
-
-    @property
-    def _measures(self) -> OwnGradients | None:
-        """What takes the gradients of this step before they are averaged, if it is measured."""
-        return self.own if self.own is not None and self.own.is_due() else None
-
-    def _sum_over_tensor_ranks(self) -> None:
-        """Sum the partial gradients in rank order.
-
-        A collective may sum in another order on another group. A fixed order keeps the copies
-        bitwise equal on all holders.
-        """
-        if self._tensor_ranks is None or not self._partial:
-            return
-        gradients = [local_tensor(parameter.grad) for parameter in self._partial]  # type: ignore[arg-type]
-        mine = torch.cat([gradient.reshape(-1) for gradient in gradients])
-        shares = mine.new_empty((self._tensor_ranks.size, mine.numel()))
-        self._traffic.record("inside groups", "all_gather", shares.nbytes, self._tensor_ranks.size)
-        all_gather_single(shares.view(-1), mine, group=self._tensor_ranks.group)
-        total = mine.copy_(shares[0])
-        for share in shares[1:]:
-            total += share
-        for gradient, values in zip(gradients, total.split([gradient.numel() for gradient in gradients]), strict=True):
-            gradient.copy_(values.view_as(gradient))
-        self._summed = True
 
 
 def _fill_with_zeros(parameters: Sequence[nn.Parameter]) -> None:

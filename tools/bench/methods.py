@@ -13,7 +13,6 @@ import re
 from typing import Any
 
 from ...engine.batch.size import BatchSize
-from ...engine.config.noise import NoiseProfile
 from ...engine.config.schema import Config
 from ...engine.config.section import parse_section
 from ...engine.config.sync import SyncSection
@@ -45,11 +44,7 @@ def default_methods(config: Config) -> list[str]:
     only as configured.
     """
     section = config.sdp
-    if (
-        isinstance(section.capacity, list)
-        or isinstance(section.profile, list | NoiseProfile)
-        or isinstance(section.placement, dict)
-    ):
+    if any(isinstance(value, list | dict) for value in (section.capacity, section.profile, section.placement)):
         return [*DENSE, "sdp"]
     # All digits of the capacity, so that a name says exactly what runs.
     return [

@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Literal
 
 from ...engine.errors import MOST_MESSAGE, escape, shorten
-from ..runs.noise_plot import plot_noise
 from ..runs.plot import plot_loss
 from ..runs.run_files import read_run
 from .render import as_json, render, render_markdown
@@ -23,19 +22,17 @@ class ReportOptions:
         runs: the dump directories of the runs.
         style: the form of the report.
         plot: the PNG file for the losses of all runs, or None.
-        noise_plot: the PNG file for their gradient noise, or None.
     """
 
     runs: tuple[Path, ...]
     style: Literal["text", "markdown", "json"] = "text"
     plot: Path | None = None
-    noise_plot: Path | None = None
 
     @classmethod
     def from_args(cls, args: argparse.Namespace) -> ReportOptions:
         """Make the options from the parsed arguments that :func:`add_arguments` declares."""
         style = "json" if args.json else "markdown" if args.markdown else "text"
-        return cls(tuple(args.runs), style, args.plot, args.noise_plot)
+        return cls(tuple(args.runs), style, args.plot)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -51,9 +48,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     style.add_argument("--markdown", action="store_true", help="print a Markdown table")
     style.add_argument("--json", action="store_true", help="print the figures as JSON, in bytes, seconds and tokens")
     parser.add_argument("--plot", metavar="FILE", type=Path, help="draw the losses of all runs into FILE (PNG)")
-    parser.add_argument(
-        "--noise-plot", metavar="FILE", type=Path, help="draw the gradient noise of all runs into FILE (PNG)"
-    )
 
 
 def run(args: argparse.Namespace) -> int:
@@ -62,8 +56,6 @@ def run(args: argparse.Namespace) -> int:
     runs = [read_run(path) for path in options.runs]
     if options.plot is not None:
         plot_loss(runs, options.plot)
-    if options.noise_plot is not None:
-        plot_noise(runs, options.noise_plot)
     if options.style == "json":
         print(json.dumps(as_json(runs), indent=2))
         return 0
@@ -71,6 +63,4 @@ def run(args: argparse.Namespace) -> int:
     print(escape(render_markdown(runs) if markdown else render(runs)))
     if options.plot is not None:
         print(f"plot of all runs: {shorten(options.plot, MOST_MESSAGE)}")
-    if options.noise_plot is not None:
-        print(f"plot of the gradient noise: {shorten(options.noise_plot, MOST_MESSAGE)}")
     return 0

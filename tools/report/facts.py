@@ -69,7 +69,6 @@ class Facts:
     data_parallel_sent: float | None = None
     spikes_skipped: int | None = None  # None if the run did not look for spikes
     rollbacks: int | None = None
-    noise_scale: float | None = None  # in samples, at the last measured step
     rates: str | None = None  # the factors of the units' learning rates, with sdp.lr_scale
     masking: str | None = None  # the steps of each phase, with a schedule of maskings
     phase_seconds: dict[str, float] = field(default_factory=dict)  # of a step with each masking of a schedule
@@ -166,7 +165,6 @@ def facts_of(run: Run) -> Facts:
         rates=_rates(run),
         masking=describe_phases(phases_of(run.metrics)),
         phase_seconds=_phase_seconds(settled),
-        noise_scale=next((line["noise_scale"] for line in reversed(run.metrics) if line.get("noise_scale")), None),
         tasks=_tasks(run),
     )
 

@@ -70,7 +70,6 @@ def _identity(runs: Sequence[Facts]) -> list[Row]:
         text_row(_counted(runs), [f"{run.tokens:,}" for run in runs]),
         plain_row("steps skipped for a spike", [run.spikes_skipped for run in runs], ",d"),
         plain_row("rollbacks after a spike", [run.rollbacks for run in runs], ",d"),
-        plain_row("gradient noise scale, samples", [run.noise_scale for run in runs], ",.3g"),
     ]
 
 

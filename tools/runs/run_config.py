@@ -5,7 +5,6 @@ from __future__ import annotations
 from pathlib import Path
 
 from ...engine.backends.deepspeed.zero_checkpoint import is_zero_checkpoint
-from ...engine.config.noise import NoiseProfile
 from ...engine.config.schema import Config
 from ...models.registry import section_from_huggingface
 
@@ -31,9 +30,6 @@ def with_absolute_paths(config: Config) -> Config:
         for section, (key, path) in paths.items()
         if path is not None
     }
-    if isinstance(profile := config.sdp.profile, NoiseProfile):
-        profile = profile.model_copy(update={"noise": str(Path(profile.noise).absolute())})
-        changed["sdp"] = config.sdp.model_copy(update={"profile": profile})
     if config.data.sources:
         sources = [each.model_copy(update={"path": str(Path(each.path).absolute())}) for each in config.data.sources]
         changed["data"] = config.data.model_copy(update={"sources": sources})

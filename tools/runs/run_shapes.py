@@ -24,10 +24,6 @@ class _Shape(BaseModel):
     model_config = ConfigDict(strict=True, extra="allow")
 
 
-class _Noise(_Shape):
-    trace: Number = None
-
-
 class Line(_Shape):
     """A line of metrics.jsonl or evaluations.jsonl."""
 
@@ -42,8 +38,6 @@ class Line(_Shape):
     comm_bytes_by_kind: Numbers = None
     spikes_skipped: Count | None = None
     rollbacks: Count | None = None
-    noise_scale: Number = None
-    noise: dict[str, _Noise] | None = None
 
 
 class _Model(_Shape):

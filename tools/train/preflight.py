@@ -27,7 +27,6 @@ from ...engine.model_interface import get_config
 from ...engine.optim.optimizers import make_optimizer
 from ...engine.optim.schedules import build_scheduler
 from ...engine.placement.layout import Layout
-from ...engine.placement.policies import resolve_profile
 from ...engine.subnetwork.weight_files import WeightFiles, fillers_from
 from ...models.registry import build_model, changed_key
 from ..runs.dataset import Corpus, open_prepared, path_of
@@ -40,16 +39,13 @@ TASKS = "training.evaluate_tasks"
 _SOME_VOCABULARY = 256  # used if the corpus is not prepared yet; the units do not depend on it
 
 
-def check(config: Config, mesh: Mesh, dump_dir: Path, *, resume: bool) -> Config:
+def check(config: Config, mesh: Mesh, dump_dir: Path, *, resume: bool) -> None:
     """Raise the :class:`~sdp.engine.errors.SDPError` with which a run under ``config`` would fail
     at its start.
 
     Every rank checks the same things, without communication: batch arithmetic, model, units and
     placement (on the meta device), optimizer and schedule, the index of the data, and the
     checkpoint to resume from.
-
-    Returns:
-        ``config`` with the numbers of holders that a profile by noise gives.
     """
     _check_length(config)
     _check_tasks(config)
@@ -74,7 +70,6 @@ def check(config: Config, mesh: Mesh, dump_dir: Path, *, resume: bool) -> Config
     _check_optimizer(config)
     if resume:
         _check_checkpoint(config, dump_dir, corpus)
-    return config.model_copy(update={"sdp": resolve_profile(config.sdp, layout.units)})
 
 
 def _check_length(config: Config) -> None:

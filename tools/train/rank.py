@@ -18,7 +18,6 @@ from ..runs.run_files import RunFiles
 from ..tasks.harness import LoadedTasks
 from . import preflight
 from .failures import explained
-from .loop.changed_settings import keep_holders
 from .loop.training_run import TrainingRun
 from .observers.monitors import Monitors, open_monitors
 from .observers.observer import Observer
@@ -48,9 +47,7 @@ def run(options: TrainOptions, on_stall: Callable[[str], None]) -> int:
     environment = detect()
     rank, world_size = (environment.rank, environment.world_size) if environment is not None else (0, 1)
     dump_dir = options.dump_dir
-    if options.resume:
-        config = keep_holders(config, dump_dir)
-    config = preflight.check(config, mesh_of(config, world_size), dump_dir, resume=options.resume)
+    preflight.check(config, mesh_of(config, world_size), dump_dir, resume=options.resume)
     files = RunFiles(dump_dir, resume=options.resume) if rank == 0 else None
     monitors = open_monitors(config, dump_dir, resume=options.resume) if rank == 0 else None
     tasks = _load_tasks(config) if rank == 0 else None

@@ -172,10 +172,8 @@ class DeepSpeedBackend(DeepSpeedSteps):
     def backward(self, loss: torch.Tensor, *, boundary: bool, weights: torch.Tensor | None = None) -> None:
         self.refuse_changed_weights()
         reducer = self._reducer
-        if reducer is not None:
-            reducer.begin()
-            if boundary:
-                reducer.arm()
+        if reducer is not None and boundary:
+            reducer.arm()
         if self._early is not None and boundary and self.local is None:
             self._early.arm()
         try:
@@ -265,8 +263,6 @@ class DeepSpeedBackend(DeepSpeedSteps):
             self.zero.drop_gradients()
         else:
             self.deepspeed.optimizer.zero_grad()
-        if self._reducer is not None:
-            self._reducer.note_dropped_gradients()
         if self._early is not None:
             self._early.drop()
         if self.usage is not None:

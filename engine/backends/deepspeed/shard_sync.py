@@ -14,8 +14,6 @@ import torch.distributed as dist
 
 from ...distributed.mesh import Mesh
 from ...distributed.traffic import Traffic
-from ...placement.layout import Layout
-from ...sync.noise import MEAN, OWN, Moments, NoiseMeter
 from .partitions import Bundle, Shared, stretches
 
 
@@ -36,11 +34,8 @@ class ShardSync:
     overlap with the preparation and the all-reduces of the next ones.
 
     ``here`` gives the index on this rank of every bundle of the full model, or None.
-    ``communicators`` has the communicators by their ranks. ``own`` takes the gradients before they
-    are averaged, in steps in which noise is measured.
+    ``communicators`` has the communicators by their ranks.
     """
-
-    own: OwnPartitions | None = None
 
     def __init__(
         self,
@@ -75,8 +70,6 @@ class ShardSync:
         place.
         """
         weight, mine = self._plan[index]
-        if self.own is not None and self.own.is_due():
-            self.own.note(index, gradient)
         if weight != 1.0:
             gradient.mul_(weight)
         for at, stretch in mine:
@@ -121,65 +114,6 @@ class ShardSync:
     def stretches_here(self) -> list[Shared]:
         """Return the stretches that :meth:`launch` averages, of all bundles."""
         return [stretch for _, mine in self._plan.values() for _, stretch in mine]
-
-
-class OwnPartitions(NoiseMeter):
-    """Measures the noise of units on a rank whose partitions :class:`ShardSync` averages.
-
-    Args:
-        layout: the layout of the full model.
-        sync: averages the partitions.
-        units: the unit of each bundle of this rank.
-        group: the group of this rank.
-        device: where the sums are needed.
-        moments: returns the optimizer's second moments of a partition, by the bundle's index.
-        averaged: returns the averaged gradients of the present step.
-    """
-
-    def __init__(
-        self,
-        layout: Layout,
-        sync: ShardSync,
-        units: Sequence[str],
-        group: int,
-        device: torch.device,
-        *,
-        moments: Callable[[int], Moments | None],
-        averaged: Callable[[], Sequence[torch.Tensor]],
-    ):
-        super().__init__(layout, device)
-        self._units, self._ranks_here = units, float(layout.mesh.size(group))
-        self._held, self._first = list(sync.held()), list(sync.held_first())
-        self._moments, self._averaged = moments, averaged
-        self._noted: set[int] = set()
-
-    def note(self, index: int, gradient: torch.Tensor) -> None:
-        """Take the gradient of a partition before it is averaged: the mean over the group's
-        ranks.
-        """
-        self.passes += index in self._noted
-        self._noted.add(index)
-        for stretch in self._held:
-            if stretch.bundle == index:
-                self._add(OWN, stretch, gradient, self._ranks_here)
-
-    def take(self) -> torch.Tensor:
-        gradients = self._averaged()
-        for stretch in self._first:
-            self._add(MEAN, stretch, gradients[stretch.bundle], 1.0)
-        self.passes += 1
-        return super().take()
-
-    def _add(self, row: int, stretch: Stretch, gradient: torch.Tensor, factor: float) -> None:
-        index, at, numel = stretch
-        unit, moments = self._units[index], self._moments(index)
-        if self.measures(unit):
-            part = moments and Moments(moments.squares.view(-1)[at : at + numel], moments.epsilon)
-            self.add(row, unit, gradient.narrow(0, at, numel), factor, part)
-
-    def drop(self) -> None:
-        super().drop()
-        self._noted = set()
 
 
 class EarlyLaunch:

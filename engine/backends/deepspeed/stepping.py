@@ -22,14 +22,11 @@ from ...optim.schedules import keep_shared_state
 from ...optim.script_optimizers import refuse_outside_engine, stepped_by_engine
 from ...placement.layout import Layout
 from ...sync.consistency import check_loss_scale
-from ...sync.noise import Moments, NoiseMeter, SecondMoments
-from ...sync.own_gradients import OwnGradients
 from .base import DeepSpeedBase
 from .checks import UsedParameters
 from .local_steps import Box, DeepSpeedLocalSteps, find_boxes, find_untrained_boxes
 from .private import set_gradient_norm
 from .process_groups import Averages
-from .shard_sync import OwnPartitions
 from .state import DeepSpeedState, check_holders, materialise_state, measured_bytes, predicted_bytes
 from .traffic_plan import LocalTrafficPlan, TrafficPlan
 
@@ -194,30 +191,6 @@ class DeepSpeedSteps(DeepSpeedBase):
         factors = {id(group): scale.of(bundle.unit, bundle.holders) for group, bundle in pairs}
         ScaledRates(self.basic_optimizer, lambda group, _: factors[id(group)])
 
-    def make_noise(self) -> NoiseMeter:
-        moments = SecondMoments(self.basic_optimizer)
-        whole, shards = self._averages.whole, self._averages.shards
-        if shards is None or self.zero is None:
-            assert whole is not None
-            inside = self._process_groups.inside if self.ranks_inside > 1 else None
-            whole.own = OwnGradients(
-                self.layout, self.parameters, self.at, self.device, self.traffic,
-                lambda name: moments.of(self.stepped.get(name)), inside=inside, sharded=False,
-            )  # fmt: skip
-            return whole.own
-        groups = self.zero.basic_groups()
-
-        def of_partition(index: int) -> Moments | None:
-            param_group, partition = groups[index]
-            return moments.of(partition, float(param_group.get("eps", 1e-8)))
-
-        units = [bundle.unit for bundle in self.bundles]
-        shards.own = OwnPartitions(
-            self.layout, shards, units, self.at.sdp, self.device,
-            moments=of_partition, averaged=lambda: self.averaged,
-        )  # fmt: skip
-        return shards.own
-
     # -- loss scale --------------------------------------------------------------------------------
 
     @property
@@ -294,7 +267,6 @@ class DeepSpeedSteps(DeepSpeedBase):
                 collectives += self._plan_for(layout).refreshes(layout.parameters, untrained=True)
             for one in collectives:
                 planned.record(one.scope, one.kind, one.nbytes, len(one.ranks))
-            planned.add(self.planned_noise(step))
             return planned
         boxes = self.boxes.values()
         steps = LocalTrafficPlan(self.layout, self.rank, self.local_settings, plan, boxes)

@@ -30,7 +30,6 @@ from ...subnetwork.carve import PassThrough
 from ...subnetwork.dormant import DormantCopies
 from ...sync.changed_gradients import CHANGED, FinalGradients, compare_gradients
 from ...sync.gradients import GradientSync
-from ...sync.own_gradients import OwnGradients
 from ...sync.weights import WeightRefresh
 from ..local_steps import ShardedLocalSteps
 from ..sharded import ShardedBackend
@@ -41,8 +40,7 @@ from .collectives import (
     root_stays_gathered,
     zero_missing_gradients,
 )
-from .connection import await_weights, ends_in_root, make_inner_sync, make_sync
-from .noise import make_noise
+from .connection import await_weights, ends_in_root, make_inner_sync, make_sync, make_tensor_sums
 from .offload import ShardHome
 from .passes import GatherOrder, refuse_hooks
 from .sharding import refuse_scalars, shard
@@ -148,6 +146,7 @@ class FSDP2Backend(ShardedBackend):
         comes_last = ends_in_root(layout, self.module, uses_fsdp=self.uses_fsdp)
         self._sync = make_sync(self, comes_last, self.home.messages.all_reduce)
         self._inner_sync = make_inner_sync(self, comes_last) if self._local_settings is not None else None
+        self._tensor_sums = make_tensor_sums(self)
         self._counted = [
             self.parameters[name]
             for name, info in layout.parameters.items()
@@ -179,9 +178,6 @@ class FSDP2Backend(ShardedBackend):
         super().put_aside(asleep=asleep)
         if self._hidden is not None and not asleep:
             self._hidden.show()
-
-    def make_noise(self) -> OwnGradients:
-        return make_noise(self, self._sync)
 
     # -- local steps -------------------------------------------------------------------------------
 
@@ -240,7 +236,8 @@ class FSDP2Backend(ShardedBackend):
         self._accumulated = not boundary
         loss = self.scaled(loss)
         reducer = self._reducer
-        reducer.begin()
+        if self._tensor_sums is not None:
+            self._tensor_sums.before_backward()
         if not boundary:
             self._differentiate(loss)
             return
@@ -251,6 +248,8 @@ class FSDP2Backend(ShardedBackend):
             reducer.abandon()
             raise
         reducer.finish()
+        if self._tensor_sums is not None:
+            self._tensor_sums.make()
         if self.layout.mesh.world_size > 1 and self.local is None:
             self._final.note(self._trained)
 
@@ -293,7 +292,6 @@ class FSDP2Backend(ShardedBackend):
         self._factors = {}
         for parameter in self.parameters.values():
             parameter.grad = None
-        self._reducer.note_dropped_gradients()
         self._accumulated = False
         for module in self.module.modules():
             if isinstance(module, FSDPModule):

@@ -13,6 +13,7 @@ from ...model_interface import get_sharding_groups
 from ...placement.layout import Layout
 from ...placement.units import SHARED
 from ...sync.gradients import AllReduce, GradientSync
+from ...sync.tensor_sums import TensorSums
 
 ComesLast = Callable[[str], bool]  # whether the gradient of a parameter is ready only at the end of backward
 
@@ -44,8 +45,6 @@ def make_sync(backend: SubnetworkBackend, comes_last: ComesLast, all_reduce: All
         backend.parameters,
         backend.communicators.holders,
         backend.traffic,
-        _partial(backend),
-        backend.tensor_ranks,
         clock=backend.clock,
         all_reduce=all_reduce,
     )
@@ -63,19 +62,17 @@ def make_inner_sync(backend: SubnetworkBackend, comes_last: ComesLast) -> Gradie
         backend.parameters,
         dict.fromkeys(holder_sets, replicas) if replicas is not None else {},
         backend.traffic,
-        _partial(backend),
-        backend.tensor_ranks,
         clock=backend.clock,
         scope="inside groups",
     )
 
 
-def _partial(backend: SubnetworkBackend) -> list[str]:
-    """Return the names of parameters whose gradient is only this tensor-parallel rank's part of a
-    sum.
-    """
+def make_tensor_sums(backend: SubnetworkBackend) -> TensorSums | None:
+    """Make the object that sums gradients over tensor-parallel ranks, if a parameter needs it."""
     held = backend.layout.held(backend.at.sdp)
-    return [info.name for info in held if info.trainable and info.tp_dim is None]
+    whole = [backend.parameters[info.name] for info in held if info.trainable and info.tp_dim is None]
+    ranks = backend.tensor_ranks
+    return TensorSums(whole, ranks, backend.traffic) if whole and ranks is not None else None
 
 
 def await_weights(

@@ -34,7 +34,6 @@ from ...subnetwork.carve import replace_modules
 from ..base import TorchOptimizerBackend
 from .element_rates import scale_rates
 from .local_steps import ReferenceLocalSteps, ones_along
-from .noise import ReferenceNoise, views_of
 from .other_values import Backward, Valued, cast_parameters
 from .stand_ins import cast_inputs, make_stand_ins
 from .worker_buffers import WorkerBuffers, buffers_replaced
@@ -190,7 +189,7 @@ class ReferenceBackend(TorchOptimizerBackend):
             group = self.layout.mesh.coordinates(worker).sdp
             buffers.before(worker)
             with self._as_group(group):
-                weights = local.groups[group].weights if local is not None else views_of(self.noise, group)
+                weights = local.groups[group].weights if local is not None else {}
                 output = self._run(call, rows, self._held[group], weights)
                 outputs.append(self._weighable(output, worker))
             buffers.after(worker)
@@ -266,9 +265,6 @@ class ReferenceBackend(TorchOptimizerBackend):
     @property
     def local(self) -> ReferenceLocalSteps | None:
         return self._local
-
-    def make_noise(self) -> ReferenceNoise:
-        return ReferenceNoise(self)
 
     def scale_rates(self, scale: HolderScale) -> None:
         scale_rates(self.optimizer, self.parameters, self.layout, scale)

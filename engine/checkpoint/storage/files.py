@@ -77,7 +77,6 @@ class _State(BaseModel):
     loader: dict[str, Any] | None
     client_state: dict[str, Any]
     spikes: _Spikes
-    noise: dict[str, Annotated[list[float], Field(min_length=3, max_length=3)]]
     sync: _Sync | None
     files: dict[Annotated[str, AfterValidator(_check_name)], str]
 

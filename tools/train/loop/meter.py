@@ -180,7 +180,7 @@ class StepLines:
             more["source_samples"] = engine.loader.sampler.counts_at(engine.loader.consumed)
         if training.on_spike != "none":
             more |= {"spikes_skipped": engine.spikes.skipped, "rollbacks": engine.spikes.rollbacks}
-        more |= engine.local_training.metrics() | engine.noise.metrics()
+        more |= engine.local_training.metrics()
         if engine.get_loss_scale() is not None:
             more["loss_scale"] = engine.get_loss_scale()
         if self._times_parts:

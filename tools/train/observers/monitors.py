@@ -27,7 +27,6 @@ TRAIN_TAGS = {
     "lr": "Train/Samples/lr",
     "loss_scale": "Train/Samples/loss_scale",
     "grad_norm": "Train/grad_norm",
-    "noise_scale": "Train/noise_scale",
     "tokens_per_second": "Train/tokens_per_second",
     "samples_per_second": "Train/samples_per_second",
     "step_seconds": "Train/step_seconds",

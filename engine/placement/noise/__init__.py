@@ -1,1 +1,0 @@
-"""Numbers of holders that follow from measured gradient noise."""
