@@ -25,7 +25,7 @@ PYTEST  = OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses $(WORKERS) --
 # The GPU machine's Python, and its platforms in the words of wheels, which pip takes to the letter.
 GPU_PYTHON   ?= 3.12
 GPU_PLATFORM ?= $(foreach glibc,2_28 2_27 2_17,manylinux_$(glibc)_x86_64) manylinux2014_x86_64
-# Of setup.cfg's packages; others that it may lack can be added: make gpu-packages GPU_PACKAGES="pydantic einops zstandard hjson scipy"
+# Of setup.cfg's packages; others that it may lack can be added: make gpu-packages GPU_PACKAGES="pydantic einops zstandard hjson"
 GPU_PACKAGES ?= pydantic einops zstandard hjson
 # Tests start hundreds of processes, none of which should compile the package's sources again.
 unexport PYTHONDONTWRITEBYTECODE

@@ -138,7 +138,6 @@ class Layout:
             holders=tuple(old.holders[unit.index] for unit in units),
             costs=tuple(old.costs[unit.index] for unit in units),
             flops=tuple(old.flops[unit.index] for unit in units) if old.flops else (),
-            bound=0,
         )
         return replace(
             self,

@@ -1,19 +1,24 @@
-"""Give units to groups that have room: fill greedily, then level, connect, shuffle or order.
+"""Gives units to groups that have room, for the balanced and the random placement.
 
-Each rank computes the placement by itself, and all ranks must get the same result. So all values
-are integers and all sorts are stable. Randomness is the raw output of PCG64, which NumPy guarantees
-never to change.
+Every rank computes the placement by itself, and all ranks must get the same result. So all values
+are integers, all sorts are stable, and nothing depends on the time, on hashes of strings or on the
+order of a set. Randomness is the raw output of PCG64, which NumPy guarantees never to change.
 """
 
 from __future__ import annotations
 
+import heapq
+import math
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
-from scipy import sparse
-from scipy.sparse import csgraph
 
+from ..config.schema import SDPSection
 from ..distributed.mesh import Holders
+from ..errors import PlacementError
+from .placement import COMMUNICATORS
+from .profiles import capacities, listed_counts, shaped_counts
 
 _NEVER = np.iinfo(np.int64).max
 _LOOKED_AT = 1500  # edges on either side that the search for a connecting exchange looks at
@@ -48,23 +53,186 @@ class Packing:
         """Return the work of each group."""
         return held @ self.work
 
-    def least_slowest(self, held: np.ndarray) -> int:
-        """Return a lower bound on the work of the slowest group.
 
-        The bound is valid for every filling with as many holders per unit as ``held``. It is a
-        linear relaxation: all groups do equal work, except those that are full earlier. It is
-        rounded up to a value that whole units can add up to.
-        """
-        total = int(held.sum(axis=0) @ self.work)
-        if np.array_equal(self.size, self.work):
-            room, groups = sorted(int(room) for room in self.room), len(self.room)
-            while groups > 1 and room[-groups] * groups < total:  # the smallest group is full
-                total -= room[-groups]
-                groups -= 1
-        else:
-            groups = len(self.room)
-        step = max(1, int(np.gcd.reduce(self.work)))
-        return max(-(-total // (groups * step)) * step, int(self.work.max()))
+def pack(
+    section: SDPSection, names: Sequence[str], costs: Sequence[int], work: Sequence[int], protected: set[int]
+) -> tuple[Holders, ...]:
+    """Choose the holders of every unit.
+
+    Args:
+        section: the section ``sdp`` of the configuration.
+        names: the names of the units.
+        costs: the number of parameters of each unit.
+        work: FLOPs, else parameters, of each unit.
+        protected: indices of the units that every group holds.
+
+    Raises:
+        ConfigError: the capacity or the profile is not valid.
+        PlacementError: the groups do not have enough room.
+    """
+    room_for = capacities(section)
+    free = [unit for unit in range(len(costs)) if unit not in protected]
+    holders: list[Holders] = [tuple(range(section.groups))] * len(costs)
+    listed = listed_counts(section, len(costs), protected)
+    if not free:
+        return tuple(holders)
+    bundles = _bundles(
+        section, free, costs, work, None if listed is None else [listed[unit] for unit in free], max(room_for)
+    )
+    balance = section.placement == "balanced"
+    fillings = []
+    for packing in _packings(section, bundles, costs, work, room_for, listed):
+        fillings.append((packing, _filling(packing, balance=balance)))
+        if (fillings[-1][1].sum(axis=0) == packing.wanted).all():
+            break
+    else:  # no packing gives all units as many holders as it wants
+        fillings.append(fillings[0])
+    packing, held = fillings[-1]
+    _require_room(packing, held, section, [names[bundle[0]] for bundle in bundles], room_for)
+    held = connect(packing, held if balance else shuffle(packing, held, section.seed))
+    for bundle, members in zip(bundles, holders_of(held), strict=True):
+        for unit in bundle:
+            holders[unit] = members
+    return tuple(holders)
+
+
+def _bundles(
+    section: SDPSection,
+    free: Sequence[int],
+    costs: Sequence[int],
+    work: Sequence[int],
+    listed: Sequence[int] | None,
+    largest: float,
+) -> list[list[int]]:
+    """Bundle units that share their holders, into bundles of about equal cost.
+
+    There are so few bundles that a rank takes part in about ``COMMUNICATORS`` holder sets. A listed
+    profile bundles units with equal k. A profile that falls with depth bundles neighbours. Any
+    other profile deals the largest units first.
+    """
+    wanted = min(len(free), max(1, round(COMMUNICATORS / largest)))
+    if len(free) == wanted or 2 ** (section.groups - 1) <= COMMUNICATORS:
+        return [[unit] for unit in free]
+    total = [max(1, sum(values[unit] for unit in free)) for values in (costs, work)]
+    weight = {unit: costs[unit] * total[1] + work[unit] * total[0] for unit in free}
+    if listed is None and section.profile == "uniform":
+        return _dealt(free, weight, wanted)
+    if listed is not None:
+        classes = {
+            k: [unit for unit, other in zip(free, listed, strict=True) if other == k] for k in sorted(set(listed))
+        }
+        return sorted(
+            b for units in classes.values() for b in _dealt(units, weight, max(1, wanted * len(units) // len(free)))
+        )
+    bundles: list[list[int]] = [[] for _ in range(wanted)]
+    before, everything = 0, max(1, sum(weight.values()))
+    for unit in free:
+        bundles[min(wanted - 1, (2 * before + weight[unit]) * wanted // (2 * everything))].append(unit)
+        before += weight[unit]
+    return [bundle for bundle in bundles if bundle]
+
+
+def _dealt(units: Sequence[int], weight: dict[int, int], bundles: int) -> list[list[int]]:
+    """Deal units to bundles: the heaviest unit first, each to the lightest bundle.
+
+    Among equally light bundles, the one with the fewest units gets it, then the first.
+    """
+    made: list[list[int]] = [[] for _ in range(bundles)]
+    lightest = [(0, 0, index) for index in range(bundles)]
+    for unit in sorted(units, key=lambda unit: (-weight[unit], unit)):
+        total, count, index = lightest[0]
+        made[index].append(unit)
+        heapq.heapreplace(lightest, (total + weight[unit], count + 1, index))
+    return sorted(sorted(bundle) for bundle in made)
+
+
+def _packings(
+    section: SDPSection,
+    bundles: Sequence[Sequence[int]],
+    costs: Sequence[int],
+    work: Sequence[int],
+    room_for: Sequence[float],
+    listed: Sequence[int] | None,
+) -> Iterator[Packing]:
+    """Yield the packing that is asked for, then packings that want fewer holders for all units.
+
+    Fewer holders for all units are better than too few for the units that are placed last.
+    """
+    sizes = [sum(costs[unit] for unit in bundle) for bundle in bundles]
+    works = [sum(work[unit] for unit in bundle) for bundle in bundles]
+    mean = sum(room_for)
+    if len(set(sizes)) == 1:  # the capacity that whole units can fill
+        mean = sum(math.floor(capacity * len(sizes) + 1e-9) for capacity in room_for) / len(sizes)
+    for percent in (100, 99, 98, 97, 96, 95, 93, 90, 85) if listed is None else (100,):
+        counts = (
+            [listed[bundle[0]] for bundle in bundles]
+            if listed
+            else shaped_counts(section, max(1.0, mean * percent / 100), sizes)
+        )
+        yield Packing(
+            _rooms(room_for, sum(sizes)), *(np.array(values, dtype=np.int64) for values in (sizes, works, counts))
+        )
+
+
+def _rooms(room_for: Sequence[float], total: int) -> np.ndarray:
+    return np.array([math.floor(capacity * total + 1e-9 * total) for capacity in room_for], dtype=np.int64)
+
+
+def _filling(packing: Packing, *, balance: bool) -> np.ndarray:
+    """Return the best of the greedy fillings.
+
+    The best filling covers every unit, then lacks the fewest of the wanted holders. For ``balance``
+    it then has the fastest slowest group.
+    """
+
+    def badness(held: np.ndarray) -> tuple[int, int, int]:
+        counts = held.sum(axis=0)
+        slowest = int(packing.loads(held).max()) if balance else 0
+        return int((counts == 0).sum()), int((packing.wanted - counts).sum()), slowest
+
+    def fillings(*, in_rounds: bool) -> list[np.ndarray]:
+        by_works = (False, True) if balance else (False,)
+        made = [fill(packing, in_rounds=in_rounds, by_work=by_work, balance=balance) for by_work in by_works]
+        return [_level(packing, held) for held in made] if balance else made
+
+    best = min(fillings(in_rounds=False), key=badness)
+    return best if badness(best)[:2] == (0, 0) else min(best, *fillings(in_rounds=True), key=badness)
+
+
+def _require_room(
+    packing: Packing, held: np.ndarray, section: SDPSection, names: Sequence[str], room_for: Sequence[float]
+) -> None:
+    """Check that every unit has a holder, and as many as a listed profile says.
+
+    Raises:
+        PlacementError: a unit has too few holders.
+    """
+    listed = isinstance(section.profile, list)
+    needed = packing.wanted if listed else np.ones_like(packing.wanted)
+    short = np.flatnonzero(held.sum(axis=0) < needed)
+    if not len(short):
+        return
+    unit = int(short[0])
+    asked = (
+        f"for all {needed[unit]} holders of {names[unit]!r}" if needed[unit] > 1 else f"to hold {names[unit]!r} at all"
+    )
+    share = packing.size[unit] / max(1, packing.size.sum())
+    raise PlacementError(
+        f"sdp.capacity: the groups have no room {asked} next to the other units ({share:.1%} of the units' "
+        f"parameters); {_capacity_that_fits(packing, needed, room_for)} would do, or cut the model into smaller units "
+        '(sdp.granularity "neuron"), or let all groups hold it (sdp.protect)'
+    )
+
+
+def _capacity_that_fits(packing: Packing, needed: np.ndarray, room_for: Sequence[float]) -> str:
+    """Return the lowest capacity with which a greedy filling succeeds, in steps of two percent."""
+    larger = list(room_for)
+    while min(larger) < 1:
+        larger = [min(1.0, math.ceil(1020 * capacity) / 1000) for capacity in larger]
+        roomy = Packing(_rooms(larger, int(packing.size.sum())), packing.size, packing.work, packing.wanted)
+        if any((fill(roomy, in_rounds=rounds, by_work=False).sum(axis=0) >= needed).all() for rounds in (False, True)):
+            break
+    return f"{larger[0]:g}" if len(set(larger)) == 1 else str([float(f"{capacity:g}") for capacity in larger])
 
 
 def holders_of(held: np.ndarray) -> tuple[Holders, ...]:
@@ -72,7 +240,7 @@ def holders_of(held: np.ndarray) -> tuple[Holders, ...]:
     return tuple(tuple(np.flatnonzero(column).tolist()) for column in held.T)
 
 
-def fill(packing: Packing, *, in_rounds: bool, by_work: bool) -> np.ndarray:
+def fill(packing: Packing, *, in_rounds: bool, by_work: bool, balance: bool = False) -> np.ndarray:
     """Give units to groups, the largest units first.
 
     Each unit goes to the groups with the most room, or with the least work if ``by_work``. A unit
@@ -82,67 +250,58 @@ def fill(packing: Packing, *, in_rounds: bool, by_work: bool) -> np.ndarray:
         packing: the room of the groups and the demands of the units.
         in_rounds: every unit gets its first holder before any unit gets its second.
         by_work: whether work decides first, and room among groups with equal work.
+        balance: of equal units, the last one comes first. Under forward masking, its holders then
+            reach it together in backward. Of equal groups, those come first that share the fewest
+            units with the unit's other holders. This connects the groups.
     """
     groups, units = len(packing.room), len(packing.size)
-    largest = np.lexsort((-packing.size, -packing.work) if by_work else (-packing.work, -packing.size)).tolist()
+    tie = -np.arange(units) if balance else np.arange(units)
+    keys = (packing.size, packing.work) if by_work else (packing.work, packing.size)
+    largest = np.lexsort((tie, -keys[0], -keys[1])).tolist()
     steps = [(unit, int(packing.wanted[unit])) for unit in largest]
     if in_rounds:
         steps = [(unit, 1) for unit in largest] + [(unit, k - 1) for unit, k in steps if k > 1]
     held = np.zeros((groups, units), dtype=bool)
     room, load = packing.room.copy(), np.zeros(groups, dtype=np.int64)
+    shared = np.zeros((groups, groups), dtype=np.int64)  # the number of units that two groups share
     for unit, k in steps:
-        fits = np.flatnonzero((room >= packing.size[unit]) & ~held[:, unit])
-        keys = (-room[fits], load[fits]) if by_work else (load[fits], -room[fits])
-        chosen = fits[np.lexsort(keys)[:k]]
-        held[chosen, unit] = True
-        room[chosen] -= packing.size[unit]
-        load[chosen] += packing.work[unit]
+        holders = np.flatnonzero(held[:, unit]).tolist()
+        common = shared[holders].sum(axis=0)
+        for _ in range(k):
+            fits = np.flatnonzero((room >= packing.size[unit]) & ~held[:, unit])
+            if not len(fits):
+                break
+            keys = (-room[fits], load[fits]) if by_work else (load[fits], -room[fits])
+            group = int(fits[np.lexsort((common[fits], *keys))[0]])
+            held[group, unit] = True
+            room[group] -= packing.size[unit]
+            load[group] += packing.work[unit]
+            if balance:
+                shared[group, holders] += 1
+                shared[holders, group] += 1
+                holders.append(group)
+                common += shared[group]
     return held
 
 
-def level(packing: Packing, held: np.ndarray) -> np.ndarray:
-    """Exchange units between the slowest group and the lightest groups until that no longer helps.
+def _level(packing: Packing, held: np.ndarray) -> np.ndarray:
+    """Exchange units between the slowest group and light groups, as long as that helps.
 
-    A unit may also move without one in return. An exchange helps if it makes the slower group of
-    the pair faster.
+    An exchange helps if it makes the slower group of the pair faster.
     """
-    held, enough = held.copy(), packing.least_slowest(held)
-    for _ in range(min(8 * len(packing.room), 1 + _EXCHANGED_CELLS // held.size)):
-        load, left = packing.loads(held), packing.left(held)
-        slow = int(load.argmax())
-        best = (int(load[slow]), -1, -1, -1)
-        for other in np.argsort(load, kind="stable")[:_LIGHTEST].tolist():
-            gives, takes = _differences(held, slow, other)
-            work, size = _exchanged(packing.work, gives, takes), _exchanged(packing.size, gives, takes)
-            after = np.maximum(load[slow] - work, load[other] + work)
-            after[(size > left[other]) | (-size > left[slow])] = _NEVER
-            if after.size:
-                at = int(after.argmin())
-                best = min(
-                    best, (int(after.flat[at]), other, int(gives[at // len(takes)]), int(takes[at % len(takes)]))
-                )
-        if load[slow] <= enough or best[1] < 0:
+    held, groups = held.copy(), np.arange(len(held))
+    for _ in range(min(8 * len(groups), 1 + _EXCHANGED_CELLS // held.size)):
+        load = packing.loads(held)
+        slow, light = int(load.argmax()), np.argsort(load, kind="stable")[:_LIGHTEST]
+        given = np.argwhere(held & (groups == slow)[:, None])
+        partners = _partners(held, np.isin(groups, light))
+        has = np.column_stack((held, np.zeros(len(held), dtype=bool)))  # no group has the unit −1
+        forbidden = has[partners[:, 0]][:, given[:, 1]].T | has[slow, partners[:, 1]][None, :]
+        found = _best_exchange(packing, held, given, partners, forbidden)
+        if found is None or found[0] >= load[slow]:
             break
-        _exchange(held, slow, *best[1:])
+        _exchange(held, *found[1:])
     return held
-
-
-def _differences(held: np.ndarray, one: int, other: int) -> tuple[np.ndarray, np.ndarray]:
-    """Return two arrays: the units that only ``one`` has, and the units that only ``other`` has,
-    ended by −1.
-    """
-    return np.flatnonzero(held[one] & ~held[other]), np.append(np.flatnonzero(held[other] & ~held[one]), -1)
-
-
-def _exchanged(values: np.ndarray, gives: np.ndarray, takes: np.ndarray) -> np.ndarray:
-    """Return the net amount that each exchange gives away, shape (gives, takes)."""
-    return values[gives][:, None] - np.where(takes >= 0, values[takes], 0)[None, :]
-
-
-def _exchange(held: np.ndarray, one: int, other: int, given: int, taken: int) -> None:
-    held[one, given], held[other, given] = False, True
-    if taken >= 0:
-        held[one, taken], held[other, taken] = True, False
 
 
 def connect(packing: Packing, held: np.ndarray) -> np.ndarray:
@@ -160,10 +319,65 @@ def connect(packing: Packing, held: np.ndarray) -> np.ndarray:
         parts, part_of, spare = _components(held)
         if parts == 1:
             return held
-        found = _joining_exchange(packing, held, part_of, spare)
+        spare, partners = spare[:_LOOKED_AT], _partners(held, np.ones(len(held), dtype=bool))
+        # Each part contributes some partners, so that no part is overlooked.
+        first = part_of[spare[0, 0]]
+        order = [first, *(part for part in range(min(parts, 64)) if part != first)]
+        partners = np.vstack([partners[part_of[partners[:, 0]] == part][:_LOOKED_AT] for part in order])
+        same_part = part_of[spare[:, 0]][:, None] == part_of[partners[:, 0]][None, :]
+        found = _best_exchange(packing, held, spare, partners, same_part)
         if found is None:
             return held
-        _exchange(held, *found)
+        _exchange(held, *found[1:])
+
+
+def _partners(held: np.ndarray, groups: np.ndarray) -> np.ndarray:
+    """Return what can come back in an exchange: pairs (group, unit) of some groups, shape (n, 2).
+
+    The pairs (group, −1) come first. Such a group takes a unit without giving one.
+
+    Args:
+        held: the filling.
+        groups: whether a group may take part, shape (groups,).
+    """
+    nothing = np.flatnonzero(groups)
+    return np.vstack([np.column_stack((nothing, np.full(len(nothing), -1))), np.argwhere(held & groups[:, None])])
+
+
+def _best_exchange(
+    packing: Packing, held: np.ndarray, given: np.ndarray, taken: np.ndarray, forbidden: np.ndarray
+) -> tuple[int, int, int, int, int] | None:
+    """Find the exchange that fits and after which the slower of the two groups is fastest.
+
+    Args:
+        packing: the room of the groups and the demands of the units.
+        held: the filling.
+        given: the pairs (group, unit) that can be given away, shape (n, 2).
+        taken: the pairs (group, unit) that can come back, shape (m, 2). The unit −1 is none.
+        forbidden: whether an exchange is excluded, shape (n, m).
+
+    Returns:
+        The work of the slower group, the two groups, and the units that each of them gives.
+    """
+    load, left = packing.loads(held), packing.left(held)
+    (one, gives), (other, takes) = given.T, taken.T
+    work, size = (
+        values[gives][:, None] - np.where(takes >= 0, values[takes], 0)[None, :]
+        for values in (packing.work, packing.size)
+    )
+    after = np.maximum(load[one][:, None] - work, load[other][None, :] + work)
+    after[(size > left[other][None, :]) | (-size > left[one][:, None]) | forbidden] = _NEVER
+    at = int(after.argmin()) if after.size else 0
+    if not after.size or after.flat[at] == _NEVER:
+        return None
+    row, column = divmod(at, len(taken))
+    return int(after.flat[at]), int(one[row]), int(other[column]), int(gives[row]), int(takes[column])
+
+
+def _exchange(held: np.ndarray, one: int, other: int, given: int, taken: int) -> None:
+    held[one, given], held[other, given] = False, True
+    if taken >= 0:
+        held[one, taken], held[other, taken] = True, False
 
 
 def _components(held: np.ndarray) -> tuple[int, np.ndarray, np.ndarray]:
@@ -174,50 +388,18 @@ def _components(held: np.ndarray) -> tuple[int, np.ndarray, np.ndarray]:
             does not need.
     """
     groups, units = held.shape
-    edges = sparse.csr_array(held.astype(np.int8))
-    graph = sparse.block_array([[None, edges], [edges.T, None]], format="csr")
-    parts, labels = csgraph.connected_components(graph, directed=False)
-    forest = csgraph.minimum_spanning_tree(sparse.triu(graph, format="csr"))
-    rows, columns = forest.nonzero()
-    needed = np.zeros((groups, units), dtype=bool)
-    needed[rows, columns - groups] = True
-    return parts, labels[:groups], np.argwhere(held & ~needed)
-
-
-def _joining_exchange(
-    packing: Packing, held: np.ndarray, part_of: np.ndarray, spare: np.ndarray
-) -> tuple[int, int, int, int] | None:
-    """Find the exchange between two parts that fits, and after which the slower of the two groups
-    is fastest.
-    """
-    load, left = packing.loads(held), packing.left(held)
-    spare = spare[:_LOOKED_AT]
-    # The units of a group, and −1 if it takes a unit without giving one. Each part contributes some
-    # partners, so that no part is overlooked.
-    partners = np.vstack([np.column_stack((np.arange(len(held)), np.full(len(held), -1))), np.argwhere(held)])
-    partners = np.vstack(
-        [
-            partners[part_of[partners[:, 0]] == part][:_LOOKED_AT]
-            for part in (part_of[spare[0, 0]], *_others(part_of, spare))
-        ]
-    )
-    (one, gives), (other, takes) = spare.T, partners.T
-    work, size = _exchanged(packing.work, gives, takes), _exchanged(packing.size, gives, takes)
-    after = np.maximum(load[one][:, None] - work, load[other][None, :] + work)
-    after[
-        (size > left[other][None, :])
-        | (-size > left[one][:, None])
-        | (part_of[one][:, None] == part_of[other][None, :])
-    ] = _NEVER
-    at = int(after.argmin())
-    if after.flat[at] == _NEVER:
-        return None
-    row, column = divmod(at, len(partners))
-    return int(one[row]), int(other[column]), int(gives[row]), int(takes[column])
-
-
-def _others(part_of: np.ndarray, spare: np.ndarray) -> list[int]:
-    return [part for part in np.unique(part_of)[:64].tolist() if part != part_of[spare[0, 0]]]
+    spare = held.copy()
+    last = np.full(units, -1)  # the part of each unit: the last group that joined it
+    for group in range(groups):
+        members = np.flatnonzero(held[group])
+        parts, first = np.unique(last[members], return_index=True)
+        spare[group, members[first]] = False
+        spare[group, members[last[members] < 0]] = False
+        last[np.isin(last, parts[parts >= 0])] = group
+        last[members] = group
+    ends = [int(last[np.argmax(row)]) if row.any() else -1 - group for group, row in enumerate(held)]
+    numbers = {end: number for number, end in enumerate(dict.fromkeys(ends))}
+    return len(numbers), np.array([numbers[end] for end in ends]), np.argwhere(spare)
 
 
 def shuffle(packing: Packing, held: np.ndarray, seed: int, slowest: int = _NEVER) -> np.ndarray:

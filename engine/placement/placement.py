@@ -6,7 +6,6 @@ arXiv 2507.09029, and this project's own choices, see docs/specification.md).
 
 from __future__ import annotations
 
-import itertools
 import math
 from bisect import bisect
 from collections import Counter, defaultdict
@@ -16,13 +15,10 @@ from functools import cached_property
 from typing import Any
 
 import numpy as np
-from scipy import sparse
-from scipy.sparse import csgraph
 
 from ..distributed.mesh import Holders
 from ..distributed.traffic import passes_on
 from ..errors import PlacementError
-from .connectivity import spectral_gap
 
 COMMUNICATORS = 16  # limit per rank if holder sets are drawn; NCCL's buffers cost tens of MB each
 WAYS = 4  # communicators per group up to which holders share the sending that one could do alone
@@ -53,8 +49,6 @@ class Placement:
         costs: number of parameters of each unit.
         flops: floating-point operations of each unit's forward pass. Empty if the model does not
             state them.
-        bound: a lower bound on the work (FLOPs, else parameters) of the slowest group. It is valid
-            for every placement with as many holders per unit. 0 if no bound is known.
     """
 
     groups: int
@@ -62,7 +56,6 @@ class Placement:
     holders: tuple[Holders, ...]
     costs: tuple[int, ...]
     flops: tuple[int, ...] = ()
-    bound: int = 0
 
     def __post_init__(self) -> None:
         for unit, holders in zip(self.units, self.holders, strict=True):
@@ -108,14 +101,15 @@ class Placement:
     def matrix(self) -> np.ndarray:
         """0/1 matrix, shape (groups, units): 1 if the group holds the unit."""
         sets = {holders: index for index, holders in enumerate(self.holder_sets)}
-        return self._members.toarray()[:, [sets[holders] for holders in self.holders]]
+        return self._members[:, [sets[holders] for holders in self.holders]]
 
     @cached_property
-    def _members(self) -> sparse.csr_array:
+    def _members(self) -> np.ndarray:
         """0/1 matrix, shape (groups, distinct holder sets)."""
-        rows = np.fromiter(itertools.chain.from_iterable(self.holder_sets), dtype=np.int64)
-        columns = np.repeat(np.arange(len(self.holder_sets)), [len(holders) for holders in self.holder_sets])
-        return sparse.csr_array((np.ones(len(rows)), (rows, columns)), shape=(self.groups, len(self.holder_sets)))
+        members = np.zeros((self.groups, len(self.holder_sets)))
+        for column, holders in enumerate(self.holder_sets):
+            members[list(holders), column] = 1
+        return members
 
     def _sums(self, values: tuple[int, ...]) -> np.ndarray:
         """Return the sum of ``values`` over the units of each group. The sum is exact below 2⁵³."""
@@ -135,27 +129,26 @@ class Placement:
 
     def parts(self) -> list[list[int]]:
         """Return the groups by connected part of the group–unit graph, group 0's part first."""
-        if not self.holders:
-            return [[group] for group in range(self.groups)]
-        graph = sparse.block_array([[None, self._members], [self._members.T, None]])
-        of_group = csgraph.connected_components(graph, directed=False)[1][: self.groups]
-        return [np.flatnonzero(of_group == part).tolist() for part in dict.fromkeys(of_group.tolist())]
+        part = list(range(self.groups))  # the first group of each group's part
+        for holders in self.holder_sets:
+            joined = {part[group] for group in holders}
+            part = [min(joined) if first in joined else first for first in part]
+        return [[group for group in range(self.groups) if part[group] == first] for first in dict.fromkeys(part)]
+
+    @property
+    def links(self) -> int:
+        """Σk: the number of holders of all units together."""
+        return sum(map(len, self.holders))
+
+    @property
+    def links_needed(self) -> int:
+        """The fewest holders that connect all groups: the edges of a tree of groups and units."""
+        return self.groups + len(self.units) - 1
 
     @property
     def can_be_connected(self) -> bool:
-        """Whether there are enough holders to connect all groups: Σk ≥ groups + units − 1, the
-        edges of a tree.
-        """
-        return sum(map(len, self.holders)) >= self.groups + len(self.units) - 1
-
-    @cached_property
-    def spectral_gap(self) -> float:
-        """The spectral gap 1 − σ₂² of the group–unit graph. 0 if a group holds no unit.
-
-        σ₂ is the second singular value of D_group^{-1/2} · matrix · D_unit^{-1/2}.
-        """
-        copies = Counter(self.holders)
-        return spectral_gap(self._members, [copies[holders] for holders in self.holder_sets])
+        """Whether there are enough holders to connect all groups."""
+        return self.links >= self.links_needed
 
     @cached_property
     def deliveries(self) -> dict[Holders, tuple[Delivery, ...]]:
@@ -198,14 +191,18 @@ class Placement:
     def warnings(self) -> list[str]:
         """Return warnings: unconnected groups, groups without units, many communicators."""
         notes = []
-        links, needed = sum(map(len, self.holders)), self.groups + len(self.units) - 1
         if not self.connected:
-            relation = f"Σk = {links} {'≥' if self.can_be_connected else '<'} groups + units − 1 = {needed}"
-            enough = math.ceil(100 * needed / (self.groups * len(self.units))) / 100
-            more = "name other holders" if self.can_be_connected else f"a sdp.capacity of {enough:g} or more allows it"
+            one, other = (list_groups(part) for part in self.parts()[:2])
+            remedy = "raise sdp.capacity, which leaves them no room to share a unit"
+            if not self.can_be_connected:
+                enough = math.ceil(100 * self.links_needed / (self.groups * len(self.units))) / 100
+                remedy = (
+                    f"units that connect all groups have at least {self.links_needed} holders together, and these have "
+                    f"{self.links}; use sdp.capacity {enough:g} or more"
+                )
             notes.append(
-                f"the groups are connected through the shared part alone ({relation}), where few units are averaged; "
-                f"{more}"
+                f"groups {one} and groups {other} hold no unit in common, so they learn from each other only through "
+                f"the layers that every group holds; {remedy}"
             )
         empty = np.flatnonzero(self._sums((1,) * len(self.units)) == 0).tolist()
         if empty:
@@ -227,27 +224,21 @@ class Placement:
             "fewest_holders": min(map(len, self.holders), default=0),
             "held_fractions": [self.held_fraction(group) for group in range(self.groups)],
             "connected_through_units": self.connected,
-            "spectral_gap": self.spectral_gap,
             "work": "flops" if self.flops else "parameters",
             "slowest_over_mean": self.imbalance,
-            "slowest_over_bound": float(self.loads.max()) / self.bound if self.bound else None,
             "communicators_per_rank": int(self._communicators.max()),
         }
 
     def describe(self) -> str:
-        """Return one line: units, holders, held fractions, balance, bound, connectivity."""
+        """Return one line: units, holders, held fractions, balance, connectivity."""
         counts = [len(holders) for holders in self.holders]
         shown = ",".join(map(str, counts)) if len(counts) <= 32 else f"{min(counts)} to {max(counts)}"
         held = [self.held_fraction(group) for group in range(self.groups)]
-        proved = ""
-        if self.bound:
-            above = float(self.loads.max()) / self.bound - 1
-            proved = " (proved the least)" if above <= 0 else f" (proved within {above:.2%} of the least)"
         return (
             f"{len(self.units)} units over {self.groups} groups, k = {shown} (mean {np.mean(counts):.2f}); a group "
             f"holds {min(held):.0%} to {max(held):.0%} of the units' parameters; the slowest group has "
-            f"{self.imbalance:.3f} × the mean {'FLOPs' if self.flops else 'parameters'}{proved}; connected through "
-            f"units: {'yes' if self.connected else 'no'}; spectral gap {self.spectral_gap:.3f}; at most "
+            f"{self.imbalance:.3f} × the mean {'FLOPs' if self.flops else 'parameters'}; connected through "
+            f"units: {'yes' if self.connected else 'no'}; at most "
             f"{int(self._communicators.max())} communicators a rank"
         )
 
@@ -259,9 +250,14 @@ class Placement:
         try:
             holders = tuple(tuple(int(group) for group in held) for held in data["holders"])
             costs, flops = (tuple(int(cost) for cost in values) for values in (data["costs"], data.get("flops", ())))
-            return cls(int(data["groups"]), tuple(data["units"]), holders, costs, flops, int(data.get("bound", 0)))
+            return cls(int(data["groups"]), tuple(data["units"]), holders, costs, flops)
         except (KeyError, TypeError, ValueError) as error:
             raise PlacementError(f"placement: not a saved placement ({error!r})") from None
+
+
+def list_groups(groups: Sequence[int]) -> str:
+    """Return the groups as a list that is short enough for a message."""
+    return str(list(groups)) if len(groups) <= 8 else f"[{', '.join(map(str, groups[:8]))}, …]"
 
 
 def _shared_out(

@@ -15,9 +15,8 @@ from ..config.schema import SDPSection
 from ..distributed.mesh import Holders
 from ..errors import ConfigError, PlacementError
 from ..module_paths import parents, resolve_name
-from .filling import pack
-from .packing import Packing, connect, holders_of
-from .placement import Placement
+from .packing import Packing, connect, holders_of, pack
+from .placement import Placement, list_groups
 from .profiles import holder_counts
 from .units import Unit
 
@@ -42,8 +41,7 @@ def make_placement(section: SDPSection, units: Sequence[Unit]) -> Placement:
     protected = _protected(section.protect, names)
     if section.placement == "cyclic":
         return Placement(section.groups, names, _cyclic(section, costs, flops or costs, protected), costs, flops)
-    holders, bound = pack(section, names, costs, flops or costs, protected)
-    return Placement(section.groups, names, holders, costs, flops, bound)
+    return Placement(section.groups, names, pack(section, names, costs, flops or costs, protected), costs, flops)
 
 
 def _require_connected(named: Placement) -> None:
@@ -55,16 +53,11 @@ def _require_connected(named: Placement) -> None:
     """
     if named.connected or not named.can_be_connected:
         return
-    one, other = (_shown(part) for part in named.parts()[:2])
-    links, needed = sum(map(len, named.holders)), named.groups + len(named.units) - 1
+    one, other = (list_groups(part) for part in named.parts()[:2])
     raise PlacementError(
-        f"sdp.placement: groups {one} share no unit with groups {other}, though Σk = {links} ≥ groups + units − 1 = "
-        f"{needed} holders suffice to connect them; give a unit holders among both"
+        f"sdp.placement: groups {one} and groups {other} hold no unit in common, though {named.links_needed} holders "
+        f"of units connect all groups, and there are {named.links}; give a unit holders among both"
     )
-
-
-def _shown(groups: Sequence[int]) -> str:
-    return str(list(groups)) if len(groups) <= 8 else f"[{', '.join(map(str, groups[:8]))}, …]"
 
 
 def warnings_of(section: SDPSection, placement: Placement) -> list[str]:

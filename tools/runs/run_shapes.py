@@ -84,7 +84,6 @@ class SavedPlacement(_Shape):
     holders: list[list[Count]]
     costs: list[Count]
     flops: list[Count] = []
-    bound: Count = 0
 
     @model_validator(mode="after")
     def _check_lengths(self) -> SavedPlacement:

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from sdp.engine.placement.packing import Packing, connect, fill, holders_of, level, shuffle
+from sdp.engine.placement.packing import Packing, connect, fill, holders_of, shuffle
 
 
 def _packing(room: list[int], size: list[int], wanted: list[int]) -> Packing:
@@ -22,14 +22,6 @@ def test_a_filling_keeps_to_room_and_wanted_holders(in_rounds: bool, by_work: bo
     assert (packing.left(held) >= 0).all()
     assert (held.sum(axis=0) <= packing.wanted).all()
     assert (held.sum(axis=0) >= 1).all()
-
-
-def test_leveling_never_slows_the_slowest_group() -> None:
-    packing = _packing([12, 12], [3, 3, 3, 3], [1, 1, 1, 1])
-    uneven = np.array([[True, True, True, True], [False, False, False, False]])
-    even = level(packing, uneven.copy())
-    assert packing.loads(even).tolist() == [6, 6]
-    assert (even.sum(axis=0) == 1).all()
 
 
 def test_shuffling_keeps_room_and_holders_and_depends_on_the_seed_alone() -> None:
@@ -51,12 +43,6 @@ def test_connecting_joins_groups_that_share_no_unit() -> None:
         reached = joined[(joined & reached).any(axis=1)].any(axis=0)
     assert reached.all()
     assert (joined.sum(axis=0) == 2).all()
-
-
-def test_the_bound_counts_whole_units() -> None:
-    packing = _packing([100, 100], [3, 3, 3], [1, 1, 1])
-    held = fill(packing, in_rounds=False, by_work=False)
-    assert packing.least_slowest(held) == 6  # half of 9 is 4.5, and units cost 3
 
 
 def test_holders_are_sorted_groups() -> None:

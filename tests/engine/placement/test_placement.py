@@ -1,6 +1,4 @@
-"""Placements: coverage, capacity, connectivity and spectral gap as properties, and what is
-refused.
-"""
+"""Placements: coverage, capacity and connectivity as properties, and what is refused."""
 
 from __future__ import annotations
 
@@ -72,7 +70,7 @@ def test_depth_profile_falls(groups: int, count: int, capacity: float) -> None:
 
 
 @given(data=st.data(), groups=st.integers(1, 6), count=st.integers(1, 8))
-def test_connectivity_and_gap_against_definitions(data: st.DataObject, groups: int, count: int) -> None:
+def test_connectivity_against_its_definition(data: st.DataObject, groups: int, count: int) -> None:
     subset = st.sets(st.integers(0, groups - 1), min_size=1).map(lambda held: tuple(sorted(held)))
     holders = tuple(data.draw(st.lists(subset, min_size=count, max_size=count)))
     placement = Placement(groups, tuple(map(str, range(count))), holders, (1,) * count)
@@ -81,16 +79,6 @@ def test_connectivity_and_gap_against_definitions(data: st.DataObject, groups: i
     assert (placement.matrix == matrix).all()
     reached = np.linalg.matrix_power(np.eye(groups) + matrix @ matrix.T, groups) > 0
     assert placement.connected == bool(reached.all())
-    if matrix.sum(axis=1).all():
-        # The operator "average over a group's units, then over a unit's holders": its second
-        # eigenvalue is σ₂².
-        walk = (matrix / matrix.sum(axis=1, keepdims=True)) @ (matrix / matrix.sum(axis=0, keepdims=True)).T
-        values = np.sort(np.linalg.eigvals(walk).real)[::-1]
-        second = values[1] if groups > 1 and count > 1 else 0.0
-        assert placement.spectral_gap == pytest.approx(1 - second, abs=1e-6)
-        assert (placement.spectral_gap > 1e-9) == placement.connected or count == 1
-    else:
-        assert placement.spectral_gap == 0.0
     assert Placement.from_json(json.loads(json.dumps(placement.to_json()))) == placement
 
 
@@ -226,8 +214,11 @@ def test_refused(values: dict[str, Any], costs: tuple[int, ...], error: type[Exc
 def test_warnings_say_why() -> None:
     apart = make_placement(section(groups=4, capacity=0.25), units(1, 1, 1, 1))
     (note,) = apart.warnings()
-    assert "Σk = 4 < groups + units − 1 = 7" in note
-    assert note.endswith("a sdp.capacity of 0.44 or more allows it")
+    assert note == (
+        "groups [0] and groups [1] hold no unit in common, so they learn from each other only through the layers that "
+        "every group holds; units that connect all groups have at least 7 holders together, and these have 4; use "
+        "sdp.capacity 0.44 or more"
+    )
     assert not apart.connected
     few = make_placement(section(groups=4, capacity=0.25), units(1, 1))
     assert any("groups [2, 3] hold no unit" in note for note in few.warnings())

@@ -29,7 +29,7 @@ from sdp.tools.gpu_check.share import (
 ROOT = Path(command.__file__).parents[2]
 
 
-NEEDED = {"torch", "numpy", "scipy", "pydantic", "einops", "safetensors", "jinja2"}
+NEEDED = {"torch", "numpy", "pydantic", "einops", "safetensors", "jinja2"}
 
 
 def not_needed() -> list[str]:
