@@ -187,7 +187,6 @@ WHY_NOT_DEEPSPEED: dict[str, str] = {
     "zero_optimization.offload_param.device": "parameters on a host or disk are not followed between groups; offload "
     'the optimizer, or use sdp.engine "fsdp2"',
     "communication_data_type": _ROUNDED,
-    "data_types.grad_accum_dtype": "the shards that are averaged would lie elsewhere",
     "elasticity.enabled": "the number of groups is fixed for a run",
     "autotuning.enabled": "it would start runs of its own with other layouts",
     "hybrid_engine": _NOT_BUILT,

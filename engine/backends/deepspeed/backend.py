@@ -106,10 +106,6 @@ class DeepSpeedBackend(DeepSpeedSteps):
             return self._process_groups.average_shards(layout.mesh, bundles, self.stage, self.traffic)
         # Gradients are whole. They are reduced as they become ready, inside and between groups.
         self.deepspeed.enable_backward_allreduce = False
-        for parameter in self.parameters.values():
-            if parameter.requires_grad:
-                # Sums over micro-batches and ranks, and clipping, need float32 precision.
-                parameter.grad_dtype = torch.float32
         return self._process_groups.average_whole(
             layout, self.parameters, self.traffic, self.clock, local_steps=self.local_settings is not None
         )

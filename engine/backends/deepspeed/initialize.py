@@ -105,6 +105,7 @@ def initialize_deepspeed(
     model_parameters = _as_given(param_groups, parameters, grouped=grouped) if unbuilt else None
     engine, scheduler = _build(package, model, handover, model_parameters, process_groups)
     check_engine(package, engine, config.zero_optimization.stage, config.precision)
+    _accumulate_in_float32(parameters, config)
     backend = DeepSpeedBackend(
         engine,
         layout,
@@ -158,11 +159,23 @@ def _cut_and_fill(
 
 
 def _settings(config: Config, batch: BatchSize) -> dict[str, Any]:
-    return config.deepspeed | {
+    # DeepSpeed refuses "fp32" at stage 0, and at stage 1 it keeps no partitions then; there
+    # autograd adds up in float32 (_accumulate_in_float32).
+    adds_up_itself = config.precision != "float32" and config.zero_optimization.stage >= 2
+    return {key: value for key, value in config.deepspeed.items() if key != "data_types"} | {
         "train_micro_batch_size_per_gpu": batch.micro,
         "gradient_accumulation_steps": batch.accumulation,
         "zero_allow_untested_optimizer": True,  # any optimizer can step on partitions, as with several groups
+        **({"data_types": {"grad_accum_dtype": "fp32"}} if adds_up_itself else {}),
     }
+
+
+def _accumulate_in_float32(parameters: Mapping[str, nn.Parameter], config: Config) -> None:
+    """Let autograd add up the gradients of micro-batches in float32 at stages 0 and 1."""
+    if config.zero_optimization.stage < 2:
+        for parameter in parameters.values():
+            if parameter.requires_grad and parameter.is_floating_point():
+                parameter.grad_dtype = torch.float32
 
 
 def _take_optimizer_over(

@@ -232,8 +232,9 @@ def predicted_bytes(backend: DeepSpeedBase) -> StateBytes:
     copies = compute * sum(numel(name) for name in backend.copies_in_memory)
     stepped = sum(partition_numel(bundle, backend.stage, ranks) for bundle in backend.bundles)
     masters = 4 * stepped if backend.stage or compute == 2 else 0
-    # Averages between groups are float32. With one group, gradients keep DeepSpeed's own dtype.
-    averaged = 4 if backend.installed or (backend.zero is not None and backend.zero.offloaded) else compute
+    # Gradients are float32, but with one group ZeRO 1 reduces them in the dtype of the model.
+    of_zero_1 = backend.stage == 1 and not backend.installed and not (backend.zero and backend.zero.offloaded)
+    averaged = compute if of_zero_1 else 4
     moments = 4 * stepped * state_tensors(backend.deepspeed.basic_optimizer)
     sync, outer = backend.local_settings, 0
     if sync is not None:

@@ -8,9 +8,14 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import sdp
+import torch
 from sdp.engine.config.load import load_config
 from sdp.engine.errors import ConfigError
+from sdp.tests.support import models
+from sdp.tests.support.cases import zero_of
 from sdp.tests.support.deepspeed_runs import FP16, float16_here
+from sdp.tests.support.ranks import RankPool
 
 pytestmark = pytest.mark.skipif(importlib.util.find_spec("deepspeed") is None, reason="deepspeed is not installed")
 
@@ -77,3 +82,60 @@ def test_weights_laid_side_by_side_are_refused() -> None:
         match=r"^bfloat16 at zero_optimization.stage 0: DeepSpeed flattens .*; set optimizer.params.torch_adam",
     ):
         check_engine(package, engine, 0, "bfloat16")
+
+
+# -- sums over micro-batches -----------------------------------------------------------------------
+
+MICROS = 64
+
+
+class Weighed(models.Mlp):
+    """Its gradient has the size of the batch's last number."""
+
+    def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        hidden = self.stem(x)
+        for layer in self.layers:
+            hidden = layer(hidden)
+        return (self.head(hidden) * y).sum()
+
+
+def _moved(engine_name: str, stage: int, groups: int, more: dict[str, Any]) -> torch.Tensor | None:
+    torch.manual_seed(0)
+    config = {
+        "train_micro_batch_size_per_gpu": 2,
+        "gradient_accumulation_steps": MICROS,
+        "gradient_clipping": 0.0,
+        "bf16": {"enabled": True},
+        "optimizer": {"type": "SGD", "params": {"lr": 1.0}},
+        "zero_optimization": zero_of(stage),
+        "sdp": {"groups": groups, "capacity": 1.0, "engine": engine_name},
+        **more,
+    }
+    engine = sdp.initialize(model=Weighed(), config=config)[0]
+    before = engine.full_state_dict()
+    kind = torch.bfloat16 if engine_name == "deepspeed" else torch.float32
+    x = torch.ones(2, models.IN, dtype=kind)
+    for micro in range(MICROS):
+        y = torch.full((2, models.OUT), 1.0 if micro == 0 else 1 / 512, dtype=kind)
+        engine.backward(engine(x, y))
+        engine.step()
+    after = engine.full_state_dict()
+    return None if after is None or before is None else after["head.bias"] - before["head.bias"]
+
+
+@pytest.mark.parametrize(
+    ("engine", "stage", "groups", "more"),
+    [
+        *(("deepspeed", stage, groups, {}) for stage in range(4) for groups in (1, 2)),
+        ("deepspeed", 1, 1, {"data_types": {"grad_accum_dtype": "fp32"}}),
+        ("deepspeed", 3, 1, {"data_types": {"grad_accum_dtype": "fp32"}}),
+        *(("fsdp2", stage, 1, {}) for stage in range(4)),
+    ],
+)
+def test_small_gradients_of_many_micro_batches_are_not_lost(
+    ranks: RankPool, engine: str, stage: int, groups: int, more: dict[str, Any]
+) -> None:
+    """One large and 63 small gradients. A sum in bfloat16 would be 0.89 of the exact one."""
+    exact = -2 * (1 + (MICROS - 1) / 512) / MICROS  # two rows; the head's bias has the gradient y
+    moved = ranks.run(_moved, engine, stage, groups, more, world=2)[0]
+    assert moved.tolist() == pytest.approx([exact] * models.OUT, rel=4e-3)
