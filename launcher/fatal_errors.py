@@ -81,6 +81,21 @@ class FatalError:
             return None
 
 
+def show(text: str) -> None:
+    """Print a text on the terminal (stderr), without control characters.
+
+    If the terminal is gone, the run goes on, and ends as it should.
+    """
+    if sys.stderr is not None:
+        with contextlib.suppress(OSError):
+            print(escape(text), file=sys.stderr, flush=True)
+
+
+def say(text: str) -> None:
+    """Print a line of this package on the terminal, as :func:`show` does."""
+    show(f"sdp: {text}")
+
+
 def described_end(rank: int, exit_code: int, whereabouts: Whereabouts | None) -> str:
     """How a process of this host ended, in words. An ``exit_code`` below zero is a signal."""
     if exit_code >= 0:

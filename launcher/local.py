@@ -14,14 +14,11 @@ from ..engine.environment.child import allocator_settings, child_environment, lo
 from ..engine.environment.detect import LOOPBACK, free_port, local_environment, publish, set_default
 from ..engine.environment.launchers import LISTENING_SOCKET
 from ..engine.errors import LaunchError
-from .allocator import tune_allocator
-from .fatal_errors import FatalError, described_end
-from .notes import say, show
+from .fatal_errors import FatalError, described_end, say, show
 from .own_command import own_command, search_path
 from .own_files import open_own_file
 from .rank_process import RankProcess
 from .signals import CAUGHT, GRACE_SECONDS, caught_signals
-from .stopped import StoppedRanks, describe
 
 _POLL_SECONDS = 0.05
 # A rank that fails breaks the collectives of the others, which fail too. This long after the first
@@ -92,13 +89,8 @@ def start_local(
     return exit_code
 
 
-def become_single(*, on_cpu: bool = True) -> None:
-    """Make this process a run of one rank.
-
-    On a CPU it gets the allocator settings that started ranks get.
-    """
-    if on_cpu:
-        tune_allocator()
+def become_single() -> None:
+    """Make this process a run of one rank."""
     for name, value in loopback_settings().items():
         set_default(name, value)
     publish(local_environment(0, 1, free_port()))
@@ -136,16 +128,9 @@ def _end(ranks: Sequence[RankProcess], received: list[int], grace_seconds: float
     """Ask the ranks that still run to end, then kill them. A second signal shortens the wait."""
     for rank in ranks:
         if not rank.has_ended():
-            rank.process.send_signal(received[0] if received else signal.SIGTERM)
-    known, stopped = len(received), StoppedRanks(ranks)
-
-    def must_kill() -> bool:
-        rank = stopped.for_too_long()
-        if rank is not None:
-            say(f"{describe(rank)}: all processes are killed")
-        return rank is not None or len(received) > known
-
-    _wait(ranks, must_kill, grace_seconds)
+            rank.send_signal(received[0] if received else signal.SIGTERM)
+    known = len(received)
+    _wait(ranks, lambda: len(received) > known, grace_seconds)
     for rank in ranks:
         if not rank.has_ended():
             rank.kill()

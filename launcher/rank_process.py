@@ -119,6 +119,11 @@ class RankProcess:
             return False
         return status.rpartition(")")[2].split()[0] in ("T", "t")
 
+    def send_signal(self, number: int) -> None:
+        """Send the process a signal. One that is stopped (SIGSTOP, Ctrl-Z) goes on first."""
+        self.process.send_signal(number)
+        self.process.send_signal(signal.SIGCONT)
+
     def kill(self) -> None:
         """Kill the process and everything in its process group."""
         with contextlib.suppress(ProcessLookupError, PermissionError):

@@ -112,29 +112,23 @@ def deepspeed_command(
     }
 
 
-def stop_command(start: Start, hosts: Sequence[Host], master: tuple[str, int], number: int) -> list[str]:
+def stop_command(hosts: Sequence[Host], master: tuple[str, int], number: int) -> list[str]:
     """Build the command that sends a signal to every rank of a run under DeepSpeed's runner.
 
-    It reaches all hosts at the same time. Run it with the variables of the runner.
+    It reaches all hosts at the same time. DeepSpeed's runner itself answers Ctrl-C with ``pkill``
+    of all DeepSpeed runs of the user there, before they can write a checkpoint. The ranks are the
+    children of DeepSpeed's process on a host, whose command has the address of this run's rank 0.
 
     Args:
-        start: the program for every rank.
         hosts: the hosts and slots of the run.
-        master: address and port of rank 0, by which the ranks are found.
+        master: address and port of rank 0.
         number: the number of the signal.
     """
-    words = [start.python, "-P", "-m", f"{__package__}.stop", f"{master[0]}:{master[1]}", str(number)]
-    settings = [f"{name}={value}" for name, value in start.search_path.items()]
-    return [
-        "pdsh",
-        "-R",
-        "ssh",
-        "-f",
-        "1024",
-        "-w",
-        ",".join(host.name for host in hosts),
-        shlex.join(["env", *settings, *words]),
-    ]
+    address = f"{master[0]}:{master[1]}".replace(".", r"\.")
+    # The commands of shells, which also have these words, do not begin like this.
+    pattern = rf"^[^ ]+ -u -m deepspeed\.launcher\.launch .* {address} "
+    command = f"pkill -{number} -P $(pgrep -d, -f {shlex.quote(pattern)})"
+    return ["pdsh", "-R", "ssh", "-f", "1024", "-w", ",".join(host.name for host in hosts), command]
 
 
 def mpirun_command(
@@ -143,8 +137,7 @@ def mpirun_command(
     """Build the command of ``mpirun`` of Open MPI, MPICH or Intel MPI.
 
     Here ``mpirun`` only starts processes, so the command does not choose MPI's transports. Ranks
-    fill the hosts in order. MPI's own binding is off, because each rank binds itself near its
-    device.
+    fill the hosts in order. MPI's own binding is off, because it knows cores, not GPUs.
 
     Args:
         start: the program for every rank.

@@ -21,6 +21,7 @@ from ...engine.environment.child import child_environment, variables_with
 from ...engine.errors import ConfigError, LaunchError, quote
 from ..degrees import Degrees, visible_devices
 from ..own_command import search_path
+from ..signals import caught_signals
 from . import slurm
 from .commands import (
     SILENT_SECONDS,
@@ -34,7 +35,7 @@ from .commands import (
     train_command,
 )
 from .hosts import Host, check_host, describe, read_hostfile, select, world_size
-from .watch import run_watched, tell_by, tell_by_mpirun
+from .watch import pass_on_by, pass_on_by_mpirun, run_watched
 
 
 @dataclass(frozen=True)
@@ -161,14 +162,11 @@ def launch(options: LaunchOptions, words: Sequence[str], dump_dir: Path, degrees
         require(name, f"--launcher {options.launcher}")
     environ = child_environment(settings, {})
     if options.launcher == "deepspeed":  # the ssh sessions of pdsh notice a silent host first
-        return run_watched(
-            command,
-            environ,
-            2 * SILENT_SECONDS,
-            tell_by(partial(stop_command, start, hosts, master), environ),
-            kills=True,
-        )
-    return run_watched(command, environ, SILENT_SECONDS, tell_by_mpirun)
+        seconds, pass_on = 2 * SILENT_SECONDS, pass_on_by(partial(stop_command, hosts, master), environ)
+    else:
+        seconds, pass_on = SILENT_SECONDS, pass_on_by_mpirun
+    with caught_signals() as received:
+        return run_watched(command, environ, seconds, received, pass_on)
 
 
 def _local(start: Start, options: LaunchOptions, degrees: Degrees) -> int:

@@ -1,6 +1,6 @@
 """The process that DeepSpeed's launcher or mpirun starts for each rank.
 
-It completes the environment and runs ``sdp train``.
+It completes the environment and becomes ``sdp train``.
 
 The command is ``python -m sdp.launcher.cluster.rank SLOTS HOST:PORT train WORD…``. ``quoting.py``
 encodes its words. DeepSpeed numbers local ranks in another order if hosts differ. mpirun sets
@@ -10,34 +10,34 @@ every launcher.
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Sequence
+from typing import NoReturn
 
-from ...engine.environment.child import thread_settings
+from ...engine.environment.child import child_environment, thread_settings
 from ...engine.environment.detect import detect, export
+from ...engine.environment.launchers import PARENT_PID
 from ...engine.errors import LaunchError, format_error
 from ..fatal_errors import report_fatal
+from ..own_command import own_command, search_path
 from .hosts import parse_slots
-from .numa import bind_near_device
 from .quoting import decode
-from .witness import run_witnessed
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Run this rank, and return its exit code."""
+def main(argv: Sequence[str] | None = None) -> NoReturn:
+    """Become this rank. If that is impossible, this process ends."""
     slots_text, master, *words = map(decode, sys.argv[1:] if argv is None else argv)
     address, _, port = master.rpartition(":")
     try:
         settings = rank_variables(parse_slots(slots_text), address, port)
     except LaunchError as error:
         report_fatal(f"sdp: error: {format_error(error)}", error.exit_code, None)
-        return error.exit_code
-    # This counts the cores, so it comes before this process is bound to some of them.
+        sys.exit(error.exit_code)
     settings |= thread_settings(int(settings["LOCAL_WORLD_SIZE"]))
-    bind_near_device(int(settings["LOCAL_RANK"]), settings["CUDA_VISIBLE_DEVICES"])
-    environment = detect()
-    assert environment is not None  # rank_variables has checked this
-    return run_witnessed(words, settings, environment.rank)
+    settings |= {PARENT_PID: str(os.getppid())}  # the rank ends with the launcher's process on this host
+    command = [*own_command(), *words]
+    os.execve(command[0], command, child_environment({**search_path(), **settings}, {}))
 
 
 def rank_variables(slots: Sequence[Sequence[int]], address: str, port: str) -> dict[str, str]:
@@ -80,4 +80,4 @@ def rank_variables(slots: Sequence[Sequence[int]], address: str, port: str) -> d
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

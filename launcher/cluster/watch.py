@@ -21,17 +21,18 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import IO
 
 from ...engine.errors import LaunchError
-from ..signals import GRACE_SECONDS, caught_signals, ignored
+from ..fatal_errors import say
+from ..signals import GRACE_SECONDS, ignored
 
 _POLL_SECONDS = 0.1
 # The start of a line, as mpirun's --tag-output and --timestamp-output or pdsh write it.
 _TAG = rb"(?:[^<\n]{0,60}<std\w+>:?\s*|[\w.-]+: )?"
-# After a signal to this process, tells the ranks of a running launcher to end. The last argument is
-# True from the second signal on, when the ranks must end at once.
-Tell = Callable[[subprocess.Popen[bytes], int, bool], None]
 # A line that says that the job ends: a rank's reason, or what mpirun (Open MPI 4 and 5) says when
 # it ends the other ranks.
 _ENDING = re.compile(_TAG + rb"(?:sdp: error: |Primary job +terminated normally, but|\S+ (?:noticed|detected) that )")
+# Passes a signal on to the ranks of a running launcher. The last argument is True if the ranks must
+# end at once.
+PassOn = Callable[[subprocess.Popen[bytes], int, bool], object]
 
 
 class _Ending:
@@ -61,114 +62,75 @@ class _Ending:
                 self.since = time.monotonic()
 
 
-def tell_by_mpirun(process: subprocess.Popen[bytes], number: int, hurry: bool) -> None:
-    """Send the launcher SIGUSR1, or signal ``number`` if ``hurry``.
+def pass_on_by_mpirun(process: subprocess.Popen[bytes], number: int, at_once: bool) -> None:
+    """Send the launcher SIGUSR1, or signal ``number`` if ``at_once``.
 
     Open MPI, MPICH and Intel MPI pass SIGUSR1 on to the ranks. SIGINT and SIGTERM make them end the
     job.
     """
-    process.send_signal(number if hurry else signal.SIGUSR1)
+    process.send_signal(number if at_once else signal.SIGUSR1)
 
 
-def tell_by(stop: Callable[[int], Sequence[str]], environ: Mapping[str, str]) -> Tell:
+def pass_on_by(stop: Callable[[int], Sequence[str]], environ: Mapping[str, str]) -> PassOn:
     """Pass a signal on with the command ``stop(number)``, without the help of the launcher."""
-
-    def tell(process: subprocess.Popen[bytes], number: int, hurry: bool) -> None:
-        command = stop(signal.SIGKILL if hurry else number)
-        subprocess.Popen(command, env=environ, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, process_group=0)
-
-    return tell
+    quiet = subprocess.DEVNULL
+    return lambda _, number, at_once: subprocess.Popen(
+        stop(signal.SIGKILL if at_once else number), env=environ, stdin=quiet, stdout=quiet, process_group=0
+    )
 
 
 def run_watched(
     command: Sequence[str],
     environ: Mapping[str, str],
     seconds: float,
-    tell: Tell = tell_by_mpirun,
-    *,
-    kills: bool = False,
+    received: Sequence[int],
+    pass_on: PassOn = pass_on_by_mpirun,
 ) -> int:
     """Run the launcher ``command`` and return its exit code.
 
-    SIGINT, SIGTERM and SIGHUP to this process reach the ranks through ``tell``. After the first
-    signal the ranks may write a checkpoint, however long that takes. The exit code is then 128 +
-    the signal, unless the ranks fail.
+    Signals to this process reach the ranks through ``pass_on``. After the first signal the ranks
+    may write a checkpoint, however long that takes. The second one ends the job. The exit code is
+    then 128 + the signal, unless the ranks fail.
 
     Args:
         command: the command of the launcher.
         environ: the environment of the launcher.
         seconds: the launcher is killed this long after it said that the job ends, or after a second
-            signal.
-        tell: passes a signal on to the ranks.
-        kills: kill the ranks through ``tell`` some seconds after the job was said to end. This is
-            for a launcher that does not end ranks which do not end themselves, such as a stopped
-            one.
+            signal. Some seconds before, ranks that do not end themselves are ended.
+        received: the signals to this process, see :func:`~sdp.launcher.signals.caught_signals`.
+        pass_on: passes a signal on to the ranks.
 
     Raises:
         LaunchError: the command cannot be started.
     """
     # The launcher has its own process group, so it is in the background of the terminal.
-    with ignored(signal.SIGTTOU), caught_signals() as received:
-        launcher = _Launcher(command, environ, tell, kills=kills)
-        while launcher.process.poll() is None:
-            launcher.pass_on(received)
-            launcher.kill_ranks_left()
-            if launcher.has_ended_for(seconds):
-                launcher.kill()
-                text = f"sdp: {command[0]} still waits for a host {seconds:g} s after the job's end: killed"
-                print(text, file=sys.stderr, flush=True)
-                return 128 + received[0] if received else 1
-            time.sleep(_POLL_SECONDS)
-        launcher.ending.finish(_POLL_SECONDS * 10)
-    return _exit_code(launcher.process.returncode, received)
-
-
-class _Launcher:
-    """A running launcher.
-
-    Attributes:
-        process: its process.
-        ending: notes when it says that the job ends.
-    """
-
-    def __init__(self, command: Sequence[str], environ: Mapping[str, str], tell: Tell, *, kills: bool):
+    with ignored(signal.SIGTTOU):
         try:
-            self.process = subprocess.Popen(
+            process = subprocess.Popen(
                 command, env=environ, stdin=subprocess.DEVNULL, stderr=subprocess.PIPE, process_group=0
             )
         except OSError as error:
             raise LaunchError(f"{command[0]} cannot be started: {error.strerror}") from None
-        assert self.process.stderr is not None
-        self.ending = _Ending(self.process.stderr)
-        self._tell, self._passed_on, self._must_kill = tell, 0, kills
-
-    def pass_on(self, received: Sequence[int]) -> None:
-        """Tell the ranks the signals that came since the last call. The second one ends the job."""
-        for number in received[self._passed_on :]:
-            self._tell(self.process, number, self._passed_on > 0)
-            self._passed_on += 1
-            if self._passed_on > 1:
-                self.ending.since = self.ending.since or time.monotonic()
-
-    def kill_ranks_left(self) -> None:
-        """Kill ranks that do not end by themselves, once and some seconds after the job was said to
-        end.
-        """
-        if self._must_kill and self.has_ended_for(GRACE_SECONDS):
-            self._tell(self.process, signal.SIGKILL, True)
-            self._must_kill = False
-
-    def has_ended_for(self, seconds: float) -> bool:
-        """Whether the job was said to end more than ``seconds`` ago."""
-        return self.ending.since is not None and time.monotonic() - self.ending.since > seconds
-
-    def kill(self) -> None:
-        """Kill the launcher and what it started here."""
-        os.killpg(self.process.pid, signal.SIGKILL)
-        self.process.wait()
-
-
-def _exit_code(code: int, received: Sequence[int]) -> int:
+        assert process.stderr is not None
+        ending, passed_on, has_ended_ranks = _Ending(process.stderr), 0, False
+        while process.poll() is None:
+            for number in received[passed_on:]:
+                pass_on(process, number, passed_on > 0)
+                passed_on += 1
+            if passed_on > 1 and ending.since is None:
+                ending.since = time.monotonic()
+            ended = time.monotonic() - ending.since if ending.since is not None else 0.0
+            if ended > min(GRACE_SECONDS, seconds / 2) and not has_ended_ranks:
+                pass_on(process, signal.SIGTERM, True)
+                has_ended_ranks = True
+            if ended > seconds:
+                os.killpg(process.pid, signal.SIGKILL)
+                process.wait()
+                say(f"{command[0]} still waits for a host {seconds:g} s after the job's end: killed")
+                return 128 + received[0] if received else 1
+            time.sleep(_POLL_SECONDS)
+        ending.finish(_POLL_SECONDS * 10)
+    code = process.returncode
     # 1 and 2 are the codes of a failed sdp. MPICH may return 0 after a signal, whatever its ranks
     # return.
     if received and code not in (1, 2):

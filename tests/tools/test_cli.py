@@ -56,7 +56,6 @@ def training(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
 
     monkeypatch.setitem(sys.modules, "sdp.tools.train.rank", SimpleNamespace(run=run))
     monkeypatch.setattr(local, "start_local", start_local)
-    monkeypatch.setattr(local, "tune_allocator", lambda: None)
     monkeypatch.setattr(layout, "visible_devices", lambda: 0)
     monkeypatch.setattr(fatal_errors, "HOLD_BACK_SECONDS", 0.0)
     return calls

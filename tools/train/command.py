@@ -53,7 +53,7 @@ def run(args: argparse.Namespace) -> int:
         )
     from ...launcher.local import become_single
 
-    become_single(on_cpu=devices == 0)
+    become_single()
     return _run_rank(options)
 
 

@@ -57,9 +57,7 @@ def started(
     log.info("%d process(es), %d thread(s) each; logs in %s", world_size, torch.get_num_threads(), logs)
     if config.env:
         log.info("environment of every rank: %s", " ".join(f"{name}={value}" for name, value in config.env.items()))
-    # Without a launcher of this package, nothing else would end a stopped rank.
-    guarded = options.above is None and world_size > 1
-    beat = Heartbeat(rank, whereabouts_file(), logs / f"rank-{rank}.log", on_stall, guarded=guarded)
+    beat = Heartbeat(rank, whereabouts_file(), logs / f"rank-{rank}.log", on_stall)
     training = config.training
     beat.at(0, "starting", training.start_timeout)
     try:

@@ -1,6 +1,8 @@
 """``sdp launch --dry-run``: the words that each launcher would be given."""
 
-import shlex
+import os
+import signal
+import subprocess
 import sys
 from pathlib import Path
 
@@ -9,6 +11,7 @@ from sdp.engine.errors import LaunchError
 from sdp.launcher.cluster.commands import Start, deepspeed_command, mpirun_command, stop_command
 from sdp.launcher.cluster.hosts import Host
 from sdp.tests.support.launch_lines import command_of, dry_run, train_words
+from sdp.tests.support.processes import alive
 from sdp.tools.cli import main
 
 pytestmark = pytest.mark.usefixtures("folder")
@@ -67,21 +70,31 @@ def test_deepspeed(capsys: pytest.CaptureFixture[str]) -> None:
     ]
 
 
-def test_what_stops_a_run_under_deepspeed() -> None:
-    """pdsh and a remote shell read the last word."""
-    start = Start(["train"], "/usr/bin/python", Path("/w"), {"PYTHONPATH": "/a b;c"})
-    command = stop_command(start, [Host("a", (0,)), Host("b", (0, 1))], ("a", 29500), 15)
+def test_a_signal_reaches_the_ranks_of_one_run_under_deepspeed(tmp_path: Path) -> None:
+    """Two runs, each with two ranks below a process like DeepSpeed's. A rank has a child too."""
+    command = stop_command([Host("a", (0,)), Host("b", (0, 1))], ("host-a.x", 1111), 15)
     assert command[:-1] == ["pdsh", "-R", "ssh", "-f", "1024", "-w", "a,b"]
-    assert shlex.split(command[-1]) == [
-        "env",
-        "PYTHONPATH=/a b;c",
-        "/usr/bin/python",
-        "-P",
-        "-m",
-        "sdp.launcher.cluster.stop",
-        "a:29500",
-        "15",
-    ]
+    rank = "import os, subprocess; child = subprocess.Popen(['sleep', '60']); "
+    rank += "os.write(1, f'{os.getpid()} {child.pid}\\n'.encode()); child.wait()"
+    launch = f"import subprocess, sys\nranks = [subprocess.Popen([sys.executable, '-c', {rank!r}]) for _ in '12']\n"
+    (tmp_path / "deepspeed/launcher").mkdir(parents=True)
+    for name, text in (("", ""), ("launcher/", ""), ("launcher/", f"{launch}for each in ranks: each.wait()")):
+        (tmp_path / "deepspeed" / name / ("launch.py" if text else "__init__.py")).write_text(text)
+    started = []
+    for port in (1111, 11111):
+        words = [PYTHON, "-u", "-m", "deepspeed.launcher.launch", "--no_python", "0,1", f"host-a.x:{port}", "train"]
+        started.append(subprocess.Popen(words, cwd=tmp_path, stdout=subprocess.PIPE, text=True, process_group=0))
+    try:
+        pids = []
+        for process in started:
+            assert process.stdout is not None
+            pids.append([list(map(int, process.stdout.readline().split())) for _ in "12"])
+        assert subprocess.run(["bash", "-c", command[-1]]).returncode == 0
+        assert started[0].wait(20) == 0
+        assert [alive(pid) for ranks in pids for pair in ranks for pid in pair] == [False, True] * 2 + [True] * 4
+    finally:
+        for process in started:
+            os.killpg(process.pid, signal.SIGKILL)
 
 
 def test_open_mpi(capsys: pytest.CaptureFixture[str]) -> None:

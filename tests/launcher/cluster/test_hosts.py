@@ -3,7 +3,6 @@ a name.
 """
 
 import os
-from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -11,7 +10,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 from sdp.engine.errors import LaunchError
 from sdp.launcher.cluster.hosts import Host, describe, include_text, parse_slots, read_hostfile, select, slots_text
-from sdp.launcher.cluster.numa import near_cores
 from sdp.launcher.cluster.quoting import decode, encode, is_safe
 
 THREE = [Host("worker-0", (0, 1, 2, 3)), Host("worker-1", (0, 1, 2, 3)), Host("worker-2", (0, 1))]
@@ -128,32 +126,6 @@ def test_words_survive(word: str) -> None:
 )
 def test_safe_words(word: str, safe: bool) -> None:
     assert is_safe(word) is safe
-
-
-def gpu_host(root: Path, nodes: Sequence[int]) -> None:
-    """The files of a host whose GPUs hang on these NUMA nodes."""
-    for device, node in enumerate(nodes):
-        address = f"0000:{device + 10:02X}:00.0"
-        (root / "proc/driver/nvidia/gpus" / address).mkdir(parents=True)
-        pci = root / "sys/bus/pci/devices" / address.lower()
-        pci.mkdir(parents=True)
-        (pci / "numa_node").write_text(f"{node}\n")
-    for node, cores in enumerate(["0-3,8-11", "4-7,12"]):
-        (root / f"sys/devices/system/node/node{node}").mkdir(parents=True)
-        (root / f"sys/devices/system/node/node{node}/cpulist").write_text(cores + "\n")
-
-
-def test_cores_near_a_device(tmp_path: Path) -> None:
-    gpu_host(tmp_path, [0, 0, 1, 1])
-    assert near_cores(1, tmp_path) == {0, 1, 2, 3, 8, 9, 10, 11}
-    assert near_cores(2, tmp_path) == {4, 5, 6, 7, 12}
-    assert near_cores(4, tmp_path) == set()
-
-
-def test_no_near_cores_without_numa(tmp_path: Path) -> None:
-    gpu_host(tmp_path, [-1])
-    assert near_cores(0, tmp_path) == set()
-    assert near_cores(0, tmp_path / "no-driver") == set()
 
 
 def test_a_hostfile_is_a_regular_file_of_bounded_size(tmp_path: Path) -> None:

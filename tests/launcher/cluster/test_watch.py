@@ -1,6 +1,5 @@
 """A launcher that says that its job ends, and does not end itself."""
 
-import contextlib
 import os
 import signal
 import subprocess
@@ -11,7 +10,6 @@ from pathlib import Path
 import pytest
 import sdp
 from sdp.engine.errors import LaunchError
-from sdp.launcher.cluster.stop import ranks_of
 from sdp.launcher.cluster.watch import run_watched
 from sdp.tests.support.processes import until
 
@@ -28,7 +26,8 @@ from sdp.tests.support.processes import until
 )
 def test_ended_when_it_hangs_after_its_job(capfdbinary: pytest.CaptureFixture[bytes], line: str) -> None:
     started = time.monotonic()
-    assert run_watched(["sh", "-c", 'echo "$1" >&2; exec sleep 60', "sh", line], os.environ, 0.3) == 1
+    script = 'trap "" TERM; echo "$1" >&2; sleep 60'
+    assert run_watched(["sh", "-c", script, "sh", line], os.environ, 0.3, []) == 1
     assert time.monotonic() - started < 30
     out, err = capfdbinary.readouterr()
     assert (out, err.decode().splitlines()) == (
@@ -46,24 +45,26 @@ def test_ranks_that_a_launcher_leaves_are_killed(monkeypatch: pytest.MonkeyPatch
         process.terminate()
 
     command = ["sh", "-c", "echo 'sdp: error: rank 0' >&2; exec sleep 60"]
-    assert run_watched(command, os.environ, 30, tell, kills=True) == 128 + signal.SIGTERM
-    assert told == [(signal.SIGKILL, True)]
+    assert run_watched(command, os.environ, 30, [], tell) == 128 + signal.SIGTERM
+    assert told == [(signal.SIGTERM, True)]
 
 
 def test_left_alone_while_its_job_runs(capfdbinary: pytest.CaptureFixture[bytes]) -> None:
     script = "echo out; echo 'a line about sdp: error: and noticed that' >&2; sleep 1; printf last >&2; exit 7"
-    assert run_watched(["sh", "-c", script], os.environ, 0.1) == 7
+    assert run_watched(["sh", "-c", script], os.environ, 0.1, []) == 7
     assert capfdbinary.readouterr() == (b"out\n", b"a line about sdp: error: and noticed that\nlast")
 
 
 def test_killed_by_a_signal() -> None:
-    assert run_watched(["sh", "-c", "kill -9 $$"], os.environ, 1) == 128 + signal.SIGKILL
+    assert run_watched(["sh", "-c", "kill -9 $$"], os.environ, 1, []) == 128 + signal.SIGKILL
 
 
 def test_signals_are_passed_on(tmp_path: Path) -> None:
     script = f"trap 'echo told > {tmp_path}/told; exit 5' USR1; echo > {tmp_path}/ready; while :; do sleep 0.1; done"
     code = "import os, sys; from sdp.launcher.cluster.watch import run_watched\n"
-    code += "sys.exit(run_watched(['sh', '-c', sys.argv[1]], os.environ, 20))"
+    code += "from sdp.launcher.signals import caught_signals\n"
+    code += "with caught_signals() as received:\n"
+    code += "    sys.exit(run_watched(['sh', '-c', sys.argv[1]], os.environ, 20, received))"
     environ = dict(os.environ, PYTHONPATH=str(Path(sdp.__path__[0]).parent))
     process = subprocess.Popen([sys.executable, "-P", "-c", code, script], env=environ)
     try:
@@ -75,49 +76,14 @@ def test_signals_are_passed_on(tmp_path: Path) -> None:
         process.kill()
 
 
-def test_the_ranks_of_a_run_are_signalled_and_nothing_else() -> None:
-    """Two runs of two ranks, one of which has a process of its own."""
-    script = (
-        "import subprocess, sys, time; subprocess.Popen(['sleep', '60']) if sys.argv[1:] else 0\nprint(0, "
-        "flush=True)\ntime.sleep(60)"
-    )
-    runs = [
-        [
-            subprocess.Popen(
-                [sys.executable, "-c", script, *words], env=_told(port), stdout=subprocess.PIPE, process_group=0
-            )
-            for words in (["more"], [])
-        ]
-        for port in ("1111", "11111")
-    ]
-    try:
-        for rank in runs[0] + runs[1]:
-            assert rank.stdout is not None
-            assert rank.stdout.readline() == b"0\n"
-        assert sorted(ranks_of("host:x", "1111")) == sorted(rank.pid for rank in runs[0])
-        stop = [sys.executable, "-P", "-m", "sdp.launcher.cluster.stop", "host:x:1111", str(int(signal.SIGINT))]
-        assert subprocess.run(stop, env=_told("")).returncode == 0
-        assert [rank.wait(20) for rank in runs[0]] == [-signal.SIGINT] * 2
-        assert [rank.poll() for rank in runs[1]] == [None, None]
-    finally:
-        for rank in runs[0] + runs[1]:
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(rank.pid, signal.SIGKILL)
-            rank.communicate()
-
-
-def _told(port: str) -> dict[str, str]:
-    return dict(os.environ, MASTER_ADDR="host:x", MASTER_PORT=port, PYTHONPATH=str(Path(sdp.__path__[0]).parent))
-
-
 def test_a_program_that_is_not_there() -> None:
     with pytest.raises(LaunchError, match="no-mpirun cannot be started"):
-        run_watched(["./no-mpirun"], os.environ, 1)
+        run_watched(["./no-mpirun"], os.environ, 1, [])
 
 
 def test_the_signals_of_the_caller_stay_as_they_were() -> None:
     """What a process ignores, the commands that it starts later ignore too."""
     signal.signal(signal.SIGTTOU, signal.SIG_DFL)
     before = {number: signal.getsignal(number) for number in signal.valid_signals()}
-    assert run_watched(["true"], os.environ, 1) == 0
+    assert run_watched(["true"], os.environ, 1, []) == 0
     assert {number: signal.getsignal(number) for number in signal.valid_signals()} == before

@@ -30,12 +30,13 @@ from typing import Any, NoReturn
 
 import torch
 from sdp.launcher import rank_process
-from sdp.launcher.allocator import tune_allocator
 from sdp.tools.cli import entry
 
 from .server import fork_context
 
 _PR_SET_PDEATHSIG, _PR_SET_NAME, _PR_SET_CHILD_SUBREAPER = 1, 15, 36
+# The parameter numbers of mallopt, from glibc's <malloc.h>.
+_MALLOPT = {"MALLOC_MMAP_THRESHOLD_": -3, "MALLOC_TRIM_THRESHOLD_": -1, "MALLOC_ARENA_MAX": -8}
 _MOST_BYTES = 1 << 20  # of the request for a rank: its words and its environment
 _LONGEST_START = 120.0  # seconds, of a rank on a loaded machine
 _HIGH = 200  # files of a request are moved to descriptors from here on, so that none is in the way
@@ -168,8 +169,9 @@ def _become(words: list[str], environ: Mapping[str, str], files: dict[int, int],
     multiprocessing.current_process().daemon = False  # so it may start processes
     torch.set_num_threads(int(environ.get("OMP_NUM_THREADS") or torch.get_num_threads()))
     gc.freeze()  # a collection need not look at the imported modules, nor copy their pages
-    if "MALLOC_ARENA_MAX" in environ:  # glibc reads it when a program starts
-        tune_allocator()
+    for name, parameter in _MALLOPT.items():  # glibc reads these variables when a program starts
+        if name in environ:
+            ctypes.CDLL(None).mallopt(parameter, int(environ[name]))
 
 
 class Nursery:

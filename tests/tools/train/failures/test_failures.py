@@ -238,14 +238,14 @@ def test_a_signal_to_one_rank_stops_the_run_with_a_checkpoint(config: Path, tmp_
     assert (tmp_path / "run" / "checkpoints" / f"step-{done}" / "state.json").is_file()
 
 
-def test_a_stopped_rank_does_not_hold_up_a_run_that_is_told_to_end(config: Path, tmp_path: Path) -> None:
+def test_a_stopped_rank_goes_on_and_saves_when_the_run_is_told_to_end(config: Path, tmp_path: Path) -> None:
     job = Job(config, tmp_path / "run")
     pids = job.signal_rank_when(1, signal.SIGSTOP, lambda place: place.step == 3)
     job.process.send_signal(signal.SIGTERM)
-    started = time.monotonic()
     code, err = job.end(seconds=60)
-    assert (code, time.monotonic() - started < 25) == (143, True), err
-    assert f"rank 1 on {HOST}, step 3" in err and "is stopped: all processes are killed" in err
+    assert code == 143, err
+    done = len((tmp_path / "run" / "metrics.jsonl").read_text().splitlines())
+    assert (tmp_path / "run" / "checkpoints" / f"step-{done}" / "state.json").is_file()
     assert not any(alive(pid) for pid in pids)
 
 

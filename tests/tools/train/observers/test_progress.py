@@ -6,7 +6,7 @@ import io
 import sys
 
 import pytest
-from sdp.launcher.notes import say
+from sdp.launcher.fatal_errors import say
 from sdp.tools.train.observers.progress import Progress
 
 
