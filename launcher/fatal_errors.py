@@ -65,6 +65,11 @@ class FatalError:
         """
         return self.text.startswith(PREFIX) and not self.follows
 
+    @property
+    def is_loss(self) -> bool:
+        """Whether a rank or a host was lost, for all that the rank knows."""
+        return self.exit_code != 2 and (self.stalled or not self.is_known)
+
     def write(self, path: Path) -> None:
         """Write to ``path`` in one step. A reader sees all of it or nothing."""
         aside = path.with_suffix(".tmp")
@@ -94,6 +99,11 @@ def show(text: str) -> None:
 def say(text: str) -> None:
     """Print a line of this package on the terminal, as :func:`show` does."""
     show(f"sdp: {text}")
+
+
+def tells_of_loss(reason: str) -> bool:
+    """Whether the last words of a rank may mean that a rank or a host was lost."""
+    return ": no progress for " in reason or ": another rank is gone " in reason
 
 
 def described_end(rank: int, exit_code: int, whereabouts: Whereabouts | None) -> str:

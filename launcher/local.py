@@ -18,6 +18,7 @@ from .fatal_errors import FatalError, described_end, say, show
 from .own_command import own_command, search_path
 from .own_files import open_own_file
 from .rank_process import RankProcess
+from .restarts import End, run_again
 from .signals import CAUGHT, GRACE_SECONDS, caught_signals
 
 _POLL_SECONDS = 0.05
@@ -35,6 +36,7 @@ def start_local(
     on_cpu: bool = True,
     grace_seconds: float = GRACE_SECONDS,
     stop_seconds: float | None = None,
+    restarts: int = 0,
     command: Sequence[str] | None = None,
 ) -> int:
     """Run ``sdp`` in several processes on this host, and return the exit code of the whole.
@@ -52,6 +54,7 @@ def start_local(
         grace_seconds: from the signal to the ranks until they are killed.
         stop_seconds: the same after a signal to this process, so that a checkpoint can be written.
             None: ``grace_seconds``.
+        restarts: how often a run that loses a rank starts again from its newest checkpoint.
         command: what to run in place of ``python -m sdp``.
 
     Returns:
@@ -63,30 +66,20 @@ def start_local(
     Raises:
         LaunchError: a process cannot be started, or its log cannot be written.
     """
-    ranks: list[RankProcess] = []
+    stop_seconds = grace_seconds if stop_seconds is None else stop_seconds
     with caught_signals() as received:
-        try:
-            _start_all(ranks, [*(command or own_command()), *argv], processes, log_dir, on_cpu=on_cpu)
-            _wait(ranks, lambda: bool(received) or any(rank.failure() for rank in ranks))
-            if not received:
-                _wait(ranks, lambda: bool(received), _SETTLE_SECONDS)
-            failures = [(rank, failure) for rank in ranks if (failure := rank.failure())]
-            suspect = _suspect(ranks) if any(failure.stalled for _, failure in failures) else ""
-            # A signal that comes while failed ranks are being ended is not the cause.
-            number = received[0] if received else _signal_to_a_rank(failures)
-            if received:
-                say(f"{signal.Signals(number).name} received, ending {processes} processes (again: kill them)")
-        finally:
-            _end(ranks, received, stop_seconds if received and stop_seconds is not None else grace_seconds)
-        if number:
-            # A rank may report that it could not write its checkpoint. That its peers are gone is
-            # expected.
-            reports = [(rank, report) for rank in ranks if (report := rank.report())]
-            failures = [(rank, report) for rank, report in reports if report.is_known]
-        exit_code = 128 + number if number and not failures else _report(failures, suspect)
-        for rank in ranks:
-            rank.forget()
-    return exit_code
+
+        def start(words: Sequence[str]) -> End:
+            ranks: list[RankProcess] = []
+            try:
+                _start_all(ranks, [*(command or own_command()), *argv, *words], processes, log_dir, on_cpu=on_cpu)
+                return _supervise(ranks, received, grace_seconds, stop_seconds)
+            finally:
+                _kill(ranks)
+                for rank in ranks:
+                    rank.forget()
+
+        return run_again(start, restarts, received)
 
 
 def become_single() -> None:
@@ -115,6 +108,31 @@ def _start_all(
             ranks.append(RankProcess.start(rank, command, environ, log_dir, [handle] if rank == 0 else []))
 
 
+def _supervise(ranks: Sequence[RankProcess], received: list[int], grace_seconds: float, stop_seconds: float) -> End:
+    """Wait until the ranks have ended, and say why they did if that is a failure."""
+    _wait(ranks, lambda: bool(received) or any(rank.failure() for rank in ranks))
+    if not received:
+        _wait(ranks, lambda: bool(received), _SETTLE_SECONDS)
+    failures = [(rank, failure) for rank in ranks if (failure := rank.failure())]
+    suspect = _suspect(ranks) if any(failure.stalled for _, failure in failures) else ""
+    # A signal that comes while failed ranks are being ended is not the cause.
+    number = received[0] if received else _signal_to_a_rank(failures)
+    if received:
+        say(f"{signal.Signals(number).name} received, ending {len(ranks)} processes (again: kill them)")
+    known = len(received)
+    for rank in ranks:
+        if not rank.has_ended():
+            rank.send_signal(number or signal.SIGTERM)
+    _wait(ranks, lambda: len(received) > known, stop_seconds if received else grace_seconds)
+    _kill(ranks)
+    if number:
+        # A rank may report that it could not write its checkpoint. That its peers are gone is
+        # expected.
+        reports = [(rank, report) for rank in ranks if (report := rank.report())]
+        failures = [(rank, report) for rank, report in reports if report.is_known]
+    return End(128 + number, is_loss=False) if number and not failures else _report(failures, suspect)
+
+
 def _wait(ranks: Sequence[RankProcess], until: Callable[[], bool], seconds: float = float("inf")) -> None:
     """Return when every rank has ended, when ``until`` holds, or when the time is over."""
     deadline = time.monotonic() + seconds
@@ -124,13 +142,8 @@ def _wait(ranks: Sequence[RankProcess], until: Callable[[], bool], seconds: floa
         time.sleep(_POLL_SECONDS)
 
 
-def _end(ranks: Sequence[RankProcess], received: list[int], grace_seconds: float) -> None:
-    """Ask the ranks that still run to end, then kill them. A second signal shortens the wait."""
-    for rank in ranks:
-        if not rank.has_ended():
-            rank.send_signal(received[0] if received else signal.SIGTERM)
-    known = len(received)
-    _wait(ranks, lambda: len(received) > known, grace_seconds)
+def _kill(ranks: Sequence[RankProcess]) -> None:
+    """Kill the ranks that still run, and wait until they have ended."""
     for rank in ranks:
         if not rank.has_ended():
             rank.kill()
@@ -160,13 +173,10 @@ def _suspect(ranks: Sequence[RankProcess]) -> str:
     return f"; the furthest behind: {behind}" if behind else ""
 
 
-def _report(failures: Sequence[tuple[RankProcess, FatalError]], suspect: str) -> int:
-    """Say in one message which rank failed first, and why.
-
-    Returns the exit code of the whole run.
-    """
+def _report(failures: Sequence[tuple[RankProcess, FatalError]], suspect: str) -> End:
+    """Say in one message which rank failed first, and why. Return how the whole run ended."""
     if not failures:
-        return 0
+        return End(0, is_loss=False)
     process, failure = min(failures, key=lambda item: _lateness(*item))
     if process.rank == 0 and failure.text:
         with (
@@ -177,13 +187,13 @@ def _report(failures: Sequence[tuple[RankProcess, FatalError]], suspect: str) ->
     if failure.exit_code == 2:
         if failure.text:
             show(failure.text)
-        return 2
+        return End(2, is_loss=False)
     lines = failure.text.strip().splitlines() or [""]
     if process.rank == 0 and len(lines) > 1:
         show(failure.text.rstrip())
     reason = f" ({lines[-1].removeprefix('sdp: error: ')}{suspect})" if lines[-1] else ""
     say(f"error: {described_end(process.rank, failure.exit_code, process.whereabouts)}{reason}; its log: {process.log}")
-    return 1
+    return End(1, failure.is_loss)
 
 
 def _lateness(process: RankProcess, failure: FatalError) -> tuple[bool, bool, float, int]:

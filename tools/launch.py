@@ -11,7 +11,7 @@ from ..engine.environment.detect import detect
 from ..engine.errors import ConfigError, LaunchError, shorten
 from ..launcher.cluster.launch import LaunchOptions
 from .shared.arguments import port, positive_int
-from .train.options import TrainOptions
+from .train.options import RESTARTS_HELP, TrainOptions
 
 _LAUNCHERS = ("local", "deepspeed", "mpirun", "slurm")
 _SBATCH_OPTIONS = ("partition", "account", "qos", "time", "constraint", "cpus-per-task")
@@ -81,6 +81,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         default=[],
         help="a variable for every rank (env.NAME); may be repeated; docs/clusters.md lists the names that are refused",
     )
+    parser.add_argument("--restarts", metavar="N", type=positive_int, default=0, help=RESTARTS_HELP)
     parser.add_argument("--dry-run", action="store_true", help="print what would be run, and run nothing")
     hosts = parser.add_argument_group("deepspeed and mpirun")
     hosts.add_argument("--hostfile", metavar="FILE", type=Path, help="lines of the form: worker-0 slots=4")
@@ -130,6 +131,8 @@ def run(args: argparse.Namespace) -> int:
     train = TrainOptions.parse(words)
     if train.nproc is not None:
         raise ConfigError("--nproc: sdp launch counts the processes itself; give --gpus-per-node before CONFIG")
+    if train.restarts:
+        raise ConfigError("--restarts: an option of sdp launch here; give it before CONFIG")
     config = load_config(train.config, train.overrides)
     check_names(config)
     # Under these launchers rank 0 has this host's dump directory, and a job would find the mistake

@@ -6,10 +6,15 @@ they are numbered by ascending slots.
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import re
+import socket
+import subprocess
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from pathlib import Path
 
 from ...engine.errors import LaunchError, quote, shorten, suggestion
@@ -18,6 +23,7 @@ from ...engine.errors import LaunchError, quote, shorten, suggestion
 # a name.
 _HOST = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
 _MOST_BYTES = 16 << 20
+_ANSWER_SECONDS = 10
 _MOST_SLOTS = 2**16  # far above every host; more would fill the memory
 _LINE = re.compile(r"(\S+)\s+slots=(\d+)\s*(?:#.*)?")
 
@@ -144,6 +150,34 @@ def parse_slots(text: str) -> list[list[int]]:
 def world_size(hosts: Sequence[Host]) -> int:
     """Count the ranks: one for each slot of ``hosts``."""
     return sum(len(host.slots) for host in hosts)
+
+
+def trim(hosts: Sequence[Host], ranks: int) -> list[Host]:
+    """Return the first ``ranks`` slots of ``hosts``."""
+    first = accumulate((len(host.slots) for host in hosts), initial=0)
+    return [
+        Host(host.name, host.slots[: ranks - begin]) for host, begin in zip(hosts, first, strict=False) if begin < ranks
+    ]
+
+
+def hosts_that_answer(hosts: Sequence[Host]) -> list[Host]:
+    """Return the hosts on which ssh can run a command. This host is always one of them."""
+    own, quiet = socket.gethostname().partition(".")[0], subprocess.DEVNULL
+    command = ["ssh", "-o", "BatchMode=yes", "-o", f"ConnectTimeout={_ANSWER_SECONDS}"]
+    asked = {
+        host.name: subprocess.Popen([*command, host.name, "true"], stdin=quiet, stdout=quiet, stderr=quiet)
+        for host in hosts
+        if host.name.partition(".")[0] not in (own, "localhost", "127")
+    }
+    waits_until = time.monotonic() + 2 * _ANSWER_SECONDS
+    answers = dict[str, bool]()
+    for name, process in asked.items():
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            process.wait(max(0.0, waits_until - time.monotonic()))
+        answers[name] = process.returncode == 0
+        process.kill()
+        process.wait()
+    return [host for host in hosts if answers.get(host.name, True)]
 
 
 def describe(hosts: Sequence[Host]) -> list[str]:

@@ -10,7 +10,7 @@ import re
 import shlex
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
@@ -20,7 +20,9 @@ from ...engine.distributed.hosts import split_tensor_group
 from ...engine.environment.child import child_environment, variables_with
 from ...engine.errors import ConfigError, LaunchError, quote
 from ..degrees import Degrees, visible_devices
+from ..fatal_errors import say
 from ..own_command import search_path
+from ..restarts import End, await_lock, on_fewer_ranks, run_again
 from ..signals import caught_signals
 from . import slurm
 from .commands import (
@@ -34,8 +36,8 @@ from .commands import (
     stop_command,
     train_command,
 )
-from .hosts import Host, check_host, describe, read_hostfile, select, world_size
-from .watch import pass_on_by, pass_on_by_mpirun, run_watched
+from .hosts import Host, check_host, describe, hosts_that_answer, read_hostfile, select, trim, world_size
+from .watch import pass_on_by, run_watched
 
 
 @dataclass(frozen=True)
@@ -61,6 +63,7 @@ class LaunchOptions:
         container: run the tasks in this image.
         container_mounts: what is mounted in the container in addition to the working directory.
         signal_seconds: checkpoint and requeue this long before the time limit.
+        restarts: how often the run starts again after the loss of a rank or a host.
     """
 
     launcher: Literal["local", "deepspeed", "mpirun", "slurm"]
@@ -81,6 +84,7 @@ class LaunchOptions:
     container: str | None = None
     container_mounts: str | None = None
     signal_seconds: int = 300
+    restarts: int = 0
 
 
 def _shortened(*options: str) -> str:
@@ -141,32 +145,56 @@ def launch(options: LaunchOptions, words: Sequence[str], dump_dir: Path, degrees
     )
     degrees.check(world_size(hosts), f"slots of {len(hosts)} hosts")
     _warn_of_split_groups([host.name for host in hosts for _ in host.slots], degrees)
-    master = (_master(options.master_addr, hosts), options.master_port or 29500)
-    settings: dict[str, str] = {}
-    if options.launcher == "deepspeed":
-        command, settings = deepspeed_command(start, hosts, options.hostfile, master)
-        if not options.dry_run and find_spec("deepspeed") is None:
-            raise LaunchError(
-                "--launcher deepspeed: the package deepspeed is not installed; pip install 'sdp-engine[deepspeed]'"
-            )
-        programs = ["pdsh", "ssh"]
-    else:
-        program = options.mpirun
-        flavour = options.mpi or flavour_of(program)
-        command = mpirun_command(start, hosts, flavour, program, master)
-        programs = [program]
     if options.dry_run:
+        command, settings = _command(options, start, hosts)
         _print(command, settings, [*describe(hosts), "every rank: " + shlex.join(["sdp", *words])])
         return 0
-    for name in programs:
+    if options.launcher == "deepspeed" and find_spec("deepspeed") is None:
+        raise LaunchError(
+            "--launcher deepspeed: the package deepspeed is not installed; pip install 'sdp-engine[deepspeed]'"
+        )
+    for name in ["pdsh", "ssh"] if options.launcher == "deepspeed" else [options.mpirun]:
         require(name, f"--launcher {options.launcher}")
-    environ = child_environment(settings, {})
-    if options.launcher == "deepspeed":  # the ssh sessions of pdsh notice a silent host first
-        seconds, pass_on = 2 * SILENT_SECONDS, pass_on_by(partial(stop_command, hosts, master), environ)
-    else:
-        seconds, pass_on = SILENT_SECONDS, pass_on_by_mpirun
+    return _run_on_hosts(options, start, hosts, dump_dir, degrees)
+
+
+def _command(options: LaunchOptions, start: Start, hosts: Sequence[Host]) -> tuple[list[str], dict[str, str]]:
+    """Build the command of DeepSpeed's launcher or mpirun, and its variables."""
+    assert options.hostfile is not None
+    master = _master(options, hosts)
+    if options.launcher == "deepspeed":
+        return deepspeed_command(start, hosts, options.hostfile, master)
+    flavour = options.mpi or flavour_of(options.mpirun)
+    return mpirun_command(start, hosts, flavour, options.mpirun, master), {}
+
+
+def _run_on_hosts(options: LaunchOptions, start: Start, hosts: Sequence[Host], dump_dir: Path, degrees: Degrees) -> int:
+    """Run on the hosts, and again on those that are left after the loss of a rank or a host."""
+    left = list(hosts)
+
+    def run(words: Sequence[str]) -> End:
+        command, settings = _command(options, replace(start, words=[*start.words, *words]), left)
+        environ = child_environment(settings, {})
+        if options.launcher == "mpirun":
+            return run_watched(command, environ, SILENT_SECONDS, received)
+        stop = pass_on_by(partial(stop_command, left, _master(options, left)), environ)
+        # The ssh sessions of pdsh notice a silent host first.
+        return run_watched(command, environ, 2 * SILENT_SECONDS, received, stop, ends_ranks=True)
+
+    def prepare() -> list[str]:
+        nonlocal left
+        answering = hosts_that_answer(hosts)
+        if gone := [host.name for host in hosts if host not in answering]:
+            say(f"without {', '.join(gone)}, which {'does' if len(gone) == 1 else 'do'} not answer")
+        if options.master_addr is not None and hosts[0] not in answering:
+            raise LaunchError(f"--master-addr {options.master_addr} is the address of {hosts[0].name}")
+        ranks, words = on_fewer_ranks(degrees, world_size(hosts), world_size(answering))
+        left = trim(answering, ranks)
+        await_lock(dump_dir, received)
+        return words
+
     with caught_signals() as received:
-        return run_watched(command, environ, seconds, received, pass_on)
+        return run_again(run, options.restarts, received, prepare)
 
 
 def _local(start: Start, options: LaunchOptions, degrees: Degrees) -> int:
@@ -176,6 +204,8 @@ def _local(start: Start, options: LaunchOptions, degrees: Degrees) -> int:
         command += ["--nproc", str(options.gpus_per_node)]
     else:
         degrees.processes(None, visible_devices())
+    if options.restarts:
+        command += ["--restarts", str(options.restarts)]
     if options.dry_run:
         _print(command, start.search_path, [])
         return 0
@@ -196,6 +226,7 @@ def _slurm(start: Start, options: LaunchOptions, dump_dir: Path, degrees: Degree
         options.signal_seconds,
         options.container,
         options.container_mounts,
+        options.restarts,
     )
     folder = dump_dir.absolute() / slurm.FOLDER
     text = slurm.script(job, start, dump_dir.absolute())
@@ -237,13 +268,15 @@ def _extra(options: LaunchOptions) -> list[str]:
     return words
 
 
-def _master(given: str | None, hosts: Sequence[Host]) -> str:
+def _master(options: LaunchOptions, hosts: Sequence[Host]) -> tuple[str, int]:
+    """Return the address and the port of rank 0."""
+    given = options.master_addr
     address = check_host(given, "--master-addr") if given is not None else hosts[0].name
     if len(hosts) > 1 and (address == "localhost" or address.startswith("127.")):
         raise LaunchError(
             f"the hosts cannot reach rank 0 at {address}; use another name for the first host, or give --master-addr"
         )
-    return address
+    return address, options.master_port or 29500
 
 
 def _print(command: Sequence[str], settings: Mapping[str, str], notes: Sequence[str]) -> None:

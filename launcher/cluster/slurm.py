@@ -29,7 +29,7 @@ FOLDER, SCRIPT, EVENTS = "slurm", "job.sh", "events"
 # The value of an option is not quoted in a script. These characters are enough for a partition, a
 # constraint (a100&nvlink) or a time (1-12:00:00).
 _VALUE = re.compile(r"[A-Za-z0-9_.,:=@+/\[\]()&|*!-]+")
-_EVENT = re.compile(r"\d{1,18} \d{1,18} (submitted|running|requeued|time-limit-near|told-to-end|ended \d+)")
+_EVENT = re.compile(r"\d{1,18} \d{1,18} (submitted|running|requeued|time-limit-near|told-to-end|lost|ended \d+)")
 _STOPPED = 143  # 128 + SIGTERM: sdp train wrote its checkpoint
 
 
@@ -46,6 +46,7 @@ class Job:
         signal_seconds: how long before the time limit the run is told to write a checkpoint.
         container: run the tasks in this image.
         container_mounts: what is mounted in the container in addition to the working directory.
+        restarts: how often the job goes back to the queue after the loss of a rank.
     """
 
     name: str
@@ -56,6 +57,7 @@ class Job:
     signal_seconds: int
     container: str | None = None
     container_mounts: str | None = None
+    restarts: int = 0
 
 
 def script(job: Job, start: Start, dump_dir: Path) -> str:
@@ -96,6 +98,7 @@ def script(job: Job, start: Start, dump_dir: Path) -> str:
         folder=shlex.quote(str(folder)),
         srun=shlex.join([*_srun(job, start, folder), *train_command(start)]),
         stopped=_STOPPED,
+        restarts=job.restarts,
     )
 
 
@@ -237,11 +240,11 @@ note() {{ printf '%(%s)T %s %s\n' -1 "$SLURM_JOB_ID" "$*" >> {events}; }}
 
 resume=()
 if [ "${{SLURM_RESTART_COUNT:-0}}" -gt 0 ]; then resume=(--resume); fi
-out_of_time=
+out_of_time= told=
 trap 'out_of_time=1; note time-limit-near; scancel --signal=TERM "$SLURM_JOB_ID"' USR1
 # SIGTERM comes from scancel or a preemption. Every task gets it too and writes its checkpoint. This
 # script waits for the tasks.
-trap 'note told-to-end' TERM
+trap 'told=1; note told-to-end' TERM
 
 note running
 said={folder}/job-$SLURM_JOB_ID-srun.log
@@ -254,7 +257,13 @@ first=$(grep -m 1 -E '^srun: error: [^ ]+: tasks? ' "$said")
 if [[ "$first" =~ "Exited with exit code "([0-9]+) ]]; then code="${{BASH_REMATCH[1]}}"; fi
 if [[ "$first" =~ ": "(Killed|Out Of Memory)$ ]]; then code=137; fi
 
-if [ -n "$out_of_time" ] && [ "$code" -eq {stopped} ]; then
+requeues=
+if [ -n "$out_of_time" ]; then
+    [ "$code" -ne {stopped} ] || requeues=1
+elif [ -z "$told" ] && [ "$code" -ne 0 ] && [ "$code" -ne 2 ]; then
+    [ "$(grep -c " $SLURM_JOB_ID lost$" {events})" -ge {restarts} ] || {{ note lost; requeues=1; }}
+fi
+if [ -n "$requeues" ]; then
     note requeued
     scontrol requeue "$SLURM_JOB_ID" && exit 0
 fi

@@ -21,15 +21,18 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import IO
 
 from ...engine.errors import LaunchError
-from ..fatal_errors import say
-from ..signals import GRACE_SECONDS, ignored
+from ..fatal_errors import say, tells_of_loss
+from ..restarts import End
+from ..signals import CAUGHT, GRACE_SECONDS, ignored
 
 _POLL_SECONDS = 0.1
 # The start of a line, as mpirun's --tag-output and --timestamp-output or pdsh write it.
 _TAG = rb"(?:[^<\n]{0,60}<std\w+>:?\s*|[\w.-]+: )?"
 # A line that says that the job ends: a rank's reason, or what mpirun (Open MPI 4 and 5) says when
 # it ends the other ranks.
-_ENDING = re.compile(_TAG + rb"(?:sdp: error: |Primary job +terminated normally, but|\S+ (?:noticed|detected) that )")
+_ENDING = re.compile(
+    _TAG + rb"(?:sdp: error: (?P<reason>.*)|Primary job +terminated normally, but|\S+ (?:noticed|detected) that )"
+)
 # Passes a signal on to the ranks of a running launcher. The last argument is True if the ranks must
 # end at once.
 PassOn = Callable[[subprocess.Popen[bytes], int, bool], object]
@@ -40,6 +43,7 @@ class _Ending:
 
     def __init__(self, stream: IO[bytes]):
         self.since: float | None = None
+        self.reason = ""  # of the first rank that said one
         self._stream = stream
         self._thread = threading.Thread(target=self._forward, daemon=True)
         self._thread.start()
@@ -58,8 +62,9 @@ class _Ending:
             with contextlib.suppress(OSError):
                 sys.stderr.buffer.write(line)
                 sys.stderr.buffer.flush()
-            if self.since is None and _ENDING.match(line):
-                self.since = time.monotonic()
+            if (found := _ENDING.match(line)) is not None:
+                self.since = self.since or time.monotonic()
+                self.reason = self.reason or (found["reason"] or b"").decode(errors="replace")
 
 
 def pass_on_by_mpirun(process: subprocess.Popen[bytes], number: int, at_once: bool) -> None:
@@ -85,8 +90,10 @@ def run_watched(
     seconds: float,
     received: Sequence[int],
     pass_on: PassOn = pass_on_by_mpirun,
-) -> int:
-    """Run the launcher ``command`` and return its exit code.
+    *,
+    ends_ranks: bool = False,
+) -> End:
+    """Run the launcher ``command``, and return its exit code and whether a rank or host was lost.
 
     Signals to this process reach the ranks through ``pass_on``. After the first signal the ranks
     may write a checkpoint, however long that takes. The second one ends the job. The exit code is
@@ -96,9 +103,12 @@ def run_watched(
         command: the command of the launcher.
         environ: the environment of the launcher.
         seconds: the launcher is killed this long after it said that the job ends, or after a second
-            signal. Some seconds before, ranks that do not end themselves are ended.
+            signal.
         received: the signals to this process, see :func:`~sdp.launcher.signals.caught_signals`.
         pass_on: passes a signal on to the ranks.
+        ends_ranks: end ranks through ``pass_on`` some seconds after the job was said to end. This
+            is for a launcher that does not end ranks which do not end themselves, such as a stopped
+            one.
 
     Raises:
         LaunchError: the command cannot be started.
@@ -112,7 +122,7 @@ def run_watched(
         except OSError as error:
             raise LaunchError(f"{command[0]} cannot be started: {error.strerror}") from None
         assert process.stderr is not None
-        ending, passed_on, has_ended_ranks = _Ending(process.stderr), 0, False
+        ending, passed_on = _Ending(process.stderr), 0
         while process.poll() is None:
             for number in received[passed_on:]:
                 pass_on(process, number, passed_on > 0)
@@ -120,19 +130,21 @@ def run_watched(
             if passed_on > 1 and ending.since is None:
                 ending.since = time.monotonic()
             ended = time.monotonic() - ending.since if ending.since is not None else 0.0
-            if ended > min(GRACE_SECONDS, seconds / 2) and not has_ended_ranks:
+            if ends_ranks and ended > GRACE_SECONDS:
                 pass_on(process, signal.SIGTERM, True)
-                has_ended_ranks = True
+                ends_ranks = False
             if ended > seconds:
                 os.killpg(process.pid, signal.SIGKILL)
                 process.wait()
                 say(f"{command[0]} still waits for a host {seconds:g} s after the job's end: killed")
-                return 128 + received[0] if received else 1
+                return End(128 + received[0], is_loss=False) if received else End(1, is_loss=True)
             time.sleep(_POLL_SECONDS)
         ending.finish(_POLL_SECONDS * 10)
     code = process.returncode
     # 1 and 2 are the codes of a failed sdp. MPICH may return 0 after a signal, whatever its ranks
     # return.
     if received and code not in (1, 2):
-        return 128 + received[0]
-    return code if code >= 0 else 128 - code
+        return End(128 + received[0], is_loss=False)
+    code = code if code >= 0 else 128 - code
+    stopped = code in (0, 2, *(128 + number for number in CAUGHT))
+    return End(code, not stopped and (not ending.reason or tells_of_loss(ending.reason)))

@@ -45,14 +45,17 @@ from pathlib import Path
 signal.signal(signal.SIGINT, signal.default_int_handler)
 sys.path.insert(0, {folder!r})
 from sdp.launcher.local import start_local
-sys.exit(start_local({argv!r}, {processes}, Path({logs!r}), grace_seconds={grace}, command={command!r}))
+logs, options = Path({logs!r}), dict(grace_seconds={grace}, restarts={restarts}, command={command!r})
+sys.exit(start_local({argv!r}, {processes}, logs, **options))
 """
 
 
 class Job:
     """A launcher process over tiny ranks that run ``body``."""
 
-    def __init__(self, folder: Path, body: str, processes: int = 3, grace: float = 5.0, **options) -> None:
+    def __init__(
+        self, folder: Path, body: str, processes: int = 3, grace: float = 5.0, restarts: int = 0, **options
+    ) -> None:
         self.notes, self.logs, self.processes = folder / "notes", folder / "logs", processes
         self.notes.mkdir()
         script = folder / "rank.py"
@@ -63,6 +66,7 @@ class Job:
             processes=processes,
             logs=str(self.logs),
             grace=grace,
+            restarts=restarts,
             command=(sys.executable, str(script)),
         )
         options = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True, "cwd": folder, **options}
@@ -249,6 +253,29 @@ while True:
     job.process.send_signal(signal.SIGINT)
     assert job.end()[0] == 130
     assert not any(alive(pid) for pid in job.pids())
+
+
+def test_a_killed_rank_starts_the_run_again_and_a_known_error_does_not(tmp_path: Path) -> None:
+    body = """
+if rank == 1 and "--resume" not in sys.argv:
+    os.kill(os.getpid(), signal.SIGKILL)
+if "--resume" in sys.argv:
+    print(*sys.argv[1:], flush=True)
+    await_note("pid-1")
+    if rank == 0:
+        report_fatal("sdp: error: the loss is NaN", 1, above)
+        sys.exit(1)
+time.sleep(60)
+"""
+    job = Job(tmp_path, body, processes=2, restarts=5)
+    code, out, err = job.end()
+    assert (code, out) == (1, "argument --resume\n")
+    killed, known = job.logs / "rank-1.log", job.logs / "rank-0.log"
+    assert err.splitlines() == [
+        f"sdp: error: rank 1 on {HOST} was killed by SIGKILL, perhaps for lack of memory; its log: {killed}",
+        "sdp: restart 1 of 5 from the newest checkpoint in 1 s",
+        f"sdp: error: rank 0 on {HOST} ended with exit code 1 (the loss is NaN); its log: {known}",
+    ]
 
 
 def test_no_orphans_when_the_launcher_is_killed(tmp_path: Path) -> None:

@@ -220,7 +220,7 @@ def test_starts_a_process_for_each_group(config: Path, training: SimpleNamespace
     assert training.args is None
     assert training.started == (
         (tuple(words), 4, tmp_path / "run/logs"),
-        {"on_cpu": True, "stop_seconds": STOP_SECONDS},
+        {"on_cpu": True, "stop_seconds": STOP_SECONDS, "restarts": 0},
     )
 
 

@@ -69,6 +69,8 @@ class Facts:
     data_parallel_sent: float | None = None
     spikes_skipped: int | None = None  # None if the run did not look for spikes
     rollbacks: int | None = None
+    restarts: int = 0
+    lost_steps: int = 0  # made again after a restart
     rates: str | None = None  # the factors of the units' learning rates, with sdp.lr_scale
     masking: str | None = None  # the steps of each phase, with a schedule of maskings
     phase_seconds: dict[str, float] = field(default_factory=dict)  # of a step with each masking of a schedule
@@ -162,6 +164,8 @@ def facts_of(run: Run) -> Facts:
         data_parallel_sent=summary.get("ddp_comm_bytes_per_step"),
         spikes_skipped=last.get("spikes_skipped"),
         rollbacks=last.get("rollbacks"),
+        restarts=len(run.restarts),
+        lost_steps=sum(line.get("lost_steps", 0) for line in run.restarts),
         rates=_rates(run),
         masking=describe_phases(phases_of(run.metrics)),
         phase_seconds=_phase_seconds(settled),

@@ -70,6 +70,9 @@ def _identity(runs: Sequence[Facts]) -> list[Row]:
         text_row(_counted(runs), [f"{run.tokens:,}" for run in runs]),
         plain_row("steps skipped for a spike", [run.spikes_skipped for run in runs], ",d"),
         plain_row("rollbacks after a spike", [run.rollbacks for run in runs], ",d"),
+        text_row(
+            "restarts", [f"{run.restarts:,} ({run.lost_steps:,} steps lost)" if run.restarts else None for run in runs]
+        ),
     ]
 
 

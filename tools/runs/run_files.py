@@ -22,14 +22,14 @@ from ...engine.config.schema import Config
 from ...engine.errors import ConfigError, DataError, shorten
 from ...engine.json_files import parse_json, read_json_file
 from ...engine.placement.placement import Placement
+from ...launcher.restarts import LOCK
 from ..shared.files import WriteError, refuse_link, require_own_file, write_whole
 from .run_shapes import Line, RunConfig, SavedPlacement, Summary, find_wrong_field
 
 log = logging.getLogger("sdp")
 
-LOCK = ".lock"
 CONFIG, PLACEMENT, SUMMARY = "config.json", "placement.json", "summary.json"
-METRICS, EVALUATIONS = "metrics.jsonl", "evaluations.jsonl"
+METRICS, EVALUATIONS, RESTARTS = "metrics.jsonl", "evaluations.jsonl", "restarts.jsonl"
 MOST_LINE_BYTES = 16 << 20  # of these two, far more than a run writes
 DIRECTORIES = ("checkpoints", "csv", "logs", "plots", "profile", "tensorboard", "wandb")
 PLOT = "plots/loss.png"
@@ -49,7 +49,7 @@ class RunFiles:
     def __init__(self, dump_dir: Path, resume: bool):
         self.dump_dir = dump_dir
         self._open: dict[str, TextIO] = {}
-        for name in (LOCK, CONFIG, PLACEMENT, SUMMARY, METRICS, EVALUATIONS):
+        for name in (LOCK, CONFIG, PLACEMENT, SUMMARY, METRICS, EVALUATIONS, RESTARTS):
             require_own_file(dump_dir / name)
         for name in DIRECTORIES:
             refuse_link(dump_dir / name)
@@ -61,7 +61,7 @@ class RunFiles:
             raise ConfigError(f"--dump-dir {dump_dir}: cannot be written ({error.strerror})") from None
         _lock(self._lock, dump_dir)
         if not resume:
-            for name in (METRICS, EVALUATIONS, SUMMARY):  # left by a run that ended before its first step
+            for name in (METRICS, EVALUATIONS, RESTARTS, SUMMARY):  # left by a run that ended before its first step
                 (dump_dir / name).unlink(missing_ok=True)
 
     def write_config(self, config: Config | Mapping[str, Any]) -> None:
@@ -86,6 +86,12 @@ class RunFiles:
     def summary(self, data: Mapping[str, Any]) -> None:
         """Write the summary at the end of the run."""
         self._replace(SUMMARY, data)
+
+    def restart(self, step: int) -> None:
+        """Note that the run goes on from ``step``, and how many steps are made again."""
+        last = max((line["step"] for line in _read_lines(self.dump_dir / METRICS)), default=0)
+        if last:
+            self._append(RESTARTS, {"step": step, "lost_steps": max(0, last - step)})
 
     def truncate_after(self, step: int) -> None:
         """Remove the lines after ``step`` and the summary, so that a resumed run has every step
@@ -144,6 +150,7 @@ class Run:
     placement: dict[str, Any] | None
     metrics: list[dict[str, Any]]
     evaluations: list[dict[str, Any]]
+    restarts: list[dict[str, Any]]
     summary: dict[str, Any] | None
 
     @property
@@ -166,6 +173,7 @@ def read_run(dump_dir: Path) -> Run:
         placement=_read_object(dump_dir / PLACEMENT, SavedPlacement),
         metrics=_read_lines(dump_dir / METRICS),
         evaluations=_read_lines(dump_dir / EVALUATIONS),
+        restarts=_read_lines(dump_dir / RESTARTS),
         summary=_read_object(dump_dir / SUMMARY, Summary),
     )
 

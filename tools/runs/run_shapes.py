@@ -25,7 +25,7 @@ class _Shape(BaseModel):
 
 
 class Line(_Shape):
-    """A line of metrics.jsonl or evaluations.jsonl."""
+    """A line of metrics.jsonl, evaluations.jsonl or restarts.jsonl."""
 
     step: Count
     tokens: Count = 0
@@ -38,6 +38,7 @@ class Line(_Shape):
     comm_bytes_by_kind: Numbers = None
     spikes_skipped: Count | None = None
     rollbacks: Count | None = None
+    lost_steps: Count = 0
 
 
 class _Model(_Shape):

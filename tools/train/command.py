@@ -40,16 +40,26 @@ def run(args: argparse.Namespace) -> int:
                 f"--nproc {options.nproc}: {environment.source} started {environment.world_size} processes; leave it "
                 "out"
             )
+        if options.restarts and environment.source != "sdp":
+            raise ConfigError(
+                f"--restarts {options.restarts}: {environment.source} started this process, and would have to start "
+                "it again; use sdp launch --restarts"
+            )
         degrees.check(environment.world_size, environment.source)
         return _run_rank(options)
     devices = visible_devices()
     processes = degrees.processes(options.nproc, devices)
-    if processes > 1:
+    if processes > 1 or options.restarts:
         from ...launcher.local import start_local
 
         _check_files(config, options)
         return start_local(
-            options.argv, processes, options.dump_dir / "logs", on_cpu=devices == 0, stop_seconds=STOP_SECONDS
+            options.argv,
+            processes,
+            options.dump_dir / "logs",
+            on_cpu=devices == 0,
+            stop_seconds=STOP_SECONDS,
+            restarts=options.restarts,
         )
     from ...launcher.local import become_single
 

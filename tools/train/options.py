@@ -11,6 +11,8 @@ from pathlib import Path
 from ...engine.environment.supervision import Supervision
 from ..shared.arguments import Parser, add_config_arguments, positive_int
 
+RESTARTS_HELP = "start again from the newest checkpoint after the loss of a rank or host, N times at most (default: 0)"
+
 
 @dataclass(frozen=True)
 class TrainOptions:
@@ -23,6 +25,7 @@ class TrainOptions:
         resume: continue from the newest checkpoint.
         fsdp: ranks that share a group's state, None for all that are left.
         nproc: processes to start, None to count them from the configuration.
+        restarts: how often a run that loses a rank starts again.
         profile: the steps to profile, as text, or None.
         argv: the words of the command line, for the processes that this one starts.
         above: the launcher of this package that started this process, or None.
@@ -34,6 +37,7 @@ class TrainOptions:
     resume: bool = False
     fsdp: int | None = None
     nproc: int | None = None
+    restarts: int = 0
     profile: str | None = None
     argv: tuple[str, ...] = ()
     above: Supervision | None = None
@@ -52,6 +56,7 @@ class TrainOptions:
             resume=args.resume,
             fsdp=args.fsdp,
             nproc=args.nproc,
+            restarts=args.restarts,
             profile=args.profile,
             argv=tuple(args.argv),
             above=args.above,
@@ -90,6 +95,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--resume", action="store_true", help="continue from the newest checkpoint in the dump directory"
     )
+    parser.add_argument("--restarts", metavar="N", type=positive_int, default=0, help=RESTARTS_HELP)
     parser.add_argument(
         "--profile",
         metavar="STEPS",

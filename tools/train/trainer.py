@@ -23,7 +23,7 @@ class Trainer:
         run, engine = self._run, self._run.engine
         resumed = resume and run.checkpoints.resume()
         start = engine.global_steps
-        run.write_start(engine.layout.placement, truncate_after=start if resumed else -1 if resume else None)
+        run.write_start(engine.layout.placement, resume=resume, resumed=resumed)
         run.set_last_step(start)
         run.announce(start)
         run.tell_start(start)

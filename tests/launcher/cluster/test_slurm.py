@@ -3,6 +3,7 @@ tests/cluster.
 """
 
 import os
+import subprocess
 from pathlib import Path
 
 import pytest
@@ -131,3 +132,33 @@ def test_no_job(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     assert "submitted no job for it" in capsys.readouterr().err
     assert main(["launch", "--launcher", "slurm", "--status", str(tmp_path), "run.json"]) == 2
     assert "--status starts nothing" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("code", "restarts", "events"),
+    [
+        (137, 1, ["running", "lost", "requeued", "running", "ended 137"]),
+        (1, 0, ["running", "ended 1", "running", "ended 1"]),
+        (2, 1, ["running", "ended 2", "running", "ended 2"]),
+    ],
+)
+def test_a_job_whose_ranks_fail_goes_back_to_the_queue(
+    capsys: pytest.CaptureFixture[str], folder: Path, code: int, restarts: int, events: list[str]
+) -> None:
+    """The script runs twice, with programs in place of SLURM's."""
+    words = ["launch", "--launcher", "slurm", "--gpus-per-node", "2", "--dry-run", "--dump-dir", "out"]
+    words[6:6] = [*(["--restarts", str(restarts)] if restarts else []), "run.json"]
+    assert main(words) == 0
+    (folder / "out/slurm").mkdir(parents=True)
+    (folder / "job.sh").write_text(capsys.readouterr().out.partition("\n")[2])
+    for name, script in (("srun", f'echo "$@" >> started; exit {code}'), ("scontrol", 'echo "$@" >> requeued')):
+        (folder / name).write_text(f"#!/bin/sh\n{script}\n")
+        (folder / name).chmod(0o755)
+    environ = os.environ | {"PATH": f"{folder}:{os.environ['PATH']}", "SLURM_JOB_ID": "7"}
+    for restart in ("0", "1"):
+        subprocess.run(["bash", "job.sh"], env=environ | {"SLURM_RESTART_COUNT": restart}, check=False)
+    assert [line.split(" ", 2)[2] for line in (folder / "out/slurm/events").read_text().splitlines()] == events
+    assert "--resume" not in (folder / "started").read_text().splitlines()[0]
+    assert (folder / "started").read_text().splitlines()[1].endswith(" --resume")
+    requeued = (folder / "requeued").read_text() if "requeued" in events else ""
+    assert requeued == "requeue 7\n" * ("requeued" in events)

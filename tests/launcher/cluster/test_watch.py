@@ -26,8 +26,8 @@ from sdp.tests.support.processes import until
 )
 def test_ended_when_it_hangs_after_its_job(capfdbinary: pytest.CaptureFixture[bytes], line: str) -> None:
     started = time.monotonic()
-    script = 'trap "" TERM; echo "$1" >&2; sleep 60'
-    assert run_watched(["sh", "-c", script, "sh", line], os.environ, 0.3, []) == 1
+    script = 'echo "$1" >&2; exec sleep 60'
+    assert run_watched(["sh", "-c", script, "sh", line], os.environ, 0.3, []).code == 1
     assert time.monotonic() - started < 30
     out, err = capfdbinary.readouterr()
     assert (out, err.decode().splitlines()) == (
@@ -45,18 +45,18 @@ def test_ranks_that_a_launcher_leaves_are_killed(monkeypatch: pytest.MonkeyPatch
         process.terminate()
 
     command = ["sh", "-c", "echo 'sdp: error: rank 0' >&2; exec sleep 60"]
-    assert run_watched(command, os.environ, 30, [], tell) == 128 + signal.SIGTERM
+    assert run_watched(command, os.environ, 30, [], tell, ends_ranks=True).code == 128 + signal.SIGTERM
     assert told == [(signal.SIGTERM, True)]
 
 
 def test_left_alone_while_its_job_runs(capfdbinary: pytest.CaptureFixture[bytes]) -> None:
     script = "echo out; echo 'a line about sdp: error: and noticed that' >&2; sleep 1; printf last >&2; exit 7"
-    assert run_watched(["sh", "-c", script], os.environ, 0.1, []) == 7
+    assert run_watched(["sh", "-c", script], os.environ, 0.1, []).code == 7
     assert capfdbinary.readouterr() == (b"out\n", b"a line about sdp: error: and noticed that\nlast")
 
 
 def test_killed_by_a_signal() -> None:
-    assert run_watched(["sh", "-c", "kill -9 $$"], os.environ, 1, []) == 128 + signal.SIGKILL
+    assert run_watched(["sh", "-c", "kill -9 $$"], os.environ, 1, []).code == 128 + signal.SIGKILL
 
 
 def test_signals_are_passed_on(tmp_path: Path) -> None:
@@ -64,7 +64,7 @@ def test_signals_are_passed_on(tmp_path: Path) -> None:
     code = "import os, sys; from sdp.launcher.cluster.watch import run_watched\n"
     code += "from sdp.launcher.signals import caught_signals\n"
     code += "with caught_signals() as received:\n"
-    code += "    sys.exit(run_watched(['sh', '-c', sys.argv[1]], os.environ, 20, received))"
+    code += "    sys.exit(run_watched(['sh', '-c', sys.argv[1]], os.environ, 20, received).code)"
     environ = dict(os.environ, PYTHONPATH=str(Path(sdp.__path__[0]).parent))
     process = subprocess.Popen([sys.executable, "-P", "-c", code, script], env=environ)
     try:
@@ -85,5 +85,5 @@ def test_the_signals_of_the_caller_stay_as_they_were() -> None:
     """What a process ignores, the commands that it starts later ignore too."""
     signal.signal(signal.SIGTTOU, signal.SIG_DFL)
     before = {number: signal.getsignal(number) for number in signal.valid_signals()}
-    assert run_watched(["true"], os.environ, 1, []) == 0
+    assert run_watched(["true"], os.environ, 1, []).code == 0
     assert {number: signal.getsignal(number) for number in signal.valid_signals()} == before

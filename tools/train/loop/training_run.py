@@ -92,19 +92,20 @@ class TrainingRun:
 
     # -- the start ---------------------------------------------------------------------------------
 
-    def write_start(self, placement: Placement, *, truncate_after: int | None) -> None:
+    def write_start(self, placement: Placement, *, resume: bool, resumed: bool) -> None:
         """Write the files that describe the run.
 
         A resume that fails before this leaves the run unchanged.
 
         Args:
             placement: which group holds which unit.
-            truncate_after: the step after which lines of an earlier run are removed, None to keep
-                all of them.
+            resume: whether the run goes on with the files of an earlier one.
+            resumed: whether there was a checkpoint.
         """
         if self.files is not None:
-            if truncate_after is not None:
-                self.files.truncate_after(truncate_after)
+            if resume:
+                self.files.restart(self.engine.global_steps)
+                self.files.truncate_after(self.engine.global_steps if resumed else -1)
             self.files.write_config(self.config)
             self.files.write_placement(placement)
 

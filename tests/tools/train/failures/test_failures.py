@@ -23,7 +23,10 @@ from typing import Any
 
 import pytest
 from sdp.data.prepare import prepare
+from sdp.engine.config.load import load_config
+from sdp.launcher.degrees import Degrees
 from sdp.launcher.heartbeat import Whereabouts
+from sdp.launcher.restarts import on_fewer_ranks
 from sdp.tests.support.forks.command import ForkedCommand, forked_rank
 from sdp.tests.support.processes import alive, until
 from sdp.tests.support.small_runs import SMALL_LLAMA, run_sdp
@@ -198,6 +201,36 @@ def test_ten_kills_at_random_moments(config: Path, tmp_path: Path, undisturbed: 
         code, err = Job(config, dump_dir, "--resume").end()
         assert code == 0, (trial, rank, wait, err)
         assert losses(dump_dir) == undisturbed, (trial, rank, wait)
+
+
+def test_a_run_that_loses_a_rank_goes_on_by_itself(
+    config: Path, tmp_path: Path, undisturbed: list[float], capsys: pytest.CaptureFixture[str]
+) -> None:
+    job = Job(config, tmp_path / "run", "--restarts", "2")
+    job.signal_rank_when(1, signal.SIGKILL, lambda place: place.step >= 5 and place.phase == "backward")
+    code, err = job.end()
+    assert code == 0, err
+    assert "sdp: restart 1 of 2 from the newest checkpoint in 1 s" in err
+    assert losses(tmp_path / "run") == undisturbed
+    (restart,) = map(json.loads, (tmp_path / "run" / "restarts.jsonl").read_text().splitlines())
+    assert restart["step"] in (4, 6) and restart["lost_steps"] in (0, 1)
+    assert main(["report", str(tmp_path / "run")]) == 0
+    assert re.search(rf"restarts +1 \({restart['lost_steps']} steps lost\)", capsys.readouterr().out)
+
+
+def test_a_run_goes_on_with_fewer_groups_and_the_same_batch(config: Path, tmp_path: Path) -> None:
+    words = [*map(str, ["train", config, "--dump-dir", tmp_path / "run"]), "--groups", "4", "--set", "training.steps=2"]
+    ended = run_sdp(*words)
+    assert ended.returncode == 0, ended.stderr
+    degrees = Degrees(load_config(config, ["sdp.groups=4"]))
+    _, fewer = on_fewer_ranks(degrees, 4, 2)
+    words[-1] = f"training.steps={STEPS}"
+    ended = run_sdp(*words, "--resume", *fewer)
+    assert ended.returncode == 0, ended.stderr
+    lines = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    assert [line["samples"] for line in lines] == [8 * step for step in range(1, STEPS + 1)]
+    saved = json.loads((tmp_path / "run" / "config.json").read_text())
+    assert (saved["sdp"]["groups"], saved["gradient_accumulation_steps"]) == (2, 2)
 
 
 def test_a_rank_that_hangs_is_named_and_ends_the_run(config: Path, tmp_path: Path) -> None:

@@ -1,0 +1,137 @@
+"""Starts a run again from its newest checkpoint when it lost a rank or a host (``--restarts``)."""
+
+from __future__ import annotations
+
+import fcntl
+import itertools
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+from ..engine.batch.size import BatchSize
+from ..engine.distributed.mesh import mesh_of
+from ..engine.errors import LaunchError, SDPError, format_error
+from ..engine.placement.profiles import capacities
+from .degrees import Degrees
+from .fatal_errors import say
+
+LOCK = ".lock"  # in the dump directory; whoever writes the run's files holds it
+MOST_SECONDS = 60.0  # before a restart; the first one waits for a second
+# A file server may keep the lock of a host that is gone for 90 s.
+_LOCK_SECONDS = 120.0
+_POLL_SECONDS = 0.2
+
+
+class End(NamedTuple):
+    """How a run ended.
+
+    Attributes:
+        code: the exit code.
+        is_loss: whether a rank or a host was lost.
+    """
+
+    code: int
+    is_loss: bool
+
+
+def run_again(
+    start: Callable[[Sequence[str]], End],
+    restarts: int,
+    received: Sequence[int],
+    prepare: Callable[[], Sequence[str]] = list,
+) -> int:
+    """Run to the end, start again after each loss, and return the exit code of the whole.
+
+    A run is not started again after a mistake of the user, or after a signal.
+
+    Args:
+        start: runs with more words for ``sdp train``.
+        restarts: how often the run may start again, in all.
+        received: the signals to this process.
+        prepare: called before a restart. It returns more words for ``sdp train``.
+    """
+    words: Sequence[str] = ()
+    for restart in itertools.count(1):
+        end = start(words)
+        if not end.is_loss or received or restart > restarts:
+            return end.code
+        seconds = min(2.0 ** (restart - 1), MOST_SECONDS)
+        say(f"restart {restart} of {restarts} from the newest checkpoint in {seconds:g} s")
+        waits_until = time.monotonic() + seconds
+        while not received and time.monotonic() < waits_until:
+            time.sleep(_POLL_SECONDS)
+        try:
+            words = () if received else ("--resume", *prepare())
+        except SDPError as error:
+            say(f"error: the run is not started again: {format_error(error)}")
+            return end.code
+        if received:
+            return 128 + received[0]
+    raise AssertionError
+
+
+def await_lock(dump_dir: Path, received: Sequence[int]) -> None:
+    """Wait until no process writes the files of the run, or until a signal comes.
+
+    A rank on a host that is gone notices that only after some time.
+    """
+    waits_until = time.monotonic() + _LOCK_SECONDS
+    while not received and time.monotonic() < waits_until:
+        try:
+            with (dump_dir / LOCK).open("a") as file:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return
+        except BlockingIOError:
+            time.sleep(_POLL_SECONDS)
+        except OSError:  # the directory has no such file, or its file system has no locks
+            return
+
+
+def on_fewer_ranks(degrees: Degrees, started: int, left: int) -> tuple[int, list[str]]:
+    """Return with how many ranks a run goes on, and the words for ``sdp train`` that say so.
+
+    The fsdp and tp degrees and the batch of a step stay. The number of groups becomes as large as
+    the ranks allow, but not larger than before.
+
+    Args:
+        degrees: those with which the run was started first.
+        started: the ranks with which it was started first.
+        left: the ranks that are left.
+
+    Raises:
+        LaunchError: the ranks are too few, or a setting depends on the number of groups.
+        ConfigError: fewer groups do not have room for all units.
+    """
+    config, sdp = degrees.config, degrees.config.sdp
+    size = started // sdp.groups
+    groups = min(left // size, sdp.groups)
+    if groups == sdp.groups:
+        return started, []
+    if groups == 0:
+        raise LaunchError(f"{left} ranks are left, and a group has {size} (fsdp * tp)")
+    for key, depends in (
+        ("sdp.placement", isinstance(sdp.placement, dict)),
+        ("sdp.capacity", isinstance(sdp.capacity, list)),
+    ):
+        if depends:
+            raise LaunchError(f"{key} is given for each of {sdp.groups} groups, and the ranks left make {groups}")
+    batch, data_ranks = BatchSize.resolve(config, mesh_of(config, started)), groups * size // degrees.tp
+    accumulation, rest = divmod(batch.train, batch.micro * data_ranks)
+    if rest:
+        raise LaunchError(
+            f"train_batch_size {batch.train} does not divide by train_micro_batch_size_per_gpu {batch.micro} * "
+            f"{data_ranks} data ranks that are left"
+        )
+    settings = {
+        "train_batch_size": batch.train,
+        "train_micro_batch_size_per_gpu": batch.micro,
+        "gradient_accumulation_steps": accumulation,
+    }
+    smaller = config.model_copy(update={**settings, "sdp": sdp.model_copy(update={"groups": groups})})
+    capacities(smaller.sdp)
+    Degrees(smaller, size // degrees.tp).check(groups * size, "ranks that are left")
+    words = ["--groups", str(groups), "--fsdp", str(size // degrees.tp)]
+    for key, value in settings.items():
+        words += ["--set", f"{key}={value}"]
+    return groups * size, words

@@ -1,0 +1,137 @@
+"""When a run is started again, and with what."""
+
+from __future__ import annotations
+
+import fcntl
+import threading
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+from sdp.engine.config.load import load_config
+from sdp.engine.errors import ConfigError, LaunchError
+from sdp.launcher import restarts
+from sdp.launcher.degrees import Degrees
+from sdp.launcher.restarts import LOCK, End, await_lock, on_fewer_ranks, run_again
+
+
+class Lives:
+    """A run whose starts end in given ways."""
+
+    def __init__(self, *ends: End):
+        self.ends, self.words = list(ends), list[list[str]]()
+
+    def start(self, words: Sequence[str]) -> End:
+        self.words.append(list(words))
+        return self.ends[len(self.words) - 1]
+
+
+LOST, DONE, MISTAKE, STOPPED = End(1, True), End(0, False), End(2, False), End(143, False)
+
+
+@pytest.fixture(autouse=True)
+def at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(restarts, "MOST_SECONDS", 0.01)
+
+
+@pytest.mark.parametrize(
+    ("ends", "most", "code", "starts"),
+    [
+        ([LOST, LOST, DONE], 3, 0, 3),
+        ([LOST, LOST, LOST], 2, 1, 3),
+        ([LOST], 0, 1, 1),
+        ([MISTAKE], 3, 2, 1),
+        ([STOPPED], 3, 143, 1),
+        ([LOST, MISTAKE], 3, 2, 2),
+        ([End(1, False)], 3, 1, 1),  # the gradient is NaN, say
+    ],
+)
+def test_only_losses_are_answered_by_a_restart(ends: list[End], most: int, code: int, starts: int) -> None:
+    lives = Lives(*ends)
+    assert run_again(lives.start, most, [], lambda: ["--more"]) == code
+    assert lives.words == [[], *[["--resume", "--more"]] * (starts - 1)]
+
+
+def test_no_restart_after_a_signal(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert run_again(Lives(LOST).start, 3, [15]) == 1
+    monkeypatch.setattr(restarts, "MOST_SECONDS", 60.0)
+    received: list[int] = []
+    threading.Timer(0.3, received.append, [2]).start()
+    started = time.monotonic()
+    lives = Lives(*[LOST] * 9)
+    assert run_again(lives.start, 9, received) == 130
+    assert time.monotonic() - started < 10
+
+
+def test_what_makes_a_restart_impossible_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:
+    def prepare() -> list[str]:
+        raise LaunchError("3 ranks are left, and a group has 4")
+
+    assert run_again(Lives(LOST).start, 3, [], prepare) == 1
+    assert capsys.readouterr().err.splitlines() == [
+        "sdp: restart 1 of 3 from the newest checkpoint in 0.01 s",
+        "sdp: error: the run is not started again: 3 ranks are left, and a group has 4",
+    ]
+
+
+def test_a_restart_waits_for_the_lock_of_the_run(tmp_path: Path) -> None:
+    await_lock(tmp_path / "nowhere", [])
+    held = (tmp_path / LOCK).open("a")
+    fcntl.flock(held, fcntl.LOCK_EX)
+    threading.Timer(0.5, held.close).start()
+    started = time.monotonic()
+    await_lock(tmp_path, [])
+    assert 0.4 < time.monotonic() - started < 20
+    with (tmp_path / LOCK).open("a") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        await_lock(tmp_path, [15])
+
+
+def degrees(groups: int, tp: int = 1, train: int = 24, micro: int = 1, **section: Any) -> Degrees:
+    batch = {"train_batch_size": train, "train_micro_batch_size_per_gpu": micro}
+    return Degrees(load_config({"sdp": {"groups": groups, **section}, "tensor_parallel": {"autotp_size": tp}, **batch}))
+
+
+def words_of(groups: int, fsdp: int, train: int, micro: int, accumulation: int) -> list[str]:
+    batch = {
+        "train_batch_size": train,
+        "train_micro_batch_size_per_gpu": micro,
+        "gradient_accumulation_steps": accumulation,
+    }
+    settings = [word for key, value in batch.items() for word in ("--set", f"{key}={value}")]
+    return ["--groups", str(groups), "--fsdp", str(fsdp), *settings]
+
+
+@pytest.mark.parametrize(
+    ("given", "started", "left", "expected"),
+    [
+        (degrees(4), 4, 4, (4, [])),
+        (degrees(4), 4, 3, (3, words_of(3, 1, 24, 1, 8))),
+        (degrees(4, train=48, micro=2), 8, 7, (6, words_of(3, 2, 48, 2, 4))),
+        (degrees(2, tp=2), 8, 5, (4, words_of(1, 2, 24, 1, 12))),
+        (degrees(4, capacity=0.5), 8, 4, (4, words_of(2, 2, 24, 1, 6))),
+    ],
+)
+def test_degrees_and_batch_stay_on_fewer_ranks(
+    given: Degrees, started: int, left: int, expected: tuple[int, list[str]]
+) -> None:
+    assert on_fewer_ranks(given, started, left) == expected
+
+
+@pytest.mark.parametrize(
+    ("given", "left", "message"),
+    [
+        (degrees(2), 1, "1 ranks are left, and a group has 2 (fsdp * tp)"),
+        (degrees(4, train=16), 3, "train_batch_size 16 does not divide by train_micro_batch_size_per_gpu 1 * 3 data"),
+        (degrees(4, placement={"layers.0": [0, 1]}), 3, "sdp.placement is given for each of 4 groups, and the ranks"),
+        (degrees(4, capacity=[1.0, 0.5, 0.5, 1.0], placement="balanced"), 3, "sdp.capacity is given for each of 4"),
+        (degrees(4, capacity=0.25), 2, "sdp.capacity: 0.25 × 2 groups = 0.5 holders a unit, and every unit needs at"),
+        (degrees(4, capacity=0.25), 1, "sdp.capacity: 0.25 × 1 groups = 0.25 holders a unit"),
+    ],
+)
+def test_what_cannot_go_on_with_fewer_groups(given: Degrees, left: int, message: str) -> None:
+    with pytest.raises((LaunchError, ConfigError)) as caught:
+        on_fewer_ranks(given, 4, left)
+    assert message in str(caught.value)
