@@ -37,7 +37,7 @@ def make_checkpointer(run: Path) -> tuple[Checkpointer, list[Path]]:
     engine: Any = SimpleNamespace(
         global_steps=1,
         global_rank=0,
-        config=SimpleNamespace(training=SimpleNamespace(save_timeout=1.0, keep=1, async_save=False)),
+        config=SimpleNamespace(training=SimpleNamespace(save_timeout=1.0, keep=1, async_save=False, max_failed_saves=3)),
         gather_facts=lambda facts: [facts],
         save_checkpoint=lambda directory, **_: saved.append(directory),
         wait_for_checkpoint=lambda **_: None,
