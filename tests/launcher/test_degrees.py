@@ -45,7 +45,7 @@ def test_process_count(groups: int, fsdp: int | None, tp: int, nproc: int | None
         (_degrees(3, None, 2), 8, 0, r"8 processes \(--nproc\) are not a multiple of groups 3 .* \* tp 2 .* = 6"),
         (_degrees(4), None, 2, r"2 processes \(visible devices\) are not a multiple of groups 4"),
         (_degrees(4), 4, 2, r"4 processes \(--nproc\) need 4 devices, 2 visible"),
-        (_degrees(4, engine="reference"), 4, 0, r"reference.* run all 4 groups in one process"),
+        (_degrees(4, engine="reference"), 4, 0, r"reference.* runs all 4 groups in one process"),
         (_degrees(4, 2, engine="reference"), None, 0, r"reference.* fsdp 2"),
         (
             _degrees(2, engine="deepspeed", group_sizes=[2, 1]),
