@@ -34,10 +34,11 @@ from sdp.tools.train.process.log_file import LogFile
 def make_checkpointer(run: Path) -> tuple[Checkpointer, list[Path]]:
     """Return a Checkpointer for ``run``, and where its engine was asked to save."""
     saved: list[Path] = []
+    settings = SimpleNamespace(save_timeout=1.0, keep=1, async_save=False, max_failed_saves=3)
     engine: Any = SimpleNamespace(
         global_steps=1,
         global_rank=0,
-        config=SimpleNamespace(training=SimpleNamespace(save_timeout=1.0, keep=1, async_save=False, max_failed_saves=3)),
+        config=SimpleNamespace(training=settings),
         gather_facts=lambda facts: [facts],
         save_checkpoint=lambda directory, **_: saved.append(directory),
         wait_for_checkpoint=lambda **_: None,
