@@ -1,8 +1,9 @@
-"""Writes docs/configuration.md and docs/commands.md from the schema and the command line.
+"""Writes docs/configuration.md, docs/commands.md and docs/changes.md from the schema, the commands
+and the tables of what was removed.
 
     python docs/generate.py
 
-Both pages are committed, so that they can be read without building the site. ``make docs`` runs
+The pages are committed, so that they can be read without building the site. ``make docs`` runs
 this script first, and tests/test_docs.py fails if a page differs from what it would write.
 """
 
@@ -16,7 +17,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, cast
 
-from sdp.engine.config import deepspeed_keys
+from sdp.engine.config import deepspeed_keys, removed
 from sdp.engine.config.masking import MaskingPhase
 from sdp.engine.config.named_params import SCHEDULES, AdamParams, LambParams, LionParams, MuonParams, SGDParams
 from sdp.engine.config.schema import Config
@@ -59,6 +60,28 @@ _COMMANDS = """# Command line
 | 128 + n | Signal n ended a run after it wrote a checkpoint. |
 | 130 | Interrupted with Ctrl-C. |
 | 141 | Nobody reads the output any more, for example because it is piped to `head`. |
+"""
+
+
+_CHANGES = """# What changed in this version
+
+This version has one way to do each thing. What only a laboratory needs is in `lab/` and is not
+installed. The commit before the change has the tag `before-one-runtime`.
+
+A removed key, value, command or option ends with one line that says what the tables below say.
+
+## Runs and checkpoints of before
+
+| what | what happens |
+|---|---|
+| a configuration without removed keys | It runs as before. |
+| a checkpoint of before | Refused with one line. Finish the run with the tag, or export it there and set \
+`training.init_from`. |
+| an exported Hugging Face folder | Every version reads it. |
+| `sdp.placement` "balanced" | The algorithm is new, so groups may hold other blocks. To keep the old ones, give the \
+holders in the old run's `placement.json` as `sdp.placement`. |
+| scripts with `import sdp as deepspeed` | Keep `import deepspeed`, and call `sdp.initialize` in place of \
+`deepspeed.initialize`. |
 """
 
 
@@ -268,7 +291,27 @@ def _cell(text: str) -> str:
     return text.replace("|", "\\|").replace("\n", " ")
 
 
-PAGES = {"configuration.md": configuration_page, "commands.md": commands_page}
+def changes_page() -> str:
+    """Return the page that lists what was removed, and what to use instead."""
+
+    def table(title: str, rows: Mapping[str, str]) -> str:
+        lines = [f"| `{name}` | {_cell(advice)} |" for name, advice in sorted(rows.items())]
+        return "\n".join([f"\n## {title}\n", "| removed | instead |", "|---|---|", *lines, ""])
+
+    values = {f'{path}: "{value}"': advice for (path, value), advice in removed.VALUES.items()}
+    options = {f"sdp {command} {option}": advice for (command, option), advice in removed.OPTIONS.items()}
+    commands = {f"sdp {command}": advice for command, advice in removed.COMMANDS.items()}
+    return (
+        _EDITED.format(source="docs/generate.py and engine/config/removed.py")
+        + _CHANGES
+        + table("Keys of the configuration", removed.KEYS)
+        + table("Values", values)
+        + table("Commands", commands)
+        + table("Options", options)
+    )
+
+
+PAGES = {"configuration.md": configuration_page, "commands.md": commands_page, "changes.md": changes_page}
 
 
 def main() -> None:

@@ -24,7 +24,7 @@ def generate() -> ModuleType:
     return module
 
 
-@pytest.mark.parametrize("page", ["configuration.md", "commands.md"])
+@pytest.mark.parametrize("page", ["configuration.md", "commands.md", "changes.md"])
 def test_a_generated_page_is_current(generate: ModuleType, page: str) -> None:
     written = (ROOT / "docs" / page).read_text(encoding="utf-8")
     assert written == generate.PAGES[page](), f"docs/{page} is out of date; run: python docs/generate.py"
