@@ -17,7 +17,6 @@ from sdp.engine.model_interface import (
     get_canonical_name,
     get_config,
     get_flops_per_token,
-    get_loss_type,
     get_neuron_branches,
     get_parameter_init,
     get_random_options,
@@ -25,6 +24,7 @@ from sdp.engine.model_interface import (
     get_tensor_parallel_plan,
     get_unit_flops,
     get_unit_patterns,
+    shifts_labels,
 )
 from sdp.models.registry import build_model
 from torch import nn
@@ -72,7 +72,7 @@ def test_a_model_without_hooks_has_defaults() -> None:
     model = nn.Sequential(nn.Linear(2, 2))
     for read in (
         get_unit_patterns, get_neuron_branches, get_tensor_parallel_plan, get_parameter_init, get_flops_per_token,
-        get_loss_type, get_config,
+        get_config,
     ):  # fmt: skip
         assert read(model) is None
     assert get_unit_flops(model) == {} and get_sharding_groups(model) == [] and get_random_options(model) == []
@@ -186,5 +186,5 @@ def test_models_of_transformers_pass(kind: str) -> None:
         own = type("Own", (type(model),), {"__module__": "train"})(model.config)
     check_hooks(model)
     check_hooks(own)
-    assert get_loss_type(model) is None or isinstance(get_loss_type(model), str)
+    assert shifts_labels(model) is (kind != "BertForMaskedLM")
     assert get_config(model) is model.config

@@ -14,7 +14,7 @@ MODEL = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "nu
 GOOD: dict[str, Any] = {
     "train_batch_size": 8,
     "optimizer": {"type": "AdamW", "params": {"lr": 0.003}},
-    "scheduler": {"type": "WarmupCosineLR", "params": {"total_num_steps": "auto", "warmup_num_steps": 2}},
+    "scheduler": {"type": "WarmupCosineLR", "params": {"total_num_steps": 20, "warmup_num_steps": 2}},
     "model": {"name": "llama", **MODEL},
     "data": {"path": "nowhere", "sequence_length": 32},
 }

@@ -11,7 +11,7 @@ import sdp
 import torch
 from sdp.engine.config.load import load_config
 from sdp.engine.distributed.mesh import Mesh
-from sdp.engine.errors import CheckpointError, ModelError
+from sdp.engine.errors import ModelError
 from sdp.engine.model_interface import Branch
 from sdp.engine.placement.layout import Layout
 from sdp.engine.placement.units import find_neuron_units
@@ -316,20 +316,3 @@ def _rates_of_slices() -> bool:
     rates = {id(parameter): group["lr"] for group in optimizer.param_groups for parameter in group["params"]}
     named = engine.parameters_here.items()
     return all(rates[id(parameter)] == (0.5 if "mlp" in name else 0.25) for name, parameter in named)
-
-
-def _save_with_adafactor(folder: str) -> str:
-    case = Case(2, 1, neurons=2, model="even-llama")
-    engine = sdp.initialize(
-        model=models.build(case.model), optimizer=lambda p: torch.optim.Adafactor(p), config=case.config()
-    )[0]
-    one_step(engine, case, 0, data_rank=data_rank_of(case))
-    engine.step()
-    with pytest.raises(CheckpointError) as error:
-        engine.save_checkpoint(folder)
-    return str(error.value)
-
-
-def test_state_that_is_of_no_slice_is_not_lost_unsaid(ranks: RankPool, tmp_path: Path) -> None:
-    for message in ranks.run(_save_with_adafactor, str(tmp_path), world=2):
-        assert "does not have the shape of its parameter" in message and "use AdamW or SGD" in message

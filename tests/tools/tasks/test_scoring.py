@@ -126,7 +126,7 @@ def test_a_model_without_logits_is_refused() -> None:
 
     module = Silent()
     model = FullModel(
-        module, lambda batches: next(module(**batch) for batch in batches).item(), 8, 2, torch.device("cpu")
+        module, lambda batches, _: next(module(**batch) for batch in batches).item(), 8, 2, torch.device("cpu")
     )
     with pytest.raises(ModelError, match="has no logits of shape"):
         Scorer(model).score([Request([1, 2, 3], 1)])
