@@ -19,7 +19,7 @@ from typing import Any, cast
 
 from sdp.engine.config import deepspeed_keys, removed
 from sdp.engine.config.masking import MaskingPhase
-from sdp.engine.config.named_params import SCHEDULES, AdamParams, LambParams, LionParams, MuonParams, SGDParams
+from sdp.engine.config.named_params import SCHEDULES, AdamParams, MuonParams, SGDParams
 from sdp.engine.config.schema import Config
 from sdp.engine.config.section import Section
 from sdp.engine.config.sync import SyncSection
@@ -97,8 +97,6 @@ def config_sections() -> Iterator[tuple[str, type[Section]]]:
         if name == "training":
             yield "training.evaluate_tasks", TasksSection
     yield "optimizer (AdamW, Adam, FusedAdam)", AdamParams
-    yield "optimizer (Lion)", LionParams
-    yield "optimizer (Lamb)", LambParams
     yield "optimizer (SGD)", SGDParams
     yield "optimizer (Muon)", MuonParams
     for name, schema in SCHEDULES.items():

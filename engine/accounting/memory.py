@@ -26,7 +26,7 @@ from ..placement.tensor_info import TensorInfo
 # Tensors of a parameter's size that each optimizer keeps, in float32.
 # Those of an outer optimizer depend on its parameters.
 OUTER_TENSORS: dict[str, Callable[[Any], int]] = {"SGD": lambda params: int(params.momentum > 0), "AdamW": lambda _: 2}
-STATE_TENSORS = {"AdamW": 2, "Adam": 2, "ApexFusedAdam": 2, "UncorrectedAdam": 2, "Lamb": 2, "Lion": 1}
+STATE_TENSORS = {"AdamW": 2, "Adam": 2, "ApexFusedAdam": 2}
 
 
 @dataclass(frozen=True)

@@ -213,4 +213,4 @@ KEPT_FROM_DEEPSPEED = _OF_NO_ENGINE | _REMOVED | IGNORED_BY_DEEPSPEED.keys()
 ALIASES: dict[str, str] = {"bfloat16": "bf16"}
 
 # DeepSpeed's schedules. It compares names with upper and lower case; we do not.
-SCHEDULES = ("WarmupLR", "WarmupDecayLR", "WarmupCosineLR", "OneCycle", "LRRangeTest")
+SCHEDULES = ("WarmupLR", "WarmupDecayLR", "WarmupCosineLR")

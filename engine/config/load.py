@@ -33,7 +33,8 @@ def load_config(source: str | Path | Mapping[str, Any], overrides: Sequence[str]
     _refuse_gpt_neox(raw)
     for override in overrides:
         _apply_override(raw, override)
-    refuse_removed_keys(raw)
+    # A script's own optimizer and schedule replace these sections, so they are checked where they are used.
+    refuse_removed_keys({key: value for key, value in raw.items() if key not in ("optimizer", "scheduler")})
     raw, autos = drop_autos(resolve_spellings(raw), _is_known)
     section = raw.get("sdp")
     to_deepspeed = isinstance(section, dict) and section.get("engine") == "deepspeed"
@@ -271,7 +272,7 @@ def _refuse_schedule(config: Config) -> None:
 
 def _refuse_lr_scale(config: Config) -> None:
     sdp, optimizer = config.sdp, config.optimizer
-    if sdp.lr_scale != "none" and optimizer is not None and optimizer.type.lower() in ("muon", "lamb"):
+    if sdp.lr_scale != "none" and optimizer is not None and optimizer.type.lower() == "muon":
         raise ConfigError(
             f'sdp.lr_scale: {json.dumps(sdp.lr_scale)} is not available with optimizer.type "{optimizer.type}", whose '
             'steps are those of whole matrices; use "none", or AdamW'

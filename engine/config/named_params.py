@@ -11,6 +11,7 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import Field, model_validator
 
 from ..errors import ConfigError, shorten, suggestion
+from .removed import refuse_removed_keys
 from .schema import NamedParams
 from .section import Beta, NonNegative, NonNegativeInt, PositiveInt, Section, parse_section
 
@@ -24,7 +25,7 @@ _OUT_OF_SCOPE = "it is not available here; make it yourself and pass it as optim
 _REFUSED = {
     "onebitadam": f'{_NO_COMPRESSION}; use "Adam"',
     "zerooneadam": f'{_NO_COMPRESSION}; use "Adam"',
-    "onebitlamb": f'{_NO_COMPRESSION}; use "Lamb"',
+    "onebitlamb": f'{_NO_COMPRESSION}; use "Adam"',
     "muadam": _OUT_OF_SCOPE,
     "muadamw": _OUT_OF_SCOPE,
     "musgd": _OUT_OF_SCOPE,
@@ -46,33 +47,7 @@ class AdamParams(Section):
     weight_decay: NonNegative = 0.0
     adam_w_mode: bool = True
     torch_adam: bool = False
-    bias_correction: bool = True
-    amsgrad: Literal[False] = False
-
-
-class LionParams(Section):
-    """``optimizer.params`` of Lion, with DeepSpeed's names and defaults."""
-
-    lr: NonNegative = 1e-3
-    betas: Betas = (0.9, 0.999)
-    weight_decay: NonNegative = 0.0
-
-
-class LambParams(Section):
-    """``optimizer.params`` of Lamb, with DeepSpeed's names and defaults.
-
-    The ratio of the norms of a parameter and of its step is kept between ``min_coeff`` and
-    ``max_coeff``. ``eps_inside_sqrt``: add ``eps`` to the second moment before its root is taken.
-    """
-
-    lr: NonNegative = 1e-3
-    betas: Betas = (0.9, 0.999)
-    eps: NonNegative = 1e-8
-    eps_inside_sqrt: bool = False
-    weight_decay: NonNegative = 0.0
-    max_coeff: NonNegative = 10.0
-    min_coeff: NonNegative = 0.01
-    bias_correction: bool = True
+    bias_correction: Literal[True] = True
     amsgrad: Literal[False] = False
 
 
@@ -156,55 +131,17 @@ class WSDParams(Section):
         return self
 
 
-class LRRangeTestParams(Section):
-    """``scheduler.params`` of LRRangeTest."""
-
-    lr_range_test_min_lr: Rates = 1e-3
-    lr_range_test_step_size: PositiveInt = 2000
-    lr_range_test_step_rate: NonNegative = 1.0
-    lr_range_test_staircase: bool = False
-    last_batch_iteration: Literal[-1] = -1  # the checkpoint says where a run continues
-
-
-class OneCycleParams(Section):
-    """``scheduler.params`` of OneCycle: a rise, a fall, and then a decay."""
-
-    cycle_min_lr: Rates
-    cycle_max_lr: Rates
-    decay_lr_rate: NonNegative = 0.0
-    cycle_first_step_size: PositiveInt = 2000
-    cycle_second_step_size: NonNegativeInt | None = None
-    cycle_first_stair_count: NonNegativeInt = 0
-    cycle_second_stair_count: NonNegativeInt | None = None
-    decay_step_size: NonNegativeInt = 0
-    cycle_momentum: bool = True
-    cycle_min_mom: Annotated[float, Field(ge=0, lt=1)] = 0.8
-    cycle_max_mom: Annotated[float, Field(ge=0, lt=1)] = 0.9
-    decay_mom_rate: NonNegative = 0.0
-    last_batch_iteration: Literal[-1] = -1
-
-    @model_validator(mode="after")
-    def _stairs_have_steps(self) -> Self:
-        if self.cycle_second_step_size == 0 and self.cycle_second_stair_count:
-            raise ValueError("cycle_second_stair_count needs a cycle_second_step_size above 0")
-        return self
-
-
 OPTIMIZERS: Mapping[str, type[Section]] = {
     "AdamW": AdamParams,
     "Adam": AdamParams,
     "FusedAdam": AdamParams,
     "SGD": SGDParams,
-    "Lion": LionParams,
-    "Lamb": LambParams,
     "Muon": MuonParams,
 }
 SCHEDULES: Mapping[str, type[Section]] = {
     "WarmupLR": WarmupLRParams,
     "WarmupDecayLR": WarmupDecayLRParams,
     "WarmupCosineLR": WarmupCosineLRParams,
-    "OneCycle": OneCycleParams,
-    "LRRangeTest": LRRangeTestParams,
     "WSD": WSDParams,
 }
 
@@ -215,6 +152,7 @@ def check_optimizer_params(type: str, params: Mapping[str, Any]) -> str:
     Raises:
         ConfigError: The type or a key is unknown, or a value has the wrong type.
     """
+    refuse_removed_keys({"optimizer": {"type": type, "params": params}})
     if type.lower() in _REFUSED:
         raise ConfigError(f"optimizer.type: {_name(type)} cannot be honoured: {_REFUSED[type.lower()]}")
     name = next((known for known in OPTIMIZERS if known.lower() == type.lower()), None)
@@ -235,6 +173,7 @@ def read_scheduler_params(type: str, params: Mapping[str, Any]) -> Section:
     Raises:
         ConfigError: The type or a key is unknown, or a value has the wrong type.
     """
+    refuse_removed_keys({"scheduler": {"type": type, "params": params}})
     if type not in SCHEDULES:
         hint = suggestion(type, SCHEDULES) or f"; known: {', '.join(SCHEDULES)}"
         raise ConfigError(f"scheduler.type: unknown schedule {_name(type)}{hint}")

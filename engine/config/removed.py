@@ -6,6 +6,7 @@ The page ``docs/changes.md`` is written from these tables.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -22,7 +23,15 @@ KEYS: dict[str, str] = {
 }
 
 # The path of a key with a value that it no longer takes, and what to use instead.
-VALUES: dict[tuple[str, str], str] = {
+# Text is compared without upper and lower case.
+VALUES: dict[tuple[str, str | bool], str] = {
+    ("optimizer.params.bias_correction", False): "use true, or pass an optimizer of your own as optimizer=",
+    ("optimizer.type", "Lamb"): 'use "AdamW", or pass an optimizer of your own as optimizer=',
+    ("optimizer.type", "Lion"): 'use "AdamW", or pass an optimizer of your own as optimizer=',
+    ("scheduler.type", "LRRangeTest"): "pass a schedule object of your own as lr_scheduler=",
+    ("scheduler.type", "OneCycle"): (
+        'use "WSD" or "WarmupCosineLR", or pass torch.optim.lr_scheduler.OneCycleLR as lr_scheduler='
+    ),
     ("sdp.engine", "vectorized"): 'use "fsdp2", which starts a local process for each group',
 }
 
@@ -49,8 +58,9 @@ def refuse_removed_keys(raw: Mapping[str, Any]) -> None:
         if _find(raw, path)[0]:
             raise ConfigError(f"{path}: this key was removed; {advice}")
     for (path, value), advice in VALUES.items():
-        if _find(raw, path) == (True, value):
-            raise ConfigError(f'{path}: "{value}" was removed; {advice}')
+        is_given, given = _find(raw, path)
+        if is_given and (given == value or str(given).lower() == str(value).lower()):
+            raise ConfigError(f"{path}: {json.dumps(value)} was removed; {advice}")
 
 
 def refuse_removed_words(arguments: Sequence[str]) -> None:

@@ -12,13 +12,12 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from ..config.named_params import AdamParams, LambParams, LionParams, SGDParams, check_optimizer_params
+from ..config.named_params import AdamParams, SGDParams, check_optimizer_params
 from ..config.schema import Config, NamedParams
 from ..config.section import parse_section
 from ..errors import ConfigError
 from .apex import ApexFusedAdam, apex_kernel
 from .muon.setup import build_muon
-from .own_optimizers import Lamb, Lion, UncorrectedAdam
 from .param_groups import Parameters
 
 
@@ -28,8 +27,7 @@ def build_optimizer(
     """Build the optimizer of the configuration's ``optimizer`` section.
 
     Args:
-        type: "AdamW", "Adam", "FusedAdam", "SGD", "Lion", "Lamb" or "Muon". Upper and lower case
-            do not matter.
+        type: "AdamW", "Adam", "FusedAdam", "SGD" or "Muon". Upper and lower case do not matter.
         params: The section's ``params``.
         parameters: Parameters or parameter groups, as plain tensors or DTensors.
         device: The device of the parameters.
@@ -43,10 +41,8 @@ def build_optimizer(
     builders = {
         "AdamW": _build_adam,
         "Adam": _build_adam,
-        "FusedAdam": _build_fused_adam,
+        "FusedAdam": _build_adam,
         "SGD": _build_sgd,
-        "Lion": _build_lion,
-        "Lamb": _build_lamb,
         "Muon": build_muon,
     }
     name = check_optimizer_params(type, params)
@@ -95,65 +91,26 @@ def _build_adam(
     name: str, params: Mapping[str, Any], parameters: list[Any], device: torch.device
 ) -> tuple[Optimizer, str]:
     settings = parse_section(AdamParams, params, "optimizer.params")
-    if not settings.bias_correction:
-        return _build_uncorrected(name, settings, parameters, decoupled=name == "AdamW" or settings.adam_w_mode)
-    optimizer, line = _torch_adam(settings, parameters, device, decoupled=name == "AdamW" or settings.adam_w_mode)
-    return optimizer, f"{name}: {line}"
-
-
-def _build_fused_adam(
-    name: str, params: Mapping[str, Any], parameters: list[Any], device: torch.device
-) -> tuple[Optimizer, str]:
-    settings = parse_section(AdamParams, params, "optimizer.params")
-    if not settings.bias_correction:
-        return _build_uncorrected(name, settings, parameters, decoupled=settings.adam_w_mode)
-    kernel, reason = apex_kernel(device)
-    if kernel is None:
-        optimizer, line = _torch_adam(settings, parameters, device, decoupled=settings.adam_w_mode)
-        return optimizer, f"{name}: {line}, because {reason}"
-    betas = (settings.betas[0], settings.betas[1])
-    optimizer = ApexFusedAdam(
-        parameters,
-        kernel,
-        lr=settings.lr,
-        betas=betas,
-        eps=settings.eps,
-        weight_decay=settings.weight_decay,
-        decoupled=settings.adam_w_mode,
-    )
-    return optimizer, f"{name}: {reason}"
-
-
-def _build_uncorrected(
-    name: str, settings: AdamParams, parameters: list[Any], *, decoupled: bool
-) -> tuple[Optimizer, str]:
+    decoupled = name == "AdamW" or settings.adam_w_mode
     chosen = settings.model_dump(include={"lr", "eps", "weight_decay"})
-    betas = (settings.betas[0], settings.betas[1])
-    optimizer = UncorrectedAdam(parameters, **chosen, betas=betas, decoupled=decoupled)
-    return optimizer, f"{name}: our own, foreach, because torch's Adam always corrects the bias"
-
-
-def _build_lion(
-    name: str, params: Mapping[str, Any], parameters: list[Any], device: torch.device
-) -> tuple[Optimizer, str]:
-    settings = parse_section(LionParams, params, "optimizer.params")
-    betas = (settings.betas[0], settings.betas[1])
-    optimizer = Lion(parameters, lr=settings.lr, betas=betas, weight_decay=settings.weight_decay)
-    return optimizer, f"{name}: our own, foreach"
-
-
-def _build_lamb(
-    name: str, params: Mapping[str, Any], parameters: list[Any], device: torch.device
-) -> tuple[Optimizer, str]:
-    settings = parse_section(LambParams, params, "optimizer.params")
-    chosen = settings.model_dump(exclude={"betas", "amsgrad"})
-    optimizer = Lamb(parameters, **chosen, betas=(settings.betas[0], settings.betas[1]))
-    return optimizer, f"{name}: our own, foreach, with the norms of whole parameters"
+    chosen["betas"] = (settings.betas[0], settings.betas[1])
+    note = ""
+    if name == "FusedAdam":
+        kernel, reason = apex_kernel(device)
+        if kernel is not None:
+            return ApexFusedAdam(parameters, kernel, **chosen, decoupled=decoupled), f"{name}: {reason}"
+        note = f", because {reason}"
+    implementation = torch.optim.AdamW if decoupled else torch.optim.Adam
+    label = f"{name}: torch.optim.{implementation.__name__}"
+    obstacle = _obstacle_to_fusing(implementation, device)
+    if obstacle is None:
+        return implementation(parameters, **chosen, fused=True), f"{label}, fused{note}"
+    line = f"{label}, foreach, because fused fails here ({obstacle}){note}"
+    return implementation(parameters, **chosen, foreach=True), line
 
 
 def check_optimizer(config: Config, given: Any) -> None:
-    """Refuse LAMB where no rank can know the norms of whole parameters, and Muon where none has
-    whole matrices.
+    """Refuse Muon where no rank has whole matrices.
 
     Args:
         config: The run's configuration.
@@ -162,50 +119,16 @@ def check_optimizer(config: Config, given: Any) -> None:
     Raises:
         ConfigError: The optimizer cannot be honoured. The message has one line.
     """
-    if given is not None or config.optimizer is None:
+    if given is not None or config.optimizer is None or config.optimizer.type.lower() != "muon":
         return
-    if config.optimizer.type.lower() == "muon":
-        obstacle = ('sdp.engine "deepspeed"', 'use "fsdp2"') if config.sdp.engine == "deepspeed" else None
-        if config.zero_optimization.offloads:
-            obstacle = ("zero_optimization.offload_optimizer", "remove the offload")
-        if obstacle is not None:
-            raise ConfigError(
-                f'optimizer.type: "{config.optimizer.type}" gathers matrices on the device, which is not possible '
-                f"with {obstacle[0]}; {obstacle[1]}, or take AdamW"
-            )
-    if config.optimizer.type.lower() != "lamb":
-        return
-    reasons = {
-        "tensor_parallel.autotp_size above 1": config.tensor_parallel.autotp_size > 1,
-        'sdp.granularity "neuron"': config.sdp.granularity == "neuron",
-        'sdp.engine "deepspeed" at zero_optimization.stage 1 to 3': config.sdp.engine == "deepspeed"
-        and config.zero_optimization.stage > 0,
-    }
-    for reason, applies in reasons.items():
-        if applies:
-            raise ConfigError(
-                f'optimizer.type: "{config.optimizer.type}" needs the norms of whole parameters, which {reason} takes '
-                "apart; change one "
-                "of them"
-            )
-
-
-def _torch_adam(
-    settings: AdamParams, parameters: list[Any], device: torch.device, decoupled: bool
-) -> tuple[Optimizer, str]:
-    implementation = torch.optim.AdamW if decoupled else torch.optim.Adam
-    chosen = {
-        "lr": settings.lr,
-        "betas": (settings.betas[0], settings.betas[1]),
-        "eps": settings.eps,
-        "weight_decay": settings.weight_decay,
-    }
-    label = f"torch.optim.{implementation.__name__}"
-    obstacle = _obstacle_to_fusing(implementation, device)
-    if obstacle is None:
-        return implementation(parameters, **chosen, fused=True), f"{label}, fused"
-    line = f"{label}, foreach, because fused fails here ({obstacle})"
-    return implementation(parameters, **chosen, foreach=True), line
+    obstacle = ('sdp.engine "deepspeed"', 'use "fsdp2"') if config.sdp.engine == "deepspeed" else None
+    if config.zero_optimization.offloads:
+        obstacle = ("zero_optimization.offload_optimizer", "remove the offload")
+    if obstacle is not None:
+        raise ConfigError(
+            f'optimizer.type: "{config.optimizer.type}" gathers matrices on the device, which is not possible '
+            f"with {obstacle[0]}; {obstacle[1]}, or take AdamW"
+        )
 
 
 def _obstacle_to_fusing(implementation: type[torch.optim.Adam], device: torch.device) -> str | None:

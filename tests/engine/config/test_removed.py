@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 from sdp.engine.config.load import load_config
+from sdp.engine.config.named_params import check_named_params
 from sdp.engine.config.removed import COMMANDS, KEYS, OPTIONS, VALUES
 from sdp.engine.errors import ConfigError
 from sdp.tools.cli import main
@@ -19,8 +20,12 @@ def nested(path: str, value: object) -> dict[str, object]:
 
 @pytest.mark.parametrize(("path", "value"), [*((path, "") for path in KEYS), *VALUES])
 def test_a_removed_key_or_value_says_what_to_use_instead(path: str, value: object) -> None:
+    raw = nested(path, value)
+    for section in {"optimizer", "scheduler"} & raw.keys():
+        raw[section] = {"type": "Adam", **raw[section]}  # type: ignore[dict-item]
     with pytest.raises(ConfigError) as caught:
-        load_config(nested(path, value))
+        config = load_config(raw)
+        check_named_params(config.optimizer, config.scheduler)
     advice = VALUES[path, value] if (path, value) in VALUES else KEYS[path]  # type: ignore[index]
     assert str(caught.value).startswith(f"{path}: ") and str(caught.value).endswith(f" removed; {advice}")
 
