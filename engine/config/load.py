@@ -33,7 +33,8 @@ def load_config(source: str | Path | Mapping[str, Any], overrides: Sequence[str]
     _refuse_gpt_neox(raw)
     for override in overrides:
         _apply_override(raw, override)
-    # A script's own optimizer and schedule replace these sections, so they are checked where they are used.
+    # A script's own optimizer and schedule replace these sections. They are checked where they
+    # are used.
     refuse_removed_keys({key: value for key, value in raw.items() if key not in ("optimizer", "scheduler")})
     raw, autos = drop_autos(resolve_spellings(raw), _is_known)
     section = raw.get("sdp")
