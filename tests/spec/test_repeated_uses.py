@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import sdp
 import torch
@@ -13,34 +15,45 @@ from sdp.tests.support.ranks import RankPool
 from torch.utils.checkpoint import checkpoint
 
 MODEL = "mlp-three-times"
-CASES = [
-    Case(2, fsdp, stage=stage, accumulation=2, model=MODEL, masking=masking)
-    for fsdp, stage in ((1, 0), (2, 0), (2, 1), (2, 2), (2, 3))
-    for masking in ("forward", "backward")
-]
+STAGE_0_ONLY = "use zero_optimization.stage 0, and pass use_reentrant=False to torch.utils.checkpoint.checkpoint"
 
 
-# Each kind of sharding under either masking, but not both.
-@pytest.mark.parametrize(
-    "case",
-    [
-        case if (case.masking == "backward") == (case.stage in (1, 3)) else pytest.param(case, marks=pytest.mark.slow)
-        for case in CASES
-    ],
-    ids=str,
-)
-def test_native_equals_the_reference_and_plain_torch(ranks: RankPool, case: Case) -> None:
+@pytest.mark.parametrize("masking", ["forward", "backward"])
+@pytest.mark.parametrize("fsdp", [1, 2])
+def test_native_equals_the_reference_and_plain_torch(ranks: RankPool, fsdp: int, masking: str) -> None:
+    case = Case(2, fsdp, accumulation=2, model=MODEL, masking=masking)
     ours = native(ranks, case)
     assert_same_run(ours, reference(case), case)
     assert_equal_to_plain_torch(ours[0], case)
-    if case.stage < 3:  # stage 3 gathers a block for each of its uses
-        assert_bytes_as_planned(ours)
+    assert_bytes_as_planned(ours)
 
 
-@pytest.mark.parametrize("stage", [0, pytest.param(1, marks=pytest.mark.slow), 3])
-def test_bf16_native_equals_plain_torch(ranks: RankPool, stage: int) -> None:
-    case = Case(2, 2, stage=stage, accumulation=2, model=MODEL, bf16=True)
+@pytest.mark.parametrize(
+    "case", [Case(2, 2, model=MODEL, bf16=True), Case(2, 1, stage=3, model=MODEL, bf16=True)], ids=str
+)
+@pytest.mark.parametrize("accumulation", [1, 2])
+def test_bf16_native_equals_plain_torch(ranks: RankPool, case: Case, accumulation: int) -> None:
+    case = Case(**vars(case) | {"accumulation": accumulation})
     assert_equal_to_plain_torch(native(ranks, case)[0], case)
+
+
+def configuration(engine_name: str, stage: int, bf16: bool, accumulation: int, **section: Any) -> dict[str, Any]:
+    """A run on two groups of two ranks."""
+    return {
+        "train_batch_size": 8 * accumulation,
+        "train_micro_batch_size_per_gpu": 2,
+        "gradient_accumulation_steps": accumulation,
+        "optimizer": {"type": "SGD", "params": {"lr": 0.1}},
+        "zero_optimization": {"stage": stage},
+        "bf16": {"enabled": bf16},
+        "sdp": {"groups": 2, "engine": engine_name, **section},
+    }
+
+
+def rows_of(engine: Any, step: int, micro: int) -> dict[str, torch.Tensor]:
+    if engine.config.sdp.engine == "reference":
+        return models.rows_of_all("mlp", step, micro, 4)
+    return models.micro_batch("mlp", step, micro, engine.global_rank)
 
 
 def train(engine_name: str, stage: int, bf16: bool, kind: str) -> dict[str, torch.Tensor] | None:
@@ -49,25 +62,11 @@ def train(engine_name: str, stage: int, bf16: bool, kind: str) -> dict[str, torc
     Kinds: "sum" of two losses; "discarded", where the first loss is not used; "kept", where it is
     not used and its graph lives on.
     """
-    config = {
-        "train_micro_batch_size_per_gpu": 2,
-        "optimizer": {"type": "SGD", "params": {"lr": 0.1}},
-        "zero_optimization": {"stage": stage},
-        "bf16": {"enabled": bf16},
-        "sdp": {"groups": 2, "group_sizes": [2, 2], "capacity": 0.5, "engine": engine_name},
-    }
-    if engine_name != "reference":
-        del config["sdp"]["group_sizes"]
-    engine = sdp.initialize(model=models.build(MODEL), config=config)[0]
+    config = configuration(engine_name, stage, bf16, 1, capacity=0.5)
+    engine = sdp.initialize(model=models.build("mlp" if stage else MODEL), config=config)[0]
     kept = []
     for step in range(2):
-        losses = []
-        for micro in range(2):
-            if engine_name == "reference":
-                rows = models.rows_of_all("mlp", step, micro, 4)
-            else:
-                rows = models.micro_batch("mlp", step, micro, engine.global_rank)
-            losses.append(engine(rows))
+        losses = [engine(rows_of(engine, step, micro)) for micro in range(2)]
         if kind == "kept":
             kept += losses
         loss = sum(losses) if kind == "sum" else losses[1]
@@ -77,80 +76,129 @@ def train(engine_name: str, stage: int, bf16: bool, kind: str) -> dict[str, torc
     return engine.full_state_dict()
 
 
-@pytest.mark.parametrize("kind", ["sum", "discarded", "kept"])
-@pytest.mark.parametrize(("stage", "bf16"), [(0, False), (0, True), (1, False), (2, False), (3, False)])
-def test_several_forward_passes_share_a_backward_pass(ranks: RankPool, stage: int, bf16: bool, kind: str) -> None:
-    expected, found = train("reference", 0, False, kind), ranks.run(train, "fsdp2", stage, bf16, kind, world=4)[0]
-    before = models.build(MODEL).state_dict()
-    assert expected is not None
+def reference_of(stage: int, kind: str) -> dict[str, torch.Tensor]:
+    """The reference's weights. It has no shards, and the stage says which model it trains."""
+    state = train("reference", stage, False, kind)
+    assert state is not None
+    return state
+
+
+@pytest.mark.parametrize(
+    ("stage", "bf16", "kind"),
+    [
+        *((0, bf16, kind) for bf16 in (False, True) for kind in ("sum", "discarded", "kept")),
+        *((stage, False, kind) for stage in (1, 2, 3) for kind in ("discarded", "kept")),
+    ],
+)
+def test_several_forward_passes_before_a_backward_pass(ranks: RankPool, stage: int, bf16: bool, kind: str) -> None:
+    expected, found = reference_of(stage, kind), ranks.run(train, "fsdp2", stage, bf16, kind, world=4)[0]
+    assert_trained_alike(found, expected, bf16)
+
+
+def assert_trained_alike(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor], bf16: bool) -> None:
+    before = models.build("mlp").state_dict()
     for name, value in expected.items():
-        update = (value - before[name]).norm().item()
-        error = (found[name] - value).norm().item()
+        update, error = (value - before[name]).norm().item(), (found[name] - value).norm().item()
         assert error <= (2e-2 * update if bf16 else 1e-5 * value.norm().item()), (name, error, update)
 
 
 class Checkpointed(models.Mlp):
-    """Runs blocks inside reentrant checkpoints: one twice, one once, and one also outside.
+    """Runs blocks inside reentrant checkpoints, and leaves out none."""
 
-    It leaves out the last block.
-    """
+    order = (0, 1, 2, 3)
 
     def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
-        hidden = self.layers[0](self.stem(x))
-        for index in (0, 1, 2, 1):
+        hidden = self.stem(x)
+        if self.order[0]:
+            hidden = self.layers[0](hidden)
+        for index in self.order:
             hidden = checkpoint(self.layers[index], hidden, use_reentrant=True)
         return F.mse_loss(self.head(hidden).float(), y.float())
 
 
-def train_checkpointed(engine_name: str, stage: int, bf16: bool) -> tuple[dict[str, torch.Tensor] | None, list[float]]:
+class CheckpointedTwice(Checkpointed):
+    """Uses one of the blocks in two checkpoints."""
+
+    order = (0, 1, 2, 3, 1)
+
+
+class AlsoOutside(Checkpointed):
+    """Uses the first block inside a checkpoint and outside."""
+
+    order = (1, 0, 2, 3)
+
+
+def train_checkpointed(
+    engine_name: str, stage: int, bf16: bool, kind: type[models.Mlp]
+) -> tuple[dict[str, torch.Tensor] | None, list[float]]:
     """Take two steps of two micro-batches on two groups of two ranks. The weights, and the norms of
     gradients.
     """
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
-        model = Checkpointed()
-    config = {
-        "train_micro_batch_size_per_gpu": 2,
-        "gradient_accumulation_steps": 2,
-        "optimizer": {"type": "SGD", "params": {"lr": 0.1}},
-        "zero_optimization": {"stage": stage},
-        "bf16": {"enabled": bf16},
-        "sdp": {"groups": 2, "placement": dict(zip(models.unit_names("mlp"), [[0, 1], [0, 1], [0], [1]], strict=True))},
-    }
-    config["sdp"] |= {"engine": "reference", "group_sizes": [2, 2]} if engine_name == "reference" else {}
+        model = kind()
+    placement = dict(zip(models.unit_names("mlp"), [[0, 1], [0, 1], [0], [1]], strict=True))
+    config = configuration(engine_name, stage, bf16, 2, placement=placement)
     engine, norms = sdp.initialize(model=model, config=config)[0], []
     for step in range(2):
         for micro in range(2):
-            if engine_name == "reference":
-                rows = models.rows_of_all("mlp", step, micro, 4)
-            else:
-                rows = models.micro_batch("mlp", step, micro, engine.global_rank)
-            engine.backward(engine(rows))
+            engine.backward(engine(rows_of(engine, step, micro)))
             engine.step()
         norms.append(engine.get_global_grad_norm())
     return engine.full_state_dict(), norms
 
 
 @pytest.mark.parametrize(("stage", "bf16"), [(0, True), (1, False), (2, False), (3, False), (1, True)])
-def test_repeated_uses_inside_reentrant_checkpoints(ranks: RankPool, stage: int, bf16: bool) -> None:
-    """FSDP2 sees the end of the first use in backward only. It would leave out the others."""
-    expected, norms = train_checkpointed("reference", 0, False)
-    found, found_norms = ranks.run(train_checkpointed, "fsdp2", stage, bf16, world=4)[0]
-    before = models.build("mlp").state_dict()
+def test_one_use_inside_a_reentrant_checkpoint(ranks: RankPool, stage: int, bf16: bool) -> None:
+    expected, norms = train_checkpointed("reference", 0, False, Checkpointed)
+    found, found_norms = ranks.run(train_checkpointed, "fsdp2", stage, bf16, Checkpointed, world=4)[0]
     assert expected is not None and found_norms == pytest.approx(norms, rel=2e-2 if bf16 else 1e-5)
-    for name, value in expected.items():
-        update, error = (value - before[name]).norm().item(), (found[name] - value).norm().item()
-        assert error <= (2e-2 * update if bf16 else 1e-5 * value.norm().item()), (name, error, update)
+    assert_trained_alike(found, expected, bf16)
 
 
-def refuse_at_stage_0() -> str:
+def refused(kind: type[models.Mlp] | str, stage: int, bf16: bool) -> str:
+    """The error of a run whose gradients FSDP2 or the layer between groups would take too early."""
     with pytest.raises(sdp.ModelError) as caught:
-        train_checkpointed("fsdp2", 0, False)
+        if isinstance(kind, str):
+            train("fsdp2", stage, bf16, kind)
+        else:
+            train_checkpointed("fsdp2", stage, bf16, kind)
     return str(caught.value)
 
 
-def test_repeated_uses_inside_reentrant_checkpoints_are_refused_at_stage_0(ranks: RankPool) -> None:
+@pytest.mark.parametrize("bf16", [False, True])
+@pytest.mark.parametrize("stage", [1, 2, 3])
+@pytest.mark.parametrize("kind", ["sum", CheckpointedTwice, AlsoOutside])
+def test_repeated_uses_of_sharded_blocks_are_refused(
+    ranks: RankPool, kind: type[models.Mlp] | str, stage: int, bf16: bool
+) -> None:
+    for message in ranks.run(refused, kind, stage, bf16, world=4):
+        assert message.endswith(STAGE_0_ONLY)
+        assert "\n" not in message
+
+
+def refuse_three_times(stage: int) -> str:
+    with pytest.raises(sdp.ModelError) as caught:
+        engine = sdp.initialize(model=models.build(MODEL), config=configuration("fsdp2", stage, False, 2))[0]
+        for micro in range(2):
+            engine.backward(engine(rows_of(engine, 0, micro)))
+            engine.step()
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_blocks_that_are_applied_three_times_are_refused_above_stage_0(ranks: RankPool, stage: int) -> None:
+    for message in ranks.run(refuse_three_times, stage, world=4):
+        assert message.startswith("layers.3 is used several times in one backward pass")
+        assert message.endswith(STAGE_0_ONLY)
+
+
+@pytest.mark.parametrize("bf16", [False, True])
+@pytest.mark.parametrize("kind", [CheckpointedTwice, AlsoOutside])
+def test_repeated_uses_inside_reentrant_checkpoints_are_refused_at_stage_0(
+    ranks: RankPool, kind: type[models.Mlp], bf16: bool
+) -> None:
     """Without FSDP2, autograd reports a gradient as complete after each of the uses."""
-    for message in ranks.run(refuse_at_stage_0, world=4):
+    for message in ranks.run(refused, kind, 0, bf16, world=4):
         assert message.endswith("pass use_reentrant=False to torch.utils.checkpoint.checkpoint")
         assert "\n" not in message

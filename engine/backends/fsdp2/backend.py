@@ -42,9 +42,9 @@ from .collectives import (
 )
 from .connection import await_weights, ends_in_root, make_inner_sync, make_sync, make_tensor_sums
 from .offload import ShardHome
-from .passes import GatherOrder, refuse_hooks
+from .passes import refuse_hooks
 from .sharding import refuse_scalars, shard
-from .uses import ModuleUses
+from .uses import ModuleUses, nothing_left_out
 
 
 class FSDP2Backend(ShardedBackend):
@@ -105,7 +105,6 @@ class FSDP2Backend(ShardedBackend):
             local_steps=sync is not None,
         )
         self._uses: list[ModuleUses] = []
-        self._gathers = GatherOrder(self.communicators.fsdp if self.shards > 1 else None, device, traffic)
         if self.uses_fsdp:
             refuse_scalars(layout)
             blocks = [name for name in layout.blocks if name not in stand_ins]
@@ -117,7 +116,6 @@ class FSDP2Backend(ShardedBackend):
                 reshards=self._reshards,
                 offload=home.policy(),
                 traffic=traffic,
-                gathers=self._gathers,
             )
 
     @property
@@ -216,7 +214,7 @@ class FSDP2Backend(ShardedBackend):
             self._refresh.finish()
 
     def forward(self, call: Callable[[nn.Module, Any], Any], batch: Any) -> Any:
-        with outside_inference_mode(), self._gathers.of_one_pass():
+        with outside_inference_mode(), nothing_left_out(self._uses):
             return call(self.module, batch)
 
     def backward(self, loss: torch.Tensor, *, boundary: bool, weights: torch.Tensor | None = None) -> None:
@@ -283,9 +281,11 @@ class FSDP2Backend(ShardedBackend):
                 torch._foreach_mul_(gradients, factor)
 
     def _differentiate(self, loss: torch.Tensor) -> None:
+        for uses in self._uses:
+            uses.begin_backward()
         loss.backward()
         for uses in self._uses:
-            uses.end_pass()
+            uses.end_backward()
 
     def zero_grad(self) -> None:
         self._final.forget()

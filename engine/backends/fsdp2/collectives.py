@@ -13,22 +13,17 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultAllGather, DefaultReduceScatter
 
 from ...distributed.traffic import Traffic
-from .uses import ModuleUses, TrainingPass
 
 
 class CountingAllGather(DefaultAllGather):
-    """FSDP2's default all-gather, counted by the size of its output.
+    """FSDP2's default all-gather, counted by the size of its output."""
 
-    ``note`` is called before each.
-    """
-
-    def __init__(self, traffic: Traffic, note: Callable[[], None]):
-        self._traffic, self._note = traffic, note
+    def __init__(self, traffic: Traffic):
+        self._traffic = traffic
 
     def __call__(
         self, output_tensor: torch.Tensor, input_tensor: torch.Tensor, group: dist.ProcessGroup, async_op: bool = False
     ) -> dist.Work | None:
-        self._note()
         self._traffic.record("inside groups", "all_gather", output_tensor.nbytes, group.size())
         return super().__call__(output_tensor, input_tensor, group, async_op)
 
@@ -72,14 +67,6 @@ def drop_unreduced_gradients(module: FSDPModule) -> None:
         parameter.unsharded_accumulated_grad = None
         if hasattr(parameter, "_unsharded_param"):
             parameter._unsharded_param.grad = None
-
-
-def reduce_once(module: FSDPModule, newest: TrainingPass) -> list[ModuleUses]:
-    """Make a backward pass reduce all gradients of the module once.
-
-    ``newest`` is the newest forward pass of the whole model.
-    """
-    return [ModuleUses(group, newest) for group in parameter_groups(module)]
 
 
 def zero_missing_gradients(root: nn.Module) -> None:

@@ -4,79 +4,15 @@ about memory.
 
 from __future__ import annotations
 
-import zlib
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import nn
-from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_leaves
 
-from ...distributed.traffic import Traffic
 from ...errors import ModelError
-from .collectives import parameter_groups
-
-
-class GatherOrder:
-    """Compares the order in which the ranks that share parameters gather modules in a forward pass.
-
-    If ranks leave out different modules, as layer drop does, FSDP2 gathers the parameters of
-    different ones together, without an error. If they leave out different numbers of modules, its
-    collectives fail.
-    """
-
-    def __init__(self, group: dist.ProcessGroup | None, device: torch.device, traffic: Traffic):
-        """Start.
-
-        Args:
-            group: The ranks that share parameters. None if each rank has whole ones.
-            device: Where messages are.
-            traffic: Counts the bytes of messages.
-        """
-        self._group, self._device, self._traffic = group, device, traffic
-        self._modules: dict[str, nn.Module] = {}
-        self._order: list[str] = []
-
-    def noting(self, name: str, module: nn.Module) -> Callable[[], None]:
-        """Return a function that notes that ``module`` is gathered."""
-        self._modules[name] = module
-        return lambda: self._order.append(name)
-
-    @contextmanager
-    def of_one_pass(self) -> Iterator[None]:
-        """A context for one forward pass.
-
-        It sends a message only if some modules were gathered and others were not.
-
-        Raises:
-            ModelError: On all ranks, if they gathered different modules.
-        """
-        self._order.clear()
-        yield
-        left_out = [name for name, module in self._modules.items() if name not in self._order and _is_sharded(module)]
-        if self._group is None or not left_out or not self._order:
-            return
-        checksum = zlib.crc32("\n".join(self._order).encode())
-        extremes = torch.tensor([checksum, -checksum], device=self._device)
-        self._traffic.record("control", "all_reduce", extremes.nbytes, self._group.size())
-        dist.all_reduce(extremes, op=dist.ReduceOp.MAX, group=self._group)
-        if int(extremes.sum()):
-            raise ModelError(
-                f"the ranks of a group ran different blocks in one pass (this one left out {left_out[0]!r}), and they "
-                "gather sharded parameters together; leave out the same blocks on all ranks, or use "
-                "zero_optimization.stage 0"
-            )
-
-
-def _is_sharded(module: nn.Module) -> bool:
-    """Whether a pass of ``module`` would gather it. Frozen copies that are put aside are hidden."""
-    assert isinstance(module, FSDPModule)
-    hidden = not any(group.fsdp_params for group in parameter_groups(module))
-    return not hidden and any(isinstance(parameter, DTensor) for parameter in module.parameters())
 
 
 def refuse_hidden_results(module: nn.Module, name: str) -> None:

@@ -14,9 +14,9 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, OffloadPoli
 from ...distributed.traffic import Traffic
 from ...errors import ModelError
 from ...placement.layout import Layout
-from .collectives import CountingAllGather, CountingReduceScatter, reduce_once
-from .passes import GatherOrder, refuse_hidden_results, refuse_inference_mode, refuse_whole_state
-from .uses import ModuleUses, TrainingPass
+from .collectives import CountingAllGather, CountingReduceScatter, parameter_groups
+from .passes import refuse_hidden_results, refuse_inference_mode, refuse_whole_state
+from .uses import ModuleUses
 
 
 def refuse_scalars(layout: Layout) -> None:
@@ -41,7 +41,6 @@ def shard(
     reshards: bool,
     offload: OffloadPolicy,
     traffic: Traffic,
-    gathers: GatherOrder,
 ) -> list[ModuleUses]:
     """Shard the modules ``names`` of ``model``, each on its own, and then what is left.
 
@@ -55,7 +54,6 @@ def shard(
         reshards: Whether parameters are freed between forward and backward.
         offload: Where shards live.
         traffic: Counts the bytes that FSDP2 sends.
-        gathers: Notes the order in which modules are gathered.
     """
     policy = MixedPrecisionPolicy(
         param_dtype=None if compute_dtype == torch.float32 else compute_dtype, reduce_dtype=torch.float32
@@ -65,14 +63,13 @@ def shard(
     for parameter in model.parameters():  # FSDP2 refuses parameters that are not contiguous
         parameter.data = parameter.data.contiguous()
     uses: list[ModuleUses] = []
-    newest = TrainingPass(model)
     for name in [*names, ""]:
         module = model.get_submodule(name)
         apply(module)
         assert isinstance(module, FSDPModule)
-        module.set_custom_all_gather(CountingAllGather(traffic, gathers.noting(name, module)))
+        module.set_custom_all_gather(CountingAllGather(traffic))
         module.set_custom_reduce_scatter(CountingReduceScatter(traffic))
-        uses += reduce_once(module, newest)
+        uses.append(ModuleUses(module, name, parameter_groups(module), sharded=mesh.size() > 1))
         refuse_hidden_results(module, name)
     refuse_inference_mode(model)
     refuse_whole_state(model)

@@ -11,7 +11,7 @@ import pytest
 import sdp
 import torch
 import torch.distributed as dist
-from sdp.engine.backends.fsdp2.uses import ModuleUses, TrainingPass
+from sdp.engine.backends.fsdp2.uses import ModuleUses
 from sdp.engine.engine import SDPEngine
 from sdp.tests.support.models import Mlp, build, micro_batch, on_device
 from sdp.tests.support.ranks import RankPool
@@ -145,34 +145,44 @@ def test_ranks_may_leave_out_blocks_at_stage_0(ranks: RankPool, bf16: bool, grou
         assert distance < (0.1 if bf16 else 1e-5)
 
 
-def _drop_sharded(stage: int) -> str:
-    engine = _engine({"zero_optimization": {"stage": stage}}, Dropping())
+def _drop_sharded(stage: int) -> list[str]:
+    messages = []
+    for block in (1, dist.get_rank()):  # the same block on both ranks, and different ones
+        engine = _engine({"zero_optimization": {"stage": stage}}, Dropping())
+        rows = micro_batch("mlp", 0, 0, dist.get_rank())
+        with pytest.raises(sdp.ModelError) as caught:
+            engine(**rows, dropped=block)
+        messages.append(str(caught.value))
+    return messages
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_sharded_blocks_that_a_pass_leaves_out_are_refused(ranks: RankPool, stage: int) -> None:
+    """FSDP2 would gather the parameters of different blocks together, without an error."""
+    for rank, messages in enumerate(ranks.run(_drop_sharded, stage, world=2)):
+        for block, message in zip((1, rank), messages, strict=True):
+            assert message.startswith(f"a forward pass left out 'layers.{block}', ")
+            assert message.endswith("or use zero_optimization.stage 0") and "\n" not in message
+
+
+def _drop_in_second_micro_batch(stage: int) -> str:
+    engine = _engine({"zero_optimization": {"stage": stage}, "gradient_accumulation_steps": 2}, Dropping())
     rows = micro_batch("mlp", 0, 0, dist.get_rank())
-    engine.backward(engine(**rows, dropped=1))  # the same block on both ranks
+    engine.backward(engine(**rows, dropped=-1))
     engine.step()
-    with pytest.raises(sdp.ModelError) as caught:
+    with pytest.raises(sdp.ModelError) as caught:  # stages 1 and 2 gather nothing in this pass
         engine(**rows, dropped=dist.get_rank())
     return str(caught.value)
 
 
 @pytest.mark.parametrize("stage", [1, 2, 3])
-def test_ranks_that_share_parameters_leave_out_the_same_blocks(ranks: RankPool, stage: int) -> None:
-    """FSDP2 would gather the parameters of different blocks together, without an error."""
-    for rank, message in enumerate(ranks.run(_drop_sharded, stage, world=2)):
-        assert f"ran different blocks in one pass (this one left out 'layers.{rank}')" in message
-        assert "\n" not in message
+def test_blocks_that_a_later_micro_batch_leaves_out_are_refused(ranks: RankPool, stage: int) -> None:
+    """FSDP2 would add up the gradients of different blocks."""
+    for rank, message in enumerate(ranks.run(_drop_in_second_micro_batch, stage, world=2)):
+        assert message.startswith(f"a forward pass left out 'layers.{rank}', ")
 
 
 def test_another_fsdp2_is_refused() -> None:
-    """The names and the marks of torch's FSDP2 that sdp needs."""
-    with pytest.raises(sdp.ConfigError, match=r"^torch [\w.+]+: FSDP2 has no _register_post_backward_hook"):
-        ModuleUses(SimpleNamespace(), TrainingPass(nn.Module()))
-    group = SimpleNamespace(
-        _register_post_backward_hook=lambda args, kwargs: (args, kwargs), post_backward=None, finalize_backward=None,
-        fsdp_params=[], reduce_grads=True, reshard_after_backward=True, _reshard_after_forward=True,
-    )  # fmt: skip
-    ModuleUses(group, TrainingPass(nn.Module()))
-    note = vars(group)["_register_post_backward_hook"]
-    note((torch.ones(1),), {})
-    with pytest.raises(sdp.ConfigError, match="FSDP2 marks the inputs of modules in another way"):
-        note((torch.ones(1, requires_grad=True),), {})
+    """The names of torch's FSDP2 that sdp needs."""
+    with pytest.raises(sdp.ConfigError, match=r"^torch [\w.+]+: FSDP2 has no post_backward"):
+        ModuleUses(nn.Module(), "", [SimpleNamespace()], sharded=True)
