@@ -70,9 +70,8 @@ class CollectivePlan:
     shard in compute precision to its share of these groups. All but one of the receivers pass it
     on.
 
-    Two effects are not known here. If a module of the user's own model is called several times in a
-    forward pass, stage 3 gathers it as often. If a module and all modules before it are frozen, it
-    is not gathered for backward.
+    One effect is not known here. If a module and all modules before it are frozen, it is not
+    gathered for backward.
 
     Under tensor parallelism, all bytes are those of a rank's part of the matrices. The gradients of
     parameters that are not cut (norms) are gathered once a step. The activations that tensor

@@ -182,6 +182,34 @@ def test_blocks_that_a_later_micro_batch_leaves_out_are_refused(ranks: RankPool,
         assert message.startswith(f"a forward pass left out 'layers.{rank}', ")
 
 
+def _two_engines(stage: int) -> float:
+    """Take two steps of one engine with losses that go through another one. The distance to plain
+    torch.
+    """
+    settings = {"zero_optimization": {"stage": stage}}
+    ours, judge = _engine(settings), _engine(settings)
+    plain, other, start = build("mlp"), build("mlp"), build("mlp").state_dict()
+    optimizer = torch.optim.SGD(plain.parameters(), lr=0.1)
+    for step in range(2):
+        for rank in range(2):
+            rows = micro_batch("mlp", step, 0, rank)
+            (other(x=rows["x"] * plain(**rows), y=rows["y"]) / 2).backward()
+        rows = on_device(micro_batch("mlp", step, 0, dist.get_rank()), ours.device)
+        ours.backward(judge(x=rows["x"] * ours(**rows), y=rows["y"]))
+        ours.step()
+        judge.zero_grad()
+        optimizer.step()
+        optimizer.zero_grad()
+    state = ours.full_state_dict()
+    pairs = [(value, state[name], start[name]) for name, value in plain.state_dict().items()] if state else []
+    return max([((found - value).norm() / (value - before).norm()).item() for value, found, before in pairs], default=0)
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_a_loss_may_pass_through_two_engines(ranks: RankPool, stage: int) -> None:
+    assert max(ranks.run(_two_engines, stage, world=2)) < 1e-5
+
+
 def test_another_fsdp2_is_refused() -> None:
     """The names of torch's FSDP2 that sdp needs."""
     with pytest.raises(sdp.ConfigError, match=r"^torch [\w.+]+: FSDP2 has no post_backward"):
