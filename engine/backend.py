@@ -40,7 +40,7 @@ class Update(NamedTuple):
 class StateToSave(Protocol):
     """A rank's share of a checkpoint."""
 
-    def mesh_shape(self) -> list[Any]:
+    def mesh_shape(self) -> list[int]:
         """The sizes of the mesh. Random numbers continue only on the same mesh."""
         ...
 

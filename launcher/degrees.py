@@ -4,7 +4,6 @@ decide.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -43,11 +42,6 @@ class Degrees:
     def in_one_process(self) -> bool:
         return self.config.sdp.in_one_process
 
-    @property
-    def sizes(self) -> Sequence[int]:
-        """``sdp.group_sizes``, if given."""
-        return self.config.sdp.group_sizes or ()
-
     def check(self, processes: int, source: str) -> None:
         """Check that ``processes``, a number that comes from ``source``, fits the run.
 
@@ -74,16 +68,6 @@ class Degrees:
                     f'sdp.engine "reference" runs all {self.groups} groups in one process; found'
                     f" {processes} processes ({source}) and fsdp {self.fsdp or 1}; use 1 of each, or sdp.engine fsdp2"
                 )
-        elif self.sizes and self.fsdp is not None:
-            raise LaunchError(
-                f"--fsdp {self.fsdp}: sdp.group_sizes says how many ranks each group has; leave one of them out"
-            )
-        elif self.sizes:
-            if processes != sum(self.sizes) * self.tp:
-                raise LaunchError(
-                    f"{processes} processes ({source}) are not the {sum(self.sizes) * self.tp} of sdp.group_sizes "
-                    f"{list(self.sizes)} * tp {self.tp} (tensor_parallel.autotp_size); change one of them"
-                )
         elif self.fsdp is not None and processes != self.groups * self.fsdp * self.tp:
             raise LaunchError(
                 f"{processes} processes ({source}) are not {factors} * fsdp {self.fsdp} (--fsdp)"
@@ -106,8 +90,6 @@ class Degrees:
             count, source = nproc, "--nproc"
         elif self.in_one_process:
             count, source = 1, "this process"
-        elif self.sizes:
-            count, source = sum(self.sizes) * self.tp, "sdp.group_sizes"
         elif devices and self.fsdp is None:
             count, source = devices, "visible devices"
         else:

@@ -47,7 +47,7 @@ OTHERS = [
     json.dumps(BASE | {section: BASE.get(section, {}) | settings for section, settings in changes.items()})
     for changes in (
         {"sdp": {"sync": SYNC}},
-        {"sdp": {"masking": MASKING, "group_sizes": [1, 1]}},
+        {"sdp": {"masking": MASKING}},
         {"sdp": {"lr_scale": 0.5, "profile": [2, 2, 1, 1]}, "training": {"save_every": 2}},
         {"data": SOURCES, "training": {"evaluate_tasks": {"tasks": ["x"], "limit": 3}, "on_spike": "skip"}},
     )

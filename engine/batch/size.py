@@ -54,9 +54,8 @@ class BatchSize:
 
         train, micro, accumulation = given
         product = self.micro * self.accumulation * mesh.data_ranks
-        ranks = f"sdp.group_sizes {list(mesh.sizes)}" if mesh.sizes else f"sdp.groups {mesh.sdp} × fsdp {mesh.fsdp}"
         return (
             f"train_batch_size {self.train} ({source(train)}) is not train_micro_batch_size_per_gpu {self.micro} "
             f"({source(micro)}) × gradient_accumulation_steps {self.accumulation} ({source(accumulation)}) × data "
-            f"ranks {mesh.data_ranks} ({ranks}) = {product}; change one of them"
+            f"ranks {mesh.data_ranks} (sdp.groups {mesh.sdp} × fsdp {mesh.fsdp}) = {product}; change one of them"
         )

@@ -27,13 +27,10 @@ class SavedState:
         self._backend, self._optimizer, self._rank = backend, optimizer, rank
         self._state = OptimizerState(optimizer)
 
-    def mesh_shape(self) -> list[Any]:
-        """Return the sizes of the mesh: sdp, fsdp, tp.
-
-        Groups of unequal size add a list with their numbers of data ranks.
-        """
+    def mesh_shape(self) -> list[int]:
+        """Return the sizes of the mesh: sdp, fsdp, tp."""
         mesh = self._backend.layout.mesh
-        return [mesh.sdp, mesh.fsdp, mesh.tp, *([list(mesh.sizes)] if mesh.sizes else [])]
+        return [mesh.sdp, mesh.fsdp, mesh.tp]
 
     def tensors(self, *, to_load: bool = False) -> dict[str, Any]:
         """Return weights, persistent buffers and optimizer state, by key.

@@ -219,25 +219,9 @@ def _refuse_offload(config: Config) -> None:
             )
 
 
-def _refuse_group_sizes(config: Config) -> None:
-    sdp, sizes = config.sdp, config.sdp.group_sizes
-    if sizes is None:
-        return
-    if len(sizes) != sdp.groups:
-        raise ConfigError(
-            f"sdp.group_sizes: {sizes} are the sizes of {len(sizes)} groups, and sdp.groups is {sdp.groups}; change "
-            "one of them"
-        )
-    if sdp.engine == "fsdp2" and len(set(sizes)) > 1:
-        raise ConfigError(
-            f'sdp.group_sizes: groups of unequal size, {sizes}, need sdp.engine "deepspeed" (or "reference")'
-        )
-
-
 def _refuse_unavailable(config: Config) -> None:
     """Raise ConfigError for a setting that this version cannot honour. None is ignored."""
     sdp = config.sdp
-    _refuse_group_sizes(config)
     _refuse_precision(config)
     _refuse_offload(config)
     refuse_with_sync(config)

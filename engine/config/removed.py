@@ -17,6 +17,7 @@ _RESTARTS = "sdp train --restarts N starts a run again after a loss"
 # The path of a key, and what to use instead.
 KEYS: dict[str, str] = {
     "sdp.elastic": _RESTARTS,
+    "sdp.group_sizes": "groups have equal sizes; leave the ranks out that do not fill a group",
     "sdp.profile.noise": 'use "depth" or "uniform", which holders by noise did not beat',
     "sdp.survive": _RESTARTS,
     "training.noise_scale_interval": "remove it; no setting depends on the gradient noise",

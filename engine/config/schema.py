@@ -156,8 +156,6 @@ class SDPSection(Section):
     every step.
     ``lr_scale``: a unit's learning rate is multiplied by (k / mean k) to this power, where k is its
     number of holders. "auto" is 1 for SGD and 0.5 for other optimizers.
-    ``group_sizes``: the ranks of each group, in rank order, if groups differ. [8, 4] is a big and a
-    small node. Ranks weigh the same, so a group with twice the ranks has twice the samples.
     """
 
     groups: RankCount = 1
@@ -171,7 +169,6 @@ class SDPSection(Section):
     units: Literal["auto"] | list[str] = "auto"
     protect: list[str] = Field(default_factory=list)
     branch_scale: Literal["none", "train", "eval"] = "none"
-    group_sizes: list[RankCount] | None = None
     neuron_groups: Width = 8
     seed: Seed = 0
     engine: Literal["fsdp2", "deepspeed", "reference"] = "fsdp2"

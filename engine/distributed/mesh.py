@@ -5,10 +5,8 @@ This module does not import torch, because the launcher uses it before any proce
 
 from __future__ import annotations
 
-from bisect import bisect_right
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection
 from dataclasses import dataclass
-from itertools import accumulate
 
 from ..config.schema import Config
 from ..errors import ConfigError
@@ -33,16 +31,13 @@ class Mesh:
 
     Attributes:
         sdp: number of SDP groups.
-        fsdp: data ranks per group. If groups differ in size, the largest number.
+        fsdp: data ranks per group.
         tp: tensor-parallel ranks.
-        sizes: data ranks of every group if groups differ in size, else empty. If it is not empty,
-            the ranks do not form a grid.
     """
 
     sdp: int
     fsdp: int = 1
     tp: int = 1
-    sizes: tuple[int, ...] = ()
 
     @classmethod
     def for_world(cls, world_size: int, groups: int, tp: int = 1) -> Mesh:
@@ -60,11 +55,6 @@ class Mesh:
             )
         return cls(groups, world_size // (groups * tp), tp)
 
-    @classmethod
-    def of_groups(cls, sizes: Sequence[int], tp: int = 1) -> Mesh:
-        """Return the mesh of groups with ``sizes`` data ranks each, in the order of their ranks."""
-        return cls(len(sizes), max(sizes), tp, tuple(sizes) if len(set(sizes)) > 1 else ())
-
     @property
     def world_size(self) -> int:
         return self.data_ranks * self.tp
@@ -72,31 +62,23 @@ class Mesh:
     @property
     def data_ranks(self) -> int:
         """Number of ranks that read different data."""
-        return sum(self.sizes) if self.sizes else self.sdp * self.fsdp
+        return self.sdp * self.fsdp
 
-    def size(self, group: int) -> int:
-        """Return the number of data ranks of an SDP group."""
-        return self.sizes[group] if self.sizes else self.fsdp
-
-    def data_ranks_of(self, groups: Iterable[int]) -> int:
+    def data_ranks_of(self, groups: Collection[int]) -> int:
         """Return the number of data ranks of some SDP groups together."""
-        return sum(map(self.size, groups))
+        return len(groups) * self.fsdp
 
     def coordinates(self, rank: int) -> Coordinates:
         data_rank, tp = divmod(rank, self.tp)
-        if not self.sizes:
-            return Coordinates(*divmod(data_rank, self.fsdp), tp)
-        group = bisect_right(list(accumulate(self.sizes)), data_rank)
-        return Coordinates(group, data_rank - sum(self.sizes[:group]), tp)
+        return Coordinates(*divmod(data_rank, self.fsdp), tp)
 
     def rank(self, sdp: int, fsdp: int = 0, tp: int = 0) -> int:
-        first = sum(self.sizes[:sdp]) if self.sizes else sdp * self.fsdp
-        return (first + fsdp) * self.tp + tp
+        return (sdp * self.fsdp + fsdp) * self.tp + tp
 
     def ranks_of(self, group: int) -> list[int]:
         """Return the global ranks of an SDP group."""
         first = self.rank(group)
-        return list(range(first, first + self.size(group) * self.tp))
+        return list(range(first, first + self.fsdp * self.tp))
 
     def neighbours(self, sdp: int, fsdp: int) -> tuple[int, ...]:
         """Return the global ranks at one position in a group.
@@ -111,8 +93,7 @@ class Mesh:
         return [tuple(range(first, first + self.tp)) for first in range(0, self.world_size, self.tp)]
 
     def __str__(self) -> str:
-        fsdp = f"({' + '.join(map(str, self.sizes))})" if self.sizes else self.fsdp
-        return f"sdp {self.sdp} × fsdp {fsdp} × tp {self.tp}"
+        return f"sdp {self.sdp} × fsdp {self.fsdp} × tp {self.tp}"
 
     def shards(self, stage: int) -> int:
         """Return the number of ranks among which ZeRO ``stage`` shards a group's state.
@@ -137,15 +118,7 @@ def mesh_of(config: Config, world_size: int) -> Mesh:
     Raises:
         ConfigError: the world size does not fit the groups and the tensor parallelism.
     """
-    sizes, alone = config.sdp.group_sizes, config.sdp.in_one_process
-    if sizes is not None:
-        mesh = Mesh.of_groups(sizes, 1 if alone else config.tensor_parallel.autotp_size)
-        if not alone and mesh.world_size != world_size:
-            raise ConfigError(f"world size {world_size} is not sdp.group_sizes {sizes} × tensor_parallel.autotp_size "
-                              f"{mesh.tp} = {mesh.world_size}; start {mesh.world_size} processes, or change "
-                              "sdp.group_sizes")  # fmt: skip
-        return mesh
-    if alone:
+    if config.sdp.in_one_process:
         return Mesh(config.sdp.groups, _virtual_fsdp(config))
     return Mesh.for_world(world_size, config.sdp.groups, config.tensor_parallel.autotp_size)
 

@@ -106,7 +106,7 @@ def _compare(layout: Layout, unit: str, holders: tuple[int, ...], sums: list[int
     mesh = layout.mesh
     for tp in range(mesh.tp):
         for group in holders:
-            for fsdp in range(mesh.size(group)):
+            for fsdp in range(mesh.fsdp):
                 # Without shards, a group's ranks are replicas, which must agree too.
                 first = mesh.rank(holders[0], fsdp if sharded else 0, tp)
                 other = mesh.rank(group, fsdp, tp)

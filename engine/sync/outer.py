@@ -70,8 +70,6 @@ class OuterSteps:
         all_reduce: starts a sum over a communicator.
         is_slice: whether a name is that of a slice. A checkpoint joins the state of all slices of a
             parameter, so those that keep their weights have state, too.
-        divisor: for a holder set, by what this rank divides its changes before they are summed. The
-            default is the number of ranks of the communicator.
     """
 
     def __init__(
@@ -91,12 +89,11 @@ class OuterSteps:
         clock: Callable[[], float] = time.perf_counter,
         all_reduce: AllReduce = start_all_reduce,
         is_slice: Callable[[str], bool] = lambda _: False,
-        divisor: Callable[[Holders], float] | None = None,
     ):
         self._sync, self._weights, self._names = sync, weights, list(names)
         self._counts, self._counts_once, self._is_slice = counts, counts_once, is_slice
         self._device, self._traffic, self._sum = device, traffic, sum_over_ranks
-        self._clock, self._all_reduce, self._divisor = clock, all_reduce, divisor
+        self._clock, self._all_reduce = clock, all_reduce
         self.exposed_seconds = 0.0
         self._travelling: tuple[int, list[Average]] | None = None
         self._buckets: dict[int, list[tuple[tuple[str, ...], Holders, dist.ProcessGroup | None]]] = {}
@@ -125,17 +122,13 @@ class OuterSteps:
         for names, holders, group in self._buckets.get(fragment, ()):
             before = [self._weights(name).clone() for name in names] if self._sync.overlap else None
             changes = self._changes(names) if group is not None or before is not None else []
-            ranks = dist.get_world_size(group) if group is not None else 1
-            divisor = ranks if self._divisor is None else self._divisor(holders)
-            exchange = self._exchange(names, changes, group, divisor) if group is not None else None
+            exchange = self._exchange(names, changes, group) if group is not None else None
             keeps = self._keeps_weights(holders)
             averages.append(Average(names, changes if exchange is None else [], exchange, before, keeps))
         self._travelling = fragment, averages
 
-    def _exchange(
-        self, names: Sequence[str], changes: list[torch.Tensor], group: dist.ProcessGroup, divisor: float
-    ) -> Exchange:
-        shares = torch._foreach_div(changes, divisor)
+    def _exchange(self, names: Sequence[str], changes: list[torch.Tensor], group: dist.ProcessGroup) -> Exchange:
+        shares = torch._foreach_div(changes, dist.get_world_size(group))
         changes.clear()
         if self._sync.compression == "int8":
             errors = [self.errors[name] for name in names]

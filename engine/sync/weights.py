@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -61,28 +61,19 @@ class WeightRefresh:
         self.finish()
         for refresh in self._refreshes:
             pending = self._pending.setdefault(refresh.block, [])
-            for name in refresh.names:
-                for tensor, group, source in self._parts(refresh, name, weights or {}) if name in names else ():
-                    if tensor.numel() == 0:  # an empty shard is empty in all groups
-                        continue
-                    here, ranks = group.rank(), group.size()
-                    if here == source:
-                        tensor = tensor.to(self._dtype if tensor.is_floating_point() else tensor.dtype).contiguous()
-                    if passes_on(here, source, ranks):
-                        self._traffic.record("between groups", "broadcast", tensor.nbytes, ranks)
-                    work = self._broadcast(tensor, source, group)
-                    assert work is not None
-                    pending.append((work, tensor))  # the tensor must live until it is sent
-
-    def _parts(
-        self, refresh: Refresh, name: str, weights: Mapping[str, torch.Tensor]
-    ) -> Iterator[tuple[torch.Tensor, dist.ProcessGroup, int]]:
-        """Yield this rank's parts of a parameter.
-
-        Each part comes with its communicator and the sender's position in it.
-        """
-        group = self._communicators[refresh.source, refresh.members]
-        yield self._weight(name, weights), group, refresh.members.index(refresh.source)
+            group, source = self._communicators[refresh.source, refresh.members], refresh.members.index(refresh.source)
+            here, ranks = group.rank(), group.size()
+            for name in (name for name in refresh.names if name in names):
+                tensor = self._weight(name, weights or {})
+                if tensor.numel() == 0:  # an empty shard is empty in all groups
+                    continue
+                if here == source:
+                    tensor = tensor.to(self._dtype if tensor.is_floating_point() else tensor.dtype).contiguous()
+                if passes_on(here, source, ranks):
+                    self._traffic.record("between groups", "broadcast", tensor.nbytes, ranks)
+                work = self._broadcast(tensor, source, group)
+                assert work is not None
+                pending.append((work, tensor))  # the tensor must live until it is sent
 
     def _weight(self, name: str, weights: Mapping[str, torch.Tensor]) -> torch.Tensor:
         own = local_tensor(self._parameters[name].detach())

@@ -47,13 +47,6 @@ def test_process_count(groups: int, fsdp: int | None, tp: int, nproc: int | None
         (_degrees(4), 4, 2, r"4 processes \(--nproc\) need 4 devices, 2 visible"),
         (_degrees(4, engine="reference"), 4, 0, r"reference.* runs all 4 groups in one process"),
         (_degrees(4, 2, engine="reference"), None, 0, r"reference.* fsdp 2"),
-        (
-            _degrees(2, engine="deepspeed", group_sizes=[2, 1]),
-            4,
-            0,
-            r"4 processes \(--nproc\) are not the 3 of sdp.group_sizes \[2, 1\]",
-        ),
-        (_degrees(2, 2, engine="deepspeed", group_sizes=[2, 1]), None, 0, r"--fsdp 2: sdp.group_sizes says"),
     ],
 )
 def test_counts_that_do_not_fit(degrees: Degrees, nproc: int | None, devices: int, message: str) -> None:
@@ -65,18 +58,12 @@ def test_reference_engine_takes_one_process() -> None:
     assert _degrees(4, engine="reference").processes(None, devices=8) == 1
 
 
-def test_group_sizes_say_how_many_processes_start() -> None:
-    degrees = _degrees(2, engine="deepspeed", group_sizes=[2, 1])
-    assert [degrees.processes(None, devices) for devices in (0, 8)] == [3, 3]
-
-
 @pytest.mark.parametrize(
     ("degrees", "count"),
     [
         (_degrees(2, batch={"train_batch_size": 8}), 6),
         (_degrees(1, batch={"train_batch_size": 7, "gradient_accumulation_steps": 2}), 1),
         (_degrees(2, engine="reference", batch={"train_batch_size": 7}), 1),
-        (_degrees(2, engine="deepspeed", group_sizes=[2, 1], batch={"train_batch_size": 8}), 3),
     ],
 )
 def test_samples_that_the_processes_do_not_share(degrees: Degrees, count: int) -> None:

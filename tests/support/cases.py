@@ -48,20 +48,19 @@ class Case:
     masking: str = "forward"  # or a schedule, as JSON
     neurons: int = 0  # the number of groups into which a branch is cut; 0 means that units are blocks
     branch_scale: Literal["none", "train", "eval"] = "none"
-    sizes: tuple[int, ...] = ()  # the number of ranks of each group, if groups are unequal
     sync: str = ""  # local steps: the section as JSON
     lr_scale: str = "none"  # rates by holders: as JSON, or "auto"
 
     @property
     def data_ranks(self) -> int:
-        return sum(self.sizes) or self.groups * self.fsdp
+        return self.groups * self.fsdp
 
     @property
     def world(self) -> int:
         return self.data_ranks * self.tp
 
     def __str__(self) -> str:
-        layout = "+".join(map(str, self.sizes)) or f"{self.groups}x{self.fsdp}" + f"x{self.tp}" * (self.tp > 1)
+        layout = f"{self.groups}x{self.fsdp}" + f"x{self.tp}" * (self.tp > 1)
         parts = [layout, f"zero{self.stage}", f"acc{self.accumulation}", self.optimizer, self.placement, self.model]
         parts += ["clip"] * self.clip + ["bf16"] * self.bf16 + [self.checkpointing] * (self.checkpointing != "none")
         parts += ["backward"] * (self.masking == "backward") + [f"neurons{self.neurons}"] * (self.neurons > 0)
@@ -109,7 +108,6 @@ class Case:
                 "engine": engine,
                 "masking": self.masking if self.masking.isalpha() else json.loads(self.masking),
                 "branch_scale": self.branch_scale,
-                **({"group_sizes": list(self.sizes), "check_interval": 1} if self.sizes else {}),
                 **self._placement(),
                 **self._neurons(),
                 **({"sync": json.loads(self.sync)} if self.sync else {}),

@@ -37,9 +37,8 @@ def with_groups(config: Config, machine: Machine, world: int) -> tuple[Config, l
     """
     sdp, notes = config.sdp, []
     if sdp.engine != "fsdp2":
-        equal = " and groups of equal size" if sdp.group_sizes else ""
-        notes.append(f'sdp.engine "{sdp.engine}" is not planned. All ways are planned for "fsdp2"{equal}.')
-        sdp = sdp.model_copy(update={"engine": "fsdp2", "group_sizes": None})
+        notes.append(f'sdp.engine "{sdp.engine}" is not planned. All ways are planned for "fsdp2".')
+        sdp = sdp.model_copy(update={"engine": "fsdp2"})
     if sdp.groups == 1 or mean_capacity(config) == 1.0:
         nodes = len(machine.slots)
         of_ranks = max(1, world // config.tensor_parallel.autotp_size)
@@ -171,9 +170,7 @@ def one_group_per_node(config: Config, machine: Machine) -> Config | None:
     if (sdp.groups, config.zero_optimization.stage) == (nodes, 3):
         return None
     zero = config.zero_optimization.model_copy(update={"stage": 3})
-    return config.model_copy(
-        update={"sdp": sdp.model_copy(update={"groups": nodes, "group_sizes": None}), "zero_optimization": zero}
-    )
+    return config.model_copy(update={"sdp": sdp.model_copy(update={"groups": nodes}), "zero_optimization": zero})
 
 
 def _layout(config: Config) -> str:

@@ -38,10 +38,7 @@ def require_planned(config: Config) -> None:
     """Raise :class:`ConfigError` for an engine that cannot be planned."""
     if config.sdp.engine != "fsdp2":
         why = "runs all groups in one process" if config.sdp.in_one_process else "has DeepSpeed's own buffers"
-        equal = " --set sdp.group_sizes=null" if config.sdp.group_sizes else ""
-        raise ConfigError(
-            f'sdp.engine: "{config.sdp.engine}" {why}, which is not planned; add --set sdp.engine=fsdp2{equal}'
-        )
+        raise ConfigError(f'sdp.engine: "{config.sdp.engine}" {why}, which is not planned; add --set sdp.engine=fsdp2')
 
 
 def forecast(

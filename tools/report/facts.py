@@ -200,8 +200,6 @@ def _layout(run: Run) -> str:
         "fsdp": layout.get("fsdp"),
         "tp": layout.get("tp", 1),
     }
-    if sizes := layout.get("group_sizes"):
-        return f"sdp {len(sizes)} × fsdp ({' + '.join(map(str, sizes))})"
     return " × ".join(f"{axis} {degree}" for axis, degree in degrees.items() if degree and (degree > 1 or axis != "tp"))
 
 

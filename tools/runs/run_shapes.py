@@ -100,7 +100,6 @@ class _Layout(_Shape):
     sdp: Count = 1
     fsdp: Count | None = None
     tp: Count = 1
-    group_sizes: list[Count] | None = None
 
 
 class _HeldOut(_Shape):

@@ -200,8 +200,6 @@ def _take_optimizer_over(
     handover.optimizer, handover.note = make_optimizer(
         config.optimizer, handover.optimizer, ours, device, grouped=True, arrangement=arrangement
     )
-    if layout.mesh.sizes and config.zero_optimization.stage:
-        handover.note = _rounding_alike(handover.optimizer, handover.note)
     if several:
         options = [bundle.options for bundle in held]
         handover.scheduler = _scheduler(config, handover.scheduler, handover.optimizer, options)
@@ -259,18 +257,6 @@ def _as_given(
         if grouped
         else lists[0]
     )
-
-
-def _rounding_alike(optimizer: Optimizer, note: str) -> str:
-    """Take ``optimizer`` off torch's fused kernels, and say so.
-
-    On a CPU, fused kernels round the last elements of a tensor differently from the rest. Groups of
-    unequal size cut a unit at different positions, so the holders would drift.
-    """
-    fused = [group for group in optimizer.param_groups if group.get("fused")]
-    for group in fused:
-        group.update(fused=False, foreach=True)
-    return f"{note}; foreach instead of fused, whose rounding depends on where a shard is cut" if fused else note
 
 
 def _scheduler(config: Config, given: Any, optimizer: Optimizer, options: Sequence[int]) -> Any:

@@ -96,7 +96,7 @@ def _boxes_of(backend: DeepSpeedBase, bundle: Bundle, stage: int, index: int | N
     for stretch in stretches(bundle, stage, backend.layout.mesh):
         if backend.rank not in stretch.ranks:
             continue
-        begin = stretch.at[stretch.ranks.index(backend.rank)]
+        begin = stretch.at
         for piece in pieces:
             first, last = max(piece.at, begin), min(piece.at + piece.length, begin + stretch.length)
             start, shape = piece.start + first - piece.at, backend.layout.parameters[piece.name].shape
@@ -112,7 +112,7 @@ class DeepSpeedLocalSteps(ShardedLocalSteps):
     _backend: Any  # the backend of this package
 
     def _make_outer_steps(self) -> OuterSteps:
-        backend, whole = self._backend, self._backend.zero is None
+        backend = self._backend
         self._is_stale = False  # whether the model has other weights than the float32 ones
         buckets, communicators = self._messages()
         return OuterSteps(
@@ -130,7 +130,6 @@ class DeepSpeedLocalSteps(ShardedLocalSteps):
             clock=backend.clock,
             is_slice=lambda key: self._layout.parameters[self._backend.spot_of(key).name].cut is not None,
             all_reduce=logged_all_reduce,
-            divisor=None if whole else self._divisor,
         )
 
     def _messages(self) -> tuple[list[Bucket], Mapping[tuple[int, ...], dist.ProcessGroup]]:
@@ -155,11 +154,6 @@ class DeepSpeedLocalSteps(ShardedLocalSteps):
         for key, box in self.boxes.items():
             together.setdefault((box.bundle, box.ranks, fragments[key]), []).append(key)
         return [Bucket(ranks, tuple(keys)) for (_, ranks, _), keys in together.items()]
-
-    def _divisor(self, ranks: tuple[int, ...]) -> float:
-        """Return Σ F / F_w: a group counts as often as it has data ranks."""
-        mesh = self._layout.mesh
-        return mesh.data_ranks_of(mesh.coordinates(rank).sdp for rank in ranks) / mesh.size(self._at.sdp)
 
     def _counts(self, name: str) -> bool:
         """Return whether this rank counts a box in the norm over its group."""

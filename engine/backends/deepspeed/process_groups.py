@@ -21,7 +21,7 @@ from ...placement.layout import Layout
 from ...sync.gradients import GradientSync
 from ...sync.weights import WeightRefresh
 from .optimizer import local_part
-from .partitions import Bundle, Route, RoutedRefresh, rank_sets, routes_of
+from .partitions import Bundle, rank_sets
 from .private import logged_all_reduce, logged_broadcast
 from .shard_sync import ShardSync
 
@@ -55,15 +55,12 @@ class ProcessGroups:
             mesh,
             {info.holders for info in layout.parameters.values()} if stage == 0 else (),
             replicate_inside=True,
-            refreshes={(refresh.source, refresh.members) for refresh in layout.refreshes} if not mesh.sizes else (),
+            refreshes={(refresh.source, refresh.members) for refresh in layout.refreshes},
             local_steps=local_steps,
         )
         self.mpu: GroupAsWorld | None = None
         self.between: dict[tuple[int, ...], dist.ProcessGroup] = {}
         self.inside: dist.ProcessGroup = dist.group.WORLD  # type: ignore[assignment]
-        # How frozen copies are sent between groups of unequal size, by parameter name and source
-        # group.
-        self.routes: dict[tuple[str, int], list[Route]] = {}
         if mesh.sdp == 1:
             return
         for group in range(mesh.sdp):
@@ -72,11 +69,7 @@ class ProcessGroups:
                 self.inside = made  # type: ignore[assignment]
         alone = new_group([dist.get_rank()], use_local_synchronization=True)
         self.mpu = GroupAsWorld(self.inside, alone)  # type: ignore[arg-type]
-        for refresh in layout.refreshes if mesh.sizes else ():
-            for name in refresh.names:
-                self.routes[name, refresh.source] = routes_of(name, layout.parameters[name].numel, refresh, stage, mesh)
-        reduced = rank_sets(bundles, stage, mesh) if stage else []
-        for ranks in sorted({*reduced, *(route.shared.ranks for routes in self.routes.values() for route in routes)}):
+        for ranks in rank_sets(bundles, stage, mesh) if stage else ():
             made = new_group(list(ranks))
             if rank in ranks:
                 self.between[ranks] = made  # type: ignore[assignment]
@@ -118,17 +111,13 @@ class ProcessGroups:
     ) -> WeightRefresh:
         """Make what sends the weights of ``parameters`` to frozen copies, in ``dtype``.
 
-        It sends what is in memory. Under ZeRO 3 these are partitions, which align between groups of
-        equal size.
+        It sends what is in memory. Under ZeRO 3 these are partitions, which align between groups.
         """
         local: Mapping[str, torch.Tensor] = (
             {name: local_part(p) for name, p in parameters.items()} if stage == 3 else parameters
         )
-        if not layout.mesh.sizes:
-            between = self.communicators.refresh
-            return WeightRefresh(layout.refreshes, local, between, traffic, dtype, logged_broadcast)
-        rank = dist.get_rank()
-        return RoutedRefresh(layout.refreshes, local, self.routes, self.between, rank, traffic, dtype, logged_broadcast)
+        between = self.communicators.refresh
+        return WeightRefresh(layout.refreshes, local, between, traffic, dtype, logged_broadcast)
 
 
 class GroupAsWorld:

@@ -51,13 +51,13 @@ class ShardSync:
         self._traffic, self._all_reduce = traffic, all_reduce
         self._communicators, self._rank = communicators, rank
         # By index, in the order of launch, which is the same on all ranks.
-        self._plan: dict[int, tuple[float, list[tuple[int, Shared]]]] = {}
+        self._plan: dict[int, tuple[float, list[Shared]]] = {}
         self._works: list[Any] = []
         for bundle, index in reversed(list(zip(bundles, here, strict=True))):  # in the order of backward
             if index is None:
                 continue
-            weight = mesh.size(mesh.coordinates(rank).sdp) / mesh.data_ranks_of(bundle.holders)
-            mine = [(s.at[s.ranks.index(rank)], s) for s in stretches(bundle, stage, mesh) if rank in s.ranks]
+            weight = 1 / len(bundle.holders)
+            mine = [s for s in stretches(bundle, stage, mesh) if rank in s.ranks]
             self._plan[index] = (weight, mine)
 
     @property
@@ -72,9 +72,9 @@ class ShardSync:
         weight, mine = self._plan[index]
         if weight != 1.0:
             gradient.mul_(weight)
-        for at, stretch in mine:
+        for stretch in mine:
             if len(stretch.ranks) > 1:
-                part = gradient.narrow(0, at, stretch.length)
+                part = gradient.narrow(0, stretch.at, stretch.length)
                 self._traffic.record("between groups", "all_reduce", part.nbytes, len(stretch.ranks))
                 self._works.append(self._all_reduce(part, self._communicators[stretch.ranks]))
 
@@ -94,7 +94,7 @@ class ShardSync:
 
     def held(self) -> Iterator[Stretch]:
         """This rank's elements, without padding."""
-        return (Stretch(index, at, stretch.length) for index, (_, mine) in self._plan.items() for at, stretch in mine)
+        return (Stretch(index, each.at, each.length) for index, (_, mine) in self._plan.items() for each in mine)
 
     def counted(self, gradients: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """The parts of the averaged gradients that this rank, and no other, counts in the global
@@ -105,15 +105,15 @@ class ShardSync:
     def held_first(self) -> Iterator[Stretch]:
         """The elements that this rank, and no other, counts."""
         return (
-            Stretch(index, at, stretch.length)
+            Stretch(index, each.at, each.length)
             for index, (_, mine) in self._plan.items()
-            for at, stretch in mine
-            if stretch.ranks[0] == self._rank
+            for each in mine
+            if each.ranks[0] == self._rank
         )
 
     def stretches_here(self) -> list[Shared]:
         """Return the stretches that :meth:`launch` averages, of all bundles."""
-        return [stretch for _, mine in self._plan.values() for _, stretch in mine]
+        return [stretch for _, mine in self._plan.values() for stretch in mine]
 
 
 class EarlyLaunch:

@@ -66,8 +66,6 @@ class DeepSpeedState(SavedState):
                 if at != index:
                     continue
                 info = backend.layout.parameters[piece.name]
-                if not to_load and not self._saves(info):
-                    continue
                 values = {"model/{}": master.detach()}
                 values |= {
                     f"optimizer/{{}}/{key}": value
@@ -82,14 +80,6 @@ class DeepSpeedState(SavedState):
                     tensors[key] = tensors[key].joined(part) if key in tensors else part
         return tensors | self._untrained(to_load=to_load)
 
-    def _saves(self, info: TensorInfo) -> bool:
-        """Whether this group writes its part.
-
-        Holders of equal size have the same pieces, which are written once. Pieces of holders of
-        unequal size would overlap, so only the first holder writes.
-        """
-        return not self._backend.layout.mesh.sizes or self._backend.at.sdp == info.holders[0]
-
     def _untrained(self, *, to_load: bool) -> dict[str, Any]:
         """The parameters that this rank holds but the optimizer does not have."""
         backend = self._backend
@@ -97,7 +87,7 @@ class DeepSpeedState(SavedState):
         tensors: dict[str, Any] = {}
         for name in backend.parameters:
             info = backend.layout.parameters[name]
-            if name not in trained and (to_load or self._saves(info)):
+            if name not in trained:
                 for start, values in untrained_part(backend, name):
                     tensors[f"model/{info.canonical}"] = part_of(info, start, values)
         return tensors

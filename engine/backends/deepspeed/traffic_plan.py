@@ -95,13 +95,8 @@ class TrafficPlan:
         """
         layout, infos, found = self._layout, self._layout.parameters, []
         names = {name for name in names if infos[name].trainable or untrained} if layout.keeps_frozen else ()
-        for (name, _), routes in self._process_groups.routes.items():
-            for route in routes:
-                if route.sent_by(self._rank) and name in names:
-                    nbytes = route.shared.length * self._compute_bytes
-                    found.append(Collective("between groups", "broadcast", route.shared.ranks, nbytes))
         position = layout.mesh.coordinates(self._rank).fsdp
-        for refresh in layout.refreshes if not layout.mesh.sizes else ():
+        for refresh in layout.refreshes:
             if refresh.sent_by(self._group):
                 numels = [infos[name].numel for name in refresh.names if name in names]
                 sent = sum(-(-numel // self._ranks_inside) if self._stage == 3 else numel for numel in numels)

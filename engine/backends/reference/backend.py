@@ -320,7 +320,7 @@ class ReferenceBackend(TorchOptimizerBackend):
     def evaluate_subnetworks(self, batches: Sequence[Any]) -> list[float]:
         mesh, losses = self.layout.mesh, []
         for group in range(mesh.sdp):
-            mine = slice(mesh.rank(group), mesh.rank(group) + mesh.size(group))
+            mine = slice(mesh.rank(group), mesh.rank(group) + mesh.fsdp)
             own = [rows for batch in batches for rows in split_rows(batch, mesh.data_ranks)[mine]]
             state = self.local.groups[group] if self.local is not None else None
             statistics = buffers_replaced(self.module, self.layout, state.buffers if state is not None else {})

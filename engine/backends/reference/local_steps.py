@@ -73,7 +73,7 @@ class ReferenceLocalSteps:
 
     def _share_of(self, group: int) -> dict[str, Any]:
         """Return this group's share of each parameter's mean, F_w / Σ F of the holders, or 0."""
-        layout, workers = self._layout, self._layout.mesh.size(group)
+        layout, workers = self._layout, self._layout.mesh.fsdp
         shares: dict[str, Any] = {}
         for name in self._anchors:
             info = layout.parameters[name]
@@ -106,8 +106,8 @@ class ReferenceLocalSteps:
 
     def scale_gradients(self, *, to_means: bool) -> None:
         """Make groups' gradients means over workers, or sums again. Missing ones become zeros."""
-        for index, group in enumerate(self.groups):
-            workers = self._layout.mesh.size(index)
+        for group in self.groups:
+            workers = self._layout.mesh.fsdp
             for weight in group.weights.values():
                 if weight.grad is None:
                     weight.grad = torch.zeros_like(weight)
@@ -115,10 +115,10 @@ class ReferenceLocalSteps:
 
     def weigh_gradients(self, of_group: Sequence[float], unit: float) -> None:
         """Divide the gradients of each group, which are means over its workers, by its weights."""
-        for index, (group, total) in enumerate(zip(self.groups, of_group, strict=True)):
+        for group, total in zip(self.groups, of_group, strict=True):
             for weight in group.weights.values():
                 if weight.grad is not None:
-                    weight.grad *= self._layout.mesh.size(index) * unit / total if total else 0.0
+                    weight.grad *= self._layout.mesh.fsdp * unit / total if total else 0.0
 
     def zero_grad(self) -> None:
         for group in self.groups:
@@ -234,7 +234,7 @@ class ReferenceLocalSteps:
         mean = BufferMean(infos, device)
         for index, group in enumerate(self.groups):
             held = held_entries(self._layout, index, device)
-            for _ in range(self._layout.mesh.size(index)):
+            for _ in range(self._layout.mesh.fsdp):
                 mean.add({name: group.buffers[name] for name in infos}, held)
         mean.give(here)
         for name, info in infos.items():

@@ -81,10 +81,10 @@ def test_a_resume_goes_on_bit_for_bit(ranks: RankPool, tmp_path: Path, case: Cas
 UNDER_DEEPSPEED = [
     (Case(2, 2, stage=3, optimizer="adamw", model="llama-tied-meta", sync='{"every": 3}'), 4),
     (Case(2, 2, stage=1, optimizer="momentum", sync=OVERLAP), 4),
-    (Case(2, stage=2, sizes=(2, 1), neurons=2, optimizer="adamw", model="even-llama", masking="backward",
+    (Case(2, 2, stage=2, neurons=2, optimizer="adamw", model="even-llama", masking="backward",
           sync='{"every": 4, "fragments": 2, "outer_optimizer": {"type": "AdamW"}}'), 3),
     (Case(2, 2, stage=0, optimizer="adamw", model="llama-tied", bf16=True, sync='{"every": 3, "offload": "cpu"}'), 2),
-    (Case(2, stage=3, sizes=(2, 1), optimizer="adamw", sync='{"every": 4, "overlap": 2}', masking="backward"), 5),
+    (Case(2, 2, stage=3, optimizer="adamw", sync='{"every": 4, "overlap": 2}', masking="backward"), 5),
 ]  # fmt: skip
 
 
@@ -207,7 +207,7 @@ ADAMW, LOCAL = Case(2, 2, optimizer="adamw", clip=True), '{"every": 3, "fragment
 MOVES = [
     ("deepspeed", replace(ADAMW, stage=3, sync=LOCAL), replace(ADAMW, stage=1, sync=LOCAL)),
     ("fsdp2", replace(ADAMW, stage=1, sync=LOCAL), replace(ADAMW, stage=3, sync=LOCAL)),
-    ("deepspeed", replace(ADAMW, stage=2, sync=LOCAL), replace(ADAMW, stage=3, sizes=(2, 1), sync='{"every": 2}')),
+    ("deepspeed", replace(ADAMW, stage=2, sync=LOCAL), replace(ADAMW, stage=3, sync='{"every": 2}')),
     ("deepspeed", replace(ADAMW, stage=1, sync=LOCAL), replace(ADAMW, stage=2, placement="cyclic")),
     ("deepspeed", replace(ADAMW, stage=3), replace(ADAMW, stage=0, sync='{"every": 2}')),
 ]
@@ -262,8 +262,8 @@ def _partly_frozen(case: Case, folder: str) -> None:
 @needs_deepspeed
 @pytest.mark.parametrize("stage", [pytest.param(1, marks=pytest.mark.full_table), 3])
 def test_parameters_that_the_user_froze_are_saved_under_deepspeed(ranks: RankPool, tmp_path: Path, stage: int) -> None:
-    case = Case(2, stage=stage, sizes=(2, 1), model="llama", sync='{"every": 4}', optimizer="adamw")
-    ranks.run(_partly_frozen, case, str(tmp_path), world=3)
+    case = Case(2, 2, stage=stage, model="llama", sync='{"every": 4}', optimizer="adamw")
+    ranks.run(_partly_frozen, case, str(tmp_path), world=case.world)
 
 
 def _finished_twice(case: Case, folder: str) -> tuple[bool, bool]:

@@ -7,10 +7,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from sdp.engine.batch.size import BatchSize
 from sdp.engine.config.load import json_schema, load_config
 from sdp.engine.config.schema import Config
-from sdp.engine.distributed.mesh import mesh_of
 from sdp.engine.errors import ConfigError, SDPError
 
 REFUSED: list[tuple[dict[str, Any], str]] = [
@@ -202,36 +200,6 @@ def test_env_section() -> None:
     ):
         with pytest.raises(ConfigError, match=message):
             load_config({"env": {name: value}})
-
-
-@pytest.mark.parametrize(
-    ("section", "message"),
-    [
-        (
-            {"groups": 3, "group_sizes": [2, 1], "engine": "deepspeed"},
-            "sdp.group_sizes: [2, 1] are the sizes of 2 groups, and sdp.groups is 3",
-        ),
-        (
-            {"groups": 2, "group_sizes": [2, 1]},
-            'sdp.group_sizes: groups of unequal size, [2, 1], need sdp.engine "deepspeed"',
-        ),
-        ({"groups": 2, "group_sizes": [2, 0], "engine": "deepspeed"}, "sdp.group_sizes.1: "),
-    ],
-)
-def test_group_sizes_that_cannot_be_are_refused(section: dict[str, Any], message: str) -> None:
-    with pytest.raises(ConfigError) as caught:
-        load_config({"sdp": section})
-    assert str(caught.value).startswith(message)
-
-
-def test_group_sizes_say_how_many_processes_there_are() -> None:
-    config = load_config({"sdp": {"groups": 2, "group_sizes": [2, 1], "engine": "deepspeed"}})
-    assert mesh_of(config, 3).sizes == (2, 1)
-    with pytest.raises(ConfigError, match=r"world size 4 is not sdp.group_sizes \[2, 1\] .* = 3; start 3 processes"):
-        mesh_of(config, 4)
-    with pytest.raises(ConfigError, match=r"data ranks 3 \(sdp.group_sizes \[2, 1\]\) = 3; change one of them"):
-        BatchSize.resolve(load_config({"train_batch_size": 4, "train_micro_batch_size_per_gpu": 1}), mesh_of(config, 3))
-    assert load_config(config.resolved()).sdp.group_sizes == [2, 1]
 
 
 def test_a_sample_of_one_token_has_nothing_to_predict() -> None:

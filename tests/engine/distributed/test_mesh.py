@@ -15,6 +15,8 @@ def test_coordinates(sdp: int, fsdp: int, tp: int) -> None:
     mesh = Mesh(sdp, fsdp, tp)
     assert mesh == Mesh.for_world(sdp * fsdp * tp, sdp, tp)
     assert mesh.data_ranks * tp == mesh.world_size
+    assert mesh.data_ranks == mesh.data_ranks_of(range(sdp))
+    assert [rank for group in range(sdp) for rank in mesh.ranks_of(group)] == list(range(mesh.world_size))
     grid = torch.arange(sdp * fsdp * tp).view(sdp, fsdp, tp)
     for rank in range(mesh.world_size):
         at = mesh.coordinates(rank)
@@ -22,20 +24,6 @@ def test_coordinates(sdp: int, fsdp: int, tp: int) -> None:
         assert list(mesh.neighbours(at.sdp, at.fsdp)) == grid[at.sdp, at.fsdp].tolist()
         assert mesh.data_rank(rank) == at.sdp * fsdp + at.fsdp
     assert [list(ranks) for ranks in mesh.all_neighbours()] == grid.flatten(end_dim=1).tolist()
-
-
-@given(sizes=st.lists(st.integers(1, 5), min_size=1, max_size=6), tp=st.integers(1, 3))
-def test_coordinates_in_groups_of_unequal_size(sizes: list[int], tp: int) -> None:
-    mesh = Mesh.of_groups(sizes, tp)
-    assert (mesh == Mesh(len(sizes), sizes[0], tp)) == (len(set(sizes)) == 1)
-    assert mesh.data_ranks == sum(sizes) == mesh.data_ranks_of(range(mesh.sdp))
-    assert [rank for group in range(mesh.sdp) for rank in mesh.ranks_of(group)] == list(range(mesh.world_size))
-    for group, size in enumerate(sizes):
-        assert len(mesh.ranks_of(group)) == mesh.size(group) * tp == size * tp
-    for rank in range(mesh.world_size):
-        at = mesh.coordinates(rank)
-        assert rank == mesh.rank(at.sdp, at.fsdp, at.tp)
-        assert rank in mesh.ranks_of(at.sdp)
 
 
 @pytest.mark.parametrize(("world", "groups", "tp"), [(6, 4, 1), (2, 4, 1), (8, 3, 2), (1, 2, 1)])

@@ -193,13 +193,6 @@ def test_an_engine_that_is_not_planned_gives_way_to_fsdp2_and_is_named() -> None
     ]
 
 
-def test_groups_of_unequal_size_become_equal_with_another_engine() -> None:
-    """DeepSpeed's engine has no traffic plan, and fsdp2 has no unequal groups on so few ranks."""
-    raw = CONFIG | {"sdp": CONFIG["sdp"] | {"engine": "deepspeed", "group_sizes": [3, 1]}}
-    config, (note,) = with_groups(load_config(raw), machine_with_link(1e9), 4)
-    assert config.sdp.group_sizes is None and "groups of equal size" in note
-
-
 def test_one_rank_has_neither_sdp_nor_diloco() -> None:
     config, notes = with_groups(load_config(CONFIG | {"sdp": {}}), Machine((1,), 1e12, 1.0, 1e9, 1e9), 1)
     assert notes == []

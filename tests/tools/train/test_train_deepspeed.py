@@ -1,4 +1,4 @@
-"""``sdp train`` over DeepSpeed in groups of unequal size: processes that the command line starts, a
+"""``sdp train`` over DeepSpeed in groups of two ranks: processes that the command line starts, a
 resume, and what reads the run.
 """
 
@@ -18,14 +18,16 @@ def lines(path: Path) -> list[dict]:
 
 @pytest.mark.slow
 @pytest.mark.skipif(importlib.util.find_spec("deepspeed") is None, reason="deepspeed is not installed")
-def test_a_run_in_groups_of_unequal_size_is_the_references(trained_run, tmp_path, capsys):
+def test_a_run_in_groups_of_two_ranks_is_the_references(trained_run, tmp_path, capsys):
     whole = json.loads((trained_run / "config.json").read_text())
     config = {
+        "train_batch_size": 8,
         "train_micro_batch_size_per_gpu": 2,
+        "gradient_accumulation_steps": 1,
         "gradient_clipping": 0.5,
         "optimizer": whole["optimizer"],
         "zero_optimization": {"stage": 3, "stage3_param_persistence_threshold": 0},
-        "sdp": {"groups": 2, "group_sizes": [2, 1], "capacity": 0.75, "engine": "deepspeed"},
+        "sdp": {"groups": 2, "capacity": 0.75, "engine": "deepspeed"},
         "model": whole["model"],
         "data": whole["data"],
         "training": {"steps": 4, "evaluate_batches": 2, "save_every": 2},
@@ -34,11 +36,11 @@ def test_a_run_in_groups_of_unequal_size_is_the_references(trained_run, tmp_path
     path.write_text(json.dumps(config))
     reference = {**config, "sdp": {**config["sdp"], "engine": "reference"}, "zero_optimization": {}}
     (tmp_path / "reference.json").write_text(json.dumps(reference))
-    command = [sys.executable, "-P", "-m", "sdp", "train", path, "--dump-dir", tmp_path / "run"]
+    command = [sys.executable, "-P", "-m", "sdp", "train", path, "--dump-dir", tmp_path / "run", "--fsdp", "2"]
     for more in (["--set", "training.steps=2"], ["--resume"]):
         finished = subprocess.run([*command, *more], capture_output=True, text=True, timeout=300)
         assert finished.returncode == 0, finished.stderr
-    assert "layout: sdp 2 × fsdp (2 + 1) × tp 1 processes, ZeRO stage 3" in finished.stderr
+    assert "layout: sdp 2 × fsdp 2 × tp 1 processes, ZeRO stage 3" in finished.stderr
     # After them: a run in this process publishes its place to those that it starts.
     assert main(["train", str(tmp_path / "reference.json"), "--dump-dir", str(tmp_path / "reference")]) == 0
     ours, theirs = (lines(tmp_path / name / "metrics.jsonl") for name in ("run", "reference"))
@@ -51,4 +53,4 @@ def test_a_run_in_groups_of_unequal_size_is_the_references(trained_run, tmp_path
     loss = json.loads(capsys.readouterr().out.splitlines()[-1])["loss"]
     assert loss == pytest.approx(lines(tmp_path / "run" / "evaluations.jsonl")[-1]["loss"], rel=1e-5)
     assert main(["report", str(tmp_path / "run")]) == 0
-    assert "sdp 2 × fsdp (2 + 1)" in capsys.readouterr().out
+    assert "sdp 2 × fsdp 2" in capsys.readouterr().out

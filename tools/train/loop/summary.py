@@ -96,7 +96,6 @@ def run_summary(
             "sdp": layout.mesh.sdp,
             "fsdp": layout.mesh.fsdp,
             "tp": layout.mesh.tp,
-            **({"group_sizes": list(layout.mesh.sizes)} if layout.mesh.sizes else {}),
             "stage": config.zero_optimization.stage,
             "engine": config.sdp.engine,
             "capacity": sum(held) / len(held),

@@ -36,7 +36,6 @@ class Utilisation:
                 per_token = mean_flops_per_token(
                     flops(sequence_length),
                     engine.layout.placement,
-                    engine.layout.mesh.sizes or None,
                     keeps_frozen=masking == "backward",
                 )
                 self._share_per_rate[masking] = per_token / (engine.world_size * peak * 1e12)
@@ -49,19 +48,15 @@ class Utilisation:
         return None if share is None else share * tokens_per_second
 
 
-def mean_flops_per_token(
-    flops: Mapping[str, float], placement: Placement, sizes: tuple[int, ...] | None = None, *, keeps_frozen: bool
-) -> float:
+def mean_flops_per_token(flops: Mapping[str, float], placement: Placement, *, keeps_frozen: bool) -> float:
     """Return the operations of forward and backward per token, averaged over the ranks.
 
     Args:
         flops: The operations of the full model by block, and those of the rest as "shared".
         placement: Which group holds which unit.
-        sizes: The ranks of each group, if groups differ.
         keeps_frozen: Whether a group runs frozen copies of the units that it does not hold. Of
             these it computes all but the gradients of weights, which are a third.
     """
-    weights = sizes or (1,) * placement.groups
     total = flops.get("shared", 0.0)
     for block, cost in flops.items():
         if block == "shared":
@@ -76,6 +71,6 @@ def mean_flops_per_token(
             sum(placement.costs[unit] for unit in units if group in placement.holders[unit]) / of_block
             for group in range(placement.groups)
         ]
-        mean = fmean(held, weights)
+        mean = fmean(held)
         total += cost * ((2 + mean) / 3 if keeps_frozen else mean)
     return total

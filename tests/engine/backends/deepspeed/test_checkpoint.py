@@ -58,9 +58,9 @@ MOVES = [
         replace(ADAMW, stage=1), "deepspeed", replace(ADAMW, stage=3), "deepspeed", marks=pytest.mark.full_table
     ),
     pytest.param(
-        replace(LLAMA, stage=3, sizes=(2, 1)),
+        replace(LLAMA, stage=3),
         "deepspeed",
-        replace(LLAMA, stage=1, sizes=(2, 1)),
+        replace(LLAMA, stage=1),
         "deepspeed",
         marks=pytest.mark.slow,
     ),
@@ -87,18 +87,16 @@ def test_a_run_moves_between_engines_and_stages(
         torch.testing.assert_close(after[name], tensor, rtol=0, atol=1e-5 * tensor.abs().max().item())
 
 
-PLACED = replace(ADAMW, placement="cyclic", stage=1, sizes=(2, 1))
+PLACED = replace(ADAMW, placement="cyclic", stage=1)
 
 
 @pytest.mark.parametrize(
     "target",
     [PLACED, pytest.param(replace(PLACED, stage=3, neurons=2, model="even-llama"), marks=pytest.mark.full_table)],
 )
-def test_a_checkpoint_of_another_placement_and_other_group_sizes_goes_on(
-    ranks: RankPool, tmp_path: Path, target: Case
-) -> None:
+def test_a_checkpoint_of_another_placement_and_stage_goes_on(ranks: RankPool, tmp_path: Path, target: Case) -> None:
     """As the reference does from the same checkpoint, under the layout that reads it."""
-    source = replace(target, placement="mixed", stage=3, sizes=())
+    source = replace(target, placement="mixed", stage=3)
     saved, _, _ = ranks.run(_save_after_two_steps, source, "deepspeed", str(tmp_path), world=source.world)[0]
     loaded, after, _, _ = ranks.run(_go_on, target, "deepspeed", str(tmp_path), world=target.world)[0]
     _, expected, _, _ = _go_on(target, "reference", str(tmp_path))

@@ -132,7 +132,7 @@ MORE = [
             False,
             marks=pytest.mark.slow,
         ),
-        (Case(2, stage=3, optimizer="momentum", model="llama", clip=True, sizes=(2, 1)), False),
+        (Case(2, 2, stage=3, optimizer="momentum", model="llama", clip=True), False),
         *(pytest.param(*case, marks=pytest.mark.full_table) for case in MORE),
     ],
     ids=str,

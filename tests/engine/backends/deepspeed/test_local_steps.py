@@ -24,13 +24,12 @@ def full_table(*values: Any) -> Any:
     return pytest.param(*values, marks=pytest.mark.full_table)
 
 
-UNEQUAL = Case(2, sizes=(2, 1))
 COVER = [
     Case(2, 2, 0, 2, clip=True, steps=4, sync='{"every": 3}', model="llama-tied"),
     Case(2, 2, 1, optimizer="adamw", clip=True, steps=3, sync='{"every": 1}', masking="backward"),
     Case(2, 2, 2, 2, steps=6, sync='{"every": 3}', masking="backward", model="llama-tied-meta"),
     Case(2, 2, 3, clip=True, optimizer="adamw", steps=4, sync='{"every": 2, "fragments": 2}', model="llama-tied-meta"),
-    replace(UNEQUAL, stage=3, steps=4, sync='{"every": 3, "fragments": 3}', masking="backward", model="llama-meta"),
+    Case(2, 2, stage=3, steps=4, sync='{"every": 3, "fragments": 3}', masking="backward", model="llama-meta"),
 ]  # fmt: skip
 WIDE = [
     Case(2, 2, 0, optimizer="adamw", steps=5, sync='{"every": 2, "fragments": 2}', masking="backward"),
@@ -41,11 +40,7 @@ WIDE = [
     Case(2, 2, 2, optimizer="adamw", steps=5, sync='{"every": 2, "start_after": 2, "offload": "cpu"}'),
     Case(2, 2, 1, steps=4, clip=True,
          sync='{"every": 2, "outer_optimizer": {"type": "AdamW", "params": {"lr": 0.05, "eps": 0.01}}}'),
-    replace(UNEQUAL, stage=1, steps=4, sync='{"every": 2}', optimizer="adamw"),
-    replace(UNEQUAL, stage=0, steps=4, sync='{"every": 2}', clip=True, masking="backward", model="llama-tied"),
-    replace(UNEQUAL, stage=2, steps=4, sync='{"every": 2}', neurons=2, model="even-llama", masking="backward"),
-    replace(UNEQUAL, groups=4, sizes=(1, 2, 3, 1), stage=3, steps=5, sync='{"every": 2, "overlap": '
-                                                                          '1}', optimizer="adamw"),
+    Case(2, 2, 2, neurons=2, steps=4, sync='{"every": 2}', model="even-llama", masking="backward"),
     Case(2, 2, 2, neurons=2, steps=4, sync='{"every": 2, "fragments": 2}', model="even-llama-tied-meta", clip=True),
     Case(2, 2, 3, neurons=2, steps=4, sync='{"every": 3, "single_holder": '
                                            '"skip"}', model="even-llama", masking="backward"),
@@ -171,7 +166,7 @@ def _facts(case: Case, name: str) -> list[tuple[float, float]]:
 @pytest.mark.full_table
 @pytest.mark.parametrize("stage", [0, 2])
 def test_facts_of_outer_steps_equal_those_of_the_reference(ranks: RankPool, stage: int) -> None:
-    case = replace(UNEQUAL, stage=stage, sync='{"every": 2, "fragments": 2}')
+    case = Case(2, 2, stage=stage, sync='{"every": 2, "fragments": 2}')
     expected = torch.tensor(_facts(replace(case, stage=0), "reference"))
     for facts in ranks.run(_facts, case, "deepspeed", world=3):
         torch.testing.assert_close(torch.tensor(facts), expected, rtol=1e-5, atol=0)
@@ -204,7 +199,7 @@ def _sent_and_planned(case: Case) -> tuple[list[dict[str, int]], list[dict[str, 
 @pytest.mark.parametrize("stage", [0, 1, 3])
 def test_compressed_changes_have_the_planned_bytes(ranks: RankPool, stage: int, compression: str) -> None:
     sync = f'{{"every": 2, "compression": "{compression}"}}'
-    case = replace(UNEQUAL, stage=stage, steps=4, sync=sync, optimizer="adamw", model="llama-tied")
+    case = Case(2, 2, stage=stage, steps=4, sync=sync, optimizer="adamw", model="llama-tied")
     answers = ranks.run(_sent_and_planned, case, world=3)
     for sent, planned, _ in answers:
         assert sent == planned

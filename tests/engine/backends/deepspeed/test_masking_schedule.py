@@ -29,8 +29,8 @@ COVER = pairwise_cover(
     FACTORS | OF_SCHEDULES | {"layout": [(2, 1), (2, 2)], "kind": ["llama-tied"], "placement": ["mixed"]}
 )
 MORE = [
-    Case(2, stage=1, sizes=(2, 1), masking=TO_BACKWARD, steps=SCHEDULED_STEPS),
-    Case(2, stage=3, sizes=(2, 1), masking=TO_BACKWARD, steps=SCHEDULED_STEPS, optimizer="adamw"),
+    Case(2, 2, stage=1, masking=TO_BACKWARD, steps=SCHEDULED_STEPS),
+    Case(2, 2, stage=3, masking=TO_BACKWARD, steps=SCHEDULED_STEPS, optimizer="adamw"),
     pytest.param(
         Case(2, 2, 3, masking=THERE_AND_BACK, steps=SCHEDULED_STEPS, model="even-llama", neurons=2),
         marks=pytest.mark.slow,

@@ -43,17 +43,12 @@ def _nan_in_one_group(case: Case, offload: bool) -> tuple[list[int], bool, bool]
     return skipped, same == [False, True, False, False], all(bool(torch.isfinite(t).all()) for t in states[-1].values())
 
 
-MORE_SKIPS = [
-    pytest.param(*case, marks=pytest.mark.full_table)
-    for case in (((), 1, False), ((), 2, True), ((), 3, True), ((2, 1), 0, False))
-]
+MORE_SKIPS = [pytest.param(*case, marks=pytest.mark.full_table) for case in ((1, False), (2, True), (3, True))]
 
 
-@pytest.mark.parametrize(("sizes", "stage", "offload"), [((), 0, False), ((2, 1), 3, False), *MORE_SKIPS])
-def test_a_nan_in_one_group_makes_all_skip_the_step(
-    ranks: RankPool, sizes: tuple[int, ...], stage: int, offload: bool
-) -> None:
-    case = Case(2, 2, stage=stage, optimizer="adamw", clip=True, sizes=sizes)
+@pytest.mark.parametrize(("stage", "offload"), [(0, False), (3, False), *MORE_SKIPS])
+def test_a_nan_in_one_group_makes_all_skip_the_step(ranks: RankPool, stage: int, offload: bool) -> None:
+    case = Case(2, 2, stage=stage, optimizer="adamw", clip=True)
     for skipped, only_then, finite in ranks.run(_nan_in_one_group, case, offload, world=case.world):
         assert skipped == [0, 1, 1, 1]
         assert only_then and finite
