@@ -29,7 +29,9 @@ def _import() -> Any:
 
     # DeepSpeed would compile a collective in shared memory, which takes minutes.
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
-    deepspeed.comm.comm.cdb = None  # of an earlier test
+    from sdp.engine.backends.deepspeed.private import forget_process_groups
+
+    forget_process_groups()  # of an earlier test
     return deepspeed
 
 
@@ -64,6 +66,65 @@ def _communicate(before: bool, engine_name: str) -> None:
 @pytest.mark.parametrize("before", [True, False], ids=["init_distributed before", "after"])
 def test_its_collectives_work_in_the_script(ranks: RankPool, before: bool, engine_name: str) -> None:
     ranks.run(_communicate, before, engine_name, world=2)
+
+
+class Teacher(Mlp):
+    """A second model of the script."""
+
+
+def _train_beside_deepspeed(engine_name: str, stage: int, first: str, expected: dict[str, torch.Tensor]) -> None:
+    deepspeed = _import()
+
+    def start_ours() -> Any:
+        config = CONFIG | {"zero_optimization": {"stage": stage}, "sdp": CONFIG["sdp"] | {"engine": engine_name}}
+        return sdp.initialize(model=mlp(), config=config)[0]
+
+    def start_theirs() -> Any:
+        torch.manual_seed(1)
+        model = Teacher()
+        settings: dict[str, Any] = {"train_micro_batch_size_per_gpu": 2, "zero_optimization": {"stage": stage}}
+        settings |= {"zero_allow_untested_optimizer": True, "gradient_clipping": 0.0}  # it clips at 1 by default
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        return deepspeed.initialize(model=model, optimizer=optimizer, config=settings)[0]
+
+    if first == "ours":
+        ours, theirs = start_ours(), start_theirs()
+    else:
+        theirs, ours = start_theirs(), start_ours()
+    for step in range(3):
+        for engine in (ours, theirs):
+            generator = torch.Generator().manual_seed(10 * step + dist.get_rank())
+            engine.backward(engine(torch.randn(2, 5, generator=generator), torch.randn(2, 3, generator=generator)))
+            engine.step()
+    with deepspeed.zero.GatheredParameters(list(theirs.module.parameters())):
+        for name, value in theirs.module.state_dict().items():
+            torch.testing.assert_close(value, expected[name], rtol=1e-5, atol=1e-6)
+    alone = start_ours()  # without DeepSpeed's engine next to it
+    _assert_equal(_train(alone, steps=3), ours.full_state_dict())
+
+
+def _train_plainly(world: int) -> dict[str, torch.Tensor]:
+    """Three steps of SGD on the samples of all ranks, with torch alone."""
+    torch.manual_seed(1)
+    model = Teacher()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for step in range(3):
+        for rank in range(world):
+            generator = torch.Generator().manual_seed(10 * step + rank)
+            loss = model(torch.randn(2, 5, generator=generator), torch.randn(2, 3, generator=generator))
+            (loss / world).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return model.state_dict()
+
+
+@pytest.mark.parametrize("first", ["ours", "theirs"])
+@pytest.mark.parametrize(("engine_name", "stage"), [("fsdp2", 2), ("deepspeed", 0), ("deepspeed", 2), ("deepspeed", 3)])
+def test_another_model_under_deepspeed_itself_trains_as_with_torch(
+    ranks: RankPool, engine_name: str, stage: int, first: str
+) -> None:
+    """DeepSpeed's own engine averages over all ranks, not over those of an SDP group."""
+    ranks.run(_train_beside_deepspeed, engine_name, stage, first, _train_plainly(4), world=4)
 
 
 def _train_what_deepspeed_has_partitioned(engine_name: str) -> None:

@@ -33,7 +33,7 @@ from .backend import DeepSpeedBackend
 from .checks import check_partitions, refuse_small_sub_groups
 from .optimizer import unstepped
 from .partitions import Bundle, bundles_of
-from .private import check_engine, forget_process_groups, let_groups_differ, load, require_float16, set_verbosity
+from .private import check_engine, let_groups_differ, load, require_float16, separate_process_groups, set_verbosity
 from .process_groups import ProcessGroups
 
 log = logging.getLogger("sdp")
@@ -126,11 +126,10 @@ def initialize_deepspeed(
 
 
 def _prepare_package(config: Config) -> Any:
-    """Import DeepSpeed and make it forget an earlier engine's process groups."""
+    """Import DeepSpeed and set it up for the configuration."""
     package = load()
     if config.fp16.enabled:
         require_float16()
-    forget_process_groups()
     set_verbosity(config.deepspeed)
     return package
 
@@ -226,7 +225,8 @@ def _build(
 ) -> tuple[Any, Any]:
     """Build DeepSpeed's engine and its schedule."""
     try:
-        with alone_if_unlaunched(), handover.building:  # DeepSpeed asks for a launcher's variables
+        # DeepSpeed asks for a launcher's variables.
+        with alone_if_unlaunched(), separate_process_groups(), handover.building:
             engine, _, _, scheduler = package.initialize(
                 model=model,
                 optimizer=handover.optimizer,

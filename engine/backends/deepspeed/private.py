@@ -11,7 +11,8 @@ import importlib
 import importlib.util
 import logging
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -178,6 +179,23 @@ def forget_process_groups() -> None:
     for name in _NAMES["deepspeed.utils.groups"]:
         setattr(groups, name, None)
     restore_linear()
+
+
+@contextmanager
+def separate_process_groups() -> Iterator[None]:
+    """A context in which DeepSpeed builds an engine over the process groups of one SDP group.
+
+    DeepSpeed keeps process groups in global variables. Those from before are put back at the end:
+    a script may give another model to DeepSpeed itself, which averages over all ranks.
+    """
+    groups = importlib.import_module("deepspeed.utils.groups")
+    before = {name: getattr(groups, name) for name in _NAMES["deepspeed.utils.groups"]}
+    forget_process_groups()
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            setattr(groups, name, value)
 
 
 def restore_linear() -> None:
