@@ -7,22 +7,19 @@ After :func:`install`, a DeepSpeed configuration with a section ``sdp`` trains w
 from __future__ import annotations
 
 import functools
-import logging
+import weakref
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
-from .config.load import read_raw
 from .engine import SDPEngine
+from .environment.detect import detect
 from .errors import ConfigError
 from .initialize import initialize
-
-log = logging.getLogger("sdp")
-
-_TAG = "global_step{}"  # the Trainer looks for directories of this name
 
 
 class AcceleratedEngine:
@@ -33,18 +30,16 @@ class AcceleratedEngine:
     """
 
     def __init__(self, engine: SDPEngine, config: dict[str, Any], deepspeed_engine: type):
-        """``config`` is DeepSpeed's configuration; ``deepspeed_engine`` is the class that this
-        object stands for.
-        """
+        """``deepspeed_engine`` is the class that this object stands for."""
         self.engine, self.config = engine, config
         self._deepspeed_engine = deepspeed_engine
         self._full: nn.Module | None = None
         self._gathered = ExitStack()
+        weakref.finalize(self, self._gathered.close)  # at the latest before Python takes its modules apart
         if engine.runs_subnetwork or len(engine.config.sdp.maskings) > 1:
             engine.evaluation.is_replaced = True
             self._replace_forward(engine.module)
-        # Accelerate asks the optimizer whether the last step was skipped. The schedule then waits.
-        engine.optimizer.overflow = False  # type: ignore[attr-defined]
+        engine.optimizer.overflow = False  # type: ignore[attr-defined]  # Accelerate's schedule waits after a skip
 
     @property
     def __class__(self) -> type:  # type: ignore[override]
@@ -101,8 +96,8 @@ class AcceleratedEngine:
         self, save_dir: str | Path, tag: Any = None, client_state: Any = None, exclude_frozen_parameters: bool = False,
         **options: Any
     ) -> bool:  # fmt: skip
-        """Save to a directory that the Trainer finds again."""
-        tag = _TAG.format(self.engine.global_steps) if tag is None else tag
+        """Save to a directory that the Trainer finds again by its name."""
+        tag = f"global_step{self.engine.global_steps}" if tag is None else tag
         return self.engine.save_checkpoint(save_dir, tag, client_state, **options)
 
     def load_checkpoint(
@@ -118,8 +113,8 @@ def install() -> None:
     """Make Accelerate and the Trainer train with SDP where DeepSpeed's configuration has a section
     ``sdp``.
 
-    Call it once, before ``Accelerator(...)`` or ``Trainer(...)``. A configuration without the
-    section still goes to DeepSpeed.
+    Call it once, before ``Accelerator(...)`` or ``TrainingArguments(...)``. A configuration without
+    the section still goes to DeepSpeed. A script's own calls of DeepSpeed stay as they are.
 
     Raises:
         ConfigError: accelerate or deepspeed is not installed.
@@ -131,29 +126,67 @@ def install() -> None:
         raise ConfigError(
             f"sdp.integrations: needs accelerate and deepspeed ({error}); run pip install 'sdp-engine[integrations]'"
         ) from None
+    from .backends.deepspeed.private import keep_gloo  # deepspeed is optional
+
     if not torch.cuda.is_available():
-        # DeepSpeed would compile an extension for its own collectives, which takes minutes.
-        deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
-    if getattr(deepspeed.initialize, "is_sdp", False):
-        return
-    deepspeed.initialize = _choose(deepspeed.initialize, deepspeed.DeepSpeedEngine)
-    Accelerator.get_state_dict = _whole_state(Accelerator.get_state_dict)  # type: ignore[method-assign]
+        keep_gloo()
+    if not hasattr(Accelerator.prepare, "is_sdp"):
+        Accelerator.prepare = _prepare(Accelerator.prepare, deepspeed)  # type: ignore[method-assign]
+        Accelerator.get_state_dict = _whole_state(Accelerator.get_state_dict)  # type: ignore[method-assign]
+
+
+def _prepare(of_accelerate: Any, deepspeed: Any) -> Any:
+    @functools.wraps(of_accelerate)
+    def prepare(self: Any, *args: Any, **kwargs: Any) -> Any:
+        _require_deepspeed(self)
+        of_deepspeed = deepspeed.initialize
+        deepspeed.initialize = _choose(of_deepspeed, deepspeed.DeepSpeedEngine)
+        try:
+            return of_accelerate(self, *args, **kwargs)
+        finally:
+            deepspeed.initialize = of_deepspeed
+
+    prepare.is_sdp = True  # type: ignore[attr-defined]
+    return prepare
+
+
+def _require_deepspeed(accelerator: Any) -> None:
+    """Raise ConfigError if Accelerate has a configuration of DeepSpeed and does not use it."""
+    from accelerate.utils import DistributedType, parse_flag_from_env
+
+    kind = accelerator.distributed_type
+    if parse_flag_from_env("ACCELERATE_USE_DEEPSPEED") and kind != DistributedType.DEEPSPEED:
+        raise ConfigError(
+            f"sdp.integrations: Accelerate ignores the configuration of DeepSpeed and trains with {kind.value}, so SDP "
+            "would be left out; leave cpu=True and ACCELERATE_USE_CPU out, and on CPUs pass "
+            'kwargs_handlers=[InitProcessGroupKwargs(backend="gloo")] to Accelerator'
+        )
+
+
+def _require_all_ranks() -> None:
+    """Raise ConfigError if Accelerate shares samples among fewer processes than SDP."""
+    from accelerate.state import PartialState
+
+    environment, known = detect(), PartialState().num_processes
+    ranks = dist.get_world_size() if dist.is_initialized() else environment.world_size if environment else 1
+    if known != ranks:
+        raise ConfigError(
+            f"sdp.integrations: Accelerate knows {known} of the {ranks} ranks, so ranks would read the same samples; "
+            "on CPUs, pass use_cpu=True to TrainingArguments, or "
+            'kwargs_handlers=[InitProcessGroupKwargs(backend="gloo")] to Accelerator'
+        )
 
 
 def _choose(of_deepspeed: Any, deepspeed_engine: type) -> Any:
-    @functools.wraps(of_deepspeed)
-    def start(*args: Any, **kwargs: Any) -> Any:
-        given = kwargs.get("config") or kwargs.get("config_params")
-        given = given or getattr(kwargs.get("args"), "deepspeed_config", None)
-        config = read_raw(given) if isinstance(given, str | Path) and Path(given).is_file() else given
-        if not isinstance(config, dict) or "sdp" not in config:
-            return of_deepspeed(*args, **kwargs)
-        if (config["sdp"] or {}).get("engine") == "deepspeed":
+    def start(*args: Any, config_params: Any = None, **kwargs: Any) -> Any:
+        if "sdp" not in config_params:
+            return of_deepspeed(*args, config_params=config_params, **kwargs)
+        if (config_params["sdp"] or {}).get("engine") == "deepspeed":
             raise ConfigError('sdp.engine: "deepspeed" does not run under Accelerate and the Trainer; use "fsdp2"')
-        engine, optimizer, loader, scheduler = initialize(*args, **kwargs)
-        return AcceleratedEngine(engine, config, deepspeed_engine), optimizer, loader, scheduler
+        _require_all_ranks()
+        engine, optimizer, loader, scheduler = initialize(*args, config=config_params, **kwargs)
+        return AcceleratedEngine(engine, config_params, deepspeed_engine), optimizer, loader, scheduler
 
-    start.is_sdp = True  # type: ignore[attr-defined]
     return start
 
 

@@ -101,14 +101,17 @@ def main() -> None:
     """Print the table and the reasons."""
     logging.disable(logging.WARNING)
     reasons: dict[str, list[str]] = {}
-    print("| model | blocks, forward | blocks, backward | neurons, forward | neurons, backward |")
-    print("|---|---|---|---|---|")
+    rows: dict[str, list[str]] = {}
     for name in ["LLaMA (ours)", *LANGUAGE, *OTHERS]:
         found = [find_reason(name, *case) for case in CASES]
-        print(f"| {name} | {' | '.join('no' if reason else 'yes' for reason in found)} |", flush=True)
+        rows.setdefault(" | ".join("no" if reason else "yes" for reason in found), []).append(name)
         for case, reason in zip(CASES, found, strict=True):
             if reason:
                 reasons.setdefault(reason, []).append(f"{name}: {' '.join(case)}")
+    print("| models | blocks, forward | blocks, backward | neurons, forward | neurons, backward |")
+    print("|---|---|---|---|---|")
+    for cells, names in rows.items():
+        print(f"| {', '.join(names)} | {cells} |")
     for reason, names in reasons.items():
         print(f"\n{reason}\n    {'; '.join(names)}")
 

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from argparse import Namespace
+import json
+import re
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
+from sdp.tests.support.hf_scripts import start_script
 from sdp.tests.support.ranks import RankPool
 from torch import nn
 from torch.utils.data import DataLoader, Dataset
@@ -116,33 +118,70 @@ def _accelerate(folder: str) -> None:
     AcceleratorState._reset_state(reset_partial_state=True)
 
 
-def test_the_engine_deepspeed_is_refused_under_accelerate() -> None:
+INSTALL = "import sdp.integrations; sdp.integrations.install()\n"
+WITH_ACCELERATE = """
+from accelerate import Accelerator
+from accelerate.utils import DeepSpeedPlugin, DummyOptim, InitProcessGroupKwargs
+plugin = DeepSpeedPlugin("ds_config.json")
+"""
+PREPARE = """
+loader = torch.utils.data.DataLoader(dataset, batch_size=2)
+accelerator.prepare(model, DummyOptim(model.parameters()), loader)
+"""
+# By name: a script, the engine in the configuration, and the line that the script ends with.
+BYPASSES = {
+    "the Trainer knows one process": (
+        """
+from transformers import Trainer, TrainingArguments
+arguments = TrainingArguments("out", deepspeed="ds_config.json", per_device_train_batch_size=2, learning_rate=1e-3)
+Trainer(model=model, args=arguments, train_dataset=dataset).train()
+""",
+        "fsdp2",
+        r"Accelerate knows 1 of the 2 ranks, .*; on CPUs, pass use_cpu=True to TrainingArguments, or kwargs_handlers",
+    ),
+    "Accelerate knows one process": (
+        WITH_ACCELERATE + "accelerator = Accelerator(deepspeed_plugin=plugin)" + PREPARE,
+        "fsdp2",
+        r"Accelerate knows 1 of the 2 ranks, .*InitProcessGroupKwargs\(backend=\"gloo\"\)\] to Accelerator",
+    ),
+    "Accelerate leaves DeepSpeed out": (
+        WITH_ACCELERATE + "accelerator = Accelerator(cpu=True, deepspeed_plugin=plugin)" + PREPARE,
+        "fsdp2",
+        r"Accelerate ignores the configuration of DeepSpeed and trains with MULTI_CPU, so SDP would be left out",
+    ),
+    "the engine deepspeed": (
+        WITH_ACCELERATE
+        + """
+backend = InitProcessGroupKwargs(backend="gloo")
+accelerator = Accelerator(deepspeed_plugin=plugin, kwargs_handlers=[backend])"""
+        + PREPARE,
+        "deepspeed",
+        r'"deepspeed" does not run under Accelerate and the Trainer; use "fsdp2"',
+    ),
+}
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="with GPUs, Accelerate joins the processes")
+@pytest.mark.parametrize("name", BYPASSES)
+def test_what_accelerate_would_train_without_sdp_is_one_line(tmp_path: Path, name: str) -> None:
+    """Without the line, ranks read the same samples, or train the whole model, and exit with 0."""
+    script, engine, line = BYPASSES[name]
+    optimizer = {"type": "AdamW", "params": {"lr": 1e-3}}
+    settings = _config() | {"optimizer": optimizer, "sdp": {"groups": 2, "engine": engine}}
+    done = start_script(tmp_path, INSTALL + script, json.dumps(settings | {"gradient_accumulation_steps": 1}))
+    assert done.returncode != 0
+    last = [text for text in done.stderr.splitlines() if "ConfigError: " in text]
+    assert len(last) == 2, done.stderr  # one of each rank
+    assert all(re.search(line, text) for text in last), last
+
+
+def test_a_call_outside_of_accelerate_stays_deepspeeds() -> None:
     import deepspeed
     import sdp.integrations
 
+    before = deepspeed.initialize
     sdp.integrations.install()
-    config = _config() | {"sdp": {"groups": 2, "engine": "deepspeed"}}
-    with pytest.raises(sdp.ConfigError, match='"deepspeed" does not run under Accelerate'):
-        deepspeed.initialize(model=_llama(), config=config)
-
-
-def _start_from_a_file(folder: str) -> None:
-    import json
-
-    import deepspeed
-    import sdp.integrations
-
-    sdp.integrations.install()
-    file = Path(folder) / f"ds{dist.get_rank()}.json"
-    file.write_text(json.dumps(_config()), encoding="utf-8")
-    for options in ({"config": str(file)}, {"config_params": file}, {"args": Namespace(deepspeed_config=str(file))}):
-        engine = deepspeed.initialize(model=_llama(), **options)[0]
-        assert isinstance(engine.engine, sdp.SDPEngine)
-
-
-def test_a_path_of_a_configuration_is_read_too(ranks: RankPool, tmp_path: Path) -> None:
-    """DeepSpeed would ignore the section ``sdp`` in the file, and train the whole model."""
-    ranks.run(_start_from_a_file, str(tmp_path), world=2)
+    assert deepspeed.initialize is before
 
 
 def test_accelerate_trains_saves_and_loads(ranks: RankPool, tmp_path: Path) -> None:
@@ -150,24 +189,18 @@ def test_accelerate_trains_saves_and_loads(ranks: RankPool, tmp_path: Path) -> N
 
 
 def _trainer(folder: str, stage: int) -> tuple[list[float], float]:
-    import os
-
     import sdp.integrations
-    from accelerate.state import AcceleratorState, PartialState
+    from accelerate.state import AcceleratorState
     from transformers.integrations.deepspeed import set_hf_deepspeed_config, unset_hf_deepspeed_config
-
-    os.environ["ACCELERATE_USE_DEEPSPEED"] = "true"
 
     sdp.integrations.install()
     AcceleratorState._reset_state(reset_partial_state=True)
-    # On a CPU, Accelerate joins the processes under DeepSpeed only if it is told the backend.
-    PartialState(backend="nccl" if torch.cuda.is_available() else "gloo")
     arguments = transformers.TrainingArguments(
         output_dir=folder, per_device_train_batch_size=2, gradient_accumulation_steps=2, num_train_epochs=2,
         learning_rate=1e-2,
         lr_scheduler_type="linear", deepspeed=_config() | {"zero_optimization": {"stage": stage}}, report_to=[],
         logging_steps=1, save_strategy="epoch", eval_strategy="epoch",
-        per_device_eval_batch_size=8, disable_tqdm=True, accelerator_config={"use_configured_state": True},
+        per_device_eval_batch_size=8, disable_tqdm=True, use_cpu=not torch.cuda.is_available(),
     )  # fmt: skip
 
     def start() -> Any:
@@ -196,8 +229,7 @@ def _trainer(folder: str, stage: int) -> tuple[list[float], float]:
         state = saved.state_dict()
         assert losses[-1] == pytest.approx(_whole_loss(state), rel=1e-5)
     set_hf_deepspeed_config(settings)
-    AcceleratorState._reset_state(reset_partial_state=True)
-    PartialState(backend="nccl" if torch.cuda.is_available() else "gloo")
+    AcceleratorState._reset_state()  # the Trainer makes a second Accelerator
     resumed = start()
     resumed.train(resume_from_checkpoint=f"{folder}/checkpoint-2")
     again = resumed.model_wrapped.engine.full_state_dict()
