@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 from sdp.engine.config.load import load_config
-from sdp.tests.support.hf_scripts import start_script
+from sdp.tests.deepspeed_compat.scripts import start_script
 
 PAGE = Path(__file__).parents[2] / "docs" / "deepspeed.md"
 BLOCKS = re.findall(r"^```(\w*)\n(.*?)^```$", PAGE.read_text(encoding="utf-8"), re.MULTILINE | re.DOTALL)

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from sdp.tests.support.hf_scripts import start_script
+from sdp.tests.deepspeed_compat.scripts import start_script
 from sdp.tests.support.ranks import RankPool
 from torch import nn
 from torch.utils.data import DataLoader, Dataset
