@@ -46,7 +46,7 @@ class TrafficPlan:
         compute_bytes: int,
         reduces_whole_gradients: bool,
     ):
-        self._layout, self._process_groups, self._shard_sync = layout, process_groups, shard_sync
+        self._layout, self._shard_sync = layout, shard_sync
         self._rank, self._stage, self._compute_bytes = rank, stage, compute_bytes
         self._reduces_whole_gradients = reduces_whole_gradients
         self._group = layout.mesh.coordinates(rank).sdp
