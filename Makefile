@@ -5,7 +5,7 @@
 # make lab-test     the tests of the laboratory (lab/)
 # make lint types   ruff and basedpyright   make bench      the engine against a plain loop
 # make docs         the documentation site, in site/
-# make gpu-packages what sdp gpu-check needs besides torch, in .gpu, to take to a GPU machine without a network (lab/studies/gpu)
+# make gpu-packages what sdp bench --alone needs besides torch, in .gpu, to take to a GPU machine without a network (lab/studies/gpu)
 #
 # Each makes .venv and installs pinned packages first, torch before everything that depends on it. On a machine whose
 # torch is given, use it: make VENV=/path/to/venv TORCH=torch …
@@ -45,7 +45,7 @@ test: $(VENV)/.installed-test
 	$(PYTEST) -m "not slow and not full_table and not cluster"
 
 lab-test: $(VENV)/.installed-test
-	$(PYTEST) lab/tests
+	$(PYTEST) -m "not slow and not cluster" lab/tests
 
 # Accelerate, Trainer, llama.cpp's reader and lm-evaluation-harness. `make test` skips what it lacks.
 test-optional: $(VENV)/.installed-dev
@@ -57,13 +57,13 @@ test-all: $(VENV)/.installed-test
 
 # apt-get install iproute2 openssh-server openssh-client pdsh openmpi-bin mpich slurm-wlm munge slurmdbd mariadb-server; as root
 test-cluster: $(VENV)/.installed-test $(VENV)/.intel-mpi
-	$(BIN)/python -m pytest tests/cluster -m "not slow" --durations=12
+	$(BIN)/python -m pytest tests/cluster lab/tests/network -m "cluster and not slow" --durations=12
 
 test-cluster-all: $(VENV)/.installed-test $(VENV)/.intel-mpi
 	$(BIN)/python -m pytest tests/cluster --durations=12
 
 bench: $(VENV)/.installed
-	$(BIN)/sdp bench
+	$(BIN)/python -m lab.overhead
 
 lint: $(VENV)/.installed-dev
 	$(BIN)/ruff check .

@@ -24,7 +24,6 @@ LONGEST_FILES = (
     "engine/backends/deepspeed/test_masking_schedule.py",
     "engine/checkpoint/test_layouts.py",
     "tools/bench/test_side_by_side.py",
-    "tools/gpu_check/test_share.py",
     "engine/backends/deepspeed/test_checkpoint.py",
     "engine/backends/deepspeed/test_equality.py",
     "engine/subnetwork/test_neurons_native.py",

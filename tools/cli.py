@@ -189,10 +189,7 @@ _COMMANDS = {
     "config": _tool_command("config", "print a configuration with all defaults, or the schema"),
     "plan": _tool_command("plan.command", "say what a run will need, compute and send, before it is started"),
     "advise": _tool_command("advise.command", "say which way to train should be best on your machines, and why"),
-    "bench": _tool_command(
-        "bench.command", "compare ways to train a model side by side, or one rank with a hand-written loop"
-    ),
-    "gpu-check": _tool_command("gpu_check.command", "measure a rank's share of dense and SDP runs on this GPU"),
+    "bench": _tool_command("bench.command", "measure ways to train a model side by side, or one rank's share alone"),
     "evaluate": _tool_command("evaluate", "compute the held-out loss of a checkpoint's full model"),
     "export": _tool_command("export", "write a checkpoint's model and tokenizer for transformers"),
     "report": _tool_command("report.command", "summarise and compare finished runs"),

@@ -39,12 +39,15 @@ VALUES: dict[tuple[str, str | bool], str] = {
 # A command below ``sdp``, and what to use instead.
 COMMANDS: dict[str, str] = {
     "coordinate": _RESTARTS,
+    "gpu-check": "use sdp bench CONFIG --alone",
     "gradient-bias": "run python -m lab.gradient_bias in a checkout of the repository (lab/README.md)",
     "study": "run python -m lab.grid in a checkout of the repository (lab/README.md)",
 }
 
 # A command with one of its options, and what to use instead.
 OPTIONS: dict[tuple[str, str], str] = {
+    ("bench", "--network"): "run the command with python -m lab.network in a checkout of the repository",
+    ("bench", "--workers"): "run sdp bench once for each number of groups, with --set sdp.groups=N",
     ("report", "--noise-plot"): "leave it out; runs do not measure the gradient noise any more",
 }
 

@@ -53,4 +53,4 @@ def _require_compiler(device: torch.device) -> None:
         raise ConfigError(
             f"training.compile: torch.compile does not work here for {device.type} ({reason}); it needs {needs}: "
             "install it, or use false"
-        ) from error  # sdp gpu-check prints the cause
+        ) from error  # sdp bench --alone prints the cause

@@ -1,19 +1,16 @@
-"""``sdp bench``: compares ways to train a model side by side, or the engine with a hand-written
-loop.
-"""
+"""``sdp bench CONFIG``: ways to train a model, measured side by side on the machines at hand."""
 
 from __future__ import annotations
 
 import argparse
 
-from . import overhead, side_by_side
-from .options import MethodOptions, PlainOptions, add_arguments
+from . import alone, side_by_side
+from .options import BenchOptions, add_arguments
 
 __all__ = ["add_arguments", "run"]
 
 
 def run(args: argparse.Namespace) -> int:
-    """Measure and print one of the two comparisons: with CONFIG the methods, else the engine."""
-    if args.config is not None:
-        return side_by_side.run(MethodOptions.from_args(args))
-    return overhead.run(PlainOptions.from_args(args))
+    """Measure and print, and return the exit code."""
+    options = BenchOptions.from_args(args)
+    return (alone if options.alone else side_by_side).run(options)

@@ -27,8 +27,7 @@ from ...engine.model_interface import get_config
 from ..runs.model_inputs import model_and_batch
 from ..shared.steal import stolen, ticks
 from .methods import SAME_STEPS, is_diloco, is_sdp
-from .networks import shape
-from .options import MethodOptions
+from .options import BenchOptions
 from .report import Race
 from .runners import Runner, build
 from .wire import absent, awaited, collectives_of_this_process, sent_by_this_process, why_not_counted
@@ -38,18 +37,18 @@ LOSS_TOLERANCE = 1e-4  # relative, for the first two steps of methods that must 
 
 
 def measure(
-    configs: Mapping[str, Config], options: MethodOptions, config: Config, device: torch.device
-) -> tuple[dict[str, dict[str, Any]], list[Race]]:
-    """Build every method, and let them take turns over every link. Collective.
+    configs: Mapping[str, Config], options: BenchOptions, config: Config, device: torch.device
+) -> tuple[dict[str, dict[str, Any]], Race]:
+    """Build every method, and let them take turns. Collective.
 
     Args:
         configs: The configuration of each method.
-        options: Rounds, steps and links.
+        options: Rounds and steps.
         config: The configuration that all methods share, which says the batch.
         device: Where this rank computes.
 
     Returns:
-        Facts about each method, and a race for each link. They are the same on all ranks.
+        Facts about each method, and the race. They are the same on all ranks.
     """
     batches = make_batches(config, device)
     runners: dict[str, Runner] = {}
@@ -59,32 +58,17 @@ def measure(
         runners[name], facts[name] = build_method(name, own, batches, device)
     require_same_losses(facts)
     uncounted = Ranks(alone=False).first(why_not_counted(device))
-    races = []
-    for link in options.links or [None]:
-        if link is not None:
-            _say(f"links of {link.rate}")
-            if dist.get_rank() == 0:
-                shape(options.hosts or "", dist.get_world_size(), link)
-        before = ticks()
-        turns = take_turns(runners, batches, options, device)
-        share = stolen(before, ticks())
-        (elsewhere,) = _largest([-1.0 if share is None else share])
-        if uncounted is not None:
-            turns = {name: own | {"sent_bytes": None} for name, own in turns.items()}
-        races.append(
-            Race(
-                link and link.rate,
-                link and link.bytes_per_second,
-                turns,
-                uncounted,
-                None if elsewhere < 0 else elsewhere,
-            )
-        )
-    return facts, races
+    before = ticks()
+    turns = take_turns(runners, batches, options, device)
+    share = stolen(before, ticks())
+    (elsewhere,) = _largest([-1.0 if share is None else share])
+    if uncounted is not None:
+        turns = {name: own | {"sent_bytes": None} for name, own in turns.items()}
+    return facts, Race(turns, uncounted, None if elsewhere < 0 else elsewhere)
 
 
 def take_turns(
-    runners: Mapping[str, Runner], batches: list[Any], options: MethodOptions, device: torch.device
+    runners: Mapping[str, Runner], batches: list[Any], options: BenchOptions, device: torch.device
 ) -> dict[str, dict[str, Any]]:
     """Time every method in every round. Collective.
 

@@ -10,7 +10,7 @@ from ...engine.errors import ConfigError
 from ...engine.tracing.operators import device_here
 from ..plan.alternatives import with_buckets
 from ..plan.forecast import forecast
-from ..plan.machine import Machine, StepTime, step_time, with_outer_steps
+from ..plan.machine import Machine
 from ..plan.result import Forecast, RankForecast
 from .methods import DDP, SMALLER, is_diloco, is_sdp, is_streaming, variant
 
@@ -45,39 +45,6 @@ class Plan:
         return max(group.trace.flops for group in groups) / (
             sum(group.trace.flops * len(group.groups) for group in groups) / ranks
         )
-
-    def seconds(self, flops: float, link: float) -> float:
-        """Seconds of a step of the slowest rank, at ``flops`` a second and ``link`` bytes a
-        second.
-        """
-        return max(time.step for time in self._times(flops, link))
-
-    def exposed_share(self, flops: float, link: float) -> float | None:
-        """The part of the communication that overlap leaves exposed, on the slowest rank.
-
-        The whole is the time that is exposed if every average is awaited where it starts. None if
-        that is zero, and under backward masking: there the receivers wait too, but the planner only
-        knows what is sent.
-        """
-        times = self._times(flops, link)
-        compute = max(time.compute for time in times)
-        awaited = max(
-            time.compute + time.tensor_parallel + time.between + time.outer + max(0.0, time.inside - time.compute)
-            for time in times
-        )
-        if awaited == compute or any(time.refresh for time in times):
-            return None
-        return (max(time.step for time in times) - compute) / (awaited - compute)
-
-    def _times(self, flops: float, link: float) -> list[StepTime]:
-        plan = self.forecast
-        machine = Machine((plan.layout.mesh.world_size,), flops, 1.0, link, link)
-        sync, times = plan.config.sdp.sync, []
-        for group in plan.groups:
-            for rank in group.ranks:
-                time = step_time(group.trace.flops, rank.collectives, machine, plan.batch.accumulation)
-                times.append(time if sync is None else with_outer_steps(time, rank.averages, sync, machine))
-        return times
 
 
 def _sending(rank: RankForecast, factor: float) -> RankForecast:

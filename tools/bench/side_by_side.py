@@ -26,9 +26,7 @@ import platform
 import sys
 import warnings
 from collections.abc import Sequence
-from contextlib import nullcontext
 from dataclasses import asdict
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -46,61 +44,50 @@ from ...engine.errors import ConfigError
 from ...launcher.degrees import visible_devices
 from ...launcher.local import start_local
 from ..runs.run_config import with_initial_model
-from . import workers
 from .measure import measure
 from .methods import DENSE, default_methods, is_sdp, variant, why_not
-from .networks import enter, hosts
-from .options import WORKERS, MethodOptions
+from .options import BenchOptions
 from .planned import plan_methods
 from .report import REPORT, Report, write_report
 
 
-def run(options: MethodOptions) -> int:
+def run(options: BenchOptions) -> int:
     """Start the ranks, unless a launcher did. Each rank measures, and rank 0 reports.
 
     Raises an :class:`SDPError` for what cannot be compared.
     """
     environment = detect()
-    if options.workers is not None:
-        if environment is not None:
-            raise ConfigError(f"{WORKERS}: starts ranks itself; start it without a launcher")
-        return workers.run(options, run, partial(_check, environment=None, speaks=False))
     is_first = environment is None or environment.rank == 0
     config, world, names = _check(options, environment, speaks=is_first)
     if is_first:
         _make_folder(options.out)
     if environment is None:
         return _start(options, world, names)
-    if options.links and not options.hosts:
-        raise ConfigError("--network: makes hosts and starts ranks on them itself; start it without a launcher")
     logging.getLogger("sdp").setLevel(logging.ERROR)  # without the notes about each method's configuration
     warnings.simplefilter("ignore", FutureWarning)  # torch and DeepSpeed call deprecated names of torch
     plans = plan_methods(names, config, world) if is_first else {}
-    if options.hosts:
-        enter(options.hosts, environment.rank)
     device = join()
     layers = Ranks(alone=False).from_rank_0(
         lambda: {name: plan.config.model.get("num_hidden_layers") for name, plan in plans.items()}
     )
     configs = {name: variant(name, config, world, layers[name]) for name in names}
-    facts, races = measure(configs, options, config, device)
+    facts, race = measure(configs, options, config, device)
     dist.destroy_process_group()
     if is_first:
-        write_report(options.out, Report(_settings(options, config, world, device), plans, facts, races))
-        print(f"sdp bench: the report and its plots are in {options.out}", file=sys.stderr, flush=True)
+        write_report(options.out, Report(_settings(options, config, world, device), plans, facts, race))
+        print(f"sdp bench: the report and its plot are in {options.out}", file=sys.stderr, flush=True)
     return 0
 
 
-def _start(options: MethodOptions, world: int, names: Sequence[str]) -> int:
-    """Start the ranks on this machine, on hosts of their own if there are links to shape."""
+def _start(options: BenchOptions, world: int, names: Sequence[str]) -> int:
+    """Start the ranks on this machine."""
     argv = [*options.argv, "--nproc", str(world), "--methods", ",".join(names)]
-    with hosts(world) if options.links else nullcontext() as made:
-        # Like a user's processes: the glibc settings that make resident memory exact also make it
-        # slower.
-        return start_local(argv + (["--hosts", made] if made else []), world, options.out / "logs", on_cpu=False)
+    # Like a user's processes: the glibc settings that make resident memory exact also make it
+    # slower.
+    return start_local(argv, world, options.out / "logs", on_cpu=False)
 
 
-def _check(options: MethodOptions, environment: Environment | None, *, speaks: bool) -> tuple[Config, int, list[str]]:
+def _check(options: BenchOptions, environment: Environment | None, *, speaks: bool) -> tuple[Config, int, list[str]]:
     """Return the configuration, the number of ranks and the methods in order. Starts nothing.
 
     A rank that ``speaks`` says which methods are left out. Raises an :class:`SDPError` for what
@@ -137,7 +124,7 @@ def _make_folder(folder: Path) -> None:
         raise ConfigError(f"--out {folder}: cannot be written")
 
 
-def _load_config(options: MethodOptions) -> Config:
+def _load_config(options: BenchOptions) -> Config:
     config = with_initial_model(load_config(options.config, options.settings))
     if config.bf16.enabled:
         raise ConfigError(
@@ -190,7 +177,7 @@ def choose_methods(asked: Sequence[str] | None, config: Config, world: int, *, s
     return names
 
 
-def _settings(options: MethodOptions, config: Config, world: int, device: torch.device) -> dict[str, Any]:
+def _settings(options: BenchOptions, config: Config, world: int, device: torch.device) -> dict[str, Any]:
     batch = BatchSize.resolve(config, mesh_of(config, world))
     return {
         "config": str(options.config),

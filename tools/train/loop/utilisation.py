@@ -49,11 +49,19 @@ class Utilisation:
 
 
 def mean_flops_per_token(flops: Mapping[str, float], placement: Placement, *, keeps_frozen: bool) -> float:
-    """Return the operations of forward and backward per token, averaged over the ranks.
+    """Return :func:`flops_per_token`, averaged over the groups."""
+    return fmean(
+        flops_per_token(flops, placement, group, keeps_frozen=keeps_frozen) for group in range(placement.groups)
+    )
+
+
+def flops_per_token(flops: Mapping[str, float], placement: Placement, group: int, *, keeps_frozen: bool) -> float:
+    """Return the operations of forward and backward per token in a group.
 
     Args:
         flops: The operations of the full model by block, and those of the rest as "shared".
         placement: Which group holds which unit.
+        group: The group.
         keeps_frozen: Whether a group runs frozen copies of the units that it does not hold. Of
             these it computes all but the gradients of weights, which are a third.
     """
@@ -63,14 +71,9 @@ def mean_flops_per_token(flops: Mapping[str, float], placement: Placement, *, ke
             continue
         # A block is a unit, or its neurons are several units.
         units = [index for index, name in enumerate(placement.units) if name == block or name.startswith(f"{block}.")]
-        if not units:
-            total += cost  # every group has it
-            continue
-        of_block = sum(placement.costs[unit] for unit in units)
-        held = [
-            sum(placement.costs[unit] for unit in units if group in placement.holders[unit]) / of_block
-            for group in range(placement.groups)
-        ]
-        mean = fmean(held)
-        total += cost * ((2 + mean) / 3 if keeps_frozen else mean)
+        held = 1.0  # of a block that every group has
+        if units:
+            mine = sum(placement.costs[unit] for unit in units if group in placement.holders[unit])
+            held = mine / sum(placement.costs[unit] for unit in units)
+        total += cost * ((2 + held) / 3 if keeps_frozen else held)
     return total

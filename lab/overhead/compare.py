@@ -1,4 +1,4 @@
-"""``sdp bench`` without CONFIG: the engine's seconds per step against those of a hand-written loop.
+"""``python -m lab.overhead``: the engine's seconds per step against those of a hand-written loop.
 
 There are three comparisons, each with its own process group:
 
@@ -23,17 +23,17 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from sdp.engine.backends.deepspeed.private import forget_process_groups, load
+from sdp.engine.config.schema import SDPSection
+from sdp.engine.distributed.fake_world import fake_world
+from sdp.engine.distributed.join import join
+from sdp.engine.environment.detect import alone_if_unlaunched, detect
+from sdp.engine.errors import ConfigError, LaunchError
+from sdp.engine.initialize import initialize
+from sdp.engine.placement.placement import Placement
+from sdp.engine.placement.policies import make_placement
+from sdp.engine.placement.units import find_neuron_units, find_units
 
-from ...engine.backends.deepspeed.private import forget_process_groups, load
-from ...engine.config.schema import SDPSection
-from ...engine.distributed.fake_world import fake_world
-from ...engine.distributed.join import join
-from ...engine.environment.detect import alone_if_unlaunched, detect
-from ...engine.errors import ConfigError, LaunchError
-from ...engine.initialize import initialize
-from ...engine.placement.placement import Placement
-from ...engine.placement.policies import make_placement
-from ...engine.placement.units import find_neuron_units, find_units
 from .contestants import (
     ADAMW,
     MAX_NORM,
@@ -90,7 +90,7 @@ def run(options: PlainOptions) -> int:
     found = detect()
     if found is not None and found.world_size > 1:
         raise LaunchError(
-            f"sdp bench times one rank, but {found.source} started {found.world_size}; start it without a launcher"
+            f"lab.overhead times one rank, but {found.source} started {found.world_size}; start it without a launcher"
         )
     section = SDPSection(groups=options.groups, capacity=options.capacity, profile="uniform")
     placement = make_placement(section, find_units(build_llama(options, options.layers), "auto"))

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 from sdp.engine.errors import ConfigError
-from sdp.tools.bench.networks import Link
+
+from lab.network.hosts import Link
 
 
 def test_links_are_tcs_rates() -> None:

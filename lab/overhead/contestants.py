@@ -1,4 +1,4 @@
-"""The contestants of ``sdp bench`` without CONFIG: the engine, hand-written loops, and their
+"""The contestants of ``python -m lab.overhead``: the engine, hand-written loops, and their
 models.
 """
 
@@ -9,12 +9,12 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
+from sdp.engine.engine import SDPEngine
+from sdp.engine.initialize import initialize
+from sdp.engine.placement.placement import Placement
+from sdp.models.registry import build_model
 from torch import nn
 
-from ...engine.engine import SDPEngine
-from ...engine.initialize import initialize
-from ...engine.placement.placement import Placement
-from ...models.registry import build_model
 from .options import PlainOptions
 from .race import Batch, Contestant
 

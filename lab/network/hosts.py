@@ -1,4 +1,4 @@
-"""Hosts on this machine for ``sdp bench CONFIG --network``: network namespaces with shaped links.
+"""Hosts on this machine: network namespaces with shaped links.
 
 Every rank is a host with the address 10.78.0.RANK+1 on ``eth0``. All hosts are on one virtual
 switch. A token bucket (tc tbf) with the link's rate limits what a host sends and what it receives.
@@ -8,7 +8,6 @@ SIGHUP. Needs root, iproute2 and a kernel with tbf.
 
 from __future__ import annotations
 
-import ctypes
 import math
 import os
 import signal
@@ -16,15 +15,12 @@ import subprocess
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from pathlib import Path
 
-from ...engine.environment.child import search_program
-from ...engine.environment.detect import export
-from ...engine.errors import ConfigError, LaunchError
-from ...launcher.signals import caught_signals
-from ..shared.quantities import parse_bit_rate
+from sdp.engine.environment.child import search_program
+from sdp.engine.errors import ConfigError, LaunchError
+from sdp.launcher.signals import caught_signals
+from sdp.tools.shared.quantities import parse_bit_rate
 
-_NETNS, _CLONE_NEWNET = Path("/run/netns"), 0x40000000
 _LATENCY = "100ms"  # the longest time that a packet waits in the bucket's queue
 _BURST_SECONDS = 0.002  # the bucket holds what the link sends in this time, but at least 64 KiB (a packet train)
 
@@ -43,9 +39,7 @@ class Link:
         """
         bits = parse_bit_rate(text)
         if bits is None or not 8 <= bits < math.inf:
-            raise ConfigError(
-                f"--network {text}: expected rates above zero in bits a second, such as 100mbit,300mbit,1gbit"
-            )
+            raise ConfigError(f"{text}: expected rates above zero in bits a second, such as 100mbit,300mbit,1gbit")
         return cls(text)
 
     @property
@@ -68,7 +62,7 @@ def hosts(count: int) -> Iterator[str]:
     """
     name = f"sdp{os.getpid()}"
     if missing := [program for program in ("ip", "tc") if search_program(program) is None]:
-        raise LaunchError(f"--network: needs {' and '.join(missing)}, which this machine lacks; install iproute2")
+        raise LaunchError(f"hosts need {' and '.join(missing)}, which this machine lacks; install iproute2")
     made: list[str] = []
     with caught_signals() as received:  # a signal must not end this process while it has hosts
         try:
@@ -111,15 +105,9 @@ def address(rank: int) -> str:
     return f"10.78.0.{rank + 1}"
 
 
-def enter(name: str, rank: int) -> None:
-    """Move this process to host ``rank``, and make the host of rank 0 its master.
-
-    Call it before the process starts threads that use the network: they would stay behind.
-    """
-    with (_NETNS / f"{name}-{rank}").open() as namespace:
-        if ctypes.CDLL(None, use_errno=True).setns(namespace.fileno(), _CLONE_NEWNET):
-            raise LaunchError(f"--network: rank {rank} cannot enter its host: {os.strerror(ctypes.get_errno())}")
-    export({"MASTER_ADDR": address(0), "GLOO_SOCKET_IFNAME": "eth0"})
+def on_host(name: str, rank: int, command: Sequence[str]) -> list[str]:
+    """Return ``command`` as a command that runs on host ``rank``."""
+    return ["ip", "netns", "exec", f"{name}-{rank}", *command]
 
 
 def shape(name: str, count: int, link: Link) -> None:
@@ -139,7 +127,7 @@ def _run(*words: str) -> None:
     done = _quiet(*words)
     if done.returncode:
         raise LaunchError(
-            f"--network: this machine cannot make hosts with shaped links ({' '.join(words)}: {done.stderr.strip()}); "
+            f"this machine cannot make hosts with shaped links ({' '.join(words)}: {done.stderr.strip()}); "
             "it needs root and Linux"
         )
 

@@ -1,5 +1,5 @@
-"""``sdp bench`` runs, compares the same work, and its report is complete. What it measures is never
-asserted.
+"""``python -m lab.overhead`` runs, compares the same work, and its report is complete. What it
+measures is never asserted.
 """
 
 import importlib.util
@@ -12,8 +12,10 @@ from typing import Any
 
 import pytest
 import sdp
-from sdp.tools.cli import main
 
+from lab.overhead.__main__ import main
+
+ROOT = Path(sdp.__path__[0]).resolve()
 TINY = (
     "--layers 4 --hidden 16 --intermediate 32 --heads 2 --vocab-size 64 --sequence 8 --micro-batch 2 "
     "--repeats 3 --warmup 1"
@@ -34,8 +36,8 @@ def bench(*words: str) -> subprocess.CompletedProcess[str]:
     """In a process of its own, because it makes process groups."""
     environ = {name: value for name, value in os.environ.items() if name not in LAUNCHER_VARIABLES}
     environ |= {"PYTHONPATH": str(Path(sdp.__path__[0]).parent)}
-    command = [sys.executable, "-P", "-m", "sdp", "bench", *TINY, *words]
-    return subprocess.run(command, env=environ, capture_output=True, text=True, check=False, timeout=120)
+    command = [sys.executable, "-m", "lab.overhead", *TINY, *words]
+    return subprocess.run(command, cwd=ROOT, env=environ, capture_output=True, text=True, check=False, timeout=120)
 
 
 @pytest.fixture(scope="module")
@@ -112,7 +114,7 @@ def test_the_terminal_shows_every_timing(outcome: tuple[str, dict[str, Any]]) ->
     ],
 )
 def test_mistakes_are_one_line(words: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["bench", *TINY, *words]) == 2
+    assert main([*TINY, *words]) == 2
     err = capsys.readouterr().err
     assert err.count("\n") == 1
     assert message in err
@@ -129,13 +131,35 @@ def test_refuses_a_launcher_of_several_ranks(
         "MASTER_PORT": "29500",
     }.items():
         monkeypatch.setenv(name, value)
-    assert main(["bench", *TINY]) == 2
-    assert "sdp bench times one rank" in capsys.readouterr().err
+    assert main(TINY) == 2
+    assert "lab.overhead times one rank" in capsys.readouterr().err
 
 
 def test_where_nothing_can_be_written_nothing_is_measured(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     done = bench("--json", str(tmp_path / "file" / "bench.json"))
     assert (done.returncode, done.stdout) == (2, "")
-    assert done.stderr.startswith(f"sdp: error: --json {tmp_path}/file/bench.json: cannot be written (")
+    assert done.stderr.startswith(f"lab.overhead: error: --json {tmp_path}/file/bench.json: cannot be written (")
     assert done.stderr.count("\n") == 1
+
+
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--layers", "1000000000"], "--layers: 1000000000 is too large; the most is 65,536"),
+        (["--groups", str(10**18)], "--groups: 1000000000000000000 is too large"),
+        (["--micro-batch", str(10**30)], "--micro-batch: 1"),
+        (["--vocab-size", "16777216", "--sequence", "16777216"], "at most 274,877,906,944 are computed"),
+        (["--hidden", "16777212"], "weights; at most 274,877,906,944 are timed"),
+        (["--repeats", str(10**20)], "--repeats: 1"),
+        (["--threads", str(10**15)], "--threads: 1"),
+    ],
+)
+def test_sizes_that_no_machine_has_are_refused(
+    capsys: pytest.CaptureFixture[str], words: list[str], message: str
+) -> None:
+    assert main(words) == 2
+    error = capsys.readouterr().err
+    assert message in error
+    assert len(error.splitlines()) == 1

@@ -1,0 +1,26 @@
+"""``python -m lab.overhead``: the engine's seconds a step against those of a hand-written loop."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+
+from sdp.engine.errors import SDPError
+
+from . import compare
+from .options import PlainOptions, add_plain_arguments
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Time the comparisons and print them. Returns 0, or the exit code of a mistake."""
+    parser = argparse.ArgumentParser(prog="python -m lab.overhead", description=compare.__doc__)
+    add_plain_arguments(parser)
+    try:
+        return compare.run(PlainOptions.from_args(parser.parse_args(argv)))
+    except SDPError as error:
+        print(f"lab.overhead: error: {error}", file=sys.stderr)
+        return error.exit_code
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,297 @@
+"""``sdp bench CONFIG --alone``: one rank's share of a run on one device, dense and SDP in turns.
+
+The other ranks do not exist (torch's fake process group: collectives return at once). So memory is
+exact, and the speed is an upper bound: that of a network that hides all traffic. In every round,
+each of the two is built, warmed up, timed and removed, in alternating order.
+"""
+
+from __future__ import annotations
+
+import gc
+import json
+import math
+import platform
+import statistics
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+
+import torch
+
+from ...engine.accounting.memory_probe import peak_tensor_bytes
+from ...engine.config.load import load_config
+from ...engine.config.schema import Config
+from ...engine.distributed.fake_world import fake_world
+from ...engine.distributed.mesh import mesh_of
+from ...engine.distributed.tensors import local_tensor
+from ...engine.engine import SDPEngine
+from ...engine.environment.detect import detect
+from ...engine.errors import ConfigError, LaunchError, NonFiniteError
+from ...engine.initialize import initialize
+from ...engine.model_interface import Constant, Init, Normal, get_flops_per_token, get_parameter_init
+from ..runs.model_inputs import model_and_batch
+from ..runs.run_config import with_initial_model
+from ..shared.device_peaks import NOMINAL_TFLOPS
+from ..shared.files import write_whole
+from ..shared.table import Table, bytes_row, plain_row, text_row
+from ..train.loop.utilisation import flops_per_token
+from .options import BenchOptions
+from .report import REPORT
+
+WARM_UP = 3  # steps: the first one compiles and allocates
+PRODUCTS, MATRIX = 200, {"cuda": 8192, "cpu": 512}  # of the measured rate of matrix products
+
+
+@dataclass(frozen=True)
+class Share:
+    """What one rank's share needs.
+
+    Attributes:
+        parameters: The parameters that the rank trains.
+        state_bytes: Weights, gradients, optimizer state and frozen copies, as measured.
+        predicted_state_bytes: The same by the placement.
+        peak_bytes: The most that live tensors need in a step (CUDA: that torch allocated).
+        step_seconds: The seconds of each timed step.
+        tokens_per_step: Tokens (or images) of the rank in a step.
+        flops_per_step: Operations of the model in a step, without recomputation. None if the model
+            does not declare them.
+    """
+
+    parameters: int
+    state_bytes: int
+    predicted_state_bytes: int
+    peak_bytes: int
+    step_seconds: list[float]
+    tokens_per_step: int
+    flops_per_step: float | None
+
+    @property
+    def tokens_per_second(self) -> float:
+        return self.tokens_per_step / statistics.median(self.step_seconds)
+
+    def mfu(self, rate: float | None) -> float | None:
+        """Model FLOPs utilisation: the operations a second over ``rate``."""
+        if self.flops_per_step is None or rate is None:
+            return None
+        return self.flops_per_step / statistics.median(self.step_seconds) / rate
+
+
+def run(options: BenchOptions) -> int:
+    """Measure both shares, print the table, and write the report."""
+    if detect() is not None:
+        raise LaunchError("sdp bench --alone: measures one device in one process; start it without a launcher")
+    if (options.out / REPORT).exists():
+        raise ConfigError(f"--out {options.out}: holds the report of an earlier run; name another directory")
+    config = with_initial_model(load_config(options.config, options.settings))
+    if config.sdp.engine != "fsdp2":
+        raise ConfigError(f'sdp.engine: "{config.sdp.engine}" is not measured alone; add --set sdp.engine=fsdp2')
+    world = options.nproc or config.sdp.groups * config.tensor_parallel.autotp_size
+    config = config.model_copy(update={"scheduler": None})
+    configs = {"SDP": config, "dense": dense(config)}
+    device = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
+    measured = matmul_rate(device, getattr(torch, config.precision))
+    found: dict[str, list[Share]] = {name: [] for name in configs}
+    for number in range(options.rounds):
+        for name in list(configs)[:: 1 if number % 2 == 0 else -1]:
+            found[name].append(measure(configs[name], world, options.steps, device))
+            gc.collect()
+            if device.type == "cuda":
+                torch.cuda.empty_cache()
+    shares = {name: _joined(rounds) for name, rounds in found.items()}
+    nominal = NOMINAL_TFLOPS.get(torch.cuda.get_device_name(device)) if device.type == "cuda" else None
+    peak = nominal * 1e12 if nominal is not None and config.precision != "float32" else None
+    _report(options, config, world, shares, measured, peak, found)
+    return 0
+
+
+def dense(config: Config) -> Config:
+    """Return the configuration in which every group holds everything."""
+    section = config.sdp.model_copy(
+        update={"capacity": 1.0, "profile": "uniform", "placement": "cyclic", "masking": "forward", "lr_scale": "none",
+                "branch_scale": "none", "granularity": "block", "units": "auto"}
+    )  # fmt: skip
+    return config.model_copy(update={"sdp": section})
+
+
+def measure(config: Config, world: int, steps: int, device: torch.device) -> Share:
+    """Measure the share of rank 0 of ``world`` ranks.
+
+    Raises:
+        NonFiniteError: A step was skipped, or the loss is NaN or infinite: what was timed is not
+            training.
+    """
+    with fake_world(0, world), torch._dynamo.config.patch(fail_on_recompile_limit_hit=True):
+        engine = _engine(config)
+        step, tokens = _stepper(engine, config)
+        for _ in range(WARM_UP):
+            _require_training(engine, step())
+        seconds = []
+        for _ in range(steps):
+            started = _now(device)
+            loss = step()
+            seconds.append(_now(device) - started)
+        _require_training(engine, loss)
+        peak = peak_tensor_bytes(step, engine.module, engine.optimizer, device)
+        return Share(
+            parameters=sum(parameter.numel() for parameter in engine.parameters_here.values()),
+            state_bytes=engine.measured_state_bytes().total,
+            predicted_state_bytes=engine.predicted_state_bytes().total,
+            peak_bytes=peak,
+            step_seconds=seconds,
+            tokens_per_step=tokens,
+            flops_per_step=_flops_per_step(engine, config, tokens),
+        )
+
+
+def matmul_rate(device: torch.device, dtype: torch.dtype) -> float:
+    """Measure the sustained rate of products of two random square matrices, in FLOP/s."""
+    size = MATRIX[device.type]
+    left, right = (torch.randn(size, size, device=device, dtype=dtype) for _ in range(2))
+    for _ in range(PRODUCTS // 2):
+        torch.mm(left, right)
+    started = _now(device)
+    for _ in range(PRODUCTS):
+        torch.mm(left, right)
+    return PRODUCTS * 2 * size**3 / (_now(device) - started)
+
+
+def _now(device: torch.device) -> float:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    return time.perf_counter()
+
+
+def _engine(config: Config) -> SDPEngine:
+    """Make an engine whose weights are drawn on the device.
+
+    The engine itself draws on the CPU, which takes longer than the measurement of a large model.
+    """
+    with torch.device("meta"):
+        model = model_and_batch(config)[0]()
+    rule = get_parameter_init(model)
+    if rule is None:
+        return initialize(model=model_and_batch(config)[0](), config=config)[0]
+    model.parameter_init = lambda name: Constant(0.0)  # type: ignore[assignment]
+    engine = initialize(model=model, config=config)[0]
+    _draw_weights(engine, rule)
+    return engine
+
+
+@torch.no_grad()
+def _draw_weights(engine: SDPEngine, rule: Callable[[str], Init]) -> None:
+    """Draw all weights, because products of constant matrices run faster than those of training.
+
+    Frozen copies are drawn too, because their holders do not exist here.
+    """
+    generator = torch.Generator(engine.device).manual_seed(0)
+    for name, parameter in (engine.parameters_here | engine.frozen_here).items():
+        init, local = rule(engine.layout.parameters[name].canonical), local_tensor(parameter.detach())
+        if isinstance(init, Normal):
+            local.normal_(0.0, init.std, generator=generator)
+        else:
+            assert isinstance(init, Constant)
+            local.fill_(init.value)
+
+
+def _stepper(engine: SDPEngine, config: Config) -> tuple[Callable[[], torch.Tensor], int]:
+    """Return a function that makes a training step on random data and returns the loss, and the
+    tokens (or images) of a step.
+    """
+    micro, accumulation = engine.train_micro_batch_size_per_gpu(), engine.gradient_accumulation_steps()
+    generator = torch.Generator().manual_seed(0)
+    batch = {}
+    for key, like in model_and_batch(config)[1](micro).items():
+        if like.is_floating_point():
+            batch[key] = torch.rand(like.shape, generator=generator).to(engine.device)
+        else:  # two classes or tokens are enough: their number does not change the work
+            batch[key] = torch.randint(2, like.shape, generator=generator, dtype=like.dtype).to(engine.device)
+
+    def step() -> torch.Tensor:
+        for _ in range(accumulation):
+            loss = engine.backward(engine(batch))
+            engine.step()
+        return loss.detach()
+
+    return step, micro * accumulation * config.data.tokens_per_sample
+
+
+def _require_training(engine: SDPEngine, loss: torch.Tensor) -> None:
+    if engine.skipped_steps or not math.isfinite(loss.item()):
+        raise NonFiniteError(
+            f"{engine.skipped_steps} steps were skipped, and the loss is {loss.item()}: what was timed is not "
+            "training; lower optimizer.params.lr"
+        )
+
+
+def _flops_per_step(engine: SDPEngine, config: Config, tokens: int) -> float | None:
+    flops = get_flops_per_token(engine.module)
+    if flops is None or config.data.name is not None:
+        return None
+    layout = engine.layout
+    costs = flops(config.data.sequence_length)
+    return tokens * flops_per_token(costs, layout.placement, 0, keeps_frozen=layout.keeps_frozen) / layout.mesh.tp
+
+
+def _joined(rounds: list[Share]) -> Share:
+    """Return one share with the steps of all rounds and the largest peak."""
+    seconds = [second for share in rounds for second in share.step_seconds]
+    peak = max(share.peak_bytes for share in rounds)
+    return Share(**{**asdict(rounds[0]), "step_seconds": seconds, "peak_bytes": peak})
+
+
+def _report(
+    options: BenchOptions,
+    config: Config,
+    world: int,
+    shares: dict[str, Share],
+    rate: float,
+    nominal: float | None,
+    found: dict[str, list[Share]],
+) -> None:
+    """Print the table, and write the report whole or not at all."""
+    unit = "tokens/s" if config.data.name is None else "images/s"
+    ratios = [
+        own.tokens_per_second / other.tokens_per_second for own, other in zip(found["SDP"], found["dense"], strict=True)
+    ]
+
+    own, dense_share = list(shares.values()), shares["dense"]
+    state = ["equal" if share.state_bytes == share.predicted_state_bytes else "NOT equal" for share in own]
+    rows = [
+        plain_row("M parameters", [s.parameters / 1e6 for s in own], ",.2f", dense_share.parameters / 1e6),
+        bytes_row("state", [s.state_bytes for s in own], dense_share.state_bytes),
+        text_row("    counted against predicted", state),
+        bytes_row("peak memory", [s.peak_bytes for s in own], dense_share.peak_bytes),
+        plain_row("seconds of a step", [statistics.median(s.step_seconds) for s in own], ".4f"),
+        plain_row(unit, [s.tokens_per_second for s in own], ",.0f", dense_share.tokens_per_second),
+        plain_row("speed over dense, by round", [statistics.median(ratios), 1.0], ".2f"),
+        plain_row("MFU of measured matrix products", [s.mfu(rate) for s in own], ".1%"),
+        plain_row("MFU of the data sheet's peak", [s.mfu(nominal) for s in own], ".1%"),
+    ]
+    table = Table(list(shares), rows).without_empty().without_last_ratios()
+    device = torch.cuda.get_device_name() if torch.cuda.is_available() else f"cpu ({platform.machine()})"
+    settings = {
+        "config": str(options.config), "model": config.model, "sdp": config.sdp.model_dump(mode="json"), "world": world,
+        "mesh": str(mesh_of(config, world)), "device": device, "torch": torch.__version__,
+        "precision": config.precision,
+        "matmul_flops_per_second": rate, "rounds": options.rounds, "steps": options.steps,
+    }  # fmt: skip
+    print(f"rank 0 of {world}, alone on {device}; collectives return at once, so speeds are upper bounds")
+    print(table.text(), flush=True)
+    content = {
+        "settings": settings,
+        "shares": {
+            name: asdict(share)
+            | {
+                "tokens_per_second": share.tokens_per_second,
+                "mfu": share.mfu(rate),
+                "mfu_of_nominal": share.mfu(nominal),
+            }
+            for name, share in shares.items()
+        },
+        "speed_over_dense": ratios,
+    }
+    try:
+        options.out.mkdir(parents=True, exist_ok=True)
+        write_whole(options.out / REPORT, json.dumps(content, indent=2) + "\n")
+    except OSError as error:
+        raise ConfigError(f"--out {options.out}: cannot be written ({error.strerror})") from None

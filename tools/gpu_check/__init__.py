@@ -1,1 +1,0 @@
-"""``sdp gpu-check``: what plans promise, measured on a GPU."""
