@@ -49,20 +49,6 @@ def tensor_group(mesh: Mesh) -> dist.ProcessGroup | None:
     return own  # type: ignore[return-value]
 
 
-def make_replicas(mesh: Mesh) -> dist.ProcessGroup | None:
-    """Create the process group of the ranks with equal parameters in this rank's SDP group.
-
-    This holds at ZeRO stage 0. Every rank must call this. Returns None if the rank is alone.
-    """
-    own = None
-    for group in range(mesh.sdp):
-        for tp in range(mesh.tp):
-            ranks = mesh.ranks_of(group)[tp :: mesh.tp]
-            made = new_group(ranks, backend=_backend()) if len(ranks) > 1 else None
-            own = made if dist.get_rank() in ranks else own
-    return own  # type: ignore[return-value]
-
-
 def _backend() -> str | None:
     """Return the backend for new groups, or None for the backend of the world.
 
