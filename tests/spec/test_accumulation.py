@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from sdp.engine.errors import DataError
 from sdp.tests.support import models
-from sdp.tests.support.cases import Case, engine_of, full_gradients, reference
+from sdp.tests.support.cases import Case, engine_of, full_gradients, oracle
 from sdp.tests.support.ranks import RankPool
 
 
@@ -60,7 +60,7 @@ def _no_sync(stage: int) -> tuple[list[str], dict[str, torch.Tensor], int]:
 
 @pytest.mark.parametrize("stage", range(4))
 def test_no_sync_accumulates_without_sending(ranks: RankPool, stage: int) -> None:
-    expected = reference(Case(2, 2, accumulation=2, steps=1)).gradients
+    expected = oracle(Case(2, 2, accumulation=2, steps=1)).gradients
     assert expected is not None
     for messages, gradients, between in ranks.run(_no_sync, stage, world=4):
         assert "inside no_sync()" in messages[0]

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from sdp.tests.support import models
 from sdp.tests.support.case_tables import FACTORS
-from sdp.tests.support.cases import CLIP, RELATIVE, Case, engine_of, full_gradients, native, reference
+from sdp.tests.support.cases import CLIP, RELATIVE, Case, engine_of, full_gradients, native, oracle
 from sdp.tests.support.ranks import RankPool
 
 HOLDERS = {0: [0], 1: [0, 1], 2: [0, 1], 3: [1]}
@@ -57,7 +57,7 @@ def by_hand(case: Case) -> tuple[dict[str, torch.Tensor], list[float], list[dict
 def test_reference_equals_the_formula(fsdp: int, accumulation: int, clip: bool, masking: Any) -> None:
     case = Case(2, fsdp, accumulation=accumulation, clip=clip, masking=masking)
     weights, norms, _ = by_hand(case)
-    result = reference(case)
+    result = oracle(case)
     assert result.after is not None
     assert result.norms == pytest.approx(norms, rel=RELATIVE)
     for name, weight in weights.items():

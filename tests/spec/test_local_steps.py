@@ -20,7 +20,7 @@ from sdp.tests.support.cases import (
     engine_of,
     native,
     one_step,
-    reference,
+    oracle,
 )
 from sdp.tests.support.ranks import RankPool
 from torch import nn
@@ -59,7 +59,7 @@ COMPRESSED = [
 
 @pytest.mark.parametrize("case", [*COVER, BATCH_NORM], ids=str)
 def test_native_equals_reference(ranks: RankPool, case: Case) -> None:
-    assert_same_run(native(ranks, case), reference(replace(case, checkpointing="none")), case)
+    assert_same_run(native(ranks, case), oracle(case), case)
 
 
 @pytest.mark.parametrize("case", [*COVER, *COMPRESSED], ids=str)
@@ -233,7 +233,7 @@ DEFAULTS = {
     ids=str,
 )  # fmt: skip
 def test_the_reference_equals_a_loop(case: Case) -> None:
-    ours = reference(case)
+    ours = oracle(case)
     expected = Loop(case, ours.rates).run()
     assert ours.after is not None and ours.before is not None
     for name, weight in expected.items():
@@ -246,9 +246,9 @@ def test_the_reference_equals_a_loop(case: Case) -> None:
 def test_one_group_with_plain_averages_trains_as_usual(ranks: RankPool, engine: str) -> None:
     usual = Case(1, 2, 1, 2, steps=5, optimizer="adamw", clip=True, model="llama-tied-meta")
     local = replace(usual, sync=f'{{"every": 2, "outer_optimizer": {PLAIN}}}')
-    ours = [reference(local)] if engine == "reference" else native(ranks, local)
+    ours = [oracle(local)] if engine == "reference" else native(ranks, local)
     steps_1_to_4 = replace(usual, steps=4)
-    assert_same_run(ours, _shortened(reference(usual), reference(steps_1_to_4)), local)
+    assert_same_run(ours, _shortened(oracle(usual), oracle(steps_1_to_4)), local)
 
 
 def _shortened(whole: Result, shorter: Result) -> Result:
@@ -262,8 +262,8 @@ def test_every_step_with_plain_averages_equals_averaged_gradients(masking: Any) 
     average.
     """
     usual = Case(4, 1, accumulation=2, steps=4, masking=masking)
-    ours = reference(replace(usual, sync=f'{{"every": 1, "outer_optimizer": {PLAIN}}}'))
-    theirs = reference(usual)
+    ours = oracle(replace(usual, sync=f'{{"every": 1, "outer_optimizer": {PLAIN}}}'))
+    theirs = oracle(usual)
     assert ours.after is not None and theirs.after is not None
     for name, weight in theirs.after.items():
         torch.testing.assert_close(ours.after[name], weight, rtol=0, atol=1e-6, msg=name)
@@ -326,7 +326,7 @@ def test_an_evaluation_in_a_round_is_that_of_the_anchors_and_changes_nothing(ran
 def test_the_end_of_a_run_averages_what_is_left() -> None:
     """Plain averages of one group give its weights. A second call changes nothing."""
     case = Case(1, 2, 1, steps=5, optimizer="adamw", sync=f'{{"every": 3, "outer_optimizer": {PLAIN}}}')
-    engine, usual = engine_of(case, "reference"), reference(replace(case, sync=""))
+    engine, usual = engine_of(case, "reference"), oracle(replace(case, sync=""))
     for step in range(case.steps):
         one_step(engine, case, step, data_rank=None)
         engine.step()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from sdp.tests.support.cases import Case, Result, assert_same_run, native, reference
+from sdp.tests.support.cases import Case, Result, assert_same_run, native, oracle
 from sdp.tests.support.foreign.plain_torch import train_plainly
 from sdp.tests.support.ranks import RankPool
 
@@ -22,12 +22,12 @@ CASES = [
 
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_native_equals_the_reference(ranks: RankPool, case: Case) -> None:
-    assert_same_run(native(ranks, case), reference(case), case)
+    assert_same_run(native(ranks, case), oracle(case), case)
 
 
 @pytest.mark.parametrize("case", [Case(**{**vars(case), "bf16": True}) for case in CASES], ids=str)
 def test_bf16_native_equals_the_reference(ranks: RankPool, case: Case) -> None:
-    ours, theirs = native(ranks, case)[0], reference(case)
+    ours, theirs = native(ranks, case)[0], oracle(case)
     assert ours.after is not None and theirs.after is not None and theirs.before is not None
     for name, after in theirs.after.items():
         update = (after - theirs.before[name]).norm().item()

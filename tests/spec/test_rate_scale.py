@@ -12,7 +12,7 @@ import torch
 from sdp.engine.config.load import load_config
 from sdp.engine.errors import ConfigError
 from sdp.engine.optim.rate_scale import HolderScale, ScaledRates
-from sdp.tests.support.cases import Case, assert_same_run, engine_of, native, one_step, reference, train
+from sdp.tests.support.cases import Case, assert_same_run, engine_of, native, one_step, oracle, train
 from sdp.tests.support.checkpoints import assert_equal_runs, resumed
 from sdp.tests.support.ranks import RankPool
 
@@ -27,7 +27,7 @@ SCALED = [
 
 @pytest.mark.parametrize("case", SCALED, ids=str)
 def test_native_equals_reference(ranks: RankPool, case: Case) -> None:
-    assert_same_run(native(ranks, case), reference(case), case)
+    assert_same_run(native(ranks, case), oracle(case), case)
 
 
 @pytest.mark.parametrize(
@@ -40,7 +40,7 @@ def test_native_equals_reference(ranks: RankPool, case: Case) -> None:
     ids=str,
 )
 def test_deepspeed_equals_reference(ranks: RankPool, case: Case) -> None:
-    assert_same_run(ranks.run(train, case, "deepspeed", world=case.world), reference(case), case)
+    assert_same_run(ranks.run(train, case, "deepspeed", world=case.world), oracle(case), case)
 
 
 @pytest.mark.parametrize(
@@ -91,7 +91,7 @@ def test_the_reference_equals_an_optimizer_with_a_rate_for_each_unit(optimizer: 
 
 
 def _rate_of_step(case: Case, step: int) -> float:
-    return reference(case).rates[step]
+    return oracle(case).rates[step]
 
 
 @pytest.mark.parametrize(
@@ -122,7 +122,7 @@ def test_decoupled_decay_of_an_optimizer_of_the_user_is_not_scaled(make: Any, *,
 
 def test_rates_of_schedules_and_logs_are_not_scaled() -> None:
     case = Case(2, 1, lr_scale="auto", optimizer="adamw")
-    assert reference(case).rates == reference(Case(2, 1, optimizer="adamw")).rates
+    assert oracle(case).rates == oracle(Case(2, 1, optimizer="adamw")).rates
 
 
 def test_the_mean_number_of_holders_is_weighted_by_parameters() -> None:

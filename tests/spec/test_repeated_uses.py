@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from sdp.tests.spec.test_partly_used_parameters import assert_equal_to_plain_torch
 from sdp.tests.support import models
-from sdp.tests.support.cases import Case, assert_bytes_as_planned, assert_same_run, native, reference
+from sdp.tests.support.cases import Case, assert_bytes_as_planned, assert_same_run, native, oracle
 from sdp.tests.support.ranks import RankPool
 from torch.utils.checkpoint import checkpoint
 
@@ -23,7 +23,7 @@ STAGE_0_ONLY = "use zero_optimization.stage 0, and pass use_reentrant=False to t
 def test_native_equals_the_reference_and_plain_torch(ranks: RankPool, fsdp: int, masking: str) -> None:
     case = Case(2, fsdp, accumulation=2, model=MODEL, masking=masking)
     ours = native(ranks, case)
-    assert_same_run(ours, reference(case), case)
+    assert_same_run(ours, oracle(case), case)
     assert_equal_to_plain_torch(ours[0], case)
     assert_bytes_as_planned(ours)
 

@@ -1,81 +1,81 @@
-"""Tables of cases: every pair of two factors' values, and all combinations."""
+"""Tables of cases in which every pair of two factors' values occurs."""
 
 from __future__ import annotations
 
 import itertools
+import random
 from collections.abc import Sequence
 from dataclasses import fields
 from typing import Any
 
 import pytest
-from sdp.tests.support.cases import Case
-
-FACTORS: dict[str, Sequence[Any]] = {
-    "masking": ["forward", "backward"],
-    "layout": [(2, 1), (2, 2), (4, 1), (4, 2), (1, 4)],
-    "stage": [0, 1, 2, 3],
-    "accumulation": [1, 3],
-    "clip": [False, True],
-    "optimizer": ["sgd", "adamw"],
-    "placement": ["mixed", "cyclic", "profile", "full"],
-    "granularity": ["block", "neuron"],
-    "kind": ["mlp", "llama", "llama-tied"],
-    "meta": [False, True],
-}
-
-
-TENSOR_FACTORS = FACTORS | {
-    "layout": [(2, 1, 2), (1, 2, 2), (2, 2, 2), (4, 1, 2)],
-    "kind": ["wide-llama", "wide-llama-tied"],
-}
-
-
-TAKE_TURNS = ("granularity", "kind", "meta")  # in the full table, whose rows use their values one after the other
-
+from sdp.tests.support.cases import STEPS, Case
 
 # Schedules of maskings, whose phases meet in the middle of the run.
 SCHEDULED_STEPS = 4
 TO_BACKWARD = '[{"until": 2, "masking": "forward"}, {"masking": "backward"}]'
 TO_FORWARD = '[{"until": 2, "masking": "backward"}, {"masking": "forward"}]'
 THERE_AND_BACK = '[{"until": 1, "masking": "forward"}, {"until": 3, "masking": "backward"}, {"masking": "forward"}]'
-OF_SCHEDULES: dict[str, Any] = {
-    "masking": [TO_BACKWARD, TO_FORWARD],
-    "placement": ["mixed", "profile"],
-    "meta": [True],
-    "steps": [SCHEDULED_STEPS],
+
+Row = dict[str, Any]
+FACTORS: dict[str, Sequence[Any]] = {
+    "masking": ["forward", "backward", TO_BACKWARD, TO_FORWARD, THERE_AND_BACK],
+    "layout": [(2, 1, 1), (2, 2, 1), (4, 1, 1), (4, 2, 1), (1, 4, 1), (2, 1, 2), (1, 2, 2), (2, 2, 2)],
+    "stage": [0, 1, 2, 3],
+    "accumulation": [1, 3],
+    "clip": [False, True],
+    "optimizer": ["sgd", "momentum", "adamw"],
+    "placement": ["mixed", "cyclic", "profile", "full", "balanced", "random"],
+    "neurons": [0, 2, 3],
+    "model": ["mlp", "llama-meta", "llama-tied-meta", "wide-llama", "wide-llama-tied-meta", "resnet-meta", "swin-meta"],
+    "checkpointing": ["none", "full", "selective"],
+    "branch_scale": ["none", "train"],
+    "lr_scale": ["none", "auto"],
 }
 
 
-def case_of(row: dict[str, Any]) -> Case | None:
-    """Return the case of a row, or None if its values exclude each other.
+def case_of(row: Row) -> Case | None:
+    """Return the case of a row, or None if its values exclude each other."""
+    groups, fsdp, tp = row["layout"]
+    holds_all, scheduled = row["placement"] == "full", row["masking"][0] == "["
+    possible = (
+        (groups > 1 or holds_all)
+        and not (holds_all and (row["masking"] != "forward" or row["lr_scale"] != "none"))
+        and not (row["branch_scale"] == "train" and (row["masking"] == "backward" or holds_all))
+        and not (row["neurons"] and row["model"] == "mlp")  # it declares no branches
+        and not (row["neurons"] == 3 and tp > 1)  # tensor ranks share the neurons of a group
+        and (tp == 1 or row["model"].startswith("wide"))
+        # These placements list the holders of four units.
+        and not (row["placement"] in ("profile", "random") and row["model"] == "resnet-meta" and not row["neurons"])
+    )
+    steps = SCHEDULED_STEPS if scheduled else STEPS
+    values = {key: value for key, value in row.items() if key != "layout"}
+    return Case(groups, fsdp, tp=tp, steps=steps, **values) if possible else None
 
-    One group must hold everything. Backward masking needs a group that lacks a unit. The MLP
-    declares no branches, so its neurons cannot be cut.
-    """
-    groups, fsdp, *tp = row["layout"]
-    if (groups == 1 and row["placement"] != "full") or (row["masking"] == "backward" and row["placement"] == "full"):
-        return None
-    if row["granularity"] == "neuron" and row["kind"] == "mlp":
-        return None
-    others = {key: value for key, value in row.items() if key not in ("layout", *TAKE_TURNS)}
-    model = row["kind"] + "-meta" * row["meta"]
-    neurons = 0 if row["granularity"] == "block" else 2 if tp else 3
-    return Case(groups, fsdp, **others, tp=tp[0] if tp else 1, model=model, neurons=neurons)
+
+def pairs_of(row: Row) -> set[tuple[Any, Any]]:
+    return set(itertools.combinations(row.items(), 2))
 
 
 def pairwise_cover(factors: dict[str, Sequence[Any]]) -> list[Case]:
-    """Choose cases greedily until every possible pair of two factors' values occurs."""
-    rows = [dict(zip(factors, values, strict=True)) for values in itertools.product(*factors.values())]
-    pairs_of = {}
-    for row in rows:
-        case = case_of(row)
-        if case is not None:
-            pairs_of[case] = frozenset(itertools.combinations(row.items(), 2))
-    missing, cover = set().union(*pairs_of.values()), []
-    while missing:
-        best = max(pairs_of, key=lambda case: len(pairs_of[case] & missing))
-        cover.append(best)
-        missing -= pairs_of[best]
+    """Choose cases until every pair of two factors' values occurs that can.
+
+    Each case has a pair that is still missing, and is the best of some that are drawn.
+    """
+    draw, cover = random.Random(0), []
+    missing = {
+        ((one, a), (other, b))
+        for one, other in itertools.combinations(factors, 2)
+        for a, b in itertools.product(factors[one], factors[other])
+    }
+    for pair in sorted(missing, key=str):
+        if pair in missing:
+            drawn = ({name: draw.choice(factors[name]) for name in factors} | dict(pair) for _ in range(400))
+            possible = itertools.islice((row for row in drawn if case_of(row) is not None), 25)
+            best = max(possible, key=lambda row: len(pairs_of(row) & missing), default=None)
+            if best is not None:  # else the two values exclude each other
+                missing -= pairs_of(best)
+                cover.append(case_of(best))
     return cover
 
 
@@ -88,15 +88,3 @@ def mostly_slow(cases: Sequence[Case]) -> list[Any]:
         kept.add(best)
         missing -= values_of[best]
     return [case if case in kept else pytest.param(case, marks=pytest.mark.slow) for case in cases]
-
-
-def full_table(factors: dict[str, Sequence[Any]]) -> list[Case]:
-    """Combine all factors with each other; only the model and its granularity take turns."""
-    turns = [
-        dict(zip(TAKE_TURNS, values, strict=True))
-        for values in itertools.product(*(factors[name] for name in TAKE_TURNS))
-    ]
-    kinds = itertools.cycle(turn for turn in turns if (turn["granularity"], turn["kind"]) != ("neuron", "mlp"))
-    others = {name: values for name, values in factors.items() if name not in TAKE_TURNS}
-    rows = (dict(zip(others, values, strict=True)) for values in itertools.product(*others.values()))
-    return [case for row in rows if (case := case_of({**row, **next(kinds)})) is not None]

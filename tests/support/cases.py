@@ -6,7 +6,7 @@ import functools
 import json
 import math
 import re
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
@@ -290,16 +290,6 @@ def _train(case: Case, engine_name: str, **sections: Any) -> Result:
     return result
 
 
-@functools.cache
-def _reference(case: Case) -> Result:
-    return train(case, "reference")
-
-
-def reference(case: Case) -> Result:
-    """Return the reference's run, which does not depend on ZeRO stage and tensor parallelism."""
-    return _reference(replace(case, stage=0, tp=1))
-
-
 def oracle_of(case: Case) -> Oracle:
     """Make the oracle of a case."""
     config = load_config(case.config())
@@ -339,29 +329,29 @@ def masking_of(case: Case, step: int) -> str:
 
 def run_oracle(case: Case) -> Result:
     """Run the oracle of a case."""
-    oracle = oracle_of(case)
-    result = Result(before=oracle.state_dict())
+    groups = oracle_of(case)
+    result = Result(before=groups.state_dict())
     for step in range(case.steps):
         batches = [
             [models.micro_batch(case.model, step, micro, rank) for rank in range(case.data_ranks)]
             for micro in range(case.accumulation)
         ]
-        done = oracle.step(batches, rate_of(case, step), masking=masking_of(case, step))
+        done = groups.step(batches, rate_of(case, step), masking=masking_of(case, step))
         result.losses.append(done.loss)
         result.norms.append(done.norm)
         result.rates.append(rate_of(case, step))
         if step == 0:
             result.gradients = done.gradients
-    result.after = oracle.state_dict()
+    result.after = groups.state_dict()
     return result
 
 
-_expected = functools.cache(run_oracle)
+_oracle = functools.cache(run_oracle)
 
 
-def expected(case: Case) -> Result:
+def oracle(case: Case) -> Result:
     """Return the oracle's run, which does not depend on ZeRO stage and tensor parallelism."""
-    return _expected(replace(case, stage=0, tp=1, checkpointing="none"))
+    return _oracle(replace(case, stage=0, tp=1, checkpointing="none"))
 
 
 _native: dict[Case, list[Result]] = {}
@@ -418,7 +408,42 @@ def assert_bytes_as_planned(ours: Sequence[Result]) -> None:
     """
     for rank, result in enumerate(ours):
         assert result.measured == result.predicted, f"rank {rank}"
-        for traffic in result.traffic:
-            assert {
-                kind: sent for kind, sent in traffic.items() if not kind.startswith("tensor parallel")
-            } == result.planned, f"rank {rank}"
+        counted = [
+            {kind: sent for kind, sent in traffic.items() if not kind.startswith("tensor parallel")}
+            for traffic in result.traffic
+        ]
+        assert counted == (result.planned_steps or [result.planned] * len(counted)), f"rank {rank}"
+
+
+def assert_same_gradients(ours: Sequence[Result], theirs: Result) -> None:
+    """Compare the gradients of the first step, on every rank that has one of a parameter."""
+    assert theirs.gradients is not None
+    seen: set[str] = set()
+    for rank, result in enumerate(ours):
+        assert result.gradients is not None
+        seen |= set(result.gradients)
+        for name, gradient in result.gradients.items():
+            expected = theirs.gradients[name]
+            difference = (gradient.cpu() - expected).abs().max().item()
+            assert difference <= RELATIVE * expected.abs().max().item() + 1e-9, f"{name} on rank {rank}"
+    assert seen == set(theirs.gradients)
+
+
+def assert_same_statistics(ours: Sequence[Result], theirs: Result, names: Collection[str]) -> None:
+    """Compare running statistics, which are bit for bit the same on all ranks that have them."""
+    assert ours[0].after is not None and theirs.after is not None
+    for name in names:
+        largest = theirs.after[name].abs().max().item()
+        torch.testing.assert_close(ours[0].after[name], theirs.after[name], rtol=0, atol=RELATIVE * largest, msg=name)
+    for rank, result in enumerate(ours):
+        for name, buffer in result.buffers.items():
+            assert torch.equal(buffer, ours[0].after[name]), f"{name} on rank {rank}"
+
+
+def only_parameters(result: Result, model: str) -> Result:
+    """Return the result without buffers."""
+    names = dict(models.build(model).named_parameters(remove_duplicate=False))
+    before, after = (
+        state and {name: state[name] for name in state if name in names} for state in (result.before, result.after)
+    )
+    return replace(result, before=before, after=after)

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from sdp.engine.backends.fsdp2.offload import DeviceMessages, ShardHome
 from sdp.engine.config.load import load_config
 from sdp.engine.errors import ConfigError
-from sdp.tests.support.cases import Case, assert_bytes_as_planned, assert_same_run, native, reference, train
+from sdp.tests.support.cases import Case, assert_bytes_as_planned, assert_same_run, native, oracle, train
 from torch.distributed.fsdp import CPUOffloadPolicy
 
 
@@ -46,7 +46,7 @@ def test_a_run_equals_the_one_without_offload(case: Case, section: str, ranks: A
         for name, weight in expected[0].after.items():
             assert torch.equal(results[0].after[name], weight), name
     if not case.bf16:
-        assert_same_run(results, reference(case), case)
+        assert_same_run(results, oracle(case), case)
 
 
 def test_fsdp2_offloads() -> None:

@@ -13,7 +13,7 @@ from sdp.engine.config.schema import FP16Section
 from sdp.engine.errors import ConfigError
 from sdp.engine.optim.loss_scale import LossScaler
 from sdp.tests.support import models
-from sdp.tests.support.cases import Case, assert_same_run, data_rank_of, engine_of, one_step, reference, train
+from sdp.tests.support.cases import Case, assert_same_run, data_rank_of, engine_of, one_step, oracle, train
 from sdp.tests.support.deepspeed_runs import float16_here
 
 
@@ -80,9 +80,7 @@ def train_with(case: Case, sections: dict[str, Any]) -> Any:
 def test_groups_equal_the_reference(case: Case, sections: dict[str, Any], ranks: Any) -> None:
     results = ranks.run(train_with, case, sections, world=case.world)
     assert_same_run(results, train(case, "reference", **sections), case)
-    assert results[0].losses != pytest.approx(reference(case).losses, rel=1e-6), (
-        "nothing was computed in half precision"
-    )
+    assert results[0].losses != pytest.approx(oracle(case).losses, rel=1e-6), "nothing was computed in half precision"
 
 
 def train_in_half(case: Case, engine: str) -> Any:
@@ -97,7 +95,7 @@ def test_float16_equals_deepspeed(ranks: Any) -> None:
     pytest.importorskip("deepspeed")
     case = Case(2, 1, 1, model="llama-tied")  # its inputs are integers, as DeepSpeed does not cast inputs
     ours, theirs = (ranks.run(train_in_half, case, engine, world=case.world)[0] for engine in ("fsdp2", "deepspeed"))
-    exact = reference(case)
+    exact = oracle(case)
     assert ours.norms == pytest.approx(theirs.norms, rel=1e-2)
     between = rounding = update = 0.0
     for name, after in theirs.after.items():

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from sdp.engine.model_interface import Constant, Init, Normal, Uniform
 from sdp.engine.subnetwork.initialisation import BLOCK_ELEMENTS, fill_rows, seed_of
 from sdp.tests.support import models
-from sdp.tests.support.cases import Case, engine_of, reference
+from sdp.tests.support.cases import Case, engine_of, oracle
 from sdp.tests.support.ranks import RankPool
 from torch import nn
 
@@ -37,7 +37,7 @@ LAYOUTS = [
 @pytest.mark.parametrize("model", ["mlp-meta", "llama-meta", "llama-tied-meta"])
 @pytest.mark.parametrize("case", LAYOUTS, ids=str)
 def test_same_model_under_every_layout(ranks: RankPool, case: Case, model: str) -> None:
-    expected = reference(Case(2, 1, model=model)).before
+    expected = oracle(Case(2, 1, model=model)).before
     assert expected is not None
     state = ranks.run(_state, Case(**{**vars(case), "model": model}), world=case.world)[0]
     assert set(state) == set(expected)
@@ -47,7 +47,7 @@ def test_same_model_under_every_layout(ranks: RankPool, case: Case, model: str) 
 
 def test_seed_and_rules() -> None:
     case = Case(2, 1, model="llama-tied-meta")
-    first = reference(case).before
+    first = oracle(case).before
     other = engine_of(case, "reference", training={"seed": 1}).full_state_dict()
     assert first is not None
     embedding = "model.embed_tokens.weight"
@@ -59,7 +59,7 @@ def test_seed_and_rules() -> None:
 
 
 def test_torch_rules_are_those_of_reset_parameters() -> None:
-    state = reference(Case(2, 1, model="mlp-meta")).before
+    state = oracle(Case(2, 1, model="mlp-meta")).before
     assert state is not None
     assert state["layers.0.norm.weight"].eq(1).all()
     assert state["layers.0.norm.bias"].eq(0).all()

@@ -17,7 +17,7 @@ from sdp.tests.support.cases import (
     assert_same_run,
     engine_of,
     one_step,
-    reference,
+    oracle,
     train,
 )
 from sdp.tests.support.deepspeed_runs import offload_settings, run_under_deepspeed
@@ -63,7 +63,7 @@ def test_deepspeed_equals_the_reference(ranks: RankPool, case: Case) -> None:
     between groups.
     """
     ours = run_under_deepspeed(ranks, case)
-    assert_same_run(ours, reference(case), case)
+    assert_same_run(ours, oracle(case), case)
     assert_bytes_as_planned(ours)
     assert all((result.predicted["optimizer"] > 0) == (case.optimizer == "adamw") for result in ours)
 
@@ -73,7 +73,7 @@ def test_deepspeed_equals_the_reference(ranks: RankPool, case: Case) -> None:
 )
 def test_deepspeed_equals_the_reference_everywhere(ranks: RankPool, case: Case) -> None:
     ours = run_under_deepspeed(ranks, case)
-    assert_same_run(ours, reference(replace(case, checkpointing="none")), case)
+    assert_same_run(ours, oracle(case), case)
     for rank, result in enumerate(ours):
         assert all(traffic == result.planned for traffic in result.traffic), f"rank {rank}"
 
@@ -95,7 +95,7 @@ MORE_OFFLOADED = [
     "case", [OFFLOADED, *(pytest.param(case, marks=pytest.mark.full_table) for case in MORE_OFFLOADED)], ids=str
 )
 def test_offloaded_optimizers_equal_the_reference(ranks: RankPool, case: Case) -> None:
-    assert_same_run(ranks.run(_offloaded, case, world=case.world), reference(case), case)
+    assert_same_run(ranks.run(_offloaded, case, world=case.world), oracle(case), case)
 
 
 def _evaluations(case: Case, name: str) -> tuple[float, list[float], float]:
@@ -138,7 +138,7 @@ def test_the_full_model_is_evaluated(ranks: RankPool, case: Case) -> None:
 @pytest.mark.parametrize("stage", [0, 1, pytest.param(3, marks=pytest.mark.full_table)])
 def test_bf16_is_near_the_reference(ranks: RankPool, stage: int) -> None:
     case = Case(2, 2, stage=stage, optimizer="adamw", bf16=True, model="llama-tied-meta")
-    theirs = reference(case)
+    theirs = oracle(case)
     assert theirs.after is not None and theirs.before is not None
     ours = run_under_deepspeed(ranks, case)
     assert ours[0].after is not None

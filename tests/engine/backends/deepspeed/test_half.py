@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from sdp.engine.errors import HolderMismatchError, NonFiniteError
 from sdp.tests.support import models
-from sdp.tests.support.cases import Case, assert_bytes_as_planned, engine_of, one_step, reference, train, zero_of
+from sdp.tests.support.cases import Case, assert_bytes_as_planned, engine_of, one_step, oracle, train, zero_of
 from sdp.tests.support.deepspeed_runs import FP16, float16_here
 from sdp.tests.support.ranks import RankPool
 
@@ -197,7 +197,7 @@ def test_one_group_steps_by_the_unscaled_gradient(ranks: RankPool, stage: int) -
     """DeepSpeed's own backward leaves the loss as it is at stage 0, and its step divides by the
     scale.
     """
-    theirs = reference(Case(1, 2, model="llama", steps=1))
+    theirs = oracle(Case(1, 2, model="llama", steps=1))
     before, after, norm = ranks.run(_one_group, stage, world=2)[0]
     assert theirs.before is not None and theirs.after is not None
     assert norm == pytest.approx(theirs.norms[0], rel=0.02)

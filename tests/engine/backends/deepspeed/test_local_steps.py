@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from sdp.engine.errors import DataError
 from sdp.tests.support import models
-from sdp.tests.support.cases import Case, assert_same_run, engine_of, one_step, reference, train
+from sdp.tests.support.cases import Case, assert_same_run, engine_of, one_step, oracle, train
 from sdp.tests.support.deepspeed_runs import run_under_deepspeed
 from sdp.tests.support.ranks import RankPool
 
@@ -53,7 +53,7 @@ WIDE = [
 def test_deepspeed_equals_the_reference(ranks: RankPool, case: Case) -> None:
     """Bytes are as planned too: those of the state, and in every step those that are sent."""
     ours = run_under_deepspeed(ranks, case)
-    assert_same_run(ours, reference(case), case)
+    assert_same_run(ours, oracle(case), case)
     for rank, result in enumerate(ours):
         assert result.traffic == result.planned_steps, f"rank {rank}"
         assert result.measured == result.predicted, f"rank {rank}"
@@ -203,5 +203,5 @@ def test_compressed_changes_have_the_planned_bytes(ranks: RankPool, stage: int, 
     answers = ranks.run(_sent_and_planned, case, world=3)
     for sent, planned, _ in answers:
         assert sent == planned
-    exact = reference(replace(case, stage=0, sync='{"every": 2}')).losses[-1]
+    exact = oracle(replace(case, stage=0, sync='{"every": 2}')).losses[-1]
     assert sum(loss for *_, loss in answers) / 3 == pytest.approx(exact, rel=1e-2)

@@ -5,13 +5,11 @@ run.
 from __future__ import annotations
 
 import importlib.util
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from sdp.tests.support.case_tables import (
     FACTORS,
-    OF_SCHEDULES,
     SCHEDULED_STEPS,
     THERE_AND_BACK,
     TO_BACKWARD,
@@ -19,14 +17,17 @@ from sdp.tests.support.case_tables import (
     mostly_slow,
     pairwise_cover,
 )
-from sdp.tests.support.cases import Case, Result, assert_same_run, reference, train
+from sdp.tests.support.cases import Case, Result, assert_same_run, oracle, train
 from sdp.tests.support.checkpoints import assert_equal_runs, resumed
 from sdp.tests.support.ranks import RankPool
 
 pytestmark = pytest.mark.skipif(importlib.util.find_spec("deepspeed") is None, reason="deepspeed is not installed")
 
 COVER = pairwise_cover(
-    FACTORS | OF_SCHEDULES | {"layout": [(2, 1), (2, 2)], "kind": ["llama-tied"], "placement": ["mixed"]}
+    FACTORS
+    | {"masking": [TO_BACKWARD, TO_FORWARD], "layout": [(2, 1, 1), (2, 2, 1)], "model": ["llama-tied-meta"]}
+    | {"placement": ["mixed"], "optimizer": ["sgd", "adamw"], "neurons": [0, 3]}
+    | {name: ["none"] for name in ("checkpointing", "branch_scale", "lr_scale")}
 )
 MORE = [
     Case(2, 2, stage=1, masking=TO_BACKWARD, steps=SCHEDULED_STEPS),
@@ -44,13 +45,13 @@ def test_the_cover_has_every_stage_with_blocks_and_neurons() -> None:
     assert {(case.stage, case.neurons > 0) for case in COVER} == {
         (stage, cut) for stage in range(4) for cut in (False, True)
     }
-    assert len(COVER) < 15
+    assert len(COVER) < 16
 
 
 @pytest.mark.parametrize("case", [*mostly_slow(COVER), *MORE], ids=lambda case: f"{case}-{case.masking[11:24]}")
 def test_deepspeed_equals_the_reference(ranks: RankPool, case: Case) -> None:
     ours: list[Result] = ranks.run(train, case, "deepspeed", world=case.world)
-    assert_same_run(ours, reference(replace(case, checkpointing="none")), case)
+    assert_same_run(ours, oracle(case), case)
     for rank, result in enumerate(ours):
         assert result.measured == result.predicted, f"rank {rank}"
         assert result.traffic == result.planned_steps, f"rank {rank}"

@@ -7,7 +7,7 @@ import importlib.util
 import pytest
 import torch
 from sdp.engine.errors import ModelError
-from sdp.tests.support.cases import Case, assert_same_run, reference, train
+from sdp.tests.support.cases import Case, assert_same_run, oracle, train
 from sdp.tests.support.deepspeed_runs import offload_settings, run_under_deepspeed
 from sdp.tests.support.foreign.plain_torch import train_plainly
 from sdp.tests.support.ranks import RankPool
@@ -27,7 +27,7 @@ pytestmark = pytest.mark.skipif(importlib.util.find_spec("deepspeed") is None, r
 )
 def test_deepspeed_equals_the_reference_and_plain_torch(ranks: RankPool, case: Case) -> None:
     ours = run_under_deepspeed(ranks, case)
-    assert_same_run(ours, reference(case), case)
+    assert_same_run(ours, oracle(case), case)
     after = ours[0].after
     assert after is not None
     for name, expected in train_plainly(case, ours[0].rates).items():
