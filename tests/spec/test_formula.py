@@ -1,4 +1,4 @@
-"""The reference equals the formula written out by hand."""
+"""The oracle and FSDP2 equal the formula written out by hand."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from sdp.tests.support import models
 from sdp.tests.support.case_tables import FACTORS
-from sdp.tests.support.cases import CLIP, RELATIVE, Case, engine_of, full_gradients, native, oracle
+from sdp.tests.support.cases import CLIP, RELATIVE, Case, engine_of, full_gradients, masking_of, native, oracle
 from sdp.tests.support.ranks import RankPool
 
 HOLDERS = {0: [0], 1: [0, 1], 2: [0, 1], 3: [1]}
@@ -20,20 +20,21 @@ def by_hand(case: Case) -> tuple[dict[str, torch.Tensor], list[float], list[dict
     """SGD on g_u = the mean over the holders' data ranks, with nothing of the package: weights,
     norms, gradients of every step.
 
-    Under backward masking every pass is the dense model's, of whose gradients those of units that a
-    group does not hold are dropped.
+    In steps of backward masking every pass is the dense model's, of whose gradients those of units
+    that a group does not hold are dropped.
     """
     model = models.mlp()
     stem, layers, head = model.stem, model.layers, model.head
     norms, gradients = [], []
     rates = [0.1, 0.1, 0.1 + 0.2 / 3, 0.1 + 0.4 / 3]
     for step in range(case.steps):
+        masking = masking_of(case, step)
         sums = {name: torch.zeros_like(p) for name, p in model.named_parameters()}
         for group, shard, micro in itertools.product(range(2), range(case.fsdp), range(case.accumulation)):
             batch = models.micro_batch("mlp", step, micro, group * case.fsdp + shard)
             hidden = stem(batch["x"])
             for index, layer in enumerate(layers):
-                hidden = layer(hidden) if group in HOLDERS[index] or case.masking == "backward" else hidden
+                hidden = layer(hidden) if group in HOLDERS[index] or masking == "backward" else hidden
             model.zero_grad()
             (((head(hidden) - batch["y"]) ** 2).mean() / case.accumulation).backward()
             for name, p in model.named_parameters():
@@ -54,7 +55,7 @@ def by_hand(case: Case) -> tuple[dict[str, torch.Tensor], list[float], list[dict
 @pytest.mark.parametrize("masking", FACTORS["masking"])
 @pytest.mark.parametrize("clip", [False, True])
 @pytest.mark.parametrize(("fsdp", "accumulation"), [(1, 1), (2, 3)])
-def test_reference_equals_the_formula(fsdp: int, accumulation: int, clip: bool, masking: Any) -> None:
+def test_the_oracle_equals_the_formula(fsdp: int, accumulation: int, clip: bool, masking: Any) -> None:
     case = Case(2, fsdp, accumulation=accumulation, clip=clip, masking=masking)
     weights, norms, _ = by_hand(case)
     result = oracle(case)

@@ -45,8 +45,8 @@ def case_of(row: Row) -> Case | None:
         and not (row["neurons"] and row["model"] == "mlp")  # it declares no branches
         and not (row["neurons"] == 3 and tp > 1)  # tensor ranks share the neurons of a group
         and (tp == 1 or row["model"].startswith("wide"))
-        # These placements list the holders of four units.
-        and not (row["placement"] in ("profile", "random") and row["model"] == "resnet-meta" and not row["neurons"])
+        # These placements list the holders of four units, or have no room for its large slices.
+        and not (row["placement"] in ("profile", "random") and row["model"] == "resnet-meta")
     )
     steps = SCHEDULED_STEPS if scheduled else STEPS
     values = {key: value for key, value in row.items() if key != "layout"}

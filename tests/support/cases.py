@@ -416,16 +416,21 @@ def assert_bytes_as_planned(ours: Sequence[Result]) -> None:
 
 
 def assert_same_gradients(ours: Sequence[Result], theirs: Result) -> None:
-    """Compare the gradients of the first step, on every rank that has one of a parameter."""
+    """Compare the gradients of the first step, on every rank that has one of a parameter.
+
+    A slice is compared on the scale of its whole tensor. That of key biases is 0 but for round-off.
+    """
     assert theirs.gradients is not None
-    seen: set[str] = set()
+    seen, largest = set[str](), dict[str, float]()
+    for name, gradient in theirs.gradients.items():
+        tensor = name.split(":")[0]
+        largest[tensor] = max(largest.get(tensor, 0.0), gradient.abs().max().item())
     for rank, result in enumerate(ours):
         assert result.gradients is not None
         seen |= set(result.gradients)
         for name, gradient in result.gradients.items():
-            expected = theirs.gradients[name]
-            difference = (gradient.cpu() - expected).abs().max().item()
-            assert difference <= RELATIVE * expected.abs().max().item() + 1e-9, f"{name} on rank {rank}"
+            difference = (gradient.cpu() - theirs.gradients[name]).abs().max().item()
+            assert difference <= RELATIVE * largest[name.split(":")[0]], f"{name} on rank {rank}"
     assert seen == set(theirs.gradients)
 
 
