@@ -13,46 +13,43 @@ from pydantic import AfterValidator, Field
 
 from ..errors import quote
 
-# Variables that the section must not set, by reason. ``*`` stands for any characters.
-# docs/clusters.md has the same table. A configuration may come from somebody else, and must not
-# choose the code that a rank runs. Extend the last row for every further library that loads code.
-REFUSED: dict[str, tuple[str, ...]] = {
-    "the launcher sets it": (
-        "RANK", "WORLD_SIZE", "LOCAL_*", "GROUP_RANK", "MASTER_ADDR", "MASTER_PORT", "SDP_*", "SLURM_*", "OMPI_*",
-        "PMI_*", "PMIX_*",
-        "TORCHELASTIC_*", "CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES",
+# The variables that the section may set, by subject. ``*`` stands for any characters. A
+# configuration may come from somebody else. So a variable is listed only if no value of it chooses
+# code that a rank runs, or a file that it writes. docs/clusters.md has the same table.
+ALLOWED: dict[str, tuple[str, ...]] = {
+    "NCCL": ("NCCL_*", "RCCL_*", "TORCH_NCCL_*"),
+    "gloo": ("GLOO_*",),
+    "UCX": (
+        "UCX_TLS", "UCX_NET_DEVICES", "UCX_IB_*", "UCX_RC_*", "UCX_UD_*", "UCX_DC_*", "UCX_TCP_*", "UCX_RNDV_*",
+        "UCX_MAX_*", "UCX_MEMTYPE_CACHE", "UCX_LOG_LEVEL", "UCX_WARN_UNUSED_ENV_VARS",
     ),
-    "a process reads it before the configuration": (
-        "LD_*", "DYLD_*", "PYTHON*", "MALLOC_*", "GLIBC_*", "GCONV_PATH", "LOCPATH", "PATH", "HOME",
+    "libfabric": (
+        "FI_PROVIDER", "FI_CXI_*", "FI_EFA_*", "FI_OFI_*", "FI_MR_*", "FI_HMEM_*", "FI_LOG_LEVEL", "FI_UNIVERSE_SIZE",
     ),
-    "it chooses code that a rank or its compiler runs": (
-        # shells
-        "BASH*", "ENV", "SHELL*", "IFS", "CDPATH", "PS4", "PROMPT_COMMAND",
-        # compilers, and directories of compiled code
-        "CC", "CXX", "CPP", "AR", "LD", "NVCC*", "HIPCC*", "CUDACXX", "CUDAHOSTCXX", "CUDA_HOME", "CUDA_PATH",
-        "ROCM_HOME", "ROCM_PATH",
-        "HIP_PATH", "CFLAGS", "CXXFLAGS", "CPPFLAGS", "LDFLAGS", "CPATH", "*_INCLUDE_PATH", "LIBRARY_PATH",
-        "COMPILER_PATH",
-        "GCC_EXEC_PREFIX", "TRITON_HOME", "TRITON_*_DIR", "TRITON_*_PATH", "TORCH_EXTENSIONS_DIR",
-        "TORCHINDUCTOR_*_DIR",
-        # plug-ins and tools that a library loads
-        "NCCL_*PLUGIN*", "NCCL_CONF_FILE", "RCCL_*PLUGIN*", "UCX_MODULE*", "UCC_*PATH", "OPAL_*", "PRTE_*",
-        "FI_PROVIDER_PATH",
-        "IBV_DRIVERS", "RDMAV_DRIVERS", "*_INJECTION*_PATH", "HSA_TOOLS_*", "ROCP_*", "OMP_TOOL*", "OPENSSL_*",
-        "HF_MODULES_CACHE",
-        "MPLBACKEND", "MATPLOTLIBRC",
-        # programs that other programs start
-        "GIT_*", "SSH_ASKPASS", "PDSH_*", "EDITOR", "PAGER", "BROWSER", "PERL*",
+    "threads": (
+        "OMP_NUM_THREADS", "OMP_PLACES", "OMP_PROC_BIND", "OMP_WAIT_POLICY", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS",
+        "KMP_AFFINITY", "KMP_BLOCKTIME", "TOKENIZERS_PARALLELISM",
+    ),
+    "torch and CUDA": (
+        "PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF", "CUDA_DEVICE_MAX_CONNECTIONS",
+        "CUDA_LAUNCH_BLOCKING", "CUBLAS_WORKSPACE_CONFIG", "NVIDIA_TF32_OVERRIDE", "TORCH_CPP_LOG_LEVEL",
+        "TORCH_DISTRIBUTED_DEBUG", "TORCH_SHOW_CPP_STACKTRACES", "MPICH_GPU_SUPPORT_ENABLED",
     ),
 }  # fmt: skip
+
+# Of these, the ones that load a library, or name a file or a program.
+REFUSED = ("*PLUGIN*", "*FILE*", "*_PATH*", "*_DIR*", "*_LIB*", "*_CONF_FILE", "*_PIPE*")
 
 
 def _check_name(name: str) -> str:
     if not re.fullmatch(r"[A-Za-z_][A-Za-z0-9_]*", name):
         raise ValueError(f"{quote(name)} cannot be the name of an environment variable; use letters, digits and _")
-    for reason, patterns in REFUSED.items():
-        if any(fnmatchcase(name, pattern) for pattern in patterns):
-            raise ValueError(f"{name} cannot be set here, because {reason}; set it where the processes are started")
+    allowed = any(fnmatchcase(name, pattern) for patterns in ALLOWED.values() for pattern in patterns)
+    if not allowed or any(fnmatchcase(name, pattern) for pattern in REFUSED):
+        raise ValueError(
+            f"{name} cannot be set here, because it is not one of the listed variables of network libraries, threads "
+            "and torch (docs/clusters.md); set it where the processes are started"
+        )
     return name
 
 

@@ -183,16 +183,7 @@ def test_env_section() -> None:
         "UCX_TLS": "rc,cuda",
     }
     for name, value, message in (
-        ("RANK", "1", "env.RANK: RANK cannot be set here, because the launcher sets it"),
-        ("CUDA_VISIBLE_DEVICES", "1", "CUDA_VISIBLE_DEVICES cannot be set here, because the launcher sets it"),
-        ("LD_PRELOAD", "x.so", "a process reads it before the configuration; set it where the processes are started"),
-        ("CXX", "./x", "it chooses code that a rank or its compiler runs; set it where the processes are started"),
-        ("BASH_ENV", "./x", "it chooses code"),
-        ("NCCL_NET_PLUGIN", "./x.so", "it chooses code"),
-        ("NCCL_TUNER_PLUGIN", "./x.so", "it chooses code"),
-        ("TRITON_PTXAS_PATH", "./x", "it chooses code"),
-        ("CUDA_INJECTION64_PATH", "./x.so", "it chooses code"),
-        ("MPLBACKEND", "module://x", "it chooses code"),
+        ("RANK", "1", "env.RANK: RANK cannot be set here, because it is not one of the listed variables"),
         ("A=B", "1", "cannot be the name of an environment variable"),
         ("NCCL_DEBUG", True, "env.NCCL_DEBUG: input should be a valid string"),
         ("NCCL_DEBUG", ["INFO"], "env.NCCL_DEBUG: input should be a valid string"),
