@@ -10,11 +10,9 @@ from typing import Any, NoReturn, Self
 import torch
 import torch.distributed as dist
 from torch.optim import Optimizer
-from torch.utils.data import DataLoader
 
 from .backend import Backend
 from .batch.size import BatchSize
-from .batch.training_data import make_plain_loader
 from .config.schema import Config
 from .deepspeed_facts import REFUSED, DeepSpeedMonitor, ThroughputTimer
 from .engine_facts import EngineFacts
@@ -72,64 +70,9 @@ class DeepSpeedNames(EngineFacts):
         self._own_boundary = is_boundary
         if self._is_deepspeed:
             self.deepspeed.set_gradient_accumulation_boundary(is_boundary)
-        if is_boundary is None:
-            self._count_from_here()
-
-    def set_train_batch_size(self, train_batch_size: int) -> None:
-        """Change the samples per step by changing the accumulation steps, between two steps.
-
-        Raises:
-            ConfigError: The number is not a multiple of micro-batch × data ranks, or a step has
-                begun.
-        """
-        micro, ranks = self._batch.micro, self.layout.mesh.data_ranks
-        if train_batch_size < 1 or train_batch_size % (micro * ranks):
-            raise ConfigError(
-                f"engine.set_train_batch_size: {train_batch_size} is not a multiple of micro-batch {micro} × data "
-                f"ranks {ranks}"
-            )
-        if self.micro_steps % self._batch.accumulation and self._own_boundary is None:
-            raise ConfigError(
-                "engine.set_train_batch_size: a step has begun; call it after engine.step() at a boundary"
-            )
-        self._batch = BatchSize(train_batch_size, micro, train_batch_size // (micro * ranks))
-        if self._is_deepspeed:
-            self.deepspeed.set_train_batch_size(train_batch_size // ranks * self.deepspeed.dp_world_size)
-        self._count_from_here()
-
-    def _count_from_here(self) -> None:
-        """Count micro-batches as if all earlier steps had accumulated as many as this one."""
-        self.micro_steps = self.global_steps * self._batch.accumulation
-        self._backend.continue_at(steps=self.global_steps, micro_steps=self.micro_steps, skipped=self.skipped_steps)
-
-    def was_step_applied(self) -> bool:
-        """Whether the last call of ``step`` updated the weights."""
-        return self.global_steps > 0 and self.micro_steps % self._batch.accumulation == 0 and not self.was_step_skipped
-
-    def deepspeed_io(
-        self, dataset: Any, batch_size: int | None = None, route: str = "train", pin_memory: bool = True,
-        data_sampler: Any = None, collate_fn: Any = None, num_local_io_workers: int | None = None,
-    ) -> DataLoader[Any]:  # fmt: skip
-        """Make a loader of this rank's micro-batches, as ``initialize`` does for ``training_data``.
-
-        A checkpoint does not store its position.
-
-        Args:
-            dataset: A map-style data set.
-            batch_size: Samples of a batch; by default, those of a micro-batch.
-            route: "train" shuffles; "eval" and "predict" do not.
-            pin_memory: Whether batches go to page-locked memory, if the device is a GPU.
-            data_sampler: Chooses this rank's samples. By default the data ranks share them.
-            collate_fn: As for a DataLoader.
-            num_local_io_workers: As ``num_workers``, whose default is ``data.num_workers``.
-        """
-        here, mesh, data = self.data_ranks_here, self.layout.mesh, self.config.data
-        return make_plain_loader(
-            dataset, batch_size or self._batch.micro * here, mesh.data_rank(self.global_rank), mesh.data_ranks // here,
-            seed=self.config.training.seed, shuffle=route == "train", sampler=data_sampler, collate_fn=collate_fn,
-            num_workers=data.num_workers if num_local_io_workers is None else num_local_io_workers,
-            pin_memory=pin_memory and self.device.type == "cuda",
-        )  # fmt: skip
+        if is_boundary is None:  # as if all earlier steps had accumulated as many micro-batches
+            self.micro_steps = self.global_steps * self._batch.accumulation
+            self._backend.continue_at(steps=self.global_steps, micro_steps=self.micro_steps, skipped=self.skipped_steps)
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -155,19 +98,6 @@ class DeepSpeedNames(EngineFacts):
             raise ConfigError("engine.data_parallel_group: with tensor parallelism, use engine.layout.mesh")
         return dist.group.WORLD if dist.is_initialized() else None
 
-    @property
-    def mp_world_size(self) -> int:
-        """The number of ranks that share a forward pass (tensor parallelism)."""
-        return self.layout.mesh.tp
-
-    def get_data_parallel_rank(self) -> int:
-        return self.layout.mesh.data_rank(self.global_rank)
-
-    def get_tensor_parallel_rank(self) -> int:
-        return self.layout.mesh.coordinates(self.global_rank).tp
-
-    get_model_parallel_rank = get_tensor_parallel_rank
-
     # -- the configuration -----------------------------------------------------------------------
 
     def bfloat16_enabled(self) -> bool:
@@ -176,35 +106,11 @@ class DeepSpeedNames(EngineFacts):
     def fp16_enabled(self) -> bool:
         return self.config.fp16.enabled
 
-    def get_data_types(self) -> tuple[torch.dtype, torch.dtype]:
-        """The types in which the model computes and in which gradients are averaged."""
-        return getattr(torch, self.config.precision), torch.float32
-
-    def gradient_clipping(self) -> float:
-        return self.config.gradient_clipping
-
-    def optimizer_name(self) -> str | None:
-        """The optimizer's type in the configuration, in lower case."""
-        return self.config.optimizer.type.lower() if self.config.optimizer is not None else None
-
     def steps_per_print(self) -> int:
         return self.config.steps_per_print
 
     def wall_clock_breakdown(self) -> bool:
         return self.config.wall_clock_breakdown
-
-    def zero_optimization(self) -> bool:
-        return self.zero_optimization_stage() > 0
-
-    def zero_optimization_stage(self) -> int:
-        return self.config.zero_optimization.stage
-
-    def zero_optimization_partition_weights(self) -> bool:
-        return self.zero_optimization_stage() == 3
-
-    def zero_gather_16bit_weights_on_model_save(self) -> bool:
-        """True: :meth:`save_16bit_model` always writes the whole model."""
-        return True
 
     # -- the model -------------------------------------------------------------------------------
 
@@ -284,20 +190,9 @@ class DeepSpeedNames(EngineFacts):
             return state
         return {name: tensor.to(own) if tensor.is_floating_point() else tensor for name, tensor in state.items()}
 
-    def module_state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
-        """The weights of this group's subnetwork. :meth:`full_state_dict` has the whole model's."""
-        return self.module.state_dict(*args, **kwargs)
-
-    def save_fp16_model(self, *args: Any, **kwargs: Any) -> bool:
-        """The old name of :meth:`save_16bit_model`."""
-        return self.save_16bit_model(*args, **kwargs)
-
     def destroy(self) -> None:
         """Finish a background checkpoint and drop gradients. Call it after the last step."""
         self.wait_for_checkpoint()
         self._backend.zero_grad()
         if self._is_deepspeed:
             self.deepspeed.destroy()
-
-    def empty_partition_cache(self) -> None:
-        """Do nothing: no gathered parameters are kept between steps."""

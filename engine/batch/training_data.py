@@ -99,37 +99,3 @@ def _check_sampler(loader: DataLoader[Any]) -> None:
             f"sdp.initialize: training_data is a DataLoader with a {type(loader.sampler).__name__}, which cannot be "
             "shared out among ranks; give the data set itself, ordered as you want it"
         )
-
-
-def make_plain_loader(
-    data: Any,
-    batch_size: int,
-    data_rank: int,
-    data_ranks: int,
-    *,
-    seed: int,
-    shuffle: bool,
-    sampler: Any = None,
-    collate_fn: Callable[[list[Any]], Any] | None = None,
-    num_workers: int = 0,
-    pin_memory: bool = False,
-) -> DataLoader[Any]:
-    """Return a DataLoader with the batches of one data rank, without a position to resume at.
-
-    Args:
-        data: A map-style data set.
-        batch_size: Samples per batch of this rank.
-        data_rank: This rank's number among those that read different data.
-        data_ranks: How many of them there are.
-        seed: The seed of the order.
-        shuffle: Whether the order is random.
-        sampler: Chooses this rank's samples. By default the data ranks share them.
-        collate_fn: Makes a batch from a list of samples.
-        num_workers: Processes that read ahead.
-        pin_memory: Put batches into page-locked memory.
-    """
-    if sampler is None:
-        sampler = DistributedSampler(data, data_ranks, data_rank, shuffle=shuffle, seed=seed)
-    return DataLoader(
-        data, batch_size, sampler=sampler, collate_fn=collate_fn, num_workers=num_workers, pin_memory=pin_memory
-    )
