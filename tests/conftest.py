@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from sdp.tests.support.ranks import RankPool
+from sdp.tests.support.ranks import RankPool, rank_alone
 
 if (
     signal.getsignal(signal.SIGINT) is signal.SIG_IGN
@@ -51,8 +51,5 @@ def ranks() -> Iterator[RankPool]:
 @pytest.fixture(scope="module")
 def one_rank() -> Iterator[None]:
     """A process group of one rank, in this process, until the module's tests are over."""
-    import torch.distributed as dist  # takes seconds, and most tests do without
-
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    yield
-    dist.destroy_process_group()
+    with rank_alone():
+        yield

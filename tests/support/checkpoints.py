@@ -19,6 +19,7 @@ from sdp.tests.support.cases import Case, data_rank_of, engine_of, one_step, who
 from torch import nn
 
 SOURCE = Case(2, 2, stage=3, optimizer="adamw", placement="mixed")
+ALONE = Case(1, optimizer="adamw", placement="full")  # of a process without others
 TENSOR_SOURCES = [
     Case(2, 1, stage=3, optimizer="adamw", model="even-llama-tied", tp=2),
     Case(1, 2, stage=3, optimizer="adamw", model="even-llama", placement="full", tp=2),
@@ -61,23 +62,23 @@ def merge_moments(answers: list[tuple[Any, ...]]) -> dict[str, torch.Tensor]:
 
 
 def save_one_step(folder: Path) -> dict[str, torch.Tensor]:
-    """Train SOURCE for one step with the reference, save it, and return the weights."""
-    engine = engine_of(SOURCE, "reference")
-    one_step(engine, SOURCE, 0, data_rank=None)
+    """Train ALONE for one step, save it, and return the weights."""
+    engine = engine_of(ALONE)
+    one_step(engine, ALONE, 0, data_rank=0)
     engine.step()
     engine.save_checkpoint(folder)
     return {name: value.clone() for name, value in engine.full_state_dict().items()}
 
 
-def load_by_reference(folder: Path, tag: str | None = None) -> Any:
-    """Load a checkpoint of SOURCE into the reference engine."""
-    return engine_of(SOURCE, "reference").load_checkpoint(folder, tag)
+def load_alone(folder: Path, tag: str | None = None) -> Any:
+    """Load a checkpoint into an engine of one rank."""
+    return engine_of(ALONE).load_checkpoint(folder, tag)
 
 
 def refusal_of_load(folder: Path, tag: str | None = None) -> str:
     """Return the one-line message with which the load is refused."""
     with pytest.raises(CheckpointError) as error:
-        load_by_reference(folder, tag)
+        load_alone(folder, tag)
     assert "\n" not in str(error.value)
     return str(error.value)
 

@@ -18,13 +18,14 @@ import signal
 import sys
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from datetime import timedelta
 from multiprocessing.connection import Connection
 from multiprocessing.connection import wait as wait_for
 from pathlib import Path
 from typing import Any
 
+import torch.distributed as dist
 from torch.distributed import TCPStore
 
 from .forks.server import fork_context
@@ -50,6 +51,19 @@ def _threads(pid: int) -> int:
     with contextlib.suppress(OSError):
         return len(list(Path(f"/proc/{pid}/task").iterdir()))
     return 0
+
+
+@contextlib.contextmanager
+def rank_alone() -> Iterator[None]:
+    """Make a process group of one rank in this process, unless it is in one."""
+    if dist.is_initialized():
+        yield
+        return
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
 
 
 class RankError(AssertionError):

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 from sdp.tests.support.checkpoints import SOURCE, merge_moments, save_one_step, train_and_save
-from sdp.tests.support.ranks import RankPool
+from sdp.tests.support.ranks import RankPool, rank_alone
 
 
 @pytest.fixture(scope="session")
@@ -22,15 +22,21 @@ def saved(
 
 
 @pytest.fixture(scope="session")
-def _saved_by_reference(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A checkpoint that the reference wrote after one step; tests change copies of it."""
-    folder = tmp_path_factory.mktemp("saved-by-reference")
-    save_one_step(folder)
+def _saved_alone(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A checkpoint that one rank wrote after one step; tests change copies of it."""
+    folder = tmp_path_factory.mktemp("saved-alone")
+    with rank_alone():
+        save_one_step(folder)
     return folder
 
 
+@pytest.fixture(autouse=True, scope="module")
+def _alone(one_rank: None) -> None:
+    """Tests have engines in this process, too."""
+
+
 @pytest.fixture
-def small(_saved_by_reference: Path, tmp_path: Path) -> Path:
-    """The folder of a checkpoint that the reference wrote after one step, for this test alone."""
-    shutil.copytree(_saved_by_reference, tmp_path, dirs_exist_ok=True)
+def small(_saved_alone: Path, tmp_path: Path) -> Path:
+    """The folder of a checkpoint that one rank wrote after one step, for this test alone."""
+    shutil.copytree(_saved_alone, tmp_path, dirs_exist_ok=True)
     return tmp_path

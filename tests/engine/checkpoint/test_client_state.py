@@ -8,6 +8,7 @@ import argparse
 import collections
 import json
 import signal
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,7 @@ import torch
 from sdp.engine.checkpoint.client_state import CLIENT_TENSORS, ClientState
 from sdp.engine.errors import CheckpointError
 from sdp.tests.support.cases import Case, data_rank_of, engine_of, one_step
-from sdp.tests.support.checkpoints import SOURCE
+from sdp.tests.support.checkpoints import ALONE
 from sdp.tests.support.ranks import RankPool
 from torch import nn
 
@@ -54,7 +55,7 @@ def assert_same(loaded: Any, saved: Any) -> None:
 
 
 def test_what_is_saved_is_loaded(small: Path) -> None:
-    engine = engine_of(SOURCE, "reference")
+    engine = engine_of(ALONE)
     engine.save_checkpoint(small, 7, client_state=STATE)
     path, loaded = engine.load_checkpoint(small)
     assert path == str(small / "7")
@@ -110,7 +111,7 @@ def test_an_outermost_key_is_text() -> None:
 
 
 def test_the_file_of_tensors_is_checked(small: Path) -> None:
-    engine = engine_of(SOURCE, "reference")
+    engine = engine_of(ALONE)
     engine.save_checkpoint(small, "a", client_state={"tensor": torch.zeros(2)})
     file = small / "a" / CLIENT_TENSORS
     content = bytearray(file.read_bytes())
@@ -122,13 +123,13 @@ def test_the_file_of_tensors_is_checked(small: Path) -> None:
 
 @pytest.mark.parametrize(("tag", "name"), [(3, "3"), (0.25, "0.25"), (np.int64(4), "4"), (np.float32(0.5), "0.5")])
 def test_a_number_is_a_tag(small: Path, tag: Any, name: str) -> None:
-    engine = engine_of(SOURCE, "reference")
+    engine = engine_of(ALONE)
     engine.save_checkpoint(small, tag)
     assert engine.load_checkpoint(small, tag)[0] == str(small / name)
 
 
 def test_a_checkpoint_that_is_not_the_newest(small: Path) -> None:
-    engine = engine_of(SOURCE, "reference")
+    engine = engine_of(ALONE)
     engine.save_checkpoint(small, "aside", save_latest=False)
     assert json.loads((small / "latest.json").read_text()) == {"tag": "step-1"}
     assert engine.load_checkpoint(small)[0] == str(small / "step-1")
@@ -175,8 +176,7 @@ def test_weights_alone_and_weights_without_optimizer(ranks: RankPool, tmp_path: 
 
 
 def test_backward_returns_the_loss_that_was_divided() -> None:
-    case = Case(2, 1, accumulation=2)
-    engine = engine_of(case, "reference")
+    engine = engine_of(replace(ALONE, accumulation=2))
     loss = engine(torch.ones(4, 5), torch.ones(4, 3))
     assert torch.equal(engine.backward(loss), loss / 2)
     engine.step()

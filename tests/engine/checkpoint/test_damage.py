@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from sdp.engine.errors import CheckpointError
 from sdp.tests.support.cases import engine_of
-from sdp.tests.support.checkpoints import SOURCE, reseal
+from sdp.tests.support.checkpoints import ALONE, reseal
 
 
 def _damage(folder: Path, how: str) -> None:
@@ -53,7 +53,7 @@ def test_a_damaged_checkpoint_is_one_line(small: Path, how: str, monkeypatch: py
     monkeypatch.chdir(small)
     _damage(small, how)
     with pytest.raises(CheckpointError) as error:
-        engine_of(SOURCE, "reference").load_checkpoint(small)
+        engine_of(ALONE).load_checkpoint(small)
     assert "step-1" in str(error.value)
     assert "\n" not in str(error.value)
 
@@ -63,11 +63,11 @@ def test_right_hashes_do_not_make_a_file_trusted(small: Path, how: str) -> None:
     _damage(small, how)
     reseal(small / "step-1")
     with pytest.raises(CheckpointError, match="step-1"):
-        engine_of(SOURCE, "reference").load_checkpoint(small)
+        engine_of(ALONE).load_checkpoint(small)
 
 
 def test_a_pointer_to_nothing_falls_back_and_says_so(small: Path, caplog: pytest.LogCaptureFixture) -> None:
-    engine = engine_of(SOURCE, "reference")
+    engine = engine_of(ALONE)
     engine.load_checkpoint(small)
     engine.save_checkpoint(small, "step-9")
     shutil.rmtree(small / "step-9")

@@ -9,8 +9,8 @@ import pytest
 import torch
 from sdp.engine.checkpoint.storage import dcp
 from sdp.engine.checkpoint.storage.dcp import PIECE_BYTES, SafeReader
-from sdp.tests.support.cases import Case, engine_of, one_step
-from sdp.tests.support.checkpoints import SOURCE, TENSOR_SOURCES, load_case, merge_moments, moments_of, train_and_save
+from sdp.tests.support.cases import Case
+from sdp.tests.support.checkpoints import SOURCE, TENSOR_SOURCES, load_case, merge_moments, train_and_save
 from sdp.tests.support.ranks import RankPool
 
 TARGETS = [
@@ -126,34 +126,3 @@ def test_tensor_parallel_parts_become_wholes_and_back(ranks: RankPool, source: C
         loaded = merge_moments(answers)
         assert set(loaded) == set(moments)
         assert all(torch.equal(loaded[name], moments[name]) for name in moments), target
-    reference = engine_of(source, "reference")
-    reference.load_checkpoint(tmp_path)
-    state = reference.full_state_dict()
-    assert all(torch.equal(state[name], weights[name]) for name in weights)
-
-
-def test_the_reference_reads_it_too(saved: Any) -> None:
-    folder, weights, moments = saved
-    engine = engine_of(SOURCE, "reference")
-    engine.load_checkpoint(folder)
-    state = engine.full_state_dict()
-    assert all(torch.equal(state[name], weights[name]) for name in weights)
-    loaded = moments_of(engine)
-    assert all(torch.equal(loaded[name], moments[name]) for name in moments)
-
-
-def _resume_here(case: Case, folder: str) -> tuple[int, Any]:
-    engine = engine_of(case)
-    engine.load_checkpoint(folder)
-    return engine.global_steps, engine.full_state_dict()
-
-
-def test_ranks_resume_what_the_reference_wrote_on_the_same_mesh(ranks: RankPool, tmp_path: Path) -> None:
-    case = Case(2, 1, optimizer="adamw")
-    engine = engine_of(case, "reference")
-    one_step(engine, case, 0, data_rank=None)
-    engine.step()
-    engine.save_checkpoint(tmp_path)
-    answers = ranks.run(_resume_here, case, str(tmp_path), world=2)
-    assert [answer[0] for answer in answers] == [1, 1]
-    assert all(torch.equal(answers[0][1][name], value) for name, value in engine.full_state_dict().items())

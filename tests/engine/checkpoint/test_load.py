@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ import torch.distributed as dist
 from sdp.engine.errors import CheckpointError
 from sdp.tests.support import models
 from sdp.tests.support.cases import Case, engine_of, one_step
-from sdp.tests.support.checkpoints import SOURCE, moments_of
+from sdp.tests.support.checkpoints import ALONE, moments_of
 from sdp.tests.support.ranks import RankPool
 
 needs_deepspeed = pytest.mark.skipif(importlib.util.find_spec("deepspeed") is None, reason="deepspeed is not installed")
@@ -21,11 +22,11 @@ needs_deepspeed = pytest.mark.skipif(importlib.util.find_spec("deepspeed") is No
 
 def test_a_checkpoint_of_another_model_is_refused(small: Path) -> None:
     with pytest.raises(CheckpointError, match="another model"):
-        engine_of(Case(2, 2, stage=3, optimizer="adamw", model="llama"), "reference").load_checkpoint(small)
+        engine_of(replace(ALONE, model="llama")).load_checkpoint(small)
 
 
 def test_no_checkpoint_is_no_error_but_a_named_one_is(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    engine = engine_of(SOURCE, "reference")
+    engine = engine_of(ALONE)
     caplog.clear()  # the engine warns about the placement
     assert engine.load_checkpoint(tmp_path) == (None, {})
     assert [f"no checkpoint in {tmp_path}; starting from the beginning"] == [
@@ -260,13 +261,13 @@ def test_a_checkpoint_in_place_of_its_directory_is_said(small: Path) -> None:
     with pytest.raises(
         CheckpointError, match=r"step-1: is a checkpoint itself; name the directory it is in, with the tag 'step-1'"
     ):
-        engine_of(SOURCE, "reference").load_checkpoint(small / "step-1")
+        engine_of(ALONE).load_checkpoint(small / "step-1")
 
 
 def test_a_checkpoint_from_before_the_first_update_brings_that_back(tmp_path: Path) -> None:
-    engine = engine_of(SOURCE, "reference", training={"max_skips": 3})
+    engine = engine_of(ALONE, training={"max_skips": 3})
     engine.save_checkpoint(tmp_path)
-    engine.backward(engine(models.rows_of_all(SOURCE.model, 0, 0, SOURCE.world)) * float("nan"))
+    engine.backward(engine(models.micro_batch(ALONE.model, 0, 0, 0)) * float("nan"))
     engine.step()
     engine.save_checkpoint(tmp_path)  # the only step so far was skipped: there is no optimizer state
     before = engine.full_state_dict()
@@ -275,7 +276,7 @@ def test_a_checkpoint_from_before_the_first_update_brings_that_back(tmp_path: Pa
         engine.load_checkpoint(tmp_path, tag)
         assert not engine.optimizer.state
         assert all(torch.equal(engine.full_state_dict()[name], value) for name, value in before.items())
-        one_step(engine, SOURCE, 0, data_rank=None)
+        one_step(engine, ALONE, 0, data_rank=0)
         engine.step()
         trained.append(engine.full_state_dict())
     # From step 1 the schedule is one skip behind, not a step ahead: the same update.

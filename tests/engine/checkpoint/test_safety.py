@@ -13,7 +13,7 @@ from sdp.engine.checkpoint.storage.directory import latest
 from sdp.engine.checkpoint.storage.files import is_ours, is_whole, read_state
 from sdp.engine.errors import CheckpointError
 from sdp.tests.support.cases import engine_of
-from sdp.tests.support.checkpoints import SOURCE, load_by_reference, refusal_of_load, reseal
+from sdp.tests.support.checkpoints import ALONE, load_alone, refusal_of_load, reseal
 
 pytestmark = pytest.mark.timeout(120)
 
@@ -95,7 +95,7 @@ def test_entries_of_others_stay(small: Path, tmp_path_factory: pytest.TempPathFa
     ours = (".", "latest.json", "step-1", *(f"step-1/{path.name}" for path in (small / "step-1").iterdir()))
     others = {key: value for key, value in everything_in(small).items() if key not in ours}
     assert len(others) == 16
-    engine = engine_of(SOURCE, "reference")
+    engine = engine_of(ALONE)
     engine.load_checkpoint(small)
     for tag in ("step-1", "step-3", "step-4", "linked-not"):
         engine.save_checkpoint(small, tag, keep=1)
@@ -111,7 +111,7 @@ def test_a_save_never_replaces_what_is_not_a_checkpoint(small: Path, name: str) 
     (small / name / "precious").write_text("kept")
     before = everything_in(small)
     with pytest.raises(CheckpointError, match="move it away"):
-        engine_of(SOURCE, "reference").save_checkpoint(small, "best")
+        engine_of(ALONE).save_checkpoint(small, "best")
     assert everything_in(small) == before
 
 
@@ -120,7 +120,7 @@ def test_a_link_in_place_of_the_pointers_draft_is_not_followed(small: Path) -> N
     target.write_text("kept")
     for name in (".latest.json", ".latest.json.sdp-partial"):
         (small / name).symlink_to(target)
-    engine_of(SOURCE, "reference").save_checkpoint(small, "best")
+    engine_of(ALONE).save_checkpoint(small, "best")
     assert target.read_text() == "kept"
     assert latest(small) == "best"
 
@@ -140,7 +140,7 @@ def killed_save(folder: Path, monkeypatch: pytest.MonkeyPatch, renamed: str) -> 
             raise _Killed
         return rename(path, target)
 
-    engine = engine_of(SOURCE, "reference")
+    engine = engine_of(ALONE)
     engine.load_checkpoint(folder)
     with monkeypatch.context() as until, pytest.raises(_Killed):
         until.setattr(Path, "rename", rename_unless_killed)
@@ -155,26 +155,26 @@ def test_after_a_kill_between_the_renames_a_load_changes_nothing(small: Path, mo
             (small / "latest.json").unlink()
         before = everything_in(small)
         for tag in (None, "step-1"):
-            assert load_by_reference(small, tag) == (f"{small}/.step-1.sdp-replaced", {})
+            assert load_alone(small, tag) == (f"{small}/.step-1.sdp-replaced", {})
         assert latest(small) == "step-1"
         assert everything_in(small) == before
-    engine_of(SOURCE, "reference").save_checkpoint(small, "best")
+    engine_of(ALONE).save_checkpoint(small, "best")
     assert {path.name for path in small.iterdir()} == {"best", "latest.json", "step-1"}
-    assert load_by_reference(small, "step-1") == (f"{small}/step-1", {})
+    assert load_alone(small, "step-1") == (f"{small}/step-1", {})
 
 
 def test_a_kill_before_the_renames_leaves_the_checkpoint(small: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     killed_save(small, monkeypatch, "step-1")
-    assert load_by_reference(small) == (f"{small}/step-1", {})
-    engine_of(SOURCE, "reference").save_checkpoint(small, "step-1", client_state={"third": True})
+    assert load_alone(small) == (f"{small}/step-1", {})
+    engine_of(ALONE).save_checkpoint(small, "step-1", client_state={"third": True})
     assert {path.name for path in small.iterdir()} == {"latest.json", "step-1"}
-    assert load_by_reference(small)[1] == {"third": True}
+    assert load_alone(small)[1] == {"third": True}
 
 
 def test_a_directory_that_is_removed_during_a_save_is_not_made_again(
     small: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    engine = engine_of(SOURCE, "reference")
+    engine = engine_of(ALONE)
     monkeypatch.setattr(save, "refuse_unless_shared", lambda *_: shutil.rmtree(small))
     with pytest.raises(CheckpointError, match="it was removed while the checkpoint was written"):
         engine.save_checkpoint(small, "step-2")
@@ -183,7 +183,7 @@ def test_a_directory_that_is_removed_during_a_save_is_not_made_again(
 
 def test_a_whole_load_changes_nothing(small: Path) -> None:
     before = everything_in(small)
-    load_by_reference(small)
+    load_alone(small)
     assert everything_in(small) == before
 
 
@@ -193,7 +193,7 @@ def test_what_is_half_written_is_not_a_checkpoint(small: Path, monkeypatch: pyte
 
     with monkeypatch.context() as until, pytest.raises(_Killed):
         until.setattr(save, "write_tensors", killed)
-        engine_of(SOURCE, "reference").save_checkpoint(small, "step-7")
+        engine_of(ALONE).save_checkpoint(small, "step-7")
     partial = small / ".step-7.sdp-partial"
     assert is_ours(partial)
     assert not is_whole(partial)
@@ -207,7 +207,7 @@ def test_a_save_killed_at_its_very_start_is_no_obstacle(small: Path, left: list[
     partial.mkdir()
     for name in left:
         (partial / name).write_text("{")
-    engine_of(SOURCE, "reference").save_checkpoint(small, "best")
+    engine_of(ALONE).save_checkpoint(small, "best")
     assert {path.name for path in small.iterdir()} == {"best", "latest.json", "step-1"}
 
 
@@ -216,7 +216,7 @@ def test_a_state_nested_too_deep_is_refused_when_it_is_saved_and_when_it_is_read
     for _ in range(300):
         deep = [deep]
     with pytest.raises(CheckpointError, match="is not JSON"):
-        engine_of(SOURCE, "reference").save_checkpoint(small, "deep", client_state={"deep": deep})
+        engine_of(ALONE).save_checkpoint(small, "deep", client_state={"deep": deep})
     assert not (small / "deep").exists()
     (small / "step-1" / "state.json").write_text("[" * 100_000 + "]" * 100_000)
     assert "state.json: damaged" in refusal_of_load(small)

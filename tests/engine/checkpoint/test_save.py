@@ -14,12 +14,12 @@ from sdp.engine.checkpoint.storage.files import read_state
 from sdp.engine.distributed.agreement import Ranks
 from sdp.engine.errors import CheckpointError
 from sdp.tests.support.cases import Case, data_rank_of, engine_of, one_step
-from sdp.tests.support.checkpoints import SOURCE, TENSOR_SOURCES, load_case, merge_moments, moments_of
+from sdp.tests.support.checkpoints import ALONE, SOURCE, TENSOR_SOURCES, load_case, merge_moments, moments_of
 from sdp.tests.support.ranks import RankPool
 
 
 def test_the_newest_are_kept_and_the_one_just_written_always(small: Path) -> None:
-    engine = engine_of(SOURCE, "reference")
+    engine = engine_of(ALONE)
     for tag in ("step-5", "step-7", "best"):
         engine.save_checkpoint(small, tag, keep=3)
     engine.save_checkpoint(small, "step-3", keep=2)
@@ -96,14 +96,14 @@ def test_a_large_tensor_without_room_is_reported_with_the_reason(tmp_path: Path)
 
 @pytest.mark.parametrize("tag", ["", ".", "../up", "a/b", ".hidden"])
 def test_a_tag_is_one_name(small: Path, tag: str) -> None:
-    engine = engine_of(SOURCE, "reference")
+    engine = engine_of(ALONE)
     with pytest.raises(CheckpointError, match="is not the name of one directory"):
         engine.save_checkpoint(small, tag)
     assert sorted(path.name for path in small.iterdir()) == ["latest.json", "step-1"]
 
 
 def test_a_tag_is_replaced_and_client_state_must_be_json(small: Path) -> None:
-    engine = engine_of(SOURCE, "reference")
+    engine = engine_of(ALONE)
     engine.load_checkpoint(small)
     with pytest.raises(CheckpointError, match="object is neither JSON nor"):
         engine.save_checkpoint(small, "step-1", client_state={"bad": object()})

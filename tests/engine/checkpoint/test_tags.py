@@ -13,7 +13,7 @@ import torch.distributed as dist
 from sdp.engine.checkpoint.storage.directory import latest
 from sdp.engine.errors import CheckpointError
 from sdp.tests.support.cases import engine_of
-from sdp.tests.support.checkpoints import SOURCE, load_by_reference, refusal_of_load
+from sdp.tests.support.checkpoints import ALONE, load_alone, refusal_of_load
 from sdp.tests.support.models import mlp
 from sdp.tests.support.ranks import RankPool
 
@@ -73,7 +73,7 @@ def test_a_tag_that_is_asked_for_names_an_entry_of_the_directory(small: Path, ta
     ids=lambda tag: "huge" if isinstance(tag, int) else ascii(tag)[:20],
 )
 def test_a_wrong_tag_is_refused_before_anything_is_written(tmp_path: Path, tag: Any) -> None:
-    engine = engine_of(SOURCE, "reference")
+    engine = engine_of(ALONE)
     if tag is None:
         tag = ["step-1"]
     with pytest.raises(CheckpointError, match=r"the tag .* use letters, digits and dashes") as error:
@@ -84,6 +84,6 @@ def test_a_wrong_tag_is_refused_before_anything_is_written(tmp_path: Path, tag: 
 
 
 def test_a_number_is_a_tag_as_in_deepspeed(tmp_path: Path) -> None:
-    engine_of(SOURCE, "reference").save_checkpoint(tmp_path, 7)  # type: ignore[arg-type]
+    engine_of(ALONE).save_checkpoint(tmp_path, 7)  # type: ignore[arg-type]
     assert latest(tmp_path) == "7"
-    assert load_by_reference(tmp_path, 7)[0] == f"{tmp_path}/7"  # type: ignore[arg-type]
+    assert load_alone(tmp_path, 7)[0] == f"{tmp_path}/7"  # type: ignore[arg-type]
