@@ -21,7 +21,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from sdp.engine.errors import CheckpointError
-from sdp.tests.support.checkpoints import load_by_reference, reseal, save_one_step
+from sdp.tests.support.checkpoints import load_alone, reseal, save_one_step
 from sdp.tests.support.fabricated_runs import make_run
 from sdp.tests.support.small_runs import SMALL_LLAMA
 from sdp.tools.cli import main
@@ -225,7 +225,7 @@ def fuzz_checkpoint(folder: Path, changes: Any) -> None:
         reseal(checkpoint)
     tried["checkpoint"] = tried.get("checkpoint", 0) + 1
     with time_limit(), contextlib.suppress(CheckpointError):
-        load_by_reference(folder / "forged")
+        load_alone(folder / "forged")
 
 
 COMMANDS = {

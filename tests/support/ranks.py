@@ -229,7 +229,10 @@ def _answer(file: str, module: str, name: str, args: tuple[Any, ...], rank: int,
             dist.init_process_group("gloo", store=store, rank=rank, world_size=world, timeout=COLLECTIVE_TIMEOUT)
             if torch.cuda.is_available():
                 _send_through_the_host()
-            return pickle.dumps((True, getattr(_load(file, module), name)(*args)))
+            result = getattr(_load(file, module), name)(*args)
+            with torch.device("meta"):  # DeepSpeed replaces torch's constructors
+                assert torch.empty(1).is_meta, f"{name} leaves torch changed, and the next jobs would fail"
+            return pickle.dumps((True, result))
         except BaseException:
             text = traceback.format_exc()
             _leave()  # at once, so that ranks that wait for this one fail too

@@ -229,6 +229,9 @@ def make_whole(model: nn.Module) -> int:
             vars(parameter).clear()  # what DeepSpeed has attached to it
             parameter.data = values
         restore_linear()
+        # Torch caches its constructors when a device context is first used. Inside zero.Init, those
+        # are DeepSpeed's, and ``with torch.device("meta")`` would have no effect ever after.
+        torch.utils._device._device_constructors.cache_clear()
     return len(partitioned)
 
 
