@@ -29,7 +29,8 @@ def _left_out(runs: Sequence[Sequence[str]], blocks: Sequence[str]) -> list[list
 
     The result has one list for each long sequence of blocks in which a pattern of kinds repeats.
     The list has the repetitions between the first ones and the last ones. Each repetition adds the
-    same bytes to the memory in use at either end of the sequence.
+    same bytes to the memory in use at either end of the sequence. Each list needs a trace of its
+    own, so only those are in the result with which the traces run the fewest blocks.
     """
     kinds = {name: index for index, names in enumerate(runs) for name in names}
     order = [name for name in blocks if name in kinds]
@@ -46,7 +47,14 @@ def _left_out(runs: Sequence[Sequence[str]], blocks: Sequence[str]) -> list[list
         firsts = range(start + _FIRST * period, start + (times - _LAST) * period, period)
         found.append([order[first : first + period] for first in firsts])
         start = end
-    return found
+    found.sort(key=lambda repetitions: len(repetitions) * len(repetitions[0]), reverse=True)
+
+    def traced(lists: int) -> int:
+        some = found[:lists]
+        once = len(order) - sum(len(repetitions) * len(repetitions[0]) for repetitions in some)
+        return (1 + lists) * once + sum(len(repetitions[0]) for repetitions in some)
+
+    return found[: min(range(len(found) + 1), key=traced)]
 
 
 def _repeats_until(kinds: Sequence[int], start: int, period: int) -> int:

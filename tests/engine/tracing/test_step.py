@@ -148,15 +148,15 @@ def test_a_peak_of_a_gigabyte(ranks: RankPool) -> None:
             12,
             {"groups": 1, "stage": 3, "bf16": True, "accumulation": 2, "model": {"hidden_size": 512}},
         ),  # the peak is amid the last blocks
-        (14, {"masking": "backward"}),  # blocks of two kinds take turns
+        (20, {"masking": "backward"}),  # blocks of two kinds take turns
         pytest.param(
-            24,
+            40,
             {"groups": 4, "masking": "backward", "stage": 3, "placement": "cyclic", "profile": "uniform"},
             marks=pytest.mark.slow,
         ),  # in a pattern of four
         pytest.param(
-            30,
-            {"masking": "backward", "placement": {f"model.layers.{i}": [int(10 <= i < 20)] for i in range(30)}},
+            60,
+            {"masking": "backward", "placement": {f"model.layers.{i}": [int(20 <= i < 40)] for i in range(60)}},
             marks=pytest.mark.slow,
         ),  # on both sides of another
         pytest.param(10, {"granularity": "neuron", "neuron_groups": 2}, marks=pytest.mark.slow),
@@ -177,6 +177,13 @@ def test_what_is_left_out_of_a_deep_model_is_exactly_what_one_more_block_adds(
         all_of_it.flops,
     )
     assert part.combined == all_of_it.combined
+
+
+def test_a_model_without_a_long_pattern_is_traced_completely_once() -> None:
+    held = {f"model.layers.{i}": [int(i // 10 % 2)] for i in range(50)}
+    model = LLAMA | {"num_hidden_layers": 50}
+    config = config_of(masking="backward", placement=held, model=model)
+    assert traced(config, 2).traced_blocks == 50
 
 
 class _Repeated(nn.Module):
