@@ -188,7 +188,6 @@ _COMMANDS = {
     "prepare": _tool_command("prepare", "turn text into token shards"),
     "config": _tool_command("config", "print a configuration with all defaults, or the schema"),
     "plan": _tool_command("plan.command", "say what a run will need, compute and send, before it is started"),
-    "advise": _tool_command("advise.command", "say which way to train should be best on your machines, and why"),
     "bench": _tool_command("bench.command", "measure ways to train a model side by side, or one rank's share alone"),
     "evaluate": _tool_command("evaluate", "compute the held-out loss of a checkpoint's full model"),
     "export": _tool_command("export", "write a checkpoint's model and tokenizer for transformers"),

@@ -38,6 +38,7 @@ VALUES: dict[tuple[str, str | bool], str] = {
 
 # A command below ``sdp``, and what to use instead.
 COMMANDS: dict[str, str] = {
+    "advise": "use sdp plan CONFIG --compare; docs/advice.md has the measured losses",
     "coordinate": _RESTARTS,
     "gpu-check": "use sdp bench CONFIG --alone",
     "gradient-bias": "run python -m lab.gradient_bias in a checkout of the repository (lab/README.md)",

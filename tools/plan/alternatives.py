@@ -27,18 +27,9 @@ def alternatives(config: Config, machine: Machine, world: int) -> tuple[list[For
     They have the same ranks, batch, tensor parallelism and recomputation.
     """
     planned, notes = [], []
-    nodes = len(machine.slots)
-    dense = {"DDP": (1, 0), "FSDP (ZeRO-3)": (1, 3), "HSDP": (nodes, 3)}
-    if nodes == 1:
-        notes.append("HSDP: on one node it is FSDP")
-    elif config.tensor_parallel.autotp_size * nodes == world:
-        why = (
-            f"tensor parallelism of {config.tensor_parallel.autotp_size} fills a node"
-            if world > nodes
-            else "a node has one rank"
-        )
-        notes.append(f"HSDP: {why}, so there is no rank to share the state with; it is DDP")
-    if notes:
+    dense = {"DDP": (1, 0), "FSDP (ZeRO-3)": (1, 3), "HSDP": (len(machine.slots), 3)}
+    if (why := why_not_hsdp(config, machine, world)) is not None:
+        notes.append(why)
         del dense["HSDP"]
     if config.sdp.sync is not None and config.sdp.groups > 1:
         try:
@@ -56,6 +47,21 @@ def alternatives(config: Config, machine: Machine, world: int) -> tuple[list[For
         except SDPError as error:
             notes.append(f"{name}: {error}")
     return planned, notes
+
+
+def why_not_hsdp(config: Config, machine: Machine, world: int) -> str | None:
+    """Say why HSDP, with a replica on each node, is no way of its own here. None if it is one."""
+    nodes = len(machine.slots)
+    if nodes == 1:
+        return "HSDP: on one node it is FSDP"
+    if config.tensor_parallel.autotp_size * nodes != world:
+        return None
+    why = (
+        f"tensor parallelism of {config.tensor_parallel.autotp_size} fills a node"
+        if world > nodes
+        else "a node has one rank"
+    )
+    return f"HSDP: {why}, so there is no rank to share the state with; it is DDP"
 
 
 def _dense_with_local_steps(config: Config) -> Config:

@@ -16,6 +16,7 @@ from ...engine.config.schema import Config
 from ...engine.errors import ConfigError
 from ..runs.run_config import with_initial_model
 from .alternatives import alternatives
+from .compare import compare, table, to_json
 from .fit import Fit, find_fit
 from .forecast import forecast
 from .machine import Machine
@@ -23,7 +24,7 @@ from .options import PlanOptions, add_arguments
 from .page import write_page
 from .result import Forecast
 from .suggested_commands import fit_command, plan_command, train_command
-from .tables import assumptions, print_plan
+from .tables import about_machine, assumptions, describe_nodes, print_plan
 
 __all__ = ["add_arguments", "run"]
 
@@ -48,6 +49,8 @@ def run(args: argparse.Namespace) -> int:
     """Plan the run, print the plan, and say whether it fits. Raises :class:`ConfigError` if not."""
     options = PlanOptions.from_args(args)
     config = with_initial_model(load_config(options.config, options.settings))
+    if options.compare:
+        return _compare(options, config)
     _require_other_file(options)
     result = _plan(options, config)
     if options.html is not None:
@@ -60,6 +63,21 @@ def run(args: argparse.Namespace) -> int:
         _print(result)
     if options.memory is not None:
         _require_fit(result.plan, options.memory, options)
+    return 0
+
+
+def _compare(options: PlanOptions, config: Config) -> int:
+    """Print the plans of all ways to train, a row each."""
+    world, source = options.ranks(config)
+    machine, memory = options.machine(world), options.memory
+    rows, notes = compare(config, machine, world)
+    if options.json:
+        report = {"world": world, "machine": machine.to_json(), "rows": to_json(rows, memory), "notes": notes}
+        print(json.dumps(report | ({} if memory is None else {"device_memory": memory}), indent=2))
+        return 0
+    lines = [*about_machine(machine, config), *notes]
+    print(f"{world} ranks ({source}) on {describe_nodes(machine)}\n\n{table(rows, memory)}\n")
+    print("\n".join(f"- {line}" for line in lines))
     return 0
 
 

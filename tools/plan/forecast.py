@@ -30,7 +30,7 @@ from ..runs.model_inputs import model_and_batch
 from .machine import Machine, step_time, with_outer_steps
 from .result import Forecast, GroupForecast, RankForecast
 
-MOST_TRACES = 8  # at most so many of the groups that run different things are traced
+MOST_TRACES = 8  # of groups that run different things
 MOST_TOKENS = 2**26  # in a forward pass of a rank; an image counts its pixels
 
 
@@ -49,6 +49,7 @@ def forecast(
     *,
     autocast: torch.dtype | None = None,
     masking: Masking | None = None,
+    traces: int = MOST_TRACES,
 ) -> Forecast:
     """Plan a run.
 
@@ -60,6 +61,7 @@ def forecast(
         autocast: Run the forward pass under ``torch.autocast`` in this precision.
         masking: With a schedule of maskings, the phase to plan. Default: the one that needs the
             most memory.
+        traces: At most so many of the groups that run different things are traced.
 
     Raises:
         SDPError: The run would end with this error.
@@ -70,7 +72,7 @@ def forecast(
     size = BatchSize.resolve(config, mesh)
     _require_possible_batch(config, size)
     try:
-        return _forecast(name, config, machine, mesh, size, autocast, masking or _largest(config))
+        return _forecast(name, config, machine, mesh, size, autocast, masking or _largest(config), traces)
     except RuntimeError as error:
         if "overflow" not in str(error).lower():
             raise
@@ -105,6 +107,7 @@ def _forecast(
     size: BatchSize,
     autocast: torch.dtype | None,
     masking: Masking,
+    traces: int,
 ) -> Forecast:
     build, batch = model_and_batch(config)
     model = build()
@@ -128,10 +131,10 @@ def _forecast(
         return tuple(LocalTraffic(layout, rank, sync, **settings).round_between_groups())
 
     trace = partial(trace_step, build, phase, layout, batch, autocast=autocast, device=machine.device)
-    traced = {tuple(groups): trace(groups[0]) for groups in kinds[:MOST_TRACES]}
+    traced = {tuple(groups): trace(groups[0]) for groups in kinds[:traces]}
     with_them: dict[tuple[int, ...], list[int]] = {groups: [] for groups in traced}
     reordered, untraced = [], []
-    for group in sorted(group for groups in kinds[MOST_TRACES:] for group in groups):
+    for group in sorted(group for groups in kinds[traces:] for group in groups):
         as_much = [groups for groups in traced if _runs(layout, groups[0]) == _runs(layout, group)]
         (reordered if as_much else untraced).append(group)
         if as_much:

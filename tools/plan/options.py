@@ -1,7 +1,4 @@
-"""The options of ``sdp plan``, as they were given and checked.
-
-Those that describe machines also belong to ``sdp advise``.
-"""
+"""The options of ``sdp plan``, as they were given and checked."""
 
 from __future__ import annotations
 
@@ -108,6 +105,7 @@ class PlanOptions(MachineOptions):
     settings: tuple[str, ...] = ()
     fit: bool = False
     alone: bool = False
+    compare: bool = False
     html: Path | None = None
     json: bool = False
 
@@ -121,6 +119,7 @@ class PlanOptions(MachineOptions):
             settings=tuple(args.set),
             fit=args.fit,
             alone=args.alone,
+            compare=args.compare,
             html=None if args.html is None else Path(args.html),
             json=args.json,
             **given_machines(args),
@@ -128,6 +127,9 @@ class PlanOptions(MachineOptions):
         options.check()
         if options.fit and options.memory is None:
             raise ConfigError("--fit: needs --device-memory, for example 80GB")
+        for option, given in (("--fit", options.fit), ("--alone", options.alone), ("--html", options.html is not None)):
+            if options.compare and given:
+                raise ConfigError(f"{option}: is of the plan of one way, and --compare plans many; give one of them")
         return options
 
 
@@ -141,6 +143,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--fit", action="store_true", help="with --device-memory: find the smallest layout that fits, and plan it"
     )
     parser.add_argument("--alone", action="store_true", help="leave out DDP, FSDP and HSDP of the dense model")
+    parser.add_argument(
+        "--compare",
+        action="store_true",
+        help="plan DDP, FSDP, HSDP, ZeRO-2, a smaller dense model, DiLoCo and SDP, a row each",
+    )
     parser.add_argument("--html", metavar="FILE", help="also write a page with a map of the units and bars of memory")
     parser.add_argument("--json", action="store_true", help="print every figure as JSON instead")
 

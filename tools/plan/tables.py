@@ -9,6 +9,7 @@ from typing import Any
 
 from ...engine.accounting.local_traffic import LocalTraffic
 from ...engine.accounting.quantities import format_bytes, format_rate
+from ...engine.config.schema import Config
 from ..shared.quantities import quantity
 from ..shared.table import Row, Table, bytes_row, plain_row, text_row
 from .machine import LINKS, PEAK_FLOPS, Machine
@@ -139,7 +140,7 @@ def _list_averages(plan: Forecast) -> str:
 def assumptions(plan: Forecast, others: Sequence[Forecast]) -> list[str]:
     """List what the figures assume, and what they leave out. A reader needs both to use them."""
     return [
-        *_about_speed(plan),
+        *about_machine(plan.machine, plan.config),
         *_about_memory(plan),
         *_about_groups(plan),
         *_about_rates(plan),
@@ -148,15 +149,15 @@ def assumptions(plan: Forecast, others: Sequence[Forecast]) -> list[str]:
     ]
 
 
-def _about_speed(plan: Forecast) -> list[str]:
-    machine = plan.machine
+def about_machine(machine: Machine, config: Config) -> list[str]:
+    """Say which speeds a plan assumes."""
     note = (
         f"Speeds are stated, not measured, and latencies are left out: {machine.flops / 1e12:,.0f} TFLOP/s a device, "
         f"of which a model achieves {machine.achieved:.0%}; a rank sends {format_rate(machine.inside)} "
         f"inside a node and {format_rate(machine.between)} between nodes."
     )
     is_default = machine.flops == quantity(PEAK_FLOPS, "FLOP/s", "--peak-flops")
-    if plan.config.precision == "float32" and is_default:
+    if config.precision == "float32" and is_default:
         note += " The rate is that of an H100 in bfloat16, but this run computes in float32; give --peak-flops."
     return [note]
 

@@ -1,0 +1,139 @@
+"""``sdp plan CONFIG --compare``: a row for each way to train, with the figures of its own plan."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from sdp.engine.config.load import load_config
+from sdp.engine.errors import ConfigError
+from sdp.tools.cli import main
+from sdp.tools.plan import compare as module
+from sdp.tools.plan.compare import compare
+from sdp.tools.plan.machine import Machine
+
+pytestmark = pytest.mark.usefixtures("traced_once")
+
+CONFIG: dict[str, Any] = {
+    "train_micro_batch_size_per_gpu": 2,
+    "optimizer": {"type": "AdamW", "params": {"lr": 0.1}},
+    "model": {"name": "llama", "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 6,
+              "num_attention_heads": 2, "num_key_value_heads": 2, "max_position_embeddings": 8},
+    "data": {"sequence_length": 8, "tokenizer": "bytes"},
+    "training": {"steps": 100},
+    "sdp": {"groups": 2, "capacity": 0.5, "lr_scale": 0.5},
+}  # fmt: skip
+NODES = Machine((2, 2), 1e12, 1.0, 1e12, 1e9)
+WORDS = ["--world", "4", "--gpus-per-node", "2", "--device", "cpu"]
+DENSE = ["DDP", "FSDP (ZeRO-3)", "HSDP", "ZeRO-2"]
+ALL = [*DENSE, "smaller dense", "DiLoCo", "SDP, forward", "SDP, backward", "SDP, forward, local steps"]
+
+
+def _run(capsys: pytest.CaptureFixture[str], path: Path, *words: str) -> str:
+    assert main(["plan", str(path), *WORDS, *words]) == 0
+    return capsys.readouterr().out
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    path = tmp_path / "my.json"
+    path.write_text(json.dumps(CONFIG))
+    return path
+
+
+def test_rows_have_the_figures_of_their_own_plans(path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    rows = json.loads(_run(capsys, path, "--compare", "--json"))["rows"]
+    assert list(rows) == ALL
+    for masking in ("forward", "backward"):
+        alone = json.loads(_run(capsys, path, "--json", "--set", f"sdp.masking={masking}"))
+        plans = {f"SDP, {masking}": alone["plan"], **alone["alternatives"]}
+        assert {*plans} == {f"SDP, {masking}", "DDP", "FSDP (ZeRO-3)", "HSDP"}
+        for name, plan in plans.items():
+            row = rows[name]
+            assert (row["peak"], row["seconds"]) == (plan["ranks"][0]["peak"], plan["step_seconds"])
+            assert row["sent"] == plan["sent_at_most"]
+    local = json.loads(
+        _run(capsys, path, "--json", "--set", 'sdp.sync={"every": 32}', "sdp.masking=forward", "sdp.lr_scale=none")
+    )
+    for name, plan in (("SDP, forward, local steps", local["plan"]), ("DiLoCo", local["alternatives"]["DiLoCo"])):
+        assert (rows[name]["peak"], rows[name]["sent"]) == (plan["ranks"][0]["peak"], plan["sent_at_most"])
+
+
+def test_the_smaller_dense_model_has_the_state_of_a_group() -> None:
+    config = load_config(CONFIG)
+    rows = {row.name: row for row in compare(config, NODES, 4)[0]}
+    assert rows["SDP, forward"].parameters == rows["DDP"].parameters > rows["smaller dense"].parameters
+    assert (rows["smaller dense"].groups, rows["smaller dense"].ranks_of_group) == (2, 2)
+    layer = (rows["DDP"].parameters - rows["smaller dense"].parameters) // 3
+    held = rows["DDP"].parameters - 3 * layer
+    assert rows["smaller dense"].parameters == held, "three of six layers, as a group holds at capacity 0.5"
+
+
+def test_the_table_says_what_fits_and_nothing_of_losses(path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    rows = json.loads(_run(capsys, path, "--compare", "--json"))["rows"]
+    peak = rows["SDP, forward"]["peak"]
+    printed = _run(capsys, path, "--compare", "--device-memory", f"{peak}B")
+    lines = {line[:25].strip(): line for line in printed.splitlines() if line[:25].strip() in ALL}
+    assert list(lines) == ALL
+    assert {name for name, line in lines.items() if " yes " in line} == {
+        name for name in ALL if rows[name]["peak"] <= peak
+    }
+    assert " no " in lines["DDP"]
+    report = json.loads(_run(capsys, path, "--compare", "--json", "--device-memory", f"{peak}B"))
+    assert (report["device_memory"], report["rows"]["SDP, forward"]["fits"], report["rows"]["DDP"]["fits"]) == (
+        peak,
+        True,
+        False,
+    )
+    without = _run(capsys, path, "--compare")
+    assert " fits " not in without.splitlines()[2] and " fits " in printed.splitlines()[2]
+    assert "What each way learns is not planned." in without
+
+
+def test_a_dense_configuration_gets_groups() -> None:
+    config = load_config(CONFIG | {"sdp": {}})
+    rows, notes = compare(config, NODES, 4)
+    assert [row.name for row in rows] == ALL
+    assert notes[0] == "The configuration is dense. SDP is planned with sdp.groups 2 and sdp.capacity 0.5."
+    rows, notes = compare(config, Machine((1,), 1e12, 1.0, 1e12, 1e9), 1)
+    assert [row.name for row in rows] == ["DDP", "FSDP (ZeRO-3)", "ZeRO-2"]
+    assert notes[:2] == ["SDP and DiLoCo need at least two groups", "HSDP: on one node it is FSDP"]
+
+
+def test_a_world_without_the_groups_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"world size 4 is not divisible by sdp.groups 3"):
+        compare(load_config(CONFIG | {"sdp": CONFIG["sdp"] | {"groups": 3}}), NODES, 4)
+
+
+def test_a_schedule_has_a_row_for_each_masking() -> None:
+    schedule = [{"masking": "forward", "until": 0.5}, {"masking": "backward"}]
+    rows, notes = compare(load_config(CONFIG | {"sdp": CONFIG["sdp"] | {"masking": schedule}}), NODES, 4)
+    assert [row.name for row in rows][-3:] == ["SDP, forward", "SDP, backward", "SDP, backward, local steps"]
+    assert "sdp.masking is a schedule: it needs the larger peak of its maskings." in notes
+
+
+def test_large_models_are_planned_in_several_processes(monkeypatch: pytest.MonkeyPatch) -> None:
+    config = load_config(CONFIG)
+    monkeypatch.setattr(module, "MOST_TRACES", 1)
+    one = compare(config, NODES, 4)
+    monkeypatch.setattr(module, "LARGE", 0)
+    monkeypatch.setattr(module.os, "cpu_count", lambda: 2)
+    assert compare(config, NODES, 4) == one
+
+
+@pytest.mark.parametrize("words", [["--alone"], ["--html", "plan.html"], ["--fit", "--device-memory", "1GB"]])
+def test_options_of_one_way_are_refused(path: Path, capsys: pytest.CaptureFixture[str], words: list[str]) -> None:
+    assert main(["plan", str(path), *WORDS, "--compare", *words]) == 2
+    refused = f"{words[0]}: is of the plan of one way, and --compare plans many; give one of them"
+    assert refused in capsys.readouterr().err
+
+
+@pytest.mark.slow
+def test_seventy_billion_parameters_on_512_devices(capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["--compare", "--world", "512", "--json", "--device-memory", "80GB"]
+    assert main(["plan", str(Path(__file__).parents[3] / "configs/llama_70b_hybrid.json"), *words]) == 0
+    report = json.loads(capsys.readouterr().out)
+    assert list(report["rows"]) == [name for name in ALL if name != "HSDP"]
+    assert [name for name, row in report["rows"].items() if not row["fits"]] == ["DDP"]

@@ -1,1 +1,0 @@
-"""``sdp advise``: which way to train a model is expected to be best on given machines."""
