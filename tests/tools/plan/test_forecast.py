@@ -25,9 +25,8 @@ from sdp.engine.tracing.step import StepTrace, trace_step
 from sdp.models.registry import build_model
 from sdp.tests.support.ranks import RankPool
 from sdp.tools.cli import main
-from sdp.tools.plan import forecast as forecasts
 from sdp.tools.plan.alternatives import alternatives, distributed_data_parallel
-from sdp.tools.plan.forecast import forecast
+from sdp.tools.plan.forecast import MOST_TRACES, forecast
 from sdp.tools.plan.machine import Machine
 from sdp.tools.plan.result import Forecast
 from sdp.tools.runs.model_inputs import model_and_batch
@@ -53,8 +52,9 @@ HOLDERS = {f"model.layers.{layer}": holders for layer, holders in enumerate(([0]
 SLOW = 1e6  # bytes a second between nodes: what crosses them decides
 
 
-def planned(slots: tuple[int, ...], **changed: Any) -> Forecast:
-    return forecast("", load_config(CONFIG | changed), Machine(slots, 1e12, 1.0, 1e9, SLOW), sum(slots))
+def planned(slots: tuple[int, ...], traces: int = MOST_TRACES, **changed: Any) -> Forecast:
+    machine = Machine(slots, 1e12, 1.0, 1e9, SLOW)
+    return forecast("", load_config(CONFIG | changed), machine, sum(slots), traces=traces)
 
 
 def test_plans_for_mirror_images_of_nodes_are_equal() -> None:
@@ -178,20 +178,18 @@ def test_peaks_are_each_groups_own(layers: int, sdp: dict[str, Any]) -> None:
     assert not plan.reordered
 
 
-def test_groups_in_another_order_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(forecasts, "MOST_TRACES", 1)
+def test_groups_in_another_order_are_named() -> None:
     held = {f"model.layers.{layer}": [int(layer >= 2)] for layer in range(4)}
-    plan = planned((2,), sdp={"groups": 2, "masking": "backward", "placement": held})
+    plan = planned((2,), 1, sdp={"groups": 2, "masking": "backward", "placement": held})
     assert [group.groups for group in plan.groups] == [(1, 0)]  # the late one first
     assert plan.reordered == (0,)
     assert plan.to_json()["groups_in_another_order"] == [0]
     assert {rank.rank for rank in plan.groups[0].ranks} <= {0, 1}
 
 
-def test_groups_that_are_not_traced_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(forecasts, "MOST_TRACES", 1)
+def test_groups_that_are_not_traced_are_named() -> None:
     held = {f"model.layers.{layer}": [1] if layer < 3 else [0, 1] for layer in range(4)}
-    plan = planned((2,), sdp={"groups": 2, "placement": held})
+    plan = planned((2,), 1, sdp={"groups": 2, "placement": held})
     assert [group.groups for group in plan.groups] == [(1,)]
     assert plan.untraced == (0,)
     assert plan.to_json()["groups_not_traced"] == [0]
