@@ -30,6 +30,7 @@ from .checkpoint.storage.directory import check_tag
 from .config.schema import Config
 from .deepspeed_names import DeepSpeedNames
 from .distributed.agreement import Ranks
+from .distributed.call_watch import CallWatch, watch_calls
 from .distributed.tensors import local_tensor, outside_inference_mode
 from .errors import ConfigError, DataError
 from .optim.param_groups import named_rates
@@ -39,6 +40,7 @@ from .optim.script_optimizers import OptimizedParameters, shortened
 log = logging.getLogger("sdp")
 
 
+@watch_calls
 class SDPEngine(DeepSpeedNames):
     """Trains a group's subnetwork: ``loss = engine(batch); engine.backward(loss); engine.step()``.
 
@@ -50,6 +52,7 @@ class SDPEngine(DeepSpeedNames):
     ):
         super().__init__(backend, config, batch, optimizer)
         backend.attach(optimizer, config)
+        self.calls: CallWatch | None = None  # of a script with several ranks
         self.local_training.follow(0)
         self.lr_scheduler = scheduler
         self.loader: Any = None

@@ -24,6 +24,7 @@ from .config.load import load_config
 from .config.schema import Config
 from .construct import build_backend, values_to_give
 from .distributed.agreement import check_equal
+from .distributed.call_watch import CallWatch
 from .distributed.join import join
 from .distributed.mesh import Mesh, mesh_of
 from .engine import SDPEngine
@@ -164,6 +165,9 @@ def _finish(
         engine.loader = _loader(engine, training_data, collate_fn)
         engine.training_dataloader = EpochLoader(engine.loader)
         samples = engine.loader.sampler.num_samples if isinstance(engine.loader, ResumableLoader) else "a stream"
+    if engine.world_size > 1:
+        engine.calls = CallWatch()
+        weakref.finalize(engine, engine.calls.stop).atexit = False  # at its exit a rank says so
     if not engine.config.sdp.in_one_process:
         check_equal({"the samples of training_data, which the loader shares out": samples}, device)
         engine.rates_of_parameters()

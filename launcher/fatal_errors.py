@@ -20,12 +20,12 @@ import time
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+from ..engine.distributed.heartbeat import Whereabouts
+from ..engine.distributed.own_files import open_own_file
 from ..engine.environment.detect import detect
 from ..engine.environment.supervision import Supervision
 from ..engine.errors import LaunchError, escape
 from ..engine.json_files import read_json_file
-from .heartbeat import Whereabouts
-from .own_files import open_own_file
 
 PREFIX = "sdp: error: "
 _PR_SET_PDEATHSIG = 1

@@ -10,13 +10,13 @@ import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
+from ..engine.distributed.own_files import open_own_file
 from ..engine.environment.child import allocator_settings, child_environment, loopback_settings, thread_settings
 from ..engine.environment.detect import LOOPBACK, free_port, local_environment, publish, set_default
 from ..engine.environment.launchers import LISTENING_SOCKET
 from ..engine.errors import LaunchError
 from .fatal_errors import FatalError, described_end, say, show
 from .own_command import own_command, search_path
-from .own_files import open_own_file
 from .rank_process import RankProcess
 from .restarts import End, run_again
 from .signals import CAUGHT, GRACE_SECONDS, caught_signals

@@ -11,11 +11,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from ..engine.distributed.heartbeat import Whereabouts
+from ..engine.distributed.own_files import open_own_file, refuse_link
 from ..engine.environment.launchers import ERROR_FILE, PARENT_PID, WHEREABOUTS_FILE
 from ..engine.errors import LaunchError
 from .fatal_errors import FatalError
-from .heartbeat import Whereabouts
-from .own_files import open_own_file, refuse_link
 
 _LAST_LOG_BYTES = 4096
 

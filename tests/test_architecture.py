@@ -31,7 +31,7 @@ ENGINE_ORDER = (
 # The same inside tools/. Commands that are not listed are above these and do not import each other.
 TOOLS_ORDER = ("shared", "runs", "report", "tasks", "train", "plan")
 LAUNCHER_ORDER = (
-    "own_command", "own_files", "signals", "degrees", "heartbeat", "fatal_errors", "restarts", "rank_process",
+    "own_command", "signals", "degrees", "fatal_errors", "restarts", "rank_process",
     "local", "cluster",
 )  # fmt: skip
 # Inside engine/backends/. The backends themselves are not listed: they do not import each other.

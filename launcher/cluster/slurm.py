@@ -19,9 +19,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from ...engine.distributed.own_files import refuse_link
 from ...engine.environment.child import search_program
 from ...engine.errors import LaunchError, quote
-from ..own_files import refuse_link
 from .commands import Start, train_command
 
 FOLDER, SCRIPT, EVENTS = "slurm", "job.sh", "events"

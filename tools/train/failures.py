@@ -6,7 +6,6 @@ those that the placement predicts.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -15,20 +14,15 @@ import torch
 
 from ...engine.accounting.quantities import format_bytes
 from ...engine.config.schema import Config
+from ...engine.distributed.call_watch import GONE
+from ...engine.distributed.heartbeat import Heartbeat
 from ...engine.engine import SDPEngine
 from ...engine.errors import OutOfMemoryError, PeerLostError
-from ...launcher.heartbeat import Heartbeat
 from ..shared.files import NO_ROOM, WriteError
 from ..shared.remedies import remedies
 from .loop.checkpointer import newest_checkpoint
 
 _CPU_ALLOCATOR = "DefaultCPUAllocator"
-# Messages of gloo and NCCL if the process at the other end is gone. Some messages name its address
-# at the start or at the end.
-_ADDRESS = r"\[[0-9a-fA-F.:]+\]:\d+"
-_GONE = re.compile(
-    rf"({_ADDRESS}: )?(Connection (reset|closed) by (remote )?peer|Broken pipe)( {_ADDRESS})?|ncclRemoteError"
-)
 
 
 @contextmanager
@@ -45,7 +39,7 @@ def explained(
     except (RuntimeError, MemoryError) as error:
         if _is_out_of_memory(error):
             raise _out_of_memory(config, str(beat.whereabouts), engine) from None
-        if (gone := _GONE.search(str(error))) is None:
+        if (gone := GONE.search(str(error))) is None:
             raise
         raise PeerLostError(
             f"{beat.whereabouts}: another rank is gone ({gone[0]}); its log or its launcher says why"

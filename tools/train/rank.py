@@ -9,11 +9,11 @@ from collections.abc import Callable
 import torch.distributed as dist
 
 from ...engine.config.schema import Config
+from ...engine.distributed.heartbeat import Heartbeat
 from ...engine.distributed.hosts import machine_id, split_tensor_group, told_apart
 from ...engine.distributed.mesh import mesh_of
 from ...engine.engine import SDPEngine
 from ...engine.environment.detect import detect
-from ...launcher.heartbeat import Heartbeat
 from ..runs.run_files import RunFiles
 from ..tasks.harness import LoadedTasks
 from . import preflight

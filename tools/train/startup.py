@@ -15,11 +15,11 @@ import torch
 from ...engine.accounting.memory import PeakMemory
 from ...engine.config.load import load_config
 from ...engine.config.schema import Config
+from ...engine.distributed.heartbeat import Heartbeat
 from ...engine.distributed.join import join
 from ...engine.engine import SDPEngine
 from ...engine.environment.supervision import whereabouts_file
 from ...engine.initialize import initialize
-from ...launcher.heartbeat import Heartbeat
 from ...models.registry import build_model
 from ..runs.dataset import Corpus, open_corpus
 from ..runs.run_config import with_absolute_paths, with_initial_model
@@ -107,6 +107,9 @@ def build(config: Config, dump_dir: Path, beat: Heartbeat) -> tuple[Corpus, SDPE
         collate_fn=corpus.collate,
         config=with_loss_weighting(config, corpus).without_monitors(),
     )
+    if engine.calls is not None:  # the heartbeat watches
+        engine.calls.stop()
+        engine.calls = None
     return corpus, engine, baseline
 
 

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 import torch.distributed as dist
-from sdp.launcher.heartbeat import Heartbeat
+from sdp.engine.distributed.heartbeat import Heartbeat
 from sdp.tests.support import models
 from sdp.tests.support.cases import Case, engine_of
 from sdp.tests.support.forks.command import ForkedCommand

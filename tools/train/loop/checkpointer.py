@@ -9,9 +9,9 @@ from pathlib import Path
 from typing import Any
 
 from ....engine.checkpoint.storage.directory import LATEST, latest, locate
+from ....engine.distributed.heartbeat import Heartbeat
 from ....engine.engine import SDPEngine
 from ....engine.errors import CheckpointError
-from ....launcher.heartbeat import Heartbeat
 from ...shared.files import WriteError
 
 log = logging.getLogger("sdp")

@@ -10,9 +10,9 @@ from typing import Any
 
 from ....engine.batch.loader import evaluation_batches
 from ....engine.distributed.agreement import Ranks
+from ....engine.distributed.heartbeat import Heartbeat
 from ....engine.engine import SDPEngine
 from ....engine.full_model.recalibration import tracks_statistics
-from ....launcher.heartbeat import Heartbeat
 from ...runs.dataset import Corpus
 from ...tasks.harness import LoadedTasks, Scores
 from ...tasks.scoring import FullModel, Scorer

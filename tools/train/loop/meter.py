@@ -16,9 +16,9 @@ import torch
 from ....engine.accounting.clock import clock
 from ....engine.accounting.memory import PeakMemory
 from ....engine.batch.mixture import MixtureSampler
+from ....engine.distributed.heartbeat import Heartbeat
 from ....engine.distributed.traffic import Kind, Scope, Traffic
 from ....engine.engine import SDPEngine
-from ....launcher.heartbeat import Heartbeat
 from .utilisation import Utilisation
 
 PARTS = ("data", "forward", "backward", "optimizer")

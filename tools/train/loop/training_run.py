@@ -16,10 +16,10 @@ from typing import Any
 
 from ....engine.batch.call import loss_of, to_device
 from ....engine.config.schema import Config
+from ....engine.distributed.heartbeat import Heartbeat
 from ....engine.engine import SDPEngine
 from ....engine.errors import NonFiniteError
 from ....engine.placement.placement import Placement
-from ....launcher.heartbeat import Heartbeat
 from ...runs.dataset import Corpus
 from ...runs.run_files import RunFiles
 from ...tasks.harness import LoadedTasks

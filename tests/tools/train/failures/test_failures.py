@@ -24,8 +24,8 @@ from typing import Any
 import pytest
 from sdp.data.prepare import prepare
 from sdp.engine.config.load import load_config
+from sdp.engine.distributed.heartbeat import Whereabouts
 from sdp.launcher.degrees import Degrees
-from sdp.launcher.heartbeat import Whereabouts
 from sdp.launcher.restarts import on_fewer_ranks
 from sdp.tests.support.forks.command import ForkedCommand, forked_rank
 from sdp.tests.support.processes import alive, until

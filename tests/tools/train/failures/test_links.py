@@ -15,12 +15,12 @@ from typing import Any, cast
 import pytest
 import torch
 from sdp.engine.config.load import load_config
+from sdp.engine.distributed.heartbeat import Heartbeat
+from sdp.engine.distributed.own_files import open_own_file
 from sdp.engine.errors import CheckpointError, LaunchError
 from sdp.launcher.cluster import slurm
 from sdp.launcher.fatal_errors import FatalError
-from sdp.launcher.heartbeat import Heartbeat
 from sdp.launcher.local import start_local
-from sdp.launcher.own_files import open_own_file
 from sdp.tools.runs.dataset import open_corpus
 from sdp.tools.runs.run_files import RunFiles
 from sdp.tools.shared.files import WriteError

@@ -12,14 +12,14 @@ from pathlib import Path
 
 import pytest
 import sdp
+from sdp.engine.distributed.heartbeat import Whereabouts
 from sdp.launcher.fatal_errors import FatalError
-from sdp.launcher.heartbeat import Whereabouts
 
 # Holds the GIL for some seconds, so that no other thread of Python runs.
 STUCK = """
 import ctypes, sys, time
 from pathlib import Path
-from sdp.launcher import heartbeat
+from sdp.engine.distributed import heartbeat
 heartbeat.STUCK_SECONDS = 0.5
 beat = heartbeat.Heartbeat(3, None, Path(sys.argv[1]), print)
 beat.at(5, "backward", float(sys.argv[2]) if sys.argv[2] else None)
@@ -32,7 +32,7 @@ print("went on")
 AFTER_A_RUN = """
 import sys, threading, time
 from pathlib import Path
-from sdp.launcher import heartbeat
+from sdp.engine.distributed import heartbeat
 beat = heartbeat.Heartbeat(0, Path(sys.argv[1]), Path(sys.argv[2]), print)
 beat.at(5, "writing lines", 2.0)
 if sys.argv[3] == "stopped":

@@ -9,7 +9,7 @@ import os
 import stat
 from pathlib import Path
 
-from ..engine.errors import LaunchError
+from ..errors import LaunchError
 
 
 def open_own_file(path: Path, flags: int = os.O_WRONLY | os.O_CREAT | os.O_APPEND) -> int:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import faulthandler
 import json
+import math
 import os
 import socket
 import threading
@@ -17,10 +18,11 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from ..engine.json_files import read_json_file
+from ..json_files import read_json_file
 from .own_files import open_own_file
 
 _LOOK_SECONDS = 0.5
+UNCHANGED_SECONDS = 5.0
 _TELL_SECONDS = 10.0
 STUCK_SECONDS = _TELL_SECONDS + 5.0  # faulthandler gives the rank's own thread this much more time
 _RECORD_BYTES = 256  # all records have the same size, because each one overwrites the one before
@@ -65,13 +67,21 @@ class Heartbeat:
     Args:
         rank: the number of the rank.
         file: where the whereabouts are written, None for nowhere.
-        log: the rank's log file.
+        log: the rank's log file, None for none.
         on_stall: called with a message if there is no progress.
+        on_wait: called with the whereabouts if they do not change for UNCHANGED_SECONDS.
     """
 
-    def __init__(self, rank: int, file: Path | None, log: Path, on_stall: Callable[[str], None]):
-        self._rank, self._host, self._on_stall = rank, socket.gethostname(), on_stall
-        self._log = os.fdopen(open_own_file(log), "a", encoding="utf-8")
+    def __init__(
+        self,
+        rank: int,
+        file: Path | None,
+        log: Path | None,
+        on_stall: Callable[[str], None],
+        on_wait: Callable[[Whereabouts], None] = lambda _: None,
+    ):
+        self._rank, self._host, self._on_stall, self._on_wait = rank, socket.gethostname(), on_stall, on_wait
+        self._log = os.fdopen(open_own_file(log), "a", encoding="utf-8") if log is not None else None
         self._file = open_own_file(file, os.O_WRONLY | os.O_CREAT | os.O_TRUNC) if file is not None else None
         self._whereabouts = Whereabouts(rank, self._host, 0, "starting", time.time())
         self._seconds: float | None = None
@@ -96,23 +106,28 @@ class Heartbeat:
     def stop(self) -> None:
         """Watch no longer: the process goes on with other work after the run."""
         self._stopped.set()
-        self._thread.join()
-        faulthandler.cancel_dump_traceback_later()
-        self._log.close()
+        if self._thread is not threading.current_thread():
+            self._thread.join()
+        if self._log is not None:
+            faulthandler.cancel_dump_traceback_later()
+            self._log.close()
         if self._file is not None:
             os.close(self._file)
             self._file = None
 
     def _watch(self) -> None:
+        waiting: Whereabouts | None = None
         while not self._stopped.wait(_LOOK_SECONDS):
             whereabouts, started, seconds = self._whereabouts, self._started, self._seconds
-            if seconds is None:
-                faulthandler.cancel_dump_traceback_later()
-                continue
-            left = started + seconds - time.monotonic()
-            if left >= 0:
-                faulthandler.dump_traceback_later(left + STUCK_SECONDS, file=self._log, exit=True)
-            elif whereabouts is self._whereabouts and not self._stopped.is_set():
+            if whereabouts is not waiting and time.monotonic() - started >= UNCHANGED_SECONDS:
+                self._on_wait(waiting := whereabouts)
+            left = started + seconds - time.monotonic() if seconds is not None else math.inf
+            if self._log is not None:
+                if seconds is None:
+                    faulthandler.cancel_dump_traceback_later()
+                elif left >= 0:
+                    faulthandler.dump_traceback_later(left + STUCK_SECONDS, file=self._log, exit=True)
+            if left < 0 and whereabouts is self._whereabouts and not self._stopped.is_set():
                 self._end(f"no progress for {seconds:g} s")
 
     def _end(self, reason: str) -> None:
@@ -123,6 +138,7 @@ class Heartbeat:
         os._exit(1)
 
     def _tell(self, message: str) -> None:
-        with contextlib.suppress(OSError):
-            faulthandler.dump_traceback(file=self._log)
+        if self._log is not None:
+            with contextlib.suppress(OSError):
+                faulthandler.dump_traceback(file=self._log)
         self._on_stall(message)
