@@ -82,6 +82,8 @@ A removed key, value, command or option ends with one line that says what the ta
 holders in the old run's `placement.json` as `sdp.placement`. |
 | scripts with `import sdp as deepspeed` | Keep `import deepspeed`, and call `sdp.initialize` in place of \
 `deepspeed.initialize`. |
+| scripts with the Lightning strategy | Use Accelerate or the Trainer with `sdp.integrations`, or a loop of your own. |
+| objects of Python in a `client_state` | Refused with one line. JSON and tensors are saved. |
 """
 
 
@@ -293,10 +295,13 @@ def changes_page() -> str:
     """Return the page that lists what was removed, and what to use instead."""
 
     def table(title: str, rows: Mapping[str, str]) -> str:
-        lines = [f"| `{name}` | {_cell(advice)} |" for name, advice in sorted(rows.items())]
+        names: dict[str, list[str]] = {}
+        for name, advice in sorted(rows.items()):
+            names.setdefault(advice, []).append(f"`{name}`")
+        lines = [f"| {', '.join(some)} | {_cell(advice)} |" for advice, some in names.items()]
         return "\n".join([f"\n## {title}\n", "| removed | instead |", "|---|---|", *lines, ""])
 
-    values = {f'{path}: "{value}"': advice for (path, value), advice in removed.VALUES.items()}
+    values = {f"{path}: {json.dumps(value)}": advice for (path, value), advice in removed.VALUES.items()}
     options = {f"sdp {command} {option}": advice for (command, option), advice in removed.OPTIONS.items()}
     commands = {f"sdp {command}": advice for command, advice in removed.COMMANDS.items()}
     return (

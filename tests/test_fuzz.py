@@ -190,12 +190,6 @@ def fuzz_other_sections(folder: Path, changes: Any) -> None:
         check("plan", str(folder / "run.json"), "--world", "2", "--alone")
 
 
-def fuzz_coordinate(folder: Path, changes: Any) -> None:
-    """Everything is wrong but the file, so that nothing listens."""
-    (folder / "run.json").write_bytes(mutate(OTHERS[1], changes))
-    check("coordinate", str(folder / "run.json"), "--bind", "nowhere")
-
-
 def fuzz_run_files(folder: Path, changes: Any) -> None:
     if not (folder / "good").exists():
         make_run(folder / "good", steps=10)
@@ -230,7 +224,7 @@ def fuzz_checkpoint(folder: Path, changes: Any) -> None:
 
 COMMANDS = {
     fuzz_config: 250, fuzz_launch: 75, fuzz_hostfile: 100, fuzz_report: 120, fuzz_prepare: 70, fuzz_plan: 60,
-    fuzz_structure: 100, fuzz_run_files: 100, fuzz_checkpoint: 50, fuzz_other_sections: 100, fuzz_coordinate: 40,
+    fuzz_structure: 100, fuzz_run_files: 100, fuzz_checkpoint: 50, fuzz_other_sections: 100,
 }  # fmt: skip
 # What each changes: bytes of a text, or values of JSON.
 STRATEGIES = dict.fromkeys((fuzz_structure, fuzz_run_files, fuzz_checkpoint, fuzz_other_sections), replacements)

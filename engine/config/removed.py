@@ -45,10 +45,15 @@ COMMANDS: dict[str, str] = {
     "study": "run python -m lab.grid in a checkout of the repository (lab/README.md)",
 }
 
+# Options of sdp bench that timed one group next to a hand-written loop.
+_OVERHEAD = """capacity compile deepspeed groups heads hidden intermediate json layers micro-batch neuron-groups repeats
+    sequence threads vocab-size warmup""".split()
+
 # A command with one of its options, and what to use instead.
 OPTIONS: dict[tuple[str, str], str] = {
     ("bench", "--network"): "run the command with python -m lab.network in a checkout of the repository",
     ("bench", "--workers"): "run sdp bench once for each number of groups, with --set sdp.groups=N",
+    **{("bench", f"--{name}"): "run python -m lab.overhead in a checkout of the repository" for name in _OVERHEAD},
     ("report", "--noise-plot"): "leave it out; runs do not measure the gradient noise any more",
 }
 

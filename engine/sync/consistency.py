@@ -79,7 +79,7 @@ def check_placement(placement: Placement, device: torch.device) -> None:
     if any(find_differences([repr((placement.units, placement.holders))], device)):
         raise PlacementError(
             "sdp.placement: ranks have computed different placements; start all ranks with the same configuration, "
-            "model and versions of sdp, NumPy and SciPy, or name the holders of every unit in sdp.placement"
+            "model and versions of sdp and NumPy, or name the holders of every unit in sdp.placement"
         )
 
 

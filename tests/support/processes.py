@@ -4,10 +4,7 @@ far, see if it still runs, and find a port for it.
 
 from __future__ import annotations
 
-import contextlib
 import json
-import random
-import socket
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -43,17 +40,3 @@ def alive(pid: int) -> bool:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
     except FileNotFoundError:
         return False
-
-
-def unused_port() -> int:
-    """Return a port of the loopback interface on which a program can listen some seconds from now.
-
-    It is not one of those that the kernel gives to connections: any process of this machine could
-    get such a port in these seconds.
-    """
-    of_connections = int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0])
-    while True:
-        port = random.randrange(10_000, of_connections)
-        with socket.socket() as probe, contextlib.suppress(OSError):
-            probe.bind(("127.0.0.1", port))
-            return port

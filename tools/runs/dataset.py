@@ -100,21 +100,6 @@ def path_of(config: Config, dump_dir: Path) -> Path:
     return dump_dir / "corpus" if made_here else Path(str(data.path))
 
 
-def training_samples(config: Config) -> int | None:
-    """Count the training samples of a run.
-
-    None if the data are not prepared on this machine, or if the run prepares them itself.
-
-    Raises DataError if the data are damaged, and ConfigError if ``config`` contradicts them.
-    """
-    data = config.data
-    path = data.sources[0].path if data.sources else data.path
-    if path is None or data.name in _ARRAYS or not any((Path(path) / name).is_file() for name in _INDEXES):
-        return None
-    train: Any = open_prepared(config, Path(path)).train
-    return len(train)
-
-
 def _while_rank_0_works(action: Callable[[], None]) -> None:
     """Run ``action`` in a thread of rank 0.
 

@@ -151,15 +151,6 @@ def _open(dump_dir: Path, checkpoint: Path, choice: CheckpointChoice, overrides:
     return saved
 
 
-def open_run(directory: Path) -> SavedRun:
-    """The run in ``directory`` with its newest checkpoint, or the run of that one checkpoint.
-
-    Raises the same errors as :func:`find`.
-    """
-    dump_dir, checkpoint = _locate(directory, None)
-    return SavedRun(dump_dir, load_config(dump_dir / CONFIG), checkpoint, read_state(checkpoint))
-
-
 def check_data(checkpoint: Path, state: Mapping[str, Any], data: Path, name: str | None = None) -> None:
     """Raise CheckpointError if ``data`` is not what the checkpoint was trained with.
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import math
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NoReturn
@@ -41,17 +40,6 @@ def positive_int(text: str) -> int:
     if not text.isdecimal() or len(text) > 18 or int(text) == 0:
         raise argparse.ArgumentTypeError(f"{quote(text)} is not a positive whole number")
     return int(text)
-
-
-def positive_number(text: str) -> float:
-    """The argparse type of a finite number above zero."""
-    try:
-        value = float(text)
-    except ValueError:
-        value = math.nan
-    if not 0 < value < math.inf:
-        raise argparse.ArgumentTypeError(f"{quote(text)} is not a positive number")
-    return value
 
 
 def require_between_1_and(most: int, option: str, value: int) -> int:

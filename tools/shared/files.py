@@ -44,23 +44,6 @@ def require_own_file(path: Path) -> None:
         raise WriteError(f"{path}: is not a regular file, and a run writes a file of its own there; remove it")
 
 
-def make_folder(path: Path) -> None:
-    """Make the folder ``path`` unless it exists. Raises WriteError."""
-    try:
-        path.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise WriteError(f"{path}: cannot be made a folder ({error.strerror}); name another one") from None
-
-
-def write_own(path: Path, text: str) -> None:
-    """Write ``text`` to a file of our own. Raises WriteError, also for a symbolic link."""
-    require_own_file(path)
-    try:
-        write_whole(path, text)
-    except OSError as error:
-        raise WriteError.of(path, error) from None
-
-
 def write_whole(path: Path, text: str) -> None:
     """Write ``text`` to ``path``. A reader sees the old content or all of the new one, also if the
     disk fills up.

@@ -1,11 +1,8 @@
-"""How plots look, and the plots that are not about one subject: bars and lines. All are PNG
-files.
-"""
+"""How plots look, and a plot of bars. All are PNG files."""
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -34,39 +31,6 @@ def plot_bars(panels: Mapping[str, Mapping[str, float]], title: str, path: Path)
         axes.spines[["top", "right"]].set_visible(False)
     figure.axes[0].invert_yaxis()  # the first name is on top; the panels share this axis
     figure.suptitle(title, fontsize=13, fontweight="bold")
-    save_figure(figure, path)
-
-
-def plot_lines(
-    lines: Mapping[str, Sequence[tuple[float, float]]], title: str, across: str, up: str, path: Path
-) -> None:
-    """Draw lines through points into the PNG ``path``, on logarithmic axes.
-
-    Args:
-        lines: the points of each line, by its name.
-        title: the title of the plot.
-        across: the label of the horizontal axis.
-        up: the label of the vertical axis.
-        path: the file to write.
-
-    Raises:
-        ConfigError: matplotlib is missing, or ``path`` cannot be written.
-    """
-    figure = new_figure()
-    axes = figure.add_subplot()
-    looks = itertools.product("osD^", COLOURS)
-    for (name, points), (marker, colour) in zip(lines.items(), looks, strict=False):
-        style = {"linestyle": "-", "linewidth": 2.4} if name.startswith("sdp") else {"linestyle": "--"}
-        axes.plot(*zip(*points, strict=True), label=name, color=colour, marker=marker, markersize=7, **style)
-    dress(axes, title, across)
-    axes.set(xscale="log", yscale="log", ylabel=up)
-    axes.autoscale()
-    ticks = [x for x, _ in next(iter(lines.values()))]
-    axes.set_xticks(ticks, [f"{tick:g}" for tick in ticks])
-    axes.tick_params(axis="x", which="minor", bottom=False, labelbottom=False)
-    axes.yaxis.set_major_formatter("{x:,.0f}")
-    axes.yaxis.set_minor_formatter("{x:,.0f}")
-    figure.legend(frameon=False, fontsize=10, loc="outside right center")
     save_figure(figure, path)
 
 

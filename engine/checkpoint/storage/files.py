@@ -57,7 +57,6 @@ class _Sync(BaseModel):
     steps_alone: _Count
     travelling: _Count | None
     fragments: _Count
-    skipped_samples: _Count = 0
 
 
 class _State(BaseModel):
