@@ -7,7 +7,6 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from sdp.engine.errors import DataError
 from sdp.tests.support import models
 from sdp.tests.support.cases import Case, engine_of, full_gradients, oracle
 from sdp.tests.support.ranks import RankPool
@@ -68,24 +67,3 @@ def test_no_sync_accumulates_without_sending(ranks: RankPool, stage: int) -> Non
         assert between == 0
         for name, gradient in gradients.items():
             torch.testing.assert_close(gradient, expected[name], rtol=0, atol=1e-5 * expected[name].abs().max().item())
-
-
-def test_the_reference_wants_all_rows() -> None:
-    engine = engine_of(Case(2, 2), "reference")
-    assert engine.data_ranks_here == 4
-    with pytest.raises(DataError, match="a batch of 6 rows cannot be cut for 4 workers; give a multiple of 4 rows"):
-        engine(models.micro_batch("mlp", 0, 0, 0, rows=6))
-
-
-def test_logits_of_the_reference_are_in_rank_order() -> None:
-    """A forward pass without labels returns every worker's rows."""
-    engine = engine_of(Case(2, 2, model="llama"), "reference")
-    batch = models.rows_of_all("llama", 0, 0, 4)
-    with torch.no_grad():
-        logits = engine(input_ids=batch["input_ids"])
-        whole = engine.module(batch["input_ids"].to(engine.device))
-    assert logits.shape == whole.shape == (8, models.TOKENS, models.VOCABULARY)
-    assert not torch.allclose(logits, whole), "each worker runs its own subnetwork"
-    full = engine_of(Case(2, 2, model="llama", placement="full"), "reference")
-    with torch.no_grad():
-        torch.testing.assert_close(full(input_ids=batch["input_ids"]), whole)

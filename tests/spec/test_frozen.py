@@ -259,26 +259,6 @@ class NormedModel(nn.Module):
         return (x[:, :3] - y).square().mean()
 
 
-def test_copies_of_the_reference_follow_the_model() -> None:
-    """Its weights (after steps and a resume), its modes and its statistics."""
-    case = Case(2, 1, masking="backward")
-    torch.manual_seed(0)
-    engine = sdp.initialize(model=NormedModel(), config=case.config("reference"))[0]
-    copied, own = engine.backend.stand_ins_of_group[0]["layers.3"], engine.module.layers[3]
-    for step in range(2):
-        engine.backward(engine(models.rows_of_all("mlp", step, 0, 2)))
-        engine.step()
-    assert torch.equal(copied.linear.weight, own.linear.weight)
-    assert torch.equal(copied.norm.running_mean, own.norm.running_mean)
-    own.norm.eval()
-    engine.evaluate_subnetworks([models.rows_of_all("mlp", 9, 0, 2)])
-    assert not copied.training
-    engine(models.rows_of_all("mlp", 9, 0, 2))
-    assert copied.training
-    assert copied.drop.training
-    assert not copied.norm.training
-
-
 def _statistics(case: Case, folder: str) -> dict[str, torch.Tensor]:
     """Statistics of this rank's blocks once it has loaded what an earlier run saved."""
     torch.manual_seed(0)

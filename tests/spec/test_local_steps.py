@@ -1,6 +1,4 @@
-"""Local steps: every backend equals the reference, and the reference equals a loop in plain
-torch.
-"""
+"""Local steps: every store equals the oracle, and the oracle equals a loop in plain torch."""
 
 from __future__ import annotations
 
@@ -21,6 +19,8 @@ from sdp.tests.support.cases import (
     native,
     one_step,
     oracle,
+    oracle_of,
+    rate_of,
 )
 from sdp.tests.support.ranks import RankPool
 from torch import nn
@@ -58,7 +58,7 @@ COMPRESSED = [
 
 
 @pytest.mark.parametrize("case", [*COVER, BATCH_NORM], ids=str)
-def test_native_equals_reference(ranks: RankPool, case: Case) -> None:
+def test_fsdp2_equals_the_oracle(ranks: RankPool, case: Case) -> None:
     assert_same_run(native(ranks, case), oracle(case), case)
 
 
@@ -232,7 +232,7 @@ DEFAULTS = {
     ],
     ids=str,
 )  # fmt: skip
-def test_the_reference_equals_a_loop(case: Case) -> None:
+def test_the_oracle_equals_a_loop(case: Case) -> None:
     ours = oracle(case)
     expected = Loop(case, ours.rates).run()
     assert ours.after is not None and ours.before is not None
@@ -242,11 +242,11 @@ def test_the_reference_equals_a_loop(case: Case) -> None:
         torch.testing.assert_close(ours.after[name], weight, rtol=0, atol=float(1e-5 * moved + 1e-6), msg=name)
 
 
-@pytest.mark.parametrize("engine", ["reference", "fsdp2"])
+@pytest.mark.parametrize("engine", ["oracle", "fsdp2"])
 def test_one_group_with_plain_averages_trains_as_usual(ranks: RankPool, engine: str) -> None:
     usual = Case(1, 2, 1, 2, steps=5, optimizer="adamw", clip=True, model="llama-tied-meta")
     local = replace(usual, sync=f'{{"every": 2, "outer_optimizer": {PLAIN}}}')
-    ours = [oracle(local)] if engine == "reference" else native(ranks, local)
+    ours = [oracle(local)] if engine == "oracle" else native(ranks, local)
     steps_1_to_4 = replace(usual, steps=4)
     assert_same_run(ours, _shortened(oracle(usual), oracle(steps_1_to_4)), local)
 
@@ -270,17 +270,22 @@ def test_every_step_with_plain_averages_equals_averaged_gradients(masking: Any) 
     assert ours.losses == pytest.approx(theirs.losses, rel=1e-6)
 
 
-def test_groups_differ_between_averages_and_agree_after_them() -> None:
-    case = Case(2, 1, steps=3, sync='{"every": 3}')
-    engine = engine_of(case, "reference")
+def _shared_weights(case: Case) -> list[torch.Tensor]:
+    """A weight of the shared part after each of the steps, on this rank."""
+    engine, weights = engine_of(case), []
     for step in range(3):
-        one_step(engine, case, step, data_rank=None)
+        one_step(engine, case, step, data_rank=data_rank_of(case))
         engine.step()
-        local = engine.backend.local
-        shared = [group.weights["stem.weight"] for group in local.groups]
-        assert torch.equal(*shared) == (step == 2)
+        weights.append(engine.parameters_here["stem.weight"].detach().clone())
     assert engine.local_training.outer_steps == 1
     assert engine.local_training.last.drift > 0
+    return weights
+
+
+def test_groups_differ_between_averages_and_agree_after_them(ranks: RankPool) -> None:
+    case = Case(2, 1, steps=3, sync='{"every": 3}')
+    for step, (first, second) in enumerate(zip(*ranks.run(_shared_weights, case, world=2), strict=True)):
+        assert torch.equal(first, second) == (step == 2)
 
 
 def _with_evaluations(case: Case, evaluates: bool) -> tuple[dict[str, torch.Tensor] | None, list[float], list[float]]:
@@ -323,17 +328,22 @@ def test_an_evaluation_in_a_round_is_that_of_the_anchors_and_changes_nothing(ran
         assert held_out[0] == held_out[1] != held_out[2] == held_out[3] != held_out[4]
 
 
-def test_the_end_of_a_run_averages_what_is_left() -> None:
-    """Plain averages of one group give its weights. A second call changes nothing."""
-    case = Case(1, 2, 1, steps=5, optimizer="adamw", sync=f'{{"every": 3, "outer_optimizer": {PLAIN}}}')
-    engine, usual = engine_of(case, "reference"), oracle(replace(case, sync=""))
+def _ended(case: Case) -> tuple[dict[str, torch.Tensor] | None, dict[str, torch.Tensor] | None]:
+    engine = engine_of(case)
     for step in range(case.steps):
-        one_step(engine, case, step, data_rank=None)
+        one_step(engine, case, step, data_rank=data_rank_of(case))
         engine.step()
     before = engine.full_state_dict()
     assert engine.finish_round()
     assert not engine.finish_round()
-    after = engine.full_state_dict()
+    return before, engine.full_state_dict()
+
+
+def test_the_end_of_a_run_averages_what_is_left(ranks: RankPool) -> None:
+    """Plain averages of one group give its weights. A second call changes nothing."""
+    case = Case(1, 2, 1, steps=5, optimizer="adamw", sync=f'{{"every": 3, "outer_optimizer": {PLAIN}}}')
+    before, after = ranks.run(_ended, case, world=2)[0]
+    usual = oracle(replace(case, sync=""))
     assert before is not None and after is not None and usual.after is not None
     for name, weight in usual.after.items():
         torch.testing.assert_close(after[name], weight, rtol=0, atol=1e-6, msg=name)
@@ -382,18 +392,19 @@ def test_an_evaluation_of_subnetworks_leaves_each_group_its_statistics(ranks: Ra
         assert all(torch.equal(before[name], after[name]) for name in before)
 
 
-def _subnetwork_losses(case: Case, kind: str) -> list[float]:
-    engine, rank = engine_of(case, kind), None if kind == "reference" else data_rank_of(case)
+def _subnetwork_losses(case: Case) -> list[float]:
+    engine, rank = engine_of(case), data_rank_of(case)
     one_step(engine, case, 0, data_rank=rank)
     engine.step()
-    if rank is None:
-        return engine.evaluate_subnetworks([models.rows_of_all(case.model, 99, 0, case.data_ranks)])
     return engine.evaluate_subnetworks([models.micro_batch(case.model, 99, 0, rank)])
 
 
-def test_subnetworks_in_a_round_have_the_losses_of_the_reference(ranks: RankPool) -> None:
+def test_subnetworks_in_a_round_have_the_losses_of_the_oracle(ranks: RankPool) -> None:
     """Each with its group's own weights and statistics."""
     case = Case(2, 2, 1, model="resnet-meta", sync='{"every": 3}')
-    expected = _subnetwork_losses(case, "reference")
-    for losses in ranks.run(_subnetwork_losses, case, "fsdp2", world=case.world):
+    groups = oracle_of(case)
+    groups.step([[models.micro_batch(case.model, 0, 0, rank) for rank in range(4)]], rate_of(case, 0))
+    held_out = [models.micro_batch(case.model, 99, 0, rank) for rank in range(4)]
+    expected = [sum(groups.evaluate(held_out[2 * group + rank], group) for rank in range(2)) / 2 for group in range(2)]
+    for losses in ranks.run(_subnetwork_losses, case, world=case.world):
         assert losses == pytest.approx(expected, rel=1e-5)

@@ -42,18 +42,16 @@ def counted(case: Case, step: int, micro: int, rank: int) -> float:
     return float((labels[:, 1:] != -100).sum())
 
 
-def _run(case: Case, engine_name: str, by_labels: bool) -> Run:
+def _run(case: Case, by_labels: bool) -> Run:
     sections = {"training": {"loss_weighting": "tokens"}} if by_labels else {}
-    engine = engine_of(case, engine_name, **sections)
-    ranks = range(case.data_ranks) if engine_name == "reference" else [data_rank_of(case)]
+    engine = engine_of(case, **sections)
+    rank = data_rank_of(case)
     losses, norms, sent, planned = [], [], [], []
     for step in range(case.steps):
         engine.traffic.reset()
         for micro in range(case.accumulation):
-            parts = [models.micro_batch(case.model, step, micro, rank) for rank in ranks]
-            loss = engine({key: torch.cat([part[key] for part in parts]) for key in parts[0]})
-            weights = None if by_labels else [given(step, micro, rank) for rank in ranks]
-            engine.backward(loss, weight=weights[0] if weights and len(weights) == 1 else weights)
+            loss = engine(models.micro_batch(case.model, step, micro, rank))
+            engine.backward(loss, weight=None if by_labels else given(step, micro, rank))
             engine.step()
         losses.append(engine.get_loss())
         norms.append(engine.get_global_grad_norm())
@@ -88,16 +86,10 @@ def assert_as_the_oracle(case: Case, runs: list[Run], *, by_labels: bool) -> Non
 @pytest.mark.parametrize("by_labels", [False, True], ids=["given", "tokens"])
 @pytest.mark.parametrize("case", TABLE, ids=str)
 def test_ranks_equal_the_oracle(ranks: RankPool, case: Case, by_labels: bool) -> None:
-    runs = ranks.run(_run, case, "fsdp2", by_labels, world=case.world)
+    runs = ranks.run(_run, case, by_labels, world=case.world)
     assert_as_the_oracle(case, runs, by_labels=by_labels)
     for *_, sent, planned in runs if by_labels else ():
         assert sent == planned
-
-
-@pytest.mark.parametrize("by_labels", [False, True], ids=["given", "tokens"])
-@pytest.mark.parametrize("case", [each for each in TABLE if isinstance(each, Case) and each.tp == 1], ids=str)
-def test_the_reference_equals_the_oracle(case: Case, by_labels: bool) -> None:
-    assert_as_the_oracle(case, [_run(case, "reference", by_labels)], by_labels=by_labels)
 
 
 @pytest.mark.parametrize("case", [Case(1, 2, 3, 2, model="llama"), Case(2, 1, 0, 2, model="llama", placement="full")])
@@ -115,7 +107,7 @@ def test_the_full_model_equals_one_batch_of_all_rows_in_plain_torch(ranks: RankP
         with torch.no_grad():
             for parameter in model.parameters():
                 parameter -= rate_of(case, step) * parameter.grad
-    losses, _, state, *_ = ranks.run(_run, case, "fsdp2", True, world=2)[0]
+    losses, _, state, *_ = ranks.run(_run, case, True, world=2)[0]
     assert losses[-1] == pytest.approx(loss.item(), rel=1e-5)
     assert state is not None
     for name, expected in model.state_dict().items():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -10,7 +11,8 @@ import torch
 import torch.nn.functional as F
 from sdp.tests.spec.test_partly_used_parameters import assert_equal_to_plain_torch
 from sdp.tests.support import models
-from sdp.tests.support.cases import Case, assert_bytes_as_planned, assert_same_run, native, oracle
+from sdp.tests.support.cases import Case, assert_bytes_as_planned, assert_same_run, native, oracle, oracle_for
+from sdp.tests.support.oracle import Oracle
 from sdp.tests.support.ranks import RankPool
 from torch.utils.checkpoint import checkpoint
 
@@ -20,7 +22,7 @@ STAGE_0_ONLY = "use zero_optimization.stage 0, and pass use_reentrant=False to t
 
 @pytest.mark.parametrize("masking", ["forward", "backward"])
 @pytest.mark.parametrize("fsdp", [1, 2])
-def test_native_equals_the_reference_and_plain_torch(ranks: RankPool, fsdp: int, masking: str) -> None:
+def test_fsdp2_equals_the_oracle_and_plain_torch(ranks: RankPool, fsdp: int, masking: str) -> None:
     case = Case(2, fsdp, accumulation=2, model=MODEL, masking=masking)
     ours = native(ranks, case)
     assert_same_run(ours, oracle(case), case)
@@ -37,7 +39,7 @@ def test_bf16_native_equals_plain_torch(ranks: RankPool, case: Case, accumulatio
     assert_equal_to_plain_torch(native(ranks, case)[0], case)
 
 
-def configuration(engine_name: str, stage: int, bf16: bool, accumulation: int, **section: Any) -> dict[str, Any]:
+def configuration(stage: int, bf16: bool, accumulation: int, **section: Any) -> dict[str, Any]:
     """A run on two groups of two ranks."""
     return {
         "train_batch_size": 8 * accumulation,
@@ -46,23 +48,21 @@ def configuration(engine_name: str, stage: int, bf16: bool, accumulation: int, *
         "optimizer": {"type": "SGD", "params": {"lr": 0.1}},
         "zero_optimization": {"stage": stage},
         "bf16": {"enabled": bf16},
-        "sdp": {"groups": 2, "engine": engine_name, **section},
+        "sdp": {"groups": 2, **section},
     }
 
 
 def rows_of(engine: Any, step: int, micro: int) -> dict[str, torch.Tensor]:
-    if engine.config.sdp.engine == "reference":
-        return models.rows_of_all("mlp", step, micro, 4)
     return models.micro_batch("mlp", step, micro, engine.global_rank)
 
 
-def train(engine_name: str, stage: int, bf16: bool, kind: str) -> dict[str, torch.Tensor] | None:
+def train(stage: int, bf16: bool, kind: str) -> dict[str, torch.Tensor] | None:
     """Take two steps of losses that need two forward passes, on two groups of two ranks.
 
     Kinds: "sum" of two losses; "discarded", where the first loss is not used; "kept", where it is
     not used and its graph lives on.
     """
-    config = configuration(engine_name, stage, bf16, 1, capacity=0.5)
+    config = configuration(stage, bf16, 1, capacity=0.5)
     engine = sdp.initialize(model=models.build("mlp" if stage else MODEL), config=config)[0]
     kept = []
     for step in range(2):
@@ -76,11 +76,16 @@ def train(engine_name: str, stage: int, bf16: bool, kind: str) -> dict[str, torc
     return engine.full_state_dict()
 
 
-def reference_of(stage: int, kind: str) -> dict[str, torch.Tensor]:
-    """The reference's weights. It has no shards, and the stage says which model it trains."""
-    state = train("reference", stage, False, kind)
-    assert state is not None
-    return state
+def oracle_without_checkpoints(
+    stage: int, micros: Sequence[int], rate: float, **section: Any
+) -> tuple[Oracle, list[float]]:
+    """The oracle after two steps on some micro-batches, and the norms of gradients."""
+    oracle = oracle_for(models.build("mlp" if stage else MODEL), configuration(0, False, 1, **section), 4)
+    norms = []
+    for step in range(2):
+        batches = [[models.micro_batch("mlp", step, micro, rank) for rank in range(4)] for micro in micros]
+        norms.append(oracle.step(batches, rate).norm)
+    return oracle, norms
 
 
 @pytest.mark.parametrize(
@@ -91,7 +96,9 @@ def reference_of(stage: int, kind: str) -> dict[str, torch.Tensor]:
     ],
 )
 def test_several_forward_passes_before_a_backward_pass(ranks: RankPool, stage: int, bf16: bool, kind: str) -> None:
-    expected, found = reference_of(stage, kind), ranks.run(train, "fsdp2", stage, bf16, kind, world=4)[0]
+    micros, rate = ([0, 1], 0.2) if kind == "sum" else ([1], 0.1)  # the sum is twice the mean
+    expected = oracle_without_checkpoints(stage, micros, rate, capacity=0.5)[0].state_dict()
+    found = ranks.run(train, stage, bf16, kind, world=4)[0]
     assert_trained_alike(found, expected, bf16)
 
 
@@ -128,8 +135,11 @@ class AlsoOutside(Checkpointed):
     order = (1, 0, 2, 3)
 
 
+PLACEMENT = dict(zip(models.unit_names("mlp"), [[0, 1], [0, 1], [0], [1]], strict=True))
+
+
 def train_checkpointed(
-    engine_name: str, stage: int, bf16: bool, kind: type[models.Mlp]
+    stage: int, bf16: bool, kind: type[models.Mlp]
 ) -> tuple[dict[str, torch.Tensor] | None, list[float]]:
     """Take two steps of two micro-batches on two groups of two ranks. The weights, and the norms of
     gradients.
@@ -137,8 +147,7 @@ def train_checkpointed(
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         model = kind()
-    placement = dict(zip(models.unit_names("mlp"), [[0, 1], [0, 1], [0], [1]], strict=True))
-    config = configuration(engine_name, stage, bf16, 2, placement=placement)
+    config = configuration(stage, bf16, 2, placement=PLACEMENT)
     engine, norms = sdp.initialize(model=model, config=config)[0], []
     for step in range(2):
         for micro in range(2):
@@ -150,19 +159,19 @@ def train_checkpointed(
 
 @pytest.mark.parametrize(("stage", "bf16"), [(0, True), (1, False), (2, False), (3, False), (1, True)])
 def test_one_use_inside_a_reentrant_checkpoint(ranks: RankPool, stage: int, bf16: bool) -> None:
-    expected, norms = train_checkpointed("reference", 0, False, Checkpointed)
-    found, found_norms = ranks.run(train_checkpointed, "fsdp2", stage, bf16, Checkpointed, world=4)[0]
-    assert expected is not None and found_norms == pytest.approx(norms, rel=2e-2 if bf16 else 1e-5)
-    assert_trained_alike(found, expected, bf16)
+    oracle, norms = oracle_without_checkpoints(1, [0, 1], 0.1, placement=PLACEMENT)
+    found, found_norms = ranks.run(train_checkpointed, stage, bf16, Checkpointed, world=4)[0]
+    assert found_norms == pytest.approx(norms, rel=2e-2 if bf16 else 1e-5)
+    assert_trained_alike(found, oracle.state_dict(), bf16)
 
 
 def refused(kind: type[models.Mlp] | str, stage: int, bf16: bool) -> str:
     """The error of a run whose gradients FSDP2 or the layer between groups would take too early."""
     with pytest.raises(sdp.ModelError) as caught:
         if isinstance(kind, str):
-            train("fsdp2", stage, bf16, kind)
+            train(stage, bf16, kind)
         else:
-            train_checkpointed("fsdp2", stage, bf16, kind)
+            train_checkpointed(stage, bf16, kind)
     return str(caught.value)
 
 
@@ -179,7 +188,7 @@ def test_repeated_uses_of_sharded_blocks_are_refused(
 
 def refuse_three_times(stage: int) -> str:
     with pytest.raises(sdp.ModelError) as caught:
-        engine = sdp.initialize(model=models.build(MODEL), config=configuration("fsdp2", stage, False, 2))[0]
+        engine = sdp.initialize(model=models.build(MODEL), config=configuration(stage, False, 2))[0]
         for micro in range(2):
             engine.backward(engine(rows_of(engine, 0, micro)))
             engine.step()

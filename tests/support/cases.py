@@ -1,12 +1,14 @@
-"""Training runs as plain data. The reference runs one in this process, other backends on ranks."""
+"""Training runs as plain data. The oracle runs one in this process, backends on ranks."""
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import json
+import logging
 import math
 import re
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
@@ -195,6 +197,21 @@ def engine_of(case: Case, engine: str = "fsdp2", **sections: Any) -> Any:
         return sdp.initialize(model=models.build(case.model), config=case.config(engine, **sections))[0]
 
 
+@contextlib.contextmanager
+def said() -> Iterator[list[str]]:
+    """Collect what the engine logs on this rank."""
+    lines, log = list[str](), logging.getLogger("sdp")
+    handler, level = logging.Handler(), log.level
+    handler.emit = lambda record: lines.append(record.getMessage())
+    log.addHandler(handler)
+    log.setLevel(logging.INFO)
+    try:
+        yield lines
+    finally:
+        log.removeHandler(handler)
+        log.setLevel(level)
+
+
 def data_rank_of(case: Case) -> int:
     """Return this process's data rank.
 
@@ -251,21 +268,9 @@ def whole(engine: Any, name: str, tensor: torch.Tensor) -> torch.Tensor:
 
 
 def train(case: Case, engine_name: str = "fsdp2", **sections: Any) -> Result:
-    """Run the case in this process, on one thread.
-
-    Ranks use one thread too. Several threads round bfloat16 differently.
-    """
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        return _train(case, engine_name, **sections)
-    finally:
-        torch.set_num_threads(threads)
-
-
-def _train(case: Case, engine_name: str, **sections: Any) -> Result:
+    """Run the case on this rank."""
     engine = engine_of(case, engine_name, **sections)
-    data_rank = None if engine_name == "reference" else data_rank_of(case)
+    data_rank = data_rank_of(case)
     result = Result(before=engine.full_state_dict())
     for step in range(case.steps):
         engine.traffic.reset()
@@ -290,27 +295,30 @@ def _train(case: Case, engine_name: str, **sections: Any) -> Result:
     return result
 
 
-def oracle_of(case: Case) -> Oracle:
+def oracle_of(case: Case, **sections: Any) -> Oracle:
     """Make the oracle of a case."""
-    config = load_config(case.config())
-    model = models.build(case.model)
-    layout = Layout.of(model, config, Mesh(case.groups, case.fsdp))
+    return oracle_for(models.build(case.model), case.config(**sections), case.data_ranks)
+
+
+def oracle_for(model: torch.nn.Module, settings: dict[str, Any], data_ranks: int) -> Oracle:
+    """Make the oracle of a model, which may be on the meta device, and a configuration."""
+    config = load_config(settings)
+    layout = Layout.of(model, config, Mesh(config.sdp.groups, data_ranks // config.sdp.groups))
     give_values(model, layout, values_to_give(model, config, layout), torch.device("cpu"), Shard())
-    settings = case.config()["optimizer"]
-    kind = getattr(torch.optim, settings["type"])
-    placement = layout.placement
+    optimizer = settings.get("optimizer", {"type": "SGD"})
+    kind = getattr(torch.optim, optimizer["type"])
+    placement, scale = layout.placement, config.sdp.lr_scale
     held = [len(holders) for holders in placement.holders]
     mean = sum(k * cost for k, cost in zip(held, placement.costs, strict=True)) / max(1, sum(placement.costs))
-    exponent = 0.0 if case.lr_scale == "none" else 0.5 if settings["type"] == "AdamW" else 1.0
-    if case.lr_scale not in ("none", "auto"):
-        exponent = float(case.lr_scale)
+    by_type = 0.5 if optimizer["type"] == "AdamW" else 1.0
+    exponent = {"none": 0.0, "auto": by_type}[scale] if isinstance(scale, str) else scale
     return Oracle(
         model,
         layout,
-        lambda groups: kind(groups, **settings["params"]),
-        clip=CLIP if case.clip else 0.0,
-        dtype=torch.bfloat16 if case.bf16 else torch.float32,
-        sync=json.loads(case.sync) if case.sync else None,
+        lambda groups: kind(groups, **optimizer.get("params", {})),
+        clip=config.gradient_clipping,
+        dtype=getattr(torch, config.precision),
+        sync=settings["sdp"].get("sync"),
         rate_factor=lambda piece: 1.0 if piece.unit == "shared" else (len(piece.holders) / mean) ** exponent,
     )
 
