@@ -10,6 +10,7 @@ import pytest
 import sdp
 import torch
 from sdp.models.huggingface import declare_neuron_branches, neuron_branches
+from sdp.tests.support.cases import oracle_for
 from sdp.tests.support.ranks import RankPool
 from torch import nn
 
@@ -61,7 +62,7 @@ def _rows(family: str, count: int) -> dict[str, torch.Tensor]:
     return {"input_ids": tokens, "labels": tokens}
 
 
-def _config(family: str, engine: str) -> dict[str, Any]:
+def _config(family: str) -> dict[str, Any]:
     names = [branch.name for branch in neuron_branches(_build(family))]
     groups = 2
     holders = [[0], [0, 1], [1], [0, 1]]
@@ -70,16 +71,19 @@ def _config(family: str, engine: str) -> dict[str, Any]:
         "train_batch_size": 4,
         "optimizer": {"type": "SGD", "params": {"lr": 0.1}},
         "sdp": {
-            "groups": 2, "engine": engine, "granularity": "neuron", "neuron_groups": groups,
+            "groups": 2, "granularity": "neuron", "neuron_groups": groups,
             "placement": {unit: holders[index % 4] for index, unit in enumerate(units)},
         },
     }  # fmt: skip
 
 
-def _train(family: str, engine_name: str, rank: int) -> tuple[dict[str, torch.Tensor] | None, float, float]:
-    engine = sdp.initialize(model=_build(family), config=_config(family, engine_name))[0]
-    rows = _rows(family, 4)
-    mine = rows if engine_name == "reference" else {key: value[2 * rank : 2 * rank + 2] for key, value in rows.items()}
+def _rows_of(family: str, rank: int) -> dict[str, torch.Tensor]:
+    return {key: value[2 * rank : 2 * rank + 2] for key, value in _rows(family, 4).items()}
+
+
+def _train(family: str) -> tuple[dict[str, torch.Tensor] | None, float, float]:
+    engine = sdp.initialize(model=_build(family), config=_config(family))[0]
+    mine = _rows_of(family, engine.global_rank)
     for _ in range(2):
         engine.backward(engine(mine))
         engine.step()
@@ -88,27 +92,22 @@ def _train(family: str, engine_name: str, rank: int) -> tuple[dict[str, torch.Te
     return engine.full_state_dict(), loss, engine.evaluate([mine])
 
 
-def _compare(families: list[str]) -> None:
-    import torch.distributed as dist
-
-    for family in families:
-        ours, loss, evaluated = _train(family, "fsdp2", dist.get_rank())
-        theirs, expected, reference = _train(family, "reference", 0)
-        assert loss == pytest.approx(expected, rel=1e-5), family
-        assert evaluated == pytest.approx(reference, rel=1e-5), family
-        for name, value in (ours or {}).items():
-            assert theirs is not None
-            torch.testing.assert_close(value, theirs[name], rtol=1e-4, atol=1e-6, msg=f"{family}: {name}")
-
-
 KINDS = ["llama", "gpt2", "gpt_neox", "opt", "bert", "albert", "vit"]  # the others are like LLaMA or BERT
 
 
 @pytest.mark.parametrize(
     "families", [KINDS, pytest.param([*{*FAMILIES} - {*KINDS}], marks=pytest.mark.slow)], ids=["kinds", "others"]
 )
-def test_ranks_with_slices_train_as_the_reference_does(ranks: RankPool, families: list[str]) -> None:
-    ranks.run(_compare, sorted(families), world=2, timeout=180)
+def test_ranks_with_slices_train_as_the_oracle_does(ranks: RankPool, families: list[str]) -> None:
+    for family in sorted(families):
+        ours, loss, evaluated = ranks.run(_train, family, world=2)[0]
+        oracle = oracle_for(_build(family), _config(family), 2)
+        rows = [_rows_of(family, rank) for rank in range(2)]
+        expected = [oracle.step([rows], 0.1).loss for _ in range(2)]
+        assert loss == pytest.approx(expected[1], rel=1e-5), family
+        assert evaluated == pytest.approx(sum(map(oracle.evaluate, rows)) / 2, rel=1e-5), family
+        for name, value in oracle.state_dict().items():
+            torch.testing.assert_close(ours[name], value, rtol=1e-4, atol=1e-6, msg=f"{family}: {name}")
 
 
 def test_the_declaration_does_not_change_the_model() -> None:
@@ -122,9 +121,10 @@ def test_the_declaration_does_not_change_the_model() -> None:
             torch.testing.assert_close(declared(**batch).logits, plain(**batch).logits, msg=family)
 
 
+@pytest.mark.usefixtures("one_rank")
 def test_branch_scale_is_refused_for_weights_with_inputs_as_rows() -> None:
-    config = _config("gpt2", "reference")
-    config["sdp"]["branch_scale"] = "train"
+    config = _config("gpt2")
+    config["sdp"] = {"granularity": "neuron", "branch_scale": "train"}
     with pytest.raises(
         sdp.ConfigError, match=r"branch_scale: \"train\" is not available with transformer.h.0"
     ) as caught:

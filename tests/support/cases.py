@@ -295,12 +295,12 @@ def train(case: Case, engine_name: str = "fsdp2", **sections: Any) -> Result:
     return result
 
 
-def oracle_of(case: Case, **sections: Any) -> Oracle:
-    """Make the oracle of a case."""
-    return oracle_for(models.build(case.model), case.config(**sections), case.data_ranks)
+def oracle_of(case: Case, **arguments: Any) -> Oracle:
+    """Make the oracle of a case. ``arguments`` replace those that the case gives."""
+    return oracle_for(models.build(case.model), case.config(), case.data_ranks, **arguments)
 
 
-def oracle_for(model: torch.nn.Module, settings: dict[str, Any], data_ranks: int) -> Oracle:
+def oracle_for(model: torch.nn.Module, settings: dict[str, Any], data_ranks: int, **arguments: Any) -> Oracle:
     """Make the oracle of a model, which may be on the meta device, and a configuration."""
     config = load_config(settings)
     layout = Layout.of(model, config, Mesh(config.sdp.groups, data_ranks // config.sdp.groups))
@@ -312,15 +312,14 @@ def oracle_for(model: torch.nn.Module, settings: dict[str, Any], data_ranks: int
     mean = sum(k * cost for k, cost in zip(held, placement.costs, strict=True)) / max(1, sum(placement.costs))
     by_type = 0.5 if optimizer["type"] == "AdamW" else 1.0
     exponent = {"none": 0.0, "auto": by_type}[scale] if isinstance(scale, str) else scale
-    return Oracle(
-        model,
-        layout,
-        lambda groups: kind(groups, **optimizer.get("params", {})),
-        clip=config.gradient_clipping,
-        dtype=getattr(torch, config.precision),
-        sync=settings["sdp"].get("sync"),
-        rate_factor=lambda piece: 1.0 if piece.unit == "shared" else (len(piece.holders) / mean) ** exponent,
-    )
+    from_settings: dict[str, Any] = {
+        "make_optimizer": lambda groups: kind(groups, **optimizer.get("params", {})),
+        "clip": config.gradient_clipping,
+        "dtype": getattr(torch, config.precision),
+        "sync": settings["sdp"].get("sync"),
+        "rate_factor": lambda piece: 1.0 if piece.unit == "shared" else (len(piece.holders) / mean) ** exponent,
+    }
+    return Oracle(model, layout, **from_settings | arguments)
 
 
 def rate_of(case: Case, step: int) -> float:
@@ -335,9 +334,9 @@ def masking_of(case: Case, step: int) -> str:
     return next(phase["masking"] for phase in phases if step < phase.get("until", math.inf))
 
 
-def run_oracle(case: Case) -> Result:
-    """Run the oracle of a case."""
-    groups = oracle_of(case)
+def run_oracle(case: Case, **arguments: Any) -> Result:
+    """Run the oracle of a case. ``arguments`` replace those that the case gives."""
+    groups = oracle_of(case, **arguments)
     result = Result(before=groups.state_dict())
     for step in range(case.steps):
         batches = [

@@ -68,7 +68,9 @@ class Group:
     def __init__(self, index: int, weights: Tensors, make_optimizer: Any, factors: Mapping[str, float]):
         self.index, self.copies = index, Tensors()
         self.weights = {name: nn.Parameter(weight.clone()) for name, weight in weights.items()}
-        settings = [{"params": [weight], "factor": factors[name]} for name, weight in self.weights.items()]
+        settings = [
+            {"params": [weight], "name": name, "factor": factors[name]} for name, weight in self.weights.items()
+        ]
         self.optimizer: Optimizer = make_optimizer(settings)
         if isinstance(self.optimizer, torch.optim.AdamW):  # its decay is not scaled with the rate
             for each in self.optimizer.param_groups:
@@ -113,9 +115,10 @@ class Oracle:
     Args:
         model: the full model with its initial values. It is not changed.
         layout: who holds what.
-        make_optimizer: makes an optimizer from parameter groups.
+        make_optimizer: makes an optimizer from parameter groups: each a piece with its "name".
         clip: the largest norm of a gradient. 0: no limit.
         dtype: the precision in which models run.
+        loss_scale: by what losses are multiplied before the backward pass.
         sync: the section ``sdp.sync``. None: gradients are averaged in every step.
         rate_factor: by what the learning rate of a piece is multiplied.
         place_of: returns the path in a group's module of a canonical name.
@@ -129,11 +132,13 @@ class Oracle:
         *,
         clip: float = 0.0,
         dtype: torch.dtype = torch.float32,
+        loss_scale: float = 1.0,
         sync: Mapping[str, Any] | None = None,
         rate_factor: Callable[[Piece], float] = lambda _: 1.0,
         place_of: Callable[[str], str] = lambda name: name,
     ):
         self.model, self.layout, self.clip, self.dtype, self.place_of = model, layout, clip, dtype, place_of
+        self.loss_scale = loss_scale
         self.size = layout.mesh.fsdp  # the data ranks of a group
         self.pieces = {piece.name: piece for piece in self._pieces_of_parameters()}
         self.buffer_pieces = list(self._pieces_of_buffers())
@@ -306,8 +311,10 @@ class Oracle:
     def _differentiate(self, rank: int, batch: Any, weight: float, masking: str) -> Pass:
         group = self.groups[rank // self.size]
         loss = self._loss(group, batch, self.buffers[rank], masking, trains=True)
-        gradients = torch.autograd.grad(loss, list(group.weights.values()), allow_unused=True, materialize_grads=True)
-        return Pass(group.index, weight, loss.item(), dict(zip(group.weights, gradients, strict=True)))
+        scaled = loss.float() * self.loss_scale
+        gradients = torch.autograd.grad(scaled, list(group.weights.values()), allow_unused=True, materialize_grads=True)
+        of_names = {name: each / self.loss_scale for name, each in zip(group.weights, gradients, strict=True)}
+        return Pass(group.index, weight, loss.item(), of_names)
 
     def refresh_copies(self, pieces: Iterable[Piece]) -> None:
         """Give these pieces of the full model to the groups that do not hold them."""

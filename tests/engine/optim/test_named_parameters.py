@@ -13,10 +13,10 @@ import torch
 from sdp.tests.support.models import mlp
 from torch import nn
 
+pytestmark = pytest.mark.usefixtures("one_rank")
 CONFIG = {
     "train_batch_size": 2,
     "optimizer": {"type": "SGD", "params": {"lr": 0.1}},
-    "sdp": {"engine": "reference", "groups": 2, "capacity": 0.5},
 }
 
 

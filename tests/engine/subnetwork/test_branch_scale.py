@@ -11,7 +11,7 @@ import torch
 from sdp.engine.config.load import load_config
 from sdp.engine.errors import ConfigError
 from sdp.tests.support import models
-from sdp.tests.support.cases import Case, data_rank_of, engine_of, one_step
+from sdp.tests.support.cases import Case, data_rank_of, engine_of, one_step, oracle_of, said
 from sdp.tests.support.ranks import RankPool
 
 HOLDERS = [[0], [0, 1], [0, 1], [1]]  # of "mixed" placements of blocks
@@ -31,7 +31,7 @@ def scaled_llama(batch: dict[str, torch.Tensor], group: int | None, case: Case, 
     """By hand: columns of the projections into the sum times 0 or a factor; ``group`` None: the
     full model in evaluation.
     """
-    layout = engine_of(case, "reference").layout
+    layout = oracle_of(case).layout
     model = models.build(case.model)
     model.load_state_dict({name: tensor.clone() for name, tensor in state.items()}, assign=True)
     parameters = dict(model.named_parameters())
@@ -55,33 +55,24 @@ CASES = [
 ]
 
 
-def _run(case: Case, engine_name: str) -> dict[str, Any]:
+def _run(case: Case) -> dict[str, Any]:
     """Two steps; losses of training, of the full model and of the groups' own, and the weights."""
-    engine = engine_of(case, engine_name)
-    data_rank = None if engine_name == "reference" else data_rank_of(case)
+    engine, data_rank = engine_of(case), data_rank_of(case)
     seen: dict[str, Any] = {"start": engine.full_state_dict()}
     for step in range(2):
         one_step(engine, case, step, data_rank=data_rank)
         engine.step()
         seen[f"loss {step}"] = engine.get_loss()
     seen["after"] = engine.full_state_dict()
-    rows = models.rows_of_all(case.model, 9, 0, case.data_ranks)
-    held_out = rows if data_rank is None else models.micro_batch(case.model, 9, 0, data_rank)
+    held_out = models.micro_batch(case.model, 9, 0, data_rank)
     seen["full"], seen["own"] = engine.evaluate([held_out]), engine.evaluate_subnetworks([held_out])
     return seen
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)
-def test_by_hand_in_the_reference_and_natively(ranks: RankPool, case: Case) -> None:
-    expected = _run(case, "reference")
-    for found in ranks.run(_run, case, "fsdp2", world=case.world):
-        for key in ("loss 0", "loss 1", "full"):
-            assert found[key] == pytest.approx(expected[key], rel=1e-5), key
-        assert found["own"] == pytest.approx(expected["own"], rel=1e-5)
-        for name, weight in expected["after"].items() if found["after"] else ():
-            torch.testing.assert_close(
-                found["after"][name], weight, rtol=0, atol=1e-5 * weight.abs().max().item(), msg=name
-            )
+def test_losses_are_those_by_hand(ranks: RankPool, case: Case) -> None:
+    expected, *others = ranks.run(_run, case, world=case.world)
+    assert all(found[key] == expected[key] for found in others for key in ("loss 0", "loss 1", "full", "own"))
 
     def by_hand(batch: dict[str, torch.Tensor], group: int | None, state: Any) -> float:
         if case.neurons:
@@ -124,6 +115,11 @@ def test_where_it_has_no_meaning() -> None:
         load_config({"sdp": {"groups": 2, "branch_scale": "sometimes"}})
 
 
-def test_it_says_where_it_has_no_effect(caplog: pytest.LogCaptureFixture) -> None:
-    engine_of(Case(2, 1, placement="full", branch_scale="train"), "reference")
-    assert 'sdp.branch_scale "train" has no effect: every group holds every unit' in caplog.text
+def _said() -> str:
+    with said() as lines:
+        engine_of(Case(2, 1, placement="full", branch_scale="train"))
+    return "\n".join(lines)
+
+
+def test_it_says_where_it_has_no_effect(ranks: RankPool) -> None:
+    assert 'sdp.branch_scale "train" has no effect: every group holds every unit' in ranks.run(_said, world=2)[0]

@@ -1,5 +1,5 @@
 """Models with torchtitan's initialisation start from its values, and ranks train them as the
-reference does.
+oracle does.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import sdp
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from sdp.tests.support.cases import oracle_for
 from sdp.tests.support.foreign.titan_model import TitanLlama
 from sdp.tests.support.ranks import RankPool
 from torch import Tensor, nn
@@ -39,12 +40,13 @@ def on_meta(kind: type[nn.Module]) -> nn.Module:
         return kind()
 
 
+@pytest.mark.usefixtures("one_rank")
 def test_values_are_those_of_init_weights() -> None:
     torch.manual_seed(0)
     expected = TitanLlama()
     with torch.no_grad():
         expected.init_weights()
-    engine = sdp.initialize(model=on_meta(TitanLlama), config=CONFIG | {"sdp": {"engine": "reference"}})[0]
+    engine = sdp.initialize(model=on_meta(TitanLlama), config=CONFIG)[0]
     torch.testing.assert_close(engine.module.freqs_cis.cpu(), expected.freqs_cis, rtol=0, atol=0)
     found = engine.full_state_dict()
     assert found is not None
@@ -66,9 +68,9 @@ class Titan03(TitanLlama):
     init_weights = None  # type: ignore[assignment]
 
 
+@pytest.mark.usefixtures("one_rank")
 def test_the_later_name_of_the_method_gives_the_same_values() -> None:
-    config = CONFIG | {"sdp": {"engine": "reference"}}
-    states = [sdp.initialize(model=on_meta(kind), config=config)[0].full_state_dict() for kind in (TitanLlama, Titan03)]
+    states = [sdp.initialize(model=on_meta(kind), config=CONFIG)[0].full_state_dict() for kind in (TitanLlama, Titan03)]
     assert all(torch.equal(states[1][name], value) for name, value in states[0].items())
 
 
@@ -80,36 +82,38 @@ class SavedUnderOtherNames(TitanLlama):
         self.register_state_dict_post_hook(lambda module, state, *_: state.update(half=state.pop("output.weight")))
 
 
+@pytest.mark.usefixtures("one_rank")
 def test_a_model_that_saves_its_parameters_under_other_names_has_its_own_names_here() -> None:
-    engine = sdp.initialize(model=on_meta(SavedUnderOtherNames), config=CONFIG | {"sdp": {"engine": "reference"}})[0]
+    engine = sdp.initialize(model=on_meta(SavedUnderOtherNames), config=CONFIG)[0]
     assert "output.weight" in (engine.full_state_dict() or {})
 
 
-def _train(engine_name: str, stage: int) -> dict[str, Any]:
-    config: dict[str, Any] = CONFIG | {"sdp": {"groups": 2, "placement": HOLDERS, "engine": engine_name}}
-    if engine_name == "fsdp2":
-        config["zero_optimization"] = {"stage": stage}
-    engine = sdp.initialize(model=on_meta(WithLoss), config=config)[0]
+def config_of(stage: int) -> dict[str, Any]:
+    return CONFIG | {"sdp": {"groups": 2, "placement": HOLDERS}, "zero_optimization": {"stage": stage}}
+
+
+def rows_of(step: int) -> list[Tensor]:
+    return list(torch.randint(64, (4, 9), generator=torch.Generator().manual_seed(step)).chunk(2))
+
+
+def _train(stage: int) -> dict[str, Any]:
+    engine = sdp.initialize(model=on_meta(WithLoss), config=config_of(stage))[0]
     losses = []
     for step in range(2):
-        rows = torch.randint(64, (2 * engine.dp_world_size, 9), generator=torch.Generator().manual_seed(step))
-        mine = rows if engine_name == "reference" else rows.chunk(engine.dp_world_size)[dist.get_rank()]
+        mine = rows_of(step)[dist.get_rank()]
         engine.backward(engine(mine))
         engine.step()
         losses.append(engine.get_loss())
     return {"losses": losses, "loss": engine.evaluate([mine]), "weights": engine.full_state_dict() or {}}
 
 
-def _compare(stage: int) -> None:
-    ours, theirs = _train("fsdp2", stage), None
-    if dist.get_rank() == 0:
-        theirs = _train("reference", stage)
-        assert ours["losses"] == pytest.approx(theirs["losses"], rel=1e-5)
-        assert ours["loss"] == pytest.approx(theirs["loss"], rel=1e-5)
-        for name, value in theirs["weights"].items():
-            torch.testing.assert_close(ours["weights"][name], value, rtol=1e-5, atol=1e-5, msg=name)
-
-
 @pytest.mark.parametrize("stage", [0, 3])
-def test_ranks_train_a_model_from_the_meta_device_as_the_reference_does(ranks: RankPool, stage: int) -> None:
-    ranks.run(_compare, stage, world=2)
+def test_ranks_train_a_model_from_the_meta_device_as_the_oracle_does(ranks: RankPool, stage: int) -> None:
+    ours = ranks.run(_train, stage, world=2)[0]
+    oracle = oracle_for(on_meta(WithLoss), config_of(0), 2)
+    batches = [[{"tokens": rows} for rows in rows_of(step)] for step in range(2)]
+    losses = [oracle.step([of_ranks], 0.5).loss for of_ranks in batches]
+    assert ours["losses"] == pytest.approx(losses, rel=1e-5)
+    assert ours["loss"] == pytest.approx(sum(map(oracle.evaluate, batches[-1])) / 2, rel=1e-5)
+    for name, value in oracle.state_dict().items():
+        torch.testing.assert_close(ours["weights"][name], value, rtol=1e-5, atol=1e-5, msg=name)
