@@ -13,11 +13,11 @@ from sdp.tests.support.models import Mlp, cpu_state, llama, mlp
 from torch import nn
 from torch.nn import functional as F
 
+pytestmark = pytest.mark.usefixtures("one_rank")
 CONFIG: dict[str, Any] = {
     "train_batch_size": 8,
     "gradient_accumulation_steps": 2,
     "optimizer": {"type": "SGD", "params": {"lr": 0.1}},
-    "sdp": {"groups": 2, "capacity": 0.5, "engine": "reference"},
 }
 
 
@@ -108,7 +108,6 @@ def test_an_actor_a_critic_and_a_model_that_does_not_train_share_a_script() -> N
     actor = sdp.initialize(model=make_outputs(), config=CONFIG)[0]
     critic = sdp.initialize(model=make_outputs(), config=CONFIG)[0]
     config = {key: value for key, value in CONFIG.items() if key != "optimizer"}
-    config["sdp"] = {"engine": "reference"}
     fixed = sdp.initialize(model=make_outputs(), config=config)[0].eval()
     inputs, targets = rows()
     for _ in range(2):

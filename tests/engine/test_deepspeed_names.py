@@ -12,6 +12,8 @@ from sdp.engine.deepspeed_facts import REFUSED
 from sdp.tests.support.models import mlp
 from torch import nn
 
+pytestmark = pytest.mark.usefixtures("one_rank")
+
 
 class Chat(nn.Module):
     """A model with methods and attributes of its own."""
@@ -28,18 +30,17 @@ class Chat(nn.Module):
         return 2 * length
 
 
-def _engine(**sdp_section: object) -> sdp.SDPEngine:
+def _engine() -> sdp.SDPEngine:
     config = {
         "train_batch_size": 4,
         "optimizer": {"type": "SGD", "params": {"lr": 0.1, "momentum": 0.5}},
         "gradient_clipping": 2.0,
-        "sdp": {"engine": "reference", **sdp_section},
     }
     return sdp.initialize(model=Chat(), config=config)[0]
 
 
 def test_a_name_that_the_engine_does_not_have_is_the_models() -> None:
-    engine = _engine(groups=2, capacity=0.5)
+    engine = _engine()
     assert engine.vocabulary == 37
     assert engine.generate(3) == 6
     assert [name for name, _ in engine.named_parameters()] == [name for name, _ in engine.module.named_parameters()]
@@ -70,7 +71,7 @@ def test_a_method_that_is_out_of_scope_says_so_when_it_is_called() -> None:
             getattr(engine, name)(1)
 
 
-def test_the_methods_about_the_configuration_have_deepspeeds_names(one_rank: None) -> None:
+def test_the_methods_about_the_configuration_have_deepspeeds_names() -> None:
     config = {
         "train_batch_size": 4,
         "optimizer": {"type": "SGD", "params": {"lr": 0.1}},
@@ -99,7 +100,6 @@ def test_a_script_says_where_a_step_ends() -> None:
 def test_the_monitor_writes_a_scripts_own_curves(tmp_path: Path) -> None:
     config = {
         "train_batch_size": 4,
-        "sdp": {"engine": "reference"},
         "csv_monitor": {"enabled": True, "output_path": str(tmp_path), "job_name": "job"},
     }
     engine = sdp.initialize(model=Chat(), config=config)[0]
@@ -115,7 +115,7 @@ def test_monitors_get_the_curves_of_sdp_train(tmp_path: Path, sync: dict[str, in
     config = {
         "train_batch_size": 4,
         "optimizer": {"type": "SGD", "params": {"lr": 0.25}},
-        "sdp": {"engine": "reference", **({"sync": sync} if sync else {})},
+        "sdp": {"sync": sync} if sync else {},
         "csv_monitor": {"enabled": True, "output_path": str(tmp_path), "job_name": "job"},
     }
     engine = sdp.initialize(model=Chat(), config=config)[0]
@@ -160,7 +160,7 @@ def test_the_model_stays_where_it_is() -> None:
 
 
 def test_the_consolidated_weights_are_the_full_models() -> None:
-    engine = _engine(groups=2, capacity=0.5)
+    engine = _engine()
     state = engine._zero3_consolidated_16bit_state_dict()
     assert state is not None
     assert state.keys() == engine.module.state_dict().keys()

@@ -46,7 +46,7 @@ class _Complex(torch.nn.Module):
         self.weight = torch.nn.Parameter(torch.zeros(2, dtype=torch.complex64))
 
 
-ENGINES = ["fsdp2", "reference", pytest.param("deepspeed", marks=needs_deepspeed)]
+ENGINES = ["fsdp2", pytest.param("deepspeed", marks=needs_deepspeed)]
 
 
 def _case(engine: str) -> Case:

@@ -126,8 +126,9 @@ def test_a_misspelt_hook_that_is_set_on_the_model_is_refused() -> None:
         check_hooks(model)
 
 
+@pytest.mark.usefixtures("one_rank")
 def test_initialize_refuses_a_misspelt_hook_in_one_line() -> None:
-    config = {"train_micro_batch_size_per_gpu": 1, "sdp": {"engine": "reference", "groups": 1}}
+    config = {"train_micro_batch_size_per_gpu": 1}
     with pytest.raises(sdp.ModelError) as caught:
         sdp.initialize(model=net_with("unit_pattern", method), config=config)
     assert re.fullmatch(r"Net\.unit_pattern: .*", str(caught.value))

@@ -209,9 +209,10 @@ def test_zero_grad_after_every_micro_batch_drops_none(
     ranks.run(_zeroed, engine, stage, groups, whose, world=2)
 
 
+@pytest.mark.usefixtures("one_rank")
 def test_zero_grad_drops_a_step_that_is_not_begun_and_says_when_it_does_not(caplog: pytest.LogCaptureFixture) -> None:
-    engine = engine_of("reference", 0, 2, accumulation=2)[0]
-    rows = models.rows_of_all("mlp", 0, 0, 2)
+    engine = engine_of("fsdp2", 0, 1, accumulation=2)[0]
+    rows = batch(0)
     engine.backward(engine(rows))
     engine.zero_grad()
     assert all(parameter.grad is None for parameter in engine.parameters())
@@ -274,9 +275,10 @@ def test_parameters_that_are_unfrozen_later_are_named_once(
     assert not second
 
 
+@pytest.mark.usefixtures("one_rank")
 def test_parameters_that_the_optimizer_lacks_are_named(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.WARNING, "sdp"):
-        engine_of("reference", 0, 2, optimizer=lambda parameters: torch.optim.SGD(parameters[2:], lr=0.1))
+        engine_of("fsdp2", 0, 1, optimizer=lambda parameters: torch.optim.SGD(parameters[2:], lr=0.1))
     (line,) = [record.message for record in caplog.records if "these parameters" in record.message]
     assert line.startswith("stem.weight, stem.bias: these parameters require a gradient, and the optimizer does not")
 

@@ -16,6 +16,7 @@ from sdp.tests.support.cases import (
     assert_same_run,
     data_rank_of,
     engine_of,
+    evaluations,
     native,
     one_step,
     oracle,
@@ -404,7 +405,6 @@ def test_subnetworks_in_a_round_have_the_losses_of_the_oracle(ranks: RankPool) -
     case = Case(2, 2, 1, model="resnet-meta", sync='{"every": 3}')
     groups = oracle_of(case)
     groups.step([[models.micro_batch(case.model, 0, 0, rank) for rank in range(4)]], rate_of(case, 0))
-    held_out = [models.micro_batch(case.model, 99, 0, rank) for rank in range(4)]
-    expected = [sum(groups.evaluate(held_out[2 * group + rank], group) for rank in range(2)) / 2 for group in range(2)]
+    _, expected = evaluations(groups, [[models.micro_batch(case.model, 99, 0, rank)] for rank in range(4)])
     for losses in ranks.run(_subnetwork_losses, case, world=case.world):
         assert losses == pytest.approx(expected, rel=1e-5)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import itertools
 import json
 import logging
 import math
@@ -351,6 +352,20 @@ def run_oracle(case: Case, **arguments: Any) -> Result:
             result.gradients = done.gradients
     result.after = groups.state_dict()
     return result
+
+
+def mean_loss(groups: Oracle, batches: Sequence[Any], group: int | None = None) -> float:
+    """The loss of batches, weighed by what they count, of the full model or of a group's."""
+    counts = [float((of["labels"][:, 1:] != -100).sum()) if "input_ids" in of else 1.0 for of in batches]
+    losses = [groups.evaluate(batch, group) for batch in batches]
+    return sum(count * loss for count, loss in zip(counts, losses, strict=True)) / sum(counts)
+
+
+def evaluations(groups: Oracle, rows: Sequence[Sequence[Any]]) -> tuple[float, list[float]]:
+    """The losses of the full model and of each group's, of the batches of each data rank."""
+    of_group = [rows[first : first + groups.size] for first in range(0, len(rows), groups.size)]
+    full = mean_loss(groups, [*itertools.chain(*rows)])
+    return full, [mean_loss(groups, [*itertools.chain(*of)], group) for group, of in enumerate(of_group)]
 
 
 _oracle = functools.cache(run_oracle)

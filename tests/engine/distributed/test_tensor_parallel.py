@@ -5,7 +5,6 @@ and the model cut against whole ones.
 from __future__ import annotations
 
 import copy
-import logging
 from typing import Any
 
 import pytest
@@ -25,7 +24,7 @@ from sdp.engine.placement.layout import Layout
 from sdp.engine.placement.tensor_info import Shard
 from sdp.models.loss import linear_cross_entropy
 from sdp.tests.support import models
-from sdp.tests.support.cases import Case, data_rank_of, engine_of, full_gradients
+from sdp.tests.support.cases import Case, data_rank_of, engine_of, full_gradients, oracle_of
 from sdp.tests.support.ranks import RankPool
 from torch import nn
 
@@ -154,18 +153,13 @@ def test_logits_and_gradients_equal_hugging_face(ranks: RankPool, stage: int) ->
             )
 
 
-def _passes(case: Case, *, drop: bool) -> dict[str, torch.Tensor]:
+def _passes(case: Case, drop: bool) -> dict[str, torch.Tensor]:
     """Gradients after two backward passes before one step; with ``drop`` after those of a step that
     forgot an earlier one.
     """
     engine = engine_of(case)
-    everyone = engine.config.sdp.engine == "reference"
     for part in range(2):
-        if everyone:
-            batch = models.rows_of_all(case.model, 0, part, case.data_ranks)
-        else:
-            batch = models.micro_batch(case.model, 0, part, data_rank_of(case))
-        engine.backward(engine(batch))
+        engine.backward(engine(models.micro_batch(case.model, 0, part, data_rank_of(case))))
         if drop and part == 0:
             engine.zero_grad()
     return full_gradients(engine)
@@ -178,22 +172,16 @@ def test_backward_passes_before_a_step_add_up(ranks: RankPool, stage: int, drop:
     once.
     """
     case = Case(1, 2, stage, placement="full", model="even-llama-tied", tp=2)
-    engine = engine_of(case, "reference")
-    for part in range(2):
-        engine.backward(engine(models.rows_of_all(case.model, 0, part, 2)))
-        if drop and part == 0:
-            engine.zero_grad()
-    expected = full_gradients(engine)
-    for gradients in ranks.run(_run_passes, case, drop, world=4):
+    parts = [1] if drop else [0, 1]
+    batches = [[models.micro_batch(case.model, 0, part, rank) for rank in range(2)] for part in parts]
+    means = oracle_of(case).step(batches, 0.1).gradients
+    expected = {name: len(parts) * gradient for name, gradient in means.items()}
+    for gradients in ranks.run(_passes, case, drop, world=4):
         assert set(gradients) == set(expected)
         for name, gradient in gradients.items():
             torch.testing.assert_close(
                 gradient, expected[name], rtol=0, atol=RELATIVE * expected[name].abs().max().item()
             )
-
-
-def _run_passes(case: Case, drop: bool) -> dict[str, torch.Tensor]:
-    return _passes(case, drop=drop)
 
 
 def _frozen_norms() -> tuple[list[str], dict[str, int], dict[str, int]]:
@@ -215,13 +203,6 @@ def test_frozen_parameters_stay_frozen_and_unsent(ranks: RankPool) -> None:
         assert not [name for name in gradients if "norm" in name]
         assert counted == planned
         assert not [kind for kind in counted if kind.startswith("inside")]
-
-
-def test_the_reference_computes_with_whole_matrices_and_says_so(caplog: pytest.LogCaptureFixture) -> None:
-    with caplog.at_level(logging.INFO, "sdp"):
-        engine = engine_of(Case(2, 2, model="even-llama", tp=2), "reference")
-    assert engine.layout.mesh == Mesh(2, 2, 1)
-    assert "autotp_size 2: the reference computes with whole matrices" in caplog.text
 
 
 # -- where the parts lie ---------------------------------------------------------------------------

@@ -15,7 +15,7 @@ from sdp.engine.placement.buckets import Refresh
 from sdp.engine.placement.layout import Layout
 from sdp.engine.placement.placement import WAYS, Placement
 from sdp.tests.support import models
-from sdp.tests.support.cases import Case, engine_of, native, one_step
+from sdp.tests.support.cases import Case, native, one_step
 from sdp.tests.support.ranks import RankPool
 
 TABLE = [
@@ -254,11 +254,6 @@ def test_frozen_parameters_are_gathered_but_not_reduced(ranks: RankPool, stage: 
     for pairs in ranks.run(_frozen, stage, world=4):
         for counted, planned in pairs:
             assert counted == planned
-
-
-def test_reference_sends_nothing() -> None:
-    engine = engine_of(Case(2, 1), "reference")
-    assert engine.planned_traffic().by_kind() == {} == engine.traffic.by_kind()
 
 
 def test_shares_of_ring_algorithms() -> None:

@@ -16,7 +16,7 @@ from sdp.engine.errors import ConfigError, DataError
 from sdp.engine.full_model.evaluation import StreamedEvaluation
 from sdp.engine.full_model.lockstep import Lockstep
 from sdp.tests.support import models
-from sdp.tests.support.cases import Case, data_rank_of, engine_of, one_step, oracle
+from sdp.tests.support.cases import Case, data_rank_of, engine_of, one_step, oracle, oracle_of
 from sdp.tests.support.ranks import RankPool
 from torch import nn
 
@@ -88,35 +88,13 @@ def test_evaluate_is_the_loss_of_the_full_model(ranks: RankPool, case: Case) -> 
     state = results[0][2]
     expected = _expected(case, state, range(case.data_ranks))
     assert [result[0] for result in results] == pytest.approx([expected] * case.world, rel=1e-6)
-    holders = engine_of(case, "reference").layout.placement
+    holders = oracle_of(case).layout.placement
     for group in range(case.groups):
         held = {unit for unit in range(4) if holders.holds(group, unit) or case.masking == "backward"}
         own = _expected(case, state, range(group * case.fsdp, (group + 1) * case.fsdp), held)
         assert [result[1][group] for result in results] == pytest.approx([own] * case.world, rel=1e-6), f"group {group}"
     if case.placement != "full":
         assert abs(results[0][1][0] - expected) > 1e-4, "a subnetwork's loss is not the full model's"
-
-
-def _own_losses(case: Case) -> list[float]:
-    here = [_equal_rows(case, step, dist.get_rank()) for step in range(2)]
-    return engine_of(case).evaluate_subnetworks(here)
-
-
-def _equal_rows(case: Case, step: int, rank: int) -> Any:
-    return models.micro_batch(case.model, 700 + step, step, rank)
-
-
-@pytest.mark.parametrize("masking", ["forward", "backward"])
-def test_the_reference_gives_every_group_its_own_rows(ranks: RankPool, masking: Any) -> None:
-    case = Case(2, 2, 3, model="llama", masking=masking)
-    native = ranks.run(_own_losses, case, world=case.world)
-    batches = []
-    for step in range(2):
-        parts = [_equal_rows(case, step, rank) for rank in range(case.world)]
-        batches.append({key: torch.cat([part[key] for part in parts]) for key in parts[0]})
-    expected = engine_of(case, "reference").evaluate_subnetworks(batches)
-    assert abs(expected[0] - expected[1]) > 1e-3
-    assert native == [pytest.approx(expected, rel=1e-6)] * case.world
 
 
 def test_bf16_evaluation(ranks: RankPool) -> None:
@@ -200,17 +178,19 @@ def expected_mean(counts: list[int], weights: list[float]) -> float:
 TAGGER = {"train_micro_batch_size_per_gpu": 4, "optimizer": {"type": "SGD", "params": {"lr": 0.1}}}
 
 
+@pytest.mark.usefixtures("one_rank")
 @pytest.mark.parametrize("counts", [(8, 8), (8, 2), (8, 1), (0, 8)])
 def test_batches_weigh_as_many_labels_as_the_loss_counts(counts: tuple[int, int]) -> None:
-    engine = sdp.initialize(model=make_tagger(), config=TAGGER | {"sdp": {"groups": 1, "engine": "reference"}})[0]
+    engine = sdp.initialize(model=make_tagger(), config=TAGGER)[0]
     batches = [labelled(count, seed) for seed, count in enumerate(counts)]
     assert engine.evaluate(batches) == pytest.approx(expected_mean(list(counts), list(counts)), rel=1e-6)
     assert engine.evaluate(batches, [1, 3]) == pytest.approx(expected_mean(list(counts), [1, 3]), rel=1e-6, nan_ok=True)
     assert engine.evaluate(batches, iter([0, 2.5])) == pytest.approx(expected_mean(list(counts), [0, 1]), rel=1e-6)
 
 
+@pytest.mark.usefixtures("one_rank")
 def test_weights_that_cannot_be_honoured_are_one_line() -> None:
-    engine = sdp.initialize(model=make_tagger(), config=TAGGER | {"sdp": {"groups": 1, "engine": "reference"}})[0]
+    engine = sdp.initialize(model=make_tagger(), config=TAGGER)[0]
     with pytest.raises(ConfigError, match=r"^evaluate: 2 weights for 1 batches; give one for each batch$"):
         engine.evaluate([labelled(8, 0)], [1, 2])
     for weight in (-1.0, float("nan"), float("inf")):
@@ -387,10 +367,6 @@ def _all_ignored() -> float:
 def test_a_batch_without_targets_weighs_nothing(ranks: RankPool) -> None:
     """Its mean loss is 0/0."""
     assert ranks.run(_all_ignored, world=2) == pytest.approx([0.0, 0.0], abs=1e-6)
-    engine = engine_of(Case(2, 1, model="llama"), "reference")
-    batch = models.micro_batch("llama", 0, 0, 0)
-    nothing = {**batch, "labels": torch.full_like(batch["labels"], -100)}
-    assert engine.evaluate([nothing, batch]) == pytest.approx(engine.evaluate([batch]))
 
 
 def _failing(case: Case) -> list[str]:

@@ -118,10 +118,10 @@ def test_persistent_buffers_come_from_a_holder(ranks: RankPool) -> None:
 # -- what is trained, and by what ------------------------------------------------------------------
 
 
-def _with(kind: str, engine_name: str, stage: int) -> dict[str, Any]:
+def _with(kind: str, stage: int) -> dict[str, Any]:
     """Three steps with parameters, an optimizer or a schedule of the user's own."""
     case = Case(2, 2, stage, optimizer="sgd", steps=3)
-    config = case.config(engine_name)
+    config = case.config()
     model = models.mlp()
     del config["scheduler"]
     given: dict[str, Any] = {}
@@ -149,7 +149,7 @@ def _with(kind: str, engine_name: str, stage: int) -> dict[str, Any]:
     assert engine.lr_scheduler is scheduler
     norms, seen = [], set()
     for step in range(3):
-        one_step(engine, case, step, data_rank=None if engine_name == "reference" else dist.get_rank())
+        one_step(engine, case, step, data_rank=dist.get_rank())
         seen |= set(full_gradients(engine))
         engine.step()
         assert all(p.grad is None for p in engine.parameters_here.values())
@@ -194,8 +194,7 @@ def _by_hand(kind: str) -> tuple[dict[str, torch.Tensor], list[float]]:
 @pytest.mark.parametrize("kind", ["groups", "some", "instance", "callable"])
 def test_parameters_optimizers_and_schedules_of_the_user(ranks: RankPool, kind: str, stage: int) -> None:
     weights, norms = _by_hand(kind)
-    results = ranks.run(_with, kind, "fsdp2", stage, world=4)
-    results.append(_with(kind, "reference", stage))
+    results = ranks.run(_with, kind, stage, world=4)
     for result in results:
         assert result["norms"] == pytest.approx(norms, rel=1e-5), "the norm counts what is trained, once"
         if result["state"] is not None:
@@ -208,6 +207,7 @@ def test_parameters_optimizers_and_schedules_of_the_user(ranks: RankPool, kind: 
         )
 
 
+@pytest.mark.usefixtures("one_rank")
 @pytest.mark.parametrize("given", [None, "list", "groups"])
 def test_an_optimizer_function_gets_what_the_user_gave(given: str | None) -> None:
     """As deepspeed.initialize: a list of parameters, unless groups were given."""
@@ -219,9 +219,7 @@ def test_an_optimizer_function_gets_what_the_user_gave(given: str | None) -> Non
         seen.extend(parameters)
         return torch.optim.SGD(parameters, lr=0.1)
 
-    optimizer = sdp.initialize(
-        model=model, config=Case(2, 1).config("reference"), model_parameters=parameters, optimizer=make
-    )[1]
+    optimizer = sdp.initialize(model=model, config=Case(1, 1).config(), model_parameters=parameters, optimizer=make)[1]
     if given == "groups":
         assert [type(group) for group in seen] == [dict]
         assert optimizer.param_groups[0]["momentum"] == 0.2
@@ -230,8 +228,9 @@ def test_an_optimizer_function_gets_what_the_user_gave(given: str | None) -> Non
         assert len(seen) == (2 if given == "list" else len(list(model.parameters())))
 
 
+@pytest.mark.usefixtures("one_rank")
 def test_wrong_parameters_and_optimizers() -> None:
-    config = Case(2, 1).config("reference")
+    config = Case(1, 1).config()
     stranger = nn.Parameter(torch.zeros(3, 2))
     with pytest.raises(sdp.ConfigError, match=r"shape \(3, 2\) is given to the optimizer but is not in the model"):
         sdp.initialize(model=models.mlp(), config=config, model_parameters=[stranger])

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import logging
 from typing import Any
 
@@ -157,13 +156,14 @@ def test_a_model_that_cannot_be_copied_trains_and_says_so(ranks: RankPool) -> No
     ("neurons", "section"),
     [(0, {"branch_scale": "train"}), (2, {"branch_scale": "eval"})],
 )
-def test_engines_in_one_process_give_the_model_that_they_evaluate(neurons: int, section: dict[str, str]) -> None:
+def test_the_full_model_is_the_one_that_is_evaluated(ranks: RankPool, neurons: int, section: dict[str, str]) -> None:
+    ranks.run(_evaluated, Case(2, 1, model="even-llama", neurons=neurons, **section), world=2)
+
+
+def _evaluated(case: Case) -> None:
     """Even after a pass with the same rows, of which each group ran its part."""
-    case = Case(2, 1, model="even-llama", neurons=neurons)
-    config = case.config("reference")
-    config["sdp"] |= section
-    engine = sdp.initialize(model=models.build(case.model), config=config)[0]
-    ids = torch.randint(19, (4, 6), generator=torch.Generator().manual_seed(0))
+    engine = engine_of(case)
+    ids = torch.randint(19, (2, 6), generator=torch.Generator().manual_seed(0))
     batch = {"input_ids": ids, "labels": ids}
     engine.backward(engine(batch))
     engine.step()
@@ -171,13 +171,3 @@ def test_engines_in_one_process_give_the_model_that_they_evaluate(neurons: int, 
         loss = model(**batch).item()
     assert loss == pytest.approx(engine.evaluate([batch]), rel=1e-6)
     assert abs(loss - engine.evaluate_subnetworks([batch])[0]) > 1e-4 * loss
-
-
-def test_the_reference_is_the_full_model() -> None:
-    engine = engine_of(Case(2, 1), "reference")
-    before = copy.deepcopy(engine.module.state_dict())
-    with engine.full_model() as model:
-        assert model is engine.module
-        assert not model.training
-    assert engine.module.training
-    assert before.keys() == engine.module.state_dict().keys()

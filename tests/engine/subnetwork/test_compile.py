@@ -12,7 +12,6 @@ import pytest
 import sdp
 import torch
 import torch.distributed as dist
-from sdp.engine.errors import ConfigError
 from sdp.tests.support import models
 from sdp.tests.support.cases import Case, full_gradients, one_step
 from sdp.tests.support.ranks import RankPool
@@ -127,11 +126,6 @@ def test_a_block_that_differs_has_a_graph_of_its_own(ranks: RankPool) -> None:
     for plain, fast in zip(eager, compiled, strict=True):
         assert fast["graphs"] == 2
         assert fast["losses"] == pytest.approx(plain["losses"], rel=RELATIVE)
-
-
-def test_the_reference_is_not_compiled() -> None:
-    with pytest.raises(ConfigError, match=r'training\.compile: true is not available with sdp\.engine "reference"'):
-        sdp.initialize(model=models.build("mlp"), config=Case().config("reference", training={"compile": True}))
 
 
 def test_without_a_compiler_it_is_one_line(tmp_path: Path) -> None:

@@ -45,10 +45,11 @@ def test_same_model_under_every_layout(ranks: RankPool, case: Case, model: str) 
         assert torch.equal(state[name], value), name
 
 
+@pytest.mark.usefixtures("one_rank")
 def test_seed_and_rules() -> None:
     case = Case(2, 1, model="llama-tied-meta")
     first = oracle(case).before
-    other = engine_of(case, "reference", training={"seed": 1}).full_state_dict()
+    other = engine_of(Case(1, 1, placement="full", model=case.model), training={"seed": 1}).full_state_dict()
     assert first is not None
     embedding = "model.embed_tokens.weight"
     assert not torch.equal(first[embedding], other[embedding])
@@ -98,11 +99,12 @@ def test_values_of_neighbouring_blocks_differ() -> None:
     assert seed_of(0, "a", 1) != seed_of(0, "a", 11)
 
 
+@pytest.mark.usefixtures("one_rank")
 def test_global_random_state_is_left_alone() -> None:
     torch.manual_seed(5)
     before = torch.get_rng_state()
-    engine_of(Case(2, 1, model="mlp-meta"), "reference")
-    engine_of(Case(2, 1, model="llama-meta"), "reference")
+    engine_of(Case(1, 1, model="mlp-meta"))
+    engine_of(Case(1, 1, model="llama-meta"))
     assert torch.equal(torch.get_rng_state(), before)
 
 
@@ -131,13 +133,14 @@ def _hugging_face(kind: str) -> nn.Module:
     return hf.Qwen2ForCausalLM(hf.Qwen2Config(vocab_size=200, num_key_value_heads=1, tie_word_embeddings=True, **small))
 
 
+@pytest.mark.usefixtures("one_rank")
 @pytest.mark.parametrize("kind", ["gpt2", "vit", "llama", "qwen2"])
 def test_hugging_face_models_are_initialised_as_they_do_it(kind: str) -> None:
     torch.manual_seed(0)
     theirs = _hugging_face(kind)
     with torch.device("meta"):
         model = _hugging_face(kind)
-    config = {"sdp": {"engine": "reference"}, "train_micro_batch_size_per_gpu": 1}
+    config = {"train_micro_batch_size_per_gpu": 1}
     state = sdp.initialize(model=model, config=config)[0].module.state_dict()
     expected = dict(theirs.state_dict()) | dict(theirs.named_buffers())
     state |= dict(model.named_buffers())
@@ -176,8 +179,9 @@ class Copies(nn.Sequential):
             self[0].weight.copy_(self[1].weight)  # type: ignore[operator,arg-type]
 
 
+@pytest.mark.usefixtures("one_rank")
 def test_models_that_cannot_be_initialised() -> None:
-    config = {"sdp": {"engine": "reference"}, "train_micro_batch_size_per_gpu": 1}
+    config = {"train_micro_batch_size_per_gpu": 1}
     with torch.device("meta"):
         lawless = nn.Sequential(Lawless(), Lawless())
     with pytest.raises(
@@ -199,11 +203,12 @@ def test_models_that_cannot_be_initialised() -> None:
         sdp.initialize(model=models.mlp().double(), config=config)
 
 
+@pytest.mark.usefixtures("one_rank")
 @pytest.mark.parametrize("device", ["cpu", "meta"])
 def test_a_model_in_half_precision_gets_master_weights_in_float32(
     caplog: pytest.LogCaptureFixture, device: str
 ) -> None:
-    config = {"train_micro_batch_size_per_gpu": 2, "sdp": {"engine": "reference", "groups": 2, "capacity": 0.5}}
+    config = {"train_micro_batch_size_per_gpu": 2}
     low = models.mlp(device=device).bfloat16()
     before = {name: value.float() for name, value in low.state_dict().items()}
     optimizer = torch.optim.SGD(low.parameters(), lr=0.1)
@@ -214,7 +219,7 @@ def test_a_model_in_half_precision_gets_master_weights_in_float32(
     for name, value in state.items():
         assert value.dtype == torch.float32
         assert device == "meta" or torch.equal(value, before[name])
-    engine.backward(engine(torch.ones(4, 5), torch.ones(4, 3)))
+    engine.backward(engine(torch.ones(2, 5), torch.ones(2, 3)))
     engine.step()
     after = engine.full_state_dict()
     assert after is not None

@@ -1,5 +1,5 @@
-"""Groups of hidden neurons as units: the reference against plain narrower models, cut by hand and
-trained one after the other.
+"""Groups of hidden neurons as units: the oracle and FSDP2 against plain narrower models, cut by
+hand and trained one after the other.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from sdp.engine.placement.units import find_neuron_units, find_units
 from sdp.engine.subnetwork.neurons import SlicedBatchNorm
 from sdp.engine.subnetwork.slices import Slices
 from sdp.tests.support import models
-from sdp.tests.support.cases import Case, full_gradients
+from sdp.tests.support.cases import Case, full_gradients, oracle_for, rate_of
 from sdp.tests.support.ranks import RankPool
 from torch import nn
 
@@ -41,7 +41,7 @@ def llama(**fields: Any) -> nn.Module:
 
 
 def config(case: Case = Case(GROUPS), **section: Any) -> dict[str, Any]:  # noqa: B008 - frozen
-    """Of the reference, with neuron units placed by hand."""
+    """With neuron units placed by hand."""
     names = [unit.name for unit in find_neuron_units(llama(), 3)]
     placement = dict(zip(names, HOLDERS, strict=True))
     neuron = {
@@ -49,9 +49,8 @@ def config(case: Case = Case(GROUPS), **section: Any) -> dict[str, Any]:  # noqa
         "neuron_groups": 3,
         "placement": placement,
         "groups": GROUPS,
-        "engine": "reference",
     }
-    return case.config("reference") | {"sdp": neuron | section}
+    return case.config() | {"sdp": neuron | section}
 
 
 def indices(name: str, group: int) -> tuple[int, torch.Tensor] | None:
@@ -120,35 +119,33 @@ def by_hand(full: nn.Module, batches: Mapping[int, list[Any]]) -> tuple[dict[str
 
 @pytest.mark.parametrize("masking", ["forward", "backward"])
 @pytest.mark.parametrize("case", [Case(GROUPS), Case(GROUPS, 2, accumulation=3)], ids=str)
-def test_the_reference_trains_as_by_hand(case: Case, masking: str) -> None:
+def test_the_oracle_trains_as_by_hand(case: Case, masking: str) -> None:
     """Plain narrower models; under backward masking the dense one, of whose gradient a worker has
     its slices.
     """
     full = llama()
-    engine, *_ = sdp.initialize(model=llama(), config=config(case, masking=masking))
+    oracle = oracle_for(llama(), config(case, masking=masking), case.data_ranks)
     for step in range(3):
         batches = {
             worker: [models.micro_batch("llama", step, micro, worker) for micro in range(case.accumulation)]
             for worker in range(case.data_ranks)
         }
         gradients, losses = (by_hand if masking == "forward" else dense_gradients)(full, batches)
-        for micro in range(case.accumulation):
-            engine.backward(engine(models.rows_of_all("llama", step, micro, case.data_ranks)))
-            if micro + 1 < case.accumulation:
-                engine.step()
-        for name, parameter in engine.parameters_here.items():
+        rate = rate_of(case, step)
+        done = oracle.step([list(micros) for micros in zip(*batches.values(), strict=True)], rate)
+        for name, gradient in done.gradients.items():
+            piece = oracle.pieces[name]
+            whole = gradients[piece.canonical]
             torch.testing.assert_close(
-                parameter.grad.cpu(), gradients[name], rtol=0, atol=RELATIVE * gradients[name].abs().max().item()
+                gradient, piece.of(whole), rtol=0, atol=RELATIVE * whole.abs().max().item(), msg=name
             )
-        rate = engine.get_lr()[0]
-        engine.step()
-        assert engine.get_loss() == pytest.approx(sum(losses) / len(losses), rel=1e-6)
+        assert done.loss == pytest.approx(sum(losses) / len(losses), rel=1e-6)
         norm = torch.stack([gradient.square().sum() for gradient in gradients.values()]).sum().sqrt().item()
-        assert engine.get_global_grad_norm() == pytest.approx(norm, rel=1e-5)
+        assert done.norm == pytest.approx(norm, rel=1e-5)
         with torch.no_grad():
             for name, parameter in full.named_parameters():
                 parameter -= rate * gradients[name]
-    state = engine.full_state_dict()
+    state = oracle.state_dict()
     assert list(state) == list(full.state_dict())
     for name, weight in full.state_dict().items():
         torch.testing.assert_close(state[name], weight, rtol=0, atol=1e-5 * weight.abs().max().item())
@@ -163,7 +160,7 @@ def _native_gradients(case: Case, section: dict[str, Any]) -> dict[str, torch.Te
 @pytest.mark.parametrize("case", [Case(GROUPS), Case(GROUPS, 2, stage=3)], ids=str)
 def test_native_gradients_are_the_dense_models(ranks: RankPool, case: Case) -> None:
     """Under backward masking, and none are of what a group does not hold: an unbiased estimate."""
-    section = config(case, masking="backward", engine="fsdp2")["sdp"]
+    section = config(case, masking="backward")["sdp"]
     batches = {worker: [models.micro_batch("llama", 0, 0, worker)] for worker in range(case.world)}
     exact, _ = dense_gradients(llama().double(), batches)
     expected = {name: gradient.float() for name, gradient in exact.items()}
@@ -189,21 +186,13 @@ def test_native_gradients_are_the_dense_models(ranks: RankPool, case: Case) -> N
 
 
 def test_losses_of_the_full_model_and_of_the_subnetworks() -> None:
-    engine, *_ = sdp.initialize(model=llama(), config=config())
+    oracle = oracle_for(llama(), config(), GROUPS)
     batch = models.rows_of_all("llama", 0, 0, GROUPS)
-    assert engine.evaluate([batch]) == pytest.approx(llama()(**batch).item(), rel=1e-6)
-    own = [narrow(llama(), group)(**models.micro_batch("llama", 0, 0, group)).item() for group in range(GROUPS)]
-    assert engine.evaluate_subnetworks([batch]) == pytest.approx(own, rel=1e-6)
+    assert oracle.evaluate(batch) == pytest.approx(llama()(**batch).item(), rel=1e-6)
+    rows = [models.micro_batch("llama", 0, 0, group) for group in range(GROUPS)]
+    own = [narrow(llama(), group)(**rows[group]).item() for group in range(GROUPS)]
+    assert [oracle.evaluate(rows[group], group) for group in range(GROUPS)] == pytest.approx(own, rel=1e-6)
     assert own[0] != pytest.approx(llama()(**models.micro_batch("llama", 0, 0, 0)).item(), rel=1e-3)
-
-
-def test_bf16_is_the_narrow_model_in_bf16() -> None:
-    engine, *_ = sdp.initialize(model=llama(), config=config() | {"bf16": {"enabled": True}})
-    batch = models.rows_of_all("llama", 0, 0, GROUPS)
-    losses = [
-        narrow(llama(), group).bfloat16()(**models.micro_batch("llama", 0, 0, group)).item() for group in range(GROUPS)
-    ]
-    assert engine(batch).item() == pytest.approx(sum(losses) / GROUPS, rel=2e-3)
 
 
 def test_units_are_cut_as_the_branch_allows() -> None:
@@ -254,11 +243,6 @@ def test_patterns_beside_neurons_are_refused() -> None:
         load_config(config(units=["model.layers.*"]))
 
 
-def test_recomputation_in_the_reference_is_refused_beside_neurons() -> None:
-    with pytest.raises(ConfigError, match=r'activation_checkpointing.mode: "full" is not available'):
-        load_config(config(engine="reference") | {"activation_checkpointing": {"mode": "full"}})
-
-
 def test_groups_of_neurons_that_tensor_parallel_ranks_cannot_share_are_named() -> None:
     case, model = Case(2, neurons=4, model="wide-llama-meta", placement="cyclic", tp=2), models.build("wide-llama-meta")
     message = (
@@ -284,16 +268,20 @@ class NoBlocks(nn.Module):
         return [Branch("mlp", models.HIDDEN, (("mlp.up.weight", 0), ("mlp.down.weight", 1)))]
 
 
+def layout_of(model: nn.Module, **section: Any) -> Layout:
+    return Layout.of(model, load_config(config(**section)), Mesh(GROUPS))
+
+
 def test_a_branch_outside_of_the_blocks() -> None:
     with pytest.raises(ModelError, match=r"mlp.neurons.0: lies in none of the blocks"):
-        sdp.initialize(model=NoBlocks(), config=config(placement="cyclic", capacity=0.5))
+        layout_of(NoBlocks(), placement="cyclic", capacity=0.5)
 
 
 def test_a_model_without_stated_branches_and_a_wrong_name() -> None:
     with pytest.raises(ModelError, match='"neuron" needs a model that states its residual branches'):
-        sdp.initialize(model=models.mlp(), config=config(placement="cyclic", capacity=0.5))
+        layout_of(models.mlp(), placement="cyclic", capacity=0.5)
     with pytest.raises(PlacementError, match="is not a module of the model, did you mean"):
-        sdp.initialize(model=llama(), config=config(placement={"layers.0.mlp.neuron.1": [0]}))
+        layout_of(llama(), placement={"layers.0.mlp.neuron.1": [0]})
 
 
 @pytest.mark.parametrize("training", [True, False])

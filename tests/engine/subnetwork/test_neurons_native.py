@@ -18,7 +18,7 @@ from sdp.engine.placement.units import find_neuron_units
 from sdp.engine.subnetwork.neurons import SlicedConv2d, SlicedLinear, slice_layers
 from sdp.engine.subnetwork.slices import Slices
 from sdp.tests.support import models
-from sdp.tests.support.cases import Case, data_rank_of, engine_of, one_step, whole
+from sdp.tests.support.cases import Case, data_rank_of, engine_of, evaluations, one_step, oracle_of, whole
 from sdp.tests.support.ranks import RankPool
 from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
@@ -130,9 +130,6 @@ def test_a_dense_run_goes_on_in_neurons(ranks: RankPool, tmp_path: Path) -> None
     dense = Case(1, 2, stage=3, model=SOURCE.model, optimizer="adamw", placement="full")
     weights, moments, _ = ranks.run(_train_and_save, dense, str(tmp_path), False, world=2)[0]
     check(ranks.run(_load, SOURCE, str(tmp_path), world=4), weights, moments, SOURCE)
-    reference = engine_of(SOURCE, "reference")
-    reference.load_checkpoint(tmp_path)
-    assert all(torch.equal(weight, weights[name]) for name, weight in reference.full_state_dict().items())
 
 
 def _evaluate(case: Case) -> tuple[float, list[float], float, Any]:
@@ -158,16 +155,14 @@ def _evaluate(case: Case) -> tuple[float, list[float], float, Any]:
 )
 def test_evaluation_streams_slices(ranks: RankPool, case: Case) -> None:
     answers = ranks.run(_evaluate, case, world=case.world)
-    reference = engine_of(case, "reference")
-    rows = [models.rows_of_all(case.model, 9, index, case.data_ranks) for index in range(10)]
-    relative = 2e-3 if case.bf16 else 1e-6
-    loss, own = reference.evaluate(rows), reference.evaluate_subnetworks(rows)
-    one_step(reference, case, 0, data_rank=None)
-    reference.step()
+    oracle, ranks_here, relative = oracle_of(case), range(case.data_ranks), 2e-3 if case.bf16 else 1e-6
+    rows = [[models.micro_batch(case.model, 9, index, rank) for index in range(10)] for rank in ranks_here]
+    loss, own = evaluations(oracle, rows)
+    step = oracle.step([[models.micro_batch(case.model, 0, 0, rank) for rank in ranks_here]], 0.1)
     for found, found_own, trained, _ in answers:
         assert found == pytest.approx(loss, rel=relative)
         assert found_own == pytest.approx(own, rel=relative)
-        assert trained == pytest.approx(reference.get_loss(), rel=relative)  # no guest stayed
+        assert trained == pytest.approx(step.loss, rel=relative)  # no guest stayed
     assert case.bf16 or own[0] != pytest.approx(loss, rel=1e-5)
 
 

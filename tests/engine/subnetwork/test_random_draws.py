@@ -27,7 +27,7 @@ def config_of(option: str, seed: int = 0, **section: Any) -> dict[str, Any]:
         "train_micro_batch_size_per_gpu": 2,
         "optimizer": {"type": "SGD", "params": {"lr": 0.1}},
         "model": MODEL | {option: 0.5},
-        "sdp": {"engine": "reference"} | section,
+        "sdp": section,
         "training": {"seed": seed},
     }
 
@@ -43,7 +43,7 @@ def _losses(option: str, masking: str) -> tuple[float, float, float]:
     The first plain model is dense. The second one has the blocks that this group holds.
     """
     placement = {f"model.layers.{block}": [0] if block % 2 else [0, 1] for block in range(4)}
-    config = config_of(option, groups=2, placement=placement, masking=masking, engine="fsdp2")
+    config = config_of(option, groups=2, placement=placement, masking=masking)
     torch.manual_seed(1)
     engine = sdp.initialize(model=build_model(MODEL | {option: 0.5}, 31), config=config)[0]
     losses = []
@@ -78,16 +78,17 @@ def test_a_group_draws_what_a_plain_model_of_its_blocks_draws(ranks: RankPool, o
 
 
 def test_tensor_parallel_ranks_are_refused() -> None:
-    config = load_config(config_of("residual_dropout", engine="fsdp2"))
+    config = load_config(config_of("residual_dropout"))
     with pytest.raises(ConfigError, match="tensor-parallel ranks would draw different numbers"):
         Layout.of(build_model(config.model, 32), config, Mesh(1, 1, 2))
 
 
+@pytest.mark.usefixtures("one_rank")
 @pytest.mark.parametrize("option", OPTIONS)
 def test_draws_follow_the_seed_of_the_run(option: str) -> None:
     def losses(seed: int, before: int) -> list[float]:
         torch.manual_seed(before)
-        config = config_of(option, seed, engine="reference")
+        config = config_of(option, seed)
         trained = sdp.initialize(model=build_model(config["model"], 31), config=config)[0]
         found = []
         for _ in range(3):

@@ -116,10 +116,11 @@ def test_tensor_parallel_ranks_start_from_their_parts(
     assert [answer[1] for answer in answers] == pytest.approx([their_loss(folder, 2 * fsdp)] * 4 * fsdp, rel=1e-5)
 
 
+@pytest.mark.usefixtures("one_rank")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64])
-def test_any_float_becomes_a_float32_master_in_the_reference(tmp_path: Path, dtype: torch.dtype) -> None:
+def test_any_float_becomes_a_float32_master(tmp_path: Path, dtype: torch.dtype) -> None:
     folder = make(tmp_path / "model", dtype=dtype)
-    engine = engine_of(DENSE, "reference", training={"init_from": str(folder)})
+    engine = engine_of(DENSE, training={"init_from": str(folder)})
     saved = load_file(folder / "model.safetensors")
     state = engine.full_state_dict()
     assert state.keys() == saved.keys()
@@ -143,13 +144,14 @@ ACCEPTED = {
 }
 
 
+@pytest.mark.usefixtures("one_rank")
 @pytest.mark.parametrize("layout", ACCEPTED)
 def test_layouts_of_keys(tmp_path: Path, layout: str) -> None:
     folder = make(tmp_path / "model", tied=True)
     expected = load_file(folder / "model.safetensors")
     rewrite(folder, ACCEPTED[layout])
     state = engine_of(
-        Case(1, 1, placement="full", model="llama-tied-meta"), "reference", training={"init_from": str(folder)}
+        Case(1, 1, placement="full", model="llama-tied-meta"), training={"init_from": str(folder)}
     ).full_state_dict()
     assert all(torch.equal(state[name], expected[name]) for name in expected)
 
@@ -167,13 +169,14 @@ REFUSED = {
 }  # fmt: skip
 
 
+@pytest.mark.usefixtures("one_rank")
 @pytest.mark.parametrize("how", REFUSED)
 def test_files_of_another_model_are_refused(tmp_path: Path, how: str) -> None:
     change, message = REFUSED[how]
     folder = make(tmp_path / "model")
     rewrite(folder, change)
     with pytest.raises(ModelError) as error:
-        engine_of(DENSE, "reference", training={"init_from": str(folder)})
+        engine_of(DENSE, training={"init_from": str(folder)})
     assert message in str(error.value)
     assert "\n" not in str(error.value)
 
@@ -199,6 +202,7 @@ def damage(folder: Path, how: str) -> None:
         os.mkfifo(folder / "pipe.safetensors")
 
 
+@pytest.mark.usefixtures("one_rank")
 @pytest.mark.parametrize(
     ("how", "message"),
     [
@@ -215,15 +219,15 @@ def test_damaged_files_are_one_line(tmp_path: Path, how: str, message: str) -> N
     folder = make(tmp_path / "model")
     damage(folder, how)
     with pytest.raises(ModelError, match=message) as error:
-        engine_of(DENSE, "reference", training={"init_from": str(folder)})
+        engine_of(DENSE, training={"init_from": str(folder)})
     assert "\n" not in str(error.value)
 
 
+@pytest.mark.usefixtures("one_rank")
 def test_a_model_with_weights_has_its_start_already(tmp_path: Path) -> None:
     with pytest.raises(ModelError, match="has weights already"):
         engine_of(
             Case(1, 1, placement="full", model="llama"),
-            "reference",
             training={"init_from": str(make(tmp_path / "model"))},
         )
 

@@ -1,4 +1,4 @@
-"""The DeepSpeed backend equals the reference."""
+"""The DeepSpeed backend equals the oracle."""
 
 from __future__ import annotations
 
@@ -16,8 +16,11 @@ from sdp.tests.support.cases import (
     assert_bytes_as_planned,
     assert_same_run,
     engine_of,
+    evaluations,
     one_step,
     oracle,
+    oracle_of,
+    rate_of,
     train,
 )
 from sdp.tests.support.deepspeed_runs import offload_settings, run_under_deepspeed
@@ -94,22 +97,18 @@ MORE_OFFLOADED = [
 @pytest.mark.parametrize(
     "case", [OFFLOADED, *(pytest.param(case, marks=pytest.mark.full_table) for case in MORE_OFFLOADED)], ids=str
 )
-def test_offloaded_optimizers_equal_the_reference(ranks: RankPool, case: Case) -> None:
+def test_offloaded_optimizers_equal_the_oracle(ranks: RankPool, case: Case) -> None:
     assert_same_run(ranks.run(_offloaded, case, world=case.world), oracle(case), case)
 
 
-def _evaluations(case: Case, name: str) -> tuple[float, list[float], float]:
+def _evaluations(case: Case) -> tuple[float, list[float], float]:
     """The full model's loss and the subnetworks' after a step, and the loss of the step after:
     training goes on.
     """
-    engine = engine_of(case, name)
-    rank = None if name == "reference" else dist.get_rank()
+    engine, rank = engine_of(case, "deepspeed"), dist.get_rank()
     one_step(engine, case, 0, data_rank=rank)
     engine.step()
-    if rank is None:
-        batches = [models.rows_of_all(case.model, 7, micro, case.data_ranks) for micro in range(2)]
-    else:
-        batches = [models.micro_batch(case.model, 7, micro, rank) for micro in range(2)]
+    batches = [models.micro_batch(case.model, 7, micro, rank) for micro in range(2)]
     results = engine.evaluate(batches), engine.evaluate_subnetworks(batches)
     one_step(engine, case, 1, data_rank=rank)
     engine.step()
@@ -128,15 +127,20 @@ def _evaluations(case: Case, name: str) -> tuple[float, list[float], float]:
     ids=str,
 )
 def test_the_full_model_is_evaluated(ranks: RankPool, case: Case) -> None:
-    expected = _evaluations(case, "reference")
-    for full, subnetworks, norm in ranks.run(_evaluations, case, "deepspeed", world=case.world):
-        assert full == pytest.approx(expected[0], rel=1e-5)
-        assert subnetworks == pytest.approx(expected[1], rel=1e-5)
-        assert norm == pytest.approx(expected[2], rel=1e-5)
+    oracle, ranks_of_data = oracle_of(case), range(case.data_ranks)
+    steps = [[models.micro_batch(case.model, step, 0, rank) for rank in ranks_of_data] for step in range(2)]
+    oracle.step([steps[0]], rate_of(case, 0))
+    rows = [[models.micro_batch(case.model, 7, micro, rank) for micro in range(2)] for rank in ranks_of_data]
+    loss, own = evaluations(oracle, rows)
+    expected = oracle.step([steps[1]], rate_of(case, 1)).norm
+    for full, subnetworks, norm in ranks.run(_evaluations, case, world=case.world):
+        assert full == pytest.approx(loss, rel=1e-5)
+        assert subnetworks == pytest.approx(own, rel=1e-5)
+        assert norm == pytest.approx(expected, rel=1e-5)
 
 
 @pytest.mark.parametrize("stage", [0, 1, pytest.param(3, marks=pytest.mark.full_table)])
-def test_bf16_is_near_the_reference(ranks: RankPool, stage: int) -> None:
+def test_bf16_is_near_the_oracle(ranks: RankPool, stage: int) -> None:
     case = Case(2, 2, stage=stage, optimizer="adamw", bf16=True, model="llama-tied-meta")
     theirs = oracle(case)
     assert theirs.after is not None and theirs.before is not None

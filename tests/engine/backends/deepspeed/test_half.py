@@ -16,7 +16,18 @@ import torch
 import torch.distributed as dist
 from sdp.engine.errors import HolderMismatchError, NonFiniteError
 from sdp.tests.support import models
-from sdp.tests.support.cases import Case, assert_bytes_as_planned, engine_of, one_step, oracle, train, zero_of
+from sdp.tests.support.cases import (
+    Case,
+    assert_bytes_as_planned,
+    engine_of,
+    mean_loss,
+    one_step,
+    oracle,
+    oracle_of,
+    rate_of,
+    train,
+    zero_of,
+)
 from sdp.tests.support.deepspeed_runs import FP16, float16_here
 from sdp.tests.support.ranks import RankPool
 
@@ -45,35 +56,34 @@ def _sections(case: Case, offload: bool) -> dict[str, Any]:
     return zero if case.bf16 else {"fp16": FP16, **zero}
 
 
-def _steps(engine: Any, case: Case, steps: range, life: Life, rank: int | None) -> Life:
+def _steps(engine: Any, case: Case, steps: range, life: Life, rank: int) -> Life:
     for step in steps:
         engine.traffic.reset()
-        if rank is None:
-            batch, factor = models.rows_of_all(case.model, step, 0, case.data_ranks), float("nan")
-        else:
-            # Finite, and more than float16 holds once it is scaled; bfloat16 holds it.
-            batch, factor = models.micro_batch(case.model, step, 0, rank), float("nan") if case.bf16 else 1e9
-            factor = factor if rank == case.world - 1 else 1.0
+        # Finite, and more than float16 holds once it is scaled; bfloat16 holds it.
+        batch, factor = models.micro_batch(case.model, step, 0, rank), float("nan") if case.bf16 else 1e9
+        factor = factor if rank == case.world - 1 else 1.0
         engine.backward(engine(batch) * (factor if step == BAD else 1.0))
         engine.step()
-        assert rank is None or step == BAD or engine.traffic.by_kind() == engine.planned_traffic().by_kind()
+        assert step == BAD or engine.traffic.by_kind() == engine.planned_traffic().by_kind()
         life.states.append(engine.full_state_dict())
         life.norms.append(engine.get_global_grad_norm())
         life.scales.append(engine.get_loss_scale())
         life.skipped.append(engine.skipped_steps)
-    last = (
-        models.rows_of_all(case.model, 9, 0, case.data_ranks)
-        if rank is None
-        else models.micro_batch(case.model, 9, 0, rank)
-    )
-    life.loss = engine.evaluate([last])
+    life.loss = engine.evaluate([models.micro_batch(case.model, 9, 0, rank)])
     return life
 
 
-def _in_float32(case: Case) -> Life:
-    """The reference, which skips the same step."""
-    engine = engine_of(case, "reference")
-    return _steps(engine, case, range(STEPS), Life([engine.full_state_dict()]), None)
+def _life_of_the_oracle(case: Case) -> Life:
+    """It skips the same step, and the schedule waits."""
+    oracle, done = oracle_of(case), 0
+    life = Life([oracle.state_dict()])
+    for step in range(STEPS):
+        batches = [models.micro_batch(case.model, step, 0, rank) for rank in range(case.data_ranks)]
+        life.norms.append(oracle.step([batches], rate_of(case, done), skip=step == BAD).norm)
+        life.states.append(oracle.state_dict())
+        done += step != BAD
+    life.loss = mean_loss(oracle, [models.micro_batch(case.model, 9, 0, rank) for rank in range(case.data_ranks)])
+    return life
 
 
 def _two_lives(case: Case, offload: bool, folder: str) -> tuple[Life, Life]:
@@ -140,11 +150,11 @@ MORE = [
 def test_all_groups_skip_an_overflow_and_go_on_alike(
     ranks: RankPool, tmp_path: Path, case: Case, offload: bool
 ) -> None:
-    """Near the reference before, then and after, also in the step after which a scale is raised; a
+    """Near the oracle before, then and after, also in the step after which a scale is raised; a
     resumed run is the same, bit for bit.
     """
     everyone = ranks.run(_two_lives, case, offload, str(tmp_path), world=case.world)
-    theirs = _in_float32(case)
+    theirs = _life_of_the_oracle(case)
     for life, again in everyone:
         assert life.skipped == [0, 1, 1, 1]
         assert life.scales == ([None] * 4 if case.bf16 else [1024, 512, 512, 1024])

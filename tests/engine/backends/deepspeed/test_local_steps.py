@@ -1,4 +1,4 @@
-"""Local steps under DeepSpeed equal those of the reference."""
+"""Local steps under DeepSpeed equal those of the oracle."""
 
 from __future__ import annotations
 
@@ -12,7 +12,17 @@ import torch
 import torch.distributed as dist
 from sdp.engine.errors import DataError
 from sdp.tests.support import models
-from sdp.tests.support.cases import Case, assert_same_run, engine_of, one_step, oracle, train
+from sdp.tests.support.cases import (
+    Case,
+    assert_same_run,
+    engine_of,
+    evaluations,
+    one_step,
+    oracle,
+    oracle_of,
+    rate_of,
+    train,
+)
 from sdp.tests.support.deepspeed_runs import run_under_deepspeed
 from sdp.tests.support.ranks import RankPool
 
@@ -116,21 +126,17 @@ def test_only_the_group_with_a_nan_skips_its_update(ranks: RankPool, stage: int,
     assert model is not None and all(bool(torch.isfinite(weight).all()) for weight in model.values())
 
 
-def _evaluated_in_a_round(case: Case, name: str) -> tuple[float, list[float], list[float]]:
+def _evaluated_in_a_round(case: Case) -> tuple[float, list[float], list[float]]:
     """Return losses of the full model and of the subnetworks after step 3, and the training losses
     of all steps.
     """
-    engine = engine_of(case, name)
-    rank = None if name == "reference" else dist.get_rank()
+    engine, rank = engine_of(case, "deepspeed"), dist.get_rank()
     losses, full, subnetworks = [], 0.0, []
     for step in range(5):
         losses.append(one_step(engine, case, step, data_rank=rank))
         engine.step()
         if step == 2:
-            if rank is None:
-                batches = [models.rows_of_all(case.model, 7, micro, case.data_ranks) for micro in range(2)]
-            else:
-                batches = [models.micro_batch(case.model, 7, micro, rank) for micro in range(2)]
+            batches = [models.micro_batch(case.model, 7, micro, rank) for micro in range(2)]
             full, subnetworks = engine.evaluate(batches), engine.evaluate_subnetworks(batches)
     return full, subnetworks, losses
 
@@ -142,8 +148,14 @@ def _evaluated_in_a_round(case: Case, name: str) -> tuple[float, list[float], li
     full_table(Case(2, 2, 0, model="llama-tied-meta", sync='{"every": 2}')),
 ], ids=str)  # fmt: skip
 def test_evaluation_in_a_round_uses_the_anchors_and_training_goes_on(ranks: RankPool, case: Case) -> None:
-    full, subnetworks, losses = _evaluated_in_a_round(case, "reference")
-    answers = ranks.run(_evaluated_in_a_round, case, "deepspeed", world=case.world)
+    oracle, losses, ranks_of_data = oracle_of(case), [], range(case.data_ranks)
+    for step in range(5):
+        batches = [models.micro_batch(case.model, step, 0, rank) for rank in ranks_of_data]
+        losses.append(oracle.step([batches], rate_of(case, step)).loss)
+        if step == 2:
+            rows = [[models.micro_batch(case.model, 7, micro, rank) for micro in range(2)] for rank in ranks_of_data]
+            full, subnetworks = evaluations(oracle, rows)
+    answers = ranks.run(_evaluated_in_a_round, case, world=case.world)
     for ours in answers:
         assert ours[0] == pytest.approx(full, rel=1e-5)
         assert ours[1] == pytest.approx(subnetworks, rel=1e-5)
@@ -156,7 +168,7 @@ def _facts(case: Case, name: str) -> list[tuple[float, float]]:
     engine = engine_of(case, name)
     facts = []
     for step in range(4):
-        one_step(engine, case, step, data_rank=None if name == "reference" else dist.get_rank())
+        one_step(engine, case, step, data_rank=dist.get_rank())
         engine.step()
         last = engine.local_training.last
         facts += [(last.drift, last.gradient_norm)] if last is not None else []
@@ -165,11 +177,11 @@ def _facts(case: Case, name: str) -> list[tuple[float, float]]:
 
 @pytest.mark.full_table
 @pytest.mark.parametrize("stage", [0, 2])
-def test_facts_of_outer_steps_equal_those_of_the_reference(ranks: RankPool, stage: int) -> None:
+def test_facts_of_outer_steps_equal_those_of_fsdp2(ranks: RankPool, stage: int) -> None:
     case = Case(2, 2, stage=stage, sync='{"every": 2, "fragments": 2}')
-    expected = torch.tensor(_facts(replace(case, stage=0), "reference"))
-    for facts in ranks.run(_facts, case, "deepspeed", world=3):
-        torch.testing.assert_close(torch.tensor(facts), expected, rtol=1e-5, atol=0)
+    expected = ranks.run(_facts, replace(case, stage=0), "fsdp2", world=4)
+    for facts in ranks.run(_facts, case, "deepspeed", world=4):
+        torch.testing.assert_close(torch.tensor(facts), torch.tensor(expected[0]), rtol=1e-5, atol=0)
 
 
 def _goes_on_after_an_error(case: Case, disturbed: bool) -> list[float]:
@@ -200,8 +212,8 @@ def _sent_and_planned(case: Case) -> tuple[list[dict[str, int]], list[dict[str, 
 def test_compressed_changes_have_the_planned_bytes(ranks: RankPool, stage: int, compression: str) -> None:
     sync = f'{{"every": 2, "compression": "{compression}"}}'
     case = Case(2, 2, stage=stage, steps=4, sync=sync, optimizer="adamw", model="llama-tied")
-    answers = ranks.run(_sent_and_planned, case, world=3)
+    answers = ranks.run(_sent_and_planned, case, world=4)
     for sent, planned, _ in answers:
         assert sent == planned
     exact = oracle(replace(case, stage=0, sync='{"every": 2}')).losses[-1]
-    assert sum(loss for *_, loss in answers) / 3 == pytest.approx(exact, rel=1e-2)
+    assert sum(loss for *_, loss in answers) / 4 == pytest.approx(exact, rel=1e-2)

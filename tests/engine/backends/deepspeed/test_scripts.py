@@ -147,11 +147,10 @@ def test_what_a_script_may_not_ask_for_is_one_line() -> None:
         sdp.initialize(args, torch.nn.Linear(1, 1), config={})
 
 
+@pytest.mark.usefixtures("one_rank")
 def test_options_of_deepspeed_that_are_not_honoured_are_one_line(tmp_path: Path) -> None:
     model = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Linear(2, 1))
-    engine = sdp.initialize(model=model, config={"train_micro_batch_size_per_gpu": 1, "sdp": {"engine": "reference"}})[
-        0
-    ]
+    engine = sdp.initialize(model=model, config={"train_micro_batch_size_per_gpu": 1})[0]
     for call in (
         lambda: engine.load_checkpoint(tmp_path, custom_load_fn=print),
         lambda: engine.backward(engine(torch.ones(1, 2)).sum(), retain_graph=True),
@@ -162,11 +161,12 @@ def test_options_of_deepspeed_that_are_not_honoured_are_one_line(tmp_path: Path)
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.usefixtures("one_rank")
 def test_options_without_effect_are_warned_of(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """Scripts that train adapters save and load without the frozen weights."""
     model = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Linear(2, 1))
     model[0].requires_grad_(False)
-    config = {"train_micro_batch_size_per_gpu": 1, "sdp": {"engine": "reference"}}
+    config = {"train_micro_batch_size_per_gpu": 1}
     engine = sdp.initialize(model=model, config=config)[0]
     engine.save_checkpoint(tmp_path, "t", exclude_frozen_parameters=True)
     path, _ = engine.load_checkpoint(tmp_path, load_module_strict=False)
