@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 
 from .config.deepspeed_keys import HINT_SECTIONS, IGNORED_BY_DEEPSPEED
-from .config.schema import Config, FP16Section, SDPSection
+from .config.schema import Config, SDPSection
 from .engine import SDPEngine
 from .placement.layout import Layout
 from .placement.policies import warnings_of
@@ -28,7 +28,6 @@ def announce(engine: SDPEngine, optimizer_note: str) -> None:
     if config.training.init_from is not None:
         log.info("weights: training starts from those in %s", config.training.init_from)
     log.info("%s", optimizer_note)
-    _warn_of_hysteresis(config)
     if config.autos:
         log.info('"auto" means the default of each key here: %s', ", ".join(config.autos))
     announce_hints(config)
@@ -50,6 +49,8 @@ def _announce_layout(engine: SDPEngine) -> None:
     config, mesh = engine.config, engine.layout.mesh
     kind = "virtual workers in one process" if engine.data_ranks_here > 1 else "processes"
     log.info("layout: %s %s, ZeRO stage %d", mesh, kind, config.zero_optimization.stage)
+    if config.replaces_deepspeed:
+        log.info('sdp.engine: "fsdp2" runs in place of "deepspeed", which has nothing to shard at stage 0')
     degree = config.tensor_parallel.autotp_size
     if degree != mesh.tp:
         log.info("tensor_parallel.autotp_size %d: the reference computes with whole matrices", degree)
@@ -117,15 +118,3 @@ def _announce_batch(engine: SDPEngine) -> None:
         engine.gradient_accumulation_steps(),
         engine.layout.mesh.data_ranks,
     )
-
-
-def _warn_of_hysteresis(config: Config) -> None:
-    if not config.fp16.enabled or config.zero_optimization.stage > 0 or config.sdp.engine != "deepspeed":
-        return
-    for key in ("hysteresis", "consecutive_hysteresis"):
-        if getattr(config.fp16, key) != FP16Section.model_fields[key].default:
-            log.warning(
-                "fp16.%s has no effect at zero_optimization.stage 0, where DeepSpeed halves the scale at every "
-                "overflow",
-                key,
-            )

@@ -14,12 +14,10 @@ from torch import nn
 from .accounting.clock import clock
 from .backend import Backend
 from .backends.deepspeed.private import restore_linear
-from .backends.deepspeed.zero_checkpoint import convert_zero_checkpoint, is_zero_checkpoint
 from .backends.fsdp2.backend import FSDP2Backend
 from .backends.fsdp2.offload import ShardHome
 from .backends.reference.backend import ReferenceBackend
 from .config.schema import Config
-from .distributed.agreement import Ranks
 from .distributed.mesh import Coordinates
 from .distributed.process_groups import tensor_group
 from .distributed.tensor_collectives import TensorRanks
@@ -170,14 +168,8 @@ def values_to_give(model: nn.Module, config: Config, layout: Layout) -> list[Mod
             raise ModelError(
                 "training.init_from: the model has weights already; build it on the meta device, or remove this key"
             )
-        alone = config.sdp.in_one_process or not dist.is_initialized() or dist.get_world_size() == 1
         directory = Path(config.training.init_from)
-        files = (
-            convert_zero_checkpoint(directory, Ranks(alone))
-            if is_zero_checkpoint(directory)
-            else WeightFiles(directory)
-        )
-        plan = filled_from(plan, fillers_from(files, directory, model, layout))
+        plan = filled_from(plan, fillers_from(WeightFiles(directory), directory, model, layout))
     require_float32(model)
     return plan
 

@@ -21,7 +21,6 @@ LONGEST_FILES = (
     "tools/train/failures/test_failures.py",
     "spec/test_equality.py",
     "engine/checkpoint/test_local_steps.py",
-    "engine/backends/deepspeed/test_masking_schedule.py",
     "engine/checkpoint/test_layouts.py",
     "tools/bench/test_side_by_side.py",
     "engine/backends/deepspeed/test_checkpoint.py",

@@ -39,14 +39,23 @@ def load_config(source: str | Path | Mapping[str, Any], overrides: Sequence[str]
     raw, autos = drop_autos(resolve_spellings(raw), _is_known)
     section = raw.get("sdp")
     to_deepspeed = isinstance(section, dict) and section.get("engine") == "deepspeed"
+    shards_nothing = to_deepspeed and _stage_of(raw) == 0
     if to_deepspeed:
-        raw.setdefault("gradient_clipping", DEEPSPEED_CLIPS_AT)  # the same for one group and for several
+        raw.setdefault("gradient_clipping", DEEPSPEED_CLIPS_AT)
+    if shards_nothing:
+        to_deepspeed, raw["sdp"] = False, {**raw["sdp"], "engine": "fsdp2"}
     ours, hints = split_foreign_keys(raw, deepspeed=to_deepspeed)
     config = parse_section(Config, ours, known_keys=partial(known_keys, root=Config))
-    config._hints, config._autos = hints, autos
+    config._hints, config._autos, config._replaces_deepspeed = hints, autos, shards_nothing
     config._deepspeed = for_deepspeed(raw) if to_deepspeed else {}
     _refuse_unavailable(config)
     return config
+
+
+def _stage_of(raw: Mapping[str, Any]) -> Any:
+    """Return ``zero_optimization.stage`` of a file that was not validated yet."""
+    section = raw.get("zero_optimization")
+    return section.get("stage", 0) if isinstance(section, Mapping) else 0
 
 
 def _is_known(path: str) -> bool:
@@ -203,8 +212,7 @@ def _refuse_precision(config: Config) -> None:
 
 
 def _refuse_offload(config: Config) -> None:
-    applies_to = ("fsdp2", "deepspeed") if config.sdp.sync is not None else ("fsdp2",)
-    if config.sdp.engine not in applies_to or not config.zero_optimization.offloads:
+    if config.sdp.engine != "fsdp2" or not config.zero_optimization.offloads:
         return
     others = {
         "sdp.sync": config.sdp.sync is not None,
@@ -248,6 +256,11 @@ def _refuse_unavailable(config: Config) -> None:
 def _refuse_schedule(config: Config) -> None:
     """Raise ConfigError for a schedule of maskings that is not possible."""
     schedule = config.masking_schedule
+    if schedule.ends and config.sdp.engine == "deepspeed":
+        raise ConfigError(
+            'sdp.masking: a schedule is not available with sdp.engine "deepspeed", whose ZeRO knows one order of '
+            'modules; use sdp.engine "fsdp2"'
+        )
     if schedule.ends and config.sdp.sync is not None:
         raise ConfigError(
             'sdp.masking: a schedule is not available in this version together with sdp.sync; use "forward" or '

@@ -221,6 +221,7 @@ class Config(Section):
 
     _hints: tuple[str, ...] = PrivateAttr(default=())
     _autos: tuple[str, ...] = PrivateAttr(default=())
+    _replaces_deepspeed: bool = PrivateAttr(default=False)
     _deepspeed: dict[str, Any] = PrivateAttr(default_factory=dict)
 
     @property
@@ -272,6 +273,11 @@ class Config(Section):
     def autos(self) -> tuple[str, ...]:
         """The keys of DeepSpeed that are "auto" in the file, for which defaults apply."""
         return self._autos
+
+    @property
+    def replaces_deepspeed(self) -> bool:
+        """Whether the file names the engine "deepspeed" at stage 0, so that "fsdp2" runs."""
+        return self._replaces_deepspeed
 
     @property
     def hints(self) -> tuple[str, ...]:

@@ -111,6 +111,11 @@ def refuse_with_sync(config: Any) -> None:
     sdp, spikes, recomputation = config.sdp, config.training.on_spike, config.activation_checkpointing.mode
     if sdp.sync is None:
         return
+    if sdp.engine == "deepspeed":
+        raise ConfigError(
+            'sdp.sync: local steps are not available with sdp.engine "deepspeed"; use sdp.engine "fsdp2", or remove '
+            "sdp.sync"
+        )
     if config.scales_loss:
         key = "fp16.enabled" if config.fp16.enabled else "torch_autocast.enabled"
         raise ConfigError(f"{key}: float16 is not available together with sdp.sync; use bf16")

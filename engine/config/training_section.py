@@ -47,7 +47,7 @@ class TrainingSection(Section):
     ``start_timeout``: seconds for the start with the first step, or for an evaluation.
     ``save_timeout``: seconds for a save. ``step_timeout``: seconds for a part of a later step. Any
     collective may take the longest of the three.
-    ``init_from``: a directory with the first weights, from Hugging Face or a DeepSpeed checkpoint.
+    ``init_from``: a directory with the first weights, from Hugging Face.
     ``compile``: compile the units with ``torch.compile``.
     ``recalibrate_batches``: training batches per rank, which measure batch norm's statistics of the
     full model before it is evaluated or saved. 0 takes the means over the holders' subnetworks.

@@ -37,6 +37,7 @@ class WeightFiles:
             self._tensors |= {key: file.get_slice(key) for key in file.keys()}  # noqa: SIM118
 
     def _paths(self) -> Iterable[Path]:
+        refuse_zero_checkpoint(self.directory)
         if (index := self.directory / INDEX).is_file():
             try:
                 names = set(read_json_file(index)["weight_map"].values())
@@ -136,3 +137,16 @@ def filled_from(plan: Sequence[ModuleInit], fillers: dict[str, Filler]) -> list[
         return given if len(given) == len(init.names) else init.fillers() | given
 
     return [ModuleInit(init.names, partial(merged, init)) for init in plan]
+
+
+def refuse_zero_checkpoint(directory: Path) -> None:
+    """Raise ModelError if DeepSpeed's ZeRO wrote a checkpoint to ``directory``, or to a folder in
+    it.
+    """
+    found = next((path for pattern in ("", "*/") for path in directory.glob(f"{pattern}*_optim_states.pt")), None)
+    if found is not None:
+        raise ModelError(
+            f"{directory}: is a checkpoint of DeepSpeed ({found.name}), a pickle, which can run code and is not read; "
+            "convert it with its zero_to_fp32.py and the option --safe_serialization, put the model's config.json next "
+            "to the result, and give that folder"
+        )

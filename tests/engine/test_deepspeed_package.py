@@ -53,7 +53,8 @@ def _communicate(before: bool, engine_name: str) -> None:
     deepspeed = _import()
     if before:
         deepspeed.init_distributed()
-    engine = sdp.initialize(model=mlp(), config=CONFIG | {"sdp": CONFIG["sdp"] | {"engine": engine_name}})[0]
+    config = CONFIG | {"zero_optimization": {"stage": 1}, "sdp": CONFIG["sdp"] | {"engine": engine_name}}
+    engine = sdp.initialize(model=mlp(), config=config)[0]
     assert (deepspeed.comm.get_rank(), deepspeed.comm.get_world_size()) == (engine.global_rank, engine.world_size)
     value = torch.tensor([deepspeed.comm.get_rank() + 1.0])
     deepspeed.comm.all_reduce(value, op=deepspeed.comm.ReduceOp.SUM)
@@ -119,7 +120,7 @@ def _train_plainly(world: int) -> dict[str, torch.Tensor]:
 
 
 @pytest.mark.parametrize("first", ["ours", "theirs"])
-@pytest.mark.parametrize(("engine_name", "stage"), [("fsdp2", 2), ("deepspeed", 0), ("deepspeed", 2), ("deepspeed", 3)])
+@pytest.mark.parametrize(("engine_name", "stage"), [("fsdp2", 2), ("deepspeed", 1), ("deepspeed", 2), ("deepspeed", 3)])
 def test_another_model_under_deepspeed_itself_trains_as_with_torch(
     ranks: RankPool, engine_name: str, stage: int, first: str
 ) -> None:
@@ -141,7 +142,7 @@ def _train_what_deepspeed_has_partitioned(engine_name: str) -> None:
         if not partitions:  # a context of DeepSpeed does nothing with parameters of torch
             nn.init.constant_(model.head.bias, 0.25)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        config = CONFIG | {"sdp": CONFIG["sdp"] | {"engine": engine_name}}
+        config = CONFIG | {"zero_optimization": {"stage": 1}, "sdp": CONFIG["sdp"] | {"engine": engine_name}}
         states.append(_train(sdp.initialize(model=model, optimizer=optimizer, config=config)[0]))
     _assert_equal(*states)
 

@@ -316,7 +316,7 @@ def _hooks(engine_name: str, stage: int, groups: int) -> None:
 
 
 @pytest.mark.parametrize(
-    ("engine", "stage", "groups"), [("fsdp2", 0, 1), ("fsdp2", 0, 2), *(("deepspeed", stage, 1) for stage in range(4))]
+    ("engine", "stage", "groups"), [("fsdp2", 0, 1), ("fsdp2", 0, 2), *(("deepspeed", stage, 1) for stage in (1, 2, 3))]
 )
 def test_hooks_on_parameters_are_kept(ranks: RankPool, engine: str, stage: int, groups: int) -> None:
     ranks.run(_hooks, engine, stage, groups, world=2)
@@ -374,13 +374,13 @@ def _written(engine_name: str, stage: int, groups: int) -> str:
 
 @pytest.mark.parametrize(
     ("engine", "stage", "groups"),
-    [("fsdp2", 0, 2), ("fsdp2", 1, 1), ("fsdp2", 3, 1), ("deepspeed", 0, 1), ("deepspeed", 2, 1), ("deepspeed", 3, 1)],
+    [("fsdp2", 0, 2), ("fsdp2", 1, 1), ("fsdp2", 3, 1), ("deepspeed", 2, 1), ("deepspeed", 3, 1)],
 )
 def test_weights_that_the_script_changes_are_kept_or_refused(
     ranks: RankPool, engine: str, stage: int, groups: int
 ) -> None:
     for message in ranks.run(_written, engine, stage, groups, world=2):
-        if engine == "deepspeed" and stage:
+        if engine == "deepspeed":
             assert message.startswith("the script changed the weights of head.weight after sdp.initialize")
         else:
             assert not message

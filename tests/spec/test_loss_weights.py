@@ -212,6 +212,6 @@ def test_weights_that_cannot_be_honoured_are_one_line(ranks: RankPool) -> None:
 
 
 def test_deepspeed_refuses_weights() -> None:
-    section = {"groups": 1, "engine": "deepspeed"}
+    config = {"zero_optimization": {"stage": 1}, "sdp": {"engine": "deepspeed"}}
     with pytest.raises(ConfigError, match=r'^training\.loss_weighting: "tokens" is not available'):
-        sdp.initialize(model=models.mlp(), config={"sdp": section, "training": {"loss_weighting": "tokens"}})
+        sdp.initialize(model=models.mlp(), config={**config, "training": {"loss_weighting": "tokens"}})

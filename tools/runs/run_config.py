@@ -4,19 +4,18 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from ...engine.backends.deepspeed.zero_checkpoint import is_zero_checkpoint
 from ...engine.config.schema import Config
+from ...engine.subnetwork.weight_files import refuse_zero_checkpoint
 from ...models.registry import section_from_huggingface
 
 
 def with_initial_model(config: Config) -> Config:
-    """Complete the model section from the model that the run starts from.
-
-    A DeepSpeed checkpoint holds only weights, so it does not change the section.
-    """
-    if config.training.init_from is None or is_zero_checkpoint(Path(config.training.init_from)):
+    """Complete the model section from the model that the run starts from."""
+    if config.training.init_from is None:
         return config
-    return config.model_copy(update={"model": section_from_huggingface(Path(config.training.init_from), config.model)})
+    directory = Path(config.training.init_from)
+    refuse_zero_checkpoint(directory)
+    return config.model_copy(update={"model": section_from_huggingface(directory, config.model)})
 
 
 def with_absolute_paths(config: Config) -> Config:

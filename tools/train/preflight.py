@@ -14,7 +14,6 @@ from torch import nn
 
 from ...data.image_sets import check_source, facts_of_set
 from ...data.images import check_packages
-from ...engine.backends.deepspeed.zero_checkpoint import is_zero_checkpoint
 from ...engine.batch.loader import evaluation_batches
 from ...engine.batch.size import BatchSize
 from ...engine.checkpoint.storage.directory import latest, locate
@@ -65,8 +64,7 @@ def check(config: Config, mesh: Mesh, dump_dir: Path, *, resume: bool) -> None:
     layout = Layout.of(model, config, mesh)
     if config.training.init_from is not None:
         directory = Path(config.training.init_from)
-        if not is_zero_checkpoint(directory):  # the start converts those
-            fillers_from(WeightFiles(directory), directory, model, layout)
+        fillers_from(WeightFiles(directory), directory, model, layout)
     _check_optimizer(config)
     if resume:
         _check_checkpoint(config, dump_dir, corpus)

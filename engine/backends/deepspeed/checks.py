@@ -132,7 +132,7 @@ class UsedParameters:
         if between_ranks:
             raise ModelError(
                 f'sdp.engine "deepspeed": the ranks of a group use different parameters in one step{unused}, and ZeRO '
-                'would add up gradients of different parameters; use sdp.engine "fsdp2", or zero_optimization.stage 0'
+                'would add up gradients of different parameters; use sdp.engine "fsdp2"'
             )
         if between_micro_batches:
             raise ModelError(

@@ -98,11 +98,3 @@ def test_messages_of_the_host_go_through_the_device(ranks: Any) -> None:
 def test_offload_is_refused_where_shards_must_be_on_the_device(section: dict[str, Any], other: str) -> None:
     with pytest.raises(ConfigError, match=f'offload_param.device: "cpu" is not available .* together with {other}'):
         load_config({"zero_optimization": {"stage": 3, "offload_param": {"device": "cpu"}}, **section})
-
-
-def test_deepspeed_refuses_offload_with_local_steps() -> None:
-    section = {"engine": "deepspeed", "sync": {"every": 2}}
-    with pytest.raises(
-        ConfigError, match=r'offload_optimizer.device: "cpu" is not available .* together with sdp.sync'
-    ):
-        load_config({"zero_optimization": {"stage": 2, "offload_optimizer": {"device": "cpu"}}, "sdp": section})

@@ -131,7 +131,9 @@ def test_hjson_is_read_as_deepspeed_reads_it(tmp_path: Path) -> None:
 def test_neutral_and_old_settings_are_accepted(section: dict[str, Any]) -> None:
     """Both engines accept them, and DeepSpeed itself accepts what it gets of them."""
     load_config({"train_batch_size": 4, **section})
-    config = load_config({"train_batch_size": 4, **section, "sdp": {"engine": "deepspeed"}})
+    zero = section.get("zero_optimization", {})
+    zero = {"stage": 1, **zero} if isinstance(zero, dict) else zero
+    config = load_config({"train_batch_size": 4, **section, "zero_optimization": zero, "sdp": {"engine": "deepspeed"}})
     handed = config.deepspeed
     assert not set(handed) & KEPT_FROM_DEEPSPEED
     fp16 = handed.get("fp16", {})
@@ -149,6 +151,7 @@ def test_the_log_says_why_a_section_has_no_effect(engine: str, caplog: pytest.Lo
         "overlap_comm": True,
         "max_grad_norm": 1.0,
         "data_efficiency": {"enabled": True, "data_routing": {"enabled": True, "random_ltd": {"enabled": True}}},
+        "zero_optimization": {"stage": 1},
         "sdp": {"engine": engine},
     }
     with caplog.at_level("INFO", logger="sdp"):
@@ -176,6 +179,9 @@ def test_every_refused_value_has_a_reason() -> None:
         assert reason in str(caught.value)
 
 
+UNDER_DEEPSPEED: dict[str, Any] = {"zero_optimization": {"stage": 1}, "sdp": {"engine": "deepspeed"}}
+
+
 @pytest.mark.parametrize(
     ("raw", "message"),
     [
@@ -189,15 +195,15 @@ def test_every_refused_value_has_a_reason() -> None:
         ({"bf16": {"enable": True}}, "bf16.enable: true cannot be honoured by this engine: the key is called enabled"),
         (
             {"data_efficiency": {"enabled": True, "data_sampling": {"enabled": True,
-                "curriculum_learning": {"enabled": True}}}, "sdp": {"engine": "deepspeed"}},
+                "curriculum_learning": {"enabled": True}}}, **UNDER_DEEPSPEED},
             "data_efficiency.data_sampling.curriculum_learning.enabled: true cannot be honoured",
         ),
         ({"optimizer": {"type": "Adam", "adam_w_mode": False}}, "optimizer.adam_w_mode: false cannot be honoured"),
-        ({"fp16": {"enabled": True, "auto_cast": True}, "sdp": {"engine": "deepspeed"}}, "fp16.auto_cast: true "
+        ({"fp16": {"enabled": True, "auto_cast": True}, **UNDER_DEEPSPEED}, "fp16.auto_cast: true "
                                                                                          "cannot be honoured"),
-        ({"hybrid_engine": {"enabled": True}, "sdp": {"engine": "deepspeed"}}, "hybrid_engine: {\"enabled\": true} "
+        ({"hybrid_engine": {"enabled": True}, **UNDER_DEEPSPEED}, "hybrid_engine: {\"enabled\": true} "
                                                                                "cannot be honoured"),
-        ({"torch_autocast": {"enabled": True}, "sdp": {"engine": "deepspeed"}}, "torch_autocast.enabled: true cannot "
+        ({"torch_autocast": {"enabled": True}, **UNDER_DEEPSPEED}, "torch_autocast.enabled: true cannot "
                                                                                 "be honoured"),
     ],
     ids=lambda value: json.dumps(value)[:40] if isinstance(value, dict) else "",
@@ -207,3 +213,20 @@ def test_what_cannot_be_honoured_is_refused(raw: dict[str, Any], message: str) -
         load_config(raw)
     assert str(caught.value).startswith(message)
     assert "\n" not in str(caught.value)
+
+
+def test_deepspeed_at_stage_0_is_fsdp2(caplog: pytest.LogCaptureFixture, one_rank: None) -> None:
+    """As in DeepSpeed, gradients are clipped at 1 if the file does not say. Its other keys have no
+    effect.
+    """
+    file = {"train_batch_size": 2, "comms_logger": {"enabled": True}, "sdp": {"engine": "deepspeed"}}
+    config = load_config(file)
+    assert (config.sdp.engine, config.gradient_clipping, config.hints) == ("fsdp2", 1.0, ("comms_logger",))
+    assert not config.deepspeed
+    assert load_config(config.resolved()).resolved() == config.resolved()
+    with caplog.at_level("INFO", logger="sdp"):
+        sdp.initialize(model=mlp(), config=config)
+    lines = [record.getMessage() for record in caplog.records if record.getMessage().startswith("sdp.engine")]
+    assert lines == ['sdp.engine: "fsdp2" runs in place of "deepspeed", which has nothing to shard at stage 0']
+    with pytest.raises(ConfigError, match=r"^comet.enabled: true cannot be honoured by this engine"):
+        load_config({**file, "comet": {"enabled": True}})

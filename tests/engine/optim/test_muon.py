@@ -190,7 +190,10 @@ def test_each_matrix_is_gathered_once_a_step_and_bytes_are_as_planned(case: Case
 @pytest.mark.parametrize(
     ("section", "reason"),
     [
-        ({"sdp": {"engine": "deepspeed"}}, 'not possible with sdp.engine "deepspeed"; use "fsdp2"'),
+        (
+            {"zero_optimization": {"stage": 1}, "sdp": {"engine": "deepspeed"}},
+            'not possible with sdp.engine "deepspeed"; use "fsdp2"',
+        ),
         (
             {"zero_optimization": {"offload_optimizer": {"device": "cpu"}}},
             "with zero_optimization.offload_optimizer; remove the offload",

@@ -44,7 +44,7 @@ def _start_with_rules_of_two_groups() -> str:
     model = models.build("mlp")
     matrices = [parameter for parameter in model.parameters() if parameter.ndim > 1]
     others = [parameter for parameter in model.parameters() if parameter.ndim == 1]
-    config = Case(2, 1).config("deepspeed", scheduler=None, optimizer=None)
+    config = Case(2, 1, 1).config("deepspeed", scheduler=None, optimizer=None)
     with pytest.raises(ConfigError) as caught:
         sdp.initialize(
             model=model,

@@ -77,7 +77,7 @@ def _unbroken_and_resumed(folder: str, stage: int, wrote: str, reads: str) -> tu
 
 
 OVER_ENGINES = [
-    (0, "deepspeed", "deepspeed"),
+    (1, "deepspeed", "deepspeed"),
     (2, "deepspeed", "deepspeed"),
     (1, "fsdp2", "deepspeed"),
     (1, "deepspeed", "fsdp2"),

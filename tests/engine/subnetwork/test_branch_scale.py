@@ -110,7 +110,9 @@ def test_where_it_has_no_meaning() -> None:
         ConfigError,
         match=r'sdp\.branch_scale: "eval" is not available in this version together with sdp\.engine "deepspeed"',
     ):
-        load_config({"sdp": {"groups": 2, "branch_scale": "eval", "engine": "deepspeed"}})
+        load_config(
+            {"sdp": {"groups": 2, "branch_scale": "eval", "engine": "deepspeed"}, "zero_optimization": {"stage": 1}}
+        )
     with pytest.raises(ConfigError, match=r"sdp\.branch_scale"):
         load_config({"sdp": {"groups": 2, "branch_scale": "sometimes"}})
 

@@ -4,22 +4,14 @@ Hugging Face's.
 
 from __future__ import annotations
 
-import ctypes
 import json
 import os
-import sys
-import tempfile
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from safetensors.torch import load_file, save_file
-from sdp.engine.backends.deepspeed import zero_checkpoint
-from sdp.engine.backends.deepspeed.zero_checkpoint import convert_zero_checkpoint
-from sdp.engine.distributed.agreement import Ranks
 from sdp.engine.distributed.tensors import local_tensor
 from sdp.engine.errors import ModelError
 from sdp.engine.subnetwork.weight_files import WeightFiles
@@ -230,67 +222,3 @@ def test_a_model_with_weights_has_its_start_already(tmp_path: Path) -> None:
             Case(1, 1, placement="full", model="llama"),
             training={"init_from": str(make(tmp_path / "model"))},
         )
-
-
-# -- converted where the ranks are -----------------------------------------------------------------
-
-CLONE_NEWNS, MS_REC, MS_PRIVATE = 0x20000, 0x4000, 0x40000  # Linux's <sched.h> and <sys/mount.h>
-
-
-def _converted(scratch: str) -> tuple[list[float], list[str]]:
-    """What this rank read of weights that tell who converted them, and what is left of the
-    files.
-    """
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(tempfile, "tempdir", scratch)
-        patch.setattr(
-            zero_checkpoint,
-            "weights_of_zero_checkpoint",
-            lambda _: {"weight": torch.full((2,), float(dist.get_rank()))},
-        )
-        files, value = convert_zero_checkpoint(Path("checkpoint"), Ranks(alone=False)), torch.empty(2)
-    files.fill(value, 0, "weight")
-    dist.barrier()
-    return value.tolist(), [path.name for path in Path(scratch).iterdir()]
-
-
-def _converted_on_two_hosts(scratch: str) -> tuple[list[float], list[str]]:
-    """Rank 1 is on a host of the same name whose temporary files are its own: the mounts of a
-    thread, which end with it.
-    """
-    libc = ctypes.CDLL(None, use_errno=True)
-
-    def elsewhere() -> tuple[list[float], list[str]]:
-        assert libc.unshare(CLONE_NEWNS) == 0, os.strerror(ctypes.get_errno())
-        assert libc.mount(b"none", b"/", None, MS_REC | MS_PRIVATE, None) == 0, os.strerror(ctypes.get_errno())
-        assert libc.mount(b"none", scratch.encode(), b"tmpfs", 0, None) == 0, os.strerror(ctypes.get_errno())
-        return _converted(scratch)
-
-    if dist.get_rank() == 0:
-        return _converted(scratch)
-    with ThreadPoolExecutor(1) as thread:
-        return thread.submit(elsewhere).result()
-
-
-def test_one_rank_of_a_host_converts(ranks: RankPool, tmp_path: Path) -> None:
-    assert ranks.run(_converted, str(tmp_path), world=2) == [([0.0, 0.0], [])] * 2
-
-
-def test_hosts_of_one_name_convert_each_for_itself(ranks: RankPool, tmp_path: Path) -> None:
-    if sys.platform != "linux" or os.geteuid():
-        pytest.skip("NOT TESTED: a host with files of its own is a mount namespace here, which needs root on Linux")
-    assert ranks.run(_converted_on_two_hosts, str(tmp_path), world=2, timeout=60) == [
-        ([0.0, 0.0], []),
-        ([1.0, 1.0], []),
-    ]
-
-
-def _converted_on_two_machines(scratch: str) -> tuple[list[float], list[str]]:
-    """Both see the folder for temporary files, over the network."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(zero_checkpoint, "machine_id", lambda: str(dist.get_rank()))
-        return _converted(scratch)
-
-
-def test_machines_that_share_their_temporary_files_convert_each_for_itself(ranks: RankPool, tmp_path: Path) -> None:
-    assert ranks.run(_converted_on_two_machines, str(tmp_path), world=2) == [([0.0, 0.0], []), ([1.0, 1.0], [])]

@@ -1,18 +1,18 @@
-"""Checkpoints of the DeepSpeed backend, and DeepSpeed's own checkpoints as a start."""
+"""Checkpoints of the DeepSpeed backend, and DeepSpeed's own ones, which are converted first."""
 
 from __future__ import annotations
 
 import importlib
 import importlib.util
-import tempfile
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+import sdp
 import torch
 import torch.distributed as dist
-from sdp.engine.errors import CheckpointError
+from sdp.engine.errors import ModelError
 from sdp.tests.support import models
 from sdp.tests.support.cases import Case, engine_of, one_step
 from sdp.tests.support.ranks import RankPool
@@ -64,7 +64,9 @@ MOVES = [
         "deepspeed",
         marks=pytest.mark.slow,
     ),
-    pytest.param(replace(NEURONS, stage=2), "deepspeed", NEURONS, "deepspeed", marks=pytest.mark.full_table),
+    pytest.param(
+        replace(NEURONS, stage=2), "deepspeed", replace(NEURONS, stage=3), "deepspeed", marks=pytest.mark.full_table
+    ),
     pytest.param(
         replace(NEURONS, stage=1), "deepspeed", replace(NEURONS, stage=1), "deepspeed", marks=pytest.mark.full_table
     ),
@@ -106,6 +108,36 @@ def test_a_checkpoint_of_another_placement_and_stage_goes_on(ranks: RankPool, tm
         torch.testing.assert_close(after[name], tensor, rtol=0, atol=1e-5 * tensor.abs().max().item())
 
 
+def _partly_frozen(case: Case, folder: str) -> None:
+    """Save and load a model of which the user froze a part."""
+
+    def make() -> Any:
+        model = models.build(case.model)
+        for parameter in list(model.parameters())[::2]:
+            parameter.requires_grad_(False)
+        return sdp.initialize(model=model, config=case.config("deepspeed"))[0]
+
+    engine = make()
+    one_step(engine, case, 0, data_rank=dist.get_rank())
+    engine.step()
+    engine.save_checkpoint(folder)
+    resumed = make()
+    for parameter in resumed.parameters_here.values():
+        getattr(parameter, "ds_tensor", parameter).data.zero_()
+    resumed.load_checkpoint(folder)
+    for each in (engine, resumed):
+        one_step(each, case, 1, data_rank=dist.get_rank())
+        each.step()
+    saved, loaded = engine.full_state_dict(), resumed.full_state_dict()
+    assert saved is None or all(torch.equal(loaded[name], weight) for name, weight in saved.items())
+
+
+@pytest.mark.parametrize("stage", [pytest.param(1, marks=pytest.mark.full_table), 3])
+def test_parameters_that_the_user_froze_are_saved(ranks: RankPool, tmp_path: Path, stage: int) -> None:
+    case = Case(2, 2, stage=stage, model="llama", optimizer="adamw")
+    ranks.run(_partly_frozen, case, str(tmp_path), world=case.world)
+
+
 def _save_plain(stage: int, folder: str) -> Any:
     """A step of DeepSpeed's own, saved; the weights that it has in float32."""
     from sdp.engine.backends.deepspeed.private import forget_process_groups, load
@@ -123,46 +155,26 @@ def _save_plain(stage: int, folder: str) -> Any:
     return {name: whole(parameter).clone() for name, parameter in model.named_parameters()}
 
 
-def _started_from(case: Case, folder: str, scratch: str) -> tuple[Any, int]:
-    """The weights at the start, and how often this rank converted the checkpoint."""
-    from sdp.engine.backends.deepspeed import zero_checkpoint
-
-    conversions: list[Path] = []
-    convert = zero_checkpoint.weights_of_zero_checkpoint
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(tempfile, "tempdir", scratch)
-        patch.setattr(
-            zero_checkpoint, "weights_of_zero_checkpoint", lambda path: (conversions.append(path), convert(path))[1]
-        )
-        patch.setattr(zero_checkpoint, "FILE_BYTES", 4096)  # several files
-        return engine_of(case, "fsdp2", training={"init_from": folder}).full_state_dict(), len(conversions)
+def _started_from(folder: str) -> Any:
+    return engine_of(Case(2, 1, model="llama-tied-meta"), training={"init_from": folder}).full_state_dict()
 
 
-@pytest.mark.parametrize(
-    "stage", [pytest.param(1, marks=pytest.mark.full_table), pytest.param(2, marks=pytest.mark.full_table), 3]
-)
-def test_a_plain_deepspeed_checkpoint_can_be_the_start(ranks: RankPool, tmp_path: Path, stage: int) -> None:
-    trained = ranks.run(_save_plain, stage, str(tmp_path), world=2)[0]
-    scratch = tmp_path / "scratch"
-    scratch.mkdir()
-    (started, first), (_, second) = ranks.run(
-        _started_from, Case(2, 1, model="llama-tied-meta"), str(tmp_path), str(scratch), world=2
-    )
-    assert [first, second] == [1, 0]
-    assert list(scratch.iterdir()) == []
-    assert set(trained) <= set(started)
+def _refused(folder: str) -> str:
+    with pytest.raises(ModelError) as caught:
+        _started_from(folder)
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("stage", [pytest.param(2, marks=pytest.mark.full_table), 3])
+def test_a_checkpoint_of_deepspeed_is_a_start_once_it_is_converted(ranks: RankPool, tmp_path: Path, stage: int) -> None:
+    trained = ranks.run(_save_plain, stage, str(tmp_path / "saved"), world=2)[0]
+    for message in ranks.run(_refused, str(tmp_path / "saved"), world=2):
+        assert "is a checkpoint of DeepSpeed" in message and "--safe_serialization" in message
+        assert "\n" not in message
+    convert = importlib.import_module("deepspeed.utils.zero_to_fp32").convert_zero_checkpoint_to_fp32_state_dict
+    convert(str(tmp_path / "saved"), str(tmp_path / "converted"), safe_serialization=True)
+    started = ranks.run(_started_from, str(tmp_path / "converted"), world=2)[0]
     for name, weight in trained.items():
         assert torch.equal(started[name], weight), name
     untrained = dict(models.build("llama-tied").named_parameters())
     assert all(not torch.equal(started[name], weight) for name, weight in untrained.items())
-
-
-def test_a_checkpoint_that_could_run_code_is_refused(tmp_path: Path) -> None:
-    from sdp.engine.backends.deepspeed.zero_checkpoint import weights_of_zero_checkpoint
-
-    (tmp_path / "latest").write_text("step")
-    (tmp_path / "step").mkdir()
-    for name in ("mp_rank_00_model_states.pt", "zero_pp_rank_0_mp_rank_00_optim_states.pt"):
-        torch.save({"optimizer_state_dict": Path("/")}, tmp_path / "step" / name)
-    with pytest.raises(CheckpointError, match="holds more than weights, which could run code and is not read"):
-        weights_of_zero_checkpoint(tmp_path)

@@ -21,7 +21,6 @@ pytestmark = pytest.mark.skipif(importlib.util.find_spec("deepspeed") is None, r
         pytest.param(Case(2, 2, stage=1, accumulation=2, model="experts"), marks=pytest.mark.slow),
         pytest.param(Case(1, 2, stage=3, accumulation=2, model="experts"), marks=pytest.mark.slow),
         Case(2, 2, stage=3, accumulation=2, model="experts"),
-        Case(1, 2, stage=0, accumulation=2, model="experts-by-rank"),
     ],
     ids=str,
 )

@@ -60,6 +60,11 @@ REFUSED = [
     ({"quantize_training": {"quantize_groups": 1}}, "quantize_training: "),
     ({"autotuning": {"enabled": True}}, "autotuning.enabled: true cannot be honoured"),
     ({"mesh_param": [2, 2]}, "mesh_param: unknown key"),
+    ({"sdp": {"sync": {"every": 2}}}, 'sdp.sync: local steps are not available with sdp.engine "deepspeed"; use'),
+    (
+        {"sdp": {"masking": [{"until": 2, "masking": "forward"}, {"masking": "backward"}]}},
+        'sdp.masking: a schedule is not available with sdp.engine "deepspeed"',
+    ),
 ]
 
 
@@ -67,10 +72,15 @@ REFUSED = [
     ("section", "message"), REFUSED, ids=lambda value: json.dumps(value)[:70] if isinstance(value, dict) else ""
 )
 def test_what_cannot_be_honoured_is_refused(section: dict[str, Any], message: str) -> None:
+    defaults = {"zero_optimization": {"stage": 1}, "sdp": {"engine": "deepspeed", "groups": 2}}
+    file = section | {key: value | section.get(key, {}) for key, value in defaults.items()}
     with pytest.raises(ConfigError) as caught:
-        load_config({**section, "sdp": {"engine": "deepspeed", "groups": 2}})
+        load_config(file)
     assert str(caught.value).startswith(message)
     assert "\n" not in str(caught.value)
+
+
+ZERO_1 = {"zero_optimization": {"stage": 1}, "sdp": {"engine": "deepspeed", "groups": 2}}
 
 
 def test_what_deepspeed_acts_on_goes_to_it() -> None:
@@ -86,7 +96,7 @@ def test_what_deepspeed_acts_on_goes_to_it() -> None:
 def test_a_file_without_clipping_is_clipped_as_deepspeed_does() -> None:
     """With several groups too, and by the file that a run keeps; by the other engines it is not."""
     constants = importlib.import_module("deepspeed.runtime.constants")
-    file: dict[str, Any] = {"train_micro_batch_size_per_gpu": 1, "sdp": {"engine": "deepspeed", "groups": 2}}
+    file: dict[str, Any] = {"train_micro_batch_size_per_gpu": 1, **ZERO_1}
     config = load_config(file)
     assert config.gradient_clipping == config.deepspeed["gradient_clipping"] == constants.GRADIENT_CLIPPING_DEFAULT
     assert config.resolved()["gradient_clipping"] == constants.GRADIENT_CLIPPING_DEFAULT

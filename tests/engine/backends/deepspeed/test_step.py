@@ -46,7 +46,7 @@ def _nan_in_one_group(case: Case, offload: bool) -> tuple[list[int], bool, bool]
 MORE_SKIPS = [pytest.param(*case, marks=pytest.mark.full_table) for case in ((1, False), (2, True), (3, True))]
 
 
-@pytest.mark.parametrize(("stage", "offload"), [(0, False), (3, False), *MORE_SKIPS])
+@pytest.mark.parametrize(("stage", "offload"), [(3, False), *MORE_SKIPS])
 def test_a_nan_in_one_group_makes_all_skip_the_step(ranks: RankPool, stage: int, offload: bool) -> None:
     case = Case(2, 2, stage=stage, optimizer="adamw", clip=True)
     for skipped, only_then, finite in ranks.run(_nan_in_one_group, case, offload, world=case.world):
@@ -92,13 +92,11 @@ def _events(stage: int, accumulation: int) -> list[str]:
     return events
 
 
-@pytest.mark.parametrize(
-    ("stage", "accumulation"), [(0, 1), (2, 1), (3, 2), pytest.param(1, 2, marks=pytest.mark.full_table)]
-)
+@pytest.mark.parametrize(("stage", "accumulation"), [(2, 1), (3, 2), pytest.param(1, 2, marks=pytest.mark.full_table)])
 def test_reductions_between_groups_overlap(ranks: RankPool, stage: int, accumulation: int) -> None:
     """Each other always: all are launched before one is waited for.
 
-    At stages 0 and 3 backward too, in its last micro-batch.
+    At stage 3 backward too, in its last micro-batch.
     """
     for events in ranks.run(_events, stage, accumulation, world=4):
         assert events.count("first layer") == accumulation
@@ -106,7 +104,7 @@ def test_reductions_between_groups_overlap(ranks: RankPool, stage: int, accumula
         assert "launch" not in events[events.index("wait") :], events
         last = len(events) - 1 - events[::-1].index("first layer")
         before = events[:last].count("launch")
-        assert before >= 2 if stage in (0, 3) else before == 0, events
+        assert before >= 2 if stage == 3 else before == 0, events
 
 
 def _beside_plain_deepspeed(stage: int, settings: dict[str, Any]) -> tuple[list[float], list[float], int, int]:
@@ -144,7 +142,6 @@ def _beside_plain_deepspeed(stage: int, settings: dict[str, Any]) -> tuple[list[
 @pytest.mark.parametrize(
     ("stage", "settings"),
     [
-        (0, {"gradient_clipping": 0.25}),
         (2, {"gradient_clipping": 0.25, "bf16": {"enabled": True}, "data_types": {"grad_accum_dtype": "fp32"}}),
         pytest.param(1, {}, marks=pytest.mark.full_table),
         pytest.param(2, {"gradient_clipping": 0.25}, marks=pytest.mark.full_table),
@@ -186,7 +183,7 @@ MORE_ALONE = [
 ]
 
 
-@pytest.mark.parametrize(("stage", "offload"), [(0, False), (2, False), *MORE_ALONE])
+@pytest.mark.parametrize(("stage", "offload"), [(2, False), *MORE_ALONE])
 def test_one_group_skips_a_step_whose_gradient_is_not_finite(ranks: RankPool, stage: int, offload: bool) -> None:
     ranks.run(_nan_in_one_group_alone, stage, offload, world=2)
 
@@ -207,9 +204,7 @@ def _dropped(stage: int, offload: bool) -> None:
     assert dist.get_rank() or all(torch.equal(weights[name], other_weights[name]) for name in weights)
 
 
-MORE_DROPS = [
-    pytest.param(*case, marks=pytest.mark.full_table) for case in ((0, False), (1, False), (3, False), (3, True))
-]
+MORE_DROPS = [pytest.param(*case, marks=pytest.mark.full_table) for case in ((1, False), (3, False), (3, True))]
 
 
 @pytest.mark.parametrize(("stage", "offload"), [(2, False), (2, True), *MORE_DROPS])
