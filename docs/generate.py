@@ -83,7 +83,7 @@ holders in the old run's `placement.json` as `sdp.placement`. |
 | `sdp.engine` "deepspeed" at stage 0 | The engine "fsdp2" runs, and a line at the start says so. |
 | `sdp.engine` "deepspeed" with `sdp.sync` or a schedule of maskings | Refused with one line. Use "fsdp2". |
 | a DeepSpeed checkpoint in `training.init_from` | Refused with one line. Convert it first, with its \
-`zero_to_fp32.py --safe_serialization`. |
+`zero_to_fp32.py`. |
 | scripts with `import sdp as deepspeed` | Keep `import deepspeed`, and call `sdp.initialize` in place of \
 `deepspeed.initialize`. |
 | scripts with the Lightning strategy | Use Accelerate or the Trainer with `sdp.integrations`, or a loop of your own. |

@@ -147,6 +147,6 @@ def refuse_zero_checkpoint(directory: Path) -> None:
     if found is not None:
         raise ModelError(
             f"{directory}: is a checkpoint of DeepSpeed ({found.name}), a pickle, which can run code and is not read; "
-            "convert it with its zero_to_fp32.py and the option --safe_serialization, put the model's config.json next "
-            "to the result, and give that folder"
+            "convert it where it is trusted: run its zero_to_fp32.py, load the result into the model, save that with "
+            "save_pretrained, and give the new folder"
         )
