@@ -40,6 +40,7 @@ from .optim.schedules import check_steps, scheduler_of
 from .optim.script_optimizers import needs_whole_matrices
 from .placement.layout import Layout
 from .placement.requirements import draws_of
+from .subnetwork.given_model import check_given_model, compiled_in_place
 from .subnetwork.initialisation import seed_of
 from .subnetwork.materialise import make_float32
 from .sync.consistency import check_placement
@@ -182,22 +183,13 @@ def _checked(model: Any) -> nn.Module:
         raise ConfigError("sdp.initialize: model is missing")
     if not isinstance(model, nn.Module):
         raise ConfigError(f"sdp.initialize: model must be a torch.nn.Module, not {type(model).__name__}")
+    model = compiled_in_place(model)
     if model in _initialized:
         raise ModelError(
             "sdp.initialize was called twice on one model, which the first call has cut; use its engine, or build "
             "the model again"
         )
-    for name, parameter in model.named_parameters():
-        if parameter.is_complex():
-            raise ModelError(
-                f"sdp.initialize: parameter {name!r} is complex ({parameter.dtype}), and only real ones can be "
-                "trained; keep real and imaginary parts as two parameters"
-            )
-        if not getattr(parameter, "allreduce", True):
-            raise ModelError(
-                f"sdp.initialize: parameter {name!r} belongs to DeepSpeed's MoE layer, whose experts differ between "
-                "ranks, and SDP would average them; use experts of the model itself, which train as other blocks do"
-            )
+    check_given_model(model)
     return model
 
 

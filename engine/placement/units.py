@@ -6,6 +6,7 @@ parameters. A group of hidden neurons has a slice of each projection of its bran
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -152,6 +153,7 @@ def find_units(model: nn.Module, patterns: str | Sequence[str], explicit: Iterab
         names = find_blocks(model)
     ordered = [name for name in modules if name in names]
     _refuse_nested(ordered)
+    _refuse_two_places(modules, ordered)
     return _units(model, modules, ordered)
 
 
@@ -162,6 +164,19 @@ def _refuse_nested(names: Sequence[str]) -> None:
     ]
     if nested:
         raise ModelError(f"sdp.units: {', '.join(nested)}; units must not nest, keep one of them")
+
+
+def _refuse_two_places(modules: Mapping[str, nn.Module], names: Sequence[str]) -> None:
+    places: dict[int, list[str]] = {}
+    for path, module in modules.items():
+        places.setdefault(id(module), []).append(path)
+    several = dict.fromkeys(tuple(places[id(modules[name])]) for name in names if len(places[id(modules[name])]) > 1)
+    if several:
+        others = [name for name in names if len(places[id(modules[name])]) == 1]
+        raise ModelError(
+            f"sdp.units: {'; '.join(' and '.join(paths) + ' are one module' for paths in several)}, and a unit has one "
+            f"place; so that all groups share the module, set sdp.units to the others: {json.dumps(others)}"
+        )
 
 
 def _units(model: nn.Module, modules: Mapping[str, nn.Module], names: Sequence[str]) -> list[Unit]:

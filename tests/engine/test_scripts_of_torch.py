@@ -21,7 +21,7 @@ LIMIT = 0.05
 
 
 def engine_of(engine: str, stage: int, groups: int, capacity: float = 1.0, accumulation: int = 1, **more: Any) -> Any:
-    model = more.pop("model", None) or models.mlp()
+    model = more.pop("model") if "model" in more else models.mlp()
     config = {
         "train_micro_batch_size_per_gpu": 2,
         "gradient_accumulation_steps": accumulation,
@@ -384,3 +384,114 @@ def test_weights_that_the_script_changes_are_kept_or_refused(
             assert message.startswith("the script changed the weights of head.weight after sdp.initialize")
         else:
             assert not message
+
+
+# -- models of scripts -----------------------------------------------------------------------------
+
+
+def transposed() -> nn.Module:
+    model = models.mlp()
+    for layer in model.modules():
+        if isinstance(layer, nn.Linear):
+            layer.weight = nn.Parameter(layer.weight.detach().t().contiguous().t())
+    return model
+
+
+def compiled(compiler: Callable[..., Any], *, blocks: bool) -> nn.Module:
+    model: Any = models.mlp()
+    if blocks:
+        model.layers = nn.ModuleList(torch.compile(block, backend=compiler) for block in model.layers)
+        return model
+    return torch.compile(model, backend=compiler)
+
+
+def _trained_like_torch(engine_name: str, stage: int, groups: int, kind: str) -> None:
+    graphs = []
+
+    def compiler(graph: Any, _: Any) -> Any:
+        graphs.append(graph)
+        return graph.forward
+
+    model = transposed() if kind == "transposed" else compiled(compiler, blocks=kind == "compiled blocks")
+    engine = engine_of(engine_name, stage, groups, model=model)[0]
+    for step in range(2):
+        engine.backward(engine(batch(step)))
+        engine.step()
+    assert_equal(engine, plain())
+    assert bool(graphs) == (kind != "transposed")
+
+
+@pytest.mark.parametrize("kind", ["transposed", "compiled blocks", "compiled model"])
+@pytest.mark.parametrize(
+    ("engine", "stage", "groups"), [("fsdp2", 0, 2), ("fsdp2", 3, 1), ("deepspeed", 1, 2), ("deepspeed", 3, 1)]
+)
+def test_compiled_and_transposed_models_train_under_their_names(
+    ranks: RankPool, engine: str, stage: int, groups: int, kind: str
+) -> None:
+    ranks.run(_trained_like_torch, engine, stage, groups, kind, world=2)
+
+
+def _odd(kind: str) -> nn.Module:
+    model: Any = models.mlp()
+    if kind == "scalar":
+        model.layers[1].scale = nn.Parameter(torch.tensor(1.0))
+    elif kind == "empty":
+        model.layers[1].nothing = nn.Parameter(torch.zeros(0, 4))
+    elif kind == "sparse":
+        model.table = nn.Embedding(4, 4, sparse=True)
+    elif kind == "twice":
+        model.layers[3] = model.layers[0]
+    else:
+        sdp.init_distributed()
+        model = {"DDP": nn.parallel.DistributedDataParallel, "DP": nn.DataParallel}[kind](model)
+    return model
+
+
+def _refused(engine: str, stage: int, groups: int, kind: str) -> str:
+    try:
+        engine_of(engine, stage, groups, model=_odd(kind))
+    except ModelError as error:
+        return one_line(error)
+    return "trained"
+
+
+@pytest.mark.parametrize("engine", ["fsdp2", "deepspeed"])
+@pytest.mark.parametrize(
+    ("kind", "message"),
+    [
+        ("scalar", "parameter 'layers.1.scale' has no dimension that could be sharded; give it shape (1,), or set "),
+        ("empty", "parameter 'layers.1.nothing' of shape (0, 4) has no elements to shard; remove it"),
+        ("sparse", "table has sparse gradients, which are not averaged; make it with sparse=False"),
+        ("DDP", "the model is wrapped in DistributedDataParallel, which would average gradients a second time"),
+        ("DP", "the model is wrapped in DataParallel, which would average gradients a second time"),
+    ],
+)
+def test_models_that_cannot_be_trained_are_one_line(ranks: RankPool, engine: str, kind: str, message: str) -> None:
+    for found in ranks.run(_refused, engine, 3, 1, kind, world=2):
+        assert message in found
+
+
+def _shared_twice() -> None:
+    """Block 0, which is also block 3, is shared. Plain torch has it twice, too."""
+    section = {"groups": 2, "units": ["layers.1", "layers.2"]}
+    config = {"train_micro_batch_size_per_gpu": 2, "optimizer": {"type": "SGD", "params": {"lr": 0.1}}, "sdp": section}
+    engine = sdp.initialize(model=_odd("twice"), config=config)[0]
+    for step in range(2):
+        engine.backward(engine(batch(step)))
+        engine.step()
+    engine.check_holders()
+    model = _odd("twice")
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for step in range(2):
+        optimizer.zero_grad()
+        for rank in range(2):
+            (model(**batch(step, 0, rank)) / 2).backward()
+        optimizer.step()
+    assert_equal(engine, model.state_dict())
+
+
+def test_a_block_at_two_places_can_be_shared_by_all_groups(ranks: RankPool) -> None:
+    for line in ranks.run(_refused, "fsdp2", 0, 2, "twice", world=2):
+        assert line.startswith("sdp.units: layers.0 and layers.3 are one module, and a unit has one place; ")
+        assert line.endswith('set sdp.units to the others: ["layers.1", "layers.2"]')
+    ranks.run(_shared_twice, world=2)

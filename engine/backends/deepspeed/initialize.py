@@ -27,6 +27,7 @@ from ...placement.tensor_info import Shard
 from ...subnetwork.activations import checkpoint_activations
 from ...subnetwork.carve import PassThrough
 from ...subnetwork.dormant import make_pass_throughs
+from ...subnetwork.given_model import refuse_shapes
 from ...subnetwork.initialisation import ModuleInit
 from ...subnetwork.materialise import cut, give_values, take_values_of_rank_0
 from .backend import DeepSpeedBackend
@@ -88,11 +89,14 @@ def initialize_deepspeed(
     Returns:
         The backend, DeepSpeed's optimizer, its schedule, and a line about the optimizer.
     """
+    refuse_shapes(layout)
     package = _prepare_package(config)
     at = layout.mesh.coordinates(dist.get_rank())
     stand_ins, pass_throughs = _cut_and_fill(model, config, layout, device, plan, at)
     bundles = bundles_of(layout, param_groups)
     parameters = dict(model.named_parameters())
+    for parameter in parameters.values():
+        parameter.data = parameter.data.contiguous()  # DeepSpeed broadcasts nothing else
     held = [bundle for bundle in bundles if at.sdp in bundle.holders]
     handover = _Handover(_settings(config, batch), optimizer, lr_scheduler)
     if layout.mesh.sdp > 1 or (optimizer is None and config.optimizer is None):

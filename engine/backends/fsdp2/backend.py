@@ -28,6 +28,7 @@ from ...placement.tensor_info import Shard
 from ...subnetwork.branch_scale import BranchScale
 from ...subnetwork.carve import PassThrough
 from ...subnetwork.dormant import DormantCopies
+from ...subnetwork.given_model import refuse_shapes
 from ...sync.changed_gradients import CHANGED, FinalGradients, compare_gradients
 from ...sync.gradients import GradientSync
 from ...sync.weights import WeightRefresh
@@ -43,7 +44,7 @@ from .collectives import (
 from .connection import await_weights, ends_in_root, make_inner_sync, make_sync, make_tensor_sums
 from .offload import ShardHome
 from .passes import refuse_hooks
-from .sharding import refuse_scalars, shard
+from .sharding import shard
 from .uses import ModuleUses, nothing_left_out
 
 
@@ -106,7 +107,7 @@ class FSDP2Backend(ShardedBackend):
         )
         self._uses: list[ModuleUses] = []
         if self.uses_fsdp:
-            refuse_scalars(layout)
+            refuse_shapes(layout)
             blocks = [name for name in layout.blocks if name not in stand_ins]
             self._uses = shard(
                 model,

@@ -12,24 +12,9 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 
 from ...distributed.traffic import Traffic
-from ...errors import ModelError
-from ...placement.layout import Layout
 from .collectives import CountingAllGather, CountingReduceScatter, parameter_groups
 from .passes import refuse_hidden_results, refuse_inference_mode, refuse_whole_state
 from .uses import ModuleUses
-
-
-def refuse_scalars(layout: Layout) -> None:
-    """Raise ModelError for a parameter without dimensions.
-
-    It looks at the full model's parameters, so that all ranks raise.
-    """
-    for name, info in layout.parameters.items():
-        if not info.shape:
-            raise ModelError(
-                f"parameter {name!r} has no dimension that could be sharded; give it shape (1,), or set "
-                "zero_optimization.stage to 0 and bf16.enabled to false"
-            )
 
 
 def shard(

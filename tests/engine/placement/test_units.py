@@ -163,7 +163,7 @@ def test_tied_weights_cannot_lie_in_units() -> None:
         names(across)
     same_block = models.mlp()
     same_block.layers[2] = same_block.layers[1]
-    with pytest.raises(ModelError, match=r"layers.1: .* is tied to a module outside the unit"):
+    with pytest.raises(ModelError, match=r"layers.1 and layers.2 are one module, and a unit has one place"):
         names(same_block)
     outside_before = models.mlp()
     outside_before.extra = nn.Linear(models.HIDDEN, models.WIDTH)
