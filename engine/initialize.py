@@ -166,7 +166,7 @@ def _finish(
         engine.loader = _loader(engine, training_data, collate_fn)
         engine.training_dataloader = EpochLoader(engine.loader)
         samples = engine.loader.sampler.num_samples if isinstance(engine.loader, ResumableLoader) else "a stream"
-    if engine.world_size > 1:
+    if engine.world_size > 1 and dist.get_backend() != "fake":  # ranks that do not exist are not watched
         engine.calls = CallWatch()
         weakref.finalize(engine, engine.calls.stop).atexit = False  # at its exit a rank says so
     if not engine.config.sdp.in_one_process:
