@@ -32,6 +32,7 @@ from sdp.engine.deepspeed_facts import REFUSED
 from sdp.engine.errors import ConfigError
 from sdp.engine.optim.optimizers import build_optimizer
 from sdp.engine.optim.schedules import build_scheduler
+from sdp.tests.support.ranks import rank_alone
 
 FILES: dict[str, dict[str, Any]] = json.loads(Path(__file__).with_name("files.json").read_text(encoding="utf-8"))
 NAMES: dict[str, list[str]] = json.loads(Path(__file__).with_name("names.json").read_text(encoding="utf-8"))
@@ -52,7 +53,8 @@ def find_missing_names(names: Iterable[str]) -> list[str]:
     A name that only says that it is out of scope counts as missing.
     """
     model = torch.nn.Sequential(torch.nn.Linear(1, 1))
-    engine = sdp.initialize(model=model, config={"train_batch_size": 1, "sdp": {"engine": "reference"}})[0]
+    with rank_alone():
+        engine = sdp.initialize(model=model, config={"train_batch_size": 1})[0]
     return sorted(name for name in {*names} if name in REFUSED or not hasattr(engine, name))
 
 

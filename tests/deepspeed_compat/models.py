@@ -2,8 +2,8 @@
 
     python tests/deepspeed_compat/models.py
 
-Each model is small and takes two steps in the engine "reference", which is what all backends must
-equal. The script prints the table of docs/deepspeed.md, and the reason of each refusal.
+Each model is small and takes two steps on two ranks, each a group of its own. The script prints
+the table of docs/deepspeed.md, and the reason of each refusal.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ import torch
 from sdp.models.huggingface import declare_neuron_branches
 from sdp.tests.support.foreign import foreign_models
 from sdp.tests.support.models import even_llama
+from sdp.tests.support.ranks import RankPool
 from torch import nn
 
 WORDS, TOKENS = 32, 6
@@ -62,27 +63,32 @@ CASES = [(granularity, masking) for granularity in ("block", "neuron") for maski
 
 
 def build(name: str) -> tuple[nn.Module, Any]:
-    """Make the model of this name, and a batch of four rows."""
+    """Make the model of this name, and a batch of two rows."""
     torch.manual_seed(0)
     if name in OTHERS:
-        return foreign_models.build(OTHERS[name]), foreign_models.make_batch(OTHERS[name], seed=0, rows=4)
+        return foreign_models.build(OTHERS[name]), foreign_models.make_batch(OTHERS[name], seed=0)
     if name == "LLaMA (ours)":
-        rows = torch.randint(1, WORDS, (4, TOKENS))
+        rows = torch.randint(1, WORDS, (2, TOKENS))
         return even_llama(tied=False, device="cpu"), {"input_ids": rows % 19, "labels": rows % 19}
     config, kind, values = LANGUAGE[name]
     hf: Any = importlib.import_module("transformers")
-    rows = torch.randint(3, WORDS, (4, TOKENS))
+    rows = torch.randint(3, WORDS, (2, TOKENS))
     settings = {"vocab_size": WORDS, "use_cache": False, "attn_implementation": "eager"} | values
     return getattr(hf, kind)(getattr(hf, config)(**settings)), {"input_ids": rows, "labels": rows}
 
 
+def find_reasons(ranks: RankPool, name: str) -> list[str | None]:
+    """Return for each of the cases why the model does not train this way, or None if it does."""
+    return [next(filter(None, ranks.run(find_reason, name, *case, world=2)), None) for case in CASES]
+
+
 def find_reason(name: str, granularity: str, masking: str) -> str | None:
-    """Return why the model does not train this way, or None if it does."""
+    """Return what :func:`find_reasons` does, on this rank."""
     model, batch = build(name)
     config = {
-        "train_batch_size": 4,
+        "train_micro_batch_size_per_gpu": 2,
         "optimizer": {"type": "SGD", "params": {"lr": 0.01}},
-        "sdp": {"groups": 2, "capacity": 0.5, "engine": "reference", "granularity": granularity, "masking": masking},
+        "sdp": {"groups": 2, "capacity": 0.5, "granularity": granularity, "masking": masking},
     }
     try:
         if granularity == "neuron" and not hasattr(model, "neuron_branches"):
@@ -100,14 +106,16 @@ def find_reason(name: str, granularity: str, masking: str) -> str | None:
 def main() -> None:
     """Print the table and the reasons."""
     logging.disable(logging.WARNING)
+    ranks = RankPool()
     reasons: dict[str, list[str]] = {}
     rows: dict[str, list[str]] = {}
     for name in ["LLaMA (ours)", *LANGUAGE, *OTHERS]:
-        found = [find_reason(name, *case) for case in CASES]
+        found = find_reasons(ranks, name)
         rows.setdefault(" | ".join("no" if reason else "yes" for reason in found), []).append(name)
         for case, reason in zip(CASES, found, strict=True):
             if reason:
                 reasons.setdefault(reason, []).append(f"{name}: {' '.join(case)}")
+    ranks.close()
     print("| models | blocks, forward | blocks, backward | neurons, forward | neurons, backward |")
     print("|---|---|---|---|---|")
     for cells, names in rows.items():
@@ -117,4 +125,7 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    # The ranks import the function by the name of its module.
+    from sdp.tests.deepspeed_compat import models
+
+    models.main()

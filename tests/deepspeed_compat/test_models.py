@@ -5,7 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from sdp.tests.deepspeed_compat.models import CASES, LANGUAGE, OTHERS, find_reason
+from sdp.tests.deepspeed_compat.models import LANGUAGE, OTHERS, find_reasons
+from sdp.tests.support.ranks import RankPool
 
 pytest.importorskip("transformers", reason="transformers is not installed; the extra 'dev' has it")
 
@@ -27,7 +28,7 @@ def test_the_table_has_every_model() -> None:
 
 
 @pytest.mark.parametrize("name", ["GPT-2", "GPT-J", "ALBERT", "T5"])
-def test_a_row_of_the_table_is_true(name: str) -> None:
-    reasons = [find_reason(name, *case) for case in CASES]
+def test_a_row_of_the_table_is_true(ranks: RankPool, name: str) -> None:
+    reasons = find_reasons(ranks, name)
     assert ["no" if reason else "yes" for reason in reasons] == _rows()[name]
     assert not any("\n" in reason for reason in reasons if reason)

@@ -45,8 +45,6 @@ def test_process_count(groups: int, fsdp: int | None, tp: int, nproc: int | None
         (_degrees(3, None, 2), 8, 0, r"8 processes \(--nproc\) are not a multiple of groups 3 .* \* tp 2 .* = 6"),
         (_degrees(4), None, 2, r"2 processes \(visible devices\) are not a multiple of groups 4"),
         (_degrees(4), 4, 2, r"4 processes \(--nproc\) need 4 devices, 2 visible"),
-        (_degrees(4, engine="reference"), 4, 0, r"reference.* runs all 4 groups in one process"),
-        (_degrees(4, 2, engine="reference"), None, 0, r"reference.* fsdp 2"),
     ],
 )
 def test_counts_that_do_not_fit(degrees: Degrees, nproc: int | None, devices: int, message: str) -> None:
@@ -54,16 +52,11 @@ def test_counts_that_do_not_fit(degrees: Degrees, nproc: int | None, devices: in
         degrees.processes(nproc, devices)
 
 
-def test_reference_engine_takes_one_process() -> None:
-    assert _degrees(4, engine="reference").processes(None, devices=8) == 1
-
-
 @pytest.mark.parametrize(
     ("degrees", "count"),
     [
         (_degrees(2, batch={"train_batch_size": 8}), 6),
         (_degrees(1, batch={"train_batch_size": 7, "gradient_accumulation_steps": 2}), 1),
-        (_degrees(2, engine="reference", batch={"train_batch_size": 7}), 1),
     ],
 )
 def test_samples_that_the_processes_do_not_share(degrees: Degrees, count: int) -> None:

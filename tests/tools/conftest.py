@@ -45,12 +45,14 @@ def _fill_once(factory: pytest.TempPathFactory, name: str, fill: Callable[[Path]
 
 @pytest.fixture(autouse=True)
 def own_environment() -> Iterator[None]:
-    """A run in this process publishes its place in os.environ and sets up the log; nothing of it
-    may outlive the test.
+    """A run in this process publishes its place in os.environ, sets up the log and makes a process
+    group of one rank; nothing of it may outlive the test.
     """
-    log = logging.getLogger("sdp")
+    log, had_group = logging.getLogger("sdp"), dist.is_initialized()
     before, settings, handlers = dict(os.environ), (log.level, log.propagate), list(log.handlers)
     yield
+    if dist.is_initialized() and not had_group:
+        dist.destroy_process_group()
     os.environ.clear()
     os.environ.update(before)
     (log.level, log.propagate), log.handlers[:] = settings, handlers

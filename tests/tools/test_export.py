@@ -244,7 +244,7 @@ def test_bytes_and_hugging_face_tokenizers(kind, tmp_path):
     assert main(["prepare", *map(str, data)]) == 0
     shutil.rmtree(tmp_path / "tokenizer", ignore_errors=True)  # the prepared data is enough
     config = {
-        "sdp": {"groups": 2, "capacity": 0.5, "engine": "reference"},
+        "sdp": {"groups": 1},
         "model": {
             "name": "llama", "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2,
             "num_attention_heads": 2,

@@ -36,6 +36,7 @@ TRAINER: dict[str, Any] = {
 }  # fmt: skip
 
 
+@pytest.mark.usefixtures("one_rank")
 def test_auto_means_the_default_of_the_key(caplog: pytest.LogCaptureFixture) -> None:
     config = load_config(TRAINER)
     assert (config.gradient_clipping, config.precision, config.train_micro_batch_size_per_gpu) == (0.0, "float32", None)
@@ -49,7 +50,6 @@ def test_auto_means_the_default_of_the_key(caplog: pytest.LogCaptureFixture) -> 
         "train_micro_batch_size_per_gpu": "auto",
         "optimizer": {"type": "Adam", "params": {"lr": "auto"}},
         "prescale_gradients": True,
-        "sdp": {"engine": "reference"},
     }
     with caplog.at_level("INFO", logger="sdp"):
         engine = sdp.initialize(model=mlp(), config=settings)[0]

@@ -247,7 +247,7 @@ def test_local_run_ends_as_sdp_train_does(folder: Path) -> None:
     )  # fmt: skip
     assert launched.returncode == 0, launched.stderr
     assert "environment of every rank: GLOO_SOCKET_IFNAME=lo NCCL_DEBUG=a b" in launched.stderr
-    trained = run_forked("train", "small.json", "--set", "sdp.engine=reference", "--dump-dir", "two")  # in one process
+    trained = run_forked("train", "small.json", "--dump-dir", "two")
     assert trained.returncode == 0, trained.stderr
     losses = [
         [json.loads(line)["loss"] for line in Path(run, "metrics.jsonl").read_text().splitlines()]

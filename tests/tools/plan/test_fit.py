@@ -295,8 +295,6 @@ def test_nothing_fits(config: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert less
     for used in ("activation_checkpointing.mode", "zero_optimization.stage 3"):
         assert used not in less
-    assert main(["plan", str(config), "--device-memory", "80GB", "--fit", "--set", "sdp.engine=reference"]) == 2
-    assert "which is not planned" in capsys.readouterr().err
 
 
 def test_a_hostfile_bounds_what_is_tried(config: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -134,10 +134,10 @@ def test_a_tokenizer_of_transformers_makes_the_tokens_of_the_harness(tmp_path):
 
 
 @installed
-def test_a_run_in_one_process_limits_the_documents_and_keeps_its_random_numbers(run, tmp_path, monkeypatch):
+def test_a_run_of_one_rank_limits_the_documents_and_keeps_its_random_numbers(run, tmp_path, monkeypatch):
     tasks = run["training"]["evaluate_tasks"]
     tasks |= {"limit": 2, "every": 0, "tasks": ["own_choice"]}
-    run["sdp"]["engine"] = "reference"
+    run["sdp"] = {"groups": 1}
     random.seed(5)
     np.random.seed(5)
     before = random.getstate()
@@ -163,7 +163,7 @@ def test_a_run_in_one_process_limits_the_documents_and_keeps_its_random_numbers(
 )
 def test_mistakes_are_one_line_before_training(run, tmp_path, capsys, change, message):
     run["training"]["evaluate_tasks"] |= change
-    run["sdp"]["engine"] = "reference"
+    run["sdp"] = {"groups": 1}
     dump_dir = tmp_path / "run"
     assert main(["train", str(write_config(run, tmp_path)), "--dump-dir", str(dump_dir)]) == 2
     error = capsys.readouterr().err.strip().splitlines()
@@ -175,7 +175,7 @@ def test_mistakes_are_one_line_before_training(run, tmp_path, capsys, change, me
 @installed
 @pytest.mark.parametrize("spoil", ["documents", "template"])
 def test_a_task_that_does_not_work_is_one_line_before_training(run, tmp_path, capsys, spoil):
-    run["sdp"]["engine"] = "reference"
+    run["sdp"] = {"groups": 1}
     if spoil == "documents":
         (tmp_path / "tasks/own_choice.jsonl").unlink()
     else:
@@ -193,7 +193,7 @@ def test_a_missing_package_is_one_line(run, tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(
         importlib.util, "find_spec", lambda name, *more: None if name == "lm_eval" else found(name, *more)
     )
-    run["sdp"]["engine"] = "reference"
+    run["sdp"] = {"groups": 1}
     assert main(["train", str(write_config(run, tmp_path)), "--dump-dir", str(tmp_path / "run")]) == 2
     assert "the package lm-eval is not installed; pip install 'sdp-engine[eval]'" in capsys.readouterr().err
 
@@ -201,7 +201,7 @@ def test_a_missing_package_is_one_line(run, tmp_path, capsys, monkeypatch):
 def test_tasks_are_for_text(run, tmp_path, capsys):
     run["data"] = {"name": "digits"}
     run["model"] = {"name": "resnet18"}
-    run["sdp"]["engine"] = "reference"
+    run["sdp"] = {"groups": 1}
     assert main(["train", str(write_config(run, tmp_path)), "--dump-dir", str(tmp_path / "run")]) == 2
     assert "training.evaluate_tasks: tasks are for language models, and digits are images" in capsys.readouterr().err
 

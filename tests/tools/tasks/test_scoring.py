@@ -40,24 +40,20 @@ def requests(count: int = 45) -> list[Request]:
     return found
 
 
-def step(engine: Any, case: Case, kind: str, number: int) -> None:
-    one_step(engine, case, number, data_rank=None if kind == "reference" else data_rank_of(case))
-
-
 def score(case: Case, kind: str) -> tuple[list[Score], Any]:
     engine = engine_of(case, kind)
-    step(engine, case, kind, 0)
+    one_step(engine, case, 0, data_rank=data_rank_of(case))
     engine.step()
     scorer = Scorer(FullModel.of_engine(engine))
     results = []
     for _ in range(2):  # in a second use, nothing of the first is left
-        if not dist.is_initialized() or dist.get_rank() == 0:
+        if dist.get_rank() == 0:
             results = scorer.lead(
                 lambda: [*scorer.score(requests(45)[:3]), *scorer.score(requests()), *scorer.score([])]
             )
         else:
             scorer.follow()
-    step(engine, case, kind, 1)  # training goes on
+    one_step(engine, case, 1, data_rank=data_rank_of(case))  # training goes on
     return results, engine.full_state_dict()
 
 
@@ -92,11 +88,6 @@ def test_scores_equal_those_of_the_whole_model(case: Case, kind: str, ranks: Ran
     (scores, state), *others = ranks.run(score, case, kind, world=case.world)
     assert all(found == [] for found, _ in others)
     check(scores, state, case)
-
-
-def test_the_engine_of_one_process_scores_too() -> None:
-    case = Case(2, 1, 0, model="llama")
-    check(*score(case, "reference"), case)
 
 
 def fail_on_rank_0() -> str:

@@ -20,18 +20,16 @@ def exported(trained_run, tmp_path_factory) -> Path:
 
 @pytest.fixture
 def config(trained_run, tmp_path) -> Path:
-    """Four virtual workers, as the run that was exported: the same held-out batches; no model
-    section.
-    """
+    """Of one rank, with the batches of the run that was exported, and without a model section."""
     whole = json.loads((trained_run / "config.json").read_text())
     short = {
         "train_batch_size": 8,
         "train_micro_batch_size_per_gpu": 2,
-        "gradient_accumulation_steps": 1,
+        "gradient_accumulation_steps": 4,
         "optimizer": whole["optimizer"],
-        "sdp": {"groups": 2, "capacity": 0.75, "engine": "reference"},
+        "sdp": {"groups": 1},
         "data": whole["data"],
-        "training": {"steps": 2, "evaluate_batches": 2, "save_every": 1},
+        "training": {"steps": 2, "evaluate_batches": 8, "save_every": 1},
     }
     path = tmp_path / "config.json"
     path.write_text(json.dumps(short))

@@ -60,7 +60,6 @@ def test_evaluate_scales_branches_as_the_phase_of_the_checkpoint(config: dict, t
     config["sdp"] |= {
         "masking": [{"until": 2, "masking": "forward"}, {"masking": "backward"}],
         "branch_scale": "eval",
-        "engine": "reference",
     }
     config["training"] |= {"steps": 4, "save_every": 1, "evaluate_every": 1, "keep": 9}
     path, run = write_config(config, tmp_path), tmp_path / "run"
@@ -74,7 +73,7 @@ def test_evaluate_scales_branches_as_the_phase_of_the_checkpoint(config: dict, t
 
 
 def test_a_run_that_ends_before_the_switch_says_so(config: dict, tmp_path: Path) -> None:
-    config["sdp"] |= {"masking": [{"until": 9, "masking": "forward"}, {"masking": "backward"}], "engine": "reference"}
+    config["sdp"] |= {"masking": [{"until": 9, "masking": "forward"}, {"masking": "backward"}]}
     del config["training"]["steps"]
     config["training"]["tokens"] = 2 * 8 * 32
     done = run_sdp("train", write_config(config, tmp_path), "--dump-dir", tmp_path / "run")

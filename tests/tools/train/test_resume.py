@@ -78,7 +78,7 @@ def test_another_corpus_of_equal_length_is_refused(config: dict, tmp_path: Path)
         assert prepared.returncode == 0, prepared.stderr
     config["data"]["path"] = str(tmp_path / "data-0")
     path, dump = write_config(config, tmp_path), ["--dump-dir", tmp_path / "run"]
-    settings = ["sdp.engine=reference", "data.sequence_length=16"]
+    settings = ['sdp={"groups": 1}', "data.sequence_length=16"]
     first = run_sdp("train", path, *dump, "--set", *settings, "training.steps=3")
     assert first.returncode == 0, first.stderr
     other = run_sdp("train", path, *dump, "--resume", "--set", *settings, f"data.path={tmp_path / 'data-1'}")
@@ -88,7 +88,7 @@ def test_another_corpus_of_equal_length_is_refused(config: dict, tmp_path: Path)
 
 def test_wrong_values_in_the_state_of_a_run_are_one_line(config: dict, tmp_path: Path) -> None:
     path, dump = write_config(config, tmp_path), ["--dump-dir", tmp_path / "run"]
-    alone = ["--set", "sdp.engine=reference", "training.save_every=2"]
+    alone = ["--set", 'sdp={"groups": 1}', "training.save_every=2"]
     assert run_sdp("train", path, *dump, *alone, "training.steps=2").returncode == 0
     checkpoint = tmp_path / "run" / "checkpoints" / "step-2"
     original = (checkpoint / "state.json").read_text()

@@ -19,7 +19,7 @@ loss_of = training_run.loss_of
 @pytest.fixture
 def run(config: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     """Train with the loss of the given micro-batches multiplied; return the exit code."""
-    config["sdp"]["engine"] = "reference"
+    config["sdp"] = {"groups": 1}
     config["scheduler"] = None
     config["tensorboard"] = {"enabled": True}
     config["training"] |= {"steps": STEPS, "evaluate_every": 0, "save_every": 4, "spike_window": 4, "spike_sigma": 50}

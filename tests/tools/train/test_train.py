@@ -3,7 +3,6 @@
 import json
 import shutil
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 from sdp.tests.support.small_runs import STEPS, read_losses, read_metrics, run_sdp, write_config
@@ -24,9 +23,6 @@ def test_a_run_of_four_processes_its_files_and_its_resume_on_two(config, tmp_pat
     assert f"resumed from {tmp_path / 'moved/checkpoints/step-3'}" in second.stderr
     assert [line["step"] for line in read_metrics(tmp_path / "moved")] == list(range(1, STEPS + 1))
     assert read_losses(tmp_path / "moved") == pytest.approx(read_losses(tmp_path / "whole"), rel=1e-5)
-    reference = ["--dump-dir", str(tmp_path / "reference"), "--set", "sdp.engine=reference"]
-    assert main(["train", str(path), *reference]) == 0
-    assert read_losses(tmp_path / "reference") == pytest.approx(read_losses(tmp_path / "whole"), rel=1e-5)
 
 
 def check_files(dump_dir: Path) -> None:
@@ -69,59 +65,41 @@ def check_files(dump_dir: Path) -> None:
 
 
 def test_a_run_goes_on_under_tensor_parallelism(trained_run, tmp_path):
-    """2 groups × fsdp 2 before; 2 groups × tp 2, and the reference, after: the same samples, the
-    same run.
-    """
-    for name in ("tp", "reference"):
+    """2 groups × fsdp 2 before; 2 groups × tp 2, and × 1, after: the same samples, the same run."""
+    for name in ("tp", "whole"):
         shutil.copytree(trained_run, tmp_path / name)
     batch = ["train_batch_size=8", "training.steps=6", "training.evaluate_every=0"]
     command = ["train", trained_run / "config.json", "--resume", "--set", *batch, "gradient_accumulation_steps=2"]
-    cut = run_sdp(*command, "--tp", 2, "--dump-dir", tmp_path / "tp")
-    assert cut.returncode == 0, cut.stderr
-    assert main([*map(str, command), "sdp.engine=reference", "--dump-dir", str(tmp_path / "reference")]) == 0
+    for name, tp in (("tp", 2), ("whole", 1)):
+        finished = run_sdp(*command, "--tp", tp, "--dump-dir", tmp_path / name)
+        assert finished.returncode == 0, finished.stderr
     assert read_losses(tmp_path / "tp")[:4] == read_losses(trained_run)
-    assert read_losses(tmp_path / "tp")[4:] == pytest.approx(read_losses(tmp_path / "reference")[4:], rel=1e-5)
+    assert read_losses(tmp_path / "tp")[4:] == pytest.approx(read_losses(tmp_path / "whole")[4:], rel=1e-5)
     assert len(read_losses(tmp_path / "tp")) == 6
     for rank in json.loads((tmp_path / "tp" / "summary.json").read_text())["ranks"]:
         assert rank["state_measured"] == rank["state_predicted"]
 
 
-@pytest.mark.parametrize("engine", ["reference", "fsdp2"])
-def test_neurons_train_resume_and_go_on_as_blocks(config, tmp_path, engine):
-    section = {"groups": 2, "capacity": 0.5, "granularity": "neuron", "neuron_groups": 4, "engine": engine}
+def test_neurons_train_resume_and_go_on_as_blocks(config, tmp_path):
+    section = {"groups": 2, "capacity": 0.5, "granularity": "neuron", "neuron_groups": 4}
     path = write_config(config | {"sdp": section, "train_micro_batch_size_per_gpu": 4}, tmp_path)
-    start = (
-        (lambda *words: run_sdp(*words))
-        if engine == "fsdp2"
-        else (lambda *words: SimpleNamespace(returncode=main([*map(str, words)])))
-    )
-    assert start("train", path, "--dump-dir", tmp_path / "whole").returncode == 0
-    if engine == "reference":
-        assert start("train", path, "--dump-dir", tmp_path / "halves", "--set", "training.steps=3").returncode == 0
-        assert start("train", path, "--dump-dir", tmp_path / "halves", "--resume").returncode == 0
-        assert read_losses(tmp_path / "halves") == read_losses(tmp_path / "whole")
+    for name, *words in (("whole",), ("halves", "--set", "training.steps=3"), ("halves", "--resume")):
+        assert run_sdp("train", path, "--dump-dir", tmp_path / name, *words).returncode == 0
+    assert read_losses(tmp_path / "halves") == read_losses(tmp_path / "whole")
     last = json.loads((tmp_path / "whole" / "evaluations.jsonl").read_text().splitlines()[-1])
     assert last["subnetwork_losses"][0] != pytest.approx(last["loss"], rel=1e-4)
-    for rank in json.loads((tmp_path / "whole" / "summary.json").read_text())["ranks"] if engine == "fsdp2" else ():
+    for rank in json.loads((tmp_path / "whole" / "summary.json").read_text())["ranks"]:
         assert (
             rank["state_measured"] == rank["state_predicted"]
             and rank["comm_bytes_per_step"] == rank["comm_bytes_planned"]
         )
     # The same run goes on in blocks: names and shapes are those of the full model.
-    blocks = ["sdp.granularity=block", "sdp.neuron_groups=8", "sdp.engine=reference", "training.steps=7"]
-    assert main(["train", str(path), "--dump-dir", str(tmp_path / "whole"), "--resume", "--set", *blocks]) == 0
+    blocks = ["sdp.granularity=block", "sdp.neuron_groups=8", "training.steps=7"]
+    assert run_sdp("train", path, "--dump-dir", tmp_path / "whole", "--resume", "--set", *blocks).returncode == 0
     assert len(read_losses(tmp_path / "whole")) == 7
 
 
-def test_the_reference_resumes_bit_for_bit(config, tmp_path):
-    reference = ["train", str(write_config(config, tmp_path)), "--set", "sdp.engine=reference"]
-    assert main([*reference, "--dump-dir", str(tmp_path / "whole")]) == 0
-    assert main([*reference, "--dump-dir", str(tmp_path / "halves"), "--set", "training.steps=3"]) == 0
-    assert main([*reference, "--dump-dir", str(tmp_path / "halves"), "--resume"]) == 0
-    assert read_losses(tmp_path / "halves") == read_losses(tmp_path / "whole")
-
-
-def test_backward_masking_trains_and_resumes_as_the_reference_does(config, tmp_path):
+def test_backward_masking_trains_and_resumes(config, tmp_path):
     command = [
         "train",
         write_config(config, tmp_path),
@@ -130,30 +108,27 @@ def test_backward_masking_trains_and_resumes_as_the_reference_does(config, tmp_p
         "sdp.profile=uniform",
         "training.evaluate_every=0",
     ]
-    native = ["--dump-dir", tmp_path / "native"]
-    first = run_sdp(*command, "training.steps=3", *native)
+    run = ["--dump-dir", tmp_path / "run"]
+    first = run_sdp(*command, "training.steps=3", *run)
     assert first.returncode == 0, first.stderr
     assert "masking: units that a group does not hold run from frozen copies" in first.stderr
-    second = run_sdp(*command, *native, "--resume")
+    second = run_sdp(*command, *run, "--resume")
     assert second.returncode == 0, second.stderr
     assert "frozen copies" in second.stdout
-    assert main([*map(str, command), "sdp.engine=reference", "--dump-dir", str(tmp_path / "reference")]) == 0
-    assert read_losses(tmp_path / "native") == pytest.approx(read_losses(tmp_path / "reference"), rel=1e-5)
-    summaries = [json.loads((tmp_path / name / "summary.json").read_text()) for name in ("native", "reference")]
-    assert summaries[0]["held_out"] == pytest.approx(summaries[1]["held_out"], rel=1e-5)
-    for rank in summaries[0]["ranks"]:
+    ranks = json.loads((tmp_path / "run" / "summary.json").read_text())["ranks"]
+    for rank in ranks:
         assert rank["state_measured"] == rank["state_predicted"]
         assert rank["comm_bytes_per_step"] == rank["comm_bytes_planned"]
     # Group 0 holds all four blocks, and sends two to group 1.
-    assert [rank["state_measured"]["frozen"] > 0 for rank in summaries[0]["ranks"]] == [False, True]
-    assert ["between groups/broadcast" in rank["comm_bytes_per_step"] for rank in summaries[0]["ranks"]] == [
+    assert [rank["state_measured"]["frozen"] > 0 for rank in ranks] == [False, True]
+    assert ["between groups/broadcast" in rank["comm_bytes_per_step"] for rank in ranks] == [
         True,
         False,
     ]
 
 
 def test_a_budget_of_tokens_holds_over_a_change_of_batch(config, tmp_path, capsys):
-    config["sdp"]["engine"] = "reference"
+    config["sdp"] = {"groups": 1}
     config["scheduler"] = None
     config["training"] |= {"steps": None, "tokens": 3 * 8 * 32, "save_every": 1}
     run = ["train", str(write_config(config, tmp_path)), "--dump-dir", str(tmp_path / "run")]
@@ -171,28 +146,8 @@ def test_a_budget_of_tokens_holds_over_a_change_of_batch(config, tmp_path, capsy
 def test_a_run_is_found_again_from_another_directory(config, corpus, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(corpus.parent)
     config["data"]["path"] = corpus.name
-    config["sdp"]["engine"] = "reference"
+    config["sdp"] = {"groups": 1}
     config["training"] |= {"steps": 1, "save_every": 1}
     assert main(["train", str(write_config(config, tmp_path)), "--dump-dir", str(tmp_path / "run")]) == 0
     monkeypatch.chdir(tmp_path)
     assert main(["evaluate", "run"]) == 0
-
-
-def test_muon_goes_on_under_another_layout(config, tmp_path):
-    """Two groups, sharded, with moments in bfloat16; then the reference: the momentum is part of
-    the checkpoint.
-    """
-    config |= {"optimizer": {"type": "Muon", "params": {"lr": 0.01, "state_dtype": "bfloat16", "ns_dtype": "float32"}}}
-    config["training"] |= {"evaluate_every": 0, "evaluate_batches": 1}
-    path = write_config(config, tmp_path)
-    native = ["train", path, "--dump-dir", tmp_path / "native", "--set", "zero_optimization.stage=1"]
-    first = run_sdp(*native, "training.steps=3")
-    assert first.returncode == 0, first.stderr
-    reference = ["train", str(path), "--set", "sdp.engine=reference", "--dump-dir"]
-    shutil.copytree(tmp_path / "native", tmp_path / "resumed")
-    assert main([*reference, str(tmp_path / "resumed"), "--resume"]) == 0
-    assert main([*reference, str(tmp_path / "whole")]) == 0
-    assert read_losses(tmp_path / "resumed") == pytest.approx(read_losses(tmp_path / "whole"), rel=2e-4)
-    for rank in json.loads((tmp_path / "native" / "summary.json").read_text())["ranks"]:
-        assert rank["state_measured"] == rank["state_predicted"]
-        assert rank["comm_bytes_per_step"] == rank["comm_bytes_planned"]

@@ -33,7 +33,8 @@ class Masked(torch.utils.data.Dataset):
 @pytest.fixture
 def losses(config: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     """Train for two steps; return the losses."""
-    config["sdp"]["engine"] = "reference"
+    config["sdp"] = {"groups": 1}
+    config["train_micro_batch_size_per_gpu"] = 2
     config["scheduler"] = None
     config["training"] |= {"steps": 2, "evaluate_every": 0, "save_every": 0}
     opened = startup.open_corpus

@@ -44,7 +44,7 @@ def lines(dump_dir: Path, name: str) -> list[dict]:
     return [json.loads(line) for line in (dump_dir / name).read_text().splitlines()]
 
 
-def test_two_processes_on_digits_and_the_reference_with_a_resume(config, tmp_path, capsys):
+def test_two_processes_on_digits_and_a_resume(config, tmp_path, capsys):
     path = write(config, tmp_path)
     finished = run_sdp("train", path, "--dump-dir", tmp_path / "run")
     assert finished.returncode == 0, finished.stderr
@@ -57,21 +57,10 @@ def test_two_processes_on_digits_and_the_reference_with_a_resume(config, tmp_pat
     evaluations = lines(tmp_path / "run", "evaluations.jsonl")
     assert [line["step"] for line in evaluations] == [0, 2, 4]
     assert all(0 <= line["accuracy"] <= 1 and "perplexity" not in line for line in evaluations)
-    # The reference reads the same samples in the same random form, also where it goes on: the whole
-    # run again, in this process.
-    again = [
-        "train",
-        path,
-        "--dump-dir",
-        str(tmp_path / "reference"),
-        "--set",
-        "sdp.engine=reference",
-        "training.evaluate_every=0",
-    ]
-    assert main([*again, "training.steps=2"]) == 0
-    assert main([*again, "--resume"]) == 0
-    expected = [line["loss"] for line in lines(tmp_path / "reference", "metrics.jsonl")]
-    assert [line["loss"] for line in metrics] == pytest.approx(expected, rel=1e-4)
+    # A run that goes on reads the same samples in the same random form.
+    for words in (["--set", "training.steps=2"], ["--resume"]):
+        assert run_sdp("train", path, "--dump-dir", tmp_path / "halves", *words).returncode == 0
+    assert [line["loss"] for line in lines(tmp_path / "halves", "metrics.jsonl")] == [line["loss"] for line in metrics]
     capsys.readouterr()
     assert main(["evaluate", str(tmp_path / "run"), "--json"]) == 0
     result = json.loads(capsys.readouterr().out)
@@ -84,9 +73,6 @@ def test_two_processes_on_digits_and_the_reference_with_a_resume(config, tmp_pat
 
 
 def test_a_small_swin_learns_digits(config, tmp_path, capsys):
-    """Every group its own subnetwork, in one process; the native backend is held to it in the table
-    of equality.
-    """
     config["model"] = {
         "name": "swin_t",
         "patch_size": 2,
@@ -96,7 +82,7 @@ def test_a_small_swin_learns_digits(config, tmp_path, capsys):
         "window_size": 3,
     }
     config["model"]["initializer_range"] = 0.2
-    config["sdp"] |= {"engine": "reference", "placement": "balanced"}
+    config["sdp"] = {"groups": 1}
     config["training"] |= {"steps": 40, "evaluate_every": 0, "save_every": 40}
     assert main(["train", write(config, tmp_path), "--dump-dir", str(tmp_path / "run")]) == 0
     first, last = lines(tmp_path / "run", "evaluations.jsonl")
@@ -141,8 +127,8 @@ def imagenet(path: Path) -> Path:
     ],
 )
 def test_configurations_for_large_data_train(name, make, changes, tmp_path):
-    """All that they state but sizes, the length of the run and the number of groups, in one
-    process, on data of the official format.
+    """All that they state but sizes, the length of the run and the number of groups, on data of the
+    official format.
     """
     path = Path(__file__).parents[4] / "configs" / f"{name}.json"
     short = [
@@ -153,14 +139,14 @@ def test_configurations_for_large_data_train(name, make, changes, tmp_path):
         "data.num_workers=0",
     ]
     here = [
-        "sdp.engine=reference",
-        "sdp.groups=4",
+        "sdp.groups=2",
         "train_micro_batch_size_per_gpu=1",
         f"data.path={make(tmp_path)}",
         *short,
         *changes,
     ]
-    assert main(["train", str(path), "--dump-dir", str(tmp_path / "run"), "--set", *here]) == 0
+    finished = run_sdp("train", path, "--dump-dir", tmp_path / "run", "--set", *here)
+    assert finished.returncode == 0, finished.stderr
     metrics = lines(tmp_path / "run", "metrics.jsonl")
     assert [line["step"] for line in metrics] == [1, 2]
     assert all(math.isfinite(line["loss"]) and line["grad_norm"] > 0 for line in metrics)

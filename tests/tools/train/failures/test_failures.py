@@ -297,7 +297,7 @@ def test_a_changed_learning_rate_applies_from_the_first_step_of_a_resume(
     config: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     train = ["train", str(config), "--dump-dir", str(tmp_path / "run")]
-    alone = ("--set", "sdp.engine=reference")
+    alone = ("--set", 'sdp={"groups": 1}')
     assert main([*train, *alone, "training.steps=2"]) == 0
     capsys.readouterr()
     changed = ("optimizer.params.lr=0.001", "optimizer.params.weight_decay=0.1", "gradient_clipping=0.5")

@@ -85,7 +85,7 @@ def small_disk(folder: Path, size: str) -> Iterator[Path]:
 @pytest.fixture
 def small_run(config: dict[str, Any], tmp_path: Path) -> Path:
     """A run in this process that writes a checkpoint of about a megabyte after each step."""
-    config["sdp"]["engine"] = "reference"
+    config["sdp"] = {"groups": 1}
     config["training"] |= {"steps": 4, "save_every": 1, "keep": 10, "evaluate_every": 0}
     return write_config(config, tmp_path)
 

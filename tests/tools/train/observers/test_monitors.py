@@ -132,7 +132,7 @@ def test_wandb_continues_the_run_on_a_resume_only(tmp_path: Path, monkeypatch: p
 def test_a_resumed_run_continues_its_curves(config: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     wandb = FakeWandb(refuses=False)
     monkeypatch.setitem(sys.modules, "wandb", wandb)
-    config["sdp"]["engine"] = "reference"
+    config["sdp"] = {"groups": 1}
     config |= {"wandb": {"enabled": True}, "tensorboard": {"enabled": True}}
     run = ["train", str(write_config(config, tmp_path)), "--dump-dir", str(tmp_path / "run")]
     assert main([*run, "--set", f"training.steps={STEPS // 2}"]) == 0

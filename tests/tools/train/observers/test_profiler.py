@@ -11,8 +11,7 @@ from sdp.tools.cli import main
 
 @pytest.fixture
 def arguments(text_corpus: Path, tmp_path: Path) -> list[str]:
-    config = tiny_config(text_corpus, groups=2, steps=4)
-    config["sdp"]["engine"] = "reference"
+    config = tiny_config(text_corpus, groups=1, steps=4)
     path = tmp_path / "config.json"
     path.write_text(json.dumps(config))
     return ["train", str(path), "--dump-dir", str(tmp_path / "run")]
