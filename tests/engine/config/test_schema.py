@@ -145,11 +145,11 @@ def test_files(tmp_path: Path) -> None:
 def test_overrides() -> None:
     raw = {"sdp": {"groups": 2}}
     config = load_config(
-        raw, ["sdp.groups=4", "sdp.engine=deepspeed", "gradient_clipping=0.5", 'sdp.units=["layers.*"]']
+        raw, ["sdp.groups=4", "sdp.masking=backward", "gradient_clipping=0.5", 'sdp.units=["layers.*"]']
     )
-    assert (config.sdp.groups, config.sdp.engine, config.gradient_clipping, config.sdp.units) == (
+    assert (config.sdp.groups, config.sdp.masking, config.gradient_clipping, config.sdp.units) == (
         4,
-        "deepspeed",
+        "backward",
         0.5,
         ["layers.*"],
     )
