@@ -42,6 +42,11 @@ class Degrees:
     def in_one_process(self) -> bool:
         return self.config.sdp.in_one_process
 
+    @property
+    def fewest(self) -> int:
+        """The fewest processes that make a whole grid."""
+        return 1 if self.in_one_process else self.groups * (self.fsdp or 1) * self.tp
+
     def check(self, processes: int, source: str) -> None:
         """Check that ``processes``, a number that comes from ``source``, fits the run.
 
@@ -93,7 +98,7 @@ class Degrees:
         elif devices and self.fsdp is None:
             count, source = devices, "visible devices"
         else:
-            count, source = self.groups * (self.fsdp or 1) * self.tp, "groups * fsdp * tp"
+            count, source = self.fewest, "groups * fsdp * tp"
         self.check(count, source)
         if 0 < devices < count:
             raise LaunchError(

@@ -165,7 +165,7 @@ def _check(args: argparse.Namespace) -> None:
         raise ConfigError("--launcher slurm needs --gpus-per-node G: that many ranks start on each node")
     if not args.words:
         raise ConfigError("the following arguments are required: CONFIG; see sdp launch --help")
-    if (started := detect()) is not None:
+    if (started := detect()) is not None and not started.is_alone:
         raise LaunchError(f"{started.source} started this process already: its ranks run sdp train themselves")
 
 

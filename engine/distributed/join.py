@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import logging
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any
 
@@ -10,11 +13,13 @@ import torch
 import torch.distributed as dist
 
 from ..environment.child import loopback_settings
-from ..environment.detect import detect, publish, set_default
+from ..environment.detect import Environment, detect, publish, set_default
+from ..environment.launchers import LAUNCHERS
 from ..errors import ConfigError
 from .rendezvous import serve_store
 
 log = logging.getLogger("sdp")
+_SILENT_SECONDS = 20.0
 
 
 def join(timeout_seconds: float | None = None) -> torch.device:
@@ -49,11 +54,33 @@ def join(timeout_seconds: float | None = None) -> torch.device:
     else:
         publish(found)
         timeout = timedelta(seconds=timeout_seconds) if timeout_seconds is not None else None
-        store = serve_store(found, timeout or timedelta(minutes=30))
-        ranks = {} if store is None else {"store": store, "rank": found.rank, "world_size": found.world_size}
-        dist.init_process_group(backend, timeout=timeout, device_id=device if cuda else None, **ranks)
+        with _announced_wait(found):
+            store = serve_store(found, timeout or timedelta(minutes=30))
+            ranks = {} if store is None else {"store": store, "rank": found.rank, "world_size": found.world_size}
+            dist.init_process_group(backend, timeout=timeout, device_id=device if cuda else None, **ranks)
         log.info("rank %d of %d, from the variables of %s", found.rank, found.world_size, found.source)
     return device
+
+
+@contextmanager
+def _announced_wait(found: Environment) -> Iterator[None]:
+    """Say in a line if the other ranks do not come."""
+    launcher = next(launcher for launcher in LAUNCHERS if launcher.source == found.source)
+    timer = threading.Timer(
+        _SILENT_SECONDS,
+        log.warning,
+        (
+            f"rank {found.rank} of {found.world_size} ({launcher.rank} of {found.source}) waits at {found.master_addr}:"
+            f"{found.master_port} for the other ranks; if none was started, because this is a notebook or a shell, "
+            f"unset {', '.join((launcher.rank, *launcher.traces))}; in each of several pods, start torchrun",
+        ),
+    )
+    timer.daemon = True
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
 
 
 def init_distributed(

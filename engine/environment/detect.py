@@ -45,6 +45,13 @@ class Environment:
     master_port: int
     source: str
 
+    @property
+    def is_alone(self) -> bool:
+        """Whether another launcher started this process alone, as SLURM a notebook, and Kubernetes
+        a pod. The process can then start ranks on its host.
+        """
+        return self.world_size == 1 and self.source != "sdp"
+
     def variables(self) -> dict[str, str]:
         """Return the variables that torchrun sets and torch's ``env://`` reads."""
         values = {
@@ -286,7 +293,8 @@ def _check_range(launcher: Launcher, rank: int, world_size: int, local_rank: int
 def _incomplete(launcher: Launcher, missing: Sequence[str]) -> LaunchError:
     return LaunchError(
         f"{launcher.rank} is set ({launcher.source}) but {', '.join(missing)} missing; start through torchrun, mpirun"
-        " or srun, set what is missing (MASTER_ADDR is the host of rank 0), or unset all to start without a launcher"
+        " or srun, set what is missing (MASTER_ADDR is the host of rank 0), or unset all to start without a launcher;"
+        " in each pod of a PyTorchJob start torchrun --nnodes $WORLD_SIZE --node-rank $RANK --nproc-per-node GPUS"
     )
 
 

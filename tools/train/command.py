@@ -34,7 +34,8 @@ def run(args: argparse.Namespace) -> int:
     export({name: str(value) for name, value in config.env.items()})
     degrees = Degrees(config, options.fsdp)
     environment = detect()
-    if environment is not None:
+    starts_more = (options.nproc or degrees.fewest) > 1 or options.restarts
+    if environment is not None and not (environment.is_alone and starts_more):
         if options.nproc not in (None, environment.world_size):
             raise ConfigError(
                 f"--nproc {options.nproc}: {environment.source} started {environment.world_size} processes; leave it "

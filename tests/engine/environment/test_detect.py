@@ -5,10 +5,13 @@ refused.
 import dataclasses
 import os
 import stat
+import subprocess
 import sys
 import types
+from pathlib import Path
 
 import pytest
+import sdp
 from sdp.engine.environment import detect as environment
 from sdp.engine.environment.child import search_path_settings, thread_settings, usable_cores
 from sdp.engine.environment.detect import Environment, detect, local_environment
@@ -353,3 +356,31 @@ def test_an_mpi4py_of_another_mpi_names_no_master(
         assert detected is not None
         assert (detected.master_addr == "gpu-01") == (world_size == 3)
     assert mpi.ended != begun  # a script's own MPI goes on
+
+
+def test_a_lone_process_can_start_ranks_of_its_own() -> None:
+    notebook = {**SRUN, "SLURM_PROCID": "0", "SLURM_STEP_NUM_TASKS": "1", "SLURM_STEP_TASKS_PER_NODE": "1"}
+    for environ, alone in (
+        (notebook | {"SLURM_NODEID": "0"}, True),
+        ({"RANK": "0", "WORLD_SIZE": "1"}, True),  # a pod
+        (local_environment(0, 1, 1234).variables() | {"SDP_ERROR_FILE": "/tmp/e"}, False),
+        (TORCHRUN, False),
+    ):
+        found = detect(environ)
+        assert found is not None
+        assert found.is_alone == alone
+
+
+def test_a_rank_without_peers_says_what_it_waits_for() -> None:
+    code = "from sdp.engine.distributed import join; join._SILENT_SECONDS = 0.5; join.init_distributed()"
+    environ = dict(os.environ, PYTHONPATH=str(Path(sdp.__path__[0]).parent))
+    port = str(environment.free_port())
+    environ |= {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    with subprocess.Popen(
+        [sys.executable, "-P", "-c", code], env=environ, stderr=subprocess.PIPE, text=True
+    ) as waiting:
+        assert waiting.stderr is not None
+        line = waiting.stderr.readline()
+        waiting.kill()
+    assert line.startswith("rank 0 of 2 (RANK of torchrun) waits at 127.0.0.1:")
+    assert "unset RANK, WORLD_SIZE, LOCAL_RANK; in each of several pods, start torchrun" in line

@@ -205,7 +205,7 @@ def test_started_ranks_are_not_launched_again(
 ) -> None:
     for name, value in {
         "RANK": "0",
-        "WORLD_SIZE": "1",
+        "WORLD_SIZE": "2",
         "LOCAL_RANK": "0",
         "MASTER_ADDR": "h",
         "MASTER_PORT": "1",
@@ -238,7 +238,8 @@ def test_local_run_ends_as_sdp_train_does(folder: Path) -> None:
         "env": {"GLOO_SOCKET_IFNAME": "lo"},
     }
     (folder / "small.json").write_text(json.dumps(config))
-    environ = dict(os.environ, PYTHONPATH=str(Path(sdp.__path__[0]).parent))
+    notebook = {"SLURM_PROCID": "0", "SLURM_LOCALID": "0", "SLURM_NTASKS": "1", "SLURM_STEP_ID": "0"}  # srun jupyter
+    environ = dict(os.environ, PYTHONPATH=str(Path(sdp.__path__[0]).parent), **notebook)
     head = [PYTHON, "-P", "-m", "sdp"]
     launched = subprocess.run(
         [*head, "launch", "--launcher", "local", "--gpus-per-node", "2", "--env", "NCCL_DEBUG=a b", "small.json",
@@ -246,6 +247,7 @@ def test_local_run_ends_as_sdp_train_does(folder: Path) -> None:
         env=environ, capture_output=True, text=True, timeout=240,
     )  # fmt: skip
     assert launched.returncode == 0, launched.stderr
+    assert "2 process(es)" in launched.stderr
     assert "environment of every rank: GLOO_SOCKET_IFNAME=lo NCCL_DEBUG=a b" in launched.stderr
     trained = run_forked("train", "small.json", "--dump-dir", "two")
     assert trained.returncode == 0, trained.stderr
