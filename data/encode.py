@@ -147,7 +147,7 @@ class _Workers:
     def __init__(self, count: int, arguments: _Arguments):
         context = multiprocessing.get_context("spawn")
         self._threads = ThreadPoolExecutor(count)
-        self._idle: SimpleQueue[Connection] = SimpleQueue()
+        self._idle: SimpleQueue[Any] = SimpleQueue()  # connections
         self._processes = []
         for _ in range(count):
             here, there = context.Pipe()

@@ -21,7 +21,7 @@ _COLLECTIVES = dist.distributed_c10d.__name__
 
 
 def peak_tensor_bytes(
-    step: Callable[[], None],
+    step: Callable[[], object],
     module: nn.Module,
     optimizer: Optimizer,
     device: torch.device,

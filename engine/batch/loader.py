@@ -108,6 +108,8 @@ class ResumableLoader:
         self.sampler.consumed = self._consumed
         # Without a generator of its own, the loader would draw from torch's global one when an
         # iteration starts, and a resumed run would differ.
+        start = _WorkerStart(self._worker_options.get("worker_init_fn"))
+        options: dict[str, Any] = self._worker_options | {"worker_init_fn": start}
         batches = DataLoader(
             _SeededReads(self.dataset, self.sampler.seed),
             batch_sampler=self._positions(),  # pyright: ignore[reportArgumentType]  # any iterable will do
@@ -115,7 +117,7 @@ class ResumableLoader:
             num_workers=self._num_workers,
             pin_memory=self._pin_memory,
             generator=torch.Generator().manual_seed(self.sampler.seed),
-            **self._worker_options | {"worker_init_fn": _WorkerStart(self._worker_options.get("worker_init_fn"))},
+            **options,
         )
         self._source = iter(_plain_errors(batches))
         while True:
@@ -254,7 +256,8 @@ class _WorkerStart:
     def __call__(self, worker: int) -> None:
         info = get_worker_info()
         assert info is not None
-        object.__setattr__(info, "dataset", info.dataset.dataset)  # torch refuses a plain assignment
+        shown: Any = info.dataset
+        object.__setattr__(info, "dataset", shown.dataset)  # torch refuses a plain assignment
         if self._function is not None:
             self._function(worker)
 

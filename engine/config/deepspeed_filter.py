@@ -102,9 +102,10 @@ def _resolve_offloads(zero: dict[str, Any]) -> dict[str, Any]:
     for key in ("offload_optimizer", "offload_param"):
         section = kept.get(key)
         if isinstance(section, dict):
-            kept[key] = {name: value for name, value in section.items() if value is not None}
+            stated = {name: value for name, value in section.items() if value is not None}
             if isinstance(section.get("device"), str):
-                kept[key]["device"] = section["device"].lower()
+                stated["device"] = section["device"].lower()
+            kept[key] = stated
     return kept
 
 
@@ -226,7 +227,7 @@ def _require_no_curriculum(data_efficiency: Any, deepspeed: bool) -> None:
 
 
 def _require_neutral(path: str, value: Any, deepspeed: bool) -> None:
-    allowed = REFUSED[path][0] if path in REFUSED else ()
+    allowed: tuple[Any, ...] = REFUSED[path][0] if path in REFUSED else ()
     if deepspeed:
         allowed = HONOURED_BY_DEEPSPEED.get(path, allowed)
     if any(_same(value, neutral) for neutral in allowed):

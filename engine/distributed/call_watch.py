@@ -52,8 +52,9 @@ class CallWatch:
 
     def __init__(self) -> None:
         self._is_inside = False
+        store: Any = _get_default_store()
         # A client of its own: a rank may wait in the other one for minutes.
-        self._store = dist.PrefixStore("sdp/calls", _get_default_store().clone())
+        self._store = dist.PrefixStore("sdp/calls", store.clone())
         self._store.set_timeout(timedelta(seconds=_ANSWER_SECONDS))
         self._beat = Heartbeat(dist.get_rank(), None, None, self._on_stall, self._publish)
         self._beat.at(0, "before its first step", None)

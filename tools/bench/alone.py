@@ -130,7 +130,7 @@ def measure(config: Config, world: int, steps: int, device: torch.device) -> Sha
             started = _now(device)
             loss = step()
             seconds.append(_now(device) - started)
-        _require_training(engine, loss)
+            _require_training(engine, loss)
         peak = peak_tensor_bytes(step, engine.module, engine.optimizer, device)
         return Share(
             parameters=sum(parameter.numel() for parameter in engine.parameters_here.values()),
@@ -206,11 +206,13 @@ def _stepper(engine: SDPEngine, config: Config) -> tuple[Callable[[], torch.Tens
         else:  # two classes or tokens are enough: their number does not change the work
             batch[key] = torch.randint(2, like.shape, generator=generator, dtype=like.dtype).to(engine.device)
 
-    def step() -> torch.Tensor:
-        for _ in range(accumulation):
-            loss = engine.backward(engine(batch))
-            engine.step()
+    def micro_step() -> torch.Tensor:
+        loss = engine.backward(engine(batch))
+        engine.step()
         return loss.detach()
+
+    def step() -> torch.Tensor:
+        return [micro_step() for _ in range(accumulation)][-1]
 
     return step, micro * accumulation * config.data.tokens_per_sample
 

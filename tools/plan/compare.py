@@ -29,7 +29,7 @@ from ...engine.placement.layout import Layout
 from ..runs.model_inputs import model_and_batch
 from .alternatives import dense_config, distributed_data_parallel, smaller_dense, why_not_hsdp
 from .forecast import MOST_TRACES, forecast, require_planned
-from .machine import LINKS, Machine
+from .machine import LINKS, Link, Machine
 from .result import Forecast
 
 CAPACITY = 0.5  # of SDP, if the configuration is dense
@@ -61,7 +61,7 @@ class Row:
     zero_stage: int
     peak: int
     seconds: float
-    sent: Mapping[str, float]
+    sent: Mapping[Link, float]
     others: int
 
     @classmethod
