@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import logging
-import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any
 
@@ -15,11 +12,11 @@ import torch.distributed as dist
 from ..environment.child import loopback_settings
 from ..environment.detect import Environment, detect, publish, set_default
 from ..environment.launchers import LAUNCHERS
+from ..environment.waits import announced
 from ..errors import ConfigError
 from .rendezvous import serve_store
 
 log = logging.getLogger("sdp")
-_SILENT_SECONDS = 20.0
 
 
 def join(timeout_seconds: float | None = None) -> torch.device:
@@ -54,7 +51,7 @@ def join(timeout_seconds: float | None = None) -> torch.device:
     else:
         publish(found)
         timeout = timedelta(seconds=timeout_seconds) if timeout_seconds is not None else None
-        with _announced_wait(found):
+        with announced(lambda: _missing(found)):
             store = serve_store(found, timeout or timedelta(minutes=30))
             ranks = {} if store is None else {"store": store, "rank": found.rank, "world_size": found.world_size}
             dist.init_process_group(backend, timeout=timeout, device_id=device if cuda else None, **ranks)
@@ -62,25 +59,14 @@ def join(timeout_seconds: float | None = None) -> torch.device:
     return device
 
 
-@contextmanager
-def _announced_wait(found: Environment) -> Iterator[None]:
-    """Say in a line if the other ranks do not come."""
+def _missing(found: Environment) -> str:
+    """Say what ``found`` waits for."""
     launcher = next(launcher for launcher in LAUNCHERS if launcher.source == found.source)
-    timer = threading.Timer(
-        _SILENT_SECONDS,
-        log.warning,
-        (
-            f"rank {found.rank} of {found.world_size} ({launcher.rank} of {found.source}) waits at {found.master_addr}:"
-            f"{found.master_port} for the other ranks; if none was started, because this is a notebook or a shell, "
-            f"unset {', '.join((launcher.rank, *launcher.traces))}; in each of several pods, start torchrun",
-        ),
+    return (
+        f"rank {found.rank} of {found.world_size} ({launcher.rank} of {found.source}) waits at {found.master_addr}:"
+        f"{found.master_port} for the other ranks; if none was started, because this is a notebook or a shell, "
+        f"unset {', '.join((launcher.rank, *launcher.traces))}; in each of several pods, start torchrun"
     )
-    timer.daemon = True
-    timer.start()
-    try:
-        yield
-    finally:
-        timer.cancel()
 
 
 def init_distributed(

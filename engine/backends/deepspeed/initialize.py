@@ -19,6 +19,7 @@ from ...config.schema import Config
 from ...distributed.mesh import Coordinates
 from ...distributed.traffic import Traffic
 from ...environment.detect import alone_if_unlaunched
+from ...environment.waits import announced, compiler_locks
 from ...errors import ConfigError, shorten
 from ...optim.optimizers import make_optimizer
 from ...optim.schedules import build_scheduler
@@ -230,7 +231,7 @@ def _build(
     """Build DeepSpeed's engine and its schedule."""
     try:
         # DeepSpeed asks for a launcher's variables.
-        with alone_if_unlaunched(), separate_process_groups(), handover.building:
+        with alone_if_unlaunched(), separate_process_groups(), handover.building, announced(compiler_locks):
             engine, _, _, scheduler = package.initialize(
                 model=model,
                 optimizer=handover.optimizer,

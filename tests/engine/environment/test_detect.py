@@ -372,7 +372,10 @@ def test_a_lone_process_can_start_ranks_of_its_own() -> None:
 
 
 def test_a_rank_without_peers_says_what_it_waits_for() -> None:
-    code = "from sdp.engine.distributed import join; join._SILENT_SECONDS = 0.5; join.init_distributed()"
+    code = (
+        "from sdp.engine.environment import waits; waits.SILENT_SECONDS = 0.5\n"
+        "from sdp.engine.distributed.join import init_distributed; init_distributed()"
+    )
     environ = dict(os.environ, PYTHONPATH=str(Path(sdp.__path__[0]).parent))
     port = str(environment.free_port())
     environ |= {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
