@@ -39,7 +39,7 @@ class DataSection(Section):
     sources: Annotated[list[SourceSection], Field(min_length=1, max_length=1000)] | None = None
     sequence_length: Tokens = 512
     document_mask: bool = False
-    tokenizer: str | None = None
+    tokenizer: PathText | None = None
     vocab_size: Width | None = None
     num_workers: NonNegativeInt = 0
     verify: Literal["auto", "always", "never"] = "auto"

@@ -15,7 +15,7 @@ from pydantic import Field, PrivateAttr, model_validator
 
 from .data_section import DataSection
 from .masking import Masking, MaskingSchedule, MaskingSetting
-from .section import NonNegativeInt, PositiveInt, RankCount, Samples, Section, Seed, Whole, Width
+from .section import NonNegativeInt, PathText, PositiveInt, RankCount, Samples, Section, Seed, Whole, Width
 from .sync import SyncSection
 from .training_section import TrainingSection
 from .variables import VariableName, VariableValue
@@ -125,7 +125,7 @@ class MonitorSection(Section):
     """DeepSpeed's monitors. They write to ``output_path/job_name``, or to the dump directory."""
 
     enabled: bool = False
-    output_path: str = ""
+    output_path: PathText = ""
     job_name: str = "sdp"
 
 

@@ -1,11 +1,14 @@
 """``sdp train`` end to end: real processes, real text, real files."""
 
 import json
+import os
 import shutil
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
-from sdp.tests.support.small_runs import STEPS, read_losses, read_metrics, run_sdp, write_config
+from sdp.tests.support.small_runs import STEPS, read_losses, read_metrics, run_sdp, tiny_config, write_config
 from sdp.tools.cli import main
 
 
@@ -61,7 +64,20 @@ def check_files(dump_dir: Path) -> None:
     assert (dump_dir / "plots" / "loss.png").read_bytes()[:4] == b"\x89PNG"
     assert sorted(p.name for p in (dump_dir / "checkpoints").glob("step-*")) == ["step-3", "step-6"]
     assert {f"rank-{rank}.log" for rank in range(4)} <= {p.name for p in (dump_dir / "logs").iterdir()}
+    log = (dump_dir / "logs" / "rank-0.log").read_text()
+    assert " INFO step 6/6  loss " in log and " INFO step 6: held-out loss " in log
     assert list((dump_dir / "csv").rglob("*.csv"))
+
+
+def test_a_run_whose_output_nobody_reads_ends_well(corpus, tmp_path):
+    path = write_config(tiny_config(corpus, groups=2, steps=1), tmp_path)
+    ours, theirs = os.pipe()
+    os.close(ours)
+    command = [sys.executable, "-P", "-m", "sdp", "train", str(path), "--dump-dir", str(tmp_path / "run")]
+    done = subprocess.run(command, stdout=theirs, stderr=subprocess.PIPE, text=True, check=False, timeout=240)
+    os.close(theirs)
+    assert (done.returncode, "Traceback" in done.stderr) == (0, False), done.stderr
+    assert len(read_metrics(tmp_path / "run")) == 1
 
 
 def test_a_run_goes_on_under_tensor_parallelism(trained_run, tmp_path):

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import platform
 import statistics
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -40,7 +42,10 @@ def write_summary(
     for path in (files.dump_dir / PLOT, (files.dump_dir / PLOT).parent):
         refuse_link(path)
     plot_loss([finished], files.dump_dir / PLOT)
-    print(render([finished]))
+    try:
+        print(render([finished]), flush=True)
+    except BrokenPipeError:  # nobody reads it, as in `sdp train … | head`; summary.json has the figures
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def rank_facts(

@@ -1,24 +1,30 @@
 """Shows the progress of training: a bar on a terminal, plain lines elsewhere.
 
-All of it goes to standard error, because standard output is for results.
+All of it goes to standard error, because standard output is for results. The log file gets the
+plain lines.
 """
 
 from __future__ import annotations
 
+import logging
+import os
 import sys
 from collections.abc import Callable
 from functools import partial
 from typing import Any, TextIO
 
+from ..process.log_file import FILE_ONLY
 from .observer import Line, Observer
+
+log = logging.getLogger("sdp")
 
 
 class Progress(Observer):
     """Shows the loss, the speed and the learning rate of the newest step.
 
     Without a terminal it prints a line every ``steps_per_print`` steps, and one for the last step.
-    If standard error is gone, as after a lost connection, nothing is shown any more, and the run
-    goes on.
+    A terminal of unknown width gets these lines, too. If standard error is gone, as after a lost
+    connection, nothing is shown any more, and the run goes on.
     """
 
     def __init__(self, steps_per_print: int):
@@ -29,7 +35,7 @@ class Progress(Observer):
 
     def on_start(self, start: int, steps: int) -> None:
         self._steps, self._shown = steps, start
-        if self._stream is not None and self._stream.isatty():
+        if self._stream is not None and self._stream.isatty() and _has_width(self._stream):
             from tqdm import tqdm
 
             bar = partial(tqdm, unit="step", dynamic_ncols=True, file=self._stream, smoothing=0.1)
@@ -42,10 +48,10 @@ class Progress(Observer):
         if self._bar is not None:
             self._bar.set_postfix(texts, refresh=False)
             self._update(step)
-        elif step % self._every == 0 or step == self._steps:
+        if step % self._every == 0 or step == self._steps:
             width = len(str(self._steps))
             shown = "  ".join(f"{name} {text}" for name, text in texts.items())
-            self._print(f"step {step:>{width}}/{self._steps}  {shown}")
+            self._print(f"step {step:>{width}}/{self._steps}  {shown}", in_bar=True)
         self._shown = step
 
     def on_rollback(self, step: int) -> None:
@@ -67,10 +73,14 @@ class Progress(Observer):
             scores = ", ".join(f"{name} {_format(value)}" for name, value in measures.items())
             self._print(f"step {line['step']}: task {task}: {scores}")
 
-    def _print(self, text: str) -> None:
-        """Print ``text`` on a line of its own. A bar stays below it."""
+    def _print(self, text: str, *, in_bar: bool = False) -> None:
+        """Log ``text``, and print it on a line of its own, unless a bar shows the same. A bar stays
+        below it.
+        """
+        log.info("%s", text, extra=FILE_ONLY)
         if self._bar is not None:
-            self._try(lambda: self._bar.write(text, file=self._stream))
+            if not in_bar:
+                self._try(lambda: self._bar.write(text, file=self._stream))
         elif self._stream is not None:
             self._try(lambda: print(text, file=self._stream, flush=True))
 
@@ -87,6 +97,14 @@ class Progress(Observer):
     def close(self) -> None:
         if self._bar is not None:
             self._try(self._bar.close)
+
+
+def _has_width(terminal: TextIO) -> bool:
+    """Whether a terminal has columns. A serial console and some containers say that it has 0."""
+    try:
+        return os.get_terminal_size(terminal.fileno()).columns > 0
+    except (OSError, ValueError):
+        return True
 
 
 def _format(value: Any) -> str:

@@ -11,6 +11,8 @@ from typing import TextIO
 from ....engine.errors import escape
 from ...shared.files import require_own_file
 
+FILE_ONLY = {"file_only": True}  # extra= of a record that the terminal has in another form
+
 
 class LogFile(logging.FileHandler):
     """Appends to ``path``. If that fails, it reports it once on stderr, and the run goes on.
@@ -46,6 +48,7 @@ class TerminalHandler(logging.StreamHandler[TextIO]):
     def __init__(self, stream: TextIO):
         super().__init__(stream)
         self.setFormatter(PrintableFormatter("%(message)s"))
+        self.addFilter(lambda record: not hasattr(record, "file_only"))
 
     def handleError(self, record: logging.LogRecord) -> None:  # noqa: N802  # the name is logging's
         if not isinstance(sys.exc_info()[1], OSError):  # the terminal is gone, and the run goes on

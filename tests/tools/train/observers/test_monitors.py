@@ -70,7 +70,7 @@ def test_tensorboard_goes_where_the_configuration_says(tmp_path: Path):
 
 
 @pytest.mark.parametrize("section", ["tensorboard", "csv_monitor"])
-@pytest.mark.parametrize("where", ["file/x", "nul\0", "x" * 300])
+@pytest.mark.parametrize("where", ["file/x", "x" * 300])
 def test_a_directory_that_cannot_be_created_is_a_mistake_of_the_user(tmp_path: Path, section: str, where: str):
     (tmp_path / "file").touch()
     with pytest.raises(ConfigError, match=rf"^{section}\.output_path: .* cannot be created \(.*\); choose another"):

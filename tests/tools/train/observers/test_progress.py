@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+import fcntl
 import io
+import os
+import pty
+import struct
 import sys
+import termios
 
 import pytest
 from sdp.launcher.fatal_errors import say
@@ -42,6 +47,17 @@ def test_a_bar_on_a_terminal_starts_where_the_run_resumes(
     assert captured.out == ""
     assert "3/5" in captured.err and "5/5" in captured.err
     assert "loss=1.2346" in captured.err and "tokens/s=4,321" in captured.err
+
+
+def test_a_terminal_without_columns_gets_plain_lines(monkeypatch: pytest.MonkeyPatch) -> None:
+    ours, theirs = pty.openpty()
+    fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", 0, 0, 0, 0))
+    with os.fdopen(theirs, "w") as terminal:
+        monkeypatch.setattr(sys, "stderr", terminal)
+        train()
+        monkeypatch.undo()
+        assert os.read(ours, 4096).startswith(b"step 2/5  loss 1.2346  tokens/s 4,321")
+    os.close(ours)
 
 
 class Gone(io.StringIO):
