@@ -46,14 +46,9 @@ def announce_hints(config: Config) -> None:
 
 
 def _announce_layout(engine: SDPEngine) -> None:
-    config, mesh = engine.config, engine.layout.mesh
-    kind = "virtual workers in one process" if engine.data_ranks_here > 1 else "processes"
-    log.info("layout: %s %s, ZeRO stage %d", mesh, kind, config.zero_optimization.stage)
-    if config.replaces_deepspeed:
+    log.info("layout: %s processes, ZeRO stage %d", engine.layout.mesh, engine.config.zero_optimization.stage)
+    if engine.config.replaces_deepspeed:
         log.info('sdp.engine: "fsdp2" runs in place of "deepspeed", which has nothing to shard at stage 0')
-    degree = config.tensor_parallel.autotp_size
-    if degree != mesh.tp:
-        log.info("tensor_parallel.autotp_size %d: the reference computes with whole matrices", degree)
 
 
 def _warn_of_settings_without_effect(config: Config, layout: Layout) -> None:
@@ -83,12 +78,12 @@ def _announce_sharing(engine: SDPEngine) -> None:
     config, layout = engine.config, engine.layout
     if config.masking_schedule.ends:
         log.info("masking: %s", config.masking_schedule)
-    if layout.refreshes and not config.sdp.in_one_process:
+    if layout.refreshes:
         ways = {(refresh.source, refresh.members) for refresh in layout.refreshes}
         most = max(sum(group in members for _, members in ways) for group in layout.everyone)
         log.info("masking: units that a group does not hold run from frozen copies, which holders refresh after each "
                  "step (at most %d more communicators per rank)", most)  # fmt: skip
-    if (scale := engine.backend.rate_scale) is not None:
+    if (scale := engine.rate_scale) is not None:
         log.info(
             "rates: sdp.lr_scale %s multiplies the learning rates of units by %s",
             config.sdp.lr_scale,

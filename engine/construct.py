@@ -12,11 +12,7 @@ import torch.distributed as dist
 from torch import nn
 
 from .accounting.clock import clock
-from .backend import Backend
-from .backends.deepspeed.private import restore_linear
-from .backends.fsdp2.backend import FSDP2Backend
-from .backends.fsdp2.offload import ShardHome
-from .backends.reference.backend import ReferenceBackend
+from .stores.deepspeed.private import restore_linear
 from .config.schema import Config
 from .distributed.mesh import Coordinates
 from .distributed.process_groups import tensor_group
@@ -25,7 +21,7 @@ from .distributed.tensor_parallel import parallelise
 from .distributed.traffic import Traffic
 from .errors import ModelError
 from .placement.layout import Layout
-from .placement.tensor_info import Shard
+from .stores.fsdp2.store import Fsdp2Store
 from .subnetwork.activations import checkpoint_activations
 from .subnetwork.autocast import autocast_forward
 from .subnetwork.branch_scale import BranchScale
@@ -36,11 +32,10 @@ from .subnetwork.materialise import give_values, replace_blocks, require_float32
 from .subnetwork.weight_files import WeightFiles, filled_from, fillers_from
 
 
-def build_backend(
+def build_store(
     model: nn.Module, config: Config, layout: Layout, device: torch.device, plan: Sequence[ModuleInit] | None
-) -> Backend:
-    """Build the backend that the configuration asks for, and cut ``model`` in place to this rank's
-    part.
+) -> Fsdp2Store:
+    """Cut ``model`` in place to this rank's part, and give it values. Collective.
 
     Args:
         model: the full model, with weights or on the meta device.
@@ -52,48 +47,33 @@ def build_backend(
             0's on all ranks.
 
     Returns:
-        A backend whose parameters have values.
+        A store whose parameters have values. Frozen copies have none yet.
     """
     restore_linear()
-    if config.sdp.in_one_process:
-        return _build_reference(model, config, layout, device, plan)
     if plan is None:
         take_values_of_rank_0(model, device)
-    native = build_native(model, config, layout, device)
-    home, frozen = native.home, {info.name for info in layout.frozen(native.at.sdp)}
-    give_values(model, layout, plan, home.device, native.shard, frozen)
+    store = shard_model(model, config, layout, device)
+    home, frozen = store.home, {info.name for info in layout.frozen(store.context.at.sdp)}
+    give_values(model, layout, plan, home.device, store.shard, frozen)
     if home.offloads:
         home.keep_buffers_on_device(model)
-    native.clock = clock(device, waits=config.wall_clock_breakdown)
-    native.ready()
-    return native
+    store.context.clock = clock(device, waits=config.wall_clock_breakdown)
+    store.ready()
+    return store
 
 
-def _build_reference(
-    model: nn.Module, config: Config, layout: Layout, device: torch.device, plan: Sequence[ModuleInit] | None
-) -> ReferenceBackend:
-    give_values(model, layout, plan, device, Shard())
-    autocast_forward(model, config, device)
-    dtype, maskings = getattr(torch, config.precision), config.sdp.maskings
-    backend = ReferenceBackend(model, layout, device, compute_dtype=dtype, maskings=maskings)
-    # The backend copies the blocks, so this comes after it: the copies must not checkpoint their
-    # activations.
-    checkpoint_activations(model, layout.blocks, config.activation_checkpointing.mode)
-    return backend
-
-
-def build_native(
+def shard_model(
     model: nn.Module,
     config: Config,
     layout: Layout,
     device: torch.device,
     *,
     prepare: Callable[[nn.Module, Layout], Layout] | None = None,
-) -> FSDP2Backend:
+) -> Fsdp2Store:
     """Cut ``model`` in place to this rank's part and shard it with FSDP2.
 
     A model on the meta device has no values yet. Give it values, then call ``ready()`` on the
-    backend.
+    store.
 
     Args:
         model: the full model, with weights or on the meta device.
@@ -105,7 +85,6 @@ def build_native(
     """
     at = layout.mesh.coordinates(dist.get_rank())
     traffic, compute_dtype = Traffic(), getattr(torch, config.precision)
-    stage = config.zero_optimization.stage
     # 1. Slice neurons. Tensor parallelism splits the slices, so they must exist before it.
     slice_neurons(model, config, layout, at.sdp, compute_dtype)
     # 2. Tensor parallelism. It must see every block, because the skeleton of a skipped block is
@@ -132,19 +111,14 @@ def build_native(
     # 7. The whole forward pass runs under autocast, so this comes after the signatures were read.
     autocast_forward(model, config, device)
     # 8. FSDP2 shards what is left.
-    return FSDP2Backend(
+    return Fsdp2Store(
         model,
         layout,
-        stand_ins,
+        config,
         device,
-        stage=stage,
-        compute_dtype=compute_dtype,
-        traffic=traffic,
         tensor_ranks=tensor_ranks,
+        traffic=traffic,
         scale=scale,
-        home=ShardHome(config, device, sends=layout.mesh.sdp > 1 or layout.mesh.shards(stage) < layout.mesh.fsdp),
-        sync=config.sdp.sync,
-        maskings=maskings,
         pass_throughs=pass_throughs,
     )
 

@@ -2,77 +2,132 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 import math
-from collections.abc import Mapping, Sequence
-from pathlib import Path
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any, Self
 
 import torch
+import torch.distributed as dist
+from torch import nn
 from torch.optim import Optimizer
 
-from .backend import Backend
+from .accounting.memory import StateBytes
+from .accounting.predictions import measured_state, planned_traffic, predicted_state, traffic_formula
 from .batch.call import call_model, loss_of, tensors_in, to_device
 from .batch.loss_weights import LossWeights, count_labels
 from .batch.size import BatchSize
-from .checkpoint.client_state import ClientState, read_client_state
-from .checkpoint.load import find_together
-from .checkpoint.resume import check_weights, resume
-from .checkpoint.run_state import run_state
-from .checkpoint.save import Saver
-from .checkpoint.settings import (
-    describe_changes,
-    log_changes,
-    settings_to_save,
-    use_configured_rates,
-)
-from .checkpoint.storage.directory import check_tag
+from .checkpoint.checkpoints import Checkpoints
 from .config.schema import Config
-from .deepspeed_names import DeepSpeedNames
-from .distributed.agreement import Ranks
-from .distributed.call_watch import CallWatch, watch_calls
+from .deepspeed_names import REFUSED, DeepSpeedMonitor, ThroughputTimer, refuse_call, refuse_other_place
+from .distributed.agreement import agree_on_rates, gather_json, start_max
+from .distributed.call_watch import CallWatch
 from .distributed.tensors import local_tensor, outside_inference_mode
+from .distributed.traffic import Traffic
+from .environment.detect import detect
 from .errors import ConfigError, DataError
+from .full_model.access import FullModel
+from .full_model.whole_copy import UncutModel
+from .local_steps import LastSteps, LocalTraining
+from .optim.clip import clip_
+from .optim.loss_scale import LossScaler
 from .optim.param_groups import named_rates
+from .optim.rate_scale import scale_rates
 from .optim.schedules import Schedule
-from .optim.script_optimizers import OptimizedParameters, shortened
+from .optim.script_optimizers import OptimizedParameters, refuse_steps_of_script
+from .optim.spikes import SpikeDetector
+from .placement.layout import Layout
+from .stores.store import GroupStore, frozen_copies
+from .sync.between import BetweenGroups
 
 log = logging.getLogger("sdp")
 
 
-@watch_calls
-class SDPEngine(DeepSpeedNames):
+class SDPEngine:
     """Trains a group's subnetwork: ``loss = engine(batch); engine.backward(loss); engine.step()``.
 
     :func:`sdp.initialize` makes it. ``step`` acts at the accumulation boundary, as in DeepSpeed.
+    Names that the engine does not have are the model's. What concerns the full model is described
+    at :class:`~sdp.engine.full_model.access.FullModel`, and what concerns checkpoints at
+    :class:`~sdp.engine.checkpoint.checkpoints.Checkpoints`.
     """
 
     def __init__(
-        self, backend: Backend, config: Config, batch: BatchSize, optimizer: Optimizer, scheduler: Schedule | Any | None
+        self,
+        store: GroupStore,
+        config: Config,
+        batch: BatchSize,
+        optimizer: Optimizer,
+        scheduler: Schedule | Any | None,
+        uncut: UncutModel | None = None,
     ):
-        super().__init__(backend, config, batch, optimizer)
-        backend.attach(optimizer, config)
+        self.store, self.config, self._batch, self.optimizer = store, config, batch, optimizer
         self.calls: CallWatch | None = None  # of a script with several ranks
+        self.groups = BetweenGroups(store, config)
+        self.loss_scaler = LossScaler.of(config)
+        tensors = {id(one.tensor): (one.unit, one.holders) for one in store.stepped.values()}
+        self.rate_scale = scale_rates(store.optimizer, config.sdp.lr_scale, self.layout.placement, tensors)
+        refuse_steps_of_script(store.optimizer)
+        environment = detect()
+        self.local_rank = environment.local_rank if environment is not None else self.device.index or 0
+        self.local_training = LocalTraining(self.groups, config.sdp.sync)
+        training = config.training
+        self.last_steps = LastSteps(self.local_training, self.layout.mesh.sdp, training.max_skips)
+        self.spikes = SpikeDetector(training.on_spike, training.spike_sigma, training.spike_window)
+        self._schedule = config.masking_schedule if config.masking_schedule.ends else None
+        self.groups.enter_phase(config.masking_schedule.at(1))
+        self._full = FullModel(self.groups, config, uncut)
+        self.evaluation = self._full.evaluation
+        self.evaluate_subnetworks, self.recalibrated = self._full.evaluate_subnetworks, self._full.recalibrated
+        self.full_model, self.generate = self._full.full_model, self._full.generate
+        self.full_state_dict = self._full.full_state_dict
+        self._zero3_consolidated_16bit_state_dict = self._full.consolidated_16bit_state_dict  # DeepSpeed's name
+        self.save_pretrained, self.save_16bit_model = self._full.save_pretrained, self._full.save_16bit_model
+        self._checkpoints = Checkpoints(self)
+        self.save_checkpoint, self.load_checkpoint = self._checkpoints.save, self._checkpoints.load
+        self.wait_for_checkpoint = self._checkpoints.wait
+        self.tput_timer = ThroughputTimer()
+        self.monitor = DeepSpeedMonitor(config, writes=self.global_rank == 0)
         self.local_training.follow(0)
         self.lr_scheduler = scheduler
         self.loader: Any = None
         self.training_dataloader: Any = None  # the third value of sdp.initialize, which ends with the epoch
         self.global_steps = self.micro_steps = self.global_samples = 0
+        self._gradient_bytes = 0  # at the last step
         self._losses: list[torch.Tensor] = []  # of the micro-batches since the last step
-        self._weights = LossWeights(self.data_ranks_here)  # of these micro-batches, if losses have weights
+        self._weights = LossWeights()  # of these micro-batches, if losses have weights
         self._counts: torch.Tensor | None = None  # labels of the last batch, with training.loss_weighting "tokens"
-        self._reduced = False
+        self._own_boundary: bool | None = None
+        self._syncing, self._reduced = True, False
         self._is_accumulating = False  # whether a step has begun, and its last micro-batch is still to come
         self._zeroed_in_vain = False  # whether a line has said so
-        if not self._is_deepspeed:
+        if optimizer is store.optimizer:  # DeepSpeed's own one drops gradients itself
             optimizer.zero_grad = self.zero_grad  # type: ignore[method-assign]
-        self._optimized = self._find_optimized()
-        self._saved = backend.state_to_save()
-        self._saver = Saver(alone=self.world_size == 1, device=self.device)
+        known = {name for one in store.stepped.values() if one.group is not None for name in one.names}
+        self._optimized = OptimizedParameters(store.parameters, known, self.layout, store.optimizer, self.global_rank)
+
+    def __getattr__(self, name: str) -> Any:
+        """Return the model's attribute, as DeepSpeed does, for a name that the engine does not
+        have.
+        """
+        if name.startswith("__") or "store" not in self.__dict__:
+            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+        if name in REFUSED:
+            return functools.partial(refuse_call, name)
+        try:
+            return getattr(self.store.module, name)
+        except AttributeError:
+            model = type(self.store.module).__name__
+            raise AttributeError(f"neither the engine nor the model ({model}) has the attribute {name!r}") from None
 
     # -- training ----------------------------------------------------------------------------------
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self.forward(*args, **kwargs)
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
         """The model's result. A single mapping or tuple is spread over ``forward``'s arguments.
 
         If the model is on a GPU, tensors that are not there are copied to it, as FSDP2 does.
@@ -82,13 +137,10 @@ class SDPEngine(DeepSpeedNames):
                 # The script may fill the same page-locked memory again after the call.
                 args, kwargs = to_device((args, kwargs), self.device, non_blocking=False)
         if self.config.training.loss_weighting == "tokens" and torch.is_grad_enabled():
-            self._counts = count_labels(self.module, args, kwargs, self.data_ranks_here)
+            self._counts = count_labels(self.module, args, kwargs)
         if kwargs or len(args) != 1:
-            # The reference cuts batches by rows, so arguments travel as one tree.
-            return self._backend.forward(lambda module, batch: module(*batch[0], **batch[1]), (args, kwargs))
-        return self._backend.forward(call_model, args[0])
-
-    forward = __call__
+            return self.store.forward(lambda module, batch: module(*batch[0], **batch[1]), (args, kwargs))
+        return self.store.forward(call_model, args[0])
 
     def backward(
         self,
@@ -96,7 +148,7 @@ class SDPEngine(DeepSpeedNames):
         retain_graph: bool = False,
         scale_wrt_gas: bool = True,
         *,
-        weight: float | torch.Tensor | Sequence[float] | None = None,
+        weight: float | torch.Tensor | None = None,
     ) -> torch.Tensor:
         """Accumulate the gradients of ``loss``, this rank's mean, and return the divided loss.
 
@@ -111,7 +163,7 @@ class SDPEngine(DeepSpeedNames):
                 is Σ weight·∂loss / Σ weight over all micro-batches of the step on the ranks of its
                 holders. A loss of weight 0 counts nothing, and one without a weight counts 1, or
                 with ``training.loss_weighting`` "tokens" its labels. If one rank gives weights in a
-                step, all must. The reference engine takes one number for each data rank.
+                step, all must.
 
         Raises:
             ConfigError: ``retain_graph`` is True, the loss has no gradient, or ``weight`` cannot be
@@ -130,15 +182,17 @@ class SDPEngine(DeepSpeedNames):
             )
         boundary = self.is_gradient_accumulation_boundary() and self._syncing
         scaled = scalar / self._batch.accumulation if scale_wrt_gas else scalar
-        weights = self._weights_of(weight, scale_wrt_gas=scale_wrt_gas)
+        weights = self._weight_of(weight, scale_wrt_gas=scale_wrt_gas)
         if weights is None:
-            self._backend.backward(scaled, boundary=boundary)
+            self.groups.backward(self._times_loss_scale(scaled), boundary=boundary)
         else:
-            self._backend.backward(scalar, boundary=boundary, weights=weights / self._weights.unit)
-            self._weights.add(weights, self._backend.losses_here(scalar))
+            unit = self._weights.unit
+            weighted = scalar * (weights / unit).to(scalar.dtype)
+            self.groups.backward(self._times_loss_scale(weighted), boundary=boundary)
+            self._weights.add(weights, scalar)
             if boundary:
-                total, ranks = self._backend.weigh_gradients(self._weights.totals(), self._weights.unit)
-                if not total and self._backend.local is None:
+                total, ranks = self.groups.weigh_gradients(self._weights.total(), unit)
+                if not total and not self.groups.is_local:
                     raise DataError("no micro-batch of this step has a label that counts; leave such a step out")
                 self._weights.note_all(total, ranks)
         self._reduced = boundary
@@ -147,10 +201,13 @@ class SDPEngine(DeepSpeedNames):
             self.loader.fetch_ahead()  # while the device computes; the next call waits for the norm
         return scaled
 
-    def _weights_of(self, weight: Any, *, scale_wrt_gas: bool) -> torch.Tensor | None:
-        """Return the weights of a micro-batch by data rank, or None if losses have none.
+    def _times_loss_scale(self, loss: torch.Tensor) -> torch.Tensor:
+        return loss if self.loss_scaler is None else loss.float() * self.loss_scaler.cur_scale
 
-        Raises ConfigError if the weights cannot be honoured.
+    def _weight_of(self, weight: Any, *, scale_wrt_gas: bool) -> torch.Tensor | None:
+        """Return the weight of a micro-batch, or None if losses have none.
+
+        Raises ConfigError if the weight cannot be honoured.
         """
         chosen = self.config.training.loss_weighting
         counts, self._counts = self._counts, None
@@ -161,13 +218,9 @@ class SDPEngine(DeepSpeedNames):
         if weight is None:
             if not self._weights:
                 return None
-            weight = [1.0] * self.data_ranks_here
+            weight = 1.0
         if not scale_wrt_gas:
             raise ConfigError("backward: weight contradicts scale_wrt_gas=False; give the mean loss of the micro-batch")
-        if self._is_deepspeed:
-            raise ConfigError(
-                'backward: weight is not available in this version with sdp.engine "deepspeed"; use "fsdp2"'
-            )
         if self._losses and not self._weights:
             self._weights.begin_after(self._losses, self._batch.accumulation)
         return self._weights.checked(weight, self.device)
@@ -193,52 +246,61 @@ class SDPEngine(DeepSpeedNames):
                     "step() at an accumulation boundary needs a backward() before it, outside no_sync(): call "
                     "engine.backward(loss) instead of loss.backward(), which averages nothing between groups"
                 )
-            self._warn_of_unfrozen()
+            self._optimized.warn_of_unfrozen()
             self._update()
             interval = self.config.sdp.check_interval
             if interval and self.global_steps % interval == 0:
                 self.check_holders()
         else:
-            self._backend.count_micro_batch()
             self._is_accumulating = True
         self.micro_steps += 1
 
     def _update(self) -> None:
-        backend = self._backend
-        gradients = backend.gradients()
+        groups, scaler = self.groups, self.loss_scaler
+        gradients = groups.gradients()
         self._gradient_bytes = sum(local_tensor(gradient).nbytes for gradient in gradients)
         # The host waits for the device only here. It needs the norm, to skip the step or to clip.
         loss, count = torch.stack(self._losses).double().mean(), None
         if self._weights:
-            loss, count = self._weights.weighted_loss(), self._weights.totals().sum().item()
-            if backend.local is None:  # the mean of the ranks' values shall be the weighted mean
-                loss = loss * (self.layout.mesh.data_ranks / self.data_ranks_here / self._weights.all)
-        if backend.local is not None:
-            self.local_training.add(self.global_steps + 1, backend.local.step(loss, self.lr_scheduler, count))
+            loss, count = self._weights.weighted_loss(), self._weights.total().item()
+            if not groups.is_local:  # the mean of the ranks' values shall be the weighted mean
+                loss = loss * (self.layout.mesh.data_ranks / self._weights.all)
+        max_norm = self.config.gradient_clipping
+        if groups.local is not None:
+            del gradients
+            update = groups.local.step(loss, self.lr_scheduler, max_norm, count)
+            self.local_training.add(self.global_steps + 1, update)
             self._count_step()
             for step, known in self.last_steps.note_local_steps():
                 self._write_curves(step, known.loss, known.norm)
             return
-        squared_norm, mean_loss = backend.squared_grad_norm_and_loss(loss)
-        norm, may_lower = math.sqrt(squared_norm), backend.may_lower_loss_scale
-        backend.check_gradients()
+        norm, mean_loss = groups.norm_and_loss(loss, 1.0 if scaler is None else scaler.cur_scale)
+        may_lower = scaler is not None and scaler.can_be_lowered
         # Norm and loss cover all groups, so all ranks decide the same.
         is_spike = self.spikes.check(self.global_steps + 1, mean_loss, norm, before_error=self.forget_micro_batches)
-        if math.isfinite(norm) and not is_spike:
-            update = backend.update(gradients, norm, self.lr_scheduler)
-        else:
-            scale = backend.loss_scale_state()
-            update = backend.skip_update(norm)
-            if is_spike:  # nothing overflowed
-                backend.load_loss_scale(scale)
-        self.last_steps.note(mean_loss, update.norm, skipped=update.skipped, counts=not is_spike, excused=may_lower)
+        is_skipped = is_spike or not math.isfinite(norm)
+        if not is_skipped:
+            if scaler is not None:
+                torch._foreach_mul_([local_tensor(gradient) for gradient in gradients], 1 / scaler.cur_scale)
+            if max_norm > 0:
+                clip_(gradients, norm, max_norm)
+            groups.step()
+        del gradients
+        groups.forget_gradients()  # frees their memory before the weights are cast and sent
+        if not is_skipped:
+            groups.refresh_trained()
+            if self.lr_scheduler is not None:
+                self.lr_scheduler.step()
+        if scaler is not None and not is_spike:  # in a spike nothing overflowed
+            scaler.update(overflow=is_skipped)
+        self.last_steps.note(mean_loss, norm, skipped=is_skipped, counts=not is_spike, excused=may_lower)
         self._count_step()
-        self._write_curves(self.global_steps, mean_loss, update.norm)
+        self._write_curves(self.global_steps, mean_loss, norm)
         self.last_steps.report_skips(self.global_steps, self.get_loss_scale())
 
     def _write_curves(self, step: int, loss: float, norm: float) -> None:
-        """Write the monitors' points of ``step``. DeepSpeed's own engine writes its own ones."""
-        if self._is_deepspeed or not self.monitor.enabled:
+        """Write the monitors' points of ``step``."""
+        if not self.monitor.enabled:
             return
         points = {"Train/Samples/train_loss": loss, "Train/Samples/lr": self.get_lr()[0], "Train/grad_norm": norm}
         if (scale := self.get_loss_scale()) is not None:
@@ -252,7 +314,23 @@ class SDPEngine(DeepSpeedNames):
         self.global_samples += self._batch.train
         self.tput_timer.global_samples += self._batch.train
         self.local_training.after_step(self.global_steps)
-        self._backend.use_masking(self.config.masking_schedule.at(self.global_steps + 1))
+        self._use_masking()
+
+    def _use_masking(self) -> None:
+        """Enter the phase of the next step. Collective."""
+        if self._schedule is not None:
+            masking = self._schedule.at(self.global_steps + 1)
+            if masking != self.layout.masking:
+                self.groups.enter_phase(masking)
+
+    def go_on_after(self, steps: int, samples: int, skipped: int) -> None:
+        """Count on from a checkpoint of this many steps, and enter the phase of the next one.
+        Collective.
+        """
+        self.global_steps, self.global_samples = steps, samples
+        self.micro_steps = steps * self._batch.accumulation
+        self.last_steps.start_at(skipped)
+        self._use_masking()
 
     def forget_micro_batches(self) -> None:
         """Drop the gradients and the losses since the last step, which is then made again."""
@@ -275,34 +353,31 @@ class SDPEngine(DeepSpeedNames):
                 )
             self._zeroed_in_vain = True
             return
-        self._backend.zero_grad()
+        self.groups.forget_gradients()
 
-    def _find_optimized(self) -> OptimizedParameters:
-        """Warn of parameters that require a gradient and that the optimizer does not have."""
-        infos, parameters = self.layout.parameters, self._backend.parameters
-        trained = {name: p for name, p in parameters.items() if infos[name].trainable and not self._is_deepspeed}
-        # DeepSpeed alone trains parameters that are unfrozen later.
-        frozen = {name: p for name, p in parameters.items() if not infos[name].trainable}
-        found = OptimizedParameters(
-            trained, {} if self._is_deepspeed and self.layout.mesh.sdp == 1 else frozen, self._backend.basic_optimizer
-        )
-        self._warn_of_still(found.missing, "require a gradient, and the optimizer does not have them")
-        return found
+    def is_gradient_accumulation_boundary(self) -> bool:
+        """Whether the current micro-batch is the last one before an optimizer step."""
+        if self._own_boundary is not None:
+            return self._own_boundary
+        return (self.micro_steps + 1) % self._batch.accumulation == 0
 
-    def _warn_of_unfrozen(self) -> None:
-        names = self._optimized.unfrozen()
-        self._warn_of_still(names, "were frozen in sdp.initialize and are not trained, though the script unfroze them")
+    def set_gradient_accumulation_boundary(self, is_boundary: bool | None) -> None:
+        """Say whether the next micro-batches are the last before a step. None: the engine counts.
 
-    def _warn_of_still(self, names: list[str], what: str) -> None:
-        holders = {name: self.layout.parameters[name].holders[0] for name in names}
-        mine = [
-            name for name in names if self._is_reference or self.layout.mesh.rank(holders[name]) == self.global_rank
-        ]
-        if mine:
-            log.warning(
-                "%s: these parameters %s, so they will not move; unfreeze them before sdp.initialize, and give them "
-                "to the optimizer", shortened(mine), what
-            )  # fmt: skip
+        The losses are divided by ``gradient_accumulation_steps`` in any case, as in DeepSpeed.
+        """
+        self._own_boundary = is_boundary
+        if is_boundary is None:  # as if all earlier steps had accumulated as many micro-batches
+            self.micro_steps = self.global_steps * self._batch.accumulation
+
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """A context in which gradients are not averaged. ``step`` is an error inside."""
+        self._syncing = False
+        try:
+            yield
+        finally:
+            self._syncing = True
 
     def finish_round(self) -> bool:
         """With local steps: average what groups learned since the last average. Collective.
@@ -311,124 +386,247 @@ class SDPEngine(DeepSpeedNames):
         """
         return self.local_training.finish(self.global_steps)
 
-    # -- checkpoints -------------------------------------------------------------------------------
+    # -- the full model ----------------------------------------------------------------------------
 
-    @outside_inference_mode()
-    def save_checkpoint(
-        self,
-        save_dir: str | Path,
-        tag: str | float | None = None,
-        client_state: Mapping[str, Any] | None = None,
-        save_latest: bool = True,
-        exclude_frozen_parameters: bool = False,
-        *,
-        keep: int | None = None,
-        background: bool = False,
-    ) -> bool:
-        """Write weights, optimizer, schedule and data position to ``save_dir/tag``. Collective.
+    def evaluate(self, batches: Iterable[Any], weights: Iterable[float] | None = None) -> float:
+        """The weighted mean loss of the full model over the batches of all ranks. Collective.
 
-        Holders are compared first, because a unit is written once. An earlier checkpoint of the
-        same tag is replaced only when the new one is complete.
+        Holders send the units that this group lacks, one at a time for a chunk of batches. Under
+        backward masking nothing is sent. Running statistics are those of :meth:`full_state_dict`.
+        Each rank needs at least one batch. Their numbers may differ.
 
         Args:
-            save_dir: The directory of all checkpoints.
-            tag: The name of this one; default ``step-N``.
-            client_state: The caller's own state: JSON values and plain tensors.
-            save_latest: Whether a load without a tag finds this checkpoint.
-            exclude_frozen_parameters: Has no effect but a warning. A checkpoint has all weights.
-            keep: Keep only this many of the checkpoints that are named after steps.
-            background: Return when all is copied to host memory; write while training continues.
-                :meth:`wait_for_checkpoint` raises the error of a save that failed.
+            batches: This rank's batches.
+            weights: A number for each batch, not below 0. By default the number of labels that are
+                not -100, without the first of each row if the model says that it shifts labels
+                (``loss_type``, see docs/your_model.md).
 
         Raises:
-            CheckpointError: Nothing could be written, or ``client_state`` has other values.
-            HolderMismatchError: Holders of a unit have different weights or optimizer state.
+            ConfigError: There are not as many weights as batches, or one of them is not a number
+                from 0.
+            DataError: All weights are 0.
         """
-        if exclude_frozen_parameters and self.global_rank == 0:
-            log.warning("save_checkpoint: exclude_frozen_parameters has no effect; a checkpoint has all weights")
-        tag = check_tag(tag) if tag is not None else f"step-{self.global_steps}"
-        client = ClientState(client_state)
-        self.check_holders()
-        state = run_state(self, self._backend, self._saved, self.rates_of_parameters(), client.values)
-        tensors = self._saved.tensors() | self._saved.random_state()
-        self._saver.save(
-            Path(save_dir), tag, tensors, state, parameters=self.layout.wholes, keep=keep, background=background,
-            files=client.files(), is_newest=save_latest,
-        )  # fmt: skip
-        return True
+        loss = self._full.evaluate(list(batches), weights)
+        if self.monitor.enabled:
+            self.monitor.write_events([("Eval/loss", loss, self.global_steps)])
+        return loss
 
-    def wait_for_checkpoint(self, *, block: bool = True) -> None:
-        """End a background save and raise its error. Without ``block``, only if it is done."""
-        self._saver.wait(block=block)
+    # -- facts -------------------------------------------------------------------------------------
 
-    @outside_inference_mode()
-    def load_checkpoint(
-        self,
-        load_dir: str | Path,
-        tag: str | float | None = None,
-        load_module_strict: bool = True,
-        load_optimizer_states: bool = True,
-        load_lr_scheduler_states: bool = True,
-        load_module_only: bool = False,
-        custom_load_fn: Any = None,
-        *,
-        configured_rates: bool = False,
-    ) -> tuple[str | None, dict[str, Any]]:
-        """Continue from ``load_dir/tag`` (default: the newest) of any layout. Collective.
+    @property
+    def module(self) -> nn.Module:
+        """This rank's subnetwork."""
+        return self.store.module
 
-        Learning rates are the checkpoint's, as in DeepSpeed, or with ``configured_rates`` the
-        configured ones. ``load_module_only`` loads weights and buffers alone. Without
-        ``load_optimizer_states``, the optimizer starts again. Rank 0 logs all settings that differ.
-
-        Returns:
-            The checkpoint's path and the client state. Without a checkpoint and without a tag:
-            ``(None, {})``, with a warning.
-
-        Raises:
-            CheckpointError: The checkpoint is damaged, or of another model, optimizer or data set,
-                or ``load_dir`` is itself a checkpoint.
-        """
-        if custom_load_fn is not None:
-            raise ConfigError("load_checkpoint: a script's own custom_load_fn is not supported; leave it out")
-        if not load_module_strict and self.global_rank == 0:
-            log.warning("load_checkpoint: load_module_strict has no effect; a checkpoint must have all weights")
-        ranks = Ranks(alone=self.world_size == 1)
-        found = find_together(Path(load_dir), tag, ranks)
+    @property
+    def deepspeed(self) -> Any:
+        """DeepSpeed's own engine of this group. Raises AttributeError with FSDP2."""
+        found = getattr(self.store, "deepspeed", None)
         if found is None:
-            if self.global_rank == 0:
-                log.warning("no checkpoint in %s; starting from the beginning", load_dir)
-            return None, {}
-        path, state = found
-        client = read_client_state(path, state, ranks)
-        names = self._backend.names_of_param_groups()
-        configured = named_rates(self.optimizer, names)
-        if load_module_only:
-            resume(path, state, self._backend, self._saved, None, None, ranks=ranks, with_optimizer=False)
-            self.forget_micro_batches()
-            return str(path), client
-        state = state if load_lr_scheduler_states else {**state, "scheduler": None}
-        if self.config.sdp.sync is not None:  # what follows drops the state of the present round
-            state = check_weights(path, state, self._saved, ranks)
-        self.local_training.follow(state["global_steps"])
-        in_round = resume(
-            path, state, self._backend, self._saved, self.lr_scheduler, self.loader,
-            ranks=ranks, with_optimizer=load_optimizer_states,
-        )  # fmt: skip
-        self.forget_micro_batches()
-        self.spikes.load_state_dict(state["spikes"])
-        self.local_training.load_state_dict(state["sync"], state["global_steps"], in_round=in_round)
-        self.global_steps, self.global_samples = state["global_steps"], state["global_samples"]
-        self.micro_steps = self.global_steps * self._batch.accumulation
-        self.last_steps.start_at(state["skipped_steps"])
-        self._backend.use_masking(self.config.masking_schedule.at(self.global_steps + 1))
-        self._backend.continue_at(steps=self.global_steps, micro_steps=self.micro_steps, skipped=self.skipped_steps)
-        if configured_rates:
-            use_configured_rates(self.optimizer, names, configured, self.lr_scheduler)
-        if self.global_rank == 0:
-            if self.lr_scheduler is None and state["scheduler"] is not None:
-                kept = "configured" if configured_rates else "saved"
-                log.warning("%s: has a scheduler's state, and this run has no schedule: the %s rates hold", path, kept)
-            own = settings_to_save(self.config, self.optimizer, names)
-            changes = describe_changes(state["settings"], own, names)
-            log_changes(path, changes, self.global_steps, configured_rates=configured_rates)
-        return str(path), client
+            raise AttributeError(f"sdp.engine {self.config.sdp.engine!r} has no engine of DeepSpeed")
+        return found
+
+    @property
+    def runs_subnetwork(self) -> bool:
+        """Whether :attr:`module` runs only a part of the model, in this group or in another one."""
+        return self._full.is_partial
+
+    @property
+    def layout(self) -> Layout:
+        return self.store.layout
+
+    @property
+    def traffic(self) -> Traffic:
+        """Bytes sent by this rank."""
+        return self.store.context.traffic
+
+    @property
+    def exposed_reduction_seconds(self) -> float:
+        """Seconds since the start of reductions between groups that backward did not hide.
+
+        On CUDA they are known only with ``wall_clock_breakdown``.
+        """
+        return self.groups.exposed_seconds
+
+    @property
+    def device(self) -> torch.device:
+        return self.store.context.device
+
+    @property
+    def parameters_here(self) -> dict[str, nn.Parameter]:
+        """This rank's parameters by canonical name. Sharded ones are DTensors."""
+        return self.store.parameters
+
+    @property
+    def frozen_here(self) -> dict[str, nn.Parameter]:
+        """This rank's frozen copies by canonical name. Sharded ones are DTensors."""
+        self.groups.finish_refresh()
+        return frozen_copies(self.store)
+
+    @property
+    def global_rank(self) -> int:
+        return self.store.context.rank
+
+    @property
+    def world_size(self) -> int:
+        """The number of ranks of all groups."""
+        return self.layout.mesh.world_size
+
+    @property
+    def dp_world_size(self) -> int:
+        """The number of ranks that read different data."""
+        return self.layout.mesh.data_ranks
+
+    @property
+    def data_parallel_group(self) -> dist.ProcessGroup | None:
+        """The group of the ranks that read different data."""
+        if self.layout.mesh.tp > 1:
+            raise ConfigError("engine.data_parallel_group: with tensor parallelism, use engine.layout.mesh")
+        return dist.group.WORLD
+
+    def gather_facts(self, facts: Any) -> list[Any]:
+        """All ranks' ``facts`` (small JSON), in rank order. Tuples become lists. Collective."""
+        return gather_json(facts) if self.world_size > 1 else [facts]
+
+    def start_max(self, values: Sequence[int]) -> Callable[[], list[int]]:
+        """Start to find the maximum of each value over all ranks. Collective.
+
+        Returns a function that waits for the maxima and returns them. The message has 8 bytes for
+        each value. :attr:`traffic` does not count it.
+        """
+        return start_max(values) if self.world_size > 1 else lambda: list(values)
+
+    def check_holders(self) -> None:
+        """Compare weights and optimizer state bit by bit between holders. Collective.
+
+        Raises HolderMismatchError, which names the unit.
+        """
+        outer = self.groups.local and self.groups.local.outer
+        self.groups.check_holders(outer and outer.anchors, outer and outer.optimizer)
+
+    def get_global_grad_norm(self) -> float | None:
+        """The norm of the last step's full averaged gradient before clipping. None before a step.
+        With local steps: the mean over the groups, for which this waits, as :meth:`get_loss`."""
+        return self.last_steps.norm
+
+    def get_loss(self) -> float | None:
+        """The last step's mean loss over micro-batches and ranks. None before the first step."""
+        return self.last_steps.loss
+
+    @property
+    def skipped_steps(self) -> int:
+        """Steps skipped for a NaN or infinite gradient; with local steps, of any group."""
+        return self.last_steps.skipped_until()
+
+    def skipped_until(self, step: int) -> int:
+        """:attr:`skipped_steps` after ``step``, one of the last steps."""
+        return self.last_steps.skipped_until(step)
+
+    @property
+    def was_step_skipped(self) -> bool:
+        """Whether the last optimizer step was skipped because a gradient was NaN or infinite."""
+        return self.last_steps.was_skipped
+
+    def get_loss_scale(self) -> float | None:
+        """The factor of the next step's losses (``fp16``). None without loss scaling."""
+        return None if self.loss_scaler is None else self.loss_scaler.cur_scale
+
+    def get_lr(self) -> list[float]:
+        """The learning rate of every parameter group, for the next step."""
+        return self.groups.learning_rates()
+
+    def rates_of_parameters(self) -> dict[str, float]:
+        """The learning rate of every trained parameter of the full model, on all ranks. Collective.
+
+        Raises ConfigError if ranks have different rates for one parameter.
+        """
+        rates = named_rates(self.store.optimizer, self.groups.names_of_param_groups())
+        return rates if self.world_size == 1 else agree_on_rates(rates, list(self.layout.wholes), self.device)
+
+    def train_batch_size(self) -> int:
+        return self._batch.train
+
+    def train_micro_batch_size_per_gpu(self) -> int:
+        return self._batch.micro
+
+    def gradient_accumulation_steps(self) -> int:
+        return self._batch.accumulation
+
+    def bfloat16_enabled(self) -> bool:
+        return self.config.bf16.enabled
+
+    def fp16_enabled(self) -> bool:
+        return self.config.fp16.enabled
+
+    def steps_per_print(self) -> int:
+        return self.config.steps_per_print
+
+    def wall_clock_breakdown(self) -> bool:
+        return self.config.wall_clock_breakdown
+
+    def predicted_state_bytes(self) -> StateBytes:
+        """Parameter, gradient, optimizer and frozen bytes of this rank, by the placement."""
+        return predicted_state(self.store, self.config)
+
+    def measured_state_bytes(self) -> StateBytes:
+        """Bytes of this rank's tensors as they are now. Gradients count as at the last step."""
+        return measured_state(self.groups, self._gradient_bytes)
+
+    def planned_traffic(self, step: int | None = None) -> Traffic:
+        """Bytes that this rank sends in one training step, by the placement.
+
+        With local steps (``sdp.sync``) they depend on the ``step``. Without it, they are a round's.
+
+        DeepSpeed's own messages inside the group are not included. ``comms_logger`` counts them.
+        """
+        return planned_traffic(self.groups, self.config, self._batch.accumulation, step)
+
+    def traffic_formula(self) -> str:
+        """The bytes that this rank sends between groups in a step, as a formula with numbers."""
+        return traffic_formula(self.groups, self.config)
+
+    # -- names of DeepSpeed and torch --------------------------------------------------------------
+
+    def train(self, mode: bool = True) -> Self:
+        """Set the model's mode. In evaluation too, :attr:`module` is this group's subnetwork."""
+        self.module.train(mode)
+        return self
+
+    def eval(self) -> Self:
+        return self.train(False)
+
+    def to(self, *args: Any, **kwargs: Any) -> Self:
+        """Do nothing if the model may stay as it is. The engine has put it on its device.
+
+        Args:
+            args: A device, a type or a tensor that has both, as for ``torch.nn.Module.to``.
+            kwargs: ``device`` and ``dtype`` by name. Other options have no effect.
+
+        Raises:
+            ConfigError: Another device or another floating-point type is asked for.
+        """
+        refuse_other_place(
+            "to", [*args, kwargs.get("device"), kwargs.get("dtype")], self.device, self.store.context.compute_dtype
+        )
+        return self
+
+    def cuda(self, device: int | torch.device | None = None) -> Self:
+        """The same as ``to("cuda")``."""
+        return self.to(torch.device("cuda", device) if isinstance(device, int) else device or "cuda")
+
+    def cpu(self) -> Self:
+        """The same as ``to("cpu")``."""
+        return self.to("cpu")
+
+    def half(self) -> Self:
+        return self.to(torch.float16)
+
+    def bfloat16(self) -> Self:
+        return self.to(torch.bfloat16)
+
+    def destroy(self) -> None:
+        """Finish a background checkpoint and drop gradients. Call it after the last step."""
+        self.wait_for_checkpoint()
+        self.groups.forget_gradients()
+        if (deepspeed := getattr(self.store, "deepspeed", None)) is not None:
+            deepspeed.destroy()

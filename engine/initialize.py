@@ -22,9 +22,9 @@ from .batch.stream import StreamLoader
 from .batch.training_data import make_loader
 from .config.load import load_config
 from .config.schema import Config
-from .construct import build_backend, values_to_give
+from .construct import build_store, values_to_give
 from .distributed.agreement import check_equal
-from .distributed.call_watch import CallWatch
+from .distributed.call_watch import CallWatch, watch_calls
 from .distributed.join import join
 from .distributed.mesh import Mesh, mesh_of
 from .engine import SDPEngine
@@ -41,6 +41,7 @@ from .optim.script_optimizers import needs_whole_matrices
 from .placement.layout import Layout
 from .placement.requirements import draws_of
 from .subnetwork.given_model import check_given_model, compiled_in_place
+from .stores.store import GroupStore
 from .subnetwork.initialisation import seed_of
 from .subnetwork.materialise import make_float32
 from .sync.consistency import check_placement
@@ -100,15 +101,13 @@ def initialize(
     check_optimizer(settings, optimizer)
     if settings.sdp.engine != "deepspeed":
         optimizer = with_torch_kernels(optimizer)
-    reference = settings.sdp.in_one_process
-    _check_launch(distributed_port, dist_init_required, in_one_process=reference)
-    device = _own_device(settings.sdp.engine) if reference else join()
-    if not reference:
-        watch()
-        check_equal(_settings_of_all(settings), device)
-        _share_ranks_with_deepspeed()
+    _check_launch(distributed_port, dist_init_required)
+    device = join()
+    watch()
+    check_equal(_settings_of_all(settings), device)
+    _share_ranks_with_deepspeed()
     _make_whole(model)
-    mesh = mesh_of(settings, 1 if reference else dist.get_world_size())
+    mesh = mesh_of(settings, dist.get_world_size())
     batch = BatchSize.resolve(settings, mesh)
     names = {id(parameter): name for name, parameter in model.named_parameters()}
     param_groups, grouped = named_groups(model_parameters, optimizer, names)
@@ -118,42 +117,39 @@ def initialize(
             "sdp.initialize: all parameters are frozen, so there is nothing to train; set requires_grad on some of them"
         )
     converted = make_float32(model)
-    if converted and (reference or dist.get_rank() == 0):
+    if converted and dist.get_rank() == 0:
         computes = f"the model computes in {settings.precision}"
         log.warning("%s; %s, which bf16.enabled chooses", converted, computes)
     _refuse_to_scale(model, settings)
     _refuse_hooks(model, settings, mesh)
     layout = Layout.of(model, settings, mesh)
     if draws_of(model):
-        torch.manual_seed(seed_of(settings.training.seed, "draws", 0 if reference else dist.get_rank()))
-    if not reference:
-        check_placement(layout.placement, device)
-        check_equal({"the model's parameters": _parameters(layout)}, device)
+        torch.manual_seed(seed_of(settings.training.seed, "draws", dist.get_rank()))
+    check_placement(layout.placement, device)
+    check_equal({"the model's parameters": _parameters(layout)}, device)
     plan = values_to_give(model, settings, layout)
-    # The reference runs the full model as it is, unless it scales branches.
-    is_plain = settings.sdp.engine == "reference" and settings.sdp.branch_scale == "none"
-    uncut = None if is_plain else UncutModel(model, layout, plan)
+    uncut = UncutModel(model, layout, plan)
     _initialized.add(model)
+    store: GroupStore
     if settings.sdp.engine == "deepspeed":
-        from .backends.deepspeed.initialize import initialize_deepspeed  # deepspeed is optional
+        from .stores.deepspeed.initialize import initialize_deepspeed  # deepspeed is optional
 
-        backend, built, scheduler, note = initialize_deepspeed(
-            model, settings, layout, batch, device, plan, param_groups, optimizer, lr_scheduler, grouped=grouped
+        store, built, scheduler, note = initialize_deepspeed(
+            model, settings, layout, batch, device, plan, param_groups, optimizer, lr_scheduler
         )
     else:
-        backend = build_backend(model, settings, layout, device, plan)
-        here = groups_here(param_groups, layout, backend.parameters)
-        stepped_on = torch.device("cpu") if settings.zero_optimization.offloads and not reference else device
+        store = build_store(model, settings, layout, device, plan)
+        here = groups_here(param_groups, layout, store.parameters)
+        stepped_on = torch.device("cpu") if settings.zero_optimization.offloads else device
         built, note = make_optimizer(settings.optimizer, optimizer, here, stepped_on, grouped=grouped)
-        arrange_muon(built, layout, backend.parameters, getattr(backend, "tensor_ranks", None), backend.traffic)
+        arrange_muon(built, layout, store.parameters, store.context.tensor_ranks, store.context.traffic)
         scheduler = scheduler_of(settings, lr_scheduler, built)
-    stepping = built if backend.library_engine is None else backend.library_engine.basic_optimizer
-    if optimizer is not None and not reference and needs_whole_matrices(stepping):
-        _refuse_parts(settings, type(stepping).__name__)
-        backend.needs_whole_matrices = True
+        store.optimizer = built
+    if optimizer is not None and needs_whole_matrices(store.optimizer):
+        _refuse_parts(settings, type(store.optimizer).__name__)
+        store.context.needs_whole_matrices = True
     check_steps(scheduler)
-    engine = SDPEngine(backend, settings, batch, built, scheduler)
-    engine.uncut = uncut
+    engine = SDPEngine(store, settings, batch, built, scheduler, uncut)
     return _finish(engine, note, training_data, collate_fn, device)
 
 
@@ -168,10 +164,10 @@ def _finish(
         samples = engine.loader.sampler.num_samples if isinstance(engine.loader, ResumableLoader) else "a stream"
     if engine.world_size > 1 and dist.get_backend() != "fake":  # ranks that do not exist are not watched
         engine.calls = CallWatch()
+        watch_calls(engine)
         weakref.finalize(engine, engine.calls.stop).atexit = False  # at its exit a rank says so
-    if not engine.config.sdp.in_one_process:
-        check_equal({"the samples of training_data, which the loader shares out": samples}, device)
-        engine.rates_of_parameters()
+    check_equal({"the samples of training_data, which the loader shares out": samples}, device)
+    engine.rates_of_parameters()
     if engine.global_rank == 0:
         announce(engine, note)
     return engine, engine.optimizer, engine.training_dataloader, engine.lr_scheduler
@@ -196,7 +192,7 @@ def _checked(model: Any) -> nn.Module:
 def _share_ranks_with_deepspeed() -> None:
     """Let a script that has imported DeepSpeed use ``deepspeed.comm``."""
     if "deepspeed" in sys.modules:
-        from .backends.deepspeed.private import use_default_process_group  # deepspeed is optional
+        from .stores.deepspeed.private import use_default_process_group  # deepspeed is optional
 
         use_default_process_group()
 
@@ -205,7 +201,7 @@ def _make_whole(model: nn.Module) -> None:
     """Undo what DeepSpeed's own ``zero.Init`` did to ``model``. Collective."""
     if not any(hasattr(parameter, "ds_id") for parameter in model.parameters()):
         return
-    from .backends.deepspeed.private import make_whole  # deepspeed is optional
+    from .stores.deepspeed.private import make_whole  # deepspeed is optional
 
     count = make_whole(model)
     if dist.get_rank() == 0:
@@ -278,7 +274,7 @@ def _check_scheduler(scheduler: Any, optimizer: Any) -> None:
         )
 
 
-def _check_launch(port: int | None, init_required: bool | None, *, in_one_process: bool) -> None:
+def _check_launch(port: int | None, init_required: bool | None) -> None:
     """Raise ConfigError for arguments about torch.distributed that cannot be honoured."""
     environment = detect()
     if port is not None and not dist.is_initialized() and (environment is None or environment.master_port != port):
@@ -286,7 +282,7 @@ def _check_launch(port: int | None, init_required: bool | None, *, in_one_proces
             f"sdp.initialize: distributed_port {port} cannot be honoured, because the launcher chooses the port; "
             "leave it out, or give the port to the launcher (--master-port, or MASTER_PORT)"
         )
-    if init_required is False and not in_one_process and not dist.is_initialized():
+    if init_required is False and not dist.is_initialized():
         raise ConfigError(
             "sdp.initialize: dist_init_required is False but torch.distributed is not initialised; call "
             "sdp.init_distributed() first, or leave dist_init_required out"
@@ -326,23 +322,15 @@ def _parameters(layout: Layout) -> dict[str, Any]:
     }
 
 
-def _own_device(engine: str) -> torch.device:
-    if dist.is_initialized() and dist.get_world_size() > 1:
-        log.warning(
-            'sdp.engine: "%s" runs all workers in each of the %d processes, on its own', engine, dist.get_world_size()
-        )
-    return torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
-
-
 def _loader(
     engine: SDPEngine, data: Any, collate_fn: Callable[[list[Any]], Any] | None
 ) -> ResumableLoader | StreamLoader:
-    mesh, here = engine.layout.mesh, engine.data_ranks_here
+    mesh = engine.layout.mesh
     return make_loader(
         data,
-        engine.train_micro_batch_size_per_gpu() * here,
+        engine.train_micro_batch_size_per_gpu(),
         mesh.data_rank(engine.global_rank),
-        mesh.data_ranks // here,
+        mesh.data_ranks,
         seed=engine.config.training.seed,
         collate_fn=collate_fn,
         num_workers=engine.config.data.num_workers,

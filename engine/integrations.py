@@ -126,7 +126,7 @@ def install() -> None:
         raise ConfigError(
             f"sdp.integrations: needs accelerate and deepspeed ({error}); run pip install 'sdp-engine[integrations]'"
         ) from None
-    from .backends.deepspeed.private import keep_gloo  # deepspeed is optional
+    from .stores.deepspeed.private import keep_gloo  # deepspeed is optional
 
     if not torch.cuda.is_available():
         keep_gloo()

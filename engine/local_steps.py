@@ -1,18 +1,23 @@
-"""What the engine and checkpoints need of a backend whose groups take steps of their own
-(``sdp.sync``).
-"""
+"""Local steps (``sdp.sync``): groups step on their own, and average their weights now and then."""
 
 from __future__ import annotations
 
+import math
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager
-from typing import Any, NamedTuple, Protocol
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any, NamedTuple
 
 import torch
-from torch.optim import Optimizer
 
 from .config.sync import SyncSection
-from .sync.outer import OuterFacts
+from .distributed.tensors import local_tensor
+from .full_model.buffers import agree_on_buffers, persistent_buffers
+from .optim.clip import clip_
+from .optim.spikes import SkippedSteps
+from .sync.between import BetweenGroups
+from .sync.outer import OuterFacts, OuterSteps
+from .sync.rounds import Rounds, fragments_of
 
 
 class LocalUpdate(NamedTuple):
@@ -43,148 +48,464 @@ class PendingUpdate:
         self._received: LocalUpdate | None = None
 
     def wait(self) -> LocalUpdate:
-        """Return the outcome. Waits until every group has sent its part."""
+        """Return the outcome. Waits until every group has sent its share."""
         if self._received is None:
             self._received = self._receive()
         return self._received
 
 
-class Spot(NamedTuple):
-    """Where a tensor of local steps is in the full model.
+class LocalSteps:
+    """The local steps of one rank: inner steps, outer steps, and the anchors.
+
+    Batch norm's running statistics have anchors too: those of a unit are averaged in its outer
+    step.
 
     Attributes:
-        name: the parameter or slice to which its elements belong.
-        offset: the index of its first element in the full model's parameter.
+        sync: the settings.
+        outer: the outer steps, with the anchors.
     """
 
-    name: str
-    offset: tuple[int, ...]
+    def __init__(self, groups: BetweenGroups, sync: SyncSection):
+        self.sync, self._groups, self._store, self._context = sync, groups, groups.store, groups.context
+        store, context = groups.store, groups.context
+        self._fragments = fragments_of(store.layout, sync.fragments)
+        infos = store.layout.parameters
+        self.outer = OuterSteps(
+            sync,
+            store.layout.buckets(lambda _: False),
+            self._weight,
+            [name for name in store.stepped if infos[name].trainable],
+            self._fragments,
+            context.communicators.holders,
+            counts=lambda name: context.counts(store.stepped[name]),
+            counts_once=lambda name: context.counts_once(store.stepped[name]),
+            device=context.device,
+            traffic=context.traffic,
+            sum_over_ranks=context.all_reduce_control,
+            clock=context.clock,
+            is_slice=lambda name: infos[name].cut is not None,
+        )
+        agree_on_buffers(store)
+        self._buffers = {name: buffer.clone() for name, buffer in self._module_buffers().items()}
 
+    def _weight(self, name: str) -> torch.Tensor:
+        """Return this rank's part of a parameter. Its memory may change when FSDP2 shards again."""
+        return local_tensor(self._store.stepped[name].tensor.detach())
 
-class FlatState(NamedTuple):
-    """Where the optimizer's state of a weight is, if one flat tensor has that of many weights.
+    def _module_buffers(self) -> dict[str, torch.Tensor]:
+        return persistent_buffers(self._store.module, self._store.layout)
 
-    Attributes:
-        start: the index of the weight's first element in the flat tensor.
-        param_group: the optimizer's parameter group of the flat tensor.
-    """
+    # -- steps -------------------------------------------------------------------------------------
 
-    start: int
-    param_group: dict[str, Any]
+    def step(self, loss: torch.Tensor, scheduler: Any, max_norm: float, count: float | None = None) -> PendingUpdate:
+        """Clip by the norm of this group's gradient, and take a step of its own. Collective.
 
+        A group whose norm is NaN or infinite leaves its weights and optimizer state as they are.
 
-class GroupPart(NamedTuple):
-    """This process's part of what one group has by itself between averages.
-
-    Attributes:
-        group: the group.
-        position: the coordinates of the rank in the keys of what ranks do not share.
-        weights: the group's weights by name.
-        parameters: the tensors to which the optimizer's state belongs, by the names of weights.
-        optimizer: the inner optimizer, with the state of this group.
-        errors: what compression has not sent yet, by name.
-        before: the weights at the start of the average that is under way, by name.
-        buffers: the running statistics of the rank, by name.
-        flat: where the state of a weight is in its tensor of ``parameters``, if that tensor is
-            flat.
-        materialise: creates the optimizer's state of all ``parameters``. None: as torch does it.
-    """
-
-    group: int
-    position: str
-    weights: Mapping[str, torch.Tensor]
-    parameters: Mapping[str, torch.Tensor]
-    optimizer: Optimizer
-    errors: Mapping[str, torch.Tensor]
-    before: Mapping[str, torch.Tensor]
-    buffers: Mapping[str, torch.Tensor]
-    flat: Mapping[str, FlatState] = {}
-    materialise: Callable[[], None] | None = None
-
-
-class CommonPart(NamedTuple):
-    """This process's part of what all holders of a unit have in common between averages.
-
-    Attributes:
-        anchors: the anchors of trained parameters by name.
-        optimizer: the outer optimizer, which steps on the anchors.
-        buffers: the averaged running statistics by name.
-        means: the changes that have been averaged and are not applied yet, by name.
-    """
-
-    anchors: Mapping[str, torch.Tensor]
-    optimizer: Optimizer
-    buffers: Mapping[str, torch.Tensor]
-    means: Mapping[str, torch.Tensor]
-
-
-class LocalSteps(Protocol):
-    """Steps that groups take on their own, and the averages between them (``sdp.sync``)."""
-
-    @property
-    def sync(self) -> SyncSection:
-        """The settings."""
-        ...
-
-    def step(self, loss: torch.Tensor, scheduler: Any, count: float | None = None) -> PendingUpdate:
-        """Let every group clip and take a step of its own, and start to tell the other groups.
-
-        ``loss`` is this process's mean loss, or with a ``count`` the sum of ``count`` losses.
-        Collective.
+        Args:
+            loss: this rank's mean loss, or with a ``count`` the sum of ``count`` losses.
+            scheduler: the learning-rate schedule, or None.
+            max_norm: the largest norm of a gradient, or 0 for no clipping.
+            count: the number of losses.
         """
-        ...
+        groups, norm = self._groups, self._groups.norm_in_group()
+        if math.isfinite(norm):
+            if max_norm > 0:
+                clip_(groups.gradients(), norm, max_norm)
+            groups.step()
+        groups.forget_gradients()
+        if scheduler is not None:
+            scheduler.step()
+        context = self._context
+        totals = torch.tensor(self._summary(loss.item(), norm, count), dtype=torch.float64, device=context.device)
+        wait = context.start_control(totals)
 
-    @property
-    def travelling(self) -> int | None:
-        """The fragment whose average was started and is not applied yet."""
-        ...
+        def receive() -> LocalUpdate:
+            wait()
+            mean_loss, norms, stepped, everyone, *counts = totals.tolist()
+            if counts:  # the losses are sums
+                mean_loss = mean_loss / counts[0] if counts[0] else math.nan
+            skipped = round(context.mesh.sdp * (everyone - stepped))
+            return LocalUpdate(mean_loss, norms / stepped if stepped else math.nan, skipped)
 
-    def common_state(self) -> tuple[Mapping[str, torch.Tensor], Optimizer]:
-        """The weights and the optimizer that are equal at all holders: anchors, and the outer
-        optimizer.
-        """
-        ...
+        return PendingUpdate(receive)
+
+    def _summary(self, loss: float, norm: float, count: float | None) -> list[float]:
+        """Return what this rank adds to the sums from which the outcome of a step follows."""
+        mesh, at = self._context.mesh, self._context.at
+        share = 1 / mesh.sdp if at.fsdp == 0 and at.tp == 0 else 0.0  # of the groups
+        return [
+            loss / mesh.world_size,
+            *((share * norm, share) if math.isfinite(norm) else (0.0, 0.0)),
+            share,
+            *([count / mesh.world_size] if count is not None else []),
+        ]
 
     def start(self, fragment: int) -> None:
         """Start to average the weights of ``fragment`` among their holders. Collective."""
-        ...
+        self.outer.start(fragment)
 
     def arrive(self) -> OuterFacts:
         """Apply the average that was started. Collective."""
-        ...
+        fragment = self.outer.fragment_under_way
+        names = [name for name in self._store.layout.buffers if self._fragments[name] == fragment]
+        here = {name: buffer for name, buffer in self._module_buffers().items() if name in names}
+        if names:
+            agree_on_buffers(self._store, names)
+        facts = self.outer.arrive()
+        for name, buffer in here.items():
+            self._buffers[name].copy_(buffer)
+        changed = [name for name, fragment in self._fragments.items() if fragment == facts.fragment]
+        self._groups.refresh(changed, self.outer.anchors)
+        return facts
 
-    def groups_here(self) -> Iterator[GroupPart]:
-        """The groups of this process.
+    # -- state -------------------------------------------------------------------------------------
 
-        The optimizer has the state of a group only until the next one.
+    @property
+    def anchors(self) -> Mapping[str, torch.Tensor]:
+        """The weights of trained parameters after the last average, by name; equal at all
+        holders.
         """
-        ...
+        return (
+            {name: self._weight(name) for name in self.outer.anchors} if self.outer.is_swapped else self.outer.anchors
+        )
 
-    def untrained(self) -> Mapping[str, torch.Tensor]:
-        """This process's parts of the parameters that are not trained, by name."""
-        ...
+    @property
+    def weights(self) -> Mapping[str, torch.Tensor]:
+        """This group's own weights of trained parameters, by name."""
+        return (
+            self.outer.anchors if self.outer.is_swapped else {name: self._weight(name) for name in self.outer.anchors}
+        )
 
-    def common_part(self) -> CommonPart:
-        """The state that all holders have in common. Waits for averages that are under way."""
-        ...
+    @property
+    def anchor_buffers(self) -> Mapping[str, torch.Tensor]:
+        """The averaged running statistics by name."""
+        return self._module_buffers() if self.outer.is_swapped else self._buffers
 
-    def nbytes(self) -> int:
-        """The bytes of anchors, outer optimizer state and errors of this process."""
-        ...
-
-    def restart(self, travelling: int | None) -> None:
-        """Prepare to load a state in which the average of the fragment ``travelling`` is under
-        way.
-        """
-        ...
+    @property
+    def own_buffers(self) -> Mapping[str, torch.Tensor]:
+        """This rank's own running statistics by name."""
+        return self._buffers if self.outer.is_swapped else self._module_buffers()
 
     def reset(self) -> None:
-        """Make the backend's parameters the anchors and the weights of all groups.
+        """Make the present weights the anchors. Outer state stays."""
+        self.outer.reset()
+        for name, buffer in self._module_buffers().items():
+            self._buffers[name].copy_(buffer)
 
-        Outer state stays.
+    # -- the full model ----------------------------------------------------------------------------
+
+    @contextmanager
+    def anchored(self) -> Iterator[None]:
+        """A context in which weights and buffers of the module are the anchors. Collective."""
+        if self.outer.is_swapped:
+            yield
+            return
+        self._groups.reshard()
+        with self.outer.swapped():
+            self._swap_buffers()
+            try:
+                yield
+            finally:
+                self._groups.reshard()
+                self._swap_buffers()
+
+    @contextmanager
+    def group_statistics(self) -> Iterator[None]:
+        """A context in which running statistics are the means over this group's ranks. Collective
+        in the group.
         """
-        ...
+        here = {n: b for n, b in self._module_buffers().items() if b.is_floating_point()}
+        group = self._context.communicators.group
+        own = {name: buffer.clone() for name, buffer in here.items()}
+        if group is not None and here:
+            flat = torch.cat([buffer.reshape(-1).double() for buffer in here.values()])
+            self._context.sum_in_group(flat)
+            means = (flat / group.size()).split([buffer.numel() for buffer in here.values()])
+            for buffer, mean in zip(here.values(), means, strict=True):
+                buffer.copy_(mean.view(buffer.shape))
+        try:
+            yield
+        finally:
+            for name, buffer in here.items():
+                buffer.copy_(own[name])
+
+    @torch.no_grad()
+    def _swap_buffers(self) -> None:
+        for name, buffer in self._module_buffers().items():
+            own = buffer.clone()
+            buffer.copy_(self._buffers[name])
+            self._buffers[name].copy_(own)
+
+
+class LocalTraining:
+    """Local steps of a run. Without a section ``sdp.sync``, all methods are no-ops.
+
+    Attributes:
+        outer_steps: the outer steps since the start of the run. A round has one for each fragment.
+        last: what the outer step after the last step did. None if there was none.
+    """
+
+    def __init__(self, groups: BetweenGroups, sync: SyncSection | None):
+        self._groups, self._sync = groups, sync
+        self._rounds = Rounds(sync) if sync is not None else None
+        self.outer_steps = 0
+        self._averaged_at = -1  # the last step after which finish, or a load, left all groups with the anchors
+        self.last: OuterFacts | None = None
+        self._pending: deque[tuple[int, PendingUpdate]] = deque()
+
+    @property
+    def lag(self) -> int:
+        """How many steps the other groups' part of a step's outcome may take to arrive.
+
+        No step waits for a message that was sent in the same step, because over a slow link that
+        would cost more than the step. A message may queue behind an average, which has ``overlap``
+        steps. So the outcome of a step is needed ``overlap`` + 1 steps later.
+        """
+        return 0 if self._sync is None else self._sync.overlap + 1
+
+    def add(self, step: int, update: PendingUpdate) -> None:
+        """Keep the outcome of ``step`` until the other groups' part has arrived."""
+        self._pending.append((step, update))
+
+    def arrived(self, *, except_newest: int = 0) -> Iterator[tuple[int, LocalUpdate]]:
+        """Return outcomes in the order of their steps, and forget them.
+
+        All ranks do so after the same step, so that they decide the same.
+
+        Args:
+            except_newest: how many of the newest outcomes may still be under way.
+        """
+        while len(self._pending) > except_newest:
+            step, update = self._pending.popleft()
+            yield step, update.wait()
+
+    @property
+    def pending(self) -> PendingUpdate | None:
+        """The outcome of the last step. None if :meth:`arrived` has returned it."""
+        return self._pending[-1][1] if self._pending else None
+
+    def newest(self) -> LocalUpdate | None:
+        """The outcome of the last step. None if :meth:`arrived` has returned it. May wait."""
+        return self.pending.wait() if self.pending is not None else None
+
+    def skipped_steps(self, until: int | None = None) -> int:
+        """Count the skipped steps that :meth:`arrived` has not returned, up to step ``until``.
+
+        May wait.
+        """
+        return sum(update.wait().skipped > 0 for step, update in self._pending if until is None or step <= until)
+
+    @property
+    def local(self) -> LocalSteps | None:
+        """The local steps. None while gradients are averaged in every step."""
+        return self._groups.local
+
+    def follow(self, steps: int) -> None:
+        """Prepare for the step after ``steps``. Collective where groups begin to step on their own.
+
+        The weights of all holders must be equal then.
+        """
+        local = self._rounds is not None and self._rounds.is_local(steps + 1)
+        if local and self.local is None:
+            assert self._sync is not None
+            self._groups.local = LocalSteps(self._groups, self._sync)
+        elif not local:
+            self._groups.local = None
+
+    def after_step(self, step: int) -> None:
+        """Start and apply the averages that are due after ``step``. Collective."""
+        self.last = None
+        if self.local is not None and self._rounds is not None:
+            starting, arriving = self._rounds.starting(step), self._rounds.arriving(step)
+            overlap = self._sync.overlap if self._sync is not None else 0
+            if arriving is not None and self.local.outer.fragment_under_way is not None:
+                self._arrive()
+            if starting is not None:
+                self.local.start(starting)
+                if not overlap:
+                    self._arrive()
+        self.follow(step)
+
+    def finish(self, step: int) -> bool:
+        """Average every fragment that has changed since its last average. Collective.
+
+        Call it after the last step of a run, so that the anchors contain all steps.
+
+        Returns:
+            Whether anything was averaged.
+        """
+        local = self.local
+        if local is None or self._rounds is None or step == self._averaged_at:
+            return False
+        before = self.outer_steps
+        if local.outer.fragment_under_way is not None:
+            self._arrive()
+        for fragment in self._rounds.fragments:
+            if self._rounds.steps_alone(step, fragment):
+                local.start(fragment)
+                self._arrive()
+        if self.outer_steps > before:
+            self._averaged_at = step
+        return self.outer_steps > before
+
+    def has_finished(self, step: int) -> bool:
+        """Return whether :meth:`finish` averaged something after ``step``."""
+        return self._averaged_at == step
+
+    def _steps_alone(self, step: int) -> int:
+        """Return how many of the steps up to ``step`` a load from the anchors would drop."""
+        if self._rounds is None or step == self._averaged_at:
+            return 0
+        return max(self._rounds.steps_alone(step, fragment) for fragment in self._rounds.fragments)
+
+    def metrics(self) -> dict[str, Any]:
+        """Return what the outer step after the last step did, for metrics.jsonl.
+
+        Empty if there was none.
+        """
+        if self.last is None:
+            return {}
+        return {
+            "outer_step": self.outer_steps,
+            "fragment": self.last.fragment,
+            "drift": self.last.drift,
+            "outer_grad_norm": self.last.gradient_norm,
+        }
+
+    def tensors_on_device(self) -> list[torch.Tensor]:
+        """Return anchors, outer state and errors, unless they are offloaded to the host."""
+        local = self.local
+        if local is None or local.sync.offload == "cpu":
+            return []
+        outer = local.outer
+        state = [value for values in outer.optimizer.state.values() for value in values.values()]
+        tensors = [*local.anchors.values(), *outer.errors.values(), *state]
+        return [value for value in tensors if isinstance(value, torch.Tensor)]
+
+    def describe(self) -> str:
+        """Return the schedule of the averages in one line."""
+        sync = self._sync
+        if sync is None:
+            return "gradients are averaged in every step"
+        start = f"after the first {sync.start_after} steps, " if sync.start_after else ""
+        parts = f", a fragment of {sync.fragments} every {sync.every // sync.fragments}" if sync.fragments > 1 else ""
+        late = f", applied {sync.overlap} step{'s' * (sync.overlap > 1)} later" if sync.overlap else ""
+        small = f", sent as {sync.compression}" if sync.compression != "none" else ""
+        return f"{start}groups step on their own and average their weights every {sync.every} steps{parts}{late}{small}"
+
+    def state_dict(self, steps: int) -> dict[str, Any] | None:
+        """Return the position in the round after ``steps``, for a checkpoint."""
+        if self.local is None:
+            return None
+        return {
+            "outer_steps": self.outer_steps,
+            "steps_alone": self._steps_alone(steps),
+            "travelling": self.local.outer.fragment_under_way,
+            "fragments": len(self._rounds.fragments) if self._rounds is not None else 1,
+        }
+
+    def load_state_dict(self, state: dict[str, Any] | None, steps: int, *, in_round: bool) -> None:
+        """Continue to count outer steps.
+
+        Args:
+            state: the result of :meth:`state_dict`.
+            steps: the steps of the checkpoint.
+            in_round: whether groups go on with weights of their own. If not, they have the anchors.
+        """
+        self.outer_steps = (state or {}).get("outer_steps", 0)
+        self._averaged_at, self.last = -1 if in_round else steps, None
+        self._pending.clear()
+        local = self.local
+        under_way = local.outer.fragment_under_way if in_round and local is not None else None
+        if under_way is not None and self._rounds is not None and under_way != self._rounds.travelling(steps):
+            self._arrive()  # with these settings no later step would apply it
 
     def anchored(self) -> AbstractContextManager[None]:
-        """A context in which the module has the weights and buffers of the anchors. Collective."""
-        ...
+        """A context in which the backend's module is the full model's part: the anchors."""
+        local = self.local
+        return nullcontext() if local is None else local.anchored()
+
+    def _arrive(self) -> None:
+        assert self.local is not None
+        self.last = self.local.arrive()
+        self.outer_steps += 1
+
+
+class LastSteps:
+    """The loss and norm of the last step, and the number of skipped steps.
+
+    With local steps (``sdp.sync``), the other groups' part of them arrives later. Reading them then
+    waits for it.
+
+    Args:
+        local: the local steps of the run.
+        groups: the number of groups.
+        max_skips: the most steps that may be skipped in a row.
+    """
+
+    def __init__(self, local: LocalTraining, groups: int, max_skips: int):
+        self._local, self._groups = local, groups
+        self._loss: float | None = None
+        self._norm: float | None = None
+        self._skipped = 0
+        self._in_a_row = SkippedSteps(max_skips)
+
+    @property
+    def loss(self) -> float | None:
+        newest = self._local.newest()
+        return newest.loss if newest is not None else self._loss
+
+    @property
+    def norm(self) -> float | None:
+        newest = self._local.newest()
+        return newest.norm if newest is not None else self._norm
+
+    @property
+    def was_skipped(self) -> bool:
+        newest = self._local.newest()
+        return newest.skipped > 0 if newest is not None else self._in_a_row.in_a_row > 0
+
+    def skipped_until(self, step: int | None = None) -> int:
+        """Count the skipped steps up to ``step``, one of the last steps. None: up to the last
+        one.
+        """
+        return self._skipped + self._local.skipped_steps(step)
+
+    def start_at(self, skipped: int) -> None:
+        """Continue with ``skipped`` steps, none of them in a row."""
+        self._skipped = skipped
+        self._in_a_row.note(False)
+
+    def note(self, loss: float, norm: float, *, skipped: bool, counts: bool, excused: bool) -> None:
+        """Take note of a step of all groups.
+
+        Args:
+            loss: the mean loss of all ranks.
+            norm: the norm of the full model's gradient.
+            skipped: whether all groups skipped the step.
+            counts: whether a skipped step counts as one in a row.
+            excused: whether it does not count towards the limit of skipped steps.
+        """
+        self._loss, self._norm = loss, norm
+        self._skipped += skipped
+        self._in_a_row.note(skipped and counts, excused=excused)
+
+    def report_skips(self, step: int, loss_scale: float | None) -> None:
+        """Warn if ``step`` was skipped. Raises NonFiniteError after too many in a row."""
+        if self._in_a_row.in_a_row:
+            self._in_a_row.report(step, self._norm, loss_scale)
+
+    def note_local_steps(self) -> list[tuple[int, LocalUpdate]]:
+        """Take note of the local steps whose outcome all ranks know by now, and return them.
+
+        Raises:
+            NonFiniteError: A group has skipped too many steps in a row.
+        """
+        known = list(self._local.arrived(except_newest=self._local.lag))
+        for step, update in known:
+            self._loss, self._norm = update.loss, update.norm
+            self._skipped += update.skipped > 0
+            self._in_a_row.note(update.skipped > 0, groups=f"{update.skipped} of {self._groups} groups")
+            self.report_skips(step, None)
+        return known

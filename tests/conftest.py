@@ -23,8 +23,8 @@ LONGEST_FILES = (
     "engine/checkpoint/test_local_steps.py",
     "engine/checkpoint/test_layouts.py",
     "tools/bench/test_side_by_side.py",
-    "engine/backends/deepspeed/test_checkpoint.py",
-    "engine/backends/deepspeed/test_equality.py",
+    "engine/stores/deepspeed/test_checkpoint.py",
+    "engine/stores/deepspeed/test_equality.py",
     "engine/subnetwork/test_neurons_native.py",
 )
 

@@ -24,9 +24,8 @@ LEVELS = {"engine": 0, "data": 1, "models": 1, "launcher": 1, "tools": 2}
 ENGINE_ORDER = (
     "errors", "json_files", "module_paths", "model_interface", "environment", "config", "distributed",
     "batch", "placement",
-    "optim", "subnetwork", "sync", "accounting", "full_model", "local_steps", "backend", "checkpoint", "local_training",
-    "engine_facts", "deepspeed_facts", "deepspeed_names", "engine", "backends", "construct", "tracing", "announcement",
-    "initialize", "integrations",
+    "optim", "subnetwork", "stores", "sync", "accounting", "full_model", "local_steps", "checkpoint",
+    "deepspeed_names", "engine", "construct", "tracing", "announcement", "initialize", "integrations",
 )  # fmt: skip
 # The same inside tools/. Commands that are not listed are above these and do not import each other.
 TOOLS_ORDER = ("shared", "runs", "report", "tasks", "train", "plan")
@@ -34,8 +33,8 @@ LAUNCHER_ORDER = (
     "own_command", "signals", "degrees", "fatal_errors", "restarts", "rank_process",
     "local", "cluster",
 )  # fmt: skip
-# Inside engine/backends/. The backends themselves are not listed: they do not import each other.
-BACKENDS_ORDER = ("base", "local_steps", "sharded")
+# Inside engine/stores/. The stores themselves are not listed: they do not import each other.
+STORES_ORDER = ("store",)
 MOST_LINES, MOST_TEST_LINES, MOST_FILES = 600, 600, 16
 
 IMPORTERS = ("import_module", "__import__")
@@ -43,7 +42,7 @@ IMPORTERS = ("import_module", "__import__")
 IMPORT_BY_NAME = {
     "tools/cli.py": "the command that was asked for",
     "data/doc_strings.py": "installed packages, whose documentation is a corpus",
-    "engine/backends/deepspeed/private.py": "parts of DeepSpeed",
+    "engine/stores/deepspeed/private.py": "parts of DeepSpeed",
     "tools/train/observers/monitors.py": "the monitors' packages",
 }
 
@@ -136,8 +135,8 @@ def points_down(source: Name, target: Name) -> bool:
         return LEVELS[source[0]] > LEVELS[target[0]]
     if len(source) < 2:  # a folder's __init__.py
         return source[0] in ("data", "models")  # the others import nothing, so that the launcher does without torch
-    if source[:2] == target[:2] == ("engine", "backends") and len(source) > 2 and source[2] != target[2]:
-        return is_before(target[2], source[2], BACKENDS_ORDER)
+    if source[:2] == target[:2] == ("engine", "stores") and len(source) > 2 and source[2] != target[2]:
+        return is_before(target[2], source[2], STORES_ORDER)
     if len(target) < 2 or source[1] == target[1]:
         return True
     orders = {"engine": ENGINE_ORDER, "launcher": LAUNCHER_ORDER, "tools": TOOLS_ORDER}

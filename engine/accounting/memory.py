@@ -7,17 +7,15 @@ from __future__ import annotations
 
 import resource
 import sys
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
 from torch.optim import Optimizer
 
 from ..config.sync import SyncSection
-from ..distributed.tensors import local_tensor
 from ..optim.muon.algorithm import Muon
 from ..optim.muon.setup import is_matrix
 from ..placement.layout import Layout
@@ -62,7 +60,6 @@ def predict_state_bytes(
     *,
     shards: int,
     compute_bytes: int,
-    everything: bool = False,
     sync: SyncSection | None = None,
 ) -> StateBytes:
     """Predict the state of ``rank`` from the placement.
@@ -76,17 +73,14 @@ def predict_state_bytes(
         optimizer: The optimizer, which determines the number of state tensors.
         shards: The number of shards into which parameters and copies are cut.
         compute_bytes: Bytes per element of a frozen copy.
-        everything: Whether to count the full model, which the reference backend keeps whole.
         sync: The settings of local steps, if there are any.
     """
     at = layout.mesh.coordinates(rank)
     index = at.fsdp if shards > 1 else 0
-    parameters = layout.parameters.values() if everything else layout.held(at.sdp)
-    held = [(info, info.shard_numel(shards, index)) for info in parameters]
+    held = [(info, info.shard_numel(shards, index)) for info in layout.held(at.sdp)]
     kept = 4 * sum(numel for _, numel in held)
     trained = 4 * sum(numel for info, numel in held if info.trainable)
-    frozen = () if everything else layout.frozen(at.sdp)
-    copies = compute_bytes * sum(info.shard_numel(shards, index) for info in frozen)
+    copies = compute_bytes * sum(info.shard_numel(shards, index) for info in layout.frozen(at.sdp))
     outer = 0 if sync is None else predict_outer_bytes(sync, [(info, numel) for info, numel in held if info.trainable])
     on_host = outer if sync is not None and sync.offload == "cpu" else 0
     optimizer_bytes = sum(state_bytes(optimizer, layout, info, numel) for info, numel in held if info.trainable)
@@ -126,27 +120,6 @@ def state_tensors(optimizer: Optimizer) -> int:
     for parameter, state in optimizer.state.items():
         return sum(isinstance(value, torch.Tensor) and value.shape == parameter.shape for value in state.values())
     return 0
-
-
-def measure_state_bytes(
-    parameters: Iterable[nn.Parameter], frozen: Iterable[nn.Parameter], optimizer: Optimizer, gradient_bytes: int
-) -> StateBytes:
-    """Count the bytes of the local tensors that exist.
-
-    Args:
-        parameters: The parameters that the rank holds.
-        frozen: The frozen copies.
-        optimizer: The optimizer, whose state is counted.
-        gradient_bytes: Bytes of the gradients, counted before the step that freed them.
-    """
-    held, copies = (sum(local_tensor(parameter.detach()).nbytes for parameter in kind) for kind in (parameters, frozen))
-    states = (
-        value
-        for state in optimizer.state.values()
-        for value in state.values()
-        if isinstance(value, torch.Tensor) and value.dim()
-    )
-    return StateBytes(held, gradient_bytes, sum(local_tensor(value).nbytes for value in states), copies)
 
 
 class PeakMemory:

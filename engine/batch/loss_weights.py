@@ -11,30 +11,25 @@ import torch
 from torch import nn
 
 from ..errors import ConfigError
-from .call import checked_weights, count_targets, split_rows
+from .call import checked_weights, count_targets
 
 
-def count_labels(module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], ranks: int) -> torch.Tensor:
-    """Count the labels of a batch by data rank, float64 (ranks,).
+def count_labels(module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> torch.Tensor:
+    """Count the labels of a batch, a float64 scalar.
 
     Args:
         module: The model.
         args: The arguments of its ``forward``, or the batch alone.
         kwargs: Further arguments by name.
-        ranks: How many data ranks of this process share the rows.
     """
     batch: Any = args[0] if len(args) == 1 and not kwargs else args
     if kwargs:
         batch = dict(inspect.signature(module.forward).bind(*args, **kwargs).arguments)
-    parts = split_rows(batch, ranks) if ranks > 1 else [batch]
-    return torch.stack([count_targets(module, part).double() for part in parts])
+    return count_targets(module, batch).double()
 
 
 class LossWeights:
     """The weights of the micro-batches of the present step, and their losses.
-
-    Args:
-        ranks: The number of data ranks in this process.
 
     Attributes:
         unit: A power of two near the mean weight. Gradients are computed in this unit, so that
@@ -43,8 +38,7 @@ class LossWeights:
             of a step.
     """
 
-    def __init__(self, ranks: int):
-        self._ranks = ranks
+    def __init__(self) -> None:
         self.unit, self.all, self._next_unit = 1.0, 0.0, 1.0
         self._weights: list[torch.Tensor] = []
         self._losses: list[torch.Tensor] = []
@@ -53,20 +47,17 @@ class LossWeights:
         return bool(self._weights)
 
     def checked(self, weight: Any, device: torch.device) -> torch.Tensor:
-        """Return the script's ``weight`` as a float64 tensor (ranks,).
+        """Return the script's ``weight`` as a float64 scalar.
 
         Raises:
-            ConfigError: It is not a number from 0, or not one for each data rank of this process.
+            ConfigError: It is not a number from 0.
         """
-        if isinstance(weight, torch.Tensor) and weight.numel() == self._ranks:
-            return weight.detach().to(device).double().reshape(self._ranks)
+        if isinstance(weight, torch.Tensor) and weight.numel() == 1:
+            return weight.detach().to(device).double().reshape(())
         numbers = checked_weights(weight if isinstance(weight, list | tuple) else [weight])
-        if len(numbers) != self._ranks:
-            raise ConfigError(
-                f"backward: weight has {len(numbers)} numbers for {self._ranks} data rank(s) in this process; give one "
-                "for each"
-            )
-        return torch.tensor(numbers, dtype=torch.float64, device=device)
+        if len(numbers) != 1:
+            raise ConfigError(f"backward: weight has {len(numbers)} numbers; give the one of this rank's loss")
+        return torch.tensor(numbers[0], dtype=torch.float64, device=device)
 
     def begin_after(self, losses: Sequence[torch.Tensor], accumulation: int) -> None:
         """Let earlier micro-batches of this step weigh 1.
@@ -74,21 +65,21 @@ class LossWeights:
         ``losses``: their mean losses. Gradients were computed in the unit ``accumulation``.
         """
         for loss in losses:
-            self.add(loss.new_ones(self._ranks, dtype=torch.float64), loss.expand(self._ranks))
+            self.add(loss.new_ones((), dtype=torch.float64), loss)
         self.unit = float(accumulation)
 
-    def add(self, weights: torch.Tensor, losses: torch.Tensor) -> None:
-        """Add a micro-batch: its weights and its mean losses, both (ranks,)."""
-        self._weights.append(weights)
+    def add(self, weight: torch.Tensor, loss: torch.Tensor) -> None:
+        """Add a micro-batch: its weight and its mean loss, scalars."""
+        self._weights.append(weight)
         # The mean over no labels is NaN.
-        self._losses.append(torch.where(weights > 0, losses.detach().double() * weights, 0.0))
+        self._losses.append(torch.where(weight > 0, loss.detach().double() * weight, 0.0))
 
-    def totals(self) -> torch.Tensor:
-        """Return Σ n over the micro-batches, float64 (ranks,)."""
-        return torch.stack(self._weights).sum(0)
+    def total(self) -> torch.Tensor:
+        """Return Σ n over the micro-batches, a float64 scalar."""
+        return torch.stack(self._weights).sum()
 
     def weighted_loss(self) -> torch.Tensor:
-        """Return Σ n·ℓ over the micro-batches and data ranks of this process, a float64 scalar."""
+        """Return Σ n·ℓ over the micro-batches, a float64 scalar."""
         return torch.stack(self._losses).sum()
 
     def note_all(self, total: float, ranks: int) -> None:

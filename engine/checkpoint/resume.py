@@ -12,21 +12,23 @@ from typing import Any
 
 import torch
 
-from ..backend import Backend, StateToSave
 from ..distributed.agreement import Ranks
 from ..errors import CheckpointError
 from ..optim import optimizer_state
+from ..optim.loss_scale import LossScaler
 from ..optim.param_groups import conflicting_rates, set_rates
-from ..optim.schedules import adapt_state, of_another_kind
+from ..optim.schedules import adapt_state, keep_shared_state, of_another_kind
+from ..stores.store import materialise_state
+from ..sync.between import BetweenGroups
 from .averaged import has_groups
 from .between_averages import load_between_averages
 from .load import check, keys_in, load
-from .state import set_random_state
+from .state import SavedState, set_random_state
 
 log = logging.getLogger("sdp")
 
 
-def check_weights(path: Path, state: Mapping[str, Any], own: StateToSave, ranks: Ranks) -> dict[str, Any]:
+def check_weights(path: Path, state: Mapping[str, Any], own: SavedState, ranks: Ranks) -> dict[str, Any]:
     """Check that no file is damaged, and that the weights and buffers fit. Collective.
 
     Returns:
@@ -41,10 +43,11 @@ def check_weights(path: Path, state: Mapping[str, Any], own: StateToSave, ranks:
 def resume(
     path: Path,
     state: Mapping[str, Any],
-    backend: Backend,
-    own: StateToSave,
+    groups: BetweenGroups,
+    own: SavedState,
     scheduler: Any,
     loader: Any,
+    scaler: LossScaler | None,
     *,
     ranks: Ranks,
     with_optimizer: bool = True,
@@ -58,10 +61,11 @@ def resume(
     Args:
         path: The checkpoint, written under any layout.
         state: Its ``state.json``.
-        backend: The backend with this rank's part of the model and its optimizer.
+        groups: What this rank has: its store with the model and the optimizer, and local steps.
         own: This rank's share of a checkpoint. It is filled in place.
         scheduler: The learning-rate schedule, or None.
         loader: The loader of the training data, or None.
+        scaler: The loss scale, or None.
         ranks: The ranks that load together.
         with_optimizer: Whether the optimizer's state is loaded.
 
@@ -72,13 +76,13 @@ def resume(
         CheckpointError: On every rank, if the checkpoint is damaged or does not fit this run.
     """
     saved = keys_in(path)
-    names = backend.names_of_param_groups()
+    names = groups.names_of_param_groups()
     rates = state["learning_rates"]
     _refuse_what_does_not_fit(path, state, scheduler, loader)
     sets_rates = with_optimizer or scheduler is not None
     problem = conflicting_rates(names, rates) if sets_rates else None
     ranks.agree(f"{path}: {problem}" if problem else None)
-    in_groups, in_round = backend.local is not None or has_groups(saved), False
+    in_groups, in_round = groups.local is not None or has_groups(saved), False
     random = _random_numbers(path, state, own, saved, tell=ranks.rank == 0) if with_optimizer else {}
     if not with_optimizer:
         if in_groups:
@@ -89,18 +93,18 @@ def resume(
         weights = {key: of for key, of in own.tensors(to_load=True).items() if key.startswith("model/")}
         load(path, weights, state["files"], alone=ranks.alone)
         own.finish_load()
-        backend.zero_grad()
+        groups.forget_gradients()
     elif in_groups:
-        in_round = load_between_averages(path, state, backend, own, saved, random, ranks)
+        in_round = load_between_averages(path, state, groups, own, saved, random, ranks)
     else:
-        _load_tensors(path, state, backend, own, saved, random, ranks)
-    backend.refresh(after_step=False)
+        _load_tensors(path, state, groups, own, saved, random, ranks)
+    groups.refresh_all(groups.local.anchors if groups.local is not None else None)
     set_random_state(random)
-    if with_optimizer:
-        backend.load_loss_scale(state["loss_scale"])
+    if with_optimizer and scaler is not None:
+        scaler.load_state_dict(state["loss_scale"])
     if sets_rates:
-        _continue_schedule(path, state, backend, scheduler, tell=ranks.rank == 0)
-        set_rates(backend.optimizer, names, rates)  # torch's schedulers do not set the rates when they are loaded
+        _continue_schedule(path, state, groups, scheduler, tell=ranks.rank == 0)
+        set_rates(groups.store.optimizer, names, rates)  # torch's schedulers do not set the rates when they are loaded
     if loader is not None and state["loader"] is not None:
         loader.load_state_dict(state["loader"])
     return in_round
@@ -116,7 +120,7 @@ def _refuse_what_does_not_fit(path: Path, state: Mapping[str, Any], scheduler: A
 
 
 def _random_numbers(
-    path: Path, state: Mapping[str, Any], own: StateToSave, saved: set[str], *, tell: bool
+    path: Path, state: Mapping[str, Any], own: SavedState, saved: set[str], *, tell: bool
 ) -> dict[str, torch.Tensor]:
     """Return the generator states to load.
 
@@ -132,18 +136,18 @@ def _random_numbers(
 def _load_tensors(
     path: Path,
     state: Mapping[str, Any],
-    backend: Backend,
-    own: StateToSave,
+    groups: BetweenGroups,
+    own: SavedState,
     saved: set[str],
     random: dict[str, torch.Tensor],
     ranks: Ranks,
 ) -> None:
     """Fill weights, buffers and random numbers. Fill optimizer state if the checkpoint has any."""
-    optimizer = backend.basic_optimizer
+    store, optimizer = groups.store, groups.store.optimizer
     has_stepped = state["global_steps"] > state["skipped_steps"] or any(key.startswith("optimizer/") for key in saved)
-    had_state = bool(backend.optimizer.state)
+    had_state = bool(optimizer.state)
     if has_stepped and not had_state:
-        backend.materialise_optimizer_state()
+        materialise_state(store)
     tensors, problem = {}, None
     try:
         tensors = own.tensors(to_load=True)
@@ -151,7 +155,7 @@ def _load_tensors(
         problem = str(error)
     if not has_stepped:
         tensors = {key: tensor for key, tensor in tensors.items() if not key.startswith("optimizer/")}
-    layout = backend.layout
+    layout = store.layout
     try:
         ranks.agree(problem)
         load(path, tensors | random, state["files"], alone=ranks.alone, names={*layout.wholes, *layout.buffers})
@@ -160,14 +164,18 @@ def _load_tensors(
             optimizer_state.clear(optimizer)
         raise
     own.finish_load()
-    backend.zero_grad()  # drop the gradients of micro-batches before the load
+    groups.forget_gradients()  # drop the gradients of micro-batches before the load
     if not has_stepped:
         optimizer_state.clear(optimizer)
 
 
-def _continue_schedule(path: Path, state: Mapping[str, Any], backend: Backend, scheduler: Any, *, tell: bool) -> None:
+def _continue_schedule(
+    path: Path, state: Mapping[str, Any], groups: BetweenGroups, scheduler: Any, *, tell: bool
+) -> None:
     saved = state["scheduler"]
     if scheduler is not None and saved is not None:
-        scheduler.load_state_dict(adapt_state(backend.shared_schedule(saved), scheduler.state_dict()))
+        # If the optimizer has groups of its own, the schedule's depend on the units held here.
+        shared = saved if groups.context.user_groups is None else keep_shared_state(saved)
+        scheduler.load_state_dict(adapt_state(shared, scheduler.state_dict()))
     elif scheduler is not None and tell:
         log.warning("%s: has no scheduler's state, and this run has a schedule, which begins at its first step", path)

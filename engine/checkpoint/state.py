@@ -1,38 +1,54 @@
 """This rank's share of a checkpoint's tensors.
 
-State has canonical names. Random number states have names with the rank's coordinates.
+State has canonical names. Random number states have names with the rank's coordinates. If the
+checkpoint is written between two averages of local steps (``sdp.sync``), the full model
+(``model/NAME``) is the anchors, so any layout can read it. Besides, there are
+
+- ``outer/NAME/KEY``: the state of the outer optimizer, and ``travelling/NAME``: changes that have
+  been averaged and are not applied yet. They are equal at all holders.
+- ``local/GROUP/model/PIECE`` and ``local/GROUP/optimizer/PIECE/KEY``: the weights and the optimizer
+  state of each group. ``local/GROUP/before/PIECE`` and ``local/GROUP/error/PIECE`` are the weights
+  at the start of an average under way, and what compression has not sent.
+- ``local/POSITION/buffer/NAME``: the running statistics of each rank.
+
+PIECE is the name of a parameter, or ``NAME@DIM:START`` for a slice that begins at START.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
 from torch.optim import Optimizer
 
-from ..backend import Backend
-from ..distributed.tensors import local_tensor
 from ..errors import CheckpointError
+from ..full_model.buffers import agree_on_buffers, persistent_buffers
+from ..local_steps import LocalSteps
 from ..optim.optimizer_state import OptimizerState
-from ..placement.tensor_info import TensorInfo
-from .local_state import LocalState
+from ..stores.store import GroupStore, Piece, Stepped
+from ..sync.between import BetweenGroups
 from .storage.dcp import Part
+
+Tensors = dict[str, Any]
 
 
 class SavedState:
-    """The tensors that a rank saves to a checkpoint and loads from one."""
+    """The tensors that a rank saves to a checkpoint, and that a load fills in place."""
 
-    def __init__(self, backend: Backend, optimizer: Optimizer, rank: int):
-        self._backend, self._optimizer, self._rank = backend, optimizer, rank
-        self._state = OptimizerState(optimizer)
+    def __init__(self, groups: BetweenGroups):
+        self._groups, self._store, self._context = groups, groups.store, groups.context
+        self._counts: list[OptimizerState] = []
+        self._twins: list[tuple[torch.Tensor, torch.Tensor]] = []  # scalars that slices share: first, and another's
 
     def mesh_shape(self) -> list[int]:
-        """Return the sizes of the mesh: sdp, fsdp, tp."""
-        mesh = self._backend.layout.mesh
+        """Return the sizes of the mesh: sdp, fsdp, tp. Random numbers continue only on the same
+        one.
+        """
+        mesh = self._context.mesh
         return [mesh.sdp, mesh.fsdp, mesh.tp]
 
-    def tensors(self, *, to_load: bool = False) -> dict[str, Any]:
+    def tensors(self, *, to_load: bool = False) -> Tensors:
         """Return weights, persistent buffers and optimizer state, by key.
 
         Each is a part of the full model's tensor. Frozen copies are left out. Before a save,
@@ -40,68 +56,153 @@ class SavedState:
         holder saves them. With ``to_load``, every rank returns its buffers, so that they can be
         filled.
         """
-        backend = self._backend
-        backend.shard_parameters()
-        if backend.local is not None and not to_load:
+        self._groups.reshard()
+        local = self._groups.local
+        if local is not None and not to_load:
             # Between two averages of local steps, the full model is the anchors.
-            state = LocalState(backend)
-            buffers = backend.local.common_part().buffers
-            given = {name: of for name, of in buffers.items() if self._gives(backend.layout.buffers[name])}
-            return state.model() | weights_of(given) | state.tensors()
+            return self.anchors(local) | self._buffers(local.anchor_buffers) | self.of_local_steps(local)
         if not to_load:
-            backend.agree_on_buffers()
-        known = backend.layout.buffers
-        named = ((name, buffer) for name, buffer in backend.module.named_buffers() if name in known)
-        buffers = {name: buffer for name, buffer in named if to_load or self._gives(known[name])}
-        self._state = OptimizerState(self._optimizer)
-        return tensors_of(self._backend.stepped, buffers, self._state, self._placed)
+            agree_on_buffers(self._store)
+        buffers = persistent_buffers(self._store.module, self._store.layout)
+        return self.weights() | (weights_of(buffers) if to_load else self._buffers(buffers)) | self.moments()
 
-    def _gives(self, buffer: TensorInfo) -> bool:
-        layout = self._backend.layout
-        alone = self._backend.data_ranks_here == layout.mesh.data_ranks
-        return alone or self._rank == layout.mesh.rank(buffer.holders[0])
+    def _buffers(self, buffers: Mapping[str, torch.Tensor]) -> Tensors:
+        """Return the buffers that this rank saves, by key."""
+        layout, rank = self._store.layout, self._context.rank
+        first = {name: layout.mesh.rank(layout.buffers[name].holders[0]) for name in buffers}
+        return weights_of({name: buffer for name, buffer in buffers.items() if first[name] == rank})
 
-    def _placed(self, name: str, tensor: torch.Tensor) -> tuple[str, torch.Tensor]:
-        """Return the canonical name of ``name``, and a shard as a part of the full parameter.
+    def weights(self) -> Tensors:
+        """Return the weights by key, ``model/NAME``."""
+        found = Tensors()
+        for key, one in self._store.stepped.items():
+            self._add_pieces(found, "model/{}", key, one.tensor.detach())
+        return found
 
-        FSDP2 knows only its own sharding, not tensor parallelism or slices.
+    def moments(self) -> Tensors:
+        """Return the optimizer's state by key, ``optimizer/NAME/KEY``.
+
+        Raises:
+            CheckpointError: A part of a parameter has state that is neither a scalar nor of the
+                part's shape.
         """
-        info = self._backend.layout.parameters[name]
-        if info.tp_dim is None and info.cut is None:
-            return name, tensor
-        return info.canonical, Part([local_tensor(tensor)], [info.offset(self._backend.shard)], info.full_shape)
+        self._counts, self._twins = [], []
+        return self._state_of(self._store.optimizer, {key: one.tensor for key, one in self._store.stepped.items()})
+
+    def _state_of(self, optimizer: Optimizer, tensors: Mapping[str, torch.Tensor], start: str = "optimizer") -> Tensors:
+        """Return the state that ``optimizer`` has of ``tensors``."""
+        states, found = OptimizerState(optimizer), Tensors()
+        self._counts.append(states)
+        for key, tensor in tensors.items():
+            for canonical, name, value in self._values(states, optimizer, key, tensor):
+                if value.shape == tensor.shape:
+                    self._add_pieces(found, f"{start}/{{}}/{name}", key, value, only=canonical)
+                else:
+                    self._add(found, f"{start}/{canonical}/{name}", value)
+        return found
+
+    def _values(
+        self, states: OptimizerState, optimizer: Optimizer, key: str, tensor: torch.Tensor
+    ) -> Iterator[tuple[str, str, torch.Tensor]]:
+        """Yield canonical name, key and value of the state of a tensor."""
+        one, infos = self._store.stepped[key], self._store.layout.parameters
+        is_inner = optimizer is self._store.optimizer
+        group = optimizer.param_groups[one.group] if is_inner and one.group is not None else None
+        for canonical in dict.fromkeys(infos[name].canonical for name in one.names):
+            for name, value in states.of(tensor, canonical, group).items():
+                if value.dim() and value.shape != tensor.shape and _is_part(self._store, one):
+                    raise CheckpointError(
+                        f"the optimizer's {name!r} of {key} does not have the shape of its parameter, so no other "
+                        'layout could continue with it; use AdamW or SGD, or sdp.granularity "block"'
+                    )
+                yield canonical, name, value
+
+    # -- local steps -------------------------------------------------------------------------------
+
+    def anchors(self, local: LocalSteps) -> Tensors:
+        """Return the weights of the full model by key: anchors, and what is not trained."""
+        found = Tensors()
+        for key, one in self._store.stepped.items():
+            self._add_pieces(found, "model/{}", key, local.anchors.get(key, one.tensor).detach())
+        return found
+
+    def outer(self, local: LocalSteps) -> Tensors:
+        """Return the state of the outer optimizer by key."""
+        return self._state_of(local.outer.optimizer, local.anchors, "outer")
+
+    def of_local_steps(self, local: LocalSteps) -> Tensors:
+        """Return what this rank's group has by itself, and the outer state, by key."""
+        self._counts, self._twins = [], []
+        found = self.outer(local)
+        means, before = local.outer.travelling
+        for key, mean in means.items():
+            self._add_pieces(found, "travelling/{}", key, mean)
+        at = self._context.at
+        start, position = f"local/{at.sdp}", f"{at.sdp}.{at.fsdp}.{at.tp}"
+        found |= {f"local/{position}/buffer/{name}": buffer for name, buffer in local.own_buffers.items()}
+        states = OptimizerState(self._store.optimizer)
+        self._counts.append(states)
+        for kind, tensors in (("model", local.weights), ("error", local.outer.errors), ("before", before)):
+            for key, tensor in tensors.items():
+                self._add_slices(found, f"{start}/{kind}/{{}}", key, tensor)
+        for key in local.weights:
+            tensor = self._store.stepped[key].tensor
+            for canonical, name, value in self._values(states, self._store.optimizer, key, tensor):
+                if value.shape == tensor.shape:
+                    self._add_slices(found, f"{start}/optimizer/{{}}/{name}", key, value)
+                else:
+                    self._add(found, f"{start}/optimizer/{canonical}/{name}", value)
+        return found
+
+    # -- parts -------------------------------------------------------------------------------------
+
+    def _add_pieces(
+        self, found: Tensors, pattern: str, key: str, tensor: torch.Tensor, only: str | None = None
+    ) -> None:
+        """Add a tensor as parts of the full model's parameters."""
+        for piece in self._store.pieces(key, tensor):
+            if only is None or piece.info.canonical == only:
+                part = Part([piece.tensor], [piece.offset], piece.info.full_shape)
+                self._add(found, pattern.format(piece.info.canonical), part)
+
+    def _add_slices(self, found: Tensors, pattern: str, key: str, tensor: torch.Tensor) -> None:
+        """Add a tensor as parts of parameters, or of slices of them."""
+        for piece in self._store.pieces(key, tensor):
+            name, part = _within_slice(piece)
+            self._add(found, pattern.format(name), part)
+
+    def _add(self, found: Tensors, key: str, value: Any) -> None:
+        """Add a tensor. Parts of one tensor are joined, and of equal scalars the first is kept."""
+        if isinstance(value, Part) and key in found:
+            found[key] = found[key].joined(value)
+        elif key in found:
+            self._twins.append((found[key], value))
+        else:
+            found[key] = value
 
     def finish_load(self) -> None:
-        """Apply the values that were loaded into the result of :meth:`tensors`.
+        """Apply the values that were loaded into the tensors.
 
-        Slices of one parameter share some state, such as a step count. Only the first slice was
-        filled with it, so it is copied to the other slices.
+        Slices of one parameter share some state, such as a step count, and some optimizers keep it
+        as a plain number.
         """
-        self._state.write_back()
-        stepped = self._backend.stepped
-        for slices in self._backend.layout.wholes.values():
-            here = [stepped[info.name] for info in slices if info.name in stepped]
-            for parameter in here[1:]:
-                for key, value in self._optimizer.state.get(parameter, {}).items():
-                    if isinstance(value, torch.Tensor) and value.shape != parameter.shape:
-                        value.copy_(self._optimizer.state[here[0]][key])
-
-    def finish_load_of_weights(self) -> None:
-        """Finish a load of weights alone.
-
-        A no-op where the optimizer steps on the model's parameters.
-        """
+        for first, other in self._twins:
+            if other is not first:
+                other.copy_(first)
+        for states in self._counts:
+            states.write_back()
+        self._store.weights_changed()
 
     def random_state(self) -> dict[str, torch.Tensor]:
         """Return the states of this rank's generators, under names with the rank's coordinates.
 
         A checkpoint would keep only one state if several ranks used the same name.
         """
-        at = self._backend.layout.mesh.coordinates(self._rank)
+        at = self._context.at
         position = f"{at.sdp}.{at.fsdp}.{at.tp}"
         states = {f"random/cpu/{position}": torch.get_rng_state()}
-        if self._backend.device.type == "cuda":
-            states[f"random/cuda/{position}"] = torch.cuda.get_rng_state(self._backend.device)
+        if self._context.device.type == "cuda":
+            states[f"random/cuda/{position}"] = torch.cuda.get_rng_state(self._context.device)
         return states
 
 
@@ -116,47 +217,16 @@ def weights_of(tensors: Mapping[str, torch.Tensor]) -> dict[str, Any]:
     return {f"model/{name}": tensor.detach() for name, tensor in tensors.items()}
 
 
-def tensors_of(
-    parameters: Mapping[str, torch.Tensor],
-    buffers: Mapping[str, torch.Tensor],
-    states: OptimizerState,
-    placed: Callable[[str, torch.Tensor], tuple[str, Any]],
-) -> dict[str, Any]:
-    """Return all tensors by key: ``model/NAME`` and ``optimizer/NAME/KEY``. Shards stay shards.
+def _is_part(store: GroupStore, one: Stepped) -> bool:
+    """Whether a tensor is only a part of a parameter, apart from FSDP2's own cuts."""
+    infos = [store.layout.parameters[name] for name in one.names]
+    return len(infos) > 1 or infos[0].tp_dim is not None or infos[0].cut is not None
 
-    Several slices of one parameter become one part. Their scalars, such as step counts, are equal,
-    so the first slice's is taken.
 
-    Args:
-        parameters: This rank's parameters, or slices of them, by name.
-        buffers: The buffers to save or to load, by name.
-        states: The optimizer's state.
-        placed: ``placed(name, tensor)`` returns the canonical name of the parameter ``name``, and
-            the form of ``tensor`` that DCP sees. ``tensor`` has the parameter's shape.
-
-    Raises:
-        CheckpointError: A slice has state that is neither a scalar nor of the slice's shape.
-    """
-    tensors = weights_of(buffers)
-    for name, parameter in parameters.items():
-        here = {"model/{}": parameter.detach()}
-        here |= {
-            f"optimizer/{{}}/{key}": value
-            for key, value in states.of(parameter, placed(name, here["model/{}"])[0]).items()
-        }
-        for pattern, value in here.items():
-            canonical, part = placed(name, value)
-            key = pattern.format(canonical)
-            if value.shape != parameter.shape:
-                if value.dim() and canonical != name:
-                    raise CheckpointError(
-                        f"the optimizer's {key.rpartition('/')[2]!r} of {name} does not have the shape of its "
-                        "parameter, so no other "
-                        'layout could continue with it; use AdamW or SGD, or sdp.granularity "block"'
-                    )
-                tensors.setdefault(key, value)
-            elif isinstance(part, Part) and key in tensors:
-                tensors[key] = tensors[key].joined(part)
-            else:
-                tensors[key] = part
-    return tensors
+def _within_slice(piece: Piece) -> tuple[str, Part]:
+    """Return the name of the slice, or parameter, and the piece as a part of it."""
+    info = piece.info
+    if info.cut is None:
+        return info.canonical, Part([piece.tensor], [piece.offset], info.full_shape)
+    inside = [at - info.cut.start if dim == info.cut.dim else at for dim, at in enumerate(piece.offset)]
+    return f"{info.canonical}@{info.cut.dim}:{info.cut.start}", Part([piece.tensor], [inside], info.shape)

@@ -11,11 +11,11 @@ import re
 import sys
 import time
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from datetime import timedelta
 from functools import wraps
-from typing import Any, TypeVar
+from typing import Any
 
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import _get_default_store
@@ -25,7 +25,7 @@ from .heartbeat import UNCHANGED_SECONDS, Heartbeat, Whereabouts
 
 # The calls that wait for other ranks, by the key of `training` that limits them.
 _CALLS = {
-    "step_timeout": ("__call__", "forward", "backward", "step", "finish_round", "check_holders"),
+    "step_timeout": ("forward", "backward", "step", "finish_round", "check_holders"),
     "start_timeout": ("evaluate", "evaluate_subnetworks"),
     "save_timeout": (
         "save_checkpoint", "load_checkpoint", "full_state_dict", "save_pretrained", "save_16bit_model",
@@ -40,7 +40,6 @@ GONE = re.compile(
     r"|Application timeout caused pair closure"
 )
 _SILENT = re.compile(r"Timed out waiting \d+ms|collective operation timeout")
-Class = TypeVar("Class", bound=type)
 
 
 class CallWatch:
@@ -119,27 +118,24 @@ class CallWatch:
         return "gone, or stopped"
 
 
-def watch_calls(engine_class: Class) -> Class:
+def watch_calls(engine: Any) -> None:
     """Let ``engine.calls`` watch the calls of an engine that wait for other ranks, unless it is
     None.
     """
     for limit, calls in _CALLS.items():
         for call in calls:
-            setattr(engine_class, call, _watched(getattr(engine_class, call), limit))
-    return engine_class
+            setattr(engine, call, _watched(engine, call, getattr(engine, call), limit))
 
 
-def _watched(method: Any, limit: str) -> Any:
-    name = f"engine.{method.__name__.replace('__call__', 'forward')}"
-
+def _watched(engine: Any, name: str, method: Callable[..., Any], limit: str) -> Callable[..., Any]:
     @wraps(method)
-    def watched(engine: Any, *args: Any, **kwargs: Any) -> Any:
+    def watched(*args: Any, **kwargs: Any) -> Any:
         if engine.calls is None:
-            return method(engine, *args, **kwargs)
+            return method(*args, **kwargs)
         starts = limit == "step_timeout" and engine.global_steps == 0
         seconds = getattr(engine.config.training, "start_timeout" if starts else limit)
-        with engine.calls.inside(engine, name, seconds):
-            return method(engine, *args, **kwargs)
+        with engine.calls.inside(engine, f"engine.{name}", seconds):
+            return method(*args, **kwargs)
 
     return watched
 

@@ -14,6 +14,13 @@ def local_tensor(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
+def stored_tensor(parameter: torch.Tensor) -> torch.Tensor:
+    """Return what this rank has in memory of a parameter: under ZeRO 3 its partition, else
+    ``parameter`` itself.
+    """
+    return getattr(parameter, "ds_tensor", parameter)
+
+
 def cut_like(local: torch.Tensor, tensor: DTensor) -> DTensor:
     """Return ``local`` as this rank's shard of a DTensor that is cut like ``tensor``.
 

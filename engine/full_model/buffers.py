@@ -22,7 +22,7 @@ from torch import nn
 
 from ..placement.layout import Layout
 from ..placement.tensor_info import TensorInfo
-from .backend_view import SubnetworkBackend
+from ..stores.store import GroupStore
 
 
 def persistent_buffers(module: nn.Module, layout: Layout) -> dict[str, torch.Tensor]:
@@ -86,25 +86,23 @@ class BufferMean:
         return self._sums.split([shape.numel() for shape in self._shapes.values()], dim=1)
 
 
-def agree_on_buffers(backend: SubnetworkBackend, names: Collection[str] | None = None) -> None:
+def agree_on_buffers(store: GroupStore, names: Collection[str] | None = None) -> None:
     """Set persistent buffers to the full model's values, bit-identical on all ranks. Collective.
 
     ``names`` are the buffers to set, the same on all ranks. The default is all.
     """
-    layout = backend.layout
+    layout = store.layout
     infos = {name: info for name, info in layout.buffers.items() if names is None or name in names}
     if layout.mesh.world_size == 1 or not infos:
         return
-    here = {name: buffer for name, buffer in persistent_buffers(backend.module, layout).items() if name in infos}
-    mean = BufferMean(infos, backend.device)
-    mean.add(here, held_entries(layout, backend.at.sdp, backend.device))
-    mean.over(backend.all_reduce_control).give(here)
-    _take_first_holders(backend, here, infos)
+    here = {name: buffer for name, buffer in persistent_buffers(store.module, layout).items() if name in infos}
+    mean = BufferMean(infos, store.context.device)
+    mean.add(here, held_entries(layout, store.context.at.sdp, store.context.device))
+    mean.over(store.context.all_reduce_control).give(here)
+    _take_first_holders(store, here, infos)
 
 
-def _take_first_holders(
-    backend: SubnetworkBackend, here: Mapping[str, torch.Tensor], infos: Mapping[str, TensorInfo]
-) -> None:
+def _take_first_holders(store: GroupStore, here: Mapping[str, torch.Tensor], infos: Mapping[str, TensorInfo]) -> None:
     """Take buffers that are not floating-point from their first holder.
 
     They are summed as bytes, where all ranks but one contribute zeros.
@@ -114,11 +112,11 @@ def _take_first_holders(
         return
     own = []
     for name, info in others.items():
-        gives = backend.rank == backend.layout.mesh.rank(info.holders[0])
-        value = here[name] if gives else torch.zeros(info.shape, dtype=info.dtype, device=backend.device)
+        gives = store.context.rank == store.layout.mesh.rank(info.holders[0])
+        value = here[name] if gives else torch.zeros(info.shape, dtype=info.dtype, device=store.context.device)
         own.append(value.contiguous().view(-1).view(torch.uint8))
     total = torch.cat(own)
-    backend.all_reduce_control(total)
+    store.context.all_reduce_control(total)
     for (name, info), value in zip(others.items(), total.split([len(part) for part in own]), strict=True):
         if name in here:
             here[name].copy_(value.clone().view(info.dtype).view(info.shape))

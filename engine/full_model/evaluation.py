@@ -22,65 +22,63 @@ from ..distributed.traffic import passes_on
 from ..errors import DataError
 from ..placement.layout import Layout
 from ..placement.units import Unit
-from ..subnetwork.carve import PassThrough
+from ..stores.store import GroupStore
+from ..subnetwork.carve import PassThrough, pass_throughs
 from ..subnetwork.slices import Slices
-from .backend_view import SubnetworkBackend
 from .gather import assemble, gather_inside, padded_shard
 from .lockstep import Lockstep
 
 CHUNK = 8  # batches that share one pass of units over the network
 
 
-def _common_count(backend: SubnetworkBackend, batches: Sequence[Any]) -> int:
+def _common_count(store: GroupStore, batches: Sequence[Any]) -> int:
     """The largest number of batches on any rank: every rank must take the same number of steps."""
-    counts = torch.tensor([len(batches), -len(batches)], device=backend.device)
-    backend.all_reduce_control(counts, dist.ReduceOp.MAX)
+    counts = torch.tensor([len(batches), -len(batches)], device=store.context.device)
+    store.context.all_reduce_control(counts, dist.ReduceOp.MAX)
     most, fewest = int(counts[0]), -int(counts[1])
     if fewest == 0:
         raise DataError("evaluate: a rank has no batch; give every rank at least one")
     return most
 
 
-def _mean_over_ranks(backend: SubnetworkBackend, sums: torch.Tensor) -> list[float]:
+def _mean_over_ranks(store: GroupStore, sums: torch.Tensor) -> list[float]:
     """Σ loss·weight / Σ weight from pairs of shape (n, 2), summed over all ranks."""
-    backend.all_reduce_control(sums)
+    store.context.all_reduce_control(sums)
     return (sums[:, 0] / sums[:, 1]).tolist()
 
 
 class StreamedEvaluation:
     """One evaluation of the full model. Collective: every rank of the world takes part."""
 
-    def __init__(self, backend: SubnetworkBackend, chunk: int | None = None):
-        """``chunk`` is the number of batches that go through the units together; default
-        ``CHUNK``.
-        """
-        self._backend, self._chunk = backend, chunk or CHUNK
-        self._lockstep: Lockstep[tuple[float, float]] = Lockstep(backend.device, backend.gather_root)
-        self._units = _streamed_units(backend.layout)
+    def __init__(self, store: GroupStore, before_turn: Callable[[], None]):
+        """``before_turn`` is called each time before one of the passes goes on."""
+        self._store = store
+        self._lockstep: Lockstep[tuple[float, float]] = Lockstep(store.context.device, before_turn)
+        self._units = _streamed_units(store.layout)
         self._guest: dict[str, torch.Tensor] = {}
         self._hosts: list[Slices] = []  # slices that have guests now
 
     def run(self, batches: Sequence[Any], weights: Sequence[float]) -> float:
         """Mean loss over the batches of all ranks, weighted by ``weights``."""
-        steps = _common_count(self._backend, batches)
+        steps = _common_count(self._store, batches)
         # A rank with fewer batches repeats its last one with weight 0.
         padded = [*zip(batches, weights, strict=True), *[(batches[-1], 0)] * (steps - len(batches))]
-        sums = torch.zeros((1, 2), dtype=torch.float64, device=self._backend.device)
-        undo = self._install()
+        sums = torch.zeros((1, 2), dtype=torch.float64, device=self._store.context.device)
+        undo, chunk = self._install(), self._store.context.passes_together or CHUNK
         try:
             with self._uncompiled_slices():
-                for start in range(0, steps, self._chunk):
-                    passes = [self._pass(batch, weight) for batch, weight in padded[start : start + self._chunk]]
+                for start in range(0, steps, chunk):
+                    passes = [self._pass(batch, weight) for batch, weight in padded[start : start + chunk]]
                     for loss, count in self._lockstep.run(passes, self._stream):
                         if count:  # the mean over no targets is NaN
                             sums += torch.tensor(
-                                [[loss * count, count]], dtype=torch.float64, device=self._backend.device
+                                [[loss * count, count]], dtype=torch.float64, device=self._store.context.device
                             )
                     self._dismiss()
         finally:
             self._dismiss()
             undo()
-        return _mean_over_ranks(self._backend, sums)[0]
+        return _mean_over_ranks(self._store, sums)[0]
 
     def _uncompiled_slices(self) -> AbstractContextManager[Any]:
         """A context that runs sliced blocks uncompiled.
@@ -92,7 +90,7 @@ class StreamedEvaluation:
 
     def _pass(self, batch: Any, weight: float) -> Callable[[], tuple[float, float]]:
         def work() -> tuple[float, float]:
-            return loss_of(call_model(self._backend.module, to_device(batch, self._backend.device))).item(), weight
+            return loss_of(call_model(self._store.module, to_device(batch, self._store.context.device))).item(), weight
 
         return work
 
@@ -102,7 +100,7 @@ class StreamedEvaluation:
         """
         handles = []
         for name in self._units:
-            module = self._backend.module.get_submodule(name)
+            module = self._store.module.get_submodule(name)
             if isinstance(module, PassThrough):
                 module.forward = self._run_guest(module)  # type: ignore[method-assign]
             else:
@@ -114,7 +112,7 @@ class StreamedEvaluation:
         def undo() -> None:
             for handle in handles:
                 handle.remove()
-            for stand_in in self._backend.stand_ins.values():
+            for stand_in in pass_throughs(self._store.module):
                 stand_in.__dict__.pop("forward", None)
 
         return undo
@@ -122,7 +120,7 @@ class StreamedEvaluation:
     def _run_guest(self, stand_in: PassThrough) -> Callable[..., Any]:
         def forward(*args: Any, **kwargs: Any) -> Any:
             self._lockstep.stop(stand_in.name)
-            cast = self._backend.compute_dtype
+            cast = self._store.context.compute_dtype
             if cast != torch.float32:
                 args, kwargs = tree_map(lambda x: x.to(cast) if _is_float(x) else x, (args, kwargs))
             return functional_call(stand_in.skeleton, self._guest, args, kwargs)
@@ -134,15 +132,15 @@ class StreamedEvaluation:
 
         Shards are broadcast between groups. Each group that lacks a unit then gathers its shards.
         """
-        backend = self._backend
+        store = self._store
         self._dismiss()  # earlier guests are no longer needed
         for unit in self._units[name]:
-            holders = backend.layout.placement.holders[unit.index]
+            holders = store.layout.placement.holders[unit.index]
             shard = self._broadcast(self._unit_shard(unit, holders[0]), holders[0])
             buffers = self._broadcast_buffers(name, holders[0]) if unit.is_block else {}
-            if backend.at.sdp in holders:
+            if store.context.at.sdp in holders:
                 continue
-            tensors = self.assemble_guest(unit, gather_inside(backend, shard))
+            tensors = self.assemble_guest(unit, gather_inside(store, shard))
             if unit.is_block:
                 self._guest = {path.removeprefix(f"{name}."): tensor for path, tensor in tensors.items()} | buffers
             else:
@@ -153,7 +151,7 @@ class StreamedEvaluation:
         for name, tensor in slices.items():
             parameter, _, index = name.rpartition(":")
             path, _, key = parameter.rpartition(".")
-            layer: Any = self._backend.module.get_submodule(path)
+            layer: Any = self._store.module.get_submodule(path)
             layer.slices[key].guests[int(index)] = tensor
             self._hosts.append(layer.slices[key])
 
@@ -166,39 +164,41 @@ class StreamedEvaluation:
         """The unit's padded shards, joined, in compute precision; uninitialised except at the
         source.
         """
-        backend = self._backend
-        infos = backend.layout.members.get(unit.name, [])
-        if backend.at.sdp == source:
-            return torch.cat([padded_shard(backend, info).to(backend.compute_dtype) for info in infos])
-        size = sum(info.padded_shard_numel(backend.shards) for info in infos)
-        return torch.empty(size, dtype=backend.compute_dtype, device=backend.device)
+        store = self._store
+        infos = store.layout.members.get(unit.name, [])
+        if store.context.at.sdp == source:
+            return torch.cat([padded_shard(store, info).to(store.context.compute_dtype) for info in infos])
+        size = sum(info.padded_shard_numel(store.context.shards) for info in infos)
+        return torch.empty(size, dtype=store.context.compute_dtype, device=store.context.device)
 
     def _broadcast(self, tensor: torch.Tensor, source: int) -> torch.Tensor:
-        backend = self._backend
-        everyone = backend.communicators.holders[backend.layout.everyone]
-        from_rank = backend.layout.mesh.rank(source, backend.at.fsdp if backend.shards > 1 else 0, backend.at.tp)
+        store = self._store
+        everyone = store.context.communicators.holders[store.layout.everyone]
+        at, context = store.context.at, store.context
+        fsdp = 0 if context.communicators.replicate_inside else at.fsdp  # the ranks at one position, or all
+        from_rank = context.mesh.rank(source, fsdp, at.tp)
         ranks, sender = dist.get_world_size(everyone), dist.get_group_rank(everyone, from_rank)
         if passes_on(everyone.rank(), sender, ranks):
-            backend.traffic.record("between groups", "broadcast", tensor.nbytes, ranks)
+            store.context.traffic.record("between groups", "broadcast", tensor.nbytes, ranks)
         dist.broadcast(tensor, group_src=sender, group=everyone)
         return tensor
 
     def _broadcast_buffers(self, name: str, source: int) -> dict[str, torch.Tensor]:
-        module = self._backend.module.get_submodule(name)
+        module = self._store.module.get_submodule(name)
         if isinstance(module, PassThrough):
             module = module.skeleton
-        held = self._backend.at.sdp == source
+        held = self._store.context.at.sdp == source
         return {
             name: self._broadcast(
-                buffer.detach().clone() if held else torch.empty_like(buffer, device=self._backend.device), source
+                buffer.detach().clone() if held else torch.empty_like(buffer, device=self._store.context.device), source
             )
             for name, buffer in module.named_buffers()
         }
 
     def assemble_guest(self, unit: Unit, shards: torch.Tensor) -> dict[str, torch.Tensor]:
         """The unit's parameters, or slices, by name."""
-        infos = self._backend.layout.members.get(unit.name, [])
-        pieces = shards.split([info.padded_shard_numel(self._backend.shards) for info in infos], dim=1)
+        infos = self._store.layout.members.get(unit.name, [])
+        pieces = shards.split([info.padded_shard_numel(self._store.context.shards) for info in infos], dim=1)
         return {info.name: assemble(piece, info) for info, piece in zip(infos, pieces, strict=True)}
 
 
@@ -215,33 +215,35 @@ def _is_float(value: Any) -> bool:
     return isinstance(value, torch.Tensor) and value.is_floating_point()
 
 
-def subnetwork_losses(backend: SubnetworkBackend, batches: Sequence[Any]) -> list[float]:
+def subnetwork_losses(store: GroupStore, batches: Sequence[Any]) -> list[float]:
     """Token-weighted mean loss of every group's own subnetwork over the batches of its ranks.
 
     Collective.
     """
-    weights = [target_count(backend.module, batch) for batch in batches]
-    return _mean_over_ranks(backend, _own_sums(backend, batches, weights))
+    weights = [target_count(store.module, batch) for batch in batches]
+    return _mean_over_ranks(store, _own_sums(store, batches, weights))
 
 
-def mean_loss(backend: SubnetworkBackend, batches: Sequence[Any], weights: Sequence[float]) -> float:
+def mean_loss(store: GroupStore, batches: Sequence[Any], weights: Sequence[float]) -> float:
     """Weighted mean loss over the batches of all ranks, which each run the full model.
 
     Collective.
     """
-    return _mean_over_ranks(backend, _own_sums(backend, batches, weights).sum(0, keepdim=True))[0]
+    return _mean_over_ranks(store, _own_sums(store, batches, weights).sum(0, keepdim=True))[0]
 
 
-def _own_sums(backend: SubnetworkBackend, batches: Sequence[Any], weights: Sequence[float]) -> torch.Tensor:
+def _own_sums(store: GroupStore, batches: Sequence[Any], weights: Sequence[float]) -> torch.Tensor:
     """This rank's Σ loss·weight and Σ weight in the row of its group, shape (groups, 2)."""
-    steps = _common_count(backend, batches)
-    sums = torch.zeros((backend.layout.mesh.sdp, 2), dtype=torch.float64, device=backend.device)
+    steps = _common_count(store, batches)
+    sums = torch.zeros((store.layout.mesh.sdp, 2), dtype=torch.float64, device=store.context.device)
     for step in range(steps):  # forward has collectives inside the group, so all ranks take equally many steps
         batch = batches[min(step, len(batches) - 1)]
-        loss = loss_of(call_model(backend.module, to_device(batch, backend.device))).item()
+        loss = loss_of(call_model(store.module, to_device(batch, store.context.device))).item()
         count = weights[step] if step < len(batches) else 0
         if count:
-            sums[backend.at.sdp] += torch.tensor([loss * count, count], dtype=torch.float64, device=backend.device)
+            sums[store.context.at.sdp] += torch.tensor(
+                [loss * count, count], dtype=torch.float64, device=store.context.device
+            )
     return sums
 
 

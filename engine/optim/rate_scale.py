@@ -82,21 +82,12 @@ class ScaledRates:
 
     Args:
         optimizer: The optimizer, which gets hooks.
-        scale_of: Returns the factor of a parameter, from its parameter group and the parameter.
-        elementwise: Factors of single elements, for whole parameters whose slices have different
-            holders. They broadcast to the parameter. ``scale_of`` must return 1 for these
-            parameters.
+        scale_of: Returns the factor of a parameter.
     """
 
-    def __init__(
-        self,
-        optimizer: Optimizer,
-        scale_of: Callable[[dict[str, Any], Tensor], float],
-        elementwise: Mapping[Tensor, Tensor] | None = None,
-    ):
-        self._scale_of, self._elementwise = scale_of, elementwise or {}
+    def __init__(self, optimizer: Optimizer, scale_of: Callable[[Tensor], float]):
+        self._scale_of = scale_of
         self._whole: list[dict[str, Any]] | None = None
-        self._before: dict[Tensor, Tensor] = {}
         optimizer.register_step_pre_hook(self._split)
         optimizer.register_step_post_hook(self._join)
 
@@ -108,31 +99,44 @@ class ScaledRates:
         for group in self._whole:
             by_factor: dict[float, list[Tensor]] = {}
             for parameter in group["params"]:
-                by_factor.setdefault(self._scale_of(group, parameter), []).append(parameter)
+                by_factor.setdefault(self._scale_of(parameter), []).append(parameter)
             for factor, parameters in by_factor.items():
                 changed = {"params": parameters, "lr": group["lr"] * factor}
                 if is_decoupled(optimizer, group):
                     changed["weight_decay"] = group["weight_decay"] / factor if factor else 0.0
                 split.append({**group, **changed, "of": group})
         optimizer.param_groups = split
-        self._before = {parameter: parameter.detach().clone() for parameter in self._elementwise}
 
-    @torch.no_grad()
     def _join(self, optimizer: Optimizer, *_: Any) -> None:
-        """Restore the parameter groups, and scale the steps of single elements."""
+        """Restore the parameter groups."""
         assert self._whole is not None
         for part in optimizer.param_groups:
             if "step" in part:  # some optimizers count steps in the group
                 part["of"]["step"] = part["step"]
         optimizer.param_groups, self._whole = self._whole, None
-        for group in optimizer.param_groups if self._before else ():
-            for parameter in group["params"]:
-                if parameter in self._before:
-                    kept = self._before.pop(parameter)
-                    if is_decoupled(optimizer, group):
-                        kept = kept * (1 - group["lr"] * group["weight_decay"])
-                    parameter.copy_(kept + self._elementwise[parameter] * (parameter - kept))
-        self._before = {}
+
+
+def scale_rates(
+    optimizer: Optimizer, setting: str | float, placement: Placement, tensors: Mapping[int, tuple[str, Holders]]
+) -> HolderScale | None:
+    """Give each unit a learning rate by its number of holders.
+
+    Args:
+        optimizer: the optimizer.
+        setting: ``sdp.lr_scale``.
+        placement: the holders of the units.
+        tensors: the unit and the holders of each tensor of the optimizer, by its ``id``.
+
+    Returns:
+        The factors. None if rates are not scaled.
+    """
+    exponent = exponent_of(setting, is_sgd=isinstance(optimizer, torch.optim.SGD))
+    if not exponent or not placement.units:
+        return None
+    scale = HolderScale(placement, exponent)
+    factors = {key: scale.of(unit, holders) for key, (unit, holders) in tensors.items()}
+    ScaledRates(optimizer, lambda parameter: factors.get(id(parameter), 1.0))
+    return scale
 
 
 def is_decoupled(optimizer: Optimizer, group: Mapping[str, Any]) -> bool:

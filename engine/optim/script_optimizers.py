@@ -4,7 +4,8 @@ step depends on whole matrices, as that of Adafactor, LARS and SOAP does.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+import logging
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -15,6 +16,9 @@ from torch.optim import Optimizer
 
 from ..distributed.tensors import local_tensor
 from ..errors import ConfigError
+from ..placement.layout import Layout
+
+log = logging.getLogger("sdp")
 
 _FLAG = "_is_stepped_by_the_engine"
 _SHAPE, _CUT, _STEPS = (6, 4), 10, 3
@@ -56,22 +60,32 @@ def stepped_by_engine(optimizer: Optimizer) -> Iterator[None]:
 
 
 class OptimizedParameters:
-    """Finds parameters that a script expects to train and that never move.
+    """Warns of parameters that a script expects to train and that never move.
 
     Args:
-        trained: this rank's parameters that were trainable in ``sdp.initialize``, by name.
-        frozen: this rank's other parameters, by name.
+        parameters: this rank's parameters by name.
+        known: the names of those that the optimizer has.
+        layout: the layout of the run, by which the first holder warns.
         optimizer: the optimizer.
+        rank: this rank.
     """
 
-    def __init__(self, trained: Mapping[str, nn.Parameter], frozen: Mapping[str, nn.Parameter], optimizer: Optimizer):
-        self._optimizer, self._groups = optimizer, len(optimizer.param_groups)
-        self._frozen = dict(frozen)
-        known = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
-        self.missing = [name for name, parameter in trained.items() if id(parameter) not in known]
+    def __init__(
+        self,
+        parameters: Mapping[str, nn.Parameter],
+        known: Collection[str],
+        layout: Layout,
+        optimizer: Optimizer,
+        rank: int,
+    ):
+        self._optimizer, self._groups, self._layout, self._rank = optimizer, len(optimizer.param_groups), layout, rank
+        infos = layout.parameters
+        self._frozen = {name: p for name, p in parameters.items() if not infos[name].trainable}
+        missing = [name for name in parameters if infos[name].trainable and name not in known]
+        self._warn(missing, "require a gradient, and the optimizer does not have them")
 
-    def unfrozen(self) -> list[str]:
-        """Return the names of parameters that were unfrozen since the last call, or in the script.
+    def warn_of_unfrozen(self) -> None:
+        """Warn of parameters that the script has unfrozen since the last call.
 
         Raises:
             ConfigError: The script has added a parameter group.
@@ -84,7 +98,16 @@ class OptimizedParameters:
         names = [name for name, parameter in self._frozen.items() if parameter.requires_grad]
         for name in names:
             del self._frozen[name]
-        return names
+        self._warn(names, "were frozen in sdp.initialize and are not trained, though the script unfroze them")
+
+    def _warn(self, names: list[str], what: str) -> None:
+        mesh, infos = self._layout.mesh, self._layout.parameters
+        mine = [name for name in names if mesh.rank(infos[name].holders[0]) == self._rank]
+        if mine:
+            log.warning(
+                "%s: these parameters %s, so they will not move; unfreeze them before sdp.initialize, and give them "
+                "to the optimizer", shortened(mine), what
+            )  # fmt: skip
 
 
 def shortened(names: Iterable[str], most: int = 3) -> str:

@@ -205,6 +205,11 @@ def carve(model: nn.Module, units: Sequence[Unit], placement: Placement, group: 
     return stand_ins
 
 
+def pass_throughs(model: nn.Module) -> list[PassThrough]:
+    """Return the stand-ins of skipped blocks in ``model``."""
+    return [module for module in model.modules() if isinstance(module, PassThrough)]
+
+
 def refuse_together(model: nn.Module, stand_ins: Collection[PassThrough]) -> None:
     """Let the first forward pass of ``model`` collect all blocks that cannot be skipped before it
     raises.

@@ -6,17 +6,17 @@ that depends on what a group holds, such as ``torch.nn.utils.clip_grad_norm_``, 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 
 import torch
 import torch.distributed as dist
-from torch import nn
 
 from ..distributed.tensors import local_tensor
 from ..errors import HolderMismatchError
 from ..optim.clip import squared_norm
 from ..placement.layout import Layout
 from ..placement.units import SHARED
+from ..stores.store import GroupStore
 
 CHANGED = 2.0**1000
 """What a rank adds to the squared norm of the gradient if a script has changed some of it."""
@@ -31,9 +31,9 @@ class FinalGradients:
     """
 
     def __init__(self) -> None:
-        self._seen: list[tuple[nn.Parameter, torch.Tensor | None, int]] = []
+        self._seen: list[tuple[torch.Tensor, torch.Tensor | None, int]] = []
 
-    def note(self, parameters: Iterable[nn.Parameter]) -> None:
+    def note(self, parameters: Iterable[torch.Tensor]) -> None:
         """Remember the present gradients."""
         self._seen = [(parameter, parameter.grad, _version(parameter.grad)) for parameter in parameters]
 
@@ -50,27 +50,22 @@ def _version(gradient: torch.Tensor | None) -> int:
     return -1 if gradient is None else gradient._version + local_tensor(gradient)._version
 
 
-def compare_gradients(layout: Layout, parameters: Mapping[str, nn.Parameter], *, sharded: bool) -> None:
+def compare_gradients(store: GroupStore) -> None:
     """Compare the norms of every unit's gradient across the ranks that must have the same one.
     Collective.
-
-    Args:
-        layout: Which group holds which parameters.
-        parameters: This rank's parameters, by name.
-        sharded: Whether a group's ranks have shards. If not, its replicas are compared too.
 
     Raises:
         HolderMismatchError: Two ranks differ. It is raised on every rank and names the unit.
     """
-    names, mesh = [SHARED, *(unit.name for unit in layout.units)], layout.mesh
-    device = next(iter(parameters.values())).device
+    layout, mesh, device = store.layout, store.layout.mesh, store.context.device
+    names, sharded = [SHARED, *(unit.name for unit in layout.units)], store.context.is_sharded
     mine = torch.zeros((2, len(names)), dtype=torch.float64, device=device)
     for index, unit in enumerate(names):
-        held = [info for info in layout.parameters.values() if info.unit == unit and info.name in parameters]
-        whole = [info for info in held if info.tp_dim is None]  # equal on all tensor-parallel ranks
-        for row, infos in enumerate((held, whole)):
-            gradients = [parameters[info.name].grad for info in infos]
-            mine[row, index] = squared_norm([gradient for gradient in gradients if gradient is not None], device).sqrt()
+        held = [one for one in store.stepped.values() if one.unit == unit]
+        whole = [one for one in held if not one.is_cut]  # equal on all tensor-parallel ranks
+        for row, members in enumerate((held, whole)):
+            gradients = [one.tensor.grad for one in members if one.tensor.grad is not None]
+            mine[row, index] = squared_norm(gradients, device).sqrt()
     norms = mine.new_empty((mesh.world_size, *mine.shape))
     dist.all_gather(list(norms.unbind()), mine)
     for index, unit in enumerate(names):

@@ -17,6 +17,7 @@ from ..errors import HolderMismatchError, PlacementError
 from ..placement.layout import Layout
 from ..placement.placement import Placement
 from ..placement.units import SHARED
+from ..stores.store import GroupStore
 
 CHUNK = 1 << 20
 
@@ -34,36 +35,32 @@ def checksum(tensors: Iterable[torch.Tensor]) -> int:
     return total
 
 
-def check_holders(
-    layout: Layout, parameters: Mapping[str, torch.Tensor], optimizer: Optimizer, rank: int, *, sharded: bool
-) -> None:
+def check_holders(store: GroupStore, weights: Mapping[str, torch.Tensor], optimizer: Optimizer) -> None:
     """Compare every unit's weights and optimizer state bitwise across its holders. Collective.
 
     Args:
-        layout: Which group holds which parameters.
-        parameters: This rank's parameters, by name.
-        optimizer: The optimizer, whose state is compared too.
-        rank: This rank.
-        sharded: Whether a group's ranks have shards. If not, its replicas are compared too.
+        store: This rank's share of its group.
+        weights: Compared in place of the store's tensors of the same keys.
+        optimizer: The optimizer of these tensors, whose state is compared too.
 
     Raises:
         HolderMismatchError: Two holders differ. It is raised on every rank and names the unit and
             the groups that disagree.
     """
+    layout, context = store.layout, store.context
     names = [SHARED, *(unit.name for unit in layout.units)]
-    device = next(iter(parameters.values())).device
-    mine = torch.zeros((2, len(names)), dtype=torch.int64, device=device)
+    mine = torch.zeros((2, len(names)), dtype=torch.int64, device=context.device)
     for index, unit in enumerate(names):
-        held = [info for info in layout.parameters.values() if info.unit == unit and info.name in parameters]
-        whole = [info for info in held if info.tp_dim is None]  # equal on all tensor-parallel ranks
-        for row, infos in enumerate((held, whole)):
-            here = [parameters[info.name] for info in infos]
-            mine[row, index] = checksum(t for p in here for t in (p, *_state_of(optimizer, p)))
+        held = [(key, one) for key, one in store.stepped.items() if one.unit == unit]
+        whole = [(key, one) for key, one in held if not one.is_cut]  # equal on all tensor-parallel ranks
+        for row, members in enumerate((held, whole)):
+            tensors = [weights.get(key, one.tensor) for key, one in members]
+            mine[row, index] = checksum(t for tensor in tensors for t in (tensor, *_state_of(optimizer, tensor)))
     everyones = mine.new_empty((layout.mesh.world_size, *mine.shape))
     dist.all_gather(list(everyones.unbind()), mine)
     for index, unit in enumerate(names):
         holders = layout.everyone if unit == SHARED else layout.placement.holders[index - 1]
-        _compare(layout, unit, holders, everyones[:, 0, index].tolist(), sharded=sharded)
+        _compare(layout, unit, holders, everyones[:, 0, index].tolist(), sharded=context.is_sharded)
         _compare_copies(layout, unit, everyones[:, 1, index].tolist())
 
 
@@ -83,20 +80,6 @@ def check_placement(placement: Placement, device: torch.device) -> None:
         )
 
 
-def check_loss_scale(scale: str, device: torch.device) -> None:
-    """Check that all ranks have the same loss scale and counts of overflows. Collective.
-
-    Raises:
-        HolderMismatchError: Two ranks differ. It is raised on every rank.
-    """
-    if any(find_differences([scale], device)):
-        raise HolderMismatchError(
-            "fp16: ranks have different loss scales, or counts of steps without an overflow, which are equal "
-            "as long as ranks skip the same steps; check whether the script changes them on some ranks only, then the "
-            "hardware, and resume from the last checkpoint"
-        )
-
-
 def _state_of(optimizer: Optimizer, parameter: torch.Tensor) -> list[torch.Tensor]:
     state = optimizer.state.get(parameter, {})
     return [value for _, value in sorted(state.items()) if isinstance(value, torch.Tensor) and value.dim()]
@@ -112,23 +95,6 @@ def _compare(layout: Layout, unit: str, holders: tuple[int, ...], sums: list[int
                 other = mesh.rank(group, fsdp, tp)
                 if sums[other] != sums[first]:
                     raise _disagreement(unit, other, group, first, holders[0])
-
-
-def compare_sums(unit: str, holders: tuple[int, ...], sums: list[int], ranks: list[int]) -> None:
-    """Check that the groups ``holders`` have equal checksums.
-
-    Args:
-        unit: The unit's name.
-        holders: The groups that hold the unit.
-        sums: A checksum per group.
-        ranks: The rank that the error names, per group.
-
-    Raises:
-        HolderMismatchError: Two groups differ.
-    """
-    for group in holders[1:]:
-        if sums[group] != sums[holders[0]]:
-            raise _disagreement(unit, ranks[group], group, ranks[holders[0]], holders[0])
 
 
 def _compare_copies(layout: Layout, unit: str, sums: list[int]) -> None:

@@ -21,11 +21,10 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.fsdp import FSDPModule
 
 from ..accounting.memory import StateBytes, predict_state_bytes
-from ..backends.fsdp2.collectives import unreduced_gradients
 from ..batch.call import loss_of, tensors_in
 from ..batch.size import BatchSize
 from ..config.schema import Config
-from ..construct import build_native
+from ..construct import shard_model
 from ..distributed.fake_world import fake_world
 from ..distributed.tensors import local_tensor
 from ..distributed.traffic import Kind
@@ -35,6 +34,7 @@ from ..optim.muon.setup import arrange as arrange_muon
 from ..optim.optimizer_state import materialise_state
 from ..optim.optimizers import make_optimizer
 from ..placement.layout import Layout
+from ..stores.fsdp2.collectives import unreduced_gradients
 from ..subnetwork.carve import PassThrough
 from ..subnetwork.materialise import allocate
 from ..sync.rounds import fragments_of
@@ -211,18 +211,19 @@ def _run(
     size, rank = BatchSize.resolve(config, full.mesh), full.mesh.rank(group)
     accumulation = min(size.accumulation, MICRO_BATCHES)
     with fake_world(rank, full.mesh.world_size):
-        native = build_native(model, config, full, CPU, prepare=partial(_without_blocks, absent))
-        layout = native.layout
+        store = shard_model(model, config, full, CPU, prepare=partial(_without_blocks, absent))
+        layout, context = store.layout, store.context
         with FakeTensorMode(allow_non_fake_inputs=True):
             allocate(model, layout, CPU)
-            native.ready()
-            trained = [parameter for parameter in native.parameters.values() if parameter.requires_grad]
+            store.ready()
+            trained = [parameter for parameter in store.parameters.values() if parameter.requires_grad]
             optimizer, _ = make_optimizer(config.optimizer, None, [{"params": trained}], CPU, grouped=True)
-            arrange_muon(optimizer, layout, native.parameters, native.tensor_ranks, native.traffic)
+            arrange_muon(optimizer, layout, store.parameters, context.tensor_ranks, context.traffic)
             materialise_state(optimizer)
-            engine = SDPEngine(native, config, replace(size, accumulation=accumulation), optimizer, None)
-            if native.local is not None:
-                materialise_state(native.local.outer.optimizer)
+            store.optimizer = optimizer
+            engine = SDPEngine(store, config, replace(size, accumulation=accumulation), optimizer, None)
+            if (local := engine.local_training.local) is not None:
+                materialise_state(local.outer.optimizer)
             ledger = watched_step(engine, layout.blocks, middles, batch, autocast)
     shards = layout.mesh.shards(config.zero_optimization.stage)
     return _Run(
@@ -231,7 +232,7 @@ def _run(
         ),
         windows=ledger.windows,
         flops=ledger.flops,
-        tensor_parallel=native.traffic.buffers("tensor parallel"),
+        tensor_parallel=context.traffic.buffers("tensor parallel"),
         steps=size.accumulation / accumulation,
         blocks=len(layout.blocks),
     )

@@ -23,7 +23,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from sdp.engine.backends.deepspeed.private import forget_process_groups, load
 from sdp.engine.config.schema import SDPSection
 from sdp.engine.distributed.fake_world import fake_world
 from sdp.engine.distributed.join import join
@@ -33,6 +32,7 @@ from sdp.engine.initialize import initialize
 from sdp.engine.placement.placement import Placement
 from sdp.engine.placement.policies import make_placement
 from sdp.engine.placement.units import find_neuron_units, find_units
+from sdp.engine.stores.deepspeed.private import forget_process_groups, load
 
 from .contestants import (
     ADAMW,

@@ -28,7 +28,7 @@ from typing import Any
 import sdp
 import torch
 from sdp.engine.config.load import load_config
-from sdp.engine.deepspeed_facts import REFUSED
+from sdp.engine.deepspeed_names import REFUSED
 from sdp.engine.errors import ConfigError
 from sdp.engine.optim.optimizers import build_optimizer
 from sdp.engine.optim.schedules import build_scheduler

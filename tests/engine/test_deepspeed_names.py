@@ -8,7 +8,7 @@ import pytest
 import sdp
 import torch
 import torch.distributed as dist
-from sdp.engine.deepspeed_facts import REFUSED
+from sdp.engine.deepspeed_names import REFUSED
 from sdp.tests.support.models import mlp
 from torch import nn
 

@@ -29,7 +29,7 @@ def _import() -> Any:
 
     # DeepSpeed would compile a collective in shared memory, which takes minutes.
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
-    from sdp.engine.backends.deepspeed.private import forget_process_groups
+    from sdp.engine.stores.deepspeed.private import forget_process_groups
 
     forget_process_groups()  # of an earlier test
     return deepspeed

@@ -25,17 +25,17 @@ def _counters() -> list[Any]:
             (boundary, engine.traffic.total() > 0, engine.global_steps, engine.micro_steps, engine.global_samples)
         )
     facts = (engine.train_batch_size(), engine.train_micro_batch_size_per_gpu(), engine.gradient_accumulation_steps())
-    return [seen, facts, engine.world_size, engine.global_rank == dist.get_rank(), engine.data_ranks_here]
+    return [seen, facts, engine.world_size, engine.global_rank == dist.get_rank()]
 
 
 def test_only_the_last_micro_batch_sends_and_steps(ranks: RankPool) -> None:
-    for seen, facts, world, own_rank, here in ranks.run(_counters, world=2):
+    for seen, facts, world, own_rank in ranks.run(_counters, world=2):
         assert seen == [
             (False, False, 0, 1, 0), (False, False, 0, 2, 0), (True, True, 1, 3, 12),
             (False, False, 1, 4, 12), (False, False, 1, 5, 12), (True, True, 2, 6, 24),
         ]  # fmt: skip
         assert facts == (12, 2, 3)
-        assert (world, own_rank, here) == (2, True, 1)
+        assert (world, own_rank) == (2, True)
 
 
 def _no_sync(stage: int) -> tuple[list[str], dict[str, torch.Tensor], int]:

@@ -12,9 +12,9 @@ import pytest
 import sdp
 import torch
 import torch.distributed as dist
-from sdp.engine.backends.fsdp2.collectives import parameter_groups
 from sdp.engine.distributed.mesh import Mesh
 from sdp.engine.distributed.tensors import local_tensor
+from sdp.engine.stores.fsdp2.collectives import parameter_groups
 from sdp.engine.sync.weights import WeightRefresh
 from sdp.tests.support import models
 from sdp.tests.support.cases import Case, data_rank_of, engine_of, one_step
@@ -185,13 +185,13 @@ def _gradients_at_refresh(case: Case) -> int:
     engine = engine_of(case)
     one_step(engine, case, 0, data_rank=data_rank_of(case))
     found: list[int] = []
-    refresh = engine.backend.refresh
+    refresh = engine.groups.refresh
 
-    def watched(*, after_step: bool) -> None:
+    def watched(*arguments: Any) -> None:
         found.append(sum(parameter.grad is not None for parameter in engine.parameters_here.values()))
-        refresh(after_step=after_step)
+        refresh(*arguments)
 
-    engine.backend.refresh = watched
+    engine.groups.refresh = watched
     engine.step()
     (left,) = found
     return left

@@ -202,7 +202,7 @@ def test_weights_that_cannot_be_honoured_are_one_line(ranks: RankPool) -> None:
     expected = [
         "from 0",
         "from 0",
-        "weight has 2 numbers for 1 data rank",
+        "weight has 2 numbers",
         "contradicts",
         "no micro-batch of this step",
     ]

@@ -264,7 +264,7 @@ def whole(engine: Any, name: str, tensor: torch.Tensor) -> torch.Tensor:
         return part
     parts = [torch.empty_like(part) for _ in range(info.tp)]
     # This bypasses the engine's counting of traffic.
-    dist.all_gather(parts, part.contiguous(), group=engine.backend.tensor_ranks.group)
+    dist.all_gather(parts, part.contiguous(), group=engine.store.context.tensor_ranks.group)
     return torch.cat(parts, info.tp_dim)
 
 

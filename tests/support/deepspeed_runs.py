@@ -48,7 +48,7 @@ def float16_here(supported: bool = True) -> Iterator[None]:
 
     torch computes in half precision on any CPU, but DeepSpeed looks for CPU instructions.
     """
-    from sdp.engine.backends.deepspeed.private import load
+    from sdp.engine.stores.deepspeed.private import load
 
     load()
     with pytest.MonkeyPatch.context() as patch:

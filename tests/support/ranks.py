@@ -296,6 +296,6 @@ def _leave() -> None:
         assert defaults is not None
         defaults[0][0] = Init.param_id = 0
         # ZeRO 3 also replaces torch's linear. The next job may use torch alone.
-        from sdp.engine.backends.deepspeed.private import restore_linear
+        from sdp.engine.stores.deepspeed.private import restore_linear
 
         restore_linear()

@@ -18,7 +18,6 @@ from torch.nn import functional
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
-from ...engine.backends.deepspeed.private import forget_process_groups, load, set_verbosity
 from ...engine.batch.call import call_model, loss_of
 from ...engine.batch.size import BatchSize
 from ...engine.config.schema import Config, NamedParams
@@ -32,6 +31,7 @@ from ...engine.model_interface import get_sharding_groups
 from ...engine.optim.optimizers import build_optimizer
 from ...engine.placement.layout import Layout
 from ...engine.placement.tensor_info import Shard
+from ...engine.stores.deepspeed.private import forget_process_groups, load, set_verbosity
 from ...engine.subnetwork.activations import checkpoint_activations
 from ...engine.subnetwork.compile import compile_units
 from ...engine.subnetwork.materialise import give_values

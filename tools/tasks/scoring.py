@@ -75,7 +75,7 @@ class FullModel:
             engine.train_micro_batch_size_per_gpu(),
             engine.device,
             mesh.data_rank(engine.global_rank),
-            mesh.data_ranks // engine.data_ranks_here,
+            mesh.data_ranks,
             mesh.tp,
             mesh.coordinates(engine.global_rank).tp == 0,
         )

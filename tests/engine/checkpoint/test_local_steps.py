@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from sdp.engine.checkpoint.state import SavedState
 from sdp.engine.errors import CheckpointError
 from sdp.tests.support.cases import Case, data_rank_of, engine_of, one_step
 from sdp.tests.support.ranks import RankPool
@@ -38,7 +39,7 @@ def _train(engine: Any, case: Case, first: int, last: int) -> list[float]:
 
 def _everything(engine: Any) -> dict[str, torch.Tensor]:
     """Return clones of all that this process would save."""
-    tensors = engine.backend.state_to_save().tensors()
+    tensors = SavedState(engine.groups).tensors()
     parts = {key: getattr(value, "locals", [value]) for key, value in tensors.items()}
     return {f"{key} {i}": part.detach().clone() for key, of in parts.items() for i, part in enumerate(of)}
 

@@ -15,6 +15,7 @@ import torch.nn.functional as F
 from sdp.engine.errors import ConfigError, DataError
 from sdp.engine.full_model.evaluation import StreamedEvaluation
 from sdp.engine.full_model.lockstep import Lockstep
+from sdp.engine.subnetwork.carve import pass_throughs
 from sdp.tests.support import models
 from sdp.tests.support.cases import Case, data_rank_of, engine_of, one_step, oracle, oracle_of
 from sdp.tests.support.ranks import RankPool
@@ -118,7 +119,7 @@ def _train_with_evaluations(case: Case) -> Any:
             engine.step()
             engine.evaluate(_batches(case, dist.get_rank())[:2])
             assert engine.full_state_dict() is None or dist.get_rank() == 0
-    assert all("forward" not in vars(stand_in) for stand_in in engine.backend.stand_ins.values())
+    assert all("forward" not in vars(stand_in) for stand_in in pass_throughs(engine.module))
     return engine.full_state_dict()
 
 

@@ -19,7 +19,7 @@ def gather(case: Case) -> tuple[list[tuple[str, Any]], int]:
     """
     engine = engine_of(case)
     engine.traffic.reset()
-    streamed = list(stream_full_state(engine.backend))
+    streamed = list(stream_full_state(engine.store))
     gathered = engine.traffic.buffers("inside groups")
     dist.barrier()
     return streamed, sum(gathered.values())

@@ -153,7 +153,7 @@ def step_with_overflows(case: Case, sections: dict[str, Any], folder: str) -> li
     engine.save_checkpoint(folder)
     again = engine_of(case, **sections)
     again.load_checkpoint(folder)
-    assert again.backend.loss_scale_state() == engine.backend.loss_scale_state()
+    assert again.loss_scaler.state_dict() == engine.loss_scaler.state_dict()
     assert again.get_loss_scale() == engine.get_loss_scale()
     return seen
 

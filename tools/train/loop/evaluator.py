@@ -105,13 +105,13 @@ class Evaluator:
         return list(self._batches(self._corpus.calibration or self._corpus.train, limit))
 
     def _batches(self, samples: Any, limit: int | None) -> Any:
-        engine, here = self._engine, self._engine.data_ranks_here
+        engine = self._engine
         mesh = engine.layout.mesh
         return evaluation_batches(
             samples,
-            engine.train_micro_batch_size_per_gpu() * here,
+            engine.train_micro_batch_size_per_gpu(),
             data_rank=mesh.data_rank(engine.global_rank),
-            data_ranks=mesh.data_ranks // here,
+            data_ranks=mesh.data_ranks,
             limit=limit,
             collate_fn=self._corpus.collate_held_out,
             num_workers=engine.config.data.num_workers,

@@ -184,7 +184,7 @@ def test_what_deepspeed_would_refuse_is_told_in_one_line(ranks: RankPool) -> Non
 
 
 def _without_a_name() -> str:
-    from sdp.engine.backends.deepspeed.private import load
+    from sdp.engine.stores.deepspeed.private import load
 
     package = load()
     coordinator = importlib.import_module("deepspeed.runtime.zero.partitioned_param_coordinator")

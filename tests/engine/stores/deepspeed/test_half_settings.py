@@ -59,7 +59,7 @@ def test_fp16_goes_to_deepspeed_and_through_a_resolved_file() -> None:
 
 
 def test_a_device_without_float16_is_told() -> None:
-    from sdp.engine.backends.deepspeed.private import require_float16
+    from sdp.engine.stores.deepspeed.private import require_float16
 
     with (
         float16_here(False),

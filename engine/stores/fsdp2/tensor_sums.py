@@ -11,9 +11,9 @@ from collections.abc import Sequence
 import torch
 from torch import nn
 
-from ..distributed.tensor_collectives import TensorRanks, all_gather_single
-from ..distributed.tensors import local_tensor
-from ..distributed.traffic import Traffic
+from ...distributed.tensor_collectives import TensorRanks, all_gather_single
+from ...distributed.tensors import local_tensor
+from ...distributed.traffic import Traffic
 
 
 class TensorSums:

@@ -140,7 +140,7 @@ def test_parameters_that_the_user_froze_are_saved(ranks: RankPool, tmp_path: Pat
 
 def _save_plain(stage: int, folder: str) -> Any:
     """A step of DeepSpeed's own, saved; the weights that it has in float32."""
-    from sdp.engine.backends.deepspeed.private import forget_process_groups, load
+    from sdp.engine.stores.deepspeed.private import forget_process_groups, load
 
     package = load()
     forget_process_groups()

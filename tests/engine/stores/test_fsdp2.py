@@ -11,8 +11,8 @@ import pytest
 import sdp
 import torch
 import torch.distributed as dist
-from sdp.engine.backends.fsdp2.uses import ModuleUses
 from sdp.engine.engine import SDPEngine
+from sdp.engine.stores.fsdp2.uses import ModuleUses
 from sdp.tests.support.models import Mlp, build, micro_batch, on_device
 from sdp.tests.support.ranks import RankPool
 from torch import nn

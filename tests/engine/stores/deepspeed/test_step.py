@@ -69,7 +69,7 @@ def _events(stage: int, accumulation: int) -> list[str]:
     """What happened in an optimizer step: reductions between groups launched and waited for, and
     backward at the first layer.
     """
-    from sdp.engine.backends.deepspeed import process_groups
+    from sdp.engine.stores.deepspeed import process_groups
 
     case = Case(2, 2, stage=stage, accumulation=accumulation, placement="full")
     zero = {**zero_of(stage), **({"reduce_bucket_size": 16} if stage else {})}  # each parameter is reduced by itself
@@ -112,7 +112,7 @@ def _beside_plain_deepspeed(stage: int, settings: dict[str, Any]) -> tuple[list[
     the prediction.
     """
     import sdp
-    from sdp.engine.backends.deepspeed.private import forget_process_groups, load
+    from sdp.engine.stores.deepspeed.private import forget_process_groups, load
 
     package = load()
     forget_process_groups()

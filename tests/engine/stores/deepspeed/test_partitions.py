@@ -46,7 +46,7 @@ def _built_from_huggingface() -> tuple[int, int, int, list[str]]:
     """
     import sdp
     from sdp.engine.accounting.memory_probe import LiveStorages
-    from sdp.engine.backends.deepspeed.private import load
+    from sdp.engine.stores.deepspeed.private import load
     from transformers import LlamaConfig, LlamaForCausalLM
 
     shape = {

@@ -84,7 +84,7 @@ def test_monitor_flops_profiler_and_comms_logger_work(ranks: RankPool, tmp_path:
 
 
 def test_what_others_put_into_torch_stays() -> None:
-    from sdp.engine.backends.deepspeed.private import forget_process_groups, load
+    from sdp.engine.stores.deepspeed.private import forget_process_groups, load
 
     load()
     zero = importlib.import_module("deepspeed.runtime.zero.partition_parameters")

@@ -1,1 +1,0 @@
-"""One package per backend; construct.py chooses between them."""

@@ -1,1 +1,0 @@
-"""The native backend: FSDP2 inside a group."""

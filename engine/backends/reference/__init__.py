@@ -1,1 +1,0 @@
-"""The executable specification: all groups' workers in one process."""

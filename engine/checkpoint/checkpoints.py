@@ -1,0 +1,154 @@
+"""The checkpoints of an engine: what is saved, and what a load sets."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from ..distributed.agreement import Ranks
+from ..distributed.tensors import outside_inference_mode
+from ..errors import ConfigError
+from ..optim.param_groups import named_rates
+from .client_state import ClientState, read_client_state
+from .load import find_together
+from .resume import check_weights, resume
+from .run_state import run_state
+from .save import Saver
+from .settings import describe_changes, log_changes, settings_to_save, use_configured_rates
+from .state import SavedState
+from .storage.directory import check_tag
+
+log = logging.getLogger("sdp")
+
+
+class Checkpoints:
+    """Saves and loads the whole state of a run. The engine has these methods under DeepSpeed's
+    names: ``save_checkpoint``, ``load_checkpoint`` and ``wait_for_checkpoint``.
+
+    Args:
+        engine: the engine (:class:`~sdp.engine.engine.SDPEngine`).
+    """
+
+    def __init__(self, engine: Any):
+        self._engine = engine
+        self._state = SavedState(engine.groups)
+        self._saver = Saver(alone=engine.world_size == 1, device=engine.device)
+
+    @outside_inference_mode()
+    def save(
+        self,
+        save_dir: str | Path,
+        tag: str | float | None = None,
+        client_state: Mapping[str, Any] | None = None,
+        save_latest: bool = True,
+        exclude_frozen_parameters: bool = False,
+        *,
+        keep: int | None = None,
+        background: bool = False,
+    ) -> bool:
+        """Write weights, optimizer, schedule and data position to ``save_dir/tag``. Collective.
+
+        Holders are compared first, because a unit is written once. An earlier checkpoint of the
+        same tag is replaced only when the new one is complete.
+
+        Args:
+            save_dir: The directory of all checkpoints.
+            tag: The name of this one; default ``step-N``.
+            client_state: The caller's own state: JSON values and plain tensors.
+            save_latest: Whether a load without a tag finds this checkpoint.
+            exclude_frozen_parameters: Has no effect but a warning. A checkpoint has all weights.
+            keep: Keep only this many of the checkpoints that are named after steps.
+            background: Return when all is copied to host memory; write while training continues.
+                :meth:`wait` raises the error of a save that failed.
+
+        Raises:
+            CheckpointError: Nothing could be written, or ``client_state`` has other values.
+            HolderMismatchError: Holders of a unit have different weights or optimizer state.
+        """
+        engine = self._engine
+        if exclude_frozen_parameters and engine.global_rank == 0:
+            log.warning("save_checkpoint: exclude_frozen_parameters has no effect; a checkpoint has all weights")
+        tag = check_tag(tag) if tag is not None else f"step-{engine.global_steps}"
+        client = ClientState(client_state)
+        engine.check_holders()
+        state = run_state(engine, self._state, engine.rates_of_parameters(), client.values)
+        tensors = self._state.tensors() | self._state.random_state()
+        self._saver.save(
+            Path(save_dir), tag, tensors, state, parameters=engine.layout.wholes, keep=keep, background=background,
+            files=client.files(), is_newest=save_latest,
+        )  # fmt: skip
+        return True
+
+    def wait(self, *, block: bool = True) -> None:
+        """End a background save and raise its error. Without ``block``, only if it is done."""
+        self._saver.wait(block=block)
+
+    @outside_inference_mode()
+    def load(
+        self,
+        load_dir: str | Path,
+        tag: str | float | None = None,
+        load_module_strict: bool = True,
+        load_optimizer_states: bool = True,
+        load_lr_scheduler_states: bool = True,
+        load_module_only: bool = False,
+        custom_load_fn: Any = None,
+        *,
+        configured_rates: bool = False,
+    ) -> tuple[str | None, dict[str, Any]]:
+        """Continue from ``load_dir/tag`` (default: the newest) of any layout. Collective.
+
+        Learning rates are the checkpoint's, as in DeepSpeed, or with ``configured_rates`` the
+        configured ones. ``load_module_only`` loads weights and buffers alone. Without
+        ``load_optimizer_states``, the optimizer starts again. Rank 0 logs all settings that differ.
+
+        Returns:
+            The checkpoint's path and the client state. Without a checkpoint and without a tag:
+            ``(None, {})``, with a warning.
+
+        Raises:
+            CheckpointError: The checkpoint is damaged, or of another model, optimizer or data set,
+                or ``load_dir`` is itself a checkpoint.
+        """
+        if custom_load_fn is not None:
+            raise ConfigError("load_checkpoint: a script's own custom_load_fn is not supported; leave it out")
+        engine, own = self._engine, self._state
+        if not load_module_strict and engine.global_rank == 0:
+            log.warning("load_checkpoint: load_module_strict has no effect; a checkpoint must have all weights")
+        ranks = Ranks(alone=engine.world_size == 1)
+        found = find_together(Path(load_dir), tag, ranks)
+        if found is None:
+            if engine.global_rank == 0:
+                log.warning("no checkpoint in %s; starting from the beginning", load_dir)
+            return None, {}
+        path, state = found
+        client, groups = read_client_state(path, state, ranks), engine.groups
+        if load_module_only:
+            resume(path, state, groups, own, None, None, None, ranks=ranks, with_optimizer=False)
+            engine.forget_micro_batches()
+            return str(path), client
+        names, optimizer = groups.names_of_param_groups(), engine.store.optimizer
+        configured = named_rates(optimizer, names)
+        state = state if load_lr_scheduler_states else {**state, "scheduler": None}
+        if engine.config.sdp.sync is not None:  # what follows drops the state of the present round
+            state = check_weights(path, state, own, ranks)
+        engine.local_training.follow(state["global_steps"])
+        in_round = resume(
+            path, state, groups, own, engine.lr_scheduler, engine.loader, engine.loss_scaler,
+            ranks=ranks, with_optimizer=load_optimizer_states,
+        )  # fmt: skip
+        engine.forget_micro_batches()
+        engine.spikes.load_state_dict(state["spikes"])
+        engine.local_training.load_state_dict(state["sync"], state["global_steps"], in_round=in_round)
+        engine.go_on_after(state["global_steps"], state["global_samples"], state["skipped_steps"])
+        if configured_rates:
+            use_configured_rates(optimizer, names, configured, engine.lr_scheduler)
+        if engine.global_rank == 0:
+            if engine.lr_scheduler is None and state["scheduler"] is not None:
+                kept = "configured" if configured_rates else "saved"
+                log.warning("%s: has a scheduler's state, and this run has no schedule: the %s rates hold", path, kept)
+            changes = describe_changes(state["settings"], settings_to_save(engine.config, optimizer, names), names)
+            log_changes(path, changes, engine.global_steps, configured_rates=configured_rates)
+        return str(path), client

@@ -1,0 +1,237 @@
+"""The full model, seen from a rank that has a part of it: evaluation, copies, its whole state."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from safetensors import SafetensorError
+from torch import nn
+
+from ..batch.call import checked_weights, target_count
+from ..config.schema import Config
+from ..distributed.agreement import Ranks, gather_json, start_max
+from ..distributed.hosts import machine_id
+from ..distributed.tensors import outside_inference_mode
+from ..errors import ConfigError, DataError, shorten
+from ..subnetwork.carve import pass_throughs
+from ..sync.between import BetweenGroups
+from .buffers import agree_on_buffers
+from .evaluation import StreamedEvaluation, in_eval_mode, mean_loss, subnetwork_losses
+from .gather import stream_full_state
+from .recalibration import Statistics, batch_statistics, tracks_statistics, with_statistics
+from .warnings import Evaluation, warn_of_partial_pass, warn_of_partial_state
+from .whole_copy import UncutModel, check_room, free_bytes
+from .whole_files import write_configuration, write_weights
+
+
+class FullModel:
+    """What one rank does with the full model.
+
+    In local steps, the full model is the anchors. The engine has these methods, too.
+
+    Args:
+        groups: what this rank has.
+        config: the configuration.
+        uncut: the model before it was cut. None if every rank has the full model.
+
+    Attributes:
+        evaluation: knows who runs the module in evaluation mode.
+    """
+
+    def __init__(self, groups: BetweenGroups, config: Config, uncut: UncutModel | None = None):
+        self._groups, self._store = groups, groups.store
+        self.evaluation = Evaluation()
+        self._uncut = uncut
+        if "forward" in config.sdp.maskings:
+            warn_of_partial_state(self._store.module, lambda: self.is_partial)
+            warn_of_partial_pass(self._store.module, self.evaluation, lambda: self.is_partial)
+
+    @property
+    def is_partial(self) -> bool:
+        """Whether the module runs only a part of the model, in this group or in another one."""
+        layout = self._store.layout
+        partial = any(len(holders) < layout.mesh.sdp for holders in layout.placement.holders)
+        return partial and not layout.keeps_frozen
+
+    def _anchored(self) -> Any:
+        return nullcontext() if self._groups.local is None else self._groups.local.anchored()
+
+    def evaluate(self, batches: Sequence[Any], weights: Iterable[float] | None) -> float:
+        """The weighted mean loss of the full model over the batches of all ranks. Collective.
+
+        See :meth:`~sdp.engine.engine.SDPEngine.evaluate`.
+        """
+        module = self._store.module
+        counts = [target_count(module, b) for b in batches] if weights is None else checked_weights(weights)
+        if len(counts) != len(batches):
+            raise ConfigError(f"evaluate: {len(counts)} weights for {len(batches)} batches; give one for each batch")
+        with self._anchored(), self._running():
+            loss = self._loss(batches, counts)
+        if math.isnan(loss) and not self._any(counts):
+            raise DataError(
+                "evaluate: no batch of any rank has a label that counts; give batches with labels, or weights"
+            )
+        return loss
+
+    def _loss(self, batches: Sequence[Any], counts: Sequence[float]) -> float:
+        self._groups.finish_refresh()
+        agree_on_buffers(self._store)
+        layout = self._store.layout
+        with self._store.evaluating(full_model=True) as before_turn:
+            if layout.keeps_frozen or layout.mesh.sdp == 1:
+                return mean_loss(self._store, batches, counts)
+            return StreamedEvaluation(self._store, before_turn).run(batches, counts)
+
+    def _any(self, counts: Sequence[float]) -> bool:
+        """Whether any count of any rank is above 0. Collective."""
+        return bool(start_max([int(any(counts))])()[0])
+
+    @contextmanager
+    def _running(self) -> Iterator[None]:
+        with in_eval_mode(self._store.module), self.evaluation.running():
+            yield
+
+    def evaluate_subnetworks(self, batches: Iterable[Any]) -> list[float]:
+        """Mean loss per token of each group's subnetwork, over its ranks' batches. Collective."""
+        local = self._groups.local
+        self._groups.finish_refresh()
+        if local is None:
+            agree_on_buffers(self._store)
+        statistics = local.group_statistics() if local is not None else nullcontext()
+        with self._running(), self._store.evaluating(full_model=False), statistics:
+            return subnetwork_losses(self._store, list(batches))
+
+    @contextmanager
+    def recalibrated(self, batches: Iterable[Any]) -> Iterator[None]:
+        """A context in which batch norms have the full model's running statistics. Collective.
+
+        Use it to evaluate, save or export the full model. A pass of the full model over ``batches``
+        of training data, as many on each rank, measures the statistics. Afterwards each rank has
+        its subnetwork's own ones again. Without batch norm nothing happens.
+        """
+        if not tracks_statistics(self._store.layout.buffers):
+            yield
+            return
+        with self._anchored():
+            with self._running():
+                statistics = self._statistics(list(batches))
+            with with_statistics(self._store.module, statistics):
+                yield
+
+    def _statistics(self, batches: Sequence[Any]) -> Statistics:
+        """Return the full model's batch-norm statistics over all ranks' batches, by buffer."""
+        module, context = self._store.module, self._store.context
+        guests = [named for one in pass_throughs(module) for named in one.skeleton.named_modules(prefix=one.name)]
+        modules = [*module.named_modules(), *guests]
+        run: Callable[[], object] = lambda: self._loss(batches, [1] * len(batches))  # noqa: E731
+        return batch_statistics(modules, run, context.all_reduce_control, context.device)
+
+    @contextmanager
+    def full_model(self, dtype: torch.dtype | None = None) -> Iterator[nn.Module]:
+        """A context with a copy of the full model in evaluation mode, on every rank. Collective.
+
+        The copy is an ordinary module with the weights of this moment. Each rank may call it when
+        it likes, for example to generate text. The end of the context frees its memory.
+
+        Args:
+            dtype: The type of the parameters; by default, that of the computation.
+
+        Raises:
+            OutOfMemoryError: The copy does not fit on every rank.
+            ModelError: The model cannot be copied.
+        """
+        context, layout, uncut = self._store.context, self._store.layout, self._uncut
+        if uncut is None:
+            with in_eval_mode(self._store.module):
+                yield self._store.module
+            return
+        dtype = context.compute_dtype if dtype is None else dtype
+        needed, free = uncut.bytes_needed(dtype), free_bytes(context.device)
+        facts = gather_json([free, machine_id()])
+        check_room(needed, [each[0] for each in facts], [each[1] for each in facts], context.device)
+        with outside_inference_mode(), self._anchored():
+            values = uncut.gather(self._stream(), dtype, context.device)
+        with uncut.filled(values, dtype, context.device, layout) as model:
+            yield model
+
+    def generate(self, *args: Any, **kwargs: Any) -> Any:
+        """Call the full model's ``generate``. Collective. Arguments may differ between ranks.
+
+        If groups run only a part of the model, the full model is gathered for this call. To call it
+        several times, use :meth:`full_model`.
+
+        Raises:
+            OutOfMemoryError: The full model does not fit on every rank.
+        """
+        if not self.is_partial:
+            return self._store.module.generate(*args, **kwargs)  # type: ignore[operator]
+        with self.full_model() as model:
+            return model.generate(*args, **kwargs)  # type: ignore[operator]
+
+    def _stream(self) -> Iterator[tuple[str, torch.Tensor | None]]:
+        self._groups.reshard()
+        agree_on_buffers(self._store)
+        return stream_full_state(self._store)
+
+    def full_state_dict(self) -> dict[str, torch.Tensor] | None:
+        """Whole weights and persistent buffers by canonical name, on rank 0's CPU. Collective.
+
+        Other ranks get None. Tied parameters appear under each of their names. Parameters cross
+        the network one at a time.
+        """
+        with outside_inference_mode(), self._anchored():
+            streamed = ((name, tensor) for name, tensor in self._stream() if tensor is not None)
+            state = {name: tensor.detach().cpu().clone() for name, tensor in streamed}
+        if self._store.context.rank != 0:
+            return None
+        return state | {alias: state[name] for alias, name in self._store.layout.aliases.items()}
+
+    def consolidated_16bit_state_dict(self) -> dict[str, torch.Tensor] | None:
+        """:meth:`full_state_dict` in the type that the model computes in. Collective. None except
+        on rank 0.
+        """
+        state, kind = self.full_state_dict(), self._store.context.compute_dtype
+        if state is None or kind == torch.float32:
+            return state
+        return {name: tensor.to(kind) if tensor.is_floating_point() else tensor for name, tensor in state.items()}
+
+    def save_pretrained(self, save_directory: str | Path) -> None:
+        """Write the whole model's weights to ``save_directory/model.safetensors``. Collective.
+
+        A Hugging Face model's configuration is written too, for ``from_pretrained``.
+        """
+        self._write(Path(save_directory), "model.safetensors", None)
+
+    def save_16bit_model(
+        self, save_dir: str | Path, save_filename: str = "model.safetensors", exclude_frozen_parameters: bool = False
+    ) -> bool:
+        """Write the model in the precision of the computation. Collective.
+
+        A name that ends in .bin, .pt or .pth gets a file for ``torch.load``, as DeepSpeed writes
+        it, and any other name gets safetensors. ``exclude_frozen_parameters`` must be False.
+        """
+        if exclude_frozen_parameters:
+            raise ConfigError("save_16bit_model: exclude_frozen_parameters must be False: the file has all weights")
+        self._write(Path(save_dir), save_filename, self._store.context.compute_dtype)
+        return True
+
+    def _write(self, directory: Path, name: str, dtype: torch.dtype | None) -> None:
+        """Write the whole weights to ``directory/name``, and the model's configuration. Collective.
+
+        ``dtype``: the type of the weights. None: float32.
+        """
+        state, problem = self.full_state_dict(), None
+        if state is not None:
+            try:
+                write_weights(state, self._store.layout.aliases, directory / name, dtype)
+                write_configuration(self._store.module, directory)
+            except (OSError, RuntimeError, SafetensorError) as error:  # torch.save raises RuntimeError
+                problem = f"{directory}: the model cannot be written ({shorten(error)}); choose another directory"
+        # Ranks also wait here, so that none reads the files before they are complete.
+        Ranks(alone=dist.get_world_size() == 1).agree(problem)

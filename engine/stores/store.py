@@ -1,0 +1,302 @@
+"""What everything above needs of the share of a group's subnetwork that one rank has."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple, Protocol
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.optim import Optimizer
+
+from ..distributed.mesh import Coordinates, Holders, Mesh
+from ..distributed.process_groups import Communicators
+from ..distributed.tensor_collectives import TensorRanks
+from ..distributed.traffic import Traffic
+from ..errors import ConfigError
+from ..optim.script_optimizers import on_local_tensors, stepped_by_engine
+from ..placement.buckets import Bucket
+from ..placement.layout import Layout
+from ..placement.tensor_info import TensorInfo
+
+
+class Stepped(NamedTuple):
+    """A tensor on which the optimizer steps, or a parameter that it does not have.
+
+    Attributes:
+        tensor: the tensor, whose ``grad`` is the gradient. FSDP2: a parameter. ZeRO: the float32
+            partition of the parameters of a unit.
+        unit: the unit to which it belongs.
+        holders: the groups that hold the unit.
+        names: the parameters, or slices of them, in it.
+        group: the index of its parameter group in the optimizer. None if the optimizer does not
+            have it.
+        is_cut: whether tensor parallelism cuts it. If not, all tensor-parallel ranks have the same.
+    """
+
+    tensor: torch.Tensor
+    unit: str
+    holders: Holders
+    names: tuple[str, ...]
+    group: int | None
+    is_cut: bool = False
+
+
+class Piece(NamedTuple):
+    """Elements of a tensor of the full model, as a view.
+
+    Attributes:
+        info: the parameter, or the slice of one.
+        tensor: the elements.
+        offset: the position of the first one in the full model's parameter.
+    """
+
+    info: TensorInfo
+    tensor: torch.Tensor
+    offset: tuple[int, ...]
+
+
+class Messages:
+    """Starts messages between groups. Results have a ``wait`` method."""
+
+    def all_reduce(self, tensor: torch.Tensor, group: dist.ProcessGroup) -> Any:
+        """Start to sum ``tensor`` in place."""
+        return dist.all_reduce(tensor, group=group, async_op=True)
+
+    def broadcast(self, tensor: torch.Tensor, source: int, group: dist.ProcessGroup) -> Any:
+        """Start to send the tensor of the member ``source``."""
+        return dist.broadcast(tensor, group_src=source, group=group, async_op=True)
+
+
+@dataclass
+class RankContext:
+    """Where a rank is, with whom it communicates, and what it has sent.
+
+    Attributes:
+        rank: in the world.
+        at: its coordinates in the mesh.
+        mesh: the mesh.
+        device: on which it computes.
+        stage: of ZeRO.
+        compute_dtype: of forward and backward.
+        communicators: its process groups.
+        traffic: the bytes that it has sent.
+        tensor_ranks: its tensor-parallel ranks. None without tensor parallelism.
+        shards: among how many ranks :meth:`GroupStore.part` cuts a parameter; 1 if it is whole.
+        buckets: the gradients that are averaged in one message, in the order of all ranks. The
+            names are keys of :attr:`GroupStore.stepped`.
+        messages: starts messages between groups.
+        awaits_blocks: whether a block may wait for its refreshed copies when it runs. If not, they
+            are awaited at once.
+        user_groups: for each parameter group of the optimizer, the index of the user's one. None if
+            they are the same.
+        user_group_count: the number of the user's groups, if they are not.
+        needs_whole_matrices: whether the optimizer's step depends on them.
+        passes_together: how many forward passes of an evaluation may take turns. None: any number.
+        gather_stream: returns the stream on which a block's shards are gathered, or None.
+        clock: measures the time spent waiting, in seconds.
+    """
+
+    rank: int
+    at: Coordinates
+    mesh: Mesh
+    device: torch.device
+    stage: int
+    compute_dtype: torch.dtype
+    communicators: Communicators
+    traffic: Traffic
+    tensor_ranks: TensorRanks | None = None
+    shards: int = 1
+    buckets: Sequence[Bucket] = ()
+    messages: Messages = field(default_factory=Messages)
+    awaits_blocks: bool = True
+    user_groups: Sequence[int] | None = None
+    user_group_count: int = 0
+    needs_whole_matrices: bool = False
+    passes_together: int | None = None
+    gather_stream: Callable[[nn.Module], torch.Stream | None] = lambda _: None
+    clock: Callable[[], float] = time.perf_counter
+
+    @property
+    def is_sharded(self) -> bool:
+        """Whether the ranks of a group have different elements. If not, they have equal copies."""
+        return self.mesh.shards(self.stage) > 1
+
+    def counts(self, stepped: Stepped) -> bool:
+        """Return whether this rank counts a tensor in the norm over its group."""
+        return (self.is_sharded or self.at.fsdp == 0) and (stepped.is_cut or self.at.tp == 0)
+
+    def counts_once(self, stepped: Stepped) -> bool:
+        """Return whether this rank counts a tensor in the norm over the full model."""
+        return self.counts(stepped) and stepped.holders[0] == self.at.sdp
+
+    def start_control(
+        self, values: torch.Tensor, op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM
+    ) -> Callable[[], object]:
+        """Start to all-reduce a few numbers over all ranks in place. Collective.
+
+        Returns:
+            A function that waits for the result.
+        """
+        if self.mesh.world_size == 1:
+            # gloo wakes a thread even for one rank: 0.1 ms if idle, milliseconds on a loaded
+            # machine.
+            return lambda: None
+        self.traffic.record("control", "all_reduce", values.nbytes, self.mesh.world_size)
+        work = dist.all_reduce(values, op=op, async_op=True)
+        assert work is not None
+        return work.wait
+
+    def all_reduce_control(self, values: torch.Tensor, op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM) -> None:
+        """All-reduce a few numbers over all ranks in place. Collective."""
+        self.start_control(values, op)()
+
+    def sum_in_group(self, values: torch.Tensor) -> None:
+        """Sum a few numbers over the ranks of this group in place. Collective in the group."""
+        group = self.communicators.group
+        if group is not None:
+            self.traffic.record("control", "all_reduce", values.nbytes, group.size())
+            dist.all_reduce(values, group=group)
+
+
+class Averages(Protocol):
+    """Averages gradients among holders, during a backward pass."""
+
+    def arm(self) -> None:
+        """Begin: average gradients as they become ready."""
+        ...
+
+    def abandon(self) -> None:
+        """End after an error."""
+        ...
+
+    def finish(self) -> None:
+        """Wait until every ``grad`` is the average."""
+        ...
+
+
+class GroupStore(Protocol):
+    """The share of a group's subnetwork that one rank has: weights, gradients, optimizer.
+
+    It computes, reduces gradients inside the group, and steps. Everything that concerns several
+    groups is done once, above it (:mod:`sdp.engine.sync`).
+    """
+
+    layout: Layout  # in the present phase of a schedule of maskings
+    module: nn.Module  # this rank's subnetwork
+    context: RankContext
+    parameters: dict[str, nn.Parameter]  # those that the group holds, by name
+    optimizer: Optimizer  # torch's, which steps on ``stepped``
+
+    @property
+    def stepped(self) -> Mapping[str, Stepped]:
+        """What the optimizer steps on, and the held parameters that it does not have, by key."""
+        ...
+
+    def forward(self, call: Callable[[nn.Module, Any], Any], batch: Any) -> Any:
+        """Return the subnetwork's result for a micro-batch."""
+        ...
+
+    def backward(self, loss: torch.Tensor, averages: Averages | None) -> None:
+        """Accumulate gradients. In the last micro-batch of a step there are ``averages``, and then
+        ``grad`` of all of :attr:`stepped` is the average.
+
+        They average what is the mean over the group's data ranks already. Where nothing is sharded
+        (stage 0), it is this rank's own gradient: averages also cover the ranks of a group then.
+        """
+        ...
+
+    def step(self) -> None:
+        """Let the optimizer step with the present gradients, and the model compute with the
+        result.
+        """
+        ...
+
+    def zero_grad(self) -> None:
+        """Drop all gradients, accumulated ones of earlier micro-batches too."""
+        ...
+
+    def reshard(self) -> None:
+        """Bring every parameter into its sharded form, and free gathered copies."""
+        ...
+
+    def evaluating(self, *, full_model: bool) -> AbstractContextManager[Callable[[], None]]:
+        """A context without gradients in which several forward passes may take turns.
+
+        It gives a function to call before each turn. ``full_model``: whether guests run, too.
+        """
+        ...
+
+    def part(self, name: str) -> torch.Tensor:
+        """Return this rank's part of a held parameter in float32. Collective in the group."""
+        ...
+
+    def pieces(self, key: str, tensor: torch.Tensor) -> Iterable[Piece]:
+        """Return the elements of ``tensor``, which has the shape of ``stepped[key].tensor``, as
+        pieces of parameters.
+        """
+        ...
+
+    def weights_changed(self) -> None:
+        """Make the model compute with the values of :attr:`stepped`, after something else wrote
+        them. Collective in the group.
+        """
+        ...
+
+    def enter_phase(self, layout: Layout) -> None:
+        """Skip the units that the group does not hold, or run frozen copies, as ``layout`` says.
+
+        Weights and optimizer state stay. The values of copies that appear are undefined.
+        """
+        ...
+
+
+def frozen_copies(store: GroupStore) -> dict[str, nn.Parameter]:
+    """Return the frozen copies of this rank by name."""
+    if not store.layout.keeps_frozen:
+        return {}
+    return {name: p for name, p in store.module.named_parameters() if name not in store.parameters}
+
+
+def step_optimizer(store: GroupStore) -> None:
+    """Let torch's optimizer step on :attr:`GroupStore.stepped`.
+
+    Raises:
+        ConfigError: It needs whole matrices and cannot step on shards.
+    """
+    optimizer, needs_whole = store.optimizer, store.context.needs_whole_matrices
+    is_whole = needs_whole and store.context.shards == 1
+    with stepped_by_engine(optimizer), on_local_tensors(optimizer) if is_whole else nullcontext():
+        try:
+            optimizer.step()
+        except (RuntimeError, NotImplementedError) as error:
+            if not needs_whole or is_whole or isinstance(error, torch.OutOfMemoryError):
+                raise
+            raise ConfigError(
+                f"optimizer: {type(optimizer).__name__} needs whole matrices, and cannot step on shards; use "
+                "zero_optimization.stage 0, or an optimizer that steps on single elements, such as AdamW"
+            ) from error
+
+
+def materialise_state(store: GroupStore) -> None:
+    """Create the optimizer state that the first step would create. No weight changes."""
+    kept = store.optimizer.param_groups
+    tensors = [one for one in store.stepped.values() if one.group is not None]
+    before = [(group, group["params"], group["lr"]) for group in kept]
+    gradients = [one.tensor.grad for one in tensors]
+    for index, group in enumerate(kept):
+        # DeepSpeed gives the optimizer its tensors only during a step.
+        group["params"], group["lr"] = [one.tensor for one in tensors if one.group == index], 0.0
+    for one in tensors:
+        one.tensor.grad = torch.zeros_like(one.tensor)
+    try:
+        step_optimizer(store)
+    finally:
+        for group, members, rate in before:
+            group["params"], group["lr"] = members, rate
+        for one, gradient in zip(tensors, gradients, strict=True):
+            one.tensor.grad = gradient

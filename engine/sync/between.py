@@ -1,0 +1,260 @@
+"""What happens between groups in a step: averages of gradients, the norm, refreshes of copies.
+
+It works on a :class:`~sdp.engine.stores.store.GroupStore`, whatever that does inside the group.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection, Mapping
+from typing import Any
+
+import torch
+from torch.optim import Optimizer
+
+from ..config.masking import Masking
+from ..config.schema import Config
+from ..distributed.mesh import Holders
+from ..distributed.tensors import local_tensor, stored_tensor
+from ..optim.clip import squared_norm
+from ..stores.store import GroupStore
+from .changed_gradients import CHANGED, FinalGradients, compare_gradients
+from .consistency import check_holders
+from .gradients import GradientSync
+from .weights import WeightRefresh
+
+
+class BetweenGroups:
+    """The averages, refreshes and norms of one rank.
+
+    Args:
+        store: this rank's share of its group.
+        config: the configuration.
+
+    Attributes:
+        run_layout: the layout of the run, with the frozen copies of all phases.
+        local: the local steps (:class:`~sdp.engine.local_steps.LocalSteps`), while groups take
+            steps on their own (``sdp.sync``).
+    """
+
+    def __init__(self, store: GroupStore, config: Config):
+        self.store, self.context, self.run_layout = store, store.context, store.layout
+        context = self.context
+        self.local: Any = None
+        self._tensors = {key: one.tensor for key, one in store.stepped.items()}
+        holders = context.communicators.holders
+        self._sync = GradientSync(
+            context.buckets, self._tensors, holders, context.traffic,
+            clock=context.clock, all_reduce=context.messages.all_reduce,
+        )  # fmt: skip
+        self._inner = self._make_inner_sync() if config.sdp.sync is not None else None
+        trained = [one for one in store.stepped.values() if one.tensor.requires_grad]
+        self._trained = [one.tensor for one in trained]
+        self._counted = [one.tensor for one in trained if context.counts_once(one)]
+        self._counted_in_group = [one.tensor for one in trained if context.counts(one)]
+        self._final = FinalGradients()
+        self._factors: dict[Holders, float] = {}  # by which gradients were multiplied, if losses have weights
+        weights = {name: stored_tensor(parameter) for name, parameter in store.module.named_parameters()}
+        self._refresh = WeightRefresh(
+            store.layout.refreshes, weights, context.communicators.refresh, context.traffic, context.compute_dtype,
+            context.messages.broadcast,
+        )  # fmt: skip
+        for block in dict.fromkeys(refresh.block for refresh in store.layout.refreshes):
+            self._await_weights(block)
+
+    def _make_inner_sync(self) -> GradientSync:
+        """Make what averages the gradients of local steps, among this group's replicas only."""
+        context = self.context
+        replicas, holder_sets = context.communicators.replicas, {bucket.holders for bucket in context.buckets}
+        groups = dict.fromkeys(holder_sets, replicas) if replicas is not None else {}
+        return GradientSync(
+            context.buckets, self._tensors, groups, context.traffic, clock=context.clock, scope="inside groups"
+        )
+
+    def _await_weights(self, name: str) -> None:
+        """Let a block wait for its refreshed weights before it runs."""
+        block, refresh, stream_of = self.store.module.get_submodule(name), self._refresh, self.context.gather_stream
+        # This hook must run before FSDP2's own hook, which gathers the shards.
+        block.register_forward_pre_hook(lambda module, _: refresh.wait(name, stream_of(module)), prepend=True)
+
+    @property
+    def is_local(self) -> bool:
+        """Whether groups take the next step on their own."""
+        return self.local is not None
+
+    @property
+    def exposed_seconds(self) -> float:
+        """Seconds since the start that averages of gradients lasted longer than backward."""
+        others = [self._inner, self.local and self.local.outer]
+        return self._sync.exposed_seconds + sum(other.exposed_seconds for other in others if other is not None)
+
+    # -- gradients ---------------------------------------------------------------------------------
+
+    def backward(self, loss: torch.Tensor, *, boundary: bool) -> None:
+        """Accumulate gradients of ``loss``. At the ``boundary`` every gradient becomes the average.
+
+        It is g_u = Σ_{w∈H_u} Σ_f ∂ℓ_{w,f}/∂θ_u / (k_u·F), and in local steps that of the group.
+        """
+        self._multiply({holders: 1 / factor for holders, factor in self._factors.items() if factor})
+        self._factors = {}
+        averages = (self._inner if self.is_local else self._sync) if boundary else None
+        self.store.backward(loss, averages)
+        if boundary and not self.is_local and self.context.mesh.world_size > 1:
+            self._final.note(self._trained)
+
+    def weigh_gradients(self, weight: torch.Tensor, unit: float) -> tuple[float, int]:
+        """Divide gradients by the sum of their weights. Collective.
+
+        Args:
+            weight: Σ n of this rank in this step, a float64 scalar.
+            unit: What the weights of the losses were divided by.
+
+        Returns:
+            Σ n over the ranks that average, and how many data ranks these are.
+        """
+        mesh, at = self.context.mesh, self.context.at
+        counts = torch.zeros(mesh.data_ranks, dtype=torch.float64, device=self.context.device)
+        if at.tp == 0:  # tensor-parallel ranks read the same data
+            counts[mesh.data_rank(self.context.rank)] = weight
+        if self.is_local:
+            self.context.sum_in_group(counts)
+        else:
+            self.context.all_reduce_control(counts)
+        of_group = counts.view(mesh.sdp, mesh.fsdp).sum(1).tolist()
+        self._factors = {}
+        for holders in {one.holders for one in self.store.stepped.values()}:
+            averaging = (at.sdp,) if self.is_local else holders
+            total = sum(of_group[holder] for holder in averaging)
+            self._factors[holders] = mesh.data_ranks_of(averaging) * unit / total if total else 0.0
+        self._multiply(self._factors)
+        self._final.note(() if self.is_local or mesh.world_size == 1 else self._trained)
+        return sum(of_group), mesh.fsdp if self.is_local else mesh.data_ranks
+
+    def _multiply(self, factors: Mapping[Holders, float]) -> None:
+        """Multiply the gradients of the tensors of each holder set by a factor."""
+        for holders, factor in factors.items():
+            members = (one.tensor.grad for one in self.store.stepped.values() if one.holders == holders)
+            if gradients := [local_tensor(gradient) for gradient in members if gradient is not None]:
+                torch._foreach_mul_(gradients, factor)
+
+    def gradients(self) -> list[torch.Tensor]:
+        """Return the gradients of the next update."""
+        return [tensor.grad for tensor in self._tensors.values() if tensor.grad is not None]
+
+    def forget_gradients(self) -> None:
+        """Drop all gradients."""
+        self._final.forget()
+        self._factors = {}
+        self.store.zero_grad()
+
+    def norm_and_loss(self, loss: torch.Tensor, loss_scale: float = 1.0) -> tuple[float, float]:
+        """Return the norm of the full model's gradient, and the mean of the ranks' ``loss``.
+
+        Collective. The same on every rank: one message, and one wait of the host, for both.
+
+        Args:
+            loss: this rank's loss, a float64 scalar.
+            loss_scale: what the gradients are still multiplied by.
+
+        Raises:
+            HolderMismatchError: The script changed gradients, not equally at all holders.
+        """
+        norm = squared_norm([t.grad for t in self._counted if t.grad is not None], self.context.device)
+        totals = torch.stack([norm / loss_scale**2, loss / self.context.mesh.world_size])
+        if self._final.are_changed():
+            totals[0] += CHANGED
+        self.context.all_reduce_control(totals)
+        squared, mean_loss = totals.tolist()
+        if CHANGED <= squared < math.inf:
+            compare_gradients(self.store)
+            self._final.forget()
+            return self.norm_and_loss(loss, loss_scale)
+        return math.sqrt(squared), mean_loss
+
+    def step(self) -> None:
+        """Let the store step. Copies of other groups get the old weights before."""
+        self._refresh.finish()
+        self.store.step()
+
+    def reshard(self) -> None:
+        """Bring every parameter into its sharded form, after copies that are under way."""
+        self._refresh.finish()
+        self.store.reshard()
+
+    def norm_in_group(self) -> float:
+        """Return the norm of the gradient of this group's subnetwork. Collective in the group."""
+        squared = squared_norm([t.grad for t in self._counted_in_group if t.grad is not None], self.context.device)
+        self.context.sum_in_group(squared)
+        return math.sqrt(squared.item())
+
+    # -- frozen copies -----------------------------------------------------------------------------
+
+    def refresh(self, names: Collection[str], weights: Mapping[str, torch.Tensor] | None = None) -> None:
+        """Start to send weights of ``names`` to the frozen copies of other groups. Collective.
+
+        ``weights`` are sent in place of the parameters of the same names. Each copy is awaited when
+        it is needed.
+        """
+        if self.store.layout.keeps_frozen:
+            self._refresh.start(names, weights)
+            if not self.context.awaits_blocks:
+                self._refresh.finish()
+
+    def refresh_trained(self) -> None:
+        """Send what an update has changed. Collective."""
+        self.refresh([name for name, info in self.store.layout.parameters.items() if info.trainable])
+
+    def refresh_all(self, weights: Mapping[str, torch.Tensor] | None = None) -> None:
+        """Bring all copies up to date and wait for them. Collective."""
+        self.refresh(self.store.layout.parameters, weights)
+        self._refresh.finish()
+
+    def finish_refresh(self) -> None:
+        """Wait for copies that are under way."""
+        self._refresh.finish()
+
+    def enter_phase(self, masking: Masking) -> None:
+        """Skip the units that a group does not hold, or run frozen copies of them. Collective.
+
+        Weights and optimizer state stay.
+        """
+        self._refresh.finish()
+        self.store.enter_phase(self.run_layout.in_phase(masking))
+        self.refresh_all()
+
+    # -- agreement ---------------------------------------------------------------------------------
+
+    def check_holders(
+        self, weights: Mapping[str, torch.Tensor] | None = None, optimizer: Optimizer | None = None
+    ) -> None:
+        """Compare weights and optimizer state bit by bit between holders. Collective.
+
+        Args:
+            weights: compared in place of the store's tensors of the same keys.
+            optimizer: whose state is compared; by default the store's.
+
+        Raises:
+            HolderMismatchError: Two holders differ.
+        """
+        if self.context.mesh.world_size > 1:
+            check_holders(self.store, weights or {}, optimizer or self.store.optimizer)
+
+    def names_of_param_groups(self) -> list[list[str]]:
+        """Return the canonical names of the parameters in each parameter group of the optimizer."""
+        infos = self.store.layout.parameters
+        found: list[list[str]] = [[] for _ in self.store.optimizer.param_groups]
+        for one in self.store.stepped.values():
+            if one.group is not None:
+                found[one.group] += [infos[name].canonical for name in one.names]
+        return found
+
+    def learning_rates(self) -> list[float]:
+        """Return the learning rate of each of the user's parameter groups, for the next step.
+
+        A group without parameters on this rank has the first group's rate.
+        """
+        rates = [group["lr"] for group in self.store.optimizer.param_groups]
+        groups, count = self.context.user_groups, self.context.user_group_count
+        if groups is None:
+            return rates
+        return [rates[groups.index(index) if index in groups else 0] for index in range(count)]
