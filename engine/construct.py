@@ -12,7 +12,6 @@ import torch.distributed as dist
 from torch import nn
 
 from .accounting.clock import clock
-from .stores.deepspeed.private import restore_linear
 from .config.schema import Config
 from .distributed.mesh import Coordinates
 from .distributed.process_groups import tensor_group
@@ -21,6 +20,7 @@ from .distributed.tensor_parallel import parallelise
 from .distributed.traffic import Traffic
 from .errors import ModelError
 from .placement.layout import Layout
+from .stores.deepspeed.private import restore_linear
 from .stores.fsdp2.store import Fsdp2Store
 from .subnetwork.activations import checkpoint_activations
 from .subnetwork.autocast import autocast_forward

@@ -40,8 +40,8 @@ from .optim.schedules import check_steps, scheduler_of
 from .optim.script_optimizers import needs_whole_matrices
 from .placement.layout import Layout
 from .placement.requirements import draws_of
-from .subnetwork.given_model import check_given_model, compiled_in_place
 from .stores.store import GroupStore
+from .subnetwork.given_model import check_given_model, compiled_in_place
 from .subnetwork.initialisation import seed_of
 from .subnetwork.materialise import make_float32
 from .sync.consistency import check_placement
