@@ -86,6 +86,13 @@ class DeepSpeedMonitor:
         self._run: Any = None  # of Weights & Biases
         self.enabled = config.tensorboard.enabled or config.csv_monitor.enabled or config.wandb.enabled
 
+    def write_step(self, step: int, loss: float, norm: float, rate: float, loss_scale: float | None) -> None:
+        """Write the points of a training step."""
+        points = {"Train/Samples/train_loss": loss, "Train/Samples/lr": rate, "Train/grad_norm": norm}
+        if loss_scale is not None:
+            points["Train/Samples/loss_scale"] = loss_scale
+        self.write_events([(name, value, step) for name, value in points.items()])
+
     def write_events(self, events: Sequence[tuple[str, Any, int]]) -> None:
         """Write points of curves: the curve's name, the value, and its place on the x axis."""
         for name, value, step in events if self._writes else ():

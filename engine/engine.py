@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import logging
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, Self
 
@@ -184,11 +184,11 @@ class SDPEngine:
         scaled = scalar / self._batch.accumulation if scale_wrt_gas else scalar
         weights = self._weight_of(weight, scale_wrt_gas=scale_wrt_gas)
         if weights is None:
-            self.groups.backward(self._times_loss_scale(scaled), boundary=boundary)
+            self.groups.backward(scaled, self.get_loss_scale(), boundary=boundary)
         else:
             unit = self._weights.unit
             weighted = scalar * (weights / unit).to(scalar.dtype)
-            self.groups.backward(self._times_loss_scale(weighted), boundary=boundary)
+            self.groups.backward(weighted, self.get_loss_scale(), boundary=boundary)
             self._weights.add(weights, scalar)
             if boundary:
                 total, ranks = self.groups.weigh_gradients(self._weights.total(), unit)
@@ -200,9 +200,6 @@ class SDPEngine:
         if self.loader is not None and self.device.type == "cuda":
             self.loader.fetch_ahead()  # while the device computes; the next call waits for the norm
         return scaled
-
-    def _times_loss_scale(self, loss: torch.Tensor) -> torch.Tensor:
-        return loss if self.loss_scaler is None else loss.float() * self.loss_scaler.cur_scale
 
     def _weight_of(self, weight: Any, *, scale_wrt_gas: bool) -> torch.Tensor | None:
         """Return the weight of a micro-batch, or None if losses have none.
@@ -299,13 +296,8 @@ class SDPEngine:
         self.last_steps.report_skips(self.global_steps, self.get_loss_scale())
 
     def _write_curves(self, step: int, loss: float, norm: float) -> None:
-        """Write the monitors' points of ``step``."""
-        if not self.monitor.enabled:
-            return
-        points = {"Train/Samples/train_loss": loss, "Train/Samples/lr": self.get_lr()[0], "Train/grad_norm": norm}
-        if (scale := self.get_loss_scale()) is not None:
-            points["Train/Samples/loss_scale"] = scale
-        self.monitor.write_events([(name, value, step) for name, value in points.items()])
+        if self.monitor.enabled:
+            self.monitor.write_step(step, loss, norm, self.get_lr()[0], self.get_loss_scale())
 
     def _count_step(self) -> None:
         """Count a step that was taken, or that all groups skipped."""
@@ -484,17 +476,8 @@ class SDPEngine:
             raise ConfigError("engine.data_parallel_group: with tensor parallelism, use engine.layout.mesh")
         return dist.group.WORLD
 
-    def gather_facts(self, facts: Any) -> list[Any]:
-        """All ranks' ``facts`` (small JSON), in rank order. Tuples become lists. Collective."""
-        return gather_json(facts) if self.world_size > 1 else [facts]
-
-    def start_max(self, values: Sequence[int]) -> Callable[[], list[int]]:
-        """Start to find the maximum of each value over all ranks. Collective.
-
-        Returns a function that waits for the maxima and returns them. The message has 8 bytes for
-        each value. :attr:`traffic` does not count it.
-        """
-        return start_max(values) if self.world_size > 1 else lambda: list(values)
+    gather_facts = staticmethod(gather_json)
+    start_max = staticmethod(start_max)
 
     def check_holders(self) -> None:
         """Compare weights and optimizer state bit by bit between holders. Collective.
@@ -576,8 +559,6 @@ class SDPEngine:
         """Bytes that this rank sends in one training step, by the placement.
 
         With local steps (``sdp.sync``) they depend on the ``step``. Without it, they are a round's.
-
-        DeepSpeed's own messages inside the group are not included. ``comms_logger`` counts them.
         """
         return planned_traffic(self.groups, self.config, self._batch.accumulation, step)
 
@@ -592,18 +573,12 @@ class SDPEngine:
         self.module.train(mode)
         return self
 
-    def eval(self) -> Self:
-        return self.train(False)
+    eval = functools.partialmethod(train, False)
 
     def to(self, *args: Any, **kwargs: Any) -> Self:
-        """Do nothing if the model may stay as it is. The engine has put it on its device.
+        """Do nothing if the model may stay as it is: the engine has put it on its device.
 
-        Args:
-            args: A device, a type or a tensor that has both, as for ``torch.nn.Module.to``.
-            kwargs: ``device`` and ``dtype`` by name. Other options have no effect.
-
-        Raises:
-            ConfigError: Another device or another floating-point type is asked for.
+        Raises ConfigError if another device or another floating-point type is asked for.
         """
         refuse_other_place(
             "to", [*args, kwargs.get("device"), kwargs.get("dtype")], self.device, self.store.context.compute_dtype
@@ -614,15 +589,9 @@ class SDPEngine:
         """The same as ``to("cuda")``."""
         return self.to(torch.device("cuda", device) if isinstance(device, int) else device or "cuda")
 
-    def cpu(self) -> Self:
-        """The same as ``to("cpu")``."""
-        return self.to("cpu")
-
-    def half(self) -> Self:
-        return self.to(torch.float16)
-
-    def bfloat16(self) -> Self:
-        return self.to(torch.bfloat16)
+    cpu = functools.partialmethod(to, "cpu")
+    half = functools.partialmethod(to, torch.float16)
+    bfloat16 = functools.partialmethod(to, torch.bfloat16)
 
     def destroy(self) -> None:
         """Finish a background checkpoint and drop gradients. Call it after the last step."""

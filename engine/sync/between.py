@@ -90,15 +90,17 @@ class BetweenGroups:
 
     # -- gradients ---------------------------------------------------------------------------------
 
-    def backward(self, loss: torch.Tensor, *, boundary: bool) -> None:
-        """Accumulate gradients of ``loss``. At the ``boundary`` every gradient becomes the average.
+    def backward(self, loss: torch.Tensor, loss_scale: float | None, *, boundary: bool) -> None:
+        """Accumulate gradients of ``loss``, times the loss scale if there is one.
+
+        At the ``boundary`` every gradient becomes the average.
 
         It is g_u = Σ_{w∈H_u} Σ_f ∂ℓ_{w,f}/∂θ_u / (k_u·F), and in local steps that of the group.
         """
         self._multiply({holders: 1 / factor for holders, factor in self._factors.items() if factor})
         self._factors = {}
         averages = (self._inner if self.is_local else self._sync) if boundary else None
-        self.store.backward(loss, averages)
+        self.store.backward(loss if loss_scale is None else loss.float() * loss_scale, averages)
         if boundary and not self.is_local and self.context.mesh.world_size > 1:
             self._final.note(self._trained)
 
