@@ -556,10 +556,8 @@ class SDPEngine:
         return measured_state(self.groups, self._gradient_bytes)
 
     def planned_traffic(self, step: int | None = None) -> Traffic:
-        """Bytes that this rank sends in one training step, by the placement.
-
-        With local steps (``sdp.sync``) they depend on the ``step``. Without it, they are a round's.
-        """
+        """Bytes that this rank sends in one training step, by the placement. In local steps
+        (``sdp.sync``) they depend on the ``step``, and without it they are a round's."""
         return planned_traffic(self.groups, self.config, self._batch.accumulation, step)
 
     def traffic_formula(self) -> str:
