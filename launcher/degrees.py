@@ -39,13 +39,9 @@ class Degrees:
         return self.config.tensor_parallel.autotp_size
 
     @property
-    def in_one_process(self) -> bool:
-        return self.config.sdp.in_one_process
-
-    @property
     def fewest(self) -> int:
         """The fewest processes that make a whole grid."""
-        return 1 if self.in_one_process else self.groups * (self.fsdp or 1) * self.tp
+        return self.groups * (self.fsdp or 1) * self.tp
 
     def check(self, processes: int, source: str) -> None:
         """Check that ``processes``, a number that comes from ``source``, fits the run.
@@ -67,18 +63,12 @@ class Degrees:
 
     def _check_grid(self, processes: int, source: str) -> None:
         factors = f"groups {self.groups} (sdp.groups) * tp {self.tp} (tensor_parallel.autotp_size)"
-        if self.in_one_process:
-            if processes != 1 or self.fsdp not in (None, 1):
-                raise LaunchError(
-                    f'sdp.engine "reference" runs all {self.groups} groups in one process; found'
-                    f" {processes} processes ({source}) and fsdp {self.fsdp or 1}; use 1 of each, or sdp.engine fsdp2"
-                )
-        elif self.fsdp is not None and processes != self.groups * self.fsdp * self.tp:
+        if self.fsdp is not None and processes != self.groups * self.fsdp * self.tp:
             raise LaunchError(
                 f"{processes} processes ({source}) are not {factors} * fsdp {self.fsdp} (--fsdp)"
                 f" = {self.groups * self.fsdp * self.tp}; change one of them"
             )
-        elif processes % (self.groups * self.tp):
+        if processes % (self.groups * self.tp):
             raise LaunchError(
                 f"{processes} processes ({source}) are not a multiple of {factors} = {self.groups * self.tp}; change "
                 "one of them"
@@ -93,8 +83,6 @@ class Degrees:
         """
         if nproc is not None:
             count, source = nproc, "--nproc"
-        elif self.in_one_process:
-            count, source = 1, "this process"
         elif devices and self.fsdp is None:
             count, source = devices, "visible devices"
         else:
@@ -102,8 +90,8 @@ class Degrees:
         self.check(count, source)
         if 0 < devices < count:
             raise LaunchError(
-                f"{count} processes ({source}) need {count} devices, {devices} visible; use fewer,"
-                ' CUDA_VISIBLE_DEVICES= for the CPU, or sdp.engine "reference" for all groups on one device'
+                f"{count} processes ({source}) need {count} devices, {devices} visible; use fewer, or "
+                "CUDA_VISIBLE_DEVICES= for the CPU"
             )
         return count
 

@@ -9,25 +9,28 @@ from __future__ import annotations
 import argparse
 import json
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from itertools import chain
 from typing import Any
 
 import torch
+from torch import nn
 
-from ..engine.backend import Backend
-from ..engine.batch.call import target_count
+from ..engine.batch.call import call_model, loss_of, target_count, to_device
 from ..engine.batch.loader import evaluation_batches
 from ..engine.batch.size import BatchSize
 from ..engine.checkpoint.load import load
 from ..engine.checkpoint.state import weights_of
 from ..engine.config.section import parse_section
 from ..engine.config.training_section import TasksSection
-from ..engine.construct import build_backend, values_to_give
+from ..engine.construct import values_to_give
 from ..engine.distributed.mesh import Mesh
 from ..engine.errors import ConfigError, escape
+from ..engine.full_model.whole_copy import UncutModel
 from ..engine.placement.layout import Layout
+from ..engine.subnetwork.autocast import autocast_forward
 from ..models.registry import build_model
 from .runs import saved_run
 from .runs.dataset import Corpus, open_prepared, verify
@@ -36,10 +39,9 @@ from .runs.saved_run import CheckpointChoice, SavedRun
 from .tasks.harness import LoadedTasks, Scores
 from .tasks.scoring import FullModel, Scorer, max_length
 
-# The reference engine holds the whole model in one process, so the layout of the training does not
-# matter.
+# The whole model is in this process, so the engine and the layout of the training do not matter.
 _IN_ONE_PROCESS = (
-    "sdp.engine=reference",
+    "sdp.engine=fsdp2",
     "fp16.enabled=false",
     "tensor_parallel.autotp_size=1",
     "training.init_from=null",
@@ -168,12 +170,13 @@ def evaluate(saved: SavedRun, limit: int | None = None, tasks: LoadedTasks | Non
     corpus = open_prepared(saved.config, saved.data)
     verify(saved.config, saved.data)
     batches = list(_batches(saved, corpus, limit or saved.config.training.evaluate_batches))
-    backend = _load(saved, corpus)
-    counts = [target_count(backend.module, batch) for batch in batches]
-    loss = backend.evaluate(batches, counts)
-    measures = {
-        name: backend.evaluate([{**batch, "measure": name} for batch in batches], counts) for name in corpus.measures
-    }
+    with _loaded(saved, corpus) as model:
+        counts = [target_count(model.module, batch) for batch in batches]
+        loss = model.mean_loss(batches, counts)
+        measures = {
+            name: model.mean_loss([{**batch, "measure": name} for batch in batches], counts) for name in corpus.measures
+        }
+        scores = _run_tasks(tasks, saved, model) if tasks is not None else None
     own = [line.get("loss") for line in read_run(saved.dump_dir).evaluations if line["step"] == saved.step]
     return Evaluation(
         checkpoint=str(saved.checkpoint),
@@ -186,14 +189,14 @@ def evaluate(saved: SavedRun, limit: int | None = None, tasks: LoadedTasks | Non
         perplexity=None if measures else math.exp(min(loss, 700.0)),
         accuracy=measures.get("accuracy"),
         in_training=own[-1] if own else None,
-        tasks=_run_tasks(tasks, saved, backend) if tasks is not None else None,
+        tasks=scores,
     )
 
 
-def _run_tasks(tasks: LoadedTasks, saved: SavedRun, backend: Backend) -> Scores:
-    longest = max_length(backend.module, saved.config.data.sequence_length)
+def _run_tasks(tasks: LoadedTasks, saved: SavedRun, model: _WholeModel) -> Scores:
+    longest = max_length(model.module, saved.config.data.sequence_length)
     micro = BatchSize.resolve(saved.config, _mesh_of(saved)).micro
-    scorer = Scorer(FullModel(backend.module, backend.evaluate, longest, micro, backend.device))
+    scorer = Scorer(FullModel(model.module, model.mean_loss, longest, micro, model.device))
     return scorer.lead(lambda: tasks.run(scorer, saved.data))
 
 
@@ -214,17 +217,40 @@ def _batches(saved: SavedRun, corpus: Corpus, limit: int) -> Iterator[Any]:
     return chain.from_iterable(loaders)
 
 
-def _load(saved: SavedRun, corpus: Corpus) -> Backend:
-    """A backend with the checkpoint's weights, in evaluation mode."""
-    model = build_model(saved.config.model, **corpus.facts)
-    layout = Layout.of(model, saved.config, Mesh(saved.config.sdp.groups))
+@dataclass(frozen=True)
+class _WholeModel:
+    """The model of a checkpoint in evaluation mode, and its device."""
+
+    module: nn.Module
+    device: torch.device
+
+    @torch.no_grad()
+    def mean_loss(self, batches: Sequence[Any], weights: Sequence[float]) -> float:
+        """The weighted mean of the losses. Batches that weigh nothing are left out."""
+        total = weight = 0.0
+        for batch, count in zip(batches, weights, strict=True):
+            if count:  # the mean over no targets is NaN
+                total += loss_of(call_model(self.module, to_device(batch, self.device))).item() * count
+                weight += count
+        return total / weight if weight else math.nan
+
+
+@contextmanager
+def _loaded(saved: SavedRun, corpus: Corpus) -> Iterator[_WholeModel]:
+    config, model = saved.config, build_model(saved.config.model, **corpus.facts)
+    layout = Layout.of(model, config, Mesh(config.sdp.groups))
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    backend = build_backend(model, saved.config, layout, device, values_to_give(model, saved.config, layout))
-    buffers = {name: buffer for name, buffer in backend.module.named_buffers() if name in layout.buffers}
-    backend.use_masking(saved.config.masking_schedule.at(saved.step + 1))
-    load(saved.checkpoint, weights_of({**backend.parameters, **buffers}), saved.state["files"], alone=True)
-    backend.module.eval()
-    return backend
+    uncut = UncutModel(model, layout, values_to_give(model, config, layout))
+    infos = {name: slices[0] for name, slices in layout.wholes.items()} | layout.buffers
+    tensors = {name: torch.empty(info.full_shape, dtype=info.dtype, device=device) for name, info in infos.items()}
+    load(saved.checkpoint, weights_of(tensors), saved.state["files"], alone=True)
+    dtype = getattr(torch, config.precision)
+    for name in layout.wholes:
+        tensors[name] = tensors[name].to(dtype if infos[name].dtype.is_floating_point else infos[name].dtype)
+    phase = layout.in_phase(config.masking_schedule.at(saved.step + 1))
+    with uncut.filled(tensors, dtype, device, phase) as module:
+        autocast_forward(module, config, device)
+        yield _WholeModel(module, device)
 
 
 def _table(result: Evaluation) -> str:

@@ -17,33 +17,29 @@ from ..errors import ConfigError, DataError, ModelError
 from ..model_interface import shifts_labels
 
 IGNORED_LABEL = -100  # torch's and Hugging Face's ignore_index
-_TREES = "use tensors, tuples, lists, mappings or dataclasses"
 
 
-def map_leaves(function: Callable[..., Any], *trees: Any) -> Any:
-    """Apply ``function`` to the corresponding leaves of trees that have the same structure.
+def map_leaves(function: Callable[[Any], Any], tree: Any) -> Any:
+    """Apply ``function`` to the leaves of a tree.
 
     A tree is a torch pytree. Dataclasses and mappings of any class, such as Hugging Face's
     BatchEncoding, are trees here too. torch treats each of them as one leaf.
     """
 
-    def leaf(*leaves: Any) -> Any:
-        first = leaves[0]
-        if isinstance(first, MutableMapping):
-            new = copy.copy(first)
-            for key in first:
-                new[key] = map_leaves(function, *(each[key] for each in leaves))
+    def leaf(found: Any) -> Any:
+        if isinstance(found, MutableMapping):
+            new = copy.copy(found)
+            for key in found:
+                new[key] = map_leaves(function, found[key])
             return new
-        if is_dataclass(first) and not isinstance(first, type):
-            new = copy.copy(first)
-            for field in fields(first):
-                object.__setattr__(
-                    new, field.name, map_leaves(function, *(getattr(each, field.name) for each in leaves))
-                )
+        if is_dataclass(found) and not isinstance(found, type):
+            new = copy.copy(found)
+            for field in fields(found):
+                object.__setattr__(new, field.name, map_leaves(function, getattr(found, field.name)))
             return new
-        return function(*leaves)
+        return function(found)
 
-    return tree_map(leaf, *trees)
+    return tree_map(leaf, tree)
 
 
 def tensors_in(tree: Any) -> list[torch.Tensor]:
@@ -57,14 +53,6 @@ def tensors_in(tree: Any) -> list[torch.Tensor]:
         elif is_dataclass(leaf) and not isinstance(leaf, type):
             found += tensors_in([getattr(leaf, field.name) for field in fields(leaf)])
     return found
-
-
-def _hides_tensors(leaf: Any) -> bool:
-    """Return whether a leaf has tensors as attributes or members."""
-    members = list(leaf) if isinstance(leaf, list | tuple | set | frozenset) else []
-    return any(
-        isinstance(value, torch.Tensor) for value in tree_leaves([members, *getattr(leaf, "__dict__", {}).values()])
-    )
 
 
 def _bind(module: nn.Module, batch: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
@@ -224,54 +212,3 @@ def to_device(batch: Any, device: torch.device, *, non_blocking: bool = True) ->
     return map_leaves(
         lambda leaf: leaf.to(device, non_blocking=non_blocking) if isinstance(leaf, torch.Tensor) else leaf, batch
     )
-
-
-def split_rows(batch: Any, parts: int) -> list[Any]:
-    """Cut every tensor of a batch into ``parts`` equal pieces along dimension 0.
-
-    Every piece gets the scalars and the other leaves.
-    """
-
-    def piece(index: int) -> Any:
-        def cut(leaf: Any) -> Any:
-            if not isinstance(leaf, torch.Tensor) or leaf.dim() == 0:
-                if _hides_tensors(leaf):
-                    raise DataError(f"the rows of a {type(leaf).__name__} cannot be cut for {parts} workers; {_TREES}")
-                return leaf
-            if leaf.shape[0] % parts:
-                raise DataError(
-                    f"a batch of {leaf.shape[0]} rows cannot be cut for {parts} workers; give a multiple of {parts} "
-                    "rows"
-                )
-            rows = leaf.shape[0] // parts
-            return leaf[index * rows : (index + 1) * rows]
-
-        return map_leaves(cut, batch)
-
-    return [piece(index) for index in range(parts)]
-
-
-def merge_outputs(outputs: list[Any]) -> Any:
-    """Merge the outputs of the workers into one.
-
-    Scalars are averaged, and tensors are joined along dimension 0. Other leaves are those of the
-    first worker.
-
-    Raises:
-        ModelError: a leaf of an unknown class has tensors.
-    """
-
-    def merge(*leaves: Any) -> Any:
-        if not isinstance(leaves[0], torch.Tensor):
-            if _hides_tensors(leaves[0]):
-                raise ModelError(
-                    f"the model returned a {type(leaves[0]).__name__}, which cannot be joined over workers; {_TREES}"
-                )
-            return leaves[0]
-        if leaves[0].dim():
-            return torch.cat(leaves)
-        stacked = torch.stack(leaves)
-        # The mean of integers, such as counts, is not an integer.
-        return (stacked if stacked.is_floating_point() or stacked.is_complex() else stacked.float()).mean(0)
-
-    return map_leaves(merge, *outputs) if len(outputs) > 1 else outputs[0]

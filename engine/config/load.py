@@ -168,13 +168,6 @@ def _refuse_with_neurons(config: Config) -> None:
             'sdp.units: patterns name blocks; with sdp.granularity "neuron" leave it "auto", the model states its '
             "branches"
         )
-    mode = config.activation_checkpointing.mode
-    if config.sdp.in_one_process and mode != "none":  # recomputation would read whole parameters, not slices
-        raise ConfigError(
-            f"activation_checkpointing.mode: {json.dumps(mode)} is not available in this version "
-            'together with sdp.granularity "neuron"; use '
-            '"none", or sdp.engine "fsdp2"'
-        )
 
 
 def _refuse_with_deepspeed(config: Config) -> None:
@@ -249,8 +242,6 @@ def _refuse_unavailable(config: Config) -> None:
             "training.compile: true is not available in this version together with tensor_parallel.autotp_size above "
             "1; use false"
         )
-    if config.training.compile and sdp.in_one_process:
-        raise ConfigError(f'training.compile: true is not available with sdp.engine "{sdp.engine}"; use false')
 
 
 def _refuse_schedule(config: Config) -> None:

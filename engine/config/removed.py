@@ -33,6 +33,9 @@ VALUES: dict[tuple[str, str | bool], str] = {
     ("scheduler.type", "OneCycle"): (
         'use "WSD" or "WarmupCosineLR", or pass torch.optim.lr_scheduler.OneCycleLR as lr_scheduler='
     ),
+    ("sdp.engine", "reference"): (
+        'use "fsdp2", which starts a local process for each group; one group alone trains in one process'
+    ),
     ("sdp.engine", "vectorized"): 'use "fsdp2", which starts a local process for each group',
 }
 

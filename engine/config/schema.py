@@ -171,7 +171,7 @@ class SDPSection(Section):
     branch_scale: Literal["none", "train", "eval"] = "none"
     neuron_groups: Width = 8
     seed: Seed = 0
-    engine: Literal["fsdp2", "deepspeed", "reference"] = "fsdp2"
+    engine: Literal["fsdp2", "deepspeed"] = "fsdp2"
     check_interval: NonNegativeInt = 100
     sync: SyncSection | None = None
     lr_scale: Literal["none", "auto"] | Annotated[float, Field(ge=0, le=4)] = "none"
@@ -182,11 +182,6 @@ class SDPSection(Section):
         if isinstance(self.masking, str):
             return (self.masking,)
         return tuple(dict.fromkeys(phase.masking for phase in self.masking))
-
-    @property
-    def in_one_process(self) -> bool:
-        """Whether one process runs all groups, on one device."""
-        return self.engine == "reference"
 
 
 class Config(Section):

@@ -108,7 +108,7 @@ class SyncSection(Section):
 
 def refuse_with_sync(config: Any) -> None:
     """Raise ConfigError for what a Config with local steps cannot be combined with."""
-    sdp, spikes, recomputation = config.sdp, config.training.on_spike, config.activation_checkpointing.mode
+    sdp, spikes = config.sdp, config.training.on_spike
     if sdp.sync is None:
         return
     if sdp.engine == "deepspeed":
@@ -128,9 +128,4 @@ def refuse_with_sync(config: Any) -> None:
         raise ConfigError(
             f"sdp.lr_scale: {json.dumps(sdp.lr_scale)} has no meaning with sdp.sync, where the noise of a local step "
             'does not depend on the holders; use "none"'
-        )
-    if sdp.in_one_process and recomputation != "none":
-        raise ConfigError(
-            f'activation_checkpointing.mode: "{recomputation}" is not available with sdp.sync and sdp.engine '
-            f'"{sdp.engine}"; use "none"'
         )

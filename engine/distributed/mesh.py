@@ -113,26 +113,7 @@ class Mesh:
 def mesh_of(config: Config, world_size: int) -> Mesh:
     """Return the mesh of a run in ``world_size`` processes.
 
-    In the reference backend the ranks are virtual, and matrices are whole.
-
     Raises:
         ConfigError: the world size does not fit the groups and the tensor parallelism.
     """
-    if config.sdp.in_one_process:
-        return Mesh(config.sdp.groups, _virtual_fsdp(config))
     return Mesh.for_world(world_size, config.sdp.groups, config.tensor_parallel.autotp_size)
-
-
-def _virtual_fsdp(config: Config) -> int:
-    """Return the ranks per group in the reference backend, which has no world to divide.
-
-    The number follows from the batch sizes if all of them are given. Otherwise it is 1.
-    """
-    train, micro, accumulation = (
-        config.train_batch_size,
-        config.train_micro_batch_size_per_gpu,
-        config.gradient_accumulation_steps,
-    )
-    if train is None or micro is None or accumulation is None:
-        return 1
-    return max(1, train // (micro * accumulation * config.sdp.groups))

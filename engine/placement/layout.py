@@ -31,8 +31,7 @@ class Layout:
     """Mesh, units, placement and the tables of the full model's parameters and persistent buffers.
 
     The tables are in the model's order. If units are groups of neurons, the slices of a parameter
-    replace it in ``parameters``. The reference backend is an exception: it computes with whole
-    parameters.
+    replace it in ``parameters``.
 
     Attributes:
         aliases: other names of tied tensors → their canonical (first) name.
@@ -104,8 +103,7 @@ class Layout:
             for name, buffer in model.named_buffers()
             if name in persistent
         }
-        if not section.in_one_process:
-            parameters = _with_slices(parameters, units, placement)
+        parameters = _with_slices(parameters, units, placement)
         keeps_frozen = "backward" in section.maskings
         scale = section.branch_scale
         return cls(mesh, tuple(units), placement, parameters, buffers, aliases, blocks, keeps_frozen, scale, not_units)

@@ -8,8 +8,7 @@ from __future__ import annotations
 
 import copy
 import inspect
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Collection, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -252,30 +251,3 @@ def freeze(
                 parameter.requires_grad_(False)
                 kind = dtype if parameter.is_floating_point() else parameter.dtype
                 parameter.data = parameter.data.to(kind, copy=copy).contiguous()
-
-
-def frozen_view(block: nn.Module) -> nn.Module:
-    """A copy of ``block`` whose frozen parameters share the block's memory.
-
-    Buffers are the block's own.
-    """
-    views: dict[int, Any] = {
-        id(parameter): nn.Parameter(parameter.detach(), requires_grad=False) for parameter in block.parameters()
-    }
-    return copy.deepcopy(block, views | {id(buffer): buffer for buffer in block.buffers()})
-
-
-@contextmanager
-def replace_modules(model: nn.Module, stand_ins: Mapping[str, nn.Module]) -> Iterator[None]:
-    """Replace the modules named by ``stand_ins`` inside the context.
-
-    The full model then computes the subnetwork of one group.
-    """
-    originals = {name: model.get_submodule(name) for name in stand_ins}
-    try:
-        for name, stand_in in stand_ins.items():
-            model.set_submodule(name, stand_in)
-        yield
-    finally:
-        for name, module in originals.items():
-            model.set_submodule(name, module)

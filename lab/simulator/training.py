@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -21,7 +21,7 @@ from sdp.engine.distributed.mesh import Mesh
 from sdp.engine.errors import ConfigError, ModelError, NonFiniteError
 from sdp.engine.optim.clip import clip_, squared_norm
 from sdp.engine.optim.optimizers import build_optimizer
-from sdp.engine.optim.rate_scale import HolderScale, ScaledRates, exponent_of
+from sdp.engine.optim.rate_scale import HolderScale, exponent_of, is_decoupled
 from sdp.engine.optim.schedules import scheduler_of
 from sdp.engine.placement.layout import Layout
 from sdp.engine.placement.requirements import draws_of
@@ -63,6 +63,31 @@ def require_followed(config: Config) -> None:
         raise ConfigError("optimizer.type: the simulator has no Muon; use another optimizer")
 
 
+def scale_steps(optimizer: torch.optim.Optimizer, rates: Mapping[nn.Parameter, Any]) -> None:
+    """Multiply what each step changes, but for decoupled weight decay.
+
+    Args:
+        optimizer: It gets hooks.
+        rates: By parameter, a number, or a tensor of numbers that broadcasts to the parameter.
+    """
+    before: dict[nn.Parameter, Tensor] = {}
+
+    def keep(*_: Any) -> None:
+        before.update((parameter, parameter.detach().clone()) for parameter in rates)
+
+    @torch.no_grad()
+    def scale(*_: Any) -> None:
+        for group in optimizer.param_groups:
+            for parameter in rates.keys() & {*group["params"]}:
+                kept = before.pop(parameter)
+                if is_decoupled(optimizer, group):
+                    kept = kept * (1 - group["lr"] * group["weight_decay"])
+                parameter.copy_(kept + rates[parameter] * (parameter - kept))
+
+    optimizer.register_step_pre_hook(keep)
+    optimizer.register_step_post_hook(scale)
+
+
 class Simulation:
     """A run of all groups in one process, each of which is one worker.
 
@@ -94,12 +119,7 @@ class Simulation:
         exponent = exponent_of(self._config.sdp.lr_scale, is_sgd=isinstance(optimizer, torch.optim.SGD))
         if exponent:
             rates = per_unit(model, self.layout, HolderScale(self.layout.placement, exponent).of, 1.0)
-            named = dict(model.named_parameters())
-            elementwise: dict[Tensor, Tensor] = {
-                named[name]: rate for name, rate in rates.items() if isinstance(rate, Tensor)
-            }
-            whole = {id(named[name]): rate for name, rate in rates.items() if not isinstance(rate, Tensor)}
-            ScaledRates(optimizer, lambda _, parameter: whole.get(id(parameter), 1.0), elementwise)
+            scale_steps(optimizer, {model.get_parameter(name): rate for name, rate in rates.items()})
         return optimizer
 
     def step(self, micro_batches: Sequence[Any]) -> tuple[float, float]:

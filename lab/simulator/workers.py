@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from sdp.engine.batch.call import call_model, loss_of, split_rows, target_count, tensors_in
+from sdp.engine.batch.call import call_model, loss_of, map_leaves, target_count, tensors_in
 from sdp.engine.config.masking import Masking
 from sdp.engine.errors import ModelError
 from sdp.engine.placement.layout import Layout
@@ -122,3 +122,8 @@ def mean_loss(model: nn.Module, batches: Sequence[Any]) -> float:
     losses = [loss_of(call_model(model, batch)).item() for batch in batches]  # a batch without targets would have NaN
     model.train()
     return sum(loss * count for loss, count in zip(losses, counts, strict=True)) / sum(counts)
+
+
+def split_rows(batch: Any, parts: int) -> list[Any]:
+    """Cut every tensor of a batch into ``parts`` equal pieces along the first dimension."""
+    return [map_leaves(lambda leaf, index=index: leaf.chunk(parts)[index], batch) for index in range(parts)]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -14,6 +15,16 @@ from sdp.engine.placement.units import Slice
 from sdp.tests.support import models
 from sdp.tests.support.cases import Case, oracle_of
 from sdp.tests.support.oracle import Oracle
+
+
+def test_the_specification_shows_the_core_of_the_oracle() -> None:
+    root = Path(__file__).parents[2]
+    page, program = (root / name for name in ("docs/specification.md", "tests/support/oracle.py"))
+    code = page.read_text().rpartition("```python\n")[2].partition("```")[0]
+    lines = {line.strip() for line in program.read_text().splitlines()}
+    assert len(code.splitlines()) > 40
+    assert {line.strip() for line in code.splitlines()} <= lines
+
 
 # -- several canonical tensors at one path ---------------------------------------------------------
 

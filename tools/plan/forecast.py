@@ -37,8 +37,10 @@ MOST_TOKENS = 2**26  # in a forward pass of a rank; an image counts its pixels
 def require_planned(config: Config) -> None:
     """Raise :class:`ConfigError` for an engine that cannot be planned."""
     if config.sdp.engine != "fsdp2":
-        why = "runs all groups in one process" if config.sdp.in_one_process else "has DeepSpeed's own buffers"
-        raise ConfigError(f'sdp.engine: "{config.sdp.engine}" {why}, which is not planned; add --set sdp.engine=fsdp2')
+        raise ConfigError(
+            f'sdp.engine: "{config.sdp.engine}" has DeepSpeed\'s own buffers, which are not planned; '
+            "add --set sdp.engine=fsdp2"
+        )
 
 
 def forecast(

@@ -110,7 +110,7 @@ def _check_sequence(config: Config, model: nn.Module) -> None:
             f"data.document_mask: the model {config.model.get('name')!r} cannot keep documents apart; set it to "
             'false, or take "llama"'
         )
-    tp = 1 if config.sdp.in_one_process else config.tensor_parallel.autotp_size
+    tp = config.tensor_parallel.autotp_size
     if config.data.sequence_length % tp:
         raise ConfigError(
             f"data.sequence_length: {config.data.sequence_length} is not divisible by tensor_parallel.autotp_size = "

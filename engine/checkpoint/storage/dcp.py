@@ -159,7 +159,7 @@ def _first_line(error: BaseException) -> str:
 
 @contextmanager
 def _without_single_process_warning() -> Iterator[None]:
-    """Suppress DCP's warning that only one process writes. The reference engine intends that."""
+    """Suppress DCP's warning that only one process reads or writes, which is intended."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="torch.distributed is disabled")
         yield

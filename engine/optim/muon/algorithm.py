@@ -26,20 +26,16 @@ from ...distributed.traffic import Traffic
 # The iteration's coefficients and its guard against a division by 0 (as in torch.optim.Muon).
 _COEFFICIENTS, _EPS = (3.4445, -4.7750, 2.0315), 1e-7
 
-Range = tuple[int, int, int]  # a dimension, the first index along it, and the number of indices
-
 
 @dataclass(frozen=True)
 class Matrix:
     """How a rank holds a matrix.
 
     Attributes:
-        pieces: The slices that are made orthogonal by themselves, or nothing for the whole matrix.
         cut: The dimension that is cut among tensor-parallel ranks, or None.
         ranks: These ranks.
     """
 
-    pieces: tuple[Range, ...] = ()
     cut: int | None = None
     ranks: TensorRanks | None = None
 
@@ -134,11 +130,7 @@ class Muon(Optimizer):
         for parameter, matrix, whole in self._gathered(group, matrices):
             weight = local_tensor(parameter.detach())
             weight.mul_(1 - group["lr"] * group["weight_decay"])
-            update = torch.empty_like(whole, dtype=weight.dtype)
-            for piece in matrix.pieces or ((0, 0, whole.shape[0]),):
-                part = update.narrow(*piece)
-                part.copy_(self._orthogonal(whole.narrow(*piece)))
-                part.mul_(group["lr"] * self._rate_factor(part.shape))
+            update = self._orthogonal(whole).to(weight.dtype).mul_(group["lr"] * self._rate_factor(whole.shape))
             weight.sub_(_own_part(update, parameter, matrix))
 
     def _gathered(

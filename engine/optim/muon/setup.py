@@ -17,7 +17,7 @@ from ...distributed.traffic import Traffic
 from ...errors import ConfigError
 from ...placement.layout import Layout
 from ...placement.tensor_info import TensorInfo
-from .algorithm import Matrix, Muon, Range
+from .algorithm import Matrix, Muon
 
 
 def build_muon(
@@ -64,15 +64,8 @@ def arrange(
     """
     if not isinstance(optimizer, Muon):
         return
-    pieces: dict[str, list[Range]] = {}
-    for unit in layout.units:
-        for part in unit.slices:
-            if part.dim is not None:
-                dim = part.dim
-                pieces.setdefault(part.parameter, []).extend((dim, first, last - first) for first, last in part.ranges)
     matrices = {
-        # Only the reference has whole matrices that other ranks have in slices.
-        parameter: Matrix(() if info.cut else tuple(pieces.get(name, ())), info.tp_dim, tensor_ranks)
+        parameter: Matrix(info.tp_dim, tensor_ranks)
         for name, parameter in parameters.items()
         if is_matrix(info := layout.parameters[name], layout)
     }

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import sdp
 import torch
-from sdp.engine.batch.call import call_model, loss_of, merge_outputs, split_rows, target_count, tensors_in, to_device
+from sdp.engine.batch.call import call_model, loss_of, target_count, tensors_in, to_device
 from sdp.engine.errors import DataError, ModelError
 from sdp.tests.support import models
 from torch import nn
@@ -43,29 +43,6 @@ class Opaque:
 # -- trees -----------------------------------------------------------------------------------------
 
 
-def test_outputs_are_joined_field_by_field() -> None:
-    from transformers.modeling_outputs import CausalLMOutput
-
-    one, two = torch.tensor(1.0), torch.tensor(3.0)
-    merged = merge_outputs([Output(one, {"h": X}), Output(two, {"h": X + 1})])
-    assert type(merged) is Output
-    assert merged.hidden is not None
-    assert merged.loss == 2.0
-    assert torch.equal(merged.hidden["h"], torch.cat([X, X + 1]))
-    assert merged.kind == "fine"
-    joined = merge_outputs([CausalLMOutput(loss=one, logits=X), CausalLMOutput(loss=two, logits=X)])
-    assert (joined.loss, joined["loss"], joined.logits.shape) == (2.0, 2.0, (4, 3))
-    nested = merge_outputs([(Pair(one, X), UserDict(a=[Output(one)])), (Pair(two, X), UserDict(a=[Output(two)]))])
-    assert type(nested[0]) is Pair
-    assert nested[0].x == nested[1]["a"][0].loss == 2.0
-    with pytest.raises(
-        ModelError, match="the model returned a Opaque, which cannot be joined over workers; use tensors, tuples"
-    ):
-        merge_outputs([{"loss": one, "cache": Opaque([X])}] * 2)
-    assert merge_outputs([("text", Opaque(3))] * 2)[0] == "text"
-    assert merge_outputs([(torch.tensor(2),), (torch.tensor(5),)])[0] == 3.5
-
-
 class ReturnsDataclass(models.Mlp):
     def forward(self, x: torch.Tensor, y: torch.Tensor) -> Any:  # type: ignore[override]
         return Output(super().forward(x, y))
@@ -95,14 +72,14 @@ def test_the_loss_in_a_dataclass_trains_as_the_bare_loss() -> None:
 
 
 @pytest.mark.parametrize("batch", [Frozen(X, Y), Pair(X, Y), UserDict(x=X, y=Y), {"x": X, "y": Y}])
-def test_batches_are_cut_and_moved(batch: Any) -> None:
+def test_batches_are_moved(batch: Any) -> None:
     def parts(tree: Any) -> list[torch.Tensor]:
         return list(tree.values()) if isinstance(tree, dict | UserDict) else [tree.x, tree.y]
 
-    pieces = split_rows(batch, 2)
-    assert [type(piece) for piece in pieces] == [type(batch)] * 2
-    assert [[part.tolist() for part in parts(piece)] for piece in pieces] == [[[[0, 1, 2]], [1]], [[[3, 4, 5]], [2]]]
-    assert all(part.is_meta for part in parts(to_device(batch, torch.device("meta"))))
+    moved = to_device(batch, torch.device("meta"))
+    assert type(moved) is type(batch)
+    assert [part.shape for part in parts(moved)] == [X.shape, Y.shape]
+    assert all(part.is_meta for part in parts(moved))
     assert not any(part.is_meta for part in parts(batch)), "the caller's batch stays as it is"
 
 
@@ -129,13 +106,6 @@ def test_the_engine_moves_a_batch_to_its_device(monkeypatch: pytest.MonkeyPatch,
     assert not engine.module.seen[1].is_inference()
     assert engine.module.seen[0].loss.is_meta and engine.module.seen[0].hidden["h"].is_meta
     assert not X.is_meta and not held.loss.is_meta
-
-
-def test_batches_that_cannot_be_cut() -> None:
-    with pytest.raises(DataError, match="a batch of 2 rows cannot be cut for 3 workers"):
-        split_rows({"x": X}, 3)
-    with pytest.raises(DataError, match="the rows of a Opaque cannot be cut for 2 workers; use tensors, tuples"):
-        split_rows([Opaque(X)], 2)
 
 
 # -- what is a loss, what is a target --------------------------------------------------------------
