@@ -11,6 +11,8 @@ from ..distributed.tensors import local_tensor, stored_tensor
 from ..distributed.traffic import Traffic
 from ..optim.muon.setup import planned_gathers
 from ..placement.layout import Layout
+from ..stores.deepspeed import plan as deepspeed
+from ..stores.deepspeed.store import DeepSpeedStore
 from ..stores.store import GroupStore, frozen_copies
 from ..sync.between import BetweenGroups
 from .local_traffic import LocalTraffic
@@ -21,9 +23,9 @@ from .traffic_plan import describe_formula, plan_traffic, plan_waking
 def predicted_state(store: GroupStore, config: Config) -> StateBytes:
     """Return the bytes of parameters, gradients, optimizer state and frozen copies, by the
     placement.
-
-    DeepSpeed's padding and its copies of weights in compute precision are not included.
     """
+    if isinstance(store, DeepSpeedStore):
+        return deepspeed.predicted_state(store)
     shards = store.layout.mesh.shards(config.zero_optimization.stage)
     return predict_state_bytes(
         store.layout,
@@ -66,6 +68,11 @@ def planned_traffic(groups: BetweenGroups, config: Config, accumulation: int, st
     context, sync = groups.context, config.sdp.sync
     rank, stage, compute_bytes = context.rank, context.stage, config.compute_bytes
     weighted = config.training.loss_weighting == "tokens"
+    if isinstance(groups.store, DeepSpeedStore):
+        planned = deepspeed.planned_traffic(groups.store)
+        if weighted:
+            _plan_weights(groups, planned, local=False)
+        return planned
     gathers = planned_gathers(groups.store.optimizer, groups.store.layout, context.at.sdp, context.shards)
     if sync is not None:
         plan = LocalTraffic(
@@ -107,6 +114,8 @@ def _layout_at(groups: BetweenGroups, config: Config, step: int | None) -> Layou
 def traffic_formula(groups: BetweenGroups, config: Config) -> str:
     """Return the bytes that a rank sends between groups in a step, as a formula with numbers."""
     context, sync = groups.context, config.sdp.sync
+    if isinstance(groups.store, DeepSpeedStore):
+        return deepspeed.traffic_formula(groups.store)
     formula = describe_formula(
         groups.store.layout, context.rank, stage=context.stage, compute_bytes=config.compute_bytes
     )

@@ -124,7 +124,7 @@ REFUSED: dict[str, tuple[tuple[Any, ...], str]] = {
     ),
     "eigenvalue.enabled": ((False,), _COMPRESSION),
     "nebula.enabled": ((False,), f"{_OWN_FORMAT}, and DeepSpeed has removed it"),
-    "comet.enabled": ((False,), 'tensorboard, csv_monitor and wandb are supported; sdp.engine "deepspeed" has comet'),
+    "comet.enabled": ((False,), "tensorboard, csv_monitor and wandb are supported"),
     "expert_parallel.enabled": (
         (False,),
         "DeepSpeed's MoE layers are not supported; experts of the model itself train as other blocks do",
@@ -164,7 +164,6 @@ REFUSED: dict[str, tuple[tuple[Any, ...], str]] = {
 
 # The settings for which the DeepSpeed engine differs, with the values that it allows.
 HONOURED_BY_DEEPSPEED: dict[str, tuple[Any, ...]] = {
-    "comet.enabled": (False, True),
     "fp16.auto_cast": (False,),
     "torch_autocast.enabled": (False,),
     "zero_optimization.offload_param.device": ("none", None),
@@ -207,7 +206,9 @@ _REMOVED = frozenset(
     data_efficiency bf16.enable fp16.enable
     """.split()
 )
-KEPT_FROM_DEEPSPEED = _OF_NO_ENGINE | _REMOVED | IGNORED_BY_DEEPSPEED.keys()
+# DeepSpeed steps a unit at once, because other groups and checkpoints do not know its sub-groups.
+_SUB_GROUPS = frozenset({"zero_optimization.sub_group_size"})
+KEPT_FROM_DEEPSPEED = _OF_NO_ENGINE | _REMOVED | _SUB_GROUPS | IGNORED_BY_DEEPSPEED.keys()
 
 # Other names of a key, from earlier versions of DeepSpeed.
 ALIASES: dict[str, str] = {"bfloat16": "bf16"}

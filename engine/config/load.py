@@ -178,11 +178,6 @@ def _refuse_with_deepspeed(config: Config) -> None:
             'use 1, or "fsdp2"',
         ),
         "training.compile": (config.training.compile, True, 'use false, or sdp.engine "fsdp2"'),
-        "training.loss_weighting": (
-            config.training.loss_weighting == "tokens",
-            "tokens",
-            'use "ranks", or sdp.engine "fsdp2"',
-        ),
         "sdp.branch_scale": (
             config.sdp.branch_scale != "none",
             config.sdp.branch_scale,

@@ -258,11 +258,7 @@ class Config(Section):
     def without_monitors(self) -> Config:
         """Return a copy without monitors, for a run that writes them itself."""
         off = MonitorSection()
-        changed = self.model_copy(update={"tensorboard": off, "csv_monitor": off, "wandb": WandbSection()})
-        changed._deepspeed = {
-            key: value for key, value in self._deepspeed.items() if key not in ("tensorboard", "csv_monitor", "wandb")
-        }
-        return changed
+        return self.model_copy(update={"tensorboard": off, "csv_monitor": off, "wandb": WandbSection()})
 
     @property
     def autos(self) -> tuple[str, ...]:

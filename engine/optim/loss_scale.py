@@ -27,10 +27,8 @@ class LossScaler:
 
     @classmethod
     def of(cls, config: Config) -> LossScaler | None:
-        """Return the scaler of a run, or None if it does not compute in float16, or DeepSpeed
-        scales.
-        """
-        if config.sdp.engine == "deepspeed" or not config.scales_loss:
+        """Return the scaler of a run, or None if it does not compute in float16."""
+        if not config.scales_loss:
             return None
         return cls(config.fp16)
 

@@ -22,6 +22,7 @@ from ..optim.script_optimizers import on_local_tensors, stepped_by_engine
 from ..placement.buckets import Bucket
 from ..placement.layout import Layout
 from ..placement.tensor_info import TensorInfo
+from .messages import Messages
 
 
 class Stepped(NamedTuple):
@@ -58,18 +59,6 @@ class Piece(NamedTuple):
     info: TensorInfo
     tensor: torch.Tensor
     offset: tuple[int, ...]
-
-
-class Messages:
-    """Starts messages between groups. Results have a ``wait`` method."""
-
-    def all_reduce(self, tensor: torch.Tensor, group: dist.ProcessGroup) -> Any:
-        """Start to sum ``tensor`` in place."""
-        return dist.all_reduce(tensor, group=group, async_op=True)
-
-    def broadcast(self, tensor: torch.Tensor, source: int, group: dist.ProcessGroup) -> Any:
-        """Start to send the tensor of the member ``source``."""
-        return dist.broadcast(tensor, group_src=source, group=group, async_op=True)
 
 
 @dataclass

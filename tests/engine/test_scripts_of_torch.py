@@ -86,10 +86,22 @@ def test_a_script_clips_where_every_group_has_all_weights(ranks: RankPool, stage
     ranks.run(_clipped, "fsdp2", stage, groups, world=2)
 
 
-@pytest.mark.xfail(reason="ZeRO keeps the gradients elsewhere, so torch's function finds none", strict=True)
-@pytest.mark.parametrize("stage", [2, 3])
-def test_a_script_clips_above_zero(ranks: RankPool, stage: int) -> None:
-    ranks.run(_clipped, "deepspeed", stage, 1, world=2)
+def _clipped_above_zero(stage: int) -> tuple[str, int]:
+    engine = engine_of("deepspeed", stage, 1)[0]
+    engine.backward(engine(batch(0)))
+    with pytest.raises(ModelError) as raised:
+        clip_grad_norm_(engine.parameters(), LIMIT)
+    engine.step()
+    return one_line(raised.value), len(list(engine.parameters()))
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_a_script_that_clips_above_zero_is_refused(ranks: RankPool, stage: int) -> None:
+    """ZeRO keeps the gradients elsewhere, so torch's function would find none and do nothing."""
+    for message, count in ranks.run(_clipped_above_zero, stage, world=2):
+        assert message.startswith("parameters(): between engine.backward and engine.step the gradients are in")
+        assert "set gradient_clipping in the configuration" in message
+        assert count == len(list(models.mlp().parameters()))
 
 
 def _changed_unequally(only_rank_0: bool) -> str:

@@ -84,9 +84,6 @@ class Case:
             # steps.
             "adamw": {"type": "AdamW", "params": {"lr": 0.02, "weight_decay": 0.1, "eps": 1e-2}},
         }
-        # With one group DeepSpeed makes the optimizer, and without this setting it compiles AdamW.
-        if engine == "deepspeed" and self.groups == 1:
-            optimizers["adamw"]["params"]["torch_adam"] = True
         return {
             "train_batch_size": ROWS * self.accumulation * self.data_ranks,
             "train_micro_batch_size_per_gpu": ROWS,

@@ -114,7 +114,7 @@ def build(config: Config, dump_dir: Path, beat: Heartbeat) -> tuple[Corpus, SDPE
 
 def with_loss_weighting(config: Config, corpus: Corpus) -> Config:
     """Let losses weigh as many labels as they count if these differ, unless the file decides."""
-    if config.training.loss_weighting is not None or not corpus.masks_labels or config.sdp.engine == "deepspeed":
+    if config.training.loss_weighting is not None or not corpus.masks_labels:
         return config
     training = config.training.model_copy(update={"loss_weighting": "tokens"})
     return config.model_copy(update={"training": training})

@@ -1,66 +1,70 @@
-"""Checks that DeepSpeed does what SDP expects: its partitions, and the parameters that it
-reduces.
+"""Checks that DeepSpeed does what SDP expects: its partitions, the parameters that it reduces, and
+what a script may read.
 """
 
 from __future__ import annotations
 
+import itertools
 import zlib
 from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import nn
 
-from ...config.schema import Config
-from ...errors import ConfigError, ModelError
-from ...placement.layout import Layout
-from .base import DeepSpeedBase
+from ...distributed.tensors import stored_tensor
+from ...errors import ModelError
 from .partitions import Bundle, partition_numel
+from .private import offsets_in_partition
 
 
-def refuse_small_sub_groups(config: Config, bundles: Sequence[Bundle], layout: Layout) -> None:
-    """Raise ConfigError if DeepSpeed would cut a rank's share of a unit into parts."""
-    limit = config.deepspeed.get("zero_optimization", {}).get("sub_group_size")
-    if config.zero_optimization.stage < 3 or limit is None:
-        return
-    for bundle in bundles:
-        numel = max(partition_numel(bundle, 3, len(layout.mesh.ranks_of(group))) for group in bundle.holders)
-        if numel > limit:
-            raise ConfigError(
-                f"zero_optimization.sub_group_size: {limit} is less than the {numel} elements that a rank steps at once"
-                + (f" of {bundle.unit!r}" if layout.mesh.sdp > 1 else "")
-                + ": DeepSpeed would cut them into parts that other groups and checkpoints do not know; raise it, or "
-                "remove it"
-            )
-
-
-def check_partitions(backend: DeepSpeedBase, parameters: Mapping[str, nn.Parameter]) -> None:
-    """Raise ModelError unless DeepSpeed partitioned the expected parameters, in order, into the
-    expected sizes.
+def check_partitions(
+    bundles: Sequence[Bundle],
+    masters: Sequence[torch.Tensor],
+    parameters: Mapping[str, nn.Parameter],
+    *,
+    stage: int,
+    ranks: int,
+) -> None:
+    """Raise ModelError unless DeepSpeed partitioned the parameters of each bundle, in order, into
+    the expected sizes.
     """
-    if backend.zero is None:
-        _check_copies(backend)
-        return
-    members = [[id(p) for p in group] for group in backend.zero.members]
-    expected = [[id(parameters[name]) for name in bundle.names] for bundle in backend.bundles]
-    sizes = [partition_numel(bundle, backend.stage, backend.ranks_inside) for bundle in backend.bundles]
-    if members != expected or [master.numel() for master in backend.zero.masters] != sizes:
+    sizes = [partition_numel(bundle, stage, ranks) for bundle in bundles]
+    is_right = [master.numel() for master in masters] == sizes
+    for bundle in bundles:
+        members = [parameters[name] for name in bundle.names]
+        numels = [stored_tensor(parameter).numel() for parameter in members]
+        is_right = is_right and offsets_in_partition(members) == [0, *itertools.accumulate(numels)][:-1]
+    if not is_right:
         raise ModelError(
             "DeepSpeed partitioned the parameters in an unexpected way, so the shards of different holders would not "
-            "align; "
-            'remove settings of zero_optimization that change partitions, or use sdp.engine "fsdp2"'
+            'align; remove settings of zero_optimization that change partitions, or use sdp.engine "fsdp2"'
         )
 
 
-def _check_copies(backend: DeepSpeedBase) -> None:
-    """At stage 0 in half precision, DeepSpeed must have a float32 copy of exactly the trained
-    parameters.
+class PendingGradients:
+    """Refuses that a script reads parameters while ZeRO has gradients for the next step.
+
+    The gradients are in partitions of ZeRO, so a function of torch, such as one that clips, would
+    find none and do nothing.
+
+    Attributes:
+        exist: whether the gradients of a step are ready, and the step was not taken.
     """
-    if backend.copies is not None and set(backend.copies.masters) != {
-        name for bundle in backend.bundles for name in bundle.names
-    }:
-        raise ModelError(
-            "DeepSpeed's float32 copies are not exactly those of the trained parameters; use zero_optimization.stage 1"
-        )
+
+    def __init__(self, module: nn.Module):
+        self.exist, parameters = False, module.parameters
+
+        def checked(*args: Any, **kwargs: Any) -> Any:
+            if self.exist:
+                raise ModelError(
+                    "parameters(): between engine.backward and engine.step the gradients are in partitions of "
+                    "DeepSpeed's ZeRO, and parameters have none; to clip, set gradient_clipping in the configuration; "
+                    'to change gradients in the script, use sdp.engine "fsdp2" at stage 0'
+                )
+            return parameters(*args, **kwargs)
+
+        module.parameters = checked  # type: ignore[method-assign]
 
 
 class UsedParameters:
@@ -143,7 +147,7 @@ class UsedParameters:
 
 
 def _mark(used: bytearray, index: int) -> Callable[[torch.Tensor], None]:
-    """Return a hook that marks a parameter as used. It must not keep a backend alive."""
+    """Return a hook that marks a parameter as used. It must not keep a store alive."""
 
     def mark(_: torch.Tensor) -> None:
         used[index] = 1

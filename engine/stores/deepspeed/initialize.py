@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -16,8 +13,7 @@ from torch.optim import Optimizer
 from ...accounting.clock import clock
 from ...batch.size import BatchSize
 from ...config.schema import Config
-from ...distributed.mesh import Coordinates
-from ...distributed.traffic import Traffic
+from ...distributed.process_groups import Communicators, new_group
 from ...environment.detect import alone_if_unlaunched
 from ...environment.waits import announced, compiler_locks
 from ...errors import ConfigError, shorten
@@ -26,38 +22,15 @@ from ...optim.schedules import build_scheduler
 from ...placement.layout import Layout
 from ...placement.tensor_info import Shard
 from ...subnetwork.activations import checkpoint_activations
-from ...subnetwork.carve import PassThrough
-from ...subnetwork.dormant import make_pass_throughs
 from ...subnetwork.given_model import refuse_shapes
 from ...subnetwork.initialisation import ModuleInit
 from ...subnetwork.materialise import cut, give_values, take_values_of_rank_0
-from .backend import DeepSpeedBackend
-from .checks import check_partitions, refuse_small_sub_groups
-from .optimizer import unstepped
-from .partitions import Bundle, bundles_of
-from .private import check_engine, let_groups_differ, load, require_float16, separate_process_groups, set_verbosity
-from .process_groups import ProcessGroups
+from .partitions import bundles_of
+from .private import let_groups_differ, load, separate_process_groups, set_verbosity
+from .store import DeepSpeedStore
 
-log = logging.getLogger("sdp")
-
-
-@dataclass
-class _Handover:
-    """The settings, optimizer and schedule for DeepSpeed.
-
-    Attributes:
-        settings: DeepSpeed's configuration.
-        optimizer: The optimizer, a function that makes one, or None.
-        scheduler: The schedule, a function that makes one, or None.
-        note: A line that says which optimizer is used.
-        building: The context in which DeepSpeed builds its engine.
-    """
-
-    settings: dict[str, Any]
-    optimizer: Any
-    scheduler: Any
-    note: str = "optimizer: DeepSpeed's, as the configuration or the script says"
-    building: AbstractContextManager[None] = field(default_factory=nullcontext)
+# What DeepSpeed does not get. SDP builds the optimizer and the schedule, and writes the monitors.
+_APPLIED_HERE = ("optimizer", "scheduler", "data_types", "tensorboard", "csv_monitor", "wandb")
 
 
 def initialize_deepspeed(
@@ -70,9 +43,7 @@ def initialize_deepspeed(
     param_groups: Sequence[Mapping[str, Any]],
     optimizer: Any,
     lr_scheduler: Any,
-    *,
-    grouped: bool,
-) -> tuple[DeepSpeedBackend, Optimizer, Any, str]:
+) -> tuple[DeepSpeedStore, Optimizer, Any, str]:
     """Cut ``model`` for this rank's group and hand it to DeepSpeed. Collective.
 
     Args:
@@ -85,58 +56,39 @@ def initialize_deepspeed(
         param_groups: The user's parameter groups, with canonical names as ``params``.
         optimizer: The user's optimizer, a function that makes one, or None.
         lr_scheduler: The user's schedule, a function that makes one, or None.
-        grouped: Whether the user gave parameter groups.
 
     Returns:
-        The backend, DeepSpeed's optimizer, its schedule, and a line about the optimizer.
+        The store, the optimizer, its schedule, and a line about the optimizer.
     """
     refuse_shapes(layout)
-    package = _prepare_package(config)
+    package = load()
+    set_verbosity(config.deepspeed)
     at = layout.mesh.coordinates(dist.get_rank())
-    stand_ins, pass_throughs = _cut_and_fill(model, config, layout, device, plan, at)
-    bundles = bundles_of(layout, param_groups)
-    parameters = dict(model.named_parameters())
+    _cut_and_fill(model, config, layout, device, plan, at.sdp)
+    bundles, parameters = bundles_of(layout, param_groups), dict(model.named_parameters())
     for parameter in parameters.values():
         parameter.data = parameter.data.contiguous()  # DeepSpeed broadcasts nothing else
     held = [bundle for bundle in bundles if at.sdp in bundle.holders]
-    handover = _Handover(_settings(config, batch), optimizer, lr_scheduler)
-    if layout.mesh.sdp > 1 or (optimizer is None and config.optimizer is None):
-        _take_optimizer_over(handover, config, layout, param_groups, held, parameters, device)
-    process_groups = ProcessGroups(
-        layout, bundles, config.zero_optimization.stage, local_steps=config.sdp.sync is not None
+    ours = [
+        {**_options(param_groups[bundle.options]), "params": [parameters[name] for name in bundle.names]}
+        for bundle in held
+    ]
+    arrangement = ", a parameter group for each unit" if layout.mesh.sdp > 1 else ""
+    steps_on = torch.device("cpu") if config.zero_optimization.offloads else device
+    built, note = make_optimizer(config.optimizer, optimizer, ours, steps_on, grouped=True, arrangement=arrangement)
+    scheduler = _scheduler(config, lr_scheduler, built, [bundle.options for bundle in held])
+    communicators = Communicators.build(
+        layout.mesh,
+        {info.holders for info in layout.parameters.values()},
+        replicate_inside=False,
+        refreshes={(refresh.source, refresh.members) for refresh in layout.refreshes},
     )
-    _keep_units_whole(handover.settings, config, bundles, layout)
-    unbuilt = not isinstance(handover.optimizer, Optimizer)
-    model_parameters = _as_given(param_groups, parameters, grouped=grouped) if unbuilt else None
-    engine, scheduler = _build(package, model, handover, model_parameters, process_groups)
-    check_engine(package, engine, config.zero_optimization.stage, config.precision)
-    _accumulate_in_float32(parameters, config)
-    backend = DeepSpeedBackend(
-        engine,
-        layout,
-        bundles,
-        process_groups,
-        stand_ins,
-        device,
-        stage=config.zero_optimization.stage,
-        compute_dtype=getattr(torch, config.precision),
-        traffic=Traffic(),
-        maskings=config.sdp.maskings,
-        pass_throughs=pass_throughs,
-        sync=config.sdp.sync,
-    )
-    backend.clock = clock(device, waits=config.wall_clock_breakdown)
-    check_partitions(backend, parameters)
-    return backend, engine.optimizer, scheduler, handover.note
-
-
-def _prepare_package(config: Config) -> Any:
-    """Import DeepSpeed and set it up for the configuration."""
-    package = load()
-    if config.fp16.enabled:
-        require_float16()
-    set_verbosity(config.deepspeed)
-    return package
+    engine = _build(package, model, built, _settings(config, batch, layout), communicators.fsdp)
+    if config.zero_optimization.stage == 1:
+        _accumulate_in_float32(model)
+    store = DeepSpeedStore(engine, built, layout, bundles, config, device, communicators)
+    store.context.clock = clock(device, waits=config.wall_clock_breakdown)
+    return store, built, scheduler, note
 
 
 def _cut_and_fill(
@@ -145,123 +97,102 @@ def _cut_and_fill(
     layout: Layout,
     device: torch.device,
     plan: Sequence[ModuleInit] | None,
-    at: Coordinates,
-) -> tuple[dict[str, PassThrough], dict[str, PassThrough]]:
-    """Cut ``model`` in place to the parts that this group holds, and give it values.
-
-    Returns:
-        The stand-ins of skipped blocks, by block, and those of the forward phases of a schedule.
-    """
+    group: int,
+) -> None:
+    """Cut ``model`` in place to the parts that ``group`` holds, and give it values."""
     if plan is None:
         take_values_of_rank_0(model, device)
-    stand_ins = cut(model, config, layout, at.sdp, getattr(torch, config.precision))
-    pass_throughs = make_pass_throughs(model, layout, at.sdp) if len(config.sdp.maskings) > 1 else {}
+    stand_ins = cut(model, config, layout, group, getattr(torch, config.precision))
     run = [name for name in layout.blocks if name not in stand_ins]
     checkpoint_activations(model, run, config.activation_checkpointing.mode)
-    give_values(model, layout, plan, device, Shard(), {info.name for info in layout.frozen(at.sdp)})
-    return stand_ins, pass_throughs
+    give_values(model, layout, plan, device, Shard(), {info.name for info in layout.frozen(group)})
 
 
-def _settings(config: Config, batch: BatchSize) -> dict[str, Any]:
-    # DeepSpeed refuses "fp32" at stage 0, and at stage 1 it keeps no partitions then; there
-    # autograd adds up in float32 (_accumulate_in_float32).
-    adds_up_itself = config.precision != "float32" and config.zero_optimization.stage >= 2
-    return {key: value for key, value in config.deepspeed.items() if key != "data_types"} | {
+def _settings(config: Config, batch: BatchSize, layout: Layout) -> dict[str, Any]:
+    """Return DeepSpeed's configuration, without what SDP applies between groups."""
+    given, stage = config.deepspeed, config.zero_optimization.stage
+    zero = {**given.get("zero_optimization", {}), "sub_group_size": 10**12}  # a unit is never cut into sub-groups
+    if stage < 3 and not config.zero_optimization.offloads:
+        zero["compute_grad_norm"] = False  # DeepSpeed's norm would be that of the group alone
+    if stage == 3 and layout.refreshes:
+        zero["stage3_param_persistence_threshold"] = 0  # frozen copies that stay gathered would not be refreshed
+    if stage == 3:
+        let_groups_differ()
+    settings = {key: value for key, value in given.items() if key not in _APPLIED_HERE} | {
         "train_micro_batch_size_per_gpu": batch.micro,
         "gradient_accumulation_steps": batch.accumulation,
-        "zero_allow_untested_optimizer": True,  # any optimizer can step on partitions, as with several groups
-        **({"data_types": {"grad_accum_dtype": "fp32"}} if adds_up_itself else {}),
+        "gradient_clipping": 0.0,
+        "zero_allow_untested_optimizer": True,  # any optimizer that steps on single elements can step on partitions
+        "zero_force_ds_cpu_optimizer": False,
+        "zero_optimization": zero,
     }
-
-
-def _accumulate_in_float32(parameters: Mapping[str, nn.Parameter], config: Config) -> None:
-    """Let autograd add up the gradients of micro-batches in float32 at stages 0 and 1."""
-    if config.zero_optimization.stage < 2:
-        for parameter in parameters.values():
-            if parameter.requires_grad and parameter.is_floating_point():
-                parameter.grad_dtype = torch.float32
-
-
-def _take_optimizer_over(
-    handover: _Handover,
-    config: Config,
-    layout: Layout,
-    param_groups: Sequence[Mapping[str, Any]],
-    held: Sequence[Bundle],
-    parameters: Mapping[str, nn.Parameter],
-    device: torch.device,
-) -> None:
-    """Build the optimizer here, so that DeepSpeed partitions each unit separately.
-
-    It has one parameter group per bundle.
-    """
-    several = layout.mesh.sdp > 1
-    ours = [
-        {**_options(param_groups[bundle.options]), "params": [parameters[name] for name in bundle.names]}
-        for bundle in held
-    ]
-    arrangement = ", a parameter group for each unit" if several else ""
-    handover.optimizer, handover.note = make_optimizer(
-        config.optimizer, handover.optimizer, ours, device, grouped=True, arrangement=arrangement
-    )
-    if several:
-        options = [bundle.options for bundle in held]
-        handover.scheduler = _scheduler(config, handover.scheduler, handover.optimizer, options)
-        _hand_over(handover.settings, config)
-        handover.building = unstepped(handover.optimizer)
-
-
-def _keep_units_whole(settings: dict[str, Any], config: Config, bundles: Sequence[Bundle], layout: Layout) -> None:
-    """At stage 3, keep DeepSpeed from cutting a large unit into several sub-groups.
-
-    Also switch off DeepSpeed's comparison with rank 0, which may be in another SDP group.
-    """
-    refuse_small_sub_groups(config, bundles, layout)
-    if config.zero_optimization.stage < 3:
-        return
-    settings["zero_optimization"] = {"sub_group_size": 10**12, **settings.get("zero_optimization", {})}
-    # In a world of one rank, the comparison is useless too, and it asks for a launcher's variables.
-    if layout.mesh.sdp > 1 or dist.get_world_size() == 1:
-        let_groups_differ()
+    if config.fp16.enabled:
+        settings["fp16"] = {**settings["fp16"], "loss_scale": 1.0}  # the engine scales, for all groups
+    if config.precision != "float32" and stage >= 2:
+        settings["data_types"] = {"grad_accum_dtype": "fp32"}
+    return settings
 
 
 def _build(
-    package: Any, model: nn.Module, handover: _Handover, model_parameters: Any, process_groups: ProcessGroups
-) -> tuple[Any, Any]:
-    """Build DeepSpeed's engine and its schedule."""
+    package: Any, model: nn.Module, optimizer: Optimizer, settings: dict[str, Any], data: dist.ProcessGroup | None
+) -> Any:
+    """Build DeepSpeed's engine over the ranks ``data``. None: this rank alone."""
+    alone: Any = new_group([dist.get_rank()], use_local_synchronization=True)
     try:
         # DeepSpeed asks for a launcher's variables.
-        with alone_if_unlaunched(), separate_process_groups(), handover.building, announced(compiler_locks):
-            engine, _, _, scheduler = package.initialize(
-                model=model,
-                optimizer=handover.optimizer,
-                model_parameters=model_parameters,
-                lr_scheduler=handover.scheduler,
-                mpu=process_groups.mpu,
-                config=handover.settings,
-            )
+        with alone_if_unlaunched(), separate_process_groups(), announced(compiler_locks):
+            return package.initialize(
+                model=model, optimizer=optimizer, mpu=_GroupAsWorld(data or alone, alone), config=settings
+            )[0]
     except (AssertionError, ValueError, NotImplementedError) as error:
         reason = " ".join(str(error).split())[:300] or type(error).__name__
         raise ConfigError(
             f'sdp.engine "deepspeed": DeepSpeed refuses its configuration ({reason}); change what it names'
         ) from error
-    return engine, scheduler
+
+
+class _GroupAsWorld:
+    """The ``mpu`` object for DeepSpeed.
+
+    Data parallelism covers one SDP group. Model parallelism covers this rank only, so that sums
+    over it change nothing.
+    """
+
+    def __init__(self, data: dist.ProcessGroup, alone: dist.ProcessGroup):
+        self._data, self._alone = data, alone
+
+    def get_data_parallel_group(self) -> dist.ProcessGroup:
+        return self._data
+
+    def get_data_parallel_rank(self) -> int:
+        return dist.get_rank(self._data)
+
+    def get_data_parallel_world_size(self) -> int:
+        return dist.get_world_size(self._data)
+
+    def get_model_parallel_group(self) -> dist.ProcessGroup:
+        return self._alone
+
+    def get_model_parallel_rank(self) -> int:
+        return 0
+
+    def get_model_parallel_world_size(self) -> int:
+        return 1
+
+    get_tensor_model_parallel_group = get_model_parallel_group
+    get_tensor_model_parallel_rank = get_model_parallel_rank
+    get_tensor_model_parallel_world_size = get_model_parallel_world_size
+
+
+def _accumulate_in_float32(model: nn.Module) -> None:
+    """Let autograd add up the gradients of micro-batches in float32, where DeepSpeed does not."""
+    for parameter in model.parameters():
+        if parameter.requires_grad and parameter.is_floating_point():
+            parameter.grad_dtype = torch.float32
 
 
 def _options(group: Mapping[str, Any]) -> dict[str, Any]:
     return {key: value for key, value in group.items() if key != "params"}
-
-
-def _as_given(
-    param_groups: Sequence[Mapping[str, Any]], parameters: Mapping[str, nn.Parameter], *, grouped: bool
-) -> list[Any]:
-    """Return the parameters in the form in which the user gave ``model_parameters``."""
-    lists = [[parameters[name] for name in group["params"] if parameters[name].requires_grad] for group in param_groups]
-    return (
-        [{**_options(group), "params": members} for group, members in zip(param_groups, lists, strict=True)]
-        if grouped
-        else lists[0]
-    )
 
 
 def _scheduler(config: Config, given: Any, optimizer: Optimizer, options: Sequence[int]) -> Any:
@@ -289,14 +220,3 @@ def _scheduler(config: Config, given: Any, optimizer: Optimizer, options: Sequen
         for key, value in config.scheduler.params.items()
     }
     return build_scheduler(config.scheduler.type, params, optimizer)
-
-
-def _hand_over(settings: dict[str, Any], config: Config) -> None:
-    """Remove the settings from DeepSpeed's configuration that SDP applies between groups."""
-    settings.pop("optimizer", None)
-    settings.pop("scheduler", None)
-    settings |= {"gradient_clipping": 0.0, "zero_force_ds_cpu_optimizer": False}
-    zero = settings["zero_optimization"] = dict(settings.get("zero_optimization", {}))
-    offloads = (zero.get("offload_optimizer") or {}).get("device") == "cpu"
-    if config.zero_optimization.stage in (1, 2) and not offloads:
-        zero["compute_grad_norm"] = False  # DeepSpeed's norm would be that of the group alone

@@ -1,9 +1,8 @@
-"""Where ZeRO puts a unit's elements, and which ranks hold the same interval.
+"""Where ZeRO puts a unit's elements.
 
 Each of DeepSpeed's parameter groups is a *bundle*: the parameters of one unit. ZeRO 1 and 2 join a
 bundle's parameters end to end and partition the result. ZeRO 3 partitions every parameter by
-itself. Either way, a rank has intervals of the bundle, and the rank at the same position in each
-other holder has the same ones.
+itself. Groups have equal sizes, so the ranks at one position of all holders have the same elements.
 """
 
 from __future__ import annotations
@@ -14,15 +13,16 @@ from typing import Any
 
 import torch
 
-from ...distributed.mesh import Holders, Mesh
+from ...distributed.mesh import Holders
 from ...placement.layout import Layout
+from ..store import Piece
 
 ALIGNMENT = 2  # ZeRO 1 and 2 pad a group to this many times the ranks
 
 
 @dataclass(frozen=True)
 class Bundle:
-    """Parameters of one unit that DeepSpeed partitions together, by canonical name.
+    """Parameters of one unit that DeepSpeed partitions together, by name.
 
     ``options`` is the index of the user's parameter group to which they belong.
     """
@@ -33,12 +33,17 @@ class Bundle:
     names: tuple[str, ...]
     numels: tuple[int, ...]
 
+    @property
+    def key(self) -> str:
+        """The name of the bundle's partition in a store."""
+        return self.names[0]
+
 
 def bundles_of(layout: Layout, param_groups: Sequence[Mapping[str, Any]]) -> list[Bundle]:
     """Return the parameters that DeepSpeed partitions together, in one order on all ranks.
 
-    With several SDP groups, each of the user's parameter groups is split by unit. With one SDP
-    group, the user's parameter groups stay as they are.
+    Each of the user's parameter groups is split by unit. With one SDP group they stay as they are,
+    so that a schedule which was made for them fits.
     """
     collected: dict[tuple[str, int], list[str]] = {}
     for options, group in enumerate(param_groups):
@@ -62,34 +67,48 @@ def bundles_of(layout: Layout, param_groups: Sequence[Mapping[str, Any]]) -> lis
     return sorted(bundles, key=lambda bundle: order[bundle.unit]) if layout.mesh.sdp > 1 else bundles
 
 
-@dataclass(frozen=True)
-class Piece:
-    """``length`` elements, from ``start`` in the parameter ``name`` and from ``at`` in the flat
-    partition.
+def untrained(layout: Layout, name: str) -> Bundle:
+    """Return a parameter that the optimizer does not have, as a bundle of its own."""
+    info = layout.parameters[name]
+    return Bundle(info.unit, 0, info.holders, (name,), (info.numel,))
+
+
+def partition_numel(bundle: Bundle, stage: int, ranks: int) -> int:
+    """Return the elements of a rank's partition, including padding."""
+    if stage == 3:
+        return sum(-(-numel // ranks) for numel in bundle.numels)
+    return -(-sum(bundle.numels) // (ALIGNMENT * ranks)) * ALIGNMENT
+
+
+def pieces_of(
+    bundle: Bundle, flat: torch.Tensor, layout: Layout, *, stage: int, ranks: int, rank: int
+) -> Iterator[Piece]:
+    """Yield the elements of a partition as boxes of the full model's parameters, without padding.
+
+    Args:
+        bundle: what is partitioned.
+        flat: the partition, or a tensor of the same size, such as a moment.
+        layout: the layout of the full model.
+        stage: of ZeRO.
+        ranks: the number of ranks in the group.
+        rank: the position in the group.
     """
-
-    name: str
-    start: int
-    at: int
-    length: int
-
-
-def pieces_of(bundle: Bundle, stage: int, ranks: int, rank: int) -> list[Piece]:
-    """The pieces of the bundle on rank ``rank`` of the ``ranks`` of a group, without padding."""
-    pieces, base = [], 0
-    size = partition_numel(bundle, stage, ranks)
+    base, size = 0, partition_numel(bundle, stage, ranks)
     for name, numel in zip(bundle.names, bundle.numels, strict=True):
         if stage == 3:
-            each = -(-numel // ranks)
-            first, last, at = rank * each, min((rank + 1) * each, numel), base
-            base += each
+            own = -(-numel // ranks)
+            first, last, at = rank * own, min((rank + 1) * own, numel), base
+            base += own
         else:  # the parameter is [base, base + numel), the partition is [rank·size, (rank + 1)·size)
             first, last = max(rank * size - base, 0), min((rank + 1) * size - base, numel)
             at = base + first - rank * size
             base += numel
-        if first < last:
-            pieces.append(Piece(name, first, at, last - first))
-    return pieces
+        info = layout.parameters[name]
+        for position, sizes, count in boxes(first, last - first, info.shape) if first < last else ():
+            shift = [info.cut.start if info.cut is not None and dim == info.cut.dim else 0 for dim in range(len(sizes))]
+            offset = tuple(a + b for a, b in zip(position, shift, strict=True))
+            yield Piece(info, flat[at : at + count].view(sizes), offset)
+            at += count
 
 
 def boxes(start: int, length: int, shape: Sequence[int]) -> Iterator[tuple[tuple[int, ...], tuple[int, ...], int]]:
@@ -112,42 +131,3 @@ def boxes(start: int, length: int, shape: Sequence[int]) -> Iterator[tuple[tuple
             part = length // row * row
             yield (index, *(0 for _ in shape[1:])), (part // row, *shape[1:]), part
         start, length = start + part, length - part
-
-
-def partition_numel(bundle: Bundle, stage: int, ranks: int) -> int:
-    """Elements of a rank's flat partition, including padding. Stage 0 partitions nothing."""
-    if stage == 0:
-        return sum(bundle.numels)
-    if stage == 3:
-        return sum(-(-numel // ranks) for numel in bundle.numels)
-    return -(-sum(bundle.numels) // (ALIGNMENT * ranks)) * ALIGNMENT
-
-
-@dataclass(frozen=True)
-class Shared:
-    """A stretch that one rank of every holder has, from ``at`` in its flat partition."""
-
-    ranks: tuple[int, ...]
-    at: int
-    length: int
-
-
-def stretches(bundle: Bundle, stage: int, mesh: Mesh) -> list[Shared]:
-    """Return the stretches of the bundle without padding, by position in the group."""
-    result: list[Shared] = []
-    for index in range(mesh.fsdp):
-        ranks = tuple(mesh.rank(group, index) for group in bundle.holders)
-        for piece in pieces_of(bundle, stage, mesh.fsdp, index):
-            last = result[-1] if result else None
-            if last is not None and (last.ranks, last.at + last.length) == (ranks, piece.at):
-                result[-1] = Shared(ranks, last.at, last.length + piece.length)
-            else:
-                result.append(Shared(ranks, piece.at, piece.length))
-    return result
-
-
-def rank_sets(bundles: Sequence[Bundle], stage: int, mesh: Mesh) -> list[tuple[int, ...]]:
-    """The ranks of each communicator that the bundles need, in the same order on all ranks."""
-    return sorted(
-        {stretch.ranks for bundle in bundles for stretch in stretches(bundle, stage, mesh) if len(stretch.ranks) > 1}
-    )

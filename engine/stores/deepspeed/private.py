@@ -1,6 +1,6 @@
 """The only file that imports ``deepspeed``.
 
-It lists the tested versions and the private names that this package uses, and checks that the
+It has the tested versions and the private names that this package uses, and checks that the
 installed version has these names.
 """
 
@@ -10,7 +10,6 @@ import functools
 import importlib
 import importlib.util
 import logging
-import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -18,7 +17,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.optim import Optimizer
 
+from ...distributed.tensors import stored_tensor
 from ...environment.detect import set_default
 from ...errors import ConfigError
 
@@ -27,47 +28,25 @@ log = logging.getLogger("sdp")
 TESTED = ("0.19.8",)
 _BETWEEN_GROUPS = "sdp_between_groups"  # the name in the tables of DeepSpeed's communication logger
 
-# By module: the names that this package uses or replaces.
-_NAMES = {
+# The names that are no part of DeepSpeed's documented interface: by module, and of the optimizer of
+# ZeRO by stage. Besides, a parameter of ZeRO 3 has ``ds_id`` and ``ds_tensor``.
+NAMES = {
     "deepspeed.ops": ("__compatible_ops__",),
-    "deepspeed.accelerator": ("get_accelerator",),
-    "deepspeed.comm.comm": ("cdb", "all_reduce", "broadcast"),
-    "deepspeed.utils.groups": (
-        "_WORLD_GROUP",
-        "_TENSOR_MODEL_PARALLEL_GROUP",
-        "_MODEL_PARALLEL_GROUP",
-        "_DATA_PARALLEL_GROUP",
-        "mpu",
-    ),
+    "deepspeed.comm.comm": ("cdb",),
     "deepspeed.runtime.zero.partitioned_param_coordinator": ("assert_ints_same_as_other_ranks",),
-    "deepspeed.runtime.zero.partition_parameters": (
-        "assert_ints_same_as_other_ranks",
-        "Init",
-        "InsertPostInitMethodToModuleSubClasses",
-        "zero3_linear_wrap",
-    ),
+    "deepspeed.runtime.zero.partition_parameters": ("assert_ints_same_as_other_ranks",),
     "deepspeed.runtime.zero.stage3": ("assert_ints_same_as_other_ranks",),
-    "deepspeed.utils.zero_to_fp32": ("get_fp32_state_dict_from_zero_checkpoint",),
 }
-# Attributes of DeepSpeed's optimizer, by ZeRO stage. At stage 0 the optimizer is torch's own,
-# except in half precision.
-_COPIES = "fp16_groups fp32_groups overflow_checker loss_scale_config _update_scale"
-_FLAT = """
-    averaged_gradients all_grad_tensors micro_step_id reset_cpu_buffers single_partition_of_fp32_groups
-    bit16_groups partition_size cpu_offload update_lp_params check_grad_overflow check_overflow
-    _wait_for_offload_copies loss_scaler _update_scale
-"""
-_PARTITIONED = """
-    averaged_gradients fp32_partitioned_groups_flat fp16_groups sub_group_to_group_id offload_optimizer
-    persistent_parameters
-    _overflow_check_and_loss_scale_update _loss_scale_update_and_overflow_cleanup loss_scaler _update_scale
-    _reassign_or_swap_out_partitioned_parameters _partition_all_parameters partition_grads _get_param_partition_rank
-    grad_partitions_flat_buffer _get_param_coordinator
-"""
-_OF_OPTIMIZER = {0: "", 1: _FLAT, 2: _FLAT, 3: _PARTITIONED}
-OF_ENGINE = (
-    "enable_backward_allreduce basic_optimizer micro_steps global_steps global_samples skipped_steps _global_grad_norm"
+_FLAT = (
+    "optimizer",
+    "averaged_gradients",
+    "all_grad_tensors",
+    "reset_cpu_buffers",
+    "micro_step_id",
+    "update_lp_params",
 )
+_BY_PARAMETER = ("optimizer", "averaged_gradients", "fp32_partitioned_groups_flat", "grad_partitions_flat_buffer")
+OF_OPTIMIZER = {1: _FLAT, 2: _FLAT, 3: _BY_PARAMETER}
 
 
 def load() -> Any:
@@ -80,7 +59,7 @@ def load() -> Any:
     if not torch.cuda.is_available():
         set_default("DS_ACCELERATOR", "cpu")
     deepspeed = importlib.import_module("deepspeed")
-    for module, names in _NAMES.items():
+    for module, names in NAMES.items():
         try:
             found = importlib.import_module(module)
         except ImportError:
@@ -118,7 +97,7 @@ def _count_devices_once() -> None:
     It would start ``numactl`` each time, which also makes torch repeat its warnings.
     """
     accelerator: Any = importlib.import_module("deepspeed.accelerator").get_accelerator()
-    if accelerator._name == "cpu" and "device_count" not in vars(accelerator):
+    if not torch.cuda.is_available() and "device_count" not in vars(accelerator):
         accelerator.device_count = functools.cache(accelerator.device_count)
 
 
@@ -127,32 +106,6 @@ def set_verbosity(file: Mapping[str, Any]) -> None:
     asked = any((file.get(section) or {}).get("enabled") for section in ("comms_logger", "flops_profiler"))
     asked = asked or bool(file.get("wall_clock_breakdown")) or "steps_per_print" in file
     logging.getLogger("DeepSpeed").setLevel(logging.INFO if asked else logging.WARNING)
-
-
-def check_engine(deepspeed: Any, engine: Any, stage: int, precision: str) -> None:
-    """Raise ConfigError if DeepSpeed's engine or optimizer lacks a name or cannot be supported."""
-    _require(deepspeed, engine, OF_ENGINE.split(), type(engine).__name__)
-    if hasattr(engine.optimizer, "fp32_groups_flat"):
-        raise ConfigError(
-            f"{precision} at zero_optimization.stage 0: DeepSpeed flattens the weights of its FusedAdam into one "
-            "tensor, so they cannot be found again; set optimizer.params.torch_adam to true, or use stage 1"
-        )
-    # DeepSpeed replaces its Adagrad by one that has all parameters in one group.
-    if stage and engine.optimizer.optimizer is not engine.basic_optimizer:
-        raise ConfigError(
-            f"optimizer: under ZeRO DeepSpeed replaces the {type(engine.basic_optimizer).__name__} that it was given "
-            "by another one, whose state a checkpoint would lack; use another optimizer, or zero_optimization.stage 0"
-        )
-    names = _COPIES if stage == 0 and precision != "float32" else _OF_OPTIMIZER[stage]
-    _require(deepspeed, engine.optimizer, names.split(), type(engine.optimizer).__name__)
-
-
-def require_float16() -> None:
-    """Raise ConfigError if DeepSpeed does not compute in float16 on this device."""
-    accelerator: Any = importlib.import_module("deepspeed.accelerator").get_accelerator()
-    if not accelerator.is_fp16_supported():
-        name = torch.cuda.get_device_name() if torch.cuda.is_available() else "this CPU"
-        raise ConfigError(f"fp16.enabled: true is not supported on {name}, according to DeepSpeed; use bf16")
 
 
 def _require(deepspeed: Any, owner: Any, names: Sequence[str], where: str) -> None:
@@ -168,16 +121,16 @@ def _unsupported(deepspeed: Any, name: str) -> ConfigError:
     )
 
 
+# -- state of the process --------------------------------------------------------------------------
+
+
 def forget_process_groups() -> None:
     """Drop what an earlier DeepSpeed engine left in this process.
 
     Its process groups may be destroyed or belong to another layout.
     """
-    comm: Any = importlib.import_module("deepspeed.comm.comm")
-    comm.cdb = None
-    groups = importlib.import_module("deepspeed.utils.groups")
-    for name in _NAMES["deepspeed.utils.groups"]:
-        setattr(groups, name, None)
+    importlib.import_module("deepspeed.comm.comm").cdb = None  # type: ignore[attr-defined]
+    importlib.reload(importlib.import_module("deepspeed.utils.groups"))
     restore_linear()
 
 
@@ -189,13 +142,12 @@ def separate_process_groups() -> Iterator[None]:
     a script may give another model to DeepSpeed itself, which averages over all ranks.
     """
     groups = importlib.import_module("deepspeed.utils.groups")
-    before = {name: getattr(groups, name) for name in _NAMES["deepspeed.utils.groups"]}
+    before = dict(vars(groups))
     forget_process_groups()
     try:
         yield
     finally:
-        for name, value in before.items():
-            setattr(groups, name, value)
+        vars(groups).update(before)
 
 
 def restore_linear() -> None:
@@ -205,10 +157,9 @@ def restore_linear() -> None:
     gradients become ready. If only some ranks of a group had such an engine before, the ranks would
     reduce different parameters together.
     """
-    patches: Any = sys.modules.get("deepspeed.runtime.zero.partition_parameters")
     # Another library may have replaced it later. That patch stays.
-    if patches is not None and torch.nn.functional.linear is patches.zero3_linear_wrap:
-        torch.nn.functional.linear = patches.InsertPostInitMethodToModuleSubClasses.linear_bk
+    if torch.nn.functional.linear.__module__.startswith("deepspeed."):
+        torch.nn.functional.linear = torch._C._nn.linear
 
 
 def make_whole(model: nn.Module) -> int:
@@ -241,9 +192,12 @@ def let_groups_differ() -> None:
     Rank 0 may be in another group, which has other modules. Inside a group, all ranks have the
     same.
     """
-    for module in ("partitioned_param_coordinator", "partition_parameters", "stage3"):
-        found: Any = importlib.import_module(f"deepspeed.runtime.zero.{module}")
-        found.assert_ints_same_as_other_ranks = lambda ints: None
+    for module, names in NAMES.items():
+        if names == ("assert_ints_same_as_other_ranks",):
+            importlib.import_module(module).assert_ints_same_as_other_ranks = lambda ints: None  # type: ignore[attr-defined]
+
+
+# -- messages --------------------------------------------------------------------------------------
 
 
 def logged_all_reduce(tensor: torch.Tensor, group: dist.ProcessGroup) -> Any:
@@ -263,6 +217,98 @@ def logged_broadcast(tensor: torch.Tensor, source: int, group: dist.ProcessGroup
     )
 
 
-def set_gradient_norm(engine: Any, norm: float) -> None:
-    """Set the value that the engine's ``get_global_grad_norm()`` returns."""
-    engine._global_grad_norm = norm
+# -- ZeRO's partitions -----------------------------------------------------------------------------
+
+
+def whole_float32(parameter: nn.Parameter) -> torch.Tensor:
+    """Return a whole trained parameter, joined from ZeRO's partitions. Collective in the group."""
+    return importlib.import_module("deepspeed.utils").safe_get_full_fp32_param(parameter).detach()
+
+
+class Zero:
+    """This rank's float32 partitions under ZeRO, and their gradients, by the index of their
+    parameter group.
+
+    Args:
+        zero: DeepSpeed's optimizer.
+        optimizer: torch's optimizer, which DeepSpeed was given.
+        stage: of ZeRO.
+        offloads: whether the partitions are in the host's memory.
+
+    Raises:
+        ConfigError: DeepSpeed has replaced ``optimizer``, or lacks a name.
+    """
+
+    def __init__(self, zero: Any, optimizer: Optimizer, stage: int, *, offloads: bool):
+        deepspeed = importlib.import_module("deepspeed")
+        _require(deepspeed, zero, OF_OPTIMIZER[stage], type(zero).__name__)
+        if zero.optimizer is not optimizer:  # as Adagrad
+            raise ConfigError(
+                f"optimizer: under ZeRO DeepSpeed replaces the {type(optimizer).__name__} that it was given by another "
+                'one, whose state a checkpoint would lack; use another optimizer, or sdp.engine "fsdp2"'
+            )
+        self._zero, self._stage, self._offloads = zero, stage, offloads
+        groups = zero.fp32_partitioned_groups_flat if stage == 3 else (g["params"][0] for g in optimizer.param_groups)
+        self.masters: list[torch.Tensor] = list(groups)
+
+    def take_gradients(self) -> None:
+        """Make the reduced gradients of a step, flat and in float32, the ``grad`` of the
+        partitions.
+        """
+        if self._offloads:  # they are there, once the copies have arrived
+            if torch.cuda.is_available():
+                torch.cuda.synchronize()
+            return
+        for index, master in enumerate(self.masters):
+            flat, at = torch.zeros_like(master, requires_grad=False), 0
+            for piece in self._zero.averaged_gradients[index]:
+                flat[at : at + piece.numel()].copy_(piece.reshape(-1))
+                at += piece.numel()
+            self._zero.averaged_gradients[index], master.grad = None, flat
+
+    def give_gradients(self) -> None:
+        """Let DeepSpeed's next step use the ``grad`` of the partitions."""
+        for index, master in enumerate(() if self._offloads else self.masters):
+            self._zero.averaged_gradients[index], master.grad = [master.grad], None
+
+    def drop_gradients(self) -> None:
+        """Drop the gradients of all micro-batches.
+
+        DeepSpeed's ``zero_grad`` keeps those that ZeRO has reduced already.
+        """
+        zero = self._zero
+        zero.zero_grad()
+        for master in () if self._offloads else self.masters:
+            master.grad = None
+        if self._stage == 3:
+            # The first micro-batch of the next step overwrites only the sums of parameters that it
+            # uses. The others would keep the gradients of this step.
+            zero.grad_partitions_flat_buffer.zero_()
+            return
+        for reduced in (zero.averaged_gradients, zero.all_grad_tensors):
+            for index in reduced:
+                reduced[index] = None
+        if self._offloads:
+            zero.reset_cpu_buffers()
+        zero.micro_step_id = -1  # the next micro-batch overwrites the sums in host memory
+
+    def update_model(self) -> None:
+        """Copy the partitions of ZeRO 1 or 2 to the model, after something else changed them.
+
+        Collective in the group.
+        """
+        self._zero.update_lp_params()
+
+
+def offsets_in_partition(parameters: Sequence[nn.Parameter]) -> list[int]:
+    """Return where each parameter of a bundle begins in ZeRO's flat tensor, from the first one.
+
+    At stages 1 and 2 this tensor has the whole parameters, at stage 3 this rank's partitions of
+    them. -1: the parameter is elsewhere.
+    """
+    tensors = [stored_tensor(parameter) for parameter in parameters]
+    storage = tensors[0].untyped_storage().data_ptr()
+    return [
+        tensor.storage_offset() - tensors[0].storage_offset() if tensor.untyped_storage().data_ptr() == storage else -1
+        for tensor in tensors
+    ]

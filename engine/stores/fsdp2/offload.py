@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import CPUOffloadPolicy, OffloadPolicy
 
 from ...config.schema import Config
+from ..messages import DeviceMessages
 
 
 class ShardHome:
@@ -45,40 +43,3 @@ class ShardHome:
         for module in model.modules():
             for name, buffer in module.named_buffers(recurse=False):
                 setattr(module, name, buffer.to(self._own))
-
-
-class DeviceMessages:
-    """Sends tensors from a device, because NCCL cannot send those in the host's memory.
-
-    Results have a ``wait`` method, like those of torch.
-    """
-
-    def __init__(self, device: torch.device):
-        self._device = device
-
-    def is_elsewhere(self, tensor: torch.Tensor) -> bool:
-        """Whether ``tensor`` must be copied to the device to be sent."""
-        return tensor.device.type != self._device.type
-
-    def all_reduce(self, tensor: torch.Tensor, group: dist.ProcessGroup) -> Any:
-        """Start to sum ``tensor`` in place."""
-        sent = tensor.to(self._device, copy=True) if self.is_elsewhere(tensor) else tensor
-        work = dist.all_reduce(sent, group=group, async_op=True)
-        return work if sent is tensor else _Staged(tensor, sent, work)
-
-    def broadcast(self, tensor: torch.Tensor, source: int, group: dist.ProcessGroup) -> Any:
-        """Start to send the tensor of the member ``source``."""
-        sent = tensor.to(self._device, copy=True) if self.is_elsewhere(tensor) else tensor
-        work = dist.broadcast(sent, group_src=source, group=group, async_op=True)
-        return work if sent is tensor else _Staged(tensor, sent, work)
-
-
-class _Staged:
-    """A message that goes through a copy. ``wait`` copies the result back."""
-
-    def __init__(self, home: torch.Tensor, sent: torch.Tensor, work: Any):
-        self._home, self._sent, self._work = home, sent, work
-
-    def wait(self) -> None:
-        self._work.wait()
-        self._home.copy_(self._sent)

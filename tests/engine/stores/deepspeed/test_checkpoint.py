@@ -39,9 +39,6 @@ def _go_on(case: Case, name: str, folder: str) -> tuple[Any, Any, Any, Any]:
     for step in (2, 3):
         one_step(engine, case, step, data_rank=dist.get_rank())
         engine.step()
-    if name == "deepspeed":  # its own counters go on, of its own group's samples
-        own = engine.deepspeed
-        assert [own.global_steps, own.global_samples] == [4, 4 * own.train_batch_size()]
     return loaded, engine.full_state_dict(), client, rates
 
 

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from sdp.engine.errors import HolderMismatchError, NonFiniteError
+from sdp.engine.errors import NonFiniteError
 from sdp.tests.support import models
 from sdp.tests.support.cases import (
     Case,
@@ -93,7 +93,7 @@ def _two_lives(case: Case, offload: bool, folder: str) -> tuple[Life, Life]:
         engine.save_checkpoint(folder)
         _steps(engine, case, range(STEPS - 1, STEPS), life, rank)
         assert engine.measured_state_bytes() == engine.predicted_state_bytes()
-        assert engine.deepspeed.skipped_steps == engine.skipped_steps == 1
+        assert engine.skipped_steps == 1
         engine.check_holders()
 
         engine = engine_of(case, "deepspeed", **_sections(case, offload))
@@ -243,19 +243,3 @@ def _go_on_after_skips(case: Case, folder: str) -> tuple[int, int, float | None]
 def test_a_run_goes_on_from_before_its_first_update(ranks: RankPool, tmp_path: Path, stage: int) -> None:
     case = Case(2, 1, stage=stage, model="llama", optimizer="adamw")
     assert ranks.run(_go_on_after_skips, case, str(tmp_path), world=2) == [(3, 2, 4.0)] * 2
-
-
-def _other_scale_on_one_rank() -> str:
-    with float16_here():
-        engine = engine_of(Case(2, 1, stage=1, model="llama"), "deepspeed", fp16={"enabled": True})
-        engine.check_holders()
-        if dist.get_rank():
-            engine.deepspeed.optimizer.loss_scaler.cur_scale /= 2
-        with pytest.raises(HolderMismatchError) as caught:
-            engine.check_holders()
-        return str(caught.value)
-
-
-def test_scales_that_differ_are_found(ranks: RankPool) -> None:
-    for message in ranks.run(_other_scale_on_one_rank, world=2):
-        assert message.startswith("fp16: ranks have different loss scales")

@@ -12,7 +12,7 @@ import torch
 from sdp.engine.config.load import load_config
 from sdp.engine.errors import ConfigError
 from sdp.tests.support import models
-from sdp.tests.support.cases import zero_of
+from sdp.tests.support.cases import Case, engine_of, zero_of
 from sdp.tests.support.deepspeed_runs import FP16, float16_here
 from sdp.tests.support.ranks import RankPool
 
@@ -58,16 +58,16 @@ def test_fp16_goes_to_deepspeed_and_through_a_resolved_file() -> None:
     assert again.deepspeed["fp16"].items() >= FP16.items()
 
 
-def test_a_device_without_float16_is_told() -> None:
-    from sdp.engine.stores.deepspeed.private import require_float16
+def _without_float16() -> str:
+    with float16_here(False), pytest.raises(ConfigError) as caught:
+        engine_of(Case(2, 1, stage=1), "deepspeed", fp16=FP16)
+    return str(caught.value)
 
-    with (
-        float16_here(False),
-        pytest.raises(ConfigError, match=r"^fp16.enabled: true is not supported on .*; use bf16$"),
-    ):
-        require_float16()
-    with float16_here():
-        require_float16()
+
+def test_a_device_without_float16_is_told_in_one_line(ranks: RankPool) -> None:
+    for message in ranks.run(_without_float16, world=2):
+        assert message.startswith('sdp.engine "deepspeed": DeepSpeed refuses its configuration (')
+        assert "fp16" in message and "\n" not in message
 
 
 # -- sums over micro-batches -----------------------------------------------------------------------

@@ -84,7 +84,8 @@ def _built_from_huggingface() -> tuple[int, int, int, list[str]]:
         for u in engine.layout.units
         if any(n.startswith(f"{u.name}.") for n, _ in engine.module.named_parameters())
     ]
-    expected = [u.name for u in engine.layout.units if engine.layout.placement.holds(engine.backend.at.sdp, u.index)]
+    group, layout = engine.store.context.at.sdp, engine.layout
+    expected = [u.name for u in layout.units if layout.placement.holds(group, u.index)]
     assert units == expected
     return whole, handed_over[0], held, units
 

@@ -131,23 +131,16 @@ def test_stages_that_differ_between_ranks_are_found(ranks: RankPool) -> None:
     assert ranks.run(_mismatched_stages, world=2) == [message] * 2
 
 
-def _sub_groups(groups: int) -> str:
-    with pytest.raises(ConfigError) as caught:
-        engine_of(
-            Case(groups, 2 // groups, stage=3), "deepspeed", zero_optimization={"stage": 3, "sub_group_size": 100}
-        )
-    return str(caught.value)
-
-
-@pytest.mark.parametrize("groups", [1, 2])
-def test_sub_groups_below_a_unit_are_refused(ranks: RankPool, groups: int) -> None:
-    for message in ranks.run(_sub_groups, groups, world=2):
-        assert message.startswith("zero_optimization.sub_group_size: 100 is less than the ")
+def test_sub_groups_have_no_effect() -> None:
+    """DeepSpeed steps a unit at once: other groups and checkpoints do not know its parts."""
+    config = load_config({**ZERO_1, "zero_optimization": {"stage": 3, "sub_group_size": 100}})
+    assert config.hints == ("zero_optimization.sub_group_size",)
+    assert "sub_group_size" not in config.deepspeed["zero_optimization"]
 
 
 def _refusals() -> tuple[str, str, str]:
-    """A scheduler over the user's groups of an optimizer; what DeepSpeed refuses itself; an
-    optimizer that it replaces.
+    """A scheduler over the user's groups of an optimizer; an optimizer that does not exist; one
+    that DeepSpeed replaces.
     """
     import sdp
 
@@ -168,7 +161,8 @@ def _refusals() -> tuple[str, str, str]:
     with pytest.raises(ConfigError) as refused:
         engine_of(Case(1, 2, stage=1), "deepspeed", optimizer={"type": "Unheard", "params": {"lr": 0.1}})
     with pytest.raises(ConfigError) as replaced:
-        engine_of(Case(1, 2, stage=2), "deepspeed", optimizer={"type": "Adagrad", "params": {"lr": 0.1}})
+        stage_2 = config | {"zero_optimization": {"stage": 2}}
+        sdp.initialize(model=models.build("mlp"), optimizer=torch.optim.Adagrad, config=stage_2)
     return str(scheduler.value), str(refused.value), str(replaced.value)
 
 
