@@ -17,7 +17,7 @@ backward pass, with 2,048 tokens, D = 512, V = 32,000, and one thread of an AMD 
   float32, and 10.6875 or 10.8125 in torch. The error of the weight's gradient is 1.8e-3 here and
   2.5e-3 or 2.0e-3 in torch.
 
-``python -m sdp.tests.scripts.loss_benchmark --rounds 3`` printed these figures (medians, torch
+``python -m lab.measurements.loss_benchmark --rounds 3`` printed these figures (medians, torch
 2.13).
 
 Letters of shapes: B sequences, S tokens, N = B × S, D hidden size, V vocabulary.

@@ -1,6 +1,6 @@
 """Convert an exported run with llama.cpp's own converter, and compare the result with the export.
 
-Run ``python -P -m sdp.tests.scripts.llama_cpp_converter EXPORT``. EXPORT is what ``sdp export``
+Run ``python -m lab.measurements.llama_cpp_converter EXPORT``. EXPORT is what ``sdp export``
 wrote, with the tokenizer of sentencepiece. pip fetches the sources of llama-cpp-python (77 MB), of
 which llama.cpp is a part; nothing is built. It also installs gguf and scikit-build-core, which pip
 needs to read the sources, in a temporary folder.

@@ -1,7 +1,7 @@
 """Compares the chunked loss of ``sdp.models.loss`` with
 ``torch.nn.functional.linear_cross_entropy``.
 
-Run it with ``python -m sdp.tests.scripts.loss_benchmark --rounds 5``. It needs torch 2.13.
+Run it with ``python -m lab.measurements.loss_benchmark --rounds 5``. It needs torch 2.13.
 
 Each measurement runs forward and backward in a process of its own, and the contestants take turns.
 It prints the median of the CPU seconds, the least of them, the median memory at the peak above the
@@ -113,7 +113,7 @@ def main() -> None:
         found: dict[str, list[dict[str, float]]] = {name: [] for name in CONTESTANTS}
         for index in range(args.rounds):
             for name in CONTESTANTS:
-                command = [sys.executable, "-m", "sdp.tests.scripts.loss_benchmark"]
+                command = [sys.executable, "-m", "lab.measurements.loss_benchmark"]
                 command += ["--contestant", name, "--dtype", dtype]
                 for key in ("tokens", "hidden", "vocabulary", "threads"):
                     command += [f"--{key}", str(getattr(args, key))]

@@ -1,6 +1,6 @@
 """Compares ``sdp prepare`` with the packages ``tokenizers`` and ``datatrove`` on the same input.
 
-Run it with ``python -m sdp.tests.scripts.prepare_benchmark --rounds 5``. It needs
+Run it with ``python -m lab.measurements.prepare_benchmark --rounds 5``. It needs
 ``pip install 'sdp-engine[bench]'``, and no network.
 
 All contestants read the same JSON lines, encode them with the same tokenizer, and write the ids.
@@ -130,18 +130,8 @@ def command_of(name: str, workers: int, folder: Path) -> list[str]:
     if name == "sdp":
         words = ["-m", "sdp", "prepare", "--input", f"{folder}/input/*.jsonl", "--output", f"{folder}/out/shards"]
         return [sys.executable, "-P", *words, "--tokenizer", f"hf:{folder}/tokenizer", "--workers", str(workers)]
-    return [
-        sys.executable,
-        "-P",
-        "-m",
-        __spec__.name,
-        "--only",
-        name,
-        "--workers",
-        str(workers),
-        "--folder",
-        str(folder),
-    ]
+    words = ["--only", name, "--workers", str(workers), "--folder", str(folder)]
+    return [sys.executable, "-m", __spec__.name, *words]
 
 
 def measure(name: str, workers: int, folder: Path) -> tuple[Cost, int]:

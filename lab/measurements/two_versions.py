@@ -6,7 +6,7 @@ the largest one.
 Both must end with the same loss and the same bytes. Nothing else should run on the machine.
 
     git clone . /tmp/new/sdp; git clone . /tmp/old/sdp; git -C /tmp/old/sdp checkout COMMIT
-    python -m sdp.tests.scripts.two_versions /tmp/new /tmp/old --pairs 9
+    python -m lab.measurements.two_versions /tmp/new /tmp/old --pairs 9
 """
 
 from __future__ import annotations

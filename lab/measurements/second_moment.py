@@ -1,6 +1,6 @@
 """What AdamW does with a second moment in bfloat16: rounded to nearest, or stochastically.
 
-``python -m sdp.tests.scripts.second_moment`` lets the squares of the gradients fall to a hundredth.
+``python -m lab.measurements.second_moment`` lets the squares of the gradients fall to a hundredth.
 It prints the mean of the second moment afterwards. ``--train KIND --corpus SHARDS`` trains a LLaMA
 of 0.2 M parameters on token shards with a vocabulary of at most 1,024, and prints its loss. KIND is
 ``float32``, ``nearest`` or ``stochastic``. The first moment of the last two is rounded to nearest.

@@ -1,0 +1,1 @@
+"""Measurements that a page or a comment of the source names, to be repeated."""
