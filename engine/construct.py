@@ -11,7 +11,6 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from .accounting.clock import clock
 from .config.schema import Config
 from .distributed.mesh import Coordinates
 from .distributed.process_groups import tensor_group
@@ -57,7 +56,6 @@ def build_store(
     give_values(model, layout, plan, home.device, store.shard, frozen)
     if home.offloads:
         home.keep_buffers_on_device(model)
-    store.context.clock = clock(device, waits=config.wall_clock_breakdown)
     store.ready()
     return store
 

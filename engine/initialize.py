@@ -15,6 +15,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.optim import Optimizer
 
+from .accounting.clock import clock
 from .announcement import announce
 from .batch.loader import EpochLoader, ResumableLoader
 from .batch.size import BatchSize
@@ -145,6 +146,7 @@ def initialize(
         arrange_muon(built, layout, store.parameters, store.context.tensor_ranks, store.context.traffic)
         scheduler = scheduler_of(settings, lr_scheduler, built)
         store.optimizer = built
+    store.context.clock = clock(device, waits=settings.wall_clock_breakdown)
     if optimizer is not None and needs_whole_matrices(store.optimizer):
         _refuse_parts(settings, type(store.optimizer).__name__)
         store.context.needs_whole_matrices = True

@@ -11,8 +11,6 @@ from ..distributed.tensors import local_tensor, stored_tensor
 from ..distributed.traffic import Traffic
 from ..optim.muon.setup import planned_gathers
 from ..placement.layout import Layout
-from ..stores.deepspeed import plan as deepspeed
-from ..stores.deepspeed.store import DeepSpeedStore
 from ..stores.store import GroupStore, frozen_copies
 from ..sync.between import BetweenGroups
 from .local_traffic import LocalTraffic
@@ -24,8 +22,10 @@ def predicted_state(store: GroupStore, config: Config) -> StateBytes:
     """Return the bytes of parameters, gradients, optimizer state and frozen copies, by the
     placement.
     """
-    if isinstance(store, DeepSpeedStore):
-        return deepspeed.predicted_state(store)
+    if config.sdp.engine == "deepspeed":
+        from . import deepspeed_plan  # deepspeed is optional
+
+        return deepspeed_plan.predicted_state(store)
     shards = store.layout.mesh.shards(config.zero_optimization.stage)
     return predict_state_bytes(
         store.layout,
@@ -68,8 +68,10 @@ def planned_traffic(groups: BetweenGroups, config: Config, accumulation: int, st
     context, sync = groups.context, config.sdp.sync
     rank, stage, compute_bytes = context.rank, context.stage, config.compute_bytes
     weighted = config.training.loss_weighting == "tokens"
-    if isinstance(groups.store, DeepSpeedStore):
-        planned = deepspeed.planned_traffic(groups.store)
+    if config.sdp.engine == "deepspeed":
+        from . import deepspeed_plan  # deepspeed is optional
+
+        planned = deepspeed_plan.planned_traffic(groups.store)
         if weighted:
             _plan_weights(groups, planned, local=False)
         return planned
@@ -114,8 +116,10 @@ def _layout_at(groups: BetweenGroups, config: Config, step: int | None) -> Layou
 def traffic_formula(groups: BetweenGroups, config: Config) -> str:
     """Return the bytes that a rank sends between groups in a step, as a formula with numbers."""
     context, sync = groups.context, config.sdp.sync
-    if isinstance(groups.store, DeepSpeedStore):
-        return deepspeed.traffic_formula(groups.store)
+    if config.sdp.engine == "deepspeed":
+        from . import deepspeed_plan  # deepspeed is optional
+
+        return deepspeed_plan.traffic_formula(groups.store)
     formula = describe_formula(
         groups.store.layout, context.rank, stage=context.stage, compute_bytes=config.compute_bytes
     )

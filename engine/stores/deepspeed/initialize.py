@@ -10,7 +10,6 @@ import torch.distributed as dist
 from torch import nn
 from torch.optim import Optimizer
 
-from ...accounting.clock import clock
 from ...batch.size import BatchSize
 from ...config.schema import Config
 from ...distributed.process_groups import Communicators, new_group
@@ -87,7 +86,6 @@ def initialize_deepspeed(
     if config.zero_optimization.stage == 1:
         _accumulate_in_float32(model)
     store = DeepSpeedStore(engine, built, layout, bundles, config, device, communicators)
-    store.context.clock = clock(device, waits=config.wall_clock_breakdown)
     return store, built, scheduler, note
 
 

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-from ...accounting.memory import StateBytes, state_tensors
-from ...accounting.traffic_plan import CONTROL_BYTES
-from ...distributed.traffic import Traffic
-from .partitions import partition_numel
-from .store import DeepSpeedStore
+from typing import Any
+
+from ..distributed.traffic import Traffic
+from ..stores.deepspeed.partitions import partition_numel
+from .memory import StateBytes, state_tensors
+from .traffic_plan import CONTROL_BYTES
 
 FLOAT32, CHECK_BYTES = 4, 16  # two float64 checks of the parameters that ZeRO has reduced
 
 
-def predicted_state(store: DeepSpeedStore) -> StateBytes:
+def predicted_state(store: Any) -> StateBytes:
     """Return the bytes of weights, gradients, optimizer state and frozen copies.
 
     Weights are the model's own, in compute precision, and ZeRO's float32 partitions with their
@@ -25,7 +26,7 @@ def predicted_state(store: DeepSpeedStore) -> StateBytes:
     return StateBytes(held + partitions, partitions, partitions * state_tensors(store.optimizer), copies)
 
 
-def planned_traffic(store: DeepSpeedStore) -> Traffic:
+def planned_traffic(store: Any) -> Traffic:
     """Return the bytes that a rank sends in a step.
 
     DeepSpeed's own messages inside the group are not counted (see ``comms_logger``).
@@ -42,19 +43,19 @@ def planned_traffic(store: DeepSpeedStore) -> Traffic:
     return planned
 
 
-def traffic_formula(store: DeepSpeedStore) -> str:
+def traffic_formula(store: Any) -> str:
     """Return the bytes that a rank sends between groups in a step, as text."""
     planned = planned_traffic(store).by_kind()
     between = sum(nbytes for kind, nbytes in planned.items() if kind.startswith("between groups"))
     return f"the shards that holders average = {between:,} (DeepSpeed's own messages inside groups are not counted)"
 
 
-def _partition_numels(store: DeepSpeedStore) -> list[int]:
+def _partition_numels(store: Any) -> list[int]:
     """Return the elements of each partition, including padding."""
     return [partition_numel(bundle, store.context.stage, store.context.mesh.fsdp) for bundle in store.bundles]
 
 
-def _stored_numel(store: DeepSpeedStore, name: str) -> int:
+def _stored_numel(store: Any, name: str) -> int:
     """Return the elements of a parameter that this rank has in compute precision."""
     numel = store.layout.parameters[name].numel
     return -(-numel // store.context.mesh.fsdp) if store.context.stage == 3 else numel
