@@ -17,16 +17,11 @@ if (
 # The files that take longest, by processor seconds (lab/log.md). They come first: a file's tests
 # stay in one of the processes that run tests, and others would wait for one that began late.
 LONGEST_FILES = (
-    "engine/subnetwork/test_compile.py",
-    "tools/train/failures/test_failures.py",
-    "spec/test_equality.py",
-    "engine/checkpoint/test_local_steps.py",
-    "engine/checkpoint/test_layouts.py",
-    "tools/bench/test_side_by_side.py",
-    "engine/stores/deepspeed/test_checkpoint.py",
-    "engine/stores/deepspeed/test_equality.py",
+    "engine/subnetwork/test_compile.py", "tools/train/failures/test_failures.py", "spec/test_equality.py",
+    "engine/checkpoint/test_local_steps.py", "engine/checkpoint/test_layouts.py", "tools/bench/test_side_by_side.py",
+    "engine/stores/deepspeed/test_checkpoint.py", "engine/stores/deepspeed/test_equality.py",
     "engine/subnetwork/test_neurons_native.py",
-)
+)  # fmt: skip
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -111,23 +111,17 @@ def broken_archives(tmp_path: Path) -> dict[str, tuple[Path, str]]:
     cut = cifar(tmp_path / "cut.tar.gz", whole)
     cut.write_bytes(cut.read_bytes()[:-4000])
     return {
-        "of pickles": (
-            cifar(tmp_path / "a.tar.gz", {"data_batch_1": b"", "batches.meta": b""}),
-            "holds pickles, which are code",
-        ),
+        "of pickles": (cifar(tmp_path / "a.tar.gz", {"data_batch_1": b"", "batches.meta": b""}),
+            "holds pickles, which are code"),
         "of another set": (cifar(tmp_path / "b.tar.gz", {"train.bin": data}), r"has no data_batch_1\.bin"),
         "cut off": (cut, "damaged or cut off"),
         "no archive": (Path(__file__), "damaged or cut off"),
         "missing": (tmp_path / "nowhere.tar.gz", "no such file"),
-        "of odd size": (
-            cifar(tmp_path / "c.tar.gz", whole | {"data_batch_3.bin": data[:-1]}),
-            r"data_batch_3\.bin has 6,145 bytes",
-        ),
-        "of wrong labels": (
-            cifar(tmp_path / "d.tar.gz", whole | {"test_batch.bin": b"\x0a" + data[1:]}),
-            "a label of 10",
-        ),
-    }
+        "of odd size": (cifar(tmp_path / "c.tar.gz", whole | {"data_batch_3.bin": data[:-1]}),
+            r"data_batch_3\.bin has 6,145 bytes"),
+        "of wrong labels": (cifar(tmp_path / "d.tar.gz", whole | {"test_batch.bin": b"\x0a" + data[1:]}),
+            "a label of 10"),
+    }  # fmt: skip
 
 
 @pytest.mark.parametrize(

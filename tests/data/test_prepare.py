@@ -145,11 +145,8 @@ def test_overwriting_leaves_no_old_shard(tmp_path):
     (out / "notes.bin").write_text("the user's")
     quiet([path], out, overwrite=True)
     assert sorted(file.name for file in out.iterdir()) == [
-        "held_out-00000.bin",
-        "index.json",
-        "notes.bin",
-        "train-00000.bin",
-    ]
+        "held_out-00000.bin", "index.json", "notes.bin", "train-00000.bin",
+    ]  # fmt: skip
 
 
 def test_damaged_output_is_named_and_can_be_made_again(tmp_path):

@@ -76,20 +76,14 @@ def test_half_a_surrogate_pair_is_replaced(tmp_path):
     [
         ("a.jsonl", b'{"text": "a"}\n{"text": \n', r"a\.jsonl, line 2: not valid JSON"),
         ("a.jsonl", b'{"text": "a"}\n\n[1]\n', r"line 3: a JSON object is expected, this is a list"),
-        (
-            "a.jsonl",
-            b'{"body": "a", "id": 1}\n',
-            r"line 1: no column 'text' \(there are: body, id\); choose one with --te",
-        ),
+        ("a.jsonl", b'{"body": "a", "id": 1}\n',
+            r"line 1: no column 'text' \(there are: body, id\); choose one with --te"),
         ("a.jsonl", b'{"text": 5}\n', r"line 1: 'text' must be a string, it is int"),
         ("a.jsonl", b'{"text": "\xff"}\n', r"line 1: not text in UTF-8 \(byte 10\); convert the file"),
         ("a.jsonl", '{"text": "a"}\n{"text": "b"}\n'.encode("utf-16"), r"line 1: not text in UTF-8"),
         ("a.json", b'[{"text": "a"}]', r"this is a list; give one JSON object per line \(jq"),
-        (
-            "a.jsonl.gz",
-            gzip.compress(json_lines(TEXTS), mtime=0)[:-9],
-            r"a\.jsonl\.gz, after line \d: damaged or cut off",
-        ),
+        ("a.jsonl.gz", gzip.compress(json_lines(TEXTS), mtime=0)[:-9],
+            r"a\.jsonl\.gz, after line \d: damaged or cut off"),
         ("a.jsonl.gz", b"no gzip", r"a\.jsonl\.gz, after line 0: damaged or cut off"),
         ("a.jsonl.gz", b"", r"a\.jsonl\.gz, after line 0: damaged or cut off \(the file is empty\)"),
         ("a.jsonl.zst", b"", r"a\.jsonl\.zst, after line 0: damaged or cut off \(the file is empty\)"),
@@ -99,7 +93,7 @@ def test_half_a_surrogate_pair_is_replaced(tmp_path):
         ("a.txt", b"ab\xff", r"a\.txt: byte 2 is not UTF-8"),
         ("a.parquet", b"no parquet at all", r"a\.parquet: not a readable Parquet file"),
     ],
-)
+)  # fmt: skip
 def test_damage_is_named(tmp_path, name, data, message):
     (tmp_path / name).write_bytes(data)
     with pytest.raises(DataError, match=message) as caught:

@@ -36,17 +36,12 @@ def test_process_count(groups: int, fsdp: int | None, tp: int, nproc: int | None
 @pytest.mark.parametrize(
     ("degrees", "nproc", "devices", "message"),
     [
-        (
-            _degrees(2, 3, 1),
-            8,
-            0,
-            r"8 processes \(--nproc\) are not groups 2 .* \* tp 1 .* \* fsdp 3 \(--fsdp\) = 6",
-        ),
+        (_degrees(2, 3, 1), 8, 0, r"8 processes \(--nproc\) are not groups 2 .* \* tp 1 .* \* fsdp 3 \(--fsdp\) = 6"),
         (_degrees(3, None, 2), 8, 0, r"8 processes \(--nproc\) are not a multiple of groups 3 .* \* tp 2 .* = 6"),
         (_degrees(4), None, 2, r"2 processes \(visible devices\) are not a multiple of groups 4"),
         (_degrees(4), 4, 2, r"4 processes \(--nproc\) need 4 devices, 2 visible"),
     ],
-)
+)  # fmt: skip
 def test_counts_that_do_not_fit(degrees: Degrees, nproc: int | None, devices: int, message: str) -> None:
     with pytest.raises(LaunchError, match=message):
         degrees.processes(nproc, devices)

@@ -134,18 +134,15 @@ def _backward_flops(case: Case) -> tuple[int, int, int]:
             Case(2, 2, 0, masking="backward"),
             2 * (2 * 2 * models.WIDTH * models.HIDDEN),
         ),  # of one block in four, two matrices
-        pytest.param(
-            Case(2, 2, 3, masking="backward"), 2 * (2 * 2 * models.WIDTH * models.HIDDEN), marks=pytest.mark.slow
-        ),
+        pytest.param(Case(2, 2, 3, masking="backward"), 2 * (2 * 2 * models.WIDTH * models.HIDDEN),
+            marks=pytest.mark.slow),
         # Of half of each branch of four blocks: 4 of 8 heads' projections of 6 and of 14 hidden
         # units, by 12 features.
-        (
-            Case(2, 2, 3, masking="backward", placement="cyclic", model="even-llama-meta", neurons=2),
-            4 * 2 * (2 * models.TOKENS) * 12 * ((12 + 6 + 6 + 12) + 3 * 7),
-        ),
+        (Case(2, 2, 3, masking="backward", placement="cyclic", model="even-llama-meta", neurons=2),
+            4 * 2 * (2 * models.TOKENS) * 12 * ((12 + 6 + 6 + 12) + 3 * 7)),
     ],
     ids=str,
-)
+)  # fmt: skip
 def test_weight_gradients_of_copies_are_not_computed(ranks: RankPool, case: Case, saved: int) -> None:
     """2 operations for a row of the batch and an element of a matrix.
 

@@ -119,17 +119,14 @@ def test_copies_that_sleep_take_no_memory(ranks: RankPool, case: Case) -> None:
     "case",
     [
         Case(2, 2, 3, optimizer="adamw", model="llama-tied-meta", masking=TO_BACKWARD),
-        pytest.param(
-            Case(2, 1, 0, 2, optimizer="adamw", model="even-llama", neurons=2, masking=TO_BACKWARD),
-            marks=pytest.mark.slow,
-        ),
-        pytest.param(
-            Case(2, 1, 0, optimizer="momentum", model="dropped", masking=TO_BACKWARD), marks=pytest.mark.full_table
-        ),
+        pytest.param(Case(2, 1, 0, 2, optimizer="adamw", model="even-llama", neurons=2, masking=TO_BACKWARD),
+            marks=pytest.mark.slow),
+        pytest.param(Case(2, 1, 0, optimizer="momentum", model="dropped", masking=TO_BACKWARD),
+            marks=pytest.mark.full_table),
         pytest.param(Case(2, 2, 1, optimizer="adamw", model="dropped", masking=TO_FORWARD), marks=pytest.mark.slow),
     ],
     ids=str,
-)
+)  # fmt: skip
 def test_a_resume_equals_the_undisturbed_run(ranks: RankPool, case: Case, tmp_path: Path) -> None:
     assert_equal_runs(ranks.run(resumed, case, str(tmp_path), world=case.world))
 

@@ -46,15 +46,12 @@ def test_deepspeed_equals_the_oracle(ranks: RankPool, case: Case) -> None:
     ("case", "engine"),
     [
         (Case(2, 2, 3, lr_scale="auto", optimizer="adamw"), "fsdp2"),
-        pytest.param(
-            Case(2, 1, 0, neurons=2, lr_scale="0.7", optimizer="momentum", model="even-llama"),
-            "fsdp2",
-            marks=pytest.mark.slow,
-        ),
+        pytest.param(Case(2, 1, 0, neurons=2, lr_scale="0.7", optimizer="momentum", model="even-llama"), "fsdp2",
+            marks=pytest.mark.slow),
         pytest.param(Case(2, 2, 1, lr_scale="auto", optimizer="adamw"), "deepspeed", marks=pytest.mark.slow),
     ],
     ids=str,
-)
+)  # fmt: skip
 def test_a_resume_equals_the_undisturbed_run(ranks: RankPool, case: Case, engine: str, tmp_path: Path) -> None:
     assert_equal_runs(ranks.run(resumed, case, str(tmp_path), engine, world=case.world))
 

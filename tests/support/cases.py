@@ -90,31 +90,19 @@ class Case:
             "gradient_accumulation_steps": self.accumulation,
             "gradient_clipping": CLIP if self.clip else 0.0,
             "optimizer": optimizers[self.optimizer],
-            "scheduler": {
-                "type": "WarmupLR",
-                "params": {
-                    "warmup_min_lr": peak / 3,
-                    "warmup_max_lr": peak,
-                    "warmup_num_steps": 3,
-                    "warmup_type": "linear",
-                },
-            },
+            "scheduler": {"type": "WarmupLR", "params": {"warmup_min_lr": peak / 3, "warmup_max_lr": peak,
+                "warmup_num_steps": 3, "warmup_type": "linear"}},
             "bf16": {"enabled": self.bf16},
             "zero_optimization": zero_of(self.stage) if engine == "deepspeed" else {"stage": self.stage},
             "tensor_parallel": {"autotp_size": self.tp},
             "activation_checkpointing": {"mode": self.checkpointing},
-            "sdp": {
-                "groups": self.groups,
-                "engine": engine,
+            "sdp": {"groups": self.groups, "engine": engine,
                 "masking": self.masking if self.masking.isalpha() else json.loads(self.masking),
-                "branch_scale": self.branch_scale,
-                **self._placement(),
-                **self._neurons(),
+                "branch_scale": self.branch_scale, **self._placement(), **self._neurons(),
                 **({"sync": json.loads(self.sync)} if self.sync else {}),
-                "lr_scale": self.lr_scale if self.lr_scale in ("none", "auto") else json.loads(self.lr_scale),
-            },
+                "lr_scale": self.lr_scale if self.lr_scale in ("none", "auto") else json.loads(self.lr_scale)},
             **sections,
-        }
+        }  # fmt: skip
 
     def _neurons(self) -> dict[str, Any]:
         if not self.neurons:

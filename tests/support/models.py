@@ -192,14 +192,8 @@ def build(kind: str) -> nn.Module:
         "llama-meta": lambda: llama(tied=False),
         "llama-tied": lambda: llama(tied=True, device="cpu"),
         "llama-tied-meta": lambda: llama(tied=True),
-        "llama-of-3": lambda: even_llama(
-            tied=False,
-            device="cpu",
-            num_attention_heads=6,
-            num_key_value_heads=3,
-            intermediate_size=15,
-            vocab_size=VOCABULARY + 2,
-        ),
+        "llama-of-3": lambda: even_llama(tied=False, device="cpu", num_attention_heads=6, num_key_value_heads=3,
+            intermediate_size=15, vocab_size=VOCABULARY + 2),
         "even-llama": lambda: even_llama(tied=False, device="cpu"),
         "even-llama-meta": lambda: even_llama(tied=False),
         "even-llama-tied": lambda: even_llama(tied=True, device="cpu"),
@@ -212,7 +206,7 @@ def build(kind: str) -> nn.Module:
         "experts-by-rank": experts,
         "resnet-meta": resnet,
         "swin-meta": swin,
-    }
+    }  # fmt: skip
     return makers[kind]()
 
 

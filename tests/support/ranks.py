@@ -37,14 +37,8 @@ MOST_THREADS = 40
 START_SECONDS = 300.0  # the server imports torch first, perhaps on busy cores
 GRACE_SECONDS = 4.0  # for the other ranks, once one has failed
 _VARIABLES: tuple[str, ...] = (
-    "RANK",
-    "WORLD_SIZE",
-    "LOCAL_RANK",
-    "LOCAL_WORLD_SIZE",
-    "GROUP_RANK",
-    "MASTER_ADDR",
-    "MASTER_PORT",
-)
+    "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "MASTER_ADDR", "MASTER_PORT",
+)  # fmt: skip
 
 
 def _threads(pid: int) -> int:

@@ -40,16 +40,11 @@ def tiny_config(corpus: Path, *, groups: int, steps: int) -> dict:
     return {
         "train_batch_size": 4,
         "sdp": {"groups": groups},
-        "model": {
-            "name": "llama",
-            "hidden_size": 16,
-            "intermediate_size": 24,
-            "num_hidden_layers": 2,
-            "num_attention_heads": 2,
-        },
+        "model": {"name": "llama", "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2,
+            "num_attention_heads": 2},
         "data": {"path": str(corpus), "sequence_length": 16},
         "training": {"steps": steps, "evaluate_batches": 1},
-    }
+    }  # fmt: skip
 
 
 def write_config(config: dict, tmp_path: Path) -> Path:

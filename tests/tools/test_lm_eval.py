@@ -93,19 +93,9 @@ def test_the_harness_scores_our_model(trained_run, tmp_path):
     write_tasks(tmp_path / "tasks")
     model = f"pretrained={tmp_path / 'model'}"
     command = [
-        sys.executable,
-        "-P",
-        "-m",
-        "lm_eval",
-        "--model",
-        "hf",
-        "--model_args",
-        model,
-        "--device",
-        "cpu",
-        "--batch_size",
-        "2",
-    ]
+        sys.executable, "-P", "-m", "lm_eval", "--model", "hf", "--model_args", model, "--device", "cpu",
+        "--batch_size", "2",
+    ]  # fmt: skip
     command += ["--tasks", ",".join(TASKS), "--include_path", tmp_path / "tasks", "--output_path", tmp_path / "scores"]
     offline = {"HF_HUB_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1", "HF_HOME": str(tmp_path / "cache")}
     finished = subprocess.run(command, env=os.environ | offline, capture_output=True, text=True, timeout=500)

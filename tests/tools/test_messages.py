@@ -28,41 +28,29 @@ HOSTILE = "a\x1b]0;title\x07\x9b2J\x00\r\u202eb"
         (["train", "run.json", "--nproc", LONG], "argument --nproc: 'xxx"),
         (["launch", "--launcher", "slurm", "--gpus-per-node", "1", "--env", LONG, "run.json"], "--env xxx"),
         (["launch", "--launcher", "slurm", "--gpus-per-node", "1", "--time", HOSTILE, "run.json"], "--time 'a\\x1b]0;"),
-        (
-            ["launch", "--launcher", "slurm", "--gpus-per-node", "1", "--launcher-args", LONG, "run.json"],
-            "--launcher-args: has 500,000 characters",
-        ),
+        (["launch", "--launcher", "slurm", "--gpus-per-node", "1", "--launcher-args", LONG, "run.json"],
+            "--launcher-args: has 500,000 characters"),
         (["launch", "--launcher", "mpirun", "--hostfile", "hosts", "run.json"], "hosts:1: 'xxx"),
         (["launch", "--launcher", "mpirun", "--hostfile", "good", "--include", LONG, "run.json"], "--include xxx"),
         (["launch", "--launcher", "mpirun", "--hostfile", "many", "run.json"], "many:1: slots=20000000 is more than"),
         (["launch", "--launcher", "mpirun", "--hostfile", "digits", "run.json"], "digits:1: slots=999"),
-        (
-            ["launch", "--launcher", "mpirun", "--hostfile", "good", "--include", f"worker-0:{DIGITS}", "run.json"],
-            "--in",
-        ),
-        (
-            ["launch", "--launcher", "slurm", "--nodes", DIGITS, "--gpus-per-node", "1", "run.json"],
-            "argument --nodes: '",
-        ),
-        (
-            ["launch", "--launcher", "slurm", "--nodes", "9" * 9, "--gpus-per-node", "1", "run.json"],
-            "999999999 process",
-        ),
-        (
-            ["launch", "--launcher", "mpirun", "--hostfile", "good", "--master-port", DIGITS, "run.json"],
-            "argument --ma",
-        ),
-        (
-            ["launch", "--launcher", "mpirun", "--hostfile", "good", "--master-port", "70000", "run.json"],
-            "argument --m",
-        ),
+        (["launch", "--launcher", "mpirun", "--hostfile", "good", "--include", f"worker-0:{DIGITS}", "run.json"],
+            "--in"),
+        (["launch", "--launcher", "slurm", "--nodes", DIGITS, "--gpus-per-node", "1", "run.json"],
+            "argument --nodes: '"),
+        (["launch", "--launcher", "slurm", "--nodes", "9" * 9, "--gpus-per-node", "1", "run.json"],
+            "999999999 process"),
+        (["launch", "--launcher", "mpirun", "--hostfile", "good", "--master-port", DIGITS, "run.json"],
+            "argument --ma"),
+        (["launch", "--launcher", "mpirun", "--hostfile", "good", "--master-port", "70000", "run.json"],
+            "argument --m"),
         (["launch", "--launcher", "slurm", "--status", "binary"], "--status binary: "),
         (["plan", "run.json", "--world", "1" + "0" * 20], "--world: 100000000000000000000 is too large"),
         (["prepare", "--input", "run.json", "--output", "out", "--tokenizer", LONG], "unknown tokenizer 'xxx"),
         (["prepare", "--input", f"{HOSTILE}*".replace("\x00", ""), "--output", "out"], "no file matches 'a\\x1b]0;"),
     ],
     ids=lambda value: value[0][:9] + value[-1][:9] if isinstance(value, list) else value[:9],
-)
+)  # fmt: skip
 def test_the_command_line_prints_no_raw_and_no_endless_input(
     words: list[str], start: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -163,15 +163,12 @@ def test_bad_requests(request_, size, message):
 @pytest.mark.parametrize(
     ("texts", "size", "message"),
     [
-        (
-            TEXTS,
-            100_000,
-            r"too small for a SentencePiece vocabulary of 100,000: it gives \d+ tokens; use --vocab-size \d+",
-        ),
+        (TEXTS, 100_000,
+            r"too small for a SentencePiece vocabulary of 100,000: it gives \d+ tokens; use --vocab-size \d+"),
         (TEXTS, 100, r"a SentencePiece vocabulary of 100 is too small: this corpus needs more than \d+ tokens"),
         ([], 300, "the corpus is empty"),
     ],
-)
+)  # fmt: skip
 def test_training_errors_say_what_to_do(texts, size, message):
     with pytest.raises(DataError, match=message):
         train_sentencepiece(texts, size)

@@ -45,31 +45,15 @@ def test_tensor_ranks_read_the_same_data() -> None:
 @pytest.mark.parametrize(
     ("values", "parts"),
     [
-        (
-            (17, 2, 2),
-            [
-                "train_batch_size 17 (from the configuration)",
-                "gpu 2 (from the configuration)",
-                "steps 2 (from the configuration)",
-                "= 24",
-            ],
-        ),
-        (
-            (16, 3, None),
-            ["train_batch_size 16 (from the configuration)", "gpu 3 (from the configuration)", "steps 0 (derived)"],
-        ),
-        (
-            (20, None, 3),
-            [
-                "train_batch_size 20 (from the configuration)",
-                "gpu 1 (derived)",
-                "steps 3 (from the configuration)",
-                "= 18",
-            ],
-        ),
+        ((17, 2, 2), ["train_batch_size 17 (from the configuration)", "gpu 2 (from the configuration)",
+            "steps 2 (from the configuration)", "= 24"]),
+        ((16, 3, None), ["train_batch_size 16 (from the configuration)", "gpu 3 (from the configuration)",
+            "steps 0 (derived)"]),
+        ((20, None, 3), ["train_batch_size 20 (from the configuration)", "gpu 1 (derived)",
+            "steps 3 (from the configuration)", "= 18"]),
         ((4, None, None), ["train_batch_size 4 (from the configuration)", "gpu 0 (derived)"]),
     ],
-)
+)  # fmt: skip
 def test_every_factor_is_printed(values: tuple[int | None, ...], parts: list[str]) -> None:
     with pytest.raises(ConfigError) as caught:
         resolve(Mesh(2, 3), *values)

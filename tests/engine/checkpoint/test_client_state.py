@@ -77,10 +77,7 @@ REFUSED: dict[str, tuple[Any, str]] = {
     "path": (Path("a"), "pathlib.PosixPath is neither JSON nor a plain tensor"),
     "dtype": (torch.float16, "torch.dtype is neither JSON nor a plain tensor"),
     "array": (np.zeros(2), "numpy.ndarray is neither JSON nor a plain tensor"),
-    "masked array": (
-        np.ma.masked_array([1, 2], [True, False]),
-        "MaskedArray is neither JSON",
-    ),
+    "masked array": (np.ma.masked_array([1, 2], [True, False]), "MaskedArray is neither JSON"),
     "number of numpy": (np.float64(0.1), "numpy.float64 is neither JSON nor a plain tensor"),
     "enum": (signal.SIGTERM, "signal.Signals is neither JSON nor a plain tensor"),
     "deep inside": ([{"a": [{1}]}], "['bad'][0]['a'][0]: set"),
@@ -91,7 +88,7 @@ REFUSED: dict[str, tuple[Any, str]] = {
     "complex tensor": (torch.ones(2, dtype=torch.complex64), "a complex tensor"),
     "meta tensor": (torch.empty(2, device="meta"), "a meta tensor"),
     "quantized tensor": (torch.quantize_per_tensor(torch.ones(2), 1.0, 0, torch.qint8), "a quantized tensor"),
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("kind", REFUSED)

@@ -54,28 +54,19 @@ def test_a_single_phase_is_the_plain_value() -> None:
         ([{"until": 1.0, "masking": "forward"}, BACKWARD], 100, "sdp.masking.0.until: 1.0 would be the whole run"),
         ([{"masking": "forward"}, BACKWARD], 100, "sdp.masking.0.until: this key is required, because another phase"),
         ([FORWARD, BACKWARD], None, "sdp.masking.0.until: 0.75 is a fraction of training.steps, which is not set"),
-        (
-            [FORWARD, {"until": 0.5, "masking": "backward"}, {"masking": "forward"}],
-            100,
-            "sdp.masking.1.until: step 50 does not come after step 75",
-        ),
-        (
-            [FORWARD, {"until": 75, "masking": "backward"}, {"masking": "forward"}],
-            100,
-            "sdp.masking.1.until: step 75 does not come after step 75",
-        ),
+        ([FORWARD, {"until": 0.5, "masking": "backward"}, {"masking": "forward"}], 100,
+            "sdp.masking.1.until: step 50 does not come after step 75"),
+        ([FORWARD, {"until": 75, "masking": "backward"}, {"masking": "forward"}], 100,
+            "sdp.masking.1.until: step 75 does not come after step 75"),
         ([{"until": 100, "masking": "forward"}, BACKWARD], 100, "sdp.masking.0.until: step 100 is not before the last"),
-        (
-            [{"until": 0.001, "masking": "forward"}, BACKWARD],
-            100,
-            "sdp.masking.0.until: 0.001 of training.steps 100 is",
-        ),
+        ([{"until": 0.001, "masking": "forward"}, BACKWARD], 100,
+            "sdp.masking.0.until: 0.001 of training.steps 100 is"),
         ([{"until": 1.5, "masking": "forward"}, BACKWARD], 100, "sdp.masking.0.until: input should be a valid integer"),
         ([{"until": 0, "masking": "forward"}, BACKWARD], 100, "sdp.masking.0.until: input should be greater than 0"),
         ([{"util": 5, "masking": "forward"}, BACKWARD], 100, "sdp.masking.0.util: unknown key, did you mean until?"),
         (["forward", "backward"], 100, "sdp.masking.0: input should be a valid dictionary"),
     ],
-)
+)  # fmt: skip
 def test_what_cannot_be_a_schedule_is_one_line(masking: Any, steps: int | None, message: str) -> None:
     with pytest.raises(ConfigError) as error:
         _load(masking, steps)

@@ -19,14 +19,10 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"sdp": {"bf16": {"enabled": True}}}, "sdp.bf16: unknown key, did you mean bf16?"),
     ({"training": {"evaluate_evry": 2}}, "training.evaluate_evry: unknown key, did you mean evaluate_every?"),
     ({"zero_optimization": {"stge": 1}}, "zero_optimization.stge: unknown key, did you mean stage?"),
-    (
-        {"zero_optimization": {"overlap_com": True}},
-        "zero_optimization.overlap_com: unknown key, did you mean overlap_comm?",
-    ),
-    (
-        {"checkpoint": {"tag_validatoin": "Warn"}},
-        "checkpoint.tag_validatoin: unknown key, did you mean tag_validation?",
-    ),
+    ({"zero_optimization": {"overlap_com": True}},
+        "zero_optimization.overlap_com: unknown key, did you mean overlap_comm?"),
+    ({"checkpoint": {"tag_validatoin": "Warn"}},
+        "checkpoint.tag_validatoin: unknown key, did you mean tag_validation?"),
     ({"sdp": {"groups": "4"}}, "sdp.groups: input should be a valid integer (found"),
     ({"sdp": {"groups": 0}}, "sdp.groups: input should be greater than 0 (found 0)"),
     ({"sdp": {"groups": True}}, "sdp.groups: input should be a valid integer (found true)"),
@@ -37,41 +33,27 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"zero_optimization": {"stage": 4}}, "zero_optimization.stage: input should be 0, 1, 2 or 3 (found 4)"),
     ({"sdp": {"capacity": "half"}}, "sdp.capacity: input should be a valid number or input should be a valid list"),
     ({"sdp": {"placement": "cyclical"}}, "sdp.placement: input should be 'cyclic', 'balanced' or 'random' or "),
-    (
-        {"sdp": {"placement": {"layers.0": [-1]}}},
-        "sdp.placement.layers.0.0: input should be greater than or equal to 0 (found -1)",
-    ),
+    ({"sdp": {"placement": {"layers.0": [-1]}}},
+        "sdp.placement.layers.0.0: input should be greater than or equal to 0 (found -1)"),
     ({"optimizer": {"params": {"lr": 0.1}}}, "optimizer.type: this key is required"),
     ({"optimizer": "AdamW"}, "optimizer: "),
-    (
-        {"activation_checkpointing": {"mode": "some"}},
-        "activation_checkpointing.mode: input should be 'none', 'full' or 'selective'",
-    ),
+    ({"activation_checkpointing": {"mode": "some"}},
+        "activation_checkpointing.mode: input should be 'none', 'full' or 'selective'"),
     # What this version cannot do.
-    (
-        {"sdp": {"masking": "both"}},
-        "sdp.masking: input should be 'forward' or 'backward' or input should be a valid list (found \"both\")",
-    ),
-    (
-        {"training": {"compile": True}, "tensor_parallel": {"autotp_size": 2}},
+    ({"sdp": {"masking": "both"}},
+        "sdp.masking: input should be 'forward' or 'backward' or input should be a valid list (found \"both\")"),
+    ({"training": {"compile": True}, "tensor_parallel": {"autotp_size": 2}},
         "training.compile: true is not available in this version together with tensor_parallel.autotp_size above 1; "
-        "use false",
-    ),
+        "use false"),
     # DeepSpeed's semantics that cannot be honoured.
-    (
-        {"gradient_allreduce_op": "sum"},
-        'gradient_allreduce_op: "sum" cannot be honoured by this engine: gradients are averaged; remove it or',
-    ),
+    ({"gradient_allreduce_op": "sum"},
+        'gradient_allreduce_op: "sum" cannot be honoured by this engine: gradients are averaged; remove it or'),
     ({"communication_data_type": "fp16"}, 'communication_data_type: "fp16" cannot be honoured'),
-    (
-        {"zero_optimization": {"offload_optimizer": {"device": "nvme"}}},
-        'zero_optimization.offload_optimizer.device: "nvme" cannot be honoured',
-    ),
-    (
-        {"zero_optimization": {"zero_hpz_partition_size": 8}},
-        "zero_optimization.zero_hpz_partition_size: 8 cannot be honoured",
-    ),
-]
+    ({"zero_optimization": {"offload_optimizer": {"device": "nvme"}}},
+        'zero_optimization.offload_optimizer.device: "nvme" cannot be honoured'),
+    ({"zero_optimization": {"zero_hpz_partition_size": 8}},
+        "zero_optimization.zero_hpz_partition_size: 8 cannot be honoured"),
+]  # fmt: skip
 
 
 @pytest.mark.parametrize(
@@ -91,16 +73,12 @@ def test_neutral_values_and_hints_are_accepted() -> None:
         {
             "fp16": {"enabled": False, "loss_scale": 0},
             "prescale_gradients": False,
-            "zero_optimization": {
-                "stage": 2,
-                "overlap_comm": True,
-                "offload_optimizer": {"device": "none"},
-                "reduce_bucket_size": 5e8,
-            },
+            "zero_optimization": {"stage": 2, "overlap_comm": True, "offload_optimizer": {"device": "none"},
+                "reduce_bucket_size": 5e8},
             "checkpoint": {"tag_validation": "Warn"},
             "zero_allow_untested_optimizer": True,
         }
-    )
+    )  # fmt: skip
     assert config.zero_optimization.stage == 2
     assert config.hints == (
         "zero_optimization.overlap_comm",
@@ -112,11 +90,8 @@ def test_neutral_values_and_hints_are_accepted() -> None:
 def test_defaults_and_round_trip() -> None:
     config = load_config({})
     assert (config.sdp.groups, config.sdp.capacity, config.sdp.engine, config.gradient_clipping) == (
-        1,
-        1.0,
-        "fsdp2",
-        0.0,
-    )
+        1, 1.0, "fsdp2", 0.0,
+    )  # fmt: skip
     again = load_config(json.loads(config.model_dump_json()))
     assert again == config
     assert set(json_schema()["properties"]) == set(Config.model_fields)

@@ -264,21 +264,15 @@ def test_a_cut_skeleton_has_the_right_shapes_without_its_ranks() -> None:
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
-        (
-            {"num_attention_heads": 3, "num_key_value_heads": 3},
-            r"layers\.0\.self_attn\.q_proj\.weight: dimension 0 \(3 pieces of 6\)",
-        ),
-        (
-            {"num_key_value_heads": 1},
-            r"layers\.0\.self_attn\.k_proj\.weight: dimension 0 \(1 pieces of 6\) .* choose a divisor of 1",
-        ),
-        (
-            {"intermediate_size": 13},
-            r"layers\.0\.mlp\.gate_proj\.weight: dimension 0 \(size 13\) cannot be cut among .*autotp_size = 2",
-        ),
+        ({"num_attention_heads": 3, "num_key_value_heads": 3},
+            r"layers\.0\.self_attn\.q_proj\.weight: dimension 0 \(3 pieces of 6\)"),
+        ({"num_key_value_heads": 1},
+            r"layers\.0\.self_attn\.k_proj\.weight: dimension 0 \(1 pieces of 6\) .* choose a divisor of 1"),
+        ({"intermediate_size": 13},
+            r"layers\.0\.mlp\.gate_proj\.weight: dimension 0 \(size 13\) cannot be cut among .*autotp_size = 2"),
         ({"vocab_size": 37}, r"embed_tokens\.weight: dimension 0 \(size 37\) cannot be cut"),
     ],
-)
+)  # fmt: skip
 def test_sizes_that_do_not_divide(fields: dict[str, int], message: str) -> None:
     with pytest.raises(ModelError, match=message) as error:
         parameter_cuts(models.even_llama(tied=True, **fields), 2)

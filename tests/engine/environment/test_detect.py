@@ -122,40 +122,26 @@ SLURM_PLACE = Environment(2, 3, 0, 1, 1, "n1", 0, "SLURM")
 CASES = {
     "torchrun": (TORCHRUN, Environment(5, 8, 1, 4, 1, "gpu-01", 29400, "torchrun")),
     "deepspeed": (DEEPSPEED, Environment(5, 8, 1, 4, 1, "192.0.2.1", 29500, "deepspeed")),
-    "local start": (
-        local_environment(2, 4, 1234).variables() | {"SDP_ERROR_FILE": "/tmp/e"},
-        Environment(2, 4, 2, 4, 0, "127.0.0.1", 1234, "sdp"),
-    ),
-    "five variables": (
-        {"RANK": "1", "WORLD_SIZE": "4", "LOCAL_RANK": "1", "MASTER_ADDR": "a", "MASTER_PORT": "1"},
-        Environment(1, 4, 1, None, None, "a", 1, "torchrun"),
-    ),
-    "four variables, loopback": (
-        {"RANK": "1", "WORLD_SIZE": "4", "MASTER_ADDR": "localhost", "MASTER_PORT": "1"},
-        Environment(1, 4, 1, 4, 0, "localhost", 1, "torchrun"),
-    ),
+    "local start": (local_environment(2, 4, 1234).variables() | {"SDP_ERROR_FILE": "/tmp/e"}, Environment(2, 4, 2, 4, 0,
+        "127.0.0.1", 1234, "sdp")),
+    "five variables": ({"RANK": "1", "WORLD_SIZE": "4", "LOCAL_RANK": "1", "MASTER_ADDR": "a", "MASTER_PORT": "1"},
+        Environment(1, 4, 1, None, None, "a", 1, "torchrun")),
+    "four variables, loopback": ({"RANK": "1", "WORLD_SIZE": "4", "MASTER_ADDR": "localhost", "MASTER_PORT": "1"},
+        Environment(1, 4, 1, 4, 0, "localhost", 1, "torchrun")),
     "one process": ({"RANK": "0", "WORLD_SIZE": "1"}, Environment(0, 1, 0, 1, 0, "127.0.0.1", 0, "torchrun")),
     "Open MPI": (OPEN_MPI, Environment(2, 3, 2, 3, 0, "127.0.0.1", 0, "Open MPI")),
-    "Open MPI, two hosts": (
-        {**OPEN_MPI, "OMPI_COMM_WORLD_LOCAL_RANK": "0", "OMPI_COMM_WORLD_LOCAL_SIZE": "1", "MASTER_ADDR": "a"},
-        Environment(2, 3, 0, 1, None, "a", 0, "Open MPI"),
-    ),
+    "Open MPI, two hosts": ({**OPEN_MPI, "OMPI_COMM_WORLD_LOCAL_RANK": "0", "OMPI_COMM_WORLD_LOCAL_SIZE": "1",
+        "MASTER_ADDR": "a"}, Environment(2, 3, 0, 1, None, "a", 0, "Open MPI")),
     "MPICH": (MPICH, Environment(2, 3, 2, 3, 0, "127.0.0.1", 29500, "PMI")),
     "SLURM": (SRUN, SLURM_PLACE),
-    "SLURM, given master": (
-        {**SRUN, "MASTER_ADDR": "10.0.0.9", "MASTER_PORT": "777"},
-        dataclasses.replace(SLURM_PLACE, master_addr="10.0.0.9", master_port=777),
-    ),
+    "SLURM, given master": ({**SRUN, "MASTER_ADDR": "10.0.0.9", "MASTER_PORT": "777"}, dataclasses.replace(SLURM_PLACE,
+        master_addr="10.0.0.9", master_port=777)),
     "srun in a shell": (SRUN_IN_SHELL, SLURM_PLACE),
     "srun --mpi=pmi2": (SRUN_PMI2, SLURM_PLACE),
-    "torchrun in mpirun in SLURM": (
-        {**SRUN, **OPEN_MPI, **TORCHRUN},
-        Environment(5, 8, 1, 4, 1, "gpu-01", 29400, "torchrun"),
-    ),
-    "torchrun in an interactive step": (
-        {**INTERACTIVE_STEP, **TORCHRUN},
-        Environment(5, 8, 1, 4, 1, "gpu-01", 29400, "torchrun"),
-    ),
+    "torchrun in mpirun in SLURM": ({**SRUN, **OPEN_MPI, **TORCHRUN}, Environment(5, 8, 1, 4, 1, "gpu-01", 29400,
+        "torchrun")),
+    "torchrun in an interactive step": ({**INTERACTIVE_STEP, **TORCHRUN}, Environment(5, 8, 1, 4, 1, "gpu-01", 29400,
+        "torchrun")),
     "mpirun in SLURM": ({**SRUN, **MPICH}, Environment(2, 3, 2, 3, 0, "127.0.0.1", 29500, "PMI")),
     "WORLD_SIZE exported by a batch script": ({**SRUN, "WORLD_SIZE": "3"}, SLURM_PLACE),
     "nothing": ({"PATH": "/bin", "MASTER_ADDR": "a"}, None),
@@ -164,7 +150,7 @@ CASES = {
     "interactive step": (INTERACTIVE_STEP, None),
     "srun --pty shell": (PTY_SHELL, None),
     "srun --pty shell with pmi2": ({**PTY_SHELL, "PMI_RANK": "0", "PMI_SIZE": "1"}, None),
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -200,24 +186,18 @@ REFUSED = {
     "port too high": ({**TORCHRUN, "MASTER_PORT": "70000"}, "MASTER_PORT=70000"),
     "Open MPI without size": (without(OPEN_MPI, "OMPI_COMM_WORLD_SIZE"), "OMPI_COMM_WORLD_SIZE missing"),
     "Open MPI without rank": (without(OPEN_MPI, "OMPI_COMM_WORLD_RANK"), "OMPI_COMM_WORLD_RANK missing"),
-    "Open MPI, two hosts, no master": (
-        {**OPEN_MPI, "OMPI_COMM_WORLD_LOCAL_SIZE": "2", "OMPI_COMM_WORLD_LOCAL_RANK": "0"},
-        "MASTER_ADDR",
-    ),
-    "MPICH, two hosts, no master": (
-        {**MPICH, "MPI_LOCALNRANKS": "2", "MPI_LOCALRANKID": "0"},
-        "MASTER_ADDR, MASTER_PORT",
-    ),
+    "Open MPI, two hosts, no master": ({**OPEN_MPI, "OMPI_COMM_WORLD_LOCAL_SIZE": "2",
+        "OMPI_COMM_WORLD_LOCAL_RANK": "0"}, "MASTER_ADDR"),
+    "MPICH, two hosts, no master": ({**MPICH, "MPI_LOCALNRANKS": "2", "MPI_LOCALRANKID": "0"},
+        "MASTER_ADDR, MASTER_PORT"),
     "MPICH without size": (without(MPICH, "PMI_SIZE"), "PMI_SIZE missing"),
     "SLURM without tasks": (without(SRUN, "SLURM_NTASKS", "SLURM_STEP_NUM_TASKS"), "SLURM_NTASKS missing"),
     "SLURM without local id": (without(SRUN, "SLURM_LOCALID"), "SLURM_LOCALID missing"),
-    "SLURM without nodes": (
-        without(SRUN, "SLURM_STEP_NODELIST", "SLURM_JOB_NODELIST", "SLURM_NODELIST"),
-        "MASTER_ADDR missing",
-    ),
+    "SLURM without nodes": (without(SRUN, "SLURM_STEP_NODELIST", "SLURM_JOB_NODELIST", "SLURM_NODELIST"),
+        "MASTER_ADDR missing"),
     "SLURM without job id": (without(SRUN, "SLURM_JOB_ID"), "MASTER_PORT missing"),
     "SLURM with a broken list": ({**SRUN, "SLURM_STEP_NODELIST": "n[1-"}, "cannot be read"),
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("name", REFUSED)

@@ -190,16 +190,12 @@ def test_each_matrix_is_gathered_once_a_step_and_bytes_are_as_planned(case: Case
 @pytest.mark.parametrize(
     ("section", "reason"),
     [
-        (
-            {"zero_optimization": {"stage": 1}, "sdp": {"engine": "deepspeed"}},
-            'not possible with sdp.engine "deepspeed"; use "fsdp2"',
-        ),
-        (
-            {"zero_optimization": {"offload_optimizer": {"device": "cpu"}}},
-            "with zero_optimization.offload_optimizer; remove the offload",
-        ),
+        ({"zero_optimization": {"stage": 1}, "sdp": {"engine": "deepspeed"}},
+            'not possible with sdp.engine "deepspeed"; use "fsdp2"'),
+        ({"zero_optimization": {"offload_optimizer": {"device": "cpu"}}},
+            "with zero_optimization.offload_optimizer; remove the offload"),
     ],
-)
+)  # fmt: skip
 def test_layouts_without_matrices_on_the_device_are_refused(section: dict[str, Any], reason: str) -> None:
     with pytest.raises(ConfigError, match=reason):
         check_optimizer(load_config({"optimizer": SECTION, **section}), None)

@@ -45,13 +45,9 @@ CASES = {
     "FusedAdam": ("FusedAdam", ADAM, torch.optim.AdamW, TORCH_ADAM),
     "FusedAdam, not decoupled": ("FusedAdam", ADAM | {"adam_w_mode": False}, torch.optim.Adam, TORCH_ADAM),
     "SGD": ("SGD", {"lr": 0.01}, torch.optim.SGD, {"lr": 0.01}),
-    "SGD, all settings": (
-        "SGD",
-        {"lr": 0.01, "momentum": 0.9, "nesterov": True, "weight_decay": 0.1},
-        torch.optim.SGD,
-        {"lr": 0.01, "momentum": 0.9, "nesterov": True, "weight_decay": 0.1},
-    ),
-}
+    "SGD, all settings": ("SGD", {"lr": 0.01, "momentum": 0.9, "nesterov": True, "weight_decay": 0.1}, torch.optim.SGD,
+        {"lr": 0.01, "momentum": 0.9, "nesterov": True, "weight_decay": 0.1}),
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("sharded", [False, True], ids=["plain", "DTensor"])
@@ -119,42 +115,25 @@ def test_falls_back_where_torch_has_no_fused_kernel():
     ("name", "params", "message"),
     [
         ("AdamWW", {}, 'optimizer.type: unknown optimizer "AdamWW", did you mean AdamW?'),
-        (
-            "Rprop",
-            {},
-            'optimizer.type: unknown optimizer "Rprop"; known: AdamW, Adam, FusedAdam, SGD, Muon',
-        ),
-        (
-            "OneBitAdam",
-            {"freeze_step": 9},
-            'optimizer.type: "OneBitAdam" cannot be honoured: it compresses what ranks send',
-        ),
-        (
-            "MuAdam",
-            {},
-            'optimizer.type: "MuAdam" cannot be honoured: it is not available here; make it yourself and pass it',
-        ),
+        ("Rprop", {}, 'optimizer.type: unknown optimizer "Rprop"; known: AdamW, Adam, FusedAdam, SGD, Muon'),
+        ("OneBitAdam", {"freeze_step": 9},
+            'optimizer.type: "OneBitAdam" cannot be honoured: it compresses what ranks send'),
+        ("MuAdam", {},
+            'optimizer.type: "MuAdam" cannot be honoured: it is not available here; make it yourself and pass it'),
         ("AdamW", {"bettas": [0.9, 0.95]}, "optimizer.params.bettas: unknown key, did you mean betas?"),
         ("AdamW", {"lr": "0.1"}, 'optimizer.params.lr: input should be a valid number (found "0.1")'),
         ("AdamW", {"lr": -0.1}, "optimizer.params.lr: input should be greater than or equal to 0 (found -0.1)"),
         ("AdamW", {"lr": float("nan")}, "optimizer.params.lr: input should be a finite number"),
         ("AdamW", {"betas": [0.9]}, "optimizer.params.betas: value should have at least 2 items"),
         ("AdamW", {"betas": [0.9, 1.5]}, "optimizer.params.betas.1: input should be less than 1 (found 1.5)"),
-        (
-            "AdamW",
-            {"bias_correction": "yes"},
-            'optimizer.params.bias_correction: input should be True (found "yes")',
-        ),
+        ("AdamW", {"bias_correction": "yes"}, 'optimizer.params.bias_correction: input should be True (found "yes")'),
         ("FusedAdam", {"amsgrad": True}, "optimizer.params.amsgrad: input should be False (found true)"),
-        (
-            "AdamW",
-            {"max_grad_norm": 1.0},
-            "optimizer.params.max_grad_norm: not an optimizer's setting; use gradient_cl",
-        ),
+        ("AdamW", {"max_grad_norm": 1.0},
+            "optimizer.params.max_grad_norm: not an optimizer's setting; use gradient_cl"),
         ("SGD", {"nesterov": True}, "optimizer.params.nesterov: needs momentum above 0 and dampening 0"),
         ("SGD", {"betas": [0.9, 0.95]}, "optimizer.params.betas: unknown key; known: lr, momentum"),
     ],
-)
+)  # fmt: skip
 def test_bad_sections_are_refused_in_one_line(name, params, message):
     with pytest.raises(ConfigError, match=re.escape(message)) as error:
         build_optimizer(name, params, network().parameters(), CPU)

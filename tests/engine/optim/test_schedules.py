@@ -66,14 +66,11 @@ def test_every_step_equals_deepspeed(name, params, monkeypatch):
     ("name", "params", "expected"),
     [
         ("WarmupLR", {"warmup_max_lr": 1.0}, [0, 0, 0.5, math.log(3) / math.log(4), 1, 1, 1, 1, 1, 1]),
-        (
-            "WarmupDecayLR",
-            {"warmup_max_lr": 1.0, "warmup_type": "linear"},
-            [0, 0, 0.25, 0.5, 0.75, 1, 0.75, 0.5, 0.25, 0],
-        ),
+        ("WarmupDecayLR", {"warmup_max_lr": 1.0, "warmup_type": "linear"}, [0, 0, 0.25, 0.5, 0.75, 1, 0.75, 0.5, 0.25,
+            0]),
         ("WarmupCosineLR", {"cos_min_ratio": 0.2, "warmup_min_ratio": 0.5, "warmup_type": "linear"}, COSINE),
     ],
-)
+)  # fmt: skip
 def test_golden_values(name, params, expected):
     """A few values worked out by hand, so that the schedules are held to something where DeepSpeed
     is absent.
@@ -162,41 +159,26 @@ def test_all_warmup_is_announced(caplog):
     [
         ("WarmupLRR", {}, 'scheduler.type: unknown schedule "WarmupLRR", did you mean WarmupLR?'),
         ("Steps", {}, 'scheduler.type: unknown schedule "Steps"; known: WarmupLR, WarmupDecayLR'),
-        (
-            "WarmupDecayLR",
-            {"total_num_steps": "auto"},
-            'scheduler.params.total_num_steps: "auto" needs a number of steps',
-        ),
+        ("WarmupDecayLR", {"total_num_steps": "auto"},
+            'scheduler.params.total_num_steps: "auto" needs a number of steps'),
         ("WarmupCosineLR", {}, "scheduler.params.total_num_steps: this key is required"),
         ("WarmupLR", {"warmup_steps": 5}, "scheduler.params.warmup_steps: unknown key, did you mean warmup_num_steps?"),
         ("WarmupLR", {"warmup_num_steps": 0}, "scheduler.params.warmup_num_steps: input should be greater than 0"),
         ("WarmupLR", {"warmup_type": "lin"}, "scheduler.params.warmup_type: input should be 'log' or 'linear'"),
-        (
-            "WarmupLR",
-            {"warmup_max_lr": "1"},
+        ("WarmupLR", {"warmup_max_lr": "1"},
             "scheduler.params.warmup_max_lr: input should be a valid number or input should be a valid list (found "
-            '"1")',
-        ),
+            '"1")'),
         ("WarmupLR", {"warmup_max_lr": [0.1, -1]}, "scheduler.params.warmup_max_lr.1: input should be greater than or"),
         ("WarmupLR", {"warmup_min_lr": [0.1]}, "scheduler.params.warmup_min_lr: 1 rates for 2 parameter groups"),
-        (
-            "WarmupLR",
-            {"last_batch_iteration": 5},
-            "scheduler.params.last_batch_iteration: input should be -1 (found 5)",
-        ),
-        (
-            "WarmupCosineLR",
-            {"total_num_steps": 9, "cos_min_ratio": 2},
-            "scheduler.params.cos_min_ratio: input should be",
-        ),
+        ("WarmupLR", {"last_batch_iteration": 5},
+            "scheduler.params.last_batch_iteration: input should be -1 (found 5)"),
+        ("WarmupCosineLR", {"total_num_steps": 9, "cos_min_ratio": 2},
+            "scheduler.params.cos_min_ratio: input should be"),
         ("WSD", WSD | {"decay_num_steps": 95}, "warmup_num_steps 10 + decay_num_steps 95 exceed total_num_steps 100"),
-        (
-            "WSD",
-            WSD | {"decay_type": "sqrt"},
-            "scheduler.params.decay_type: input should be 'linear', 'cosine' or '1-sq",
-        ),
+        ("WSD", WSD | {"decay_type": "sqrt"},
+            "scheduler.params.decay_type: input should be 'linear', 'cosine' or '1-sq"),
     ],
-)
+)  # fmt: skip
 def test_bad_sections_are_refused_in_one_line(name, params, message):
     with pytest.raises(ConfigError, match=re.escape(message)) as error:
         build_scheduler(name, params, optimizer())

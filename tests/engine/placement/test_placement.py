@@ -153,58 +153,26 @@ def test_degenerate_units(profile: str) -> None:
     [
         ({"capacity": 0.0}, (1, 1), ConfigError, r"sdp.capacity: 0.0 is out of range; .* more than 0 and at most 1"),
         ({"capacity": 1.5}, (1, 1), ConfigError, "sdp.capacity: 1.5 is out of range"),
-        (
-            {"capacity": 0.2},
-            (1, 1),
-            ConfigError,
-            r"0.2 × 4 groups = 0.8 holders a unit, .* use a capacity of at least 0.25",
-        ),
-        (
-            {"profile": [4, 2]},
-            (1, 1, 1),
-            ConfigError,
-            "sdp.profile: 2 values are given for 3 units; give one number of holders a unit",
-        ),
+        ({"capacity": 0.2}, (1, 1), ConfigError,
+            r"0.2 × 4 groups = 0.8 holders a unit, .* use a capacity of at least 0.25"),
+        ({"profile": [4, 2]}, (1, 1, 1), ConfigError,
+            "sdp.profile: 2 values are given for 3 units; give one number of holders a unit"),
         ({"profile": [5, 2]}, (1, 1), ConfigError, "sdp.profile: 5 holders are asked for, but sdp.groups is 4"),
-        (
-            {"profile": [4, 2], "capacity": 0.25},
-            (1, 1),
-            ConfigError,
-            r"sdp.profile: its mean is 3 .* set sdp.capacity to 0.75 or remove it",
-        ),
-        (
-            {"placement": {"layers.0": [0]}},
-            (1, 1),
-            PlacementError,
-            r"no holders are given for 'model.layers.1' \(1 of 2 units\); name every unit",
-        ),
+        ({"profile": [4, 2], "capacity": 0.25}, (1, 1), ConfigError,
+            r"sdp.profile: its mean is 3 .* set sdp.capacity to 0.75 or remove it"),
+        ({"placement": {"layers.0": [0]}}, (1, 1), PlacementError,
+            r"no holders are given for 'model.layers.1' \(1 of 2 units\); name every unit"),
         ({"placement": {"layers.0": [0], "layers.1": []}}, (1, 1), PlacementError, "'model.layers.1' has no holder"),
-        (
-            {"placement": {"layers.0": [0, 0], "layers.1": [1]}},
-            (1, 1),
-            PlacementError,
-            "'model.layers.0' names a group twice",
-        ),
-        (
-            {"placement": {"layers.0": [4], "layers.1": [1]}},
-            (1, 1),
-            PlacementError,
-            r"given to group 4, but sdp.groups is 4 \(groups count from 0\)",
-        ),
-        (
-            {"placement": {"layers.0": [0], "model.layers.0": [1], "layers.1": [1]}},
-            (1, 1),
-            PlacementError,
-            "is named twice",
-        ),
-        (
-            {"placement": {"layers.0": [0], "layers.7": [1]}},
-            (1, 1),
-            PlacementError,
-            "sdp.placement: 'layers.7' is not a module",
-        ),
+        ({"placement": {"layers.0": [0, 0], "layers.1": [1]}}, (1, 1), PlacementError,
+            "'model.layers.0' names a group twice"),
+        ({"placement": {"layers.0": [4], "layers.1": [1]}}, (1, 1), PlacementError,
+            r"given to group 4, but sdp.groups is 4 \(groups count from 0\)"),
+        ({"placement": {"layers.0": [0], "model.layers.0": [1], "layers.1": [1]}}, (1, 1), PlacementError,
+            "is named twice"),
+        ({"placement": {"layers.0": [0], "layers.7": [1]}}, (1, 1), PlacementError,
+            "sdp.placement: 'layers.7' is not a module"),
     ],
-)
+)  # fmt: skip
 def test_refused(values: dict[str, Any], costs: tuple[int, ...], error: type[Exception], message: str) -> None:
     with pytest.raises(error, match=message) as caught:
         make_placement(section(groups=4, **values), units(*costs))

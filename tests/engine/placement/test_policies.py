@@ -205,40 +205,23 @@ def test_profile_auto_is_the_best_rule_known() -> None:
 @pytest.mark.parametrize(
     ("values", "error", "message"),
     [
-        (
-            {"capacity": [0.5, 0.5]},
-            ConfigError,
-            "sdp.capacity: 2 values are given for 4 groups; give one number, or one per group",
-        ),
+        ({"capacity": [0.5, 0.5]}, ConfigError,
+            "sdp.capacity: 2 values are given for 4 groups; give one number, or one per group"),
         ({"capacity": [0.5, 0.5, 0.5, 0.0]}, ConfigError, "sdp.capacity: 0.0 is out of range"),
-        (
-            {"capacity": [0.2] * 4},
-            ConfigError,
-            "sdp.capacity: the values add up to 0.8 holders a unit, .* add up to at least 1",
-        ),
-        (
-            {"capacity": [0.5, 1.0, 1.0, 1.0], "placement": "cyclic"},
-            ConfigError,
-            'needs one capacity for all groups: .* sdp.placement "balanced"',
-        ),
-        (
-            {"capacity": 0.3},
-            PlacementError,
-            r"no room to hold 'layers.0' at all .* \(76.9% of the units' parameters\); 0.78\d would do",
-        ),
-        (
-            {"placement": {"layers.0": [0, 1], "layers.1": [1, 0], "layers.2": [2, 3], "layers.3": [3, 2]}},
+        ({"capacity": [0.2] * 4}, ConfigError,
+            "sdp.capacity: the values add up to 0.8 holders a unit, .* add up to at least 1"),
+        ({"capacity": [0.5, 1.0, 1.0, 1.0], "placement": "cyclic"}, ConfigError,
+            'needs one capacity for all groups: .* sdp.placement "balanced"'),
+        ({"capacity": 0.3}, PlacementError,
+            r"no room to hold 'layers.0' at all .* \(76.9% of the units' parameters\); 0.78\d would do"),
+        ({"placement": {"layers.0": [0, 1], "layers.1": [1, 0], "layers.2": [2, 3], "layers.3": [3, 2]}},
             PlacementError,
             r"sdp.placement: groups \[0, 1\] and groups \[2, 3\] hold no unit in common, though 7 holders of units "
-            r"connect all groups, and there are 8; give a unit holders among both",
-        ),
-        (
-            {"capacity": 0.6, "profile": [4, 2, 1, 1, 4], "placement": "random"},
-            PlacementError,
-            "no room for all 4 holders of 'layers.0'",
-        ),
+            r"connect all groups, and there are 8; give a unit holders among both"),
+        ({"capacity": 0.6, "profile": [4, 2, 1, 1, 4], "placement": "random"}, PlacementError,
+            "no room for all 4 holders of 'layers.0'"),
     ],
-)
+)  # fmt: skip
 def test_refused(values: dict[str, Any], error: type[Exception], message: str) -> None:
     with pytest.raises(error, match=message) as caught:
         placed(

@@ -51,29 +51,20 @@ def _digests_after(case: Case, steps: int) -> tuple[dict[str, str], dict[str, st
     ("case", "steps"),
     [
         pytest.param(Case(2, 2, 3, 1, clip=True, optimizer="adamw"), 50, marks=pytest.mark.slow),
-        pytest.param(
-            Case(4, 2, 0, 1, optimizer="momentum", placement="profile", model="mlp-meta"),
-            50,
-            marks=pytest.mark.full_table,
-        ),
-        pytest.param(
-            Case(4, 1, 0, 3, optimizer="adamw", placement="cyclic", model="llama-tied"),
-            50,
-            marks=pytest.mark.full_table,
-        ),
+        pytest.param(Case(4, 2, 0, 1, optimizer="momentum", placement="profile", model="mlp-meta"), 50,
+            marks=pytest.mark.full_table),
+        pytest.param(Case(4, 1, 0, 3, optimizer="adamw", placement="cyclic", model="llama-tied"), 50,
+            marks=pytest.mark.full_table),
         # Fewer steps: weights that differ at all differ after a few.
         (Case(2, 2, 2, 1, optimizer="adamw", bf16=True, model="llama"), 12),
         (Case(2, 2, 3, 1, optimizer="adamw", model="even-llama", tp=2), 12),
         (Case(4, 1, 0, 1, optimizer="adamw", model="llama-of-3", neurons=3), 12),
         # Sums of three depend on their order.
-        pytest.param(
-            Case(2, 1, 0, 1, optimizer="adamw", placement="profile", model="llama-of-3", tp=3),
-            12,
-            marks=pytest.mark.slow,
-        ),
+        pytest.param(Case(2, 1, 0, 1, optimizer="adamw", placement="profile", model="llama-of-3", tp=3), 12,
+            marks=pytest.mark.slow),
     ],
     ids=str,
-)
+)  # fmt: skip
 def test_holders_are_bitwise_equal_after_many_steps(ranks: RankPool, case: Case, steps: int) -> None:
     results = ranks.run(_digests_after, case, steps, world=case.world)
     mesh, compared = Mesh(case.groups, case.fsdp, case.tp), 0

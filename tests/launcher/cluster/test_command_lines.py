@@ -27,28 +27,14 @@ def test_local(capsys: pytest.CaptureFixture[str]) -> None:
 
 def test_deepspeed(capsys: pytest.CaptureFixture[str]) -> None:
     words = [
-        "--launcher",
-        "deepspeed",
-        "--hostfile",
-        "hosts",
-        "--exclude",
-        "worker-1:0,2",
-        "--env",
-        "NCCL_DEBUG=INFO",
-        "run.json",
-        "--resume",
-    ]
+        "--launcher", "deepspeed", "--hostfile", "hosts", "--exclude", "worker-1:0,2", "--env", "NCCL_DEBUG=INFO",
+        "run.json", "--resume",
+    ]  # fmt: skip
     printed = dry_run(capsys, *words)
     command = command_of(printed)
     runner = [
-        "--hostfile",
-        "hosts",
-        "--include",
-        "worker-0:0,1@worker-1:1,3",
-        "--force_multi",
-        "--master_addr",
-        "worker-0",
-    ]
+        "--hostfile", "hosts", "--include", "worker-0:0,1@worker-1:1,3", "--force_multi", "--master_addr", "worker-0",
+    ]  # fmt: skip
     runner += [
         "--master_port",
         "29500",
@@ -127,15 +113,8 @@ def test_mpich(capsys: pytest.CaptureFixture[str]) -> None:
     assert command[0] == "mpiexec"
     assert hosts[:4] == ["-hosts", "worker-0:2,worker-1:4", "-n", "6"]
     assert hosts[4:] == [
-        PYTHON,
-        "-P",
-        "-m",
-        "sdp.launcher.cluster.rank",
-        "0,1/0,1,2,3",
-        "worker-0:29500",
-        "train",
-        "run.json",
-    ]
+        PYTHON, "-P", "-m", "sdp.launcher.cluster.rank", "0,1/0,1,2,3", "worker-0:29500", "train", "run.json",
+    ]  # fmt: skip
 
 
 def test_intel_mpi(capsys: pytest.CaptureFixture[str]) -> None:
@@ -150,17 +129,8 @@ def test_intel_mpi(capsys: pytest.CaptureFixture[str]) -> None:
 
 def test_slurm(capsys: pytest.CaptureFixture[str]) -> None:
     options = [
-        "--partition",
-        "gpu",
-        "--account",
-        "a1",
-        "--qos",
-        "high",
-        "--time",
-        "1-12:00:00",
-        "--constraint",
-        "a100&nvlink",
-    ]
+        "--partition", "gpu", "--account", "a1", "--qos", "high", "--time", "1-12:00:00", "--constraint", "a100&nvlink",
+    ]  # fmt: skip
     options += ["--container", "docker://nvcr.io/x:1", "--container-mounts", "/data:/data", "--signal-seconds", "120"]
     printed = dry_run(
         capsys, "--launcher", "slurm", "--nodes", "2", "--gpus-per-node", "4", *options, "run.json", "--dump-dir", "out"

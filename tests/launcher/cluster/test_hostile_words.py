@@ -15,17 +15,9 @@ from sdp.tests.support.launch_lines import dry_run
 pytestmark = pytest.mark.usefixtures("folder")
 
 HOSTILE = [
-    "a b",
-    "a;touch pwned",
-    "$(touch pwned)",
-    "`touch pwned`",
-    "'; touch pwned; '",
-    '"; touch pwned; "',
-    "a\ntouch pwned\n",
-    "%h",
-    "&",
-    "",
-]
+    "a b", "a;touch pwned", "$(touch pwned)", "`touch pwned`", "'; touch pwned; '", '"; touch pwned; "',
+    "a\ntouch pwned\n", "%h", "&", "",
+]  # fmt: skip
 
 
 @pytest.mark.parametrize("word", HOSTILE)

@@ -34,21 +34,12 @@ def status(capsys: pytest.CaptureFixture[str], folder: Path, events: str, log: s
         ("7 submitted; 7 running; 7 ended 0", "", "job 7: done"),
         ("7 submitted; 7 running; 7 ended 2", "sdp: error: shard 7 is damaged", "job 7: failed, exit code 2"),
         ("7 submitted; 7 running; 7 ended 1", "CUDA out of memory. Tried", "job 7: out of memory, exit code 1"),
-        (
-            "7 submitted; 7 running; 7 ended 137",
-            "slurmstepd: error: Detected 1 oom_kill event",
-            "job 7: out of memory, exit code 137",
-        ),
-        (
-            "7 submitted; 7 running; 7 ended 137",
-            "StepId=7.0 exceeded memory limit (2 > 1)",
-            "job 7: out of memory, exit code 137",
-        ),
-        (
-            "7 submitted; 7 running; 7 ended 1; 12 submitted; 12 ended 1",
-            "CUDA out of memory. Tried",
-            "job 12: failed, exit code 1",
-        ),
+        ("7 submitted; 7 running; 7 ended 137", "slurmstepd: error: Detected 1 oom_kill event",
+            "job 7: out of memory, exit code 137"),
+        ("7 submitted; 7 running; 7 ended 137", "StepId=7.0 exceeded memory limit (2 > 1)",
+            "job 7: out of memory, exit code 137"),
+        ("7 submitted; 7 running; 7 ended 1; 12 submitted; 12 ended 1", "CUDA out of memory. Tried",
+            "job 12: failed, exit code 1"),
         ("7 submitted; 7 running; 7 told-to-end; 7 ended 143", "", "job 7: cancelled, exit code 143"),
         ("7 submitted; 7 running; 7 told-to-end", "", "job 7: cancelled"),
         ("7 running; 7 time-limit-near; 7 told-to-end", "", "job 7: timeout"),
@@ -61,7 +52,7 @@ def status(capsys: pytest.CaptureFixture[str], folder: Path, events: str, log: s
         ("7 submitted; 7 running; 7", "", "job 7: running"),  # half written
         ("7 submitted; 7 running\n 7 ended 137", "", "job 7: running"),  # without its time
     ],
-)
+)  # fmt: skip
 def test_from_files(
     capsys: pytest.CaptureFixture[str], tmp_path: Path, bin_folder: Path, events: str, log: str, expected: str
 ) -> None:

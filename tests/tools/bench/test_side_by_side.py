@@ -177,14 +177,9 @@ def test_bytes_that_the_kernel_does_not_count_are_not_measured(monkeypatch: pyte
     reason = why_not_counted(torch.device("cpu"))
     assert "does not tell what a TCP connection sent" in str(reason)
     turns = {
-        "ddp": {
-            "seconds": [1.0],
-            "compute_seconds": [0.5],
-            "sent_bytes": None,
-            "collectives": 2.0,
-            "slowest_over_mean": [1.0],
-        }
-    }
+        "ddp": {"seconds": [1.0], "compute_seconds": [0.5], "sent_bytes": None, "collectives": 2.0,
+            "slowest_over_mean": [1.0]},
+    }  # fmt: skip
     facts = {"ddp": {"losses": [1.0], "parameters": 1, "peak_bytes": 1}}
     report = Report(SETTINGS, plan_methods(["ddp"], load_config(CONFIG), 4), facts, Race(turns, reason))
     race = report.to_json()
@@ -216,14 +211,9 @@ def test_processor_time_that_others_had_is_said(tmp_path: Path, monkeypatch: pyt
         assert ticks(stat) is None
         assert stolen(first, None) is None
     turns = {
-        "ddp": {
-            "seconds": [1.0],
-            "compute_seconds": [0.5],
-            "sent_bytes": 1.0,
-            "collectives": 2.0,
-            "slowest_over_mean": [1.0],
-        }
-    }
+        "ddp": {"seconds": [1.0], "compute_seconds": [0.5], "sent_bytes": 1.0, "collectives": 2.0,
+            "slowest_over_mean": [1.0]},
+    }  # fmt: skip
     facts = {"ddp": {"losses": [1.0], "parameters": 1, "peak_bytes": 1}}
     for share, said in ((0.35, 1), (0.0, 0), (None, 0)):
         report = Report(SETTINGS, plan_methods(["ddp"], load_config(CONFIG), 4), facts, Race(turns, None, share))
@@ -258,11 +248,8 @@ def test_counts_of_sdp_stand_beside_the_plan() -> None:
 
 
 LOCAL = [
-    "sdp-block-forward-0.5-local4",
-    "sdp-block-backward-0.5-local4-f2-o1",
-    "diloco-local4",
-    "diloco-local4-f2-o1-bf16",
-]
+    "sdp-block-forward-0.5-local4", "sdp-block-backward-0.5-local4-f2-o1", "diloco-local4", "diloco-local4-f2-o1-bf16",
+]  # fmt: skip
 
 
 def test_methods_with_local_steps_are_timed_by_whole_rounds(ranks: RankPool) -> None:
@@ -292,16 +279,12 @@ def test_methods_with_local_steps_are_timed_by_whole_rounds(ranks: RankPool) -> 
     [
         (["--methods", "ddq"], "--methods ddq: unknown"),
         (["--methods", "sdp-block-0.5"], "--methods sdp-block-0.5: write sdp"),
-        (
-            ["--methods", "sdp-block-forward-0.5", "--set", 'sdp.placement={"layers.0": [0]}'],
-            "whatever the capacity is; write sdp",
-        ),
+        (["--methods", "sdp-block-forward-0.5", "--set", 'sdp.placement={"layers.0": [0]}'],
+            "whatever the capacity is; write sdp"),
         (["--methods", ""], '--methods "": a name is empty'),
         (["--methods", "ddp,"], '--methods "ddp,": a name is empty'),
-        (
-            ["--methods", "hsdp", "--nproc", "2", "--set", "sdp.groups=2"],
-            "--methods hsdp: needs an even number of ranks",
-        ),
+        (["--methods", "hsdp", "--nproc", "2", "--set", "sdp.groups=2"],
+            "--methods hsdp: needs an even number of ranks"),
         (["--set", "sdp.capacity=0.05"], "4 ranks leave nothing of SDP to compare: sdp.capacity: 0.05 × 4 groups"),
         (["--rounds", "0"], "--rounds: 0 is not a positive whole number"),
         (["--alone", "--methods", "ddp"], "--methods: --alone measures the dense model, and SDP as CONFIG says"),
@@ -309,7 +292,7 @@ def test_methods_with_local_steps_are_timed_by_whole_rounds(ranks: RankPool) -> 
         (["--set", "sdp.groups=1"], "sdp.groups: 1 group has nothing of SDP"),
         (["--set", "bf16.enabled=true"], "bf16.enabled: methods are compared in float32"),
     ],
-)
+)  # fmt: skip
 def test_mistakes_are_one_line(
     words: list[str], message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -335,16 +335,9 @@ def test_suggested_commands_make_the_same_layout(
     config: Path, capsys: pytest.CaptureFixture[str], per_node: int
 ) -> None:
     given = [
-        config,
-        "--set",
-        "data.sequence_length=64",
-        'sdp.placement="random"',
-        "--gpus-per-node",
-        per_node,
-        "--inter-node",
-        "100Gbit",
-        "--alone",
-    ]
+        config, "--set", "data.sequence_length=64", 'sdp.placement="random"', "--gpus-per-node", per_node,
+        "--inter-node", "100Gbit", "--alone",
+    ]  # fmt: skip
     needed = peak_of(planned(capsys, *given))
     report = planned(capsys, *given, "--device-memory", f"{needed // 2}B", "--fit")
     again = shlex.split(report["commands"]["plan"])

@@ -31,12 +31,9 @@ def test_a_plan_of_local_steps(capsys: pytest.CaptureFixture[str]) -> None:
     every_step, local, late, on_host = (
         _plan(capsys, f"sdp.sync={sync}")
         for sync in (
-            "null",
-            '{"every": 16}',
-            '{"every": 16, "fragments": 4, "overlap": 2}',
-            '{"every": 16, "offload": "cpu"}',
+            "null", '{"every": 16}', '{"every": 16, "fragments": 4, "overlap": 2}', '{"every": 16, "offload": "cpu"}',
         )
-    )
+    )  # fmt: skip
     ours, plain = local["plan"], every_step["plan"]
     first, of_plain = ours["ranks"][0], plain["ranks"][0]
     assert first["outer"] == 2 * first["parameters"], "anchors and momentum"

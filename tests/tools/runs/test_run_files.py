@@ -123,15 +123,12 @@ def test_a_line_without_end_is_not_read_whole(tmp_path: Path, name: str):
 @pytest.mark.parametrize(
     ("name", "content", "message"),
     [
-        (
-            "metrics.jsonl",
-            '{"step": 1}\n{"st\n{"step": 3}\n',
-            r"metrics.jsonl:2: not a line of a run \(.*\); remove it",
-        ),
+        ("metrics.jsonl", '{"step": 1}\n{"st\n{"step": 3}\n',
+            r"metrics.jsonl:2: not a line of a run \(.*\); remove it"),
         ("config.json", "{", r"config.json: cannot be read \(.*\); the file is damaged"),
         ("summary.json", "[1]", "summary.json: a JSON object is expected, not list; the file is damaged"),
     ],
-)
+)  # fmt: skip
 def test_a_damaged_file_is_named(tmp_path: Path, name: str, content: str, message: str):
     make_run(tmp_path)
     (tmp_path / name).write_text(content)
@@ -178,15 +175,9 @@ def test_a_directory_that_was_removed_is_noticed_at_the_next_line(tmp_path: Path
 
 
 NAMES = [
-    "metrics.jsonl",
-    "evaluations.jsonl",
-    "config.json",
-    "placement.json",
-    "summary.json",
-    ".lock",
-    "checkpoints",
+    "metrics.jsonl", "evaluations.jsonl", "config.json", "placement.json", "summary.json", ".lock", "checkpoints",
     "logs",
-]
+]  # fmt: skip
 
 
 @pytest.mark.parametrize("name", NAMES)

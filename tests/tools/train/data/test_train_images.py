@@ -132,12 +132,9 @@ def test_configurations_for_large_data_train(name, make, changes, tmp_path):
     """
     path = Path(__file__).parents[4] / "configs" / f"{name}.json"
     short = [
-        "training.steps=2",
-        "training.evaluate_every=0",
-        "training.evaluate_batches=1",
-        "training.recalibrate_batches=1",
-        "data.num_workers=0",
-    ]
+        "training.steps=2", "training.evaluate_every=0", "training.evaluate_batches=1",
+        "training.recalibrate_batches=1", "data.num_workers=0",
+    ]  # fmt: skip
     here = [
         "sdp.groups=2",
         "train_micro_batch_size_per_gpu=1",
@@ -159,21 +156,17 @@ MISTAKES = [
     ({"data.path": "somewhere"}, 'data: path has no meaning for "digits"'),
     ({"data.image_size": 16}, 'data: image_size is for "folder"; the images of "digits" have a size of their own'),
     ({"data.name": "cifar10"}, 'data: path is required for "cifar10": cifar-10-binary.tar.gz'),
-    (
-        {"data.name": "cifar10", "data.path": "/nowhere.tar.gz"},
-        "/nowhere.tar.gz: no such file or directory; take the binary version",
-    ),
+    ({"data.name": "cifar10", "data.path": "/nowhere.tar.gz"},
+        "/nowhere.tar.gz: no such file or directory; take the binary version"),
     ({"data.name": "folder", "data.path": "/nowhere"}, "/nowhere: no such directory"),
     ({"data.name": None, "data.augment": True}, "data: augment is for images (data.name); remove it"),
     ({"data.name": None}, "model.name: resnet18 reads images, but the data section means tokens"),
     ({"model": {"name": "llama"}}, "model.name: llama reads tokens, but the data section means images"),
     ({"model.num_classes": 100}, "model.num_classes: 100, but the data has 10; remove model.num_classes"),
     ({"model.image_size": 32}, "model.image_size: 32, but the data's images have sides of 8"),
-    (
-        {"training.steps": None, "training.tokens": 9},
-        "training.tokens: digits are images; give the length of the run as training.steps",
-    ),
-]
+    ({"training.steps": None, "training.tokens": 9},
+        "training.tokens: digits are images; give the length of the run as training.steps"),
+]  # fmt: skip
 
 
 @pytest.mark.parametrize(("changes", "message"), MISTAKES, ids=[message[:40] for _, message in MISTAKES])

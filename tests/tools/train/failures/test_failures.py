@@ -337,13 +337,9 @@ def test_out_of_memory_says_what_would_need_less(config: Path, tmp_path: Path) -
     # Two of the widest activations, 0.33 GB each, are more than is left of the addresses that each
     # process has.
     much = (
-        "--set",
-        "model.intermediate_size=40000",
-        "--set",
-        "train_batch_size=128",
-        "--set",
+        "--set", "model.intermediate_size=40000", "--set", "train_batch_size=128", "--set",
         "training.evaluate_batches=1",
-    )
+    )  # fmt: skip
     code, err = Job(config, tmp_path / "run", *much, address_bytes=1_600_000_000).end()
     assert code == 1
     line = next(line for line in err.splitlines() if "error" in line)

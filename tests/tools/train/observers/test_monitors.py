@@ -48,11 +48,8 @@ def test_csv_of_a_resumed_run_has_every_step_once(tmp_path: Path):
     write(config, tmp_path, {1: 5.0, 2: 4.0, 3: 3.0})
     write(config, tmp_path, {2: 4.5, 3: 3.5})
     assert (tmp_path / "csv/Train_Samples_train_loss.csv").read_text().splitlines() == [
-        "step,train_loss",
-        "1,5.0",
-        "2,4.5",
-        "3,3.5",
-    ]
+        "step,train_loss", "1,5.0", "2,4.5", "3,3.5",
+    ]  # fmt: skip
 
 
 def test_tensorboard_of_a_resumed_run_has_every_step_once(tmp_path: Path):
