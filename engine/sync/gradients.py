@@ -18,7 +18,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import nn
 from torch.distributed.tensor import DTensor
 
 from ..distributed.mesh import Holders
@@ -44,7 +43,7 @@ class PendingBucket:
         scope: how the bytes sent are counted.
     """
 
-    def __init__(self, parameters: Sequence[nn.Parameter], group: dist.ProcessGroup, scope: Scope = "between groups"):
+    def __init__(self, parameters: Sequence[torch.Tensor], group: dist.ProcessGroup, scope: Scope = "between groups"):
         self.parameters, self._group = parameters, group
         self._scope: Scope = scope
         self._ranks = dist.get_world_size(group)
@@ -117,7 +116,7 @@ class GradientSync:
     def __init__(
         self,
         buckets: Sequence[Bucket],
-        parameters: Mapping[str, nn.Parameter],
+        parameters: Mapping[str, torch.Tensor],
         communicators: Mapping[Holders, dist.ProcessGroup],
         traffic: Traffic,
         *,
@@ -128,7 +127,7 @@ class GradientSync:
         self._traffic, self._clock, self._all_reduce = traffic, clock, all_reduce
         self.exposed_seconds = 0.0
         self._pending: list[PendingBucket] = []
-        self._alone: list[nn.Parameter] = []  # held by this rank only: nothing to send, so no hook
+        self._alone: list[torch.Tensor] = []  # held by this rank only: nothing to send, so no hook
         self._armed = False
         self._next = 0  # the index of the first bucket that is not launched yet
         for bucket in buckets:
@@ -195,14 +194,14 @@ class GradientSync:
             self._next += 1
 
 
-def _fill_with_zeros(parameters: Sequence[nn.Parameter]) -> None:
+def _fill_with_zeros(parameters: Sequence[torch.Tensor]) -> None:
     """Give a zero gradient to each parameter that has none."""
     for parameter in parameters:
         if parameter.grad is None:
             parameter.grad = torch.zeros_like(parameter, dtype=parameter.grad_dtype)
 
 
-def _coalesce(parameters: Sequence[nn.Parameter], ranks: int) -> torch.Tensor:
+def _coalesce(parameters: Sequence[torch.Tensor], ranks: int) -> torch.Tensor:
     """Divide the local gradients by ``ranks`` into one buffer. Each ``.grad`` becomes a view of it.
 
     Nothing is copied if the gradients are already adjacent in memory. Gradients are divided before

@@ -159,7 +159,8 @@ def restore_linear() -> None:
     """
     # Another library may have replaced it later. That patch stays.
     if torch.nn.functional.linear.__module__.startswith("deepspeed."):
-        torch.nn.functional.linear = torch._C._nn.linear
+        native: Any = torch._C
+        torch.nn.functional.linear = native._nn.linear
 
 
 def make_whole(model: nn.Module) -> int:
@@ -182,7 +183,7 @@ def make_whole(model: nn.Module) -> int:
         restore_linear()
         # Torch caches its constructors when a device context is first used. Inside zero.Init, those
         # are DeepSpeed's, and ``with torch.device("meta")`` would have no effect ever after.
-        torch.utils._device._device_constructors.cache_clear()
+        importlib.import_module("torch.utils._device")._device_constructors.cache_clear()
     return len(partitioned)
 
 
@@ -309,6 +310,8 @@ def offsets_in_partition(parameters: Sequence[nn.Parameter]) -> list[int]:
     tensors = [stored_tensor(parameter) for parameter in parameters]
     storage = tensors[0].untyped_storage().data_ptr()
     return [
-        tensor.storage_offset() - tensors[0].storage_offset() if tensor.untyped_storage().data_ptr() == storage else -1
+        int(tensor.storage_offset() - tensors[0].storage_offset())
+        if tensor.untyped_storage().data_ptr() == storage
+        else -1
         for tensor in tensors
     ]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from functools import cached_property
 from typing import Any
 
 import torch
@@ -87,13 +86,16 @@ class DeepSpeedStore:
             must_stay_equal=config.zero_optimization.offloads,
         )
         self._pending = PendingGradients(self.module)
+        self._stepped: dict[str, Stepped] | None = None
         for key in [bundle.key for bundle in self.bundles]:
             self._clear_padding(key)
         optimizer.register_step_pre_hook(lambda optimizer, *_: refuse_outside_engine(optimizer))
         self._note_weights()
 
-    @cached_property
+    @property
     def stepped(self) -> Mapping[str, Stepped]:
+        if self._stepped is not None:
+            return self._stepped
         found = {
             bundle.key: Stepped(master, bundle.unit, bundle.holders, bundle.names, index)
             for index, (bundle, master) in enumerate(zip(self.bundles, self._zero.masters, strict=True))
@@ -103,6 +105,7 @@ class DeepSpeedStore:
             info = self.layout.parameters[name]
             tensor = stored_tensor(self.parameters[name]).detach()
             found[name] = Stepped(tensor, info.unit, info.holders, (name,), None)
+        self._stepped = found
         return found
 
     @torch.no_grad()

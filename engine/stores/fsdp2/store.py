@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
-from functools import cached_property
 from typing import Any
 
 import torch
@@ -110,6 +109,7 @@ class Fsdp2Store:
             messages=self.home.messages,
             gather_stream=gather_stream,
         )
+        self._stepped: dict[str, Stepped] | None = None
         self._accumulated = False  # whether an earlier micro-batch of this step left gradients
         self._uses: list[ModuleUses] = []
         if self._uses_fsdp:
@@ -154,16 +154,19 @@ class Fsdp2Store:
         at, shards = self.context.at, self.context.shards
         return Shard(shards, at.fsdp if shards > 1 else 0, at.tp)
 
-    @cached_property
+    @property
     def stepped(self) -> Mapping[str, Stepped]:
+        if self._stepped is not None:
+            return self._stepped
         param_groups = self.optimizer.param_groups if self.optimizer is not None else ()
         groups = {id(p): index for index, group in enumerate(param_groups) for p in group["params"]}
         infos = self.layout.parameters
-        return {
+        self._stepped = {
             name: Stepped(p, info.unit, info.holders, (name,), groups.get(id(p)), info.tp_dim is not None)
             for name, p in self.parameters.items()
             for info in [infos[name]]
         }
+        return self._stepped
 
     # -- steps -------------------------------------------------------------------------------------
 
