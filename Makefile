@@ -50,7 +50,7 @@ lab-test: $(VENV)/.installed-test
 # Accelerate, Trainer, llama.cpp's reader and lm-evaluation-harness. `make test` skips what it lacks.
 test-optional: $(VENV)/.installed-dev
 	$(PYTEST) -m "not full_table and not cluster" tests/engine/test_integrations.py tests/deepspeed_compat \
-	    tests/data/test_llama_cpp.py tests/tools/tasks tests/tools/test_lm_eval.py
+	    tests/data/test_llama_cpp.py tests/tools/tasks
 
 test-all: $(VENV)/.installed-test
 	$(PYTEST) -m "not cluster"

@@ -4,19 +4,16 @@ from __future__ import annotations
 
 import fcntl
 import os
-import re
 import signal
 import subprocess
 import sys
-import time
-from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 from sdp.data.prepare import prepare
-from sdp.tests.support.forks.command import ForkedCommand, Nursery, forked_rank, run_forked
+from sdp.tests.support.forks.command import ForkedCommand, Nursery, run_forked
 from sdp.tests.support.forks.server import fork_context
 from sdp.tests.support.processes import alive, until
 from sdp.tests.support.small_runs import read_losses, run_sdp, tiny_config, write_config
@@ -47,38 +44,6 @@ def children(pid: int) -> dict[int, list[str]]:
     return found
 
 
-def ranks_of(pid: int, kind: str) -> dict[int, int]:
-    """Return the process ids of the ranks, which a command has started, by rank."""
-    if kind == FORKED:
-        numbers = {each: forked_rank(Path(f"/proc/{each}")) for each in children(pid)}
-        return {number: each for each, number in numbers.items() if number is not None}
-    environments = {each: Path(f"/proc/{each}/environ").read_bytes().split(b"\0") for each in children(pid)}
-    return {rank: each for rank in (0, 1) for each in environments if f"RANK={rank}".encode() in environments[each]}
-
-
-def described(pid: int, kind: str, command: int) -> dict[str, Any]:
-    """Return what a process has from its start, in a form that is equal in another run."""
-    folder = Path(f"/proc/{pid}")
-    files = {}
-    for each in (folder / "fd").iterdir():
-        try:
-            target = each.readlink()
-        except FileNotFoundError:
-            continue  # closed since it was listed
-        name = str(target).replace(kind, "RUN").replace(f".{command}.", ".COMMAND.")
-        files[each.name] = re.sub(r":\[\d+\]$", "", name)  # socket:[1234]
-    status = dict(line.split(":\t") for line in (folder / "status").read_text().splitlines())
-    return {
-        "working directory": str((folder / "cwd").readlink()),
-        "standard files": [files[number] for number in "012"],
-        "open files": Counter(files.values()),
-        "signals": [status[name] for name in ("SigBlk", "SigIgn", "SigCgt")],
-        "leads its process group": os.getpgid(pid) == pid,
-        # The command's are those of NumPy's library for linear algebra, which a fork ends.
-        "threads": int(status["Threads"]) if pid != command else None,
-    }
-
-
 @pytest.fixture
 def start(corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[str], Any]]:
     """Start a run of a kind that goes on, and return its process."""
@@ -99,34 +64,6 @@ def start(corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iter
     for process in started:
         process.kill()
         process.wait()
-
-
-@pytest.mark.slow
-def test_a_forked_command_and_its_ranks_are_like_started_ones(start: Callable[[str], Any], tmp_path: Path) -> None:
-    processes = {kind: start(kind) for kind in (NEW, FORKED)}
-    found: dict[str, list[int]] = {}
-    for kind, process in processes.items():
-        until(lambda kind=kind: (tmp_path / kind / "metrics.jsonl").exists(), seconds=120)
-        ranks = ranks_of(process.pid, kind)
-        assert sorted(ranks) == [0, 1]
-        found[kind] = [process.pid, ranks[0], ranks[1]]
-
-    def look() -> dict[str, Any]:
-        seen = {kind: [described(pid, kind, pids[0]) for pid in pids] for kind, pids in found.items()}
-        # Through its socket the command asks for ranks. The pipe leads to multiprocessing's
-        # tracker.
-        seen[FORKED][0]["open files"] -= Counter(["socket"])
-        for each in seen[FORKED]:
-            each["open files"] -= Counter(["pipe"])
-        return seen
-
-    seen = look()
-    for _ in range(50):  # a process may have a file open for a moment
-        if seen[FORKED] == seen[NEW]:
-            break
-        time.sleep(0.1)
-        seen = look()
-    assert seen[FORKED] == seen[NEW]
 
 
 def test_ranks_end_with_a_forked_command_that_is_killed(start: Callable[[str], Any], tmp_path: Path) -> None:

@@ -161,28 +161,6 @@ def test_an_array_of_another_type_is_refused(digits, tmp_path, dtype):
         ImageArrays(path.parent, "train")
 
 
-@pytest.mark.parametrize("name", ["images.json", "train-images.npy", "held_out-labels.npy"])
-def test_a_fifo_among_prepared_images_is_refused_without_a_hang(digits, tmp_path, name):
-    shutil.copytree(digits, tmp_path / "copy")
-    (tmp_path / "copy" / name).unlink()
-    os.mkfifo(tmp_path / "copy" / name)
-    with pytest.raises(DataError, match=rf"{name}: is not a regular file but a FIFO; remove"):
-        ImageArrays(tmp_path / "copy", name.partition("-")[0] if "-" in name else "train")
-    if name.endswith(".npy"):
-        (tmp_path / "copy" / "images.json").unlink()
-        with pytest.raises(DataError, match="a FIFO"):
-            prepare_images("digits", None, tmp_path / "copy")
-
-
-def test_a_fifo_as_an_archive_or_as_an_image_is_refused_without_a_hang(folder, tmp_path):
-    os.mkfifo(tmp_path / "cifar.tar.gz")
-    with pytest.raises(DataError, match="a FIFO; give CIFAR's archive"):
-        prepare_images("cifar10", tmp_path / "cifar.tar.gz", tmp_path / "arrays")
-    os.mkfifo(folder / "train" / "cat" / "0.jpg")
-    with pytest.raises(DataError, match=r"0\.jpg: is not a regular file but a FIFO"):
-        ImageFolder(folder, "train", 8)[0]
-
-
 @pytest.fixture
 def folder(tmp_path) -> Path:
     """Two classes; an image is of one colour, and a quarter of it at the right is black."""

@@ -35,6 +35,12 @@ MORE = [
     Case(2, 4, 1, 3, model="swin-meta", masking="backward"),  # 6 rows: 2, 2, 2 and none
     Case(4, 1, neurons=2, model="llama-of-3", stage=2, optimizer="adamw", masking="backward", placement="balanced"),
     Case(2, 2, stage=1, neurons=5, model="even-llama-tied", placement="cyclic", accumulation=3, masking="backward"),
+    Case(2, 1, neurons=2, tp=2, lr_scale="0.7", model="wide-llama", masking="backward"),
+    # Parameters that only some micro-batches use, or some ranks.
+    Case(2, 1, 0, 2, model="experts"),
+    Case(2, 2, 3, 2, model="experts"),
+    Case(1, 2, 1, 2, model="experts-by-rank", placement="full"),
+    Case(2, 1, 0, 2, model="experts-by-rank"),
 ]
 
 

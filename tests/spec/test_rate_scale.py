@@ -11,22 +11,9 @@ import torch
 from sdp.engine.config.load import load_config
 from sdp.engine.errors import ConfigError
 from sdp.engine.optim.rate_scale import HolderScale, ScaledRates
-from sdp.tests.support.cases import Case, assert_same_run, engine_of, native, oracle, oracle_of, said, train
+from sdp.tests.support.cases import Case, assert_same_run, engine_of, oracle, oracle_of, said, train
 from sdp.tests.support.checkpoints import assert_equal_runs, resumed
 from sdp.tests.support.ranks import RankPool
-
-SCALED = [
-    Case(2, 1, lr_scale="auto", steps=4),
-    Case(4, 1, lr_scale="auto", optimizer="adamw", clip=True, model="llama-tied-meta"),
-    Case(2, 2, 3, lr_scale="auto", optimizer="momentum", masking="backward"),
-    Case(2, 2, 2, neurons=2, lr_scale="auto", model="even-llama-tied-meta", optimizer="adamw"),
-    Case(2, 1, neurons=2, tp=2, lr_scale="0.7", model="wide-llama", masking="backward"),
-]
-
-
-@pytest.mark.parametrize("case", SCALED, ids=str)
-def test_fsdp2_equals_the_oracle(ranks: RankPool, case: Case) -> None:
-    assert_same_run(native(ranks, case), oracle(case), case)
 
 
 @pytest.mark.parametrize(
@@ -80,11 +67,6 @@ def test_decoupled_decay_of_an_optimizer_of_the_user_is_not_scaled(make: Any, *,
         return parameter.detach()
 
     assert bool((weights(3.0) - weights(1.0)).abs().max() > 0.1) == is_scaled
-
-
-def test_rates_of_schedules_and_logs_are_not_scaled() -> None:
-    case = Case(2, 1, lr_scale="auto", optimizer="adamw")
-    assert oracle(case).rates == oracle(Case(2, 1, optimizer="adamw")).rates
 
 
 def test_the_mean_number_of_holders_is_weighted_by_parameters() -> None:

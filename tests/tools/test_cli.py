@@ -192,13 +192,6 @@ def test_schema_is_json(capsys: pytest.CaptureFixture[str]) -> None:
     assert "sdp" in json.loads(capsys.readouterr().out)["properties"]
 
 
-def test_several_values_may_follow_one_set(config: Path, training: SimpleNamespace) -> None:
-    words = ["train", "--set", "sdp.groups=1", "sdp.seed=7", str(config), "--set", "training.steps=3"]
-    assert main(words) == 0
-    assert training.args.overrides == ("sdp.groups=1", "sdp.seed=7", "training.steps=3")
-    assert training.args.config == config
-
-
 def test_env_section_reaches_the_processes_to_be_started(
     config: Path, training: SimpleNamespace, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -168,41 +168,6 @@ def test_fetching_ahead_is_one_read_of_the_data():
     assert Counted.reads == 4
 
 
-def test_an_ended_iterator_reads_nothing():
-    loader = ResumableLoader(Numbers(10), 2, seed=3)
-    old = iter(loader)
-    next(old)
-    new = iter(loader)
-    read = next(new).tolist()
-    with pytest.raises(RuntimeError, match="call iter"):
-        next(old)
-    read += next(new).tolist()
-    assert read == read_global(10, 2, 1, 2, consumed=2)
-
-
-def test_loading_ends_older_iterators():
-    loader = ResumableLoader(Numbers(10), 2, seed=3)
-    old = iter(loader)
-    next(old)
-    loader.load_state_dict({"seed": 3, "consumed": 8, "num_samples": 10})
-    with pytest.raises(RuntimeError):
-        next(old)
-    assert next(iter(loader)).tolist() == read_global(10, 2, 1, 1, consumed=8)
-    assert loader.epoch == 1
-
-
-def test_iterating_leaves_the_global_random_state_alone():
-    before = torch.get_rng_state()
-    next(iter(ResumableLoader(Numbers(4), 2)))
-    next(iter(evaluation_batches(Numbers(4), 2)))
-    assert torch.equal(before, torch.get_rng_state())
-
-
-def test_collate_function_is_used():
-    loader = ResumableLoader(Numbers(4), 2, shuffle=False, collate_fn=lambda rows: {"sum": sum(rows)})
-    assert next(iter(loader)) == {"sum": torch.tensor(1)}
-
-
 @pytest.mark.parametrize(
     ("state", "message"),
     [

@@ -8,7 +8,6 @@ import argparse
 import collections
 import json
 import signal
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -118,13 +117,6 @@ def test_the_file_of_tensors_is_checked(small: Path) -> None:
         engine.load_checkpoint(small)
 
 
-@pytest.mark.parametrize(("tag", "name"), [(3, "3"), (0.25, "0.25"), (np.int64(4), "4"), (np.float32(0.5), "0.5")])
-def test_a_number_is_a_tag(small: Path, tag: Any, name: str) -> None:
-    engine = engine_of(ALONE)
-    engine.save_checkpoint(small, tag)
-    assert engine.load_checkpoint(small, tag)[0] == str(small / name)
-
-
 def test_a_checkpoint_that_is_not_the_newest(small: Path) -> None:
     engine = engine_of(ALONE)
     engine.save_checkpoint(small, "aside", save_latest=False)
@@ -170,11 +162,3 @@ def _assert_weights(engine: Any, expected: dict[str, torch.Tensor] | None) -> No
 
 def test_weights_alone_and_weights_without_optimizer(ranks: RankPool, tmp_path: Path) -> None:
     ranks.run(_load_in_parts, Case(2, 2, stage=3, optimizer="adamw", placement="mixed"), str(tmp_path), world=4)
-
-
-def test_backward_returns_the_loss_that_was_divided() -> None:
-    engine = engine_of(replace(ALONE, accumulation=2))
-    loss = engine(torch.ones(4, 5), torch.ones(4, 3))
-    assert torch.equal(engine.backward(loss), loss / 2)
-    engine.step()
-    assert torch.equal(engine.backward(engine(torch.ones(4, 5), torch.ones(4, 3)), scale_wrt_gas=False), loss)

@@ -8,7 +8,7 @@ import pytest
 import torch
 from sdp.engine.errors import NonFiniteError
 from sdp.tests.support.cases import Case, data_rank_of, engine_of, one_step
-from sdp.tests.support.checkpoints import ALONE, SOURCE, TENSOR_SOURCES
+from sdp.tests.support.checkpoints import ALONE, SOURCE
 from sdp.tests.support.ranks import RankPool
 
 
@@ -47,14 +47,6 @@ def test_destroyed_weights_do_not_push_out_a_good_checkpoint(ranks: RankPool, tm
     assert "NaN or infinite" in refusal and f"the newest good checkpoint: {tmp_path / 'step-1'}" in refusal
     assert "\n" not in refusal
     assert sorted(path.name for path in tmp_path.iterdir()) == ["latest.json", "step-1"]
-
-
-@pytest.mark.parametrize(
-    "case", [TENSOR_SOURCES[0], Case(4, 1, stage=0, optimizer="adamw", model="llama-of-3", neurons=3)], ids=str
-)
-def test_parts_of_parameters_are_checked(ranks: RankPool, tmp_path: Path, case: Case) -> None:
-    answers = ranks.run(_save_destroyed, case, str(tmp_path), "fsdp2", world=case.world)
-    assert all(len(answer) == 2 for answer in answers)
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf")])

@@ -89,23 +89,6 @@ def test_nothing_of_a_checkpoint_is_left_out(
 
 
 @needs_deepspeed
-@pytest.mark.parametrize("stage", [pytest.param(1, marks=pytest.mark.full_table), 2, 3])  # 1 and 2 share a class
-def test_under_deepspeed_neither(ranks: RankPool, tmp_path: Path, stage: int) -> None:
-    ranks.run(_trained, "adamw", "mlp", str(tmp_path / "adamw"), "deepspeed", stage, world=2)
-    for error, steps, has_state in ranks.run(
-        _refused, "sgd", "mlp", str(tmp_path / "adamw"), "deepspeed", stage, world=2
-    ):
-        assert "exp_avg', which this optimizer does not keep" in error
-        assert (steps, has_state) == (0, False)
-    ranks.run(_trained, "momentum", "mlp", str(tmp_path / "momentum"), "deepspeed", stage, world=2)
-    for error, steps, has_state in ranks.run(
-        _refused, "adamw", "mlp", str(tmp_path / "momentum"), "deepspeed", stage, world=2
-    ):
-        assert "holds no 'optimizer/" in error
-        assert (steps, has_state) == (0, False)
-
-
-@needs_deepspeed
 @pytest.mark.parametrize(
     ("saved", "loaded", "stage"),
     [
@@ -198,22 +181,6 @@ def test_state_of_what_is_frozen_now_is_not_dropped(ranks: RankPool, tmp_path: P
         assert "or with that parameter trained" in message
 
 
-def _with_state_from_the_start(folder: str) -> int:
-    config = Case(2, 1, placement="cyclic").config("fsdp2")
-    del config["optimizer"], config["scheduler"]
-    for _ in range(2):
-        engine = sdp.initialize(model=models.mlp(), config=config, optimizer=lambda p: torch.optim.Adagrad(p, lr=0.01))[
-            0
-        ]
-        engine.load_checkpoint(folder)
-        engine.save_checkpoint(folder)
-    return len(engine.optimizer.state)
-
-
-def test_an_optimizer_that_makes_its_state_as_it_is_made_goes_on(ranks: RankPool, tmp_path: Path) -> None:
-    assert all(ranks.run(_with_state_from_the_start, str(tmp_path), world=2))
-
-
 def _rates_of_layers(folder: str, engine: str, groups: int) -> tuple[dict[str, float], dict[str, float], list[bool]]:
     """Rates of parameters before a save and after a load, and whether those of the optimizer's
     groups are as before.
@@ -278,23 +245,3 @@ def test_a_checkpoint_from_before_the_first_update_brings_that_back(tmp_path: Pa
         trained.append(engine.full_state_dict())
     # From step 1 the schedule is one skip behind, not a step ahead: the same update.
     assert all(torch.equal(trained[0][name], trained[1][name]) for name in before)
-
-
-def _missing_on_one_rank(case: Case, folder: str) -> str:
-    """The error of every rank, when a tensor that only some ranks need is not in the checkpoint."""
-    engine = engine_of(case)
-    try:
-        engine.load_checkpoint(folder)
-    except CheckpointError as error:
-        return str(error)
-    return ""
-
-
-def test_what_one_rank_lacks_stops_all(ranks: RankPool, saved: Any, tmp_path: Path) -> None:
-    # The llama has other names than the checkpointed model; group 0 and group 1 look for different
-    # ones.
-    messages = ranks.run(
-        _missing_on_one_rank, Case(2, 1, optimizer="adamw", model="llama"), saved[0], world=2, timeout=60
-    )
-    assert len(set(messages)) == 1
-    assert "another model" in messages[0]

@@ -70,14 +70,6 @@ def test_wrong_values_in_a_state_are_one_line(small: Path, key: str, value: Any)
     assert f"step-1/state.json: damaged, {key}" in refusal_of_load(small)
 
 
-@pytest.mark.parametrize("found", [1, 2, 3, 5, "x"])
-def test_another_format_is_refused(small: Path, found: Any) -> None:
-    reseal(small / "step-1", format=found)
-    message = refusal_of_load(small)
-    assert f"step-1: has format {found!r} of another version; use the version of SDP that wrote it" in message
-    assert ("training.init_from" in message) == (found in (1, 2, 3))
-
-
 def everything_in(folder: Path) -> dict[str, tuple[int, int]]:
     found = {str(path.relative_to(folder)): path.lstat() for path in [folder, *folder.rglob("*")]}
     return {name: (stat.st_mtime_ns, stat.st_ino) for name, stat in found.items()}
@@ -199,16 +191,6 @@ def test_what_is_half_written_is_not_a_checkpoint(small: Path, monkeypatch: pyte
     assert not is_whole(partial)
     shutil.copytree(partial, small / "step-7")
     assert "did not finish" in refusal_of_load(small, "step-7")
-
-
-@pytest.mark.parametrize("left", [[], [".state.json.sdp-partial"]], ids=str)
-def test_a_save_killed_at_its_very_start_is_no_obstacle(small: Path, left: list[str]) -> None:
-    partial = small / ".best.sdp-partial"
-    partial.mkdir()
-    for name in left:
-        (partial / name).write_text("{")
-    engine_of(ALONE).save_checkpoint(small, "best")
-    assert {path.name for path in small.iterdir()} == {"best", "latest.json", "step-1"}
 
 
 def test_a_state_nested_too_deep_is_refused_when_it_is_saved_and_when_it_is_read(small: Path) -> None:

@@ -225,22 +225,6 @@ def test_parts_and_shards_cover_every_parameter_once() -> None:
         assert torch.equal(seen, torch.full(info.shape, 1.0 if info.tp_dim is not None else 2.0)), info.name
 
 
-def _groups() -> tuple[list[int], int]:
-    mesh = Mesh(2, 2, 2)
-    group = tensor_group(mesh)
-    assert group is not None
-    value = torch.tensor(2 ** dist.get_rank())
-    dist.all_reduce(value, group=group)
-    return dist.get_process_group_ranks(group), int(value)
-
-
-def test_tensor_parallel_ranks_are_neighbours(ranks: RankPool) -> None:
-    for rank, (members, total) in enumerate(ranks.run(_groups, world=8)):
-        first = rank - rank % 2
-        assert members == [first, first + 1]
-        assert total == 3 * 2**first
-
-
 def test_a_cut_skeleton_has_the_right_shapes_without_its_ranks() -> None:
     """On the meta device, and as a copy in memory, where a block is run whose forward reads
     values.

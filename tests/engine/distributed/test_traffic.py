@@ -18,43 +18,6 @@ from sdp.tests.support import models
 from sdp.tests.support.cases import Case, native, one_step
 from sdp.tests.support.ranks import RankPool
 
-TABLE = [
-    Case(groups, fsdp, stage, accumulation, placement="full" if groups == 1 else "mixed")
-    for (groups, fsdp), stage, accumulation in itertools.product([(2, 2), (1, 4)], range(4), [1, 3])
-] + [
-    Case(4, 2, 3, 3, placement="profile", model="llama-tied-meta"),
-    Case(4, 1, 0, 1, placement="cyclic", model="llama-meta"),
-    Case(4, 2, 0, 1, placement="mixed"),
-    Case(2, 2, 3, 3, bf16=True, model="llama-tied"),
-    Case(4, 2, 2, 3, bf16=True, placement="profile"),
-    Case(2, 2, 3, 3, model="llama-tied-meta", checkpointing="full"),
-    Case(2, 2, 3, 3, model="even-llama-tied", tp=2),
-    Case(2, 2, 1, 1, bf16=True, model="even-llama", tp=2),
-    Case(4, 1, 0, 3, placement="cyclic", model="even-llama-meta", tp=2),
-    *(Case(2, 2, stage, 3, model="llama-tied-meta", bf16=True, masking="backward") for stage in (1, 3)),
-    Case(4, 2, 0, masking="backward"),
-    Case(2, 1, 0, 1, optimizer="adamw", model="even-llama", tp=2, masking="backward"),
-]  # fmt: skip
-
-
-# tests/spec/test_equality.py compares the same in every pair of such settings.
-@pytest.mark.parametrize(
-    "case",
-    [
-        case
-        if (case.fsdp, case.accumulation, case.model) == (2, 3, "mlp")
-        else pytest.param(case, marks=pytest.mark.full_table)
-        for case in TABLE
-    ],
-    ids=str,
-)
-def test_counted_equals_planned_in_every_step(ranks: RankPool, case: Case) -> None:
-    for rank, result in enumerate(native(ranks, case)):
-        for step, counted in enumerate(result.traffic):
-            # What tensor-parallel ranks send each other follows from the batch; see below.
-            placed = {kind: sent for kind, sent in counted.items() if not kind.startswith("tensor parallel")}
-            assert placed == result.planned, f"rank {rank}, step {step}"
-
 
 @pytest.mark.parametrize("checkpointing", ["none", "full"])
 def test_tensor_parallel_bytes_by_hand(ranks: RankPool, checkpointing: Any) -> None:

@@ -98,12 +98,6 @@ def test_evaluate_is_the_loss_of_the_full_model(ranks: RankPool, case: Case) -> 
         assert abs(results[0][1][0] - expected) > 1e-4, "a subnetwork's loss is not the full model's"
 
 
-def test_bf16_evaluation(ranks: RankPool) -> None:
-    case = Case(2, 2, 3, model="llama", bf16=True)
-    results = ranks.run(_evaluate, case, world=4)
-    assert [result[0] for result in results] == pytest.approx([_expected(case, results[0][2], range(4))] * 4, rel=2e-2)
-
-
 # -- evaluation changes nothing --------------------------------------------------------------------
 
 

@@ -48,14 +48,6 @@ def test_units_of_foreign_models(kind: str) -> None:
     assert find_unskippable(model, UNITS[kind]) == UNSKIPPABLE.get(kind, {})
 
 
-def test_units_of_torchvisions_resnet() -> None:
-    torchvision = pytest.importorskip("torchvision")
-    with torch.device("meta"):
-        model = torchvision.models.resnet18()
-    assert names(model) == UNITS["torchvision-resnet"]
-    assert find_unskippable(model, names(model)) == UNSKIPPABLE["torchvision-resnet"]
-
-
 class Stage(nn.Module):
     def __init__(self, blocks: int) -> None:
         super().__init__()

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 import torch
 from sdp.engine.errors import ModelError, PlacementError
@@ -56,35 +54,6 @@ def test_auto_takes_blocks_not_layers() -> None:
     assert names(around) == ["2", "3", "4", "5"]
     encoder = nn.TransformerEncoder(nn.TransformerEncoderLayer(8, 2, 16, batch_first=True), 3)
     assert names(encoder) == [f"layers.{index}" for index in range(3)]
-
-
-def hugging_face(kind: str) -> nn.Module:
-    import transformers as hf
-
-    small: dict[str, Any] = {
-        "hidden_size": 16,
-        "intermediate_size": 32,
-        "num_hidden_layers": 3,
-        "num_attention_heads": 2,
-    }
-    with torch.device("meta"):
-        if kind == "gpt2":
-            return hf.GPT2LMHeadModel(
-                hf.GPT2Config(vocab_size=32, n_embd=16, n_layer=3, n_head=2, bos_token_id=0, eos_token_id=0)
-            )
-        if kind == "vit":
-            return hf.ViTForImageClassification(hf.ViTConfig(image_size=8, patch_size=4, **small))
-        if kind == "llama":
-            return hf.LlamaForCausalLM(hf.LlamaConfig(vocab_size=32, num_key_value_heads=1, **small))
-        return hf.Qwen2ForCausalLM(hf.Qwen2Config(vocab_size=32, num_key_value_heads=1, **small))
-
-
-@pytest.mark.parametrize(
-    ("kind", "blocks"),
-    [("gpt2", "transformer.h"), ("vit", "vit.layers"), ("llama", "model.layers"), ("qwen2", "model.layers")],
-)
-def test_auto_on_hugging_face_models(kind: str, blocks: str) -> None:
-    assert names(hugging_face(kind)) == [f"{blocks}.{index}" for index in range(3)]
 
 
 def test_a_model_may_state_its_units() -> None:

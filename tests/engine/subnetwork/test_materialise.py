@@ -4,16 +4,14 @@ dtype.
 
 from __future__ import annotations
 
-import pytest
 import torch
 from sdp.engine.config.load import load_config
 from sdp.engine.config.schema import Config
 from sdp.engine.distributed.mesh import Mesh
-from sdp.engine.errors import ModelError
 from sdp.engine.placement.layout import Layout
 from sdp.engine.placement.tensor_info import Shard
 from sdp.engine.subnetwork.initialisation import plan_initialisation
-from sdp.engine.subnetwork.materialise import allocate, cut, give_values, require_float32
+from sdp.engine.subnetwork.materialise import allocate, cut, give_values
 from sdp.models.llama import Llama, LlamaConfig
 from torch import nn
 
@@ -92,18 +90,3 @@ def test_frozen_copies_get_no_values() -> None:
     give_values(model, layout, plan_initialisation(model, 3), CPU, Shard(), frozen={frozen})
     for name, parameter in model.named_parameters():
         assert torch.equal(parameter, whole[name]) == (name != frozen)
-
-
-def test_a_model_with_values_keeps_them() -> None:
-    model = nn.Sequential(nn.Linear(2, 2))
-    before = model[0].weight.detach().clone()
-    layout = Layout.of(model, load_config({"train_micro_batch_size_per_gpu": 1}), Mesh(1))
-    give_values(model, layout, None, CPU, Shard())
-    assert torch.equal(model[0].weight, before)
-
-
-def test_master_weights_must_be_float32() -> None:
-    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2).bfloat16())
-    with pytest.raises(ModelError, match=r"parameter '1\.weight' is torch\.bfloat16; master weights are float32"):
-        require_float32(model)
-    require_float32(nn.Linear(2, 2))

@@ -12,9 +12,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-import sdp
 import torch
-import torch.distributed as dist
 from sdp.engine.config.load import load_config
 from sdp.engine.distributed.mesh import Mesh
 from sdp.engine.errors import ConfigError, ModelError, PlacementError
@@ -24,8 +22,7 @@ from sdp.engine.placement.units import find_neuron_units, find_units
 from sdp.engine.subnetwork.neurons import SlicedBatchNorm
 from sdp.engine.subnetwork.slices import Slices
 from sdp.tests.support import models
-from sdp.tests.support.cases import Case, full_gradients, oracle_for, rate_of
-from sdp.tests.support.ranks import RankPool
+from sdp.tests.support.cases import Case, oracle_for, rate_of
 from torch import nn
 
 GROUPS = 2
@@ -149,40 +146,6 @@ def test_the_oracle_trains_as_by_hand(case: Case, masking: str) -> None:
     assert list(state) == list(full.state_dict())
     for name, weight in full.state_dict().items():
         torch.testing.assert_close(state[name], weight, rtol=0, atol=1e-5 * weight.abs().max().item())
-
-
-def _native_gradients(case: Case, section: dict[str, Any]) -> dict[str, torch.Tensor]:
-    engine, *_ = sdp.initialize(model=llama(), config=case.config(sdp=section))
-    engine.backward(engine(models.micro_batch("llama", 0, 0, dist.get_rank())))
-    return full_gradients(engine)
-
-
-@pytest.mark.parametrize("case", [Case(GROUPS), Case(GROUPS, 2, stage=3)], ids=str)
-def test_native_gradients_are_the_dense_models(ranks: RankPool, case: Case) -> None:
-    """Under backward masking, and none are of what a group does not hold: an unbiased estimate."""
-    section = config(case, masking="backward")["sdp"]
-    batches = {worker: [models.micro_batch("llama", 0, 0, worker)] for worker in range(case.world)}
-    exact, _ = dense_gradients(llama().double(), batches)
-    expected = {name: gradient.float() for name, gradient in exact.items()}
-    seen: dict[str, int] = {}
-    for rank, gradients in enumerate(ranks.run(_native_gradients, case, section, world=case.world)):
-        for name, gradient in gradients.items():
-            canonical, _, slice_index = name.partition(":")
-            whole = expected[canonical]
-            if slice_index:
-                dim, where = indices(canonical, rank // case.fsdp)  # type: ignore[misc]
-                size = whole.shape[dim] // 3
-                where_here = torch.arange(int(slice_index) * size, int(slice_index) * size + size)
-                assert set(where_here.tolist()) <= set(where.tolist()), f"rank {rank} does not hold {name}"
-                whole = whole.index_select(dim, where_here)
-            relative = 1e-6 if slice_index else RELATIVE  # the shared norms' are sums in which most cancels
-            torch.testing.assert_close(
-                gradient.cpu(), whole, rtol=0, atol=relative * expected[canonical].abs().max().item(), msg=name
-            )
-            seen[canonical] = seen.get(canonical, 0) + gradient.numel() * (rank % case.fsdp == 0)
-    sizes = {name: p.numel() for name, p in llama().named_parameters()}
-    assert all(seen[name] >= size for name, size in sizes.items())
-    assert sum(seen.values()) < GROUPS * sum(sizes.values())
 
 
 def test_losses_of_the_full_model_and_of_the_subnetworks() -> None:

@@ -126,12 +126,6 @@ def test_checkpoints_of_images(ranks: RankPool, tmp_path: Path, model: str) -> N
         check(ranks.run(_load, target, str(tmp_path), world=4), saved[0][0], moments, target)
 
 
-def test_a_dense_run_goes_on_in_neurons(ranks: RankPool, tmp_path: Path) -> None:
-    dense = Case(1, 2, stage=3, model=SOURCE.model, optimizer="adamw", placement="full")
-    weights, moments, _ = ranks.run(_train_and_save, dense, str(tmp_path), False, world=2)[0]
-    check(ranks.run(_load, SOURCE, str(tmp_path), world=4), weights, moments, SOURCE)
-
-
 def _evaluate(case: Case) -> tuple[float, list[float], float, Any]:
     engine = engine_of(case)
     batches = [models.micro_batch(case.model, 9, index, data_rank_of(case)) for index in range(10)]  # more than a chunk
@@ -280,19 +274,6 @@ def test_a_branch_of_which_a_group_has_nothing_is_zero() -> None:
     assert output.shape == hidden.shape and not output.any()
     output.sum().backward()
     assert hidden.grad is not None and not hidden.grad.any()
-
-
-def _from_files(case: Case, folder: str) -> Any:
-    return engine_of(case, training={"init_from": folder}).full_state_dict()
-
-
-def test_start_values_from_files(ranks: RankPool, tmp_path: Path) -> None:
-    from safetensors.torch import save_file
-
-    full = models.build("even-llama")
-    save_file({name: tensor.clone() for name, tensor in full.state_dict().items()}, tmp_path / "model.safetensors")
-    state = ranks.run(_from_files, Case(2, 2, stage=3, neurons=2, model="even-llama-meta"), str(tmp_path), world=4)[0]
-    assert all(torch.equal(state[name], tensor) for name, tensor in full.state_dict().items())
 
 
 def test_parameter_groups_of_the_user(ranks: RankPool) -> None:

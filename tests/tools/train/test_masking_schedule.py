@@ -7,15 +7,11 @@ from __future__ import annotations
 import json
 import shutil
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any
 
 import pytest
-from sdp.engine.config.load import load_config
 from sdp.tests.support.small_runs import read_losses, read_metrics, run_sdp, write_config
 from sdp.tools.cli import main
 from sdp.tools.runs.phases import describe_phases, phases_of
-from sdp.tools.train.observers import probe
 
 
 def test_a_schedule_from_the_start_to_a_resume(config: dict, tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
@@ -79,33 +75,6 @@ def test_a_run_that_ends_before_the_switch_says_so(config: dict, tmp_path: Path)
     done = run_sdp("train", write_config(config, tmp_path), "--dump-dir", tmp_path / "run")
     assert done.returncode == 0, done.stderr
     assert "sdp.masking: forward to step 9, then backward, but the run ends with step 2" in done.stderr
-
-
-@pytest.mark.parametrize(
-    ("masking", "step"),
-    [
-        ("forward", 2),
-        ("backward", 2),
-        ([{"until": 4, "masking": "forward"}, {"masking": "backward"}], 5),
-        ([{"until": 4, "masking": "backward"}, {"masking": "forward"}], 2),
-    ],
-)
-def test_the_probe_watches_a_step_of_a_backward_phase(monkeypatch: pytest.MonkeyPatch, masking: Any, step: int) -> None:
-    probed: list[int] = []
-    monkeypatch.setattr(probe, "peak_tensor_bytes", lambda compute, *_, **__: compute())
-    engine: Any = SimpleNamespace(
-        config=load_config({"sdp": {"masking": masking}}),
-        module=None,
-        optimizer=None,
-        device=None,
-        local_training=SimpleNamespace(tensors_on_device=list),
-    )
-    observer = probe.MemoryProbe(engine)
-    for each in range(1, 9):
-        observer.peak = None
-        observer.around_step(each, lambda: 1)  # type: ignore[arg-type, return-value]
-        probed += [each] * (observer.peak is not None)
-    assert probed == [step]
 
 
 def test_phases_of_metrics() -> None:

@@ -26,7 +26,6 @@ from sdp.tools.runs.run_files import RunFiles
 from sdp.tools.shared.files import WriteError
 from sdp.tools.train.loop import summary
 from sdp.tools.train.loop.checkpointer import Checkpointer
-from sdp.tools.train.observers.monitors import open_monitors
 from sdp.tools.train.observers.profiler import StepProfiler
 from sdp.tools.train.process.log_file import LogFile
 
@@ -68,12 +67,6 @@ def test_a_link_in_place_of_a_log_is_refused(tmp_path: Path) -> None:
     assert not (tmp_path / "precious").exists()
 
 
-def test_a_fifo_in_place_of_a_log_is_refused_without_a_hang(tmp_path: Path) -> None:
-    os.mkfifo(tmp_path / "rank-0.log")
-    with pytest.raises(WriteError, match=r"rank-0\.log: is not a regular file"):
-        LogFile(tmp_path / "rank-0.log")
-
-
 @pytest.mark.parametrize("reader", [False, True])
 def test_a_fifo_in_place_of_a_launchers_file_is_refused_without_a_hang(tmp_path: Path, reader: bool) -> None:
     path = tmp_path / "rank-1.log"
@@ -83,23 +76,6 @@ def test_a_fifo_in_place_of_a_launchers_file_is_refused_without_a_hang(tmp_path:
         open_own_file(path)
     if reading is not None:
         os.close(reading)
-
-
-def test_a_link_in_place_of_a_curve_is_refused(tmp_path: Path) -> None:
-    (tmp_path / "csv").mkdir()
-    (tmp_path / "csv" / "Train_Samples_lr.csv").symlink_to(tmp_path / "precious")
-    monitors = open_monitors(load_config({"csv_monitor": {"enabled": True}, "sdp": {"groups": 1}}), tmp_path)
-    with pytest.raises(WriteError, match=r"Train_Samples_lr\.csv: is a symbolic link"):
-        monitors.write(1, {"Train/Samples/lr": 0.1})
-    assert not (tmp_path / "precious").exists()
-
-
-def test_a_link_in_place_of_a_tensorboard_file_is_refused(tmp_path: Path) -> None:
-    monitors = open_monitors(load_config({"tensorboard": {"enabled": True}, "sdp": {"groups": 1}}), tmp_path)
-    (tmp_path / "tensorboard" / "events.out.tfevents.1").symlink_to(tmp_path / "precious")
-    with pytest.raises(WriteError, match=r"events\.out\.tfevents\.1: is a symbolic link"):
-        monitors.write(1, {"Train/Samples/lr": 0.1})
-    assert not (tmp_path / "precious").exists()
 
 
 def profile_one_step(directory: Path, before_the_end: Callable[[], None]) -> None:
