@@ -30,13 +30,9 @@ from sdp.models.registry import build_model
 from torch import nn
 
 LLAMA = {
-    "name": "llama",
-    "vocab_size": 64,
-    "hidden_size": 16,
-    "intermediate_size": 32,
-    "num_hidden_layers": 2,
+    "name": "llama", "vocab_size": 64, "hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2,
     "num_attention_heads": 2,
-}
+}  # fmt: skip
 
 
 class Net(nn.Module):

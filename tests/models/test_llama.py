@@ -12,13 +12,9 @@ from torch.utils.flop_counter import FlopCounterMode
 transformers = pytest.importorskip("transformers")
 
 BASE = {
-    "vocab_size": 61,
-    "hidden_size": 32,
-    "intermediate_size": 56,
-    "num_hidden_layers": 3,
-    "num_attention_heads": 4,
+    "vocab_size": 61, "hidden_size": 32, "intermediate_size": 56, "num_hidden_layers": 3, "num_attention_heads": 4,
     "max_position_embeddings": 48,
-}
+}  # fmt: skip
 
 SHAPES = {
     "plain": {},

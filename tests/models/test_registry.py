@@ -13,12 +13,8 @@ from sdp.models.llama import Llama
 from sdp.models.registry import build_model
 
 SECTION = {
-    "name": "llama",
-    "hidden_size": 32,
-    "intermediate_size": 56,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-}
+    "name": "llama", "hidden_size": 32, "intermediate_size": 56, "num_hidden_layers": 2, "num_attention_heads": 4,
+}  # fmt: skip
 
 
 def test_builds_on_the_meta_device_with_the_vocabulary_of_the_data():

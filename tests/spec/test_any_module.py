@@ -76,13 +76,8 @@ def _build(kind: str) -> nn.Module:
     }
     if kind == "gpt2":
         sizes: dict[str, Any] = {
-            "vocab_size": WORDS,
-            "n_embd": 8,
-            "n_layer": 4,
-            "n_head": 2,
-            "bos_token_id": 0,
-            "eos_token_id": 0,
-        }
+            "vocab_size": WORDS, "n_embd": 8, "n_layer": 4, "n_head": 2, "bos_token_id": 0, "eos_token_id": 0,
+        }  # fmt: skip
         return hf.GPT2LMHeadModel(hf.GPT2Config(**sizes, resid_pdrop=0, embd_pdrop=0, attn_pdrop=0))
     if kind == "mixtral":
         return hf.MixtralForCausalLM(

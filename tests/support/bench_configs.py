@@ -5,13 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 MODEL = {
-    "name": "llama",
-    "vocab_size": 64,
-    "hidden_size": 32,
-    "intermediate_size": 64,
-    "num_hidden_layers": 4,
+    "name": "llama", "vocab_size": 64, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 4,
     "num_attention_heads": 4,
-}
+}  # fmt: skip
 CONFIG: dict[str, Any] = {
     "train_micro_batch_size_per_gpu": 2,
     "gradient_clipping": 1.0,

@@ -135,12 +135,8 @@ def wide_llama(*, tied: bool, device: str = "meta") -> nn.Module:
     The halves are 2 of 4 key/value heads, and 14 of 28 features.
     """
     shape = {
-        "hidden_size": 16,
-        "num_attention_heads": 8,
-        "num_key_value_heads": 4,
-        "head_dim": 4,
-        "intermediate_size": 28,
-    }
+        "hidden_size": 16, "num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 4, "intermediate_size": 28,
+    }  # fmt: skip
     return even_llama(tied=tied, device=device, **shape)
 
 

@@ -12,12 +12,8 @@ from .forks.command import run_forked
 
 STEPS = 6
 SMALL_LLAMA = {
-    "name": "llama",
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 4,
-    "num_attention_heads": 2,
-}
+    "name": "llama", "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 4, "num_attention_heads": 2,
+}  # fmt: skip
 
 
 def make_corpus(folder: Path, seed: int = 0, *, vocab_size: int | None = None) -> Path:

@@ -72,17 +72,12 @@ def test_data_of_another_tokenizer_is_refused(trained_run, tmp_path, capsys):
     assert (
         main(
             [
-                "prepare",
-                "--input",
-                str(tmp_path / "text.jsonl"),
-                "--output",
-                str(tmp_path / "other"),
-                "--tokenizer",
+                "prepare", "--input", str(tmp_path / "text.jsonl"), "--output", str(tmp_path / "other"), "--tokenizer",
                 "bytes",
             ]
         )
         == 0
-    )
+    )  # fmt: skip
     for command in (
         ["export", str(trained_run), "--to", "hf", str(tmp_path / "model")],
         ["evaluate", str(trained_run)],
@@ -273,12 +268,8 @@ def test_bytes_and_hugging_face_tokenizers(kind, tmp_path):
 # -- memory ----------------------------------------------------------------------------------------
 
 BIG = {
-    "name": "llama",
-    "hidden_size": 1024,
-    "intermediate_size": 2816,
-    "num_hidden_layers": 4,
-    "num_attention_heads": 8,
-}
+    "name": "llama", "hidden_size": 1024, "intermediate_size": 2816, "num_hidden_layers": 4, "num_attention_heads": 8,
+}  # fmt: skip
 MODELS = {  # the second has one tensor in most files, and in bfloat16 takes half of what the checkpoint holds
     "many tensors a file": BIG,
     "one tensor a file": {**BIG, "intermediate_size": 24576, "num_hidden_layers": 1},

@@ -19,72 +19,33 @@ from sdp.engine.environment.hostlist import expand_counts, expand_hosts
 from sdp.engine.errors import LaunchError
 
 TORCHRUN = {
-    "RANK": "5",
-    "WORLD_SIZE": "8",
-    "LOCAL_RANK": "1",
-    "LOCAL_WORLD_SIZE": "4",
-    "GROUP_RANK": "1",
-    "MASTER_ADDR": "gpu-01",
-    "MASTER_PORT": "29400",
-    "TORCHELASTIC_RUN_ID": "none",
-}
+    "RANK": "5", "WORLD_SIZE": "8", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "4", "GROUP_RANK": "1",
+    "MASTER_ADDR": "gpu-01", "MASTER_PORT": "29400", "TORCHELASTIC_RUN_ID": "none",
+}  # fmt: skip
 DEEPSPEED = {
-    "RANK": "5",
-    "WORLD_SIZE": "8",
-    "LOCAL_RANK": "1",
-    "LOCAL_SIZE": "4",
-    "CROSS_RANK": "1",
-    "CROSS_SIZE": "2",
-    "MASTER_ADDR": "192.0.2.1",
-    "MASTER_PORT": "29500",
-}
+    "RANK": "5", "WORLD_SIZE": "8", "LOCAL_RANK": "1", "LOCAL_SIZE": "4", "CROSS_RANK": "1", "CROSS_SIZE": "2",
+    "MASTER_ADDR": "192.0.2.1", "MASTER_PORT": "29500",
+}  # fmt: skip
 OPEN_MPI = {  # Open MPI 4.1, mpirun -n 3 on one host
-    "OMPI_COMM_WORLD_RANK": "2",
-    "OMPI_COMM_WORLD_SIZE": "3",
-    "OMPI_COMM_WORLD_LOCAL_RANK": "2",
-    "OMPI_COMM_WORLD_LOCAL_SIZE": "3",
-    "OMPI_COMM_WORLD_NODE_RANK": "2",
-    "OMPI_UNIVERSE_SIZE": "2",
-    "PMIX_NAMESPACE": "2072051713",
-    "PMIX_RANK": "2",
-    "PMIX_HOSTNAME": "vm",
-}
+    "OMPI_COMM_WORLD_RANK": "2", "OMPI_COMM_WORLD_SIZE": "3", "OMPI_COMM_WORLD_LOCAL_RANK": "2",
+    "OMPI_COMM_WORLD_LOCAL_SIZE": "3", "OMPI_COMM_WORLD_NODE_RANK": "2", "OMPI_UNIVERSE_SIZE": "2",
+    "PMIX_NAMESPACE": "2072051713", "PMIX_RANK": "2", "PMIX_HOSTNAME": "vm",
+}  # fmt: skip
 MPICH = {  # MPICH 4.0, mpiexec.hydra -n 3 on one host
-    "HYDI_CONTROL_FD": "7",
-    "MPI_LOCALNRANKS": "3",
-    "MPI_LOCALRANKID": "2",
-    "PMI_FD": "14",
-    "PMI_RANK": "2",
+    "HYDI_CONTROL_FD": "7", "MPI_LOCALNRANKS": "3", "MPI_LOCALRANKID": "2", "PMI_FD": "14", "PMI_RANK": "2",
     "PMI_SIZE": "3",
-}
+}  # fmt: skip
 SRUN = {  # SLURM 22.05, srun -N2 -n3
-    "SLURM_JOB_ID": "1",
-    "SLURM_JOB_NAME": "bash",
-    "SLURM_JOB_NODELIST": "n[1-2]",
-    "SLURM_LOCALID": "0",
-    "SLURM_NNODES": "2",
-    "SLURM_NODEID": "1",
-    "SLURM_NODELIST": "n[1-2]",
-    "SLURM_NPROCS": "3",
-    "SLURM_NTASKS": "3",
-    "SLURM_PROCID": "2",
-    "SLURM_STEPID": "0",
-    "SLURM_STEP_ID": "0",
-    "SLURM_STEP_NODELIST": "n[1-2]",
-    "SLURM_STEP_NUM_NODES": "2",
-    "SLURM_STEP_NUM_TASKS": "3",
-    "SLURM_STEP_TASKS_PER_NODE": "2,1",
+    "SLURM_JOB_ID": "1", "SLURM_JOB_NAME": "bash", "SLURM_JOB_NODELIST": "n[1-2]", "SLURM_LOCALID": "0",
+    "SLURM_NNODES": "2", "SLURM_NODEID": "1", "SLURM_NODELIST": "n[1-2]", "SLURM_NPROCS": "3", "SLURM_NTASKS": "3",
+    "SLURM_PROCID": "2", "SLURM_STEPID": "0", "SLURM_STEP_ID": "0", "SLURM_STEP_NODELIST": "n[1-2]",
+    "SLURM_STEP_NUM_NODES": "2", "SLURM_STEP_NUM_TASKS": "3", "SLURM_STEP_TASKS_PER_NODE": "2,1",
     "SLURM_TASKS_PER_NODE": "2,1",
-}
+}  # fmt: skip
 BATCH_SCRIPT = {  # sbatch -N2 -n4: a rank-like set of variables, but no step
-    "SLURM_JOB_ID": "2",
-    "SLURM_JOB_NODELIST": "n[1-2]",
-    "SLURM_LOCALID": "0",
-    "SLURM_NODEID": "0",
-    "SLURM_NTASKS": "4",
-    "SLURM_PROCID": "0",
-    "SLURM_TASKS_PER_NODE": "3,1",
-}
+    "SLURM_JOB_ID": "2", "SLURM_JOB_NODELIST": "n[1-2]", "SLURM_LOCALID": "0", "SLURM_NODEID": "0", "SLURM_NTASKS": "4",
+    "SLURM_PROCID": "0", "SLURM_TASKS_PER_NODE": "3,1",
+}  # fmt: skip
 SALLOC_SHELL = {  # salloc -N2 -n4, shell on the submitting host
     "SLURM_JOB_ID": "3",
     "SLURM_JOB_NAME": "interactive",
@@ -104,17 +65,10 @@ INTERACTIVE_STEP = {  # salloc with LaunchParameters=use_interactive_step
     "SLURM_STEP_TASKS_PER_NODE": "1",
 }
 PTY_SHELL = {  # srun --pty bash
-    "SLURM_JOB_ID": "4",
-    "SLURM_LOCALID": "0",
-    "SLURM_NODEID": "0",
-    "SLURM_NTASKS": "1",
-    "SLURM_PROCID": "0",
-    "SLURM_PTY_PORT": "42157",
-    "SLURM_STEP_ID": "0",
-    "SLURM_STEP_NODELIST": "n1",
-    "SLURM_STEP_NUM_TASKS": "1",
+    "SLURM_JOB_ID": "4", "SLURM_LOCALID": "0", "SLURM_NODEID": "0", "SLURM_NTASKS": "1", "SLURM_PROCID": "0",
+    "SLURM_PTY_PORT": "42157", "SLURM_STEP_ID": "0", "SLURM_STEP_NODELIST": "n1", "SLURM_STEP_NUM_TASKS": "1",
     "SLURM_STEP_TASKS_PER_NODE": "1",
-}
+}  # fmt: skip
 SRUN_IN_SHELL = {**SRUN, "SLURM_PTY_PORT": "45849"}  # srun inside an interactive shell inherits SLURM_PTY_PORT
 SRUN_PMI2 = {**SRUN, "PMI_RANK": "2", "PMI_SIZE": "3", "PMI_FD": "15", "PMI_JOBID": "1.0"}
 

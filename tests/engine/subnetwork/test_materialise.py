@@ -17,12 +17,8 @@ from torch import nn
 
 CPU = torch.device("cpu")
 SHAPE = {
-    "vocab_size": 32,
-    "hidden_size": 16,
-    "intermediate_size": 24,
-    "num_hidden_layers": 4,
-    "num_attention_heads": 2,
-}
+    "vocab_size": 32, "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 4, "num_attention_heads": 2,
+}  # fmt: skip
 
 
 def llama_on_meta(**more: object) -> nn.Module:

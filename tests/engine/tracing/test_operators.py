@@ -22,13 +22,9 @@ from sdp.models.registry import build_model
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 LLAMA = {
-    "name": "llama",
-    "vocab_size": 512,
-    "hidden_size": 64,
-    "intermediate_size": 160,
-    "num_hidden_layers": 6,
+    "name": "llama", "vocab_size": 512, "hidden_size": 64, "intermediate_size": 160, "num_hidden_layers": 6,
     "num_attention_heads": 4,
-}
+}  # fmt: skip
 CONFIG = {
     "train_micro_batch_size_per_gpu": 4,
     "gradient_clipping": 1.0,

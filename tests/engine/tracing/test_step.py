@@ -22,13 +22,9 @@ from sdp.tests.support.ranks import RankPool
 from torch import nn
 
 LLAMA = {
-    "name": "llama",
-    "vocab_size": 512,
-    "hidden_size": 64,
-    "intermediate_size": 160,
-    "num_hidden_layers": 6,
+    "name": "llama", "vocab_size": 512, "hidden_size": 64, "intermediate_size": 160, "num_hidden_layers": 6,
     "num_attention_heads": 4,
-}
+}  # fmt: skip
 RESNET = {"name": "resnet18", "stem": "cifar", "width": 8, "num_classes": 10, "image_size": 16}
 SEQUENCE = 64
 

@@ -60,14 +60,8 @@ def test_hostile_words_in_the_batch_script(capsys: pytest.CaptureFixture[str], f
     assert (ended.returncode, ended.stderr) == (3, "")
     words = Path("words").read_text().splitlines()
     assert words[words.index("train") :] == [
-        "train",
-        "run.json",
-        "--dump-dir",
-        word,
-        "--set",
-        f"env.NCCL_X={json.dumps(word)}",
-        "--resume",
-    ]
+        "train", "run.json", "--dump-dir", word, "--set", f"env.NCCL_X={json.dumps(word)}", "--resume",
+    ]  # fmt: skip
     assert [line.split()[1:] for line in (folder / word / "slurm/events").read_text().splitlines()] == [
         ["7", "running"],
         ["7", "ended", "3"],

@@ -138,12 +138,8 @@ def test_local_run_ends_as_sdp_train_does(folder: Path) -> None:
         [str(folder / "texts.jsonl")], folder / "shards", tokenizer="bytes", held_out=0.2, workers=1, progress=False
     )
     model = {
-        "name": "llama",
-        "hidden_size": 32,
-        "intermediate_size": 48,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 2,
-    }
+        "name": "llama", "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 2,
+    }  # fmt: skip
     config = {
         "train_micro_batch_size_per_gpu": 2,
         "sdp": {"groups": 2, "capacity": 0.5},

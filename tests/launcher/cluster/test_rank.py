@@ -39,14 +39,9 @@ def test_local_ranks_of_unequal_hosts_under_deepspeed(monkeypatch: pytest.Monkey
     slots as 2, 0, 1.
     """
     values = {
-        "RANK": 2,
-        "WORLD_SIZE": 5,
-        "LOCAL_RANK": 2,
-        "LOCAL_SIZE": 3,
-        "CROSS_RANK": 1,
-        "MASTER_ADDR": "h",
+        "RANK": 2, "WORLD_SIZE": 5, "LOCAL_RANK": 2, "LOCAL_SIZE": 3, "CROSS_RANK": 1, "MASTER_ADDR": "h",
         "MASTER_PORT": 7,
-    }
+    }  # fmt: skip
     for name, value in values.items():
         monkeypatch.setenv(name, str(value))
     assert rank_variables([[0, 1], [0, 1, 2]], "h", "7")["LOCAL_RANK"] == "0"

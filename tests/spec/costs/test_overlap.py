@@ -55,18 +55,9 @@ def test_a_unit_is_cut_into_few_buckets() -> None:
     """
     mega = 2**18  # elements of a MiB of float32
     sizes = {
-        "embedding": 40,
-        "a.1": 1,
-        "a.2": 1,
-        "a.3": 3,
-        "a.4": 3,
-        "a.5": 8,
-        "b.1": 100,
-        "b.2": 30,
-        "b.3": 30,
-        "b.4": 240,
+        "embedding": 40, "a.1": 1, "a.2": 1, "a.3": 3, "a.4": 3, "a.5": 8, "b.1": 100, "b.2": 30, "b.3": 30, "b.4": 240,
         "norm": 1,
-    }
+    }  # fmt: skip
     numels = {name: size * mega for name, size in sizes.items()} | {
         "c.1": mega // 8,
         "c.2": mega // 8,

@@ -57,15 +57,8 @@ class Life:
         started = []
         for node, host in enumerate(["a", self.host]):
             place = [
-                "--nnodes",
-                "2",
-                "--node-rank",
-                str(node),
-                "--nproc-per-node",
-                "1",
-                "--master-port",
-                str(self.port),
-            ]
+                "--nnodes", "2", "--node-rank", str(node), "--nproc-per-node", "1", "--master-port", str(self.port),
+            ]  # fmt: skip
             command = [*TORCHRUN, *place, "-m", "sdp", "train", *train, "--set", "env.GLOO_SOCKET_IFNAME=eth0"]
             started.append(self.hosts.start(*command, log=self.log(phase) + "-b" * node, host=host))
         return started

@@ -181,12 +181,8 @@ def _prepare(folder: Path) -> None:
     environ = dict(os.environ, PYTHONPATH=str(Path(sdp.__path__[0]).parent))
     subprocess.run([*SDP, *words], env=environ, check=True, capture_output=True)
     model = {
-        "name": "llama",
-        "hidden_size": 64,
-        "intermediate_size": 128,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 2,
-    }
+        "name": "llama", "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 2,
+    }  # fmt: skip
     config = {
         "train_micro_batch_size_per_gpu": 2,
         "optimizer": {"type": "AdamW", "params": {"lr": 0.003}},

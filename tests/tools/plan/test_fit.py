@@ -31,13 +31,9 @@ from sdp.tools.train import command as train_command
 pytestmark = pytest.mark.usefixtures("traced_once")
 
 LLAMA = {
-    "name": "llama",
-    "vocab_size": 512,
-    "hidden_size": 64,
-    "intermediate_size": 160,
-    "num_hidden_layers": 2,
+    "name": "llama", "vocab_size": 512, "hidden_size": 64, "intermediate_size": 160, "num_hidden_layers": 2,
     "num_attention_heads": 4,
-}
+}  # fmt: skip
 CONFIG: dict[str, Any] = {
     "train_micro_batch_size_per_gpu": 2,
     "gradient_accumulation_steps": 4,
@@ -354,15 +350,9 @@ def test_suggested_commands_make_the_same_layout(
 
 def test_the_way_to_fit_keeps_what_was_given(config: Path, capsys: pytest.CaptureFixture[str]) -> None:
     given = [
-        "plan",
-        str(config),
-        "--set",
-        "data.sequence_length=64",
-        "train_micro_batch_size_per_gpu=4",
-        "--world",
-        "8",
+        "plan", str(config), "--set", "data.sequence_length=64", "train_micro_batch_size_per_gpu=4", "--world", "8",
         "--alone",
-    ]
+    ]  # fmt: skip
     assert main([*given, "--device-memory", "1MB"]) == 2
     suggested = capsys.readouterr().err.partition("a device; ")[2].removesuffix(" looks for a layout that does\n")
     assert shlex.split(suggested) == [

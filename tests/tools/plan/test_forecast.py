@@ -34,13 +34,9 @@ from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_
 from torch.nn.parallel import DistributedDataParallel
 
 LLAMA = {
-    "name": "llama",
-    "vocab_size": 64,
-    "hidden_size": 32,
-    "intermediate_size": 64,
-    "num_hidden_layers": 4,
+    "name": "llama", "vocab_size": 64, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 4,
     "num_attention_heads": 4,
-}
+}  # fmt: skip
 CONFIG: dict[str, Any] = {
     "train_micro_batch_size_per_gpu": 1,
     "sdp": {"groups": 2, "capacity": 0.5},

@@ -81,18 +81,12 @@ def test_the_page_needs_nothing_else(config: Path, tmp_path: Path, capsys: pytes
     assert (
         main(
             [
-                "plan",
-                str(config),
-                "--world",
-                "4",
-                "--html",
-                str(tmp_path / "new" / "plan.html"),
-                "--device-memory",
+                "plan", str(config), "--world", "4", "--html", str(tmp_path / "new" / "plan.html"), "--device-memory",
                 "1GB",
             ]
         )
         == 0
-    )
+    )  # fmt: skip
     text = (tmp_path / "new" / "plan.html").read_text()
     assert not any(word in text for word in ("<script", "http", "src=", "@import"))
     assert text.count('class="bar"') == 3  # HSDP is FSDP on one node

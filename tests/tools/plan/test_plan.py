@@ -18,13 +18,9 @@ pytestmark = pytest.mark.usefixtures("traced_once")
 
 CONFIGS = Path(__file__).parents[3] / "configs"
 LLAMA = {
-    "name": "llama",
-    "vocab_size": 512,
-    "hidden_size": 64,
-    "intermediate_size": 160,
-    "num_hidden_layers": 4,
+    "name": "llama", "vocab_size": 512, "hidden_size": 64, "intermediate_size": 160, "num_hidden_layers": 4,
     "num_attention_heads": 4,
-}
+}  # fmt: skip
 CONFIG = {
     "train_micro_batch_size_per_gpu": 2,
     "sdp": {"groups": 2, "capacity": 0.5},

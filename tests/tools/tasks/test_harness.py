@@ -115,12 +115,8 @@ def test_a_tokenizer_of_transformers_makes_the_tokens_of_the_harness(tmp_path):
 
     folder = tokenizer_with_a_first_token(tmp_path / "tokenizer")
     sizes = {
-        "vocab_size": 6,
-        "hidden_size": 8,
-        "intermediate_size": 8,
-        "num_hidden_layers": 1,
-        "num_attention_heads": 1,
-    }
+        "vocab_size": 6, "hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1, "num_attention_heads": 1,
+    }  # fmt: skip
     model = LlamaForCausalLM(LlamaConfig(**sizes))
     theirs = HFLM(pretrained=model, tokenizer=AutoTokenizer.from_pretrained(folder), device="cpu")
     scorer = Scorer(FullModel(torch.nn.Module(), lambda _: 0.0, 16, 1, torch.device("cpu")))

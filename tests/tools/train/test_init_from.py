@@ -120,16 +120,10 @@ def test_a_start_of_transformers_4_and_its_loss(config, exported, tmp_path):
     assert (
         main(
             [
-                "train",
-                str(config),
-                "--init-from",
-                str(start),
-                "--dump-dir",
-                str(tmp_path / "run"),
-                "--set",
+                "train", str(config), "--init-from", str(start), "--dump-dir", str(tmp_path / "run"), "--set",
                 "training.steps=1",
             ]
         )
         == 0
-    )
+    )  # fmt: skip
     assert json.loads((tmp_path / "run" / "config.json").read_text())["model"]["rope_theta"] == 5000.0

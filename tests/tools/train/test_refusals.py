@@ -82,14 +82,8 @@ def test_a_resume_with_another_model_changes_nothing(config, tmp_path, capsys):
 def test_an_existing_run_is_not_overwritten(config, tmp_path, capsys):
     path = write_config(config, tmp_path)
     arguments = [
-        "train",
-        str(path),
-        "--set",
-        'sdp={"groups": 1}',
-        "training.steps=2",
-        "--dump-dir",
-        str(tmp_path / "run"),
-    ]
+        "train", str(path), "--set", 'sdp={"groups": 1}', "training.steps=2", "--dump-dir", str(tmp_path / "run"),
+    ]  # fmt: skip
     assert main(arguments) == 0
     before = (tmp_path / "run" / "metrics.jsonl").read_bytes()
     assert main(arguments) == 2
@@ -128,15 +122,8 @@ BAD = [
 
 def test_a_sequence_that_tensor_parallel_ranks_cannot_share_is_refused_in_one_line(config, tmp_path, capsys):
     command = [
-        "train",
-        str(write_config(config, tmp_path)),
-        "--groups",
-        "1",
-        "--tp",
-        "2",
-        "--dump-dir",
-        str(tmp_path / "run"),
-    ]
+        "train", str(write_config(config, tmp_path)), "--groups", "1", "--tp", "2", "--dump-dir", str(tmp_path / "run"),
+    ]  # fmt: skip
     assert main([*command, "--set", "sdp.capacity=1.0", "data.sequence_length=33"]) == 2
     assert "data.sequence_length: 33 is not divisible by tensor_parallel.autotp_size = 2" in capsys.readouterr().err
 

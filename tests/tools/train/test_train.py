@@ -117,13 +117,9 @@ def test_neurons_train_resume_and_go_on_as_blocks(config, tmp_path):
 
 def test_backward_masking_trains_and_resumes(config, tmp_path):
     command = [
-        "train",
-        write_config(config, tmp_path),
-        "--set",
-        "sdp.masking=backward",
-        "sdp.profile=uniform",
+        "train", write_config(config, tmp_path), "--set", "sdp.masking=backward", "sdp.profile=uniform",
         "training.evaluate_every=0",
-    ]
+    ]  # fmt: skip
     run = ["--dump-dir", tmp_path / "run"]
     first = run_sdp(*command, "training.steps=3", *run)
     assert first.returncode == 0, first.stderr
