@@ -159,13 +159,6 @@ def test_damaged_output_is_named_and_can_be_made_again(tmp_path):
     TokenDataset(out, "train", 8).verify()
 
 
-def test_default_vocabulary_size_is_the_same_as_naming_it(tmp_path, monkeypatch):
-    monkeypatch.setattr(room, "DEFAULT_VOCAB_SIZE", 310)
-    path = write_json_lines(tmp_path / "a.jsonl")
-    first = quiet([path], tmp_path / "out", tokenizer="sentencepiece")
-    assert quiet([path], tmp_path / "out", tokenizer="sentencepiece", vocab_size=310) == first
-
-
 @pytest.mark.parametrize("tokenizer", ["bytes", "sentencepiece"])
 def test_empty_corpus(tmp_path, tokenizer):
     path = write_json_lines(tmp_path / "a.jsonl", [""])
@@ -260,14 +253,6 @@ def test_interrupted_run_is_silent_and_can_be_repeated(tmp_path):
     assert quiet([inputs], out)["corpus"]["documents"] == 60 * 1500
 
 
-@pytest.mark.parametrize("tokenizer", ["bytes", "sentencepiece"])
-def test_error_in_the_corpus_is_the_same_while_a_tokenizer_is_trained(tmp_path, tokenizer):
-    path = tmp_path / "a.jsonl"
-    path.write_bytes(Path(write_json_lines(path)).read_bytes() + b"{\n")
-    with pytest.raises(DataError, match=rf"a\.jsonl, line {len(TEXTS) + 1}: not valid JSON"):
-        quiet([str(path)], tmp_path / "out", tokenizer=tokenizer, vocab_size=None if tokenizer == "bytes" else 310)
-
-
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
@@ -306,15 +291,6 @@ def test_hub_that_cannot_be_reached_is_one_line_within_seconds(tmp_path):
     )
     assert result.stderr.count("\n") == 1
     assert time.monotonic() - started < 40  # the hub's own retries take 50 s on top of the imports
-
-
-def test_error_in_the_corpus_leaves_no_index(tmp_path):
-    path = tmp_path / "a.jsonl"
-    path.write_bytes(Path(write_json_lines(path)).read_bytes() + b"{\n")
-    with pytest.raises(DataError, match=f"line {len(TEXTS) + 1}: not valid JSON"):
-        quiet([str(path)], tmp_path / "out")
-    assert not (tmp_path / "out" / "index.json").exists()
-    assert not list((tmp_path / "out").glob("*.tmp"))
 
 
 def test_dead_worker_is_a_clear_error(tmp_path):

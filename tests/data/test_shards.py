@@ -122,24 +122,6 @@ def test_a_shard_that_is_cut_off_after_opening_is_named_when_it_is_first_read(tm
         dataset[5]
 
 
-def test_a_shard_that_is_cut_off_between_two_reads_is_named(tmp_path, tokens):
-    write(tmp_path, tokens)
-    dataset = TokenDataset(tmp_path, "train", 4)
-    path = tmp_path / "train-00000.bin"
-    assert dataset[0]["input_ids"].tolist() == tokens[:4].tolist()
-    os.truncate(path, 4)
-    with pytest.raises(DataError, match=r"train-00000\.bin: 4 bytes instead of 20, damaged or cut off"):
-        dataset[1]
-
-
-def test_a_shard_that_is_removed_between_two_reads_is_still_read(tmp_path, tokens):
-    write(tmp_path, tokens)
-    dataset = TokenDataset(tmp_path, "train", 4)
-    assert dataset[0]["input_ids"].tolist() == tokens[:4].tolist()
-    (tmp_path / "train-00000.bin").unlink()
-    assert dataset[1]["input_ids"].tolist() == tokens[4:8].tolist()
-
-
 def open_files() -> int:
     return sum(1 for _ in Path("/proc/self/fd").iterdir())
 

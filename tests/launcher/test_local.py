@@ -111,18 +111,6 @@ time.sleep(60)
     assert not any(alive(pid) for pid in pids)
 
 
-def test_mistake_on_the_terminal_is_not_told_again(tmp_path: Path) -> None:
-    body = """
-if rank == 0:
-    print("sdp: error: wrong", file=sys.stderr, flush=True)
-    sys.exit(2)
-time.sleep(60)
-"""
-    code, _, err = Job(tmp_path, body).end()
-    assert code == 2
-    assert err.count("sdp: error: wrong") == 1
-
-
 def test_mistake_of_all_ranks_is_told_once(tmp_path: Path) -> None:
     body = """
 report_fatal("sdp: error: steps: missing", 2, above)

@@ -52,28 +52,6 @@ def test_optimizer_state_counts_from_the_start():
     assert probe(model, torch.optim.AdamW(model.parameters(), fused=True)) == pytest.approx(expected, rel=0.01)
 
 
-def test_temporaries_of_an_unfused_optimizer_count():
-    model = chain()
-    expected = 5 * LAYERS * WEIGHT  # the denominators of all weights exist at once
-    assert probe(model, torch.optim.AdamW(model.parameters(), foreach=True)) == pytest.approx(expected, rel=0.01)
-
-
-def test_accumulation_holds_a_second_gradient_of_one_layer():
-    # In the last layer's backward: four inputs, the gradients of its output and input, and a new
-    # gradient, while the old one exists.
-    model = chain()
-    expected = (2 * LAYERS + 1) * WEIGHT + (LAYERS + 2) * ACTIVATION
-    assert probe(model, torch.optim.SGD(model.parameters()), micro_batches=3) == pytest.approx(expected, rel=0.01)
-
-
-def test_gradients_that_exist_before_the_step_count():
-    model = chain()
-    for parameter in model.parameters():
-        parameter.grad = torch.ones_like(parameter)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    assert peak_tensor_bytes(optimizer.step, model, optimizer, CPU) == 2 * LAYERS * WEIGHT
-
-
 def test_views_and_in_place_operations_count_once():
     model, optimizer = nn.Identity(), torch.optim.SGD([nn.Parameter(torch.zeros(1))])
 
@@ -280,10 +258,3 @@ def test_a_step_of_the_engine_agrees_with_the_allocator(stage: int, bf16: bool, 
     # top.
     least, most = (0.5, 0.65) if masking == "forward" else (0.6, 0.75)
     assert least < peaks[0] / peaks[1] < most
-
-
-@on_cpu
-def test_collectives_of_gloo_change_nothing(ranks: Any):
-    config = engine_config(1.0, 2, bf16=False, accumulation=2) | {"sdp": {"groups": 1}}
-    expected, _ = peaks_without_a_network(config, world=2)
-    assert [probed for probed, _ in ranks.run(engine_peaks, config, world=2)] == pytest.approx([expected] * 2, rel=0.01)

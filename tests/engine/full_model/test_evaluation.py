@@ -351,19 +351,6 @@ def test_calling_conventions(ranks: RankPool) -> None:
     assert first == pytest.approx([first[0]] * 5, rel=1e-6)
 
 
-def _all_ignored() -> float:
-    case = Case(2, 1, model="llama")
-    engine = engine_of(case)
-    batch = models.micro_batch("llama", 0, 0, 0)
-    nothing = {**batch, "labels": torch.full_like(batch["labels"], -100)}
-    return engine.evaluate([nothing, batch] if dist.get_rank() == 0 else [batch, nothing]) - engine.evaluate([batch])
-
-
-def test_a_batch_without_targets_weighs_nothing(ranks: RankPool) -> None:
-    """Its mean loss is 0/0."""
-    assert ranks.run(_all_ignored, world=2) == pytest.approx([0.0, 0.0], abs=1e-6)
-
-
 def _failing(case: Case) -> list[str]:
     """Errors of: an impossible batch in the second chunk, no batch on one rank; then a good
     evaluation.

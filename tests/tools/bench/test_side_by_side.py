@@ -16,7 +16,6 @@ from sdp.engine.config.load import load_config
 from sdp.engine.errors import NonFiniteError
 from sdp.tests.support.bench_configs import CONFIG, MODEL
 from sdp.tests.support.ranks import RankPool
-from sdp.tools.bench import side_by_side
 from sdp.tools.bench.measure import build_method, make_batches, measure, require_same_losses, take_turns
 from sdp.tools.bench.methods import DENSE, variant
 from sdp.tools.bench.options import BenchOptions
@@ -323,14 +322,3 @@ def test_a_report_is_not_written_over(tmp_path: Path, capsys: pytest.CaptureFixt
         assert main(["bench", str(path), *words]) == 2
         assert said in capsys.readouterr().err
     assert (tmp_path / "old" / "report.json").read_text() == "{}"
-
-
-def test_ranks_have_their_devices(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(side_by_side, "visible_devices", lambda: 2)
-    path = tmp_path / "tiny.json"
-    path.write_text(json.dumps(CONFIG))
-    assert main(["bench", str(path), "--methods", "ddp", "--out", str(tmp_path / "bench")]) == 2
-    assert capsys.readouterr().err.count("4 ranks: 2 devices are visible") == 1
-    assert not (tmp_path / "bench").exists()

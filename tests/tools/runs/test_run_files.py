@@ -210,17 +210,6 @@ def test_what_is_not_a_regular_file_is_refused_without_a_hang(tmp_path: Path, na
             RunFiles(run, resume=True)
 
 
-@pytest.mark.parametrize("name", ["metrics.jsonl", "config.json", "config.json.partial"])
-def test_a_link_that_appears_during_the_run_is_refused(tmp_path: Path, name: str):
-    target = tmp_path / "precious"
-    target.write_text("kept")
-    files = RunFiles(tmp_path / "run", resume=False)
-    (tmp_path / "run" / name).symlink_to(target)
-    with pytest.raises(WriteError, match=f"{name}: is a symbolic link"):
-        files.step(line(1)) if name == "metrics.jsonl" else files.write_config({})
-    assert target.read_text() == "kept"
-
-
 def test_a_dump_directory_may_itself_be_a_link(tmp_path: Path):
     (tmp_path / "real").mkdir()
     (tmp_path / "link").symlink_to(tmp_path / "real")

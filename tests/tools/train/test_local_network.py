@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import logging
-import os
 import socket
 import subprocess
 import sys
@@ -12,12 +11,9 @@ import threading
 import time
 from datetime import timedelta
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import torch.distributed as dist
-from sdp.engine.distributed import join as joining
 from sdp.engine.distributed.rendezvous import serve_store
 from sdp.engine.environment.detect import Environment, free_port
 from sdp.engine.errors import LaunchError
@@ -80,24 +76,6 @@ def test_local_ranks_use_the_loopback_interface(
     for rank in "01":
         lines = (tmp_path / rank).read_text().splitlines()
         assert {f"{name}={chosen or 'lo'}" for name in INTERFACES} <= {*lines}
-
-
-@pytest.mark.parametrize(("on_this_host", "chosen"), [(2, None), (2, "eth7"), (1, None)])
-def test_ranks_of_another_launcher_on_one_host_use_the_loopback_interface(
-    monkeypatch: pytest.MonkeyPatch, on_this_host: int, chosen: str | None
-) -> None:
-    for name in INTERFACES:
-        monkeypatch.setenv(name, "to be restored")
-        os.environ.pop(name)
-        if chosen:
-            os.environ[name] = chosen
-    found = Environment(1, 2, 1, on_this_host, 0, "host-a", 29500, "torchrun")
-    process_groups: Any = SimpleNamespace(is_initialized=lambda: False, init_process_group=lambda *_, **__: None)
-    for name, value in (("detect", lambda: found), ("publish", lambda _: None), ("dist", process_groups)):
-        monkeypatch.setattr(joining, name, value)
-    joining.join()
-    expected = chosen or ("lo" if on_this_host == 2 else None)
-    assert [os.environ.get(name) for name in INTERFACES] == [expected, expected]
 
 
 def test_the_store_listens_on_the_master_address_only() -> None:

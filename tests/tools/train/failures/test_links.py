@@ -14,17 +14,11 @@ from typing import Any, cast
 
 import pytest
 import torch
-from sdp.engine.config.load import load_config
-from sdp.engine.distributed.heartbeat import Heartbeat
 from sdp.engine.distributed.own_files import open_own_file
 from sdp.engine.errors import CheckpointError, LaunchError
 from sdp.launcher.cluster import slurm
-from sdp.launcher.fatal_errors import FatalError
 from sdp.launcher.local import start_local
-from sdp.tools.runs.dataset import open_corpus
-from sdp.tools.runs.run_files import RunFiles
 from sdp.tools.shared.files import WriteError
-from sdp.tools.train.loop import summary
 from sdp.tools.train.loop.checkpointer import Checkpointer
 from sdp.tools.train.observers.profiler import StepProfiler
 from sdp.tools.train.process.log_file import LogFile
@@ -103,19 +97,6 @@ def test_a_profile_does_not_make_a_removed_run_again(tmp_path: Path) -> None:
     assert not (tmp_path / "run").exists()
 
 
-@pytest.mark.parametrize("link", ["plots", "plots/loss.png"])
-def test_a_link_in_place_of_the_plot_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, link: str) -> None:
-    monkeypatch.setattr(summary, "run_summary", lambda *_: {})
-    files = RunFiles(tmp_path / "run", resume=False)
-    files.write_config({})
-    (tmp_path / "elsewhere").mkdir()
-    (tmp_path / "run" / link).parent.mkdir(exist_ok=True)
-    (tmp_path / "run" / link).symlink_to(tmp_path / "elsewhere" / ("" if link == "plots" else "precious"))
-    with pytest.raises(WriteError, match=rf"{link}: is a symbolic link"):
-        summary.write_summary(files, cast(Any, None), cast(Any, None), [], 1.0)
-    assert not [*(tmp_path / "elsewhere").iterdir()]
-
-
 @pytest.mark.parametrize("link", ["logs", "logs/rank-1.log"])
 def test_the_launcher_follows_no_link_among_the_logs(tmp_path: Path, link: str) -> None:
     logs, elsewhere = tmp_path / "run" / "logs", tmp_path / "elsewhere"
@@ -125,18 +106,6 @@ def test_the_launcher_follows_no_link_among_the_logs(tmp_path: Path, link: str) 
     with pytest.raises(LaunchError, match=rf"{link}: is a symbolic link"):
         start_local([], 2, logs, command=["/bin/sh", "-c", "echo output"])
     assert not [*elsewhere.iterdir()]
-
-
-def test_ranks_follow_no_link_among_their_reports(tmp_path: Path) -> None:
-    for name in ("rank-1.7.tmp", "rank-1.7.whereabouts", "rank-1.log"):
-        (tmp_path / name).symlink_to(tmp_path / "precious")
-    with pytest.raises(LaunchError, match=r"rank-1\.7\.tmp: is a symbolic link"):
-        FatalError(1, "text", 0.0).write(tmp_path / "rank-1.7.error")
-    with pytest.raises(LaunchError, match=r"rank-1\.log: is a symbolic link"):
-        Heartbeat(1, None, tmp_path / "rank-1.log", lambda _: None)
-    with pytest.raises(LaunchError, match=r"rank-1\.7\.whereabouts: is a symbolic link"):
-        Heartbeat(1, tmp_path / "rank-1.7.whereabouts", tmp_path / "other.log", lambda _: None)
-    assert not (tmp_path / "precious").exists()
 
 
 @pytest.mark.parametrize("link", ["slurm", "slurm/job.sh", "slurm/events"])
@@ -154,16 +123,6 @@ def test_a_job_in_a_directory_that_cannot_be_made_is_one_line(tmp_path: Path) ->
     (tmp_path / "run").write_text("a file")
     with pytest.raises(LaunchError, match=r"slurm: cannot be written \(Not a directory\)"):
         slurm.submit("text", tmp_path / "run")
-
-
-@pytest.mark.parametrize("link", ["corpus", "corpus/train-00000.bin.tmp"])
-def test_data_is_not_prepared_through_a_link(tmp_path: Path, link: str) -> None:
-    (tmp_path / "elsewhere").mkdir()
-    (tmp_path / link).parent.mkdir(exist_ok=True)
-    (tmp_path / link).symlink_to(tmp_path / "elsewhere" / ("" if link == "corpus" else "precious"))
-    with pytest.raises(WriteError, match=rf"{link}: is a symbolic link"):
-        open_corpus(load_config({"sdp": {"groups": 1}, "model": {"name": "llama"}}), tmp_path)
-    assert not [*(tmp_path / "elsewhere").iterdir()]
 
 
 def test_a_removed_directory_of_checkpoints_is_not_made_again(tmp_path: Path) -> None:
