@@ -196,7 +196,6 @@ def evaluation_batches(
     limit: int | None = None,
     collate_fn: Callable[[list[Any]], Any] | None = None,
     num_workers: int = 0,
-    pin_memory: bool = False,
 ) -> DataLoader[Any]:
     """Return a finite, unshuffled loader. Every iteration starts from the beginning.
 
@@ -226,7 +225,6 @@ def evaluation_batches(
         batch_sampler=indices,
         collate_fn=collate_fn,
         num_workers=num_workers,
-        pin_memory=pin_memory,
         generator=torch.Generator(),
     )
 
