@@ -24,7 +24,7 @@ ENDS = {
 
 def test_every_block_is_a_script_a_configuration_or_the_count() -> None:
     assert [language for language, _ in BLOCKS] == ["python", "json", "python", "python", ""]
-    assert BLOCKS[-1][1].startswith("$ python tests/deepspeed_compat/count.py\n")  # test_count.py compares it
+    assert BLOCKS[-1][1].startswith("$ python -m lab.deepspeed_compat.count\n")
     assert [sum(name in script for name in ENDS) for script in SCRIPTS] == [1, 1, 1]
 
 

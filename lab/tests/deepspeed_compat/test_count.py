@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from sdp.tests.deepspeed_compat.count import (
+from lab.deepspeed_compat.count import (
     FILES,
     NAMES,
     describe_files,
@@ -47,6 +47,6 @@ def test_30_of_34_scripts_use_only_names_that_exist() -> None:
 
 
 def test_the_page_has_the_output_of_the_script() -> None:
-    page = (Path(__file__).parents[2] / "docs" / "deepspeed.md").read_text(encoding="utf-8")
+    page = (Path(__file__).parents[3] / "docs" / "deepspeed.md").read_text(encoding="utf-8")
     output = "\n".join([*describe_names(), "", *describe_files(reasons=False)])
-    assert f"```\n$ python tests/deepspeed_compat/count.py\n{output}\n```" in page
+    assert f"```\n$ python -m lab.deepspeed_compat.count\n{output}\n```" in page

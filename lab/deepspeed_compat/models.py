@@ -1,6 +1,6 @@
 """Tries which models train here: by blocks and by neurons, with both maskings.
 
-    python tests/deepspeed_compat/models.py
+    python -m lab.deepspeed_compat.models
 
 Each model is small and takes two steps on two ranks, each a group of its own. The script prints
 the table of docs/deepspeed.md, and the reason of each refusal.
@@ -126,6 +126,6 @@ def main() -> None:
 
 if __name__ == "__main__":
     # The ranks import the function by the name of its module.
-    from sdp.tests.deepspeed_compat import models
+    from lab.deepspeed_compat import models
 
     models.main()

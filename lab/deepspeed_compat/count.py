@@ -1,6 +1,6 @@
 """Counts the public scripts whose names exist here, and the public configuration files that load.
 
-    python tests/deepspeed_compat/count.py
+    python -m lab.deepspeed_compat.count
 
 ``names.json`` has the names that 34 public scripts use on DeepSpeed's engine, by script. They were
 read from the scripts' syntax trees. A name exists if the engine, torch's ``nn.Module`` or the
