@@ -30,14 +30,14 @@ from .environment.detect import detect
 from .errors import ConfigError, DataError
 from .full_model.access import FullModel
 from .full_model.whole_copy import UncutModel
-from .local_steps import LastSteps, LocalTraining
+from .local_steps import LocalTraining
 from .optim.clip import clip_
 from .optim.loss_scale import LossScaler
 from .optim.param_groups import named_rates
 from .optim.rate_scale import scale_rates
 from .optim.schedules import Schedule
 from .optim.script_optimizers import OptimizedParameters, refuse_steps_of_script
-from .optim.spikes import SpikeDetector
+from .optim.spikes import LastSteps, SpikeDetector
 from .placement.layout import Layout
 from .stores.store import GroupStore, frozen_copies
 from .sync.between import BetweenGroups
@@ -97,7 +97,7 @@ class SDPEngine:
         self.global_steps = self.micro_steps = self.global_samples = 0
         self._gradient_bytes = 0  # at the last step
         self._losses: list[torch.Tensor] = []  # of the micro-batches since the last step
-        self._weights = LossWeights()  # of these micro-batches, if losses have weights
+        self._weights: LossWeights | None = None  # of these micro-batches, if losses have weights
         self._counts: torch.Tensor | None = None  # labels of the last batch, with training.loss_weighting "tokens"
         self._own_boundary: bool | None = None
         self._syncing, self._reduced = True, False
@@ -129,9 +129,7 @@ class SDPEngine:
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """The model's result. A single mapping or tuple is spread over ``forward``'s arguments.
-
-        If the model is on a GPU, tensors that are not there are copied to it, as FSDP2 does.
-        """
+        If the model is on a GPU, tensors that are not there are copied to it, as FSDP2 does."""
         if self.device.type != "cpu" and any(part.device != self.device for part in tensors_in((args, kwargs))):
             with outside_inference_mode():
                 # The script may fill the same page-locked memory again after the call.
@@ -182,27 +180,27 @@ class SDPEngine:
             )
         boundary = self.is_gradient_accumulation_boundary() and self._syncing
         scaled = scalar / self._batch.accumulation if scale_wrt_gas else scalar
-        weights = self._weight_of(weight, scale_wrt_gas=scale_wrt_gas)
-        if weights is None:
+        counted = self._weight_of(weight, scale_wrt_gas=scale_wrt_gas)
+        if counted is None:
             self.groups.backward(scaled, self.get_loss_scale(), boundary=boundary)
         else:
-            unit = self._weights.unit
-            weighted = scalar * (weights / unit).to(scalar.dtype)
+            weights, weight = counted
+            weighted = scalar * (weight / weights.unit).to(scalar.dtype)
             self.groups.backward(weighted, self.get_loss_scale(), boundary=boundary)
-            self._weights.add(weights, scalar)
+            weights.add(weight, scalar)
             if boundary:
-                total, ranks = self.groups.weigh_gradients(self._weights.total(), unit)
+                total, ranks = self.groups.weigh_gradients(weights.total(), weights.unit)
                 if not total and not self.groups.is_local:
                     raise DataError("no micro-batch of this step has a label that counts; leave such a step out")
-                self._weights.note_all(total, ranks)
+                weights.note_all(total, ranks)
         self._reduced = boundary
         self._losses.append(scalar.detach())
         if self.loader is not None and self.device.type == "cuda":
             self.loader.fetch_ahead()  # while the device computes; the next call waits for the norm
         return scaled
 
-    def _weight_of(self, weight: Any, *, scale_wrt_gas: bool) -> torch.Tensor | None:
-        """Return the weight of a micro-batch, or None if losses have none.
+    def _weight_of(self, weight: Any, *, scale_wrt_gas: bool) -> tuple[LossWeights, torch.Tensor] | None:
+        """Return the weights of the step and that of a micro-batch, or None if losses have none.
 
         Raises ConfigError if the weight cannot be honoured.
         """
@@ -218,9 +216,11 @@ class SDPEngine:
             weight = 1.0
         if not scale_wrt_gas:
             raise ConfigError("backward: weight contradicts scale_wrt_gas=False; give the mean loss of the micro-batch")
+        if self._weights is None:
+            self._weights = LossWeights()
         if self._losses and not self._weights:
             self._weights.begin_after(self._losses, self._batch.accumulation)
-        return self._weights.checked(weight, self.device)
+        return self._weights, self._weights.checked(weight, self.device)
 
     def step(self, lr_kwargs: Mapping[str, Any] | None = None) -> None:
         """At the accumulation boundary, clip, update the weights and advance the schedule.
@@ -305,7 +305,8 @@ class SDPEngine:
         self.global_steps += 1
         self.global_samples += self._batch.train
         self.tput_timer.global_samples += self._batch.train
-        self.local_training.after_step(self.global_steps)
+        if self.config.sdp.sync is not None:
+            self.local_training.after_step(self.global_steps)
         self._use_masking()
 
     def _use_masking(self) -> None:
@@ -329,7 +330,8 @@ class SDPEngine:
         self._is_accumulating = False
         self.zero_grad()
         self._losses, self._reduced = [], False
-        self._weights.clear()
+        if self._weights is not None:
+            self._weights.clear()
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drop all gradients.
@@ -355,9 +357,7 @@ class SDPEngine:
 
     def set_gradient_accumulation_boundary(self, is_boundary: bool | None) -> None:
         """Say whether the next micro-batches are the last before a step. None: the engine counts.
-
-        The losses are divided by ``gradient_accumulation_steps`` in any case, as in DeepSpeed.
-        """
+        Losses are divided by ``gradient_accumulation_steps`` in any case, as in DeepSpeed."""
         self._own_boundary = is_boundary
         if is_boundary is None:  # as if all earlier steps had accumulated as many micro-batches
             self.micro_steps = self.global_steps * self._batch.accumulation

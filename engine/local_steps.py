@@ -14,7 +14,6 @@ from .config.sync import SyncSection
 from .distributed.tensors import local_tensor
 from .full_model.buffers import agree_on_buffers, persistent_buffers
 from .optim.clip import clip_
-from .optim.spikes import SkippedSteps
 from .sync.between import BetweenGroups
 from .sync.outer import OuterFacts, OuterSteps
 from .sync.rounds import Rounds, fragments_of
@@ -430,82 +429,3 @@ class LocalTraining:
         assert self.local is not None
         self.last = self.local.arrive()
         self.outer_steps += 1
-
-
-class LastSteps:
-    """The loss and norm of the last step, and the number of skipped steps.
-
-    With local steps (``sdp.sync``), the other groups' part of them arrives later. Reading them then
-    waits for it.
-
-    Args:
-        local: the local steps of the run.
-        groups: the number of groups.
-        max_skips: the most steps that may be skipped in a row.
-    """
-
-    def __init__(self, local: LocalTraining, groups: int, max_skips: int):
-        self._local, self._groups = local, groups
-        self._loss: float | None = None
-        self._norm: float | None = None
-        self._skipped = 0
-        self._in_a_row = SkippedSteps(max_skips)
-
-    @property
-    def loss(self) -> float | None:
-        newest = self._local.newest()
-        return newest.loss if newest is not None else self._loss
-
-    @property
-    def norm(self) -> float | None:
-        newest = self._local.newest()
-        return newest.norm if newest is not None else self._norm
-
-    @property
-    def was_skipped(self) -> bool:
-        newest = self._local.newest()
-        return newest.skipped > 0 if newest is not None else self._in_a_row.in_a_row > 0
-
-    def skipped_until(self, step: int | None = None) -> int:
-        """Count the skipped steps up to ``step``, one of the last steps. None: up to the last
-        one.
-        """
-        return self._skipped + self._local.skipped_steps(step)
-
-    def start_at(self, skipped: int) -> None:
-        """Continue with ``skipped`` steps, none of them in a row."""
-        self._skipped = skipped
-        self._in_a_row.note(False)
-
-    def note(self, loss: float, norm: float, *, skipped: bool, counts: bool, excused: bool) -> None:
-        """Take note of a step of all groups.
-
-        Args:
-            loss: the mean loss of all ranks.
-            norm: the norm of the full model's gradient.
-            skipped: whether all groups skipped the step.
-            counts: whether a skipped step counts as one in a row.
-            excused: whether it does not count towards the limit of skipped steps.
-        """
-        self._loss, self._norm = loss, norm
-        self._skipped += skipped
-        self._in_a_row.note(skipped and counts, excused=excused)
-
-    def report_skips(self, step: int, loss_scale: float | None) -> None:
-        """Warn if ``step`` was skipped. Raises NonFiniteError after too many in a row."""
-        if self._in_a_row.in_a_row:
-            self._in_a_row.report(step, self._norm, loss_scale)
-
-    def note_local_steps(self) -> list[tuple[int, LocalUpdate]]:
-        """Take note of the local steps whose outcome all ranks know by now, and return them.
-
-        Raises:
-            NonFiniteError: A group has skipped too many steps in a row.
-        """
-        known = list(self._local.arrived(except_newest=self._local.lag))
-        for step, update in known:
-            self._loss, self._norm = update.loss, update.norm
-            self._skipped += update.skipped > 0
-            self._in_a_row.note(update.skipped > 0, groups=f"{update.skipped} of {self._groups} groups")
-            self.report_skips(step, None)
-        return known

@@ -34,7 +34,7 @@ LAUNCHER_ORDER = (
     "local", "cluster",
 )  # fmt: skip
 # Inside engine/stores/. The stores themselves are not listed: they do not import each other.
-STORES_ORDER = ("messages", "store")
+STORES_ORDER = ("store",)
 MOST_LINES, MOST_TEST_LINES, MOST_FILES = 600, 600, 16
 
 IMPORTERS = ("import_module", "__import__")

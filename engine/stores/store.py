@@ -22,7 +22,6 @@ from ..optim.script_optimizers import on_local_tensors, stepped_by_engine
 from ..placement.buckets import Bucket
 from ..placement.layout import Layout
 from ..placement.tensor_info import TensorInfo
-from .messages import Messages
 
 
 class Stepped(NamedTuple):
@@ -59,6 +58,54 @@ class Piece(NamedTuple):
     info: TensorInfo
     tensor: torch.Tensor
     offset: tuple[int, ...]
+
+
+class Messages:
+    """Starts messages between groups. Results have a ``wait`` method."""
+
+    def all_reduce(self, tensor: torch.Tensor, group: dist.ProcessGroup) -> Any:
+        """Start to sum ``tensor`` in place."""
+        return dist.all_reduce(tensor, group=group, async_op=True)
+
+    def broadcast(self, tensor: torch.Tensor, source: int, group: dist.ProcessGroup) -> Any:
+        """Start to send the tensor of the member ``source``."""
+        return dist.broadcast(tensor, group_src=source, group=group, async_op=True)
+
+
+class DeviceMessages(Messages):
+    """Sends tensors from a device, because NCCL cannot send those in the host's memory."""
+
+    def __init__(self, device: torch.device):
+        self._device = device
+
+    def is_elsewhere(self, tensor: torch.Tensor) -> bool:
+        """Whether ``tensor`` must be copied to the device to be sent."""
+        return tensor.device.type != self._device.type
+
+    def all_reduce(self, tensor: torch.Tensor, group: dist.ProcessGroup) -> Any:
+        """Start to sum ``tensor`` in place."""
+        return self.send(tensor, lambda sent: dist.all_reduce(sent, group=group, async_op=True))
+
+    def broadcast(self, tensor: torch.Tensor, source: int, group: dist.ProcessGroup) -> Any:
+        """Start to send the tensor of the member ``source``."""
+        return self.send(tensor, lambda sent: dist.broadcast(sent, group_src=source, group=group, async_op=True))
+
+    def send(self, tensor: torch.Tensor, start: Callable[[torch.Tensor], Any]) -> Any:
+        """Start a message with ``start``, which gets ``tensor`` or a copy on the device."""
+        sent = tensor.to(self._device, copy=True) if self.is_elsewhere(tensor) else tensor
+        work = start(sent)
+        return work if sent is tensor else _Staged(tensor, sent, work)
+
+
+class _Staged:
+    """A message that goes through a copy. ``wait`` copies the result back."""
+
+    def __init__(self, home: torch.Tensor, sent: torch.Tensor, work: Any):
+        self._home, self._sent, self._work = home, sent, work
+
+    def wait(self) -> None:
+        self._work.wait()
+        self._home.copy_(self._sent)
 
 
 @dataclass
@@ -110,6 +157,9 @@ class RankContext:
     gather_stream: Callable[[nn.Module], torch.Stream | None] = lambda _: None
     clock: Callable[[], float] = time.perf_counter
 
+    def __post_init__(self) -> None:
+        self.world_size = self.mesh.world_size
+
     @property
     def is_sharded(self) -> bool:
         """Whether the ranks of a group have different elements. If not, they have equal copies."""
@@ -131,11 +181,11 @@ class RankContext:
         Returns:
             A function that waits for the result.
         """
-        if self.mesh.world_size == 1:
+        if self.world_size == 1:
             # gloo wakes a thread even for one rank: 0.1 ms if idle, milliseconds on a loaded
             # machine.
             return lambda: None
-        self.traffic.record("control", "all_reduce", values.nbytes, self.mesh.world_size)
+        self.traffic.record("control", "all_reduce", values.nbytes, self.world_size)
         work = dist.all_reduce(values, op=op, async_op=True)
         assert work is not None
         return work.wait

@@ -18,9 +18,8 @@ from ..distributed.mesh import Holders
 from ..distributed.tensors import local_tensor, stored_tensor
 from ..optim.clip import squared_norm
 from ..stores.store import GroupStore
-from .changed_gradients import CHANGED, FinalGradients, compare_gradients
 from .consistency import check_holders
-from .gradients import GradientSync
+from .gradients import CHANGED, FinalGradients, GradientSync, compare_gradients
 from .weights import WeightRefresh
 
 
@@ -101,7 +100,7 @@ class BetweenGroups:
         self._factors = {}
         averages = (self._inner if self.is_local else self._sync) if boundary else None
         self.store.backward(loss if loss_scale is None else loss.float() * loss_scale, averages)
-        if boundary and not self.is_local and self.context.mesh.world_size > 1:
+        if boundary and not self.is_local and self.context.world_size > 1:
             self._final.note(self._trained)
 
     def weigh_gradients(self, weight: torch.Tensor, unit: float) -> tuple[float, int]:
@@ -162,7 +161,7 @@ class BetweenGroups:
             HolderMismatchError: The script changed gradients, not equally at all holders.
         """
         norm = squared_norm([t.grad for t in self._counted if t.grad is not None], self.context.device)
-        totals = torch.stack([norm / loss_scale**2, loss / self.context.mesh.world_size])
+        totals = torch.stack([norm / loss_scale**2, loss / self.context.world_size])
         if self._final.are_changed():
             totals[0] += CHANGED
         self.context.all_reduce_control(totals)
@@ -175,7 +174,7 @@ class BetweenGroups:
 
     def step(self) -> None:
         """Let the store step. Copies of other groups get the old weights before."""
-        self._refresh.finish()
+        self.finish_refresh()
         self.store.step()
 
     def reshard(self) -> None:
@@ -213,7 +212,8 @@ class BetweenGroups:
 
     def finish_refresh(self) -> None:
         """Wait for copies that are under way."""
-        self._refresh.finish()
+        if self.store.layout.keeps_frozen:
+            self._refresh.finish()
 
     def enter_phase(self, masking: Masking) -> None:
         """Skip the units that a group does not hold, or run frozen copies of them. Collective.
@@ -238,7 +238,7 @@ class BetweenGroups:
         Raises:
             HolderMismatchError: Two holders differ.
         """
-        if self.context.mesh.world_size > 1:
+        if self.context.world_size > 1:
             check_holders(self.store, weights or {}, optimizer or self.store.optimizer)
 
     def names_of_param_groups(self) -> list[list[str]]:

@@ -19,8 +19,7 @@ from ...errors import ModelError
 from ...optim.script_optimizers import refuse_outside_engine, stepped_by_engine
 from ...placement.buckets import Bucket
 from ...placement.layout import Layout
-from ..messages import DeviceMessages
-from ..store import Averages, Piece, RankContext, Stepped
+from ..store import Averages, DeviceMessages, Piece, RankContext, Stepped
 from .checks import PendingGradients, UsedParameters, check_partitions
 from .partitions import Bundle, pieces_of, untrained
 from .private import Zero, logged_all_reduce, logged_broadcast, whole_float32

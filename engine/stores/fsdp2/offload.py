@@ -7,7 +7,7 @@ from torch import nn
 from torch.distributed.fsdp import CPUOffloadPolicy, OffloadPolicy
 
 from ...config.schema import Config
-from ..messages import DeviceMessages
+from ..store import DeviceMessages
 
 
 class ShardHome:

@@ -13,8 +13,7 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, OffloadPoli
 
 from ...distributed.traffic import Traffic
 from .collectives import CountingAllGather, CountingReduceScatter, parameter_groups
-from .passes import refuse_hidden_results, refuse_inference_mode, refuse_whole_state
-from .uses import ModuleUses
+from .passes import ModuleUses, refuse_hidden_results, refuse_inference_mode, refuse_whole_state
 
 
 def shard(

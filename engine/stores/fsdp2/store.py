@@ -35,10 +35,9 @@ from .collectives import (
     zero_missing_gradients,
 )
 from .offload import ShardHome
-from .passes import refuse_hooks
+from .passes import ModuleUses, nothing_left_out, refuse_hooks
 from .sharding import shard
 from .tensor_sums import TensorSums
-from .uses import ModuleUses, nothing_left_out
 
 
 class Fsdp2Store:
