@@ -12,7 +12,7 @@ from torch import nn
 
 from ..config.masking import Masking
 from ..config.schema import Config
-from ..distributed.mesh import Coordinates, Holders, Mesh
+from ..distributed.mesh import Holders, Mesh
 from ..distributed.tensor_parallel import parameter_cuts
 from ..errors import ConfigError, ModelError
 from ..model_interface import check_hooks, get_unit_patterns
@@ -234,13 +234,6 @@ class Layout:
         for position, info in enumerate(order):
             first.setdefault(_branch(info), position)
         return sorted(order, key=lambda info: (first[_branch(info)], info.holders if info.cut else ()))  # stable
-
-    def counts_norm(self, info: TensorInfo, at: Coordinates, *, sharded: bool) -> bool:
-        """Return whether the rank at ``at`` counts its part of this parameter in the global norm.
-
-        Only one holder counts it, and only one copy within that holder.
-        """
-        return info.holders[:1] == (at.sdp,) and (sharded or at.fsdp == 0) and (info.tp_dim is not None or at.tp == 0)
 
 
 def _branch(info: TensorInfo) -> str:

@@ -55,7 +55,6 @@ class DormantCopies:
         model: The rank's model with its frozen copies, sharded, on its device.
         frozen: The frozen copies by name.
         stand_ins: What replaces whole blocks in phases of forward masking.
-        keeps_memory: Whether copies that sleep stay allocated.
     """
 
     def __init__(
@@ -63,11 +62,8 @@ class DormantCopies:
         model: nn.Module,
         frozen: Mapping[str, nn.Parameter],
         stand_ins: Mapping[str, PassThrough],
-        *,
-        keeps_memory: bool = False,
     ):
         self._model, self.frozen, self.stand_ins = model, frozen, stand_ins
-        self._keeps_memory = keeps_memory
         self._blocks: dict[str, nn.Module] = {}  # those that sleep
         self._layers: list[tuple[nn.Module, Slices]] = []  # those that have frozen slices
         for module in model.modules():
@@ -90,7 +86,7 @@ class DormantCopies:
             for key in keys:
                 delattr(layer, key)
             slices.frozen = ()
-        for name, storage in () if self._keeps_memory else self._storages():
+        for name, storage in self._storages():
             self._sizes[name] = storage.nbytes()
             storage.resize_(0)
 

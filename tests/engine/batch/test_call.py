@@ -35,11 +35,6 @@ class Frozen:
 Pair = namedtuple("Pair", "x y")
 
 
-class Opaque:
-    def __init__(self, value: Any) -> None:
-        self.value = value
-
-
 # -- trees -----------------------------------------------------------------------------------------
 
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 from sdp.engine.config.load import load_config
-from sdp.engine.distributed.mesh import Coordinates, Mesh
+from sdp.engine.distributed.mesh import Mesh
 from sdp.engine.errors import ConfigError
 from sdp.engine.placement.layout import Layout
 from sdp.engine.placement.units import SHARED
@@ -51,14 +51,6 @@ def test_only_backward_masking_keeps_frozen_copies() -> None:
         (0, (0, 1), "layers.0"),
         (1, (0, 1), "layers.1"),
     }
-
-
-def test_one_copy_counts_in_the_norm() -> None:
-    layout = _layout()
-    shared = next(info for info in layout.parameters.values() if info.unit == SHARED)
-    counting = [at for at in (Coordinates(sdp, fsdp, 0) for sdp in (0, 1) for fsdp in (0, 1))
-                if layout.counts_norm(shared, at, sharded=False)]  # fmt: skip
-    assert counting == [Coordinates(0, 0, 0)]
 
 
 def test_no_units_for_several_groups_is_an_error() -> None:
