@@ -86,7 +86,7 @@ class DeepSpeedStore:
         )
         self._pending = PendingGradients(self.module)
         self._stepped: dict[str, Stepped] | None = None
-        for key in [bundle.key for bundle in self.bundles]:
+        for key in self.stepped:
             self._clear_padding(key)
         optimizer.register_step_pre_hook(lambda optimizer, *_: refuse_outside_engine(optimizer))
         self._note_weights()
@@ -100,7 +100,7 @@ class DeepSpeedStore:
             for index, (bundle, master) in enumerate(zip(self.bundles, self._zero.masters, strict=True))
         }
         trained = {name for bundle in self.bundles for name in bundle.names}
-        for name in self.parameters.keys() - trained:
+        for name in (name for name in self.parameters if name not in trained):  # in the order of all holders
             info = self.layout.parameters[name]
             tensor = stored_tensor(self.parameters[name]).detach()
             found[name] = Stepped(tensor, info.unit, info.holders, (name,), None)
@@ -109,12 +109,13 @@ class DeepSpeedStore:
 
     @torch.no_grad()
     def _clear_padding(self, key: str) -> None:
-        """Make the padding of a partition 0. ZeRO 3 leaves it undefined, but holders must agree."""
+        """Make padding 0. ZeRO 3 leaves it undefined, and holders are compared with it."""
         tensor = self.stepped[key].tensor
         is_padding = torch.ones_like(tensor, dtype=torch.bool)
         for piece in self.pieces(key, is_padding):
             piece.tensor.fill_(False)
-        tensor.masked_fill_(is_padding, 0)
+        if is_padding.any():
+            tensor.masked_fill_(is_padding, 0)
 
     # -- steps -------------------------------------------------------------------------------------
 
