@@ -15,7 +15,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from .accounting.memory import StateBytes
-from .accounting.predictions import measured_state, planned_traffic, predicted_state, traffic_formula
+from .accounting.predictions import measured_state, planned_traffic, predicted_state
 from .batch.call import call_model, loss_of, tensors_in, to_device
 from .batch.loss_weights import LossWeights, count_labels
 from .batch.size import BatchSize
@@ -559,10 +559,6 @@ class SDPEngine:
         """Bytes that this rank sends in one training step, by the placement. In local steps
         (``sdp.sync``) they depend on the ``step``, and without it they are a round's."""
         return planned_traffic(self.groups, self.config, self._batch.accumulation, step)
-
-    def traffic_formula(self) -> str:
-        """The bytes that this rank sends between groups in a step, as a formula with numbers."""
-        return traffic_formula(self.groups, self.config)
 
     # -- names of DeepSpeed and torch --------------------------------------------------------------
 

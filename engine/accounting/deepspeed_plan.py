@@ -43,13 +43,6 @@ def planned_traffic(store: Any) -> Traffic:
     return planned
 
 
-def traffic_formula(store: Any) -> str:
-    """Return the bytes that a rank sends between groups in a step, as text."""
-    planned = planned_traffic(store).by_kind()
-    between = sum(nbytes for kind, nbytes in planned.items() if kind.startswith("between groups"))
-    return f"the shards that holders average = {between:,} (DeepSpeed's own messages inside groups are not counted)"
-
-
 def _partition_numels(store: Any) -> list[int]:
     """Return the elements of each partition, including padding."""
     return [partition_numel(bundle, store.context.stage, store.context.mesh.fsdp) for bundle in store.bundles]

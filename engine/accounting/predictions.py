@@ -15,7 +15,7 @@ from ..stores.store import GroupStore, frozen_copies
 from ..sync.between import BetweenGroups
 from .local_traffic import LocalTraffic
 from .memory import StateBytes, predict_state_bytes
-from .traffic_plan import describe_formula, plan_traffic, plan_waking
+from .traffic_plan import plan_traffic, plan_waking
 
 
 def predicted_state(store: GroupStore, config: Config) -> StateBytes:
@@ -111,16 +111,3 @@ def _layout_at(groups: BetweenGroups, config: Config, step: int | None) -> Layou
     """Return the layout of a step's phase. None: of the present phase."""
     schedule = config.masking_schedule
     return groups.store.layout if step is None or not schedule.ends else groups.run_layout.in_phase(schedule.at(step))
-
-
-def traffic_formula(groups: BetweenGroups, config: Config) -> str:
-    """Return the bytes that a rank sends between groups in a step, as a formula with numbers."""
-    context, sync = groups.context, config.sdp.sync
-    if config.sdp.engine == "deepspeed":
-        from . import deepspeed_plan  # deepspeed is optional
-
-        return deepspeed_plan.traffic_formula(groups.store)
-    formula = describe_formula(
-        groups.store.layout, context.rank, stage=context.stage, compute_bytes=config.compute_bytes
-    )
-    return formula if sync is None else f"every {sync.every} steps in local steps, without compression: {formula}"

@@ -241,19 +241,3 @@ def _numel(layout: Layout, names: Sequence[str], shards: int, index: int) -> int
     return sum(
         layout.parameters[name].shard_numel(shards, index) for name in names if layout.parameters[name].trainable
     )
-
-
-def describe_formula(layout: Layout, rank: int, *, stage: int, compute_bytes: int = FLOAT32) -> str:
-    """Return the between-groups formula with the numbers of ``rank``."""
-    at = layout.mesh.coordinates(rank)
-    shards = layout.mesh.shards(stage)
-    index = at.fsdp if shards > 1 else 0
-    terms: dict[int, int] = {}
-    for info in layout.held(at.sdp):
-        ranks = len(info.holders) * (layout.mesh.fsdp // shards)
-        if info.trainable and ranks > 1:
-            terms[ranks] = terms.get(ranks, 0) + info.shard_numel(shards, index) * FLOAT32
-    parts = [f"2·{n - 1}/{n}·{nbytes:,} B" for n, nbytes in sorted(terms.items())]
-    refreshed = _refreshed(layout, at.sdp, shards, index) * compute_bytes
-    parts += [f"{refreshed:,} B of new weights"] * (refreshed > 0)
-    return " + ".join(parts) or "nothing is sent between groups"

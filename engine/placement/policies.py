@@ -93,6 +93,8 @@ def warn_of_left_out(reasons: Mapping[str, str]) -> list[str]:
 def warn_of_large_share(numels: Mapping[str, int], units: Sequence[Unit], placement: Placement) -> list[str]:
     """Return a warning if a group holds most of the model, with what all groups share.
 
+    It advises further units only if a shared part has modules inside, which an embedding has not.
+
     Args:
         numels: number of elements of each parameter of the full model.
         units: the units.
@@ -111,12 +113,11 @@ def warn_of_large_share(numels: Mapping[str, int], units: Sequence[Unit], placem
         top = next((path for path in [*parents(name)][::-1] if path not in above), name)
         shared[top] += numels[name]
     largest = sorted((name for name in shared if 100 * shared[name] >= total), key=lambda name: (-shared[name], name))
+    has_blocks = any(name.startswith(f"{top}.") and "." in name[len(top) + 1 :] for top in largest for name in numels)
+    more = "name more blocks in sdp.units, or " if has_blocks else ""
     parts = _listed([f"{name} {shared[name] / total:.0%}" for name in largest])
     share = f"all groups share {sum(shared.values()) / total:.0%}" + (f": {parts}" if parts else "")
-    return [
-        f"a group holds up to {held / total:.0%} of the model's parameters; {share}; name more blocks in sdp.units, "
-        "or lower sdp.capacity"
-    ]
+    return [f"a group holds up to {held / total:.0%} of the model's parameters; {share}; {more}lower sdp.capacity"]
 
 
 def _listed(names: Sequence[str]) -> str:

@@ -66,7 +66,7 @@ def _identity(runs: Sequence[Facts]) -> list[Row]:
         text_row("capacity", [None if run.capacity is None else f"{run.capacity:.2f}" for run in runs]),
         text_row("steps", [_steps(run) for run in runs]),
         text_row("masking of the steps", [run.masking for run in runs]),
-        text_row("learning rates of units, times", [run.rates for run in runs]),
+        text_row("learning rate factors of units", [run.rates for run in runs]),
         text_row(_counted(runs), [f"{run.tokens:,}" for run in runs]),
         plain_row("steps skipped for a spike", [run.spikes_skipped for run in runs], ",d"),
         plain_row("rollbacks after a spike", [run.rollbacks for run in runs], ",d"),

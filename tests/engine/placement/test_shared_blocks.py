@@ -199,4 +199,7 @@ def test_a_group_that_holds_most_of_the_model_is_warned_of() -> None:
         "name more blocks in sdp.units, or lower sdp.capacity"
     )
     assert warnings_of(model, capacity=1.0) == [], "every group holds every unit, as asked"
+    model.tables = nn.Embedding(1000, 8)
+    (note,) = warnings_of(model)
+    assert note.endswith("all groups share 86%: tables 85%; lower sdp.capacity"), "a table has no blocks to name"
     assert warnings_of(models.mlp(12)) == []

@@ -57,9 +57,9 @@ def test_rates_scaled_by_holders_are_named(tmp_path: Path):
     run.config["sdp"]["lr_scale"] = "auto"
     run.config["optimizer"] = {"type": "AdamW"}
     run.placement.update(units=["a", "b"], holders=[[1], [0, 1, 2, 3]], costs=[3000, 3000], flops=[])
-    assert row(render([run]), "learning rates of units, times") == ["0.63 to 1.26"]
+    assert row(render([run]), "learning rate factors of units") == ["0.63 to 1.26"]
     run.config["optimizer"] = {"type": "SGD"}
-    assert row(render([run]), "learning rates of units, times") == ["0.40 to 1.60"]
+    assert row(render([run]), "learning rate factors of units") == ["0.40 to 1.60"]
     run.config["sdp"]["lr_scale"] = "none"
     assert "rates of units" not in render([run])
 

@@ -9,6 +9,7 @@ import contextlib
 import logging
 import math
 import signal
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
@@ -129,7 +130,6 @@ class TrainingRun:
         if any(end >= self.steps for end in config.masking_schedule.ends):
             log.warning("sdp.masking: %s, but the run ends with step %d", config.masking_schedule, self.steps)
         if engine.world_size > 1:
-            log.info("bytes sent between groups by this rank in a step: %s", engine.traffic_formula())
             span = "step" if config.sdp.sync is None else f"round of {config.sdp.sync.every} steps"
             schedule = config.masking_schedule
             phases = {f"{span} with {schedule.at(first)} masking": first for first in schedule.starts}
@@ -139,9 +139,13 @@ class TrainingRun:
             log.info("peak of live tensors: not measured, because the probe cannot see compiled code on a CPU")
 
     def _announce_traffic(self, what: str, step: int | None) -> None:
-        by_kind = self.meter.planned(step).items()
-        planned = ", ".join(f"{kind.replace('/', ' ')} {sent:,}" for kind, sent in by_kind)
+        sent = Counter[str]()
+        for kind, nbytes in self.meter.planned(step).items():
+            sent[kind.partition("/")[0]] += nbytes
+        planned = ", ".join(f"{nbytes:,} {'for ' * (scope == 'control')}{scope}" for scope, nbytes in sent.items())
         more = "; plus activations between tensor-parallel ranks" if self.engine.layout.mesh.tp > 1 else ""
+        if self.config.sdp.engine == "deepspeed":
+            more += "; plus DeepSpeed's own messages inside groups"
         log.info("bytes sent by this rank in a %s, planned: %s%s", what, planned, more)
 
     def tell_start(self, start: int) -> None:
