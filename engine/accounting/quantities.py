@@ -6,6 +6,8 @@ in binary units (1 GiB is 2³⁰ bytes).
 
 from __future__ import annotations
 
+import math
+
 DECIMAL_UNITS = ("B", "kB", "MB", "GB", "TB")
 BINARY_UNITS = ("B", "KiB", "MiB", "GiB", "TiB")
 
@@ -37,3 +39,22 @@ def unit_for(nbytes: float, *, binary: bool = False) -> tuple[int, str]:
 def format_rate(bytes_per_second: float) -> str:
     """Print bytes per second with four significant digits: ``1,250 GB/s``."""
     return f"{bytes_per_second / PREFIXES['G']:,.4g} GB/s"
+
+
+def format_seconds(seconds: float) -> str:
+    """Print a time with at most four significant digits: ``11.63 µs``, ``3.54 s``, ``12,345 s``."""
+    factor, unit = next((each for each in ((1, "s"), (1e-3, "ms")) if seconds >= each[0]), (1e-6, "µs"))
+    return f"{_significant(seconds / factor)} {unit}"
+
+
+def format_flops(operations: float) -> str:
+    """Print floating-point operations with at most four significant digits: ``10.04 PFLOP``."""
+    prefix = next((prefix for prefix in "PTGMk" if operations >= PREFIXES[prefix]), "")
+    return f"{_significant(operations / PREFIXES[prefix])} {prefix}FLOP"
+
+
+def _significant(number: float) -> str:
+    """At most four significant digits, but all digits before the point, and no exponent."""
+    before = math.floor(math.log10(number)) if number > 0 else 0
+    text = f"{number:,.{max(0, 3 - before)}f}"
+    return text.rstrip("0").removesuffix(".") if "." in text else text

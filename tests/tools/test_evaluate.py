@@ -165,6 +165,7 @@ def test_a_damaged_held_out_shard_has_no_loss(trained_run, tmp_path, capsys):
         (["run", "--step", "3"], "no checkpoint step-3; found: step-2, step-4"),
         (["run/checkpoints/step-2", "--step", "2"], "is one checkpoint"),
         (["unsaved"], "this run has no checkpoint"),
+        (["llama"], "llama: a model in the format of Hugging Face, not a run; give the --dump-dir of sdp train"),
         (["alone/checkpoints/step-4"], "a script wrote this checkpoint, not sdp train"),
         (["run", "--set", "data.path=nowhere"], "nowhere: no prepared data here"),
         (["run", "--set", "model.hidden_size=64"], "it belongs to another model"),
@@ -176,6 +177,8 @@ def test_what_cannot_be_evaluated_is_one_line(trained_run, tmp_path, monkeypatch
     Path("run").symlink_to(trained_run)
     Path("empty").mkdir()
     Path("unsaved").mkdir()
+    Path("llama").mkdir()
+    Path("llama/config.json").write_text('{"model_type": "llama", "architectures": ["LlamaForCausalLM"]}')
     shutil.copy(trained_run / "config.json", "unsaved")
     shutil.copytree(trained_run / "checkpoints" / "step-4", "alone/checkpoints/step-4")
     assert main(["evaluate", *arguments]) == 2

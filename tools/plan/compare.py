@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 
-from ...engine.accounting.quantities import format_bytes
+from ...engine.accounting.quantities import format_bytes, format_seconds
 from ...engine.config.masking import Masking
 from ...engine.config.schema import Config
 from ...engine.config.sync import SyncSection
@@ -220,7 +220,7 @@ def table(rows: Sequence[Row], memory: float | None) -> str:
         ["ZeRO", *(str(row.zero_stage) for row in rows)],
         ["peak", *(format_bytes(row.peak) for row in rows)],
         ["fits", *("yes" if memory is None or row.peak <= memory else "no" for row in rows)],
-        ["seconds a step", *(f"{row.seconds:.4g}" for row in rows)],
+        ["time of a step", *(format_seconds(row.seconds) for row in rows)],
         *([f"sent {link}", *(format_bytes(row.sent[link]) for row in rows)] for link in LINKS),
     ]
     columns = [column for column in columns if memory is not None or column[0] != "fits"]

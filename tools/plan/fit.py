@@ -23,7 +23,7 @@ import torch
 from torch import nn
 
 from ...engine.accounting.memory import predict_state_bytes
-from ...engine.accounting.quantities import format_bytes
+from ...engine.accounting.quantities import format_bytes, format_seconds
 from ...engine.config.schema import Config
 from ...engine.distributed.mesh import mesh_of
 from ...engine.errors import ConfigError, SDPError
@@ -201,7 +201,9 @@ class _Search:
         peak = plan.worst.trace.peak
         if peak > self.memory:
             return Trial(choice, f"does not fit: the peak is {self._excess(peak)}", peak)
-        return Trial(choice, f"fits: the peak is {format_bytes(peak)}, a step takes {plan.seconds:.4g} s", peak, plan)
+        return Trial(
+            choice, f"fits: the peak is {format_bytes(peak)}, a step takes {format_seconds(plan.seconds)}", peak, plan
+        )
 
     def _excess(self, need: float) -> str:
         return f"{format_bytes(need)}, {format_bytes(need - self.memory)} too much"

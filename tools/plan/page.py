@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from ...engine.accounting.quantities import format_bytes
+from ...engine.accounting.quantities import format_bytes, format_seconds
 from ...engine.errors import ConfigError
 from ...engine.tracing.ledger import KINDS
 from ..shared.files import write_whole
@@ -101,7 +101,7 @@ def _facts(plan: Forecast, memory: float | None) -> list[tuple[str, str, str]]:
         ("activation checkpointing", config.activation_checkpointing.mode, ""),
         ("samples a step", f"{batch.train:,} = {batch.micro} × {batch.accumulation} × {mesh.data_ranks}", ""),
         ("peak of a rank", format_bytes(peak), ""),
-        ("expected step", f"{plan.seconds:.4g} s", ""),
+        ("expected step", format_seconds(plan.seconds), ""),
     ]
     if memory is not None:
         missing = format_bytes(peak - memory) if peak > memory else ""

@@ -8,7 +8,7 @@ from functools import partial
 from typing import Any
 
 from ...engine.accounting.local_traffic import LocalTraffic
-from ...engine.accounting.quantities import format_bytes, format_rate
+from ...engine.accounting.quantities import format_bytes, format_flops, format_rate, format_seconds
 from ...engine.config.schema import Config
 from ..shared.quantities import quantity
 from ..shared.table import Row, Table, bytes_row, plain_row, text_row
@@ -67,6 +67,10 @@ def make_table(columns: Sequence[Forecast]) -> Table:
     meshes = [column.layout.mesh for column in columns]
     speeds = [column.samples_per_second * column.config.data.tokens_per_sample for column in columns]
     in_bytes = partial(bytes_row, decimal=True)
+
+    def time_row(label: str, values: Sequence[float]) -> Row:
+        return text_row(f"  {label}", [format_seconds(value) if value else None for value in values])
+
     rows = [
         text_row("sdp × fsdp × tp", [f"{mesh.sdp} × {mesh.fsdp} × {mesh.tp}" for mesh in meshes]),
         text_row("ZeRO stage", [str(column.config.zero_optimization.stage) for column in columns]),
@@ -81,17 +85,17 @@ def make_table(columns: Sequence[Forecast]) -> Table:
         in_bytes("communication buffers, at most", [group.trace.communication or None for group in worst]),
         in_bytes("peak", [group.trace.peak for group in worst], peak_of_ddp),
         Row("a rank in a step, at most"),
-        plain_row("TFLOP, recomputation included", [each / 1e12 for each in flops], ",.4g"),
+        text_row("  operations, recomputation included", list(map(format_flops, flops))),
         *(in_bytes(f"sent {link}", [of[link] for of in sent]) for link in LINKS),
         plain_row("communicators", [max(rank.communicators for rank in column.ranks) for column in columns], "d"),
-        Row("expected seconds of a step"),
-        plain_row("computation", [rank.time.compute for rank in slowest], ".4g"),
-        plain_row("tensor parallel, never hidden", [rank.time.tensor_parallel or None for rank in slowest], ".3g"),
-        plain_row("inside groups, before hiding", [rank.time.inside or None for rank in slowest], ".3g"),
-        plain_row("between groups or replicas, before hiding", [rank.time.between or None for rank in slowest], ".3g"),
-        plain_row("frozen copies, before hiding", [rank.time.refresh or None for rank in slowest], ".3g"),
-        plain_row("averages of weights, before hiding", [rank.time.outer or None for rank in slowest], ".3g"),
-        plain_row("step, slowest rank", [column.seconds for column in columns], ".4g"),
+        Row("expected time of a step"),
+        time_row("computation", [rank.time.compute for rank in slowest]),
+        time_row("tensor parallel, never hidden", [rank.time.tensor_parallel for rank in slowest]),
+        time_row("inside groups, before hiding", [rank.time.inside for rank in slowest]),
+        time_row("between groups or replicas, before hiding", [rank.time.between for rank in slowest]),
+        time_row("frozen copies, before hiding", [rank.time.refresh for rank in slowest]),
+        time_row("averages of weights, before hiding", [rank.time.outer for rank in slowest]),
+        time_row("step, slowest rank", [column.seconds for column in columns]),
         plain_row("tokens/s" if columns[0].config.data.name is None else "images/s", speeds, ",.0f"),
     ]
     return Table([column.name for column in columns], rows).without_empty()

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from ...engine.accounting.quantities import format_bytes
+from ...engine.accounting.quantities import format_bytes, format_seconds
 from ...engine.batch.size import BatchSize
 from ...engine.config.schema import Config
 from ...engine.distributed.mesh import mesh_of
@@ -145,7 +145,7 @@ def reasons_of(best: Trial, trials: Sequence[Trial], step: Step, model: nn.Modul
         if len(fitting) == 1
         else "of the layouts with this many ranks that fit, the one with the shortest step and the least recomputation"
     )
-    yield f"chosen: {choice}: {why} ({best.plan.seconds:.4g} s by the plan)"
+    yield f"chosen: {choice}: {why} ({format_seconds(best.plan.seconds)} by the plan)"
     fewer = [trial for trial in trials if trial.choice.ranks < choice.ranks]
     if fewer:
         yield f"fewer ranks a group do not fit: {closest_of(fewer)}"
@@ -172,7 +172,7 @@ def _best_of(others: Sequence[Trial], best: Trial) -> str:
     cheapest = min(fitting, key=lambda trial: trial.cost)
     seconds, sent, need = cheapest.cost
     if seconds > best.cost[0]:
-        return f"a step takes {seconds:.4g} s with {cheapest.choice.settings}"
+        return f"a step takes {format_seconds(seconds)} with {cheapest.choice.settings}"
     more = (
         f"sends {format_bytes(sent)} a rank, not {format_bytes(best.cost[1])}"
         if sent > best.cost[1]

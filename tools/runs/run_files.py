@@ -167,6 +167,7 @@ def read_run(dump_dir: Path) -> Run:
     if not (dump_dir / CONFIG).is_file():
         found = "no such directory" if not dump_dir.is_dir() else f"no {CONFIG} in it"
         raise ConfigError(f"{dump_dir}: not the directory of a run ({found}); give the --dump-dir of sdp train")
+    require_no_model(dump_dir)
     return Run(
         path=dump_dir,
         config=_read_object(dump_dir / CONFIG, RunConfig) or {},
@@ -176,6 +177,19 @@ def read_run(dump_dir: Path) -> Run:
         restarts=_read_lines(dump_dir / RESTARTS),
         summary=_read_object(dump_dir / SUMMARY, Summary),
     )
+
+
+def require_no_model(directory: Path) -> None:
+    """Raise ConfigError if the config.json of ``directory`` is that of a Hugging Face model."""
+    try:
+        found = read_json_file(directory / CONFIG)
+    except (OSError, ValueError):
+        return  # whoever reads it says what is wrong
+    if isinstance(found, dict) and "model_type" in found:
+        raise ConfigError(
+            f"{directory}: a model in the format of Hugging Face, not a run; give the --dump-dir of sdp train, which "
+            f"starts from this model with --init-from {directory}"
+        )
 
 
 def _lock(file: TextIO, dump_dir: Path) -> None:

@@ -20,7 +20,7 @@ from ...engine.config.schema import Config
 from ...engine.errors import CheckpointError, ConfigError
 from ..shared.arguments import add_set_option
 from .dataset import path_of
-from .run_files import CONFIG
+from .run_files import CONFIG, require_no_model
 
 log = logging.getLogger("sdp")
 
@@ -210,6 +210,7 @@ def _locate(directory: Path, tag: str | None) -> tuple[Path, Path]:
         raise ConfigError(
             f"{directory}: neither a run nor a checkpoint of a run ({found}); give the --dump-dir of sdp train"
         )
+    require_no_model(directory)
     checkpoints = directory / "checkpoints"
     tag = latest(checkpoints) if tag is None else check_tag(tag)
     if tag is None:

@@ -95,7 +95,7 @@ def test_the_page_needs_nothing_else(config: Path, tmp_path: Path, capsys: pytes
     assert "selective" in text and "float32" in text
     assert "iB" not in text
     printed = capsys.readouterr().out
-    assert "expected seconds of a step" in printed
+    assert "expected time of a step" in printed
     for line in printed.splitlines():
         if line.startswith("- "):
             assert line[2:].replace("'", "&#39;") in text

@@ -132,7 +132,7 @@ def test_it_fits_or_it_does_not(config: Path, capsys: pytest.CaptureFixture[str]
     assert "of a device's 80.00 GB are left" in capsys.readouterr().out
     assert main(["plan", str(config), "--alone", "--device-memory", "1MB"]) == 2
     printed = capsys.readouterr()
-    assert "expected seconds of a step" in printed.out
+    assert "expected time of a step" in printed.out
     assert "does not fit: the peak of rank 0 is" in printed.err
     assert "MB more than the 1.00 MB of a device" in printed.err
     assert "iB" not in printed.out  # one unit everywhere: that of --device-memory

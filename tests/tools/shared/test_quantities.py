@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 
 import pytest
-from sdp.engine.accounting.quantities import format_bytes, unit_for
+from sdp.engine.accounting.quantities import format_bytes, format_flops, format_seconds, unit_for
 from sdp.tools.shared.arguments import size_in_bytes
 from sdp.tools.shared.quantities import parse_bit_rate, parse_size
 
@@ -38,3 +38,11 @@ def test_the_unit_is_the_largest_that_fits() -> None:
     assert [format_bytes(size) for size in (0, 999, 1500, 2e15)] == ["0 B", "999 B", "1.50 kB", "2000.00 TB"]
     assert unit_for(1023, binary=True) == (1, "B")
     assert unit_for(2**30, binary=True) == (2**30, "GiB")
+
+
+def test_times_and_operations_have_no_exponent() -> None:
+    times = (1.163e-05, 0.0005, 3.54, 12345.6, 0.0)
+    assert [format_seconds(time) for time in times] == ["11.63 µs", "500 µs", "3.54 s", "12,346 s", "0 µs"]
+    counts = (1.004e16, 35.97e12, 12345, 7, 2.5e19)
+    shown = ["10.04 PFLOP", "35.97 TFLOP", "12.35 kFLOP", "7 FLOP", "25,000 PFLOP"]
+    assert [format_flops(count) for count in counts] == shown
