@@ -8,12 +8,13 @@ import json
 from typing import Any
 
 import pytest
+import sdp
 import torch
 import torch.distributed as dist
 from sdp.engine.config.load import load_config
 from sdp.engine.errors import ConfigError
 from sdp.tests.support import models
-from sdp.tests.support.cases import Case, engine_of
+from sdp.tests.support.cases import Case, engine_of, one_step
 from sdp.tests.support.ranks import RankPool
 
 pytestmark = pytest.mark.skipif(importlib.util.find_spec("deepspeed") is None, reason="deepspeed is not installed")
@@ -142,8 +143,6 @@ def _refusals() -> tuple[str, str, str]:
     """A scheduler over the user's groups of an optimizer; an optimizer that does not exist; one
     that DeepSpeed replaces.
     """
-    import sdp
-
     model = models.build("mlp")
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     config = {
@@ -175,6 +174,25 @@ def test_what_deepspeed_would_refuse_is_told_in_one_line(ranks: RankPool) -> Non
             "lr_scheduler: the LambdaLR given has rates for 1 parameter groups, and DeepSpeed has "
         )
         assert "Unheard" in refused and "\n" not in refused
+
+
+def _scheduled() -> list[float]:
+    """Rates of two parameter groups under a schedule that the script made for them."""
+    model = models.build("mlp")
+    matrices, others = ([p for p in model.parameters() if (p.ndim > 1) is wide] for wide in (True, False))
+    optimizer = torch.optim.SGD([{"params": matrices}, {"params": others, "lr": 0.05}], lr=0.1)
+    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 0.5**step)
+    case = Case(1, 2, stage=2)
+    config = case.config("deepspeed", optimizer=None, scheduler=None)
+    engine = sdp.initialize(model=model, optimizer=optimizer, lr_scheduler=schedule, config=config)[0]
+    for step in range(2):
+        one_step(engine, case, step, data_rank=dist.get_rank())
+        engine.step()
+    return engine.get_lr()
+
+
+def test_with_one_group_a_schedule_of_the_script_fits(ranks: RankPool) -> None:
+    assert ranks.run(_scheduled, world=2) == [[pytest.approx(0.025), pytest.approx(0.0125)]] * 2
 
 
 def _without_a_name() -> str:
