@@ -211,7 +211,15 @@ def _batches(saved: SavedRun, corpus: Corpus, limit: int) -> Iterator[Any]:
     mesh = _mesh_of(saved)
     micro = BatchSize.resolve(saved.config, mesh).micro
     loaders = (
-        evaluation_batches(corpus.held_out, micro, rank, mesh.data_ranks, limit, corpus.collate_held_out)
+        evaluation_batches(
+            corpus.held_out,
+            micro,
+            rank,
+            mesh.data_ranks,
+            limit,
+            corpus.collate_held_out,
+            drop_last=saved.config.data.name is None,
+        )
         for rank in range(mesh.data_ranks)
     )
     return chain.from_iterable(loaders)

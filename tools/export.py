@@ -129,7 +129,8 @@ def export(saved: SavedRun, out: Path, dtype: torch.dtype, max_shard_bytes: int)
     if saved.config.data.name is not None:
         raise ConfigError(
             f"sdp export: {saved.dump_dir} trained {saved.config.model['name']} on images, and transformers has no "
-            "model with these tensor names; engine.full_state_dict() gives its weights under torchvision's names"
+            "model with these tensor names; measure it with sdp evaluate. For its weights under torchvision's names, "
+            "load the checkpoint in a script (engine.load_checkpoint) and call engine.save_pretrained"
         )
     tokenizer = load_tokenizer(saved.data)
     config = huggingface_config(saved.config.model, tokenizer.vocab_size)

@@ -196,13 +196,16 @@ def evaluation_batches(
     limit: int | None = None,
     collate_fn: Callable[[list[Any]], Any] | None = None,
     num_workers: int = 0,
+    *,
+    drop_last: bool = True,
 ) -> DataLoader[Any]:
     """Return a finite, unshuffled loader. Every iteration starts from the beginning.
 
     Every data rank gets the same number of batches. The samples are spread evenly over the data
     set, so that a ``limit`` does not select only its first documents. Which samples are selected
     depends on ``data_ranks × micro_batch_size`` and ``limit`` alone. Without a ``limit``, fewer
-    samples than one global micro-batch are left out.
+    samples than one global micro-batch are left out. If ``drop_last`` is False, they follow unless
+    the ``limit`` is reached: then the last batch of a rank is smaller, or is missing.
 
     ``limit`` is the largest number of batches per data rank. Raises DataError if the data set has
     less than one batch per data rank.
@@ -216,10 +219,18 @@ def evaluation_batches(
             f"the evaluation data has {samples} samples: {data_ranks} data ranks with micro-batch {micro_batch_size}"
             f" need at least {global_batch}: hold out more data, or use a shorter sequence or a smaller micro-batch"
         )
-    batches = min(batches, limit or batches)
-    total = batches * global_batch
+    if not drop_last and batches < (limit or samples):
+        batches, total = -(-samples // global_batch), samples
+    else:
+        batches = min(batches, limit or batches)
+        total = batches * global_batch
     first_rows = [(batch * data_ranks + data_rank) * micro_batch_size for batch in range(batches)]
-    indices = [[(row + i) * samples // total for i in range(micro_batch_size)] for row in first_rows]
+    ends = [min(row + micro_batch_size, total) for row in first_rows]
+    indices = [
+        [row * samples // total for row in range(first, end)]
+        for first, end in zip(first_rows, ends, strict=True)
+        if first < end
+    ]
     return DataLoader(
         dataset,
         batch_sampler=indices,

@@ -146,7 +146,7 @@ def facts_of(run: Run) -> Facts:
         planned_steps=_section(run, "training").get("steps"),
         finished=run.summary is not None,
         tokens=last.get("tokens", summary.get("tokens", 0)),
-        reads_images=_section(run, "data").get("name") is not None,
+        reads_images=run.reads_images,
         loss_before=before.get("loss"),
         loss_after=after.get("loss"),
         accuracy_after=after.get("accuracy"),

@@ -32,18 +32,19 @@ class _Colours(NamedTuple):
 
 
 def plot_loss(runs: Sequence[Run], path: Path) -> Path:
-    """Draw loss against tokens into the PNG ``path`` and return it.
+    """Draw loss against tokens, or images, into the PNG ``path`` and return it.
 
     Each run has the training loss, raw (light) and smoothed. On held-out text it has the losses of
-    the full model and of every group's subnetwork. Losses are in nats per token. Raises ConfigError
+    the full model and of every group's subnetwork. Raises ConfigError
     if matplotlib is missing or ``path`` cannot be written.
     """
     figure = new_figure()
     axes = figure.add_subplot()
-    scale, unit = _token_unit(runs)
+    images = bool(runs) and all(run.reads_images for run in runs)
+    scale, unit = _unit(runs, "images" if images else "tokens")
     for run, colours in zip(runs, _palette(len(runs)), strict=False):
         _draw(axes, run, colours, scale)
-    dress(axes, "Loss by run" if len(runs) > 1 else f"Loss of {plain(runs[0].name)}", unit)
+    dress(axes, "Loss by run" if len(runs) > 1 else f"Loss of {plain(runs[0].name)}", unit, *["loss"] * images)
     _legend(axes, runs)
     return save_figure(figure, path)
 
@@ -55,11 +56,11 @@ def _palette(runs: int) -> Iterator[_Colours]:
     return (_Colours(colour, colour, colour) for colour in itertools.cycle(COLOURS))
 
 
-def _token_unit(runs: Sequence[Run]) -> tuple[float, str]:
+def _unit(runs: Sequence[Run], counted: str) -> tuple[float, str]:
     most = max((line.get("tokens", 0) for run in runs for line in (*run.metrics, *run.evaluations)), default=0)
     return next(
-        ((s, u) for s, u in ((1e9, "billions of tokens"), (1e6, "millions of tokens")) if most >= s),
-        (1e3, "thousands of tokens"),
+        ((s, f"{u} of {counted}") for s, u in ((1e9, "billions"), (1e6, "millions")) if most >= s),
+        (1e3, f"thousands of {counted}"),
     )
 
 

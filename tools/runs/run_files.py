@@ -158,6 +158,11 @@ class Run:
         """The directory's own name, as printable text."""
         return shorten(self.path.resolve().name)
 
+    @property
+    def reads_images(self) -> bool:
+        """Whether it counts an image as one token."""
+        return (self.config.get("data") or {}).get("name") is not None
+
 
 def read_run(dump_dir: Path) -> Run:
     """Read the run in ``dump_dir``. A last line that a kill cut off is left out.

@@ -68,14 +68,14 @@ def save_figure(figure: Any, path: Path) -> Path:
     return path
 
 
-def dress(axes: Any, title: str, unit: str) -> None:
+def dress(axes: Any, title: str, unit: str, loss: str = "loss, nats per token") -> None:
     """Give the axes of a plot their title, labels and grid.
 
-    ``unit``: the label of the horizontal axis.
+    ``unit``: the label of the horizontal axis. ``loss``: that of the vertical one.
     """
     axes.set_title(title, fontsize=15, loc="left", pad=12)
     axes.set_xlabel(unit, fontsize=12)
-    axes.set_ylabel("loss, nats per token", fontsize=12)
+    axes.set_ylabel(loss, fontsize=12)
     axes.tick_params(labelsize=11)
     axes.grid(True, color="#d9d9d9", linewidth=0.6)
     axes.set_axisbelow(True)

@@ -75,7 +75,8 @@ def _train(
     if profiled is not None:
         observers.append(StepProfiler(*profiled, dump_dir / "profile", engine.device, records=files is not None))
     if files is not None and monitors is not None:
-        observers += [Recorder(files), monitors, Progress(config.steps_per_print)]
+        counted = "tokens" if config.data.name is None else "images"
+        observers += [Recorder(files), monitors, Progress(config.steps_per_print, counted)]
     training_run = TrainingRun(
         config, engine, corpus, dump_dir, baseline=baseline, beat=beat, files=files, observers=observers, tasks=tasks
     )

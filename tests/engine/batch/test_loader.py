@@ -241,6 +241,16 @@ def test_evaluation_batches_can_be_read_again():
         evaluation_batches(Numbers(10), 2, limit=0)
 
 
+def test_the_last_incomplete_evaluation_batch():
+    def read(limit: int | None) -> list[list[list[int]]]:
+        loaders = [evaluation_batches(Numbers(9), 2, rank, 2, limit, drop_last=False) for rank in range(2)]
+        return [[batch.tolist() for batch in loader] for loader in loaders]
+
+    assert read(None) == read(3) == [[[0, 1], [4, 5], [8]], [[2, 3], [6, 7]]]
+    assert read(2) == [[[0, 1], [4, 5]], [[2, 3], [6, 7]]]
+    assert [len(batches) for batches in read(1)] == [1, 1]
+
+
 def test_epoch_loader_ends_with_the_epoch_and_drops_nothing():
     loader = EpochLoader(ResumableLoader(list(range(10)), micro_batch_size=4, collate_fn=list))
     first = list(loader)

@@ -102,9 +102,9 @@ class Evaluator:
         if not limit or not tracks_statistics(self._engine.layout.buffers):
             return []
         self._beat.at(self._engine.global_steps, READING, self._engine.config.training.start_timeout)
-        return list(self._batches(self._corpus.calibration or self._corpus.train, limit))
+        return list(self._batches(self._corpus.calibration or self._corpus.train, limit, drop_last=True))
 
-    def _batches(self, samples: Any, limit: int | None) -> Any:
+    def _batches(self, samples: Any, limit: int | None, *, drop_last: bool = False) -> Any:
         engine = self._engine
         mesh = engine.layout.mesh
         return evaluation_batches(
@@ -115,4 +115,5 @@ class Evaluator:
             limit=limit,
             collate_fn=self._corpus.collate_held_out,
             num_workers=engine.config.data.num_workers,
+            drop_last=drop_last or engine.config.data.name is None,
         )

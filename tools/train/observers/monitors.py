@@ -52,11 +52,12 @@ class Monitor(Protocol):
 class Monitors(Observer):
     """All monitors that the configuration enables."""
 
-    def __init__(self, monitors: Sequence[Monitor]):
-        self._monitors = monitors
+    def __init__(self, monitors: Sequence[Monitor], *, images: bool = False):
+        """``images``: whether there are images and no tokens to count."""
+        self._monitors, self._images = monitors, images
 
     def on_step(self, line: Line) -> None:
-        self.write(line["step"], train_scalars(line))
+        self.write(line["step"], train_scalars({**line, "tokens_per_second": None} if self._images else line))
 
     def on_rollback(self, step: int) -> None:
         for monitor in self._monitors:
@@ -90,7 +91,7 @@ def open_monitors(config: Config, dump_dir: Path, *, resume: bool = False) -> Mo
         monitors.append(_CSV(_directory("csv_monitor", config.csv_monitor, dump_dir)))
     if config.wandb.enabled:
         monitors.append(_WeightsAndBiases(config, dump_dir, resume=resume))
-    return Monitors(monitors)
+    return Monitors(monitors, images=config.data.name is not None)
 
 
 def train_scalars(line: Line) -> dict[str, float]:

@@ -27,8 +27,9 @@ class Progress(Observer):
     connection, nothing is shown any more, and the run goes on.
     """
 
-    def __init__(self, steps_per_print: int):
-        self._every = steps_per_print
+    def __init__(self, steps_per_print: int, counted: str = "tokens"):
+        """``counted``: what the speed counts."""
+        self._every, self._counted = steps_per_print, counted
         self._stream: TextIO | None = sys.stderr
         self._steps = self._shown = 0
         self._bar: Any = None
@@ -43,7 +44,7 @@ class Progress(Observer):
 
     def on_step(self, line: Line) -> None:
         step = line["step"]
-        texts = {"loss": f"{line['loss']:.4f}", "tokens/s": f"{line['tokens_per_second']:,.0f}"}
+        texts = {"loss": f"{line['loss']:.4f}", f"{self._counted}/s": f"{line['tokens_per_second']:,.0f}"}
         texts |= {key: _format(line[key]) for key in ("grad_norm", "lr")}
         if self._bar is not None:
             self._bar.set_postfix(texts, refresh=False)

@@ -56,6 +56,7 @@ def test_two_processes_on_digits_and_a_resume(config, tmp_path, capsys):
     assert all(line["samples_per_second"] == line["tokens_per_second"] > 0 for line in metrics)
     evaluations = lines(tmp_path / "run", "evaluations.jsonl")
     assert [line["step"] for line in evaluations] == [0, 2, 4]
+    assert "images/s" in finished.stderr and "token" not in finished.stderr
     assert all(0 <= line["accuracy"] <= 1 and "perplexity" not in line for line in evaluations)
     # A run that goes on reads the same samples in the same random form.
     for words in (["--set", "training.steps=2"], ["--resume"]):
@@ -68,8 +69,10 @@ def test_two_processes_on_digits_and_a_resume(config, tmp_path, capsys):
     assert result["loss"] == pytest.approx(evaluations[-1]["loss"], rel=1e-5)
     assert result["accuracy"] == pytest.approx(evaluations[-1]["accuracy"])
     assert result["perplexity"] is None
+    assert main(["evaluate", str(tmp_path / "run"), "--json", "--batches", "8"]) == 0
+    assert json.loads(capsys.readouterr().out)["sequences"] == 360, "also the last 24, half a batch"
     assert main(["export", str(tmp_path / "run"), "--to", "hf", str(tmp_path / "hf")]) == 2
-    assert "trained resnet18 on images" in capsys.readouterr().err
+    assert "trained resnet18 on images" in (said := capsys.readouterr().err) and "sdp evaluate" in said
 
 
 def test_a_small_swin_learns_digits(config, tmp_path, capsys):
