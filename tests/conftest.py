@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import signal
+import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from sdp.tests.support.ranks import RankPool, rank_alone
@@ -40,6 +42,16 @@ def ranks() -> Iterator[RankPool]:
         yield pool
     finally:
         pool.close()
+
+
+@pytest.fixture(scope="module", autouse=True)
+def no_process_group_is_left() -> Iterator[None]:
+    """Fail if a module leaves a process group, in which the next module could plan nothing."""
+    yield
+    distributed: Any = sys.modules.get("torch.distributed")
+    if distributed is not None and distributed.is_initialized():
+        distributed.destroy_process_group()
+        pytest.fail("this module leaves a process group: let its tests use the fixture one_rank")
 
 
 @pytest.fixture(scope="module")
