@@ -161,6 +161,7 @@ def _entry(name: object) -> Entry:
     return MODELS[require_known(name)]
 
 
+MOST_PADDING = 1024  # rows by which models' vocabularies are larger than their tokenizers'
 _KIND = {"vocab_size": "tokens", "num_classes": "images", "image_size": "images"}
 _ABOUT = {
     "vocab_size": "the data's tokenizer has",
@@ -169,7 +170,14 @@ _ABOUT = {
 }
 
 
+def is_padded(stated: int, tokens: int) -> bool:
+    """Whether a model's vocabulary is a tokenizer's with some rows more, which no text has."""
+    return tokens < stated <= tokens + min(MOST_PADDING, tokens // 8)
+
+
 def _agreed(key: str, stated: object, data: int) -> object:
+    if key == "vocab_size" and isinstance(stated, int) and is_padded(stated, data):
+        return stated
     # The schema refuses a value that is not an integer.
     if isinstance(stated, int) and stated != data:
         remedy = f"remove model.{key} to take the data's"

@@ -104,7 +104,8 @@ def fillers_from(files: WeightFiles, directory: Path, model: nn.Module, layout: 
     have the same tensors.
     """
     canonical = get_canonical_name(model)
-    keys = {name: key for key in files.keys() if (name := canonical(key)) is not None}  # noqa: SIM118
+    plain = {key.replace("_orig_mod.", ""): key for key in files.keys()}  # noqa: SIM118  a compiled model was saved
+    keys = {name: key for shown, key in plain.items() if (name := canonical(shown)) is not None}
     names_of: dict[str, list[str]] = {name: [name] for name in (*layout.wholes, *layout.buffers)}
     for alias, name in layout.aliases.items():
         names_of[name].append(alias)

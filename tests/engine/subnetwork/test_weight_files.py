@@ -132,6 +132,10 @@ ACCEPTED = {
         ("lm_head.weight" if "embed" in name else name): tensor for name, tensor in t.items()
     },
     "no prefix": lambda t: {name.removeprefix("model."): tensor for name, tensor in t.items()},
+    "of a compiled model": lambda t: {f"_orig_mod.{name}": tensor for name, tensor in t.items()},
+    "of compiled blocks": lambda t: {
+        name.replace("layers.1.", "layers.1._orig_mod."): tensor for name, tensor in t.items()
+    },
     "rotary tables": lambda t: t | {f"model.layers.{i}.self_attn.rotary_emb.inv_freq": torch.ones(3) for i in range(4)},
 }
 

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from sdp.tools.cli import main
 
 transformers = pytest.importorskip("transformers")
@@ -89,7 +90,7 @@ BAD = {
         lambda folder: change_config(folder, rope_parameters={"rope_type": "llama3", "rope_theta": 1.0}), [],
         "type 'llama3' is not",
     ),
-    "another vocabulary": (lambda folder: change_config(folder, vocab_size=513), [], "vocab_size: 513, but the "
+    "another vocabulary": (lambda folder: change_config(folder, vocab_size=577), [], "vocab_size: 577, but the "
                                                                                      "data's tokenizer has 512"),
     "another shape": (lambda folder: change_config(folder, intermediate_size=49), [], "has shape (48, 32) there and "
                                                                                       "(49, 32) here"),
@@ -107,6 +108,23 @@ def test_what_cannot_be_a_start_is_one_line_before_anything_is_written(exported,
     assert message in printed.err
     assert printed.err.count("\n") == 1
     assert not (tmp_path / "run").exists()
+
+
+def test_a_vocabulary_padded_beyond_the_tokenizer_keeps_its_rows(config, exported, tmp_path, capsys):
+    start = shutil.copytree(exported, tmp_path / "start")
+    change_config(start, vocab_size=576)
+    tensors = load_file(start / "model.safetensors")
+    names = [name for name, tensor in tensors.items() if tensor.shape[0] == 512]
+    assert names
+    for name in names:
+        tensors[name] = torch.cat([tensors[name], torch.full((64, tensors[name].shape[1]), -0.5)])
+    save_file(tensors, start / "model.safetensors")
+    run, again = str(tmp_path / "run"), tmp_path / "again"
+    assert main(["train", str(config), "--init-from", str(start), "--dump-dir", run, "--set", "training.steps=1"]) == 0
+    assert "64 of the model's 576 tokens are padding" in capsys.readouterr().err
+    assert main(["export", run, str(again)]) == 0
+    assert json.loads((again / "config.json").read_text())["vocab_size"] == 576
+    assert load_file(again / "model.safetensors")[names[0]][512:].mean() == pytest.approx(-0.5, abs=0.01)
 
 
 def test_a_start_of_transformers_4_and_its_loss(config, exported, tmp_path):

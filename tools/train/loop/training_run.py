@@ -125,6 +125,9 @@ class TrainingRun:
         log.info(
             "model: %s, %.2f M parameters; data: %s", config.model["name"], parameters / 1e6, self.corpus.description
         )
+        tokens, rows = self.corpus.facts.get("vocab_size"), config.model.get("vocab_size")
+        if tokens is not None and rows is not None and rows > tokens:
+            log.info("model: %d of the model's %d tokens are padding, which the tokenizer lacks", rows - tokens, rows)
         kind = "tokens" if config.data.name is None else "images"
         log.info("training: steps %d to %d, %s %s a step", start + 1, self.steps, f"{self._tokens_per_step:,}", kind)
         if any(end >= self.steps for end in config.masking_schedule.ends):
