@@ -19,7 +19,7 @@ from ..config.schema import Config
 from ..distributed.agreement import Ranks, gather_json, start_max
 from ..distributed.hosts import machine_id
 from ..distributed.tensors import outside_inference_mode
-from ..errors import ConfigError, DataError, shorten
+from ..errors import ConfigError, DataError, ModelError, shorten
 from ..subnetwork.carve import pass_throughs
 from ..sync.between import BetweenGroups
 from .buffers import agree_on_buffers
@@ -204,8 +204,15 @@ class FullModel:
     def save_pretrained(self, save_directory: str | Path) -> None:
         """Write the whole model's weights to ``save_directory/model.safetensors``. Collective.
 
-        A Hugging Face model's configuration is written too, for ``from_pretrained``.
+        A Hugging Face model's configuration is written too, for ``from_pretrained``. Raises
+        ModelError for a PEFT model, whose names neither transformers nor PEFT reads.
         """
+        if any(kind.__module__.partition(".")[0] == "peft" for kind in type(self._store.module).__mro__):
+            raise ModelError(
+                "engine.save_pretrained: a PEFT model, whose names in memory neither transformers nor PEFT reads; "
+                "call engine.full_state_dict() on all ranks, on rank 0 load it into the PEFT model of a newly built "
+                "base (load_state_dict), and call that model's own save_pretrained, or merge_and_unload first"
+            )
         self._write(Path(save_directory), "model.safetensors", None)
 
     def save_16bit_model(

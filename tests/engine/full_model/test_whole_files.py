@@ -10,7 +10,8 @@ import sdp
 import torch
 import torch.distributed as dist
 from safetensors.torch import load_file
-from sdp.engine.errors import CheckpointError
+from sdp.engine.errors import CheckpointError, ModelError
+from sdp.tests.support import models
 from sdp.tests.support.cases import Case
 from sdp.tests.support.ranks import RankPool
 
@@ -81,3 +82,24 @@ def test_a_folder_that_cannot_be_written_is_one_line_on_every_rank(ranks: RankPo
     first, second = ranks.run(_save_below_a_file, tmp_path, world=2, timeout=60)
     assert first == second
     assert len(first) == 2 and all("below: the model cannot be written (" in error for error in first)
+
+
+class _Adapted(torch.nn.Module):
+    """Has the parts of PEFT's model that count here: its package and its names."""
+
+    __module__ = "peft.peft_model"
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.base_model = models.mlp()
+
+    def forward(self, inputs: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        return self.base_model(inputs, labels)
+
+
+@pytest.mark.usefixtures("one_rank")
+def test_names_of_peft_are_refused(tmp_path: Path) -> None:
+    engine = sdp.initialize(model=_Adapted(), config=Case(1, 1, placement="full").config())[0]
+    with pytest.raises(ModelError, match=r"a PEFT model, .*; call engine.full_state_dict\(\) on all ranks"):
+        engine.save_pretrained(tmp_path / "out")
+    assert not (tmp_path / "out").exists()
