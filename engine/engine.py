@@ -86,8 +86,9 @@ class SDPEngine:
         self._zero3_consolidated_16bit_state_dict = self._full.consolidated_16bit_state_dict  # DeepSpeed's name
         self.save_pretrained, self.save_16bit_model = self._full.save_pretrained, self._full.save_16bit_model
         self._checkpoints = Checkpoints(self)
-        self.save_checkpoint, self.load_checkpoint = self._checkpoints.save, self._checkpoints.load
-        self.wait_for_checkpoint = self._checkpoints.wait
+        self.save_checkpoint = self._checkpoints.save_checkpoint
+        self.load_checkpoint = self._checkpoints.load_checkpoint
+        self.wait_for_checkpoint = self._checkpoints.wait_for_checkpoint
         self.tput_timer = ThroughputTimer()
         self.monitor = DeepSpeedMonitor(config, writes=self.global_rank == 0)
         self.local_training.follow(0)
@@ -103,8 +104,7 @@ class SDPEngine:
         self._syncing, self._reduced = True, False
         self._is_accumulating = False  # whether a step has begun, and its last micro-batch is still to come
         self._zeroed_in_vain = False  # whether a line has said so
-        if optimizer is store.optimizer:  # DeepSpeed's own one drops gradients itself
-            optimizer.zero_grad = self.zero_grad  # type: ignore[method-assign]
+        optimizer.zero_grad = self.zero_grad  # type: ignore[method-assign]
         known = {name for one in store.stepped.values() if one.group is not None for name in one.names}
         self._optimized = OptimizedParameters(store.parameters, known, self.layout, store.optimizer, self.global_rank)
 
@@ -281,8 +281,8 @@ class SDPEngine:
                 torch._foreach_mul_([local_tensor(gradient) for gradient in gradients], 1 / scaler.cur_scale)
             if max_norm > 0:
                 clip_(gradients, norm, max_norm)
+            del gradients
             groups.step()
-        del gradients
         groups.forget_gradients()  # frees their memory before the weights are cast and sent
         if not is_skipped:
             groups.refresh_trained()
@@ -301,7 +301,7 @@ class SDPEngine:
 
     def _count_step(self) -> None:
         """Count a step that was taken, or that all groups skipped."""
-        self.forget_micro_batches()
+        self._begin_step()
         self.global_steps += 1
         self.global_samples += self._batch.train
         self.tput_timer.global_samples += self._batch.train
@@ -327,9 +327,11 @@ class SDPEngine:
 
     def forget_micro_batches(self) -> None:
         """Drop the gradients and the losses since the last step, which is then made again."""
-        self._is_accumulating = False
-        self.zero_grad()
-        self._losses, self._reduced = [], False
+        self._begin_step()
+        self.groups.forget_gradients()
+
+    def _begin_step(self) -> None:
+        self._is_accumulating, self._losses, self._reduced = False, [], False
         if self._weights is not None:
             self._weights.clear()
 
@@ -484,8 +486,10 @@ class SDPEngine:
 
         Raises HolderMismatchError, which names the unit.
         """
-        outer = self.groups.local and self.groups.local.outer
-        self.groups.check_holders(outer and outer.anchors, outer and outer.optimizer)
+        if (local := self.groups.local) is None:
+            self.groups.check_holders(self.store.optimizer)
+        else:
+            self.groups.check_holders(local.outer.optimizer, local.anchors, local.outer.anchors)
 
     def get_global_grad_norm(self) -> float | None:
         """The norm of the last step's full averaged gradient before clipping. None before a step.

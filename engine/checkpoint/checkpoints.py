@@ -24,8 +24,7 @@ log = logging.getLogger("sdp")
 
 
 class Checkpoints:
-    """Saves and loads the whole state of a run. The engine has these methods under DeepSpeed's
-    names: ``save_checkpoint``, ``load_checkpoint`` and ``wait_for_checkpoint``.
+    """Saves and loads the whole state of a run. The engine has these methods, too.
 
     Args:
         engine: the engine (:class:`~sdp.engine.engine.SDPEngine`).
@@ -37,7 +36,7 @@ class Checkpoints:
         self._saver = Saver(alone=engine.world_size == 1, device=engine.device)
 
     @outside_inference_mode()
-    def save(
+    def save_checkpoint(
         self,
         save_dir: str | Path,
         tag: str | float | None = None,
@@ -61,7 +60,7 @@ class Checkpoints:
             exclude_frozen_parameters: Has no effect but a warning. A checkpoint has all weights.
             keep: Keep only this many of the checkpoints that are named after steps.
             background: Return when all is copied to host memory; write while training continues.
-                :meth:`wait` raises the error of a save that failed.
+                :meth:`wait_for_checkpoint` raises the error of a save that failed.
 
         Raises:
             CheckpointError: Nothing could be written, or ``client_state`` has other values.
@@ -81,12 +80,12 @@ class Checkpoints:
         )  # fmt: skip
         return True
 
-    def wait(self, *, block: bool = True) -> None:
+    def wait_for_checkpoint(self, *, block: bool = True) -> None:
         """End a background save and raise its error. Without ``block``, only if it is done."""
         self._saver.wait(block=block)
 
     @outside_inference_mode()
-    def load(
+    def load_checkpoint(
         self,
         load_dir: str | Path,
         tag: str | float | None = None,

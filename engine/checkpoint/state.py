@@ -128,7 +128,7 @@ class SavedState:
 
     def outer(self, local: LocalSteps) -> Tensors:
         """Return the state of the outer optimizer by key."""
-        return self._state_of(local.outer.optimizer, local.anchors, "outer")
+        return self._state_of(local.outer.optimizer, local.outer.anchors, "outer")
 
     def of_local_steps(self, local: LocalSteps) -> Tensors:
         """Return what this rank's group has by itself, and the outer state, by key."""

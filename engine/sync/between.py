@@ -174,6 +174,7 @@ class BetweenGroups:
 
     def step(self) -> None:
         """Let the store step. Copies of other groups get the old weights before."""
+        self._final.forget()  # DeepSpeed frees gradients while it steps
         self.finish_refresh()
         self.store.step()
 
@@ -227,19 +228,23 @@ class BetweenGroups:
     # -- agreement ---------------------------------------------------------------------------------
 
     def check_holders(
-        self, weights: Mapping[str, torch.Tensor] | None = None, optimizer: Optimizer | None = None
+        self,
+        optimizer: Optimizer,
+        weights: Mapping[str, torch.Tensor] | None = None,
+        owners: Mapping[str, torch.Tensor] | None = None,
     ) -> None:
         """Compare weights and optimizer state bit by bit between holders. Collective.
 
         Args:
+            optimizer: whose state is compared.
             weights: compared in place of the store's tensors of the same keys.
-            optimizer: whose state is compared; by default the store's.
+            owners: the tensors to which the state of the same keys belongs.
 
         Raises:
             HolderMismatchError: Two holders differ.
         """
         if self.context.world_size > 1:
-            check_holders(self.store, weights or {}, optimizer or self.store.optimizer)
+            check_holders(self.store, optimizer, weights or {}, owners or {})
 
     def names_of_param_groups(self) -> list[list[str]]:
         """Return the canonical names of the parameters in each parameter group of the optimizer."""

@@ -35,13 +35,19 @@ def checksum(tensors: Iterable[torch.Tensor]) -> int:
     return total
 
 
-def check_holders(store: GroupStore, weights: Mapping[str, torch.Tensor], optimizer: Optimizer) -> None:
+def check_holders(
+    store: GroupStore,
+    optimizer: Optimizer,
+    weights: Mapping[str, torch.Tensor],
+    owners: Mapping[str, torch.Tensor],
+) -> None:
     """Compare every unit's weights and optimizer state bitwise across its holders. Collective.
 
     Args:
         store: This rank's share of its group.
+        optimizer: The optimizer, whose state is compared too.
         weights: Compared in place of the store's tensors of the same keys.
-        optimizer: The optimizer of these tensors, whose state is compared too.
+        owners: The tensors to which the state of the same keys belongs, if not those of the store.
 
     Raises:
         HolderMismatchError: Two holders differ. It is raised on every rank and names the unit and
@@ -54,8 +60,11 @@ def check_holders(store: GroupStore, weights: Mapping[str, torch.Tensor], optimi
         held = [(key, one) for key, one in store.stepped.items() if one.unit == unit]
         whole = [(key, one) for key, one in held if not one.is_cut]  # equal on all tensor-parallel ranks
         for row, members in enumerate((held, whole)):
-            tensors = [weights.get(key, one.tensor) for key, one in members]
-            mine[row, index] = checksum(t for tensor in tensors for t in (tensor, *_state_of(optimizer, tensor)))
+            mine[row, index] = checksum(
+                tensor
+                for key, one in members
+                for tensor in (weights.get(key, one.tensor), *_state_of(optimizer, owners.get(key, one.tensor)))
+            )
     everyones = mine.new_empty((layout.mesh.world_size, *mine.shape))
     dist.all_gather(list(everyones.unbind()), mine)
     for index, unit in enumerate(names):

@@ -76,6 +76,24 @@ def test_a_resume_goes_on_bit_for_bit(ranks: RankPool, tmp_path: Path, case: Cas
         assert differing == []
 
 
+def _saved_while_the_module_has_the_anchors(case: Case, folder: str) -> list[str]:
+    """Save in a round, as usual and as in ``engine.recalibrated``. Returns what differs."""
+    engine = engine_of(case)
+    _train(engine, case, 0, 5)
+    before = _everything(engine)
+    with engine.groups.local.anchored():
+        engine.save_checkpoint(folder)
+        inside = _everything(engine)
+    assert before.keys() == inside.keys()
+    return [key for key in before if not torch.equal(before[key], inside[key])]
+
+
+def test_a_save_amid_anchors_is_the_same(ranks: RankPool, tmp_path: Path) -> None:
+    case = Case(2, 1, optimizer="adamw", sync='{"every": 3}')
+    for differing in ranks.run(_saved_while_the_module_has_the_anchors, case, str(tmp_path), world=case.world):
+        assert differing == []
+
+
 def _save_midway(case: Case, folder: str) -> tuple[Any, Any]:
     """Train two steps, save, and return the full weights and the moments of this rank's group."""
     engine = engine_of(case)
