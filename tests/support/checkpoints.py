@@ -63,16 +63,18 @@ def merge_moments(answers: list[tuple[Any, ...]]) -> dict[str, torch.Tensor]:
 
 def save_one_step(folder: Path) -> dict[str, torch.Tensor]:
     """Train ALONE for one step, save it, and return the weights."""
-    engine = engine_of(ALONE)
-    one_step(engine, ALONE, 0, data_rank=0)
-    engine.step()
-    engine.save_checkpoint(folder)
-    return {name: value.clone() for name, value in engine.full_state_dict().items()}
+    with rank_alone():
+        engine = engine_of(ALONE)
+        one_step(engine, ALONE, 0, data_rank=0)
+        engine.step()
+        engine.save_checkpoint(folder)
+        return {name: value.clone() for name, value in engine.full_state_dict().items()}
 
 
 def load_alone(folder: Path, tag: str | None = None) -> Any:
     """Load a checkpoint into an engine of one rank."""
-    return engine_of(ALONE).load_checkpoint(folder, tag)
+    with rank_alone():
+        return engine_of(ALONE).load_checkpoint(folder, tag)
 
 
 def refusal_of_load(folder: Path, tag: str | None = None) -> str:
