@@ -16,6 +16,7 @@ from sdp.engine.errors import CheckpointError
 from sdp.tests.support import models
 from sdp.tests.support.case_tables import SCHEDULED_STEPS
 from sdp.tests.support.cases import Case, data_rank_of, engine_of, one_step, whole
+from sdp.tests.support.ranks import rank_alone
 from torch import nn
 
 SOURCE = Case(2, 2, stage=3, optimizer="adamw", placement="mixed")
