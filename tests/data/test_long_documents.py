@@ -195,15 +195,3 @@ def test_the_command_names_the_file_and_leaves_nothing(tmp_path, monkeypatch, ca
     assert [path.name for path in tmp_path.iterdir()] == ["a.jsonl.zst"]
     assert main([*command.split(), "0"]) == 2
     assert main([*command.split(), "6000"]) == 0
-
-
-def test_an_error_removes_what_was_written_and_no_other_file(tmp_path):
-    path = tmp_path / "a.jsonl"
-    path.write_text("".join(json.dumps({"text": WORDS * 5 + str(i)}) + "\n" for i in range(200)) + "{\n")
-    out = tmp_path / "out"
-    out.mkdir()
-    (out / "notes.md").write_text("mine")
-    more = {"tokenizer": "sentencepiece", "vocab_size": 300, "shard_tokens": 500}
-    with pytest.raises(DataError, match="line 201: not valid JSON"):
-        prepare(**arguments(str(path), out, **more))
-    assert [file.name for file in out.iterdir()] == ["notes.md"]

@@ -328,18 +328,6 @@ def test_a_killed_worker_or_command_leaves_nothing(tmp_path, victim):
     assert all(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z" for pid in alive)
 
 
-@pytest.mark.parametrize("start", range(0, 600, 20))
-def test_a_few_documents_have_both_splits(tmp_path, start):
-    """By their hashes alone, one in five corpora of 32 documents would hold none out."""
-    path = write_json_lines(tmp_path / "a.jsonl", [f"text {number}" for number in range(start, start + 32)])
-    index = quiet([path], tmp_path / "out", held_out=0.05)
-    assert index["splits"]["held_out"]["documents"] >= 1
-    assert index["splits"]["train"]["documents"] >= 16
-    two = write_json_lines(tmp_path / "b.jsonl", [f"a {start}", f"b {start}"])
-    splits = quiet([two], tmp_path / "two", held_out=0.05)["splits"]
-    assert [splits[name]["documents"] for name in ("train", "held_out")] == [1, 1]
-
-
 def test_workers_need_no_torch():
     code = "import sys, sdp.tools.prepare, sdp.data.encode; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

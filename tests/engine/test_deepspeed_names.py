@@ -157,10 +157,3 @@ def test_the_model_stays_where_it_is() -> None:
     ):
         with pytest.raises(sdp.ConfigError, match="the model"):
             call()
-
-
-def test_the_consolidated_weights_are_the_full_models() -> None:
-    engine = _engine()
-    state = engine._zero3_consolidated_16bit_state_dict()
-    assert state is not None
-    assert state.keys() == engine.module.state_dict().keys()

@@ -4,7 +4,6 @@ torch, and one of a load that drops steps.
 
 from __future__ import annotations
 
-import warnings
 from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
@@ -13,7 +12,7 @@ import pytest
 import torch.distributed as dist
 from sdp.engine.errors import NonFiniteError
 from sdp.tests.support import models
-from sdp.tests.support.cases import Case, data_rank_of, engine_of, one_step, train
+from sdp.tests.support.cases import Case, data_rank_of, engine_of, one_step
 from sdp.tests.support.ranks import RankPool
 
 PATIENCE = timedelta(seconds=60)
@@ -71,19 +70,6 @@ def test_all_ranks_end_after_the_same_step(ranks: RankPool) -> None:
     message, steps, skipped = first
     assert "at step 11, for the 11. time in a row" in message
     assert steps == skipped == 12
-
-
-def _train_strictly(case: Case) -> None:
-    """Train, where a call of a deprecated function of torch is an error."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("error", FutureWarning)
-        train(case)
-
-
-@pytest.mark.parametrize("case", [Case(2, 1, sync='{"every": 2, "compression": "int8"}'),
-                                  Case(1, tp=2, placement="full", model="even-llama")], ids=str)  # fmt: skip
-def test_no_function_is_called_that_torch_deprecates(ranks: RankPool, case: Case) -> None:
-    ranks.run(_train_strictly, case, world=2)
 
 
 @pytest.mark.usefixtures("one_rank")

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from sdp.engine.errors import ConfigError, HolderMismatchError, ModelError
 from sdp.tests.support import models
-from sdp.tests.support.cases import zero_of
+from sdp.tests.support.cases import said, zero_of
 from sdp.tests.support.ranks import RankPool
 from torch import nn
 from torch.nn.utils import clip_grad_norm_
@@ -253,13 +253,10 @@ def half_frozen() -> nn.Module:
 
 
 def _unfrozen(stage: int, groups: int, given: str) -> list[str]:
-    model, records = half_frozen(), []
-    handler = logging.Handler(logging.WARNING)
-    handler.emit = lambda record: records.append(record.getMessage())  # type: ignore[method-assign]
+    model = half_frozen()
     more = {"optimizer": {"optimizer": torch.optim.SGD(model.parameters(), lr=0.1)}, "config": {}}[given]
     engine, optimizer, _, _ = engine_of("fsdp2", stage, groups, model=model, **more)
-    logging.getLogger("sdp").addHandler(handler)
-    try:
+    with said(logging.WARNING) as lines:
         for step in range(3):
             if step == 1:
                 engine.module.layers[0].requires_grad_(True)
@@ -270,9 +267,7 @@ def _unfrozen(stage: int, groups: int, given: str) -> list[str]:
         engine.backward(engine(batch(3)))
         with pytest.raises(ConfigError, match="add_param_group: parameter groups cannot change"):
             engine.step()
-    finally:
-        logging.getLogger("sdp").removeHandler(handler)
-    return records
+    return lines
 
 
 @pytest.mark.parametrize("given", ["config", "optimizer"])

@@ -122,17 +122,6 @@ sys.exit(2)
     assert not list((tmp_path / "logs").glob("*.error"))
 
 
-def test_reported_error_of_a_rank_that_hangs_afterwards_ends_the_job(tmp_path: Path) -> None:
-    body = """
-if rank == 1:
-    report_fatal("sdp: error: lost", 2, above)
-time.sleep(60)
-"""
-    code, _, err = Job(tmp_path, body).end()
-    assert code == 2
-    assert err.splitlines() == ["sdp: error: lost"]
-
-
 def test_killed_rank_is_named_with_its_log(tmp_path: Path) -> None:
     body = """
 if rank == 2:

@@ -151,26 +151,16 @@ def test_only_the_ratio_of_weights_counts_to_the_last_bit(ranks: RankPool) -> No
         assert all(torch.equal(value, other[name]) for name, value in first.items())
 
 
-def _mixed() -> dict[str, torch.Tensor] | None:
+def _mixed(first: float | None) -> dict[str, torch.Tensor] | None:
     engine = engine_of(Case(2, 1, 0, 2))
-    for weight in (1.0, 3.0 + dist.get_rank()):
-        micro = int(weight > 1)
-        engine.backward(engine(models.micro_batch("mlp", 0, micro, dist.get_rank())), weight=weight)
-        engine.step()
-    return engine.full_state_dict()
-
-
-def _mixed_with_none() -> dict[str, torch.Tensor] | None:
-    engine = engine_of(Case(2, 1, 0, 2))
-    for weight in (None, 3.0 + dist.get_rank()):
-        micro = int(weight is not None)
+    for micro, weight in enumerate((first, 3.0 + dist.get_rank())):
         engine.backward(engine(models.micro_batch("mlp", 0, micro, dist.get_rank())), weight=weight)
         engine.step()
     return engine.full_state_dict()
 
 
 def test_no_weight_is_a_weight_of_one(ranks: RankPool) -> None:
-    expected, ours = ranks.run(_mixed, world=2)[0], ranks.run(_mixed_with_none, world=2)[0]
+    expected, ours = (ranks.run(_mixed, first, world=2)[0] for first in (1.0, None))
     for name, value in expected.items():
         torch.testing.assert_close(ours[name], value, rtol=0, atol=1e-6)
 

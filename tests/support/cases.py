@@ -184,13 +184,13 @@ def engine_of(case: Case, engine: str = "fsdp2", **sections: Any) -> Any:
 
 
 @contextlib.contextmanager
-def said() -> Iterator[list[str]]:
-    """Collect what the engine logs on this rank."""
+def said(least: int = logging.INFO) -> Iterator[list[str]]:
+    """Collect what the engine logs on this rank, from the level ``least`` on."""
     lines, log = list[str](), logging.getLogger("sdp")
-    handler, level = logging.Handler(), log.level
+    handler, level = logging.Handler(least), log.level
     handler.emit = lambda record: lines.append(record.getMessage())
     log.addHandler(handler)
-    log.setLevel(logging.INFO)
+    log.setLevel(least)
     try:
         yield lines
     finally:

@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import sdp
 import torch
-import torch.distributed as dist
 from sdp.engine.accounting.memory_probe import peak_tensor_bytes
 from sdp.engine.distributed.fake_world import fake_world
 from torch import nn
-from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.profiler import ProfilerActivity, profile
 from torch.utils.checkpoint import checkpoint
 
@@ -105,33 +103,6 @@ def test_activation_checkpointing(checkpointed: bool, activations: int):
     assert peak_tensor_bytes(step, nn.ModuleList(blocks), optimizer, CPU) == pytest.approx(
         activations * ACTIVATION, rel=0.01
     )
-
-
-@pytest.fixture
-def alone() -> Iterator[None]:
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    yield
-    dist.destroy_process_group()
-
-
-@pytest.mark.parametrize(
-    ("policy", "weights", "rows"),
-    [
-        # Four weights, three gradients, and of the first layer: the gathered weight, its gradient,
-        # and the reduction's copy.
-        (MixedPrecisionPolicy(), 10, 2),
-        # The same with the gathered weight and its gradient in two bytes.
-        (MixedPrecisionPolicy(torch.bfloat16, torch.float32), 9, 1),
-    ],
-)
-@pytest.mark.usefixtures("alone")
-def test_gathered_copies_of_fsdp2_count_while_they_exist(policy: MixedPrecisionPolicy, weights: int, rows: int):
-    model = chain()
-    mesh = dist.init_device_mesh("cpu", (1,))
-    for module in (*model, model):
-        fully_shard(module, mesh=mesh, mp_policy=policy)
-    expected = weights * WEIGHT + rows * ACTIVATION
-    assert probe(model, torch.optim.SGD(model.parameters())) == pytest.approx(expected, rel=0.01)
 
 
 def allocator_peak(step: Callable[[], None]) -> int:

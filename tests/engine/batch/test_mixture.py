@@ -127,16 +127,6 @@ def test_a_source_goes_on_after_it_was_away_and_in_another_place():
     assert sorted([*before, *later[: SAMPLES[1] - len(before)]]) == list(range(SAMPLES[1]))
 
 
-def test_every_rank_reads_every_source():
-    for rank in range(2):
-        counts = Counter(source_of(index) for index in read(sampler([1.0, 1.0], 1, rank, 2), BLOCK // 2))
-        assert min(counts.values()) > BLOCK // 8
-
-
-def test_a_weight_of_zero_reads_nothing():
-    assert all(index < SAMPLES[0] for index in read(sampler([1.0, 0.0]), 2000))
-
-
 class Numbers:
     sources = sources([3.0, 1.0])
 

@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import argparse
 import collections
-import json
 import signal
 from pathlib import Path
 from typing import Any
@@ -115,14 +114,6 @@ def test_the_file_of_tensors_is_checked(small: Path) -> None:
     file.write_bytes(content)
     with pytest.raises(CheckpointError, match=r"client_state\.safetensors: damaged"):
         engine.load_checkpoint(small)
-
-
-def test_a_checkpoint_that_is_not_the_newest(small: Path) -> None:
-    engine = engine_of(ALONE)
-    engine.save_checkpoint(small, "aside", save_latest=False)
-    assert json.loads((small / "latest.json").read_text()) == {"tag": "step-1"}
-    assert engine.load_checkpoint(small)[0] == str(small / "step-1")
-    assert engine.load_checkpoint(small, "aside")[0] == str(small / "aside")
 
 
 def _load_in_parts(case: Case, folder: str) -> None:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
-import importlib.util
 import json
 from dataclasses import replace
 from pathlib import Path
@@ -16,7 +14,6 @@ from sdp.engine.errors import CheckpointError
 from sdp.tests.support.cases import Case, data_rank_of, engine_of, one_step
 from sdp.tests.support.ranks import RankPool
 
-needs_deepspeed = pytest.mark.skipif(importlib.util.find_spec("deepspeed") is None, reason="deepspeed is not installed")
 OVERLAP = '{"every": 4, "fragments": 2, "overlap": 1, "compression": "int8"}'
 CASES = [
     Case(2, 2, stage=3, optimizer="adamw", model="llama-tied-meta", sync='{"every": 3}'),
@@ -167,29 +164,6 @@ def test_the_position_in_the_round_is_in_the_state(ranks: RankPool, tmp_path: Pa
     ranks.run(_save_midway, case, str(tmp_path), world=2)
     state = json.loads((tmp_path / "step-2" / "state.json").read_text())
     assert state["sync"] == {"outer_steps": 0, "steps_alone": 2, "travelling": 1, "fragments": 2}
-
-
-def _continue(case: Case, kind: str, folder: str) -> tuple[Any, list[float]]:
-    """Load, train two steps more, and return the full model and the losses."""
-    engine = engine_of(case, kind)
-    engine.load_checkpoint(folder)
-    losses = _train(engine, case, 2, 4)
-    return engine.full_state_dict(), losses
-
-
-@needs_deepspeed
-@pytest.mark.parametrize("stage", [pytest.param(1, marks=pytest.mark.full_table), 3])
-def test_deepspeed_goes_on_as_fsdp2_does(ranks: RankPool, tmp_path: Path, stage: int) -> None:
-    """From a checkpoint in the middle of a round of local steps, which DeepSpeed does not take."""
-    target = Case(2, 2, stage=stage, optimizer="adamw", clip=True)
-    source = replace(target, sync='{"every": 3, "fragments": 3}')
-    ranks.run(_save_midway, source, str(tmp_path), world=source.world)
-    answers = ranks.run(_continue, target, "deepspeed", str(tmp_path), world=target.world)
-    theirs = ranks.run(_continue, replace(target, stage=0), "fsdp2", str(tmp_path), world=target.world)
-    for name, weight in theirs[0][0].items():
-        torch.testing.assert_close(answers[0][0][name], weight, rtol=0, atol=1e-5 * weight.abs().max().item(), msg=name)
-    means = [torch.tensor([own for _, own in of], dtype=torch.float64).mean(0).tolist() for of in (answers, theirs)]
-    assert means[0] == pytest.approx(means[1], rel=1e-5)
 
 
 def _finished_twice(case: Case, folder: str) -> tuple[bool, bool]:

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import copy
 import importlib.util
+import logging
 from typing import Any
 
 import pytest
 import sdp
 import torch.distributed as dist
 from sdp.tests.support import models
-from sdp.tests.support.cases import Case, one_step
+from sdp.tests.support.cases import Case, one_step, said
 from sdp.tests.support.ranks import RankPool
 
 needs_deepspeed = pytest.mark.skipif(importlib.util.find_spec("deepspeed") is None, reason="deepspeed is not installed")
@@ -19,12 +20,6 @@ CASE = Case(2, 1, optimizer="adamw", placement="cyclic")
 
 def _warnings(engine: str, folder: str) -> dict[str, list[str]]:
     """What rank 0 says at each load, by what was changed in the configuration."""
-    import logging
-
-    said: list[str] = []
-    handler = logging.Handler(logging.WARNING)
-    handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
-    logging.getLogger("sdp").addHandler(handler)
 
     def build(**change: Any) -> sdp.SDPEngine:
         config = copy.deepcopy(CASE.config(engine))
@@ -50,12 +45,11 @@ def _warnings(engine: str, folder: str) -> dict[str, list[str]]:
     }
     for name, change in changes.items():
         loaded = build(**change)
-        said.clear()
-        loaded.load_checkpoint(folder, "plain" if change.get("plain") else "scheduled")
-        found[name] = [line for line in said if "other settings" in line]
+        with said(logging.WARNING) as lines:
+            loaded.load_checkpoint(folder, "plain" if change.get("plain") else "scheduled")
+        found[name] = [line for line in lines if "other settings" in line]
         if name == "optimizer":
             assert set(loaded.rates_of_parameters().values()) == {0.02}  # the checkpoint's, as in DeepSpeed
-    logging.getLogger("sdp").removeHandler(handler)
     return found
 
 

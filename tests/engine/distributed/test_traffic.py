@@ -128,23 +128,6 @@ def test_every_group_without_a_unit_receives_it_once(groups: int, holders: int) 
         assert [len(ways) for ways in partners.values()] == [2] * groups
 
 
-@pytest.mark.parametrize("groups", [2, 3, 4])
-def test_as_many_copies_are_sent_as_groups_receive(groups: int) -> None:
-    """A group receives what it does not hold, so somebody sends it; of a ring the last sends
-    nothing.
-    """
-    config = Case(groups, 1, placement="cyclic", masking="backward").config()
-    config["sdp"]["capacity"] = 1 / groups
-    layout = Layout.of(models.mlp(blocks=6), load_config(config), Mesh(groups))
-    plans = [plan_traffic(layout, rank, stage=0, accumulation=1, compute_bytes=4).by_kind() for rank in range(groups)]
-    received = sum(4 * info.numel for group in range(groups) for info in layout.frozen(group))
-    assert (
-        sum(plan["between groups/broadcast"] for plan in plans)
-        == received
-        == (groups - 1) * 4 * _numel(("layers",)) * 6 // 4
-    )
-
-
 def test_what_would_need_too_many_communicators_is_sent_by_one_holder() -> None:
     """Of 120 sets of 3 of 10 groups some are shared out, those of the most parameters first, and
     every set is served.

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from sdp.engine.errors import OutOfMemoryError
 from sdp.engine.full_model.whole_copy import check_room, free_bytes
 from sdp.tests.support import models
-from sdp.tests.support.cases import Case, data_rank_of, engine_of, one_step
+from sdp.tests.support.cases import Case, data_rank_of, engine_of, one_step, said
 from sdp.tests.support.ranks import RankPool
 from torch import nn
 
@@ -58,21 +58,17 @@ def _generate(device: str, engine_name: str) -> list[str]:
 
 
 def _warnings(engine: Any, tokens: torch.Tensor) -> list[str]:
-    records: list[str] = []
-    handler = logging.Handler()
-    handler.emit = lambda record: records.append(record.getMessage())
-    logging.getLogger("sdp").addHandler(handler)
     batch = {"input_ids": tokens, "labels": tokens}
-    engine.evaluate([batch])
-    engine.evaluate_subnetworks([batch])
-    engine(batch)
-    assert not records
-    engine.eval()
-    with torch.no_grad():
+    with said(logging.WARNING) as records:
+        engine.evaluate([batch])
+        engine.evaluate_subnetworks([batch])
         engine(batch)
-        engine.module(**batch)
-    engine.train()
-    logging.getLogger("sdp").removeHandler(handler)
+        assert not records
+        engine.eval()
+        with torch.no_grad():
+            engine(batch)
+            engine.module(**batch)
+        engine.train()
     return records
 
 
@@ -150,24 +146,3 @@ def _refused() -> str:
 def test_a_model_that_cannot_be_copied_trains_and_says_so(ranks: RankPool) -> None:
     for message in ranks.run(_refused, world=2):
         assert "there is only one" in message and "full_state_dict()" in message
-
-
-@pytest.mark.parametrize(
-    ("neurons", "section"),
-    [(0, {"branch_scale": "train"}), (2, {"branch_scale": "eval"})],
-)
-def test_the_full_model_is_the_one_that_is_evaluated(ranks: RankPool, neurons: int, section: dict[str, str]) -> None:
-    ranks.run(_evaluated, Case(2, 1, model="even-llama", neurons=neurons, **section), world=2)
-
-
-def _evaluated(case: Case) -> None:
-    """Even after a pass with the same rows, of which each group ran its part."""
-    engine = engine_of(case)
-    ids = torch.randint(19, (2, 6), generator=torch.Generator().manual_seed(0))
-    batch = {"input_ids": ids, "labels": ids}
-    engine.backward(engine(batch))
-    engine.step()
-    with engine.full_model() as model, torch.no_grad():
-        loss = model(**batch).item()
-    assert loss == pytest.approx(engine.evaluate([batch]), rel=1e-6)
-    assert abs(loss - engine.evaluate_subnetworks([batch])[0]) > 1e-4 * loss

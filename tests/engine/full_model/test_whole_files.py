@@ -12,7 +12,7 @@ import torch.distributed as dist
 from safetensors.torch import load_file
 from sdp.engine.errors import CheckpointError, ModelError
 from sdp.tests.support import models
-from sdp.tests.support.cases import Case
+from sdp.tests.support.cases import Case, said
 from sdp.tests.support.ranks import RankPool
 
 transformers = pytest.importorskip("transformers")
@@ -28,13 +28,9 @@ def _engine() -> sdp.SDPEngine:
 
 def _save(folder: Path) -> tuple[list[str], int]:
     engine = _engine()
-    records: list[str] = []
-    handler = logging.Handler()
-    handler.emit = lambda record: records.append(record.getMessage())
-    logging.getLogger("sdp").addHandler(handler)
-    partial = engine.module.state_dict()
-    engine.module.state_dict()
-    logging.getLogger("sdp").removeHandler(handler)
+    with said(logging.WARNING) as records:
+        partial = engine.module.state_dict()
+        engine.module.state_dict()
     engine.save_pretrained(folder)
     engine.save_16bit_model(folder / "16bit", "weights.safetensors")
     state = engine.full_state_dict()

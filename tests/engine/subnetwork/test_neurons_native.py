@@ -111,21 +111,6 @@ def test_checkpoints_of_tensor_parallel_parts_of_slices(ranks: RankPool, tmp_pat
         check(ranks.run(_load, target, str(tmp_path), world=4), weights, moments, target)
 
 
-@pytest.mark.parametrize("model", [pytest.param("resnet-meta", marks=pytest.mark.slow), "swin-meta"])
-def test_checkpoints_of_images(ranks: RankPool, tmp_path: Path, model: str) -> None:
-    """Channels with their running statistics, heads and columns of the table of biases."""
-    source = replace(SOURCE, model=model)
-    saved = ranks.run(_train_and_save, source, str(tmp_path), False, world=4)
-    dense = Case(1, 2, stage=1, model=model, optimizer="adamw", placement="full")
-    moments = ranks.run(_load, dense, str(tmp_path), world=2)[0][1]
-    check(saved, saved[0][0], moments, source)
-    for target in (
-        Case(4, 1, neurons=3, model=model, optimizer="adamw", masking="backward"),
-        replace(source, stage=2, neurons=0),
-    ):
-        check(ranks.run(_load, target, str(tmp_path), world=4), saved[0][0], moments, target)
-
-
 def _evaluate(case: Case) -> tuple[float, list[float], float, Any]:
     engine = engine_of(case)
     batches = [models.micro_batch(case.model, 9, index, data_rank_of(case)) for index in range(10)]  # more than a chunk

@@ -128,11 +128,6 @@ def test_the_text_fits_into_100_columns(tmp_path: Path):
     assert headers == [["capacity-1", "capacity-2", "capacity-4"], ["capacity-3", "capacity-4"]]
 
 
-def test_runs_of_the_same_name_are_told_apart(tmp_path: Path):
-    table = render([make_run(tmp_path / "a" / "run"), make_run(tmp_path / "b" / "run")])
-    assert str(tmp_path / "a" / "run") in table.splitlines()[0]
-
-
 def test_json_has_plain_numbers(half: Run, dense: Run):
     report = json.loads(json.dumps(as_json([half, dense])))
     assert report["dense"]["run"] == "dense" and report["dense"]["measured"] is True

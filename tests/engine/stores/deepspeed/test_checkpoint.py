@@ -51,24 +51,15 @@ LLAMA, NEURONS = replace(ADAMW, model="llama-tied"), replace(ADAMW, neurons=2, m
 MOVES = [
     (replace(ADAMW, stage=3), "deepspeed", replace(ADAMW, stage=1), "fsdp2"),
     (replace(LLAMA, stage=3), "fsdp2", replace(LLAMA, stage=2), "deepspeed"),
-    pytest.param(
-        replace(ADAMW, stage=1), "deepspeed", replace(ADAMW, stage=3), "deepspeed", marks=pytest.mark.full_table
-    ),
-    pytest.param(
-        replace(LLAMA, stage=3),
-        "deepspeed",
-        replace(LLAMA, stage=1),
-        "deepspeed",
-        marks=pytest.mark.slow,
-    ),
-    pytest.param(
-        replace(NEURONS, stage=2), "deepspeed", replace(NEURONS, stage=3), "deepspeed", marks=pytest.mark.full_table
-    ),
-    pytest.param(
-        replace(NEURONS, stage=1), "deepspeed", replace(NEURONS, stage=1), "deepspeed", marks=pytest.mark.full_table
-    ),
+    pytest.param(replace(ADAMW, stage=1), "deepspeed", replace(ADAMW, stage=3), "deepspeed",
+        marks=pytest.mark.full_table),
+    pytest.param(replace(LLAMA, stage=3), "deepspeed", replace(LLAMA, stage=1), "deepspeed", marks=pytest.mark.slow),
+    pytest.param(replace(NEURONS, stage=2), "deepspeed", replace(NEURONS, stage=3), "deepspeed",
+        marks=pytest.mark.full_table),
+    pytest.param(replace(NEURONS, stage=1), "deepspeed", replace(NEURONS, stage=1), "deepspeed",
+        marks=pytest.mark.full_table),
     (replace(NEURONS, stage=3), "deepspeed", replace(NEURONS, stage=3), "deepspeed"),
-]
+]  # fmt: skip
 
 
 @pytest.mark.parametrize(("source", "wrote", "target", "reads"), MOVES, ids=lambda value: str(value))

@@ -26,17 +26,13 @@ REFUSED = [
     ({"bf16": {"enabled": True}}, "fp16.enabled: true together with bf16.enabled"),
     ({"fp16": {"enabled": True, "loss_scale": -1}}, "fp16.loss_scale: input should be greater than or equal to 0"),
     ({"fp16": {"enabled": True, "loss_scale_window": 0}}, "fp16.loss_scale_window: input should be greater than 0"),
-    (
-        {"fp16": {"enabled": True, "min_loss_scale": 4, "initial_scale_power": 1}},
-        "fp16: min_loss_scale 4 is more than the scale at",
-    ),
+    ({"fp16": {"enabled": True, "min_loss_scale": 4, "initial_scale_power": 1}},
+        "fp16: min_loss_scale 4 is more than the scale at"),
     ({"fp16": {"enabled": True, "loss_scales": 1}}, "fp16.loss_scales: unknown key, did you mean loss_scale?"),
     ({"fp16": {"enabled": True, "auto_cast": True}}, "fp16.auto_cast: true cannot be honoured"),
-    (
-        {"amp": {"enabled": True}},
-        'amp.enabled: true cannot be honoured by sdp.engine "deepspeed": DeepSpeed has removed it; use',
-    ),
-]
+    ({"amp": {"enabled": True}},
+        'amp.enabled: true cannot be honoured by sdp.engine "deepspeed": DeepSpeed has removed it; use'),
+]  # fmt: skip
 
 
 @pytest.mark.parametrize(

@@ -8,36 +8,9 @@ import importlib.util
 import pytest
 import torch
 import torch.distributed as dist
-from sdp.tests.support import models
-from sdp.tests.support.cases import Case, one_step
 from sdp.tests.support.ranks import RankPool
 
 pytestmark = pytest.mark.skipif(importlib.util.find_spec("deepspeed") is None, reason="deepspeed is not installed")
-
-
-def _partly_frozen(stage: int, bf16: bool) -> None:
-    import sdp
-
-    case = Case(2, 1, stage=stage, model="llama", bf16=bf16)
-    model = models.build(case.model)
-    for parameter in list(model.parameters())[::2]:
-        parameter.requires_grad_(False)
-    expected = {name: p.detach().clone() for name, p in model.named_parameters() if not p.requires_grad}
-    engine = sdp.initialize(model=model, config=case.config("deepspeed"))[0]
-    one_step(engine, case, 0, data_rank=dist.get_rank())
-    engine.step()
-    assert torch.isfinite(torch.tensor(engine.evaluate([models.micro_batch(case.model, 7, 0, dist.get_rank())])))
-    state = engine.full_state_dict()
-    for name, value in expected.items() if dist.get_rank() == 0 else ():
-        rounded = value.bfloat16().float() if bf16 else value
-        assert state[name].dtype == torch.float32 and torch.equal(state[name], rounded), name
-
-
-@pytest.mark.parametrize(
-    ("stage", "bf16"), [(3, False), (1, True), pytest.param(3, True, marks=pytest.mark.full_table)]
-)
-def test_the_full_state_has_parameters_that_the_user_froze(ranks: RankPool, stage: int, bf16: bool) -> None:
-    ranks.run(_partly_frozen, stage, bf16, world=2)
 
 
 def _built_from_huggingface() -> tuple[int, int, int, list[str]]:
@@ -50,12 +23,8 @@ def _built_from_huggingface() -> tuple[int, int, int, list[str]]:
     from transformers import LlamaConfig, LlamaForCausalLM
 
     shape = {
-        "vocab_size": 32,
-        "hidden_size": 32,
-        "intermediate_size": 96,
-        "num_hidden_layers": 16,
-        "num_attention_heads": 2,
-    }
+        "vocab_size": 32, "hidden_size": 32, "intermediate_size": 96, "num_hidden_layers": 16, "num_attention_heads": 2,
+    }  # fmt: skip
     with torch.device("meta"):
         model = LlamaForCausalLM(LlamaConfig(**shape))
     whole = sum(p.numel() * 4 for p in model.parameters())

@@ -73,12 +73,9 @@ def _run(script: str, arguments: list[str]) -> dict[str, Any]:
 @pytest.mark.parametrize(("engine", "stage"), [("fsdp2", 0), ("deepspeed", 2)])
 def test_one_call_is_changed(ranks: RankPool, tmp_path: Path, engine: str, stage: int) -> None:
     arguments = [
-        "--deepspeed",
-        "--deepspeed_config",
-        str(configuration(tmp_path, engine, stage)),
-        "--checkpoint",
+        "--deepspeed", "--deepspeed_config", str(configuration(tmp_path, engine, stage)), "--checkpoint",
         str(tmp_path / "saved"),
-    ]
+    ]  # fmt: skip
     everyone = ranks.run(_run, str(changed(tmp_path)), arguments, world=2)
     for rank, facts in enumerate(everyone):
         assert facts["losses"][-1] < 0.8 * facts["losses"][0]

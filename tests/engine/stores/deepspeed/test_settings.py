@@ -21,40 +21,24 @@ pytestmark = pytest.mark.skipif(importlib.util.find_spec("deepspeed") is None, r
 
 
 REFUSED = [
-    (
-        {"zero_optimization": {"round_robin_gradients": True}},
-        "zero_optimization.round_robin_gradients: true cannot be honoured",
-    ),
-    (
-        {"zero_optimization": {"zero_hpz_partition_size": 2}},
-        "zero_optimization.zero_hpz_partition_size: 2 cannot be honoured",
-    ),
+    ({"zero_optimization": {"round_robin_gradients": True}},
+        "zero_optimization.round_robin_gradients: true cannot be honoured"),
+    ({"zero_optimization": {"zero_hpz_partition_size": 2}},
+        "zero_optimization.zero_hpz_partition_size: 2 cannot be honoured"),
     ({"zero_optimization": {"mics_shard_size": 2}}, "zero_optimization.mics_shard_size: 2 cannot be honoured"),
-    (
-        {"zero_optimization": {"zero_quantized_gradients": True}},
-        "zero_optimization.zero_quantized_gradients: true cannot be honoured",
-    ),
-    (
-        {"zero_optimization": {"zero_quantized_weights": True}},
-        "zero_optimization.zero_quantized_weights: true cannot be honoured",
-    ),
-    (
-        {"zero_optimization": {"offload_optimizer": {"device": "nvme"}}},
-        'zero_optimization.offload_optimizer.device: "nvme" cannot',
-    ),
-    (
-        {"zero_optimization": {"offload_param": {"device": "cpu"}}},
-        'zero_optimization.offload_param.device: "cpu" cannot be honoured',
-    ),
+    ({"zero_optimization": {"zero_quantized_gradients": True}},
+        "zero_optimization.zero_quantized_gradients: true cannot be honoured"),
+    ({"zero_optimization": {"zero_quantized_weights": True}},
+        "zero_optimization.zero_quantized_weights: true cannot be honoured"),
+    ({"zero_optimization": {"offload_optimizer": {"device": "nvme"}}},
+        'zero_optimization.offload_optimizer.device: "nvme" cannot'),
+    ({"zero_optimization": {"offload_param": {"device": "cpu"}}},
+        'zero_optimization.offload_param.device: "cpu" cannot be honoured'),
     ({"zero_optimization": {"param_alignment": 8}}, "zero_optimization.param_alignment: unknown key"),
-    (
-        {"tensor_parallel": {"autotp_size": 2}},
-        'tensor_parallel.autotp_size: 2 is not available in this version together with sdp.engine "deepspeed"',
-    ),
-    (
-        {"training": {"compile": True}},
-        'training.compile: true is not available in this version together with sdp.engine "deepspeed"',
-    ),
+    ({"tensor_parallel": {"autotp_size": 2}},
+        'tensor_parallel.autotp_size: 2 is not available in this version together with sdp.engine "deepspeed"'),
+    ({"training": {"compile": True}},
+        'training.compile: true is not available in this version together with sdp.engine "deepspeed"'),
     ({"communication_data_type": "bf16"}, 'communication_data_type: "bf16" cannot be honoured'),
     ({"data_types": {"grad_accum_dtype": "bf16"}}, 'data_types.grad_accum_dtype: "bf16" cannot be honoured'),
     ({"elasticity": {"enabled": True}}, "elasticity.enabled: true cannot be honoured"),
@@ -62,11 +46,9 @@ REFUSED = [
     ({"autotuning": {"enabled": True}}, "autotuning.enabled: true cannot be honoured"),
     ({"mesh_param": [2, 2]}, "mesh_param: unknown key"),
     ({"sdp": {"sync": {"every": 2}}}, 'sdp.sync: local steps are not available with sdp.engine "deepspeed"; use'),
-    (
-        {"sdp": {"masking": [{"until": 2, "masking": "forward"}, {"masking": "backward"}]}},
-        'sdp.masking: a schedule is not available with sdp.engine "deepspeed"',
-    ),
-]
+    ({"sdp": {"masking": [{"until": 2, "masking": "forward"}, {"masking": "backward"}]}},
+        'sdp.masking: a schedule is not available with sdp.engine "deepspeed"'),
+]  # fmt: skip
 
 
 @pytest.mark.parametrize(

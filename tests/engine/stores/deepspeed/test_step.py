@@ -21,39 +21,6 @@ from sdp.tests.support.ranks import RankPool
 pytestmark = pytest.mark.skipif(importlib.util.find_spec("deepspeed") is None, reason="deepspeed is not installed")
 
 
-def _nan_in_one_group(case: Case, offload: bool) -> tuple[list[int], bool, bool]:
-    """Skipped steps after each of 4, of which the last rank has a NaN in the second; whether
-    holders agree and steps go on.
-    """
-    engine = engine_of(case, "deepspeed", **offload_settings(case.stage, offload))
-    skipped, states = [], [engine.full_state_dict()]
-    for step in range(4):
-        batch = dict(models.micro_batch(case.model, step, 0, dist.get_rank()))
-        if step == 1 and dist.get_rank() == case.world - 1:
-            batch["x"] = batch["x"] * float("nan")
-        engine.backward(engine(batch))
-        engine.step()
-        skipped.append(engine.skipped_steps)
-        states.append(engine.full_state_dict())
-    engine.check_holders()
-    assert engine.global_steps == 4
-    if dist.get_rank():
-        return skipped, True, True
-    same = [all(torch.equal(a[name], b[name]) for name in a) for a, b in itertools.pairwise(states)]
-    return skipped, same == [False, True, False, False], all(bool(torch.isfinite(t).all()) for t in states[-1].values())
-
-
-MORE_SKIPS = [pytest.param(*case, marks=pytest.mark.full_table) for case in ((1, False), (2, True), (3, True))]
-
-
-@pytest.mark.parametrize(("stage", "offload"), [(3, False), *MORE_SKIPS])
-def test_a_nan_in_one_group_makes_all_skip_the_step(ranks: RankPool, stage: int, offload: bool) -> None:
-    case = Case(2, 2, stage=stage, optimizer="adamw", clip=True)
-    for skipped, only_then, finite in ranks.run(_nan_in_one_group, case, offload, world=case.world):
-        assert skipped == [0, 1, 1, 1]
-        assert only_then and finite
-
-
 class _Watched:
     """A reduction that tells when it is waited for."""
 
@@ -159,39 +126,6 @@ def test_with_one_group_it_is_deepspeed_bit_for_bit(ranks: RankPool, stage: int,
         assert ours == pytest.approx(plain, rel=1e-5) if is_clipped else ours == plain
         assert len(set(plain)) == len(plain)
         assert measured == predicted > 0
-
-
-def _nan_in_one_group_alone(stage: int, offload: bool) -> None:
-    from sdp.engine.errors import NonFiniteError
-
-    case = Case(1, 2, stage=stage, optimizer="adamw")
-    engine = engine_of(case, "deepspeed", training={"max_skips": 1}, **offload_settings(stage, offload))
-    one_step(engine, case, 0, data_rank=dist.get_rank())
-    engine.step()
-    assert engine.measured_state_bytes().gradients == engine.predicted_state_bytes().gradients > 0
-    before = engine.full_state_dict()
-    for skipped in (1, 2):
-        batch = dict(models.micro_batch(case.model, 1, 0, dist.get_rank()))
-        batch["x"] = batch["x"] * (float("nan") if dist.get_rank() else 1.0)
-        engine.backward(engine(batch))
-        if skipped == 1:
-            engine.step()
-        else:
-            with pytest.raises(NonFiniteError, match="at step 3, for the 2"):
-                engine.step()
-        assert engine.skipped_steps == skipped
-    after = engine.full_state_dict()
-    assert dist.get_rank() or all(torch.equal(before[name], after[name]) for name in before)
-
-
-MORE_ALONE = [
-    pytest.param(*case, marks=pytest.mark.full_table) for case in ((1, False), (2, True), (3, False), (3, True))
-]
-
-
-@pytest.mark.parametrize(("stage", "offload"), [(2, False), *MORE_ALONE])
-def test_one_group_skips_a_step_whose_gradient_is_not_finite(ranks: RankPool, stage: int, offload: bool) -> None:
-    ranks.run(_nan_in_one_group_alone, stage, offload, world=2)
 
 
 def _dropped(stage: int, offload: bool) -> None:

@@ -271,17 +271,6 @@ def test_a_signal_to_one_rank_stops_the_run_with_a_checkpoint(config: Path, tmp_
     assert (tmp_path / "run" / "checkpoints" / f"step-{done}" / "state.json").is_file()
 
 
-def test_a_stopped_rank_goes_on_and_saves_when_the_run_is_told_to_end(config: Path, tmp_path: Path) -> None:
-    job = Job(config, tmp_path / "run")
-    pids = job.signal_rank_when(1, signal.SIGSTOP, lambda place: place.step == 3)
-    job.process.send_signal(signal.SIGTERM)
-    code, err = job.end(seconds=60)
-    assert code == 143, err
-    done = len((tmp_path / "run" / "metrics.jsonl").read_text().splitlines())
-    assert (tmp_path / "run" / "checkpoints" / f"step-{done}" / "state.json").is_file()
-    assert not any(alive(pid) for pid in pids)
-
-
 def test_a_dump_directory_that_is_removed_ends_the_run_with_one_line(config: Path, tmp_path: Path) -> None:
     job = Job(config, tmp_path / "run", "--set", "training.steps=200", "training.save_every=0")
     until(lambda: (place := job.place(0)) is not None and place.step >= 4, seconds=120)
