@@ -1,4 +1,4 @@
-"""Models of transformers at the level of neurons: ranks with slices compute what the reference
+"""Models of transformers at the level of neurons: ranks with slices compute what the oracle
 computes.
 """
 

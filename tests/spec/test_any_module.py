@@ -1,5 +1,5 @@
 """Modules that were not written for SDP: torch's encoder, Hugging Face models, blocks with habits.
-Native equals the reference.
+FSDP2 equals the oracle.
 """
 
 from __future__ import annotations

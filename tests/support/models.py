@@ -229,8 +229,8 @@ def micro_batch(kind: str, step: int, micro: int, data_rank: int, rows: int = 2)
 
 
 def rows_of_all(kind: str, step: int, micro: int, data_ranks: int) -> dict[str, torch.Tensor]:
-    """Join the rows that all data ranks read in one forward pass, in rank order, for the
-    reference.
+    """Join the rows that all data ranks read in one forward pass, in rank order, for a
+    model of plain torch.
     """
     parts = [micro_batch(kind, step, micro, rank) for rank in range(data_ranks)]
     return {key: torch.cat([part[key] for part in parts]) for key in parts[0]}

@@ -57,7 +57,7 @@ def test_what_deepspeed_alone_acts_on_is_not_needed(trained_run, tmp_path, capsy
     config |= {"fp16": {"enabled": True}, "comms_logger": {"enabled": True}}
     config["zero_optimization"]["offload_optimizer"] = {"device": "cpu"}
     (copy / "config.json").write_text(json.dumps(config))
-    # Nor is what that engine refuses to act on, where the reference takes its place.
+    # Nor is what that engine refuses to act on, where a plain model takes its place.
     for settings in ([], ["--set", "sdp.branch_scale=train"]):
         assert evaluated(capsys, copy, *settings)["loss"] == pytest.approx(own_losses(trained_run)[4], rel=1e-5)
 

@@ -60,7 +60,7 @@ VARIANTS = [
 
 
 @pytest.mark.parametrize("case", COVER, ids=str)
-def test_deepspeed_equals_the_reference(ranks: RankPool, case: Case) -> None:
+def test_deepspeed_equals_the_oracle(ranks: RankPool, case: Case) -> None:
     """Bytes are as planned too: of parameters, gradients and optimizer state, and of what is sent
     between groups.
     """
@@ -73,7 +73,7 @@ def test_deepspeed_equals_the_reference(ranks: RankPool, case: Case) -> None:
 @pytest.mark.parametrize(
     "case", [*VARIANTS, *(pytest.param(case, marks=pytest.mark.full_table) for case in WIDE)], ids=str
 )
-def test_deepspeed_equals_the_reference_everywhere(ranks: RankPool, case: Case) -> None:
+def test_deepspeed_equals_the_oracle_everywhere(ranks: RankPool, case: Case) -> None:
     ours = run_under_deepspeed(ranks, case)
     assert_same_run(ours, oracle(case), case)
     for rank, result in enumerate(ours):

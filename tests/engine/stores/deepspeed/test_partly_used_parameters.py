@@ -24,7 +24,7 @@ pytestmark = pytest.mark.skipif(importlib.util.find_spec("deepspeed") is None, r
     ],
     ids=str,
 )
-def test_deepspeed_equals_the_reference_and_plain_torch(ranks: RankPool, case: Case) -> None:
+def test_deepspeed_equals_the_oracle_and_plain_torch(ranks: RankPool, case: Case) -> None:
     ours = run_under_deepspeed(ranks, case)
     assert_same_run(ours, oracle(case), case)
     after = ours[0].after
