@@ -23,6 +23,7 @@ from hypothesis import strategies as st
 from sdp.engine.errors import CheckpointError
 from sdp.tests.support.checkpoints import load_alone, reseal, save_one_step
 from sdp.tests.support.fabricated_runs import make_run
+from sdp.tests.support.ranks import rank_alone
 from sdp.tests.support.small_runs import SMALL_LLAMA
 from sdp.tools.cli import main
 
@@ -205,7 +206,8 @@ def fuzz_run_files(folder: Path, changes: Any) -> None:
 def fuzz_checkpoint(folder: Path, changes: Any) -> None:
     """Change ``state.json`` or ``metadata.json``, and make the hashes right, as a forger would."""
     if not (folder / "good").exists():
-        save_one_step(folder / "good")
+        with rank_alone():
+            save_one_step(folder / "good")
     shutil.copytree(folder / "good", folder / "forged", dirs_exist_ok=True)
     checkpoint = folder / "forged" / "step-1"
     path = checkpoint / ("state.json" if int(changes[0][0] * 1000) % 2 else "metadata.json")
@@ -218,7 +220,7 @@ def fuzz_checkpoint(folder: Path, changes: Any) -> None:
         path.write_text(json.dumps(content))
         reseal(checkpoint)
     tried["checkpoint"] = tried.get("checkpoint", 0) + 1
-    with time_limit(), contextlib.suppress(CheckpointError):
+    with rank_alone(), time_limit(), contextlib.suppress(CheckpointError):
         load_alone(folder / "forged")
 
 

@@ -206,7 +206,7 @@ def data_rank_of(case: Case) -> int:
     return dist.get_rank() // case.tp
 
 
-def one_step(engine: Any, case: Case, step: int, *, data_rank: int | None) -> float:
+def one_step(engine: Any, case: Case, step: int, *, data_rank: int) -> float:
     """Run forward and backward of all micro-batches of a step; return the mean loss.
 
     It calls ``engine.step()`` after every micro-batch but the last.
@@ -215,15 +215,11 @@ def one_step(engine: Any, case: Case, step: int, *, data_rank: int | None) -> fl
         engine: The engine.
         case: The case that the engine runs.
         step: The number of the optimizer step.
-        data_rank: Whose rows to read; None for those of all data ranks.
+        data_rank: Whose rows to read.
     """
     total = 0.0
     for micro in range(case.accumulation):
-        if data_rank is None:
-            batch = models.rows_of_all(case.model, step, micro, case.data_ranks)
-        else:
-            batch = models.micro_batch(case.model, step, micro, data_rank)
-        loss = engine(batch)
+        loss = engine(models.micro_batch(case.model, step, micro, data_rank))
         engine.backward(loss)
         if micro + 1 < case.accumulation:
             engine.step()

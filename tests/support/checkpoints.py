@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 import sdp
 import torch
-import torch.distributed as dist
 from sdp.engine.checkpoint.storage.files import encode_state, hash_files
 from sdp.engine.errors import CheckpointError
 from sdp.tests.support import models
@@ -133,14 +132,10 @@ def losses_of(engine: Any, case: Case, steps: range) -> list[float]:
     """Losses of some steps, and of an evaluation after each. Steps are numbered from 0."""
     losses, data = [], replace(case, model="mlp") if case.model == "dropped" else case
     for step in steps:
-        rank = data_rank_of(case) if dist.is_initialized() else None
+        rank = data_rank_of(case)
         losses.append(one_step(engine, data, step, data_rank=rank))
         engine.step()
-        held_out = (
-            models.micro_batch(data.model, 90, 0, rank)
-            if rank is not None
-            else models.rows_of_all(data.model, 90, 0, case.data_ranks)
-        )
+        held_out = models.micro_batch(data.model, 90, 0, rank)
         losses.append(engine.evaluate([held_out]))
     return losses
 
