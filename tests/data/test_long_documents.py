@@ -178,13 +178,6 @@ def test_a_document_over_the_limit_is_refused(tmp_path, name, where):
     assert max(len(document.text) for document in read_documents(tmp_path / name, max_document_bytes=6000)) == 5000
 
 
-def test_the_limit_stops_a_line_before_it_is_in_memory(tmp_path):
-    path = write_lines(tmp_path / "a.jsonl.zst", "a" * 64 * MIB)
-    short = write_lines(tmp_path / "b.jsonl.zst", "short")
-    grown = peak_of(path, tmp_path / "out", max_document_bytes=MIB) - peak_of(short, tmp_path / "b")
-    assert grown < 16 * MIB
-
-
 def test_the_command_names_the_file_and_leaves_nothing(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     write_lines(tmp_path / "a.jsonl.zst", "a" * 5000)

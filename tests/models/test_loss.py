@@ -101,12 +101,9 @@ def test_a_second_backward_is_refused() -> None:
 @pytest.mark.parametrize("tied", [False, True])
 def test_the_model_gives_the_same_loss_and_gradients_whatever_the_chunk(tied: bool) -> None:
     shape = {
-        "vocab_size": VOCABULARY,
-        "hidden_size": 16,
-        "intermediate_size": 24,
-        "num_hidden_layers": 2,
+        "vocab_size": VOCABULARY, "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2,
         "num_attention_heads": 2,
-    }
+    }  # fmt: skip
     ids = torch.randint(VOCABULARY, (3, 11))
     labels = ids.masked_fill(torch.rand(ids.shape) < 0.3, IGNORE_INDEX)
     for chunk in (None, 5):

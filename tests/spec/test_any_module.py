@@ -69,11 +69,8 @@ def _build(kind: str) -> nn.Module:
     import transformers as hf
 
     small: dict[str, Any] = {
-        "hidden_size": 8,
-        "intermediate_size": 12,
-        "num_hidden_layers": 4,
-        "num_attention_heads": 2,
-    }
+        "hidden_size": 8, "intermediate_size": 12, "num_hidden_layers": 4, "num_attention_heads": 2,
+    }  # fmt: skip
     if kind == "gpt2":
         sizes: dict[str, Any] = {
             "vocab_size": WORDS, "n_embd": 8, "n_layer": 4, "n_head": 2, "bos_token_id": 0, "eos_token_id": 0,

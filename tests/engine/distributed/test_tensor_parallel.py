@@ -308,11 +308,8 @@ WORKING: dict[str, Style] = {"embed": Vocabulary(), "up": Column(), "down": Whol
 def test_plans_that_cannot_be_carried_out(change: dict[str, Any], message: str) -> None:
     plan = {path: style for path, style in {**WORKING, **change}.items() if style is not None}
     assert parameter_cuts(Planned(WORKING), 2) == {
-        "embed.weight": 0,
-        "up.weight": 0,
-        "down.weight": None,
-        "down.bias": None,
-    }
+        "embed.weight": 0, "up.weight": 0, "down.weight": None, "down.bias": None,
+    }  # fmt: skip
     with pytest.raises(ModelError, match=message):
         parameter_cuts(Planned(plan), 2)
 

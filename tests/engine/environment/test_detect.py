@@ -47,12 +47,9 @@ BATCH_SCRIPT = {  # sbatch -N2 -n4: a rank-like set of variables, but no step
     "SLURM_PROCID": "0", "SLURM_TASKS_PER_NODE": "3,1",
 }  # fmt: skip
 SALLOC_SHELL = {  # salloc -N2 -n4, shell on the submitting host
-    "SLURM_JOB_ID": "3",
-    "SLURM_JOB_NAME": "interactive",
-    "SLURM_JOB_NODELIST": "n[1-2]",
-    "SLURM_NTASKS": "4",
+    "SLURM_JOB_ID": "3", "SLURM_JOB_NAME": "interactive", "SLURM_JOB_NODELIST": "n[1-2]", "SLURM_NTASKS": "4",
     "SLURM_TASKS_PER_NODE": "3,1",
-}
+}  # fmt: skip
 INTERACTIVE_STEP = {  # salloc with LaunchParameters=use_interactive_step
     **SALLOC_SHELL,
     "SLURM_LOCALID": "0",

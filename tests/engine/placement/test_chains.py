@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import pytest
 import torch
-from sdp.engine.errors import ModelError
 from sdp.engine.placement.chains import CHANGES_SHAPE, MAKES_A_TABLE, find_unskippable
 from sdp.engine.placement.units import find_units
 from sdp.tests.support import models
@@ -99,8 +98,3 @@ def test_a_lone_block_counts_if_there_is_no_chain() -> None:
     assert names(nn.ModuleDict({"only": nn.ModuleList([models.Block()])})) == ["only.0"]
     inner = nn.Sequential(nn.ModuleDict({"layers": nn.ModuleList([models.Block()]), "rest": nn.Linear(2, 2)}))
     assert names(inner) == ["0.layers.0"]
-
-
-def test_no_blocks() -> None:
-    with pytest.raises(ModelError, match='"auto" finds no ModuleList'):
-        names(nn.Sequential(nn.Linear(2, 2)))

@@ -115,11 +115,8 @@ def _hugging_face(kind: str) -> nn.Module:
     import transformers as hf
 
     small: dict[str, Any] = {
-        "hidden_size": 64,
-        "intermediate_size": 128,
-        "num_hidden_layers": 3,
-        "num_attention_heads": 2,
-    }
+        "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 3, "num_attention_heads": 2,
+    }  # fmt: skip
     if kind == "gpt2":
         return hf.GPT2LMHeadModel(
             hf.GPT2Config(vocab_size=200, n_embd=64, n_layer=3, n_head=2, bos_token_id=0, eos_token_id=0)

@@ -42,11 +42,8 @@ def config(case: Case = Case(GROUPS), **section: Any) -> dict[str, Any]:  # noqa
     names = [unit.name for unit in find_neuron_units(llama(), 3)]
     placement = dict(zip(names, HOLDERS, strict=True))
     neuron = {
-        "granularity": "neuron",
-        "neuron_groups": 3,
-        "placement": placement,
-        "groups": GROUPS,
-    }
+        "granularity": "neuron", "neuron_groups": 3, "placement": placement, "groups": GROUPS,
+    }  # fmt: skip
     return case.config() | {"sdp": neuron | section}
 
 

@@ -120,12 +120,9 @@ def test_a_traced_step_is_a_real_ranks(ranks: RankPool, name: str) -> None:
 @pytest.mark.slow
 def test_a_peak_of_a_gigabyte(ranks: RankPool) -> None:
     model = LLAMA | {
-        "vocab_size": 4096,
-        "hidden_size": 512,
-        "intermediate_size": 1408,
-        "num_hidden_layers": 8,
+        "vocab_size": 4096, "hidden_size": 512, "intermediate_size": 1408, "num_hidden_layers": 8,
         "num_attention_heads": 8,
-    }
+    }  # fmt: skip
     config = config_of(model=model, masking="backward") | {"train_micro_batch_size_per_gpu": 40}
     peak, state, *_ = ranks.run(measured, config, world=2, timeout=600)[0]
     plan = traced(config, 2)

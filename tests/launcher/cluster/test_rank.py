@@ -17,12 +17,9 @@ def test_rank_completes_its_place(monkeypatch: pytest.MonkeyPatch) -> None:
     open_mpi(monkeypatch, rank=3, local=1, local_size=3)
     settings = rank_variables([[0, 1], [1, 2, 3]], "h", "7")
     assert settings == {
-        "MASTER_ADDR": "h",
-        "MASTER_PORT": "7",
-        "LOCAL_RANK": "1",
-        "LOCAL_WORLD_SIZE": "3",
+        "MASTER_ADDR": "h", "MASTER_PORT": "7", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "3",
         "CUDA_VISIBLE_DEVICES": "1,2,3",
-    }
+    }  # fmt: skip
 
 
 def test_rank_on_another_host_than_planned(monkeypatch: pytest.MonkeyPatch) -> None:

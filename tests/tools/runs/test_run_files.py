@@ -150,11 +150,6 @@ def test_a_dump_dir_that_cannot_be_made(tmp_path: Path):
         RunFiles(tmp_path / "file" / "run", resume=False)
 
 
-def test_a_dump_dir_whose_name_is_too_long_is_one_line(tmp_path: Path):
-    with pytest.raises(ConfigError, match=r"--dump-dir .*: cannot be used \(.*\); choose another"):
-        RunFiles(tmp_path / ("a" * 300), resume=True)
-
-
 def test_a_full_disk_is_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     files = RunFiles(tmp_path, resume=True)
     monkeypatch.setattr(Path, "open", lambda path, *arguments, **options: open("/dev/full", *arguments, **options))  # noqa: PTH123, SIM115
