@@ -1,4 +1,4 @@
-"""Build a backend from the full model: cut it to this rank's part, shard it, and give every
+"""Build a store from the full model: cut it to this rank's part, shard it, and give every
 parameter its value.
 """
 

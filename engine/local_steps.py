@@ -421,7 +421,7 @@ class LocalTraining:
             self._arrive()  # with these settings no later step would apply it
 
     def anchored(self) -> AbstractContextManager[None]:
-        """A context in which the backend's module is the full model's part: the anchors."""
+        """A context in which the module is the full model's part: the anchors."""
         local = self.local
         return nullcontext() if local is None else local.anchored()
 

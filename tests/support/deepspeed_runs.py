@@ -1,4 +1,4 @@
-"""Runs of a case under the DeepSpeed backend."""
+"""Runs of a case under the engine "deepspeed"."""
 
 from __future__ import annotations
 

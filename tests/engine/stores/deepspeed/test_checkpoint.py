@@ -1,4 +1,4 @@
-"""Checkpoints of the DeepSpeed backend, and DeepSpeed's own ones, which are converted first."""
+"""Checkpoints of the DeepSpeed store, and DeepSpeed's own ones, which are converted first."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The DeepSpeed backend equals the oracle."""
+"""The DeepSpeed store equals the oracle."""
 
 from __future__ import annotations
 
