@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
-import itertools
 from functools import partial
 from typing import Any
 
