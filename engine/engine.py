@@ -109,11 +109,11 @@ class SDPEngine:
         self._optimized = OptimizedParameters(store.parameters, known, self.layout, store.optimizer, self.global_rank)
 
     def __getattr__(self, name: str) -> Any:
-        """Return the model's attribute, as DeepSpeed does, for a name that the engine does not
-        have.
-        """
+        """Return the model's attribute, as DeepSpeed does, for a name that the engine lacks."""
         if name.startswith("__") or "store" not in self.__dict__:
             raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+        if hasattr(type(self), name):
+            return object.__getattribute__(self, name)  # a property, whose own AttributeError says more
         if name in REFUSED:
             return functools.partial(refuse_call, name)
         try:

@@ -52,6 +52,11 @@ def test_a_name_that_the_engine_does_not_have_is_the_models() -> None:
         engine.no_such_name  # noqa: B018
 
 
+def test_a_property_that_fails_says_why_itself() -> None:
+    with pytest.raises(AttributeError, match="'fsdp2' has no engine of DeepSpeed"):
+        _engine().deepspeed  # noqa: B018
+
+
 def test_facts_with_deepspeeds_names() -> None:
     engine = _engine()
     assert engine.steps_per_print() == 10

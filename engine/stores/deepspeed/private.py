@@ -262,9 +262,12 @@ class Zero:
             return
         for index, master in enumerate(self.masters):
             flat, at = torch.zeros_like(master, requires_grad=False), 0
+            earlier = master.grad  # of a backward pass at a boundary, after which no step was taken
             for piece in self._zero.averaged_gradients[index]:
                 flat[at : at + piece.numel()].copy_(piece.reshape(-1))
                 at += piece.numel()
+            if earlier is not None and self._stage < 3:  # ZeRO 3 adds up what was reduced by itself
+                flat += earlier
             self._zero.averaged_gradients[index], master.grad = None, flat
 
     def give_gradients(self) -> None:

@@ -20,6 +20,21 @@ from sdp.tests.support.ranks import RankPool
 pytestmark = pytest.mark.skipif(importlib.util.find_spec("deepspeed") is None, reason="deepspeed is not installed")
 
 
+def _norm_of_two_backward_passes(stage: int, kind: str) -> float:
+    case = Case(2, 1, stage=stage)
+    engine = engine_of(case, kind)
+    for micro in range(2):
+        engine.backward(engine(models.micro_batch(case.model, 0, micro, dist.get_rank())))
+    engine.step()
+    return engine.get_global_grad_norm()
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_gradients_of_two_backward_passes_before_a_step_are_added(ranks: RankPool, stage: int) -> None:
+    ours = ranks.run(_norm_of_two_backward_passes, stage, "deepspeed", world=2)
+    assert ours == pytest.approx(ranks.run(_norm_of_two_backward_passes, stage, "fsdp2", world=2), rel=1e-5)
+
+
 class _Watched:
     """A reduction that tells when it is waited for."""
 
