@@ -146,7 +146,8 @@ class Table:
         return "\n".join(line.rstrip() for line in lines)
 
     def markdown(self) -> str:
-        lines = ["| | " + " | ".join(self.header) + " |", "|---|" + "---:|" * len(self.header)]
+        header = [_escaped(name) for name in self.header]
+        lines = ["| | " + " | ".join(header) + " |", "|---|" + "---:|" * len(header)]
         for row in self.rows:
             label = (
                 f"**{row.label}**"
@@ -154,7 +155,7 @@ class Table:
                 else "&nbsp;" * (len(row.label) - len(row.label.lstrip())) + row.label.strip()
             )
             cells = (f"{cell.value} ({cell.ratio})" if cell.ratio else cell.value for cell in self._filled(row))
-            lines.append(f"| {label} | " + " | ".join(cells) + " |")
+            lines.append(f"| {_escaped(label)} | " + " | ".join(map(_escaped, cells)) + " |")
         return "\n".join(lines)
 
     def _filled(self, row: Row) -> list[Cell]:
@@ -167,3 +168,8 @@ class Table:
         if len(value) > value_width:  # a header may reach over the ratios
             return f"{value:<{value_width + 1 + ratio_width}}"
         return f"{value:>{value_width}} {ratio:>{ratio_width}}"
+
+
+def _escaped(text: str) -> str:
+    """Return ``text`` for a cell of Markdown, which a bar in the name of a run would end."""
+    return text.replace("|", "\\|")

@@ -145,6 +145,14 @@ def test_the_command(half: Run, dense: Run, tmp_path: Path, capsys: pytest.Captu
     assert json.loads(capsys.readouterr().out)["runs"][0]["name"] == "half"
 
 
+def test_a_bar_in_the_name_of_a_run_ends_no_cell(half: Run, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    half.path.rename(named := tmp_path / "a|b")
+    assert main(["report", str(named), "--markdown"]) == 0
+    heading, below, *_ = capsys.readouterr().out.splitlines()
+    assert "a\\|b" in heading
+    assert heading.replace("\\|", "").count("|") == below.count("|")
+
+
 def test_the_command_refuses_what_is_no_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     assert main(["report", str(tmp_path)]) == 2
     assert capsys.readouterr().err.count("\n") == 1
