@@ -18,12 +18,10 @@ from pathlib import Path
 from typing import Any, cast
 
 from sdp.engine.config import deepspeed_keys, removed
-from sdp.engine.config.masking import MaskingPhase
+from sdp.engine.config.method import MaskingPhase, SyncSection
 from sdp.engine.config.named_params import SCHEDULES, AdamParams, MuonParams, SGDParams
-from sdp.engine.config.schema import Config
+from sdp.engine.config.schema import Config, TasksSection
 from sdp.engine.config.section import Section
-from sdp.engine.config.sync import SyncSection
-from sdp.engine.config.training_section import TasksSection
 from sdp.models.registry import MODELS
 from sdp.tools import cli
 

@@ -12,23 +12,19 @@ import torch.distributed as dist
 from torch import nn
 
 from .config.schema import Config
+from .distributed.collectives import TensorRanks, Traffic
 from .distributed.mesh import Coordinates
 from .distributed.process_groups import tensor_group
-from .distributed.tensor_collectives import TensorRanks
 from .distributed.tensor_parallel import parallelise
-from .distributed.traffic import Traffic
 from .errors import ModelError
 from .placement.layout import Layout
 from .stores.deepspeed.private import restore_linear
 from .stores.fsdp2.store import Fsdp2Store
-from .subnetwork.activations import checkpoint_activations
-from .subnetwork.autocast import autocast_forward
 from .subnetwork.branch_scale import BranchScale
-from .subnetwork.compile import compile_units
 from .subnetwork.dormant import make_pass_throughs
-from .subnetwork.initialisation import ModuleInit, plan_initialisation
+from .subnetwork.execution import autocast_forward, checkpoint_activations, compile_units
+from .subnetwork.initialisation import ModuleInit, WeightFiles, filled_from, fillers_from, plan_initialisation
 from .subnetwork.materialise import give_values, replace_blocks, require_float32, slice_neurons, take_values_of_rank_0
-from .subnetwork.weight_files import WeightFiles, filled_from, fillers_from
 
 
 def build_store(

@@ -16,28 +16,23 @@ from torch.optim import Optimizer
 
 from .accounting.memory import StateBytes
 from .accounting.predictions import measured_state, planned_traffic, predicted_state
-from .batch.call import call_model, loss_of, tensors_in, to_device
-from .batch.loss_weights import LossWeights, count_labels
+from .batch.call import LossWeights, call_model, count_labels, loss_of, tensors_in, to_device
 from .batch.size import BatchSize
 from .checkpoint.checkpoints import Checkpoints
 from .config.schema import Config
 from .deepspeed_names import REFUSED, DeepSpeedMonitor, ThroughputTimer, refuse_call, refuse_other_place
 from .distributed.agreement import agree_on_rates, gather_json, start_max
 from .distributed.call_watch import CallWatch
-from .distributed.tensors import local_tensor, outside_inference_mode
-from .distributed.traffic import Traffic
+from .distributed.collectives import Traffic, local_tensor, outside_inference_mode
 from .environment.detect import detect
 from .errors import ConfigError, DataError
 from .full_model.access import FullModel
 from .full_model.whole_copy import UncutModel
 from .local_steps import LocalTraining
-from .optim.clip import clip_
-from .optim.loss_scale import LossScaler
+from .optim.clip import LastSteps, LossScaler, SpikeDetector, clip_
 from .optim.param_groups import named_rates
-from .optim.rate_scale import scale_rates
-from .optim.schedules import Schedule
+from .optim.schedules import Schedule, scale_rates
 from .optim.script_optimizers import OptimizedParameters, refuse_steps_of_script
-from .optim.spikes import LastSteps, SpikeDetector
 from .placement.layout import Layout
 from .stores.store import GroupStore, frozen_copies
 from .sync.between import BetweenGroups

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import logging
 import sys
+import time
 import weakref
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
@@ -15,14 +16,13 @@ import torch.distributed as dist
 from torch import nn
 from torch.optim import Optimizer
 
-from .accounting.clock import clock
-from .announcement import announce
 from .batch.loader import EpochLoader, ResumableLoader
 from .batch.size import BatchSize
 from .batch.stream import StreamLoader
 from .batch.training_data import make_loader
+from .config.deepspeed_keys import HINT_SECTIONS, IGNORED_BY_DEEPSPEED
 from .config.load import load_config
-from .config.schema import Config
+from .config.schema import Config, SDPSection
 from .construct import build_store, values_to_give
 from .distributed.agreement import check_equal
 from .distributed.call_watch import CallWatch, watch_calls
@@ -30,24 +30,145 @@ from .distributed.join import join
 from .distributed.mesh import Mesh, mesh_of
 from .engine import SDPEngine
 from .environment.detect import detect
-from .environment.exit import watch
+from .environment.process import watch
 from .errors import ConfigError, ModelError
 from .full_model.whole_copy import UncutModel
-from .optim.deepspeed_kernels import with_torch_kernels
-from .optim.muon.setup import arrange as arrange_muon
-from .optim.optimizers import check_optimizer, make_optimizer
+from .optim.muon import arrange as arrange_muon
+from .optim.optimizers import check_optimizer, make_optimizer, with_torch_kernels
 from .optim.param_groups import freeze_others, groups_here, named_groups
 from .optim.schedules import check_steps, scheduler_of
 from .optim.script_optimizers import needs_whole_matrices
 from .placement.layout import Layout
+from .placement.policies import warnings_of
 from .placement.requirements import draws_of
 from .stores.store import GroupStore
 from .subnetwork.given_model import check_given_model, compiled_in_place
 from .subnetwork.initialisation import seed_of
 from .subnetwork.materialise import make_float32
-from .sync.consistency import check_placement
+from .sync.between import check_placement
+
+
+def clock(device: torch.device, *, waits: bool) -> Callable[[], float]:
+    """Return a function that gives the time in seconds, as ``time.perf_counter`` does.
+
+    On CUDA, if ``waits`` is true, the function first waits until the work queued so far is done. It
+    waits for the current stream alone, so that communication on other streams still overlaps.
+    """
+    if device.type != "cuda" or not waits:
+        return time.perf_counter
+
+    def seconds() -> float:
+        torch.cuda.current_stream(device).synchronize()
+        return time.perf_counter()
+
+    return seconds
+
 
 log = logging.getLogger("sdp")
+
+
+def announce(engine: SDPEngine, optimizer_note: str) -> None:
+    """Print each decision that was made for the user, and its reason.
+
+    ``optimizer_note``: the line about the optimizer.
+    """
+    config, layout = engine.config, engine.layout
+    _announce_layout(engine)
+    _warn_of_settings_without_effect(config, layout)
+    _announce_placement(config, layout)
+    _announce_sharing(engine)
+    _warn_of_a_full_placement(config.sdp, layout)
+    _announce_batch(engine)
+    if config.training.init_from is not None:
+        log.info("weights: training starts from those in %s", config.training.init_from)
+    log.info("%s", optimizer_note)
+    if config.autos:
+        log.info('"auto" means the default of each key here: %s', ", ".join(config.autos))
+    announce_hints(config)
+
+
+def announce_hints(config: Config) -> None:
+    """Print DeepSpeed's keys in the file that have no effect, some with the reason."""
+    plain = [path for path in config.hints if path not in HINT_SECTIONS and path not in IGNORED_BY_DEEPSPEED]
+    if plain:
+        log.info("accepted without effect (performance hints for DeepSpeed): %s", ", ".join(plain))
+    for path in config.hints:
+        if path in HINT_SECTIONS:
+            log.info("%s has no effect: %s", path, HINT_SECTIONS[path])
+        elif path in IGNORED_BY_DEEPSPEED:
+            log.warning("%s has no effect: %s", path, IGNORED_BY_DEEPSPEED[path])
+
+
+def _announce_layout(engine: SDPEngine) -> None:
+    log.info("layout: %s processes, ZeRO stage %d", engine.layout.mesh, engine.config.zero_optimization.stage)
+    if engine.config.replaces_deepspeed:
+        log.info('sdp.engine: "fsdp2" runs in place of "deepspeed", which has nothing to shard at stage 0')
+
+
+def _warn_of_settings_without_effect(config: Config, layout: Layout) -> None:
+    sdp = config.sdp
+    if isinstance(sdp.placement, dict) and sdp.model_fields_set & {"capacity", "profile"}:
+        log.warning("sdp.capacity and sdp.profile have no effect with an explicit sdp.placement; remove them")
+    if sdp.seed and sdp.placement != "random":
+        log.warning('sdp.seed %d has no effect without sdp.placement "random"; training.seed seeds the run', sdp.seed)
+    if sdp.granularity == "block" and sdp.neuron_groups != SDPSection.model_fields["neuron_groups"].default:
+        log.warning('sdp.neuron_groups %d has no effect with sdp.granularity "block"', sdp.neuron_groups)
+    counts = {len(holders) for holders in layout.placement.holders}
+    if sdp.lr_scale not in ("none", 0) and len(counts) == 1:
+        log.warning("sdp.lr_scale %s has no effect: every unit has %d holders", sdp.lr_scale, *counts)
+    if layout.mesh.sdp == 1 and "groups" not in sdp.model_fields_set:
+        log.warning("sdp.groups is not given: one group, which trains the whole model on all of its ranks")
+
+
+def _announce_placement(config: Config, layout: Layout) -> None:
+    if layout.units:
+        log.info("placement: %s", layout.placement.describe())
+        for warning in warnings_of(config.sdp, layout.placement) + layout.warnings() if layout.mesh.sdp > 1 else []:
+            log.warning("placement: %s", warning)
+
+
+def _announce_sharing(engine: SDPEngine) -> None:
+    """The messages that groups exchange in addition to gradients, or instead of them."""
+    config, layout = engine.config, engine.layout
+    if config.masking_schedule.ends:
+        log.info("masking: %s", config.masking_schedule)
+    if layout.refreshes:
+        ways = {(refresh.source, refresh.members) for refresh in layout.refreshes}
+        most = max(sum(group in members for _, members in ways) for group in layout.everyone)
+        log.info("masking: units that a group does not hold run from frozen copies, which holders refresh after each "
+                 "step (at most %d more communicators per rank)", most)  # fmt: skip
+    if (scale := engine.rate_scale) is not None:
+        log.info(
+            "rates: sdp.lr_scale %s multiplies the learning rates of units by %s",
+            config.sdp.lr_scale,
+            scale.describe(),
+        )
+    if config.sdp.sync is not None:
+        log.info("sync: %s", engine.local_training.describe())
+        if layout.mesh.sdp == 1:
+            log.warning("sdp.sync: there is one group, so nothing is exchanged; the outer optimizer still steps")
+
+
+def _warn_of_a_full_placement(sdp: SDPSection, layout: Layout) -> None:
+    if any(len(holders) < layout.mesh.sdp for holders in layout.placement.holders):
+        return
+    if layout.branch_scale != "none":
+        log.warning('sdp.branch_scale "%s" has no effect: every group holds every unit', layout.branch_scale)
+    elif layout.masking == "backward" or len(sdp.maskings) > 1:
+        what = 'sdp.masking "backward"' if isinstance(sdp.masking, str) else "the schedule in sdp.masking"
+        log.warning("%s has no effect: every group holds every unit", what)
+
+
+def _announce_batch(engine: SDPEngine) -> None:
+    log.info(
+        "batch: %d samples a step = micro-batch %d × accumulation %d × %d data ranks",
+        engine.train_batch_size(),
+        engine.train_micro_batch_size_per_gpu(),
+        engine.gradient_accumulation_steps(),
+        engine.layout.mesh.data_ranks,
+    )
+
+
 # Models that an engine has cut.
 _initialized: weakref.WeakSet[nn.Module] = weakref.WeakSet()
 

@@ -10,13 +10,12 @@ from typing import Any, NamedTuple
 
 import torch
 
-from .config.sync import SyncSection
-from .distributed.tensors import local_tensor
-from .full_model.buffers import agree_on_buffers, persistent_buffers
+from .config.method import SyncSection
+from .distributed.collectives import local_tensor
+from .full_model.gather import agree_on_buffers, persistent_buffers
 from .optim.clip import clip_
 from .sync.between import BetweenGroups
-from .sync.outer import OuterFacts, OuterSteps
-from .sync.rounds import Rounds, fragments_of
+from .sync.outer import OuterFacts, OuterSteps, Rounds, fragments_of
 
 
 class LocalUpdate(NamedTuple):

@@ -28,9 +28,9 @@ from typing import Any
 import torch
 from sdp.engine.accounting.memory_probe import peak_tensor_bytes
 from sdp.engine.config.load import load_config
+from sdp.engine.distributed.collectives import local_tensor
 from sdp.engine.distributed.fake_world import fake_world
 from sdp.engine.distributed.mesh import mesh_of
-from sdp.engine.distributed.tensors import local_tensor
 from sdp.engine.engine import SDPEngine
 from sdp.engine.errors import NonFiniteError, PlacementError
 from sdp.engine.initialize import initialize

@@ -20,10 +20,8 @@ import time
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from ..engine.distributed.heartbeat import Whereabouts
-from ..engine.distributed.own_files import open_own_file
-from ..engine.environment.detect import detect
-from ..engine.environment.supervision import Supervision
+from ..engine.distributed.heartbeat import Whereabouts, open_own_file
+from ..engine.environment.detect import Supervision, detect
 from ..engine.errors import LaunchError, escape
 from ..engine.json_files import read_json_file
 

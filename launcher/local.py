@@ -10,10 +10,9 @@ import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from ..engine.distributed.own_files import open_own_file
-from ..engine.environment.child import allocator_settings, child_environment, loopback_settings, thread_settings
-from ..engine.environment.detect import LOOPBACK, free_port, local_environment, publish, set_default
-from ..engine.environment.launchers import LISTENING_SOCKET
+from ..engine.distributed.heartbeat import open_own_file
+from ..engine.environment.detect import LISTENING_SOCKET, LOOPBACK, free_port, local_environment, publish, set_default
+from ..engine.environment.process import allocator_settings, child_environment, loopback_settings, thread_settings
 from ..engine.errors import LaunchError
 from .fatal_errors import FatalError, described_end, say, show
 from .own_command import own_command, search_path

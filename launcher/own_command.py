@@ -6,7 +6,7 @@ import site
 import sys
 from pathlib import Path
 
-from ..engine.environment.child import search_path_settings
+from ..engine.environment.process import search_path_settings
 
 PACKAGE = __name__.partition(".")[0]  # ``sdp``
 

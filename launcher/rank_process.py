@@ -11,9 +11,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from ..engine.distributed.heartbeat import Whereabouts
-from ..engine.distributed.own_files import open_own_file, refuse_link
-from ..engine.environment.launchers import ERROR_FILE, PARENT_PID, WHEREABOUTS_FILE
+from ..engine.distributed.heartbeat import Whereabouts, open_own_file, refuse_link
+from ..engine.environment.detect import ERROR_FILE, PARENT_PID, WHEREABOUTS_FILE
 from ..engine.errors import LaunchError
 from .fatal_errors import FatalError
 

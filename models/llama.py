@@ -17,10 +17,9 @@ from torch import Tensor, nn
 
 from ..engine.errors import ConfigError, ModelError
 from ..engine.model_interface import Branch, Column, Constant, Gather, Head, Init, Normal, Row, Style, Vocabulary, Whole
-from .attention import causal_attention, document_mask
+from .layers import causal_attention, document_mask, drop_rows
 from .llama_config import LlamaConfig as LlamaConfig  # re-exported
 from .loss import LanguageModelHead
-from .stochastic_depth import drop_rows
 
 
 class LlamaRMSNorm(nn.Module):

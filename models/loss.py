@@ -33,7 +33,7 @@ from torch import Tensor, nn
 from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 
-from ..engine.distributed.tensor_collectives import (
+from ..engine.distributed.collectives import (
     TensorRanks,
     autocast_precision,
     gather_vocabulary,

@@ -18,7 +18,7 @@ from ..engine.errors import ConfigError, ModelError
 from ..engine.model_interface import Branch, Constant, Init, Normal, Uniform
 from .classification import Measure, measure_logits
 from .image_configs import ResNetConfig, random_options
-from .stochastic_depth import drop_rows
+from .layers import drop_rows
 
 # Stages of two blocks. The first block of each later stage halves the image and doubles the
 # channels.

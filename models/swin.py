@@ -18,10 +18,9 @@ from torch import Tensor, nn
 
 from ..engine.errors import ConfigError, ModelError
 from ..engine.model_interface import Branch, Constant, Init, Normal, Table, Uniform
-from .attention import attention
 from .classification import Measure, measure_logits
 from .image_configs import SwinConfig, random_options
-from .stochastic_depth import drop_rows
+from .layers import attention, drop_rows
 
 _MASKED = -100.0  # torchvision adds it to scores across the seam of a shifted image
 

@@ -23,14 +23,14 @@ from ..engine.batch.loader import evaluation_batches
 from ..engine.batch.size import BatchSize
 from ..engine.checkpoint.load import load
 from ..engine.checkpoint.state import weights_of
+from ..engine.config.schema import TasksSection
 from ..engine.config.section import parse_section
-from ..engine.config.training_section import TasksSection
 from ..engine.construct import values_to_give
 from ..engine.distributed.mesh import Mesh
 from ..engine.errors import ConfigError, escape
 from ..engine.full_model.whole_copy import UncutModel
 from ..engine.placement.layout import Layout
-from ..engine.subnetwork.autocast import autocast_forward
+from ..engine.subnetwork.execution import autocast_forward
 from ..models.registry import build_model
 from .runs import saved_run
 from .runs.dataset import Corpus, open_prepared, verify

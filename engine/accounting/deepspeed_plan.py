@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from ..distributed.traffic import Traffic
+from ..distributed.collectives import Traffic
 from ..stores.deepspeed.partitions import partition_numel
 from .memory import StateBytes, state_tensors
 from .traffic_plan import CONTROL_BYTES

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from ..config.sync import SyncSection
-from ..distributed.traffic import Traffic
+from ..config.method import SyncSection
+from ..distributed.collectives import Traffic
 from ..placement.layout import Layout
 from ..placement.tensor_info import TensorInfo
-from ..sync.compression import sent_nbytes
-from ..sync.rounds import Rounds, fragments_of
+from ..sync.outer import Rounds, fragments_of, sent_nbytes
 from .traffic_plan import Collective, CollectivePlan
 
 FACTS_BYTES = 24  # of an outer step: drift, norm of the anchors, norm of the outer gradient, each a float64

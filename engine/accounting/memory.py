@@ -15,9 +15,8 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
-from ..config.sync import SyncSection
-from ..optim.muon.algorithm import Muon
-from ..optim.muon.setup import is_matrix
+from ..config.method import SyncSection
+from ..optim.muon import Muon, is_matrix
 from ..placement.layout import Layout
 from ..placement.tensor_info import TensorInfo
 

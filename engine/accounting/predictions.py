@@ -7,9 +7,8 @@ from collections.abc import Iterable
 import torch
 
 from ..config.schema import Config
-from ..distributed.tensors import local_tensor, stored_tensor
-from ..distributed.traffic import Traffic
-from ..optim.muon.setup import planned_gathers
+from ..distributed.collectives import Traffic, local_tensor, stored_tensor
+from ..optim.muon import planned_gathers
 from ..placement.layout import Layout
 from ..stores.store import GroupStore, frozen_copies
 from ..sync.between import BetweenGroups

@@ -1,6 +1,6 @@
 """Plans the bytes that a rank will send in one optimizer step, from the placement alone.
 
-``traffic.py`` counts the same bytes in a run.
+``distributed/collectives.py`` counts the same bytes in a run.
 """
 
 from __future__ import annotations
@@ -10,8 +10,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
+from ..distributed.collectives import Kind, Scope, Traffic, sent_bytes
 from ..distributed.mesh import Coordinates, Holders
-from ..distributed.traffic import Kind, Scope, Traffic, sent_bytes
 from ..placement.layout import Layout
 from ..placement.tensor_info import TensorInfo
 

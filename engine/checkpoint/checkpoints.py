@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from ..distributed.agreement import Ranks
-from ..distributed.tensors import outside_inference_mode
+from ..distributed.collectives import outside_inference_mode
 from ..errors import ConfigError
 from ..optim.param_groups import named_rates
 from .client_state import ClientState, read_client_state

@@ -15,7 +15,7 @@ import torch
 from ..distributed.agreement import Ranks
 from ..errors import CheckpointError
 from ..optim import optimizer_state
-from ..optim.loss_scale import LossScaler
+from ..optim.clip import LossScaler
 from ..optim.param_groups import conflicting_rates, set_rates
 from ..optim.schedules import adapt_state, keep_shared_state, of_another_kind
 from ..stores.store import materialise_state

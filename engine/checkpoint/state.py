@@ -23,7 +23,7 @@ import torch
 from torch.optim import Optimizer
 
 from ..errors import CheckpointError
-from ..full_model.buffers import agree_on_buffers, persistent_buffers
+from ..full_model.gather import agree_on_buffers, persistent_buffers
 from ..local_steps import LocalSteps
 from ..optim.optimizer_state import OptimizerState
 from ..stores.store import GroupStore, Piece, Stepped

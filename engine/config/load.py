@@ -10,12 +10,18 @@ from typing import Any
 
 from ..errors import ConfigError, shorten
 from ..json_files import MOST_DEPTH, JsonError, parse_json, read_json_file
-from .deepspeed_filter import drop_autos, for_deepspeed, known_keys, resolve_spellings, split_foreign_keys
-from .deepspeed_keys import DEEPSPEED_CLIPS_AT
+from .deepspeed_keys import (
+    DEEPSPEED_CLIPS_AT,
+    drop_autos,
+    for_deepspeed,
+    known_keys,
+    resolve_spellings,
+    split_foreign_keys,
+)
+from .method import refuse_with_sync
 from .removed import refuse_removed_keys
 from .schema import Config
 from .section import parse_section
-from .sync import refuse_with_sync
 
 
 def load_config(source: str | Path | Mapping[str, Any], overrides: Sequence[str] = ()) -> Config:

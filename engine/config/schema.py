@@ -2,23 +2,243 @@
 
 DeepSpeed's own keys keep DeepSpeed's meaning. The sections ``sdp``, ``model``, ``data`` and
 ``training`` are ours. An unknown key is an error everywhere, with a suggestion. Before this,
-``deepspeed_filter.py`` removes the keys that only DeepSpeed acts on.
+``deepspeed_keys.py`` removes the keys that only DeepSpeed acts on.
 """
 
 from __future__ import annotations
 
 import copy
+import json
+import re
 from collections.abc import Mapping
+from fnmatch import fnmatchcase
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import Field, PrivateAttr, model_validator
+from pydantic import AfterValidator, Field, PrivateAttr, model_validator
 
-from .data_section import DataSection
-from .masking import Masking, MaskingSchedule, MaskingSetting
-from .section import NonNegativeInt, PathText, PositiveInt, RankCount, Samples, Section, Seed, Whole, Width
-from .sync import SyncSection
-from .training_section import TrainingSection
-from .variables import VariableName, VariableValue
+from ..errors import quote
+from .method import Masking, MaskingSchedule, MaskingSetting, SyncSection
+from .section import (
+    NonNegativeInt,
+    PathText,
+    Pixels,
+    PositiveInt,
+    RankCount,
+    Samples,
+    Section,
+    Seed,
+    Tokens,
+    Whole,
+    Width,
+)
+
+# The variables that the section may set, by subject. ``*`` stands for any characters. A
+# configuration may come from somebody else. So a variable is listed only if no value of it chooses
+# code that a rank runs, or a file that it writes. docs/clusters.md has the same table.
+ALLOWED: dict[str, tuple[str, ...]] = {
+    "NCCL": ("NCCL_*", "RCCL_*", "TORCH_NCCL_*"),
+    "gloo": ("GLOO_*",),
+    "UCX": (
+        "UCX_TLS", "UCX_NET_DEVICES", "UCX_IB_*", "UCX_RC_*", "UCX_UD_*", "UCX_DC_*", "UCX_TCP_*", "UCX_RNDV_*",
+        "UCX_MAX_*", "UCX_MEMTYPE_CACHE", "UCX_LOG_LEVEL", "UCX_WARN_UNUSED_ENV_VARS",
+    ),
+    "libfabric": (
+        "FI_PROVIDER", "FI_CXI_*", "FI_EFA_*", "FI_OFI_*", "FI_MR_*", "FI_HMEM_*", "FI_LOG_LEVEL", "FI_UNIVERSE_SIZE",
+    ),
+    "threads": (
+        "OMP_NUM_THREADS", "OMP_PLACES", "OMP_PROC_BIND", "OMP_WAIT_POLICY", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS",
+        "KMP_AFFINITY", "KMP_BLOCKTIME", "TOKENIZERS_PARALLELISM",
+    ),
+    "torch and CUDA": (
+        "PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF", "CUDA_DEVICE_MAX_CONNECTIONS",
+        "CUDA_LAUNCH_BLOCKING", "CUBLAS_WORKSPACE_CONFIG", "NVIDIA_TF32_OVERRIDE", "TORCH_CPP_LOG_LEVEL",
+        "TORCH_DISTRIBUTED_DEBUG", "TORCH_SHOW_CPP_STACKTRACES", "MPICH_GPU_SUPPORT_ENABLED",
+    ),
+}  # fmt: skip
+
+# Of these, the ones that load a library, or name a file or a program.
+REFUSED = ("*PLUGIN*", "*FILE*", "*_PATH*", "*_DIR*", "*_LIB*", "*_CONF_FILE", "*_PIPE*")
+
+
+def _check_name(name: str) -> str:
+    if not re.fullmatch(r"[A-Za-z_][A-Za-z0-9_]*", name):
+        raise ValueError(f"{quote(name)} cannot be the name of an environment variable; use letters, digits and _")
+    allowed = any(fnmatchcase(name, pattern) for patterns in ALLOWED.values() for pattern in patterns)
+    if not allowed or any(fnmatchcase(name, pattern) for pattern in REFUSED):
+        raise ValueError(
+            f"{name} cannot be set here, because it is not one of the listed variables of network libraries, threads "
+            "and torch (docs/clusters.md); set it where the processes are started"
+        )
+    return name
+
+
+VariableName = Annotated[str, AfterValidator(_check_name)]
+
+
+VariableValue = Annotated[str, Field(pattern=r"^[^\x00]*$")] | int
+
+
+class SourceSection(Section):
+    """One source of a mixture: token shards, and their share of the samples relative to other
+    weights.
+    """
+
+    path: PathText
+    weight: Annotated[float, Field(ge=0, le=1e9)]  # the sum of all weights must be finite
+
+
+class DataSection(Section):
+    """The data to train on: token shards, or images if ``name`` is given.
+
+    ``sources``: several directories of token shards, in place of ``path``, which are mixed by
+    weight.
+    ``path``: the token shards. Without it, the sources of Python's standard library are prepared.
+    ``document_mask``: attention does not cross the borders of documents in a sample.
+    ``tokenizer`` (None: sentencepiece) and ``vocab_size`` say how. Shards at ``path`` must have
+    been prepared with the same values. ``verify``: hash the shards at the start of a run. "auto"
+    skips this if the shards are so large that hashing takes minutes.
+    ``name``: "digits" comes with scikit-learn. "cifar10" and "cifar100" are read from their binary
+    archive at ``path``. "folder" has one directory of images per class in ``path``, and reads
+    squares of ``image_size`` pixels (224). ``augment``: crop and mirror the images at random.
+    """
+
+    name: Literal["digits", "cifar10", "cifar100", "folder"] | None = None
+    path: PathText | None = None
+    sources: Annotated[list[SourceSection], Field(min_length=1, max_length=1000)] | None = None
+    sequence_length: Tokens = 512
+    document_mask: bool = False
+    tokenizer: PathText | None = None
+    vocab_size: Width | None = None
+    num_workers: NonNegativeInt = 0
+    verify: Literal["auto", "always", "never"] = "auto"
+    image_size: Pixels | None = None
+    augment: bool | None = None
+
+    @model_validator(mode="after")
+    def _fits_together(self) -> Self:
+        of_tokens, of_images = (
+            (
+                "sources",
+                "sequence_length",
+                "document_mask",
+                "tokenizer",
+                "vocab_size",
+                "verify",
+            ),
+            ("image_size", "augment"),
+        )
+        for key in of_images if self.name is None else of_tokens:
+            # Compare with the default, because a run's own configuration file sets every key.
+            if getattr(self, key) != type(self).model_fields[key].default:
+                whose = (
+                    "images (data.name)" if self.name is None else f"tokens, and data.name is {json.dumps(self.name)}"
+                )
+                raise ValueError(f"{key} is for {whose}; remove it")
+        if self.sources is not None and self.path is not None:
+            raise ValueError("path and sources are both given; remove path, or name it as one of the sources")
+        if self.sources is not None and not any(source.weight for source in self.sources):
+            raise ValueError("sources: every weight is 0; give at least one source a larger weight")
+        if self.name == "digits" and self.path is not None:
+            raise ValueError(
+                'path has no meaning for "digits", which scikit-learn brings; remove it, or name another set'
+            )
+        if self.name not in (None, "digits") and self.path is None:
+            raise ValueError(f"path is required for {json.dumps(self.name)}: {_WHERE[self.name]}")
+        if self.name != "folder" and self.image_size is not None:
+            raise ValueError(
+                f'image_size is for "folder"; the images of {json.dumps(self.name)} have a size of their own, remove it'
+            )
+        return self
+
+    @property
+    def takes_default_corpus(self) -> bool:
+        """Whether the run prepares the default corpus, because nothing is named."""
+        return self.name is None and self.path is None and self.sources is None
+
+    @property
+    def tokens_per_sample(self) -> int:
+        """The number of tokens in one sample. An image counts as one token."""
+        return 1 if self.name is not None else self.sequence_length
+
+
+_WHERE = {
+    "cifar10": "cifar-10-binary.tar.gz, or the directory that it was unpacked to",
+    "cifar100": "cifar-100-binary.tar.gz, or the directory that it was unpacked to",
+    "folder": "the directory with train/CLASS/*.jpg and val/CLASS/*.jpg, or CLASS/*.jpg",
+}
+
+
+class TasksSection(Section):
+    """Tasks of lm-evaluation-harness on the full model, while a run trains.
+
+    ``tasks``: names of tasks or groups, such as "hellaswag". They may compare log-likelihoods, but
+    not generate text. ``every``: number of steps. 0 evaluates them after the last step only.
+    ``limit``: the first documents of each task; all by default. ``num_fewshot``: examples in a
+    prompt; by default those of the task. ``include_path``: a directory with task files of your
+    own. A task file may name Python code, which then runs.
+    """
+
+    tasks: Annotated[list[str], Field(min_length=1)]
+    every: NonNegativeInt = 0
+    limit: PositiveInt | None = None
+    num_fewshot: NonNegativeInt | None = None
+    include_path: PathText | None = None
+
+
+class TrainingSection(Section):
+    """The length of the run, and how often it evaluates and saves.
+
+    ``evaluate_every``, ``save_every``: numbers of steps. 0 evaluates only before the first step and
+    after the last, and saves only when a signal ends the run.
+    ``evaluate_tasks``: tasks of lm-evaluation-harness.
+    ``max_failed_saves``: how many saves in a row may fail before the run ends.
+    ``max_skips``: how many steps in a row may be skipped for a gradient that is NaN or infinite.
+    ``on_spike``: what happens to a step whose loss or gradient norm is a spike, before its update.
+    "skip" leaves the update out. "rollback" returns to the last checkpoint, from which the run
+    continues with other data. "stop" ends the run. A spike is more than ``spike_sigma`` standard
+    deviations above the mean of the last ``spike_window`` steps.
+    ``loss_weighting``: how the losses of ranks and micro-batches make one gradient. "tokens" weighs
+    each by the number of labels that its loss counts, "ranks" weighs all equally, as DDP does. By
+    default ``sdp train`` takes "tokens" if the data mask labels, and a script's
+    ``engine.backward(loss, weight=n)`` decides.
+    ``start_timeout``: seconds for the start with the first step, or for an evaluation.
+    ``save_timeout``: seconds for a save. ``step_timeout``: seconds for a part of a later step. Any
+    collective may take the longest of the three.
+    ``init_from``: a directory with the first weights, from Hugging Face.
+    ``compile``: compile the units with ``torch.compile``.
+    ``recalibrate_batches``: training batches per rank, which measure batch norm's statistics of the
+    full model before it is evaluated or saved. 0 takes the means over the holders' subnetworks.
+    """
+
+    steps: PositiveInt | None = None
+    tokens: PositiveInt | None = None
+    evaluate_every: NonNegativeInt = 0
+    evaluate_batches: PositiveInt = 8
+    evaluate_tasks: TasksSection | None = None
+    recalibrate_batches: NonNegativeInt = 8
+    save_every: NonNegativeInt = 0
+    keep: PositiveInt = 2
+    max_failed_saves: PositiveInt = 3
+    max_skips: NonNegativeInt = 10
+    loss_weighting: Literal["tokens", "ranks"] | None = None
+    on_spike: Literal["none", "skip", "rollback", "stop"] = "none"
+    spike_sigma: Annotated[float, Field(gt=0)] = 6.0
+    spike_window: Annotated[int, Field(ge=2, le=2**16)] = 128
+    init_from: PathText | None = None
+    async_save: bool = False
+    start_timeout: Annotated[float, Field(gt=0)] = 1800.0
+    save_timeout: Annotated[float, Field(gt=0)] = 1800.0
+    step_timeout: Annotated[float, Field(gt=0)] = 600.0
+    seed: Seed = 0
+    compile: bool = False
+
+    @model_validator(mode="after")
+    def _can_roll_back(self) -> Self:
+        if self.on_spike == "rollback" and not self.save_every:
+            raise ValueError(
+                'on_spike "rollback" returns to the last checkpoint, but save_every is 0; set how often to save'
+            )
+        return self
 
 
 class NamedParams(Section):

@@ -18,7 +18,7 @@ from torch import nn
 from ..errors import ModelError
 from ..model_interface import Column, Gather, Head, Row, Style, Vocabulary, get_tensor_parallel_plan
 from ..module_paths import match_patterns
-from .tensor_collectives import TensorRanks, gather_sequence, scatter_sequence, vocabulary_embedding
+from .collectives import TensorRanks, gather_sequence, scatter_sequence, vocabulary_embedding
 
 TP = "tensor_parallel.autotp_size"
 

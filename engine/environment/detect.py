@@ -1,25 +1,245 @@
-"""Detects the rank, world size, host and master address of this process.
+"""Detects the rank, world size, host and master address of this process, from the variables that a
+launcher set.
 
-The values come from the variables that a launcher set (see ``launchers.py``). Nothing outside this
-package reads or sets environment variables.
+Each launcher has one row. A row has a predicate if the rank variable alone does not identify the
+launcher. The names were observed in real starts of torchrun (torch 2.13), Open MPI 4.1, MPICH 4.0
+and SLURM 22.05. Those of DeepSpeed are in its ``launcher/cluster/launch.py``.
 """
 
 from __future__ import annotations
 
 import ipaddress
+import math
 import os
+import re
 import shutil
 import socket
 import subprocess
 import zlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib.util import find_spec
+from itertools import product
+from pathlib import Path
 
 from ..errors import LaunchError, quote
-from .hostlist import expand_counts, expand_hosts
-from .launchers import LAUNCHERS, Launcher
+
+_ITEM = re.compile(r"(?:[^,\[\]]|\[[^\[\]]*\])+")
+_PART = re.compile(r"\[([^\[\]]*)\]|([^\[\]]+)")
+_RANGE = re.compile(r"(\d{1,18})(?:-(\d{1,18}))?")
+_COUNT = re.compile(r"(\d{1,9})(?:\(x(\d{1,18})\))?")
+_MOST = 2**20  # far above every cluster; a longer list would fill the memory
+
+
+def expand_hosts(text: str) -> list[str]:
+    """Return the host names of a list with bracketed ranges, in order. Leading zeros are kept.
+
+    Raises:
+        LaunchError: The brackets or ranges make no sense.
+    """
+    items = _ITEM.findall(text)
+    if not items or ",".join(items) != text:
+        raise LaunchError(f"node list {quote(text)} cannot be read; expected the form n[01-03,7],login")
+    hosts: list[str] = []
+    for item in items:
+        hosts += _expand_item(item, text)
+        _check_length(len(hosts), text)
+    return hosts
+
+
+def expand_counts(text: str) -> list[int]:
+    """Return the numbers of a list in which ``2(x3)`` means 2, 2, 2.
+
+    Raises:
+        LaunchError: The list has another form.
+    """
+    counts: list[int] = []
+    for item in text.split(","):
+        match = _COUNT.fullmatch(item)
+        if not match:
+            raise LaunchError(f"task counts {quote(text)} cannot be read; expected the form 2(x3),1")
+        times = int(match[2] or 1)
+        _check_length(len(counts) + times, text)
+        counts += [int(match[1])] * times
+    return counts
+
+
+def _expand_item(item: str, text: str) -> list[str]:
+    alternatives = [
+        [plain] if plain else [index for span in inner.split(",") for index in _expand_range(span, text)]
+        for inner, plain in _PART.findall(item)
+    ]
+    _check_length(math.prod(map(len, alternatives)), text)
+    return ["".join(parts) for parts in product(*alternatives)]
+
+
+def _expand_range(span: str, text: str) -> list[str]:
+    match = _RANGE.fullmatch(span)
+    if not match or int(match[2] or match[1]) < int(match[1]):
+        raise LaunchError(
+            f"node list {quote(text)} cannot be read at {quote(span)}; expected a number or a range such as 01-03"
+        )
+    first, last = int(match[1]), int(match[2] or match[1])
+    _check_length(last - first + 1, text)
+    return [f"{index:0{len(match[1])}d}" for index in range(first, last + 1)]
+
+
+def _check_length(length: int, text: str) -> None:
+    if length > _MOST:
+        raise LaunchError(f"the list {quote(text)} has more than {_MOST:,} entries; check the variables of SLURM")
+
+
+PARENT_PID = "SDP_PARENT_PID"
+ERROR_FILE = "SDP_ERROR_FILE"
+WHEREABOUTS_FILE = "SDP_PLACE_FILE"
+LISTENING_SOCKET = "SDP_LISTENING_SOCKET"  # a file descriptor that rank 0 inherits
+
+# SLURM reserves step ids from here on: 0xfffffffb for the batch script, and 0xfffffffa for an
+# interactive step.
+_FIRST_SPECIAL_STEP = 0xFFFFFFF0
+
+
+@dataclass(frozen=True)
+class Launcher:
+    """The variables in which one launcher tells a process its environment.
+
+    Alternative names are in order of preference.
+    """
+
+    source: str
+    rank: str
+    world_size: Sequence[str]
+    local_rank: Sequence[str]
+    local_world_size: Sequence[str] = ()
+    node: Sequence[str] = ()
+    tasks_per_node: Sequence[str] = ()
+    node_list: Sequence[str] = ()
+    job: Sequence[str] = ()  # together they name the job; ranks without a MASTER_PORT derive one from them
+    names_master: bool = False  # this launcher always sets MASTER_ADDR and MASTER_PORT
+    is_mpi: bool = False  # its ranks can communicate through MPI
+    traces: Sequence[str] = ()  # if these are set without ``rank``, the start is incomplete
+    started: Callable[[Mapping[str, str]], bool] = lambda _: True
+
+
+def _srun_started(environ: Mapping[str, str]) -> bool:
+    """Return whether this is a task of ``srun``.
+
+    A batch script, an ``salloc`` shell and the shell of ``srun --pty`` are not. The batch script
+    has SLURM_PROCID=0 too, but no step. Every ``srun`` inside an interactive shell inherits
+    SLURM_PTY_PORT. So the variable indicates a shell only if the step has a single task.
+    """
+    step = environ.get("SLURM_STEP_ID") or environ.get("SLURM_STEPID") or ""
+    if not step.isdigit() or int(step) >= _FIRST_SPECIAL_STEP:
+        return False
+    return not (environ.get("SLURM_PTY_PORT") and environ.get("SLURM_STEP_NUM_TASKS") == "1")
+
+
+def _mpiexec_started(environ: Mapping[str, str]) -> bool:
+    """Return whether ``mpiexec`` started this process.
+
+    ``srun --mpi=pmi2`` sets PMI_RANK too, but no local rank. In that case only SLURM's own
+    variables are complete.
+    """
+    has_local_rank = any(environ.get(name) for name in ("MPI_LOCALRANKID", "PMI_LOCAL_RANK"))
+    return has_local_rank or not environ.get("SLURM_PROCID")
+
+
+_TORCHRUN = Launcher(
+    source="torchrun",
+    rank="RANK",
+    world_size=("WORLD_SIZE",),
+    local_rank=("LOCAL_RANK",),
+    local_world_size=("LOCAL_WORLD_SIZE", "LOCAL_SIZE"),
+    node=("GROUP_RANK", "CROSS_RANK"),
+    names_master=True,
+    traces=("WORLD_SIZE", "LOCAL_RANK"),
+)
+
+# The first row that fits wins, so torchrun inside mpirun inside a SLURM job is torchrun. MPI comes
+# before SLURM: inside a SLURM job, MPI starts one helper per host through srun, and the ranks
+# inherit the SLURM variables of the helper.
+LAUNCHERS = (
+    replace(_TORCHRUN, source="sdp", started=lambda environ: ERROR_FILE in environ),
+    replace(_TORCHRUN, source="deepspeed", started=lambda environ: "CROSS_RANK" in environ and "LOCAL_SIZE" in environ),
+    _TORCHRUN,
+    Launcher(
+        source="Open MPI",
+        rank="OMPI_COMM_WORLD_RANK",
+        world_size=("OMPI_COMM_WORLD_SIZE",),
+        local_rank=("OMPI_COMM_WORLD_LOCAL_RANK",),
+        local_world_size=("OMPI_COMM_WORLD_LOCAL_SIZE",),
+        job=("PMIX_NAMESPACE",),
+        is_mpi=True,
+        traces=("OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_RANK"),
+    ),
+    Launcher(
+        source="PMI",
+        rank="PMI_RANK",
+        world_size=("PMI_SIZE",),
+        local_rank=("MPI_LOCALRANKID", "PMI_LOCAL_RANK"),
+        local_world_size=("MPI_LOCALNRANKS", "PMI_LOCAL_SIZE"),
+        job=("PMI_JOBID",),
+        is_mpi=True,
+        traces=("PMI_SIZE", "MPI_LOCALRANKID"),
+        started=_mpiexec_started,
+    ),
+    Launcher(
+        source="SLURM",
+        rank="SLURM_PROCID",
+        world_size=("SLURM_STEP_NUM_TASKS", "SLURM_NTASKS"),
+        local_rank=("SLURM_LOCALID",),
+        node=("SLURM_NODEID",),
+        tasks_per_node=("SLURM_STEP_TASKS_PER_NODE", "SLURM_TASKS_PER_NODE"),
+        node_list=("SLURM_STEP_NODELIST", "SLURM_JOB_NODELIST", "SLURM_NODELIST"),
+        job=("SLURM_JOB_ID", "SLURM_STEP_ID"),
+        started=_srun_started,
+    ),
+)
+
+
+@dataclass(frozen=True)
+class Supervision:
+    """The facts that an SDP launcher gives to a process that it starts.
+
+    ``parent_pid`` is the launcher's process id. The process reports its own fatal error in
+    ``error_file``.
+    """
+
+    parent_pid: int
+    error_file: Path | None
+
+
+def supervision() -> Supervision | None:
+    """Return what the SDP launcher told this process, or None if its parent is not an SDP launcher.
+
+    The launcher's id is removed from the environment, because programs that a rank starts have
+    another parent.
+    """
+    parent, error_file = os.environ.pop(PARENT_PID, ""), os.environ.get(ERROR_FILE, "")
+    return Supervision(int(parent), Path(error_file) if error_file else None) if parent.isdigit() else None
+
+
+def whereabouts_file() -> Path | None:
+    """Return the file in which this rank writes its whereabouts for its launcher, or None."""
+    path = os.environ.get(WHEREABOUTS_FILE, "")
+    return Path(path) if path else None
+
+
+def inherited_socket() -> int | None:
+    """Return the file descriptor of the socket on which rank 0 serves the store.
+
+    Returns None if the launcher handed no socket over. The variable is removed, because programs
+    that the rank starts do not inherit the socket.
+    """
+    handle = os.environ.pop(LISTENING_SOCKET, "")
+    return int(handle) if handle.isdigit() else None
+
+
+def launcher_serves_store() -> bool:
+    """Return whether the launcher itself serves the store for the ranks, as torchrun does."""
+    return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+
 
 LOOPBACK = "127.0.0.1"
 # torch's own default. It is used on a single host if no job id is known to derive a port from.

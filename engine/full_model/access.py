@@ -17,17 +17,23 @@ from torch import nn
 from ..batch.call import checked_weights, target_count
 from ..config.schema import Config
 from ..distributed.agreement import Ranks, gather_json, start_max
-from ..distributed.hosts import machine_id
-from ..distributed.tensors import outside_inference_mode
+from ..distributed.collectives import outside_inference_mode
+from ..distributed.mesh import machine_id
 from ..errors import ConfigError, DataError, ModelError, shorten
 from ..subnetwork.carve import pass_throughs
 from ..sync.between import BetweenGroups
-from .buffers import agree_on_buffers
-from .evaluation import StreamedEvaluation, in_eval_mode, mean_loss, subnetwork_losses
-from .gather import stream_full_state
-from .recalibration import Statistics, batch_statistics, tracks_statistics, with_statistics
-from .whole_copy import UncutModel, check_room, free_bytes
-from .whole_files import write_configuration, write_weights
+from .evaluation import (
+    Statistics,
+    StreamedEvaluation,
+    batch_statistics,
+    in_eval_mode,
+    mean_loss,
+    subnetwork_losses,
+    tracks_statistics,
+    with_statistics,
+)
+from .gather import agree_on_buffers, stream_full_state
+from .whole_copy import UncutModel, check_room, free_bytes, write_configuration, write_weights
 
 
 class FullModel:

@@ -3,30 +3,141 @@
 A chunk of batches goes through the units together. Every batch of the chunk is computed up to a
 unit, the unit is broadcast once for all of them, and they continue. Memory holds one guest unit (or
 the missing slices of one block) at a time, and the hidden states of the chunk.
+
+The batches run in lockstep. Each forward pass stops before a unit, and all continue once every pass
+has arrived there. This works for any model, however its forward is written. Each pass has a thread
+of its own, but only one thread runs at a time, so results do not depend on scheduling.
+
+Batch norm's running statistics of the full model are measured here too. Under forward masking, a
+rank tracks the statistics of its own subnetwork. Its activations lack what the blocks of other
+groups add, so these statistics are wrong for the full model. They are measured again by a pass of
+the full model over some training batches (Wu and Johnson, arXiv 2105.07576, section 3). The result
+is the mean and variance of each channel over all of these batches and all ranks.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+import threading
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.func import functional_call
+from torch.nn.modules.batchnorm import _BatchNorm
 from torch.utils._pytree import tree_map
 
 from ..batch.call import call_model, loss_of, target_count, to_device
-from ..distributed.traffic import passes_on
-from ..errors import DataError
+from ..distributed.collectives import passes_on
+from ..errors import DataError, ModelError
 from ..placement.layout import Layout
 from ..placement.units import Unit
 from ..stores.store import GroupStore
 from ..subnetwork.carve import PassThrough, pass_throughs
-from ..subnetwork.slices import Slices
+from ..subnetwork.neurons import SlicedBatchNorm, Slices
 from .gather import assemble, gather_inside, padded_shard
-from .lockstep import Lockstep
+
+T = TypeVar("T")
+
+
+class _Aborted(BaseException):
+    """Ends the waiting passes after another pass failed."""
+
+
+class _Pass(Generic[T]):
+    def __init__(self) -> None:
+        self.go, self.stopped = threading.Semaphore(0), threading.Semaphore(0)
+        self.at: str | None = None
+        self.result: T | None = None
+        self.error: BaseException | None = None
+        self.thread: threading.Thread | None = None
+
+
+class Lockstep(Generic[T]):
+    """Runs passes. A pass calls :meth:`stop` with a unit's name before it runs the unit."""
+
+    def __init__(self, device: torch.device, before_turn: Callable[[], None]):
+        """``before_turn`` is called in the main thread each time before a pass continues."""
+        self._device, self._before_turn = device, before_turn
+        self._current: _Pass[T] | None = None
+        self._aborted = False
+
+    def stop(self, unit: str) -> None:
+        """Wait, inside a pass, until all passes have reached ``unit``.
+
+        A no-op outside of :meth:`run`.
+        """
+        current = self._current
+        if current is None:
+            return
+        current.at = unit
+        current.stopped.release()
+        current.go.acquire()
+        if self._aborted:
+            raise _Aborted
+
+    def run(self, passes: Sequence[Callable[[], T]], at_unit: Callable[[str], None]) -> list[T]:
+        """Run the passes and return their results, in order.
+
+        ``at_unit`` is called in this thread each time all passes have stopped before a unit.
+        """
+        states = [self._start(work) for work in passes]
+        try:
+            while True:
+                for state in states:
+                    self._resume(state)
+                stops = {state.at for state in states}
+                if stops == {None}:
+                    return [state.result for state in states]  # type: ignore[misc]
+                if len(stops) > 1:
+                    raise RuntimeError(
+                        f"batches took different paths through the model (stopped before {sorted(map(str, stops))})"
+                    )
+                at_unit(stops.pop())  # type: ignore[arg-type]
+        finally:
+            self._end(states)
+
+    def _start(self, work: Callable[[], T]) -> _Pass[T]:
+        state: _Pass[T] = _Pass()
+        # Each thread has its own grad mode, device and stream.
+        grad_enabled, on_cuda = torch.is_grad_enabled(), self._device.type == "cuda"
+        stream = torch.cuda.current_stream(self._device) if on_cuda else None
+
+        def body() -> None:
+            state.go.acquire()
+            try:
+                if not self._aborted:
+                    # torch.cuda.stream(None) is a no-op.
+                    with torch.set_grad_enabled(grad_enabled), torch.cuda.stream(stream):
+                        state.result = work()
+            except BaseException as error:
+                state.error = error
+            state.at = None
+            state.stopped.release()
+
+        state.thread = threading.Thread(target=body, name="sdp-evaluation", daemon=True)
+        state.thread.start()
+        return state
+
+    def _resume(self, state: _Pass[T]) -> None:
+        self._before_turn()
+        self._current = state
+        state.go.release()
+        state.stopped.acquire()
+        self._current = None
+        if state.error is not None:
+            raise state.error
+
+    def _end(self, states: Sequence[_Pass[T]]) -> None:
+        self._aborted = True
+        for state in states:
+            state.go.release()
+            assert state.thread is not None
+            state.thread.join()
+        self._aborted = False
+
 
 CHUNK = 8  # batches that share one pass of units over the network
 
@@ -261,3 +372,97 @@ def in_eval_mode(module: nn.Module) -> Iterator[None]:
         module.train(modes[0][1])
         for part, training in modes:  # the user may have put single modules into evaluation mode
             part.training = training
+
+
+Statistics = dict[str, torch.Tensor]  # canonical name of a buffer → its value
+
+
+def tracks_statistics(buffers: Iterable[str]) -> bool:
+    """Whether these names of buffers include batch-norm statistics."""
+    return any(name.endswith("running_mean") for name in buffers)
+
+
+def batch_statistics(
+    modules: Iterable[tuple[str, nn.Module]],
+    run: Callable[[], object],
+    reduce: Callable[[torch.Tensor], None],
+    device: torch.device,
+) -> Statistics:
+    """Measure means and variances of the inputs of all batch norms.
+
+    Every rank must run every batch norm equally often.
+
+    Args:
+        modules: Pairs of canonical name and module. Only batch norms are measured.
+        run: Runs the passes.
+        reduce: Sums float64 values over all ranks in place.
+        device: The device of the sums.
+
+    Raises:
+        ModelError: A batch norm did not run.
+    """
+    norms = {name: module for name, module in modules if isinstance(module, _BatchNorm) and module.track_running_stats}
+    moments = {
+        name: torch.zeros(3, module.num_features, dtype=torch.float64, device=device) for name, module in norms.items()
+    }
+    with _recording(norms, moments), torch.no_grad():
+        run()
+    statistics: Statistics = {}
+    for name in sorted(moments):
+        reduce(moments[name])
+        count, mean, square = moments[name]
+        if not count.all():
+            raise ModelError(f"{name}: did not run in a pass of the full model, so its statistics cannot be measured")
+        mean, square = mean / count, square / count
+        statistics[f"{name}.running_mean"] = mean
+        statistics[f"{name}.running_var"] = (square - mean**2).clamp(min=0)
+    return statistics
+
+
+def _record_into(total: torch.Tensor) -> Callable[[nn.Module, tuple[torch.Tensor, ...]], None]:
+    def record(norm: nn.Module, args: tuple[torch.Tensor, ...]) -> None:
+        inputs = args[0].detach().float()
+        dims = [dim for dim in range(inputs.dim()) if dim != 1]
+        mean = inputs.mean(dims).double()
+        found = torch.stack([torch.ones_like(mean), mean, inputs.var(dims, correction=0).double() + mean**2])
+        if isinstance(norm, SlicedBatchNorm):
+            total.index_add_(1, norm.where(total.device), found)
+        else:
+            total.add_(found)
+
+    return record
+
+
+@contextmanager
+def _recording(norms: Mapping[str, _BatchNorm], moments: Mapping[str, torch.Tensor]) -> Iterator[None]:
+    """Make the norms use batch statistics inside the context, and add these to ``moments``.
+
+    The norms' own running statistics do not change.
+    """
+    handles = [norm.register_forward_pre_hook(_record_into(moments[name])) for name, norm in norms.items()]
+    before = {name: norm.training for name, norm in norms.items()}
+    for norm in norms.values():
+        norm.training, norm.track_running_stats = True, False
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+        for name, norm in norms.items():
+            norm.training, norm.track_running_stats = before[name], True
+
+
+@contextmanager
+def with_statistics(module: nn.Module, statistics: Statistics) -> Iterator[None]:
+    """Give those buffers of ``module`` that ``statistics`` names their values inside the
+    context.
+    """
+    buffers = {name: buffer for name, buffer in module.named_buffers() if name in statistics}
+    own = {name: buffer.detach().clone() for name, buffer in buffers.items()}
+    try:
+        for name, buffer in buffers.items():
+            buffer.data.copy_(statistics[name])
+        yield
+    finally:
+        for name, buffer in buffers.items():
+            buffer.data.copy_(own[name])  # ``data`` hides this from autograd: a backward pass may still follow

@@ -1,12 +1,28 @@
-"""Gathers tensors of the full model from the groups that hold them."""
+"""Gathers tensors of the full model from the groups that hold them, and makes persistent buffers
+agree between ranks, by the same rule as gradients.
+
+A unit's buffers become the mean over the ranks of its holders. Buffers of the shared part become
+the mean over all ranks.
+
+Every rank tracks its own buffers (batch norm's running statistics) while it trains. They are
+averaged only when they are read or saved: in evaluation, the full state and checkpoints. The result
+equals that of averaging after every step, because no step reads them and an update, (1 - m) · old +
+m · batch, is linear in them.
+
+Two kinds of entries receive the mean and do not count in it. Some belong to ranks that run a unit
+as a frozen copy, the others to neurons that a group lacks. Buffers that are not floating-point
+(counts of batches) are taken from the first rank of the first holder.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 
 import torch
 import torch.distributed as dist
+from torch import nn
 
+from ..placement.layout import Layout
 from ..placement.tensor_info import TensorInfo
 from ..stores.store import GroupStore
 
@@ -84,3 +100,100 @@ def _to_rank_0(store: GroupStore, info: TensorInfo, buffers: Mapping[str, torch.
         whole = torch.empty(info.shape, dtype=info.dtype, device=store.context.device)
         dist.recv(whole, src=source)
     return whole if store.context.rank == 0 else None
+
+
+def persistent_buffers(module: nn.Module, layout: Layout) -> dict[str, torch.Tensor]:
+    """This rank's persistent buffers, by canonical name.
+
+    They are detached from autograd, because a backward pass may still follow.
+    """
+    return {name: buffer.data for name, buffer in module.named_buffers() if name in layout.buffers}
+
+
+def held_entries(layout: Layout, group: int, device: torch.device) -> dict[str, torch.Tensor]:
+    """Per floating-point buffer of the full model, a mask of the entries that ``group`` holds.
+
+    Entries of the shared part count as held. A mask has the shape of the buffer.
+    """
+    floating = ((name, info) for name, info in layout.buffers.items() if info.dtype.is_floating_point)
+    held = {name: torch.full(info.shape, group in info.holders, device=device) for name, info in floating}
+    for unit, holders in zip(layout.units, layout.placement.holders, strict=True):
+        for part in unit.buffers:
+            ((first, last),) = part.ranges
+            held[part.parameter][first:last] = group in holders
+    return held
+
+
+class BufferMean:
+    """Means of floating-point buffers over the ranks that hold an entry.
+
+    Sums are in float64, so the mean of equal values is that value.
+    """
+
+    def __init__(self, buffers: Mapping[str, TensorInfo], device: torch.device):
+        """``buffers`` are those to average. The same on all ranks."""
+        shapes = {name: info.shape for name, info in buffers.items() if info.dtype.is_floating_point}
+        self._shapes = shapes
+        total = sum(shape.numel() for shape in shapes.values())
+        # The first row sums the values, the second one counts them.
+        self._sums = torch.zeros((2, total), dtype=torch.float64, device=device)
+
+    def add(self, buffers: Mapping[str, torch.Tensor], held: Mapping[str, torch.Tensor]) -> None:
+        """Add a rank's buffers, where its group holds them (see :func:`held_entries`)."""
+        for name, sums in zip(self._shapes, self._split(), strict=True):
+            if name in buffers:
+                counts = held[name].view(-1)
+                # Multiplying by 0 would turn an infinite entry into NaN.
+                sums[0] += buffers[name].reshape(-1).double().masked_fill(~counts, 0)
+                sums[1] += counts
+
+    def over(self, all_reduce: Callable[[torch.Tensor], None]) -> BufferMean:
+        """Sum over all ranks; ``all_reduce`` sums float64 values in place."""
+        if self._sums.numel():
+            all_reduce(self._sums)
+        return self
+
+    def give(self, buffers: Mapping[str, torch.Tensor]) -> None:
+        """Write the means into ``buffers``."""
+        for (name, shape), sums in zip(self._shapes.items(), self._split(), strict=True):
+            if name in buffers:
+                buffers[name].copy_((sums[0] / sums[1]).view(shape))
+
+    def _split(self) -> tuple[torch.Tensor, ...]:
+        return self._sums.split([shape.numel() for shape in self._shapes.values()], dim=1)
+
+
+def agree_on_buffers(store: GroupStore, names: Collection[str] | None = None) -> None:
+    """Set persistent buffers to the full model's values, bit-identical on all ranks. Collective.
+
+    ``names`` are the buffers to set, the same on all ranks. The default is all.
+    """
+    layout = store.layout
+    infos = {name: info for name, info in layout.buffers.items() if names is None or name in names}
+    if layout.mesh.world_size == 1 or not infos:
+        return
+    here = {name: buffer for name, buffer in persistent_buffers(store.module, layout).items() if name in infos}
+    mean = BufferMean(infos, store.context.device)
+    mean.add(here, held_entries(layout, store.context.at.sdp, store.context.device))
+    mean.over(store.context.all_reduce_control).give(here)
+    _take_first_holders(store, here, infos)
+
+
+def _take_first_holders(store: GroupStore, here: Mapping[str, torch.Tensor], infos: Mapping[str, TensorInfo]) -> None:
+    """Take buffers that are not floating-point from their first holder.
+
+    They are summed as bytes, where all ranks but one contribute zeros.
+    """
+    others = {name: info for name, info in infos.items() if not info.dtype.is_floating_point}
+    if not others:
+        return
+    own = []
+    for name, info in others.items():
+        gives = store.context.rank == store.layout.mesh.rank(info.holders[0])
+        value = here[name] if gives else torch.zeros(info.shape, dtype=info.dtype, device=store.context.device)
+        own.append(value.contiguous().view(-1).view(torch.uint8))
+    total = torch.cat(own)
+    store.context.all_reduce_control(total)
+    for (name, info), value in zip(others.items(), total.split([len(part) for part in own]), strict=True):
+        if name in here:
+            here[name].copy_(value.clone().view(info.dtype).view(info.shape))

@@ -1,15 +1,26 @@
-"""A rank's share of the global gradient norm, and clipping by that norm.
+"""What the norm of a step's gradient decides: clipping, the loss scale of float16 (fixed, or
+dynamic by DeepSpeed's rules), and which steps are skipped or spikes.
 
-The global norm counts every parameter once, however many ranks hold or shard it.
+The global norm counts every parameter once, however many ranks hold or shard it. A step is a spike
+if its loss or its gradient's norm lies more than ``sigma`` standard deviations above the mean of
+the last ``window`` steps (OLMo-core, ``SkipStepOptimizer``). A spike stays in the window. So a
+loss that stays high is the new normal after some steps, and training goes on.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import logging
+import math
+import statistics
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Literal
 
 import torch
 
-from ..distributed.tensors import local_tensor
+from ..config.schema import Config, FP16Section
+from ..distributed.collectives import local_tensor
+from ..errors import NonFiniteError, SpikeError
 
 
 def squared_norm(gradients: Sequence[torch.Tensor], device: torch.device) -> torch.Tensor:
@@ -29,3 +40,279 @@ def clip_(gradients: Sequence[torch.Tensor], norm: float, max_norm: float) -> No
     scale = max_norm / (norm + 1e-6)
     if scale < 1:
         torch._foreach_mul_([local_tensor(gradient) for gradient in gradients], scale)
+
+
+class LossScaler:
+    """The factor of the losses, which keeps small gradients of float16 from becoming 0.
+
+    A dynamic scale is halved after ``hysteresis`` overflows, and doubled after
+    ``loss_scale_window`` steps without one. The names and rules are those of DeepSpeed's
+    ``DynamicLossScaler``. Every rank has one, and they stay equal because all ranks skip the same
+    steps.
+    """
+
+    _SAVED = ("cur_scale", "cur_iter", "last_overflow_iter", "cur_hysteresis")
+
+    def __init__(self, section: FP16Section):
+        self._section = section
+        self.is_dynamic = section.loss_scale == 0
+        self.cur_scale = float(2**section.initial_scale_power) if self.is_dynamic else section.loss_scale
+        self.cur_iter, self.last_overflow_iter, self.cur_hysteresis = 0, -1, section.hysteresis
+
+    @classmethod
+    def of(cls, config: Config) -> LossScaler | None:
+        """Return the scaler of a run, or None if it does not compute in float16."""
+        if not config.scales_loss:
+            return None
+        return cls(config.fp16)
+
+    @property
+    def can_be_lowered(self) -> bool:
+        """Whether a lower scale might avoid an overflow."""
+        return self.is_dynamic and self.cur_scale > self._section.min_loss_scale
+
+    def update(self, *, overflow: bool) -> None:
+        """Count a step, and change a dynamic scale."""
+        if not self.is_dynamic:
+            return
+        section = self._section
+        if overflow:
+            if section.hysteresis == 1 or self.cur_hysteresis == 1:
+                self.cur_scale = max(self.cur_scale / 2, section.min_loss_scale)
+            else:
+                self.cur_hysteresis -= 1
+            self.last_overflow_iter = self.cur_iter
+        else:
+            if section.consecutive_hysteresis:
+                self.cur_hysteresis = section.hysteresis
+            stable = self.cur_iter - self.last_overflow_iter - 1
+            if stable > 0 and stable % section.loss_scale_window == 0:
+                self.cur_hysteresis = section.hysteresis
+                self.cur_scale *= 2
+        self.cur_iter += 1
+
+    def state_dict(self) -> dict[str, float] | None:
+        """Return scale and counts as JSON. None if the scale never changes."""
+        return {key: getattr(self, key) for key in self._SAVED} if self.is_dynamic else None
+
+    def load_state_dict(self, state: Mapping[str, Any] | None) -> None:
+        """Continue from a result of :meth:`state_dict`, or from that of DeepSpeed.
+
+        A fixed scale stays.
+        """
+        for key in self._SAVED if self.is_dynamic else ():
+            if state is not None and key in state:
+                setattr(self, key, state[key])
+
+
+log = logging.getLogger("sdp")
+
+_FEWEST_STEPS = 20  # with fewer steps, the standard deviation is too uncertain
+
+
+class SpikeDetector:
+    """Judges one step after the other. All ranks see the same numbers, so they decide the same.
+
+    NaN and infinite values are not judged. They are handled elsewhere, and they would make the mean
+    of the window NaN.
+
+    Attributes:
+        skipped: The steps that were skipped because of a spike.
+        rollbacks: How often the run returned to a checkpoint because of a spike.
+    """
+
+    def __init__(self, policy: Literal["none", "skip", "rollback", "stop"], sigma: float, window: int):
+        self._policy, self._sigma = policy, sigma
+        # Half a window is enough to begin with, but a small window must be full.
+        self._needed = min(window, max(_FEWEST_STEPS, window // 2))
+        self._history = {name: deque[float](maxlen=window) for name in ("loss", "grad_norm")}
+        self.skipped = 0
+        self.rollbacks = 0
+
+    def check(self, step: int, loss: float, norm: float, before_error: Callable[[], None]) -> bool:
+        """Judge a step before its update.
+
+        Args:
+            step: The number of the step.
+            loss: Its loss.
+            norm: The norm of its gradient before clipping.
+            before_error: Called before SpikeError is raised. It drops the gradients.
+
+        Returns:
+            Whether the update must be left out.
+
+        Raises:
+            SpikeError: The step is a spike, and the policy is "rollback" or "stop".
+        """
+        spike = self.judge(loss, norm) if self._policy != "none" else None
+        if spike is None:
+            return False
+        if self._policy != "skip":
+            before_error()
+            raise SpikeError(f"step {step}: {spike} (training.on_spike {self._policy})")
+        self.skipped += 1
+        log.warning("step %d was skipped by all groups: %s", step, spike)
+        return True
+
+    def judge(self, loss: float, norm: float) -> str | None:
+        """Add a step to the window. Return a description if the step is a spike, else None."""
+        if not (math.isfinite(loss) and math.isfinite(norm)):
+            return None
+        found = [
+            text
+            for name, value, label in (("loss", loss, "the loss"), ("grad_norm", norm, "the gradient's norm"))
+            if (text := self._describe(self._history[name], value, label)) is not None
+        ]
+        self._history["loss"].append(loss)
+        self._history["grad_norm"].append(norm)
+        return " and ".join(found) or None
+
+    def _describe(self, before: deque[float], value: float, label: str) -> str | None:
+        if len(before) < self._needed:
+            return None
+        mean, deviation = statistics.fmean(before), statistics.stdev(before)
+        if value - mean <= self._sigma * deviation:
+            return None
+        return (
+            f"{label} {value:.4g} is more than {self._sigma:g} standard deviations above its mean over the last "
+            f"{len(before)} steps ({mean:.4g} ± {deviation:.2g})"
+        )
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the window and the counts as JSON; nothing without a policy."""
+        if self._policy == "none":
+            return {}
+        history = {name: list(values) for name, values in self._history.items()}
+        return {**history, "skipped": self.skipped, "rollbacks": self.rollbacks}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Continue from ``state``.
+
+        An empty mapping, which a run without a policy saves, starts again.
+        """
+        for name, values in self._history.items():
+            values.clear()
+            values.extend(state.get(name, ()))
+        self.skipped, self.rollbacks = state.get("skipped", 0), state.get("rollbacks", 0)
+
+
+class SkippedSteps:
+    """The number of steps skipped in a row because a gradient was NaN or infinite.
+
+    Steps at a dynamic loss scale that can still be lowered are excused: they do not count towards
+    the limit.
+    """
+
+    def __init__(self, allowed: int):
+        self._allowed = allowed
+        self.in_a_row = 0
+        self._excused = 0
+        self._groups = "all groups"
+
+    def note(self, skipped: bool, *, excused: bool = False, groups: str = "all groups") -> None:
+        """Count one step.
+
+        A step that was not skipped resets the count. ``groups`` says who skipped it.
+        """
+        self._groups = groups
+        self.in_a_row = self.in_a_row + 1 if skipped else 0
+        self._excused = self._excused + excused if skipped else 0
+
+    def report(self, step: int, norm: float | None, loss_scale: float | None) -> None:
+        """Warn that ``step`` was skipped.
+
+        Raises:
+            NonFiniteError: More steps than allowed were skipped in a row.
+        """
+        counted = self.in_a_row - self._excused
+        if counted > self._allowed:
+            at_scale = "" if loss_scale is None else f" and loss scale {loss_scale:g}"
+            raise NonFiniteError(
+                f"the gradient's norm is {norm} at step {step}{at_scale}, for the {counted}. time in a row "
+                f"(training.max_skips {self._allowed}); the weights are those after step {step - self.in_a_row}: "
+                "lower the learning rate, or resume from an earlier checkpoint"
+            )
+        scale = "" if loss_scale is None else f", the loss scale is now {loss_scale:g}"
+        log.warning(
+            "step %d was skipped by %s: the gradient's norm is %s%s (%d in a row, training.max_skips %d)",
+            *(step, self._groups, norm, scale, counted, self._allowed),
+        )
+
+
+class LastSteps:
+    """The loss and norm of the last step, and the number of skipped steps.
+
+    With local steps (``sdp.sync``), the other groups' part of them arrives later. Reading them then
+    waits for it.
+
+    Args:
+        local: the local steps of the run (:class:`~sdp.engine.local_steps.LocalTraining`).
+        groups: the number of groups.
+        max_skips: the most steps that may be skipped in a row.
+    """
+
+    def __init__(self, local: Any, groups: int, max_skips: int):
+        self._local, self._groups = local, groups
+        self._loss: float | None = None
+        self._norm: float | None = None
+        self._skipped = 0
+        self._in_a_row = SkippedSteps(max_skips)
+
+    @property
+    def loss(self) -> float | None:
+        newest = self._local.newest()
+        return newest.loss if newest is not None else self._loss
+
+    @property
+    def norm(self) -> float | None:
+        newest = self._local.newest()
+        return newest.norm if newest is not None else self._norm
+
+    @property
+    def was_skipped(self) -> bool:
+        newest = self._local.newest()
+        return newest.skipped > 0 if newest is not None else self._in_a_row.in_a_row > 0
+
+    def skipped_until(self, step: int | None = None) -> int:
+        """Count the skipped steps up to ``step``, one of the last steps. None: up to the last
+        one.
+        """
+        return self._skipped + self._local.skipped_steps(step)
+
+    def start_at(self, skipped: int) -> None:
+        """Continue with ``skipped`` steps, none of them in a row."""
+        self._skipped = skipped
+        self._in_a_row.note(False)
+
+    def note(self, loss: float, norm: float, *, skipped: bool, counts: bool, excused: bool) -> None:
+        """Take note of a step of all groups.
+
+        Args:
+            loss: the mean loss of all ranks.
+            norm: the norm of the full model's gradient.
+            skipped: whether all groups skipped the step.
+            counts: whether a skipped step counts as one in a row.
+            excused: whether it does not count towards the limit of skipped steps.
+        """
+        self._loss, self._norm = loss, norm
+        self._skipped += skipped
+        self._in_a_row.note(skipped and counts, excused=excused)
+
+    def report_skips(self, step: int, loss_scale: float | None) -> None:
+        """Warn if ``step`` was skipped. Raises NonFiniteError after too many in a row."""
+        if self._in_a_row.in_a_row:
+            self._in_a_row.report(step, self._norm, loss_scale)
+
+    def note_local_steps(self) -> list[tuple[int, Any]]:
+        """Take note of the local steps whose outcome all ranks know by now, and return them.
+
+        Raises:
+            NonFiniteError: A group has skipped too many steps in a row.
+        """
+        known = list(self._local.arrived(except_newest=self._local.lag))
+        for step, update in known:
+            self._loss, self._norm = update.loss, update.norm
+            self._skipped += update.skipped > 0
+            self._in_a_row.note(update.skipped > 0, groups=f"{update.skipped} of {self._groups} groups")
+            self.report_skips(step, None)
+        return known

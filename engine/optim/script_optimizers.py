@@ -14,7 +14,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from ..distributed.tensors import local_tensor
+from ..distributed.collectives import local_tensor
 from ..errors import ConfigError
 from ..placement.layout import Layout
 

@@ -10,20 +10,18 @@ from typing import Literal
 import torch
 from torch import nn
 
-from ..config.masking import Masking
+from ..config.method import Masking
 from ..config.schema import Config
 from ..distributed.mesh import Holders, Mesh
 from ..distributed.tensor_parallel import parameter_cuts
 from ..errors import ConfigError, ModelError
 from ..model_interface import check_hooks, get_unit_patterns
 from ..module_paths import parents
-from .buckets import Bucket, Refresh, plan_buckets
-from .chains import find_unskippable
-from .placement import Placement
+from .placement import Bucket, Placement, Refresh, plan_buckets
 from .policies import make_placement, warn_of_large_share, warn_of_left_out
 from .requirements import require_a_block_in_each_group, require_even, require_inside, require_whole_tensors_if_random
 from .tensor_info import Cut, TensorInfo
-from .units import SHARED, Slice, Unit, find_neuron_units, find_units, unit_of_parameters
+from .units import SHARED, Slice, Unit, find_neuron_units, find_units, find_unskippable, unit_of_parameters
 
 
 @dataclass(frozen=True)

@@ -13,14 +13,13 @@ import torch.distributed as dist
 from torch import nn
 from torch.optim import Optimizer
 
+from ..distributed.collectives import TensorRanks, Traffic
 from ..distributed.mesh import Coordinates, Holders, Mesh
 from ..distributed.process_groups import Communicators
-from ..distributed.tensor_collectives import TensorRanks
-from ..distributed.traffic import Traffic
 from ..errors import ConfigError
 from ..optim.script_optimizers import on_local_tensors, stepped_by_engine
-from ..placement.buckets import Bucket
 from ..placement.layout import Layout
+from ..placement.placement import Bucket
 from ..placement.tensor_info import TensorInfo
 
 

@@ -21,7 +21,7 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 from ..placement.layout import Layout
 from ..placement.units import Unit, goes_into_sum
 from .carve import PassThrough, hidden_state, signature_of
-from .slices import Slices
+from .neurons import Slices
 
 
 class BranchScale:

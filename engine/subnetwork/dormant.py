@@ -15,10 +15,10 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..distributed.tensors import local_tensor
+from ..distributed.collectives import local_tensor
 from ..placement.layout import Layout
 from .carve import PassThrough, refuse_together
-from .slices import Slices
+from .neurons import Slices
 
 
 def make_pass_throughs(

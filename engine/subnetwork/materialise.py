@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch import nn
 
 from ..config.schema import Config
-from ..distributed.tensors import local_tensor
+from ..distributed.collectives import local_tensor
 from ..errors import ModelError
 from ..placement.layout import Layout
 from ..placement.tensor_info import Shard, TensorInfo

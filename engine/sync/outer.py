@@ -1,9 +1,22 @@
-"""Local steps: the anchors of a rank's weights, and the outer steps that average what groups
-learned.
+"""Local steps: when groups average their weights, the anchors, and the outer steps that average
+what groups learned.
+
+A round has H steps (``sdp.sync.every``). The units are divided into P fragments. Fragment p is
+averaged after the steps t with (t + p·H/P) mod H = 0, where t counts from 1 after ``start_after``
+(Streaming DiLoCo, arXiv 2501.18512).
 
 The anchor of a unit is its weights after the last outer step, equal at all holders. An outer step
 sums the holders' changes, anchor − weights, divides by their number, and gives the result to the
 outer optimizer as the gradient of the anchor. Then every holder continues from the anchor.
+
+The holders of a unit send the changes of its weights in one of these formats:
+
+- "none": float32, summed by an all-reduce.
+- "bf16": bfloat16, summed by an all-reduce.
+- "int8": integers with one float32 scale per row. An all-reduce cannot add integers of different
+  scales, so every holder gathers the integers of all holders and adds them in one order. So all
+  holders get the same bits. The difference between a change and what was sent of it is the holder's
+  error. It adds the error to its next change (error feedback, arXiv 1901.09847).
 """
 
 from __future__ import annotations
@@ -11,21 +24,209 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import NamedTuple
+from dataclasses import dataclass
+from typing import Any, Literal, NamedTuple, Protocol
 
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.optim import Optimizer
 
-from ..config.sync import SyncSection
+from ..config.method import SyncSection
+from ..distributed.collectives import Traffic, all_gather_single
 from ..distributed.mesh import Holders
-from ..distributed.traffic import Traffic
 from ..optim.clip import squared_norm
-from ..placement.buckets import Bucket
-from .average import Average
-from .compression import Exchange, GatheredExchange, ReducedExchange
+from ..placement.layout import Layout
+from ..placement.placement import Bucket
+from ..placement.units import SHARED
 from .gradients import AllReduce, start_all_reduce
+
+Compression = Literal["none", "bf16", "int8"]
+LARGEST = 127
+
+
+class Exchange(Protocol):
+    """A sum over the ranks of a communicator that is under way."""
+
+    def wait(self) -> list[torch.Tensor]:
+        """Return the sums, in the shapes of the tensors that were sent."""
+        ...
+
+
+class ReducedExchange:
+    """Sums the tensors by one all-reduce in ``dtype``."""
+
+    def __init__(
+        self,
+        tensors: Sequence[torch.Tensor],
+        group: dist.ProcessGroup,
+        dtype: torch.dtype,
+        traffic: Traffic,
+        all_reduce: AllReduce,
+    ):
+        self._shapes = [tensor.shape for tensor in tensors]
+        self._buffer = torch.cat([tensor.reshape(-1) for tensor in tensors]).to(dtype)
+        self._work: Any = None
+        if self._buffer.numel():
+            traffic.record("between groups", "all_reduce", self._buffer.nbytes, dist.get_world_size(group))
+            self._work = all_reduce(self._buffer, group)
+
+    def wait(self) -> list[torch.Tensor]:
+        if self._work is not None:
+            self._work.wait()
+        flat = self._buffer.float()
+        parts = flat.split([shape.numel() for shape in self._shapes])
+        return [part.view(shape) for part, shape in zip(parts, self._shapes, strict=True)]
+
+
+class GatheredExchange:
+    """Gathers the tensors of all ranks as integers with scales, and adds them in rank order.
+
+    ``errors`` become the differences between the tensors and what is sent.
+    """
+
+    def __init__(
+        self,
+        tensors: Sequence[torch.Tensor],
+        errors: Sequence[torch.Tensor],
+        group: dist.ProcessGroup,
+        traffic: Traffic,
+    ):
+        self._shapes = [tensor.shape for tensor in tensors]
+        self._ranks = dist.get_world_size(group)
+        integers, scales = [], []
+        for tensor, error in zip(tensors, errors, strict=True):
+            rows, scale = quantise(tensor)
+            error.copy_(tensor - restore(rows, scale, tensor.shape))
+            integers.append(rows.reshape(-1))
+            scales.append(scale)
+        self._sizes = [len(scale) for scale in scales]
+        mine, own_scales = torch.cat(integers), torch.cat(scales)
+        self._works: list[Any] = []
+        self._integers = mine.new_empty((self._ranks, len(mine)))
+        self._scales = own_scales.new_empty((self._ranks, len(own_scales)))
+        for all_of, part in ((self._integers, mine), (self._scales, own_scales)):
+            if part.numel():
+                traffic.record("between groups", "all_gather", all_of.nbytes, self._ranks)
+                work = all_gather_single(all_of.view(-1), part, group=group, async_op=True)
+                self._works.append((work, part))  # the part must live until it is sent
+
+    def wait(self) -> list[torch.Tensor]:
+        for work, _ in self._works:
+            work.wait()
+        totals = [torch.zeros(shape, device=self._scales.device) for shape in self._shapes]
+        for integers, scales in zip(self._integers, self._scales, strict=True):
+            parts = integers.split([shape.numel() for shape in self._shapes])
+            for total, part, scale in zip(totals, parts, scales.split(self._sizes), strict=True):
+                total += restore(part, scale, total.shape)
+        return totals
+
+
+def quantise(tensor: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return a tensor as integers of shape (rows, columns), and the scale of each row.
+
+    A tensor with fewer than two dimensions is one row.
+    """
+    rows = _rows(tensor)
+    scales = rows.abs().amax(dim=1) / LARGEST if rows.numel() else rows.new_zeros(len(rows))
+    divisors = torch.where(scales > 0, scales, torch.ones_like(scales))
+    return (rows / divisors[:, None]).round().to(torch.int8), scales
+
+
+def restore(integers: torch.Tensor, scales: torch.Tensor, shape: torch.Size) -> torch.Tensor:
+    """Return the float32 tensor of :func:`quantise`."""
+    if not shape.numel():
+        return torch.zeros(shape, device=scales.device)
+    return (integers.view(len(scales), -1).float() * scales[:, None]).view(shape)
+
+
+def _rows(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.reshape(len(tensor), -1) if tensor.dim() > 1 and tensor.numel() else tensor.reshape(1, -1)
+
+
+def rounded(tensor: torch.Tensor, error: torch.Tensor | None, compression: Compression) -> torch.Tensor:
+    """Return ``tensor`` as the other holders receive it. Updates ``error`` for "int8"."""
+    if compression == "bf16":
+        return tensor.bfloat16().float()
+    if compression == "int8":
+        assert error is not None
+        sent = restore(*quantise(tensor), tensor.shape)
+        error.copy_(tensor - sent)
+        return sent
+    return tensor
+
+
+def sent_nbytes(shape: Sequence[int], compression: Compression) -> int:
+    """Return the bytes of one tensor in the format of ``compression``."""
+    numel = torch.Size(shape).numel()
+    if compression == "int8":
+        rows = (shape[0] if len(shape) > 1 else 1) if numel else 1
+        return numel + 4 * rows
+    return numel * (2 if compression == "bf16" else 4)
+
+
+class Rounds:
+    """The schedule of a run's averages.
+
+    Steps are numbered from 1, as in ``global_steps`` after the step.
+    """
+
+    def __init__(self, sync: SyncSection):
+        self._sync = sync
+
+    @property
+    def fragments(self) -> range:
+        return range(self._sync.fragments)
+
+    def is_local(self, step: int) -> bool:
+        """Return whether groups take this step on their own."""
+        return step > self._sync.start_after
+
+    def starting(self, step: int) -> int | None:
+        """Return the fragment whose average starts after this step, or None."""
+        local, every, count = step - self._sync.start_after, self._sync.every, self._sync.fragments
+        if local <= 0 or local % (every // count):
+            return None
+        return -local // (every // count) % count
+
+    def arriving(self, step: int) -> int | None:
+        """Return the fragment whose average is applied after this step, or None."""
+        return self.starting(step - self._sync.overlap)
+
+    def travelling(self, step: int) -> int | None:
+        """Return the fragment whose average is under way after this step, or None.
+
+        There is at most one, because ``overlap`` is less than the steps between two starts.
+        """
+        started = (self.starting(step - age) for age in range(self._sync.overlap))
+        return next((fragment for fragment in started if fragment is not None), None)
+
+    def steps_alone(self, step: int, fragment: int) -> int:
+        """Return the number of steps that groups have taken after the last average of ``fragment``
+        started.
+        """
+        if not self.is_local(step):
+            return 0
+        local, every = step - self._sync.start_after, self._sync.every
+        since = (local + fragment * (every // self._sync.fragments)) % every
+        return min(since, local)
+
+
+def fragments_of(layout: Layout, fragments: int) -> dict[str, int]:
+    """Return the fragment of every parameter, slice and buffer of the layout, by name.
+
+    Unit i belongs to fragment i mod P. All groups of neurons of a block belong to the block's
+    fragment. The shared part belongs to fragment 0.
+    """
+    of_unit, of_sliced = {SHARED: 0}, {}
+    for unit in layout.units:
+        index = unit.index if unit.is_block else layout.blocks.index(layout.block_of(unit))
+        of_unit[unit.name] = index % fragments
+        for part in (*unit.slices, *unit.buffers):
+            if part.dim is not None:
+                of_sliced[part.parameter] = index % fragments
+    tensors = {**layout.parameters, **layout.buffers}
+    return {name: of_sliced.get(info.canonical, of_unit.get(info.unit, 0)) for name, info in tensors.items()}
 
 
 class OuterFacts(NamedTuple):
@@ -294,3 +495,32 @@ class OuterSteps:
 
 def _copy(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
     return tensor.detach().to(device, copy=True)
+
+
+@dataclass
+class Average:
+    """A bucket whose changes are under way.
+
+    Attributes:
+        names: the parameters.
+        changes: their changes, if nothing is under way.
+        exchange: what sends them. None: this group is the only holder.
+        before: with overlap, the weights when the average started.
+        keeps_weights: whether the weights become the anchors, without an outer step.
+    """
+
+    names: tuple[str, ...]
+    changes: list[torch.Tensor]
+    exchange: Exchange | None
+    before: list[torch.Tensor] | None
+    keeps_weights: bool
+
+    def means(self) -> list[torch.Tensor]:
+        """Wait for the average, and return the mean changes of the holders.
+
+        The list is empty if this group is the only holder and nothing is late: its changes then are
+        computed when they are needed.
+        """
+        if self.exchange is not None:
+            self.changes, self.exchange = self.exchange.wait(), None
+        return self.changes

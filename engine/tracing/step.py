@@ -25,19 +25,18 @@ from ..batch.call import loss_of, tensors_in
 from ..batch.size import BatchSize
 from ..config.schema import Config
 from ..construct import shard_model
+from ..distributed.collectives import Kind, local_tensor
 from ..distributed.fake_world import fake_world
-from ..distributed.tensors import local_tensor
-from ..distributed.traffic import Kind
 from ..engine import SDPEngine
 from ..errors import LaunchError
-from ..optim.muon.setup import arrange as arrange_muon
+from ..optim.muon import arrange as arrange_muon
 from ..optim.optimizer_state import materialise_state
 from ..optim.optimizers import make_optimizer
 from ..placement.layout import Layout
-from ..stores.fsdp2.collectives import unreduced_gradients
+from ..stores.fsdp2.sharding import unreduced_gradients
 from ..subnetwork.carve import PassThrough
 from ..subnetwork.materialise import allocate
-from ..sync.rounds import fragments_of
+from ..sync.outer import fragments_of
 from .ledger import ACTIVATIONS, COMMUNICATION, GRADIENTS, Ledger, Window
 from .operators import Device, operators_of
 from .repetition import _kinds, _left_out

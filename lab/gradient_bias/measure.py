@@ -23,7 +23,7 @@ from sdp.engine.batch.size import BatchSize
 from sdp.engine.checkpoint.load import load
 from sdp.engine.checkpoint.state import weights_of
 from sdp.engine.config.load import load_config
-from sdp.engine.config.masking import Masking
+from sdp.engine.config.method import Masking
 from sdp.engine.config.schema import Config
 from sdp.engine.errors import ConfigError
 from sdp.engine.placement.layout import Layout

@@ -17,7 +17,7 @@ from typing import Annotated, Any
 
 from pydantic import Field
 from sdp.engine.config.load import load_config
-from sdp.engine.config.masking import Masking, MaskingSchedule
+from sdp.engine.config.method import Masking, MaskingSchedule
 from sdp.engine.config.section import Section
 from sdp.tools.plan.forecast import forecast
 from sdp.tools.plan.machine import Machine

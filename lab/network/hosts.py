@@ -16,7 +16,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
-from sdp.engine.environment.child import search_program
+from sdp.engine.environment.process import search_program
 from sdp.engine.errors import ConfigError, LaunchError
 from sdp.launcher.signals import caught_signals
 from sdp.tools.shared.quantities import parse_bit_rate

@@ -21,8 +21,7 @@ from sdp.engine.distributed.mesh import Mesh
 from sdp.engine.errors import ConfigError, ModelError, NonFiniteError
 from sdp.engine.optim.clip import clip_, squared_norm
 from sdp.engine.optim.optimizers import build_optimizer
-from sdp.engine.optim.rate_scale import HolderScale, exponent_of, is_decoupled
-from sdp.engine.optim.schedules import scheduler_of
+from sdp.engine.optim.schedules import HolderScale, exponent_of, is_decoupled, scheduler_of
 from sdp.engine.placement.layout import Layout
 from sdp.engine.placement.requirements import draws_of
 from sdp.engine.placement.tensor_info import Shard

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 from sdp.engine.batch.call import call_model, loss_of, map_leaves, target_count, tensors_in
-from sdp.engine.config.masking import Masking
+from sdp.engine.config.method import Masking
 from sdp.engine.errors import ModelError
 from sdp.engine.placement.layout import Layout
 from torch import Tensor, nn

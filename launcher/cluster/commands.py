@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
-from ...engine.environment.child import child_environment, search_program, variables_with
+from ...engine.environment.process import child_environment, search_program, variables_with
 from ...engine.errors import LaunchError, quote
 from ..own_command import PACKAGE
 from .hosts import Host, include_text, slots_text, world_size

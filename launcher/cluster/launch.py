@@ -16,8 +16,8 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Literal
 
-from ...engine.distributed.hosts import split_tensor_group
-from ...engine.environment.child import child_environment, variables_with
+from ...engine.distributed.mesh import split_tensor_group
+from ...engine.environment.process import child_environment, variables_with
 from ...engine.errors import ConfigError, LaunchError, quote
 from ..degrees import Degrees, visible_devices
 from ..fatal_errors import say

@@ -15,9 +15,8 @@ import sys
 from collections.abc import Sequence
 from typing import NoReturn
 
-from ...engine.environment.child import child_environment, thread_settings
-from ...engine.environment.detect import detect, export
-from ...engine.environment.launchers import PARENT_PID
+from ...engine.environment.detect import PARENT_PID, detect, export
+from ...engine.environment.process import child_environment, thread_settings
 from ...engine.errors import LaunchError, format_error
 from ..fatal_errors import report_fatal
 from ..own_command import own_command, search_path

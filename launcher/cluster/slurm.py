@@ -19,8 +19,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from ...engine.distributed.own_files import refuse_link
-from ...engine.environment.child import search_program
+from ...engine.distributed.heartbeat import refuse_link
+from ...engine.environment.process import search_program
 from ...engine.errors import LaunchError, quote
 from .commands import Start, train_command
 

@@ -24,7 +24,7 @@ RANK_HEAD = """
 import os, signal, subprocess, sys, time
 from pathlib import Path
 sys.path.insert(0, {folder!r})
-from sdp.engine.environment.supervision import supervision
+from sdp.engine.environment.detect import supervision
 from sdp.launcher.fatal_errors import report_fatal, tie_to_parent
 above = supervision()
 tie_to_parent(above.parent_pid)

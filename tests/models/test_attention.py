@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from sdp.models.attention import attention, causal_attention
+from sdp.models.layers import attention, causal_attention
 from torch.overrides import TorchFunctionMode
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")

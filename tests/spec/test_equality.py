@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from sdp.engine.placement import buckets
-from sdp.engine.placement.buckets import LEAST_BYTES
+from sdp.engine.placement import placement
+from sdp.engine.placement.placement import LEAST_BYTES
 from sdp.tests.support import models
 from sdp.tests.support.case_tables import FACTORS, mostly_slow, pairwise_cover
 from sdp.tests.support.cases import (
@@ -113,7 +113,7 @@ def _in_pieces(case: Case, least: int) -> tuple[Result, int]:
         return all_reduce(*args, **kwargs)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(buckets, "LEAST_BYTES", least)
+        patch.setattr(placement, "LEAST_BYTES", least)
         patch.setattr(dist, "all_reduce", counted)
         return train(case), started
 

@@ -12,10 +12,10 @@ import pytest
 import sdp
 import torch
 import torch.distributed as dist
+from sdp.engine.distributed.collectives import local_tensor
 from sdp.engine.distributed.mesh import Mesh
-from sdp.engine.distributed.tensors import local_tensor
-from sdp.engine.stores.fsdp2.collectives import parameter_groups
-from sdp.engine.sync.weights import WeightRefresh
+from sdp.engine.stores.fsdp2.sharding import parameter_groups
+from sdp.engine.sync.gradients import WeightRefresh
 from sdp.tests.support import models
 from sdp.tests.support.cases import Case, data_rank_of, engine_of, one_step
 from sdp.tests.support.ranks import RankPool

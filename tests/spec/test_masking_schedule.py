@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 from sdp.engine.accounting.memory_probe import peak_tensor_bytes
-from sdp.engine.distributed.tensors import local_tensor
+from sdp.engine.distributed.collectives import local_tensor
 from sdp.tests.support import models
 from sdp.tests.support.case_tables import (
     SCHEDULED_STEPS,

@@ -10,7 +10,7 @@ import pytest
 import torch
 from sdp.engine.config.load import load_config
 from sdp.engine.errors import ConfigError
-from sdp.engine.optim.rate_scale import HolderScale, ScaledRates
+from sdp.engine.optim.schedules import HolderScale, ScaledRates
 from sdp.tests.support.cases import Case, assert_same_run, engine_of, oracle, oracle_of, said, train
 from sdp.tests.support.checkpoints import assert_equal_runs, resumed
 from sdp.tests.support.ranks import RankPool

@@ -99,7 +99,7 @@ def collectives() -> dict[str, float]:
     """
     import torch
     import torch.distributed as dist
-    from sdp.engine.distributed.traffic import passes_on, sent_bytes
+    from sdp.engine.distributed.collectives import passes_on, sent_bytes
 
     world, whole = dist.get_world_size(), torch.zeros(1 << 20)
     part = torch.zeros(whole.numel() // world)

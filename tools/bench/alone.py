@@ -21,9 +21,9 @@ import torch
 from ...engine.accounting.memory_probe import peak_tensor_bytes
 from ...engine.config.load import load_config
 from ...engine.config.schema import Config
+from ...engine.distributed.collectives import local_tensor
 from ...engine.distributed.fake_world import fake_world
 from ...engine.distributed.mesh import mesh_of
-from ...engine.distributed.tensors import local_tensor
 from ...engine.engine import SDPEngine
 from ...engine.environment.detect import detect
 from ...engine.errors import ConfigError, LaunchError, NonFiniteError

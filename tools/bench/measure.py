@@ -15,14 +15,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ...engine.accounting.clock import clock
 from ...engine.accounting.memory_probe import peak_tensor_bytes
 from ...engine.batch.size import BatchSize
 from ...engine.config.schema import Config
 from ...engine.distributed.agreement import Ranks
+from ...engine.distributed.collectives import local_tensor
 from ...engine.distributed.mesh import mesh_of
-from ...engine.distributed.tensors import local_tensor
 from ...engine.errors import NonFiniteError
+from ...engine.initialize import clock
 from ...engine.model_interface import get_config
 from ..runs.model_inputs import model_and_batch
 from ..shared.steal import stolen, ticks

@@ -13,9 +13,9 @@ import re
 from typing import Any
 
 from ...engine.batch.size import BatchSize
+from ...engine.config.method import SyncSection
 from ...engine.config.schema import Config
 from ...engine.config.section import parse_section
-from ...engine.config.sync import SyncSection
 from ...engine.distributed.mesh import mesh_of
 from ...engine.errors import ConfigError, SDPError
 from ...engine.placement.layout import Layout

@@ -22,8 +22,8 @@ from ...engine.batch.call import call_model, loss_of
 from ...engine.batch.size import BatchSize
 from ...engine.config.schema import Config, NamedParams
 from ...engine.construct import values_to_give
+from ...engine.distributed.collectives import Traffic
 from ...engine.distributed.mesh import mesh_of
-from ...engine.distributed.traffic import Traffic
 from ...engine.engine import SDPEngine
 from ...engine.environment.detect import alone_if_unlaunched
 from ...engine.initialize import initialize
@@ -32,8 +32,7 @@ from ...engine.optim.optimizers import build_optimizer
 from ...engine.placement.layout import Layout
 from ...engine.placement.tensor_info import Shard
 from ...engine.stores.deepspeed.private import forget_process_groups, load, set_verbosity
-from ...engine.subnetwork.activations import checkpoint_activations
-from ...engine.subnetwork.compile import compile_units
+from ...engine.subnetwork.execution import checkpoint_activations, compile_units
 from ...engine.subnetwork.materialise import give_values
 from ..runs.model_inputs import model_and_batch
 from .methods import REPLICAS, is_diloco, is_sdp, is_streaming

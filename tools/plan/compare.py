@@ -19,9 +19,8 @@ from typing import Any
 import torch
 
 from ...engine.accounting.quantities import format_bytes, format_seconds
-from ...engine.config.masking import Masking
+from ...engine.config.method import Masking, SyncSection
 from ...engine.config.schema import Config
-from ...engine.config.sync import SyncSection
 from ...engine.distributed.mesh import mesh_of
 from ...engine.environment.detect import export
 from ...engine.errors import ConfigError, SDPError

@@ -15,14 +15,13 @@ import torch
 from ...engine.accounting.local_traffic import LocalTraffic
 from ...engine.accounting.traffic_plan import Collective, CollectivePlan
 from ...engine.batch.size import BatchSize
-from ...engine.config.masking import Masking
+from ...engine.config.method import Masking, SyncSection
 from ...engine.config.named_params import check_named_params
 from ...engine.config.schema import Config
-from ...engine.config.sync import SyncSection
 from ...engine.distributed.mesh import Coordinates, Mesh, mesh_of
 from ...engine.errors import ConfigError
 from ...engine.module_paths import parents
-from ...engine.optim.muon.setup import gathered_bytes
+from ...engine.optim.muon import gathered_bytes
 from ...engine.placement.layout import Layout
 from ...engine.tracing.repetition import sequence
 from ...engine.tracing.step import StepTrace, trace_step

@@ -11,7 +11,7 @@ from ...engine.accounting.traffic_plan import Collective
 from ...engine.batch.size import BatchSize
 from ...engine.config.schema import Config
 from ...engine.distributed.mesh import Mesh
-from ...engine.optim.rate_scale import describe_rates
+from ...engine.optim.schedules import describe_rates
 from ...engine.placement.layout import Layout
 from ...engine.placement.policies import warnings_of
 from ...engine.tracing.ledger import KINDS

@@ -9,7 +9,7 @@ from statistics import fmean, median
 from typing import Any
 
 from ...engine.errors import MOST_MESSAGE, shorten
-from ...engine.optim.rate_scale import describe_rates
+from ...engine.optim.schedules import describe_rates
 from ...engine.placement.placement import Placement
 from ..runs.phases import describe_phases, phases_of
 from ..runs.run_files import Run

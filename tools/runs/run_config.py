@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from ...engine.config.schema import Config
-from ...engine.subnetwork.weight_files import refuse_zero_checkpoint
+from ...engine.subnetwork.initialisation import refuse_zero_checkpoint
 from ...models.registry import section_from_huggingface
 
 

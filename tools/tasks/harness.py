@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 
 from ...data.tokenizers import load_tokenizer
-from ...engine.config.training_section import TasksSection
+from ...engine.config.schema import TasksSection
 from ...engine.errors import ConfigError, SDPError, shorten, suggestion
 from .scoring import Scorer
 

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from ...engine.environment.supervision import Supervision
+from ...engine.environment.detect import Supervision
 from ..shared.arguments import Parser, add_config_arguments, positive_int
 
 RESTARTS_HELP = "start again from the newest checkpoint after the loss of a rank or host, N times at most (default: 0)"

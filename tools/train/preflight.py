@@ -26,7 +26,7 @@ from ...engine.model_interface import get_config
 from ...engine.optim.optimizers import make_optimizer
 from ...engine.optim.schedules import build_scheduler
 from ...engine.placement.layout import Layout
-from ...engine.subnetwork.weight_files import WeightFiles, fillers_from
+from ...engine.subnetwork.initialisation import WeightFiles, fillers_from
 from ...models.registry import build_model, changed_key
 from ..runs.dataset import Corpus, open_prepared, path_of
 from ..runs.run_files import CONFIG

@@ -10,8 +10,7 @@ import torch.distributed as dist
 
 from ...engine.config.schema import Config
 from ...engine.distributed.heartbeat import Heartbeat
-from ...engine.distributed.hosts import machine_id, split_tensor_group, told_apart
-from ...engine.distributed.mesh import mesh_of
+from ...engine.distributed.mesh import machine_id, mesh_of, split_tensor_group, told_apart
 from ...engine.engine import SDPEngine
 from ...engine.environment.detect import detect
 from ..runs.run_files import RunFiles

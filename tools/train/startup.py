@@ -18,7 +18,7 @@ from ...engine.config.schema import Config
 from ...engine.distributed.heartbeat import Heartbeat
 from ...engine.distributed.join import join
 from ...engine.engine import SDPEngine
-from ...engine.environment.supervision import whereabouts_file
+from ...engine.environment.detect import whereabouts_file
 from ...engine.initialize import initialize
 from ...models.registry import build_model
 from ..runs.dataset import Corpus, open_corpus

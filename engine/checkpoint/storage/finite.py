@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from ...distributed.agreement import Ranks
-from ...distributed.tensors import local_tensor
+from ...distributed.collectives import local_tensor
 from ...errors import CheckpointError, NonFiniteError
 from .dcp import Part
 from .directory import latest, locate

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from ...distributed.tensors import stored_tensor
+from ...distributed.collectives import stored_tensor
 from ...errors import ModelError
 from .partitions import Bundle, partition_numel
 from .private import offsets_in_partition

@@ -14,13 +14,13 @@ from ...batch.size import BatchSize
 from ...config.schema import Config
 from ...distributed.process_groups import Communicators, new_group
 from ...environment.detect import alone_if_unlaunched
-from ...environment.waits import announced, compiler_locks
+from ...environment.process import announced, compiler_locks
 from ...errors import ConfigError, shorten
 from ...optim.optimizers import make_optimizer
 from ...optim.schedules import build_scheduler
 from ...placement.layout import Layout
 from ...placement.tensor_info import Shard
-from ...subnetwork.activations import checkpoint_activations
+from ...subnetwork.execution import checkpoint_activations
 from ...subnetwork.given_model import refuse_shapes
 from ...subnetwork.initialisation import ModuleInit
 from ...subnetwork.materialise import cut, give_values, take_values_of_rank_0

@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.optim import Optimizer
 
-from ...distributed.tensors import stored_tensor
+from ...distributed.collectives import stored_tensor
 from ...environment.detect import set_default
 from ...errors import ConfigError
 

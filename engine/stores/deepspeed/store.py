@@ -12,13 +12,12 @@ from torch import nn
 from torch.optim import Optimizer
 
 from ...config.schema import Config
+from ...distributed.collectives import Traffic, outside_inference_mode, stored_tensor
 from ...distributed.process_groups import Communicators
-from ...distributed.tensors import outside_inference_mode, stored_tensor
-from ...distributed.traffic import Traffic
 from ...errors import ModelError
 from ...optim.script_optimizers import refuse_outside_engine, stepped_by_engine
-from ...placement.buckets import Bucket
 from ...placement.layout import Layout
+from ...placement.placement import Bucket
 from ..store import Averages, DeviceMessages, Piece, RankContext, Stepped
 from .checks import PendingGradients, UsedParameters, check_partitions
 from .partitions import Bundle, pieces_of, untrained

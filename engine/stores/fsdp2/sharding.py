@@ -1,19 +1,360 @@
-"""Applies FSDP2 to a rank's model: which modules are sharded on their own, and how."""
+"""Applies FSDP2 to a rank's model: which modules are sharded on their own, and how.
+
+Here is also the access to FSDP2's internals: its collectives, which are counted, and its
+unreduced gradients. Passes of a sharded module that FSDP2 would follow wrongly, without an error
+or with one about memory, are refused.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultAllGather, DefaultReduceScatter
+from torch.distributed.tensor import DTensor
+from torch.utils._pytree import tree_leaves
 
-from ...distributed.traffic import Traffic
-from .collectives import CountingAllGather, CountingReduceScatter, parameter_groups
-from .passes import ModuleUses, refuse_hidden_results, refuse_inference_mode, refuse_whole_state
+from ...distributed.collectives import Traffic
+from ...errors import ConfigError, ModelError
+
+
+class CountingAllGather(DefaultAllGather):
+    """FSDP2's default all-gather, counted by the size of its output."""
+
+    def __init__(self, traffic: Traffic):
+        self._traffic = traffic
+
+    def __call__(
+        self, output_tensor: torch.Tensor, input_tensor: torch.Tensor, group: dist.ProcessGroup, async_op: bool = False
+    ) -> dist.Work | None:
+        self._traffic.record("inside groups", "all_gather", output_tensor.nbytes, group.size())
+        return super().__call__(output_tensor, input_tensor, group, async_op)
+
+
+class CountingReduceScatter(DefaultReduceScatter):
+    """FSDP2's default reduce-scatter, counted by the size of its input."""
+
+    def __init__(self, traffic: Traffic):
+        self._traffic = traffic
+
+    def __call__(
+        self,
+        output_tensor: torch.Tensor,
+        input_tensor: torch.Tensor,
+        group: dist.ProcessGroup,
+        op: Any,
+        async_op: bool = False,
+    ) -> dist.Work:
+        self._traffic.record("inside groups", "reduce_scatter", input_tensor.nbytes, group.size())
+        return super().__call__(output_tensor, input_tensor, group, op, async_op)
+
+
+def gather_stream(module: nn.Module) -> torch.Stream | None:
+    """The CUDA stream on which FSDP2 reads the module's shards in forward.
+
+    The stream runs ahead of the current stream and does not wait for it. None without CUDA, and
+    before the first forward pass.
+    """
+    if not isinstance(module, FSDPModule) or not torch.cuda.is_available():
+        return None
+    # The first forward pass creates the stream.
+    return getattr(module._get_fsdp_state()._comm_ctx, "all_gather_copy_in_stream", None)
+
+
+def drop_unreduced_gradients(module: FSDPModule) -> None:
+    """Drop the unreduced gradients of the module's parameters.
+
+    FSDP2 keeps them between micro-batches if gradients are reduced once per step.
+    """
+    for parameter in _parameters(module):
+        parameter.unsharded_accumulated_grad = None
+        if hasattr(parameter, "_unsharded_param"):
+            parameter._unsharded_param.grad = None
+
+
+def zero_missing_gradients(root: nn.Module) -> None:
+    """Give zeros to parameters below ``root`` that earlier micro-batches of this step did not use.
+
+    With mixed precision, FSDP2 keeps the gradients of earlier micro-batches in float32. It fails if
+    the last micro-batch uses a parameter for the first time, because that gradient is in compute
+    precision.
+    """
+    for module in root.modules():
+        for parameter in _parameters(module) if isinstance(module, FSDPModule) else ():
+            if parameter.reduce_dtype is None or parameter.unsharded_accumulated_grad is not None:
+                continue
+            whole = getattr(parameter, "_unsharded_param", None)
+            if whole is not None and whole.requires_grad and whole.dtype != parameter.reduce_dtype:
+                parameter.unsharded_accumulated_grad = torch.zeros_like(whole, dtype=parameter.reduce_dtype)
+
+
+@contextmanager
+def root_stays_gathered(root: nn.Module, *, reshards: bool, at_end: Callable[[], None]) -> Iterator[None]:
+    """A context in which the root's own parameters stay gathered after a forward pass.
+
+    ``reshards`` is whether they are sharded after a forward pass elsewhere. ``at_end`` shards them.
+    """
+    if not isinstance(root, FSDPModule):
+        yield
+        return
+    root.set_reshard_after_forward(False, recurse=False)
+    try:
+        yield
+    finally:
+        root.set_reshard_after_forward(reshards, recurse=False)
+        at_end()
+
+
+def unreduced_gradients(module: FSDPModule) -> list[torch.Tensor]:
+    """The gradients of the module's parameters that FSDP2 has not reduced yet."""
+    kept = [parameter.unsharded_accumulated_grad for parameter in _parameters(module)]
+    return [gradient for gradient in kept if gradient is not None]
+
+
+class HiddenParameters:
+    """Parameters below ``root`` that FSDP2 shall neither gather nor reduce for now.
+
+    FSDP2 must know all sharded modules when it runs first, so this makes it look for them.
+    """
+
+    def __init__(self, root: FSDPModule, parameters: Iterable[nn.Parameter]):
+        state = root._get_fsdp_state()
+        state._lazy_init()
+        hidden = {id(parameter) for parameter in parameters}
+        self._changed: list[tuple[Any, list[Any], list[Any]]] = []  # owner, all of its parts, those that stay
+        for each in state._state_ctx.all_states:
+            for group in _groups_of(each):
+                stay = [part for part in group.fsdp_params if id(part.sharded_param) not in hidden]
+                if len(stay) < len(group.fsdp_params):
+                    self._changed.append((group, group.fsdp_params, stay))
+
+    def hide(self) -> None:
+        for group, _, stay in self._changed:
+            group.fsdp_params = stay
+
+    def show(self) -> None:
+        for group, everything, _ in self._changed:
+            group.fsdp_params = everything
+
+
+def _parameters(module: FSDPModule) -> list[Any]:
+    return [parameter for group in parameter_groups(module) for parameter in group.fsdp_params]
+
+
+def parameter_groups(module: FSDPModule) -> list[Any]:
+    return _groups_of(module._get_fsdp_state())
+
+
+def _groups_of(state: Any) -> list[Any]:
+    # Since torch 2.13, a module may have several parameter groups.
+    groups = getattr(state, "_fsdp_param_groups", None) or [state._fsdp_param_group]
+    return [group for group in groups if group is not None]
+
+
+def refuse_hidden_results(module: nn.Module, name: str) -> None:
+    """Make ``module`` raise ModelError if it returns tensors where FSDP2 does not look.
+
+    FSDP2 gathers the parameters again when the gradient of a result arrives.
+
+    Args:
+        module: A sharded module.
+        name: Its path. "" is the model itself.
+    """
+
+    def check(module: nn.Module, _: Any, result: Any) -> None:
+        if not torch.is_grad_enabled() or isinstance(result, torch.Tensor):
+            return
+        seen = {id(tensor) for tensor in _tensors_that_fsdp_finds(result)}
+        for leaf in tree_leaves(result):
+            if any(id(tensor) not in seen for tensor in _tensors_inside(leaf)):
+                raise ModelError(
+                    f"{name or 'the model'} returns tensors in a {type(leaf).__name__}, where FSDP2 does not find "
+                    "them; return a tensor, or tensors in a tuple, list or dict"
+                )
+
+    module.register_forward_hook(check)
+
+
+def refuse_inference_mode(model: nn.Module) -> None:
+    """Make a direct call of the sharded ``model`` in inference mode raise ModelError.
+
+    FSDP2 would gather parameters into tensors that training cannot use. ``engine(batch)`` leaves
+    the mode.
+    """
+
+    def check(*_: Any) -> None:
+        if torch.is_inference_mode_enabled():
+            raise ModelError(
+                "engine.module is called inside torch.inference_mode(), and FSDP2 could not train afterwards; call "
+                "engine(batch), or use torch.no_grad()"
+            )
+
+    model.register_forward_pre_hook(check, prepend=True)
+
+
+def refuse_hooks(parameters: Mapping[str, nn.Parameter]) -> None:
+    """Raise ModelError if a sharded parameter has a hook on its gradient, which never runs."""
+    hooked = next((name for name, parameter in parameters.items() if parameter._backward_hooks), None)
+    if hooked is not None:
+        raise ModelError(
+            f"parameter {hooked!r} has a hook, which FSDP2 does not run on a shard; use "
+            "register_post_accumulate_grad_hook, or change the gradient inside the model"
+        )
+
+
+def refuse_whole_state(model: nn.Module) -> None:
+    """Make ``load_state_dict`` of the sharded ``model`` raise ModelError for whole tensors."""
+
+    def check(module: nn.Module, state: Mapping[str, Any], prefix: str, *_: Any) -> None:
+        for name, parameter in module.named_parameters(remove_duplicate=False):
+            value = state.get(prefix + name)
+            if isinstance(parameter, DTensor) and isinstance(value, torch.Tensor) and not isinstance(value, DTensor):
+                raise ModelError(
+                    f"engine.module.load_state_dict: {name} is a shard here, and the state has it whole; load the "
+                    "weights before sdp.initialize, or call engine.load_checkpoint"
+                )
+
+    model.register_load_state_dict_pre_hook(check)
+
+
+def _tensors_that_fsdp_finds(result: Any) -> list[torch.Tensor]:
+    try:
+        from torch.distributed.fsdp._common_utils import collect_grad_tensors  # looks into dataclasses, too
+    except ImportError:  # before torch 2.13
+        return _tensors_of(tree_leaves(result))
+    return list(collect_grad_tensors(result))
+
+
+def _tensors_inside(leaf: Any) -> list[torch.Tensor]:
+    """The tensors that need a gradient in ``leaf``, or in its attributes."""
+    return _tensors_of([leaf] if isinstance(leaf, torch.Tensor) else tree_leaves(getattr(leaf, "__dict__", None)))
+
+
+def _tensors_of(leaves: list[Any]) -> list[torch.Tensor]:
+    return [leaf for leaf in leaves if isinstance(leaf, torch.Tensor) and leaf.requires_grad]
+
+
+# What this file reads or replaces of FSDP2's groups of parameters.
+_NAMES = "post_backward finalize_backward fsdp_params reduce_grads _training_state".split()
+
+
+class ModuleUses:
+    """Watches the uses of one module.
+
+    With several shards, all gradients of the module are reduced, those of unused parameters as
+    zeros. FSDP2 leaves them out. If ranks use different parameters, it would add up the gradients
+    of different ones, without an error.
+
+    Args:
+        module: The module, to which FSDP2 is applied.
+        name: Its path. "" is the model itself.
+        groups: FSDP2's groups of the module's parameters.
+        sharded: Whether the module has several shards.
+
+    Raises:
+        ConfigError: This version of torch has another FSDP2.
+    """
+
+    def __init__(self, module: nn.Module, name: str, groups: Sequence[Any], *, sharded: bool):
+        missing = [name for name in _NAMES for group in groups if not hasattr(group, name)]
+        if missing:
+            raise ConfigError(
+                f"torch {torch.__version__}: FSDP2 has no {missing[0]}, which sdp needs; install the version of torch "
+                "that README.md names as tested"
+            )
+        self.name, self.sharded = name, sharded
+        self.is_used = False  # in the newest forward pass
+        self._groups = groups
+        self._forwards = 0  # with gradients, since the last backward pass
+        self._held_back: list[Any] = []
+        self._ended: list[Any] = []
+        module.register_forward_pre_hook(self._begin, prepend=True)  # before FSDP2's own
+        for group in groups:
+            group.post_backward = partial(self._end, group, group.post_backward)
+
+    @property
+    def has_parameters(self) -> bool:
+        """Whether FSDP2 gathers anything for the module. Frozen copies that are put aside are
+        hidden.
+        """
+        return any(group.fsdp_params for group in self._groups)
+
+    def begin_backward(self) -> None:
+        """Prepare for a backward pass. FSDP2's settings must be those of the pass."""
+        self._ended.clear()
+        self._held_back = [group for group in self._groups if group.reduce_grads] if self._is_reduced_late() else []
+        for group in self._held_back:
+            group.reduce_grads = False
+
+    def end_backward(self) -> None:
+        """Reduce what was not reduced during the backward pass."""
+        self._forwards = 0
+        for group in self._held_back:
+            group.reduce_grads = True
+            group.post_backward()
+            group.finalize_backward()
+
+    def _is_reduced_late(self) -> bool:
+        return not self.sharded and self._forwards > 1
+
+    def _begin(self, *_: Any) -> None:
+        self.is_used = True
+        if not torch.is_grad_enabled():
+            return
+        if torch._C._current_graph_task_id() == -1:
+            self._forwards += 1
+            self._ended.clear()  # the backward pass of another engine may have gone through the module
+        elif any(group._training_state.name == "POST_BACKWARD" for group in self._groups):
+            # A reentrant checkpoint runs the module again, and FSDP2 would not gather it.
+            raise self._refusal()
+
+    def _end(self, group: Any, reduce: Any) -> None:
+        if not all(hasattr(parameter, "_unsharded_param") for parameter in group.fsdp_params):
+            return  # no pass has used the module yet, and FSDP2 would look for its gathered parameters
+        if self.sharded and group.reduce_grads:
+            if any(group is ended for ended in self._ended):
+                raise self._refusal()
+            self._ended.append(group)
+            for parameter in group.fsdp_params:
+                whole = parameter._unsharded_param
+                if whole.grad is None and parameter.unsharded_accumulated_grad is None and whole.requires_grad:
+                    whole.grad = torch.zeros_like(whole)
+        reduce()
+
+    def _refusal(self) -> ModelError:
+        stage = "use zero_optimization.stage 0, and " if self.sharded else ""
+        return ModelError(
+            f"{self.name or 'the model'} is used several times in one backward pass, and its gradient is complete only "
+            f"after the last use; {stage}pass use_reentrant=False to torch.utils.checkpoint.checkpoint"
+        )
+
+
+@contextmanager
+def nothing_left_out(uses: Sequence[ModuleUses]) -> Iterator[None]:
+    """A context for a forward pass that shall use every sharded module.
+
+    The ranks of a group gather and reduce in the order of their passes. If they left out different
+    modules, as layer drop does, FSDP2 would mix the parameters of different ones, without an error.
+
+    Raises:
+        ModelError: The pass left out a module.
+    """
+    for each in uses:
+        each.is_used = False
+    yield
+    left_out = [each for each in uses if each.sharded and each.has_parameters and not each.is_used]
+    if left_out and len(left_out) < len(uses):
+        raise ModelError(
+            f"a forward pass left out {left_out[0].name!r}, and the ranks of a group gather sharded parameters "
+            "together; run all blocks in each pass, or use zero_optimization.stage 0"
+        )
 
 
 def shard(

@@ -9,15 +9,13 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.fsdp import FSDPModule
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, OffloadPolicy
 from torch.optim import Optimizer
 
-from ...config.masking import Masking
+from ...config.method import Masking
 from ...config.schema import Config
+from ...distributed.collectives import TensorRanks, Traffic, all_gather_single, local_tensor, outside_inference_mode
 from ...distributed.process_groups import Communicators
-from ...distributed.tensor_collectives import TensorRanks
-from ...distributed.tensors import local_tensor, outside_inference_mode
-from ...distributed.traffic import Traffic
 from ...model_interface import get_sharding_groups
 from ...placement.layout import Layout
 from ...placement.tensor_info import Shard
@@ -26,18 +24,95 @@ from ...subnetwork.branch_scale import BranchScale
 from ...subnetwork.carve import PassThrough
 from ...subnetwork.dormant import DormantCopies
 from ...subnetwork.given_model import refuse_shapes
-from ..store import Averages, Piece, RankContext, Stepped, step_optimizer
-from .collectives import (
+from ..store import Averages, DeviceMessages, Piece, RankContext, Stepped, step_optimizer
+from .sharding import (
     HiddenParameters,
+    ModuleUses,
     drop_unreduced_gradients,
     gather_stream,
+    nothing_left_out,
+    refuse_hooks,
     root_stays_gathered,
+    shard,
     zero_missing_gradients,
 )
-from .offload import ShardHome
-from .passes import ModuleUses, nothing_left_out, refuse_hooks
-from .sharding import shard
-from .tensor_sums import TensorSums
+
+
+class ShardHome:
+    """The memory of this rank's sharded parameters, gradients and optimizer state.
+
+    With ``offload_optimizer`` or ``offload_param`` this is the host's memory. FSDP2 copies a
+    parameter to the device before it gathers it, and a reduced gradient to the host. The optimizer
+    steps on the host.
+
+    Attributes:
+        device: the device of the shards.
+        offloads: whether it is the host instead of the rank's own device.
+        messages: sends shards to other groups.
+    """
+
+    def __init__(self, config: Config, device: torch.device, *, sends: bool):
+        """``sends``: whether gradients are averaged with other ranks after FSDP2 reduced them."""
+        zero = config.zero_optimization
+        self.offloads = zero.offloads
+        self.device = torch.device("cpu") if self.offloads else device
+        self.messages = DeviceMessages(device)
+        self._own = device
+        # FSDP2 copies to pinned memory while backward goes on. Tensors must be on the device to be
+        # averaged.
+        self._pins = device.type == "cuda" and not sends and zero.pins_memory
+
+    def policy(self) -> OffloadPolicy:
+        """Return the policy for ``fully_shard``."""
+        return CPUOffloadPolicy(pin_memory=self._pins) if self.offloads else OffloadPolicy()
+
+    def keep_buffers_on_device(self, model: nn.Module) -> None:
+        """Move the buffers of ``model`` to the rank's own device, where forward reads them."""
+        for module in model.modules():
+            for name, buffer in module.named_buffers(recurse=False):
+                setattr(module, name, buffer.to(self._own))
+
+
+class TensorSums:
+    """Makes the gradients of parameters the sums over the tensor-parallel ranks.
+
+    Args:
+        parameters: the parameters that are not cut.
+        ranks: the tensor-parallel ranks.
+        traffic: counts the bytes sent.
+    """
+
+    def __init__(self, parameters: Sequence[nn.Parameter], ranks: TensorRanks, traffic: Traffic):
+        self._parameters, self._ranks, self._traffic = parameters, ranks, traffic
+        self._are_sums = False
+
+    def before_backward(self) -> None:
+        """Make the gradients shares again.
+
+        Another backward pass before the same step adds this rank's shares to them.
+        """
+        for parameter in self._parameters if self._are_sums else ():
+            if parameter.grad is not None:
+                parameter.grad.div_(self._ranks.size)
+        self._are_sums = False
+
+    def make(self) -> None:
+        """Sum the gradients, which all exist, in the order of the ranks. Collective.
+
+        A collective may sum in another order on another group. A fixed order keeps the copies
+        bitwise equal on all holders.
+        """
+        gradients = [local_tensor(parameter.grad) for parameter in self._parameters]  # type: ignore[arg-type]
+        mine = torch.cat([gradient.reshape(-1) for gradient in gradients])
+        shares = mine.new_empty((self._ranks.size, mine.numel()))
+        self._traffic.record("inside groups", "all_gather", shares.nbytes, self._ranks.size)
+        all_gather_single(shares.view(-1), mine, group=self._ranks.group)
+        total = mine.copy_(shares[0])
+        for share in shares[1:]:
+            total += share
+        for gradient, values in zip(gradients, total.split([gradient.numel() for gradient in gradients]), strict=True):
+            gradient.copy_(values.view_as(gradient))
+        self._are_sums = True
 
 
 class Fsdp2Store:

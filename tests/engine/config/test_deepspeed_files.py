@@ -12,10 +12,10 @@ from typing import Any
 import hjson
 import pytest
 import sdp
-from sdp.engine.announcement import announce_hints
 from sdp.engine.config.deepspeed_keys import KEPT_FROM_DEEPSPEED, REFUSED
 from sdp.engine.config.load import load_config
 from sdp.engine.errors import ConfigError
+from sdp.engine.initialize import announce_hints
 from sdp.tests.support.models import mlp
 
 TRAINER: dict[str, Any] = {

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import sdp
 from sdp.engine.config.load import load_config
-from sdp.engine.config.variables import ALLOWED, REFUSED
+from sdp.engine.config.schema import ALLOWED, REFUSED
 from sdp.engine.errors import ConfigError
 
 ROOT = Path(sdp.__path__[0])

@@ -1,7 +1,7 @@
 """What a layout makes of the hosts that its ranks are on."""
 
 import pytest
-from sdp.engine.distributed.hosts import split_tensor_group, told_apart
+from sdp.engine.distributed.mesh import split_tensor_group, told_apart
 
 
 @pytest.mark.parametrize(("slots", "tp"), [([2, 2], 1), ([2, 2], 2), ([4, 4], 2), ([2, 4], 2), ([8], 8), ([8, 8], 8)])

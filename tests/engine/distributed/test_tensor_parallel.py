@@ -13,11 +13,10 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from sdp.engine.config.load import load_config
+from sdp.engine.distributed.collectives import TensorRanks, Traffic, scatter_sequence, vocabulary_embedding
 from sdp.engine.distributed.mesh import Mesh
 from sdp.engine.distributed.process_groups import tensor_group
-from sdp.engine.distributed.tensor_collectives import TensorRanks, scatter_sequence, vocabulary_embedding
 from sdp.engine.distributed.tensor_parallel import parallelise, parameter_cuts
-from sdp.engine.distributed.traffic import Traffic
 from sdp.engine.errors import ModelError
 from sdp.engine.model_interface import Column, Gather, Row, Style, Vocabulary, Whole
 from sdp.engine.placement.layout import Layout

@@ -9,11 +9,10 @@ from typing import Any
 import pytest
 from sdp.engine.accounting.traffic_plan import plan_traffic
 from sdp.engine.config.load import load_config
+from sdp.engine.distributed.collectives import Traffic, sent_bytes
 from sdp.engine.distributed.mesh import Mesh
-from sdp.engine.distributed.traffic import Traffic, sent_bytes
-from sdp.engine.placement.buckets import Refresh
 from sdp.engine.placement.layout import Layout
-from sdp.engine.placement.placement import WAYS, Placement
+from sdp.engine.placement.placement import WAYS, Placement, Refresh
 from sdp.tests.support import models
 from sdp.tests.support.cases import Case, native, one_step
 from sdp.tests.support.ranks import RankPool

@@ -13,9 +13,8 @@ from pathlib import Path
 import pytest
 import sdp
 from sdp.engine.environment import detect as environment
-from sdp.engine.environment.child import search_path_settings, thread_settings, usable_cores
-from sdp.engine.environment.detect import Environment, detect, local_environment
-from sdp.engine.environment.hostlist import expand_counts, expand_hosts
+from sdp.engine.environment.detect import Environment, detect, expand_counts, expand_hosts, local_environment
+from sdp.engine.environment.process import search_path_settings, thread_settings, usable_cores
 from sdp.engine.errors import LaunchError
 
 TORCHRUN = {

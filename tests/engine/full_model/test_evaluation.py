@@ -13,8 +13,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from sdp.engine.errors import ConfigError, DataError
-from sdp.engine.full_model.evaluation import StreamedEvaluation
-from sdp.engine.full_model.lockstep import Lockstep
+from sdp.engine.full_model.evaluation import Lockstep, StreamedEvaluation
 from sdp.engine.subnetwork.carve import pass_throughs
 from sdp.tests.support import models
 from sdp.tests.support.cases import Case, data_rank_of, engine_of, one_step, oracle, oracle_of

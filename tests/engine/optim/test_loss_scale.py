@@ -11,7 +11,7 @@ import torch
 from sdp.engine.config.load import load_config
 from sdp.engine.config.schema import FP16Section
 from sdp.engine.errors import ConfigError
-from sdp.engine.optim.loss_scale import LossScaler
+from sdp.engine.optim.clip import LossScaler
 from sdp.tests.support import models
 from sdp.tests.support.cases import Case, assert_same_run, data_rank_of, engine_of, one_step, oracle, run_oracle, train
 from sdp.tests.support.deepspeed_runs import float16_here

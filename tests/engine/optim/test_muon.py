@@ -7,10 +7,9 @@ from typing import Any
 import pytest
 import torch
 from sdp.engine.config.load import load_config
-from sdp.engine.distributed.traffic import Traffic
+from sdp.engine.distributed.collectives import Traffic
 from sdp.engine.errors import ConfigError
-from sdp.engine.optim.muon.algorithm import Matrix, Muon
-from sdp.engine.optim.muon.setup import is_matrix
+from sdp.engine.optim.muon import Matrix, Muon, is_matrix
 from sdp.engine.optim.optimizer_state import materialise_state
 from sdp.engine.optim.optimizers import build_optimizer, check_optimizer
 from sdp.tests.support import models

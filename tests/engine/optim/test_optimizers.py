@@ -9,8 +9,7 @@ from typing import Any
 import pytest
 import torch
 from sdp.engine.errors import ConfigError
-from sdp.engine.optim.apex import AdamKernel, ApexFusedAdam, apex_kernel
-from sdp.engine.optim.optimizers import build_optimizer, make_optimizer
+from sdp.engine.optim.optimizers import AdamKernel, ApexFusedAdam, apex_kernel, build_optimizer, make_optimizer
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor

@@ -9,7 +9,7 @@ import statistics
 
 import pytest
 from sdp.engine.errors import SpikeError
-from sdp.engine.optim.spikes import SpikeDetector
+from sdp.engine.optim.clip import SpikeDetector
 
 
 def nothing() -> None:

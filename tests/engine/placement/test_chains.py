@@ -6,8 +6,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from sdp.engine.placement.chains import CHANGES_SHAPE, MAKES_A_TABLE, find_unskippable
-from sdp.engine.placement.units import find_units
+from sdp.engine.placement.units import CHANGES_SHAPE, MAKES_A_TABLE, find_units, find_unskippable
 from sdp.tests.support import models
 from sdp.tests.support.foreign import foreign_models
 from torch import nn

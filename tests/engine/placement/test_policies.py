@@ -13,7 +13,7 @@ from sdp.engine.errors import ConfigError, PlacementError
 from sdp.engine.placement.packing import Packing, connect, fill, shuffle
 from sdp.engine.placement.placement import COMMUNICATORS, Placement
 from sdp.engine.placement.units import find_units
-from sdp.engine.sync.consistency import check_placement
+from sdp.engine.sync.between import check_placement
 from sdp.tests.support.placements import placed, units
 
 GOLDEN_RANDOM = ((0, 3), (0, 1), (0, 2), (1, 2), (2, 3), (1, 3))

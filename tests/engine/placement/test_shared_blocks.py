@@ -14,9 +14,8 @@ import torch
 from sdp.engine.config import load_config
 from sdp.engine.distributed.mesh import Mesh
 from sdp.engine.errors import ModelError
-from sdp.engine.placement.chains import find_unskippable
 from sdp.engine.placement.layout import Layout
-from sdp.engine.placement.units import find_units
+from sdp.engine.placement.units import find_units, find_unskippable
 from sdp.tests.support import models
 from sdp.tests.support.foreign import foreign_models
 from sdp.tests.support.ranks import RankPool

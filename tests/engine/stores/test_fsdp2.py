@@ -12,7 +12,7 @@ import sdp
 import torch
 import torch.distributed as dist
 from sdp.engine.engine import SDPEngine
-from sdp.engine.stores.fsdp2.passes import ModuleUses
+from sdp.engine.stores.fsdp2.sharding import ModuleUses
 from sdp.tests.support.models import Mlp, build, micro_batch, on_device
 from sdp.tests.support.ranks import RankPool
 from torch import nn

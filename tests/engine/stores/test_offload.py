@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from sdp.engine.config.load import load_config
 from sdp.engine.errors import ConfigError
-from sdp.engine.stores.fsdp2.offload import DeviceMessages, ShardHome
+from sdp.engine.stores.fsdp2.store import DeviceMessages, ShardHome
 from sdp.tests.support.cases import Case, assert_bytes_as_planned, assert_same_run, native, oracle, train
 from torch.distributed.fsdp import CPUOffloadPolicy
 

@@ -113,7 +113,7 @@ def test_a_schedule_of_maskings_compiles_again(ranks: RankPool, neurons: int) ->
 
 def test_without_a_compiler_it_is_one_line(tmp_path: Path) -> None:
     program = (
-        "import sdp, sys, torch; from sdp.engine.subnetwork.compile import compile_units\n"
+        "import sdp, sys, torch; from sdp.engine.subnetwork.execution import compile_units\n"
         "try: compile_units(torch.nn.Sequential(), [], torch.device('cpu'))\n"
         "except sdp.engine.errors.ConfigError as error: print(error)"
     )

@@ -19,8 +19,7 @@ from sdp.engine.errors import ConfigError, ModelError, PlacementError
 from sdp.engine.model_interface import Branch
 from sdp.engine.placement.layout import Layout
 from sdp.engine.placement.units import find_neuron_units, find_units
-from sdp.engine.subnetwork.neurons import SlicedBatchNorm
-from sdp.engine.subnetwork.slices import Slices
+from sdp.engine.subnetwork.neurons import SlicedBatchNorm, Slices
 from sdp.tests.support import models
 from sdp.tests.support.cases import Case, oracle_for, rate_of
 from torch import nn

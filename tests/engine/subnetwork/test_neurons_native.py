@@ -15,8 +15,7 @@ from sdp.engine.errors import ModelError
 from sdp.engine.model_interface import Branch
 from sdp.engine.placement.layout import Layout
 from sdp.engine.placement.units import find_neuron_units
-from sdp.engine.subnetwork.neurons import SlicedConv2d, SlicedLinear, slice_layers
-from sdp.engine.subnetwork.slices import Slices
+from sdp.engine.subnetwork.neurons import SlicedConv2d, SlicedLinear, Slices, slice_layers
 from sdp.tests.support import models
 from sdp.tests.support.cases import Case, data_rank_of, engine_of, evaluations, one_step, oracle_of, whole
 from sdp.tests.support.ranks import RankPool

@@ -12,9 +12,9 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from sdp.engine.distributed.tensors import local_tensor
+from sdp.engine.distributed.collectives import local_tensor
 from sdp.engine.errors import ModelError
-from sdp.engine.subnetwork.weight_files import WeightFiles
+from sdp.engine.subnetwork.initialisation import WeightFiles
 from sdp.tests.support import models
 from sdp.tests.support.cases import Case, data_rank_of, engine_of
 from sdp.tests.support.ranks import RankPool

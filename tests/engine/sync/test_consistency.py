@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from sdp.engine.distributed.collectives import local_tensor
 from sdp.engine.distributed.mesh import Mesh
-from sdp.engine.distributed.tensors import local_tensor
 from sdp.engine.errors import HolderMismatchError
-from sdp.engine.sync.consistency import checksum
+from sdp.engine.sync.between import checksum
 from sdp.tests.support.cases import Case, data_rank_of, engine_of, one_step
 from sdp.tests.support.ranks import RankPool
 

@@ -10,11 +10,10 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from sdp.engine.distributed.collectives import Traffic, cut_like
 from sdp.engine.distributed.fake_world import fake_world
-from sdp.engine.distributed.tensors import cut_like
-from sdp.engine.distributed.traffic import Traffic
 from sdp.engine.errors import ModelError
-from sdp.engine.placement.buckets import Bucket
+from sdp.engine.placement.placement import Bucket
 from sdp.engine.sync.gradients import GradientSync, PendingBucket
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh

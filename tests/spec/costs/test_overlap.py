@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch.distributed as dist
-from sdp.engine.placement.buckets import plan_buckets
+from sdp.engine.placement.placement import plan_buckets
 from sdp.tests.support import models
 from sdp.tests.support.cases import Case, one_step
 from sdp.tests.support.ranks import RankPool

@@ -20,7 +20,7 @@ from sdp.engine.config.load import load_config
 from sdp.engine.distributed.fake_world import fake_world
 from sdp.engine.errors import ConfigError
 from sdp.engine.initialize import initialize
-from sdp.engine.subnetwork.activations import checkpoint_activations
+from sdp.engine.subnetwork.execution import checkpoint_activations
 from sdp.engine.tracing.step import StepTrace, trace_step
 from sdp.models.registry import build_model
 from sdp.tests.support.ranks import RankPool

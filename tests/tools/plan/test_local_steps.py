@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from sdp.engine.accounting.local_traffic import LocalTraffic
 from sdp.engine.config.load import load_config
-from sdp.engine.config.sync import SyncSection
+from sdp.engine.config.method import SyncSection
 from sdp.engine.distributed.mesh import Mesh
 from sdp.engine.placement.layout import Layout
 from sdp.tests.support import models

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 import torch.distributed as dist
-from sdp.engine.distributed.rendezvous import serve_store
+from sdp.engine.distributed.join import serve_store
 from sdp.engine.environment.detect import Environment, free_port
 from sdp.engine.errors import LaunchError
 from sdp.launcher.local import start_local

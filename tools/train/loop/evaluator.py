@@ -12,7 +12,7 @@ from ....engine.batch.loader import evaluation_batches
 from ....engine.distributed.agreement import Ranks
 from ....engine.distributed.heartbeat import Heartbeat
 from ....engine.engine import SDPEngine
-from ....engine.full_model.recalibration import tracks_statistics
+from ....engine.full_model.evaluation import tracks_statistics
 from ...runs.dataset import Corpus
 from ...tasks.harness import LoadedTasks, Scores
 from ...tasks.scoring import FullModel, Scorer

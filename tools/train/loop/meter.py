@@ -13,12 +13,12 @@ from typing import Any, NamedTuple, get_args
 
 import torch
 
-from ....engine.accounting.clock import clock
 from ....engine.accounting.memory import PeakMemory
 from ....engine.batch.mixture import MixtureSampler
+from ....engine.distributed.collectives import Kind, Scope, Traffic
 from ....engine.distributed.heartbeat import Heartbeat
-from ....engine.distributed.traffic import Kind, Scope, Traffic
 from ....engine.engine import SDPEngine
+from ....engine.initialize import clock
 from .utilisation import Utilisation
 
 PARTS = ("data", "forward", "backward", "optimizer")

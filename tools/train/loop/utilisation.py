@@ -12,7 +12,7 @@ from statistics import fmean
 
 import torch
 
-from ....engine.config.masking import Masking
+from ....engine.config.method import Masking
 from ....engine.engine import SDPEngine
 from ....engine.model_interface import get_flops_per_token
 from ....engine.placement.placement import Placement

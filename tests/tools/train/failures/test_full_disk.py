@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, cast
 
 import pytest
-from sdp.engine.environment.supervision import Supervision
+from sdp.engine.environment.detect import Supervision
 from sdp.launcher.fatal_errors import report_fatal
 from sdp.tests.support.small_runs import read_metrics, write_config
 from sdp.tools.cli import main

@@ -14,7 +14,7 @@ from typing import Any, cast
 
 import pytest
 import torch
-from sdp.engine.distributed.own_files import open_own_file
+from sdp.engine.distributed.heartbeat import open_own_file
 from sdp.engine.errors import CheckpointError, LaunchError
 from sdp.launcher.cluster import slurm
 from sdp.launcher.local import start_local

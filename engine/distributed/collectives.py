@@ -1,10 +1,17 @@
-"""Differentiable collectives among tensor-parallel ranks, on plain tensors.
+"""What ranks send each other: bytes, counted where they are sent; the local part of a tensor; and
+differentiable collectives among tensor-parallel ranks, on plain tensors.
 
-Their traffic is counted where it is sent. Between the modules that tensor parallelism cuts, hidden
-states are cut along the sequence (Korthikanti et al., arXiv 2205.05198). A module whose output
-features are cut has a gather before it. A module whose input features are cut has a reduce-scatter
-after it. Each of the two collectives is the other's backward. Logits are never gathered for the
-loss (Shoeybi et al., arXiv 1909.08053, section 3).
+The bytes are those of ring algorithms over n ranks (as in nccl-tests' "bus bandwidth"). In an
+all-reduce a rank sends 2(n − 1)/n of the buffer. In a reduce-scatter or an all-gather a rank sends
+(n − 1)/n of the whole buffer. A broadcast goes round the ring from its source, and every rank
+except the last sends the buffer once. So n − 1 copies are sent, which is the least that any
+algorithm can send.
+
+Between the modules that tensor parallelism cuts, hidden states are cut along the sequence
+(Korthikanti et al., arXiv 2205.05198). A module whose output features are cut has a gather before
+it. A module whose input features are cut has a reduce-scatter after it. Each of the two
+collectives is the other's backward. Logits are never gathered for the loss (Shoeybi et al., arXiv
+1909.08053, section 3).
 
 Letters in shapes: B sequences, S tokens, V vocabulary, D hidden features, T tensor-parallel ranks,
 N rows of logits.
@@ -12,18 +19,120 @@ N rows of logits.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.autograd import Function
+from torch.distributed.tensor import DTensor
 from torch.nn import functional as F
 
 from ..errors import ModelError
-from .traffic import Kind, Traffic
+
+
+def local_tensor(tensor: torch.Tensor) -> torch.Tensor:
+    """Return this rank's shard of a DTensor, or ``tensor`` itself if it is a plain tensor."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def stored_tensor(parameter: torch.Tensor) -> torch.Tensor:
+    """Return what this rank has in memory of a parameter: under ZeRO 3 its partition, else
+    ``parameter`` itself.
+    """
+    return getattr(parameter, "ds_tensor", parameter)
+
+
+def cut_like(local: torch.Tensor, tensor: DTensor) -> DTensor:
+    """Return ``local`` as this rank's shard of a DTensor that is cut like ``tensor``.
+
+    The shard stays on its device. ``DTensor.from_local`` would move it to the device of the mesh,
+    but shards of offloaded parameters are in the host's memory.
+    """
+    return DTensor(local, tensor._spec, requires_grad=False)
+
+
+@contextmanager
+def outside_inference_mode() -> Iterator[None]:
+    """A context without gradients inside ``torch.inference_mode()``, and a no-op elsewhere.
+
+    Sharded engines gather parameters into memory that they keep. A later pass of training could not
+    use tensors that were made in inference mode.
+    """
+    if not torch.is_inference_mode_enabled():
+        yield
+        return
+    with torch.inference_mode(False), torch.no_grad():
+        yield
+
+
+Kind = Literal["all_reduce", "reduce_scatter", "all_gather", "broadcast"]
+Scope = Literal["between groups", "inside groups", "tensor parallel", "control"]
+
+
+def sent_bytes(kind: Kind, nbytes: int, ranks: int) -> float:
+    """Return the bytes that one rank sends in a collective over ``ranks`` ranks.
+
+    ``nbytes`` is the size of the whole (unsharded) buffer.
+    """
+    if ranks == 1:
+        return 0.0
+    if kind == "broadcast":
+        return float(nbytes)
+    return (2 if kind == "all_reduce" else 1) * nbytes * (ranks - 1) / ranks
+
+
+def passes_on(member: int, source: int, ranks: int) -> bool:
+    """Return whether a rank sends anything in a broadcast round a ring of ``ranks``.
+
+    ``member`` is the rank's position in the ring, and ``source`` is the position of the source.
+    """
+    return (member - source) % ranks != ranks - 1
+
+
+class Traffic:
+    """Counts what this rank sends, by (scope, kind, number of ranks)."""
+
+    def __init__(self) -> None:
+        self._buffers: Counter[tuple[Scope, Kind, int]] = Counter()
+
+    def record(self, scope: Scope, kind: Kind, nbytes: int, ranks: int) -> None:
+        """Count one collective over ``ranks`` ranks.
+
+        Args:
+            scope: the purpose of the collective.
+            kind: the kind of collective.
+            nbytes: bytes of the whole buffer, not yet divided by the number of ranks.
+            ranks: the number of ranks.
+        """
+        if ranks > 1:
+            self._buffers[scope, kind, ranks] += nbytes
+
+    def add(self, other: Traffic) -> None:
+        """Add what another count has."""
+        self._buffers.update(other._buffers)
+
+    def reset(self) -> None:
+        self._buffers.clear()
+
+    def buffers(self, scope: Scope) -> Counter[tuple[Kind, int]]:
+        """Return the bytes of whole buffers since the last reset, by kind and number of ranks."""
+        return Counter({(kind, ranks): nbytes for (of, kind, ranks), nbytes in self._buffers.items() if of == scope})
+
+    def by_kind(self) -> dict[str, int]:
+        """Return the bytes that this rank sent since the last reset, by "scope/kind"."""
+        totals: Counter[str] = Counter()
+        for (scope, kind, ranks), nbytes in self._buffers.items():
+            totals[f"{scope}/{kind}"] += sent_bytes(kind, nbytes, ranks)  # type: ignore[assignment]
+        return {name: round(total) for name, total in sorted(totals.items())}
+
+    def total(self) -> int:
+        return sum(self.by_kind().values())
+
 
 SEQUENCE = 1  # the dimension of tokens in (B, S, …)
 

@@ -1,13 +1,11 @@
-"""Activation checkpointing of units.
-
-Backward recomputes nothing ("none"), everything ("full"), or everything except matrix products and
-attention ("selective").
+"""How a rank's modules run: activation checkpointing of units, ``torch_autocast``, and
+``training.compile``.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any, Literal
@@ -16,6 +14,8 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts, noop_context_fn
 
+from ..config.schema import Config
+from ..errors import ConfigError
 from ..model_interface import get_config
 
 log = logging.getLogger("sdp")
@@ -96,3 +96,56 @@ class _WithBuffersKept(AbstractContextManager[None]):
 
 def _policy(context: Any, operator: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
     return CheckpointPolicy.MUST_SAVE if operator in _SAVED else CheckpointPolicy.PREFER_RECOMPUTE
+
+
+def autocast_forward(model: nn.Module, config: Config, device: torch.device) -> None:
+    """Run every forward pass of ``model`` under autocast, in training and in evaluation.
+
+    A no-op unless the configuration asks for it. Parameters stay float32.
+    """
+    dtype = config.autocast_dtype
+    if dtype is not None:
+        model.forward = torch.autocast(device.type, dtype=getattr(torch, dtype))(model.forward)  # type: ignore[method-assign]
+
+
+def compile_units(
+    model: nn.Module, blocks: Collection[str], device: torch.device, *, sliced: bool = False, phases: int = 1
+) -> None:
+    """Compile the ``forward`` of every block (a module's path) in place.
+
+    Parameter names stay. Hooks run around the compiled function. Call this after activation
+    checkpointing, so that recomputation is part of the compiled graph, and before sharding.
+
+    Args:
+        model: The model.
+        blocks: Paths of the blocks.
+        device: Where the blocks run.
+        sliced: The blocks may have slices with different indices. Those need graphs of their own.
+        phases: How many sets of slices a block has during the run.
+
+    Raises:
+        ConfigError: torch.compile does not work for ``device``.
+    """
+    _require_compiler(device)
+    if sliced:
+        # By default, torch stops after 8 graphs and runs further blocks uncompiled. A block needs
+        # up to 3: for training, evaluation and a batch of another size.
+        torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, 3 * phases * len(blocks))
+    for name in blocks:
+        block = model.get_submodule(name)
+        # Widths of slices are fixed. Since they differ between blocks, torch would treat them as
+        # dynamic.
+        block.forward = torch.compile(block.forward, dynamic=False if sliced else None)  # type: ignore[method-assign]
+
+
+def _require_compiler(device: torch.device) -> None:
+    """Compile one sum, to find a missing C++ compiler, header or Triton early."""
+    try:
+        torch.compile(lambda x: (x + 1).sum())(torch.zeros(64, device=device))
+    except Exception as error:  # torch and the compiler raise many classes
+        reason = next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
+        needs = "a C++ compiler (CXX)" if device.type == "cpu" else "Triton and a C compiler"
+        raise ConfigError(
+            f"training.compile: torch.compile does not work here for {device.type} ({reason}); it needs {needs}: "
+            "install it, or use false"
+        ) from error  # sdp bench --alone prints the cause

@@ -1,4 +1,5 @@
-"""Attention, also of no heads, and causal attention over one or several documents in a sequence.
+"""Layers of several models: attention, also of no heads and over several documents in a sequence,
+and stochastic depth (Huang et al., arXiv 1603.09382).
 
 Letters of shapes: B sequences, S tokens, H attention heads, K key/value heads, E head size.
 """
@@ -64,3 +65,21 @@ def causal_attention(
         key, value = (repeat(heads, "b k s e -> b (k share) s e", share=share) for heads in (key, value))
         grouped = False
     return attention(query, key, value, mask, dropout_p=dropout, is_causal=mask is None, enable_gqa=grouped)
+
+
+def drop_rows(added: Tensor, survival: float) -> Tensor:
+    """Return what a residual branch adds, ``added`` (B, …), with zeros in random rows.
+
+    Rows that survive are multiplied by 1 / survival. The expected value is then ``added``, so
+    evaluation needs no scaling. The paper scales in evaluation instead.
+
+    Every row is computed. If a rank skipped a layer, other ranks would wait for it in a gather.
+
+    Args:
+        added: the output of the branch. The result has its shape and dtype.
+        survival: the probability with which a row keeps the branch. Nothing is drawn if it is 1.
+    """
+    if survival >= 1:
+        return added
+    survives = torch.rand(len(added), *[1] * (added.dim() - 1), device=added.device) < survival
+    return added * (survives / survival).to(added.dtype)

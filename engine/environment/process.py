@@ -1,14 +1,26 @@
-"""The environment variables that a launcher gives to the processes it starts.
+"""The processes of a run: the environment variables that a launcher gives to them, what a long wait
+is for, and how they end.
 
-They set the number of threads, the allocator and Python's search path.
+A process that used gloo can crash at interpreter exit. gloo's worker threads may still be
+releasing tensors, which needs the GIL. A thread that asks for the GIL during finalisation aborts
+the process ("terminate called without an active exception"). This happens although the work is
+done and written (github.com/pytorch/pytorch/issues/190489, /pull/179291). The command line knows
+its exit code and leaves without finalising the interpreter. The exit code of a user's script is
+not known before its end, so its threads get time to finish instead.
 """
 
 from __future__ import annotations
 
+import atexit
+import gc
+import logging
 import os
 import shutil
 import sys
-from collections.abc import Mapping, Sequence
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 
 
@@ -79,3 +91,63 @@ def usable_cores() -> int:
     if hasattr(os, "sched_getaffinity"):
         return len(os.sched_getaffinity(0))
     return os.cpu_count() or 1
+
+
+# The threads need microseconds once they have a core.
+SECONDS = 0.25
+
+_watched = False
+
+
+def watch() -> None:
+    """Make this process wait for its threads before its interpreter ends. Idempotent."""
+    global _watched
+    if not _watched:
+        _watched = True
+        atexit.register(wait_for_threads)
+
+
+def leaves_at_once() -> None:
+    """Declare that this process does not finalise its interpreter, so that it waits for nothing."""
+    global _watched
+    _watched = True
+
+
+def wait_for_threads() -> None:
+    """Release tensors, and let gloo's threads take the GIL."""
+    gc.collect()  # otherwise tensors in reference cycles would be released later
+    time.sleep(SECONDS)  # sleeping releases the GIL
+
+
+SILENT_SECONDS = 20.0
+log = logging.getLogger("sdp")
+
+
+@contextmanager
+def announced(reason: Callable[[], str | None]) -> Iterator[None]:
+    """A context that logs ``reason()`` once, if that is not None after SILENT_SECONDS."""
+
+    def announce() -> None:
+        if (line := reason()) is not None:
+            log.warning("%s", line)
+
+    timer = threading.Timer(SILENT_SECONDS, announce)
+    timer.daemon = True
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
+
+
+def compiler_locks() -> str | None:
+    """Name the locks under which ``torch.utils.cpp_extension`` compiles, or None if there is none.
+
+    A process that was killed leaves its lock behind, and later ones wait for it without end.
+    """
+    root = Path(os.environ.get("TORCH_EXTENSIONS_DIR") or "~/.cache/torch_extensions").expanduser()
+    ages = {lock: time.time() - lock.stat().st_mtime for lock in root.glob("**/lock")}
+    if not ages:
+        return None
+    locks = ", ".join(f"{lock} ({seconds / 60:.0f} minutes old)" for lock, seconds in ages.items())
+    return f"a C++ extension is compiled, or waits for its lock: {locks}; if no process compiles it, remove the lock"

@@ -1,1 +1,0 @@
-"""Muon for matrices: the algorithm, and which parameters it gets."""
