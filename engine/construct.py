@@ -4,8 +4,10 @@ parameter its value.
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -13,18 +15,24 @@ from torch import nn
 
 from .config.schema import Config
 from .distributed.collectives import TensorRanks, Traffic
-from .distributed.mesh import Coordinates
 from .distributed.process_groups import tensor_group
 from .distributed.tensor_parallel import parallelise
 from .errors import ModelError
 from .placement.layout import Layout
+from .placement.tensor_info import Shard
 from .stores.deepspeed.private import restore_linear
 from .stores.fsdp2.store import Fsdp2Store
 from .subnetwork.branch_scale import BranchScale
-from .subnetwork.dormant import make_pass_throughs
 from .subnetwork.execution import autocast_forward, checkpoint_activations, compile_units
 from .subnetwork.initialisation import ModuleInit, WeightFiles, filled_from, fillers_from, plan_initialisation
-from .subnetwork.materialise import give_values, replace_blocks, require_float32, slice_neurons, take_values_of_rank_0
+from .subnetwork.materialise import (
+    fill,
+    give_values,
+    replace_blocks,
+    require_float32,
+    slice_neurons,
+    take_values_of_rank_0,
+)
 
 
 def build_store(
@@ -45,9 +53,10 @@ def build_store(
         A store whose parameters have values. Frozen copies have none yet.
     """
     restore_linear()
+    skeleton = _skeleton(model, layout, plan, device) if config.masking_schedule.ends else None
     if plan is None:
         take_values_of_rank_0(model, device)
-    store = shard_model(model, config, layout, device)
+    store = shard_model(model, config, layout, device, skeleton=skeleton)
     home, frozen = store.home, {info.name for info in layout.frozen(store.context.at.sdp)}
     give_values(model, layout, plan, home.device, store.shard, frozen)
     if home.offloads:
@@ -56,12 +65,27 @@ def build_store(
     return store
 
 
+def _skeleton(model: nn.Module, layout: Layout, plan: Sequence[ModuleInit] | None, device: torch.device) -> nn.Module:
+    """Copy the uncut ``model`` without parameters, and with the initial values of its buffers."""
+    buffers = {
+        name: torch.empty_like(buffer, device=device) if buffer.is_meta else buffer.to(device, copy=True)
+        for name, buffer in model.named_buffers()
+    }
+    fill(buffers, layout, plan or (), Shard())
+    known: dict[int, Any] = {
+        id(p): nn.Parameter(p.detach().to("meta"), requires_grad=p.requires_grad) for p in model.parameters()
+    }
+    known |= {id(buffer): buffers[name] for name, buffer in model.named_buffers()}
+    return copy.deepcopy(model, known)
+
+
 def shard_model(
     model: nn.Module,
     config: Config,
     layout: Layout,
     device: torch.device,
     *,
+    skeleton: nn.Module | None = None,
     prepare: Callable[[nn.Module, Layout], Layout] | None = None,
 ) -> Fsdp2Store:
     """Cut ``model`` in place to this rank's part and shard it with FSDP2.
@@ -74,26 +98,54 @@ def shard_model(
         config: the run's configuration.
         layout: the layout of ``model`` on the mesh.
         device: the device of this rank.
+        skeleton: the uncut model without weights. With a schedule of maskings, blocks are built
+            again from it at the border of a phase.
         prepare: changes the model once its tensors have their local shapes, and returns the layout
             of the changed model. The tracer leaves out repeated blocks this way.
     """
+    traffic, scale, group = Traffic(), BranchScale(layout), tensor_group(layout.mesh)
     at = layout.mesh.coordinates(dist.get_rank())
-    traffic, compute_dtype = Traffic(), getattr(torch, config.precision)
+    tensor_ranks = TensorRanks(group, layout.mesh.tp, at.tp, traffic) if group is not None else None
+    layout = _cut(model, config, layout, device, tensor_ranks, scale, prepare)
+    # The whole forward pass runs under autocast, so this comes after the signatures were read.
+    autocast_forward(model, config, device)
+
+    def rebuild(layout: Layout) -> nn.Module:
+        rebuilt = copy.deepcopy(skeleton)
+        assert rebuilt is not None
+        _cut(rebuilt, config, layout, device, tensor_ranks, scale)
+        return rebuilt
+
+    # FSDP2 shards what is left.
+    return Fsdp2Store(
+        model, layout, config, device, tensor_ranks=tensor_ranks, traffic=traffic, scale=scale, rebuild=rebuild
+    )
+
+
+def _cut(
+    model: nn.Module,
+    config: Config,
+    layout: Layout,
+    device: torch.device,
+    tensor_ranks: TensorRanks | None,
+    scale: BranchScale,
+    prepare: Callable[[nn.Module, Layout], Layout] | None = None,
+) -> Layout:
+    """Cut ``model`` in place to what this rank has of it. Returns the layout of the result."""
+    group, compute_dtype = layout.mesh.coordinates(dist.get_rank()).sdp, getattr(torch, config.precision)
     # 1. Slice neurons. Tensor parallelism splits the slices, so they must exist before it.
-    slice_neurons(model, config, layout, at.sdp, compute_dtype)
+    slice_neurons(model, config, layout, group, compute_dtype)
     # 2. Tensor parallelism. It must see every block, because the skeleton of a skipped block is
     # split too.
-    tensor_ranks = _split_among_tensor_ranks(model, layout, at, traffic)
+    if tensor_ranks is not None:
+        parallelise(model, {info.name: info.tp_dim for info in layout.parameters.values()}, tensor_ranks)
     if prepare is not None:
         layout = prepare(model, layout)
     # 3. Replace the blocks that this group lacks. Stand-ins keep the split blocks as skeletons.
-    stand_ins = replace_blocks(model, config, layout, at.sdp, compute_dtype)
+    stand_ins = replace_blocks(model, config, layout, group, compute_dtype)
     # 4. Scale branches. This reads the signatures of forward passes, which the next steps replace.
-    scale = BranchScale(layout)
+    scale.use(layout)
     scale.install(model)
-    # With a schedule of maskings, the copies that run in backward phases sleep in forward phases.
-    maskings = config.sdp.maskings
-    pass_throughs = make_pass_throughs(model, layout, at.sdp, [tensor_ranks]) if len(maskings) > 1 else {}
     # 5. Activation checkpointing, on the blocks that this group runs. Compiled blocks must contain
     # it.
     run = [name for name in layout.blocks if name not in stand_ins]
@@ -101,20 +153,8 @@ def shard_model(
     # 6. Compile block by block. FSDP2's hooks must stay outside the compiled graphs.
     if config.training.compile:
         sliced = config.sdp.granularity == "neuron"
-        compile_units(model, run, device, sliced=sliced, phases=len(maskings))
-    # 7. The whole forward pass runs under autocast, so this comes after the signatures were read.
-    autocast_forward(model, config, device)
-    # 8. FSDP2 shards what is left.
-    return Fsdp2Store(
-        model,
-        layout,
-        config,
-        device,
-        tensor_ranks=tensor_ranks,
-        traffic=traffic,
-        scale=scale,
-        pass_throughs=pass_throughs,
-    )
+        compile_units(model, run, device, sliced=sliced, phases=len(config.sdp.maskings))
+    return layout
 
 
 def values_to_give(model: nn.Module, config: Config, layout: Layout) -> list[ModuleInit] | None:
@@ -140,17 +180,3 @@ def values_to_give(model: nn.Module, config: Config, layout: Layout) -> list[Mod
         plan = filled_from(plan, fillers_from(WeightFiles(directory), directory, model, layout))
     require_float32(model)
     return plan
-
-
-def _split_among_tensor_ranks(
-    model: nn.Module, layout: Layout, at: Coordinates, traffic: Traffic
-) -> TensorRanks | None:
-    """Split the model's matrices among the tensor-parallel ranks; None without tensor
-    parallelism.
-    """
-    group = tensor_group(layout.mesh)
-    if group is None:
-        return None
-    tensor_ranks = TensorRanks(group, layout.mesh.tp, at.tp, traffic)
-    parallelise(model, {info.name: info.tp_dim for info in layout.parameters.values()}, tensor_ranks)
-    return tensor_ranks

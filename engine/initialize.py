@@ -244,7 +244,7 @@ def initialize(
         log.warning("%s; %s, which bf16.enabled chooses", converted, computes)
     _refuse_to_scale(model, settings)
     _refuse_hooks(model, settings, mesh)
-    layout = Layout.of(model, settings, mesh)
+    layout = Layout.of(model, settings, mesh).in_phase(settings.masking_schedule.at(1))
     if draws_of(model):
         torch.manual_seed(seed_of(settings.training.seed, "draws", dist.get_rank()))
     check_placement(layout.placement, device)

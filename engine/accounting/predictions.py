@@ -77,7 +77,7 @@ def planned_traffic(groups: BetweenGroups, config: Config, accumulation: int, st
     gathers = planned_gathers(groups.store.optimizer, groups.store.layout, context.at.sdp, context.shards)
     if sync is not None:
         plan = LocalTraffic(
-            groups.run_layout, rank, sync, stage=stage, accumulation=accumulation, compute_bytes=compute_bytes
+            groups.store.layout, rank, sync, stage=stage, accumulation=accumulation, compute_bytes=compute_bytes
         )
         planned = plan.of_round() if step is None else plan.of_step(step)
         for _ in range(sync.every if step is None else 1):
@@ -90,7 +90,7 @@ def planned_traffic(groups: BetweenGroups, config: Config, accumulation: int, st
     schedule = config.masking_schedule
     if step is not None and schedule.switches_after(step) and schedule.at(step + 1) == "backward":
         # All frozen copies are refreshed after the step, because their phase begins.
-        waking = groups.run_layout.in_phase("backward")
+        waking = groups.store.layout.in_phase("backward")
         planned.add(plan_waking(waking, rank, stage=stage, compute_bytes=compute_bytes))
     planned.add(gathers)
     if weighted:
@@ -109,4 +109,4 @@ def _plan_weights(groups: BetweenGroups, planned: Traffic, *, local: bool) -> No
 def _layout_at(groups: BetweenGroups, config: Config, step: int | None) -> Layout:
     """Return the layout of a step's phase. None: of the present phase."""
     schedule = config.masking_schedule
-    return groups.store.layout if step is None or not schedule.ends else groups.run_layout.in_phase(schedule.at(step))
+    return groups.store.layout if step is None or not schedule.ends else groups.store.layout.in_phase(schedule.at(step))

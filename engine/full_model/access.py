@@ -20,7 +20,7 @@ from ..distributed.agreement import Ranks, gather_json, start_max
 from ..distributed.collectives import outside_inference_mode
 from ..distributed.mesh import machine_id
 from ..errors import ConfigError, DataError, ModelError, shorten
-from ..subnetwork.carve import pass_throughs
+from ..subnetwork.carve import with_skeletons
 from ..sync.between import BetweenGroups
 from .evaluation import (
     Statistics,
@@ -133,10 +133,8 @@ class FullModel:
     def _statistics(self, batches: Sequence[Any]) -> Statistics:
         """Return the full model's batch-norm statistics over all ranks' batches, by buffer."""
         module, context = self._store.module, self._store.context
-        guests = [named for one in pass_throughs(module) for named in one.skeleton.named_modules(prefix=one.name)]
-        modules = [*module.named_modules(), *guests]
         run: Callable[[], object] = lambda: self._loss(batches, [1] * len(batches))  # noqa: E731
-        return batch_statistics(modules, run, context.all_reduce_control, context.device)
+        return batch_statistics(list(with_skeletons(module)), run, context.all_reduce_control, context.device)
 
     @contextmanager
     def full_model(self, dtype: torch.dtype | None = None) -> Iterator[nn.Module]:

@@ -192,7 +192,7 @@ def _on_every_rank(
 
 def _scale(model: nn.Module, layout: Layout, scale: BranchScale) -> None:
     """Apply the factors of the full model: to blocks as they run, and to the weights of neurons."""
-    if layout.branch_scale == "none":
+    if layout.branch_scale == "none" or layout.keeps_frozen:
         return
     if all(unit.is_block for unit in layout.units):
         scale.install(model)

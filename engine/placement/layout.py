@@ -37,8 +37,8 @@ class Layout:
             themselves, unless units are groups of neurons.
         keeps_frozen: whether a group keeps frozen copies of the units that it does not hold
             (backward masking), instead of skipping these units. With a schedule of maskings, this
-            is true for the layout of the run, and :meth:`in_phase` returns the layout of a phase.
-        branch_scale: when units are scaled.
+            is true if any phase does so, and :meth:`in_phase` returns the layout of a phase.
+        branch_scale: when units are scaled. Only forward masking scales them.
         not_units: blocks that "auto" found and left out, because no group could skip them → the
             reason.
     """
@@ -112,10 +112,8 @@ class Layout:
         return "backward" if self.keeps_frozen else "forward"
 
     def in_phase(self, masking: Masking) -> Layout:
-        """Return the layout in steps with this masking. Only forward masking scales branches."""
-        backward = masking == "backward"
-        changed = replace(self, keeps_frozen=backward, branch_scale="none" if backward else self.branch_scale)
-        return self if changed == self else changed
+        """Return the layout in steps with this masking."""
+        return self if masking == self.masking else replace(self, keeps_frozen=masking == "backward")
 
     def without(self, blocks: Collection[str]) -> Layout:
         """Return the layout of the model without these blocks.

@@ -286,9 +286,9 @@ class GroupStore(Protocol):
         ...
 
     def enter_phase(self, layout: Layout) -> None:
-        """Skip the units that the group does not hold, or run frozen copies, as ``layout`` says.
+        """Build the blocks again of which the group does not hold everything, as ``layout`` says.
 
-        Weights and optimizer state stay. The values of copies that appear are undefined.
+        Parameters that the group holds stay the same objects. The values of copies are undefined.
         """
         ...
 

@@ -32,10 +32,12 @@ class BranchScale:
     def __init__(self, layout: Layout):
         self._layout = layout
         self._full = False
-        self._layers: list[tuple[Slices, dict[int, Unit]]] = []
+        self._layers: dict[str, tuple[Slices, dict[int, Unit]]] = {}  # by the parameter's name
 
     def factor(self, unit: Unit) -> float:
         """The number by which the unit's output is multiplied."""
+        if self._layout.keeps_frozen:
+            return 1.0
         share = len(self._layout.placement.holders[unit.index]) / self._layout.mesh.sdp
         if self._layout.branch_scale == "train" and not self._full:
             return 1 / share
@@ -52,7 +54,7 @@ class BranchScale:
 
     def _switch(self, *, full: bool) -> None:
         self._full = full
-        for slices, units in self._layers:
+        for slices, units in self._layers.values():
             slices.factors = {index: self.factor(unit) for index, unit in units.items()}
 
     def use(self, layout: Layout) -> None:
@@ -61,7 +63,10 @@ class BranchScale:
         self._switch(full=self._full)
 
     def install(self, model: nn.Module) -> None:
-        """Scale the blocks of ``model`` that are units (guests too) and its slices of neurons."""
+        """Scale the blocks of ``model`` that are units (guests too) and its slices of neurons.
+
+        Slices of the same parameters in an earlier model are forgotten.
+        """
         if self._layout.branch_scale == "none":
             return
         for unit in self._layout.units:
@@ -74,9 +79,8 @@ class BranchScale:
             path, _, key = name.rpartition(".")
             if infos[0].cut is not None and goes_into_sum(name, infos[0].cut.dim):
                 layer: Any = model.get_submodule(path)
-                self._layers.append(
-                    (layer.slices[key], {int(info.name.rpartition(":")[2]): units[info.unit] for info in infos})
-                )
+                indices = {int(info.name.rpartition(":")[2]): units[info.unit] for info in infos}
+                self._layers[name] = layer.slices[key], indices
         self._switch(full=False)
 
     def _scaled(self, unit: Unit, block: nn.Module) -> Callable[..., Any]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import copy
 import inspect
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -264,6 +264,13 @@ def pass_throughs(model: nn.Module) -> list[PassThrough]:
     return [module for module in model.modules() if isinstance(module, PassThrough)]
 
 
+def with_skeletons(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    """Yield the modules of ``model`` by path, and those of skipped blocks, too."""
+    yield from model.named_modules()
+    for one in pass_throughs(model):
+        yield from one.skeleton.named_modules(prefix=one.name)
+
+
 def refuse_together(model: nn.Module, stand_ins: Collection[PassThrough]) -> None:
     """Let the first forward pass of ``model`` collect all blocks that cannot be skipped before it
     raises.
@@ -287,22 +294,14 @@ def refuse_together(model: nn.Module, stand_ins: Collection[PassThrough]) -> Non
     handle = model.register_forward_hook(refuse)
 
 
-def freeze(
-    model: nn.Module,
-    units: Sequence[Unit],
-    placement: Placement,
-    group: int,
-    dtype: torch.dtype,
-    *,
-    copy: bool = False,
-) -> None:
+def freeze(model: nn.Module, units: Sequence[Unit], placement: Placement, group: int, dtype: torch.dtype) -> None:
     """Convert every unit that ``group`` does not hold to ``dtype``, in place, and freeze it.
 
-    No gradients of its parameters are computed. ``copy`` gives each parameter memory of its own.
+    No gradients of its parameters are computed.
     """
     for unit in units:
         if not placement.holds(group, unit.index):
             for parameter in model.get_submodule(unit.name).parameters():
                 parameter.requires_grad_(False)
                 kind = dtype if parameter.is_floating_point() else parameter.dtype
-                parameter.data = parameter.data.to(kind, copy=copy).contiguous()
+                parameter.data = parameter.data.to(kind).contiguous()

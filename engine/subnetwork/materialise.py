@@ -21,7 +21,7 @@ from .neurons import slice_layers
 def allocate(model: nn.Module, layout: Layout, device: torch.device) -> None:
     """Move a model from the meta device to ``device``, without values, and restore its ties."""
     model.to_empty(device=device)
-    _restore_ties(model, layout.aliases)
+    restore_ties(model, layout.aliases)
 
 
 def cut(
@@ -51,8 +51,7 @@ def replace_blocks(
     if config.sdp.granularity == "neuron":
         return {}
     if layout.keeps_frozen:
-        sleeps = len(config.sdp.maskings) > 1  # its memory is freed in phases of forward masking
-        freeze(model, layout.units, layout.placement, group, compute_dtype, copy=sleeps)
+        freeze(model, layout.units, layout.placement, group, compute_dtype)
     else:
         return carve(model, layout.units, layout.placement, group)
     return {}
@@ -115,7 +114,16 @@ def give_values(
         model.to(device)
         return
     allocate(model, layout, device)
-    tensors = {name: p for name, p in model.named_parameters() if name not in frozen} | dict(model.named_buffers())
+    fill(
+        {name: p for name, p in model.named_parameters() if name not in frozen} | dict(model.named_buffers()),
+        layout,
+        plan,
+        shard,
+    )
+
+
+def fill(tensors: Mapping[str, torch.Tensor], layout: Layout, plan: Sequence[ModuleInit], shard: Shard) -> None:
+    """Give this rank's tensors, by name, their initial values."""
     here: dict[str, list[str]] = {}
     for name in tensors:
         here.setdefault(layout.parameters[name].canonical if name in layout.parameters else name, []).append(name)
@@ -148,7 +156,7 @@ def _fill(local: torch.Tensor, fill: Filler, info: TensorInfo | None, shard: Sha
     local.copy_(rows.narrow(dim, offset[dim], local.shape[dim]))
 
 
-def _restore_ties(model: nn.Module, aliases: Mapping[str, str]) -> None:
+def restore_ties(model: nn.Module, aliases: Mapping[str, str]) -> None:
     """Tie parameters again, which ``to_empty`` unties: every alias gets the canonical tensor."""
     for alias, name in aliases.items():
         parent, _, key = alias.rpartition(".")

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch.optim import Optimizer
+from torch.utils.hooks import RemovableHandle
 
 from ..config.method import Masking
 from ..config.schema import Config
@@ -144,13 +145,12 @@ class BetweenGroups:
         config: the configuration.
 
     Attributes:
-        run_layout: the layout of the run, with the frozen copies of all phases.
         local: the local steps (:class:`~sdp.engine.local_steps.LocalSteps`), while groups take
             steps on their own (``sdp.sync``).
     """
 
     def __init__(self, store: GroupStore, config: Config):
-        self.store, self.context, self.run_layout = store, store.context, store.layout
+        self.store, self.context = store, store.context
         context = self.context
         self.local: Any = None
         self._tensors = {key: one.tensor for key, one in store.stepped.items()}
@@ -166,13 +166,8 @@ class BetweenGroups:
         self._counted_in_group = [one.tensor for one in trained if context.counts(one)]
         self._final = FinalGradients()
         self._factors: dict[Holders, float] = {}  # by which gradients were multiplied, if losses have weights
-        weights = {name: stored_tensor(parameter) for name, parameter in store.module.named_parameters()}
-        self._refresh = WeightRefresh(
-            store.layout.refreshes, weights, context.communicators.refresh, context.traffic, context.compute_dtype,
-            context.messages.broadcast,
-        )  # fmt: skip
-        for block in dict.fromkeys(refresh.block for refresh in store.layout.refreshes):
-            self._await_weights(block)
+        self._hooks: list[RemovableHandle] = []
+        self._prepare_refresh()
 
     def _make_inner_sync(self) -> GradientSync:
         """Make what averages the gradients of local steps, among this group's replicas only."""
@@ -183,11 +178,20 @@ class BetweenGroups:
             context.buckets, self._tensors, groups, context.traffic, clock=context.clock, scope="inside groups"
         )
 
-    def _await_weights(self, name: str) -> None:
-        """Let a block wait for its refreshed weights before it runs."""
-        block, refresh, stream_of = self.store.module.get_submodule(name), self._refresh, self.context.gather_stream
-        # This hook must run before FSDP2's own hook, which gathers the shards.
-        block.register_forward_pre_hook(lambda module, _: refresh.wait(name, stream_of(module)), prepend=True)
+    def _prepare_refresh(self) -> None:
+        """Make what refreshes the frozen copies of this phase, for which blocks wait."""
+        module, layout, context = self.store.module, self.store.layout, self.context
+        weights = {name: stored_tensor(parameter) for name, parameter in module.named_parameters()}
+        refresh = self._refresh = WeightRefresh(
+            layout.refreshes, weights, context.communicators.refresh, context.traffic, context.compute_dtype,
+            context.messages.broadcast,
+        )  # fmt: skip
+        while self._hooks:
+            self._hooks.pop().remove()
+        for name in dict.fromkeys(one.block for one in layout.refreshes):
+            # This hook must run before FSDP2's own hook, which gathers the shards.
+            wait = lambda block, _, name=name: refresh.wait(name, context.gather_stream(block))  # noqa: E731
+            self._hooks.append(module.get_submodule(name).register_forward_pre_hook(wait, prepend=True))
 
     @property
     def is_local(self) -> bool:
@@ -334,8 +338,10 @@ class BetweenGroups:
 
         Weights and optimizer state stay.
         """
-        self._refresh.finish()
-        self.store.enter_phase(self.run_layout.in_phase(masking))
+        if masking != self.store.layout.masking:
+            self._refresh.finish()
+            self.store.enter_phase(self.store.layout.in_phase(masking))
+            self._prepare_refresh()
         self.refresh_all()
 
     # -- agreement ---------------------------------------------------------------------------------

@@ -1,4 +1,4 @@
-"""A schedule of maskings: a resume equals the undisturbed run, and sleeping copies take no memory.
+"""A schedule of maskings: a resume equals the undisturbed run, and a forward phase has no copies.
 
 tests/spec/test_equality.py compares schedules with the oracle.
 """
@@ -95,7 +95,7 @@ def _bytes(case: Case) -> tuple[list[int], list[int]]:
     ],
     ids=str,
 )
-def test_copies_that_sleep_take_no_memory(ranks: RankPool, case: Case) -> None:
+def test_a_phase_of_forward_masking_has_no_copies(ranks: RankPool, case: Case) -> None:
     schedule = THERE_AND_BACK.replace('"until": 3', '"until": 4').replace('"until": 1', '"until": 3')
     scheduled, forward, backward = (
         ranks.run(_bytes, replace(case, masking=masking), world=case.world)
@@ -109,7 +109,7 @@ def test_copies_that_sleep_take_no_memory(ranks: RankPool, case: Case) -> None:
         # What earlier tests left in this process may end in the first step.
         assert [allocated[1], allocated[3]] == pytest.approx([least[1], least[3]], rel=0.02)
         assert least[1] < 0.95 * most[1]
-        assert 1.05 * least[2] < allocated[2] < 1.02 * most[2]  # they are awake, but have not run yet
+        assert 1.05 * least[2] < allocated[2] < 1.02 * most[2]  # the copies exist, but have not run yet
 
 
 # -- resume ----------------------------------------------------------------------------------------

@@ -7,7 +7,7 @@ or with one about memory, are refused.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -118,30 +118,15 @@ def unreduced_gradients(module: FSDPModule) -> list[torch.Tensor]:
     return [gradient for gradient in kept if gradient is not None]
 
 
-class HiddenParameters:
-    """Parameters below ``root`` that FSDP2 shall neither gather nor reduce for now.
+def forget_root(root: FSDPModule) -> None:
+    """Let FSDP2 look for the sharded modules below ``root`` again when it runs next.
 
-    FSDP2 must know all sharded modules when it runs first, so this makes it look for them.
+    FSDP2 must know all of them when it runs first.
     """
-
-    def __init__(self, root: FSDPModule, parameters: Iterable[nn.Parameter]):
-        state = root._get_fsdp_state()
-        state._lazy_init()
-        hidden = {id(parameter) for parameter in parameters}
-        self._changed: list[tuple[Any, list[Any], list[Any]]] = []  # owner, all of its parts, those that stay
-        for each in state._state_ctx.all_states:
-            for group in _groups_of(each):
-                stay = [part for part in group.fsdp_params if id(part.sharded_param) not in hidden]
-                if len(stay) < len(group.fsdp_params):
-                    self._changed.append((group, group.fsdp_params, stay))
-
-    def hide(self) -> None:
-        for group, _, stay in self._changed:
-            group.fsdp_params = stay
-
-    def show(self) -> None:
-        for group, everything, _ in self._changed:
-            group.fsdp_params = everything
+    root._get_fsdp_state()._state_ctx.all_states.clear()
+    for module in root.modules():
+        if isinstance(module, FSDPModule):
+            module._get_fsdp_state()._is_root = None
 
 
 def _parameters(module: FSDPModule) -> list[Any]:
@@ -149,10 +134,7 @@ def _parameters(module: FSDPModule) -> list[Any]:
 
 
 def parameter_groups(module: FSDPModule) -> list[Any]:
-    return _groups_of(module._get_fsdp_state())
-
-
-def _groups_of(state: Any) -> list[Any]:
+    state: Any = module._get_fsdp_state()
     # Since torch 2.13, a module may have several parameter groups.
     groups = getattr(state, "_fsdp_param_groups", None) or [state._fsdp_param_group]
     return [group for group in groups if group is not None]
@@ -279,13 +261,6 @@ class ModuleUses:
         for group in groups:
             group.post_backward = partial(self._end, group, group.post_backward)
 
-    @property
-    def has_parameters(self) -> bool:
-        """Whether FSDP2 gathers anything for the module. Frozen copies that are put aside are
-        hidden.
-        """
-        return any(group.fsdp_params for group in self._groups)
-
     def begin_backward(self) -> None:
         """Prepare for a backward pass. FSDP2's settings must be those of the pass."""
         self._ended.clear()
@@ -349,7 +324,7 @@ def nothing_left_out(uses: Sequence[ModuleUses]) -> Iterator[None]:
     for each in uses:
         each.is_used = False
     yield
-    left_out = [each for each in uses if each.sharded and each.has_parameters and not each.is_used]
+    left_out = [each for each in uses if each.sharded and not each.is_used]
     if left_out and len(left_out) < len(uses):
         raise ModelError(
             f"a forward pass left out {left_out[0].name!r}, and the ranks of a group gather sharded parameters "
@@ -359,7 +334,7 @@ def nothing_left_out(uses: Sequence[ModuleUses]) -> Iterator[None]:
 
 def shard(
     model: nn.Module,
-    names: Iterable[str],
+    names: Sequence[str],
     mesh: DeviceMesh,
     *,
     compute_dtype: torch.dtype,
@@ -367,13 +342,13 @@ def shard(
     offload: OffloadPolicy,
     traffic: Traffic,
 ) -> list[ModuleUses]:
-    """Shard the modules ``names`` of ``model``, each on its own, and then what is left.
+    """Shard the modules ``names`` of ``model``, each on its own.
 
     Returns what watches the uses of each module.
 
     Args:
         model: The rank's model.
-        names: Paths of the modules.
+        names: Paths of the modules. The last one may be "", the model itself.
         mesh: The ranks that share a parameter.
         compute_dtype: The dtype in which parameters are gathered.
         reshards: Whether parameters are freed between forward and backward.
@@ -385,10 +360,11 @@ def shard(
     )
     settings: dict[str, Any] = {"mp_policy": policy, "offload_policy": offload}
     apply = partial(fully_shard, mesh=mesh, reshard_after_forward=reshards, **settings)
-    for parameter in model.parameters():  # FSDP2 refuses parameters that are not contiguous
-        parameter.data = parameter.data.contiguous()
+    for name in names:
+        for parameter in model.get_submodule(name).parameters():  # FSDP2 refuses those that are not contiguous
+            parameter.data = parameter.data.contiguous()
     uses: list[ModuleUses] = []
-    for name in [*names, ""]:
+    for name in names:
         module = model.get_submodule(name)
         apply(module)
         assert isinstance(module, FSDPModule)
@@ -396,6 +372,4 @@ def shard(
         module.set_custom_reduce_scatter(CountingReduceScatter(traffic))
         uses.append(ModuleUses(module, name, parameter_groups(module), sharded=mesh.size() > 1))
         refuse_hidden_results(module, name)
-    refuse_inference_mode(model)
-    refuse_whole_state(model)
     return uses

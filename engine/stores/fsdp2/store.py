@@ -12,7 +12,6 @@ from torch import nn
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, OffloadPolicy
 from torch.optim import Optimizer
 
-from ...config.method import Masking
 from ...config.schema import Config
 from ...distributed.collectives import TensorRanks, Traffic, all_gather_single, local_tensor, outside_inference_mode
 from ...distributed.process_groups import Communicators
@@ -21,17 +20,19 @@ from ...placement.layout import Layout
 from ...placement.tensor_info import Shard
 from ...placement.units import SHARED
 from ...subnetwork.branch_scale import BranchScale
-from ...subnetwork.carve import PassThrough
-from ...subnetwork.dormant import DormantCopies
+from ...subnetwork.carve import PassThrough, refuse_together, with_skeletons
 from ...subnetwork.given_model import refuse_shapes
+from ...subnetwork.materialise import restore_ties
 from ..store import Averages, DeviceMessages, Piece, RankContext, Stepped, step_optimizer
 from .sharding import (
-    HiddenParameters,
     ModuleUses,
     drop_unreduced_gradients,
+    forget_root,
     gather_stream,
     nothing_left_out,
     refuse_hooks,
+    refuse_inference_mode,
+    refuse_whole_state,
     root_stays_gathered,
     shard,
     zero_missing_gradients,
@@ -129,7 +130,7 @@ class Fsdp2Store:
         tensor_ranks: the tensor-parallel ranks, or None.
         traffic: counts the bytes sent.
         scale: the scales of branches.
-        pass_throughs: with a schedule of maskings, the stand-ins of its forward phases.
+        rebuild: builds the model again for the layout of a phase, cut, with values of buffers only.
     """
 
     optimizer: Optimizer = None  # type: ignore[assignment]  # until it is made
@@ -144,13 +145,12 @@ class Fsdp2Store:
         tensor_ranks: TensorRanks | None,
         traffic: Traffic,
         scale: BranchScale,
-        pass_throughs: Mapping[str, PassThrough],
+        rebuild: Callable[[Layout], nn.Module],
     ):
         mesh, stage, rank = layout.mesh, config.zero_optimization.stage, dist.get_rank()
         compute_dtype: torch.dtype = getattr(torch, config.precision)
         self.layout, self.module = layout, model
-        self._maskings: Sequence[Masking] = config.sdp.maskings
-        self._pass_throughs, self._scale = pass_throughs, scale
+        self._scale, self._rebuild = scale, rebuild
         shards = mesh.shards(stage)
         self.home = ShardHome(config, device, sends=mesh.sdp > 1 or shards < mesh.fsdp)
         # Stages 1 and 2 keep parameters whole between forward and backward. With one shard,
@@ -165,7 +165,11 @@ class Fsdp2Store:
             {info.holders for info in layout.parameters.values()},
             replicate_inside=stage == 0,
             alone=self._uses_fsdp and shards == 1,
-            refreshes={(refresh.source, refresh.members) for refresh in layout.refreshes},
+            refreshes={
+                (refresh.source, refresh.members)
+                for masking in {layout.masking, *config.sdp.maskings}
+                for refresh in layout.in_phase(masking).refreshes
+            },
             local_steps=config.sdp.sync is not None,
         )
         self.context = RankContext(
@@ -188,18 +192,25 @@ class Fsdp2Store:
         self._uses: list[ModuleUses] = []
         if self._uses_fsdp:
             refuse_shapes(layout)
-            skipped = {name for name, module in model.named_modules() if isinstance(module, PassThrough)}
-            self._uses = shard(
-                model,
-                # Of the shared part, the model asks for some modules on their own.
-                [*(name for name in layout.blocks if name not in skipped), *get_sharding_groups(model)],
-                communicators.fsdp_mesh(device.type),
-                compute_dtype=compute_dtype,
+            refuse_inference_mode(model)
+            refuse_whole_state(model)
+        # Of the shared part, the model asks for some modules on their own.
+        self._shard([*layout.blocks, *get_sharding_groups(model), ""])
+
+    def _shard(self, names: Iterable[str]) -> None:
+        """Apply FSDP2 to the modules ``names``, except for skipped blocks."""
+        if self._uses_fsdp:
+            context = self.context
+            self._uses += shard(
+                self.module,
+                [name for name in names if not isinstance(self.module.get_submodule(name), PassThrough)],
+                context.communicators.fsdp_mesh(context.device.type),
+                compute_dtype=context.compute_dtype,
                 reshards=self._reshards,
                 offload=self.home.policy(),
-                traffic=traffic,
+                traffic=context.traffic,
             )
-        self._sharded = [module for module in model.modules() if isinstance(module, FSDPModule)]
+        self._sharded = [module for module in self.module.modules() if isinstance(module, FSDPModule)]
 
     def _comes_last(self, name: str) -> bool:
         """Return whether FSDP2 reduces a parameter only at the end of backward.
@@ -217,10 +228,6 @@ class Fsdp2Store:
         whole = [p for name, p in self.parameters.items() if infos[name].trainable and infos[name].tp_dim is None]
         ranks = self.context.tensor_ranks
         self._tensor_sums = TensorSums(whole, ranks, self.context.traffic) if whole and ranks is not None else None
-        if len(self._maskings) > 1:
-            frozen = {name: p for name, p in everything.items() if name not in self.parameters}
-            self._hidden = HiddenParameters(self.module, frozen.values()) if self._uses_fsdp else None  # type: ignore[arg-type]
-            self._dormant = DormantCopies(self.module, frozen, self._pass_throughs)
 
     @property
     def shard(self) -> Shard:
@@ -325,15 +332,34 @@ class Fsdp2Store:
         """A no-op: the optimizer steps on the model's own parameters."""
 
     def enter_phase(self, layout: Layout) -> None:
-        self._scale.use(layout)
-        if layout.masking != self.layout.masking:
-            self.reshard()
-            if layout.keeps_frozen:
-                self._dormant.wake()
-                if self._hidden is not None:
-                    self._hidden.show()
-            else:
-                if self._hidden is not None:
-                    self._hidden.hide()
-                self._dormant.sleep()
-        self.layout = layout
+        self.reshard()
+        self.layout, group = layout, self.context.at.sdp
+        held = {unit.name for unit in layout.units if layout.placement.holds(group, unit.index)}
+        names = [name for name in layout.blocks if name not in held]
+        modes = {path: module.training for path, module in with_skeletons(self.module)}
+        buffers, rebuilt = dict(self.module.named_buffers()), self._rebuild(layout)
+        for name in names:
+            self.module.set_submodule(name, rebuilt.get_submodule(name))
+        self._uses = [uses for uses in self._uses if uses.name not in names]
+        self._shard(names)
+        for name in names:
+            self._give_tensors(name, self.module.get_submodule(name), buffers)
+        restore_ties(self.module, layout.aliases)
+        for path, module in with_skeletons(self.module):
+            module.training = modes.get(path, module.training)
+        refuse_together(self.module, [module for module in self.module.modules() if isinstance(module, PassThrough)])
+        if isinstance(self.module, FSDPModule):
+            forget_root(self.module)
+
+    def _give_tensors(self, name: str, block: nn.Module, buffers: Mapping[str, torch.Tensor]) -> None:
+        """Give a new block the parameters and ``buffers`` that exist, and memory for copies."""
+        for path, parameter in list(block.named_parameters(prefix=name)):
+            kept = self.parameters.get(path)
+            if kept is None:
+                kept = nn.Parameter(torch.empty_like(parameter, device=self.home.device), requires_grad=False)
+            owner, _, key = path.rpartition(".")
+            self.module.get_submodule(owner).register_parameter(key, kept)
+        for path, _ in list(block.named_buffers(prefix=name)):
+            if path in buffers:
+                owner, _, key = path.rpartition(".")
+                setattr(self.module.get_submodule(owner), key, buffers[path])
