@@ -282,6 +282,25 @@ def test_parameters_that_are_unfrozen_later_are_named_once(
     assert not second
 
 
+def _unfrozen_under_deepspeed(stage: int) -> dict[str, float]:
+    model = half_frozen()
+    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    engine, *_ = engine_of("deepspeed", stage, 1, model=model)
+    engine.backward(engine(batch(0)))
+    engine.step()
+    engine.module.layers[0].requires_grad_(True)
+    with pytest.raises(ModelError, match=r"layers\.0\..* were frozen in sdp.initialize, and the script unfroze them"):
+        engine(batch(1))
+    after = engine.full_state_dict() or {}
+    return {name: float((tensor - before[name]).abs().max()) for name, tensor in after.items()}
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+def test_zero_refuses_parameters_that_are_unfrozen_later(ranks: RankPool, stage: int) -> None:
+    moved, _ = ranks.run(_unfrozen_under_deepspeed, stage, world=2)
+    assert all((change == 0) == name.startswith("layers.0.") for name, change in moved.items())
+
+
 @pytest.mark.usefixtures("one_rank")
 def test_parameters_that_the_optimizer_lacks_are_named(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.WARNING, "sdp"):

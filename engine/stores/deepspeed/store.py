@@ -15,7 +15,7 @@ from ...config.schema import Config
 from ...distributed.collectives import Traffic, outside_inference_mode, stored_tensor
 from ...distributed.process_groups import Communicators
 from ...errors import ModelError
-from ...optim.script_optimizers import refuse_outside_engine, stepped_by_engine
+from ...optim.script_optimizers import refuse_outside_engine, shortened, stepped_by_engine
 from ...placement.layout import Layout
 from ...placement.placement import Bucket
 from ..store import Averages, DeviceMessages, Piece, RankContext, Stepped
@@ -84,7 +84,9 @@ class DeepSpeedStore:
             must_stay_equal=config.zero_optimization.offloads,
         )
         self._pending = PendingGradients(self.module)
+        self._optimized = {name for bundle in self.bundles for name in bundle.names}
         self._stepped: dict[str, Stepped] | None = None
+        self._frozen = {name: p for name, p in self.parameters.items() if not p.requires_grad}
         for key in self.stepped:
             self._clear_padding(key)
         optimizer.register_step_pre_hook(lambda optimizer, *_: refuse_outside_engine(optimizer))
@@ -98,8 +100,7 @@ class DeepSpeedStore:
             bundle.key: Stepped(master, bundle.unit, bundle.holders, bundle.names, index)
             for index, (bundle, master) in enumerate(zip(self.bundles, self._zero.masters, strict=True))
         }
-        trained = {name for bundle in self.bundles for name in bundle.names}
-        for name in (name for name in self.parameters if name not in trained):  # in the order of all holders
+        for name in (name for name in self.parameters if name not in self._optimized):  # in the order of all holders
             info = self.layout.parameters[name]
             tensor = stored_tensor(self.parameters[name]).detach()
             found[name] = Stepped(tensor, info.unit, info.holders, (name,), None)
@@ -119,6 +120,12 @@ class DeepSpeedStore:
     # -- steps -------------------------------------------------------------------------------------
 
     def forward(self, call: Callable[[nn.Module, Any], Any], batch: Any) -> Any:
+        unfrozen = [name for name, parameter in self._frozen.items() if parameter.requires_grad]
+        if unfrozen and torch.is_grad_enabled():
+            raise ModelError(
+                f"{shortened(unfrozen)}: these parameters were frozen in sdp.initialize, and the script unfroze them; "
+                "DeepSpeed's ZeRO has no partitions for them, so they cannot move; unfreeze them before sdp.initialize"
+            )
         with outside_inference_mode():
             return call(_Called(self.deepspeed), batch)
 
@@ -162,7 +169,7 @@ class DeepSpeedStore:
 
     def part(self, name: str) -> torch.Tensor:
         parameter, context = self.parameters[name], self.context
-        if parameter.requires_grad:
+        if name in self._optimized:
             return whole_float32(parameter)
         whole = stored_tensor(parameter).detach()
         if context.communicators.fsdp is not None and context.stage == 3:
