@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import multiprocessing
+import os
 import random
+import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from typing import Any
@@ -257,18 +260,30 @@ class _SeededReads(Dataset[Any]):
 
 
 class _WorkerStart:
-    """Shows a new worker process the user's data set, and calls the user's ``worker_init_fn``."""
+    """Shows a new worker process the user's data set, and calls the user's ``worker_init_fn``.
+
+    The worker ends when the rank ends, however that ends. torch looks for another parent process,
+    which is wrong under the start method "forkserver", where the parent is the fork server.
+    """
 
     def __init__(self, function: Callable[[int], object] | None) -> None:
         self._function = function
 
     def __call__(self, worker: int) -> None:
+        threading.Thread(target=_end_with_rank, daemon=True).start()
         info = get_worker_info()
         assert info is not None
         shown: Any = info.dataset
         object.__setattr__(info, "dataset", shown.dataset)  # torch refuses a plain assignment
         if self._function is not None:
             self._function(worker)
+
+
+def _end_with_rank() -> None:
+    rank = multiprocessing.parent_process()
+    assert rank is not None
+    rank.join()
+    os._exit(1)
 
 
 @contextmanager

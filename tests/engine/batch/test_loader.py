@@ -4,7 +4,13 @@ changes.
 
 import itertools
 import json
+import os
 import random
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -321,3 +327,45 @@ def test_worker_init_fn_of_a_data_loader_is_called_with_the_user_s_data_set():
     own = DataLoader(Augmented(8), 2, num_workers=1, worker_init_fn=scale_by_ten)
     scaled = draws(make_loader(own, 2, 0, 1, seed=3), 2)
     assert torch.equal(scaled, 10 * draws(ResumableLoader(Augmented(8), 2, seed=3, shuffle=False), 2))
+
+
+_READER = """
+import os, sys
+from torch.utils.data import Dataset
+from sdp.engine.batch.loader import ResumableLoader
+
+class Processes(Dataset):
+    def __len__(self):
+        return 8
+
+    def __getitem__(self, item):
+        return os.getpid()
+
+if __name__ == "__main__":
+    options = {"multiprocessing_context": sys.argv[1]}
+    batches = iter(ResumableLoader(Processes(), 1, num_workers=2, worker_options=options))
+    print(int(next(batches)), int(next(batches)), flush=True)
+    next(iter(sys.stdin))  # killed here
+"""
+
+
+@pytest.mark.parametrize("start_method", ["fork", "forkserver"])
+def test_workers_end_with_a_rank_that_is_killed(tmp_path: Path, start_method: str) -> None:
+    script = tmp_path / "reader.py"
+    script.write_text(_READER)
+    command = [sys.executable, str(script), start_method]
+    rank = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, cwd=tmp_path)
+    assert rank.stdout is not None and rank.stdin is not None
+    workers = {int(worker) for worker in rank.stdout.readline().split()}
+    assert len(workers) == 2
+    rank.send_signal(signal.SIGKILL)
+    rank.wait()
+    rank.stdin.close()
+    rank.stdout.close()
+    deadline = time.monotonic() + 60
+    while left := {worker for worker in workers if Path(f"/proc/{worker}").exists()}:
+        if time.monotonic() > deadline:
+            for worker in left:
+                os.kill(worker, signal.SIGKILL)
+            pytest.fail(f"{len(left)} of 2 workers are left")
+        time.sleep(0.1)
