@@ -5,6 +5,7 @@ parameter its value.
 from __future__ import annotations
 
 import copy
+import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -20,7 +21,6 @@ from .distributed.tensor_parallel import parallelise
 from .errors import ModelError
 from .placement.layout import Layout
 from .placement.tensor_info import Shard
-from .stores.deepspeed.private import restore_linear
 from .stores.fsdp2.store import Fsdp2Store
 from .subnetwork.branch_scale import BranchScale
 from .subnetwork.execution import autocast_forward, checkpoint_activations, compile_units
@@ -52,7 +52,10 @@ def build_store(
     Returns:
         A store whose parameters have values. Frozen copies have none yet.
     """
-    restore_linear()
+    if "deepspeed" in sys.modules:
+        from .stores.deepspeed.private import restore_linear  # an earlier engine may have replaced it
+
+        restore_linear()
     skeleton = _skeleton(model, layout, plan, device) if config.masking_schedule.ends else None
     if plan is None:
         take_values_of_rank_0(model, device)

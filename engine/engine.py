@@ -22,8 +22,8 @@ from .checkpoint.checkpoints import Checkpoints
 from .config.schema import Config
 from .deepspeed_names import REFUSED, DeepSpeedMonitor, ThroughputTimer, refuse_call, refuse_other_place
 from .distributed.agreement import agree_on_rates, gather_json, start_max
-from .distributed.call_watch import CallWatch
 from .distributed.collectives import Traffic, local_tensor, outside_inference_mode
+from .distributed.heartbeat import CallWatch
 from .environment.detect import detect
 from .errors import ConfigError, DataError
 from .full_model.access import FullModel

@@ -9,23 +9,20 @@ import time
 import weakref
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.optim import Optimizer
 
-from .batch.loader import EpochLoader, ResumableLoader
 from .batch.size import BatchSize
-from .batch.stream import StreamLoader
-from .batch.training_data import make_loader
 from .config.deepspeed_keys import HINT_SECTIONS, IGNORED_BY_DEEPSPEED
 from .config.load import load_config
 from .config.schema import Config, SDPSection
 from .construct import build_store, values_to_give
 from .distributed.agreement import check_equal
-from .distributed.call_watch import CallWatch, watch_calls
+from .distributed.heartbeat import CallWatch, watch_calls
 from .distributed.join import join
 from .distributed.mesh import Mesh, mesh_of
 from .engine import SDPEngine
@@ -63,6 +60,9 @@ def clock(device: torch.device, *, waits: bool) -> Callable[[], float]:
 
     return seconds
 
+
+if TYPE_CHECKING:
+    from .batch.loader import EpochLoader
 
 log = logging.getLogger("sdp")
 
@@ -282,7 +282,19 @@ def _finish(
     """Make the data loader, check that ranks agree, and return the four-tuple."""
     samples = None
     if training_data is not None:
-        engine.loader = _loader(engine, training_data, collate_fn)
+        from .batch.loader import EpochLoader, ResumableLoader, make_loader  # a script may read its own data
+
+        mesh = engine.layout.mesh
+        engine.loader = make_loader(
+            training_data,
+            engine.train_micro_batch_size_per_gpu(),
+            mesh.data_rank(engine.global_rank),
+            mesh.data_ranks,
+            seed=engine.config.training.seed,
+            collate_fn=collate_fn,
+            num_workers=engine.config.data.num_workers,
+            pin_memory=device.type == "cuda",
+        )
         engine.training_dataloader = EpochLoader(engine.loader)
         samples = engine.loader.sampler.num_samples if isinstance(engine.loader, ResumableLoader) else "a stream"
     if engine.world_size > 1 and dist.get_backend() != "fake":  # ranks that do not exist are not watched
@@ -443,22 +455,6 @@ def _parameters(layout: Layout) -> dict[str, Any]:
         name: {"shape": list(slices[0].full_shape), "dtype": slices[0].dtype, "is trained": slices[0].trainable}
         for name, slices in layout.wholes.items()
     }
-
-
-def _loader(
-    engine: SDPEngine, data: Any, collate_fn: Callable[[list[Any]], Any] | None
-) -> ResumableLoader | StreamLoader:
-    mesh = engine.layout.mesh
-    return make_loader(
-        data,
-        engine.train_micro_batch_size_per_gpu(),
-        mesh.data_rank(engine.global_rank),
-        mesh.data_ranks,
-        seed=engine.config.training.seed,
-        collate_fn=collate_fn,
-        num_workers=engine.config.data.num_workers,
-        pin_memory=engine.device.type == "cuda",
-    )
 
 
 def add_config_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:

@@ -17,9 +17,8 @@ from torch import Tensor, nn
 
 from ..engine.errors import ConfigError, ModelError
 from ..engine.model_interface import Branch, Column, Constant, Gather, Head, Init, Normal, Row, Style, Vocabulary, Whole
-from .layers import causal_attention, document_mask, drop_rows
-from .llama_config import LlamaConfig as LlamaConfig  # re-exported
-from .loss import LanguageModelHead
+from .layers import LanguageModelHead, causal_attention, document_mask, drop_rows
+from .sections import LlamaConfig as LlamaConfig  # re-exported
 
 
 class LlamaRMSNorm(nn.Module):
@@ -40,14 +39,14 @@ class LlamaRMSNorm(nn.Module):
         return f"{self.weight.shape[0]}, eps={self.eps}"
 
 
-def rotary_table(tokens: int, config: LlamaConfig, like: Tensor) -> tuple[Tensor, Tensor]:
+def rotary_table(tokens: int, size: int, theta: float, like: Tensor) -> tuple[Tensor, Tensor]:
     """Cosines and sines of the rotary embedding for positions 0 … ``tokens`` - 1.
 
-    Both are (S, E), in the dtype and on the device of ``like``. The angles are always computed in
-    float32.
+    ``size`` is E. Both are (S, E), in the dtype and on the device of ``like``. The angles are
+    always computed in float32.
     """
-    even = torch.arange(0, config.head_size, 2, dtype=torch.float32, device=like.device)
-    frequencies = 1.0 / config.rope_theta ** (even / config.head_size)
+    even = torch.arange(0, size, 2, dtype=torch.float32, device=like.device)
+    frequencies = 1.0 / theta ** (even / size)
     positions = torch.arange(tokens, dtype=torch.float32, device=like.device)
     angles = repeat(torch.outer(positions, frequencies), "s e -> s (two e)", two=2)
     return angles.cos().to(like.dtype), angles.sin().to(like.dtype)
@@ -131,7 +130,7 @@ class LlamaModel(nn.Module):
 
     def __init__(self, config: LlamaConfig, vocab_size: int) -> None:
         super().__init__()
-        self.config = config
+        self.head_size, self.rope_theta = config.head_size, config.rope_theta
         self.embed_tokens = nn.Embedding(vocab_size, config.hidden_size)
         slope = config.stochastic_depth / config.num_hidden_layers
         self.layers = nn.ModuleList(
@@ -143,7 +142,7 @@ class LlamaModel(nn.Module):
         hidden = self.embed_tokens(input_ids)
         # Computed in each forward pass and passed down, because a buffer would have to be
         # materialised and moved.
-        cos, sin = rotary_table(input_ids.shape[1], self.config, like=hidden)
+        cos, sin = rotary_table(input_ids.shape[1], self.head_size, self.rope_theta, like=hidden)
         mask = () if documents is None else (document_mask(documents),)
         for layer in self.layers:
             hidden = layer(hidden, cos, sin, *mask)

@@ -16,9 +16,8 @@ from torch import Tensor, nn
 
 from ..engine.errors import ConfigError, ModelError
 from ..engine.model_interface import Branch, Constant, Init, Normal, Uniform
-from .classification import Measure, measure_logits
-from .image_configs import ResNetConfig, random_options
-from .layers import drop_rows
+from .layers import Measure, drop_rows, measure_logits
+from .sections import ResNetConfig, random_options
 
 # Stages of two blocks. The first block of each later stage halves the image and doubles the
 # channels.

@@ -6,12 +6,151 @@ This file does not need torch, so that a misspelt key is found before a process 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Annotated, Any, Literal, Self
 
-from ..engine.config.section import Section, parse_section
+from pydantic import Field, model_validator
+
+from ..engine.config.section import Layers, Pixels, PositiveInt, Section, Tokens, Width, parse_section
 from ..engine.errors import ConfigError, shorten, suggestion
-from .image_configs import ResNetConfig, SwinConfig
-from .llama_config import LlamaConfig
+
+Depths = Annotated[list[Layers], Field(min_length=1, max_length=16)]
+Heads = Annotated[list[Width], Field(min_length=1, max_length=16)]
+
+
+class ResNetConfig(Section):
+    """Shape of a ResNet-18. The data can give ``num_classes`` and ``image_size``.
+
+    ``stem``: "imagenet" divides the image's side by 4 before the first block; "cifar", a single 3 ×
+    3 convolution, keeps it. ``width`` is the number of channels of the first stage. ``image_size``
+    is the number of pixels per side; it is only used to compare the costs of units.
+
+    ``stochastic_depth`` is the probability with which an image skips the convolutions of the last
+    block in training. It falls linearly to 0 before the first block (arXiv 1603.09382). ``dropout``
+    drops elements between the two convolutions of a block (arXiv 1605.07146, section 2.4). Each
+    rank draws its own random numbers.
+    """
+
+    num_classes: Width | None = None
+    stem: Literal["cifar", "imagenet"] = "imagenet"
+    width: Width = 64
+    image_size: Pixels | None = None
+    dropout: Annotated[float, Field(ge=0, lt=1)] = 0.0
+    stochastic_depth: Annotated[float, Field(ge=0, lt=1)] = 0.0
+
+
+class SwinConfig(Section):
+    """Shape of a Swin. The defaults are Swin-T's. The data can give ``num_classes`` and
+    ``image_size``.
+
+    ``depths`` has the number of blocks of each stage, and ``num_heads`` the heads of each of its
+    blocks. The first stage has ``embed_dim`` channels; every further stage halves the image's side
+    and doubles the channels. ``patch_size`` is the number of pixels per side of a patch,
+    ``window_size`` the number of patches per side of a window. ``image_size`` is the number of
+    pixels per side; it is only used to compare the costs of units.
+
+    ``stochastic_depth`` is the probability with which an image skips the branches of the last block
+    in training. It falls linearly to 0 at the first block, as in torchvision. Each rank draws its
+    own random numbers.
+    """
+
+    num_classes: Width | None = None
+    image_size: Pixels | None = None
+    patch_size: Pixels = 4
+    embed_dim: Width = 96
+    depths: Depths = Field(default_factory=lambda: [2, 2, 6, 2])
+    num_heads: Heads = Field(default_factory=lambda: [3, 6, 12, 24])
+    window_size: Pixels = 7
+    mlp_ratio: Width = 4
+    initializer_range: Annotated[float, Field(gt=0, le=1)] = 0.02
+    stochastic_depth: Annotated[float, Field(ge=0, lt=1)] = 0.0
+
+    @model_validator(mode="after")
+    def _fits_together(self) -> Self:
+        if len(self.depths) != len(self.num_heads):
+            raise ValueError(
+                f"depths names {len(self.depths)} stages and num_heads {len(self.num_heads)}; give both one number "
+                "per stage"
+            )
+        for stage, heads in enumerate(self.num_heads):
+            if self.channels(stage) % heads:
+                raise ValueError(
+                    f"num_heads: {heads} heads do not divide the {self.channels(stage)} channels of stage {stage + 1}"
+                )
+        return self
+
+    def channels(self, stage: int) -> int:
+        """C of a stage; the first stage is 0."""
+        return self.embed_dim * 2**stage
+
+
+def random_options(config: ResNetConfig | SwinConfig) -> list[str]:
+    """List the options that make training draw random numbers, as ``"model.KEY VALUE"``."""
+    rates = {key: getattr(config, key, 0.0) for key in ("dropout", "stochastic_depth")}
+    return [f"model.{key} {rate:g}" for key, rate in rates.items() if rate]
+
+
+Rate = Annotated[float, Field(ge=0, lt=1)]
+
+
+class LlamaConfig(Section):
+    """Shape of a LLaMA, with Hugging Face's field names. The data can give ``vocab_size``.
+
+    ``loss_chunk_tokens`` is the number of tokens whose logits exist at the same time while the loss
+    is computed. None chooses a number that wastes neither memory nor time.
+
+    With three options, training draws random numbers. Each rank draws its own:
+
+    - ``attention_dropout`` drops attention weights.
+    - ``residual_dropout`` drops elements of what a branch adds (arXiv 1706.03762, section 5.4).
+    - ``stochastic_depth`` is the probability with which a sequence skips the last layer. The
+      probability falls linearly to 0 before the first layer (arXiv 1603.09382).
+    """
+
+    vocab_size: Width | None = None
+    hidden_size: Width
+    intermediate_size: Width
+    num_hidden_layers: Layers
+    num_attention_heads: Width
+    num_key_value_heads: Width | None = None
+    head_dim: Width | None = None
+    max_position_embeddings: Tokens = 2048
+    rms_norm_eps: Annotated[float, Field(gt=0)] = 1e-6
+    rope_theta: Annotated[float, Field(gt=0)] = 10000.0
+    tie_word_embeddings: bool = False
+    initializer_range: Annotated[float, Field(gt=0, le=1)] = 0.02
+    loss_chunk_tokens: PositiveInt | None = None
+    attention_dropout: Rate = 0.0
+    residual_dropout: Rate = 0.0
+    stochastic_depth: Rate = 0.0
+
+    @model_validator(mode="after")
+    def _heads_divide(self) -> Self:
+        if self.hidden_size % self.num_attention_heads:
+            raise ValueError(
+                f"hidden_size {self.hidden_size} is not divisible by num_attention_heads {self.num_attention_heads}"
+            )
+        if self.num_attention_heads % self.key_value_heads:
+            raise ValueError(
+                f"num_attention_heads {self.num_attention_heads} is not divisible by num_key_value_heads "
+                f"{self.key_value_heads}"
+            )
+        if self.head_size % 2:
+            raise ValueError(
+                f"head_dim {self.head_size} (default: hidden_size / num_attention_heads) is odd; "
+                "rotary embedding rotates pairs of elements, so it must be even"
+            )
+        return self
+
+    @property
+    def key_value_heads(self) -> int:
+        """K: ``num_key_value_heads``, or by default one per attention head."""
+        return self.num_key_value_heads or self.num_attention_heads
+
+    @property
+    def head_size(self) -> int:
+        """E: ``head_dim``, or by default hidden size / heads."""
+        return self.head_dim or self.hidden_size // self.num_attention_heads
+
 
 SECTIONS: Mapping[str, type[Section]] = {"llama": LlamaConfig, "resnet18": ResNetConfig, "swin_t": SwinConfig}
 

@@ -18,9 +18,8 @@ from torch import Tensor, nn
 
 from ..engine.errors import ConfigError, ModelError
 from ..engine.model_interface import Branch, Constant, Init, Normal, Table, Uniform
-from .classification import Measure, measure_logits
-from .image_configs import SwinConfig, random_options
-from .layers import attention, drop_rows
+from .layers import Measure, attention, drop_rows, measure_logits
+from .sections import SwinConfig, random_options
 
 _MASKED = -100.0  # torchvision adds it to scores across the seam of a shifted image
 

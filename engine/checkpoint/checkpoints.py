@@ -1,24 +1,24 @@
-"""The checkpoints of an engine: what is saved, and what a load sets."""
+"""The checkpoints of an engine: what is saved, and what a load sets.
+
+The first save or load imports what reads and writes files. Most runs of a script need none of it.
+"""
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Mapping
+from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ..distributed.agreement import Ranks
 from ..distributed.collectives import outside_inference_mode
 from ..errors import ConfigError
 from ..optim.param_groups import named_rates
-from .client_state import ClientState, read_client_state
-from .load import find_together
-from .resume import check_weights, resume
-from .run_state import run_state
-from .save import Saver
-from .settings import describe_changes, log_changes, settings_to_save, use_configured_rates
-from .state import SavedState
-from .storage.directory import check_tag
+
+if TYPE_CHECKING:
+    from .save import Saver
+    from .state import SavedState
 
 log = logging.getLogger("sdp")
 
@@ -32,8 +32,18 @@ class Checkpoints:
 
     def __init__(self, engine: Any):
         self._engine = engine
-        self._state = SavedState(engine.groups)
-        self._saver = Saver(alone=engine.world_size == 1, device=engine.device)
+
+    @cached_property
+    def _state(self) -> SavedState:
+        from .state import SavedState
+
+        return SavedState(self._engine.groups)
+
+    @cached_property
+    def _saver(self) -> Saver:
+        from .save import Saver
+
+        return Saver(alone=self._engine.world_size == 1, device=self._engine.device)
 
     @outside_inference_mode()
     def save_checkpoint(
@@ -66,6 +76,10 @@ class Checkpoints:
             CheckpointError: Nothing could be written, or ``client_state`` has other values.
             HolderMismatchError: Holders of a unit have different weights or optimizer state.
         """
+        from .client_state import ClientState
+        from .run_state import run_state
+        from .storage.directory import check_tag
+
         engine = self._engine
         if exclude_frozen_parameters and engine.global_rank == 0:
             log.warning("save_checkpoint: exclude_frozen_parameters has no effect; a checkpoint has all weights")
@@ -82,7 +96,8 @@ class Checkpoints:
 
     def wait_for_checkpoint(self, *, block: bool = True) -> None:
         """End a background save and raise its error. Without ``block``, only if it is done."""
-        self._saver.wait(block=block)
+        if "_saver" in vars(self):
+            self._saver.wait(block=block)
 
     @outside_inference_mode()
     def load_checkpoint(
@@ -111,6 +126,11 @@ class Checkpoints:
             CheckpointError: The checkpoint is damaged, or of another model, optimizer or data set,
                 or ``load_dir`` is itself a checkpoint.
         """
+        from .client_state import read_client_state
+        from .load import find_together
+        from .resume import check_weights, resume
+        from .settings import describe_changes, log_changes, settings_to_save, use_configured_rates
+
         if custom_load_fn is not None:
             raise ConfigError("load_checkpoint: a script's own custom_load_fn is not supported; leave it out")
         engine, own = self._engine, self._state

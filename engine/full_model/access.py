@@ -20,7 +20,7 @@ from ..distributed.agreement import Ranks, gather_json, start_max
 from ..distributed.collectives import outside_inference_mode
 from ..distributed.mesh import machine_id
 from ..errors import ConfigError, DataError, ModelError, shorten
-from ..subnetwork.carve import with_skeletons
+from ..subnetwork.carve import Evaluation, warn_of_partial_pass, with_skeletons
 from ..sync.between import BetweenGroups
 from .evaluation import (
     Statistics,
@@ -249,47 +249,6 @@ class FullModel:
 
 
 log = logging.getLogger("sdp")
-
-
-class Evaluation:
-    """Knows who runs the module in evaluation mode.
-
-    Attributes:
-        is_running: Whether the engine itself evaluates now.
-        is_replaced: Whether a pass in evaluation mode runs the full model instead.
-    """
-
-    def __init__(self) -> None:
-        self.is_running = False
-        self.is_replaced = False
-
-    @contextmanager
-    def running(self) -> Iterator[None]:
-        """A context in which the engine evaluates."""
-        self.is_running = True
-        try:
-            yield
-        finally:
-            self.is_running = False
-
-
-def warn_of_partial_pass(module: nn.Module, evaluation: Evaluation, is_partial: Callable[[], bool]) -> None:
-    """Make a forward pass in evaluation mode warn once that it runs a subnetwork, if it does.
-
-    This covers ``engine(batch)`` after ``engine.eval()``, and ``module.generate(...)``. The passes
-    of ``engine.evaluate`` do not warn.
-    """
-
-    def warn(module: nn.Module, _: Any) -> None:
-        if is_partial() and not (module.training or evaluation.is_running or evaluation.is_replaced):
-            handle.remove()
-            log.warning(
-                "the model runs in evaluation mode, but this rank has only the subnetwork of its group; "
-                "engine.evaluate(BATCHES) gives the loss of the full model, engine.full_model() and "
-                "engine.generate() run it"
-            )
-
-    handle = module.register_forward_pre_hook(warn)
 
 
 def warn_of_partial_state(module: nn.Module, is_partial: Callable[[], bool]) -> None:

@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import copy
 import inspect
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+import logging
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import torch
@@ -19,6 +21,8 @@ from torch.utils._pytree import TreeSpec, tree_flatten, tree_map_only, tree_unfl
 from ..errors import ModelError
 from ..placement.placement import Placement
 from ..placement.units import Unit
+
+log = logging.getLogger("sdp")
 
 ASKS_FOR_WEIGHTS = "output_attentions"
 NO_WEIGHTS = "a skipped block has no attention weights to return"
@@ -305,3 +309,44 @@ def freeze(model: nn.Module, units: Sequence[Unit], placement: Placement, group:
                 parameter.requires_grad_(False)
                 kind = dtype if parameter.is_floating_point() else parameter.dtype
                 parameter.data = parameter.data.to(kind).contiguous()
+
+
+class Evaluation:
+    """Knows who runs the module in evaluation mode.
+
+    Attributes:
+        is_running: Whether the engine itself evaluates now.
+        is_replaced: Whether a pass in evaluation mode runs the full model instead.
+    """
+
+    def __init__(self) -> None:
+        self.is_running = False
+        self.is_replaced = False
+
+    @contextmanager
+    def running(self) -> Iterator[None]:
+        """A context in which the engine evaluates."""
+        self.is_running = True
+        try:
+            yield
+        finally:
+            self.is_running = False
+
+
+def warn_of_partial_pass(module: nn.Module, evaluation: Evaluation, is_partial: Callable[[], bool]) -> None:
+    """Make a forward pass in evaluation mode warn once that it runs a subnetwork, if it does.
+
+    This covers ``engine(batch)`` after ``engine.eval()``, and ``module.generate(...)``. The passes
+    of ``engine.evaluate`` do not warn.
+    """
+
+    def warn(module: nn.Module, _: Any) -> None:
+        if not (module.training or evaluation.is_running or evaluation.is_replaced) and is_partial():
+            handle.remove()
+            log.warning(
+                "the model runs in evaluation mode, but this rank has only the subnetwork of its group; "
+                "engine.evaluate(BATCHES) gives the loss of the full model, engine.full_model() and "
+                "engine.generate() run it"
+            )
+
+    handle = module.register_forward_pre_hook(warn)

@@ -1,4 +1,4 @@
-"""Compares the chunked loss of ``sdp.models.loss`` with
+"""Compares the chunked loss of ``sdp.models.layers`` with
 ``torch.nn.functional.linear_cross_entropy``.
 
 Run it with ``python -m lab.measurements.loss_benchmark --rounds 5``. It needs torch 2.13.
@@ -23,7 +23,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from sdp.models.loss import CHUNK_LOGITS, IGNORE_INDEX, linear_cross_entropy
+from sdp.models.layers import CHUNK_LOGITS, IGNORE_INDEX, linear_cross_entropy
 from torch import Tensor
 
 Loss = Callable[[Tensor, Tensor, Tensor], Tensor]

@@ -179,7 +179,7 @@ def test_stochastic_depth_skips_sequences_more_often_the_deeper_the_layer_and_ke
     assert [layer.survival for layer in model.model.layers] == [0.875, 0.75, 0.625, 0.5]
     layer, one = model.model.layers[3], torch.randn(1, 6, 32)
     hidden = one.repeat(4000, 1, 1)
-    tables = rotary_table(6, model.config, like=hidden)
+    tables = rotary_table(6, model.config.head_size, model.config.rope_theta, like=hidden)
     full = layer.eval()(one, *tables)
     skipped = layer.train()(hidden, *tables)
     stays = (skipped == hidden).flatten(1).all(1)

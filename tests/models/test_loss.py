@@ -6,8 +6,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 from sdp.engine.accounting.memory_probe import peak_tensor_bytes
+from sdp.models.layers import IGNORE_INDEX, LanguageModelHead, linear_cross_entropy
 from sdp.models.llama import Llama, LlamaConfig
-from sdp.models.loss import IGNORE_INDEX, LanguageModelHead, linear_cross_entropy
 from torch import Tensor, nn
 
 TOKENS, HIDDEN, VOCABULARY = 30, 12, 53

@@ -14,8 +14,7 @@ import torch
 
 from ...engine.accounting.quantities import format_bytes
 from ...engine.config.schema import Config
-from ...engine.distributed.call_watch import GONE
-from ...engine.distributed.heartbeat import Heartbeat
+from ...engine.distributed.heartbeat import GONE, Heartbeat
 from ...engine.engine import SDPEngine
 from ...engine.errors import OutOfMemoryError, PeerLostError
 from ..shared.files import NO_ROOM, WriteError

@@ -17,8 +17,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from sdp.engine.batch.loader import EpochLoader, ResumableBatchSampler, ResumableLoader, evaluation_batches
-from sdp.engine.batch.training_data import make_loader
+from sdp.engine.batch.loader import EpochLoader, ResumableBatchSampler, ResumableLoader, evaluation_batches, make_loader
 from sdp.engine.errors import CheckpointError, DataError
 from torch.utils.data import DataLoader, Dataset, get_worker_info
 

@@ -15,9 +15,8 @@ import pytest
 import sdp
 import torch
 import torch.distributed as dist
-from sdp.engine.batch.loader import EpochLoader, ResumableLoader
+from sdp.engine.batch.loader import EpochLoader, ResumableLoader, make_loader
 from sdp.engine.batch.stream import StreamLoader
-from sdp.engine.batch.training_data import make_loader
 from sdp.engine.errors import CheckpointError, ConfigError, DataError
 from sdp.tests.support.models import IN, OUT, Mlp
 from sdp.tests.support.ranks import RankPool

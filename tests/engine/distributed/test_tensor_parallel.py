@@ -21,7 +21,7 @@ from sdp.engine.errors import ModelError
 from sdp.engine.model_interface import Column, Gather, Row, Style, Vocabulary, Whole
 from sdp.engine.placement.layout import Layout
 from sdp.engine.placement.tensor_info import Shard
-from sdp.models.loss import linear_cross_entropy
+from sdp.models.layers import linear_cross_entropy
 from sdp.tests.support import models
 from sdp.tests.support.cases import Case, data_rank_of, engine_of, full_gradients, oracle_of
 from sdp.tests.support.ranks import RankPool
