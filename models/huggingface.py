@@ -1,19 +1,103 @@
-"""The residual branches of models of transformers, for ``sdp.granularity`` "neuron".
+"""Models of transformers, which are not written for SDP.
 
-These models are not written for SDP. :func:`declare_neuron_branches` tells SDP where their neurons
-are, and makes two of their layers work with a part of the neurons. Names and shapes of all
-parameters stay as they are.
+:func:`build` makes the model of a folder. :func:`declare_neuron_branches` says where the neurons of
+a model are, for ``sdp.granularity`` "neuron", and makes two of its layers work with a part of the
+neurons. Names and shapes of all parameters stay as they are.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import json
+import re
+from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
-from ..engine.errors import ModelError
+from ..engine.errors import ConfigError, ModelError, shorten
+from ..engine.json_files import read_json_file
 from ..engine.model_interface import Branch
+from .sections import HuggingFaceConfig
+
+
+def read_config(directory: Path) -> dict[str, Any]:
+    """Read the ``config.json`` of a model in Hugging Face's format.
+
+    Raises ConfigError if there is none.
+    """
+    path = directory / "config.json"
+    try:
+        content = read_json_file(path)
+        content["model_type"]
+    except (OSError, ValueError, KeyError, TypeError):
+        raise ConfigError(f"{path} is not a model's configuration; give a directory in Hugging Face's format") from None
+    return content
+
+
+def build(section: HuggingFaceConfig) -> nn.Module:
+    """Build the causal language model of a folder with float32 weights, on the default device.
+
+    Its weights are not read. No code of the folder is run. Raises ConfigError if the folder has no
+    configuration of a causal language model that transformers knows.
+    """
+    directory = Path(section.path)
+    content = read_config(directory)
+    if content.get("quantization_config") is not None:
+        raise ConfigError(
+            f"model.path: {directory} holds a quantised model, and training needs plain weights; take the folder that "
+            "was quantised"
+        )
+    try:
+        from transformers import AutoConfig, AutoModelForCausalLM, logging
+        from transformers.conversion_mapping import get_model_conversion_mapping
+    except ImportError:
+        raise ConfigError(
+            "model.name: huggingface needs the transformers package: pip install 'sdp-engine[huggingface]'"
+        ) from None
+    verbosity = logging.get_verbosity()
+    logging.set_verbosity_error()
+    try:
+        config = AutoConfig.from_pretrained(directory, local_files_only=True, trust_remote_code=False)
+        model = AutoModelForCausalLM.from_config(config, dtype=torch.float32, trust_remote_code=False)
+    except Exception as error:  # each kind of model has checks of its own
+        raise ConfigError(
+            f"model.path: {directory}: transformers builds no causal language model of type "
+            f"{json.dumps(content['model_type'])} ({shorten(str(error).strip().splitlines()[0])})"
+        ) from None
+    finally:
+        logging.set_verbosity(verbosity)
+    config.use_cache = False  # training never reads keys and values again
+    object.__setattr__(model, "canonical_name", _canonical_name(model, get_model_conversion_mapping(model)))
+    return model
+
+
+def _canonical_name(model: Any, conversions: list[Any]) -> Callable[[str], str | None]:
+    """Make the hook ``canonical_name``: keys of files become names as in ``from_pretrained``."""
+    from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
+
+    kept = dict.fromkeys(model.state_dict(), True)
+    computed = {name for name, _ in model.named_buffers()} - kept.keys()
+    # Tables that older versions of transformers wrote to files.
+    ignored = re.compile("|".join([r"rotary_emb\.inv_freq$", *(model._keys_to_ignore_on_load_unexpected or ())]))
+    renamings = [each for each in conversions if isinstance(each, WeightRenaming)]
+    converters = [each for each in conversions if isinstance(each, WeightConverter)]
+    prefix, kind = model.base_model_prefix, type(model).__name__
+
+    def canonical_name(key: str) -> str | None:
+        if key in kept:
+            return key
+        name, converted = rename_source_key(key, renamings, converters, prefix, kept)
+        if converted is not None:
+            raise ModelError(
+                f"training.init_from: {kind} joins {key!r} with other tensors of its files, which are not read in "
+                "parts; load it with from_pretrained in a script, and give the model to sdp.initialize"
+            )
+        return None if name in computed or (name not in kept and ignored.search(key)) else name
+
+    return canonical_name
+
 
 # A branch: the module before which its weights are needed, what counts its neurons, and the
 # dimension of each parameter along which they lie. "width" counts the outputs of the first layer,

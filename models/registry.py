@@ -13,11 +13,11 @@ from torch import nn
 
 from ..engine.config.section import Section, parse_section
 from ..engine.errors import ConfigError
-from ..engine.json_files import read_json_file
-from . import llama_hf
+from ..engine.model_interface import get_config
+from . import huggingface, llama_hf
 from .llama import Llama
 from .resnet import ResNet
-from .sections import SECTIONS, require_known
+from .sections import SECTIONS, HuggingFaceConfig, require_known
 from .swin import Swin
 
 
@@ -45,6 +45,7 @@ MODELS: Mapping[str, Entry] = {
     "llama": Entry(SECTIONS["llama"], Llama, "tokens", llama_hf.to_huggingface, llama_hf.from_huggingface),
     "resnet18": Entry(SECTIONS["resnet18"], ResNet, "images"),
     "swin_t": Entry(SECTIONS["swin_t"], Swin, "images"),
+    "huggingface": Entry(SECTIONS["huggingface"], huggingface.build, "tokens"),
 }
 
 
@@ -78,7 +79,16 @@ def build_model(
     """
     entry, config = _parse(section, {"vocab_size": vocab_size, "num_classes": num_classes, "image_size": image_size})
     with torch.device("meta"):
-        return entry.build(config)
+        model = entry.build(config)
+    if isinstance(config, HuggingFaceConfig) and vocab_size is not None:
+        _agreed("vocab_size", vocabulary_of(model), vocab_size, f"sdp prepare --tokenizer hf:{config.path}")
+    return model
+
+
+def vocabulary_of(model: nn.Module) -> int:
+    """Return the number of rows of a language model's embedding."""
+    config: Any = get_config(model)
+    return getattr(config, "get_text_config", lambda: config)().vocab_size
 
 
 def changed_key(section: Mapping[str, Any], before: Mapping[str, Any]) -> tuple[str, Any, Any] | None:
@@ -111,25 +121,25 @@ def huggingface_config(section: Mapping[str, Any], vocab_size: int) -> dict[str,
 def section_from_huggingface(directory: Path, stated: Mapping[str, Any]) -> dict[str, Any]:
     """Make the ``model`` section for the ``config.json`` in ``directory``.
 
-    The section must agree with ``stated``. Raises ConfigError with the key that differs, or with
-    the setting that is not supported.
+    A model that this package has itself becomes that model, unless the section names
+    "huggingface". The section must agree with ``stated``. Raises ConfigError with the key that
+    differs, or with the setting that the named model does not support.
     """
     path = directory / "config.json"
+    given = {"name": "huggingface", "path": str(directory.absolute())}
+    if stated.get("name") == "huggingface":
+        return given | stated
+    content = huggingface.read_config(directory)
+    entry = MODELS.get(content["model_type"])
     try:
-        content = read_json_file(path)
-        name = content["model_type"]
-    except (OSError, ValueError, KeyError, TypeError):
-        raise ConfigError(
-            f"training.init_from: {path} is not a model's configuration; give a directory in Hugging Face's format"
-        ) from None
-    entry = MODELS.get(name)
-    if entry is None or entry.from_huggingface is None:
-        known = ", ".join(other for other, entry in MODELS.items() if entry.from_huggingface is not None)
-        raise ConfigError(f"training.init_from: {path}: model_type {name!r} cannot be a start; known: {known}")
-    try:
-        found = {"name": name, **entry.from_huggingface(content)}
+        if entry is None or entry.from_huggingface is None:
+            raise ValueError(f"model_type {content['model_type']!r} is another model")
+        found = {"name": content["model_type"], **entry.from_huggingface(content)}
     except ValueError as error:
-        raise ConfigError(f"training.init_from: {path}: {error}") from None
+        if not stated:
+            return given
+        remedy = 'take model.name "huggingface" without other keys'
+        raise ConfigError(f"training.init_from: {path}: {error}; {remedy}") from None
     for key, value in stated.items():
         if value is not None and key in found and value != found[key]:
             raise ConfigError(
@@ -175,12 +185,16 @@ def is_padded(stated: int, tokens: int) -> bool:
     return tokens < stated <= tokens + min(MOST_PADDING, tokens // 8)
 
 
-def _agreed(key: str, stated: object, data: int) -> object:
+def _agreed(key: str, stated: object, data: int, prepare: str | None = None) -> object:
     if key == "vocab_size" and isinstance(stated, int) and is_padded(stated, data):
         return stated
     # The schema refuses a value that is not an integer.
     if isinstance(stated, int) and stated != data:
         remedy = f"remove model.{key} to take the data's"
+        if prepare is not None:
+            raise ConfigError(
+                f"model.{key}: {stated}, but {_ABOUT[key]} {data}; prepare the data with the model's own one: {prepare}"
+            )
         if key == "vocab_size":
             remedy = f"prepare the data with the tokenizer that this model was meant for, or, for a new model, {remedy}"
         raise ConfigError(f"model.{key}: {stated}, but {_ABOUT[key]} {data}; {remedy}")

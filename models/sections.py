@@ -10,7 +10,7 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import Field, model_validator
 
-from ..engine.config.section import Layers, Pixels, PositiveInt, Section, Tokens, Width, parse_section
+from ..engine.config.section import Layers, PathText, Pixels, PositiveInt, Section, Tokens, Width, parse_section
 from ..engine.errors import ConfigError, shorten, suggestion
 
 Depths = Annotated[list[Layers], Field(min_length=1, max_length=16)]
@@ -152,7 +152,22 @@ class LlamaConfig(Section):
         return self.head_dim or self.hidden_size // self.num_attention_heads
 
 
-SECTIONS: Mapping[str, type[Section]] = {"llama": LlamaConfig, "resnet18": ResNetConfig, "swin_t": SwinConfig}
+class HuggingFaceConfig(Section):
+    """Any causal language model of transformers.
+
+    ``path`` is a folder with its ``config.json``. A run starts from the weights in the folder,
+    unless ``training.init_from`` names another one.
+    """
+
+    path: PathText
+
+
+SECTIONS: Mapping[str, type[Section]] = {
+    "llama": LlamaConfig,
+    "resnet18": ResNetConfig,
+    "swin_t": SwinConfig,
+    "huggingface": HuggingFaceConfig,
+}
 
 
 def require_known(name: object) -> str:

@@ -16,11 +16,12 @@ import tempfile
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import torch
 from safetensors import SafetensorError
 from safetensors.torch import save_file
+from torch import nn
 
 from ..data.huggingface import write_tokenizer
 from ..data.tokenizers import load_tokenizer
@@ -29,9 +30,12 @@ from ..engine.checkpoint.load import load
 from ..engine.checkpoint.state import weights_of
 from ..engine.checkpoint.storage.files import damaged_file
 from ..engine.errors import CheckpointError, ConfigError, escape
+from ..engine.json_files import read_json_file
+from ..engine.model_interface import get_canonical_name
 from ..models.registry import build_model, huggingface_config
 from .runs import saved_run
 from .runs.saved_run import CheckpointChoice, SavedRun
+from .runs.start_files import START, TENSORS, kept_tensors
 from .shared.arguments import size_in_bytes
 
 WEIGHTS = "model"
@@ -44,14 +48,15 @@ class ExportOptions:
     Attributes:
         choice: which checkpoint.
         out: the directory to write.
-        dtype: the type of the written weights.
+        dtype: the type of the written weights. None: that of the model that the run started from,
+            or float32.
         max_shard_bytes: the size of the largest file of weights.
         overwrite: replace an earlier export in ``out``.
     """
 
     choice: CheckpointChoice
     out: Path
-    dtype: Literal["float32", "bfloat16"] = "float32"
+    dtype: Literal["float32", "bfloat16", "float16"] | None = None
     max_shard_bytes: int = 5_000_000_000
     overwrite: bool = False
 
@@ -81,9 +86,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("out", metavar="OUT", type=Path, help="the directory to write")
     parser.add_argument(
         "--dtype",
-        choices=["float32", "bfloat16"],
-        default="float32",
-        help="type of the written weights (default: float32)",
+        choices=["float32", "bfloat16", "float16"],
+        help="type of the written weights (default: that of the model that the run started from, or float32)",
     )
     parser.add_argument(
         "--max-shard-size",
@@ -107,45 +111,46 @@ def run(args: argparse.Namespace) -> int:
 
 def _export(saved: SavedRun, options: ExportOptions) -> str:
     _check_output(options.out, overwrite=options.overwrite)
-    files = export(saved, options.out, getattr(torch, options.dtype), options.max_shard_bytes)
+    dtype = getattr(torch, options.dtype) if options.dtype is not None else None
+    files = export(saved, options.out, dtype, options.max_shard_bytes)
     size = format_bytes(sum(path.stat().st_size for path in files), "MB", 1)
-    weights = f"{options.dtype} weights in {len(files)} file(s), {size}, and the tokenizer"
+    written = read_json_file(options.out / "config.json")
+    dtype_name = written.get("dtype", written.get("torch_dtype", "float32"))
+    weights = f"{dtype_name} weights in {len(files)} file(s), {size}, and the tokenizer"
     return f"{saved.checkpoint} -> {options.out}: {weights}"
 
 
-def export(saved: SavedRun, out: Path, dtype: torch.dtype, max_shard_bytes: int) -> list[Path]:
+def export(saved: SavedRun, out: Path, dtype: torch.dtype | None, max_shard_bytes: int) -> list[Path]:
     """Write the model and the tokenizer of ``saved`` to ``out``, and return the files of the
     weights.
 
-    The earlier content of ``out`` is replaced once everything is written. Raises ConfigError and
-    CheckpointError.
+    A run that started from a model in this format gets the names and types of its tensors, and its
+    other files as they are. The earlier content of ``out`` is replaced once everything is written.
+    Raises ConfigError and CheckpointError.
     """
     out = out.resolve()
-    if saved.config.sdp.branch_scale == "eval" and saved.config.sdp.groups > 1:
-        raise ConfigError(
-            f'sdp export: {saved.dump_dir} was trained with sdp.branch_scale "eval", and transformers cannot scale '
-            'branches in evaluation; train with "train" or "none" to export'
-        )
-    if saved.config.data.name is not None:
-        raise ConfigError(
-            f"sdp export: {saved.dump_dir} trained {saved.config.model['name']} on images, and transformers has no "
-            "model with these tensor names; measure it with sdp evaluate. For its weights under torchvision's names, "
-            "load the checkpoint in a script (engine.load_checkpoint) and call engine.save_pretrained"
-        )
+    check_exportable(saved, "sdp export")
     tokenizer = load_tokenizer(saved.data)
-    config = huggingface_config(saved.config.model, tokenizer.vocab_size)
-    shapes = _shapes(saved, tokenizer.vocab_size)
+    model = build_model(saved.config.model, tokenizer.vocab_size)
+    started = kept_tensors(saved.dump_dir)
+    tensors = _of_this_package(model, dtype) if started is None else _as_at_the_start(model, started, dtype)
     if (damage := damaged_file(saved.checkpoint, saved.state["files"])) is not None:
         raise CheckpointError(damage)
     partial = None
     try:
         out.parent.mkdir(parents=True, exist_ok=True)
         partial = Path(tempfile.mkdtemp(prefix=f".{out.name}.", dir=out.parent))
-        names = _write_weights(saved.checkpoint, partial, shapes, dtype, max_shard_bytes)
-        special = write_tokenizer(tokenizer, partial)
-        tokens = {"bos_token_id": special.begin, "eos_token_id": special.end}
-        _write_json(partial / "config.json", config | tokens | {"torch_dtype": str(dtype).removeprefix("torch.")})
-        _write_json(partial / "generation_config.json", tokens)
+        names = _write_weights(saved.checkpoint, partial, tensors, max_shard_bytes)
+        if started is not None:
+            _copy_description(saved.dump_dir / START, partial, dtype)
+        if not any(partial.glob("tokenizer*")) and not any(partial.glob("vocab.*")):
+            special = write_tokenizer(tokenizer, partial)
+            tokens = {"bos_token_id": special.begin, "eos_token_id": special.end}
+            if started is None:
+                config = huggingface_config(saved.config.model, tokenizer.vocab_size)
+                kind = str(dtype or torch.float32).removeprefix("torch.")
+                _write_json(partial / "config.json", config | tokens | {"torch_dtype": kind})
+                _write_json(partial / "generation_config.json", tokens)
         partial.chmod(0o777 & ~_umask())
         _replace(partial, out)
     except (OSError, SafetensorError) as error:
@@ -156,40 +161,92 @@ def export(saved: SavedRun, out: Path, dtype: torch.dtype, max_shard_bytes: int)
     return [out / name for name in names]
 
 
-def _shapes(saved: SavedRun, vocab_size: int) -> dict[str, torch.Size]:
-    """The shapes of the model's tensors, in the model's order.
+def check_exportable(saved: SavedRun, command: str) -> None:
+    """Raise ConfigError if transformers cannot compute what the full model of ``saved`` does."""
+    if saved.config.sdp.branch_scale == "eval" and saved.config.sdp.groups > 1:
+        raise ConfigError(
+            f'{command}: {saved.dump_dir} was trained with sdp.branch_scale "eval", and transformers cannot scale '
+            'branches in evaluation; train with "train" or "none" to export'
+        )
+    if saved.config.data.name is not None:
+        raise ConfigError(
+            f"{command}: {saved.dump_dir} trained {saved.config.model['name']} on images, and transformers has no "
+            "model with these tensor names; measure it with sdp evaluate. For its weights under torchvision's names, "
+            "load the checkpoint in a script (engine.load_checkpoint) and call engine.save_pretrained"
+        )
+
+
+class _Tensor(NamedTuple):
+    """A tensor of the written files: its name in the model, its shape and its type."""
+
+    name: str
+    shape: torch.Size
+    dtype: torch.dtype
+
+
+def _of_this_package(model: nn.Module, dtype: torch.dtype | None) -> dict[str, _Tensor]:
+    """The tensors of a model that is also a model of transformers, in the model's order.
 
     A tied parameter is listed once, under its first name.
     """
-    model = build_model(saved.config.model, vocab_size)
     persistent = model.state_dict().keys()
     tensors = (
         *model.named_parameters(),
         *((name, buffer) for name, buffer in model.named_buffers() if name in persistent),
     )
-    return {name: tensor.shape for name, tensor in tensors}
+    return {name: _Tensor(name, tensor.shape, dtype or torch.float32) for name, tensor in tensors}
 
 
-def _write_weights(
-    path: Path, out: Path, shapes: Mapping[str, torch.Size], dtype: torch.dtype, limit: int
-) -> list[str]:
+def _as_at_the_start(model: nn.Module, keys: Mapping[str, str], dtype: torch.dtype | None) -> dict[str, _Tensor]:
+    """The tensors under the names in the files that the run started from, in their order."""
+    canonical, state = get_canonical_name(model), model.state_dict(keep_vars=True)
+    first = {id(tensor): name for name, tensor in [*model.named_parameters(), *model.named_buffers()]}
+    found = {}
+    for key, kind in keys.items():
+        name = canonical(key.replace("_orig_mod.", ""))
+        if name is not None:
+            known = _DTYPES.get(kind)
+            tensor = state[name]
+            found[key] = _Tensor(first[id(tensor)], tensor.shape, tensor.dtype if known is None else dtype or known)
+    return found
+
+
+_DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+
+
+def _copy_description(kept: Path, out: Path, dtype: torch.dtype | None) -> None:
+    """Copy the files of the start. Another ``dtype`` is written into the configuration."""
+    for path in kept.iterdir():
+        if path.name != TENSORS:
+            shutil.copyfile(path, out / path.name)
+    config = read_json_file(out / "config.json")
+    key = "torch_dtype" if "torch_dtype" in config else "dtype"
+    if dtype is not None and config.get(key) != (kind := str(dtype).removeprefix("torch.")):
+        _write_json(out / "config.json", config | {key: kind})
+
+
+def _write_weights(path: Path, out: Path, tensors: Mapping[str, _Tensor], limit: int) -> list[str]:
     """Write the tensors of the checkpoint at ``path`` to files of at most ``limit`` bytes, and
     return the files' names.
 
     Several files get an index.
     """
-    shards = _divide({name: shape.numel() * dtype.itemsize for name, shape in shapes.items()}, limit)
+    sizes = {key: tensor.shape.numel() * tensor.dtype.itemsize for key, tensor in tensors.items()}
+    shards = _divide(sizes, limit)
     files = [f"{WEIGHTS}-{number:05d}-of-{len(shards):05d}.safetensors" for number in range(1, len(shards) + 1)]
     files = files if len(shards) > 1 else [f"{WEIGHTS}.safetensors"]
-    for file, names in zip(files, shards, strict=True):
-        tensors = {name: torch.empty(shapes[name], dtype=dtype) for name in names}
-        load(path, weights_of(tensors), files={}, alone=True)  # the hashes were checked before
-        save_file(tensors, out / file, metadata={"format": "pt"})
-        del tensors  # frees them before the tensors of the next file are allocated
+    for file, keys in zip(files, shards, strict=True):
+        written = {key: torch.empty(tensors[key].shape, dtype=tensors[key].dtype) for key in keys}
+        loaded = {tensors[key].name: written[key] for key in keys}
+        load(path, weights_of(loaded), files={}, alone=True)  # the hashes were checked before
+        for key in keys:  # a tied tensor may have two keys
+            written[key].copy_(loaded[tensors[key].name])
+        save_file(written, out / file, metadata={"format": "pt"})
+        del written, loaded  # frees them before the tensors of the next file are allocated
     if len(files) > 1:
-        total = sum(shape.numel() for shape in shapes.values())
-        file_of = {name: file for file, names in zip(files, shards, strict=True) for name in names}
-        metadata = {"total_parameters": total, "total_size": total * dtype.itemsize}
+        total = sum(tensor.shape.numel() for tensor in tensors.values())
+        file_of = {key: file for file, keys in zip(files, shards, strict=True) for key in keys}
+        metadata = {"total_parameters": total, "total_size": sum(sizes.values())}
         _write_json(out / f"{WEIGHTS}.safetensors.index.json", {"metadata": metadata, "weight_map": file_of})
     return files
 

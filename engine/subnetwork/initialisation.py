@@ -285,6 +285,10 @@ class WeightFiles:
     def keys(self) -> list[str]:
         return list(self._tensors)
 
+    def dtypes(self) -> dict[str, str]:
+        """Return the type of every tensor, as safetensors names it (for example "BF16")."""
+        return {key: tensor.get_dtype() for key, tensor in self._tensors.items()}
+
     def obstacle(self, key: str, info: TensorInfo) -> str | None:
         """The reason why the tensor ``key`` cannot be the value of ``info``, or None."""
         shape, dtype = tuple(self._tensors[key].get_shape()), self._tensors[key].get_dtype()

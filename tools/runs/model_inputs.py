@@ -57,6 +57,8 @@ def _facts(config: Config) -> dict[str, int]:
         entry = MODELS.get(str(model.get("name")))
         if entry is not None and entry.reads != "tokens":
             raise ConfigError(f'data.name: {model["name"]} reads {entry.reads}; name them, for example "digits"')
+        if model.get("name") == "huggingface":
+            return {}
         fixed = BytesTokenizer.vocab_size if data.tokenizer == "bytes" else None
         return {"vocab_size": data.vocab_size or fixed or model.get("vocab_size") or DEFAULT_VOCAB_SIZE}
     if "num_classes" not in model:

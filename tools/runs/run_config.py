@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 from ...engine.config.schema import Config
 from ...engine.subnetwork.initialisation import refuse_zero_checkpoint
@@ -10,12 +11,23 @@ from ...models.registry import section_from_huggingface
 
 
 def with_initial_model(config: Config) -> Config:
-    """Complete the model section from the model that the run starts from."""
-    if config.training.init_from is None:
+    """Complete the model section from the model that the run starts from.
+
+    A model of transformers starts from its own folder. Data that the run itself prepares gets the
+    tokenizer of the folder.
+    """
+    start, model = config.training.init_from, config.model
+    if start is None and model.get("name") == "huggingface":
+        start = model.get("path")
+    if start is None:
         return config
-    directory = Path(config.training.init_from)
+    directory = Path(start)
     refuse_zero_checkpoint(directory)
-    return config.model_copy(update={"model": section_from_huggingface(directory, config.model)})
+    model = section_from_huggingface(directory, model)
+    changed: dict[str, Any] = {"model": model, "training": config.training.model_copy(update={"init_from": start})}
+    if model["name"] == "huggingface" and config.data.takes_default_corpus and config.data.tokenizer is None:
+        changed["data"] = config.data.model_copy(update={"tokenizer": f"hf:{model['path']}"})
+    return config.model_copy(update=changed)
 
 
 def with_absolute_paths(config: Config) -> Config:
@@ -24,11 +36,13 @@ def with_absolute_paths(config: Config) -> Config:
     Other commands may read config.json from other directories.
     """
     paths = {"data": ("path", config.data.path), "training": ("init_from", config.training.init_from)}
-    changed = {
+    changed: dict[str, Any] = {
         section: getattr(config, section).model_copy(update={key: str(Path(path).absolute())})
         for section, (key, path) in paths.items()
         if path is not None
     }
+    if config.model.get("name") == "huggingface":
+        changed["model"] = {**config.model, "path": str(Path(config.model["path"]).absolute())}
     if config.data.sources:
         sources = [each.model_copy(update={"path": str(Path(each.path).absolute())}) for each in config.data.sources]
         changed["data"] = config.data.model_copy(update={"sources": sources})

@@ -21,6 +21,7 @@ from ...engine.errors import CheckpointError, ConfigError
 from ..shared.arguments import add_set_option
 from .dataset import path_of
 from .run_files import CONFIG, require_no_model
+from .start_files import START
 
 log = logging.getLogger("sdp")
 
@@ -146,6 +147,8 @@ def _open(dump_dir: Path, checkpoint: Path, choice: CheckpointChoice, overrides:
     config = load_config(dump_dir / CONFIG, [] if overrides else choice.overrides)
     if overrides:  # They may allow settings that the run's own engine refuses.
         config = load_config(config.model_dump(mode="json"), [*overrides, *choice.overrides])
+    if config.model.get("name") == "huggingface":  # its folder may be gone
+        config = config.model_copy(update={"model": {**config.model, "path": str(dump_dir / START)}})
     saved = SavedRun(dump_dir, config, checkpoint, state)
     check_data(checkpoint, state, saved.data)
     return saved

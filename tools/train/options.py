@@ -90,7 +90,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--init-from",
         metavar="DIR",
         type=Path,
-        help="start from the Hugging Face LLaMA in DIR (training.init_from)",
+        help="start from the Hugging Face model in DIR (training.init_from)",
     )
     parser.add_argument(
         "--resume", action="store_true", help="continue from the newest checkpoint in the dump directory"

@@ -92,6 +92,8 @@ def _check_tasks(config: Config) -> None:
 def _facts_to_come(config: Config) -> dict[str, int]:
     """Return the sizes that the model must fit, for data that is prepared after the start."""
     data = config.data
+    if data.name is None and config.model.get("name") == "huggingface":
+        return {}
     if data.name is None:
         return {"vocab_size": data.vocab_size or config.model.get("vocab_size") or _SOME_VOCABULARY}
     check_source(data.name, Path(data.path) if data.path is not None else None)

@@ -7,6 +7,8 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from sdp.data.shards import TokenDataset
+from sdp.tests.support.foreign import given_models
 from sdp.tools.cli import main
 
 transformers = pytest.importorskip("transformers")
@@ -83,12 +85,21 @@ BAD = {
     "another model": (lambda _: None, ["--set", "model.name=resnet"], 'model.name: "resnet", but'),
     "an unknown key": (lambda _: None, ["--set", "model.hiden_size=32"], "model.hiden_size: unknown key"),
     "no configuration": (lambda folder: (folder / "config.json").unlink(), [], "is not a model's configuration"),
-    "another kind": (lambda folder: change_config(folder, model_type="gpt2"), [], "model_type 'gpt2' cannot be a "
-                                                                                  "start"),
-    "a bias": (lambda folder: change_config(folder, attention_bias=True), [], "attention_bias True is not supported"),
+    "another kind": (
+        lambda folder: change_config(folder, model_type="gpt2"), ["--set", "model.name=llama"],
+        "model_type 'gpt2' is another model; take model.name \"huggingface\"",
+    ),
+    "a bias": (
+        lambda folder: change_config(folder, attention_bias=True), ["--set", "model.name=llama"],
+        "attention_bias True is not supported, only False; take",
+    ),
+    "a missing bias": (
+        lambda folder: change_config(folder, attention_bias=True), [],
+        "holds no 'model.layers.0.self_attn.q_proj.bias'",
+    ),
     "stretched positions": (
-        lambda folder: change_config(folder, rope_parameters={"rope_type": "llama3", "rope_theta": 1.0}), [],
-        "type 'llama3' is not",
+        lambda folder: change_config(folder, rope_parameters={"rope_type": "llama3", "rope_theta": 1.0}),
+        ["--set", "model.name=llama"], "type 'llama3' is not",
     ),
     "another vocabulary": (lambda folder: change_config(folder, vocab_size=577), [], "vocab_size: 577, but the "
                                                                                      "data's tokenizer has 512"),
@@ -145,3 +156,45 @@ def test_a_start_of_transformers_4_and_its_loss(config, exported, tmp_path):
         == 0
     )  # fmt: skip
     assert json.loads((tmp_path / "run" / "config.json").read_text())["model"]["rope_theta"] == 5000.0
+
+
+def prepared(folder: Path, tokenizer: Path) -> Path:
+    lines = ({"text": " ".join(f"w{(7 * line + word) % 85}" for word in range(60))} for line in range(60))
+    (folder / "text.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    arguments = ["--input", folder / "text.jsonl", "--output", folder / "data", "--tokenizer", f"hf:{tokenizer}"]
+    assert main(["prepare", *map(str, arguments), "--held-out", "0.3", "--workers", "1"]) == 0
+    return folder / "data"
+
+
+@pytest.mark.parametrize(("family", "dtype"), [("llama3", torch.bfloat16), ("gpt2", torch.float32)])
+def test_a_folder_of_any_family_is_trained_and_exported_as_it_was(config, tmp_path, family, dtype):
+    """The tensors' names and types and all other files are those of the start."""
+    start = given_models.add_tokenizer(given_models.make(tmp_path / "start", family, dtype=dtype))
+    data = prepared(tmp_path, start)
+    settings = [f"data.path={data}", "data.sequence_length=32", "sdp.groups=1", "training.steps=2"]
+    run, out = str(tmp_path / "run"), tmp_path / "out"
+    command = ["train", str(config), "--init-from", str(start), "--dump-dir", run]
+    assert main([*command, "--set", *settings]) == 0
+    kept = {path.name: path.read_bytes() for path in start.iterdir() if path.suffix != ".safetensors"}
+    before = load_file(start / "model.safetensors")
+    assert main([*command, "--resume", "--set", *settings[:-1], "training.steps=3"]) == 0
+    shutil.rmtree(start)
+    assert main(["evaluate", run]) == 0
+    assert main(["export", run, str(out)]) == 0
+    assert {path.name: path.read_bytes() for path in out.iterdir() if path.suffix != ".safetensors"} == kept
+    after = load_file(out / "model.safetensors")
+    assert {name: (t.shape, t.dtype) for name, t in after.items()} == {n: (t.shape, t.dtype) for n, t in before.items()}
+    assert any(not torch.equal(after[name], before[name]) for name in before)
+    model = transformers.AutoModelForCausalLM.from_pretrained(out)
+    tokenizer = transformers.AutoTokenizer.from_pretrained(out)
+    assert model.dtype == dtype
+    assert model.generation_config.temperature == 0.7
+    assert tokenizer.apply_chat_template([{"role": "user", "content": "w1"}], tokenize=False) == "w1</s>"
+    held_out = TokenDataset(data, "held_out", 32)
+    rows = torch.stack([held_out[index * len(held_out) // 16]["input_ids"] for index in range(16)])
+    with torch.no_grad():
+        loss = model.float()(rows, labels=rows).loss.item()
+    ended = lines(Path(run) / "evaluations.jsonl")[-1]["loss"]
+    assert loss == pytest.approx(ended, rel=1e-5 if dtype == torch.float32 else 3e-3)
+    assert main(["export", run, str(out), "--overwrite", "--dtype", "float16", "--max-shard-size", "20KB"]) == 0
+    assert transformers.AutoModelForCausalLM.from_pretrained(out).dtype == torch.float16

@@ -21,8 +21,10 @@ from ....engine.distributed.heartbeat import Heartbeat
 from ....engine.engine import SDPEngine
 from ....engine.errors import NonFiniteError
 from ....engine.placement.placement import Placement
+from ....models.registry import vocabulary_of
 from ...runs.dataset import Corpus
 from ...runs.run_files import RunFiles
+from ...runs.start_files import keep_start_files
 from ...tasks.harness import LoadedTasks
 from ..observers.observer import Observer
 from ..observers.probe import MemoryProbe
@@ -108,6 +110,8 @@ class TrainingRun:
                 self.files.restart(self.engine.global_steps)
                 self.files.truncate_after(self.engine.global_steps if resumed else -1)
             self.files.write_config(self.config)
+            if not resumed:
+                keep_start_files(self.config, self.dump_dir)
             self.files.write_placement(placement)
 
     def set_last_step(self, start: int) -> None:
@@ -125,8 +129,9 @@ class TrainingRun:
         log.info(
             "model: %s, %.2f M parameters; data: %s", config.model["name"], parameters / 1e6, self.corpus.description
         )
-        tokens, rows = self.corpus.facts.get("vocab_size"), config.model.get("vocab_size")
-        if tokens is not None and rows is not None and rows > tokens:
+        tokens = self.corpus.facts.get("vocab_size")
+        rows = 0 if tokens is None else vocabulary_of(engine.module)
+        if tokens is not None and rows > tokens:
             log.info("model: %d of the model's %d tokens are padding, which the tokenizer lacks", rows - tokens, rows)
         kind = "tokens" if config.data.name is None else "images"
         log.info("training: steps %d to %d, %s %s a step", start + 1, self.steps, f"{self._tokens_per_step:,}", kind)
