@@ -72,6 +72,10 @@ class TokenDataset(Dataset[dict[str, torch.Tensor]]):
             sample["documents"] = ends.cumsum(0, dtype=torch.int32) - ends
         return sample
 
+    def read_prefix(self, item: int, count: int) -> np.ndarray:
+        """Return the first ``count`` tokens of sample ``item``, as int64."""
+        return self._read(item * self.sequence_length, count)
+
     def verify(self) -> None:
         """Read every shard of every split. Raise DataError if a sha256 differs from the index."""
         self.index.verify(self.directory)

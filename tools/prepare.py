@@ -11,8 +11,10 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from ..data.clusters import make_clusters
 from ..data.index import load_index
 from ..data.prepare import prepare
+from ..data.shared.files import INDEX_FILE
 from ..data.sources import MAX_DOCUMENT_BYTES
 from ..data.tokenizers import DEFAULT_VOCAB_SIZE, load_tokenizer
 from ..engine.accounting.quantities import format_bytes
@@ -35,6 +37,9 @@ class PrepareOptions:
         seed: picks the documents that the tokenizer is trained on.
         overwrite: replace other data in the output directory.
         max_document_bytes: refuse a larger document.
+        clusters: into how many clusters a router deals the sequences, None for no router.
+        router_prefix: the tokens of a sequence that the router reads.
+        sequence_length: the tokens of a sequence that is dealt.
     """
 
     input: list[str] | None
@@ -48,6 +53,9 @@ class PrepareOptions:
     seed: int
     overwrite: bool
     max_document_bytes: int
+    clusters: int | None
+    router_prefix: int
+    sequence_length: int | None
 
     @classmethod
     def from_args(cls, args: argparse.Namespace) -> PrepareOptions:
@@ -56,7 +64,8 @@ class PrepareOptions:
 
     def settings(self) -> dict[str, Any]:
         """The options that :func:`~sdp.data.prepare.prepare` takes under the same names."""
-        return {key: value for key, value in asdict(self).items() if key not in ("input", "output", "verify")}
+        others = ("input", "output", "verify", "clusters", "router_prefix", "sequence_length")
+        return {key: value for key, value in asdict(self).items() if key not in others}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -91,6 +100,19 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="N",
         help="refuse a larger document: a text file, a line of .jsonl, a text of .parquet (default: 1 GiB)",
     )
+    parser.add_argument(
+        "--clusters",
+        type=int,
+        metavar="K",
+        help="train a router, and deal the sequences into K clusters, one for each of sdp.paths; without --input, "
+        "those of the data in the output directory",
+    )
+    parser.add_argument(
+        "--router-prefix", type=int, default=128, metavar="N", help="the router reads N tokens of a sequence"
+    )
+    parser.add_argument(
+        "--sequence-length", type=int, metavar="N", help="with --clusters: data.sequence_length of the training"
+    )
     parser.add_argument("--overwrite", action="store_true", help="replace other data in the output directory")
     parser.add_argument(
         "--verify", action="store_true", help="only check the shards in the output directory against their hashes"
@@ -102,11 +124,32 @@ def run(args: argparse.Namespace) -> int:
     options = PrepareOptions.from_args(args)
     if options.verify:
         _verify(options.output)
-    else:
-        with _stopped_by_sigterm():
+        return 0
+    if options.clusters is not None and options.sequence_length is None:
+        raise DataError("--clusters: give the tokens of a sequence with --sequence-length, as the training has them")
+    with _stopped_by_sigterm():
+        if options.clusters is None or options.input or not (Path(options.output) / INDEX_FILE).exists():
             index = prepare(options.input, options.output, **options.settings())
-        _print_summary(index, options.output)
+            _print_summary(index, options.output)
+        if options.clusters is not None and options.sequence_length is not None:
+            found = make_clusters(
+                options.output, options.clusters, options.router_prefix, options.sequence_length, options.seed
+            )
+            _print_clusters(found, options)
     return 0
+
+
+def _print_clusters(found: dict[str, Any], options: PrepareOptions) -> None:
+    print("cluster       train  held out  nats a token  typical tokens")
+    rows = zip(*found["sizes"].values(), found["losses"], found["tokens"], strict=True)
+    for number, (train, held_out, loss, tokens) in enumerate(rows):
+        shown = escape(" ".join(map(repr, tokens)))
+        print(f"{number:<7} {train:>11,} {held_out:>9,} {loss:>13.3f}  {shown}")
+    gain = found["loss_of_one"] - found["loss"]
+    print(
+        f"router     {options.clusters} models: {found['loss']:.3f} nats a token of held-out prefixes, {gain:.3f} less "
+        "than one model for all"
+    )
 
 
 @contextlib.contextmanager

@@ -26,6 +26,7 @@ from torch.utils.data import (
 
 from ..errors import ConfigError, DataError, SDPError
 from .mixture import MixtureSampler
+from .sampler import PathSampler
 from .sampler import ResumableBatchSampler as ResumableBatchSampler
 from .stream import StreamLoader
 
@@ -39,8 +40,9 @@ class ResumableLoader:
 
     ``dataset`` is any map-style data set, the same on every data rank. If its ``reads_positions``
     is true, it is asked for epoch × length + index. If it has ``sources``, a sequence of
-    :class:`~sdp.engine.batch.mixture.Source`, they are mixed by their weights. ``collate_fn``,
-    ``num_workers`` and ``pin_memory`` are as in torch's ``DataLoader``, and so are
+    :class:`~sdp.engine.batch.mixture.Source`, they are mixed by their weights. If it has a
+    :class:`~sdp.engine.batch.sampler.PathSamples` as ``paths``, a rank reads those of its path.
+    ``collate_fn``, ``num_workers`` and ``pin_memory`` are as in torch's ``DataLoader``, and so are
     ``worker_options``, by name. Raises DataError for an empty data set.
 
     What ``dataset`` and ``collate_fn`` draw at random depends on the seed and on the position of
@@ -62,9 +64,11 @@ class ResumableLoader:
         worker_options: Mapping[str, Any] | None = None,
     ) -> None:
         self.dataset = dataset
-        sources = getattr(dataset, "sources", None)
+        paths, sources = getattr(dataset, "paths", None), getattr(dataset, "sources", None)
         self.sampler: ResumableBatchSampler
-        if sources is not None:
+        if paths is not None:
+            self.sampler = PathSampler(paths, micro_batch_size, data_rank, data_ranks, seed)
+        elif sources is not None:
             self.sampler = MixtureSampler(sources, micro_batch_size, data_rank, data_ranks, seed)
         else:
             positions = getattr(dataset, "reads_positions", False)

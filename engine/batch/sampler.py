@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -95,6 +96,11 @@ class ResumableBatchSampler:
                 "data loader state: the checkpoint read an iterable data set, this run a map-style one; use the same "
                 "data"
             )
+        if "samples_of_paths" in state:
+            raise CheckpointError(
+                "data loader state: the checkpoint read the data of paths, and this run has none; set sdp.paths as it "
+                "was, or start a new run from the weights with training.init_from"
+            )
         if "sources" in state:
             raise CheckpointError(
                 "data loader state: the checkpoint read several sources, and this run reads one data set; set "
@@ -138,3 +144,73 @@ class ResumableBatchSampler:
                 np.random.Generator(np.random.PCG64([self.seed, epoch])).shuffle(order)
             self._epoch, self._order = epoch, order
         return self._order
+
+
+@dataclass(frozen=True)
+class PathSamples:
+    """Which samples of a data set belong to which path.
+
+    Attributes:
+        members: for each path, the indices of its samples.
+        ranks_per_group: how many data ranks a group has. Group g trains path g mod the paths.
+    """
+
+    members: Sequence[np.ndarray]
+    ranks_per_group: int
+
+
+class PathSampler(ResumableBatchSampler):
+    """Yields to each data rank the samples of its group's path only.
+
+    Each path has a sample order of its own, which the replicas of the path share out as
+    :class:`ResumableBatchSampler` does. All paths read equally many samples. One with fewer samples
+    begins its next epoch earlier. ``consumed`` counts the samples of all paths together.
+
+    Raises DataError if a path has no samples.
+    """
+
+    def __init__(self, paths: PathSamples, micro_batch_size: int, data_rank: int, data_ranks: int, seed: int) -> None:
+        self.paths = len(paths.members)
+        group, inside = divmod(data_rank, paths.ranks_per_group)
+        self.path = group % self.paths
+        self._members = paths.members[self.path]
+        self._rank_of_path = group // self.paths * paths.ranks_per_group + inside
+        self.samples_of_paths = [len(members) for members in paths.members]
+        if 0 in self.samples_of_paths:
+            raise DataError(
+                f"path {self.samples_of_paths.index(0)} has no samples; give it more data, make fewer clusters, or use "
+                "a shorter sequence length"
+            )
+        super().__init__(sum(self.samples_of_paths), micro_batch_size, data_rank, data_ranks, seed)
+
+    def __iter__(self) -> Iterator[list[int]]:
+        while True:
+            start = self.consumed // self.paths + self._rank_of_path * self.micro_batch_size
+            rows = self._rows(start, self.micro_batch_size)
+            self.consumed += self.global_batch_size
+            yield rows
+
+    def _rows(self, start: int, count: int) -> list[int]:
+        rows: list[int] = []
+        for position in range(start, start + count):
+            epoch, offset = divmod(position, len(self._members))
+            rows.append(int(self._members[self._epoch_order(epoch)[offset]]))
+        return rows
+
+    def _epoch_order(self, epoch: int) -> np.ndarray:
+        if self._order is None or self._epoch != epoch:
+            order = np.arange(len(self._members), dtype=np.int64)
+            np.random.Generator(np.random.PCG64([self.seed, self.path, epoch])).shuffle(order)
+            self._epoch, self._order = epoch, order
+        return self._order
+
+    def state_at(self, consumed: int) -> dict[str, Any]:
+        return {**super().state_at(consumed), "samples_of_paths": self.samples_of_paths}
+
+    def checked_position(self, state: Mapping[str, Any]) -> int:
+        if state.get("samples_of_paths") != self.samples_of_paths:
+            raise CheckpointError(
+                f"data loader state: the checkpoint read paths of {quote(state.get('samples_of_paths'))} samples, and "
+                f"this run reads {self.samples_of_paths}; use the same sdp.paths and clusters, or start a new run"
+            )
+        return self._checked_counts(state)

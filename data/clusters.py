@@ -1,0 +1,355 @@
+"""Deals the sequences of a prepared corpus into clusters, by a router that reads a prefix.
+
+The router is one bigram model of tokens per cluster, and a bias per cluster. A prefix belongs to
+the cluster whose model finds it most likely. The models and the clusters are found together by
+expectation-maximisation on a sample (as in SMALLTALK LM, arXiv 2410.03529, with smaller models):
+each model learns from the prefixes that were dealt to it, then all prefixes are dealt again. The
+biases keep the clusters equally large. The start is k-means on the counts of tokens, and the most
+likely of several attempts is taken.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import shutil
+import sys
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from safetensors.torch import load_file, save_file
+from tqdm import tqdm
+
+from ..engine.errors import DataError
+from ..engine.json_files import read_json_file
+from .index import SPLITS
+from .output import only_writer, writing
+from .shards import TokenDataset
+from .shared.files import require_regular, sha256_of
+from .tokenizers import Tokenizer, load_tokenizer
+
+CLUSTERS = "clusters"  # the folder in that of the prepared corpus
+ROUTER_FILE, WEIGHTS_FILE = "router.json", "model.safetensors"
+SAMPLE = 2**15  # prefixes from which the router learns
+_BUCKETS = 2**18  # pairs of tokens that are told apart; with more, pairs share a bucket by a hash
+_SMOOTHING = 0.02  # added to each count
+_ATTEMPTS, _ROUNDS, _ROUNDS_OF_MEANS = 4, 40, 10
+_FEATURES = 1024  # counts of tokens that k-means compares
+_READ = 4096  # sequences at a time
+_MOST = 256  # clusters; a sequence's cluster takes one byte
+_PLAIN_LINE_SECONDS = 5.0
+
+
+@dataclass(frozen=True)
+class Router:
+    """Chooses a cluster for the first tokens of a text.
+
+    Attributes:
+        prefix: how many tokens it reads.
+        vocab_size: of its tokenizer.
+        pairs: (clusters, buckets) float32, the log of the counts of pairs of tokens.
+        firsts: (clusters, vocab_size) float32, the log of the counts of the first of a pair.
+        biases: (clusters,) float32, added to the log-likelihood of a whole prefix.
+    """
+
+    prefix: int
+    vocab_size: int
+    pairs: np.ndarray
+    firsts: np.ndarray
+    biases: np.ndarray
+
+    @property
+    def count(self) -> int:
+        """The number of clusters."""
+        return len(self.biases)
+
+    def log_likelihoods(self, tokens: np.ndarray) -> np.ndarray:
+        """Return the log-likelihood, in nats, of each prefix under each cluster's model.
+
+        Args:
+            tokens: (prefixes, length) token ids. At most ``prefix`` tokens of each count.
+
+        Returns:
+            (prefixes, clusters) float64.
+        """
+        tokens = tokens[:, : self.prefix]
+        buckets, first = _buckets(tokens, self.vocab_size), tokens[:, :-1]
+        columns = [self.pairs[k][buckets].sum(1) - self.firsts[k][first].sum(1) for k in range(self.count)]
+        return np.stack(columns, 1).astype(np.float64)
+
+    def route(self, tokens: np.ndarray) -> np.ndarray:
+        """Return each prefix's cluster, (prefixes,) int64. Shorter ones have smaller biases."""
+        share = (min(tokens.shape[1], self.prefix) - 1) / (self.prefix - 1)
+        return (self.log_likelihoods(tokens) + share * self.biases).argmax(1)
+
+    def save(self, folder: Path, tokenizer: dict[str, Any]) -> None:
+        """Write weights and settings. ``tokenizer`` describes the tokenizer, as in an index."""
+        tensors = {name: torch.from_numpy(getattr(self, name)) for name in ("pairs", "firsts", "biases")}
+        save_file(tensors, folder / WEIGHTS_FILE)
+        about = {"prefix": self.prefix, "vocab_size": self.vocab_size, "tokenizer": tokenizer}
+        (folder / ROUTER_FILE).write_text(json.dumps(about, indent=1) + "\n")
+
+
+def load_router(folder: str | Path) -> Router:
+    """Load the router in ``folder``. Raises DataError if it is missing or damaged."""
+    folder = Path(folder)
+    about = _read_about(folder)
+    try:
+        tensors = {name: tensor.numpy() for name, tensor in load_file(folder / WEIGHTS_FILE).items()}
+        router = Router(int(about["prefix"]), int(about["vocab_size"]), **tensors)
+        sizes = (router.pairs.shape, router.firsts.shape)
+        wanted = ((router.count, _bucket_count(router.vocab_size)), (router.count, router.vocab_size))
+        if sizes != wanted or router.prefix < 2:
+            raise ValueError(f"tables of {sizes}, not of {wanted}")
+    except Exception as error:  # safetensors has errors of its own
+        raise DataError(f"{folder}: no sound router ({error}); make it again with: sdp prepare --clusters K") from error
+    return router
+
+
+def _read_about(folder: Path) -> dict[str, Any]:
+    path = folder / ROUTER_FILE
+    require_regular(path, "make it again with: sdp prepare --clusters K")
+    try:
+        return dict(read_json_file(path))
+    except FileNotFoundError:
+        raise DataError(f"{folder}: no router here; make it with: sdp prepare --output DIR --clusters K") from None
+    except (OSError, ValueError, TypeError) as error:
+        raise DataError(f"{path}: cannot be read as JSON ({error}); make it again: sdp prepare --clusters K") from error
+
+
+def make_clusters(
+    directory: str | Path, count: int, prefix: int, sequence_length: int, seed: int = 0, progress: bool = True
+) -> dict[str, Any]:
+    """Train a router on a prepared corpus, deal every sequence, and write both to its ``clusters``.
+
+    Equal arguments give equal clusters. A folder of clusters that is there already is replaced.
+
+    Args:
+        directory: The prepared corpus.
+        count: The number of clusters.
+        prefix: The tokens of a sequence that the router reads.
+        sequence_length: The tokens of a sequence, ``data.sequence_length`` of the training.
+        seed: Picks the sample and the noise.
+        progress: Show what is done.
+
+    Returns:
+        ``sizes`` by split, ``losses`` (nats per token of held-out prefixes under the model of their
+        cluster), ``tokens`` (typical texts of each cluster), ``loss``, and ``loss_of_one`` router
+        for all.
+
+    Raises:
+        DataError: An argument or the corpus does not fit.
+    """
+    directory = Path(directory)
+    if not 2 <= count <= _MOST:
+        raise DataError(f"the number of clusters must be from 2 to {_MOST}, it is {count}")
+    if not 2 <= prefix <= sequence_length:
+        raise DataError(f"the router's prefix must be from 2 to the sequence length {sequence_length}, it is {prefix}")
+    sets = {split: TokenDataset(directory, split, sequence_length) for split in SPLITS}
+    samples = len(sets["train"])
+    if samples < 8 * count:
+        raise DataError(
+            f"{directory}: {samples} sequences of {sequence_length} tokens are too few for {count} clusters, which "
+            f"need {8 * count}; give more text or a shorter --sequence-length"
+        )
+    random = np.random.Generator(np.random.PCG64([seed, count]))
+    chosen = np.sort(random.permutation(samples)[:SAMPLE])
+    prefixes = np.stack([sets["train"].read_prefix(int(item), prefix) for item in chosen])
+    router = train_router(prefixes, sets["train"].vocab_size, count, random, progress)
+    one = _fit(prefixes, np.zeros(len(prefixes), dtype=np.int64), sets["train"].vocab_size, 1)
+    dealt: dict[str, np.ndarray] = {}
+    losses, losses_of_one, counts = np.zeros(count), 0.0, np.zeros((count, sets["train"].vocab_size))
+    for split, dataset in sets.items():
+        clusters = np.empty(len(dataset), dtype=np.uint8)
+        for start, tokens in _prefixes(dataset, prefix, f"dealing {split}", progress):
+            scores = router.log_likelihoods(tokens)
+            here = (scores + router.biases).argmax(1)
+            clusters[start : start + len(tokens)] = here
+            if split == "held_out":
+                np.add.at(losses, here, -scores[np.arange(len(here)), here] / (prefix - 1))
+                losses_of_one -= one.log_likelihoods(tokens).sum() / (prefix - 1)
+            else:
+                for k in range(count):
+                    counts[k] += np.bincount(tokens[here == k].ravel(), minlength=counts.shape[1])
+        dealt[split] = clusters
+    tokenizer = load_tokenizer(directory)
+    _write(directory, router, tokenizer, dealt, {"sequence_length": sequence_length, "seed": seed}, sets["train"])
+    sizes = {split: np.bincount(clusters, minlength=count) for split, clusters in dealt.items()}
+    return {
+        "sizes": {split: size.tolist() for split, size in sizes.items()},
+        "losses": (losses / np.maximum(sizes["held_out"], 1)).tolist(),
+        "loss": float(losses.sum() / len(sets["held_out"])),
+        "loss_of_one": float(losses_of_one / len(sets["held_out"])),
+        "tokens": _typical(counts, tokenizer),
+    }
+
+
+def train_router(
+    prefixes: np.ndarray, vocab_size: int, count: int, random: np.random.Generator, progress: bool = False
+) -> Router:
+    """Find ``count`` clusters of ``prefixes`` (sequences, tokens) of about equal size."""
+    attempts = tqdm(range(_ATTEMPTS), "router", disable=not progress or not sys.stderr.isatty())
+    return max((_attempt(prefixes, vocab_size, count, random) for _ in attempts), key=lambda found: found[0])[1]
+
+
+def _attempt(prefixes: np.ndarray, vocab_size: int, count: int, random: np.random.Generator) -> tuple[float, Router]:
+    """Return the log-likelihood of the sample under a router, and the router."""
+    dealt = _start(prefixes, vocab_size, count, random)
+    for _ in range(_ROUNDS):
+        router = _fit(prefixes, dealt, vocab_size, count)
+        scores = router.log_likelihoods(prefixes)
+        biases = balancing_biases(scores)
+        before, dealt = dealt, (scores + biases).argmax(1)
+        if (dealt != before).mean() < 0.001:
+            break
+    found = Router(prefixes.shape[1], vocab_size, router.pairs, router.firsts, biases.astype(np.float32))
+    return float(scores[np.arange(len(dealt)), dealt].sum()), found
+
+
+def _start(prefixes: np.ndarray, vocab_size: int, count: int, random: np.random.Generator) -> np.ndarray:
+    """Deal prefixes by spherical k-means on the roots of their counts of tokens."""
+    points = np.zeros((len(prefixes), min(vocab_size, _FEATURES)), np.float32)
+    np.add.at(points, (np.arange(len(prefixes))[:, None], prefixes * 40503 % points.shape[1]), 1)  # a prime
+    points = np.sqrt(points)
+    points = _on_sphere(points - points.mean(0))
+    means = points[[random.integers(len(points))]]
+    while len(means) < count:  # far from the means so far, as in k-means++
+        distances = np.maximum(1 - (points @ means.T).max(1), 1e-9) ** 2
+        means = np.concatenate([means, points[[random.choice(len(points), p=distances / distances.sum())]]])
+    dealt = np.zeros(len(points), dtype=np.int64)
+    for _ in range(_ROUNDS_OF_MEANS):
+        likeness = points @ means.T
+        dealt = (likeness + balancing_biases(likeness)).argmax(1)
+        means = _on_sphere(np.stack([points[dealt == k].sum(0) for k in range(count)]))
+    return dealt
+
+
+def _on_sphere(points: np.ndarray) -> np.ndarray:
+    return points / (np.linalg.norm(points, axis=1, keepdims=True) + 1e-9)
+
+
+def balancing_biases(scores: np.ndarray) -> np.ndarray:
+    """Return the biases (clusters,) with which argmax deals the rows of ``scores`` evenly."""
+    rows, count = scores.shape
+    biases = np.zeros(count)
+    step = float(np.abs(scores - scores.mean(1, keepdims=True)).mean()) + 1e-9
+    best, least = biases, np.inf
+    for _ in range(300):
+        excess = np.bincount((scores + biases).argmax(1), minlength=count) / rows * count - 1
+        unevenness = float(np.abs(excess).max())
+        if unevenness < least:
+            best, least = biases, unevenness
+        if unevenness <= max(0.01, 1.5 * count / rows):
+            break
+        biases = biases - step * np.clip(excess, -1, 1)
+        step *= 0.97
+    return best - best.mean()
+
+
+def _bucket_count(vocab_size: int) -> int:
+    return min(vocab_size**2, _BUCKETS)
+
+
+def _buckets(tokens: np.ndarray, vocab_size: int) -> np.ndarray:
+    """Return the bucket of each pair of neighbours, of shape (prefixes, tokens − 1)."""
+    pairs = tokens[:, :-1].astype(np.int64) * vocab_size + tokens[:, 1:]
+    if vocab_size**2 <= _BUCKETS:
+        return pairs
+    return ((pairs.astype(np.uint64) * np.uint64(0x9E3779B97F4A7C15)) >> np.uint64(46)).astype(np.int64)  # 18 bits
+
+
+def _fit(prefixes: np.ndarray, dealt: np.ndarray, vocab_size: int, count: int) -> Router:
+    """Return the bigram models of the prefixes that were dealt to each cluster, without biases."""
+    size = _bucket_count(vocab_size)
+    pairs, firsts = np.empty((count, size), np.float32), np.empty((count, vocab_size), np.float32)
+    buckets, first = _buckets(prefixes, vocab_size), prefixes[:, :-1]
+    for k in range(count):
+        mine = dealt == k
+        pairs[k] = np.log(np.bincount(buckets[mine].ravel(), minlength=size) + _SMOOTHING)
+        firsts[k] = np.log(np.bincount(first[mine].ravel(), minlength=vocab_size) + _SMOOTHING * vocab_size)
+    return Router(prefixes.shape[1], vocab_size, pairs, firsts, np.zeros(count, np.float32))
+
+
+def _prefixes(dataset: TokenDataset, prefix: int, what: str, progress: bool) -> Iterator[tuple[int, np.ndarray]]:
+    """Yield the first item and the prefixes of blocks of sequences."""
+    last = time.monotonic()
+    with tqdm(total=len(dataset), desc=what, disable=not progress or not sys.stderr.isatty()) as bar:
+        for start in range(0, len(dataset), _READ):
+            items = range(start, min(start + _READ, len(dataset)))
+            yield start, np.stack([dataset.read_prefix(item, prefix) for item in items])
+            bar.update(len(items))
+            if progress and bar.disable and time.monotonic() - last >= _PLAIN_LINE_SECONDS:
+                last = time.monotonic()
+                print(f"{what}: {items.stop:,} of {len(dataset):,} sequences", file=sys.stderr, flush=True)
+
+
+def _typical(counts: np.ndarray, tokenizer: Tokenizer, most: int = 6) -> list[list[str]]:
+    """Return the tokens of each cluster by which it differs most from the corpus."""
+    shares = (counts + 0.5) / (counts + 0.5).sum(1, keepdims=True)
+    weight = shares * np.log(shares / shares.mean(0))
+    return [[tokenizer.decode([int(token)]) for token in row.argsort()[::-1][:most]] for row in weight]
+
+
+# -- the folder of clusters ------------------------------------------------------------------------
+
+
+def _write(
+    directory: Path,
+    router: Router,
+    tokenizer: Tokenizer,
+    dealt: dict[str, np.ndarray],
+    settings: dict[str, Any],
+    train: TokenDataset,
+) -> None:
+    folder, new = directory / CLUSTERS, directory / f"{CLUSTERS}.tmp"
+    with only_writer(directory), writing(directory):
+        shutil.rmtree(new, ignore_errors=True)
+        new.mkdir()
+        router.save(new, tokenizer.spec())
+        tokenizer.save(new)
+        files = {}
+        for split, clusters in dealt.items():
+            (new / f"{split}.bin").write_bytes(clusters.tobytes())
+            files[split] = {"sequences": len(clusters), "sha256": hashlib.sha256(clusters.tobytes()).hexdigest()}
+        about = {**settings, "corpus": train.index.corpus.sha256, "clusters": router.count, "splits": files}
+        path = new / ROUTER_FILE
+        path.write_text(json.dumps({**json.loads(path.read_text()), **about}, indent=1) + "\n")
+        if folder.exists():
+            shutil.rmtree(folder)
+        new.rename(folder)
+
+
+def read_clusters(dataset: TokenDataset, folder: Path | None = None) -> np.ndarray:
+    """Return the cluster of each sequence of ``dataset``, (sequences,) uint8.
+
+    Args:
+        dataset: A split of a prepared corpus.
+        folder: The folder of clusters. None: that of the corpus.
+
+    Raises:
+        DataError: They are missing or damaged, or belong to another corpus or sequence length.
+    """
+    folder = folder or dataset.directory / CLUSTERS
+    again = f"make them again with: sdp prepare --output {dataset.directory} --clusters K --sequence-length L"
+    about, path = _read_about(folder), folder / f"{dataset.split}.bin"
+    length = about.get("sequence_length")
+    if length != dataset.sequence_length:
+        raise DataError(
+            f"{folder}: clusters of sequences of {length} tokens, and data.sequence_length is "
+            f"{dataset.sequence_length}; {again}"
+        )
+    if about.get("corpus") != dataset.index.corpus.sha256:
+        raise DataError(f"{folder}: the clusters of another corpus; {again}")
+    require_regular(path, again)
+    recorded = about.get("splits", {}).get(dataset.split, {}).get("sha256")
+    if not path.is_file() or sha256_of(path) != recorded:
+        raise DataError(f"{path}: missing or damaged; {again}")
+    clusters = np.fromfile(path, dtype=np.uint8)
+    if len(clusters) != len(dataset) or clusters.max(initial=0) >= about.get("clusters", 0):
+        raise DataError(f"{path}: does not fit the corpus; {again}")
+    return clusters
