@@ -87,12 +87,13 @@ class Router:
         share = (min(tokens.shape[1], self.prefix) - 1) / (self.prefix - 1)
         return (self.log_likelihoods(tokens) + share * self.biases).argmax(1)
 
-    def save(self, folder: Path, tokenizer: dict[str, Any]) -> None:
-        """Write weights and settings. ``tokenizer`` describes the tokenizer, as in an index."""
+    def save(self, folder: Path, tokenizer: Tokenizer, settings: dict[str, Any]) -> None:
+        """Write weights, the tokenizer, and ``settings`` with those of the router."""
         tensors = {name: torch.from_numpy(getattr(self, name)) for name in ("pairs", "firsts", "biases")}
         save_file(tensors, folder / WEIGHTS_FILE)
-        about = {"prefix": self.prefix, "vocab_size": self.vocab_size, "tokenizer": tokenizer}
+        about = {"prefix": self.prefix, "vocab_size": self.vocab_size, "tokenizer": tokenizer.spec(), **settings}
         (folder / ROUTER_FILE).write_text(json.dumps(about, indent=1) + "\n")
+        tokenizer.save(folder)
 
 
 def load_router(folder: str | Path) -> Router:
@@ -310,15 +311,12 @@ def _write(
     with only_writer(directory), writing(directory):
         shutil.rmtree(new, ignore_errors=True)
         new.mkdir()
-        router.save(new, tokenizer.spec())
-        tokenizer.save(new)
         files = {}
         for split, clusters in dealt.items():
             (new / f"{split}.bin").write_bytes(clusters.tobytes())
             files[split] = {"sequences": len(clusters), "sha256": hashlib.sha256(clusters.tobytes()).hexdigest()}
         about = {**settings, "corpus": train.index.corpus.sha256, "clusters": router.count, "splits": files}
-        path = new / ROUTER_FILE
-        path.write_text(json.dumps({**json.loads(path.read_text()), **about}, indent=1) + "\n")
+        router.save(new, tokenizer, about)
         if folder.exists():
             shutil.rmtree(folder)
         new.rename(folder)
