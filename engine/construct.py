@@ -141,7 +141,7 @@ def _cut(
     # 2. Tensor parallelism. It must see every block, because the skeleton of a skipped block is
     # split too.
     if tensor_ranks is not None:
-        parallelise(model, {info.name: info.tp_dim for info in layout.parameters.values()}, tensor_ranks)
+        parallelise(model, {path: info.tp_dim for path, info in layout.parameters_at(at.sdp).items()}, tensor_ranks)
     if prepare is not None:
         layout = prepare(model, layout)
     # 3. Replace the blocks that this group lacks. Stand-ins keep the split blocks as skeletons.
@@ -168,7 +168,7 @@ def values_to_give(model: nn.Module, config: Config, layout: Layout) -> list[Mod
             weights, or its files belong to another model.
     """
     on_meta = [name for name, parameter in model.named_parameters() if parameter.is_meta]
-    if on_meta and len(on_meta) < len(layout.wholes):
+    if on_meta and len(on_meta) < len(layout.by_path):
         raise ModelError(
             f"parameter {on_meta[0]!r} is on the meta device but others have values; build the model wholly on one of "
             "the two"

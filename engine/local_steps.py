@@ -91,7 +91,7 @@ class LocalSteps:
         return local_tensor(self._store.stepped[name].tensor.detach())
 
     def _module_buffers(self) -> dict[str, torch.Tensor]:
-        return persistent_buffers(self._store.module, self._store.layout)
+        return persistent_buffers(self._store)
 
     # -- steps -------------------------------------------------------------------------------------
 

@@ -63,7 +63,7 @@ class SavedState:
             return self.anchors(local) | self._buffers(local.anchor_buffers) | self.of_local_steps(local)
         if not to_load:
             agree_on_buffers(self._store)
-        buffers = persistent_buffers(self._store.module, self._store.layout)
+        buffers = persistent_buffers(self._store)
         return self.weights() | (weights_of(buffers) if to_load else self._buffers(buffers)) | self.moments()
 
     def _buffers(self, buffers: Mapping[str, torch.Tensor]) -> Tensors:

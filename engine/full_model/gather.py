@@ -20,7 +20,6 @@ from collections.abc import Callable, Collection, Iterator, Mapping
 
 import torch
 import torch.distributed as dist
-from torch import nn
 
 from ..placement.layout import Layout
 from ..placement.tensor_info import TensorInfo
@@ -64,7 +63,7 @@ def stream_full_state(store: GroupStore) -> Iterator[tuple[str, torch.Tensor | N
     The ranks of the first holder gather a parameter inside their group, and the first of them sends
     it to rank 0. Only one parameter is in memory at a time.
     """
-    buffers = dict(store.module.named_buffers())
+    buffers = persistent_buffers(store)
     for name, infos in (
         *store.layout.wholes.items(),
         *((name, [info]) for name, info in store.layout.buffers.items()),
@@ -92,7 +91,7 @@ def _to_rank_0(store: GroupStore, info: TensorInfo, buffers: Mapping[str, torch.
         if info.name in store.parameters:
             whole = join_parts(store, assemble(gather_inside(store, padded_shard(store, info)), info), info)
         else:
-            whole = buffers[info.name].detach()
+            whole = buffers[info.name]
     if source != 0 and store.context.rank == source:
         assert whole is not None
         dist.send(whole.contiguous(), dst=0)
@@ -102,12 +101,13 @@ def _to_rank_0(store: GroupStore, info: TensorInfo, buffers: Mapping[str, torch.
     return whole if store.context.rank == 0 else None
 
 
-def persistent_buffers(module: nn.Module, layout: Layout) -> dict[str, torch.Tensor]:
+def persistent_buffers(store: GroupStore) -> dict[str, torch.Tensor]:
     """This rank's persistent buffers, by canonical name.
 
     They are detached from autograd, because a backward pass may still follow.
     """
-    return {name: buffer.data for name, buffer in module.named_buffers() if name in layout.buffers}
+    infos = store.layout.buffers_at(store.context.at.sdp)
+    return {infos[path].name: buffer.data for path, buffer in store.module.named_buffers() if path in infos}
 
 
 def held_entries(layout: Layout, group: int, device: torch.device) -> dict[str, torch.Tensor]:
@@ -172,7 +172,7 @@ def agree_on_buffers(store: GroupStore, names: Collection[str] | None = None) ->
     infos = {name: info for name, info in layout.buffers.items() if names is None or name in names}
     if layout.mesh.world_size == 1 or not infos:
         return
-    here = {name: buffer for name, buffer in persistent_buffers(store.module, layout).items() if name in infos}
+    here = {name: buffer for name, buffer in persistent_buffers(store).items() if name in infos}
     mean = BufferMean(infos, store.context.device)
     mean.add(here, held_entries(layout, store.context.at.sdp, store.context.device))
     mean.over(store.context.all_reduce_control).give(here)

@@ -265,7 +265,7 @@ def is_matrix(info: TensorInfo, layout: Layout) -> bool:
 
     Embeddings and heads are outside the blocks. The placement does not matter.
     """
-    return len(info.full_shape) == 2 and any(info.canonical.startswith(f"{block}.") for block in layout.blocks)
+    return len(info.full_shape) == 2 and any(info.path.startswith(f"{block}.") for block in layout.blocks)
 
 
 def arrange(

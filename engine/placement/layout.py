@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Literal
@@ -30,6 +30,10 @@ class Layout:
 
     The tables are in the model's order. If units are groups of neurons, the slices of a parameter
     replace it in ``parameters``.
+
+    A tensor has a canonical name, and a path in the module of each group that holds it. They are
+    equal, unless groups have different tensors at one path. :meth:`parameters_at` and
+    :meth:`buffers_at` map the paths in a group's module to tensors.
 
     Attributes:
         aliases: other names of tied tensors → their canonical (first) name.
@@ -125,7 +129,7 @@ class Layout:
         def is_left(name: str) -> bool:
             return not any(path in blocks for path in (name, *parents(name)))
 
-        units, old = [unit for unit in self.units if is_left(unit.name)], self.placement
+        units, old = [unit for unit in self.units if is_left(unit.path)], self.placement
         placement = replace(
             old,
             units=tuple(old.units[unit.index] for unit in units),
@@ -138,11 +142,11 @@ class Layout:
             units=tuple(replace(unit, index=index) for index, unit in enumerate(units)),
             placement=placement,
             parameters={
-                name: info if is_left(info.canonical) else replace(info, holders=())
+                name: info if is_left(info.path) else replace(info, holders=())
                 for name, info in self.parameters.items()
-                if is_left(info.canonical) or (info.unit != SHARED and info.cut is None)
+                if is_left(info.path) or (info.unit != SHARED and info.cut is None)
             },
-            buffers={name: info for name, info in self.buffers.items() if is_left(name)},
+            buffers={name: info for name, info in self.buffers.items() if is_left(info.path)},
             blocks=tuple(name for name in self.blocks if is_left(name)),
         )
 
@@ -153,6 +157,18 @@ class Layout:
     def held(self, group: int) -> Iterator[TensorInfo]:
         """Yield the parameters that ``group`` trains."""
         return (info for info in self.parameters.values() if group in info.holders)
+
+    def parameters_at(self, group: int) -> dict[str, TensorInfo]:
+        """Return the parameter, or slice, at each path in the module of ``group``.
+
+        At a path where the group holds nothing, it is the first tensor of any group there. All
+        tensors at a path have the same shape and the same cuts.
+        """
+        return _by_path(self.parameters.values(), group)
+
+    def buffers_at(self, group: int) -> dict[str, TensorInfo]:
+        """Return the persistent buffer at each path in the module of ``group``."""
+        return _by_path(self.buffers.values(), group)
 
     def slices(self) -> Iterator[tuple[Slice, Holders]]:
         """Yield the slices that have holders of their own, with these holders.
@@ -175,6 +191,16 @@ class Layout:
         return wholes
 
     @cached_property
+    def by_path(self) -> dict[str, list[TensorInfo]]:
+        """Path of a parameter in the uncut module → the tensors, or slices, that groups have there,
+        in the model's order.
+        """
+        found: dict[str, list[TensorInfo]] = {}
+        for info in self.parameters.values():
+            found.setdefault(info.path, []).append(info)
+        return found
+
+    @cached_property
     def members(self) -> dict[str, list[TensorInfo]]:
         """Unit name, or ``"shared"`` → the parameters or slices of that unit."""
         members: dict[str, list[TensorInfo]] = {}
@@ -188,7 +214,7 @@ class Layout:
 
     def block_of(self, unit: Unit) -> str:
         """Return the block that the unit is, or that contains its slices."""
-        return next(name for name in self.blocks if unit.name == name or unit.name.startswith(f"{name}."))
+        return next(name for name in self.blocks if unit.path == name or unit.path.startswith(f"{name}."))
 
     def warnings(self) -> list[str]:
         """Return warnings: blocks that all groups share, and a group that holds most of the
@@ -230,6 +256,15 @@ class Layout:
         for position, info in enumerate(order):
             first.setdefault(_branch(info), position)
         return sorted(order, key=lambda info: (first[_branch(info)], info.holders if info.cut else ()))  # stable
+
+
+def _by_path(infos: Iterable[TensorInfo], group: int) -> dict[str, TensorInfo]:
+    found: dict[str, TensorInfo] = {}
+    for info in infos:
+        path = info.name.removeprefix(info.prefix)
+        if path not in found or group in info.holders:
+            found[path] = info
+    return found
 
 
 def _branch(info: TensorInfo) -> str:

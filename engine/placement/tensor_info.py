@@ -59,6 +59,8 @@ class TensorInfo:
             of them has the whole tensor.
         tp: number of tensor-parallel ranks.
         cut: the position of a slice in its parameter. None if the tensor is not a slice.
+        prefix: what ``name`` has before the tensor's path in a group's module. Groups may have
+            tensors with different names at one path.
     """
 
     name: str
@@ -70,11 +72,17 @@ class TensorInfo:
     tp_dim: int | None = None
     tp: int = 1
     cut: Cut | None = None
+    prefix: str = ""
 
     @property
     def canonical(self) -> str:
         """The name of the full model's parameter that this is, or is a slice of."""
         return self.cut.name if self.cut else self.name
+
+    @property
+    def path(self) -> str:
+        """The path in the uncut module of the parameter or buffer that this is, or is a slice of."""
+        return self.canonical.removeprefix(self.prefix)
 
     @property
     def full_shape(self) -> torch.Size:

@@ -231,13 +231,14 @@ class Unit:
 
     Attributes:
         index: position in the model's order.
-        name: the path of the module.
+        name: the path of the module, after ``prefix``.
         slices: the parameters, or slices of parameters, of the unit.
         numel: number of parameters (elements).
         flops: FLOPs of a forward pass of one sample. 0 if the model does not state them
             (``unit_flops()``: unit name → FLOPs).
         buffers: parts of persistent buffers that belong to a group of neurons.
         neurons: number of neurons in a group of neurons. 0 for a block.
+        prefix: what canonical names have before the path in a group's module.
     """
 
     index: int
@@ -247,6 +248,12 @@ class Unit:
     flops: int = 0
     buffers: tuple[Slice, ...] = ()
     neurons: int = 0
+    prefix: str = ""
+
+    @property
+    def path(self) -> str:
+        """The path of the module in a group's model."""
+        return self.name.removeprefix(self.prefix)
 
     @property
     def is_block(self) -> bool:

@@ -293,11 +293,18 @@ class GroupStore(Protocol):
         ...
 
 
+def parameters_of(module: nn.Module, layout: Layout, group: int) -> dict[str, nn.Parameter]:
+    """Return the parameters of the module of ``group`` by the layout's names, frozen copies too."""
+    infos = layout.parameters_at(group)
+    return {infos[path].name: parameter for path, parameter in module.named_parameters()}
+
+
 def frozen_copies(store: GroupStore) -> dict[str, nn.Parameter]:
     """Return the frozen copies of this rank by name."""
     if not store.layout.keeps_frozen:
         return {}
-    return {name: p for name, p in store.module.named_parameters() if name not in store.parameters}
+    everything = parameters_of(store.module, store.layout, store.context.at.sdp)
+    return {name: p for name, p in everything.items() if name not in store.parameters}
 
 
 def step_optimizer(store: GroupStore) -> None:

@@ -250,15 +250,15 @@ class _CopiesAreZeros(TorchFunctionMode):
 
 
 def carve(model: nn.Module, units: Sequence[Unit], placement: Placement, group: int) -> dict[str, PassThrough]:
-    """Replace every unit that ``group`` does not hold, in place, and free its memory.
+    """Replace every block of which ``group`` holds no unit, in place, and free its memory.
 
-    Returns the stand-ins by unit name.
+    Returns the stand-ins by path.
     """
     stand_ins = {}
-    for unit in units:
-        if not placement.holds(group, unit.index):
-            stand_ins[unit.name] = PassThrough(unit.name, model.get_submodule(unit.name))
-            model.set_submodule(unit.name, stand_ins[unit.name])
+    held = {unit.path for unit in units if placement.holds(group, unit.index)}
+    for path in dict.fromkeys(unit.path for unit in units if unit.path not in held):
+        stand_ins[path] = PassThrough(path, model.get_submodule(path))
+        model.set_submodule(path, stand_ins[path])
     refuse_together(model, stand_ins.values())
     return stand_ins
 

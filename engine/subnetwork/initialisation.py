@@ -308,17 +308,16 @@ class WeightFiles:
 
 
 def fillers_from(files: WeightFiles, directory: Path, model: nn.Module, layout: Layout) -> dict[str, Filler]:
-    """Fillers of all parameters and persistent buffers of ``layout``, by canonical name, from open
-    ``files``.
+    """Fillers of all parameters and persistent buffers of ``model``, by path, from open ``files``.
 
     ``directory`` is the user's, for messages; converted files are in another one. The model's hook
     ``canonical_name`` says which tensor a key belongs to. Raises ModelError unless files and model
     have the same tensors.
     """
-    canonical = get_canonical_name(model)
+    canonical, buffers = get_canonical_name(model), layout.buffers_at(0)
     plain = {key.replace("_orig_mod.", ""): key for key in files.keys()}  # noqa: SIM118  a compiled model was saved
     keys = {name: key for shown, key in plain.items() if (name := canonical(shown)) is not None}
-    names_of: dict[str, list[str]] = {name: [name] for name in (*layout.wholes, *layout.buffers)}
+    names_of: dict[str, list[str]] = {path: [path] for path in (*layout.by_path, *buffers)}
     for alias, name in layout.aliases.items():
         names_of[name].append(alias)
     fillers: dict[str, Filler] = {}
@@ -326,7 +325,7 @@ def fillers_from(files: WeightFiles, directory: Path, model: nn.Module, layout: 
         key = next((keys[other] for other in names if other in keys), None)
         if key is None:
             raise ModelError(f"training.init_from: {directory} holds no {name!r}; it is of another model")
-        info = layout.wholes[name][0] if name in layout.wholes else layout.buffers[name]
+        info = layout.by_path[name][0] if name in layout.by_path else buffers[name]
         if (obstacle := files.obstacle(key, info)) is not None:
             raise ModelError(f"training.init_from: {directory}: {key!r} {obstacle}")
         fillers[name] = partial(files.fill, key=key)

@@ -125,16 +125,17 @@ def give_values(
 def fill(tensors: Mapping[str, torch.Tensor], layout: Layout, plan: Sequence[ModuleInit], shard: Shard) -> None:
     """Give this rank's tensors, by name, their initial values."""
     here: dict[str, list[str]] = {}
+    infos = layout.parameters_at(0)  # values do not depend on the group
     for name in tensors:
-        here.setdefault(layout.parameters[name].canonical if name in layout.parameters else name, []).append(name)
+        here.setdefault(infos[name].path if name in infos else name, []).append(name)
     for init in plan:
         if not any(name in here for name in init.names):
             continue  # of a unit that is not held
-        for canonical, fill in init.fillers().items():
-            for name in here.get(canonical, ()):
+        for path, fill in init.fillers().items():
+            for name in here.get(path, ()):
                 local = local_tensor(tensors[name].detach())
                 if local.numel():
-                    _fill(local, fill, layout.parameters.get(name), shard)
+                    _fill(local, fill, infos.get(name), shard)
 
 
 def _fill(local: torch.Tensor, fill: Filler, info: TensorInfo | None, shard: Shard) -> None:

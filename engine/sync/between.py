@@ -25,7 +25,7 @@ from ..optim.clip import squared_norm
 from ..placement.layout import Layout
 from ..placement.placement import Placement
 from ..placement.units import SHARED
-from ..stores.store import GroupStore
+from ..stores.store import GroupStore, parameters_of
 from .gradients import CHANGED, FinalGradients, GradientSync, WeightRefresh, compare_gradients
 
 CHUNK = 1 << 20
@@ -181,7 +181,8 @@ class BetweenGroups:
     def _prepare_refresh(self) -> None:
         """Make what refreshes the frozen copies of this phase, for which blocks wait."""
         module, layout, context = self.store.module, self.store.layout, self.context
-        weights = {name: stored_tensor(parameter) for name, parameter in module.named_parameters()}
+        everything = parameters_of(module, layout, context.at.sdp)
+        weights = {name: stored_tensor(parameter) for name, parameter in everything.items()}
         refresh = self._refresh = WeightRefresh(
             layout.refreshes, weights, context.communicators.refresh, context.traffic, context.compute_dtype,
             context.messages.broadcast,

@@ -215,12 +215,12 @@ class Rounds:
 def fragments_of(layout: Layout, fragments: int) -> dict[str, int]:
     """Return the fragment of every parameter, slice and buffer of the layout, by name.
 
-    Unit i belongs to fragment i mod P. All groups of neurons of a block belong to the block's
-    fragment. The shared part belongs to fragment 0.
+    Block i belongs to fragment i mod P, with all units in it. The shared part belongs to fragment
+    0.
     """
     of_unit, of_sliced = {SHARED: 0}, {}
     for unit in layout.units:
-        index = unit.index if unit.is_block else layout.blocks.index(layout.block_of(unit))
+        index = layout.blocks.index(layout.block_of(unit))
         of_unit[unit.name] = index % fragments
         for part in (*unit.slices, *unit.buffers):
             if part.dim is not None:

@@ -162,7 +162,7 @@ def _most_telling(layout: Layout, kinds: list[list[int]]) -> list[list[int]]:
     def scores(groups: list[int]) -> tuple[int, int, int]:
         of_block: Counter[str] = Counter()
         for info in layout.held(groups[0]):
-            of_block[next((name for name in parents(info.canonical) if name in position), "")] += info.numel
+            of_block[next((name for name in parents(info.path) if name in position), "")] += info.numel
         within = {name: numel for name, numel in of_block.items() if name}
         late = sum(position[name] * numel for name, numel in within.items())
         return of_block.total(), max(within.values(), default=0), late

@@ -24,6 +24,7 @@ from ...subnetwork.execution import checkpoint_activations
 from ...subnetwork.given_model import refuse_shapes
 from ...subnetwork.initialisation import ModuleInit
 from ...subnetwork.materialise import cut, give_values, take_values_of_rank_0
+from ..store import parameters_of
 from .partitions import bundles_of
 from .private import let_groups_differ, load, separate_process_groups, set_verbosity
 from .store import DeepSpeedStore
@@ -64,7 +65,7 @@ def initialize_deepspeed(
     set_verbosity(config.deepspeed)
     at = layout.mesh.coordinates(dist.get_rank())
     _cut_and_fill(model, config, layout, device, plan, at.sdp)
-    bundles, parameters = bundles_of(layout, param_groups), dict(model.named_parameters())
+    bundles, parameters = bundles_of(layout, param_groups), parameters_of(model, layout, at.sdp)
     for parameter in parameters.values():
         parameter.data = parameter.data.contiguous()  # DeepSpeed broadcasts nothing else
     held = [bundle for bundle in bundles if at.sdp in bundle.holders]

@@ -47,8 +47,8 @@ def bundles_of(layout: Layout, param_groups: Sequence[Mapping[str, Any]]) -> lis
     """
     collected: dict[tuple[str, int], list[str]] = {}
     for options, group in enumerate(param_groups):
-        for canonical in group["params"]:
-            for info in layout.wholes[canonical]:
+        for path in group["params"]:
+            for info in layout.by_path[path]:
                 if info.trainable:
                     unit = info.unit if layout.mesh.sdp > 1 else ""
                     collected.setdefault((unit, options), []).append(info.name)

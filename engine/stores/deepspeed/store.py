@@ -18,7 +18,7 @@ from ...errors import ModelError
 from ...optim.script_optimizers import refuse_outside_engine, shortened, stepped_by_engine
 from ...placement.layout import Layout
 from ...placement.placement import Bucket
-from ..store import Averages, DeviceMessages, Piece, RankContext, Stepped
+from ..store import Averages, DeviceMessages, Piece, RankContext, Stepped, parameters_of
 from .checks import PendingGradients, UsedParameters, check_partitions
 from .partitions import Bundle, pieces_of, untrained
 from .private import Zero, logged_all_reduce, logged_broadcast, whole_float32
@@ -72,7 +72,7 @@ class DeepSpeedStore:
             user_group_count=1 + max(bundle.options for bundle in bundles),
             passes_together=1 if stage == 3 else None,  # ZeRO 3 follows the modules of one pass at a time
         )
-        everything, infos = dict(self.module.named_parameters()), layout.parameters
+        everything, infos = parameters_of(self.module, layout, at.sdp), layout.parameters
         self.parameters = {name: p for name, p in everything.items() if at.sdp in infos[name].holders}
         self._zero = Zero(engine.optimizer, optimizer, stage, offloads=config.zero_optimization.offloads)
         check_partitions(self.bundles, self._zero.masters, self.parameters, stage=stage, ranks=mesh.fsdp)

@@ -23,7 +23,7 @@ from ...subnetwork.branch_scale import BranchScale
 from ...subnetwork.carve import PassThrough, refuse_together, with_skeletons
 from ...subnetwork.given_model import refuse_shapes
 from ...subnetwork.materialise import restore_ties
-from ..store import Averages, DeviceMessages, Piece, RankContext, Stepped, step_optimizer
+from ..store import Averages, DeviceMessages, Piece, RankContext, Stepped, parameters_of, step_optimizer
 from .sharding import (
     ModuleUses,
     drop_unreduced_gradients,
@@ -222,8 +222,8 @@ class Fsdp2Store:
 
     def ready(self) -> None:
         """Find the parameters. Call this once, after they got values."""
-        everything = dict(self.module.named_parameters())
         infos, sdp = self.layout.parameters, self.context.at.sdp
+        everything = parameters_of(self.module, self.layout, sdp)
         self.parameters = {name: p for name, p in everything.items() if sdp in infos[name].holders}
         whole = [p for name, p in self.parameters.items() if infos[name].trainable and infos[name].tp_dim is None]
         ranks = self.context.tensor_ranks
