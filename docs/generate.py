@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any, cast
 
 from sdp.engine.config import deepspeed_keys, removed
-from sdp.engine.config.method import MaskingPhase, SyncSection
+from sdp.engine.config.method import MaskingPhase, PathsSection, SyncSection
 from sdp.engine.config.named_params import SCHEDULES, AdamParams, MuonParams, SGDParams
 from sdp.engine.config.schema import Config, TasksSection
 from sdp.engine.config.section import Section
@@ -98,6 +98,7 @@ def config_sections() -> Iterator[tuple[str, type[Section]]]:
         if name == "sdp":
             yield "sdp.masking", MaskingPhase
             yield "sdp.sync", SyncSection
+            yield "sdp.paths", PathsSection
         if name == "training":
             yield "training.evaluate_tasks", TasksSection
     yield "optimizer (AdamW, Adam, FusedAdam)", AdamParams

@@ -141,7 +141,7 @@ def _cut(
     # 2. Tensor parallelism. It must see every block, because the skeleton of a skipped block is
     # split too.
     if tensor_ranks is not None:
-        parallelise(model, {path: info.tp_dim for path, info in layout.parameters_at(at.sdp).items()}, tensor_ranks)
+        parallelise(model, {path: info.tp_dim for path, info in layout.parameters_at(group).items()}, tensor_ranks)
     if prepare is not None:
         layout = prepare(model, layout)
     # 3. Replace the blocks that this group lacks. Stand-ins keep the split blocks as skeletons.

@@ -377,7 +377,9 @@ class SDPEngine:
 
     # -- the full model ----------------------------------------------------------------------------
 
-    def evaluate(self, batches: Iterable[Any], weights: Iterable[float] | None = None) -> float:
+    def evaluate(
+        self, batches: Iterable[Any], weights: Iterable[float] | None = None, paths: Iterable[Any] | None = None
+    ) -> float:
         """The weighted mean loss of the full model over the batches of all ranks. Collective.
 
         Holders send the units that this group lacks, one at a time for a chunk of batches. Under
@@ -386,16 +388,15 @@ class SDPEngine:
 
         Args:
             batches: This rank's batches.
-            weights: A number for each batch, not below 0. By default the number of labels that are
-                not -100, without the first of each row if the model says that it shifts labels
-                (``loss_type``, see docs/your_model.md).
+            weights: A number from 0 for each batch. By default the number of labels not -100,
+                without the first of a row if the model shifts them (docs/your_model.md).
+            paths: With ``sdp.paths``, the path of each batch, or a list with that of each row.
 
         Raises:
-            ConfigError: There are not as many weights as batches, or one of them is not a number
-                from 0.
+            ConfigError: Weights or paths are not possible, or there are not as many as batches.
             DataError: All weights are 0.
         """
-        loss = self._full.evaluate(list(batches), weights)
+        loss = self._full.evaluate(list(batches), weights, paths)
         if self.monitor.enabled:
             self.monitor.write_events([("Eval/loss", loss, self.global_steps)])
         return loss

@@ -121,6 +121,10 @@ def _warn_of_settings_without_effect(config: Config, layout: Layout) -> None:
 
 
 def _announce_placement(config: Config, layout: Layout) -> None:
+    if config.sdp.paths is not None:
+        own = sum(bool(unit.prefix) for unit in layout.units) // layout.paths
+        log.info("paths: %d, each with %d of the %d blocks for itself; group g trains path g mod %d",
+                 layout.paths, own, len(layout.blocks), layout.paths)  # fmt: skip
     if layout.units:
         log.info("placement: %s", layout.placement.describe())
         for warning in warnings_of(config.sdp, layout.placement) + layout.warnings() if layout.mesh.sdp > 1 else []:

@@ -5,8 +5,6 @@ from __future__ import annotations
 import fnmatch
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 
-from torch import nn
-
 from .errors import ModelError, PlacementError, suggestion
 
 
@@ -29,7 +27,7 @@ def resolve_name(name: str, known: Iterable[str]) -> str:
     raise PlacementError(f"sdp.placement: {name!r} is not a module of the model{suggestion(name, known)}")
 
 
-def match_patterns(modules: Mapping[str, nn.Module], patterns: Sequence[str], source: str = "sdp.units") -> set[str]:
+def match_patterns(modules: Mapping[str, object], patterns: Sequence[str], source: str = "sdp.units") -> set[str]:
     """Return the names in ``modules`` that at least one pattern matches.
 
     Raises:

@@ -167,6 +167,8 @@ def evaluate(saved: SavedRun, limit: int | None = None, tasks: LoadedTasks | Non
     """
     if tasks is not None and saved.config.data.name is not None:
         raise ConfigError(f"--tasks: tasks are for language models, and {saved.dump_dir} trained on images")
+    if saved.config.sdp.paths is not None and saved.config.sdp.paths.count > 1:
+        raise ConfigError(f"sdp evaluate: {saved.dump_dir} has several paths; the run itself evaluates each of them")
     corpus = open_prepared(saved.config, saved.data)
     verify(saved.config, saved.data)
     batches = list(_batches(saved, corpus, limit or saved.config.training.evaluate_batches))

@@ -221,10 +221,10 @@ def plan_waking(layout: Layout, rank: int, *, stage: int, compute_bytes: int) ->
 def data_parallel_traffic(layout: Layout) -> Traffic:
     """Return the traffic of DistributedDataParallel over the same ranks, equal on all ranks.
 
-    It is one all-reduce of all float32 gradients.
+    It is one all-reduce of all float32 gradients, of one path if there are several.
     """
     traffic = Traffic()
-    numel = sum(info.numel for info in layout.parameters.values() if info.trainable)
+    numel = sum(info.numel for info in layout.parameters_at(0).values() if info.trainable)
     traffic.record("between groups", "all_reduce", numel * FLOAT32, layout.mesh.world_size)
     return traffic
 

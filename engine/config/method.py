@@ -1,5 +1,5 @@
-"""``sdp.masking``, which may be a schedule, and ``sdp.sync``: groups that average their weights
-every few steps (local steps).
+"""``sdp.masking``, which may be a schedule, ``sdp.sync``: groups that average their weights every
+few steps (local steps), and ``sdp.paths``.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import BeforeValidator, Discriminator, Field, Tag, model_validator
 
 from ..errors import ConfigError, shorten
-from .section import Beta, NonNegative, NonNegativeInt, PositiveInt, Section
+from .section import Beta, NonNegative, NonNegativeInt, PositiveInt, RankCount, Section
 
 Masking = Literal["forward", "backward"]
 
@@ -263,4 +263,42 @@ def refuse_with_sync(config: Any) -> None:
         raise ConfigError(
             f"sdp.lr_scale: {json.dumps(sdp.lr_scale)} has no meaning with sdp.sync, where the noise of a local step "
             'does not depend on the holders; use "none"'
+        )
+
+
+class PathsSection(Section):
+    """Paths: several models that share some units. Group g trains path g mod ``count``.
+
+    The model of the configuration is one path. ``own``: patterns of units. Each path has these
+    units for itself, and all paths share everything else.
+    """
+
+    count: RankCount
+    own: list[str] = Field(default_factory=list)
+
+
+def refuse_with_paths(config: Any) -> None:
+    """Raise ConfigError for what a Config with paths cannot be combined with."""
+    sdp = config.sdp
+    if sdp.paths is None:
+        return
+    if sdp.granularity != "block":
+        raise ConfigError('sdp.granularity: paths (sdp.paths) have blocks of their own, not neurons; use "block"')
+    if sdp.maskings != ("forward",):
+        raise ConfigError(
+            'sdp.masking: a group runs no unit of another path (sdp.paths), so there is nothing to copy; use "forward"'
+        )
+    for key in ("capacity", "profile", "placement", "protect", "branch_scale"):
+        # Compare with the default, because a run's own configuration file sets every key.
+        if (value := getattr(sdp, key)) != type(sdp).model_fields[key].get_default(call_default_factory=True):
+            raise ConfigError(
+                f"sdp.{key}: {json.dumps(value)} has no meaning with sdp.paths, whose count and own say which group "
+                "holds which unit; remove it"
+            )
+    if config.training.evaluate_tasks is not None:
+        raise ConfigError("training.evaluate_tasks: tasks run one model, and sdp.paths has several; remove it")
+    if sdp.groups % sdp.paths.count:
+        raise ConfigError(
+            f"sdp.groups: {sdp.groups} is not a multiple of sdp.paths.count {sdp.paths.count}, and every path is "
+            "trained by equally many groups; choose a multiple"
         )

@@ -17,7 +17,7 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import AfterValidator, Field, PrivateAttr, model_validator
 
 from ..errors import quote
-from .method import Masking, MaskingSchedule, MaskingSetting, SyncSection
+from .method import Masking, MaskingSchedule, MaskingSetting, PathsSection, SyncSection
 from .section import (
     NonNegativeInt,
     PathText,
@@ -376,6 +376,7 @@ class SDPSection(Section):
     every step.
     ``lr_scale``: a unit's learning rate is multiplied by (k / mean k) to this power, where k is its
     number of holders. "auto" is 1 for SGD and 0.5 for other optimizers.
+    ``paths``: several models that share some units and have others of their own.
     """
 
     groups: RankCount = 1
@@ -395,6 +396,7 @@ class SDPSection(Section):
     check_interval: NonNegativeInt = 100
     sync: SyncSection | None = None
     lr_scale: Literal["none", "auto"] | Annotated[float, Field(ge=0, le=4)] = "none"
+    paths: PathsSection | None = None
 
     @property
     def maskings(self) -> tuple[Masking, ...]:

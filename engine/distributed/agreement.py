@@ -113,21 +113,25 @@ def gather_json(value: Any, group: dist.ProcessGroup | None = None) -> list[Any]
     Raises:
         TypeError: ``value`` cannot be written as JSON.
     """
-    text = json.dumps(value).encode()
+    return [json.loads(text) for text in gather_bytes(json.dumps(value).encode(), group)]
+
+
+def gather_bytes(data: bytes, group: dist.ProcessGroup | None = None) -> list[bytes]:
+    """Return every rank's ``data``, in rank order."""
     if not dist.is_initialized():
-        return [json.loads(text)]
+        return [data]
     device = _device_of(group)
     ranks = dist.get_world_size(group)
-    length = torch.tensor([len(text)], dtype=torch.int64, device=device)
+    length = torch.tensor([len(data)], dtype=torch.int64, device=device)
     lengths = length.new_empty((ranks, 1))
     dist.all_gather(list(lengths.unbind()), length, group=group)
     sizes = [int(size) for size in lengths]
     padded = torch.zeros(max(sizes), dtype=torch.uint8)
-    padded[: len(text)] = torch.frombuffer(bytearray(text), dtype=torch.uint8)
+    padded[: len(data)] = torch.frombuffer(bytearray(data), dtype=torch.uint8)
     padded = padded.to(device)
-    texts = padded.new_empty((ranks, len(padded)))
-    dist.all_gather(list(texts.unbind()), padded, group=group)
-    return [json.loads(row[:size].numpy().tobytes()) for row, size in zip(texts.cpu(), sizes, strict=True)]
+    rows = padded.new_empty((ranks, len(padded)))
+    dist.all_gather(list(rows.unbind()), padded, group=group)
+    return [row[:size].numpy().tobytes() for row, size in zip(rows.cpu(), sizes, strict=True)]
 
 
 def start_max(values: Sequence[int]) -> Callable[[], list[int]]:

@@ -28,6 +28,8 @@ from .evaluation import (
     batch_statistics,
     in_eval_mode,
     mean_loss,
+    routed_loss,
+    split_by_path,
     subnetwork_losses,
     tracks_statistics,
     with_statistics,
@@ -63,33 +65,42 @@ class FullModel:
         """Whether the module runs only a part of the model, in this group or in another one."""
         layout = self._store.layout
         partial = any(len(holders) < layout.mesh.sdp for holders in layout.placement.holders)
-        return partial and not layout.keeps_frozen
+        return partial and not layout.keeps_frozen and layout.paths == 1
 
     def _anchored(self) -> Any:
         return nullcontext() if self._groups.local is None else self._groups.local.anchored()
 
-    def evaluate(self, batches: Sequence[Any], weights: Iterable[float] | None) -> float:
+    def evaluate(
+        self, batches: Sequence[Any], weights: Iterable[float] | None, paths: Iterable[Any] | None = None
+    ) -> float:
         """The weighted mean loss of the full model over the batches of all ranks. Collective.
 
         See :meth:`~sdp.engine.engine.SDPEngine.evaluate`.
         """
-        module = self._store.module
+        module, count = self._store.module, self._store.layout.paths
+        ids = [0] * len(batches)
+        if paths is not None:
+            batches, ids = split_by_path(batches, paths, count, weighted=weights is not None)
+        elif count > 1:
+            raise ConfigError(f"evaluate: the model has {count} paths; give paths, that of each batch or of each row")
         counts = [target_count(module, b) for b in batches] if weights is None else checked_weights(weights)
         if len(counts) != len(batches):
             raise ConfigError(f"evaluate: {len(counts)} weights for {len(batches)} batches; give one for each batch")
         with self._anchored(), self._running():
-            loss = self._loss(batches, counts)
+            loss = self._loss(batches, counts, ids)
         if math.isnan(loss) and not self._any(counts):
             raise DataError(
                 "evaluate: no batch of any rank has a label that counts; give batches with labels, or weights"
             )
         return loss
 
-    def _loss(self, batches: Sequence[Any], counts: Sequence[float]) -> float:
+    def _loss(self, batches: Sequence[Any], counts: Sequence[float], paths: Sequence[int] = ()) -> float:
         self._groups.finish_refresh()
         agree_on_buffers(self._store)
         layout = self._store.layout
         with self._store.evaluating(full_model=True) as before_turn:
+            if layout.paths > 1:
+                return routed_loss(self._store, batches, counts, paths)
             if layout.keeps_frozen or layout.mesh.sdp == 1:
                 return mean_loss(self._store, batches, counts)
             return StreamedEvaluation(self._store, before_turn).run(batches, counts)
@@ -119,9 +130,10 @@ class FullModel:
 
         Use it to evaluate, save or export the full model. A pass of the full model over ``batches``
         of training data, as many on each rank, measures the statistics. Afterwards each rank has
-        its subnetwork's own ones again. Without batch norm nothing happens.
+        its subnetwork's own ones again. Without batch norm nothing happens, and neither with paths,
+        which run as they were trained.
         """
-        if not tracks_statistics(self._store.layout.buffers):
+        if self._store.layout.paths > 1 or not tracks_statistics(self._store.layout.buffers):
             yield
             return
         with self._anchored():
@@ -137,7 +149,7 @@ class FullModel:
         return batch_statistics(list(with_skeletons(module)), run, context.all_reduce_control, context.device)
 
     @contextmanager
-    def full_model(self, dtype: torch.dtype | None = None) -> Iterator[nn.Module]:
+    def full_model(self, dtype: torch.dtype | None = None, path: int | None = None) -> Iterator[nn.Module]:
         """A context with a copy of the full model in evaluation mode, on every rank. Collective.
 
         The copy is an ordinary module with the weights of this moment. Each rank may call it when
@@ -145,6 +157,7 @@ class FullModel:
 
         Args:
             dtype: The type of the parameters; by default, that of the computation.
+            path: Which path the copy is, if there are several (``sdp.paths``).
 
         Raises:
             OutOfMemoryError: The copy does not fit on every rank.
@@ -160,7 +173,7 @@ class FullModel:
         facts = gather_json([free, machine_id()])
         check_room(needed, [each[0] for each in facts], [each[1] for each in facts], context.device)
         with outside_inference_mode(), self._anchored():
-            values = uncut.gather(self._stream(), dtype, context.device)
+            values = uncut.gather(self._stream(), dtype, context.device, path)
         with uncut.filled(values, dtype, context.device, layout) as model:
             yield model
 
@@ -216,6 +229,11 @@ class FullModel:
                 "engine.save_pretrained: a PEFT model, whose names in memory neither transformers nor PEFT reads; "
                 "call engine.full_state_dict() on all ranks, on rank 0 load it into the PEFT model of a newly built "
                 "base (load_state_dict), and call that model's own save_pretrained, or merge_and_unload first"
+            )
+        if self._store.layout.paths > 1:
+            raise ModelError(
+                "engine.save_pretrained: a folder has one model, and this one has several paths; save what "
+                "engine.full_model(path=…) gives"
             )
         self._write(Path(save_directory), "model.safetensors", None)
 

@@ -20,18 +20,21 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial
 from typing import Any, Generic, TypeVar
 
 import torch
 import torch.distributed as dist
+from safetensors.torch import load, save
 from torch import nn
 from torch.func import functional_call
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.utils._pytree import tree_map
 
-from ..batch.call import call_model, loss_of, target_count, to_device
+from ..batch.call import call_model, loss_of, map_leaves, target_count, tensors_in, to_device
+from ..distributed.agreement import gather_bytes, gather_json
 from ..distributed.collectives import passes_on
-from ..errors import DataError, ModelError
+from ..errors import ConfigError, DataError, ModelError
 from ..placement.layout import Layout
 from ..placement.units import Unit
 from ..stores.store import GroupStore
@@ -341,6 +344,104 @@ def mean_loss(store: GroupStore, batches: Sequence[Any], weights: Sequence[float
     Collective.
     """
     return _mean_over_ranks(store, _own_sums(store, batches, weights).sum(0, keepdim=True))[0]
+
+
+def routed_loss(store: GroupStore, batches: Sequence[Any], weights: Sequence[float], paths: Sequence[int]) -> float:
+    """Weighted mean loss over the batches of all ranks, each run by the groups of its path.
+
+    Collective. Ranks exchange their batches. The data ranks of a path share those of the path.
+    """
+    context, mesh, count = store.context, store.layout.mesh, store.layout.paths
+    share, shares = context.at.sdp // count * mesh.fsdp + context.at.fsdp, mesh.data_ranks // count
+    sums = torch.zeros((1, 2), dtype=torch.float64, device=context.device)
+    for start in range(0, _common_count(store, batches), CHUNK):
+        chunk = slice(start, start + CHUNK) if context.at.tp == 0 else slice(0)  # tensor ranks have equal batches
+        facts = list(zip(paths[chunk], weights[chunk], strict=True))
+        everything = exchange_batches(batches[chunk], facts, like=batches[0])
+        of_path = [
+            (batch, weight) for batch, (path, weight) in everything if path == store.layout.path_of(context.at.sdp)
+        ]
+        here = of_path[share::shares]
+        for step in range(-(-len(of_path) // shares)):  # the ranks of a group take equally many steps
+            batch, weight = here[step] if step < len(here) else (of_path[0][0], 0.0)
+            loss = loss_of(call_model(store.module, to_device(batch, context.device))).item()
+            if weight:
+                sums += torch.tensor([[loss * weight, weight]], dtype=torch.float64, device=context.device)
+    return _mean_over_ranks(store, sums)[0]
+
+
+def exchange_batches(batches: Sequence[Any], facts: Sequence[Any], like: Any) -> list[tuple[Any, Any]]:
+    """Return the batches of all ranks, each with its fact. Collective.
+
+    Args:
+        batches: This rank's batches.
+        facts: What JSON can hold, for each batch.
+        like: A batch with the structure of all batches.
+
+    Raises:
+        DataError: A batch has a value that JSON cannot hold.
+    """
+    tensors, others = dict[str, torch.Tensor](), []
+    for batch in batches:
+        leaves = list[Any]()
+        map_leaves(leaves.append, batch)
+        here = {f"{len(others)}.{index}": leaf for index, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor)}
+        tensors |= {key: leaf.detach().cpu().clone(memory_format=torch.contiguous_format) for key, leaf in here.items()}
+        others.append([None if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves])
+    try:
+        plain = gather_json([list(facts), others])
+    except TypeError as error:
+        raise DataError(f"evaluate: a batch has a value that cannot be sent to its path ({error})") from None
+    found = []
+    for (their_facts, their_others), data in zip(plain, gather_bytes(save(tensors)), strict=True):
+        theirs = load(data)
+        for number, (fact, leaves) in enumerate(zip(their_facts, their_others, strict=True)):
+            whole = iter([theirs.get(f"{number}.{index}", leaf) for index, leaf in enumerate(leaves)])
+            found.append((map_leaves(lambda _, whole=whole: next(whole), like), fact))
+    return found
+
+
+def split_by_path(
+    batches: Sequence[Any], paths: Iterable[Any], count: int, *, weighted: bool
+) -> tuple[list[Any], list[int]]:
+    """Return batches that have one path each, and their paths.
+
+    Args:
+        batches: The batches.
+        paths: The path of each batch, or of each of its rows.
+        count: The number of paths.
+        weighted: Whether batches have weights, which nobody could divide among rows.
+
+    Raises:
+        ConfigError: The paths do not fit the batches.
+    """
+    given = [path.tolist() if isinstance(path, torch.Tensor) else path for path in paths]
+    if len(given) != len(batches):
+        raise ConfigError(f"evaluate: {len(given)} paths for {len(batches)} batches; give one for each batch")
+    parts, found = [], []
+    for batch, ids in zip(batches, given, strict=True):
+        of_rows = [ids] if isinstance(ids, int) else list(ids)
+        wrong = next((path for path in of_rows if path not in range(count)), None)
+        if wrong is not None:
+            raise ConfigError(f"evaluate: {wrong!r} is no path; there are paths 0 to {count - 1}")
+        if len(set(of_rows)) == 1:
+            parts, found = [*parts, batch], [*found, of_rows[0]]
+            continue
+        if weighted or len(tensors_in(batch)[0]) != len(of_rows):
+            raise ConfigError(
+                "evaluate: several paths of a batch need one path for each of its rows, and no weights; give one path "
+                "for the batch"
+            )
+        for path in sorted(set(of_rows)):
+            rows = [row for row, of_row in enumerate(of_rows) if of_row == path]
+            parts.append(map_leaves(partial(_rows, rows=rows, count=len(of_rows)), batch))
+            found.append(path)
+    return parts, found
+
+
+def _rows(leaf: Any, rows: list[int], count: int) -> Any:
+    has_rows = isinstance(leaf, torch.Tensor) and leaf.dim() > 0 and len(leaf) == count
+    return leaf[rows] if has_rows else leaf
 
 
 def _own_sums(store: GroupStore, batches: Sequence[Any], weights: Sequence[float]) -> torch.Tensor:

@@ -20,7 +20,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.utils._pytree import tree_map
 
 from ..accounting.quantities import format_bytes
-from ..errors import ModelError, OutOfMemoryError, shorten
+from ..errors import ConfigError, ModelError, OutOfMemoryError, shorten
 from ..model_interface import get_config
 from ..placement.layout import Layout
 from ..placement.units import goes_into_sum
@@ -51,7 +51,8 @@ class UncutModel:
         known: dict[int, Any] = {
             id(of): nn.Parameter(of.detach().to("meta"), requires_grad=False) for of in model.parameters()
         }
-        known |= {id(of): of.to("meta") for name, of in model.named_buffers() if name in layout.buffers}
+        saved = layout.buffers_at(0)
+        known |= {id(of): of.to("meta") for name, of in model.named_buffers() if name in saved}
         try:
             self._skeleton = copy.deepcopy(model, known)
         except Exception as error:  # any class may refuse to be copied
@@ -60,13 +61,17 @@ class UncutModel:
     def bytes_needed(self, dtype: torch.dtype) -> int:
         """Return the bytes of a copy whose floating-point parameters have ``dtype``."""
         layout = self._layout
-        infos = [*(infos[0] for infos in layout.wholes.values()), *layout.buffers.values()]
+        infos = [*(infos[0] for infos in layout.by_path.values()), *layout.buffers_at(0).values()]
         return sum(
             info.full_shape.numel() * (dtype if info.dtype.is_floating_point else info.dtype).itemsize for info in infos
         )
 
     def gather(
-        self, tensors: Iterable[tuple[str, torch.Tensor | None]], dtype: torch.dtype, device: torch.device
+        self,
+        tensors: Iterable[tuple[str, torch.Tensor | None]],
+        dtype: torch.dtype,
+        device: torch.device,
+        path: int | None = None,
     ) -> dict[str, torch.Tensor]:
         """Broadcast rank 0's tensors of the full model, one at a time. Collective.
 
@@ -74,16 +79,27 @@ class UncutModel:
             tensors: All tensors of the full model by canonical name. Rank 0 has the values.
             dtype: The type of floating-point parameters in the result.
             device: Where the result is.
+            path: The path whose tensors are sent, if there are several (``sdp.paths``).
+
+        Returns:
+            The tensors by their path in the module.
 
         Raises:
             ModelError: The user's model cannot be copied.
+            ConfigError: There is no such path, or none is given.
         """
         if self._skeleton is None:
             raise ModelError(
                 f"full_model: this model cannot be copied ({self._obstacle}); load engine.full_state_dict() into "
                 "another model"
             )
-        return _on_every_rank(tensors, self._layout, dtype, device)
+        layout, path = self._layout, 0 if path is None and self._layout.paths == 1 else path
+        if path is None or path not in range(layout.paths):
+            raise ConfigError(f"full_model: path {path!r} is no path; give one from 0 to {layout.paths - 1}")
+        here = (layout.parameters_at(path) | layout.buffers_at(path)).values()  # group P trains path P
+        paths = {info.canonical: info.path for info in here}
+        wanted = ((name, tensor) for name, tensor in tensors if name in paths)
+        return {paths[name]: value for name, value in _on_every_rank(wanted, layout, dtype, device).items()}
 
     @contextmanager
     def filled(
@@ -123,11 +139,9 @@ class UncutModel:
         """Return the buffers that are neither parameters nor saved, of a model that was on the meta
         device.
         """
-        missing = {
-            name: buffer
-            for name, buffer in skeleton.named_buffers()
-            if buffer.is_meta and name not in self._layout.buffers
-        }
+        saved = self._layout.buffers_at(0)
+        buffers = dict(skeleton.named_buffers())
+        missing = {name: buffer for name, buffer in buffers.items() if buffer.is_meta and name not in saved}
         found: dict[str, torch.Tensor] = {}
         for init in self._plan:
             if not any(name in missing for name in init.names):

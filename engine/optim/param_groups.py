@@ -82,7 +82,10 @@ def groups_here(
     here = []
     for group in param_groups:
         held = [
-            parameters[info.name] for path in group["params"] for info in layout.by_path[path] if info.name in parameters
+            parameters[info.name]
+            for path in group["params"]
+            for info in layout.by_path[path]
+            if info.name in parameters
         ]
         here.append({**group, "params": [parameter for parameter in held if parameter.requires_grad]})
     return here

@@ -5,18 +5,19 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from itertools import groupby
 from typing import Literal
 
 import torch
 from torch import nn
 
-from ..config.method import Masking
+from ..config.method import Masking, PathsSection
 from ..config.schema import Config
 from ..distributed.mesh import Holders, Mesh
 from ..distributed.tensor_parallel import parameter_cuts
 from ..errors import ConfigError, ModelError
 from ..model_interface import check_hooks, get_unit_patterns
-from ..module_paths import parents
+from ..module_paths import match_patterns, parents
 from .placement import Bucket, Placement, Refresh, plan_buckets
 from .policies import make_placement, warn_of_large_share, warn_of_left_out
 from .requirements import require_a_block_in_each_group, require_even, require_inside, require_whole_tensors_if_random
@@ -45,6 +46,8 @@ class Layout:
         branch_scale: when units are scaled. Only forward masking scales them.
         not_units: blocks that "auto" found and left out, because no group could skip them → the
             reason.
+        paths: number of paths. Group g trains path g mod ``paths``. A path has a tensor
+            ``paths.P.NAME`` of its own at NAME in the module, or shares the tensor NAME.
     """
 
     mesh: Mesh
@@ -57,6 +60,7 @@ class Layout:
     keeps_frozen: bool = False
     branch_scale: Literal["none", "train", "eval"] = "none"
     not_units: dict[str, str] = field(default_factory=dict)
+    paths: int = 1
 
     @classmethod
     def of(cls, model: nn.Module, config: Config, mesh: Mesh) -> Layout:
@@ -71,12 +75,12 @@ class Layout:
             blocks = tuple(unit.name for unit in _units_if_any(model))
             require_inside(units, blocks)
         else:
-            required = mesh.sdp > 1 or explicit or section.units != "auto"
+            required = (mesh.sdp > 1 and section.paths is None) or explicit or section.units != "auto"
             units = find_units(model, section.units, explicit) if required else _units_if_any(model)
-            if mesh.sdp > 1 and "forward" in section.maskings and guessed:
+            if mesh.sdp > 1 and "forward" in section.maskings and guessed and section.paths is None:
                 not_units = find_unskippable(model, [unit.name for unit in units])
                 units = _without(units, not_units)
-            if mesh.sdp > 1 and not units:
+            if mesh.sdp > 1 and not units and section.paths is None:
                 raise ConfigError("sdp.units: [] leaves groups nothing to hold a part of; name modules, or remove it")
             blocks = tuple(unit.name for unit in units)
         placement = make_placement(section, units)
@@ -108,7 +112,59 @@ class Layout:
         parameters = _with_slices(parameters, units, placement)
         keeps_frozen = "backward" in section.maskings
         scale = section.branch_scale
-        return cls(mesh, tuple(units), placement, parameters, buffers, aliases, blocks, keeps_frozen, scale, not_units)
+        layout = cls(
+            mesh, tuple(units), placement, parameters, buffers, aliases, blocks, keeps_frozen, scale, not_units
+        )
+        return layout if section.paths is None else layout._with_paths(section.paths)
+
+    def _with_paths(self, section: PathsSection) -> Layout:
+        """Return the layout of several paths, of which this one is the only one.
+
+        Raises:
+            ModelError: a pattern matches no unit, or a unit has a tensor under two names.
+        """
+        count = section.count
+        units = {unit.name: unit for unit in self.units}
+        own = match_patterns(units, section.own, "sdp.paths.own") if section.own else set[str]()
+        tied = next((pair for pair in self.aliases.items() if self.parameters[pair[1]].unit in own), None)
+        if tied is not None:
+            raise ModelError(f"sdp.paths.own: {tied[0]!r} is tied to {tied[1]!r} inside a unit; leave that unit out")
+        if count == 1:
+            return self
+        of_paths = [(f"paths.{path}.", tuple(range(path, self.mesh.sdp, count))) for path in range(count)]
+        shared = [("", self.everyone)]
+        found = [
+            (replace(unit, name=prefix + unit.name, slices=_prefixed(unit.slices, prefix), prefix=prefix), holders)
+            for unit in self.units
+            for prefix, holders in (of_paths if unit.name in own else shared)
+        ]
+
+        def tensors(table: Mapping[str, TensorInfo]) -> dict[str, TensorInfo]:
+            several = {}
+            for unit, infos in groupby(table.values(), lambda info: info.unit):
+                members = list(infos)
+                for prefix, holders in of_paths if unit in own else ():
+                    for info in members:
+                        name = prefix + info.name
+                        several[name] = replace(info, name=name, unit=prefix + unit, holders=holders, prefix=prefix)
+                several |= {info.name: info for info in members if unit not in own}
+            return several
+
+        flops = tuple(unit.flops for unit, _ in found) if self.placement.flops else ()
+        return replace(
+            self,
+            units=tuple(replace(unit, index=index) for index, (unit, _) in enumerate(found)),
+            placement=Placement(
+                self.mesh.sdp,
+                tuple(unit.name for unit, _ in found),
+                tuple(holders for _, holders in found),
+                tuple(unit.numel for unit, _ in found),
+                flops,
+            ),
+            parameters=tensors(self.parameters),
+            buffers=tensors(self.buffers),
+            paths=count,
+        )
 
     @property
     def masking(self) -> Masking:
@@ -153,6 +209,10 @@ class Layout:
     @property
     def everyone(self) -> Holders:
         return tuple(range(self.mesh.sdp))
+
+    def path_of(self, group: int) -> int:
+        """Return the path that ``group`` trains."""
+        return group % self.paths
 
     def held(self, group: int) -> Iterator[TensorInfo]:
         """Yield the parameters that ``group`` trains."""
@@ -218,8 +278,10 @@ class Layout:
 
     def warnings(self) -> list[str]:
         """Return warnings: blocks that all groups share, and a group that holds most of the
-        model.
+        model. Paths share what the configuration says, so nothing is a surprise.
         """
+        if self.paths > 1:
+            return []
         numels = {name: slices[0].full_shape.numel() for name, slices in self.wholes.items()}
         return warn_of_left_out(self.not_units) + warn_of_large_share(numels, self.units, self.placement)
 
@@ -303,6 +365,10 @@ def _with_slices(
                 info, name=key, shape=shape, unit=unit.name, holders=placement.holders[unit.index], cut=cut
             )
     return table
+
+
+def _prefixed(slices: Sequence[Slice], prefix: str) -> tuple[Slice, ...]:
+    return tuple(replace(part, parameter=prefix + part.parameter) for part in slices)
 
 
 def _without(units: Sequence[Unit], names: Mapping[str, str]) -> list[Unit]:

@@ -63,8 +63,11 @@ def _require_connected(named: Placement) -> None:
 def warnings_of(section: SDPSection, placement: Placement) -> list[str]:
     """Return what a user should know about the placement that was made.
 
-    This includes a warning if a policy looks only at the number of units, not at their sizes.
+    This includes a warning if a policy looks only at the number of units, not at their sizes. Paths
+    place units as the configuration says.
     """
+    if section.paths is not None:
+        return []
     held = [placement.held_fraction(group) for group in range(placement.groups)]
     uneven = max(held) > 2 * min(held) or placement.imbalance > 1.1
     if section.placement != "cyclic" or len(set(placement.costs)) == 1 or not uneven:

@@ -81,7 +81,7 @@ class TensorInfo:
 
     @property
     def path(self) -> str:
-        """The path in the uncut module of the parameter or buffer that this is, or is a slice of."""
+        """The path in the uncut module of the tensor that this is, or is a slice of."""
         return self.canonical.removeprefix(self.prefix)
 
     @property

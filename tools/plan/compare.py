@@ -124,7 +124,7 @@ def _with_groups(config: Config, machine: Machine, world: int) -> tuple[Config, 
     A dense configuration gets a group for each node, or on one node for each rank.
     """
     sdp, nodes = config.sdp, len(machine.slots)
-    if sdp.groups > 1 and sdp.capacity != 1.0:
+    if (sdp.groups > 1 and sdp.capacity != 1.0) or sdp.paths is not None:
         return config, []
     of_ranks = max(1, world // config.tensor_parallel.autotp_size)
     groups = sdp.groups if sdp.groups > 1 else (nodes if nodes > 1 and world % nodes == 0 else of_ranks)
@@ -145,14 +145,20 @@ def _ways(config: Config) -> dict[str, Config]:
     }  # fmt: skip
     if groups > 1:
         diloco = dense_config(config, groups, stage)
-        ways |= {
-            SMALLER: config,
-            "DiLoCo": _with_sdp(diloco, sync=sync),
-            "SDP, forward": _with_sdp(config, masking="forward", sync=None),
-            "SDP, backward": _with_sdp(config, masking="backward", sync=None),
-            # Local steps refuse rates by holders.
-            f"SDP, {masking}, local steps": _with_sdp(config, masking=masking, sync=sync, lr_scale="none"),
-        }
+        ways |= {SMALLER: config, "DiLoCo": _with_sdp(diloco, sync=sync)}
+        ways |= (
+            {
+                "paths": _with_sdp(config, sync=None),
+                "paths, local steps": _with_sdp(config, sync=sync, lr_scale="none"),
+            }
+            if config.sdp.paths is not None
+            else {
+                "SDP, forward": _with_sdp(config, masking="forward", sync=None),
+                "SDP, backward": _with_sdp(config, masking="backward", sync=None),
+                # Local steps refuse rates by holders.
+                f"SDP, {masking}, local steps": _with_sdp(config, masking=masking, sync=sync, lr_scale="none"),
+            }
+        )
     return ways
 
 

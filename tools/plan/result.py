@@ -107,8 +107,8 @@ class Forecast:
 
     @property
     def parameters(self) -> int:
-        """Number of parameters of the full model."""
-        return sum(info.numel for info in self.layout.parameters.values())
+        """Number of parameters of the full model, or of one path."""
+        return sum(info.numel for info in self.layout.parameters_at(0).values())
 
     @property
     def worst(self) -> GroupForecast:

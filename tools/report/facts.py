@@ -200,7 +200,10 @@ def _layout(run: Run) -> str:
         "fsdp": layout.get("fsdp"),
         "tp": layout.get("tp", 1),
     }
-    return " × ".join(f"{axis} {degree}" for axis, degree in degrees.items() if degree and (degree > 1 or axis != "tp"))
+    sizes = " × ".join(
+        f"{axis} {degree}" for axis, degree in degrees.items() if degree and (degree > 1 or axis != "tp")
+    )
+    return f"{sizes}, {layout['paths']} paths" if layout.get("paths", 1) > 1 else sizes
 
 
 def _capacity(run: Run) -> float | None:

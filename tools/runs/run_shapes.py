@@ -100,6 +100,7 @@ class _Layout(_Shape):
     sdp: Count = 1
     fsdp: Count | None = None
     tp: Count = 1
+    paths: Count = 1
 
 
 class _HeldOut(_Shape):

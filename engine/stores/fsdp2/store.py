@@ -334,7 +334,7 @@ class Fsdp2Store:
     def enter_phase(self, layout: Layout) -> None:
         self.reshard()
         self.layout, group = layout, self.context.at.sdp
-        held = {unit.name for unit in layout.units if layout.placement.holds(group, unit.index)}
+        held = {unit.path for unit in layout.units if layout.placement.holds(group, unit.index)}
         names = [name for name in layout.blocks if name not in held]
         modes = {path: module.training for path, module in with_skeletons(self.module)}
         buffers, rebuilt = dict(self.module.named_buffers()), self._rebuild(layout)

@@ -57,12 +57,11 @@ class Evaluator:
         self._beat.at(engine.global_steps, EVALUATION, engine.config.training.start_timeout)
         own = engine.evaluate_subnetworks(batches)
         with self.recalibrated():
-            loss = engine.evaluate(batches)
+            loss = self._loss(batches)
             measures = {
-                name: engine.evaluate([{**batch, "measure": name} for batch in batches])
-                for name in self._corpus.measures
+                name: self._loss([{**batch, "measure": name} for batch in batches]) for name in self._corpus.measures
             }
-            by_source = {name: engine.evaluate(part) for name, part in sources.items()}
+            by_source = {name: self._loss(part) for name, part in sources.items()}
             scores = self._run_tasks() if self._tasks_are_due(engine.global_steps, is_last=is_last) else {}
         measures = measures or {"perplexity": math.exp(min(loss, 700.0))}
         if by_source:
@@ -70,6 +69,11 @@ class Evaluator:
         if scores:
             measures = {**measures, "tasks": scores}
         return {"loss": loss, **measures, "subnetwork_losses": own, "seconds": time.perf_counter() - started}
+
+    def _loss(self, batches: list[Any]) -> float:
+        """Return the loss of the full model. With ``sdp.paths``, each path runs its own."""
+        path = self._engine.layout.path_of(self._engine.store.context.at.sdp)
+        return self._engine.evaluate(batches, paths=[path] * len(batches))
 
     def _run_tasks(self) -> Scores:
         """Return the scores of all tasks on rank 0, and nothing on other ranks. Collective."""

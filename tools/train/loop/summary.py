@@ -83,8 +83,8 @@ def run_summary(
     """Collect the content of summary.json. For the arguments see :func:`write_summary`."""
     layout, config = engine.layout, engine.config
     run = read_run(dump_dir)
-    parameters = sum(info.numel for info in layout.parameters.values())
-    trained = sum(info.numel for info in layout.parameters.values() if info.trainable)
+    of_model = layout.parameters_at(0).values()  # of one path
+    parameters, trained = sum(info.numel for info in of_model), sum(info.numel for info in of_model if info.trainable)
     settled = (line.get("tokens_per_second") for line in run.metrics if line["step"] > WARM_UP_STEPS)
     speeds = [speed for speed in settled if speed is not None]
     held = [layout.placement.held_fraction(group) for group in range(layout.mesh.sdp)] if layout.units else [1.0]
@@ -105,6 +105,7 @@ def run_summary(
             "engine": config.sdp.engine,
             "capacity": sum(held) / len(held),
             "units": len(layout.units),
+            "paths": layout.paths,
         },
         "held_out": {"before": losses[0] if losses else None, "after": losses[-1] if losses else None} | accuracy,
         "corpus": {"sha256": corpus.sha256, "path": str(corpus.path)},
@@ -114,9 +115,7 @@ def run_summary(
             "parameters": 4 * parameters,
             "gradients": 4 * trained,
             "optimizer": sum(
-                state_bytes(engine.optimizer, layout, info, info.numel)
-                for info in layout.parameters.values()
-                if info.trainable
+                state_bytes(engine.optimizer, layout, info, info.numel) for info in of_model if info.trainable
             ),
         },
         "ddp_comm_bytes_per_step": data_parallel_traffic(layout).total(),

@@ -125,7 +125,7 @@ class TrainingRun:
         if self.files is None:
             return
         engine, config = self.engine, self.config
-        parameters = sum(info.numel for info in engine.layout.parameters.values())
+        parameters = sum(info.numel for info in engine.layout.parameters_at(0).values())
         log.info(
             "model: %s, %.2f M parameters; data: %s", config.model["name"], parameters / 1e6, self.corpus.description
         )
