@@ -142,6 +142,7 @@ _INTRODUCTIONS = {
     "sdp": "Which group of ranks holds which part of the model.\n\n",
     "sdp.masking": "One phase of a masking schedule. [Concepts](concepts.md#a-masking-schedule) has an example.\n\n",
     "sdp.sync": "Local steps. [Slow links](slow_links.md) says when to use them.\n\n",
+    "sdp.paths": "Models that share some units. [Paths](paths.md) has an example.\n\n",
     "zero_optimization": "How a group shards its state among its own ranks.\n\n",
     "data": "What to train on. [Data](data.md) and [Images](images.md) have examples.\n\n",
     "training": "Length of the run, evaluation, checkpoints and time limits. `sdp train` reads them.\n\n",

@@ -53,6 +53,7 @@ class Case:
     branch_scale: Literal["none", "train", "eval"] = "none"
     sync: str = ""  # local steps: the section as JSON
     lr_scale: str = "none"  # rates by holders: as JSON, or "auto"
+    paths: str = ""  # the number of paths, and the indices of the blocks of which each has its own: "2: 1 3"
 
     @property
     def data_ranks(self) -> int:
@@ -70,6 +71,7 @@ class Case:
         parts += [f"scale-{self.branch_scale}"] * (self.branch_scale != "none")
         parts += [f"rates-{self.lr_scale}"] * (self.lr_scale != "none")
         parts += [re.sub(r"[^\w.]+", "-", self.sync).strip("-")] * bool(self.sync)
+        parts += ["paths-" + re.sub(r"\W+", "-", self.paths).strip("-")] * bool(self.paths)
         return "-".join(parts)
 
     def config(self, engine: str = "fsdp2", **sections: Any) -> dict[str, Any]:
@@ -100,6 +102,7 @@ class Case:
                 "masking": self.masking if self.masking.isalpha() else json.loads(self.masking),
                 "branch_scale": self.branch_scale, **self._placement(), **self._neurons(),
                 **({"sync": json.loads(self.sync)} if self.sync else {}),
+                **({"paths": self._paths()} if self.paths else {}),
                 "lr_scale": self.lr_scale if self.lr_scale in ("none", "auto") else json.loads(self.lr_scale)},
             **sections,
         }  # fmt: skip
@@ -120,8 +123,13 @@ class Case:
             section["placement"] = {name: holders[index % len(holders)] for index, name in enumerate(units)}
         return section
 
+    def _paths(self) -> dict[str, Any]:
+        count, _, own = self.paths.partition(":")
+        names = [f"{'model.' if 'llama' in self.model else ''}{name}" for name in models.unit_names(self.model)]
+        return {"count": int(count), "own": [names[int(index)] for index in own.split()]}
+
     def _placement(self) -> dict[str, Any]:
-        if self.placement == "full" or self.groups == 1:
+        if self.placement == "full" or self.groups == 1 or self.paths:
             return {"capacity": 1.0}
         if self.placement == "cyclic":
             return {"capacity": 0.5, "profile": "uniform"}
@@ -300,6 +308,7 @@ def oracle_for(model: torch.nn.Module, settings: dict[str, Any], data_ranks: int
         "dtype": getattr(torch, config.precision),
         "sync": settings["sdp"].get("sync"),
         "rate_factor": lambda piece: 1.0 if piece.unit == "shared" else (len(piece.holders) / mean) ** exponent,
+        "place_of": lambda name: re.sub(r"^paths\.\d+\.", "", name),
     }
     return Oracle(model, layout, **from_settings | arguments)
 

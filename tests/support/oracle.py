@@ -249,7 +249,7 @@ class Oracle:
     def evaluate(self, batch: Any, group: int | None = None) -> float:
         """The loss of the full model, or of the subnetwork of a group."""
         of = None if group is None else self.groups[group]
-        buffers = self._full_buffers()
+        buffers = self._full_buffers(group)
         if group is not None and self.outer is not None:  # in a round the group has statistics of its own
             ranks = range(group * self.size, (group + 1) * self.size)
             whole = {piece.place: replace(piece, dim=None) for piece in self.buffer_pieces}
@@ -325,8 +325,13 @@ class Oracle:
 
     # -- running statistics ------------------------------------------------------------------------
 
-    def _full_buffers(self) -> Tensors:
-        return {piece.place: self.full[piece.canonical].clone() for piece in self.buffer_pieces}
+    def _full_buffers(self, group: int | None = None) -> Tensors:
+        """The buffers by path: at one path, a group has the buffer that it holds."""
+        chosen: dict[str, Piece] = {}
+        for piece in self.buffer_pieces:
+            if piece.place not in chosen or group in piece.holders:
+                chosen[piece.place] = piece
+        return {place: self.full[piece.canonical].clone() for place, piece in chosen.items()}
 
     def _mean_buffer(self, piece: Piece, ranks: Sequence[int]) -> Tensor:
         first, *others = (piece.of(self.buffers[rank][piece.place]) for rank in ranks)
@@ -338,7 +343,10 @@ class Oracle:
         for piece in pieces:
             ranks = [holder * self.size + rank for holder in piece.holders for rank in range(self.size)]
             mean = self._mean_buffer(piece, ranks)
-            for tensor in (self.full[piece.canonical], *(buffers[piece.place] for buffers in self.buffers)):
+            others = [one for one in self.buffer_pieces if (one.place, one.first) == (piece.place, piece.first)]
+            elsewhere = {group for one in others for group in one.holders} - {*piece.holders}
+            takers = [buffers for rank, buffers in enumerate(self.buffers) if rank // self.size not in elsewhere]
+            for tensor in (self.full[piece.canonical], *(buffers[piece.place] for buffers in takers)):
                 piece.of(tensor).copy_(mean)
 
     # -- local steps -------------------------------------------------------------------------------
@@ -368,13 +376,12 @@ class Oracle:
         return Step(loss, sum(norms) / len(norms) if norms else math.nan, len(self.groups) - len(norms))
 
     def _fragment(self, piece: Piece) -> int:
-        """Unit i is in fragment i mod P, a group of neurons in that of its block, the rest in 0."""
+        """Block i is in fragment i mod P with all of its units, the rest in 0."""
         assert self.sync is not None
         unit = next((unit for unit in self.layout.units if unit.name == piece.unit), None)
         if unit is None:
             return 0
-        index = unit.index if unit.is_block else self.layout.blocks.index(self.layout.block_of(unit))
-        return index % self.sync["fragments"]
+        return self.layout.blocks.index(self.layout.block_of(unit)) % self.sync["fragments"]
 
     @torch.no_grad()
     def _start_average(self, fragment: int, due: int) -> None:
