@@ -42,7 +42,7 @@ CASES = [
     Case(2, 2, 1, paths="2: 0", optimizer="adamw", clip=True),
     Case(4, 1, 2, paths="4: 3", bf16=False, model="llama"),
     Case(2, 1, tp=2, paths="2: 2 3", model="even-llama-tied-meta", clip=True, checkpointing="full"),
-    Case(4, 1, paths="2: 1 4", model="resnet-meta"),
+    Case(2, 1, paths="2: 1 4", model="resnet-meta"),
 ]
 LOCAL = [
     Case(4, 1, steps=5, paths="2: 1 2", sync='{"every": 4, "fragments": 2, "overlap": 1}', optimizer="adamw"),
@@ -170,7 +170,7 @@ def evaluate(case: Case) -> tuple[float, float, list[float]]:
     [
         Case(4, 1, paths="2: 1 3", optimizer="adamw"),
         Case(2, 2, 3, paths="2: 2 3", model="llama-meta"),
-        Case(2, 1, tp=2, paths="2: 2 3", model="even-llama-tied-meta", sync='{"every": 4}'),
+        Case(2, 1, tp=2, paths="2: 2 3", model="even-llama-tied-meta", sync='{"every": 1}'),
     ],
     ids=str,
 )
