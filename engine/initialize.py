@@ -32,7 +32,7 @@ from .errors import ConfigError, ModelError
 from .full_model.whole_copy import UncutModel
 from .optim.muon import arrange as arrange_muon
 from .optim.optimizers import check_optimizer, make_optimizer, with_torch_kernels
-from .optim.param_groups import freeze_others, groups_here, named_groups
+from .optim.param_groups import freeze_others, groups_here, named_groups, without_decay
 from .optim.schedules import check_steps, scheduler_of
 from .optim.script_optimizers import needs_whole_matrices
 from .placement.layout import Layout
@@ -237,6 +237,8 @@ def initialize(
     batch = BatchSize.resolve(settings, mesh)
     names = {id(parameter): name for name, parameter in model.named_parameters()}
     param_groups, grouped = named_groups(model_parameters, optimizer, names)
+    if optimizer is None and settings.optimizer is not None:
+        param_groups = without_decay(param_groups, model, settings.optimizer.params.get("no_decay", ()))
     freeze_others(model, param_groups)
     if not any(parameter.requires_grad for parameter in model.parameters()):
         raise ModelError(

@@ -38,7 +38,8 @@ class AdamParams(Section):
 
     ``weight_decay`` is 0 by default, as in DeepSpeed's own kernels. (torch's AdamW would use 0.01.)
     ``adam_w_mode`` means decoupled weight decay. It is the default, also for "Adam".
-    ``torch_adam`` is accepted but has no effect, because torch's Adam is used anyway.
+    ``torch_adam`` is accepted but has no effect, because torch's Adam is used anyway. ``no_decay``
+    names parameters without weight decay: "norms", "biases", "embeddings", or patterns of names.
     """
 
     lr: NonNegative = 1e-3
@@ -49,16 +50,18 @@ class AdamParams(Section):
     torch_adam: bool = False
     bias_correction: Literal[True] = True
     amsgrad: Literal[False] = False
+    no_decay: Sequence[str] = ()
 
 
 class SGDParams(Section):
-    """``optimizer.params`` of SGD (torch's names)."""
+    """``optimizer.params`` of SGD (torch's names), and ``no_decay`` as for AdamW."""
 
     lr: NonNegative = 1e-3
     momentum: NonNegative = 0.0
     dampening: NonNegative = 0.0
     weight_decay: NonNegative = 0.0
     nesterov: bool = False
+    no_decay: Sequence[str] = ()
 
 
 class MuonParams(Section):

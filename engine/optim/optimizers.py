@@ -300,5 +300,5 @@ def _build_sgd(
     settings = parse_section(SGDParams, params, "optimizer.params")
     if settings.nesterov and (settings.momentum == 0 or settings.dampening != 0):
         raise ConfigError("optimizer.params.nesterov: needs momentum above 0 and dampening 0")
-    optimizer = torch.optim.SGD(parameters, **settings.model_dump(), foreach=True)
+    optimizer = torch.optim.SGD(parameters, **settings.model_dump(exclude={"no_decay"}), foreach=True)
     return optimizer, f"{name}: torch.optim.SGD, foreach, because torch's fused SGD does not take sharded parameters"

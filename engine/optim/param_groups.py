@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fnmatch
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
@@ -9,7 +10,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from ..errors import ConfigError
+from ..errors import ConfigError, quote
 from ..placement.layout import Layout
 
 Parameters = Iterable[nn.Parameter] | Iterable[dict[str, Any]]
@@ -59,6 +60,48 @@ def named_groups(
         options = {key: value for key, value in group.items() if key != "param_names"}
         param_groups.append({**options, "params": [names[id(p)] for p in parameters]})
     return param_groups, grouped
+
+
+def without_decay(
+    param_groups: list[dict[str, Any]], model: nn.Module, patterns: Sequence[str]
+) -> list[dict[str, Any]]:
+    """Return the groups with those parameters split off that ``patterns`` exempts from decay.
+
+    Args:
+        param_groups: Groups that list canonical names, with options of the user's.
+        model: The uncut model.
+        patterns: "norms" (all of a module whose class has Norm in its name), "biases" (names that
+            end in bias), "embeddings" (all of torch's Embedding), or patterns of names with ``*``.
+
+    Raises:
+        ConfigError: A pattern fits no parameter.
+    """
+    if not patterns:
+        return param_groups
+    kinds: dict[str, set[str]] = {"norms": set(), "biases": set(), "embeddings": set()}
+    canonical = {id(parameter): name for name, parameter in model.named_parameters()}
+    for module in model.modules():
+        own = {canonical[id(parameter)] for parameter in module.parameters(recurse=False)}
+        if "norm" in type(module).__name__.lower():
+            kinds["norms"] |= own
+        if isinstance(module, nn.Embedding):
+            kinds["embeddings"] |= own
+    kinds["biases"] = {name for name in canonical.values() if name.rpartition(".")[2] == "bias"}
+    exempt: set[str] = set()
+    for pattern in patterns:
+        found = kinds.get(pattern, set()) or set(fnmatch.filter(canonical.values(), pattern))
+        if not found:
+            raise ConfigError(
+                f"optimizer.params.no_decay: {quote(pattern)} fits no parameter; name norms, biases, embeddings, or a "
+                "pattern such as model.layers.*.norm.weight"
+            )
+        exempt |= found
+    split = []
+    for group in param_groups:
+        decayed = [name for name in group["params"] if name not in exempt]
+        rest = [name for name in group["params"] if name in exempt]
+        split += [{**group, "params": decayed}, {**group, "params": rest, "weight_decay": 0.0}]
+    return [group for group in split if group["params"]]
 
 
 def freeze_others(model: nn.Module, param_groups: Sequence[Mapping[str, Any]]) -> None:
