@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any, cast
 
 from sdp.engine.config import deepspeed_keys, removed
-from sdp.engine.config.method import MaskingPhase, PathsSection, SyncSection
+from sdp.engine.config.method import MaskingPhase, OuterSGDParams, PathsSection, SyncSection
 from sdp.engine.config.named_params import SCHEDULES, AdamParams, MuonParams, SGDParams
 from sdp.engine.config.schema import Config, TasksSection
 from sdp.engine.config.section import Section
@@ -98,6 +98,7 @@ def config_sections() -> Iterator[tuple[str, type[Section]]]:
         if name == "sdp":
             yield "sdp.masking", MaskingPhase
             yield "sdp.sync", SyncSection
+            yield "sdp.sync.outer_optimizer.params", OuterSGDParams
             yield "sdp.paths", PathsSection
         if name == "training":
             yield "training.evaluate_tasks", TasksSection
@@ -142,6 +143,9 @@ _INTRODUCTIONS = {
     "sdp": "Which group of ranks holds which part of the model.\n\n",
     "sdp.masking": "One phase of a masking schedule. [Concepts](concepts.md#a-masking-schedule) has an example.\n\n",
     "sdp.sync": "Local steps. [Slow links](slow_links.md) says when to use them.\n\n",
+    "sdp.sync.outer_optimizer.params": "The `outer_optimizer` moves the anchors by the mean change of the holders:\n"
+    '`{"type": "SGD", "params": {…}}`. If it is not given, `lr` is 0.7, with Nesterov momentum 0.9, as in DiLoCo.\n'
+    "With `lr` 1 and without momentum, it is plain averaging.\n\n",
     "sdp.paths": "Models that share some units. [Paths](paths.md) has an example.\n\n",
     "zero_optimization": "How a group shards its state among its own ranks.\n\n",
     "data": "What to train on. [Data](data.md) and [Images](images.md) have examples.\n\n",

@@ -442,9 +442,9 @@ def _settings(args: Any, config: Any) -> Config:
 
 def _settings_of_all(config: Config) -> dict[str, Any]:
     """The settings that all ranks must agree on. Each rank may have its own paths and outputs."""
-    own = {"data", "tensorboard", "csv_monitor", "wandb", "env", "steps_per_print", "wall_clock_breakdown"}
+    own = {"data", "tensorboard", "wandb", "env", "steps_per_print", "wall_clock_breakdown"}
     settings = config.model_dump(mode="json", exclude=own)
-    for key in ("init_from", "keep", "start_timeout", "step_timeout", "save_timeout"):
+    for key in ("init_from", "keep", "start_timeout", "step_timeout"):
         del settings["training"][key]
     ours = settings["zero_optimization"]
     theirs = config.deepspeed.get("zero_optimization", {})

@@ -59,12 +59,14 @@ class EvaluateOptions:
         batches: held-out batches per data rank, None for as many as the run itself read.
         json: print one line of JSON.
         tasks: tasks of lm-evaluation-harness, None for none.
+        num_fewshot: examples in a prompt, None for those of the task.
     """
 
     choice: CheckpointChoice
     batches: int | None = None
     json: bool = False
     tasks: TasksSection | None = None
+    num_fewshot: int | None = None
 
     @classmethod
     def from_args(cls, args: argparse.Namespace) -> EvaluateOptions:
@@ -76,13 +78,14 @@ class EvaluateOptions:
             wanted = {
                 "tasks": [name for name in args.tasks.split(",") if name],
                 "limit": args.limit,
-                "num_fewshot": args.num_fewshot,
                 "include_path": args.include_path,
             }
             tasks = parse_section(TasksSection, wanted, "--tasks")
         elif any(value is not None for value in (args.limit, args.num_fewshot, args.include_path)):
             raise ConfigError("--limit, --num-fewshot and --include-path are for tasks; name some with --tasks")
-        return cls(CheckpointChoice.from_args(args), args.batches, args.json, tasks)
+        if args.num_fewshot is not None and args.num_fewshot < 0:
+            raise ConfigError(f"--num-fewshot {args.num_fewshot}: a number of examples is 0 or more")
+        return cls(CheckpointChoice.from_args(args), args.batches, args.json, tasks, args.num_fewshot)
 
 
 @dataclass(frozen=True)
@@ -143,7 +146,7 @@ def run(args: argparse.Namespace) -> int:
     Raises an SDPError if the checkpoint or the data cannot be read.
     """
     options = EvaluateOptions.from_args(args)
-    tasks = LoadedTasks.load(options.tasks, "--tasks") if options.tasks is not None else None
+    tasks = LoadedTasks.load(options.tasks, "--tasks", options.num_fewshot) if options.tasks else None
     result = saved_run.use(options.choice, lambda saved: evaluate(saved, options.batches, tasks), _IN_ONE_PROCESS)
     print(as_json(result) if options.json else escape(_table(result)))
     return 0

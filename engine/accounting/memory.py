@@ -7,10 +7,9 @@ from __future__ import annotations
 
 import resource
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch.optim import Optimizer
@@ -21,8 +20,6 @@ from ..placement.layout import Layout
 from ..placement.tensor_info import TensorInfo
 
 # Tensors of a parameter's size that each optimizer keeps, in float32.
-# Those of an outer optimizer depend on its parameters.
-OUTER_TENSORS: dict[str, Callable[[Any], int]] = {"SGD": lambda params: int(params.momentum > 0), "AdamW": lambda _: 2}
 STATE_TENSORS = {"AdamW": 2, "Adam": 2, "ApexFusedAdam": 2}
 
 
@@ -97,7 +94,7 @@ def predict_outer_bytes(sync: SyncSection, trained: Sequence[tuple[TensorInfo, i
     everything = sum(numel for _, numel in trained)
     slices = sum(numel for info, numel in trained if len(info.holders) == 1 and info.cut is not None)
     stepped = everything if sync.single_holder == "outer" else shared + slices
-    states = OUTER_TENSORS[sync.outer_optimizer.type](sync.outer_optimizer.params)
+    states = int(sync.outer_optimizer.params.momentum > 0)
     return 4 * (everything + states * stepped + (shared if sync.compression == "int8" else 0))
 
 

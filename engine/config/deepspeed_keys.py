@@ -59,7 +59,7 @@ HINTS = _OF_NO_ENGINE | frozenset(
     zero_optimization.override_module_apply zero_optimization.log_trace_cache_warnings
     zero_optimization.enable_sanity_checks zero_optimization.leaf_module zero_optimization.compute_grad_norm
     zero_optimization.save_muon_momentum_buffer_in_memory
-    fp16.fp16_master_weights_and_grads
+    fp16.fp16_master_weights_and_grads fp16.auto_cast
     bf16.check_grad_overflow bf16.immediate_grad_update bf16.bf16_master_weights_and_grads bf16.bf16_optimizer_states
     torch_autocast.lower_precision_safe_modules tensor_parallel.tp_overlap_comm tensor_parallel.keep_module_on_host
     activation_checkpointing.contiguous_memory_optimization activation_checkpointing.synchronize_checkpoint_boundary
@@ -71,8 +71,8 @@ HINTS = _OF_NO_ENGINE | frozenset(
 HINTS |= {
     f"zero_optimization.{section}.{key}"
     for section in ("offload_optimizer", "offload_param")
-    for key in "nvme_path buffer_count buffer_size max_in_cpu pipeline pipeline_read pipeline_write fast_init ratio "
-    "super_offload cpuadam_cores_perc".split()
+    for key in "pin_memory nvme_path buffer_count buffer_size max_in_cpu pipeline pipeline_read pipeline_write "
+    "fast_init ratio super_offload cpuadam_cores_perc".split()
 }
 
 # Sections that have no effect here, whatever is in them: by section, the reason, which is logged.
@@ -99,7 +99,7 @@ IGNORED_BY_DEEPSPEED: dict[str, str] = {
     "min_lr": "DeepSpeed ignores it; the schedule has its rates in scheduler.params",
     "log": "DeepSpeed ignores it; steps_per_print is a key of the top level",
     "comms_config": "DeepSpeed ignores it; comms_logger counts messages",
-    "monitor_config": "DeepSpeed ignores it; tensorboard, csv_monitor and wandb are keys of the top level",
+    "monitor_config": "DeepSpeed ignores it; tensorboard and wandb are keys of the top level",
 }
 
 CURRICULUM = "data_efficiency.data_sampling.curriculum_learning.enabled"
@@ -133,13 +133,15 @@ REFUSED: dict[str, tuple[tuple[Any, ...], str]] = {
     ),
     "eigenvalue.enabled": ((False,), _COMPRESSION),
     "nebula.enabled": ((False,), f"{_OWN_FORMAT}, and DeepSpeed has removed it"),
-    "comet.enabled": ((False,), "tensorboard, csv_monitor and wandb are supported"),
+    "comet.enabled": ((False,), "tensorboard and wandb are supported"),
     "expert_parallel.enabled": (
         (False,),
         "DeepSpeed's MoE layers are not supported; experts of the model itself train as other blocks do",
     ),
     "bf16.enable": ((False,), _MISSPELT),
     "fp16.enable": ((False,), _MISSPELT),
+    "fp16.consecutive_hysteresis": ((False,), "the count of overflows starts again when the scale grows"),
+    "csv_monitor.enabled": ((False,), "tensorboard and wandb are supported, and metrics.jsonl of a run has the values"),
     "quantize_training": (({}, None), _COMPRESSION),
     "communication_data_type": ((None, "fp32"), _FLOAT32),
     "data_types.grad_accum_dtype": ((None, "fp32"), _FLOAT32),
@@ -173,7 +175,6 @@ REFUSED: dict[str, tuple[tuple[Any, ...], str]] = {
 
 # The settings for which the DeepSpeed engine differs, with the values that it allows.
 HONOURED_BY_DEEPSPEED: dict[str, tuple[Any, ...]] = {
-    "fp16.auto_cast": (False,),
     "torch_autocast.enabled": (False,),
     "zero_optimization.offload_param.device": ("none", None),
 }

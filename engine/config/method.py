@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import BeforeValidator, Discriminator, Field, Tag, model_validator
+from pydantic import BeforeValidator, Field, model_validator
 
 from ..errors import ConfigError, shorten
 from .section import Beta, NonNegative, NonNegativeInt, PositiveInt, RankCount, Section
@@ -157,7 +157,6 @@ class OuterSGDParams(Section):
     lr: NonNegative = 0.7
     momentum: Beta = 0.0
     nesterov: bool = False
-    weight_decay: NonNegative = 0.0
 
     @model_validator(mode="after")
     def _nesterov_needs_momentum(self) -> Self:
@@ -169,37 +168,11 @@ class OuterSGDParams(Section):
 DILOCO = OuterSGDParams(lr=0.7, momentum=0.9, nesterov=True)
 
 
-class OuterAdamWParams(Section):
-    """Parameters of the outer AdamW, as in torch."""
-
-    lr: NonNegative = 0.001
-    betas: list[Beta] = Field(default=[0.9, 0.999], min_length=2, max_length=2)
-    eps: NonNegative = 1e-8
-    weight_decay: NonNegative = 0.01
-
-
 class OuterSGD(Section):
     """SGD on the anchors. The rate 1 without momentum makes the anchor the mean of the holders."""
 
     type: Literal["SGD"] = "SGD"
     params: OuterSGDParams = DILOCO
-
-
-class OuterAdamW(Section):
-    """AdamW on the anchors."""
-
-    type: Literal["AdamW"]
-    params: OuterAdamWParams = OuterAdamWParams()
-
-
-def _type_of(value: Any) -> Any:
-    return value.get("type", "SGD") if isinstance(value, dict) else getattr(value, "type", None)
-
-
-OuterOptimizer = Annotated[
-    Annotated[OuterSGD, Tag("SGD")] | Annotated[OuterAdamW, Tag("AdamW")],
-    Discriminator(_type_of, custom_error_type="outer_type", custom_error_message='Type must be "SGD" or "AdamW"'),
-]
 
 
 class SyncSection(Section):
@@ -218,7 +191,7 @@ class SyncSection(Section):
 
     every: Steps
     start_after: NonNegativeInt = 0
-    outer_optimizer: OuterOptimizer = OuterSGD()
+    outer_optimizer: OuterSGD = OuterSGD()
     single_holder: Literal["outer", "skip"] = "outer"
     fragments: Steps = 1
     overlap: NonNegativeInt = 0

@@ -95,8 +95,7 @@ class DataSection(Section):
     ``path``: the token shards. Without it, the sources of Python's standard library are prepared.
     ``document_mask``: attention does not cross the borders of documents in a sample.
     ``tokenizer`` (None: sentencepiece) and ``vocab_size`` say how. Shards at ``path`` must have
-    been prepared with the same values. ``verify``: hash the shards at the start of a run. "auto"
-    skips this if the shards are so large that hashing takes minutes.
+    been prepared with the same values.
     ``name``: "digits" comes with scikit-learn. "cifar10" and "cifar100" are read from their binary
     archive at ``path``. "folder" has one directory of images per class in ``path``, and reads
     squares of ``image_size`` pixels (224). ``augment``: crop and mirror the images at random.
@@ -110,7 +109,6 @@ class DataSection(Section):
     tokenizer: PathText | None = None
     vocab_size: Width | None = None
     num_workers: NonNegativeInt = 0
-    verify: Literal["auto", "always", "never"] = "auto"
     image_size: Pixels | None = None
     augment: bool | None = None
 
@@ -123,7 +121,6 @@ class DataSection(Section):
                 "document_mask",
                 "tokenizer",
                 "vocab_size",
-                "verify",
             ),
             ("image_size", "augment"),
         )
@@ -173,15 +170,13 @@ class TasksSection(Section):
 
     ``tasks``: names of tasks or groups, such as "hellaswag". They may compare log-likelihoods, but
     not generate text. ``every``: number of steps. 0 evaluates them after the last step only.
-    ``limit``: the first documents of each task; all by default. ``num_fewshot``: examples in a
-    prompt; by default those of the task. ``include_path``: a directory with task files of your
-    own. A task file may name Python code, which then runs.
+    ``limit``: the first documents of each task; all by default. ``include_path``: a directory with
+    task files of your own. A task file may name Python code, which then runs.
     """
 
     tasks: Annotated[list[str], Field(min_length=1)]
     every: NonNegativeInt = 0
     limit: PositiveInt | None = None
-    num_fewshot: NonNegativeInt | None = None
     include_path: PathText | None = None
 
 
@@ -191,7 +186,6 @@ class TrainingSection(Section):
     ``evaluate_every``, ``save_every``: numbers of steps. 0 evaluates only before the first step and
     after the last, and saves only when a signal ends the run.
     ``evaluate_tasks``: tasks of lm-evaluation-harness.
-    ``max_failed_saves``: how many saves in a row may fail before the run ends.
     ``max_skips``: how many steps in a row may be skipped for a gradient that is NaN or infinite.
     ``on_spike``: what happens to a step whose loss or gradient norm is a spike, before its update.
     "skip" leaves the update out. "rollback" returns to the last checkpoint, from which the run
@@ -201,24 +195,19 @@ class TrainingSection(Section):
     each by the number of labels that its loss counts, "ranks" weighs all equally, as DDP does. By
     default ``sdp train`` takes "tokens" if the data mask labels, and a script's
     ``engine.backward(loss, weight=n)`` decides.
-    ``start_timeout``: seconds for the start with the first step, or for an evaluation.
-    ``save_timeout``: seconds for a save. ``step_timeout``: seconds for a part of a later step. Any
-    collective may take the longest of the three.
+    ``start_timeout``: seconds for the start with the first step, for an evaluation or for a save.
+    ``step_timeout``: seconds for a part of a later step. Any collective may take the longer of the
+    two.
     ``init_from``: a directory with the first weights, from Hugging Face.
     ``compile``: compile the units with ``torch.compile``.
-    ``recalibrate_batches``: training batches per rank, which measure batch norm's statistics of the
-    full model before it is evaluated or saved. 0 takes the means over the holders' subnetworks.
     """
 
     steps: PositiveInt | None = None
-    tokens: PositiveInt | None = None
     evaluate_every: NonNegativeInt = 0
     evaluate_batches: PositiveInt = 8
     evaluate_tasks: TasksSection | None = None
-    recalibrate_batches: NonNegativeInt = 8
     save_every: NonNegativeInt = 0
     keep: PositiveInt = 2
-    max_failed_saves: PositiveInt = 3
     max_skips: NonNegativeInt = 10
     loss_weighting: Literal["tokens", "ranks"] | None = None
     on_spike: Literal["none", "skip", "rollback", "stop"] = "none"
@@ -227,7 +216,6 @@ class TrainingSection(Section):
     init_from: PathText | None = None
     async_save: bool = False
     start_timeout: Annotated[float, Field(gt=0)] = 1800.0
-    save_timeout: Annotated[float, Field(gt=0)] = 1800.0
     step_timeout: Annotated[float, Field(gt=0)] = 600.0
     seed: Seed = 0
     compile: bool = False
@@ -259,8 +247,7 @@ class FP16Section(Section):
 
     The loss is multiplied by ``loss_scale``, so that gradients do not underflow. 0 means a dynamic
     scale, which starts at 2 to the power ``initial_scale_power``. A step that overflows is skipped.
-    After ``hysteresis`` such steps the scale is halved, but not below ``min_loss_scale``. With
-    ``consecutive_hysteresis``, a step without an overflow starts this count again. After
+    After ``hysteresis`` such steps the scale is halved, but not below ``min_loss_scale``. After
     ``loss_scale_window`` steps without an overflow the scale is doubled.
     """
 
@@ -269,9 +256,7 @@ class FP16Section(Section):
     initial_scale_power: Annotated[int, Field(ge=0, le=64), Whole] = 16
     loss_scale_window: PositiveInt = 1000
     hysteresis: PositiveInt = 2
-    consecutive_hysteresis: bool = False
     min_loss_scale: Annotated[float, Field(gt=0)] = 1
-    auto_cast: bool = False
 
     @model_validator(mode="after")
     def _begins_above_the_minimum(self) -> Self:
@@ -286,11 +271,10 @@ class FP16Section(Section):
 class OffloadSection(Section):
     """DeepSpeed's ``offload_optimizer`` or ``offload_param``: keep a part of the state on the host.
 
-    ``pin_memory``: whether its memory is page-locked, so that copies overlap with computation.
+    On a GPU, its memory is page-locked, so that copies overlap with computation.
     """
 
     device: Literal["none", "cpu"] = "none"
-    pin_memory: bool = True
 
 
 class ZeroSection(Section):
@@ -306,11 +290,6 @@ class ZeroSection(Section):
     def offloads(self) -> bool:
         """Whether a part of the state is on the host."""
         return bool(self._on_host)
-
-    @property
-    def pins_memory(self) -> bool:
-        """Whether the state on the host is in page-locked memory."""
-        return all(section.pin_memory for section in self._on_host)
 
     @property
     def _on_host(self) -> list[OffloadSection]:
@@ -347,15 +326,6 @@ class MonitorSection(Section):
     enabled: bool = False
     output_path: PathText = ""
     job_name: str = "sdp"
-
-
-class WandbSection(Section):
-    """DeepSpeed's ``wandb`` section. It needs the package wandb."""
-
-    enabled: bool = False
-    group: str | None = None
-    team: str | None = None
-    project: str = "sdp"
 
 
 class SDPSection(Section):
@@ -428,8 +398,7 @@ class Config(Section):
     tensor_parallel: TensorParallelSection = TensorParallelSection()
     activation_checkpointing: ActivationCheckpointingSection = ActivationCheckpointingSection()
     tensorboard: MonitorSection = MonitorSection()
-    csv_monitor: MonitorSection = MonitorSection()
-    wandb: WandbSection = WandbSection()
+    wandb: Enabled = Enabled()
     sdp: SDPSection = SDPSection()
     model: dict[str, Any] = Field(default_factory=dict)
     data: DataSection = DataSection()
@@ -480,7 +449,7 @@ class Config(Section):
     def without_monitors(self) -> Config:
         """Return a copy without monitors, for a run that writes them itself."""
         off = MonitorSection()
-        return self.model_copy(update={"tensorboard": off, "csv_monitor": off, "wandb": WandbSection()})
+        return self.model_copy(update={"tensorboard": off, "wandb": Enabled()})
 
     @property
     def autos(self) -> tuple[str, ...]:

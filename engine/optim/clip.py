@@ -83,8 +83,6 @@ class LossScaler:
                 self.cur_hysteresis -= 1
             self.last_overflow_iter = self.cur_iter
         else:
-            if section.consecutive_hysteresis:
-                self.cur_hysteresis = section.hysteresis
             stable = self.cur_iter - self.last_overflow_iter - 1
             if stable > 0 and stable % section.loss_scale_window == 0:
                 self.cur_hysteresis = section.hysteresis

@@ -30,7 +30,6 @@ from typing import Any, Literal, NamedTuple, Protocol
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.optim import Optimizer
 
 from ..config.method import SyncSection
 from ..distributed.collectives import Traffic, all_gather_single
@@ -243,12 +242,6 @@ class OuterFacts(NamedTuple):
     gradient_norm: float
 
 
-def make_outer_optimizer(sync: SyncSection, anchors: Sequence[torch.Tensor]) -> Optimizer:
-    """Make the optimizer of the anchors."""
-    kind = getattr(torch.optim, sync.outer_optimizer.type)
-    return kind(list(anchors), **sync.outer_optimizer.params.model_dump())
-
-
 class OuterSteps:
     """The anchors of one rank, and the averages among the holders of its weights.
 
@@ -306,7 +299,8 @@ class OuterSteps:
                 self._buckets.setdefault(fragments[held[0]], []).append((held, bucket.holders, group))
         home = device if sync.offload == "none" else torch.device("cpu")
         self.anchors = {name: nn.Parameter(_copy(weights(name), home), requires_grad=False) for name in self._names}
-        self.optimizer = make_outer_optimizer(sync, [*self.anchors.values()] or [torch.zeros(0)])
+        params = sync.outer_optimizer.params.model_dump()
+        self.optimizer = torch.optim.SGD([*self.anchors.values()] or [torch.zeros(0)], **params)
         self.errors: dict[str, torch.Tensor] = {}
         if sync.compression == "int8":
             shared = [name for held in self._buckets.values() for names, _, group in held if group for name in names]

@@ -151,7 +151,7 @@ def _require_lengths(grid: Grid, path: Path) -> None:
     """Raise ConfigError if a column changes what a step costs, and not only how many there are."""
     for column, settings in grid.columns.items():
         for key in settings:
-            if not key.startswith(("training.steps", "training.tokens", "scheduler.")):
+            if not key.startswith(("training.steps", "scheduler.")):
                 raise ConfigError(
                     f"{path}: equal_cost: column {column} has {key}, which changes more than the length; remove "
                     "equal_cost, or make it a row"

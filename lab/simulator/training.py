@@ -38,11 +38,11 @@ from .workers import Workers, mean_loss
 # The keys that the simulator follows, by section, and those that change nothing that it computes.
 _FOLLOWED = {
     "": "train_batch_size train_micro_batch_size_per_gpu gradient_accumulation_steps gradient_clipping optimizer "
-    "scheduler model data sdp training steps_per_print zero_optimization tensorboard csv_monitor wandb env",
+    "scheduler model data sdp training steps_per_print zero_optimization tensorboard wandb env",
     "sdp": "groups capacity granularity neuron_groups masking placement profile units protect seed lr_scale "
     "check_interval",
     "training": "steps seed evaluate_every evaluate_batches max_skips init_from save_every keep async_save "
-    "start_timeout save_timeout step_timeout",
+    "start_timeout step_timeout",
 }
 
 

@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 from sdp.engine.deepspeed_names import REFUSED
 from sdp.tests.support.models import mlp
+from sdp.tests.support.small_runs import read_tensorboard
 from torch import nn
 
 pytestmark = pytest.mark.usefixtures("one_rank")
@@ -105,13 +106,12 @@ def test_a_script_says_where_a_step_ends() -> None:
 def test_the_monitor_writes_a_scripts_own_curves(tmp_path: Path) -> None:
     config = {
         "train_batch_size": 4,
-        "csv_monitor": {"enabled": True, "output_path": str(tmp_path), "job_name": "job"},
+        "tensorboard": {"enabled": True, "output_path": str(tmp_path), "job_name": "job"},
     }
     engine = sdp.initialize(model=Chat(), config=config)[0]
     assert engine.monitor.enabled
     engine.monitor.write_events([("Train/reward", torch.tensor(0.5), 1), ("Train/reward", 0.75, 2)])
-    rows = (tmp_path / "job" / "Train_reward.csv").read_text().splitlines()
-    assert rows == ["step,reward", "1,0.5", "2,0.75"]
+    assert read_tensorboard(tmp_path / "job", "Train/reward") == {1: 0.5, 2: 0.75}
     assert not _engine().monitor.enabled
 
 
@@ -121,25 +121,23 @@ def test_monitors_get_the_curves_of_sdp_train(tmp_path: Path, sync: dict[str, in
         "train_batch_size": 4,
         "optimizer": {"type": "SGD", "params": {"lr": 0.25}},
         "sdp": {"sync": sync} if sync else {},
-        "csv_monitor": {"enabled": True, "output_path": str(tmp_path), "job_name": "job"},
+        "tensorboard": {"enabled": True, "output_path": str(tmp_path), "job_name": "job"},
     }
     engine = sdp.initialize(model=Chat(), config=config)[0]
     losses, norms = [], []
     for step in range(1, 5):
         engine.backward(engine(torch.full((4, 5), float(step)), torch.ones(4, 3)))
         engine.step()
-        losses.append(f"{step},{engine.get_loss()}")
-        norms.append(f"{step},{engine.get_global_grad_norm()}")
+        losses.append(engine.get_loss())
+        norms.append(engine.get_global_grad_norm())
     value = engine.evaluate([(torch.ones(4, 5), torch.ones(4, 3))])
     known = len(losses) if sync is None else len(losses) - 1  # in local steps, the outcome comes a step later
-    assert curve(tmp_path, "Train_Samples_train_loss") == losses[:known]
-    assert curve(tmp_path, "Train_grad_norm") == norms[:known]
-    assert curve(tmp_path, "Train_Samples_lr") == [f"{step},0.25" for step in range(1, known + 1)]
-    assert curve(tmp_path, "Eval_loss") == [f"4,{value}"]
-
-
-def curve(folder: Path, name: str) -> list[str]:
-    return (folder / "job" / f"{name}.csv").read_text().splitlines()[1:]
+    curves = {"train_loss": losses[:known], "lr": [0.25] * known}
+    curves = {f"Train/Samples/{name}": values for name, values in curves.items()} | {"Train/grad_norm": norms[:known]}
+    for name, values in curves.items():
+        written = read_tensorboard(tmp_path / "job", name)
+        assert written == {step: pytest.approx(value, rel=1e-6) for step, value in enumerate(values, 1)}, name
+    assert read_tensorboard(tmp_path / "job", "Eval/loss") == {4: pytest.approx(value, rel=1e-6)}
 
 
 def test_the_model_stays_where_it_is() -> None:

@@ -42,8 +42,8 @@ COVER = [
     Case(2, 2, 3, neurons=2, steps=4, sync='{"every": 3, "single_holder": "skip"}', model="wide-llama-tied-meta", tp=2,
          optimizer="adamw", masking="backward"),
     Case(2, 1, tp=2, steps=4, sync='{"every": 2, "offload": "cpu"}', model="even-llama", clip=True, masking="backward"),
-    Case(4, 1, steps=7, sync='{"every": 6, "fragments": 3, "overlap": 1, "outer_optimizer": {"type": "AdamW", '
-                             '"params": {"lr": 0.05}}}',
+    Case(4, 1, steps=7, sync='{"every": 6, "fragments": 3, "overlap": 1, "outer_optimizer": {"type": "SGD", '
+                             '"params": {"lr": 0.5, "momentum": 0.5}}}',
          placement="cyclic", optimizer="momentum"),
     Case(2, 2, 2, 2, checkpointing="full", steps=4, sync='{"every": 2}', placement="balanced", optimizer="momentum"),
 ]  # fmt: skip
@@ -227,8 +227,8 @@ DEFAULTS = {
         Case(4, 1, steps=11, sync='{"every": 6, "fragments": 2, "overlap": 2, "single_holder": "skip"}', clip=True,
              optimizer="adamw"),
         Case(2, 2, 0, 2, steps=8, sync='{"every": 3, "start_after": 3, "overlap": 1}', optimizer="momentum"),
-        Case(2, 1, steps=6, optimizer="adamw", sync='{"every": 2, "outer_optimizer": {"type": "AdamW", "params": '
-                                                    '{"lr": 0.05, "weight_decay": 0.1}}}'),
+        Case(2, 1, steps=6, optimizer="adamw", sync='{"every": 2, "outer_optimizer": {"type": "SGD", "params": '
+                                                    '{"lr": 0.5, "momentum": 0.5}}}'),
     ],
     ids=str,
 )  # fmt: skip

@@ -29,6 +29,7 @@ dataset_kwargs:
   data_files:
     test: {data}
 test_split: test
+num_fewshot: 1
 metadata:
   version: 1
 """

@@ -74,10 +74,10 @@ def read_losses(dump_dir: Path) -> list[float]:
     return [line["loss"] for line in read_metrics(dump_dir)]
 
 
-def read_tensorboard(directory: Path) -> dict[int, float]:
-    """Return the training losses that TensorBoard shows, by step."""
+def read_tensorboard(directory: Path, curve: str = "Train/Samples/train_loss") -> dict[int, float]:
+    """Return the points of a curve that TensorBoard shows, by step."""
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
     events = EventAccumulator(str(directory))
     events.Reload()
-    return {event.step: event.value for event in events.Scalars("Train/Samples/train_loss")}
+    return {event.step: event.value for event in events.Scalars(curve)}

@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor, wait
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -142,24 +142,19 @@ def _make_ready(config: Config, path: Path) -> None:
 
 
 def verify(config: Config, path: Path) -> None:
-    """Check the token shards of a run by their hashes, as ``data.verify`` says.
+    """Check the token shards of a run by their hashes, unless that takes minutes.
 
     Raises DataError if a shard is damaged. Images are not checked.
     """
-    if config.data.name is None:
-        for each in [Path(source.path) for source in config.data.sources or ()] or [path]:
-            _verify(each, config.data.verify)
-
-
-def _verify(path: Path, when: Literal["auto", "always", "never"]) -> None:
-    index = load_index(path)
-    if when == "auto" and index.bytes > VERIFIED_BYTES:
-        log.info(
-            'data: the %s in %s are not hashed at each start (data.verify "always" does); to check them now: '
-            "sdp prepare --output %s --verify", format_bytes(index.bytes, "GB", 1), path, path,
-        )  # fmt: skip
-    elif when != "never":
-        index.verify(path)
+    for directory in () if config.data.name else [Path(one.path) for one in config.data.sources or ()] or [path]:
+        index = load_index(directory)
+        if index.bytes <= VERIFIED_BYTES:
+            index.verify(directory)
+        else:
+            log.info(
+                "data: the %s in %s are not hashed at each start; to check them now: sdp prepare --output %s --verify",
+                format_bytes(index.bytes, "GB", 1), directory, directory,
+            )  # fmt: skip
 
 
 def open_prepared(config: Config, path: Path) -> Corpus:

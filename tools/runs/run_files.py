@@ -31,7 +31,7 @@ log = logging.getLogger("sdp")
 CONFIG, PLACEMENT, SUMMARY = "config.json", "placement.json", "summary.json"
 METRICS, EVALUATIONS, RESTARTS = "metrics.jsonl", "evaluations.jsonl", "restarts.jsonl"
 MOST_LINE_BYTES = 16 << 20  # of these two, far more than a run writes
-DIRECTORIES = ("checkpoints", "csv", "logs", "plots", "profile", "start", "tensorboard", "wandb")
+DIRECTORIES = ("checkpoints", "logs", "plots", "profile", "start", "tensorboard", "wandb")
 PLOT = "plots/loss.png"
 
 

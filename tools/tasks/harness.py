@@ -49,8 +49,10 @@ class LoadedTasks:
     limit: int | None
 
     @classmethod
-    def load(cls, section: TasksSection, where: str) -> LoadedTasks:
+    def load(cls, section: TasksSection, where: str, num_fewshot: int | None = None) -> LoadedTasks:
         """Find the tasks and read their documents, which may download them.
+
+        ``num_fewshot``: the number of examples in a prompt, None for that of each task.
 
         Raises ConfigError if the package is missing, if a task is unknown or cannot be loaded, or
         if it does more than to compare log-likelihoods.
@@ -66,7 +68,7 @@ class LoadedTasks:
                 raise ConfigError(f"{where}: {', '.join(section.tasks)} cannot be loaded ({_line(error)})") from None
             for name, task in loaded["tasks"].items():
                 _check_kind(name, task, where)
-                _prepare(name, task, section, where)
+                _prepare(name, task, num_fewshot, where)
         return cls(where, loaded, section.limit)
 
     def run(self, scorer: Scorer, corpus: Path) -> Scores:
@@ -120,14 +122,14 @@ def _check_kind(name: str, task: Any, where: str) -> None:
         raise ConfigError(f"{where}: the task {name} needs images or runs code of the model; remove it")
 
 
-def _prepare(name: str, task: Any, section: TasksSection, where: str) -> None:
+def _prepare(name: str, task: Any, num_fewshot: int | None, where: str) -> None:
     """Set the number of examples in a prompt, and build one prompt to find mistakes early.
 
     As in the harness, a task's own 0 stays.
     """
     own = task.get_config("num_fewshot")
-    if own is None or (section.num_fewshot is not None and own != 0):
-        task.set_config(key="num_fewshot", value=section.num_fewshot or 0)
+    if own is None or (num_fewshot is not None and own != 0):
+        task.set_config(key="num_fewshot", value=num_fewshot or 0)
     task.set_fewshot_seed(seed=_SEEDS[2])
     try:
         task.build_all_requests(limit=1, rank=0, world_size=1)

@@ -73,12 +73,8 @@ def check(config: Config, mesh: Mesh, dump_dir: Path, *, resume: bool) -> None:
 def _check_length(config: Config) -> None:
     if not config.model:
         raise ConfigError('model: this section is required to train, for example {"name": "llama", …}')
-    if config.data.name is not None and config.training.tokens is not None:
-        raise ConfigError(
-            f"training.tokens: {config.data.name} are images; give the length of the run as training.steps"
-        )
-    if (config.training.steps is None) == (config.training.tokens is None):
-        raise ConfigError("training: give the length of the run as either training.steps or training.tokens")
+    if config.training.steps is None:
+        raise ConfigError("training.steps: this key is required to train; give the number of optimizer steps")
 
 
 def _check_tasks(config: Config) -> None:

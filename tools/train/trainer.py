@@ -24,7 +24,6 @@ class Trainer:
         resumed = resume and run.checkpoints.resume()
         start = engine.global_steps
         run.write_start(engine.layout.placement, resume=resume, resumed=resumed)
-        run.set_last_step(start)
         run.announce(start)
         run.tell_start(start)
         started = time.perf_counter()

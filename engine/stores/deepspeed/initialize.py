@@ -30,7 +30,7 @@ from .private import let_groups_differ, load, separate_process_groups, set_verbo
 from .store import DeepSpeedStore
 
 # What DeepSpeed does not get. SDP builds the optimizer and the schedule, and writes the monitors.
-_APPLIED_HERE = ("optimizer", "scheduler", "data_types", "tensorboard", "csv_monitor", "wandb")
+_APPLIED_HERE = ("optimizer", "scheduler", "data_types", "tensorboard", "wandb")
 
 
 def initialize_deepspeed(

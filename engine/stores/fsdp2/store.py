@@ -61,7 +61,7 @@ class ShardHome:
         self._own = device
         # FSDP2 copies to pinned memory while backward goes on. Tensors must be on the device to be
         # averaged.
-        self._pins = device.type == "cuda" and not sends and zero.pins_memory
+        self._pins = device.type == "cuda" and not sends
 
     def policy(self) -> OffloadPolicy:
         """Return the policy for ``fully_shard``."""

@@ -19,7 +19,7 @@ CASES = [
     Case(2, 2, stage=3, optimizer="adamw", model="llama-tied-meta", sync='{"every": 3}'),
     Case(4, 1, optimizer="momentum", placement="balanced", sync=OVERLAP),
     Case(2, 1, neurons=2, tp=2, stage=1, optimizer="adamw", model="wide-llama-tied-meta", masking="backward",
-         sync='{"every": 4, "fragments": 2, "outer_optimizer": {"type": "AdamW"}}'),
+         sync='{"every": 4, "fragments": 2, "outer_optimizer": {"type": "SGD", "params": {"momentum": 0.5}}}'),
     Case(2, 2, stage=0, optimizer="adamw", model="resnet-meta", sync='{"every": 3, "offload": "cpu"}'),
     Case(2, 1, optimizer="adamw", sync='{"every": 2, "start_after": 4}'),
 ]  # fmt: skip

@@ -182,9 +182,9 @@ def test_a_home_directory_in_a_path_is_found(monkeypatch: pytest.MonkeyPatch, tm
     mixed = load_config({"data": {"sources": [{"path": "~/a", "weight": 1}]}})
     assert mixed.data.sources is not None and mixed.data.sources[0].path == str(tmp_path / "a")
     curves = load_config(
-        {"csv_monitor": {"enabled": True, "output_path": "~/curves"}, "data": {"tokenizer": "~/words"}}
+        {"tensorboard": {"enabled": True, "output_path": "~/curves"}, "data": {"tokenizer": "~/words"}}
     )
-    assert curves.csv_monitor is not None and curves.csv_monitor.output_path == str(tmp_path / "curves")
+    assert curves.tensorboard.output_path == str(tmp_path / "curves")
     assert curves.data.tokenizer == str(tmp_path / "words")
     with pytest.raises(ConfigError, match=r"data\.path: .*no home directory for '~nobody-here/a'"):
         load_config({"data": {"path": "~nobody-here/a"}})

@@ -23,7 +23,7 @@ sdp.init_distributed(timeout=datetime.timedelta(seconds=8 if what == "backend" e
 rank = dist.get_rank()
 config = {
     "train_micro_batch_size_per_gpu": 2, "sdp": {"groups": 2, "check_interval": 0},
-    "training": {"step_timeout": 60 if what == "backend" else 3, "save_timeout": 60, "start_timeout": 60},
+    "training": {"step_timeout": 60 if what == "backend" else 3, "start_timeout": 60},
 }
 engine = sdp.initialize(model=models.mlp(), config=config)[0]
 

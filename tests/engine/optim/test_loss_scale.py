@@ -23,7 +23,7 @@ from sdp.tests.support.deepspeed_runs import float16_here
         {},
         {"initial_scale_power": 4, "loss_scale_window": 3},
         {"initial_scale_power": 6, "loss_scale_window": 2, "hysteresis": 1, "min_loss_scale": 0.25},
-        {"initial_scale_power": 8, "loss_scale_window": 5, "hysteresis": 3, "consecutive_hysteresis": True},
+        {"initial_scale_power": 8, "loss_scale_window": 5, "hysteresis": 3},
     ],
     ids=str,
 )
@@ -38,7 +38,7 @@ def test_a_dynamic_scale_follows_deepspeed(section: dict[str, Any], monkeypatch:
         settings.loss_scale_window,
         settings.min_loss_scale,
         settings.hysteresis,
-        settings.consecutive_hysteresis,
+        False,  # consecutive_hysteresis
         raise_error_at_min_scale=False,
     )
     draw = random.Random(0)

@@ -35,7 +35,7 @@ def run(text_corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> d
     config["sdp"]["capacity"] = 0.5
     config["model"] |= {"max_position_embeddings": 64, "initializer_range": 0.1}
     config["optimizer"] = {"type": "AdamW", "params": {"lr": 0.02}}
-    tasks = {"tasks": names, "every": 2, "num_fewshot": 1, "include_path": str(tmp_path / "tasks")}
+    tasks = {"tasks": names, "every": 2, "include_path": str(tmp_path / "tasks")}
     config["training"] |= {"save_every": 4, "evaluate_tasks": tasks}
     return config
 
@@ -48,7 +48,7 @@ def run_harness(model: Path, names: list[str], folder: Path) -> dict[str, dict]:
     """Run the harness's own command on a model of transformers."""
     command = [
         *(sys.executable, "-P", "-m", "lm_eval", "--model", "hf", "--device", "cpu", "--batch_size", "2"),
-        *("--model_args", f"pretrained={model},dtype=float32", "--num_fewshot", "1", "--tasks", ",".join(names)),
+        *("--model_args", f"pretrained={model},dtype=float32", "--tasks", ",".join(names)),
         *("--include_path", str(folder / "tasks"), "--output_path", str(folder / "scores")),
     ]
     finished = subprocess.run(command, env=os.environ | OFFLINE, capture_output=True, text=True, timeout=500)

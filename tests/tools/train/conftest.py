@@ -20,7 +20,6 @@ def config(corpus) -> dict:
         "gradient_clipping": 0.5,
         "optimizer": {"type": "AdamW", "params": {"lr": 0.003}},
         "scheduler": {"type": "WSD", "params": {"warmup_num_steps": 2, "total_num_steps": STEPS, "decay_num_steps": 2}},
-        "csv_monitor": {"enabled": True},
         "sdp": {"groups": 2, "capacity": 0.75, "check_interval": 2},
         "model": dict(SMALL_LLAMA),
         "data": {"path": str(corpus), "sequence_length": 32},

@@ -115,7 +115,7 @@ BAD = [
     ),
     ({"scheduler.params.total_num_steps": -1}, "scheduler.params.total_num_steps"),
     ({"training.seed": 10**25}, "training.seed"),
-    ({"training.tokens": 4096}, "either training.steps or training.tokens"),
+    ({"training.steps": None}, "training.steps: this key is required to train"),
     ({"wandb.enabled": True}, "wandb"),
 ]
 

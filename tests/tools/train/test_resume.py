@@ -42,7 +42,7 @@ def test_slices_that_keep_their_weights_have_a_whole_checkpoint(config: dict, tm
         "granularity": "neuron", "neuron_groups": 4, "profile": "uniform",
         "sync": {"every": 2, "single_holder": "skip"},
     }  # fmt: skip
-    config["training"] |= {"steps": 5, "save_every": 3, "max_failed_saves": 1}
+    config["training"] |= {"steps": 5, "save_every": 3}
     path = write_config(config, tmp_path)
     whole = run_sdp("train", path, "--dump-dir", tmp_path / "whole")
     assert whole.returncode == 0, whole.stderr

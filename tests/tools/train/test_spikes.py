@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 from sdp.engine.checkpoint.storage.files import read_state
-from sdp.tests.support.small_runs import read_losses, read_metrics, write_config
+from sdp.tests.support.small_runs import read_losses, read_metrics, read_tensorboard, write_config
 from sdp.tools.cli import main
 from sdp.tools.train.loop import training_run
 
@@ -78,8 +78,7 @@ def test_rollback_returns_to_the_checkpoint_and_reads_other_data(run, tmp_path: 
     assert main(["report", str(tmp_path / "back"), str(tmp_path / "plain")]) == 0
     rows = [line.split() for line in capsys.readouterr().out.splitlines() if "rollbacks after" in line]
     assert rows[-1][4] == "1"
-    rows = (tmp_path / "back/csv/Train_Samples_train_loss.csv").read_text().splitlines()[1:]
-    assert [int(row.split(",")[0]) for row in rows] == list(range(1, STEPS + 1))
+    assert list(read_tensorboard(tmp_path / "back/tensorboard")) == list(range(1, STEPS + 1))
 
 
 def test_rollback_before_the_first_checkpoint_returns_to_the_start(run, tmp_path: Path):

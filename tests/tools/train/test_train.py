@@ -66,7 +66,6 @@ def check_files(dump_dir: Path) -> None:
     assert {f"rank-{rank}.log" for rank in range(4)} <= {p.name for p in (dump_dir / "logs").iterdir()}
     log = (dump_dir / "logs" / "rank-0.log").read_text()
     assert " INFO step 6/6  loss " in log and " INFO step 6: held-out loss " in log
-    assert list((dump_dir / "csv").rglob("*.csv"))
 
 
 def test_a_run_whose_output_nobody_reads_ends_well(corpus, tmp_path):
@@ -139,20 +138,17 @@ def test_backward_masking_trains_and_resumes(config, tmp_path):
     ]
 
 
-def test_a_budget_of_tokens_holds_over_a_change_of_batch(config, tmp_path, capsys):
+def test_a_resume_counts_tokens_on_and_refuses_fewer_steps(config, tmp_path, capsys):
     config["sdp"] = {"groups": 1}
     config["scheduler"] = None
-    config["training"] |= {"steps": None, "tokens": 3 * 8 * 32, "save_every": 1}
+    config["training"] |= {"steps": 3, "save_every": 1}
     run = ["train", str(write_config(config, tmp_path)), "--dump-dir", str(tmp_path / "run")]
     assert main(run) == 0
-    # The same number of tokens again in batches twice as large: one step of 512, and one that goes
-    # over.
-    assert main([*run, "--resume", "--set", f"training.tokens={6 * 8 * 32}", "train_batch_size=16"]) == 0
+    assert main([*run, "--resume", "--set", "training.steps=5", "train_batch_size=16"]) == 0
     assert [line["tokens"] for line in read_metrics(tmp_path / "run")] == [256, 512, 768, 1280, 1792]
     capsys.readouterr()
-    assert main([*run, "--resume", "--set", "training.tokens=null", "training.steps=4"]) == 2
+    assert main([*run, "--resume", "--set", "training.steps=4"]) == 2
     assert "training.steps: 4, but" in capsys.readouterr().err
-    assert json.loads((tmp_path / "run" / "config.json").read_text())["training"]["tokens"] == 6 * 8 * 32
 
 
 def test_a_run_is_found_again_from_another_directory(config, corpus, tmp_path, monkeypatch, capsys):

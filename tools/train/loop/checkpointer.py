@@ -18,6 +18,7 @@ log = logging.getLogger("sdp")
 
 # Phases.
 CHECKPOINT, AWAITING, LOAD = "checkpoint", "waiting for the checkpoint", "loading the checkpoint"
+MOST_FAILURES = 3  # checkpoints in a row that may fail before a run ends
 
 
 class Checkpointer:
@@ -79,7 +80,7 @@ class Checkpointer:
         The configuration decides whether the checkpoint is written in the background.
 
         Raises:
-            CheckpointError: ``training.max_failed_saves`` checkpoints in a row failed.
+            CheckpointError: MOST_FAILURES checkpoints in a row failed.
         """
         self.settle(block=True)
         self._end_after_failures()
@@ -98,15 +99,15 @@ class Checkpointer:
             self._end_after_failures()
 
     def _end_after_failures(self) -> None:
-        if self._failures >= self._training.max_failed_saves:
+        if self._failures >= MOST_FAILURES:
             raise CheckpointError(
                 f"the last {self._failures} checkpoints could not be written, see the lines above; make room or "
-                "repair the cause, and resume (training.max_failed_saves)"
+                "repair the cause, and resume"
             )
 
     def write(self, *, background: bool = False) -> None:
         """Write a checkpoint. Collective. Raises CheckpointError."""
-        self._beat.at(self._engine.global_steps, CHECKPOINT, self._training.save_timeout)
+        self._beat.at(self._engine.global_steps, CHECKPOINT, self._training.start_timeout)
         self._make_directory()
         with self._recalibrated():
             self._engine.save_checkpoint(
@@ -151,7 +152,7 @@ class Checkpointer:
     def settle(self, *, block: bool) -> None:
         """Report a save in the background that failed. ``block``: wait until it has ended."""
         if block:
-            self._beat.at(self._engine.global_steps, AWAITING, self._training.save_timeout)
+            self._beat.at(self._engine.global_steps, AWAITING, self._training.start_timeout)
         try:
             self._engine.wait_for_checkpoint(block=block)
             if block and self._is_saving:

@@ -19,6 +19,7 @@ from ...tasks.scoring import FullModel, Scorer
 
 # Phases. A rank that waits for files does not hang.
 EVALUATION, READING = "evaluation", "reading samples"
+CALIBRATION_BATCHES = 8  # training batches per rank that measure batch norm's statistics of the full model
 
 
 class Evaluator:
@@ -102,11 +103,10 @@ class Evaluator:
 
         Their images are neither cropped nor mirrored.
         """
-        limit = self._engine.config.training.recalibrate_batches
-        if not limit or not tracks_statistics(self._engine.layout.buffers):
+        if not tracks_statistics(self._engine.layout.buffers):
             return []
         self._beat.at(self._engine.global_steps, READING, self._engine.config.training.start_timeout)
-        return list(self._batches(self._corpus.calibration or self._corpus.train, limit, drop_last=True))
+        return list(self._batches(self._corpus.calibration or self._corpus.train, CALIBRATION_BATCHES, drop_last=True))
 
     def _batches(self, samples: Any, limit: int | None, *, drop_last: bool = False) -> Any:
         engine = self._engine

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import math
 import signal
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -81,7 +80,8 @@ class TrainingRun:
         self.meter = StepMeter(engine, beat)
         self.lines = StepLines(engine, Utilisation(engine, config.data.sequence_length), self.meter)
         self.signals = StopSignals()
-        self.steps = self.stop_signal = 0
+        self.steps = config.training.steps or 0
+        self.stop_signal = 0
         self.last_facts: StepFacts | None = None
         self.evaluator = Evaluator(engine, corpus, beat, tasks)
         self.checkpoints = Checkpointer(engine, dump_dir, corpus.identity, self.evaluator.recalibrated, beat)
@@ -113,12 +113,6 @@ class TrainingRun:
             if not resumed:
                 keep_start_files(self.config, self.dump_dir)
             self.files.write_placement(placement)
-
-    def set_last_step(self, start: int) -> None:
-        """Find the last step of a run that goes on from step ``start``."""
-        training = self.config.training
-        tokens_left = (training.tokens or 0) - self.tokens
-        self.steps = training.steps or start + max(0, math.ceil(tokens_left / self._tokens_per_step))
 
     def announce(self, start: int) -> None:
         """Say on the rank that writes the files what will be trained from step ``start`` on."""

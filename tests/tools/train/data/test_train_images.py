@@ -30,7 +30,7 @@ def config() -> dict:
         "sdp": {"groups": 2, "capacity": 0.5, "check_interval": 2},
         "model": {"name": "resnet18", "stem": "cifar", "width": 4},
         "data": {"name": "digits"},
-        "training": {"steps": 4, "evaluate_every": 2, "evaluate_batches": 3, "recalibrate_batches": 2, "save_every": 2},
+        "training": {"steps": 4, "evaluate_every": 2, "evaluate_batches": 3, "save_every": 2},
     }
 
 
@@ -136,7 +136,7 @@ def test_configurations_for_large_data_train(name, make, changes, tmp_path):
     path = Path(__file__).parents[4] / "configs" / f"{name}.json"
     short = [
         "training.steps=2", "training.evaluate_every=0", "training.evaluate_batches=1",
-        "training.recalibrate_batches=1", "data.num_workers=0",
+        "data.num_workers=0",
     ]  # fmt: skip
     here = [
         "sdp.groups=2",
@@ -167,8 +167,7 @@ MISTAKES = [
     ({"model": {"name": "llama"}}, "model.name: llama reads tokens, but the data section means images"),
     ({"model.num_classes": 100}, "model.num_classes: 100, but the data has 10; remove model.num_classes"),
     ({"model.image_size": 32}, "model.image_size: 32, but the data's images have sides of 8"),
-    ({"training.steps": None, "training.tokens": 9},
-        "training.tokens: digits are images; give the length of the run as training.steps"),
+    ({"training.steps": None}, "training.steps: this key is required to train"),
 ]  # fmt: skip
 
 

@@ -27,7 +27,7 @@ from sdp.tools.train.process.log_file import LogFile
 def make_checkpointer(run: Path) -> tuple[Checkpointer, list[Path]]:
     """Return a Checkpointer for ``run``, and where its engine was asked to save."""
     saved: list[Path] = []
-    settings = SimpleNamespace(save_timeout=1.0, keep=1, async_save=False, max_failed_saves=3)
+    settings = SimpleNamespace(start_timeout=1.0, keep=1, async_save=False)
     engine: Any = SimpleNamespace(
         global_steps=1,
         global_rank=0,
