@@ -26,7 +26,7 @@ from torch import nn
 from ..data.huggingface import write_tokenizer
 from ..data.tokenizers import load_tokenizer
 from ..engine.accounting.quantities import format_bytes
-from ..engine.checkpoint.load import load
+from ..engine.checkpoint.load import keys_in, load
 from ..engine.checkpoint.state import weights_of
 from ..engine.checkpoint.storage.files import damaged_file
 from ..engine.errors import CheckpointError, ConfigError, escape
@@ -110,19 +110,24 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _export(saved: SavedRun, options: ExportOptions) -> str:
-    _check_output(options.out, overwrite=options.overwrite)
-    dtype = getattr(torch, options.dtype) if options.dtype is not None else None
-    files = export(saved, options.out, dtype, options.max_shard_bytes)
+    count = saved.config.sdp.paths.count if saved.config.sdp.paths is not None else 1
+    folders = [options.out / f"path-{path}" for path in range(count)] if count > 1 else [options.out]
+    for folder in folders:
+        _check_output(folder, overwrite=options.overwrite)
+    dtype, limit = getattr(torch, options.dtype) if options.dtype is not None else None, options.max_shard_bytes
+    files = [file for path, folder in enumerate(folders) for file in export(saved, folder, dtype, limit, path)]
     size = format_bytes(sum(path.stat().st_size for path in files), "MB", 1)
-    written = read_json_file(options.out / "config.json")
+    written = read_json_file(folders[0] / "config.json")
     dtype_name = written.get("dtype", written.get("torch_dtype", "float32"))
     weights = f"{dtype_name} weights in {len(files)} file(s), {size}, and the tokenizer"
+    if count > 1:
+        weights += f", in a folder for each of {count} paths"
     return f"{saved.checkpoint} -> {options.out}: {weights}"
 
 
-def export(saved: SavedRun, out: Path, dtype: torch.dtype | None, max_shard_bytes: int) -> list[Path]:
+def export(saved: SavedRun, out: Path, dtype: torch.dtype | None, max_shard_bytes: int, path: int = 0) -> list[Path]:
     """Write the model and the tokenizer of ``saved`` to ``out``, and return the files of the
-    weights.
+    weights. With several paths (``sdp.paths``), it is the model of ``path``.
 
     A run that started from a model in this format gets the names and types of its tensors, and its
     other files as they are. The earlier content of ``out`` is replaced once everything is written.
@@ -136,6 +141,11 @@ def export(saved: SavedRun, out: Path, dtype: torch.dtype | None, max_shard_byte
     tensors = _of_this_package(model, dtype) if started is None else _as_at_the_start(model, started, dtype)
     if (damage := damaged_file(saved.checkpoint, saved.state["files"])) is not None:
         raise CheckpointError(damage)
+    keys, own = keys_in(saved.checkpoint), f"paths.{path}."
+    tensors = {
+        key: tensor._replace(name=own + tensor.name) if f"model/{own}{tensor.name}" in keys else tensor
+        for key, tensor in tensors.items()
+    }
     partial = None
     try:
         out.parent.mkdir(parents=True, exist_ok=True)
@@ -177,7 +187,7 @@ def check_exportable(saved: SavedRun, command: str) -> None:
 
 
 class _Tensor(NamedTuple):
-    """A tensor of the written files: its name in the model, its shape and its type."""
+    """A tensor of the written files: its name in the checkpoint, its shape and its type."""
 
     name: str
     shape: torch.Size

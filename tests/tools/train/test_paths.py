@@ -1,0 +1,60 @@
+"""``sdp train`` with paths: a run, a resume, an export, and a branch from an exported path."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from sdp.tests.support.small_runs import read_losses, run_sdp, write_config
+from sdp.tools.cli import main
+
+
+def test_paths_from_a_run_to_a_branch(config: dict, tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+    config["sdp"] = {"groups": 2, "paths": {"count": 2, "own": ["model.layers.3"]}, "check_interval": 1}
+    config["training"] |= {"steps": 4, "save_every": 2, "evaluate_every": 2}
+    path, run, out = write_config(config, tmp_path), tmp_path / "run", tmp_path / "out"
+    first = run_sdp("train", path, "--dump-dir", run)
+    assert first.returncode == 0, first.stderr
+    assert "paths: 2, each with 1 of the 4 blocks for itself; group g trains path g mod 2" in first.stderr
+    assert "sdp 2 × fsdp 1, 2 paths" in first.stdout
+    summary = json.loads((run / "summary.json").read_text())
+    for rank in summary["ranks"]:
+        assert rank["comm_bytes_per_step"] == rank["comm_bytes_planned"]
+        assert rank["state_measured"] == rank["state_predicted"]
+        assert rank["state_measured"]["parameters"] == summary["dense_state_bytes"]["parameters"]
+    assert rank["comm_bytes_per_step"]["between groups/all_reduce"] < summary["ddp_comm_bytes_per_step"]
+
+    second = run_sdp("train", path, "--dump-dir", run, "--resume", "--nproc", 4, "--set", "training.steps=6")
+    assert second.returncode == 0, second.stderr
+    assert len(read_losses(run)) == 6
+
+    assert main(["evaluate", str(run)]) == 2
+    assert "has several paths" in capsys.readouterr().err
+    assert main(["export", str(run), "--to", "hf", str(out)]) == 0
+    assert "in a folder for each of 2 paths" in capsys.readouterr().out
+    weights = [load_file(out / f"path-{path}" / "model.safetensors") for path in range(2)]
+    for name, value in weights[0].items():
+        assert torch.equal(value, weights[1][name]) == (not name.startswith("model.layers.3.")), name
+    assert main(["export", str(run), "--to", "hf", str(out)]) == 2
+    assert "path-0: exists already" in capsys.readouterr().err
+
+    branch = tmp_path / "branch"
+    third = run_sdp("train", path, "--dump-dir", branch, "--set", f"training.init_from={out / 'path-1'}")
+    assert third.returncode == 0, third.stderr
+    starts = [json.loads(line)["subnetwork_losses"] for line in (branch / "evaluations.jsonl").read_text().splitlines()]
+    ends = [json.loads(line)["subnetwork_losses"] for line in (run / "evaluations.jsonl").read_text().splitlines()]
+    assert starts[0][1] == pytest.approx(ends[-1][1], rel=1e-5), "the path goes on from where it was"
+
+
+def test_a_plan_of_paths(config: dict, tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+    config["sdp"] = {"groups": 4, "paths": {"count": 2, "own": ["model.layers.2", "model.layers.3"]}}
+    path = str(write_config(config, tmp_path))
+    assert main(["plan", path, "--world", "4", "--json"]) == 0
+    plan = json.loads(capsys.readouterr().out)["plan"]
+    assert plan["warnings"] == []
+    assert main(["plan", path, "--world", "4", "--compare"]) == 0
+    shown = capsys.readouterr().out
+    assert "\npaths  " in shown and "\npaths, local steps  " in shown and "SDP, backward" not in shown
