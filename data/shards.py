@@ -15,6 +15,7 @@ from torch.utils.data import Dataset
 
 from ..engine.batch.mixture import Source
 from ..engine.batch.positioned_file import PositionedFile
+from ..engine.batch.sampler import PathSamples
 from ..engine.errors import DataError
 from .index import Index, load_index
 from .shared.files import read_at
@@ -30,6 +31,8 @@ class TokenDataset(Dataset[dict[str, torch.Tensor]]):
     the documents in the sample; an end-of-text token belongs to the document that it ends. A sample
     may span documents and shards. Tokens after the last whole sample are not read.
 
+    ``paths`` says which samples belong to which of the run's paths, if it has several.
+
     The constructor checks that every shard exists and has the right size. A shard that is cut off
     later is found when it is read. Raises DataError if a shard is missing or damaged, if the split
     is too small, or if a token id is outside the vocabulary.
@@ -44,6 +47,7 @@ class TokenDataset(Dataset[dict[str, torch.Tensor]]):
             raise DataError(f"{directory}: no split {split!r}, there are {', '.join(self.index.splits)}")
         self.index.check_sizes(self.directory)
         self.split = split
+        self.paths: PathSamples | None = None
         self.sequence_length, self.document_mask = sequence_length, document_mask
         self.vocab_size = self.index.vocab_size
         self.end_of_text = self.index.end_of_text
@@ -133,8 +137,8 @@ class TokenDataset(Dataset[dict[str, torch.Tensor]]):
 class MixedTokens(Dataset[dict[str, torch.Tensor]]):
     """The samples of one split of all sources, one source after the other.
 
-    The loader reads ``sources`` and mixes them. A source is identified by the hash of its corpus,
-    so a directory may be moved during a run.
+    The loader reads ``sources`` and mixes them, unless ``paths`` are set. A source is identified by
+    the hash of its corpus, so a directory may be moved during a run.
 
     Args:
         paths: The directories of the sources.
@@ -162,18 +166,19 @@ class MixedTokens(Dataset[dict[str, torch.Tensor]]):
             Source(name, part.index.corpus.sha256, len(part), weight)
             for name, part, weight in zip(names_of(paths), self.parts, weights, strict=True)
         )
-        self._ends = list(itertools.accumulate(map(len, self.parts)))
+        self.paths: PathSamples | None = None
+        self.ends = list(itertools.accumulate(map(len, self.parts)))
         self.index, self.vocab_size = self.parts[0].index, self.parts[0].vocab_size
         self.tokens = sum(part.tokens for part in self.parts)
 
     def __len__(self) -> int:
-        return self._ends[-1]
+        return self.ends[-1]
 
     def __getitem__(self, item: int) -> dict[str, torch.Tensor]:
         if not 0 <= item < len(self):
             raise IndexError(f"sample {item} of {len(self)}")
-        part = bisect.bisect_right(self._ends, item)
-        return self.parts[part][item - (self._ends[part - 1] if part else 0)]
+        part = bisect.bisect_right(self.ends, item)
+        return self.parts[part][item - (self.ends[part - 1] if part else 0)]
 
 
 def names_of(paths: Sequence[Path]) -> list[str]:

@@ -152,11 +152,17 @@ class PathSamples:
 
     Attributes:
         members: for each path, the indices of its samples.
-        ranks_per_group: how many data ranks a group has. Group g trains path g mod the paths.
+        groups: the number of groups. Group g trains path g mod the paths.
     """
 
     members: Sequence[np.ndarray]
-    ranks_per_group: int
+    groups: int
+
+    def rank_of_path(self, data_rank: int, data_ranks: int) -> tuple[int, int, int]:
+        """Return the path of a data rank, its number among those of the path, and their count."""
+        inside = data_ranks // self.groups
+        (group, at), count = divmod(data_rank, inside), len(self.members)
+        return group % count, group // count * inside + at, data_ranks // count
 
 
 class PathSampler(ResumableBatchSampler):
@@ -171,10 +177,8 @@ class PathSampler(ResumableBatchSampler):
 
     def __init__(self, paths: PathSamples, micro_batch_size: int, data_rank: int, data_ranks: int, seed: int) -> None:
         self.paths = len(paths.members)
-        group, inside = divmod(data_rank, paths.ranks_per_group)
-        self.path = group % self.paths
+        self.path, self._rank_of_path, _ = paths.rank_of_path(data_rank, data_ranks)
         self._members = paths.members[self.path]
-        self._rank_of_path = group // self.paths * paths.ranks_per_group + inside
         self.samples_of_paths = [len(members) for members in paths.members]
         if 0 in self.samples_of_paths:
             raise DataError(

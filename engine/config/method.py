@@ -12,7 +12,7 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import BeforeValidator, Field, model_validator
 
 from ..errors import ConfigError, shorten
-from .section import Beta, NonNegative, NonNegativeInt, PositiveInt, RankCount, Section
+from .section import Beta, NonNegative, NonNegativeInt, PathText, PositiveInt, RankCount, Section
 
 Masking = Literal["forward", "backward"]
 
@@ -243,11 +243,15 @@ class PathsSection(Section):
     """Paths: several models that share some units. Group g trains path g mod ``count``.
 
     The model of the configuration is one path. ``own``: patterns of units. Each path has these
-    units for itself, and all paths share everything else.
+    units for itself, and all paths share everything else. ``router``: the folder of the router that
+    deals the sequences, None for that of ``data.path``. ``on_short``: whether a path with fewer
+    sequences repeats them, or the run ends with the first path that has none left.
     """
 
     count: RankCount
     own: list[str] = Field(default_factory=list)
+    router: PathText | None = None
+    on_short: Literal["repeat", "end"] = "repeat"
 
 
 def refuse_with_paths(config: Any) -> None:

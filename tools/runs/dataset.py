@@ -14,10 +14,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch.utils.data import Dataset
 
+from ...data.clusters import CLUSTERS, load_router, read_clusters
 from ...data.image_sets import INDEX_FILE as IMAGE_INDEX
 from ...data.image_sets import prepare_images
 from ...data.images import Batches, ImageArrays, ImageFolder
@@ -27,6 +29,7 @@ from ...data.shards import MixedTokens, TokenDataset
 from ...data.shared.files import INDEX_FILE
 from ...data.tokenizers import request_of
 from ...engine.accounting.quantities import format_bytes
+from ...engine.batch.sampler import PathSamples
 from ...engine.config.schema import Config
 from ...engine.distributed.agreement import Ranks
 from ...engine.errors import ConfigError
@@ -77,6 +80,8 @@ class Corpus:
     measures: tuple[str, ...] = ()
     sources: Mapping[str, Dataset[Any]] = field(default_factory=dict)
     masks_labels: bool = False
+    paths: PathSamples | None = None  # of the held-out samples
+    router_prefix: int | None = None  # tokens that the router of the paths reads
 
 
 def open_corpus(config: Config, dump_dir: Path) -> Corpus:
@@ -193,21 +198,67 @@ def _open_tokens(config: Config, path: Path) -> Corpus:
         sources, where = dict(zip(names, held_out.parts, strict=True)), f"{shares} of"
     else:
         digest, sources, where = index.corpus.sha256, {}, str(path)
+    paths, prefix, dealt = _deal(config, train, held_out)
     return Corpus(
         train,
         held_out,
         facts={"vocab_size": train.vocab_size},
-        identity={"tokenizer": index.tokenizer, "corpus": digest},
+        identity={"tokenizer": index.tokenizer, "corpus": digest} | ({"clusters": dealt} if dealt else {}),
         path=path,
         sha256=digest,
         sources=sources,
         description=f"{where} ({train.tokens:,} tokens to train on, {held_out.tokens:,} held out, "
         f"vocabulary {train.vocab_size}, corpus sha256 {digest[:12]}…)",
+        paths=paths,
+        router_prefix=prefix,
     )
+
+
+def _deal(
+    config: Config, train: TokenDataset | MixedTokens, held_out: TokenDataset | MixedTokens
+) -> tuple[PathSamples | None, int | None, str]:
+    """Give ``train`` the samples of each path, if the run has several.
+
+    Returns:
+        Those of ``held_out``, the prefix that the router reads, and the hash of the clusters.
+    """
+    section, groups = config.sdp.paths, config.sdp.groups
+    if section is None or section.count == 1:
+        return None, None, ""
+    if isinstance(train, MixedTokens) and isinstance(held_out, MixedTokens):
+        if len(train.parts) != section.count:
+            raise ConfigError(
+                f"sdp.paths.count: {section.count}, but data.sources has {len(train.parts)} sources; name one source "
+                "for each path, or one corpus that sdp prepare --clusters has dealt (data.path)"
+            )
+        if len({source.weight for source in train.sources}) > 1:
+            raise ConfigError("data.sources: weights differ, and every path reads equally much; set them equal")
+        of_train, of_held_out = (
+            [np.arange(end - len(part), end) for part, end in zip(mixed.parts, mixed.ends, strict=True)]
+            for mixed in (train, held_out)
+        )
+        train.paths = PathSamples(of_train, groups)
+        return PathSamples(of_held_out, groups), None, ""
+    assert isinstance(train, TokenDataset) and isinstance(held_out, TokenDataset)
+    folder = Path(section.router) if section.router is not None else train.directory / CLUSTERS
+    router = load_router(folder)
+    if router.count != section.count:
+        raise ConfigError(
+            f"sdp.paths.count: {section.count}, but the router in {folder} deals {router.count} clusters; make as many "
+            "with sdp prepare --clusters, or change the count"
+        )
+    clusters = {dataset.split: read_clusters(dataset, folder) for dataset in (train, held_out)}
+    train.paths, paths = (
+        PathSamples([np.flatnonzero(clusters[split] == path) for path in range(section.count)], groups)
+        for split in ("train", "held_out")
+    )
+    return paths, router.prefix, hashlib.sha256(clusters["train"].tobytes()).hexdigest()
 
 
 def _open_images(config: Config, path: Path) -> Corpus:
     data = config.data
+    if config.sdp.paths is not None and config.sdp.paths.count > 1:
+        raise ConfigError("sdp.paths: images have no clusters that paths could read; sdp.initialize takes any data")
     seed = config.training.seed if data.augment is not False else None
     if data.name == "folder":
         size = data.image_size or FOLDER_IMAGE_SIZE

@@ -46,6 +46,9 @@ def with_absolute_paths(config: Config) -> Config:
     if config.data.sources:
         sources = [each.model_copy(update={"path": str(Path(each.path).absolute())}) for each in config.data.sources]
         changed["data"] = config.data.model_copy(update={"sources": sources})
+    if config.sdp.paths is not None and config.sdp.paths.router is not None:
+        paths = config.sdp.paths.model_copy(update={"router": str(Path(config.sdp.paths.router).absolute())})
+        changed["sdp"] = config.sdp.model_copy(update={"paths": paths})
     tasks = config.training.evaluate_tasks
     if tasks is not None and tasks.include_path is not None:
         tasks = tasks.model_copy(update={"include_path": str(Path(tasks.include_path).absolute())})

@@ -24,6 +24,7 @@ class Trainer:
         resumed = resume and run.checkpoints.resume()
         start = engine.global_steps
         run.write_start(engine.layout.placement, resume=resume, resumed=resumed)
+        run.end_with_shortest_path()
         run.announce(start)
         run.tell_start(start)
         started = time.perf_counter()

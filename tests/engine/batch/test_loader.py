@@ -371,11 +371,11 @@ def test_workers_end_with_a_rank_that_is_killed(tmp_path: Path, start_method: st
         time.sleep(0.1)
 
 
-def paths_read(ranks: int, ranks_per_group: int, batches: int, state: dict | None = None) -> tuple[dict, dict]:
+def paths_read(ranks: int, groups: int, batches: int, state: dict | None = None) -> tuple[dict, dict]:
     """What two paths read in so many batches of a run, in order, and the state after them."""
     members = [np.arange(0, 30, 3), np.setdiff1d(np.arange(30), np.arange(0, 30, 3))]
     read: dict[int, list[int]] = {0: [], 1: []}
-    samplers = [PathSampler(PathSamples(members, ranks_per_group), 1, rank, ranks, seed=5) for rank in range(ranks)]
+    samplers = [PathSampler(PathSamples(members, groups), 1, rank, ranks, seed=5) for rank in range(ranks)]
     for one in samplers:
         if state is not None:
             one.load_state_dict(state)
@@ -388,16 +388,16 @@ def paths_read(ranks: int, ranks_per_group: int, batches: int, state: dict | Non
 
 
 def test_each_path_reads_its_own_samples_and_all_of_them():
-    read, _ = paths_read(4, 1, 10)  # 2 paths of 2 replicas: 20 samples each
+    read, _ = paths_read(4, 4, 10)  # 2 paths of 2 replicas: 20 samples each
     assert sorted(read[0]) == sorted([*range(0, 30, 3)] * 2)  # two epochs of 10
     assert sorted(read[1]) == [item for item in range(30) if item % 3]  # one epoch of 20
     assert read[0][:10] != read[0][10:]
 
 
 def test_paths_resume_on_another_number_of_replicas_and_ranks():
-    whole, _ = paths_read(8, 2, 4)
-    first, state = paths_read(8, 2, 2)
-    then, _ = paths_read(4, 1, 4, json.loads(json.dumps(state)))
+    whole, _ = paths_read(8, 4, 4)
+    first, state = paths_read(8, 4, 2)
+    then, _ = paths_read(4, 4, 4, json.loads(json.dumps(state)))
     assert {path: first[path] + then[path] for path in whole} == whole
     with pytest.raises(CheckpointError, match="the checkpoint read the data of paths, and this run has none"):
         sampler(30, 1, 0, 1).load_state_dict(state)
@@ -407,4 +407,4 @@ def test_paths_resume_on_another_number_of_replicas_and_ranks():
 
 def test_a_path_without_samples_is_refused():
     with pytest.raises(DataError, match="path 1 has no samples"):
-        PathSampler(PathSamples([np.arange(3), np.arange(0)], 1), 1, 0, 2, seed=0)
+        PathSampler(PathSamples([np.arange(3), np.arange(0)], 2), 1, 0, 2, seed=0)

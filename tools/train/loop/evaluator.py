@@ -8,7 +8,11 @@ from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any
 
+import numpy as np
+from torch.utils.data import Dataset, Subset
+
 from ....engine.batch.loader import evaluation_batches
+from ....engine.batch.sampler import PathSamples
 from ....engine.distributed.agreement import Ranks
 from ....engine.distributed.heartbeat import Heartbeat
 from ....engine.engine import SDPEngine
@@ -22,6 +26,21 @@ EVALUATION, READING = "evaluation", "reading samples"
 CALIBRATION_BATCHES = 8  # training batches per rank that measure batch norm's statistics of the full model
 
 
+class Routed(Dataset[dict[str, Any]]):
+    """Samples, each with its ``path``."""
+
+    def __init__(self, samples: Any, paths: PathSamples):
+        self._samples, self._paths = samples, np.empty(len(samples), dtype=np.int64)
+        for path, members in enumerate(paths.members):
+            self._paths[members] = path
+
+    def __len__(self) -> int:
+        return len(self._paths)
+
+    def __getitem__(self, item: int) -> dict[str, Any]:
+        return {**self._samples[item], "path": int(self._paths[item])}
+
+
 class Evaluator:
     """Reads this rank's share of the held-out data, the same at each evaluation.
 
@@ -30,7 +49,13 @@ class Evaluator:
 
     def __init__(self, engine: SDPEngine, corpus: Corpus, beat: Heartbeat, tasks: LoadedTasks | None = None):
         self._engine, self._corpus, self._beat, self._tasks = engine, corpus, beat, tasks
-        self._held_out = self._batches(corpus.held_out, engine.config.training.evaluate_batches)
+        limit, paths, mesh = engine.config.training.evaluate_batches, corpus.paths, engine.layout.mesh
+        self._held_out = self._batches(corpus.held_out if paths is None else Routed(corpus.held_out, paths), limit)
+        self._own: Any = None  # with paths, held-out samples of this rank's path
+        if paths is not None:
+            path, share, shares = paths.rank_of_path(mesh.data_rank(engine.global_rank), mesh.data_ranks)
+            members = paths.members[path].tolist()
+            self._own = self._batches(Subset(corpus.held_out, members), limit, share=(share, shares))
         self._sources = {
             name: self._batches(part, engine.config.training.evaluate_batches) for name, part in corpus.sources.items()
         }
@@ -55,26 +80,44 @@ class Evaluator:
         started = time.perf_counter()
         self._beat.at(engine.global_steps, READING, engine.config.training.start_timeout)
         batches, sources = list(self._held_out), {name: list(part) for name, part in self._sources.items()}
+        paths = None if self._corpus.paths is None else [batch.pop("path") for batch in batches]
+        own_batches = batches if self._own is None else list(self._own)
         self._beat.at(engine.global_steps, EVALUATION, engine.config.training.start_timeout)
-        own = engine.evaluate_subnetworks(batches)
+        own = engine.evaluate_subnetworks(own_batches)
         with self.recalibrated():
-            loss = self._loss(batches)
+            loss = engine.evaluate(batches, paths=paths)
             measures = {
-                name: self._loss([{**batch, "measure": name} for batch in batches]) for name in self._corpus.measures
+                name: engine.evaluate([{**batch, "measure": name} for batch in batches])
+                for name in self._corpus.measures
             }
-            by_source = {name: self._loss(part) for name, part in sources.items()}
+            by_source = {
+                name: engine.evaluate(part, paths=None if paths is None else [path] * len(part))
+                for path, (name, part) in enumerate(sources.items())
+            }
+            routed = {} if paths is None else self._routed(batches, paths, is_last=is_last)
             scores = self._run_tasks() if self._tasks_are_due(engine.global_steps, is_last=is_last) else {}
-        measures = measures or {"perplexity": math.exp(min(loss, 700.0))}
+        measures = {**(measures or {"perplexity": math.exp(min(loss, 700.0))}), **routed}
         if by_source:
             measures = {**measures, "source_losses": by_source}
         if scores:
             measures = {**measures, "tasks": scores}
         return {"loss": loss, **measures, "subnetwork_losses": own, "seconds": time.perf_counter() - started}
 
-    def _loss(self, batches: list[Any]) -> float:
-        """Return the loss of the full model. With ``sdp.paths``, each path runs its own."""
-        path = self._engine.layout.path_of(self._engine.store.context.at.sdp)
-        return self._engine.evaluate(batches, paths=[path] * len(batches))
+    def _routed(self, batches: list[Any], paths: list[Any], *, is_last: bool) -> dict[str, Any]:
+        """Return the loss after the prefix that the router reads. After the last step, also the
+        losses of all held-out samples under each single path.
+        """
+        engine, prefix, found = self._engine, self._corpus.router_prefix, dict[str, Any]()
+        if prefix is not None and prefix < engine.config.data.sequence_length:
+            rest = [{**batch, "labels": batch["labels"].clone()} for batch in batches]
+            for batch in rest:
+                batch["labels"][:, :prefix] = -100
+            found["loss_after_prefix"] = engine.evaluate(rest, paths=paths)
+        if is_last:
+            found["single_path_losses"] = [
+                engine.evaluate(batches, paths=[path] * len(batches)) for path in range(engine.layout.paths)
+            ]
+        return found
 
     def _run_tasks(self) -> Scores:
         """Return the scores of all tasks on rank 0, and nothing on other ranks. Collective."""
@@ -108,14 +151,17 @@ class Evaluator:
         self._beat.at(self._engine.global_steps, READING, self._engine.config.training.start_timeout)
         return list(self._batches(self._corpus.calibration or self._corpus.train, CALIBRATION_BATCHES, drop_last=True))
 
-    def _batches(self, samples: Any, limit: int | None, *, drop_last: bool = False) -> Any:
+    def _batches(
+        self, samples: Any, limit: int | None, *, drop_last: bool = False, share: tuple[int, int] | None = None
+    ) -> Any:
         engine = self._engine
         mesh = engine.layout.mesh
+        rank, ranks = share or (mesh.data_rank(engine.global_rank), mesh.data_ranks)
         return evaluation_batches(
             samples,
             engine.train_micro_batch_size_per_gpu(),
-            data_rank=mesh.data_rank(engine.global_rank),
-            data_ranks=mesh.data_ranks,
+            data_rank=rank,
+            data_ranks=ranks,
             limit=limit,
             collate_fn=self._corpus.collate_held_out,
             num_workers=engine.config.data.num_workers,

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from ....engine.batch.call import loss_of, to_device
+from ....engine.batch.sampler import PathSampler
 from ....engine.config.schema import Config
 from ....engine.distributed.heartbeat import Heartbeat
 from ....engine.engine import SDPEngine
@@ -113,6 +114,17 @@ class TrainingRun:
             if not resumed:
                 keep_start_files(self.config, self.dump_dir)
             self.files.write_placement(placement)
+
+    def end_with_shortest_path(self) -> None:
+        """Let the run end where the first path has no more data, if ``sdp.paths.on_short`` says so."""
+        paths, sampler = self.config.sdp.paths, getattr(self.engine.loader, "sampler", None)
+        if paths is None or paths.on_short != "end" or not isinstance(sampler, PathSampler):
+            return
+        samples, path = min((samples, path) for path, samples in enumerate(sampler.samples_of_paths))
+        last = samples * sampler.paths // self.engine.train_batch_size()
+        if last < self.steps:
+            log.info("sdp.paths.on_short: path %d has no more sequences after step %d, which is the last", path, last)
+            self.steps = last
 
     def announce(self, start: int) -> None:
         """Say on the rank that writes the files what will be trained from step ``start`` on."""

@@ -1,0 +1,113 @@
+"""Runs with paths: each path reads its own cluster or source, resumes exactly, and is evaluated on
+the sequences that the router sends to it.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+from sdp.data.clusters import make_clusters
+from sdp.data.prepare import prepare
+from sdp.data.shards import TokenDataset
+from sdp.tests.support.small_runs import STEPS, read_losses, run_sdp, write_config
+
+PREFIX = 16
+
+
+def write_texts(folder: Path, kind: str) -> None:
+    folder.mkdir()
+    draw = random.Random(kind)
+    for number in range(40):
+        words = [
+            str(draw.randrange(10**6)) if kind == "digits" else draw.choice(["the ", "cat ", "sat "]) for _ in range(60)
+        ]
+        (folder / f"{number}.txt").write_text(" ".join(words))
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """Prepared digits, prepared words, and both together with clusters."""
+    folder, options = tmp_path_factory.mktemp("texts"), {"tokenizer": "bytes", "held_out": 0.2, "progress": False}
+    for kind in ("digits", "words"):
+        write_texts(folder / kind, kind)
+        prepare([str(folder / kind / "*.txt")], folder / f"prepared-{kind}", **options)
+    prepare([str(folder / "*/*.txt")], folder / "both", **options)
+    make_clusters(folder / "both", 2, PREFIX, 32, progress=False)
+    return {"digits": folder / "prepared-digits", "words": folder / "prepared-words", "both": folder / "both"}
+
+
+@pytest.fixture
+def routed(config: dict[str, Any], folders: dict[str, Path]) -> dict[str, Any]:
+    config["sdp"] = {"groups": 2, "paths": {"count": 2, "own": ["model.layers.2", "model.layers.3"]}}
+    config["data"] = {"path": str(folders["both"]), "sequence_length": 32}
+    config["training"] |= {"evaluate_batches": 4}
+    return config
+
+
+def last_evaluation(run: Path) -> dict[str, Any]:
+    return json.loads((run / "evaluations.jsonl").read_text().splitlines()[-1])
+
+
+def test_paths_read_their_clusters_and_resume_exactly(routed: dict[str, Any], tmp_path: Path) -> None:
+    path = write_config(routed, tmp_path)
+    for name, *words in (("whole",), ("halves", "--set", "training.steps=3"), ("halves", "--resume")):
+        finished = run_sdp("train", path, "--dump-dir", tmp_path / name, *words)
+        assert finished.returncode == 0, finished.stderr
+    assert read_losses(tmp_path / "halves") == read_losses(tmp_path / "whole")
+    last = last_evaluation(tmp_path / "whole")
+    assert last == last_evaluation(tmp_path / "halves") | {"seconds": last["seconds"]}
+    assert len(last["single_path_losses"]) == len(last["subnetwork_losses"]) == 2
+    assert min(last["single_path_losses"]) > last["loss"]  # the two kinds have nothing in common
+    assert last["loss_after_prefix"] != last["loss"]
+    report = run_sdp("report", tmp_path / "whole")
+    assert report.returncode == 0, report.stderr
+
+
+def test_paths_read_one_source_each_until_one_has_no_more(
+    routed: dict[str, Any], folders: dict[str, Path], tmp_path: Path
+) -> None:
+    sources = [folders["digits"], folders["words"]]
+    routed["data"] = {"sources": [{"path": str(path), "weight": 1} for path in sources], "sequence_length": 32}
+    routed["training"] |= {"steps": 1000, "evaluate_every": 0, "save_every": 0}
+    routed["sdp"]["paths"]["on_short"] = "end"
+    finished = run_sdp("train", write_config(routed, tmp_path), "--dump-dir", tmp_path / "run")
+    assert finished.returncode == 0, finished.stderr
+    samples = [len(TokenDataset(path, "train", 32)) for path in sources]
+    steps = min(samples) * 2 // routed["train_batch_size"]
+    assert len(read_losses(tmp_path / "run")) == steps
+    short = samples.index(min(samples))
+    assert f"path {short} has no more sequences after step {steps}, which is the last" in finished.stderr
+    last = last_evaluation(tmp_path / "run")
+    assert min(last["source_losses"].values()) < last["loss"] < max(last["source_losses"].values())
+    assert min(last["single_path_losses"]) > last["loss"]
+    assert "loss_after_prefix" not in last
+
+
+@pytest.mark.parametrize(
+    ("changed", "message"),
+    [
+        (["sdp.paths.count=4", "sdp.groups=4"], "deals 2 clusters"),
+        (["data.sequence_length=16"], "clusters of sequences of 32 tokens"),
+        (["data.path=DIGITS"], "no router here; make it with: sdp prepare --output DIR --clusters K"),
+        (['data.sources=[{"path":"DIGITS","weight":1}]', "data.path=null"], "data.sources has 1 sources"),
+    ],
+)
+def test_data_that_do_not_fit_are_one_line(
+    routed: dict[str, Any], folders: dict[str, Path], tmp_path: Path, changed: list[str], message: str
+) -> None:
+    settings = [text.replace("DIGITS", str(folders["digits"])) for text in changed]
+    finished = run_sdp(
+        "train",
+        write_config(routed, tmp_path),
+        "--dump-dir",
+        tmp_path / "run",
+        "--set",
+        *settings,
+        f"training.steps={STEPS}",
+    )
+    assert finished.returncode == 2
+    assert message in finished.stderr.splitlines()[-1], finished.stderr
