@@ -10,7 +10,7 @@ import hashlib
 import logging
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor, wait
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -93,7 +93,7 @@ def open_corpus(config: Config, dump_dir: Path) -> Corpus:
     path = path_of(config, dump_dir)
     ranks = Ranks(alone=not dist.is_initialized())
     ranks.all_or_none(lambda: _while_rank_0_works(lambda: _make_ready(config, path)))
-    return ranks.all_or_none(lambda: open_prepared(config, path))
+    return ranks.all_or_none(lambda: _dealt(config, open_prepared(config, path)))
 
 
 def path_of(config: Config, dump_dir: Path) -> Path:
@@ -198,33 +198,25 @@ def _open_tokens(config: Config, path: Path) -> Corpus:
         sources, where = dict(zip(names, held_out.parts, strict=True)), f"{shares} of"
     else:
         digest, sources, where = index.corpus.sha256, {}, str(path)
-    paths, prefix, dealt = _deal(config, train, held_out)
     return Corpus(
         train,
         held_out,
         facts={"vocab_size": train.vocab_size},
-        identity={"tokenizer": index.tokenizer, "corpus": digest} | ({"clusters": dealt} if dealt else {}),
+        identity={"tokenizer": index.tokenizer, "corpus": digest},
         path=path,
         sha256=digest,
         sources=sources,
         description=f"{where} ({train.tokens:,} tokens to train on, {held_out.tokens:,} held out, "
         f"vocabulary {train.vocab_size}, corpus sha256 {digest[:12]}…)",
-        paths=paths,
-        router_prefix=prefix,
     )
 
 
-def _deal(
-    config: Config, train: TokenDataset | MixedTokens, held_out: TokenDataset | MixedTokens
-) -> tuple[PathSamples | None, int | None, str]:
-    """Give ``train`` the samples of each path, if the run has several.
-
-    Returns:
-        Those of ``held_out``, the prefix that the router reads, and the hash of the clusters.
-    """
+def _dealt(config: Config, corpus: Corpus) -> Corpus:
+    """Deal the samples to the paths of a run that has several."""
     section, groups = config.sdp.paths, config.sdp.groups
     if section is None or section.count == 1:
-        return None, None, ""
+        return corpus
+    train, held_out = corpus.train, corpus.held_out
     if isinstance(train, MixedTokens) and isinstance(held_out, MixedTokens):
         if len(train.parts) != section.count:
             raise ConfigError(
@@ -238,8 +230,9 @@ def _deal(
             for mixed in (train, held_out)
         )
         train.paths = PathSamples(of_train, groups)
-        return PathSamples(of_held_out, groups), None, ""
-    assert isinstance(train, TokenDataset) and isinstance(held_out, TokenDataset)
+        return replace(corpus, paths=PathSamples(of_held_out, groups))
+    if not isinstance(train, TokenDataset) or not isinstance(held_out, TokenDataset):
+        raise ConfigError("sdp.paths: images have no clusters that paths could read; sdp.initialize takes any data")
     folder = Path(section.router) if section.router is not None else train.directory / CLUSTERS
     router = load_router(folder)
     if router.count != section.count:
@@ -252,13 +245,12 @@ def _deal(
         PathSamples([np.flatnonzero(clusters[split] == path) for path in range(section.count)], groups)
         for split in ("train", "held_out")
     )
-    return paths, router.prefix, hashlib.sha256(clusters["train"].tobytes()).hexdigest()
+    identity = {**corpus.identity, "clusters": hashlib.sha256(clusters["train"].tobytes()).hexdigest()}
+    return replace(corpus, identity=identity, paths=paths, router_prefix=router.prefix)
 
 
 def _open_images(config: Config, path: Path) -> Corpus:
     data = config.data
-    if config.sdp.paths is not None and config.sdp.paths.count > 1:
-        raise ConfigError("sdp.paths: images have no clusters that paths could read; sdp.initialize takes any data")
     seed = config.training.seed if data.augment is not False else None
     if data.name == "folder":
         size = data.image_size or FOLDER_IMAGE_SIZE

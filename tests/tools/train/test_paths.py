@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 
 import pytest
 import torch
 from safetensors.torch import load_file
+from sdp.data.clusters import make_clusters
 from sdp.tests.support.small_runs import read_losses, run_sdp, write_config
 from sdp.tools.cli import main
 
@@ -15,6 +17,9 @@ from sdp.tools.cli import main
 def test_paths_from_a_run_to_a_branch(config: dict, tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
     config["sdp"] = {"groups": 2, "paths": {"count": 2, "own": ["model.layers.3"]}, "check_interval": 1}
     config["training"] |= {"steps": 4, "save_every": 2, "evaluate_every": 2}
+    shutil.copytree(config["data"]["path"], tmp_path / "data")
+    make_clusters(tmp_path / "data", 2, 8, config["data"]["sequence_length"], progress=False)
+    config["data"]["path"] = str(tmp_path / "data")
     path, run, out = write_config(config, tmp_path), tmp_path / "run", tmp_path / "out"
     first = run_sdp("train", path, "--dump-dir", run)
     assert first.returncode == 0, first.stderr

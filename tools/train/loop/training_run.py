@@ -116,7 +116,7 @@ class TrainingRun:
             self.files.write_placement(placement)
 
     def end_with_shortest_path(self) -> None:
-        """Let the run end where the first path has no more data, if ``sdp.paths.on_short`` says so."""
+        """End the run where a path has no more data, if ``sdp.paths.on_short`` says so."""
         paths, sampler = self.config.sdp.paths, getattr(self.engine.loader, "sampler", None)
         if paths is None or paths.on_short != "end" or not isinstance(sampler, PathSampler):
             return
