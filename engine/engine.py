@@ -14,8 +14,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.optim import Optimizer
 
-from .accounting.memory import StateBytes
-from .accounting.predictions import measured_state, planned_traffic, predicted_state
+from .accounting.memory import StateBytes, measured_state, predicted_state
 from .batch.call import LossWeights, call_model, count_labels, loss_of, tensors_in, to_device
 from .batch.size import BatchSize
 from .checkpoint.checkpoints import Checkpoints
@@ -554,11 +553,6 @@ class SDPEngine:
     def measured_state_bytes(self) -> StateBytes:
         """Bytes of this rank's tensors as they are now. Gradients count as at the last step."""
         return measured_state(self.groups, self._gradient_bytes)
-
-    def planned_traffic(self, step: int | None = None) -> Traffic:
-        """Bytes that this rank sends in one training step, by the placement. In local steps
-        (``sdp.sync``) they depend on the ``step``, and without it they are a round's."""
-        return planned_traffic(self.groups, self.config, self._batch.accumulation, step)
 
     # -- names of DeepSpeed and torch --------------------------------------------------------------
 

@@ -131,7 +131,7 @@ def _measured(task: Task, config: dict[str, Any]) -> dict[str, int]:
     state = engine.measured_state_bytes().to_json()
     peak = peak_tensor_bytes(step, engine.module, optimizer, engine.device)
     _fill_frozen(engine)
-    ledger = watched_step(engine, (), set(), task.batch)
+    ledger, _ = watched_step(engine, (), set(), task.batch)
     if engine.skipped_steps:
         raise NonFiniteError("a row's step was skipped, so what an update needs was not measured")
     return state | {"activations": max(window.most[ACTIVATIONS] for window in ledger.windows.values()), "peak": peak}

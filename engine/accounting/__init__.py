@@ -1,1 +1,1 @@
-"""Plans and counts the bytes and seconds of a step."""
+"""Bytes of state, predicted and measured; peak memory; the clock of a step."""

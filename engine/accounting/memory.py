@@ -7,17 +7,22 @@ from __future__ import annotations
 
 import resource
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch.optim import Optimizer
 
 from ..config.method import SyncSection
+from ..config.schema import Config
+from ..distributed.collectives import local_tensor, stored_tensor
 from ..optim.muon import Muon, is_matrix
 from ..placement.layout import Layout
 from ..placement.tensor_info import TensorInfo
+from ..stores.store import GroupStore, frozen_copies
+from ..sync.between import BetweenGroups
 
 # Tensors of a parameter's size that each optimizer keeps, in float32.
 STATE_TENSORS = {"AdamW": 2, "Adam": 2, "ApexFusedAdam": 2}
@@ -47,6 +52,55 @@ class StateBytes:
     def to_json(self) -> dict[str, int]:
         """Return all fields by name. Those of local steps are left out if they are 0."""
         return {key: value for key, value in asdict(self).items() if value or not key.startswith("outer")}
+
+
+def predicted_state(store: GroupStore, config: Config) -> StateBytes:
+    """Predict the state of this rank from the placement."""
+    stage, mesh = config.zero_optimization.stage, store.layout.mesh
+    if config.sdp.engine == "deepspeed":
+        return _predict_partitions(store, stage)
+    options = {"shards": mesh.shards(stage), "compute_bytes": config.compute_bytes, "sync": config.sdp.sync}
+    return predict_state_bytes(store.layout, store.context.rank, store.optimizer, **options)
+
+
+def _predict_partitions(store: Any, stage: int) -> StateBytes:
+    """Predict the state of this rank under DeepSpeed.
+
+    Weights are the model's own, in compute precision, and ZeRO's float32 partitions with their
+    padding.
+    """
+    from ..stores.deepspeed.partitions import partition_numel  # deepspeed is optional
+
+    layout, context = store.layout, store.context
+    group, fsdp, compute_bytes = context.at.sdp, context.mesh.fsdp, context.compute_dtype.itemsize
+    held, copies = (
+        compute_bytes * sum(-(-info.numel // fsdp) if stage == 3 else info.numel for info in infos)
+        for infos in (layout.held(group), layout.frozen(group))
+    )
+    partitions = 4 * sum(partition_numel(bundle, stage, fsdp) for bundle in store.bundles)
+    return StateBytes(held + partitions, partitions, partitions * state_tensors(store.optimizer), copies)
+
+
+def measured_state(groups: BetweenGroups, gradient_bytes: int) -> StateBytes:
+    """Return the bytes of this rank's tensors as they are now.
+
+    Args:
+        groups: What this rank has.
+        gradient_bytes: Bytes of the gradients, counted before the step that freed them.
+    """
+    store, local = groups.store, groups.local
+    held = {id(parameter): stored_tensor(parameter) for parameter in store.parameters.values()}
+    held |= {id(one.tensor): one.tensor for one in store.stepped.values() if one.group is not None}
+    states = (value for state in store.optimizer.state.values() for value in state.values())
+    moments = (value for value in states if isinstance(value, torch.Tensor) and value.dim())
+    copies = (stored_tensor(copy) for copy in frozen_copies(store).values())
+    outer = local.outer.nbytes() if local is not None else 0
+    on_host = outer if local is not None and local.sync.offload == "cpu" else 0
+    return StateBytes(_nbytes(held.values()), gradient_bytes, _nbytes(moments), _nbytes(copies), outer, on_host)
+
+
+def _nbytes(tensors: Iterable[torch.Tensor]) -> int:
+    return sum(local_tensor(tensor.detach()).nbytes for tensor in tensors)
 
 
 def predict_state_bytes(

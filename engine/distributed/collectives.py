@@ -20,10 +20,10 @@ N rows of logits.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -94,40 +94,61 @@ def passes_on(member: int, source: int, ranks: int) -> bool:
     return (member - source) % ranks != ranks - 1
 
 
+Among = tuple[Scope, Kind, tuple[int, ...]]
+"""The purpose and the kind of collectives, and the ranks that take part, in ascending order."""
+
+
+class Collective(NamedTuple):
+    """Several collectives of one kind and purpose among the same ranks.
+
+    ``nbytes`` counts the bytes of the whole buffers.
+    """
+
+    scope: Scope
+    kind: Kind
+    ranks: tuple[int, ...]
+    nbytes: int
+
+    @property
+    def sent(self) -> float:
+        """Bytes that one rank sends.
+
+        For a broadcast, this is the whole buffer, which the rank sends first or passes on.
+        """
+        return sent_bytes(self.kind, self.nbytes, len(self.ranks))
+
+
 class Traffic:
-    """Counts what this rank sends, by (scope, kind, number of ranks)."""
+    """Counts what this rank sends.
+
+    Attributes:
+        buffers: the bytes of whole buffers since the last reset, not divided by the number of
+            ranks.
+    """
 
     def __init__(self) -> None:
-        self._buffers: Counter[tuple[Scope, Kind, int]] = Counter()
+        self.buffers: Counter[Among] = Counter()
 
-    def record(self, scope: Scope, kind: Kind, nbytes: int, ranks: int) -> None:
-        """Count one collective over ``ranks`` ranks.
+    def record(self, scope: Scope, kind: Kind, nbytes: int, ranks: Sequence[int]) -> None:
+        """Count one collective.
 
         Args:
             scope: the purpose of the collective.
             kind: the kind of collective.
             nbytes: bytes of the whole buffer, not yet divided by the number of ranks.
-            ranks: the number of ranks.
+            ranks: the ranks that take part, in ascending order.
         """
-        if ranks > 1:
-            self._buffers[scope, kind, ranks] += nbytes
-
-    def add(self, other: Traffic) -> None:
-        """Add what another count has."""
-        self._buffers.update(other._buffers)
+        if len(ranks) > 1:
+            self.buffers[scope, kind, tuple(ranks)] += nbytes
 
     def reset(self) -> None:
-        self._buffers.clear()
-
-    def buffers(self, scope: Scope) -> Counter[tuple[Kind, int]]:
-        """Return the bytes of whole buffers since the last reset, by kind and number of ranks."""
-        return Counter({(kind, ranks): nbytes for (of, kind, ranks), nbytes in self._buffers.items() if of == scope})
+        self.buffers.clear()
 
     def by_kind(self) -> dict[str, int]:
         """Return the bytes that this rank sent since the last reset, by "scope/kind"."""
         totals: Counter[str] = Counter()
-        for (scope, kind, ranks), nbytes in self._buffers.items():
-            totals[f"{scope}/{kind}"] += sent_bytes(kind, nbytes, ranks)  # type: ignore[assignment]
+        for (scope, kind, ranks), nbytes in self.buffers.items():
+            totals[f"{scope}/{kind}"] += sent_bytes(kind, nbytes, len(ranks))  # type: ignore[assignment]
         return {name: round(total) for name, total in sorted(totals.items())}
 
     def total(self) -> int:
@@ -162,7 +183,7 @@ class TensorRanks:
         """Return whether the collective takes place. If it does, count it."""
         if self.group is None or whole.is_meta:
             return False
-        self.traffic.record("tensor parallel", kind, whole.nbytes, self.size)
+        self.traffic.record("tensor parallel", kind, whole.nbytes, dist.get_process_group_ranks(self.group))
         return True
 
     def all_gather(self, part: Tensor, dim: int) -> Tensor:

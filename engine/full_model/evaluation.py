@@ -293,7 +293,8 @@ class StreamedEvaluation:
         from_rank = context.mesh.rank(source, fsdp, at.tp)
         ranks, sender = dist.get_world_size(everyone), dist.get_group_rank(everyone, from_rank)
         if passes_on(everyone.rank(), sender, ranks):
-            store.context.traffic.record("between groups", "broadcast", tensor.nbytes, ranks)
+            all_ranks = dist.get_process_group_ranks(everyone)
+            store.context.traffic.record("between groups", "broadcast", tensor.nbytes, all_ranks)
         dist.broadcast(tensor, group_src=sender, group=everyone)
         return tensor
 

@@ -37,9 +37,9 @@ def gather_inside(store: GroupStore, shard: torch.Tensor) -> torch.Tensor:
     """All shards of the group, shape (shards, elements of one shard)."""
     if store.context.shards == 1:
         return shard[None]
-    whole = shard.new_empty((store.context.shards, shard.numel()))
-    store.context.traffic.record("inside groups", "all_gather", whole.nbytes, store.context.shards)
-    dist.all_gather(list(whole.unbind()), shard.contiguous(), group=store.context.communicators.fsdp)
+    whole, group = shard.new_empty((store.context.shards, shard.numel())), store.context.communicators.fsdp
+    store.context.traffic.record("inside groups", "all_gather", whole.nbytes, dist.get_process_group_ranks(group))
+    dist.all_gather(list(whole.unbind()), shard.contiguous(), group=group)
     return whole
 
 

@@ -16,11 +16,11 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
+from torch.distributed import get_process_group_ranks
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from ..config.named_params import MuonParams
-from ..config.schema import NamedParams
 from ..config.section import parse_section
 from ..distributed.collectives import TensorRanks, Traffic, all_gather_single, local_tensor
 from ..errors import ConfigError
@@ -175,7 +175,7 @@ class Muon(Optimizer):
         padded = shard.new_zeros((-(-rows // ranks), columns))
         padded[: len(shard)] = shard
         whole = shard.new_empty((ranks * len(padded), columns))
-        self._traffic.record("inside groups", "all_gather", whole.nbytes, ranks)
+        self._traffic.record("inside groups", "all_gather", whole.nbytes, get_process_group_ranks(communicator))
         self.gathers += 1
         work = all_gather_single(whole, padded, group=communicator, async_op=True)
 
@@ -292,27 +292,3 @@ def arrange(
         if is_matrix(info := layout.parameters[name], layout)
     }
     optimizer.arrange(matrices, traffic)
-
-
-def gathered_bytes(section: NamedParams | None, layout: Layout) -> Callable[[TensorInfo], int] | None:
-    """Return the function that gives the bytes per element that Muon gathers, or None for other
-    optimizers.
-    """
-    if section is None or section.type.lower() != "muon":
-        return None
-    size = 4 if section.params.get("ns_dtype") == "float32" else 2
-    return lambda info: size if is_matrix(info, layout) else 0
-
-
-def planned_gathers(optimizer: Optimizer, layout: Layout, group: int, shards: int) -> Traffic:
-    """Return the bytes of a step's gathers inside ``group``.
-
-    None are planned for other optimizers.
-    """
-    planned = Traffic()
-    if isinstance(optimizer, Muon):
-        for info in layout.held(group):
-            if info.trainable and is_matrix(info, layout):
-                nbytes = info.padded_shard_numel(shards) * shards * optimizer.ns_dtype.itemsize
-                planned.record("inside groups", "all_gather", nbytes, shards)
-    return planned

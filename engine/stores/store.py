@@ -184,7 +184,7 @@ class RankContext:
             # gloo wakes a thread even for one rank: 0.1 ms if idle, milliseconds on a loaded
             # machine.
             return lambda: None
-        self.traffic.record("control", "all_reduce", values.nbytes, self.world_size)
+        self.traffic.record("control", "all_reduce", values.nbytes, range(self.world_size))
         work = dist.all_reduce(values, op=op, async_op=True)
         assert work is not None
         return work.wait
@@ -197,7 +197,7 @@ class RankContext:
         """Sum a few numbers over the ranks of this group in place. Collective in the group."""
         group = self.communicators.group
         if group is not None:
-            self.traffic.record("control", "all_reduce", values.nbytes, group.size())
+            self.traffic.record("control", "all_reduce", values.nbytes, dist.get_process_group_ranks(group))
             dist.all_reduce(values, group=group)
 
 

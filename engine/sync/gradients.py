@@ -89,7 +89,7 @@ class PendingBucket:
         self._buffer = _coalesce(self.parameters, self._ranks)
         if self._buffer.numel() == 0:
             return  # no rank of this communicator has a row of these parameters
-        traffic.record(self._scope, "all_reduce", self._buffer.nbytes, self._ranks)
+        traffic.record(self._scope, "all_reduce", self._buffer.nbytes, dist.get_process_group_ranks(self._group))
         self._work = all_reduce(self._buffer, self._group)
 
     def wait(self) -> None:
@@ -357,14 +357,14 @@ class WeightRefresh:
         for refresh in self._refreshes:
             pending = self._pending.setdefault(refresh.block, [])
             group, source = self._communicators[refresh.source, refresh.members], refresh.members.index(refresh.source)
-            here, ranks = group.rank(), group.size()
+            here, ranks = group.rank(), dist.get_process_group_ranks(group)
             for name in (name for name in refresh.names if name in names):
                 tensor = self._weight(name, weights or {})
                 if tensor.numel() == 0:  # an empty shard is empty in all groups
                     continue
                 if here == source:
                     tensor = tensor.to(self._dtype if tensor.is_floating_point() else tensor.dtype).contiguous()
-                if passes_on(here, source, ranks):
+                if passes_on(here, source, len(ranks)):
                     self._traffic.record("between groups", "broadcast", tensor.nbytes, ranks)
                 work = self._broadcast(tensor, source, group)
                 assert work is not None

@@ -67,7 +67,7 @@ class ReducedExchange:
         self._buffer = torch.cat([tensor.reshape(-1) for tensor in tensors]).to(dtype)
         self._work: Any = None
         if self._buffer.numel():
-            traffic.record("between groups", "all_reduce", self._buffer.nbytes, dist.get_world_size(group))
+            traffic.record("between groups", "all_reduce", self._buffer.nbytes, dist.get_process_group_ranks(group))
             self._work = all_reduce(self._buffer, group)
 
     def wait(self) -> list[torch.Tensor]:
@@ -106,7 +106,7 @@ class GatheredExchange:
         self._scales = own_scales.new_empty((self._ranks, len(own_scales)))
         for all_of, part in ((self._integers, mine), (self._scales, own_scales)):
             if part.numel():
-                traffic.record("between groups", "all_gather", all_of.nbytes, self._ranks)
+                traffic.record("between groups", "all_gather", all_of.nbytes, dist.get_process_group_ranks(group))
                 work = all_gather_single(all_of.view(-1), part, group=group, async_op=True)
                 self._works.append((work, part))  # the part must live until it is sent
 

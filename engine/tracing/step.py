@@ -25,7 +25,7 @@ from ..batch.call import loss_of, tensors_in
 from ..batch.size import BatchSize
 from ..config.schema import Config
 from ..construct import shard_model
-from ..distributed.collectives import Kind, local_tensor
+from ..distributed.collectives import Among, Collective, local_tensor
 from ..distributed.fake_world import fake_world
 from ..engine import SDPEngine
 from ..errors import LaunchError
@@ -60,7 +60,8 @@ class StepTrace:
         communication: The most bytes of communication at once, which may not be at the peak.
         combined: Bytes of activations and communication when their sum is largest.
         flops: Floating-point operations of the step as executed, including recomputation.
-        tensor_parallel: Bytes of whole buffers, by collective and number of ranks.
+        collectives: What the rank sends in the step, except between groups. With local steps: in a
+            step that averages no weights.
         blocks: The number of blocks that the step runs.
         traced_blocks: The number of blocks that were traced. If a pattern of blocks repeats often,
             the cost of one more repetition is multiplied.
@@ -73,7 +74,7 @@ class StepTrace:
     communication: int
     combined: Mapping[str, int]
     flops: float
-    tensor_parallel: Mapping[tuple[Kind, int], int]
+    collectives: tuple[Collective, ...]
     blocks: int
     traced_blocks: int
 
@@ -160,25 +161,26 @@ def _with_travelling(trace: StepTrace, layout: Layout, config: Config) -> StepTr
 class _Run:
     """One traced step.
 
-    ``steps`` is the number of micro-batches of a real step divided by the number of traced ones.
+    ``sent`` has the bytes of whole buffers in the real step, and ``flops`` those of the traced one.
+    ``steps`` is the number of micro-batches of the real step divided by the number of traced ones.
     """
 
     state: StateBytes
     windows: Mapping[str, Window]
     flops: float
-    tensor_parallel: Counter[tuple[Kind, int]]
+    sent: Counter[Among]
     steps: float
     blocks: int
 
 
 def _extrapolated(base: _Run, longer: Sequence[tuple[_Run, int]], rank: int, blocks: int) -> StepTrace:
     windows = dict(base.windows)
-    flops, sent = base.flops, Counter(base.tensor_parallel)
+    flops, sent = base.flops, Counter(base.sent)
     for run, times in longer:
         windows = {name: window.plus(run.windows[name], base.windows[name], times) for name, window in windows.items()}
         flops += times * (run.flops - base.flops)
-        for key in run.tensor_parallel:
-            sent[key] += times * (run.tensor_parallel[key] - base.tensor_parallel[key])
+        for key in run.sent:
+            sent[key] += times * (run.sent[key] - base.sent[key])
     return StepTrace(
         rank=rank,
         state=base.state,
@@ -187,7 +189,7 @@ def _extrapolated(base: _Run, longer: Sequence[tuple[_Run, int]], rank: int, blo
         communication=max(window.most[COMMUNICATION] for window in windows.values()),
         combined=max((window.combined for window in windows.values()), key=lambda both: both.total()),
         flops=flops * base.steps,
-        tensor_parallel={key: round(nbytes * base.steps) for key, nbytes in sent.items()},
+        collectives=tuple(Collective(*key, nbytes) for key, nbytes in sent.items() if key[0] != "between groups"),
         blocks=blocks,
         traced_blocks=base.blocks,
     )
@@ -223,7 +225,7 @@ def _run(
             engine = SDPEngine(store, config, replace(size, accumulation=accumulation), optimizer, None)
             if (local := engine.local_training.local) is not None:
                 materialise_state(local.outer.optimizer)
-            ledger = watched_step(engine, layout.blocks, middles, batch, autocast)
+            ledger, sent = watched_step(engine, layout.blocks, middles, batch, autocast)
     shards = layout.mesh.shards(config.zero_optimization.stage)
     return _Run(
         state=predict_state_bytes(
@@ -231,7 +233,7 @@ def _run(
         ),
         windows=ledger.windows,
         flops=ledger.flops,
-        tensor_parallel=context.traffic.buffers("tensor parallel"),
+        sent=_of_all_micro_batches(sent, size.accumulation),
         steps=size.accumulation / accumulation,
         blocks=len(layout.blocks),
     )
@@ -254,7 +256,7 @@ def watched_step(
     middles: set[str],
     batch: Callable[[int], Any],
     autocast: torch.dtype | None = None,
-) -> Ledger:
+) -> tuple[Ledger, list[Counter[Among]]]:
     """Run forward, backward and update under a ledger.
 
     Every part of the step between the boundaries of ``blocks`` is a window of the ledger. The
@@ -266,6 +268,10 @@ def watched_step(
         middles: The names of the blocks that share one window.
         batch: Makes a micro-batch of a given number of samples.
         autocast: The precision of torch's autocast in the forward pass. None: no autocast.
+
+    Returns:
+        The ledger, and the bytes of whole buffers that the rank sent in each micro-batch and in the
+        update. Those of an average of weights (local steps) are left out.
     """
     ledger = Ledger(CPU)
     ledger.know((local_tensor(p.detach()) for p in engine.parameters_here.values()), "parameters")
@@ -289,6 +295,19 @@ def watched_step(
             parameter.register_post_accumulate_grad_hook(is_gradient)
     for name in blocks:
         _mark(engine.module.get_submodule(name), "" if name in middles else name, ledger)
+    sent: list[Counter[Among]] = []
+    average = engine.local_training.after_step
+
+    def note_sent() -> None:
+        sent.append(engine.traffic.buffers.copy())
+        engine.traffic.reset()
+
+    def after_step(step: int) -> None:
+        note_sent()
+        average(step)
+
+    engine.local_training.after_step = after_step  # type: ignore[method-assign]
+    engine.traffic.reset()
     with ledger:
         for _ in range(engine.gradient_accumulation_steps()):
             ledger.enter_window("forward")
@@ -298,8 +317,26 @@ def watched_step(
             sharded = [module for module in engine.module.modules() if isinstance(module, FSDPModule)]
             ledger.know((kept for module in sharded for kept in unreduced_gradients(module)), GRADIENTS)
             ledger.enter_window("update")
+            note_sent()
             engine.step()
-    return ledger
+    note_sent()
+    return ledger, sent[: engine.gradient_accumulation_steps() + 1]
+
+
+def _of_all_micro_batches(sent: Sequence[Counter[Among]], count: int) -> Counter[Among]:
+    """Return the bytes of a step of ``count`` micro-batches, of which the first and the last were
+    traced, and the update.
+
+    A micro-batch between them sends what both send: it gathers no weights that are still there, and
+    reduces no gradients that the last one reduces.
+    """
+    *micro_batches, _ = sent
+    total = Counter[Among]()
+    for each in sent:
+        total.update(each)
+    for key, nbytes in (micro_batches[0] & micro_batches[-1]).items():
+        total[key] += nbytes * (count - len(micro_batches))
+    return total
 
 
 def _mark(block: nn.Module, name: str, ledger: Ledger) -> None:

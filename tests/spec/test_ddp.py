@@ -99,20 +99,11 @@ def test_capacity_1_equals_ddp(ranks: RankPool, case: Case) -> None:
 
 
 @pytest.mark.parametrize("model", ["mlp", "llama-tied"])
-def test_ddp_sends_what_its_plan_says(ranks: RankPool, model: str) -> None:
-    from sdp.engine.accounting.traffic_plan import data_parallel_traffic
-    from sdp.engine.config.load import load_config
-    from sdp.engine.distributed.mesh import Mesh
-    from sdp.engine.placement.layout import Layout
-
+def test_capacity_1_sends_what_ddp_sends(ranks: RankPool, model: str) -> None:
     case = Case(4, 1, placement="full", model=model, accumulation=3)
-    layout = Layout.of(models.build(model), load_config(case.config()), Mesh(4))
     bucket_bytes = ddp(ranks, case)[2]
-    assert data_parallel_traffic(layout).by_kind() == {"between groups/all_reduce": round(2 * bucket_bytes * 3 / 4)}
     ours = native(ranks, case)[0]
-    assert ours.traffic[0]["between groups/all_reduce"] == round(2 * bucket_bytes * 3 / 4), (
-        "capacity 1 sends what DDP sends"
-    )
+    assert ours.traffic[0]["between groups/all_reduce"] == round(2 * bucket_bytes * 3 / 4)
 
 
 # -- FSDP2's own hybrid sharding, a replicate mesh for every holder set ----------------------------

@@ -18,10 +18,10 @@ from sdp.tests.support.case_tables import FACTORS, mostly_slow, pairwise_cover
 from sdp.tests.support.cases import (
     Case,
     Result,
-    assert_bytes_as_planned,
     assert_same_gradients,
     assert_same_run,
     assert_same_statistics,
+    assert_state_as_predicted,
     native,
     only_parameters,
     oracle,
@@ -59,7 +59,7 @@ def test_fsdp2_equals_the_oracle(ranks: RankPool, case: Case) -> None:
     assert_same_gradients(ours, theirs)
     assert_same_run([only_parameters(result, case.model) for result in ours], parameters, case)
     assert_same_statistics(ours, theirs, statistics - set(parameters.after or {}))
-    assert_bytes_as_planned(ours)
+    assert_state_as_predicted(ours)
 
 
 @pytest.mark.parametrize(
@@ -87,7 +87,7 @@ def test_bf16_equals_the_oracle(ranks: RankPool, case: Case) -> None:
     The numbers of micro-batches are powers of two, so that it does not matter where one divides.
     """
     ours, theirs, exact = native(ranks, case), oracle(case), oracle(replace(case, bf16=False))
-    assert_bytes_as_planned(ours)
+    assert_state_as_predicted(ours)
     assert ours[0].after is not None and theirs.after is not None and theirs.before is not None
     assert exact.after is not None
     assert ours[0].norms == pytest.approx(theirs.norms, rel=2e-2)
@@ -132,7 +132,7 @@ def test_units_that_are_reduced_in_pieces_train_alike(ranks: RankPool, case: Cas
     for (_, few), (_, many) in zip(whole, pieces, strict=True):
         assert many > 1.5 * few
     assert_same_run([result for result, _ in pieces], oracle(case), case)
-    assert_bytes_as_planned([result for result, _ in pieces])
+    assert_state_as_predicted([result for result, _ in pieces])
 
 
 @pytest.mark.usefixtures("one_rank")

@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from sdp.tests.spec.test_partly_used_parameters import assert_equal_to_plain_torch
 from sdp.tests.support import models
-from sdp.tests.support.cases import Case, assert_bytes_as_planned, assert_same_run, native, oracle, oracle_for
+from sdp.tests.support.cases import Case, assert_same_run, assert_state_as_predicted, native, oracle, oracle_for
 from sdp.tests.support.oracle import Oracle
 from sdp.tests.support.ranks import RankPool
 from torch.utils.checkpoint import checkpoint
@@ -27,7 +27,7 @@ def test_fsdp2_equals_the_oracle_and_plain_torch(ranks: RankPool, fsdp: int, mas
     ours = native(ranks, case)
     assert_same_run(ours, oracle(case), case)
     assert_equal_to_plain_torch(ours[0], case)
-    assert_bytes_as_planned(ours)
+    assert_state_as_predicted(ours)
 
 
 @pytest.mark.parametrize(

@@ -69,7 +69,7 @@ def _summary(share: float, groups: int, steps: int) -> dict[str, Any]:
         {
             "rank": rank, "group": rank, "state_predicted": state, "state_measured": state,
             "peak_memory_bytes": int((100 + 200 * share + rank) * MIB), "baseline_memory_bytes": 100 * MIB,
-            "peak_tensor_bytes": int(160 * MIB * share), "comm_bytes_per_step": sent, "comm_bytes_planned": sent,
+            "peak_tensor_bytes": int(160 * MIB * share), "comm_bytes_per_step": sent,
         }
         for rank in range(groups)
     ]  # fmt: skip

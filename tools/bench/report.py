@@ -172,9 +172,9 @@ def _counted(methods: Mapping[str, Mapping[str, Any]]) -> list[str]:
     for name, row in methods.items():
         if is_sdp(name):
             state = row["state_bytes"] / row["planned_state_bytes"]
-            sent = row["between_groups_bytes"] / row["planned_between_groups_bytes"]
             rates = "" if row["rates"] is None else f"; learning rates of units multiplied by {row['rates']}"
-            lines.append(f"- {name}: state {state:.3f} of planned; sent between groups {sent:.3f} of planned{rates}")
+            sent = f"{row['between_groups_bytes'] / 1e6:,.2f} MB sent between groups, counted by the engine"
+            lines.append(f"- {name}: state {state:.3f} of planned; {sent}{rates}")
     return lines
 
 

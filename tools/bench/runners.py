@@ -22,7 +22,6 @@ from ...engine.batch.call import call_model, loss_of
 from ...engine.batch.size import BatchSize
 from ...engine.config.schema import Config, NamedParams
 from ...engine.construct import values_to_give
-from ...engine.distributed.collectives import Traffic
 from ...engine.distributed.mesh import mesh_of
 from ...engine.engine import SDPEngine
 from ...engine.environment.detect import alone_if_unlaunched
@@ -56,8 +55,8 @@ class Runner:
         step: Makes one optimizer step on this rank's micro-batches, and returns their mean loss.
         settle: Waits for transfers that a step leaves running.
         round: The number of steps after which the work repeats: of a round of local steps, else 1.
-        counted: For SDP: makes one more step, and returns bytes of state and bytes sent between
-            groups, real and planned.
+        counted: For SDP: makes one more step, and returns bytes of state, real and planned, and
+            bytes sent between groups.
         kept: Tensors that live through every step, apart from parameters and optimizer state.
     """
 
@@ -112,11 +111,12 @@ def _sdp(config: Config) -> Runner:
         engine.traffic.reset()
         for _ in range(every):
             step(batches)
+        sent = engine.traffic.by_kind().items()
+        between = sum(nbytes for kind, nbytes in sent if kind.startswith("between groups"))
         return {
             "state_bytes": engine.measured_state_bytes().total,
             "planned_state_bytes": engine.predicted_state_bytes().total,
-            "between_groups_bytes": round(_between_groups(engine.traffic) / every),
-            "planned_between_groups_bytes": round(_between_groups(engine.planned_traffic()) / every),
+            "between_groups_bytes": round(between / every),
         }
 
     held = engine.layout.held(engine.layout.mesh.coordinates(engine.global_rank).sdp)
@@ -130,10 +130,6 @@ def _sdp(config: Config) -> Runner:
         counted=counted,
         kept=engine.local_training.tensors_on_device,
     )
-
-
-def _between_groups(traffic: Traffic) -> int:
-    return sum(nbytes for kind, nbytes in traffic.by_kind().items() if kind.startswith("between groups"))
 
 
 # No annotations: DDP compares them with classes, but in this module they are strings.

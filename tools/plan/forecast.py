@@ -6,23 +6,22 @@ The layout is made on the meta device, and the steps of its ranks are traced on 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from functools import partial
 from typing import Any
 
 import torch
 
-from ...engine.accounting.local_traffic import LocalTraffic
-from ...engine.accounting.traffic_plan import Collective, CollectivePlan
 from ...engine.batch.size import BatchSize
-from ...engine.config.method import Masking, SyncSection
+from ...engine.config.method import Masking
 from ...engine.config.named_params import check_named_params
 from ...engine.config.schema import Config
+from ...engine.distributed.collectives import Collective
 from ...engine.distributed.mesh import Coordinates, Mesh, mesh_of
 from ...engine.errors import ConfigError
 from ...engine.module_paths import parents
-from ...engine.optim.muon import gathered_bytes
 from ...engine.placement.layout import Layout
+from ...engine.tracing.messages import Messages
 from ...engine.tracing.repetition import sequence
 from ...engine.tracing.step import StepTrace, trace_step
 from ..runs.model_inputs import model_and_batch
@@ -118,19 +117,6 @@ def _forecast(
     for group in range(mesh.sdp):
         alike.setdefault((_runs(layout, group), sequence(model, layout, group)), []).append(group)
     kinds = _most_telling(layout, list(alike.values()))
-    stage, compute = config.zero_optimization.stage, config.compute_bytes
-    sync = config.sdp.sync
-    plan = CollectivePlan(
-        layout, stage=stage, accumulation=size.accumulation, compute_bytes=compute, local=sync is not None,
-        optimizer_gathers=gathered_bytes(config.optimizer, layout),
-    )  # fmt: skip
-
-    def outer(rank: int) -> tuple[Collective, ...]:
-        if sync is None:
-            return ()
-        settings = {"stage": stage, "accumulation": size.accumulation, "compute_bytes": compute}
-        return tuple(LocalTraffic(layout, rank, sync, **settings).round_between_groups())
-
     trace = partial(trace_step, build, phase, layout, batch, autocast=autocast, device=machine.device)
     traced = {tuple(groups): trace(groups[0]) for groups in kinds[:traces]}
     with_them: dict[tuple[int, ...], list[int]] = {groups: [] for groups in traced}
@@ -140,12 +126,11 @@ def _forecast(
         (reordered if as_much else untraced).append(group)
         if as_much:
             with_them[max(as_much, key=lambda groups: traced[groups].peak)].append(group)
-    planned = []
+    planned, messages = [], Messages(layout, phase)
     for first, step in traced.items():
         groups = (*first, *with_them[first])
-        planned.append(
-            GroupForecast(groups, step, tuple(_ranks(step, layout, size, machine, plan, groups, outer, sync)))
-        )
+        ranks = _ranks(step, config, layout, size, machine, messages, groups)
+        planned.append(GroupForecast(groups, step, tuple(ranks)))
     planned.sort(key=lambda group: -group.trace.peak)
     return Forecast(name, config, layout, size, machine, tuple(planned), tuple(untraced), tuple(reordered))
 
@@ -189,29 +174,23 @@ def _runs(layout: Layout, group: int) -> Any:
 
 def _ranks(
     trace: StepTrace,
+    config: Config,
     layout: Layout,
     size: BatchSize,
     machine: Machine,
-    plan: CollectivePlan,
+    messages: Messages,
     groups: Sequence[int],
-    outer: Callable[[int], tuple[Collective, ...]],
-    sync: SyncSection | None,
 ) -> Iterator[RankForecast]:
     """Plan the ranks of ``groups``, without repeating those that send the same.
 
     The placement and the nodes determine what a rank sends. Its computation is that of ``trace``.
-    ``outer`` returns what a rank sends between groups in a round of local steps.
     """
     known: set[Any] = set()
+    sync = config.sdp.sync
     for group in groups:
         for rank in layout.mesh.ranks_of(group):
-            at = layout.mesh.coordinates(rank)
-            neighbours = layout.mesh.neighbours(at.sdp, at.fsdp)
-            activations = [
-                Collective("tensor parallel", kind, neighbours, nbytes)
-                for (kind, _), nbytes in trace.tensor_parallel.items()
-            ]
-            collectives, averages = (*plan.of(rank), *activations), outer(rank)
+            collectives = tuple(messages.of_step(rank, trace.rank, trace.collectives))
+            averages = tuple(messages.of_round(rank))
             alike = tuple(
                 sorted(
                     (one.scope, one.kind, len(one.ranks), one.nbytes, machine.link(one.ranks))
@@ -224,7 +203,7 @@ def _ranks(
                 if sync is not None:
                     time = with_outer_steps(time, averages, sync, machine)
                 every = sync.every if sync is not None else 1
-                communicators = _communicators(layout, at, (*collectives, *averages))
+                communicators = _communicators(layout, layout.mesh.coordinates(rank), (*collectives, *averages))
                 yield RankForecast(rank, collectives, time, communicators, averages, every)
 
 

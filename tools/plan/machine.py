@@ -12,9 +12,9 @@ from functools import cached_property
 from itertools import accumulate
 from typing import Any, Literal
 
-from ...engine.accounting.traffic_plan import Collective
 from ...engine.config.method import SyncSection
 from ...engine.config.schema import Config
+from ...engine.distributed.collectives import Collective
 from ...engine.tracing.operators import Device
 
 PEAK_FLOPS, ACHIEVED, INSIDE, BETWEEN = "989TFLOP/s", 0.4, "450GB/s", "50GB/s"

@@ -7,9 +7,9 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from ...engine.accounting.traffic_plan import Collective
 from ...engine.batch.size import BatchSize
 from ...engine.config.schema import Config
+from ...engine.distributed.collectives import Collective
 from ...engine.distributed.mesh import Mesh
 from ...engine.optim.schedules import describe_rates
 from ...engine.placement.layout import Layout

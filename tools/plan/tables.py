@@ -7,9 +7,9 @@ from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
-from ...engine.accounting.local_traffic import LocalTraffic
 from ...engine.accounting.quantities import format_bytes, format_flops, format_rate, format_seconds
 from ...engine.config.schema import Config
+from ...engine.tracing.messages import Messages
 from ..shared.quantities import quantity
 from ..shared.table import Row, Table, bytes_row, plain_row, text_row
 from .machine import LINKS, PEAK_FLOPS, Machine
@@ -132,11 +132,8 @@ def _list_averages(plan: Forecast) -> str:
     if not rows:
         return ""
     head = Row(f"averages of weights, sent by rank {plan.slowest.rank} in a round of {plan.slowest.every} steps")
-    sync, config = plan.config.sdp.sync, plan.config
-    if sync is not None and sync.fragments > 1:
-        settings = {"stage": config.zero_optimization.stage, "accumulation": plan.batch.accumulation}
-        local = LocalTraffic(plan.layout, plan.slowest.rank, sync, compute_bytes=config.compute_bytes, **settings)
-        busiest = bytes_row("", [local.in_busiest_step()], decimal=True)
+    if (sync := plan.config.sdp.sync) is not None and sync.fragments > 1:
+        busiest = bytes_row("", [Messages(plan.layout, plan.config).in_busiest_step(plan.slowest.rank)], decimal=True)
         rows.append(Row("  of these, in the busiest step", busiest.cells))
     return Table([""], [head, *rows]).text() + "\n"
 

@@ -36,8 +36,6 @@ class Facts:
     - ``peak_process``: the peak bytes of the process, less its bytes before the model existed.
     - ``sent`` and ``sent_by_kind``: the bytes that the busiest rank sends per step.
     - ``tasks``: scores of lm-evaluation-harness.
-    - ``sent_deviation``: the largest relative deviation of a rank's sent bytes from the plan. It
-      counts only traffic that the placement decides.
     """
 
     name: str
@@ -64,7 +62,6 @@ class Facts:
     peak_process: Spread | None = None
     sent: float | None = None
     sent_by_kind: dict[str, float] = field(default_factory=dict)
-    sent_deviation: float | None = None
     dense_state: dict[str, float] = field(default_factory=dict)
     data_parallel_sent: float | None = None
     spikes_skipped: int | None = None  # None if the run did not look for spikes
@@ -159,7 +156,6 @@ def facts_of(run: Run) -> Facts:
         peak_process=Spread.of(_above_baseline(rank) for rank in ranks),
         sent=float(_total(busiest, "comm_bytes_per_step")) if busiest else _median(settled, "comm_bytes"),
         sent_by_kind=dict(busiest.get("comm_bytes_per_step") or last.get("comm_bytes_by_kind") or {}),
-        sent_deviation=_sent_deviation(ranks),
         dense_state=dense_state | ({"together": sum(dense_state.values())} if dense_state else {}),
         data_parallel_sent=summary.get("ddp_comm_bytes_per_step"),
         spikes_skipped=last.get("spikes_skipped"),
@@ -271,25 +267,6 @@ def _above_baseline(rank: Mapping[str, Any]) -> float | None:
 
 def _total(rank: Mapping[str, Any], key: str) -> int:
     return sum((rank.get(key) or {}).values())
-
-
-def _sent_deviation(ranks: Sequence[Mapping[str, Any]]) -> float | None:
-    """Compare each rank's sent bytes with the plan, and return the largest relative deviation.
-
-    Activations that tensor-parallel ranks send are left out. They follow from the batch, not from
-    the placement, so there is no plan for them.
-    """
-    deviations = []
-    for rank in ranks:
-        counted = {
-            kind: sent
-            for kind, sent in (rank.get("comm_bytes_per_step") or {}).items()
-            if not kind.startswith("tensor parallel")
-        }
-        planned = _total(rank, "comm_bytes_planned")
-        if counted and planned:
-            deviations.append(sum(counted.values()) / planned - 1)
-    return max(deviations, key=abs, default=None)
 
 
 def _measured_state(ranks: Sequence[Mapping[str, Any]]) -> dict[str, Spread]:

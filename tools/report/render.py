@@ -144,7 +144,6 @@ def _traffic(runs: Sequence[Facts], dense: Baseline) -> list[Row]:
         Row("bytes sent per step, busiest rank"),
         bytes_row("all collectives", [run.sent for run in runs], dense.sent, decimal=True, show_baseline=predicted),
         *(bytes_row(f"  {_kind(kind)}", [run.sent_by_kind.get(kind) for run in runs], decimal=True) for kind in kinds),
-        text_row("    counted against planned", [_deviation(run.sent_deviation) for run in runs]),
         bytes_row("per second", [run.sent_per_second for run in runs], decimal=True, per="/s"),
     ]
 

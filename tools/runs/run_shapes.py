@@ -115,7 +115,6 @@ class _Rank(_Shape):
     baseline_memory_bytes: Number = None
     peak_tensor_bytes: Number = None
     comm_bytes_per_step: Numbers = None
-    comm_bytes_planned: Numbers = None
 
 
 class Summary(_Shape):

@@ -34,7 +34,7 @@ class CountingAllGather(DefaultAllGather):
     def __call__(
         self, output_tensor: torch.Tensor, input_tensor: torch.Tensor, group: dist.ProcessGroup, async_op: bool = False
     ) -> dist.Work | None:
-        self._traffic.record("inside groups", "all_gather", output_tensor.nbytes, group.size())
+        self._traffic.record("inside groups", "all_gather", output_tensor.nbytes, dist.get_process_group_ranks(group))
         return super().__call__(output_tensor, input_tensor, group, async_op)
 
 
@@ -52,7 +52,8 @@ class CountingReduceScatter(DefaultReduceScatter):
         op: Any,
         async_op: bool = False,
     ) -> dist.Work:
-        self._traffic.record("inside groups", "reduce_scatter", input_tensor.nbytes, group.size())
+        ranks = dist.get_process_group_ranks(group)
+        self._traffic.record("inside groups", "reduce_scatter", input_tensor.nbytes, ranks)
         return super().__call__(output_tensor, input_tensor, group, op, async_op)
 
 

@@ -106,7 +106,8 @@ class TensorSums:
         gradients = [local_tensor(parameter.grad) for parameter in self._parameters]  # type: ignore[arg-type]
         mine = torch.cat([gradient.reshape(-1) for gradient in gradients])
         shares = mine.new_empty((self._ranks.size, mine.numel()))
-        self._traffic.record("inside groups", "all_gather", shares.nbytes, self._ranks.size)
+        ranks = dist.get_process_group_ranks(self._ranks.group)
+        self._traffic.record("inside groups", "all_gather", shares.nbytes, ranks)
         all_gather_single(shares.view(-1), mine, group=self._ranks.group)
         total = mine.copy_(shares[0])
         for share in shares[1:]:

@@ -4,6 +4,7 @@ bytes sent.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from functools import partial
 from typing import Any
 
@@ -12,9 +13,11 @@ import sdp
 import torch
 from sdp.engine.accounting.memory_probe import peak_tensor_bytes
 from sdp.engine.config.load import load_config
+from sdp.engine.distributed.collectives import Collective, Traffic
 from sdp.engine.distributed.mesh import mesh_of
 from sdp.engine.errors import LaunchError
 from sdp.engine.placement.layout import Layout
+from sdp.engine.tracing.messages import Messages
 from sdp.engine.tracing.repetition import settings_of
 from sdp.engine.tracing.step import StepTrace, trace_step
 from sdp.models.registry import build_model
@@ -80,15 +83,28 @@ def traced(config: dict[str, Any], world: int, group: int = 0, *, whole: bool = 
     return trace_step(build, settings, layout, partial(batch_of, config["model"]), group, whole=whole)
 
 
+def messages_of(config: dict[str, Any], world: int) -> Messages:
+    settings = load_config(config)
+    return Messages(Layout.of(build_model(config["model"]), settings, mesh_of(settings, world)), settings)
+
+
+def by_kind(collectives: Iterable[Collective]) -> dict[str, int]:
+    traffic = Traffic()
+    for one in collectives:
+        traffic.record(one.scope, one.kind, one.nbytes, one.ranks)
+    return traffic.by_kind()
+
+
 CASES = {
     "sdp-only": (2, config_of()),
     "unequal-groups": (2, config_of(placement="balanced", capacity=[0.75, 0.5])),
     "zero1-accumulated": (4, config_of(stage=1, accumulation=3)),
+    "zero2-accumulated": (3, config_of(1, stage=2, accumulation=4, model=LLAMA | {"vocab_size": 65})),
     "zero3-bf16": (4, config_of(stage=3, accumulation=2, bf16=True)),
     "zero3-backward-bf16": (4, config_of(stage=3, masking="backward", bf16=True)),
     "recomputed": (2, config_of(checkpointing="full", accumulation=2)),
     "selective": (2, config_of(checkpointing="selective", masking="backward")),
-    "tensor-parallel": (4, config_of(tp=2, checkpointing="selective")),
+    "tensor-parallel": (4, config_of(tp=2, checkpointing="selective", accumulation=3)),
     "neurons": (2, config_of(granularity="neuron", neuron_groups=4)),
     "tensor-parallel-neurons": (4, config_of(tp=2, granularity="neuron", neuron_groups=2)),
     "dense-zero3": (2, config_of(1, stage=3)),
@@ -98,7 +114,7 @@ CASES = {
 
 
 # Others have what these have: states, sharding, precision, granularity and recomputation.
-SLOW = {"sdp-only", "zero3-bf16", "tensor-parallel", "neurons", "dense-zero3", "mostly-state"}
+SLOW = {"sdp-only", "zero3-bf16", "zero2-accumulated", "tensor-parallel", "neurons", "dense-zero3", "mostly-state"}
 
 
 @pytest.mark.parametrize(
@@ -115,6 +131,41 @@ def test_a_traced_step_is_a_real_ranks(ranks: RankPool, name: str) -> None:
         assert plan.state.to_json() == state
         assert plan.peak == pytest.approx(peak, rel=0.01)
         assert max(result[0] for result in found if result[3] == group) <= 1.01 * plan.peak
+        messages = messages_of(config, world)
+        for rank, (_, _, counted, own) in enumerate(found):
+            if own == group:
+                assert by_kind(messages.of_step(rank, first, plan.collectives)) == counted, f"rank {rank}"
+
+
+LOCAL = {
+    "int8": (4, config_of(4, placement="cyclic", sync={"every": 4, "fragments": 2, "compression": "int8"})),
+    "sharded": (4, config_of(stage=2, masking="backward", sync={"every": 2, "overlap": 1, "compression": "bf16"})),
+    "replicas": (4, config_of(granularity="neuron", neuron_groups=4, accumulation=3, sync={"every": 2})),
+    "muon": (4, config_of(stage=1, accumulation=3, optimizer="Muon", sync={"every": 2})),
+}
+
+
+def sent_in_a_round(config: dict[str, Any]) -> dict[str, int]:
+    """On a rank: the bytes sent in the second round, without those for control."""
+    engine, *_ = sdp.initialize(model=build_model(config["model"]), config=config)
+    for _ in range(2):
+        engine.traffic.reset()
+        for _ in range(config["sdp"]["sync"]["every"] * engine.gradient_accumulation_steps()):
+            engine.backward(engine(batch_of(config["model"], config["train_micro_batch_size_per_gpu"])))
+            engine.step()
+    return {kind: sent for kind, sent in engine.traffic.by_kind().items() if not kind.startswith("control")}
+
+
+@pytest.mark.parametrize("name", LOCAL)
+def test_a_round_of_local_steps_sends_what_was_traced(ranks: RankPool, name: str) -> None:
+    world, config = LOCAL[name]
+    messages = messages_of(config, world)
+    for rank, counted in enumerate(ranks.run(sent_in_a_round, config, world=world)):
+        plan = traced(config, world, rank * config["sdp"]["groups"] // world)
+        of_step = messages.of_step(rank, plan.rank, plan.collectives)
+        inner = [one._replace(nbytes=one.nbytes * config["sdp"]["sync"]["every"]) for one in of_step]
+        found = by_kind([one for one in (*inner, *messages.of_round(rank)) if one.scope != "control"])
+        assert found == counted, f"rank {rank}"
 
 
 @pytest.mark.slow
@@ -170,6 +221,7 @@ def test_what_is_left_out_of_a_deep_model_is_exactly_what_one_more_block_adds(
         all_of_it.flops,
     )
     assert part.combined == all_of_it.combined
+    assert sorted(part.collectives) == sorted(all_of_it.collectives)
 
 
 def test_a_model_without_a_long_pattern_is_traced_completely_once() -> None:
@@ -189,15 +241,6 @@ class _Repeated(nn.Module):
 def test_blocks_that_differ_in_a_list_are_of_two_kinds() -> None:
     assert settings_of(_Repeated([1, 2])) == settings_of(_Repeated([1, 2]))
     assert settings_of(_Repeated([1, 2])) != settings_of(_Repeated([1, 12]))
-
-
-def test_tensor_parallel_ranks_send_what_was_traced(ranks: RankPool) -> None:
-    config = config_of(tp=2, accumulation=3)
-    sent = traced(config, 4).tensor_parallel
-    counted = ranks.run(measured, config, world=4)[0][2]
-    for (kind, size), nbytes in sent.items():
-        share = (2 if kind == "all_reduce" else 1) * nbytes * (size - 1) / size
-        assert round(share) == counted[f"tensor parallel/{kind}"]
 
 
 def test_operations_are_those_of_the_matrix_products() -> None:

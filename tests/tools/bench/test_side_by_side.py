@@ -103,7 +103,7 @@ def test_every_method_does_its_work_and_is_reported(
     assert rows["diloco-local8"]["sent_bytes"] < 0.2 * rows["ddp"]["sent_bytes"]
     for name in names[-2:]:
         assert rows[name]["state_bytes"] == rows[name]["planned_state_bytes"]
-        assert rows[name]["between_groups_bytes"] == rows[name]["planned_between_groups_bytes"] > 0
+        assert rows[name]["between_groups_bytes"] > 0
         assert "exposed_not_overlapped_seconds" in rows[name]
     assert (tmp_path / "bench.png").read_bytes().startswith(b"\x89PNG")
 
@@ -233,13 +233,13 @@ def test_counts_of_sdp_stand_beside_the_plan() -> None:
         ours: same | {"seconds": [2.0], "compute_seconds": [0.5], "not_overlapped_seconds": [2.5]},
     }
     facts = {"ddp": {"losses": [1.0], "parameters": 1, "peak_bytes": 1}}
-    state = {"state_bytes": 9, "planned_state_bytes": 8, "between_groups_bytes": 4, "planned_between_groups_bytes": 4}
+    state = {"state_bytes": 9, "planned_state_bytes": 8, "between_groups_bytes": 4_000_000}
     report = Report(SETTINGS, plans, facts | {ours: facts["ddp"] | state}, Race(turns))
     row = report.rows()[ours]
     assert row["speed_over_ddp"] == 2
     assert row["speed_over_no_communication"] == 0.25
     text = to_markdown(report, report.to_json())
-    assert f"- {ours}: state 1.125 of planned; sent between groups 1.000 of planned" in text
+    assert f"- {ours}: state 1.125 of planned; 4.00 MB sent between groups, counted by the engine" in text
     assert "| 0.500 (25%) |" in text
     assert f"learning rates of units multiplied by {plans[ours].forecast.rates}" in text
     assert plans[ours].forecast.rates == "0.71 (1 holder) to 1.41 (4 holders)", "√(1 ÷ 2) and √(4 ÷ 2)"
@@ -265,7 +265,8 @@ def test_methods_with_local_steps_are_timed_by_whole_rounds(ranks: RankPool) -> 
         least = 0.75 if "-o1" in name else 0.9
         assert least * plan.peak <= facts[name]["peak_bytes"] <= 1.02 * plan.peak, name
     for name in (LOCAL[0], LOCAL[1], LOCAL[3]):
-        assert facts[name]["between_groups_bytes"] == facts[name]["planned_between_groups_bytes"] > 0
+        sent = [sum(one.sent for one in rank.averages) / rank.every for rank in plans[name].forecast.ranks]
+        assert facts[name]["between_groups_bytes"] == max(sent) > 0
         assert facts[name]["state_bytes"] == facts[name]["planned_state_bytes"]
     # The same bytes as our own local steps of the dense model send, by a loop that has no line of
     # them.

@@ -15,12 +15,12 @@ import torch
 import torch.distributed as dist
 from sdp.data.tokenizers import BytesTokenizer
 from sdp.engine.accounting.memory_probe import peak_tensor_bytes
-from sdp.engine.accounting.traffic_plan import plan_collectives
 from sdp.engine.config.load import load_config
 from sdp.engine.distributed.fake_world import fake_world
 from sdp.engine.errors import ConfigError
 from sdp.engine.initialize import initialize
 from sdp.engine.subnetwork.execution import checkpoint_activations
+from sdp.engine.tracing.messages import Messages
 from sdp.engine.tracing.step import StepTrace, trace_step
 from sdp.models.registry import build_model
 from sdp.tests.support.ranks import RankPool
@@ -111,7 +111,8 @@ def test_no_rank_is_forgotten() -> None:
     sent = {"inside a node": 0.0, "between nodes": 0.0}
     for rank in range(12):
         of_rank = dict.fromkeys(sent, 0.0)
-        for one in plan_collectives(plan.layout, rank, stage=3, accumulation=1, compute_bytes=4):
+        traced = next(group.trace for group in plan.groups if rank // 3 in group.groups)
+        for one in Messages(plan.layout, plan.config).of_step(rank, traced.rank, traced.collectives):
             of_rank[plan.machine.link(one.ranks)] += one.sent
         sent = {link: max(most, of_rank[link]) for link, most in sent.items()}
     assert plan.sent_at_most == sent
@@ -261,11 +262,14 @@ def test_tensor_parallel_ranks_send_half_precision_under_autocast() -> None:
     """What is gathered is cast first: before linear layers, which would cast it."""
     tp = {"tensor_parallel": {"autotp_size": 2}}
     machine = Machine((2,), 1.0, 1.0, 1.0, 1.0)
-    autocast = distributed_data_parallel(load_config(half() | tp), machine, 2).worst.trace.tensor_parallel
-    same = forecast("", load_config(half() | tp), machine, 2).worst.trace.tensor_parallel
+    config = load_config(half() | tp)
+    autocast, same = (
+        {one.kind: one.nbytes for one in plan.worst.trace.collectives if one.scope == "tensor parallel"}
+        for plan in (distributed_data_parallel(config, machine, 2), forecast("", config, machine, 2))
+    )
     assert autocast.keys() == same.keys()
-    for key, nbytes in same.items():
-        assert nbytes <= autocast[key] < 1.1 * nbytes  # the embeddings of float32 rows
+    for kind, nbytes in same.items():
+        assert nbytes <= autocast[kind] < 1.1 * nbytes  # the embeddings of float32 rows
 
 
 def test_bytes_have_their_own_vocabulary_before_data_is_there() -> None:

@@ -6,13 +6,14 @@ import json
 from pathlib import Path
 
 import pytest
-from sdp.engine.accounting.local_traffic import LocalTraffic
 from sdp.engine.config.load import load_config
-from sdp.engine.config.method import SyncSection
+from sdp.engine.config.masking import Masking
 from sdp.engine.distributed.mesh import Mesh
 from sdp.engine.placement.layout import Layout
+from sdp.engine.tracing.messages import Messages
 from sdp.tests.support import models
-from sdp.tests.support.cases import Case
+from sdp.tests.support.cases import Case, native
+from sdp.tests.support.ranks import RankPool
 from sdp.tools.cli import main
 
 pytestmark = pytest.mark.usefixtures("traced_once")
@@ -61,14 +62,17 @@ def test_the_table_says_what_a_round_is(capsys: pytest.CaptureFixture[str]) -> N
 
 @pytest.mark.parametrize("overlap", [0, 1])
 @pytest.mark.parametrize("masking", ["forward", "backward"])
-def test_the_busiest_step_of_a_round_is_the_one_that_sends_most(overlap: int, masking: str) -> None:
-    sync = SyncSection(every=8, fragments=4, overlap=overlap)
-    layout = Layout.of(models.build("llama-tied"), load_config(Case(2, 1, masking=masking).config()), Mesh(2, 1))
-    for rank in range(2):
-        plan = LocalTraffic(layout, rank, sync, stage=0, accumulation=1, compute_bytes=4)
-        steps = [plan.of_step(step).by_kind() for step in range(17, 25)]
-        sent = [sum(nbytes for kind, nbytes in of.items() if kind.startswith("between")) for of in steps]
-        assert plan.in_busiest_step() == max(sent) > min(sent)
+def test_the_busiest_step_of_a_round_is_the_one_that_sends_most(
+    ranks: RankPool, overlap: int, masking: Masking
+) -> None:
+    sync = f'{{"every": 8, "fragments": 4, "overlap": {overlap}}}'
+    case = Case(2, 1, model="llama-tied", masking=masking, sync=sync, steps=16)
+    config = load_config(case.config())
+    messages = Messages(Layout.of(models.build(case.model), config, Mesh(2, 1)), config)
+    for rank, result in enumerate(native(ranks, case)):
+        steps = result.traffic[-8:]
+        sent = [sum(nbytes for kind, nbytes in step.items() if kind.startswith("between")) for step in steps]
+        assert messages.in_busiest_step(rank) == max(sent) > min(sent)
 
 
 def test_fit_counts_anchors_and_outer_state(capsys: pytest.CaptureFixture[str]) -> None:

@@ -5,8 +5,7 @@ at a time.
 from __future__ import annotations
 
 import pytest
-from sdp.engine.accounting.traffic_plan import Collective
-from sdp.engine.distributed.collectives import Kind, Scope
+from sdp.engine.distributed.collectives import Collective, Kind, Scope
 from sdp.tools.plan.machine import Machine, StepTime, step_time
 
 # Two nodes of two ranks. A micro-batch computes for 3 s, 1 s of them forward; a byte takes 1 s over

@@ -42,7 +42,6 @@ def test_local_steps_from_the_start_to_a_resume(config: dict, tmp_path: Path, ca
     assert all(line["comm_bytes"] == line["comm_bytes_by_kind"]["control/all_reduce"] for line in alone)
     summary = json.loads((whole / "summary.json").read_text())
     for rank in summary["ranks"]:
-        assert rank["comm_bytes_per_step"] == rank["comm_bytes_planned"]
         assert rank["state_measured"] == rank["state_predicted"]
         assert rank["state_measured"]["outer"] > 0
     assert "anchors and outer state" in first.stdout

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, get_args
@@ -15,7 +15,7 @@ import torch
 
 from ....engine.accounting.memory import PeakMemory
 from ....engine.batch.mixture import MixtureSampler
-from ....engine.distributed.collectives import Kind, Scope, Traffic
+from ....engine.distributed.collectives import Kind, Scope
 from ....engine.distributed.heartbeat import Heartbeat
 from ....engine.engine import SDPEngine
 from ....engine.initialize import clock
@@ -69,7 +69,7 @@ class StepMeter:
         self._learning_rate = self._started = 0.0
         sync = config.sdp.sync
         # With local steps, steps of a round send different things.
-        self._sent: deque[tuple[int, dict[str, int]]] = deque(maxlen=1 if sync is None else sync.every)
+        self._sent: deque[dict[str, int]] = deque(maxlen=1 if sync is None else sync.every)
 
     def begin(self) -> None:
         """Start to measure a step."""
@@ -101,36 +101,22 @@ class StepMeter:
         """Finish the step and return its measurements."""
         engine = self._engine
         self._is_first = False
-        comm = self._with_rows(engine.traffic)
+        # The message of the step's line, see StepLines.
+        engine.traffic.record("control", "all_reduce", _ROW_BYTES, range(engine.world_size))
+        comm = engine.traffic.by_kind()
         if not engine.local_training.has_finished(engine.global_steps):  # not part of a round
-            self._sent.append((engine.global_steps, comm))
+            self._sent.append(comm)
         return StepFacts(self._learning_rate, self._memory.read(), comm, self._seconds)
 
-    def sent_per_step(self) -> tuple[dict[str, int], dict[str, int]]:
-        """Return the bytes that this rank sent in a step, counted and planned, by kind.
+    def sent_per_step(self) -> dict[str, int]:
+        """Return the bytes that this rank sent in a step, by kind.
 
-        With local steps both are means over the last round.
+        With local steps they are means over the last round.
         """
-        if not self._sent:
-            return {}, self.planned()
-        planned = [self.planned(step) for step, _ in self._sent]
-        return _mean([comm for _, comm in self._sent]), _mean(planned)
-
-    def planned(self, step: int | None = None) -> dict[str, int]:
-        """Return the bytes that this rank plans to send in ``step``, by kind.
-
-        If ``step`` is None: in any step, or with local steps in a whole round.
-        """
-        sync = self._engine.config.sdp.sync
-        steps = 1 if step is not None or sync is None else sync.every
-        return self._with_rows(self._engine.planned_traffic(step), steps)
-
-    def _with_rows(self, traffic: Traffic, steps: int = 1) -> dict[str, int]:
-        """Add the messages of :class:`StepLines` in ``steps`` steps, and return ``traffic`` by
-        kind.
-        """
-        traffic.record("control", "all_reduce", steps * _ROW_BYTES, self._engine.world_size)
-        return traffic.by_kind()
+        total = Counter[str]()
+        for comm in self._sent:
+            total.update(comm)
+        return {kind: round(sent / len(self._sent)) for kind, sent in sorted(total.items())}
 
     def elapsed(self) -> float:
         """Return the seconds since the step began."""
@@ -234,10 +220,3 @@ class _BegunLine(NamedTuple):
     more: dict[str, Any]
     most: Callable[[], list[int]]
     outcome: Callable[[], dict[str, Any]]
-
-
-def _mean(steps: Sequence[dict[str, int]]) -> dict[str, int]:
-    total = Counter[str]()
-    for of_step in steps:
-        total.update(of_step)
-    return {kind: round(sent / len(steps)) for kind, sent in sorted(total.items())}

@@ -1,4 +1,4 @@
-"""``summary.json`` of a finished run: the measured and the planned figures of every rank."""
+"""``summary.json`` of a finished run: the figures of every rank."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import numpy
 import torch
 
 from ....engine.accounting.memory import state_bytes
-from ....engine.accounting.traffic_plan import data_parallel_traffic
+from ....engine.distributed.collectives import sent_bytes
 from ....engine.engine import SDPEngine
 from ...report.render import render
 from ...runs.dataset import Corpus
@@ -51,7 +51,7 @@ def write_summary(
 def rank_facts(
     engine: SDPEngine,
     last: StepFacts | None,
-    sent: tuple[dict[str, int], dict[str, int]],
+    sent: dict[str, int],
     baseline: int,
     peak_tensors: int | None,
 ) -> dict[str, Any]:
@@ -60,7 +60,7 @@ def rank_facts(
     Args:
         engine: the engine after the last step.
         last: the measurements of the rank in its last step, None if it made none.
-        sent: bytes sent in a step, counted and planned, by kind.
+        sent: bytes sent in a step, by kind.
         baseline: bytes of memory that the process had before the model existed.
         peak_tensors: peak bytes of live tensors in the probed step, None if no step was probed.
     """
@@ -72,8 +72,7 @@ def rank_facts(
         "peak_memory_bytes": last.peak_memory_bytes if last else None,
         "baseline_memory_bytes": baseline,
         "peak_tensor_bytes": peak_tensors,
-        "comm_bytes_per_step": sent[0],
-        "comm_bytes_planned": sent[1],
+        "comm_bytes_per_step": sent,
     }
 
 
@@ -118,6 +117,6 @@ def run_summary(
                 state_bytes(engine.optimizer, layout, info, info.numel) for info in of_model if info.trainable
             ),
         },
-        "ddp_comm_bytes_per_step": data_parallel_traffic(layout).total(),
+        "ddp_comm_bytes_per_step": round(sent_bytes("all_reduce", 4 * trained, layout.mesh.world_size)),
         "ranks": ranks,
     }

@@ -143,24 +143,8 @@ class TrainingRun:
         log.info("training: steps %d to %d, %s %s a step", start + 1, self.steps, f"{self._tokens_per_step:,}", kind)
         if any(end >= self.steps for end in config.masking_schedule.ends):
             log.warning("sdp.masking: %s, but the run ends with step %d", config.masking_schedule, self.steps)
-        if engine.world_size > 1:
-            span = "step" if config.sdp.sync is None else f"round of {config.sdp.sync.every} steps"
-            schedule = config.masking_schedule
-            phases = {f"{span} with {schedule.at(first)} masking": first for first in schedule.starts}
-            for what, step in phases.items() if schedule.ends else [(span, None)]:
-                self._announce_traffic(what, step)
         if not MemoryProbe.works_with(engine):
             log.info("peak of live tensors: not measured, because the probe cannot see compiled code on a CPU")
-
-    def _announce_traffic(self, what: str, step: int | None) -> None:
-        sent = Counter[str]()
-        for kind, nbytes in self.meter.planned(step).items():
-            sent[kind.partition("/")[0]] += nbytes
-        planned = ", ".join(f"{nbytes:,} {'for ' * (scope == 'control')}{scope}" for scope, nbytes in sent.items())
-        more = "; plus activations between tensor-parallel ranks" if self.engine.layout.mesh.tp > 1 else ""
-        if self.config.sdp.engine == "deepspeed":
-            more += "; plus DeepSpeed's own messages inside groups"
-        log.info("bytes sent by this rank in a %s, planned: %s%s", what, planned, more)
 
     def tell_start(self, start: int) -> None:
         """Tell the observers that the run goes from step ``start`` to its last step."""
@@ -184,7 +168,13 @@ class TrainingRun:
             self.record(self.lines.finished())
             self.checkpoints.settle(block=True)
             raise NonFiniteError(f"{error}; the last good one: {self.checkpoints.newest()}") from None
-        self.last_facts = self.meter.end()
+        is_first, self.last_facts = self.last_facts is None, self.meter.end()
+        if is_first and self.files is not None and self.last_facts.comm:
+            sent = Counter[str]()
+            for kind, nbytes in self.last_facts.comm.items():
+                sent[kind.partition("/")[0]] += nbytes
+            listed = ", ".join(f"{nbytes:,} {'for ' * (scope == 'control')}{scope}" for scope, nbytes in sent.items())
+            log.info("bytes sent by this rank in step %d: %s", self.engine.global_steps, listed)
         self.lines.begin(self.last_facts, self.meter.elapsed(), self.signals.received)
         self.record(self.lines.finished(except_newest=self.engine.local_training.lag))
 

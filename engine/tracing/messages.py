@@ -1,0 +1,128 @@
+"""What any rank sends in a step, from the step of one traced rank and from the layout.
+
+Inside a group all ranks send the same, so the trace of one rank says it. Between groups the holders
+of each unit decide, which the layout lists.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Iterator
+from functools import cached_property
+
+from ..config.schema import Config
+from ..distributed.collectives import Collective, Kind
+from ..distributed.mesh import Coordinates, Holders
+from ..placement.layout import Layout
+from ..placement.tensor_info import TensorInfo
+from ..sync.outer import fragments_of, sent_nbytes
+
+Sums = Counter[tuple[Kind, Holders]]
+
+
+class Messages:
+    """The collectives of every rank of a run.
+
+    Args:
+        layout: The layout of the full model.
+        config: The configuration.
+    """
+
+    def __init__(self, layout: Layout, config: Config):
+        self._layout, self._mesh, self._sync = layout, layout.mesh, config.sdp.sync
+        self._shards, self._compute_bytes = layout.mesh.shards(config.zero_optimization.stage), config.compute_bytes
+        self._known: dict[tuple[int, int, int | None], Sums] = {}  # thousands of ranks share a few sums
+
+    def of_step(self, rank: int, traced: int, inside: Iterable[Collective]) -> list[Collective]:
+        """Return what ``rank`` sends in a step. With local steps: in one that averages no weights.
+
+        Args:
+            rank: The rank.
+            traced: A rank of a group that computes the same.
+            inside: What ``traced`` sends, except between groups.
+        """
+        found = [one._replace(ranks=self._moved(one.ranks, traced, rank)) for one in inside]
+        return found if self._sync is not None else found + self._between(rank, None)
+
+    def of_round(self, rank: int) -> list[Collective]:
+        """Return what ``rank`` sends between groups in a round of local steps."""
+        count = self._sync.fragments if self._sync is not None else 0
+        return [one for fragment in range(count) for one in self._between(rank, fragment)]
+
+    def in_busiest_step(self, rank: int) -> float:
+        """Return the bytes that ``rank`` sends between groups in the step of a round in which it
+        sends most.
+
+        With overlap, frozen copies are refreshed in another step than changes are averaged.
+        """
+        assert self._sync is not None
+        steps = []
+        for fragment in range(self._sync.fragments):
+            sent = Counter[bool]()
+            for one in self._between(rank, fragment):
+                sent[self._sync.overlap > 0 and one.kind == "broadcast"] += one.sent  # type: ignore[assignment]
+            steps += sent.values()
+        return max(steps, default=0.0)
+
+    def _between(self, rank: int, fragment: int | None) -> list[Collective]:
+        """Return what a rank sends between groups. ``fragment``: in the average of its weights."""
+        at = self._mesh.coordinates(rank)
+        index = at.fsdp if self._has_unequal_shards else 0
+        key = at.sdp, index, fragment
+        if key not in self._known:
+            self._known[key] = self._sums(at.sdp, index, fragment)
+        found = ((kind, self._among(kind, groups, at), nbytes) for (kind, groups), nbytes in self._known[key].items())
+        return [
+            # Quantised changes cannot be added on the way, so all of them are gathered.
+            Collective("between groups", kind, ranks, nbytes * (len(ranks) if kind == "all_gather" else 1))
+            for kind, ranks, nbytes in found
+            if len(ranks) > 1 and nbytes
+        ]
+
+    @cached_property
+    def _has_unequal_shards(self) -> bool:
+        rows = {info.part[0] if info.shape else 1 for info in self._layout.parameters.values()}
+        return self._shards > 1 and any(count % self._shards for count in rows)
+
+    def _sums(self, group: int, index: int, fragment: int | None) -> Sums:
+        """Return the bytes of a rank's own buffers, by kind and by the groups that take part."""
+        sums: Sums = Counter()
+        compression = self._sync.compression if self._sync is not None and fragment is not None else "none"
+        for info in self._of(fragment, self._layout.held(group)):
+            if fragment is None or len(info.holders) > 1:
+                first, last = info.shard_rows(self._shards, index)
+                shape = (last - first, *info.part[1:]) if info.shape else ()
+                kind: Kind = "all_gather" if compression == "int8" else "all_reduce"
+                sums[kind, info.holders] += sent_nbytes(shape, compression)
+        for refresh in self._layout.refreshes:
+            if refresh.sent_by(group):
+                infos = self._of(fragment, (self._layout.parameters[name] for name in refresh.names))
+                numel = sum(info.shard_numel(self._shards, index) for info in infos)
+                sums["broadcast", refresh.members] += self._compute_bytes * numel
+        return sums
+
+    def _of(self, fragment: int | None, infos: Iterable[TensorInfo]) -> Iterator[TensorInfo]:
+        """Yield the parameters that are trained, and belong to a fragment."""
+        return (i for i in infos if i.trainable and (fragment is None or self._fragments[i.name] == fragment))
+
+    @cached_property
+    def _fragments(self) -> dict[str, int]:
+        return fragments_of(self._layout, self._sync.fragments if self._sync is not None else 1)
+
+    def _among(self, kind: Kind, groups: Holders, at: Coordinates) -> tuple[int, ...]:
+        """Return the ranks of ``groups`` with which the rank at ``at`` exchanges."""
+        # If nothing is sharded, the ranks of one group average among themselves too.
+        everywhere = kind != "broadcast" and self._shards == 1
+        positions = range(self._mesh.fsdp) if everywhere else (at.fsdp,)
+        return tuple(self._mesh.rank(group, fsdp, at.tp) for group in sorted(groups) for fsdp in positions)
+
+    def _moved(self, ranks: tuple[int, ...], one: int, other: int) -> tuple[int, ...]:
+        """Return the ranks that are to rank ``other`` what ``ranks`` are to rank ``one``."""
+        if one == other or len(ranks) == self._mesh.world_size:
+            return ranks
+        old, new = self._mesh.coordinates(one), self._mesh.coordinates(other)
+        if ranks == self._mesh.neighbours(old.sdp, old.fsdp):
+            return self._mesh.neighbours(new.sdp, new.fsdp)
+        first, end = self._mesh.rank(new.sdp), self._mesh.rank(new.sdp + 1)
+        is_group = len(ranks) == end - first
+        return tuple(range(first, end) if is_group else range(first + new.tp, end, self._mesh.tp))
