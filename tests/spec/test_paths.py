@@ -19,9 +19,9 @@ from sdp.tests.support import models
 from sdp.tests.support.cases import (
     Case,
     Result,
-    assert_bytes_as_planned,
     assert_same_gradients,
     assert_same_run,
+    assert_state_as_predicted,
     data_rank_of,
     engine_of,
     native,
@@ -83,14 +83,14 @@ def test_fsdp2_equals_the_oracle(ranks: RankPool, case: Case) -> None:
     ours = native(ranks, case)
     assert_same_gradients(ours, oracle(case))
     assert_equal(ours, case)
-    assert_bytes_as_planned(ours)
+    assert_state_as_predicted(ours)
 
 
 @pytest.mark.parametrize("case", LOCAL, ids=str)
 def test_local_steps_equal_the_oracle(ranks: RankPool, case: Case) -> None:
     ours = native(ranks, case)
     assert_equal(ours, case)
-    assert_bytes_as_planned(ours)
+    assert_state_as_predicted(ours)
 
 
 @pytest.mark.skipif(importlib.util.find_spec("deepspeed") is None, reason="deepspeed is not installed")
@@ -98,7 +98,7 @@ def test_local_steps_equal_the_oracle(ranks: RankPool, case: Case) -> None:
 def test_deepspeed_equals_the_oracle(ranks: RankPool, case: Case) -> None:
     ours = run_under_deepspeed(ranks, case)
     assert_equal(ours, case)
-    assert_bytes_as_planned(ours)
+    assert_state_as_predicted(ours)
 
 
 @pytest.mark.parametrize("paths", ["1: 2 3", "2:"])

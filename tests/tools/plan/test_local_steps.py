@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 from sdp.engine.config.load import load_config
-from sdp.engine.config.masking import Masking
+from sdp.engine.config.method import Masking
 from sdp.engine.distributed.mesh import Mesh
 from sdp.engine.placement.layout import Layout
 from sdp.engine.tracing.messages import Messages

@@ -27,7 +27,6 @@ def test_paths_from_a_run_to_a_branch(config: dict, tmp_path: Path, capsys: pyte
     assert "sdp 2 × fsdp 1, 2 paths" in first.stdout
     summary = json.loads((run / "summary.json").read_text())
     for rank in summary["ranks"]:
-        assert rank["comm_bytes_per_step"] == rank["comm_bytes_planned"]
         assert rank["state_measured"] == rank["state_predicted"]
         assert rank["state_measured"]["parameters"] == summary["dense_state_bytes"]["parameters"]
     assert rank["comm_bytes_per_step"]["between groups/all_reduce"] < summary["ddp_comm_bytes_per_step"]
