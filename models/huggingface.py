@@ -36,6 +36,14 @@ def read_config(directory: Path) -> dict[str, Any]:
     return content
 
 
+def build_from(content: Mapping[str, Any]) -> nn.Module:
+    """Build the causal language model of the content of a ``config.json``, on the meta device."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    with torch.device("meta"):
+        return AutoModelForCausalLM.from_config(AutoConfig.for_model(**content), dtype=torch.float32)
+
+
 def build(section: HuggingFaceConfig) -> nn.Module:
     """Build the causal language model of a folder with float32 weights, on the default device.
 

@@ -190,6 +190,7 @@ _COMMANDS = {
     "plan": _tool_command("plan.command", "say what a run will need, compute and send, before it is started"),
     "bench": _tool_command("bench.command", "measure ways to train a model side by side, or one rank's share alone"),
     "evaluate": _tool_command("evaluate", "compute the held-out loss of a checkpoint's full model"),
+    "generate": _tool_command("generate", "continue a text with a checkpoint's full model"),
     "export": _tool_command("export", "write a checkpoint's model and tokenizer for transformers"),
     "report": _tool_command("report.command", "summarise and compare finished runs"),
     "version": _tool_command("version", "print versions"),

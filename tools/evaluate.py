@@ -31,6 +31,7 @@ from ..engine.errors import ConfigError, escape
 from ..engine.full_model.whole_copy import UncutModel
 from ..engine.placement.layout import Layout
 from ..engine.subnetwork.execution import autocast_forward
+from ..engine.subnetwork.initialisation import WeightFiles, fillers_from
 from ..models.registry import build_model
 from .runs import saved_run
 from .runs.dataset import Corpus, open_prepared, verify
@@ -40,7 +41,7 @@ from .tasks.harness import LoadedTasks, Scores
 from .tasks.scoring import FullModel, Scorer, max_length
 
 # The whole model is in this process, so the engine and the layout of the training do not matter.
-_IN_ONE_PROCESS = (
+IN_ONE_PROCESS = (
     "sdp.engine=fsdp2",
     "fp16.enabled=false",
     "tensor_parallel.autotp_size=1",
@@ -147,7 +148,7 @@ def run(args: argparse.Namespace) -> int:
     """
     options = EvaluateOptions.from_args(args)
     tasks = LoadedTasks.load(options.tasks, "--tasks", options.num_fewshot) if options.tasks else None
-    result = saved_run.use(options.choice, lambda saved: evaluate(saved, options.batches, tasks), _IN_ONE_PROCESS)
+    result = saved_run.use(options.choice, lambda saved: evaluate(saved, options.batches, tasks), IN_ONE_PROCESS)
     print(as_json(result) if options.json else escape(_table(result)))
     return 0
 
@@ -174,15 +175,23 @@ def evaluate(saved: SavedRun, limit: int | None = None, tasks: LoadedTasks | Non
         raise ConfigError(f"sdp evaluate: {saved.dump_dir} has several paths; the run itself evaluates each of them")
     corpus = open_prepared(saved.config, saved.data)
     verify(saved.config, saved.data)
+    built = build_model(saved.config.model, **corpus.facts)
+    most = max_length(built, saved.config.data.sequence_length)
+    if saved.is_model and saved.config.data.sequence_length > most:
+        raise ConfigError(
+            f"data.sequence_length: {saved.config.data.sequence_length}, but {saved.dump_dir} reads at most {most} "
+            f"tokens; lower it with --set data.sequence_length={most}"
+        )
     batches = list(_batches(saved, corpus, limit or saved.config.training.evaluate_batches))
-    with _loaded(saved, corpus) as model:
+    with whole_model(saved, built) as model:
         counts = [target_count(model.module, batch) for batch in batches]
         loss = model.mean_loss(batches, counts)
         measures = {
             name: model.mean_loss([{**batch, "measure": name} for batch in batches], counts) for name in corpus.measures
         }
         scores = _run_tasks(tasks, saved, model) if tasks is not None else None
-    own = [line.get("loss") for line in read_run(saved.dump_dir).evaluations if line["step"] == saved.step]
+    written = () if saved.is_model else read_run(saved.dump_dir).evaluations
+    own = [line.get("loss") for line in written if line["step"] == saved.step]
     return Evaluation(
         checkpoint=str(saved.checkpoint),
         step=saved.step,
@@ -198,7 +207,7 @@ def evaluate(saved: SavedRun, limit: int | None = None, tasks: LoadedTasks | Non
     )
 
 
-def _run_tasks(tasks: LoadedTasks, saved: SavedRun, model: _WholeModel) -> Scores:
+def _run_tasks(tasks: LoadedTasks, saved: SavedRun, model: WholeModel) -> Scores:
     longest = max_length(model.module, saved.config.data.sequence_length)
     micro = BatchSize.resolve(saved.config, _mesh_of(saved)).micro
     scorer = Scorer(FullModel(model.module, model.mean_loss, longest, micro, model.device))
@@ -231,8 +240,8 @@ def _batches(saved: SavedRun, corpus: Corpus, limit: int) -> Iterator[Any]:
 
 
 @dataclass(frozen=True)
-class _WholeModel:
-    """The model of a checkpoint in evaluation mode, and its device."""
+class WholeModel:
+    """A model in evaluation mode, and its device."""
 
     module: nn.Module
     device: torch.device
@@ -249,21 +258,27 @@ class _WholeModel:
 
 
 @contextmanager
-def _loaded(saved: SavedRun, corpus: Corpus) -> Iterator[_WholeModel]:
-    config, model = saved.config, build_model(saved.config.model, **corpus.facts)
+def whole_model(saved: SavedRun, model: nn.Module) -> Iterator[WholeModel]:
+    """Give ``model``, which is on the meta device, the weights of ``saved``, in one process."""
+    config = saved.config
     layout = Layout.of(model, config, Mesh(config.sdp.groups))
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     uncut = UncutModel(model, layout, values_to_give(model, config, layout))
     infos = {name: slices[0] for name, slices in layout.wholes.items()} | layout.buffers
     tensors = {name: torch.empty(info.full_shape, dtype=info.dtype, device=device) for name, info in infos.items()}
-    load(saved.checkpoint, weights_of(tensors), saved.state["files"], alone=True)
+    if saved.is_model:
+        fillers = fillers_from(WeightFiles(saved.dump_dir), saved.dump_dir, model, layout)
+        for name, tensor in tensors.items():
+            fillers[name](tensor, 0)
+    else:
+        load(saved.checkpoint, weights_of(tensors), saved.state["files"], alone=True)
     dtype = getattr(torch, config.precision)
     for name in layout.wholes:
         tensors[name] = tensors[name].to(dtype if infos[name].dtype.is_floating_point else infos[name].dtype)
     phase = layout.in_phase(config.masking_schedule.at(saved.step + 1))
     with uncut.filled(tensors, dtype, device, phase) as module:
         autocast_forward(module, config, device)
-        yield _WholeModel(module, device)
+        yield WholeModel(module, device)
 
 
 def _table(result: Evaluation) -> str:

@@ -35,7 +35,7 @@ from ..engine.model_interface import get_canonical_name
 from ..models.registry import build_model, huggingface_config
 from .runs import saved_run
 from .runs.saved_run import CheckpointChoice, SavedRun
-from .runs.start_files import START, TENSORS, kept_tensors
+from .runs.start_files import START, TENSORS, has_tokenizer, kept_tensors
 from .shared.arguments import size_in_bytes
 
 WEIGHTS = "model"
@@ -134,6 +134,10 @@ def export(saved: SavedRun, out: Path, dtype: torch.dtype | None, max_shard_byte
     Raises ConfigError and CheckpointError.
     """
     out = out.resolve()
+    if saved.is_model:
+        raise ConfigError(
+            f"sdp export: {saved.dump_dir} is a model of transformers already; give the --dump-dir of a run"
+        )
     check_exportable(saved, "sdp export")
     tokenizer = load_tokenizer(saved.data)
     model = build_model(saved.config.model, tokenizer.vocab_size)
@@ -153,7 +157,7 @@ def export(saved: SavedRun, out: Path, dtype: torch.dtype | None, max_shard_byte
         names = _write_weights(saved.checkpoint, partial, tensors, max_shard_bytes)
         if started is not None:
             _copy_description(saved.dump_dir / START, partial, dtype)
-        if not any(partial.glob("tokenizer*")) and not any(partial.glob("vocab.*")):
+        if not has_tokenizer(partial):
             special = write_tokenizer(tokenizer, partial)
             tokens = {"bos_token_id": special.begin, "eos_token_id": special.end}
             if started is None:

@@ -172,7 +172,11 @@ def read_run(dump_dir: Path) -> Run:
     if not (dump_dir / CONFIG).is_file():
         found = "no such directory" if not dump_dir.is_dir() else f"no {CONFIG} in it"
         raise ConfigError(f"{dump_dir}: not the directory of a run ({found}); give the --dump-dir of sdp train")
-    require_no_model(dump_dir)
+    if is_model(dump_dir):
+        raise ConfigError(
+            f"{dump_dir}: a model in the format of Hugging Face, not a run; give the --dump-dir of sdp train, which "
+            f"starts from this model with --init-from {dump_dir}"
+        )
     return Run(
         path=dump_dir,
         config=_read_object(dump_dir / CONFIG, RunConfig) or {},
@@ -184,17 +188,13 @@ def read_run(dump_dir: Path) -> Run:
     )
 
 
-def require_no_model(directory: Path) -> None:
-    """Raise ConfigError if the config.json of ``directory`` is that of a Hugging Face model."""
+def is_model(directory: Path) -> bool:
+    """Whether the config.json of ``directory`` is that of a Hugging Face model."""
     try:
         found = read_json_file(directory / CONFIG)
     except (OSError, ValueError):
-        return  # whoever reads it says what is wrong
-    if isinstance(found, dict) and "model_type" in found:
-        raise ConfigError(
-            f"{directory}: a model in the format of Hugging Face, not a run; give the --dump-dir of sdp train, which "
-            f"starts from this model with --init-from {directory}"
-        )
+        return False  # whoever reads it says what is wrong
+    return isinstance(found, dict) and "model_type" in found
 
 
 def _lock(file: TextIO, dump_dir: Path) -> None:

@@ -1,4 +1,6 @@
-"""A checkpoint and the run that wrote it, found from the directory that a user names."""
+"""What a user names by a directory: a checkpoint and the run that wrote it, or a model of
+transformers.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +22,7 @@ from ...engine.config.schema import Config
 from ...engine.errors import CheckpointError, ConfigError
 from ..shared.arguments import add_set_option
 from .dataset import path_of
-from .run_files import CONFIG, require_no_model
+from .run_files import CONFIG, is_model
 from .start_files import START
 
 log = logging.getLogger("sdp")
@@ -51,19 +53,21 @@ class CheckpointChoice:
 
 @dataclass(frozen=True)
 class SavedRun:
-    """A checkpoint and its run.
+    """A checkpoint and its run, or a model in Hugging Face's format.
 
     Attributes:
-        dump_dir: the directory of the run.
+        dump_dir: the directory of the run, or of the model.
         config: the configuration of the run, with the changes that the user asked for.
-        checkpoint: the directory of the checkpoint.
+        checkpoint: the directory of the checkpoint, or of the model.
         state: the content of the checkpoint's ``state.json``.
+        is_model: whether this is a model without a run.
     """
 
     dump_dir: Path
     config: Config
     checkpoint: Path
     state: dict[str, Any]
+    is_model: bool = False
 
     @property
     def step(self) -> int:
@@ -71,8 +75,21 @@ class SavedRun:
 
     @property
     def data(self) -> Path:
-        """The directory of the run's prepared data."""
+        """The directory of the run's prepared data. Raises ConfigError for a model without data."""
+        if self.is_model and self.config.data.takes_default_corpus:
+            raise ConfigError(
+                f"{self.dump_dir}: a model without a run has no data of its own; name prepared data with --set "
+                f"data.path=DATA (sdp prepare --tokenizer hf:{self.dump_dir})"
+            )
         return path_of(self.config, self.dump_dir)
+
+    @property
+    def described_in(self) -> Path:
+        """The directory with the model's configuration and tokenizer in Hugging Face's format.
+
+        It exists only if there is such a model, or if the run started from one.
+        """
+        return self.dump_dir if self.is_model else self.dump_dir / START
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -80,7 +97,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
     :meth:`CheckpointChoice.from_args` reads them.
     """
-    parser.add_argument("run", metavar="DIR", type=Path, help="the --dump-dir of a run, or one of its checkpoints")
+    parser.add_argument(
+        "run", metavar="DIR", type=Path, help="the --dump-dir of a run, one of its checkpoints, or a Hugging Face model"
+    )
     which = parser.add_mutually_exclusive_group()
     which.add_argument("--step", metavar="N", type=int, help="the checkpoint of this step (default: the newest)")
     which.add_argument("--checkpoint", metavar="TAG", help="the checkpoint of this name")
@@ -97,6 +116,8 @@ def find(choice: CheckpointChoice, overrides: Sequence[str] = ()) -> SavedRun:
     acts on. Raises ConfigError if the directory does not hold a run, and CheckpointError if the run
     has no such checkpoint or the checkpoint is damaged.
     """
+    if is_model(choice.directory):
+        return _open_model(choice, overrides)
     return _open(*_locate(choice.directory, choice.tag), choice, overrides)
 
 
@@ -116,6 +137,8 @@ def use(choice: CheckpointChoice, action: Callable[[SavedRun], T], overrides: Se
         ConfigError: the directory does not hold a run.
         CheckpointError: there is no such checkpoint, it is damaged, or the run removed it.
     """
+    if is_model(choice.directory):
+        return action(_open_model(choice, overrides))
     while True:
         dump_dir, checkpoint = _locate(choice.directory, choice.tag)
         try:
@@ -140,6 +163,15 @@ def _newest(choice: CheckpointChoice) -> Path | None:
     if choice.tag is not None or not (choice.directory / CONFIG).is_file():
         return None
     return _locate(choice.directory, None)[1]
+
+
+def _open_model(choice: CheckpointChoice, overrides: Sequence[str]) -> SavedRun:
+    if choice.tag is not None:
+        raise ConfigError(f"{choice.directory} is a model without checkpoints; leave {choice.tag} out")
+    model = {"name": "huggingface", "path": str(choice.directory)}
+    config = load_config({"model": model, "sdp": {"groups": 1}}, [*overrides, *choice.overrides])
+    state = {"global_steps": 0, "mesh": [1, 1, 1], "files": {}}
+    return SavedRun(choice.directory, config, choice.directory, state, is_model=True)
 
 
 def _open(dump_dir: Path, checkpoint: Path, choice: CheckpointChoice, overrides: Sequence[str]) -> SavedRun:
@@ -213,7 +245,6 @@ def _locate(directory: Path, tag: str | None) -> tuple[Path, Path]:
         raise ConfigError(
             f"{directory}: neither a run nor a checkpoint of a run ({found}); give the --dump-dir of sdp train"
         )
-    require_no_model(directory)
     checkpoints = directory / "checkpoints"
     tag = latest(checkpoints) if tag is None else check_tag(tag)
     if tag is None:

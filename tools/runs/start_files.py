@@ -57,3 +57,8 @@ def kept_tensors(dump_dir: Path) -> dict[str, Any] | None:
         return dict(read_json_file(path))
     except (OSError, ValueError, TypeError):
         raise ConfigError(f"{path}: damaged; copy {START}/ from another run that started from the same model") from None
+
+
+def has_tokenizer(directory: Path) -> bool:
+    """Whether ``directory`` has the files of a tokenizer of transformers."""
+    return any(any(directory.glob(pattern)) for pattern in ("tokenizer*", "vocab.*"))

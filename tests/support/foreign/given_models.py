@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
 import torch
+from sdp.tools.cli import main
 
 _SIZES = {
     "vocab_size": 96, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 3, "num_attention_heads": 4,
@@ -95,3 +97,12 @@ def add_tokenizer(folder: Path) -> Path:
     fast.save_pretrained(folder)
     transformers.GenerationConfig(temperature=0.7, do_sample=True, eos_token_id=2).save_pretrained(folder)
     return folder
+
+
+def prepared(folder: Path, tokenizer: Path) -> Path:
+    """Prepare some text with ``tokenizer``, and return the directory of the shards."""
+    lines = ({"text": " ".join(f"w{(7 * line + word) % 85}" for word in range(60))} for line in range(60))
+    (folder / "text.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    arguments = ["--input", folder / "text.jsonl", "--output", folder / "data", "--tokenizer", f"hf:{tokenizer}"]
+    assert main(["prepare", *map(str, arguments), "--held-out", "0.3", "--workers", "1"]) == 0
+    return folder / "data"

@@ -158,19 +158,11 @@ def test_a_start_of_transformers_4_and_its_loss(config, exported, tmp_path):
     assert json.loads((tmp_path / "run" / "config.json").read_text())["model"]["rope_theta"] == 5000.0
 
 
-def prepared(folder: Path, tokenizer: Path) -> Path:
-    lines = ({"text": " ".join(f"w{(7 * line + word) % 85}" for word in range(60))} for line in range(60))
-    (folder / "text.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-    arguments = ["--input", folder / "text.jsonl", "--output", folder / "data", "--tokenizer", f"hf:{tokenizer}"]
-    assert main(["prepare", *map(str, arguments), "--held-out", "0.3", "--workers", "1"]) == 0
-    return folder / "data"
-
-
 @pytest.mark.parametrize(("family", "dtype"), [("llama3", torch.bfloat16), ("gpt2", torch.float32)])
 def test_a_folder_of_any_family_is_trained_and_exported_as_it_was(config, tmp_path, family, dtype):
     """The tensors' names and types and all other files are those of the start."""
     start = given_models.add_tokenizer(given_models.make(tmp_path / "start", family, dtype=dtype))
-    data = prepared(tmp_path, start)
+    data = given_models.prepared(tmp_path, start)
     settings = [f"data.path={data}", "data.sequence_length=32", "sdp.groups=1", "training.steps=2"]
     run, out = str(tmp_path / "run"), tmp_path / "out"
     command = ["train", str(config), "--init-from", str(start), "--dump-dir", run]

@@ -1,0 +1,129 @@
+"""``sdp generate DIR PROMPT``: continue a text with the full model of a run, or with a model in
+Hugging Face's format.
+
+The model is one of transformers, whose ``generate`` does the work.
+"""
+
+from __future__ import annotations
+
+import argparse
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from ..data.tokenizers import load_tokenizer
+from ..data.tokenizers.kinds import HuggingFaceTokenizer, Tokenizer
+from ..engine.errors import ConfigError, escape
+from ..models.huggingface import build_from
+from ..models.registry import build_model, huggingface_config
+from .evaluate import IN_ONE_PROCESS, whole_model
+from .export import check_exportable
+from .runs import saved_run
+from .runs.saved_run import CheckpointChoice, SavedRun
+from .runs.start_files import has_tokenizer
+
+
+@dataclass(frozen=True)
+class GenerateOptions:
+    """The arguments of ``sdp generate``.
+
+    Attributes:
+        choice: which checkpoint or model.
+        prompt: the text to continue.
+        tokens: the largest number of tokens to add.
+        temperature: the temperature of sampling. 0 takes the likeliest token each time, and None
+            does what the model's ``generation_config.json`` says.
+        seed: the seed of the random numbers.
+    """
+
+    choice: CheckpointChoice
+    prompt: str
+    tokens: int = 64
+    temperature: float | None = None
+    seed: int = 0
+
+    @classmethod
+    def from_args(cls, args: argparse.Namespace) -> GenerateOptions:
+        """The options in what :func:`add_arguments` has put into ``args``. Raises ConfigError."""
+        if args.max_new_tokens < 1:
+            raise ConfigError(f"--max-new-tokens {args.max_new_tokens}: at least one token is needed")
+        if args.temperature is not None and not 0 <= args.temperature < 100:
+            raise ConfigError(f"--temperature {args.temperature:g}: give a number from 0; 0 does not sample")
+        return cls(CheckpointChoice.from_args(args), args.prompt, args.max_new_tokens, args.temperature, args.seed)
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the command's arguments."""
+    saved_run.add_arguments(parser)
+    parser.add_argument("prompt", metavar="PROMPT", help="the text to continue")
+    parser.add_argument(
+        "--max-new-tokens", metavar="N", type=int, default=64, help="add at most N tokens (default: 64)"
+    )
+    parser.add_argument(
+        "--temperature",
+        metavar="T",
+        type=float,
+        help="sample with this temperature; 0 takes the likeliest token (default: as generation_config.json says)",
+    )
+    parser.add_argument("--seed", metavar="N", type=int, default=0, help="seed of the random numbers (default: 0)")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Continue a text and print it.
+
+    Raises an SDPError if the model or its tokenizer cannot be read.
+    """
+    options = GenerateOptions.from_args(args)
+    print(escape(saved_run.use(options.choice, lambda saved: generate(saved, options), IN_ONE_PROCESS)))
+    return 0
+
+
+def generate(saved: SavedRun, options: GenerateOptions) -> str:
+    """Return the prompt with its continuation."""
+    check_exportable(saved, "sdp generate")
+    if saved.config.sdp.paths is not None:
+        raise ConfigError(
+            f"sdp generate: {saved.dump_dir} has several paths; run sdp export, and take one of its folders"
+        )
+    text = _tokenizer(saved)
+    if isinstance(text, HuggingFaceTokenizer):
+        begin, ids = text.begin_of_text, text.encode_prompt(options.prompt)
+    else:
+        begin, ids = text.end_of_text, text.encode(options.prompt)
+    with whole_model(saved, _model(saved, text.vocab_size)) as model:
+        given = torch.tensor([ids or [begin]], device=model.device)
+        torch.manual_seed(options.seed)
+        made = model.module.generate(  # type: ignore[operator]
+            given, attention_mask=torch.ones_like(given), **_settings(saved, text, options)
+        )
+    return text.decode([token for token in made[0].tolist() if token != begin])
+
+
+def _tokenizer(saved: SavedRun) -> Tokenizer:
+    if has_tokenizer(saved.described_in):
+        return HuggingFaceTokenizer(str(saved.described_in))
+    return load_tokenizer(saved.data)
+
+
+def _model(saved: SavedRun, vocab_size: int) -> nn.Module:
+    """Build the model of ``saved`` as one of transformers, on the meta device."""
+    if saved.config.model["name"] == "huggingface":
+        return build_model(saved.config.model)
+    return build_from(huggingface_config(saved.config.model, vocab_size))
+
+
+def _settings(saved: SavedRun, text: Tokenizer, options: GenerateOptions) -> dict[str, Any]:
+    from transformers import GenerationConfig
+
+    settings = GenerationConfig(eos_token_id=text.end_of_text)
+    if (saved.described_in / "generation_config.json").is_file():
+        settings = GenerationConfig.from_pretrained(saved.described_in)
+    end = settings.eos_token_id
+    settings.pad_token_id = end[0] if isinstance(end, list) else end
+    if options.temperature is not None:
+        settings.do_sample = options.temperature > 0
+        settings.temperature = options.temperature or None
+    settings.max_length, settings.max_new_tokens, settings.use_cache = None, options.tokens, True
+    return {"generation_config": settings}
