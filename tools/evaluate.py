@@ -9,46 +9,26 @@ from __future__ import annotations
 import argparse
 import json
 import math
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from itertools import chain
 from typing import Any
 
-import torch
-from torch import nn
-
-from ..engine.batch.call import call_model, loss_of, target_count, to_device
+from ..engine.batch.call import target_count
 from ..engine.batch.loader import evaluation_batches
 from ..engine.batch.size import BatchSize
-from ..engine.checkpoint.load import load
-from ..engine.checkpoint.state import weights_of
 from ..engine.config.schema import TasksSection
 from ..engine.config.section import parse_section
-from ..engine.construct import values_to_give
 from ..engine.distributed.mesh import Mesh
 from ..engine.errors import ConfigError, escape
-from ..engine.full_model.whole_copy import UncutModel
-from ..engine.placement.layout import Layout
-from ..engine.subnetwork.execution import autocast_forward
-from ..engine.subnetwork.initialisation import WeightFiles, fillers_from
 from ..models.registry import build_model
 from .runs import saved_run
 from .runs.dataset import Corpus, open_prepared, verify
 from .runs.run_files import read_run
 from .runs.saved_run import CheckpointChoice, SavedRun
+from .runs.whole_model import IN_ONE_PROCESS, WholeModel, whole_model
 from .tasks.harness import LoadedTasks, Scores
 from .tasks.scoring import FullModel, Scorer, max_length
-
-# The whole model is in this process, so the engine and the layout of the training do not matter.
-IN_ONE_PROCESS = (
-    "sdp.engine=fsdp2",
-    "fp16.enabled=false",
-    "tensor_parallel.autotp_size=1",
-    "training.init_from=null",
-    "training.compile=false",
-    "activation_checkpointing.mode=none",
-)
 
 
 @dataclass(frozen=True)
@@ -237,48 +217,6 @@ def _batches(saved: SavedRun, corpus: Corpus, limit: int) -> Iterator[Any]:
         for rank in range(mesh.data_ranks)
     )
     return chain.from_iterable(loaders)
-
-
-@dataclass(frozen=True)
-class WholeModel:
-    """A model in evaluation mode, and its device."""
-
-    module: nn.Module
-    device: torch.device
-
-    @torch.no_grad()
-    def mean_loss(self, batches: Sequence[Any], weights: Sequence[float]) -> float:
-        """The weighted mean of the losses. Batches that weigh nothing are left out."""
-        total = weight = 0.0
-        for batch, count in zip(batches, weights, strict=True):
-            if count:  # the mean over no targets is NaN
-                total += loss_of(call_model(self.module, to_device(batch, self.device))).item() * count
-                weight += count
-        return total / weight if weight else math.nan
-
-
-@contextmanager
-def whole_model(saved: SavedRun, model: nn.Module) -> Iterator[WholeModel]:
-    """Give ``model``, which is on the meta device, the weights of ``saved``, in one process."""
-    config = saved.config
-    layout = Layout.of(model, config, Mesh(config.sdp.groups))
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    uncut = UncutModel(model, layout, values_to_give(model, config, layout))
-    infos = {name: slices[0] for name, slices in layout.wholes.items()} | layout.buffers
-    tensors = {name: torch.empty(info.full_shape, dtype=info.dtype, device=device) for name, info in infos.items()}
-    if saved.is_model:
-        fillers = fillers_from(WeightFiles(saved.dump_dir), saved.dump_dir, model, layout)
-        for name, tensor in tensors.items():
-            fillers[name](tensor, 0)
-    else:
-        load(saved.checkpoint, weights_of(tensors), saved.state["files"], alone=True)
-    dtype = getattr(torch, config.precision)
-    for name in layout.wholes:
-        tensors[name] = tensors[name].to(dtype if infos[name].dtype.is_floating_point else infos[name].dtype)
-    phase = layout.in_phase(config.masking_schedule.at(saved.step + 1))
-    with uncut.filled(tensors, dtype, device, phase) as module:
-        autocast_forward(module, config, device)
-        yield WholeModel(module, device)
 
 
 def _table(result: Evaluation) -> str:

@@ -36,6 +36,7 @@ from ..models.registry import build_model, huggingface_config
 from .runs import saved_run
 from .runs.saved_run import CheckpointChoice, SavedRun
 from .runs.start_files import START, TENSORS, has_tokenizer, kept_tensors
+from .runs.whole_model import check_exportable
 from .shared.arguments import size_in_bytes
 
 WEIGHTS = "model"
@@ -173,21 +174,6 @@ def export(saved: SavedRun, out: Path, dtype: torch.dtype | None, max_shard_byte
         if partial is not None:
             shutil.rmtree(partial, ignore_errors=True)
     return [out / name for name in names]
-
-
-def check_exportable(saved: SavedRun, command: str) -> None:
-    """Raise ConfigError if transformers cannot compute what the full model of ``saved`` does."""
-    if saved.config.sdp.branch_scale == "eval" and saved.config.sdp.groups > 1:
-        raise ConfigError(
-            f'{command}: {saved.dump_dir} was trained with sdp.branch_scale "eval", and transformers cannot scale '
-            'branches in evaluation; train with "train" or "none" to export'
-        )
-    if saved.config.data.name is not None:
-        raise ConfigError(
-            f"{command}: {saved.dump_dir} trained {saved.config.model['name']} on images, and transformers has no "
-            "model with these tensor names; measure it with sdp evaluate. For its weights under torchvision's names, "
-            "load the checkpoint in a script (engine.load_checkpoint) and call engine.save_pretrained"
-        )
 
 
 class _Tensor(NamedTuple):

@@ -18,11 +18,10 @@ from ..data.tokenizers.kinds import HuggingFaceTokenizer, Tokenizer
 from ..engine.errors import ConfigError, escape
 from ..models.huggingface import build_from
 from ..models.registry import build_model, huggingface_config
-from .evaluate import IN_ONE_PROCESS, whole_model
-from .export import check_exportable
 from .runs import saved_run
 from .runs.saved_run import CheckpointChoice, SavedRun
 from .runs.start_files import has_tokenizer
+from .runs.whole_model import IN_ONE_PROCESS, check_exportable, whole_model
 
 
 @dataclass(frozen=True)
@@ -83,10 +82,8 @@ def run(args: argparse.Namespace) -> int:
 def generate(saved: SavedRun, options: GenerateOptions) -> str:
     """Return the prompt with its continuation."""
     check_exportable(saved, "sdp generate")
-    if saved.config.sdp.paths is not None:
-        raise ConfigError(
-            f"sdp generate: {saved.dump_dir} has several paths; run sdp export, and take one of its folders"
-        )
+    if saved.config.sdp.paths is not None and saved.config.sdp.paths.count > 1:
+        raise ConfigError(f"sdp generate: {saved.dump_dir} has several paths; take a folder that sdp export writes")
     text = _tokenizer(saved)
     if isinstance(text, HuggingFaceTokenizer):
         begin, ids = text.begin_of_text, text.encode_prompt(options.prompt)

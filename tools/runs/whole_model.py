@@ -1,0 +1,91 @@
+"""The whole model of a checkpoint or a folder, with its weights, in this process."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from ...engine.batch.call import call_model, loss_of, to_device
+from ...engine.checkpoint.load import load
+from ...engine.checkpoint.state import weights_of
+from ...engine.construct import values_to_give
+from ...engine.distributed.mesh import Mesh
+from ...engine.errors import ConfigError
+from ...engine.full_model.whole_copy import UncutModel
+from ...engine.placement.layout import Layout
+from ...engine.subnetwork.execution import autocast_forward
+from ...engine.subnetwork.initialisation import WeightFiles, fillers_from
+from .saved_run import SavedRun
+
+# The whole model is in this process, so the engine and the layout of the training do not matter.
+IN_ONE_PROCESS = (
+    "sdp.engine=fsdp2",
+    "fp16.enabled=false",
+    "tensor_parallel.autotp_size=1",
+    "training.init_from=null",
+    "training.compile=false",
+    "activation_checkpointing.mode=none",
+)
+
+
+def check_exportable(saved: SavedRun, command: str) -> None:
+    """Raise ConfigError if transformers cannot compute what the full model of ``saved`` does."""
+    if saved.config.sdp.branch_scale == "eval" and saved.config.sdp.groups > 1:
+        raise ConfigError(
+            f'{command}: {saved.dump_dir} was trained with sdp.branch_scale "eval", and transformers cannot scale '
+            'branches in evaluation; train with "train" or "none" to export'
+        )
+    if saved.config.data.name is not None:
+        raise ConfigError(
+            f"{command}: {saved.dump_dir} trained {saved.config.model['name']} on images, and transformers has no "
+            "model with these tensor names; measure it with sdp evaluate. For its weights under torchvision's names, "
+            "load the checkpoint in a script (engine.load_checkpoint) and call engine.save_pretrained"
+        )
+
+
+@dataclass(frozen=True)
+class WholeModel:
+    """A model in evaluation mode, and its device."""
+
+    module: nn.Module
+    device: torch.device
+
+    @torch.no_grad()
+    def mean_loss(self, batches: Sequence[Any], weights: Sequence[float]) -> float:
+        """The weighted mean of the losses. Batches that weigh nothing are left out."""
+        total = weight = 0.0
+        for batch, count in zip(batches, weights, strict=True):
+            if count:  # the mean over no targets is NaN
+                total += loss_of(call_model(self.module, to_device(batch, self.device))).item() * count
+                weight += count
+        return total / weight if weight else math.nan
+
+
+@contextmanager
+def whole_model(saved: SavedRun, model: nn.Module) -> Iterator[WholeModel]:
+    """Give ``model``, which is on the meta device, the weights of ``saved``, in one process."""
+    config = saved.config
+    layout = Layout.of(model, config, Mesh(config.sdp.groups))
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    uncut = UncutModel(model, layout, values_to_give(model, config, layout))
+    infos = {name: slices[0] for name, slices in layout.wholes.items()} | layout.buffers
+    tensors = {name: torch.empty(info.full_shape, dtype=info.dtype, device=device) for name, info in infos.items()}
+    if saved.is_model:
+        fillers = fillers_from(WeightFiles(saved.dump_dir), saved.dump_dir, model, layout)
+        for name, tensor in tensors.items():
+            fillers[name](tensor, 0)
+    else:
+        load(saved.checkpoint, weights_of(tensors), saved.state["files"], alone=True)
+    dtype = getattr(torch, config.precision)
+    for name in layout.wholes:
+        tensors[name] = tensors[name].to(dtype if infos[name].dtype.is_floating_point else infos[name].dtype)
+    phase = layout.in_phase(config.masking_schedule.at(saved.step + 1))
+    with uncut.filled(tensors, dtype, device, phase) as module:
+        autocast_forward(module, config, device)
+        yield WholeModel(module, device)
