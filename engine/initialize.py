@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import logging
+import os
 import sys
 import time
 import weakref
@@ -228,6 +229,9 @@ def initialize(
     if settings.sdp.engine != "deepspeed":
         optimizer = with_torch_kernels(optimizer)
     _check_launch(distributed_port, dist_init_required)
+    if settings.training.deterministic:
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # read when CUDA starts
+        torch.use_deterministic_algorithms(True)
     device = join()
     watch()
     check_equal(_settings_of_all(settings), device)

@@ -55,6 +55,7 @@ class Checkpoints:
         exclude_frozen_parameters: bool = False,
         *,
         keep: int | None = None,
+        keep_every: int = 0,
         background: bool = False,
     ) -> bool:
         """Write weights, optimizer, schedule and data position to ``save_dir/tag``. Collective.
@@ -68,7 +69,8 @@ class Checkpoints:
             client_state: The caller's own state: JSON values and plain tensors.
             save_latest: Whether a load without a tag finds this checkpoint.
             exclude_frozen_parameters: Has no effect but a warning. A checkpoint has all weights.
-            keep: Keep only this many of the checkpoints that are named after steps.
+            keep: Keep only this many of the checkpoints that are named after steps,
+            keep_every: and all of steps that are multiples of this. 0: no others.
             background: Return when all is copied to host memory; write while training continues.
                 :meth:`wait_for_checkpoint` raises the error of a save that failed.
 
@@ -89,8 +91,8 @@ class Checkpoints:
         state = run_state(engine, self._state, engine.rates_of_parameters(), client.values)
         tensors = self._state.tensors() | self._state.random_state()
         self._saver.save(
-            Path(save_dir), tag, tensors, state, parameters=engine.layout.wholes, keep=keep, background=background,
-            files=client.files(), is_newest=save_latest,
+            Path(save_dir), tag, tensors, state, parameters=engine.layout.wholes, keep=keep, keep_every=keep_every,
+            background=background, files=client.files(), is_newest=save_latest,
         )  # fmt: skip
         return True
 

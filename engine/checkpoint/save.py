@@ -49,6 +49,7 @@ class Saver:
         *,
         parameters: Collection[str],
         keep: int | None,
+        keep_every: int = 0,
         background: bool,
         files: Mapping[str, bytes] = MappingProxyType({}),
         is_newest: bool = True,
@@ -68,7 +69,17 @@ class Saver:
         encode_state(state)  # report a state that is not JSON now, not in the thread
         check_finite(directory, tensors, parameters, Ranks(self._alone))
         if not background:
-            write(directory, tag, tensors, state, Ranks(self._alone), keep=keep, files=files, is_newest=is_newest)
+            write(
+                directory,
+                tag,
+                tensors,
+                state,
+                Ranks(self._alone),
+                keep=keep,
+                keep_every=keep_every,
+                files=files,
+                is_newest=is_newest,
+            )
             return
         if self._thread is None:
             # A new thread uses the first CUDA device, whichever device its creator uses.
@@ -78,7 +89,16 @@ class Saver:
             self._group = None if self._alone else dist.new_group(backend="gloo")  # type: ignore[assignment]
         ranks = Ranks(self._alone, self._group)
         self._pending = self._thread.submit(
-            write, directory, tag, _copied(tensors), state, ranks, keep=keep, files=files, is_newest=is_newest
+            write,
+            directory,
+            tag,
+            _copied(tensors),
+            state,
+            ranks,
+            keep=keep,
+            keep_every=keep_every,
+            files=files,
+            is_newest=is_newest,
         )
 
     def wait(self, *, block: bool = True) -> None:
@@ -115,6 +135,7 @@ def write(
     ranks: Ranks,
     *,
     keep: int | None = None,
+    keep_every: int = 0,
     files: Mapping[str, bytes] = MappingProxyType({}),
     is_newest: bool = True,
 ) -> Path:
@@ -127,6 +148,7 @@ def write(
         state: The content of ``state.json``, without the hashes of the files.
         ranks: The processes that save together.
         keep: How many checkpoints to keep, the new one included. None keeps all.
+        keep_every: Besides these, keep those of steps that are multiples of it. 0: none.
         files: The content of further files, by name. Rank 0's are written.
         is_newest: Whether a load without a tag finds this checkpoint.
 
@@ -149,7 +171,7 @@ def write(
         write_durably(aside / STATE, encode_state({**state, "files": digests}))
         publish(directory, tag, is_newest=is_newest)
         if keep is not None:
-            prune(directory, keep, tag)
+            prune(directory, keep, tag, keep_every)
 
     _on_rank_0(lambda: make_room(directory, tag), ranks)
     try:

@@ -199,7 +199,8 @@ class TrainingSection(Section):
     ``step_timeout``: seconds for a part of a later step. Any collective may take the longer of the
     two.
     ``init_from``: a directory with the first weights, from Hugging Face.
-    ``compile``: compile the units with ``torch.compile``.
+    ``compile``: compile the units with ``torch.compile``. ``deterministic``: let torch take
+    deterministic algorithms only.
     """
 
     steps: PositiveInt | None = None
@@ -208,6 +209,7 @@ class TrainingSection(Section):
     evaluate_tasks: TasksSection | None = None
     save_every: NonNegativeInt = 0
     keep: PositiveInt = 2
+    keep_every: NonNegativeInt = 0
     max_skips: NonNegativeInt = 10
     loss_weighting: Literal["tokens", "ranks"] | None = None
     on_spike: Literal["none", "skip", "rollback", "stop"] = "none"
@@ -219,6 +221,7 @@ class TrainingSection(Section):
     step_timeout: Annotated[float, Field(gt=0)] = 600.0
     seed: Seed = 0
     compile: bool = False
+    deterministic: bool = False
 
     @model_validator(mode="after")
     def _can_roll_back(self) -> Self:

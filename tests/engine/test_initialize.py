@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import os
 from types import SimpleNamespace
 from typing import Any
 
@@ -89,3 +90,28 @@ def test_a_misuse_is_one_line(ranks: RankPool, engine: str) -> None:
     assert "all parameters are frozen" in found["none trained"]
     assert "called twice on one model" in found["twice"]
     assert not any("\n" in message for message in found.values())
+
+
+class Scatters(torch.nn.Linear):
+    """Its forward pass has an operation that torch has no deterministic algorithm for."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        torch.zeros(3).put_(torch.tensor([0, 0]), torch.tensor([1.0, 2.0]))
+        return super().forward(x).sum()
+
+
+@pytest.mark.usefixtures("one_rank")
+def test_deterministic_mode_refuses_what_is_not(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":16:8")  # the user's own value stays
+    try:
+        for deterministic in (False, True):
+            config = {**CONFIG, "training": {"deterministic": deterministic}}
+            engine, *_ = sdp.initialize(model=Scatters(2, 2), config=config)
+            if deterministic:
+                with pytest.raises(RuntimeError, match="does not have a deterministic implementation"):
+                    engine(torch.ones(1, 2))
+            else:
+                engine(torch.ones(1, 2))
+    finally:
+        torch.use_deterministic_algorithms(False)
+    assert os.environ["CUBLAS_WORKSPACE_CONFIG"] == ":16:8"

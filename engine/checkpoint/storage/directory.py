@@ -108,13 +108,15 @@ def step_tags(directory: Path) -> list[str]:
     return sorted((tag for tag in tags if steps[tag].isdecimal()), key=lambda tag: int(steps[tag]))
 
 
-def prune(directory: Path, keep: int, saved: str) -> None:
-    """Remove the checkpoints of the lowest steps until ``keep`` are left.
+def prune(directory: Path, keep: int, saved: str, every: int = 0) -> None:
+    """Remove the checkpoints of the lowest steps until ``keep`` are left, besides multiples of
+    ``every``.
 
     The checkpoint that was just written, ``saved``, is never removed. A directory that is named
     after a step but is not a checkpoint of this engine stays, and does not count.
     """
     others = [directory / tag for tag in step_tags(directory) if tag != saved and is_ours(directory / tag)]
+    others = [path for path in others if not every or int(path.name.removeprefix("step-")) % every]
     for path in others[: max(0, len(others) - (keep - 1))]:
         shutil.rmtree(path, ignore_errors=True)
 

@@ -24,6 +24,13 @@ def test_the_newest_are_kept_and_the_one_just_written_always(small: Path) -> Non
     assert sorted(path.name for path in small.glob("[a-z]*")) == ["best", "latest.json", "step-3", "step-7"]
 
 
+def test_multiples_are_kept_besides_the_newest(small: Path) -> None:
+    engine = engine_of(ALONE)
+    for step in range(1, 8):
+        engine.save_checkpoint(small, f"step-{step}", keep=2, keep_every=3)
+    assert sorted(path.name for path in small.glob("step-*")) == ["step-3", "step-5", "step-6", "step-7"]
+
+
 def _save_in_the_background(case: Case, folder: str) -> Any:
     """Train on while the checkpoint of the second step is written, and return the weights of that
     step.

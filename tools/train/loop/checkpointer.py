@@ -111,7 +111,11 @@ class Checkpointer:
         self._make_directory()
         with self._recalibrated():
             self._engine.save_checkpoint(
-                self._directory, client_state=self._client_state, keep=self._training.keep, background=background
+                self._directory,
+                client_state=self._client_state,
+                keep=self._training.keep,
+                keep_every=self._training.keep_every,
+                background=background,
             )
 
     def _make_directory(self) -> None:
