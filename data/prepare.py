@@ -88,7 +88,7 @@ def prepare(
         tokenizer: ``sentencepiece`` (trained here, on training documents), ``bytes`` or
         ``hf:NAME``.
         vocab_size: Tokens of a trained tokenizer. The other tokenizers have their own.
-        text_column: The key or column of the text in .jsonl and .parquet files.
+        text_column: The key or column of the text in .jsonl, .csv, .parquet and .arrow files.
         held_out: The fraction of documents in the split ``held_out``, chosen by a hash.
         workers: Processes, by default one per core. The result does not depend on it.
         seed: Picks the documents that the tokenizer is trained on.

@@ -1,4 +1,4 @@
-"""Documents from text, JSON lines (plain, .gz, .zst) and .parquet files.
+"""Documents from text, JSON lines (plain, .gz, .zst), .csv, .parquet and .arrow files.
 
 Errors name the file and the line or row. At most about two copies of a document are in memory while
 it is read, and one when it is handed out.
@@ -6,6 +6,7 @@ it is read, and one when it is handed out.
 
 from __future__ import annotations
 
+import csv
 import glob
 import gzip
 import io
@@ -24,11 +25,13 @@ from ..engine.errors import DataError, quote, shorten
 from .shared.files import HASHING_THREADS, sha256_of, special_kind
 
 TEXT_SUFFIXES = (".txt", ".md", ".py")
-PARQUET = ".parquet"
+CSV, PARQUET, ARROW = ".csv", ".parquet", ".arrow"
 SUFFIXES = (
     *TEXT_SUFFIXES,
     *(f".{name}{packed}" for name in ("jsonl", "ndjson", "json") for packed in ("", ".gz", ".zst")),
+    CSV,
     PARQUET,
+    ARROW,
 )
 MAX_DOCUMENT_BYTES = 2**30
 _ONE_OBJECT = "give one JSON object per line"
@@ -141,6 +144,10 @@ def read_documents(
             documents = _read_text(path, max_document_bytes)
         elif suffix == PARQUET:
             documents = _read_parquet(path, text_column, max_document_bytes)
+        elif suffix == ARROW:
+            documents = _read_arrow(path, text_column, max_document_bytes)
+        elif suffix == CSV:
+            documents = _read_csv(path, text_column, max_document_bytes)
         else:
             documents = _read_json_lines(path, text_column, max_document_bytes)
         yield from documents
@@ -291,35 +298,89 @@ def _missing_column(where: str, column: str, columns: list[str]) -> str:
     )
 
 
+def _read_csv(path: Path, column: str, limit: int) -> Iterator[Document]:
+    csv.field_size_limit(limit)
+    consumed = 0
+
+    def lines(raw: io.BufferedReader) -> Iterator[str]:
+        nonlocal consumed
+        for number, line in enumerate(raw, 1):
+            consumed += len(line)
+            try:
+                yield line.decode("utf-8-sig" if number == 1 else "utf-8")
+            except UnicodeDecodeError as error:
+                raise DataError(f"{path}, line {number}: not text in UTF-8; convert the file to UTF-8") from error
+
+    with path.open("rb") as raw:
+        rows = csv.reader(lines(raw), strict=True)
+        try:
+            names = next(rows, [])
+            if column not in names:
+                raise DataError(_missing_column(str(path), column, names))
+            at = names.index(column)
+            for row in rows:
+                if row and len(row) != len(names):
+                    raise DataError(
+                        f"{path}, line {rows.line_num}: {len(row)} columns, the first line has {len(names)}"
+                    )
+                size, consumed = consumed, 0
+                yield Document(row[at] if row else "", size)
+        except csv.Error as error:
+            raise DataError(f"{path}, line {rows.line_num}: not readable as CSV ({error})") from error
+
+
 def _read_parquet(path: Path, column: str, limit: int) -> Iterator[Document]:
     import pyarrow  # here, because loading it takes longer than preparing a small corpus without it
     import pyarrow.parquet
 
     try:
         file = pyarrow.parquet.ParquetFile(path)
-        schema = file.schema_arrow
-        if (count := schema.names.count(column)) > 1:
-            raise DataError(f"{path}: {count} columns are named {quote(column)}; rename one of them")
-        if not count:
-            raise DataError(_missing_column(str(path), column, schema.names))
-        kind = schema.field(column).type
-        kind = kind.value_type if pyarrow.types.is_dictionary(kind) else kind
-        strings = (pyarrow.string(), pyarrow.large_string(), pyarrow.string_view(), pyarrow.null())
-        if kind not in strings:
-            raise DataError(f"{path}: column {quote(column)} must hold strings, it holds {kind}")
-        bytes_per_row = path.stat().st_size / max(file.metadata.num_rows, 1)
-        row = 0
-        for batch in file.iter_batches(batch_size=_rows_per_batch(file.metadata, column), columns=[column]):
-            for scalar in batch.column(0):
-                row += 1
-                value = scalar.as_py()
-                if value is not None and len(value) > limit:
-                    raise _too_long(f"{path}, row {row}", limit)
-                yield Document(value or "", _share(bytes_per_row, row))
-                del scalar, value
-            del batch  # free its memory before the next one is read
+        _check_column(path, file.schema_arrow, column)
+        batches = file.iter_batches(batch_size=_rows_per_batch(file.metadata, column), columns=[column])
+        yield from _texts(path, batches, path.stat().st_size / max(file.metadata.num_rows, 1), limit)
     except (pyarrow.ArrowException, UnicodeDecodeError) as error:
         raise DataError(f"{path}: not a readable Parquet file ({error}); fetch the file again") from error
+
+
+def _read_arrow(path: Path, column: str, limit: int) -> Iterator[Document]:
+    """Read a file of a folder that ``save_to_disk`` of Hugging Face's ``datasets`` wrote."""
+    import pyarrow
+
+    try:
+        with pyarrow.memory_map(str(path)) as mapped, pyarrow.ipc.open_stream(mapped) as stream:
+            _check_column(path, stream.schema, column)
+            batches = (batch.select([column]) for batch in stream)
+            yield from _texts(path, batches, None, limit)
+    except (pyarrow.ArrowException, UnicodeDecodeError) as error:
+        raise DataError(f"{path}: not a readable Arrow stream ({error}); fetch the file again") from error
+
+
+def _check_column(path: Path, schema: Any, column: str) -> None:
+    """Raise DataError unless there is one ``column``, of strings."""
+    import pyarrow
+
+    if (count := schema.names.count(column)) > 1:
+        raise DataError(f"{path}: {count} columns are named {quote(column)}; rename one of them")
+    if not count:
+        raise DataError(_missing_column(str(path), column, schema.names))
+    kind = schema.field(column).type
+    kind = kind.value_type if pyarrow.types.is_dictionary(kind) else kind
+    if kind not in (pyarrow.string(), pyarrow.large_string(), pyarrow.string_view(), pyarrow.null()):
+        raise DataError(f"{path}: column {quote(column)} must hold strings, it holds {kind}")
+
+
+def _texts(path: Path, batches: Any, bytes_per_row: float | None, limit: int) -> Iterator[Document]:
+    """Read the only column of each batch. Without ``bytes_per_row``, a row has its text's."""
+    row = 0
+    for batch in batches:
+        for scalar in batch.column(0):
+            row += 1
+            value = scalar.as_py()
+            if value is not None and len(value) > limit:
+                raise _too_long(f"{path}, row {row}", limit)
+            yield Document(value or "", len(value or "") if bytes_per_row is None else _share(bytes_per_row, row))
+            del scalar, value
+        del batch  # free its memory before the next one is read
 
 
 def _rows_per_batch(metadata: Any, column: str) -> int:

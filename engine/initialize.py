@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import logging
-import os
 import sys
 import time
 import weakref
@@ -27,7 +26,7 @@ from .distributed.heartbeat import CallWatch, watch_calls
 from .distributed.join import join
 from .distributed.mesh import Mesh, mesh_of
 from .engine import SDPEngine
-from .environment.detect import detect
+from .environment.detect import detect, set_default
 from .environment.process import watch
 from .errors import ConfigError, ModelError
 from .full_model.whole_copy import UncutModel
@@ -230,7 +229,7 @@ def initialize(
         optimizer = with_torch_kernels(optimizer)
     _check_launch(distributed_port, dist_init_required)
     if settings.training.deterministic:
-        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # read when CUDA starts
+        set_default("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # read when CUDA starts
         torch.use_deterministic_algorithms(True)
     device = join()
     watch()

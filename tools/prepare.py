@@ -31,7 +31,7 @@ class PrepareOptions:
         verify: only check what is in the output directory.
         tokenizer: ``sentencepiece``, ``bytes`` or ``hf:NAME``.
         vocab_size: tokens of a trained tokenizer, None for the default.
-        text_column: the column of .jsonl and .parquet files.
+        text_column: the column of .jsonl, .csv, .parquet and .arrow files.
         held_out: the fraction of the documents for evaluation.
         workers: processes, None for one per core.
         seed: picks the documents that the tokenizer is trained on.
@@ -76,7 +76,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         action="extend",
         metavar="GLOB",
         help="files or folders to read: .txt, .md, .py (one document per file), .jsonl, .ndjson, .json (one document "
-        "per line; also .gz, .zst), .parquet (default: the standard library of this Python)",
+        "per line; also .gz, .zst), .csv, .parquet, .arrow (default: the standard library of this Python)",
     )
     parser.add_argument("--output", required=True, metavar="DIR", help="the directory for shards and tokenizer")
     parser.add_argument(
@@ -85,7 +85,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--vocab-size", type=int, metavar="V", help=f"tokens of a trained tokenizer (default: {DEFAULT_VOCAB_SIZE})"
     )
-    parser.add_argument("--text-column", default="text", metavar="C", help="the column of .jsonl and .parquet")
+    parser.add_argument(
+        "--text-column", default="text", metavar="C", help="the column of .jsonl, .csv, .parquet and .arrow"
+    )
     parser.add_argument(
         "--held-out", type=float, default=0.05, metavar="X", help="fraction of the documents for evaluation"
     )

@@ -2,6 +2,7 @@
 file and place.
 """
 
+import csv
 import gzip
 import json
 import os
@@ -174,10 +175,10 @@ def test_json_lines_under_other_names(tmp_path, name):
 
 
 def test_bad_inputs_are_named(tmp_path):
-    (tmp_path / "a.csv").write_text("x")
+    (tmp_path / "a.xml").write_text("x")
     with pytest.raises(DataError, match=r"no file matches '.*\*\.jsonl'"):
         expand_inputs([f"{tmp_path}/*.jsonl"])
-    with pytest.raises(DataError, match=r"a\.csv: this kind of file is not read; supported are \.txt"):
+    with pytest.raises(DataError, match=r"a\.xml: this kind of file is not read; supported are \.txt"):
         expand_inputs([f"{tmp_path}/*"])
     with pytest.raises(DataError, match="no file of a supported kind in this folder"):
         expand_inputs([str(tmp_path)])
@@ -211,3 +212,38 @@ def test_special_files_are_named_as_what_they_are(tmp_path, capsys):
         assert f": is {kind}; give regular files as input" in printed
         assert printed.count("\n") == 1
     assert not (tmp_path / "out").exists()
+
+
+def test_csv(tmp_path):
+    path = tmp_path / "a.csv"
+    texts = ["one", "two\nlines, and a comma", 'a "quote"', "", "ü文"]
+    with path.open("w", encoding="utf-8-sig", newline="") as file:
+        csv.writer(file).writerows([["id", "text"], *enumerate(texts)])
+    assert texts_of(path) == texts
+    assert sum(document.source_bytes for document in read_documents(path)) == path.stat().st_size
+    for content, match in [
+        (b"id,text\n1\n", r"a\.csv, line 2: 1 columns, the first line has 2"),
+        (b'id,text\n1,"open\n', r"a\.csv, line 2: not readable as CSV \(unexpected end of data\)"),
+        (b"id,text\n1,\xff\n", r"a\.csv, line 2: not text in UTF-8"),
+        (b"id,body\n1,x\n", r"a\.csv: no column 'text' \(there are: id, body\)"),
+        (b"", r"a\.csv: no column 'text' \(there are: none\)"),
+    ]:
+        path.write_bytes(content)
+        with pytest.raises(DataError, match=match):
+            texts_of(path)
+    path.write_text("text\n" + "x" * 100)
+    with pytest.raises(DataError, match="larger than field limit"):
+        list(read_documents(path, max_document_bytes=50))
+
+
+def test_a_folder_that_datasets_saved(tmp_path):
+    table = pyarrow.table({"text": ["a", None, "", "b"], "number": [1, 2, 3, 4]})
+    with pyarrow.ipc.new_stream(str(tmp_path / "data-00000-of-00001.arrow"), table.schema) as stream:
+        stream.write_table(table, max_chunksize=3)
+    (path,) = expand_inputs([str(tmp_path)])
+    assert texts_of(path) == ["a", "", "", "b"]
+    with pytest.raises(DataError, match="column 'number' must hold strings, it holds int64"):
+        texts_of(path, "number")
+    path.write_bytes(path.read_bytes()[:100])
+    with pytest.raises(DataError, match="not a readable Arrow stream"):
+        texts_of(path)
