@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any, cast
 
 from sdp.engine.config import deepspeed_keys, removed
-from sdp.engine.config.method import MaskingPhase, OuterSGDParams, PathsSection, SyncSection
+from sdp.engine.config.method import MaskingPhase, OuterSGDParams, PathsSection, ServiceSection, SyncSection
 from sdp.engine.config.named_params import SCHEDULES, AdamParams, MuonParams, SGDParams
 from sdp.engine.config.schema import Config, TasksSection
 from sdp.engine.config.section import Section
@@ -99,6 +99,7 @@ def config_sections() -> Iterator[tuple[str, type[Section]]]:
             yield "sdp.masking", MaskingPhase
             yield "sdp.sync", SyncSection
             yield "sdp.sync.outer_optimizer.params", OuterSGDParams
+            yield "sdp.sync.service", ServiceSection
             yield "sdp.paths", PathsSection
         if name == "training":
             yield "training.evaluate_tasks", TasksSection
@@ -146,6 +147,7 @@ _INTRODUCTIONS = {
     "sdp.sync.outer_optimizer.params": "The `outer_optimizer` moves the anchors by the mean change of the holders:\n"
     '`{"type": "SGD", "params": {…}}`. If it is not given, `lr` is 0.7, with Nesterov momentum 0.9, as in DiLoCo.\n'
     "With `lr` 1 and without momentum, it is plain averaging.\n\n",
+    "sdp.sync.service": "[Groups that come and go](groups_that_come_and_go.md) has an example.\n\n",
     "sdp.paths": "Models that share some units. [Paths](paths.md) has an example.\n\n",
     "zero_optimization": "How a group shards its state among its own ranks.\n\n",
     "data": "What to train on. [Data](data.md) and [Images](images.md) have examples.\n\n",

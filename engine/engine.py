@@ -300,7 +300,7 @@ class SDPEngine:
         self.global_samples += self._batch.train
         self.tput_timer.global_samples += self._batch.train
         if self.config.sdp.sync is not None:
-            self.local_training.after_step(self.global_steps)
+            self.global_steps = self.local_training.after_step(self.global_steps, self.lr_scheduler)
         self._use_masking()
 
     def _use_masking(self) -> None:

@@ -1,9 +1,9 @@
 """Exceptions whose class says whose fault an error is.
 
-The user can correct most of these errors, and the command line then ends with exit code 2. Five
+The user can correct most of these errors, and the command line then ends with exit code 2. Six
 classes end with exit code 1, because the program failed: :class:`HolderMismatchError`,
-:class:`NonFiniteError`, :class:`OutOfMemoryError`, :class:`PeerLostError` and :class:`SpikeError`.
-A message is one line. It says what is wrong, where, and what to do.
+:class:`NonFiniteError`, :class:`OutOfMemoryError`, :class:`PeerLostError`, :class:`ServiceError`
+and :class:`SpikeError`. A message is one line. It says what is wrong, where, and what to do.
 """
 
 import difflib
@@ -74,6 +74,12 @@ class OutOfMemoryError(SDPError):
 
 class PeerLostError(SDPError):
     """Another rank is gone, so this rank cannot continue. The other rank has the cause."""
+
+    exit_code = 1
+
+
+class ServiceError(SDPError):
+    """The service that keeps the anchors, or a group of its run, cannot go on."""
 
     exit_code = 1
 

@@ -190,6 +190,7 @@ def initialize(
     collate_fn: Callable[[list[Any]], Any] | None = None,
     config: str | Path | Mapping[str, Any] | Config | None = None,
     config_params: str | Mapping[str, Any] | None = None,
+    service: Any = None,
 ) -> tuple[SDPEngine, Optimizer, EpochLoader | None, Any]:
     """Cut ``model`` for this rank's SDP group and return ``(engine, optimizer, loader,
     scheduler)``.
@@ -213,6 +214,8 @@ def initialize(
         collate_fn: Makes a batch from a list of samples.
         config: A path, a mapping or a Config.
         config_params: Another name for ``config``.
+        service: The group's membership in a run whose anchors a service keeps. ``sdp train`` gives
+            it.
 
     Raises:
         SDPError: An argument or a setting cannot be honoured. The message has one line.
@@ -236,7 +239,8 @@ def initialize(
     check_equal(_settings_of_all(settings), device)
     _share_ranks_with_deepspeed()
     _make_whole(model)
-    mesh = mesh_of(settings, dist.get_world_size())
+    _check_service(settings, service)
+    mesh = mesh_of(settings, dist.get_world_size(), service.slot if service is not None else None)
     batch = BatchSize.resolve(settings, mesh)
     names = {id(parameter): name for name, parameter in model.named_parameters()}
     param_groups, grouped = named_groups(model_parameters, optimizer, names)
@@ -277,6 +281,7 @@ def initialize(
         scheduler = scheduler_of(settings, lr_scheduler, built)
         store.optimizer = built
     store.context.clock = clock(device, waits=settings.wall_clock_breakdown)
+    store.context.service = service
     if optimizer is not None and needs_whole_matrices(store.optimizer):
         _refuse_parts(settings, type(store.optimizer).__name__)
         store.context.needs_whole_matrices = True
@@ -305,6 +310,8 @@ def _finish(
             pin_memory=device.type == "cuda",
         )
         engine.training_dataloader = EpochLoader(engine.loader)
+        if (service := engine.store.context.service) is not None and isinstance(engine.loader, ResumableLoader):
+            engine.loader.sampler.ranges = service.ranges
         samples = engine.loader.sampler.num_samples if isinstance(engine.loader, ResumableLoader) else "a stream"
     if engine.world_size > 1 and dist.get_backend() != "fake":  # ranks that do not exist are not watched
         engine.calls = CallWatch()
@@ -405,6 +412,14 @@ def _refuse_parts(config: Config, optimizer: str) -> None:
                 f"optimizer: {optimizer} needs whole matrices, which {reason} cuts; change that, or take an optimizer "
                 "that steps on single elements, such as AdamW"
             )
+
+
+def _check_service(config: Config, service: Any) -> None:
+    """Raise ConfigError if groups of a run with a service are started without it."""
+    if config.sdp.sync is not None and config.sdp.sync.service is not None and service is None:
+        raise ConfigError(
+            "sdp.sync.service: a script cannot use it; start the groups with sdp train, or remove sdp.sync.service"
+        )
 
 
 def _check_scheduler(scheduler: Any, optimizer: Any) -> None:

@@ -68,23 +68,32 @@ class LocalSteps:
         store, context = groups.store, groups.context
         self._fragments = fragments_of(store.layout, sync.fragments)
         infos = store.layout.parameters
-        self.outer = OuterSteps(
-            sync,
-            store.layout.buckets(lambda _: False),
-            self._weight,
-            [name for name in store.stepped if infos[name].trainable],
-            self._fragments,
-            context.communicators.holders,
-            counts=lambda name: context.counts(store.stepped[name]),
-            counts_once=lambda name: context.counts_once(store.stepped[name]),
-            device=context.device,
-            traffic=context.traffic,
-            sum_over_ranks=context.all_reduce_control,
-            clock=context.clock,
-            is_slice=lambda name: infos[name].cut is not None,
+        self.outer: Any = (
+            self._served_steps()
+            if context.service is not None
+            else OuterSteps(
+                sync,
+                store.layout.buckets(lambda _: False),
+                self._weight,
+                [name for name in store.stepped if infos[name].trainable],
+                self._fragments,
+                context.communicators.holders,
+                counts=lambda name: context.counts(store.stepped[name]),
+                counts_once=lambda name: context.counts_once(store.stepped[name]),
+                device=context.device,
+                traffic=context.traffic,
+                sum_over_ranks=context.all_reduce_control,
+                clock=context.clock,
+                is_slice=lambda name: infos[name].cut is not None,
+            )
         )
         agree_on_buffers(store)
         self._buffers = {name: buffer.clone() for name, buffer in self._module_buffers().items()}
+
+    def _served_steps(self) -> Any:
+        from .service.steps import ServedSteps  # most runs do without
+
+        return ServedSteps(self._store, self.sync, self._fragments)
 
     def _weight(self, name: str) -> torch.Tensor:
         """Return this rank's part of a parameter. Its memory may change when FSDP2 shards again."""
@@ -123,7 +132,7 @@ class LocalSteps:
             mean_loss, norms, stepped, everyone, *counts = totals.tolist()
             if counts:  # the losses are sums
                 mean_loss = mean_loss / counts[0] if counts[0] else math.nan
-            skipped = round(context.mesh.sdp * (everyone - stepped))
+            skipped = round(len(context.mesh.groups) * (everyone - stepped))
             return LocalUpdate(mean_loss, norms / stepped if stepped else math.nan, skipped)
 
         return PendingUpdate(receive)
@@ -131,7 +140,7 @@ class LocalSteps:
     def _summary(self, loss: float, norm: float, count: float | None) -> list[float]:
         """Return what this rank adds to the sums from which the outcome of a step follows."""
         mesh, at = self._context.mesh, self._context.at
-        share = 1 / mesh.sdp if at.fsdp == 0 and at.tp == 0 else 0.0  # of the groups
+        share = 1 / len(mesh.groups) if at.fsdp == 0 and at.tp == 0 else 0.0  # of the groups
         return [
             loss / mesh.world_size,
             *((share * norm, share) if math.isfinite(norm) else (0.0, 0.0)),
@@ -245,7 +254,7 @@ class LocalTraining:
     """
 
     def __init__(self, groups: BetweenGroups, sync: SyncSection | None):
-        self._groups, self._sync = groups, sync
+        self._groups, self._sync, self.service = groups, sync, groups.context.service
         self._rounds = Rounds(sync) if sync is not None else None
         self.outer_steps = 0
         self._averaged_at = -1  # the last step after which finish, or a load, left all groups with the anchors
@@ -260,7 +269,7 @@ class LocalTraining:
         would cost more than the step. A message may queue behind an average, which has ``overlap``
         steps. So the outcome of a step is needed ``overlap`` + 1 steps later.
         """
-        return 0 if self._sync is None else self._sync.overlap + 1
+        return 0 if self._sync is None or self.service is not None else self._sync.overlap + 1
 
     def add(self, step: int, update: PendingUpdate) -> None:
         """Keep the outcome of ``step`` until the other groups' part has arrived."""
@@ -311,9 +320,18 @@ class LocalTraining:
         elif not local:
             self._groups.local = None
 
-    def after_step(self, step: int) -> None:
-        """Start and apply the averages that are due after ``step``. Collective."""
+    def after_step(self, step: int, schedule: Any = None) -> int:
+        """Start and apply the averages that are due after ``step``. Collective.
+
+        Returns the number of the step. With a service, a group that is behind leaves steps out, and
+        the ``schedule`` of the learning rate does so too.
+        """
         self.last = None
+        if self.service is not None:
+            reached = self._after_served_step(step)
+            if reached != step and schedule is not None:
+                schedule.step(reached - 1)
+            return reached
         if self.local is not None and self._rounds is not None:
             starting, arriving = self._rounds.starting(step), self._rounds.arriving(step)
             overlap = self._sync.overlap if self._sync is not None else 0
@@ -324,6 +342,62 @@ class LocalTraining:
                 if not overlap:
                     self._arrive()
         self.follow(step)
+        return step
+
+    # -- with a service ----------------------------------------------------------------------------
+
+    def begin(self, micro_batches: int, width: int, data: str) -> int:
+        """Begin to take part in the run of the service, from its anchors. Collective in the group.
+
+        Returns the number of steps that the run has made. For the arguments see
+        :meth:`~sdp.engine.service.steps.Membership.begin`.
+        """
+        assert self.local is not None
+        self.service.begin(micro_batches, width, data)
+        self.local.outer.take(self.local.outer.fragments)
+        self.outer_steps = self.service.closed
+        return self._reached(self._rejoin() if self.service.client.is_lost else 0)
+
+    def _after_served_step(self, step: int) -> int:
+        assert self.local is not None and self._sync is not None
+        service, outer = self.service, self.local.outer
+        newest = self.newest()
+        service.note_step(newest.loss if newest is not None else math.nan)
+        outer.steps_since_start += 1
+        status = service.poll()
+        if status["lost"]:
+            return self._reached(self._rejoin())
+        if outer.fragment_under_way is not None and outer.steps_since_start >= self._sync.overlap:
+            step = self._take_average()
+        is_behind = status["closed"] > service.closed or (status["grace"] and status["closed"] == service.closed)
+        is_due = is_behind or step >= service.schedule.due(service.closed + 1)
+        if outer.fragment_under_way is None and service.closed < service.schedule.last and is_due:
+            self.local.start(service.schedule.fragment(service.closed + 1))
+            if not self._sync.overlap:
+                step = self._take_average()
+        return step
+
+    def _take_average(self) -> int:
+        """Wait for the average that was started. Returns the step that the group has reached."""
+        assert self.local is not None
+        outer = self.local.outer
+        self.last = self.local.arrive()
+        if self.service.client.is_lost:
+            self._rejoin()
+            return self._reached(0)
+        self.outer_steps = self.service.closed
+        return self._reached(outer.steps_since_start if outer.was_accepted else 0)
+
+    def _rejoin(self) -> int:
+        assert self.local is not None
+        self.local.outer.rejoin()
+        self.outer_steps = self.service.closed
+        return 0
+
+    def _reached(self, steps: int) -> int:
+        """Return the number of the step that is ``steps`` after the newest average."""
+        schedule = self.service.schedule
+        return min(schedule.steps, schedule.due(self.service.closed) + steps)
 
     def finish(self, step: int) -> bool:
         """Average every fragment that has changed since its last average. Collective.
@@ -337,6 +411,13 @@ class LocalTraining:
         if local is None or self._rounds is None or step == self._averaged_at:
             return False
         before = self.outer_steps
+        while self.service is not None and self.service.closed < self.service.schedule.last:
+            if local.outer.fragment_under_way is None:
+                local.start(self.service.schedule.fragment(self.service.closed + 1))
+            self._take_average()
+        if self.service is not None:
+            self._averaged_at = step
+            return self.outer_steps > before
         if local.outer.fragment_under_way is not None:
             self._arrive()
         for fragment in self._rounds.fragments:

@@ -25,14 +25,16 @@ class Degrees:
     Attributes:
         config: has the groups and the tensor-parallel degree.
         fsdp: the value of ``--fsdp``, None for world size / (groups * tp).
+        alone: whether the processes are one group of the run.
     """
 
     config: Config
     fsdp: int | None = None
+    alone: bool = False
 
     @property
     def groups(self) -> int:
-        return self.config.sdp.groups
+        return 1 if self.alone else self.config.sdp.groups
 
     @property
     def tp(self) -> int:
@@ -59,7 +61,7 @@ class Degrees:
         self._check_grid(processes, source)
         if self.groups > 1 and not isinstance(self.config.sdp.placement, dict):
             capacities(self.config.sdp)
-        BatchSize.resolve(self.config, mesh_of(self.config, processes))
+        BatchSize.resolve(self.config, mesh_of(self.config, processes, 0 if self.alone else None))
 
     def _check_grid(self, processes: int, source: str) -> None:
         factors = f"groups {self.groups} (sdp.groups) * tp {self.tp} (tensor_parallel.autotp_size)"

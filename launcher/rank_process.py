@@ -41,6 +41,7 @@ class RankProcess:
         environ: dict[str, str],
         log_dir: Path,
         pass_fds: Sequence[int] = (),
+        name: str | None = None,
     ) -> RankProcess:
         """Start a rank.
 
@@ -51,12 +52,14 @@ class RankProcess:
             environ: its environment.
             log_dir: the directory of its log. It is made if it is missing.
             pass_fds: open files that the process inherits.
+            name: the name of its log without the ending. None: rank-R.
 
         Raises:
             LaunchError: the process cannot be started, its log cannot be written, or a symbolic
                 link is in place of the log or its directory.
         """
-        log, error_file = log_dir / f"rank-{rank}.log", log_dir / f"rank-{rank}.{os.getpid()}.error"
+        name = name or f"rank-{rank}"
+        log, error_file = log_dir / f"{name}.log", log_dir / f"{name}.{os.getpid()}.error"
         whereabouts_file = error_file.with_suffix(".whereabouts")
         environ |= {PARENT_PID: str(os.getpid())}
         environ |= {ERROR_FILE: str(error_file.absolute()), WHEREABOUTS_FILE: str(whereabouts_file.absolute())}

@@ -24,14 +24,14 @@ LEVELS = {"engine": 0, "data": 1, "models": 1, "launcher": 1, "tools": 2}
 ENGINE_ORDER = (
     "errors", "json_files", "module_paths", "model_interface", "environment", "config", "distributed",
     "batch", "placement",
-    "optim", "subnetwork", "stores", "sync", "accounting", "full_model", "local_steps", "checkpoint",
+    "optim", "subnetwork", "stores", "sync", "service", "accounting", "full_model", "local_steps", "checkpoint",
     "deepspeed_names", "engine", "construct", "tracing", "initialize", "integrations",
 )  # fmt: skip
 # The same inside tools/. Commands that are not listed are above these and do not import each other.
 TOOLS_ORDER = ("shared", "runs", "report", "tasks", "train", "plan")
 LAUNCHER_ORDER = (
     "own_command", "signals", "degrees", "fatal_errors", "restarts", "rank_process",
-    "local", "cluster",
+    "local", "served", "cluster",
 )  # fmt: skip
 # Inside engine/stores/. The stores themselves are not listed: they do not import each other.
 STORES_ORDER = ("store",)

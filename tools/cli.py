@@ -184,6 +184,7 @@ def _tool_command(name: str, help_text: str) -> _Command:
 
 _COMMANDS = {
     "train": _tool_command("train.command", "train a model from one JSON file"),
+    "serve": _tool_command("serve", "keep the anchors of a run whose groups come and go"),
     "launch": _tool_command("launch", "start sdp train on this host or a cluster: local, deepspeed, mpirun, slurm"),
     "prepare": _tool_command("prepare", "turn text into token shards"),
     "config": _tool_command("config", "print a configuration with all defaults, or the schema"),

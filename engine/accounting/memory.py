@@ -148,7 +148,7 @@ def predict_outer_bytes(sync: SyncSection, trained: Sequence[tuple[TensorInfo, i
     everything = sum(numel for _, numel in trained)
     slices = sum(numel for info, numel in trained if len(info.holders) == 1 and info.cut is not None)
     stepped = everything if sync.single_holder == "outer" else shared + slices
-    states = int(sync.outer_optimizer.params.momentum > 0)
+    states = int(sync.outer_optimizer.params.momentum > 0 and sync.service is None)
     return 4 * (everything + states * stepped + (shared if sync.compression == "int8" else 0))
 
 

@@ -147,7 +147,8 @@ class ResumableLoader:
         """Yield the position of each batch in the order of the run, and its indices."""
         sampler = self.sampler
         for indices in sampler:
-            yield sampler.consumed - sampler.global_batch_size + sampler.data_rank * sampler.micro_batch_size, indices
+            first = sampler.consumed - sampler.global_batch_size + sampler.data_rank * sampler.micro_batch_size
+            yield next(iter(sampler.ranges(first, 1)))[0], indices
 
     def _read(self) -> Any:
         assert self._source is not None

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -51,6 +51,8 @@ class ResumableBatchSampler:
         self.shuffle = shuffle
         self.consumed = consumed
         self.positions = positions
+        # Where in the order of the run this loader's samples are: (first, length). All, by default.
+        self.ranges: Callable[[int, int], Iterable[tuple[int, int]]] = lambda start, count: ((start, count),)
         self._epoch = -1
         self._order: np.ndarray | None = None
 
@@ -67,7 +69,8 @@ class ResumableBatchSampler:
     def __iter__(self) -> Iterator[list[int]]:
         while True:
             start = self.consumed + self.data_rank * self.micro_batch_size
-            rows = self._rows(start, self.micro_batch_size)
+            ranges = self.ranges(start, self.micro_batch_size)
+            rows = [row for first, count in ranges for row in self._rows(first, count)]
             self.consumed += self.global_batch_size
             yield rows
 

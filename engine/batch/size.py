@@ -34,6 +34,12 @@ class BatchSize:
             ConfigError: The values contradict each other. The message has all factors and sources.
         """
         train = config.train_batch_size
+        if train is not None and mesh.alone is not None:  # each group has an equal share of the samples
+            if train % mesh.sdp:
+                raise ConfigError(
+                    f"train_batch_size {train} is not divisible by sdp.groups {mesh.sdp}; change one of them"
+                )
+            train //= mesh.sdp
         micro = config.train_micro_batch_size_per_gpu
         accumulation = config.gradient_accumulation_steps
         given = (train, micro, accumulation)

@@ -144,7 +144,8 @@ def _load_tensors(
 ) -> None:
     """Fill weights, buffers and random numbers. Fill optimizer state if the checkpoint has any."""
     store, optimizer = groups.store, groups.store.optimizer
-    has_stepped = state["global_steps"] > state["skipped_steps"] or any(key.startswith("optimizer/") for key in saved)
+    has_stepped = state["global_steps"] > state["skipped_steps"] and "service" not in state["client_state"]
+    has_stepped = has_stepped or any(key.startswith("optimizer/") for key in saved)  # a service has no moments
     had_state = bool(optimizer.state)
     if has_stepped and not had_state:
         materialise_state(store)

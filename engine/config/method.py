@@ -175,6 +175,25 @@ class OuterSGD(Section):
     params: OuterSGDParams = DILOCO
 
 
+class ServiceSection(Section):
+    """A service keeps the anchors, and groups may come and go.
+
+    ``quorum``: the fraction of the living groups that must have delivered before the grace begins.
+    ``grace_seconds``: how long a round then waits for the other groups, and how long the start of a
+    run waits for the next group. ``heartbeat_seconds``: how often a group says that it lives. It is
+    dropped after two missed heartbeats. ``wait_seconds``: how long a group waits for a service that
+    does not answer. ``min_groups``: the run ends when fewer groups live for ``grace_seconds``.
+    ``restarts``: how often in an hour the local launcher starts a group that has died.
+    """
+
+    quorum: Annotated[float, Field(gt=0, le=1)] = 0.5
+    grace_seconds: Annotated[float, Field(ge=0)] = 30.0
+    heartbeat_seconds: Annotated[float, Field(gt=0)] = 5.0
+    wait_seconds: Annotated[float, Field(gt=0)] = 600.0
+    min_groups: PositiveInt = 1
+    restarts: NonNegativeInt = 3
+
+
 class SyncSection(Section):
     """Local steps: groups train on their own, and average their weights every ``every`` steps.
 
@@ -186,7 +205,8 @@ class SyncSection(Section):
     number of steps during which an average may travel. It is less than ``every`` / ``fragments``.
     ``compression``: the format in which changes are sent. "int8" has one scale per row and keeps
     the error for the next round. ``offload``: "cpu" keeps the anchors and the state of the outer
-    optimizer in the host's memory.
+    optimizer in the host's memory. ``service``: a service keeps the anchors, and groups may come
+    and go.
     """
 
     every: Steps
@@ -197,6 +217,7 @@ class SyncSection(Section):
     overlap: NonNegativeInt = 0
     compression: Literal["none", "bf16", "int8"] = "none"
     offload: Literal["none", "cpu"] = "none"
+    service: ServiceSection | None = None
 
     @model_validator(mode="after")
     def _fits_together(self) -> Self:
@@ -237,6 +258,30 @@ def refuse_with_sync(config: Any) -> None:
             f"sdp.lr_scale: {json.dumps(sdp.lr_scale)} has no meaning with sdp.sync, where the noise of a local step "
             'does not depend on the holders; use "none"'
         )
+    if sdp.sync.service is not None:
+        _refuse_with_service(config)
+
+
+def _refuse_with_service(config: Any) -> None:
+    """Raise ConfigError for what a Config with a service cannot be combined with."""
+    sdp, training = config.sdp, config.training
+    reasons = {
+        "sdp.sync.start_after": (sdp.sync.start_after > 0, "groups cannot average in every step; remove it"),
+        "sdp.groups": (sdp.groups < 2, "there is nobody to average with; set it to 2 or more"),
+        "sdp.sync.service.min_groups": (
+            sdp.sync.service.min_groups > sdp.groups, f"there are sdp.groups = {sdp.groups} groups; lower it"
+        ),
+        "sdp.paths": (sdp.paths is not None, "all groups must read the same data; remove one of the two"),
+        "data.sources": (bool(config.data.sources), "the service deals out one data set; give data.path"),
+        "training.steps": (training.steps is None, "the service counts steps; give the length of the run"),
+        "training.evaluate_tasks": (
+            training.evaluate_tasks is not None, "no group has the full model; use sdp evaluate --tasks"
+        ),
+        "training.save_every": (training.save_every > 0, "the service saves after every round; remove it"),
+    }  # fmt: skip
+    for key, (applies, why) in reasons.items():
+        if applies:
+            raise ConfigError(f"{key}: with sdp.sync.service {why}")
 
 
 class PathsSection(Section):

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import socket
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from ..config.schema import Config
@@ -36,11 +36,14 @@ class Mesh:
         sdp: number of SDP groups.
         fsdp: data ranks per group.
         tp: tensor-parallel ranks.
+        alone: the only group that has ranks in this world, if groups know each other only through
+            a service. None: all have.
     """
 
     sdp: int
     fsdp: int = 1
     tp: int = 1
+    alone: int | None = None
 
     @classmethod
     def for_world(cls, world_size: int, groups: int, tp: int = 1) -> Mesh:
@@ -59,13 +62,18 @@ class Mesh:
         return cls(groups, world_size // (groups * tp), tp)
 
     @property
+    def groups(self) -> range:
+        """The groups that have ranks."""
+        return range(self.sdp) if self.alone is None else range(self.alone, self.alone + 1)
+
+    @property
     def world_size(self) -> int:
         return self.data_ranks * self.tp
 
     @property
     def data_ranks(self) -> int:
         """Number of ranks that read different data."""
-        return self.sdp * self.fsdp
+        return len(self.groups) * self.fsdp
 
     def data_ranks_of(self, groups: Collection[int]) -> int:
         """Return the number of data ranks of some SDP groups together."""
@@ -73,10 +81,11 @@ class Mesh:
 
     def coordinates(self, rank: int) -> Coordinates:
         data_rank, tp = divmod(rank, self.tp)
-        return Coordinates(*divmod(data_rank, self.fsdp), tp)
+        index, fsdp = divmod(data_rank, self.fsdp)
+        return Coordinates(self.groups[index], fsdp, tp)
 
     def rank(self, sdp: int, fsdp: int = 0, tp: int = 0) -> int:
-        return (sdp * self.fsdp + fsdp) * self.tp + tp
+        return ((sdp - self.groups[0]) * self.fsdp + fsdp) * self.tp + tp
 
     def ranks_of(self, group: int) -> list[int]:
         """Return the global ranks of an SDP group."""
@@ -113,12 +122,15 @@ class Mesh:
         return rank // self.tp
 
 
-def mesh_of(config: Config, world_size: int) -> Mesh:
-    """Return the mesh of a run in ``world_size`` processes.
+def mesh_of(config: Config, world_size: int, alone: int | None = None) -> Mesh:
+    """Return the mesh of a run in ``world_size`` processes, or of the group ``alone`` in them.
 
     Raises:
         ConfigError: the world size does not fit the groups and the tensor parallelism.
     """
+    if alone is not None:
+        inside = Mesh.for_world(world_size, 1, config.tensor_parallel.autotp_size)
+        return replace(inside, sdp=config.sdp.groups, alone=alone)
     return Mesh.for_world(world_size, config.sdp.groups, config.tensor_parallel.autotp_size)
 
 

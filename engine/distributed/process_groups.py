@@ -150,25 +150,27 @@ class Communicators:
 
         shards_state = not replicate_inside and mesh.fsdp > 1
         if shards_state:
-            for group in range(mesh.sdp):
+            for group in mesh.groups:
                 for tp in range(mesh.tp):
                     made_group = group_of(mesh.ranks_of(group)[tp :: mesh.tp])
                     if (group, tp) == (at.sdp, at.tp):
                         self.fsdp = made_group
         if alone:
             self.fsdp = new_group([self.rank], backend=_backend(), use_local_synchronization=True)
-        for holders, ranks in rank_lists(mesh, holder_sets, replicate_inside=replicate_inside):
+        together = mesh.alone is None  # else groups have no ranks in common with this world
+        lists = rank_lists(mesh, holder_sets, replicate_inside=replicate_inside) if together else ()
+        for holders, ranks in lists:
             made_group = group_of(ranks)
             if self.rank in ranks:
                 self.holders[holders] = made_group
-        for source, groups in sorted(set(refreshes)):
+        for source, groups in sorted(set(refreshes)) if together else ():
             for ranks in zip(*map(mesh.ranks_of, groups), strict=True):
                 own = new_group(list(ranks), backend=_backend())
                 if self.rank in ranks:
                     self.refresh[source, groups] = own  # type: ignore[assignment]
         if local_steps:
             own_ranks = mesh.ranks_of(at.sdp)
-            for sdp in range(mesh.sdp):
+            for sdp in mesh.groups:
                 ranks = mesh.ranks_of(sdp)
                 for members in [ranks, *([ranks[tp :: mesh.tp] for tp in range(mesh.tp)] if replicate_inside else [])]:
                     if len(members) > 1:

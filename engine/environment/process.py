@@ -44,6 +44,11 @@ def child_environment(overlay: Mapping[str, str], defaults: Mapping[str, str]) -
     return {**defaults, **os.environ, **overlay}
 
 
+def service_token() -> str | None:
+    """Return the secret that groups share with the service of their run, or None."""
+    return os.environ.get("SDP_SERVICE_TOKEN")
+
+
 def allocator_settings() -> dict[str, str]:
     """Return glibc settings that make a process's resident memory follow its live tensors on a CPU.
 

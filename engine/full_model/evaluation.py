@@ -250,6 +250,10 @@ class StreamedEvaluation:
         self._dismiss()  # earlier guests are no longer needed
         for unit in self._units[name]:
             holders = store.layout.placement.holders[unit.index]
+            if store.context.service is not None:
+                if store.context.at.sdp not in holders:
+                    self._fetch(unit, name)
+                continue
             shard = self._broadcast(self._unit_shard(unit, holders[0]), holders[0])
             buffers = self._broadcast_buffers(name, holders[0]) if unit.is_block else {}
             if store.context.at.sdp in holders:
@@ -259,6 +263,17 @@ class StreamedEvaluation:
                 self._guest = {path.removeprefix(f"{name}."): tensor for path, tensor in tensors.items()} | buffers
             else:
                 self._lend(tensors)
+
+    def _fetch(self, unit: Unit, block: str) -> None:
+        """Get a unit that this group lacks from the service. It has no buffers."""
+        infos = self._store.layout.members.get(unit.name, [])
+        tensors = self._store.context.service.whole_parts(infos, self._store.context.at.tp)
+        tensors = {name: tensor.to(self._store.context.device, self._store.context.compute_dtype)
+                   for name, tensor in tensors.items()}  # fmt: skip
+        if unit.is_block:
+            self._guest = {path.removeprefix(f"{block}."): tensor for path, tensor in tensors.items()}
+        else:
+            self._lend(tensors)
 
     def _lend(self, slices: dict[str, torch.Tensor]) -> None:
         """Give guest slices of neurons to their layers."""
@@ -336,7 +351,8 @@ def subnetwork_losses(store: GroupStore, batches: Sequence[Any]) -> list[float]:
     Collective.
     """
     weights = [target_count(store.module, batch) for batch in batches]
-    return _mean_over_ranks(store, _own_sums(store, batches, weights))
+    losses, mesh = _mean_over_ranks(store, _own_sums(store, batches, weights)), store.layout.mesh
+    return [losses[group] for group in mesh.groups]
 
 
 def mean_loss(store: GroupStore, batches: Sequence[Any], weights: Sequence[float]) -> float:

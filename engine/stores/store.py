@@ -134,6 +134,8 @@ class RankContext:
         passes_together: how many forward passes of an evaluation may take turns. None: any number.
         gather_stream: returns the stream on which a block's shards are gathered, or None.
         clock: measures the time spent waiting, in seconds.
+        service: the group's membership in a run whose anchors a service keeps
+            (:class:`~sdp.engine.service.steps.Membership`), or None.
     """
 
     rank: int
@@ -155,6 +157,7 @@ class RankContext:
     passes_together: int | None = None
     gather_stream: Callable[[nn.Module], torch.Stream | None] = lambda _: None
     clock: Callable[[], float] = time.perf_counter
+    service: Any = None
 
     def __post_init__(self) -> None:
         self.world_size = self.mesh.world_size

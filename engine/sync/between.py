@@ -239,7 +239,7 @@ class BetweenGroups:
             self.context.sum_in_group(counts)
         else:
             self.context.all_reduce_control(counts)
-        of_group = counts.view(mesh.sdp, mesh.fsdp).sum(1).tolist()
+        of_group = dict(zip(mesh.groups, counts.view(-1, mesh.fsdp).sum(1).tolist(), strict=True))
         self._factors = {}
         for holders in {one.holders for one in self.store.stepped.values()}:
             averaging = (at.sdp,) if self.is_local else holders
@@ -247,7 +247,7 @@ class BetweenGroups:
             self._factors[holders] = mesh.data_ranks_of(averaging) * unit / total if total else 0.0
         self._multiply(self._factors)
         self._final.note(() if self.is_local or mesh.world_size == 1 else self._trained)
-        return sum(of_group), mesh.fsdp if self.is_local else mesh.data_ranks
+        return sum(of_group.values()), mesh.fsdp if self.is_local else mesh.data_ranks
 
     def _multiply(self, factors: Mapping[Holders, float]) -> None:
         """Multiply the gradients of the tensors of each holder set by a factor."""
@@ -363,7 +363,7 @@ class BetweenGroups:
         Raises:
             HolderMismatchError: Two holders differ.
         """
-        if self.context.world_size > 1:
+        if self.context.world_size > 1 and self.context.mesh.alone is None:
             check_holders(self.store, optimizer, weights or {}, owners or {})
 
     def names_of_param_groups(self) -> list[list[str]]:

@@ -457,24 +457,8 @@ class OuterSteps:
     @contextmanager
     def swapped(self) -> Iterator[None]:
         """A context in which weights and anchors have exchanged their values."""
-        if self.is_swapped:
+        with exchanged(self, self._weights):
             yield
-            return
-        self._swap()
-        self.is_swapped = True
-        try:
-            yield
-        finally:
-            self.is_swapped = False
-            self._swap()
-
-    @torch.no_grad()
-    def _swap(self) -> None:
-        for name, anchor in self.anchors.items():
-            weight = self._weights(name)
-            own = weight.clone()
-            weight.copy_(anchor)
-            anchor.copy_(own)
 
     def nbytes(self) -> int:
         """Return the bytes of anchors, outer optimizer state and errors."""
@@ -485,6 +469,32 @@ class OuterSteps:
             *(t for t in state if isinstance(t, torch.Tensor) and t.dim()),
         ]
         return sum(tensor.nbytes for tensor in tensors)
+
+
+@contextmanager
+def exchanged(steps: Any, weights: Callable[[str], torch.Tensor]) -> Iterator[None]:
+    """A context in which the anchors of ``steps`` and the ``weights`` of the same names have
+    exchanged their values.
+    """
+    if steps.is_swapped:
+        yield
+        return
+    _swap(steps.anchors, weights)
+    steps.is_swapped = True
+    try:
+        yield
+    finally:
+        steps.is_swapped = False
+        _swap(steps.anchors, weights)
+
+
+@torch.no_grad()
+def _swap(anchors: Mapping[str, torch.Tensor], weights: Callable[[str], torch.Tensor]) -> None:
+    for name, anchor in anchors.items():
+        weight = weights(name)
+        own = weight.clone()
+        weight.copy_(anchor)
+        anchor.copy_(own)
 
 
 def _copy(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:

@@ -93,15 +93,19 @@ class RunFiles:
         if last:
             self._append(RESTARTS, {"step": step, "lost_steps": max(0, last - step)})
 
-    def truncate_after(self, step: int) -> None:
-        """Remove the lines after ``step`` and the summary, so that a resumed run has every step
-        once.
+    def truncate_after(self, step: int, outer_step: float = math.inf) -> None:
+        """Remove the lines after ``step``, or after an ``outer_step``, and the summary, so that a
+        resumed run has every step once.
         """
         self._close_lines()
         for name in (METRICS, EVALUATIONS):
             require_own_file(self.dump_dir / name)
             if (self.dump_dir / name).exists():
-                kept = [line for line in _read_lines(self.dump_dir / name) if line["step"] <= step]
+                kept = [
+                    line
+                    for line in _read_lines(self.dump_dir / name)
+                    if line["step"] <= step and line.get("outer_step", 0) <= outer_step
+                ]
                 write_whole(self.dump_dir / name, "".join(f"{json.dumps(line)}\n" for line in kept))
         (self.dump_dir / SUMMARY).unlink(missing_ok=True)
 

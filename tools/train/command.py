@@ -32,8 +32,10 @@ def run(args: argparse.Namespace) -> int:
     config = load_config(options.config, options.overrides)
     # Before torch is imported, and for the processes that are started here.
     export({name: str(value) for name, value in config.env.items()})
-    degrees = Degrees(config, options.fsdp)
+    degrees = Degrees(config, options.fsdp, alone=options.service is not None)
     environment = detect()
+    if options.service is None and config.sdp.sync is not None and config.sdp.sync.service is not None:
+        return _serve_and_train(config, options)
     starts_more = (options.nproc or degrees.fewest) > 1 or options.restarts
     if environment is not None and not (environment.is_alone and starts_more):
         if options.nproc not in (None, environment.world_size):
@@ -66,6 +68,35 @@ def run(args: argparse.Namespace) -> int:
 
     become_single()
     return _run_rank(options)
+
+
+def _serve_and_train(config: Config, options: TrainOptions) -> int:
+    """Start the service of a run and all its groups on this host."""
+    from ...launcher.degrees import Degrees, visible_devices
+    from ...launcher.served import start_served
+
+    if detect() is not None:
+        raise ConfigError(
+            "sdp.sync.service: a launcher started this process; start sdp serve, and each group as a launch of its own "
+            "with sdp train --service HOST:PORT"
+        )
+    if options.restarts:
+        raise ConfigError("--restarts: with sdp.sync.service, the file says how often (sdp.sync.service.restarts)")
+    devices = visible_devices()
+    processes = Degrees(config, options.fsdp).processes(options.nproc, devices)
+    _check_files(config, options)
+    service = config.sdp.sync.service if config.sdp.sync is not None else None
+    assert service is not None
+    words = [str(options.config), *(word for value in options.overrides for word in ("--set", value))]
+    return start_served(
+        words,
+        options.dump_dir,
+        config.sdp.groups,
+        processes // config.sdp.groups,
+        on_cpu=devices == 0,
+        makes_corpus=config.data.takes_default_corpus and config.data.name is None,
+        restarts=service.restarts,
+    )
 
 
 def _run_rank(options: TrainOptions) -> int:

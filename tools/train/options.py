@@ -27,6 +27,9 @@ class TrainOptions:
         nproc: processes to start, None to count them from the configuration.
         restarts: how often a run that loses a rank starts again.
         profile: the steps to profile, as text, or None.
+        service: HOST:PORT of the service that keeps the anchors, or None.
+        token_file: the file with the token of the service, or None.
+        tls_ca: the file with the certificates to trust, or None for no encryption.
         argv: the words of the command line, for the processes that this one starts.
         above: the launcher of this package that started this process, or None.
     """
@@ -39,6 +42,9 @@ class TrainOptions:
     nproc: int | None = None
     restarts: int = 0
     profile: str | None = None
+    service: str | None = None
+    token_file: Path | None = None
+    tls_ca: Path | None = None
     argv: tuple[str, ...] = ()
     above: Supervision | None = None
 
@@ -58,6 +64,9 @@ class TrainOptions:
             nproc=args.nproc,
             restarts=args.restarts,
             profile=args.profile,
+            service=args.service,
+            token_file=args.token_file,
+            tls_ca=args.tls_ca,
             argv=tuple(args.argv),
             above=args.above,
         )
@@ -103,3 +112,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         const="3-5",
         help="record these steps of rank 0 in DIR/profile (default: 3-5)",
     )
+    parser.add_argument(
+        "--service",
+        metavar="HOST:PORT",
+        help="be one group of the run whose anchors this service keeps (sdp serve)",
+    )
+    parser.add_argument(
+        "--token-file", metavar="FILE", type=Path, help="the secret of the service (default: SDP_SERVICE_TOKEN)"
+    )
+    parser.add_argument("--tls-ca", metavar="FILE", type=Path, help="encrypt, and trust the certificates in FILE")

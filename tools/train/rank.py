@@ -13,6 +13,8 @@ from ...engine.distributed.heartbeat import Heartbeat
 from ...engine.distributed.mesh import machine_id, mesh_of, split_tensor_group, told_apart
 from ...engine.engine import SDPEngine
 from ...engine.environment.detect import detect
+from ...engine.errors import ConfigError
+from ...engine.service.steps import Membership
 from ..runs.run_files import RunFiles
 from ..tasks.harness import LoadedTasks
 from . import preflight
@@ -25,6 +27,7 @@ from .observers.profiler import StepProfiler, parse_steps
 from .observers.progress import Progress
 from .observers.recorder import Recorder
 from .options import TrainOptions
+from .service import read_token, settings_of, split_address, trusted
 from .startup import build, read_config, started
 from .trainer import Trainer
 
@@ -46,12 +49,18 @@ def run(options: TrainOptions, on_stall: Callable[[str], None]) -> int:
     environment = detect()
     rank, world_size = (environment.rank, environment.world_size) if environment is not None else (0, 1)
     dump_dir = options.dump_dir
-    preflight.check(config, mesh_of(config, world_size), dump_dir, resume=options.resume)
-    files = RunFiles(dump_dir, resume=options.resume) if rank == 0 else None
-    monitors = open_monitors(config, dump_dir, resume=options.resume) if rank == 0 else None
+    service = _membership(config, options, rank)
+    mesh = mesh_of(config, world_size, None if service is None else 0)
+    preflight.check(config, mesh, dump_dir, resume=options.resume and service is None)
+    resume = options.resume or service is not None  # a group that is started again goes on with its files
+    files = RunFiles(dump_dir, resume=resume) if rank == 0 else None
+    monitors = open_monitors(config, dump_dir, resume=resume) if rank == 0 else None
     tasks = _load_tasks(config) if rank == 0 else None
     with started(config, options, rank, world_size, on_stall) as beat:
-        return _train(config, options, beat, files, monitors, tasks, profiled)
+        if service is not None:
+            service.join()
+            log.info("group %d of the run at %s", service.slot, options.service)
+        return _train(config, options, beat, files, monitors, tasks, profiled, service)
 
 
 def _train(
@@ -62,13 +71,14 @@ def _train(
     monitors: Monitors | None,
     tasks: LoadedTasks | None,
     profiled: tuple[int, int] | None,
+    service: Membership | None,
 ) -> int:
     """Build everything and train. Collective. Only rank 0 has ``files``, ``monitors`` and
     ``tasks``.
     """
     dump_dir = options.dump_dir
     with explained(config, beat, dump_dir=dump_dir):
-        corpus, engine, baseline = build(config, dump_dir, beat)
+        corpus, engine, baseline = build(config, dump_dir, beat, service)
     _warn_of_split_groups(engine)
     observers: list[Observer] = [MemoryProbe(engine)] if MemoryProbe.works_with(engine) else []
     if profiled is not None:
@@ -91,6 +101,21 @@ def _train(
     if dist.is_initialized():
         dist.destroy_process_group()
     return status
+
+
+def _membership(config: Config, options: TrainOptions, rank: int) -> Membership | None:
+    """Return this rank's connection to the service that keeps the anchors, or None."""
+    sync = config.sdp.sync
+    if options.service is None:
+        return None
+    if sync is None or sync.service is None or config.training.steps is None:
+        raise ConfigError(f"--service {options.service}: the configuration has no section sdp.sync.service; add it")
+    from ...engine.service.client import Client  # imports aiohttp
+
+    split_address(options.service, "--service")
+    token, tls = read_token(options.token_file), trusted(options.tls_ca)
+    client = Client(options.service, token, sync.service.wait_seconds, tls)
+    return Membership(client, sync, config.training.steps, settings_of(config), rank)
 
 
 def _load_tasks(config: Config) -> LoadedTasks | None:

@@ -20,6 +20,7 @@ from ...engine.distributed.join import join
 from ...engine.engine import SDPEngine
 from ...engine.environment.detect import whereabouts_file
 from ...engine.initialize import initialize
+from ...engine.service.steps import Membership
 from ...models.registry import build_model
 from ..runs.dataset import Corpus, open_corpus
 from ..runs.run_config import with_absolute_paths, with_initial_model
@@ -52,7 +53,7 @@ def started(
         world_size: the number of ranks.
         on_stall: called with a message, from another thread, when the rank makes no progress.
     """
-    _set_up_logging(rank, options.dump_dir)
+    set_up_logging(rank, options.dump_dir)
     logs = options.dump_dir / "logs"
     log.info("%d process(es), %d thread(s) each; logs in %s", world_size, torch.get_num_threads(), logs)
     if config.env:
@@ -68,7 +69,7 @@ def started(
             beat.stop()
 
 
-def _set_up_logging(rank: int, dump_dir: Path) -> None:
+def set_up_logging(rank: int, dump_dir: Path) -> None:
     """Set up the log files. Rank 0 also logs to the terminal.
 
     The files of the other ranks have only warnings and errors.
@@ -88,7 +89,7 @@ def _set_up_logging(rank: int, dump_dir: Path) -> None:
     log.addHandler(handler)
 
 
-def build(config: Config, dump_dir: Path, beat: Heartbeat) -> tuple[Corpus, SDPEngine, int]:
+def build(config: Config, dump_dir: Path, beat: Heartbeat, service: Membership | None) -> tuple[Corpus, SDPEngine, int]:
     """Prepare the data, and build the model and its engine. Collective.
 
     Returns:
@@ -105,6 +106,7 @@ def build(config: Config, dump_dir: Path, beat: Heartbeat) -> tuple[Corpus, SDPE
         training_data=corpus.train,
         collate_fn=corpus.collate,
         config=with_loss_weighting(config, corpus).without_monitors(),
+        service=service,
     )
     if engine.calls is not None:  # the heartbeat watches
         engine.calls.stop()

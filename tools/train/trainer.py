@@ -21,7 +21,7 @@ class Trainer:
     def train(self, *, resume: bool) -> int:
         """Run to the last step, from the newest checkpoint if ``resume``. Returns the exit code."""
         run, engine = self._run, self._run.engine
-        resumed = resume and run.checkpoints.resume()
+        resumed = run.begin_served() if run.service is not None else resume and run.checkpoints.resume()
         start = engine.global_steps
         run.write_start(engine.layout.placement, resume=resume, resumed=resumed)
         run.end_with_shortest_path()
@@ -30,7 +30,7 @@ class Trainer:
         started = time.perf_counter()
         with run.signals.caught():
             if start == 0:
-                run.tell_evaluation(run.evaluate())
+                run.evaluate_and_tell()
             self._save_for_rollback(start)
             batches = iter(engine.loader)
             while engine.global_steps < run.steps and not run.stop_signal:
@@ -41,6 +41,8 @@ class Trainer:
                     batches = iter(engine.loader)
                     continue
                 self._evaluate_and_save_if_due()
+                if run.service is not None and run.service.is_renewed:  # the rest of its data was dealt to others
+                    batches, run.service.is_renewed = iter(engine.loader), False
             run.checkpoints.settle(block=True)
             run.tell_end()
             if run.is_stopped_early:
@@ -96,7 +98,7 @@ class Trainer:
         if run.stop_signal and not is_last:
             return  # the process is killed soon: save now, and evaluate after the resume
         if evaluates:
-            run.tell_evaluation(run.evaluate(is_last=is_last))
+            run.evaluate_and_tell(is_last=is_last)
         # The checkpoint of a skipped step must not push out a good one.
         if due and not engine.was_step_skipped:
             run.checkpoints.save()

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import math
 import time
+from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
+from itertools import chain
 from typing import Any
 
 import numpy as np
@@ -39,6 +41,16 @@ class Routed(Dataset[dict[str, Any]]):
 
     def __getitem__(self, item: int) -> dict[str, Any]:
         return {**self._samples[item], "path": int(self._paths[item])}
+
+
+class _InTurn:
+    """Several loaders, one after the other."""
+
+    def __init__(self, loaders: list[Iterable[Any]]):
+        self._loaders = loaders
+
+    def __iter__(self) -> Iterator[Any]:
+        return chain.from_iterable(self._loaders)
 
 
 class Evaluator:
@@ -156,6 +168,10 @@ class Evaluator:
     ) -> Any:
         engine = self._engine
         mesh = engine.layout.mesh
+        if mesh.alone is not None and share is None:  # this group alone evaluates, and reads the shares of all
+            shares = [(group * mesh.data_ranks + mesh.data_rank(engine.global_rank), mesh.sdp * mesh.data_ranks)
+                      for group in range(mesh.sdp)]  # fmt: skip
+            return _InTurn([self._batches(samples, limit, drop_last=drop_last, share=each) for each in shares])
         rank, ranks = share or (mesh.data_rank(engine.global_rank), mesh.data_ranks)
         return evaluation_batches(
             samples,

@@ -9,7 +9,7 @@ import contextlib
 import logging
 import signal
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -58,6 +58,7 @@ class TrainingRun:
 
     Attributes:
         steps: the last step of the run.
+        service: the group's membership in a run whose anchors a service keeps, or None.
         stop_signal: the signal for which all ranks agreed to stop, 0 if none.
         last_facts: what this rank measured in the last step.
     """
@@ -80,8 +81,8 @@ class TrainingRun:
         self._baseline = baseline
         self.meter = StepMeter(engine, beat)
         self.lines = StepLines(engine, Utilisation(engine, config.data.sequence_length), self.meter)
-        self.signals = StopSignals()
-        self.steps = config.training.steps or 0
+        self.signals, self.service = StopSignals(), engine.local_training.service
+        self.steps = config.training.steps or 0 if self.service is None else self.service.schedule.steps
         self.stop_signal = 0
         self.last_facts: StepFacts | None = None
         self.evaluator = Evaluator(engine, corpus, beat, tasks)
@@ -107,7 +108,7 @@ class TrainingRun:
             resumed: whether there was a checkpoint.
         """
         if self.files is not None:
-            if resume:
+            if resume and self.service is None:
                 self.files.restart(self.engine.global_steps)
                 self.files.truncate_after(self.engine.global_steps if resumed else -1)
             self.files.write_config(self.config)
@@ -125,6 +126,16 @@ class TrainingRun:
         if last < self.steps:
             log.info("sdp.paths.on_short: path %d has no more sequences after step %d, which is the last", path, last)
             self.steps = last
+
+    def begin_served(self) -> bool:
+        """Begin with the anchors of the service. Collective. Returns whether the run has begun."""
+        engine, corpus = self.engine, self.corpus
+        width = engine.train_micro_batch_size_per_gpu() * engine.dp_world_size
+        steps = engine.local_training.begin(engine.gradient_accumulation_steps(), width, corpus.sha256)
+        engine.go_on_after(steps, samples=0, skipped=0)
+        if engine.lr_scheduler is not None:
+            engine.lr_scheduler.step(steps - 1)
+        return steps > 0
 
     def announce(self, start: int) -> None:
         """Say on the rank that writes the files what will be trained from step ``start`` on."""
@@ -212,8 +223,16 @@ class TrainingRun:
         found = self.evaluator.evaluate(is_last=is_last)
         return {"step": self.engine.global_steps, "tokens": self.tokens, **found}
 
-    def tell_evaluation(self, line: Mapping[str, Any]) -> None:
-        """Show a line of evaluations.jsonl to the observers."""
+    def evaluate_and_tell(self, *, is_last: bool = False) -> None:
+        """Show a line of evaluations.jsonl to the observers. Collective.
+
+        With a service, one of the groups evaluates.
+        """
+        if self.service is not None and not self.service.claim(self.engine.global_steps):
+            return
+        line = self.evaluate(is_last=is_last)
+        if self.service is not None:
+            self.service.report(line)
         for observer in self.observers:
             observer.on_evaluation(line)
 
@@ -232,10 +251,13 @@ class TrainingRun:
 
     def stop_early(self) -> int:
         """Write a checkpoint after a signal, and return the exit code. Collective."""
-        self.checkpoints.write()
+        if self.service is None:
+            self.checkpoints.write()
+        else:
+            self.service.leave()
         self.beat.at(self.engine.global_steps, THE_END, None)
         log.info(
-            "stopped by %s after step %d, with a checkpoint",
+            "stopped by %s after step %d, with a checkpoint" if self.service is None else "stopped by %s after step %d",
             signal.Signals(self.stop_signal).name,
             self.engine.global_steps,
         )
@@ -251,6 +273,8 @@ class TrainingRun:
         if self.files is not None:
             write_summary(self.files, engine, self.corpus, ranks, seconds)
         self.beat.at(engine.global_steps, THE_END, None)
+        if self.service is not None:
+            self.service.leave()
 
     @property
     def tokens(self) -> int:

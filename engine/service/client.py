@@ -1,0 +1,210 @@
+"""A rank's connection to the service."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import math
+import ssl
+import threading
+import time
+from collections.abc import Coroutine, Iterable, Sequence
+from concurrent.futures import Future
+from typing import Any, TypeVar
+
+import aiohttp
+import torch
+
+from ..errors import ServiceError, shorten
+from ..json_files import parse_json
+from ..sync.outer import Compression
+from .anchors import Slice
+from .data_order import Share
+from .rounds import UnknownMemberError
+from .wire import MOST_BYTES, NONCE, Signer, fits, messages_of, pack, pieces_of, unpack
+
+log = logging.getLogger("sdp")
+T = TypeVar("T")
+
+_PAUSE_SECONDS = 0.5  # before a request is made again
+_REQUEST_SECONDS = 300.0
+_TOGETHER = 4  # requests of a rank at the same time
+
+
+class Client:
+    """Makes requests from a thread of its own, again and again while the service does not answer.
+
+    Args:
+        address: HOST:PORT of the service.
+        token: the secret of the run.
+        wait_seconds: how long to wait for a service that does not answer.
+        tls: the certificates to trust. None: no encryption.
+    """
+
+    def __init__(self, address: str, token: bytes, wait_seconds: float, tls: ssl.SSLContext | None = None):
+        self.address, self._signer, self._wait_seconds, self._tls = address, Signer(token), wait_seconds, tls
+        self.session = ""
+        self.status: dict[str, Any] = {}  # the newest answer to a heartbeat
+        self.is_lost = False  # whether the service does not know this session any more
+        self._beats = False
+        self._loop = asyncio.new_event_loop()
+        self._http: aiohttp.ClientSession | None = None
+        threading.Thread(target=self._loop.run_forever, name="service", daemon=True).start()
+
+    def close(self) -> None:
+        """End the connection."""
+
+        async def end() -> None:
+            if self._http is not None:
+                await self._http.close()
+            for task in asyncio.all_tasks() - {asyncio.current_task()}:
+                task.cancel()
+
+        self.start(end()).result()
+        self._loop.call_soon_threadsafe(self._loop.stop)
+
+    def start(self, work: Coroutine[Any, Any, T]) -> Future[T]:
+        """Start to do ``work`` in the thread of the connection."""
+        return asyncio.run_coroutine_threadsafe(work, self._loop)
+
+    def request(self, action: str, **values: Any) -> Any:
+        """Make a request of JSON and return the answer."""
+        return self.start(self.post(action, {"session": self.session, **values})).result()
+
+    async def post(self, action: str, body: bytes | dict[str, Any]) -> Any:
+        """Make a request until it is answered.
+
+        Raises:
+            UnknownMemberError: this group is not a member any more.
+            ServiceError: the service refuses, or does not answer for ``wait_seconds``.
+        """
+        content = body if isinstance(body, bytes) else json.dumps(body).encode()
+        waits_until, has_warned = time.monotonic() + self._wait_seconds, False
+        while True:
+            try:
+                return await self._post_once(action, content)
+            except (aiohttp.ClientError, TimeoutError, OSError) as error:
+                if time.monotonic() > waits_until:
+                    seconds = f"{self._wait_seconds:g} s"
+                    raise ServiceError(
+                        f"the service at {self.address} does not answer for {seconds} ({shorten(error)}); start it "
+                        "again with sdp serve"
+                    ) from None
+                if not has_warned:
+                    log.warning("the service at %s does not answer (%s); waiting for it", self.address, shorten(error))
+                has_warned = True
+                await asyncio.sleep(_PAUSE_SECONDS)
+
+    async def _post_once(self, action: str, content: bytes) -> Any:
+        if self._http is None:
+            limit = aiohttp.ClientTimeout(total=_REQUEST_SECONDS, sock_connect=10.0)
+            self._http = aiohttp.ClientSession(timeout=limit)
+        headers = self._signer.headers(action, content, time.time())
+        url = f"http{'s' if self._tls else ''}://{self.address}/{action}"
+        async with self._http.post(url, data=content, headers=headers, ssl=self._tls or True) as response:
+            answer = await _read(response)
+            if response.status == 401:
+                raise ServiceError(f"the service at {self.address} has another token, or its clock differs by minutes")
+            own = response.headers.get(NONCE) == headers[NONCE]
+            if not own or not self._signer.is_signed(f"{response.status}", response.headers):
+                raise ServiceError(f"{self.address} is not the service of this run: its answer is not signed")
+            if not fits(answer, response.headers):
+                raise aiohttp.ClientPayloadError("the answer is damaged")
+        if response.status != 200:
+            problem = str(parse_json(answer.decode())["error"])
+            raise (UnknownMemberError if response.status == 409 else ServiceError)(problem)
+        return answer if action == "anchors" else parse_json(answer.decode())
+
+    # -- membership --------------------------------------------------------------------------------
+
+    def join(self, slot: int | None, settings: dict[str, Any]) -> int:
+        """Become a member. Returns the slot."""
+        answer = self.request("join", slot=slot, settings=settings)
+        self.session, self.is_lost, self.status = answer["session"], False, {}
+        return int(answer["slot"])
+
+    def beat_every(self, seconds: float) -> None:
+        """Say every few seconds that this group lives, and keep the answers."""
+        if self._beats:
+            return
+        self._beats = True
+
+        async def beat() -> None:
+            while True:
+                await asyncio.sleep(seconds)
+                session = self.session
+                try:
+                    content = json.dumps({"session": session}).encode()
+                    status = await asyncio.wait_for(self._post_once("heartbeat", content), 2 * seconds)
+                    if session == self.session:
+                        self.status = status
+                except UnknownMemberError:
+                    self.is_lost = self.is_lost or session == self.session
+                except (aiohttp.ClientError, TimeoutError, OSError, ServiceError):
+                    pass  # the next request waits for the service, or says what is wrong
+
+        self.start(beat())
+
+    def lease(self, number: int) -> Share:
+        """Return a share of the data by its number. Waits until the run starts."""
+        while True:
+            share = self.request("lease", number=number)["share"]
+            if share is not None:
+                return Share(*share)
+            time.sleep(0.1)
+
+    # -- tensors -----------------------------------------------------------------------------------
+
+    async def send(self, average: int, changes: Sequence[tuple[Slice, torch.Tensor, Compression]]) -> None:
+        """Send slices of a delivery."""
+        cut = [
+            ((part, tensor[first:last] if piece.shape else tensor, kind), 4 * math.prod(part.shape))
+            for piece, tensor, kind in changes
+            for part, (first, last) in pieces_of(piece)
+        ]
+        head = json.dumps([self.session, average]).encode() + b"\n"
+
+        async def send_one(message: Sequence[tuple[Slice, torch.Tensor, Compression]]) -> None:
+            tensors, kinds = [(piece, tensor) for piece, tensor, _ in message], [kind for *_, kind in message]
+            await self.post("changes", head + await asyncio.to_thread(pack, tensors, kinds))
+
+        await _together(send_one(message) for message in messages_of(cut))
+
+    async def fetch(self, wanted: Sequence[tuple[Slice, torch.Tensor]], *, pinned: bool = False) -> None:
+        """Fill tensors with the anchors of slices."""
+        cut = [
+            ((part, tensor[first:last] if piece.shape else tensor), 4 * math.prod(part.shape))
+            for piece, tensor in wanted
+            for part, (first, last) in pieces_of(piece)
+        ]
+
+        async def fetch_one(message: Sequence[tuple[Slice, torch.Tensor]]) -> None:
+            request = {"session": self.session, "slices": [piece for piece, _ in message], "pinned": pinned}
+            found = await asyncio.to_thread(unpack, await self.post("anchors", request))
+            for piece, tensor in message:
+                tensor.copy_(found[piece])
+
+        await _together(fetch_one(message) for message in messages_of(cut))
+
+
+async def _together(works: Iterable[Coroutine[Any, Any, None]]) -> None:
+    """Do a few works at a time."""
+    limit = asyncio.Semaphore(_TOGETHER)
+
+    async def one(work: Coroutine[Any, Any, None]) -> None:
+        async with limit:
+            await work
+
+    await asyncio.gather(*(one(work) for work in works))
+
+
+async def _read(response: aiohttp.ClientResponse) -> bytes:
+    """Return the body of an answer. Raises ServiceError if it is too long."""
+    parts, total = [], 0
+    async for part in response.content.iter_chunked(1 << 20):
+        parts.append(part)
+        total += len(part)
+        if total > MOST_BYTES + (1 << 20):
+            raise ServiceError("an answer is too long")
+    return b"".join(parts)

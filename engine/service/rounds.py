@@ -1,0 +1,390 @@
+"""The rounds of a run whose groups come and go. It knows the time only as an argument.
+
+Averages are numbered 1, 2, … Average k is of fragment −k mod P and is due after step k·H/P. A group
+begins to wait for average k + 1 only when it has the anchors of average k. So one average is open
+at a time.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import secrets
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import torch
+
+from ..config.method import SyncSection
+from ..errors import ServiceError
+from .anchors import Anchors, Delivery, Slice
+from .data_order import DataOrder, Share
+
+log = logging.getLogger("sdp")
+
+
+class Schedule:
+    """When averages are due, and the last one of a run.
+
+    Args:
+        sync: the settings.
+        steps: the steps that the run has at least. Its last step ends a round.
+    """
+
+    def __init__(self, sync: SyncSection, steps: int):
+        self.every, self.fragments = sync.every, sync.fragments
+        self.steps = -(-steps // sync.every) * sync.every
+        # After the last step, the fragments follow that were averaged before it.
+        self.last = self.steps * sync.fragments // sync.every + sync.fragments - 1
+
+    def fragment(self, average: int) -> int:
+        """Return the fragment of an average, which counts from 1."""
+        return -average % self.fragments
+
+    def due(self, average: int) -> int:
+        """Return the step after which an average is due. 0 for the anchors of the start."""
+        return min(self.steps, average * self.every // self.fragments)
+
+
+class UnknownMemberError(ServiceError):
+    """A group is not a member: it was dropped, or the service has started again."""
+
+
+class Facts(NamedTuple):
+    """What a group says of a delivery.
+
+    Attributes:
+        samples: that it read since its last delivery of the fragment.
+        new_samples: that it read since its last delivery of any fragment.
+        loss: the mean loss of the new samples.
+        seconds: of its steps since its last delivery.
+    """
+
+    samples: int
+    new_samples: int
+    loss: float
+    seconds: float
+
+
+@dataclass
+class Member:
+    """A living group.
+
+    Attributes:
+        slot: its number in the placement.
+        session: a secret that names this membership.
+        seen: when it made its last request.
+        begun: whether it has anchors, so that rounds wait for it.
+        shares: its shares of the data order.
+        settled: the samples of these that were counted, or reported as skipped.
+        changes: the slices of the open average that have arrived.
+        ranks: the ranks that have sent all their slices.
+        facts: what its first rank says of the delivery, when it has sent all its slices.
+        accepted: the last average to which it has contributed.
+        nbytes: the bytes of its slices since the last average closed.
+    """
+
+    slot: int
+    session: str
+    seen: float
+    begun: bool = False
+    shares: list[Share] = field(default_factory=list)
+    settled: int = 0
+    changes: dict[Slice, torch.Tensor] = field(default_factory=dict)
+    ranks: set[int] = field(default_factory=set)
+    facts: Facts | None = None
+    accepted: int = 0
+    nbytes: int = 0
+
+    @property
+    def unsettled(self) -> int:
+        """The samples that it got, and of which nothing is known yet."""
+        return sum(share.samples for share in self.shares) - self.settled
+
+
+class ServedRun:
+    """The members of a run, its open average, its data and its counters.
+
+    Every method that takes ``now`` gets the seconds of one clock.
+
+    Args:
+        anchors: the anchors.
+        sync: the settings, with a service.
+        steps: the steps of the run.
+        groups: the number of slots.
+        tokens_per_sample: the tokens of a sample.
+        expected: how many groups the start waits for, up to ``wait_seconds``. None: for those that
+            join within ``grace_seconds``.
+
+    Attributes:
+        closed: the number of averages that have closed.
+        samples: that were counted.
+        skipped_samples: that were dealt and will not be counted.
+        problem: why the run has ended before its last step, or None.
+    """
+
+    def __init__(
+        self,
+        anchors: Anchors,
+        sync: SyncSection,
+        steps: int,
+        groups: int,
+        tokens_per_sample: int,
+        expected: int | None = None,
+    ):
+        assert sync.service is not None
+        self.anchors, self._service, self.groups = anchors, sync.service, groups
+        self._expected = (
+            (groups, sync.service.grace_seconds) if expected is None else (expected, sync.service.wait_seconds)
+        )
+        self.schedule, self._tokens_per_sample = Schedule(sync, steps), tokens_per_sample
+        self.members: dict[str, Member] = {}
+        self.order: DataOrder | None = None
+        self.closed = self.samples = self.skipped_samples = self.late = 0
+        self.problem: str | None = None
+        self.orphans: dict[str, int] = {}  # units that nobody delivered → the average since which
+        self._deliveries: list[tuple[Delivery, Facts, int]] = []  # of the open average, with their bytes
+        self._is_closing = self._is_started = False
+        self._changed = self._closed_at = -math.inf  # when a group last joined or began, and an average closed
+        self._ticked = math.inf
+        self._grace_ends: float | None = None
+        self._too_few_since: float | None = None
+
+    # -- members -----------------------------------------------------------------------------------
+
+    def join(self, slot: int | None, now: float) -> Member:
+        """Add a group, in the slot that it asks for if that is free, else in the first free one.
+
+        Raises:
+            ServiceError: there is no free slot, or the run has ended.
+        """
+        if self.has_ended:
+            raise ServiceError("the run has ended")
+        taken = {member.slot for member in self.members.values()}
+        free = [index for index in range(self.groups) if index not in taken]
+        if not free:
+            raise ServiceError(f"all {self.groups} groups of the run live already (sdp.groups)")
+        member = Member(slot if slot in free else free[0], secrets.token_hex(16), now)
+        self.members[member.session] = member
+        self._changed = now
+        log.info("group %d joined, %d of %d live", member.slot, len(self.members), self.groups)
+        return member
+
+    def member(self, session: str, now: float) -> Member:
+        """Return a member that makes a request. Raises UnknownMemberError."""
+        if session not in self.members:
+            raise UnknownMemberError("this group is not a member any more; it must join again")
+        self.members[session].seen = now
+        return self.members[session]
+
+    def drop(self, session: str, why: str) -> None:
+        """Remove a member. What it read and did not deliver counts as skipped."""
+        member = self.members.pop(session)
+        self.skipped_samples += member.unsettled
+        log.info("group %d %s, %d of %d live", member.slot, why, len(self.members), self.groups)
+
+    @property
+    def tokens(self) -> int:
+        """The tokens that were counted."""
+        return self.samples * self._tokens_per_sample
+
+    @property
+    def has_ended(self) -> bool:
+        return self.problem is not None or self.closed == self.schedule.last
+
+    # -- requests ----------------------------------------------------------------------------------
+
+    def begin(self, member: Member, micro_batches: int, width: int, now: float) -> int:
+        """Let a member take part from now on. Returns the average whose anchors it fetches.
+
+        Args:
+            member: the member.
+            micro_batches: of one of its ranks in a step.
+            width: the samples of a micro-batch of all its ranks.
+            now: the time.
+        """
+        if self.order is None:
+            self.order = DataOrder(self.groups, self.schedule.every * micro_batches, width)
+        member.begun, self._changed = True, now
+        return self.closed
+
+    def lease(self, member: Member, number: int) -> Share | None:
+        """Return a member's share of the data by its number, from 0. None: the run has not started.
+
+        The ranks of a group ask one after the other, and all get the same.
+        """
+        assert self.order is not None
+        if not self._is_started:
+            return None
+        while len(member.shares) <= number:
+            slots = {one.slot for one in self.members.values()}
+            absent = [index for index in range(self.groups) if index not in slots]
+            member.shares.append(self.order.deal(member.slot, absent))
+        return member.shares[number]
+
+    def receive(self, member: Member, average: int, changes: Mapping[Slice, torch.Tensor], nbytes: int) -> None:
+        """Keep slices of a delivery. A slice that comes again replaces the first one."""
+        if self._is_open(average) and member.accepted < average:
+            for piece in changes:
+                self.anchors.info_of(piece)
+            member.changes.update(changes)
+            member.nbytes += nbytes
+
+    def deliver(self, member: Member, average: int, rank: int, ranks: int, facts: Facts) -> None:
+        """Note that a rank of a group has sent all its slices of an average.
+
+        Args:
+            member: the group.
+            average: the average.
+            rank: the rank in the group.
+            ranks: the number of the group's ranks.
+            facts: the first rank's count.
+        """
+        if member.accepted >= average:
+            return
+        if not self._is_open(average):
+            if rank == 0:
+                self.late += 1
+                self._settle(member, facts.new_samples, counts=False)
+            member.changes, member.ranks, member.facts = {}, set(), None
+            return
+        member.ranks.add(rank)
+        member.facts = facts if rank == 0 else member.facts
+        if len(member.ranks) < ranks or member.facts is None:
+            return
+        changes, facts = member.changes, member.facts
+        member.changes, member.ranks, member.facts = {}, set(), None
+        self.anchors.check(member.slot, self.schedule.fragment(average), changes)
+        member.accepted = average
+        self._settle(member, facts.new_samples, counts=True)
+        delivery = Delivery(member.slot, facts.samples * self._tokens_per_sample, changes)
+        self._deliveries.append((delivery, facts, member.nbytes))
+        member.nbytes = 0
+
+    def _is_open(self, average: int) -> bool:
+        return average == self.closed + 1 and not self._is_closing and not self.has_ended
+
+    def _settle(self, member: Member, samples: int, *, counts: bool) -> None:
+        samples = min(samples, member.unsettled)
+        member.settled += samples
+        self.samples += samples if counts else 0
+        self.skipped_samples += 0 if counts else samples
+
+    def status(self, member: Member) -> dict[str, Any]:
+        """Return the answer to a heartbeat."""
+        return {
+            "closed": self.closed,
+            "accepted": member.accepted,
+            "grace": self._grace_ends is not None and member.accepted <= self.closed,
+            "problem": self.problem,
+        }
+
+    # -- time --------------------------------------------------------------------------------------
+
+    def tick(self, now: float) -> bool:
+        """Drop groups that are gone, and begin the grace. Returns whether to close the average."""
+        service = self._service
+        if now - self._ticked > service.heartbeat_seconds:  # the service itself was stopped
+            for member in self.members.values():
+                member.seen = now
+        self._ticked = now
+        for session, member in list(self.members.items()):
+            if now - member.seen > 2 * service.heartbeat_seconds:
+                self.drop(session, f"made no request for {now - member.seen:.1f} s and was dropped")
+        living = [member for member in self.members.values() if member.begun]
+        if not self._is_started:
+            count, seconds = self._expected
+            is_waiting = len(living) < count and now - self._changed < seconds
+            enough = len(living) >= service.min_groups and len(living) == len(self.members)
+            self._is_started = enough and not is_waiting
+            return False
+        too_few = len(self.members) < service.min_groups and not self.has_ended
+        self._too_few_since = (self._too_few_since or now) if too_few else None
+        if self._too_few_since is not None and now - self._too_few_since >= service.grace_seconds:
+            self.problem = (
+                f"{len(self.members)} groups live, fewer than sdp.sync.service.min_groups = {service.min_groups}"
+            )
+        if self.has_ended or self._is_closing or not self._deliveries:
+            return False
+        delivered = sum(member.accepted > self.closed for member in living)
+        if self._grace_ends is None and delivered >= math.ceil(service.quorum * len(living)):
+            self._grace_ends = now + service.grace_seconds
+        return self._grace_ends is not None and (delivered == len(living) or now >= self._grace_ends)
+
+    def begin_close(self) -> tuple[int, list[Delivery]]:
+        """Accept no more deliveries of the open average.
+
+        Returns what :meth:`Anchors.step` needs: the fragment, and the deliveries.
+        """
+        self._is_closing = True
+        return self.schedule.fragment(self.closed + 1), [delivery for delivery, *_ in self._deliveries]
+
+    def finish_close(self, now: float) -> dict[str, Any]:
+        """Close the open average after the outer step. Returns its line of metrics.jsonl."""
+        average, fragment = self.closed + 1, self.schedule.fragment(self.closed + 1)
+        slots = {delivery.slot for delivery, *_ in self._deliveries}
+        self._note_orphans(average, fragment, slots)
+        deliveries, self._deliveries = self._deliveries, []
+        new = sum(facts.new_samples for _, facts, _ in deliveries)
+        losses = [facts.loss * facts.new_samples for _, facts, _ in deliveries if facts.new_samples]
+        groups = {
+            str(delivery.slot): {
+                "tokens": facts.new_samples * self._tokens_per_sample, "seconds": facts.seconds, "bytes": nbytes
+            }
+            for delivery, facts, nbytes in deliveries
+        }  # fmt: skip
+        self.closed, self._is_closing, self._grace_ends = average, False, None
+        seconds = now - self._closed_at if math.isfinite(self._closed_at) else None
+        self._closed_at = now
+        return {
+            "step": min(self.schedule.steps, average // self.schedule.fragments * self.schedule.every),
+            "round": -(-average // self.schedule.fragments),
+            "fragment": fragment,
+            "outer_step": average,
+            "loss": sum(losses) / new if new else None,
+            "groups": len(slots),
+            "alive": len(self.members),
+            "tokens": self.tokens,
+            "samples": self.samples,
+            "skipped_tokens": self.skipped_samples * self._tokens_per_sample,
+            "late": self.late,
+            "step_seconds": seconds,
+            "comm_bytes": sum(nbytes for *_, nbytes in deliveries),
+            "by_group": groups,
+            "orphans": dict(self.orphans),
+        }
+
+    def _note_orphans(self, average: int, fragment: int, slots: set[int]) -> None:
+        """Note which units of the fragment nobody has delivered, and since when."""
+        for name, info in self.anchors.layout.parameters.items():
+            if self.anchors.fragments[name] != fragment or not info.trainable:
+                continue
+            if slots & set(info.holders):
+                if self.orphans.pop(info.unit, None) is not None:
+                    log.info("unit %s is trained again", info.unit)
+            elif info.unit not in self.orphans:
+                self.orphans[info.unit] = average
+                log.warning("unit %s: none of its holders %s delivered; it keeps its anchor", info.unit, info.holders)
+
+    # -- state -------------------------------------------------------------------------------------
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the position in the run as JSON, for a checkpoint. The data order has its own
+        state, because it changes between checkpoints.
+        """
+        return {"closed": self.closed, "samples": self.samples, "late": self.late, "orphans": dict(self.orphans)}
+
+    def load_state_dict(self, state: Mapping[str, Any], order: Mapping[str, Any] | None) -> None:
+        """Go on from a checkpoint.
+
+        What was dealt and is not counted in the checkpoint counts as skipped.
+
+        Args:
+            state: the result of :meth:`state_dict`.
+            order: the newest state of the data order, or None if no group has begun.
+        """
+        self.closed, self.samples, self.late = state["closed"], state["samples"], state["late"]
+        self.orphans = dict(state["orphans"])
+        self.order = DataOrder.from_state(order) if order is not None else None
+        self.skipped_samples = (self.order.samples if self.order is not None else 0) - self.samples

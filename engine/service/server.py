@@ -1,0 +1,225 @@
+"""The service as an HTTP server."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import logging
+import ssl
+import time
+from collections.abc import Awaitable, Callable, Mapping
+from typing import Any
+
+import torch
+from aiohttp import web
+
+from ..distributed.agreement import first_difference
+from ..errors import ServiceError, shorten
+from ..json_files import parse_json
+from .anchors import Slice
+from .rounds import Facts, Member, ServedRun, UnknownMemberError
+from .wire import DIGEST, MOST_BYTES, NONCE, Signer, fits, pack, slice_of, unpack
+
+log = logging.getLogger("sdp")
+
+_TICK_SECONDS = 0.02
+_BODY_SECONDS = 120.0  # until the body of a request must have arrived
+_AFTER_SECONDS = 30.0  # how long the groups of a run that has ended may take to leave
+
+Answer = dict[str, Any] | bytes
+
+
+class Server:
+    """Serves a run until it has ended.
+
+    Args:
+        run: the run.
+        token: the secret that groups share with the service.
+        settings: what all groups must have equal, as JSON.
+        on_closed: called after each average with its line of metrics.jsonl.
+        on_dealt: called when samples were dealt, before the group learns which.
+        on_evaluation: called with a line of evaluations.jsonl.
+    """
+
+    def __init__(
+        self,
+        run: ServedRun,
+        token: bytes,
+        settings: Mapping[str, Any],
+        *,
+        on_closed: Callable[[dict[str, Any]], None],
+        on_dealt: Callable[[], None],
+        on_evaluation: Callable[[dict[str, Any]], None],
+    ):
+        self._run, self._signer, self._settings = run, Signer(token), settings
+        self._on_closed, self._on_dealt, self._on_evaluation = on_closed, on_dealt, on_evaluation
+        self._closed = asyncio.Event()  # set when the open average closes, and then replaced
+        self._evaluated = -1  # the last step for which a group evaluates
+        self._pinned: tuple[str, dict[str, torch.Tensor]] | None = None  # that group's session, and its anchors
+        self._refused = 0
+        self._data: str | None = None
+        self._actions: dict[str, Callable[[Any, Member], Awaitable[Answer]]] = {
+            "begin": self._begin, "heartbeat": self._heartbeat, "lease": self._lease, "changes": self._changes,
+            "deliver": self._deliver, "wait": self._wait, "anchors": self._anchors, "claim": self._claim,
+            "evaluation": self._evaluation, "leave": self._leave,
+        }  # fmt: skip
+
+    async def serve(
+        self, host: str, port: int, tls: ssl.SSLContext | None, on_start: Callable[[int], None], stop: asyncio.Event
+    ) -> None:
+        """Serve until the run has ended and its groups have left, or ``stop`` is set.
+
+        Args:
+            host: the address to listen at.
+            port: the port, 0 for any.
+            tls: certificates.
+            on_start: called with the port.
+            stop: ends the service when set.
+        """
+        app = web.Application(client_max_size=MOST_BYTES)
+        app.router.add_post("/{action}", self._answer)
+        runner = web.AppRunner(app, access_log=None, shutdown_timeout=1.0)
+        await runner.setup()
+        try:
+            site = web.TCPSite(runner, host, port, ssl_context=tls)
+            await site.start()
+            on_start(runner.addresses[0][1])
+            await self._tick_until_end(stop)
+        finally:
+            await runner.cleanup()
+
+    async def _tick_until_end(self, stop: asyncio.Event) -> None:
+        run, ended_at = self._run, None
+        while not stop.is_set():
+            if run.tick(time.monotonic()):
+                fragment, deliveries = run.begin_close()
+                await asyncio.to_thread(run.anchors.step, fragment, deliveries)
+                await asyncio.to_thread(self._on_closed, run.finish_close(time.monotonic()))
+                self._closed.set()
+                self._closed = asyncio.Event()
+            if run.has_ended:
+                ended_at = ended_at or time.monotonic()
+                if not run.members or (time.monotonic() - ended_at > _AFTER_SECONDS and self._pinned is None):
+                    return
+            await asyncio.sleep(_TICK_SECONDS)
+
+    # -- requests ----------------------------------------------------------------------------------
+
+    async def _answer(self, request: web.Request) -> web.Response:
+        action = request.match_info["action"]
+        if not self._signer.accepts(action, request.headers, time.time()):
+            self._refused += 1
+            if self._refused & (self._refused - 1) == 0:  # the first, second, fourth, …
+                log.warning("%d requests without the right token were refused, now one of %s", self._refused,
+                            request.remote)  # fmt: skip
+            return web.json_response({"error": "not signed with the token of this run"}, status=401)
+        status: int = 200
+        answer: Answer = b""
+        try:
+            body = await asyncio.wait_for(request.read(), _BODY_SECONDS)
+            if not fits(body, request.headers):
+                raise ServiceError(f"the body is not the one that was signed ({DIGEST})")
+            answer = await self._act(action, body)
+        except web.HTTPRequestEntityTooLarge:
+            status, answer = 413, {"error": f"a message has at most {MOST_BYTES} bytes"}
+        except UnknownMemberError as error:
+            status, answer = 409, {"error": str(error)}
+        except (ServiceError, ValueError, KeyError, TypeError, TimeoutError) as error:
+            status, answer = 400, {"error": shorten(f"{action}: {error}")}
+        content = answer if isinstance(answer, bytes) else json.dumps(answer).encode()
+        headers = self._signer.headers(f"{status}", content, time.time(), request.headers[NONCE])
+        return web.Response(body=content, status=status, headers=headers)
+
+    async def _act(self, action: str, body: bytes) -> Answer:
+        if action == "join":
+            return self._join(parse_json(body.decode()))
+        if action not in self._actions:
+            raise ServiceError("there is no such request")
+        if action == "changes":  # the session and the number of the average come before the slices
+            head, _, rest = body.partition(b"\n")
+            session, average = parse_json(head.decode())
+            request = (int(average), rest)
+        else:
+            request = parse_json(body.decode())
+            session = request["session"]
+        return await self._actions[action](request, self._run.member(session, time.monotonic()))
+
+    def _join(self, request: Mapping[str, Any]) -> Answer:
+        if request["settings"] != self._settings:
+            where, here, there = first_difference("settings", self._settings, request["settings"])
+            raise ServiceError(
+                f"{where}: the service has {shorten(here)}, this group {shorten(there)}; make them equal"
+            )
+        member = self._run.join(request["slot"], time.monotonic())
+        return {"session": member.session, "slot": member.slot}
+
+    async def _begin(self, request: Any, member: Member) -> Answer:
+        self._data = self._data or str(request["data"])
+        if self._data != request["data"]:
+            raise ServiceError("this group has another corpus than the others; give all groups the same data")
+        closed = self._run.begin(member, int(request["micro_batches"]), int(request["width"]), time.monotonic())
+        return {"closed": closed}
+
+    async def _heartbeat(self, _: Any, member: Member) -> Answer:
+        return self._run.status(member)
+
+    async def _lease(self, request: Any, member: Member) -> Answer:
+        number, before = int(request["number"]), len(member.shares)
+        if number > before:
+            raise ServiceError("shares are asked for one after the other")
+        share = self._run.lease(member, number)
+        if len(member.shares) > before:
+            self._on_dealt()
+        return {"share": share}
+
+    async def _changes(self, request: Any, member: Member) -> Answer:
+        average, content = request
+        changes = await asyncio.to_thread(unpack, content)
+        self._run.receive(member, average, changes, len(content))
+        return {}
+
+    async def _deliver(self, request: Any, member: Member) -> Answer:
+        facts = Facts(
+            int(request["samples"]), int(request["new_samples"]), float(request["loss"]), float(request["seconds"])
+        )
+        self._run.deliver(member, int(request["average"]), int(request["rank"]), int(request["ranks"]), facts)
+        return self._run.status(member)
+
+    async def _wait(self, request: Any, member: Member) -> Answer:
+        if self._run.closed < int(request["average"]) and not self._run.has_ended:
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self._closed.wait(), min(60.0, float(request["seconds"])))
+        return self._run.status(member)
+
+    async def _anchors(self, request: Any, member: Member) -> Answer:
+        pieces: list[Slice] = [slice_of(value) for value in request["slices"]]
+        if sum(4 * torch.Size(piece.shape).numel() for piece in pieces) > MOST_BYTES:
+            raise ServiceError(f"an answer has at most {MOST_BYTES} bytes; ask for fewer slices")
+        pinned = self._pinned[1] if request["pinned"] and self._pinned is not None else None
+
+        def read() -> bytes:
+            found = self._run.anchors.read(pieces, pinned)
+            return pack(list(zip(pieces, found, strict=True)), ["none"] * len(pieces))
+
+        return await asyncio.to_thread(read)
+
+    async def _claim(self, request: Any, member: Member) -> Answer:
+        """Let the first group that asks evaluate, on anchors that stay as they are meanwhile."""
+        is_first = int(request["step"]) > self._evaluated
+        if is_first:
+            self._evaluated = int(request["step"])
+            self._pinned = member.session, await asyncio.to_thread(self._run.anchors.snapshot)
+        return {"mine": is_first}
+
+    async def _evaluation(self, request: Any, member: Member) -> Answer:
+        if self._pinned is not None and self._pinned[0] == member.session:
+            self._pinned = None
+            self._on_evaluation(request["line"] | {"tokens": self._run.tokens})
+        return {}
+
+    async def _leave(self, _: Any, member: Member) -> Answer:
+        if self._pinned is not None and self._pinned[0] == member.session:
+            self._pinned = None
+        self._run.drop(member.session, "left")
+        return {}

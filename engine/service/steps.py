@@ -1,0 +1,340 @@
+"""Local steps of a group whose averages go through the service."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import Future
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from ..config.method import SyncSection
+from ..distributed.agreement import gather_json
+from ..distributed.collectives import local_tensor
+from ..errors import ServiceError
+from ..optim.clip import squared_norm
+from ..placement.tensor_info import Shard, TensorInfo
+from ..stores.store import GroupStore, frozen_copies
+from ..sync.outer import Compression, OuterFacts, exchanged, rounded
+from .anchors import Slice
+from .data_order import Share
+from .rounds import Schedule, UnknownMemberError
+
+if TYPE_CHECKING:
+    from .client import Client  # imports aiohttp
+
+
+class Membership:
+    """A group's membership in a served run, on one of its ranks. All ranks make the same calls.
+
+    Args:
+        client: this rank's connection.
+        sync: the settings, with a service.
+        steps: the steps of the run.
+        settings: what the service and all groups must have equal.
+        rank: this rank in the group.
+
+    Attributes:
+        slot: the group's number in the placement.
+        closed: the average whose anchors the group has.
+        is_renewed: whether the group has joined again, and its data begins anew.
+    """
+
+    def __init__(self, client: Client, sync: SyncSection, steps: int, settings: dict[str, Any], rank: int):
+        assert sync.service is not None
+        self.client, self._settings, self._rank = client, settings, rank
+        self.schedule, self._seconds = Schedule(sync, steps), sync.service.heartbeat_seconds
+        self.slot, self.closed, self.is_renewed = -1, 0, False
+        self._ranks = 1
+        self._start: tuple[int, int, str] = (1, 1, "")  # micro-batches of a step, their samples, the corpus
+        self._shares: list[Share] = []
+        self._read = self._first = 0  # samples of the steps so far, and before the first of the shares
+        self._samples = [0] * sync.fragments  # since the last delivery of each fragment
+        self._new_samples, self._losses, self._since = 0, 0.0, time.monotonic()
+
+    def join(self) -> None:
+        """Get a slot, at first any, and later the same one again. Collective in the group.
+
+        Raises:
+            ServiceError: there is none.
+        """
+        wanted = self.slot if self.slot >= 0 else None
+        if self._rank == 0:
+            slot = self.client.join(wanted, self._settings)
+            self.client.beat_every(self._seconds)
+        answers = gather_json([slot, self.client.session] if self._rank == 0 else None)
+        self._ranks = len(answers)
+        (self.slot, self.client.session), self.client.is_lost = answers[0], False
+        if wanted not in (None, self.slot):
+            raise ServiceError(f"slot {wanted} of this group was given to another one; start the group again")
+
+    def begin(self, micro_batches: int, width: int, data: str) -> None:
+        """Take part from now on. Collective in the group.
+
+        Args:
+            micro_batches: of a rank in a step.
+            width: the samples of a micro-batch of all ranks.
+            data: what identifies the corpus.
+        """
+        self._start = micro_batches, width, data
+        if self._rank == 0:
+            answer = self.client.request("begin", micro_batches=micro_batches, width=width, data=data)
+        self.closed = gather_json(answer["closed"] if self._rank == 0 else None)[0]
+        self._shares, self._first = [], self._read
+        self._samples = [0] * len(self._samples)
+        self._new_samples, self._losses, self._since = 0, 0.0, time.monotonic()
+
+    def rejoin(self) -> None:
+        """Join again, and begin with new data. Collective in the group."""
+        self.join()
+        self.begin(*self._start)
+        self.is_renewed = True
+
+    def ranges(self, start: int, count: int) -> Iterator[tuple[int, int]]:
+        """Yield where in the run's data order the group's samples are, from its sample ``start``
+        on.
+        """
+        start -= self._first
+        while count:
+            if not self._shares:
+                self._shares.append(self.client.lease(0))
+            number, offset = divmod(start, self._shares[0].samples)  # all shares have the same size
+            while len(self._shares) <= number:
+                self._shares.append(self.client.lease(len(self._shares)))
+            length = min(count, self._shares[0].samples - offset)
+            yield from self._shares[number].ranges(offset, length)
+            start, count = start + length, count - length
+
+    def note_step(self, loss: float) -> None:
+        """Count a step of the group."""
+        batch = self._start[0] * self._start[1]
+        self._read += batch
+        self._new_samples += batch
+        self._losses += loss * batch if math.isfinite(loss) else 0.0
+        self._samples = [samples + batch for samples in self._samples]
+
+    def poll(self) -> dict[str, Any]:
+        """Return the newest answer to a heartbeat, the same on all ranks. Collective in the group.
+
+        Raises:
+            ServiceError: the run has ended because of a problem.
+        """
+        status = {"closed": 0, "grace": False, "problem": None, **self.client.status, "lost": self.client.is_lost}
+        status = gather_json(status)[0] if self._ranks > 1 else status
+        if status["problem"] is not None:
+            raise ServiceError(f"the service has ended the run: {status['problem']}")
+        return status
+
+    def claim(self, step: int) -> bool:
+        """Return whether this group evaluates the full model after ``step``. Collective."""
+        mine = self._rank == 0 and self.client.request("claim", step=step)["mine"]
+        return bool(gather_json(bool(mine))[0])
+
+    def report(self, line: Mapping[str, Any]) -> None:
+        """Give the service a line of evaluations.jsonl. Only the first rank does so."""
+        if self._rank == 0:
+            self.client.request("evaluation", line=dict(line))
+
+    def whole_parts(self, infos: Sequence[TensorInfo], tp: int) -> dict[str, torch.Tensor]:
+        """Return pinned anchors of parameters, or slices of them, by name: the part of a
+        tensor-parallel rank.
+        """
+        found = {info.name: torch.empty(info.part) for info in infos}
+        wanted = [
+            (Slice(info.canonical, info.offset(Shard(tp=tp)), tuple(info.part)), found[info.name]) for info in infos
+        ]
+        self.client.start(self.client.fetch(wanted, pinned=True)).result()
+        return found
+
+    def leave(self) -> None:
+        """Say that the group ends."""
+        if self._rank == 0 and not self.client.is_lost:
+            self.client.request("leave")
+
+    def deliver(self, fragment: int, changes: Sequence[tuple[Slice, torch.Tensor, Compression]]) -> Future[None]:
+        """Start to send a delivery of the next average."""
+        average, is_late = self.closed + 1, self.client.status.get("closed", 0) > self.closed
+        mean = self._losses / self._new_samples if self._new_samples else 0.0
+        request = {
+            "session": self.client.session, "average": average, "rank": self._rank, "ranks": self._ranks,
+            "samples": self._samples[fragment], "new_samples": self._new_samples, "loss": mean,
+            "seconds": time.monotonic() - self._since,
+        }  # fmt: skip
+        self._samples[fragment] = self._new_samples = 0
+        self._losses, self._since = 0.0, time.monotonic()
+
+        async def work() -> None:
+            if not is_late:
+                await self.client.send(average, changes)
+            await self.client.post("deliver", request)
+
+        return self.client.start(work())
+
+    def await_close(self, sending: Future[None]) -> bool:
+        """Wait until the next average has closed. Collective in the group.
+
+        Returns whether it contains this group's delivery. Afterwards :attr:`closed` is the newest
+        average, or the client ``is_lost``.
+        """
+        average, status = self.closed + 1, {"closed": -1, "accepted": 0, "problem": None}
+        try:
+            sending.result()
+            while self._rank == 0 and status["closed"] < average:
+                status = self.client.request("wait", average=average, seconds=self._seconds)
+                if status["problem"] is not None:
+                    raise ServiceError(f"the service has ended the run: {status['problem']}")
+        except UnknownMemberError:
+            self.client.is_lost = True
+        answers = gather_json([status["closed"], status["accepted"], self.client.is_lost])
+        self.client.is_lost = any(lost for *_, lost in answers)
+        closed, accepted, _ = answers[0]
+        if not self.client.is_lost:
+            self.closed = closed
+        return accepted >= average and self.closed == average and not self.client.is_lost
+
+
+class ServedSteps:
+    """The anchors of one rank. The service takes the outer steps. It has the methods of
+    :class:`~sdp.engine.sync.outer.OuterSteps` that local steps use.
+
+    Args:
+        store: this rank's share of its group.
+        sync: the settings.
+        fragments: the fragment of each parameter, by name.
+    """
+
+    def __init__(self, store: GroupStore, sync: SyncSection, fragments: Mapping[str, int]):
+        self._store, self._sync, self._fragments, self._context = store, sync, fragments, store.context
+        self.fragments = set(fragments.values())
+        self.service: Membership = store.context.service
+        infos = store.layout.parameters
+        home = self._context.device if sync.offload == "none" else torch.device("cpu")
+        names = [name for name in store.stepped if infos[name].trainable]
+        self.anchors = {name: self._weight(name).to(home, torch.float32, copy=True) for name in names}
+        shared = names if sync.compression == "int8" else []
+        self.errors = {name: torch.zeros_like(self.anchors[name]) for name in shared if len(infos[name].holders) > 1}
+        self.optimizer = torch.optim.SGD([torch.zeros(0)])  # without state, which the service has
+        self.is_swapped, self.exposed_seconds = False, 0.0
+        self._under_way: tuple[int, dict[str, torch.Tensor], Future[None]] | None = None
+        self._norms = torch.zeros(2, dtype=torch.float64, device=self._context.device)
+        self.steps_since_start = 0
+        self.was_accepted = False
+
+    def _weight(self, name: str) -> torch.Tensor:
+        return local_tensor(self._store.stepped[name].tensor.detach())
+
+    def _slice(self, name: str, tensor: torch.Tensor) -> Slice:
+        (piece,) = self._store.pieces(name, tensor)
+        return Slice(piece.info.canonical, tuple(piece.offset), tuple(tensor.shape))
+
+    @property
+    def fragment_under_way(self) -> int | None:
+        """The fragment that was delivered and whose anchors have not been fetched yet."""
+        return self._under_way[0] if self._under_way is not None else None
+
+    @torch.no_grad()
+    def start(self, fragment: int) -> None:
+        """Deliver what the group has learned of ``fragment``, in the background."""
+        changes: list[tuple[Slice, torch.Tensor, Compression]] = []
+        before: dict[str, torch.Tensor] = {}
+        norms = torch.zeros_like(self._norms)
+        for name in [name for name in self.anchors if self._fragments[name] == fragment]:
+            weight, one = self._weight(name), self._store.stepped[name]
+            if self._sync.overlap:
+                before[name] = weight.clone()
+            if not self._context.counts(one) or not weight.numel():
+                continue
+            change = self.anchors[name].to(weight.device) - weight
+            norms += torch.stack(
+                [squared_norm([value], self._context.device) for value in (change, self.anchors[name])]
+            )
+            kind: Compression = self._sync.compression if len(one.holders) > 1 else "none"
+            if name in self.errors:
+                change = change + self.errors[name].to(change.device)
+                error = torch.empty_like(change)
+                rounded(change, error, kind)
+                self.errors[name].copy_(error)
+            changes.append((self._slice(name, weight), change.to("cpu", copy=True), kind))
+        self._norms, self.steps_since_start = norms, 0
+        self._under_way = fragment, before, self.service.deliver(fragment, changes)
+
+    @torch.no_grad()
+    def arrive(self) -> OuterFacts:
+        """Take the anchors of every fragment that has closed meanwhile. Collective in the group.
+
+        If the group was late, its progress in these fragments is lost.
+        """
+        assert self._under_way is not None, "a delivery is started before it arrives"
+        fragment, before, sending = self._under_way
+        self._under_way = None
+        started, first = self._context.clock(), self.service.closed + 1
+        self.was_accepted = self.service.await_close(sending)
+        if not self.service.client.is_lost:
+            closed = range(first, self.service.closed + 1)
+            self.take({self.service.schedule.fragment(average) for average in closed}, before)
+        self.exposed_seconds += self._context.clock() - started
+        self._context.all_reduce_control(self._norms)
+        change, anchor = self._norms.sqrt().tolist()
+        return OuterFacts(fragment, change / anchor if anchor else 0.0, change)
+
+    @torch.no_grad()
+    def take(self, fragments: set[int], before: Mapping[str, torch.Tensor] | None = None) -> None:
+        """Fetch the anchors of fragments, and let weights and frozen copies continue from them.
+
+        ``before``: with an overlap, the weights when the delivery that was accepted was started.
+        """
+        before = before if before and self.was_accepted else {}
+        targets = {name: self._weight(name) for name in self.anchors}
+        targets |= {name: local_tensor(copy.detach()) for name, copy in frozen_copies(self._store).items()}
+        wanted = {
+            name: torch.empty(target.shape)
+            for name, target in targets.items()
+            if self._fragments[name] in fragments and target.numel()
+        }
+        try:
+            pieces = [(self._slice(name, value), value) for name, value in wanted.items()]
+            self.service.client.start(self.service.client.fetch(pieces)).result()
+        except UnknownMemberError:
+            self.service.client.is_lost = True
+            return
+        for name, value in wanted.items():
+            target = targets[name]
+            if name not in self.anchors:
+                target.copy_(value)
+                continue
+            self.anchors[name].copy_(value)
+            moved = target - before[name] if name in before else None
+            target.copy_(self.anchors[name])
+            if moved is not None:  # keep what the group learned while the delivery was under way
+                target.add_(moved)
+        self._store.weights_changed()
+
+    def rejoin(self) -> None:
+        """Become a member again, and continue from the anchors. Collective in the group."""
+        self._under_way = None
+        self.service.client.is_lost = True
+        while self.service.client.is_lost:
+            self.service.rejoin()
+            self.take(self.fragments)
+            self.service.client.is_lost = any(gather_json(self.service.client.is_lost))
+        for error in self.errors.values():
+            error.zero_()
+
+    @contextmanager
+    def swapped(self) -> Iterator[None]:
+        """A context in which weights and anchors have exchanged their values."""
+        with exchanged(self, self._weight):
+            yield
+
+    @torch.no_grad()
+    def reset(self) -> None:
+        """Make the anchors equal to the weights."""
+        for name, anchor in self.anchors.items():
+            anchor.copy_(self._weight(name))
+
+    def nbytes(self) -> int:
+        """Return the bytes of anchors and errors."""
+        return sum(tensor.nbytes for tensor in (*self.anchors.values(), *self.errors.values()))

@@ -1,0 +1,142 @@
+"""What travels between groups and the service: signed HTTP requests, and slices as safetensors.
+
+Nothing is unpickled, and sizes are limited. A request is signed with the shared token (HMAC-SHA256
+over its path, time, nonce and the hash of its body), so its body is read only if the signature is
+right. A nonce is accepted once.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import json
+import math
+import secrets
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load, save
+
+from ..errors import ServiceError
+from ..json_files import parse_json
+from ..sync.outer import Compression, quantise, restore
+from .anchors import Slice
+
+MESSAGE_BYTES = 16 << 20  # a longer tensor is sent in several messages
+MOST_BYTES = 64 << 20  # of a body
+_WINDOW_SECONDS = 300.0  # by which the clocks of two hosts may differ
+TIME, NONCE, DIGEST, SIGNATURE = "X-SDP-Time", "X-SDP-Nonce", "X-SDP-Digest", "X-SDP-Signature"
+
+
+class Signer:
+    """Signs and checks messages with a shared token."""
+
+    def __init__(self, token: bytes):
+        self._token = token
+        self._nonces: dict[str, float] = {}
+
+    def headers(self, path: str, body: bytes, now: float, nonce: str | None = None) -> dict[str, str]:
+        """Return the headers of a message. An answer has the nonce of its request."""
+        headers = {TIME: f"{now:.3f}", NONCE: nonce or secrets.token_hex(16), DIGEST: hashlib.sha256(body).hexdigest()}
+        return {**headers, SIGNATURE: self._sign(path, headers)}
+
+    def _sign(self, path: str, headers: Mapping[str, str]) -> str:
+        signed = json.dumps([path, *(headers.get(name, "") for name in (TIME, NONCE, DIGEST))])
+        return hmac.new(self._token, signed.encode(), hashlib.sha256).hexdigest()
+
+    def is_signed(self, path: str, headers: Mapping[str, str]) -> bool:
+        """Whether the headers were made by somebody who has the token."""
+        return hmac.compare_digest(self._sign(path, headers).encode(), headers.get(SIGNATURE, "").encode())
+
+    def accepts(self, path: str, headers: Mapping[str, str], now: float) -> bool:
+        """Whether a request is signed, recent, and not the copy of an earlier one."""
+        if not self.is_signed(path, headers):
+            return False
+        try:
+            sent = float(headers[TIME])
+        except ValueError:
+            return False
+        nonce = headers[NONCE]
+        if not abs(now - sent) <= _WINDOW_SECONDS or nonce in self._nonces:
+            return False
+        self._nonces[nonce] = sent
+        if len(self._nonces) > 10_000:
+            self._nonces = {key: at for key, at in self._nonces.items() if now - at <= _WINDOW_SECONDS}
+        return True
+
+
+def fits(body: bytes, headers: Mapping[str, str]) -> bool:
+    """Whether a body is the one that was signed."""
+    return hmac.compare_digest(hashlib.sha256(body).hexdigest().encode(), headers.get(DIGEST, "").encode())
+
+
+def pieces_of(piece: Slice) -> Iterator[tuple[Slice, tuple[int, int]]]:
+    """Cut a slice along its first dimension into slices that fit into a message.
+
+    Yields each with its first and last (exclusive) row.
+    """
+    if not piece.shape:
+        yield piece, (0, 1)
+        return
+    rows = max(1, MESSAGE_BYTES // max(1, 4 * math.prod(piece.shape[1:])))
+    for first in range(0, piece.shape[0], rows):
+        last = min(piece.shape[0], first + rows)
+        offset = (piece.offset[0] + first, *piece.offset[1:])
+        yield Slice(piece.name, offset, (last - first, *piece.shape[1:])), (first, last)
+
+
+def messages_of(sizes: Iterable[tuple[Any, int]]) -> Iterator[list[Any]]:
+    """Group things with their bytes into messages."""
+    message, total = [], 0
+    for value, nbytes in sizes:
+        if message and total + nbytes > MESSAGE_BYTES:
+            yield message
+            message, total = [], 0
+        message.append(value)
+        total += nbytes
+    if message:
+        yield message
+
+
+def pack(tensors: Sequence[tuple[Slice, torch.Tensor]], kinds: Sequence[Compression]) -> bytes:
+    """Return slices as safetensors bytes, each in the format of its ``kind``."""
+    packed: dict[str, torch.Tensor] = {}
+    for number, ((_, tensor), kind) in enumerate(zip(tensors, kinds, strict=True)):
+        if kind == "int8":
+            packed[str(number)], packed[f"{number}/scales"] = quantise(tensor)
+        else:
+            packed[str(number)] = tensor.bfloat16() if kind == "bf16" else tensor
+    packed = {key: value.detach().cpu().contiguous() for key, value in packed.items()}
+    return save(packed, metadata={"slices": json.dumps([piece for piece, _ in tensors])})
+
+
+def unpack(body: bytes) -> dict[Slice, torch.Tensor]:
+    """Return the slices of :func:`pack`, without compression.
+
+    Raises:
+        ServiceError: ``body`` has another form.
+    """
+    try:
+        length = int.from_bytes(body[:8], "little")
+        slices = parse_json(parse_json(body[8 : 8 + length].decode())["__metadata__"]["slices"])
+        tensors, found = load(body), {}
+        for number, (name, offset, shape) in enumerate(slices):
+            tensor = tensors.pop(str(number))
+            if tensor.dtype == torch.int8:
+                tensor = restore(tensor, tensors.pop(f"{number}/scales"), torch.Size(shape))
+            if list(tensor.shape) != shape or not tensor.is_floating_point() or not isinstance(name, str):
+                raise ValueError("a tensor does not have the shape of its slice")
+            found[slice_of([name, offset, shape])] = tensor
+    except (SafetensorError, ValueError, KeyError, TypeError, RuntimeError, OverflowError):
+        raise ServiceError("the message does not have the form of slices") from None
+    return found
+
+
+def slice_of(value: Any) -> Slice:
+    """Return a slice that was read from JSON. Raises ValueError."""
+    name, offset, shape = value
+    if not isinstance(name, str) or not all(type(size) is int for size in (*offset, *shape)):
+        raise ValueError("a slice is a name, an offset and a shape")
+    return Slice(name, tuple(offset), tuple(shape))

@@ -1,0 +1,168 @@
+"""With all groups present, a run with a service equals local steps by all-reduce."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import sdp
+import torch
+import torch.distributed as dist
+from sdp.engine.config.load import load_config
+from sdp.engine.config.schema import Config
+from sdp.engine.construct import values_to_give
+from sdp.engine.distributed.mesh import Mesh
+from sdp.engine.placement.layout import Layout
+from sdp.engine.placement.tensor_info import Shard
+from sdp.engine.service.anchors import Anchors
+from sdp.engine.service.client import Client
+from sdp.engine.service.rounds import ServedRun
+from sdp.engine.service.server import Server
+from sdp.engine.service.steps import Membership
+from sdp.engine.subnetwork.materialise import give_values
+from sdp.tests.support import models
+from sdp.tests.support.cases import Case, engine_of, one_step
+from sdp.tests.support.ranks import RankPool
+
+TOKEN = b"a token of a test"
+PLAIN = '"outer_optimizer": {"type": "SGD", "params": {"lr": 1.0}}'
+CASES = [
+    Case(2, 1, 0, 2, steps=6, sync='{"every": 3}', optimizer="adamw"),
+    Case(4, 1, steps=12, sync='{"every": 6, "fragments": 3, "overlap": 1}', placement="balanced", clip=True,
+         optimizer="momentum"),
+    Case(2, 2, 3, steps=4, sync='{"every": 2, "compression": "int8"}', model="llama-tied-meta"),
+    Case(4, 1, steps=4, sync=f'{{"every": 2, "single_holder": "skip", {PLAIN}}}', placement="random"),
+    Case(2, 1, tp=2, neurons=2, stage=1, steps=4, sync='{"every": 2, "compression": "bf16"}', masking="backward",
+         model="wide-llama-tied-meta"),
+    Case(2, 2, 0, steps=4, sync='{"every": 2, "fragments": 2, "offload": "cpu"}', masking="backward",
+         model="llama-meta"),
+]  # fmt: skip
+
+
+def config_of(case: Case) -> Config:
+    """Return the configuration of a case with a service that waits for all groups."""
+    sync = {**json.loads(case.sync), "service": {"quorum": 1.0, "heartbeat_seconds": 60.0}}
+    return load_config(replace(case, sync=json.dumps(sync)).config(training={"steps": case.steps}))
+
+
+@contextmanager
+def served(case: Case) -> Iterator[tuple[ServedRun, str, list[dict[str, Any]]]]:
+    """Serve the run of a case in a thread. Gives the run, its address, and the lines of its
+    averages.
+    """
+    config, model = config_of(case), models.build(case.model)
+    assert config.sdp.sync is not None
+    layout = Layout.of(model, config, Mesh(case.groups))
+    give_values(model, layout, values_to_give(model, config, layout), torch.device("cpu"), Shard())
+    weights = {name: parameter.detach() for name, parameter in whole_weights(model, layout).items()}
+    run = ServedRun(Anchors(layout, config.sdp.sync, weights), config.sdp.sync, case.steps, case.groups, 1, case.groups)
+    lines: list[dict[str, Any]] = []
+    started, ports, loops = threading.Event(), [], []
+
+    async def serve() -> None:
+        server = Server(
+            run, TOKEN, {}, on_closed=lines.append, on_dealt=lambda: None, on_evaluation=lambda _: None
+        )  # fmt: skip
+        stop = asyncio.Event()
+        loops.append((asyncio.get_running_loop(), stop))
+
+        def on_start(port: int) -> None:
+            ports.append(port)
+            started.set()
+
+        await server.serve("127.0.0.1", 0, None, on_start, stop)
+
+    thread = threading.Thread(target=lambda: asyncio.run(serve()))
+    thread.start()
+    assert started.wait(30)
+    try:
+        yield run, f"127.0.0.1:{ports[0]}", lines
+    finally:
+        loop, stop = loops[0]
+        if thread.is_alive():
+            loop.call_soon_threadsafe(stop.set)
+        thread.join(30)
+
+
+def whole_weights(model: torch.nn.Module, layout: Layout) -> dict[str, torch.Tensor]:
+    """Return the parameters of the full model, which :func:`give_values` may have filled."""
+    return {name: parameter for name, parameter in model.named_parameters() if name in layout.wholes}
+
+
+def _alone(case: Case) -> int:
+    """Make this rank's group a world of its own. Returns the group."""
+    size = case.fsdp * case.tp
+    group, rank = divmod(dist.get_rank(), size)
+    store = dist.TCPStore("127.0.0.1", int(os.environ["MASTER_PORT"]), is_master=False)
+    dist.destroy_process_group()
+    dist.init_process_group("gloo", store=dist.PrefixStore(f"group {group}", store), rank=rank, world_size=size)
+    return group
+
+
+def _batches(case: Case, ranks: range) -> list[Any]:
+    return [models.micro_batch(case.model, 99, 0, rank) for rank in ranks]
+
+
+def _train_with_a_service(case: Case, address: str) -> tuple[float | None, int]:
+    """Train as one group. Returns the held-out loss, if this group evaluated, and the steps."""
+    config, group = config_of(case), _alone(case)
+    sync = config.sdp.sync
+    assert sync is not None
+    client = Client(address, TOKEN, 60.0)
+    service = Membership(client, sync, case.steps, {}, dist.get_rank())
+    service.slot = group
+    service.join()
+    engine = sdp.initialize(model=models.build(case.model), config=config, service=service)[0]
+    engine.go_on_after(engine.local_training.begin(case.accumulation, 2 * case.fsdp, "data"), 0, 0)
+    for number in range(case.steps // sync.every):  # waits until all groups have begun
+        service.client.lease(number)
+    for step in range(case.steps):
+        one_step(engine, case, step, data_rank=group * case.fsdp + dist.get_rank() // case.tp)
+        engine.step()
+    engine.finish_round()
+    loss = None
+    if service.claim(case.steps):
+        share = case.groups * case.fsdp // case.fsdp
+        first = dist.get_rank() // case.tp * share
+        loss = engine.evaluate(_batches(case, range(first, first + share)))
+        service.report({"step": case.steps, "loss": loss})
+    service.leave()
+    client.close()
+    return loss, engine.global_steps
+
+
+def _train_by_all_reduce(case: Case) -> tuple[dict[str, torch.Tensor] | None, float]:
+    engine = engine_of(case, training={"steps": case.steps})
+    data_rank = dist.get_rank() // case.tp
+    for step in range(case.steps):
+        one_step(engine, case, step, data_rank=data_rank)
+        engine.step()
+    engine.finish_round()
+    return engine.full_state_dict(), engine.evaluate(_batches(case, range(data_rank, data_rank + 1)))
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_a_service_equals_an_all_reduce(ranks: RankPool, case: Case) -> None:
+    expected, expected_loss = ranks.run(_train_by_all_reduce, case, world=case.world)[0]
+    with served(case) as (run, address, lines):
+        before = run.anchors.snapshot()
+        answers = ranks.run(_train_with_a_service, case, address, world=case.world)
+        found = run.anchors.snapshot()
+    for name, weight in found.items():
+        assert (weight - before[name]).abs().max() > 1e-4, name
+        torch.testing.assert_close(weight, expected[name], rtol=0, atol=1e-6, msg=name)
+    losses = [loss for loss, _ in answers if loss is not None]
+    assert losses == pytest.approx([expected_loss] * (case.fsdp * case.tp), rel=1e-5)
+    assert {steps for _, steps in answers} == {case.steps}
+    fragments = json.loads(case.sync).get("fragments", 1)
+    assert len(lines) == case.steps // json.loads(case.sync)["every"] * fragments + fragments - 1
+    assert all(line["groups"] == line["alive"] == case.groups for line in lines)
+    assert (lines[-1]["step"], lines[-1]["late"], lines[-1]["skipped_tokens"]) == (case.steps, 0, 0)
+    assert lines[-1]["samples"] == case.steps * 2 * case.accumulation * case.groups * case.fsdp

@@ -1,0 +1,288 @@
+"""``sdp serve CONFIG``: keep the anchors of a run whose groups come and go."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import logging
+import ssl
+import time
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ..engine.batch.sampler import ResumableBatchSampler
+from ..engine.checkpoint.load import find, keys_in, load
+from ..engine.checkpoint.save import write
+from ..engine.checkpoint.state import weights_of
+from ..engine.checkpoint.storage.files import write_durably
+from ..engine.config.load import load_config
+from ..engine.config.method import Masking
+from ..engine.config.schema import Config
+from ..engine.construct import values_to_give
+from ..engine.distributed.agreement import Ranks
+from ..engine.distributed.mesh import Mesh
+from ..engine.errors import CheckpointError, ConfigError, ModelError, ServiceError
+from ..engine.json_files import read_json_file
+from ..engine.placement.layout import Layout
+from ..engine.service.anchors import Anchors
+from ..engine.service.rounds import ServedRun
+from ..engine.service.server import Server
+from ..launcher.signals import CAUGHT
+from ..models.registry import build_model
+from .report.render import render
+from .runs.dataset import open_corpus
+from .runs.plot import plot_loss
+from .runs.run_config import with_absolute_paths, with_initial_model
+from .runs.run_files import PLOT, RunFiles, read_run
+from .runs.start_files import keep_start_files
+from .shared.arguments import add_config_arguments, positive_int
+from .shared.files import refuse_link
+from .train.service import read_token, settings_of, split_address
+from .train.startup import set_up_logging
+
+log = logging.getLogger("sdp")
+
+_ORDER = "data_order.json"  # what was dealt; it changes between checkpoints
+_KEEP = 2  # checkpoints
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the command's arguments."""
+    add_config_arguments(parser, "the run's JSON file, with a section sdp.sync.service")
+    parser.add_argument("--bind", metavar="HOST:PORT", required=True, help="the address to listen at")
+    parser.add_argument(
+        "--dump-dir", metavar="DIR", type=Path, required=True,
+        help="where the run's files go; a service that was killed goes on from there",
+    )  # fmt: skip
+    parser.add_argument("--token-file", metavar="FILE", type=Path, help="the secret (default: SDP_SERVICE_TOKEN)")
+    parser.add_argument("--tls-certificate", metavar="FILE", type=Path, help="encrypt, with this certificate chain")
+    parser.add_argument("--tls-key", metavar="FILE", type=Path, help="the private key of the certificate")
+    parser.add_argument(
+        "--expect", metavar="N", type=positive_int,
+        help="begin when N groups have joined (default: those that join within grace_seconds)",
+    )  # fmt: skip
+
+
+def run(args: argparse.Namespace) -> int:
+    """Serve until the run has ended, and return the exit code."""
+    config = with_absolute_paths(with_initial_model(load_config(args.config, args.set)))
+    if config.sdp.sync is None or config.sdp.sync.service is None:
+        raise ConfigError(f'{args.config}: has no service; add "sdp": {{"sync": {{"every": 32, "service": {{}}}}}}')
+    token, (host, port) = read_token(args.token_file), split_address(args.bind, "--bind")
+    tls = _certificates(args.tls_certificate, args.tls_key)
+    files = RunFiles(args.dump_dir, resume=True)
+    set_up_logging(0, args.dump_dir)
+    try:
+        return _Service(config, files, args.expect).serve(token, host, port, tls)
+    finally:
+        files.close()
+
+
+def _certificates(certificate: Path | None, key: Path | None) -> ssl.SSLContext | None:
+    if certificate is None:
+        return None
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    try:
+        context.load_cert_chain(certificate, key)
+    except (OSError, ssl.SSLError) as error:
+        raise ConfigError(f"--tls-certificate {certificate}: cannot be used ({error}); give it and --tls-key") from None
+    return context
+
+
+class _Service:
+    """The run with its files."""
+
+    def __init__(self, config: Config, files: RunFiles, expected: int | None):
+        self._config, self._files, self._dump_dir = config, files, files.dump_dir
+        self._corpus = open_corpus(config, self._dump_dir)
+        groups, sync = config.sdp.groups, config.sdp.sync
+        assert sync is not None and config.training.steps is not None
+        model = build_model(config.model, **self._corpus.facts)
+        self._layout = Layout.of(model, config, Mesh(groups))
+        _refuse_buffers(model, self._layout, config.sdp.maskings)
+        anchors = Anchors(self._layout, sync, _first_weights(model, config, self._layout))
+        self._run = ServedRun(
+            anchors, sync, config.training.steps, groups, config.data.tokens_per_sample, expected
+        )  # fmt: skip
+        self._thread, self._saving = ThreadPoolExecutor(1, thread_name_prefix="checkpoint"), Future[Any]()
+        self._saving.set_result(None)
+        self._saved, self._started, self._signal = 0, time.monotonic(), 0
+        self._resume()
+        files.write_config(config)
+        keep_start_files(config, self._dump_dir)
+        files.write_placement(self._layout.placement)
+
+    def serve(self, token: bytes, host: str, port: int, tls: ssl.SSLContext | None) -> int:
+        """Serve until the run has ended or a signal comes. Returns the exit code."""
+        server = Server(
+            self._run, token, settings_of(self._config),
+            on_closed=self._on_closed, on_dealt=self._write_order, on_evaluation=self._on_evaluation,
+        )  # fmt: skip
+
+        async def until_end() -> None:
+            stop = asyncio.Event()
+
+            def on_signal(number: int) -> None:
+                self._signal = number
+                stop.set()
+
+            for number in CAUGHT:
+                asyncio.get_running_loop().add_signal_handler(number, on_signal, number)
+            await server.serve(host, port, tls, lambda chosen: log.info("serving at %s:%d", host, chosen), stop)
+
+        try:
+            asyncio.run(until_end())
+        except OSError as error:
+            raise ConfigError(f"--bind {host}:{port}: cannot listen there ({error.strerror}); choose another") from None
+        self._save()
+        self._saving.result()
+        if self._run.problem is not None:
+            raise ServiceError(f"{self._run.problem}; the newest checkpoint: step {self._step}")
+        if not self._run.has_ended:
+            log.info("stopped after step %d; start the service again to go on", self._step)
+            return 128 + self._signal
+        self._write_summary()
+        return 0
+
+    # -- rounds ------------------------------------------------------------------------------------
+
+    @property
+    def _step(self) -> int:
+        schedule = self._run.schedule
+        return min(schedule.steps, self._run.closed // schedule.fragments * schedule.every)
+
+    def _on_closed(self, line: dict[str, Any]) -> None:
+        self._files.step(line)
+        loss = f"{line['loss']:.4f}" if line["loss"] is not None else "unknown"
+        log.info(
+            "step %d/%d  round %d  loss %s  groups %d of %d  late %d  skipped tokens %d",
+            line["step"], self._run.schedule.steps, line["round"], loss, line["groups"], line["alive"], line["late"],
+            line["skipped_tokens"],
+        )  # fmt: skip
+        if line["fragment"] == 0 and self._saving.done():
+            self._save()
+
+    def _on_evaluation(self, line: dict[str, Any]) -> None:
+        self._files.evaluation(line)
+        log.info("step %d: held-out loss %.4f (full model)", line["step"], line["loss"] or float("nan"))
+
+    def _write_order(self) -> None:
+        """Remember what was dealt, before a group learns of it."""
+        assert self._run.order is not None
+        write_durably(self._dump_dir / _ORDER, json.dumps(self._run.order.state_dict()))
+
+    # -- checkpoints -------------------------------------------------------------------------------
+
+    def _save(self) -> None:
+        """Write a checkpoint in the background. Reports if the one before failed."""
+        try:
+            self._saving.result()
+        except CheckpointError as error:
+            log.error("WARNING: the last checkpoint was not written: %s; the one before stays", error)
+        if self._run.closed == self._saved:
+            return
+        self._saved = self._run.closed
+        tensors = weights_of(self._run.anchors.snapshot()) | self._run.anchors.state()
+        self._saving = self._thread.submit(
+            write, self._dump_dir / "checkpoints", f"step-{self._step}", tensors, self._state(), Ranks(True), keep=_KEEP
+        )
+
+    def _state(self) -> dict[str, Any]:
+        """Return what the checkpoint says besides its tensors, in the form of every checkpoint."""
+        config, run = self._config, self._run
+        sampler = ResumableBatchSampler(len(self._corpus.train), 1, 0, 1, config.training.seed)  # pyright: ignore[reportArgumentType]
+        return {
+            "global_steps": self._step,
+            "global_samples": run.samples,
+            "skipped_steps": 0,
+            "loss_scale": None,
+            "mesh": [config.sdp.groups, 1, 1],
+            "placement": self._layout.placement.to_json(),
+            "learning_rates": {},
+            "settings": {"config": config.resolved(), "options": {}},
+            "scheduler": {"last_batch_iteration": self._step - 1} if config.scheduler is not None else None,
+            "loader": sampler.state_at(run.order.end if run.order is not None else 0),
+            "client_state": {**self._corpus.identity, "service": run.state_dict()},
+            "spikes": {},
+            "sync": {
+                "outer_steps": run.closed, "steps_alone": 0, "travelling": None, "fragments": run.schedule.fragments
+            },
+        }  # fmt: skip
+
+    def _resume(self) -> None:
+        """Go on from the newest checkpoint, if there is one."""
+        order = self._dump_dir / _ORDER
+        dealt = read_json_file(order) if order.exists() else None
+        found = find(self._dump_dir / "checkpoints", None)
+        if found is None:
+            self._run.load_state_dict({"closed": 0, "samples": 0, "late": 0, "orphans": {}}, dealt)
+            self._files.truncate_after(-1)
+            return
+        path, state = found
+        if "service" not in state["client_state"]:
+            raise CheckpointError(f"{path}: was not written by a service; name another --dump-dir")
+        weights = {name: torch.empty(infos[0].full_shape) for name, infos in self._layout.wholes.items()}
+        saved = keys_in(path)
+        outer = {key: value for key, value in self._run.anchors.state(to_load=True).items() if key in saved}
+        load(path, weights_of(weights) | outer, state["files"], alone=True)
+        self._run.anchors.load(weights, outer)
+        self._run.load_state_dict(state["client_state"]["service"], dealt)
+        self._saved = self._run.closed
+        self._files.restart(self._step)
+        self._files.truncate_after(self._step, outer_step=self._run.closed)
+        log.info("goes on from %s; %d samples count as skipped", path, self._run.skipped_samples)
+
+    def _write_summary(self) -> None:
+        """Write summary.json and the plot of the loss, and print the report."""
+        run, config, done = self._run, self._config, read_run(self._dump_dir)
+        seconds, placement = time.monotonic() - self._started, self._layout.placement
+        losses = [line.get("loss") for line in done.evaluations]
+        held = [placement.held_fraction(group) for group in range(placement.groups)]
+        self._files.summary(
+            {
+                "steps": self._step,
+                "tokens": run.tokens,
+                "samples": run.samples,
+                "skipped_samples": run.skipped_samples,
+                "late": run.late,
+                "seconds": seconds,
+                "tokens_per_second": run.tokens / seconds,
+                "model": {
+                    "name": config.model["name"],
+                    "parameters": sum(info.numel for info in self._layout.parameters.values()),
+                },
+                "layout": {"sdp": placement.groups, "capacity": sum(held) / len(held)},
+                "held_out": {"before": losses[0] if losses else None, "after": losses[-1] if losses else None},
+                "corpus": {"sha256": self._corpus.sha256, "path": str(self._corpus.path)},
+                "ranks": [],
+            }
+        )
+        done = read_run(self._dump_dir)
+        refuse_link((self._dump_dir / PLOT).parent)
+        plot_loss([done], self._dump_dir / PLOT)
+        print(render([done]), flush=True)
+
+
+def _first_weights(model: torch.nn.Module, config: Config, layout: Layout) -> dict[str, torch.Tensor]:
+    """Return the weights with which every run of this configuration starts."""
+    found = {name: torch.empty(infos[0].full_shape) for name, infos in layout.wholes.items()}
+    for init in values_to_give(model, config, layout) or ():
+        for name, fill in init.fillers().items():
+            if name in found:
+                fill(found[name], 0)
+    return found
+
+
+def _refuse_buffers(model: torch.nn.Module, layout: Layout, maskings: tuple[Masking, ...]) -> None:
+    """Raise ModelError for a model whose buffers the service would have to keep."""
+    blocks = tuple(f"{name}." for name in layout.blocks)
+    guests = [name for name, _ in model.named_buffers() if name.startswith(blocks) and "forward" in maskings]
+    if found := [*layout.buffers, *guests]:
+        raise ModelError(
+            f"{found[0]}: is a buffer, which sdp.sync.service does not keep; take a model without batch norm, or "
+            "remove sdp.sync.service"
+        )

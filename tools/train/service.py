@@ -1,0 +1,59 @@
+"""What a rank of ``sdp train --service`` and ``sdp serve`` do in the same way."""
+
+from __future__ import annotations
+
+import ssl
+from pathlib import Path
+from typing import Any
+
+from ...engine.config.schema import Config
+from ...engine.environment.process import service_token
+from ...engine.errors import ConfigError, shorten
+
+_FEWEST_CHARACTERS = 16
+
+
+def read_token(path: Path | None) -> bytes:
+    """Return the secret that the groups of a run share with its service.
+
+    Raises:
+        ConfigError: there is none, or it can be guessed.
+    """
+    source = "SDP_SERVICE_TOKEN" if path is None else str(path)
+    try:
+        text = service_token() if path is None else path.read_text(encoding="utf-8")
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"--token-file {path}: cannot be read ({shorten(error)})") from None
+    token = (text or "").strip().encode()
+    if len(token) < _FEWEST_CHARACTERS:
+        raise ConfigError(
+            f"{source}: the token of the service has {len(token)} characters, and needs {_FEWEST_CHARACTERS}; write a "
+            "random one to a file (openssl rand -hex 16) and give it with --token-file"
+        )
+    return token
+
+
+def split_address(address: str, option: str) -> tuple[str, int]:
+    """Return host and port of HOST:PORT. Raises ConfigError."""
+    host, _, port = address.rpartition(":")
+    if not host or not port.isdecimal() or len(port) > 5 or int(port) >= 2**16:
+        raise ConfigError(f"{option} {shorten(address)}: is not HOST:PORT, such as 10.0.0.1:7777")
+    return host.strip("[]"), int(port)
+
+
+def trusted(path: Path | None) -> ssl.SSLContext | None:
+    """Return what trusts the certificates in ``path``, or None for no encryption."""
+    try:
+        return ssl.create_default_context(cafile=path) if path is not None else None
+    except (OSError, ssl.SSLError) as error:
+        raise ConfigError(f"--tls-ca {path}: cannot be used ({shorten(error)})") from None
+
+
+def settings_of(config: Config) -> dict[str, Any]:
+    """Return the settings that the service and all groups must have equal, as JSON."""
+    whole = config.resolved()
+    kept = ("sdp", "model", "optimizer", "scheduler", "gradient_clipping", "train_batch_size")
+    settings = {key: whole[key] for key in kept}
+    settings |= {"training": {key: whole["training"][key] for key in ("steps", "seed", "init_from", "loss_weighting")}}
+    settings |= {"data": {"sequence_length": whole["data"]["sequence_length"]}}
+    return settings
