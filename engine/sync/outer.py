@@ -242,6 +242,11 @@ class OuterFacts(NamedTuple):
     gradient_norm: float
 
 
+def make_outer_optimizer(sync: SyncSection, anchors: Sequence[torch.Tensor]) -> torch.optim.SGD:
+    """Make the optimizer of the anchors."""
+    return torch.optim.SGD(list(anchors) or [torch.zeros(0)], **sync.outer_optimizer.params.model_dump())
+
+
 class OuterSteps:
     """The anchors of one rank, and the averages among the holders of its weights.
 
@@ -299,8 +304,7 @@ class OuterSteps:
                 self._buckets.setdefault(fragments[held[0]], []).append((held, bucket.holders, group))
         home = device if sync.offload == "none" else torch.device("cpu")
         self.anchors = {name: nn.Parameter(_copy(weights(name), home), requires_grad=False) for name in self._names}
-        params = sync.outer_optimizer.params.model_dump()
-        self.optimizer = torch.optim.SGD([*self.anchors.values()] or [torch.zeros(0)], **params)
+        self.optimizer = make_outer_optimizer(sync, [*self.anchors.values()])
         self.errors: dict[str, torch.Tensor] = {}
         if sync.compression == "int8":
             shared = [name for held in self._buckets.values() for names, _, group in held if group for name in names]

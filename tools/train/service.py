@@ -54,6 +54,7 @@ def settings_of(config: Config) -> dict[str, Any]:
     whole = config.resolved()
     kept = ("sdp", "model", "optimizer", "scheduler", "gradient_clipping", "train_batch_size")
     settings = {key: whole[key] for key in kept}
-    settings |= {"training": {key: whole["training"][key] for key in ("steps", "seed", "init_from", "loss_weighting")}}
+    settings["model"] = {key: value for key, value in whole["model"].items() if key != "path"}
+    settings |= {"training": {key: whole["training"][key] for key in ("steps", "seed", "loss_weighting")}}
     settings |= {"data": {"sequence_length": whole["data"]["sequence_length"]}}
     return settings
