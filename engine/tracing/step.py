@@ -302,9 +302,9 @@ def watched_step(
         sent.append(engine.traffic.buffers.copy())
         engine.traffic.reset()
 
-    def after_step(step: int) -> None:
+    def after_step(step: int, schedule: Any) -> int:
         note_sent()
-        average(step)
+        return average(step, schedule)
 
     engine.local_training.after_step = after_step  # type: ignore[method-assign]
     engine.traffic.reset()
