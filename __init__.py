@@ -28,10 +28,11 @@ if TYPE_CHECKING:
     from .engine.model_interface import Branch as Branch
     from .engine.placement.placement import Placement as Placement
     from .engine.placement.units import Unit as Unit
+    from .tools.runs.paths import load_paths as load_paths
 
 __version__ = "0.1.0"
 
-# The file of engine/ that has the name.
+# The file that has the name. Without a dot at the start, it is one of engine/.
 _HOMES = {
     "Branch": "model_interface",
     "Config": "config",
@@ -50,13 +51,15 @@ _HOMES = {
     "add_config_arguments": "initialize",
     "init_distributed": "distributed.join",
     "Unit": "placement.units",
+    "load_paths": ".tools.runs.paths",
 }
 __all__ = [*_HOMES]  # pyright: ignore[reportUnsupportedDunderAll]
 
 
 def __getattr__(name: str) -> Any:
     if name in _HOMES:
-        return getattr(importlib.import_module(f".engine.{_HOMES[name]}", __name__), name)
+        home = _HOMES[name]
+        return getattr(importlib.import_module(home if home[0] == "." else f".engine.{home}", __name__), name)
     raise AttributeError(
         f"module {__name__!r} has no attribute {name!r}; DeepSpeed's own names are in the package deepspeed"
     )

@@ -23,6 +23,7 @@ from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import nn
 
+from ..data.clusters import CLUSTERS, load_router
 from ..data.huggingface import write_tokenizer
 from ..data.tokenizers import load_tokenizer
 from ..engine.accounting.quantities import format_bytes
@@ -34,6 +35,7 @@ from ..engine.json_files import read_json_file
 from ..engine.model_interface import get_canonical_name
 from ..models.registry import build_model, huggingface_config
 from .runs import saved_run
+from .runs.paths import ROUTER, path_folder
 from .runs.saved_run import CheckpointChoice, SavedRun
 from .runs.start_files import START, TENSORS, has_tokenizer, kept_tensors
 from .runs.whole_model import check_exportable
@@ -112,7 +114,7 @@ def run(args: argparse.Namespace) -> int:
 
 def _export(saved: SavedRun, options: ExportOptions) -> str:
     count = saved.config.sdp.paths.count if saved.config.sdp.paths is not None else 1
-    folders = [options.out / f"path-{path}" for path in range(count)] if count > 1 else [options.out]
+    folders = [path_folder(options.out, path) for path in range(count)] if count > 1 else [options.out]
     for folder in folders:
         _check_output(folder, overwrite=options.overwrite)
     dtype, limit = getattr(torch, options.dtype) if options.dtype is not None else None, options.max_shard_bytes
@@ -122,8 +124,23 @@ def _export(saved: SavedRun, options: ExportOptions) -> str:
     dtype_name = written.get("dtype", written.get("torch_dtype", "float32"))
     weights = f"{dtype_name} weights in {len(files)} file(s), {size}, and the tokenizer"
     if count > 1:
-        weights += f", in a folder for each of {count} paths"
+        router = _copy_router(saved, options.out)
+        weights += f", in a folder for each of {count} paths; {'the router too' if router else 'there is no router'}"
     return f"{saved.checkpoint} -> {options.out}: {weights}"
+
+
+def _copy_router(saved: SavedRun, out: Path) -> bool:
+    """Copy the router that dealt the data of paths. Return whether there is one."""
+    paths = saved.config.sdp.paths
+    folder = Path(paths.router) if paths is not None and paths.router is not None else saved.data / CLUSTERS
+    if saved.config.data.sources is not None or not folder.is_dir():
+        return False
+    load_router(folder)  # raises a DataError if it is damaged
+    (out / ROUTER).mkdir(exist_ok=True)
+    for path in folder.iterdir():
+        if path.suffix != ".bin":  # those files have the cluster of each sequence
+            shutil.copyfile(path, out / ROUTER / path.name)
+    return True
 
 
 def export(saved: SavedRun, out: Path, dtype: torch.dtype | None, max_shard_bytes: int, path: int = 0) -> list[Path]:

@@ -6,20 +6,25 @@ import json
 import shutil
 from pathlib import Path
 
+import numpy as np
 import pytest
+import sdp
 import torch
 from safetensors.torch import load_file
-from sdp.data.clusters import make_clusters
+from sdp.data.clusters import load_router, make_clusters
+from sdp.engine.errors import ConfigError, DataError
 from sdp.tests.support.small_runs import read_losses, run_sdp, write_config
 from sdp.tools.cli import main
 
 
-def test_paths_from_a_run_to_a_branch(config: dict, tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+def test_paths_from_a_run_to_a_branch(
+    config: dict, corpus: Path, tmp_path: Path, capsys: pytest.CaptureFixture
+) -> None:
+    shutil.copytree(corpus, tmp_path / "corpus")
+    make_clusters(tmp_path / "corpus", 2, 16, 32, progress=False)
+    config["data"]["path"] = str(tmp_path / "corpus")
     config["sdp"] = {"groups": 2, "paths": {"count": 2, "own": ["model.layers.3"]}, "check_interval": 1}
-    config["training"] |= {"steps": 4, "save_every": 2, "evaluate_every": 2}
-    shutil.copytree(config["data"]["path"], tmp_path / "data")
-    make_clusters(tmp_path / "data", 2, 8, config["data"]["sequence_length"], progress=False)
-    config["data"]["path"] = str(tmp_path / "data")
+    config["training"] |= {"steps": 4, "save_every": 2, "evaluate_every": 2, "evaluate_batches": 99}
     path, run, out = write_config(config, tmp_path), tmp_path / "run", tmp_path / "out"
     first = run_sdp("train", path, "--dump-dir", run)
     assert first.returncode == 0, first.stderr
@@ -38,12 +43,29 @@ def test_paths_from_a_run_to_a_branch(config: dict, tmp_path: Path, capsys: pyte
     assert main(["evaluate", str(run)]) == 2
     assert "has several paths" in capsys.readouterr().err
     assert main(["export", str(run), "--to", "hf", str(out)]) == 0
-    assert "in a folder for each of 2 paths" in capsys.readouterr().out
+    assert "in a folder for each of 2 paths; the router too" in capsys.readouterr().out
     weights = [load_file(out / f"path-{path}" / "model.safetensors") for path in range(2)]
     for name, value in weights[0].items():
         assert torch.equal(value, weights[1][name]) == (not name.startswith("model.layers.3.")), name
     assert main(["export", str(run), "--to", "hf", str(out)]) == 2
     assert "path-0: exists already" in capsys.readouterr().err
+
+    exported = sdp.load_paths(out)
+    prompt, router = "alpha beta gamma", load_router(tmp_path / "corpus" / "clusters")
+    path_of_prompt = exported.route(prompt)
+    assert path_of_prompt == router.route(np.array([list(prompt.encode())]))[0]
+    continued = exported.generate(prompt, max_new_tokens=4, do_sample=False)
+    assert continued.startswith(prompt) and continued != prompt
+    assert continued == exported.generate(prompt, path_of_prompt, 4, do_sample=False)
+    with pytest.raises(DataError, match="two tokens"):
+        exported.generate("a")
+    with pytest.raises(ConfigError, match="2 is no path; there are paths 0 to 1"):
+        exported.generate(prompt, path=2)
+    with pytest.raises(ConfigError, match="has no path-0"):
+        sdp.load_paths(tmp_path)
+    shutil.rmtree(out / "router")
+    with pytest.raises(ConfigError, match="has no router"):
+        sdp.load_paths(out).generate(prompt)
 
     branch = tmp_path / "branch"
     third = run_sdp("train", path, "--dump-dir", branch, "--set", f"training.init_from={out / 'path-1'}")
