@@ -23,6 +23,7 @@ from .placement.layout import Layout
 from .placement.tensor_info import Shard
 from .stores.fsdp2.store import Fsdp2Store
 from .subnetwork.branch_scale import BranchScale
+from .subnetwork.copies import copy_cheaply
 from .subnetwork.execution import autocast_forward, checkpoint_activations, compile_units
 from .subnetwork.initialisation import ModuleInit, WeightFiles, filled_from, fillers_from, plan_initialisation
 from .subnetwork.materialise import (
@@ -153,7 +154,9 @@ def _cut(
     # it.
     run = [name for name in layout.blocks if name not in stand_ins]
     checkpoint_activations(model, run, config.activation_checkpointing.mode)
-    # 6. Compile block by block. FSDP2's hooks must stay outside the compiled graphs.
+    # 6. Frozen copies that cost little. A block that is recomputed makes them again as it runs.
+    copy_cheaply(model, layout, group, config.sdp.copies, compute_dtype)
+    # 7. Compile block by block. FSDP2's hooks must stay outside the compiled graphs.
     if config.training.compile:
         sliced = config.sdp.granularity == "neuron"
         compile_units(model, run, device, sliced=sliced, phases=len(config.sdp.maskings))

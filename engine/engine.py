@@ -278,10 +278,11 @@ class SDPEngine:
             del gradients
             groups.step()
         groups.forget_gradients()  # frees their memory before the weights are cast and sent
-        if not is_skipped:
+        if not is_skipped and self.lr_scheduler is not None:
+            self.lr_scheduler.step()
+        every = self.config.sdp.copies.refresh_every
+        if (self.global_steps + 1) % every == 0 and not (is_skipped and every == 1):
             groups.refresh_trained()
-            if self.lr_scheduler is not None:
-                self.lr_scheduler.step()
         if scaler is not None and not is_spike:  # in a spike nothing overflowed
             scaler.update(overflow=is_skipped)
         self.last_steps.note(mean_loss, norm, skipped=is_skipped, counts=not is_spike, excused=may_lower)

@@ -20,7 +20,7 @@ from ..config.schema import Config
 from ..distributed.collectives import local_tensor, stored_tensor
 from ..optim.muon import Muon, is_matrix
 from ..placement.layout import Layout
-from ..placement.tensor_info import TensorInfo
+from ..placement.tensor_info import TensorInfo, quantised_row
 from ..stores.store import GroupStore, frozen_copies
 from ..sync.between import BetweenGroups
 
@@ -73,10 +73,13 @@ def _predict_partitions(store: Any, stage: int) -> StateBytes:
 
     layout, context = store.layout, store.context
     group, fsdp, compute_bytes = context.at.sdp, context.mesh.fsdp, context.compute_dtype.itemsize
-    held, copies = (
-        compute_bytes * sum(-(-info.numel // fsdp) if stage == 3 else info.numel for info in infos)
-        for infos in (layout.held(group), layout.frozen(group))
-    )
+    ranks, kind = fsdp if stage == 3 else 1, layout.copies.dtype
+    held = compute_bytes * sum(-(-info.numel // ranks) for info in layout.held(group))
+    copies = 0
+    for info in layout.frozen(group):
+        rows = quantised_row(info.shape[1:].numel(), kind) if info.is_quantised(kind) else ()
+        sizes = [info.shape[0] * row for row in rows]
+        copies += sum(-(-size // ranks) for size in sizes) if rows else compute_bytes * -(-info.numel // ranks)
     partitions = 4 * sum(partition_numel(bundle, stage, fsdp) for bundle in store.bundles)
     return StateBytes(held + partitions, partitions, partitions * state_tensors(store.optimizer), copies)
 
@@ -122,7 +125,7 @@ def predict_state_bytes(
         rank: The rank.
         optimizer: The optimizer, which determines the number of state tensors.
         shards: The number of shards into which parameters and copies are cut.
-        compute_bytes: Bytes per element of a frozen copy.
+        compute_bytes: Bytes per element of a frozen copy that is not quantised.
         sync: The settings of local steps, if there are any.
     """
     at = layout.mesh.coordinates(rank)
@@ -130,7 +133,8 @@ def predict_state_bytes(
     held = [(info, info.shard_numel(shards, index)) for info in layout.held(at.sdp)]
     kept = 4 * sum(numel for _, numel in held)
     trained = 4 * sum(numel for info, numel in held if info.trainable)
-    copies = compute_bytes * sum(info.shard_numel(shards, index) for info in layout.frozen(at.sdp))
+    kind = layout.copies.dtype
+    copies = sum(info.copy_nbytes(kind, compute_bytes, shards, index) for info in layout.frozen(at.sdp))
     outer = 0 if sync is None else predict_outer_bytes(sync, [(info, numel) for info, numel in held if info.trainable])
     on_host = outer if sync is not None and sync.offload == "cpu" else 0
     optimizer_bytes = sum(state_bytes(optimizer, layout, info, numel) for info, numel in held if info.trainable)

@@ -99,6 +99,12 @@ def resume(
     else:
         _load_tensors(path, state, groups, own, saved, random, ranks)
     groups.refresh_all(groups.local.anchors if groups.local is not None else None)
+    every = groups.store.layout.copies.refresh_every
+    if state["global_steps"] % every and ranks.rank == 0:
+        log.info(
+            "%s: sdp.copies.refresh_every: copies have the weights of step %d now, and %d later; a run that was not "
+            "interrupted has older ones", path, state["global_steps"], every
+        )  # fmt: skip
     set_random_state(random)
     if with_optimizer and scaler is not None:
         scaler.load_state_dict(state["loss_scale"])

@@ -18,7 +18,7 @@ from .deepspeed_keys import (
     resolve_spellings,
     split_foreign_keys,
 )
-from .method import refuse_with_paths, refuse_with_sync
+from .method import refuse_with_copies, refuse_with_paths, refuse_with_sync
 from .removed import refuse_removed_keys
 from .schema import Config
 from .section import parse_section
@@ -228,6 +228,7 @@ def _refuse_unavailable(config: Config) -> None:
     _refuse_offload(config)
     refuse_with_sync(config)
     refuse_with_paths(config)
+    refuse_with_copies(config)
     _refuse_lr_scale(config)
     if sdp.granularity == "neuron":
         _refuse_with_neurons(config)

@@ -145,6 +145,46 @@ def _end_of(index: int, phase: MaskingPhase, count: int, steps: int | None) -> i
     return until
 
 
+class CopiesSection(Section):
+    """The frozen copies of backward masking.
+
+    ``dtype``: "compute" is the precision of the computation. "int8" and "nf4" are blocks of 64
+    numbers with one scale. ``refresh_every``: copies get the holders' weights after so many steps.
+    """
+
+    dtype: Literal["compute", "int8", "nf4"] = "compute"
+    refresh_every: PositiveInt = 1
+
+    @property
+    def are_exact(self) -> bool:
+        """Whether a copy always has the holders' weights in the precision of the computation."""
+        return self.dtype == "compute" and self.refresh_every == 1
+
+
+def refuse_with_copies(config: Any) -> None:
+    """Raise ConfigError for what a Config with cheap copies cannot be combined with."""
+    sdp = config.sdp
+    if sdp.copies.are_exact:
+        return
+    key, value = (
+        ("dtype", sdp.copies.dtype) if sdp.copies.dtype != "compute" else ("refresh_every", sdp.copies.refresh_every)
+    )
+    where = f"sdp.copies.{key}: {json.dumps(value)}"
+    if "backward" not in sdp.maskings:
+        raise ConfigError(
+            f'{where} has no meaning with sdp.masking "forward", which keeps no copies; remove sdp.copies'
+        )
+    if sdp.sync is not None and sdp.copies.refresh_every > 1:
+        raise ConfigError(
+            f"sdp.copies.refresh_every: {sdp.copies.refresh_every} contradicts sdp.sync, which refreshes the copies of "
+            "a unit when it is averaged; use 1"
+        )
+    unavailable = {"training.compile": config.training.compile, "torch_autocast.enabled": config.torch_autocast.enabled}
+    for other, applies in unavailable.items():
+        if applies:
+            raise ConfigError(f"{where} is not available together with {other}; use false there, or remove sdp.copies")
+
+
 Steps = Annotated[int, Field(gt=0, le=2**24)]
 
 

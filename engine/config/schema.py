@@ -17,7 +17,7 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import AfterValidator, Field, PrivateAttr, model_validator
 
 from ..errors import quote
-from .method import Masking, MaskingSchedule, MaskingSetting, PathsSection, SyncSection
+from .method import CopiesSection, Masking, MaskingSchedule, MaskingSetting, PathsSection, SyncSection
 from .section import (
     NonNegativeInt,
     PathText,
@@ -367,6 +367,7 @@ class SDPSection(Section):
     seed: Seed = 0
     engine: Literal["fsdp2", "deepspeed"] = "fsdp2"
     check_interval: NonNegativeInt = 100
+    copies: CopiesSection = Field(default_factory=CopiesSection)
     sync: SyncSection | None = None
     lr_scale: Literal["none", "auto"] | Annotated[float, Field(ge=0, le=4)] = "none"
     paths: PathsSection | None = None

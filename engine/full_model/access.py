@@ -56,16 +56,18 @@ class FullModel:
         self._groups, self._store = groups, groups.store
         self.evaluation = Evaluation()
         self._uncut = uncut
-        if "forward" in config.sdp.maskings:
+        if "forward" in config.sdp.maskings or not config.sdp.copies.are_exact:
             warn_of_partial_state(self._store.module, lambda: self.is_partial)
             warn_of_partial_pass(self._store.module, self.evaluation, lambda: self.is_partial)
 
     @property
     def is_partial(self) -> bool:
-        """Whether the module runs only a part of the model, in this group or in another one."""
+        """Whether the module of any group runs only a part of the model, or copies that differ from
+        it.
+        """
         layout = self._store.layout
         partial = any(len(holders) < layout.mesh.sdp for holders in layout.placement.holders)
-        return partial and not layout.keeps_frozen and layout.paths == 1
+        return partial and not (layout.keeps_frozen and layout.copies.are_exact) and layout.paths == 1
 
     def _anchored(self) -> Any:
         return nullcontext() if self._groups.local is None else self._groups.local.anchored()
@@ -101,7 +103,7 @@ class FullModel:
         with self._store.evaluating(full_model=True) as before_turn:
             if layout.paths > 1:
                 return routed_loss(self._store, batches, counts, paths)
-            if layout.keeps_frozen or layout.mesh.sdp == 1:
+            if (layout.keeps_frozen and layout.copies.are_exact) or layout.mesh.sdp == 1:
                 return mean_loss(self._store, batches, counts)
             return StreamedEvaluation(self._store, before_turn).run(batches, counts)
 

@@ -39,6 +39,7 @@ from ..placement.layout import Layout
 from ..placement.units import Unit
 from ..stores.store import GroupStore
 from ..subnetwork.carve import PassThrough, pass_throughs
+from ..subnetwork.copies import Copies
 from ..subnetwork.neurons import SlicedBatchNorm, Slices
 from .gather import assemble, gather_inside, padded_shard
 
@@ -171,6 +172,7 @@ class StreamedEvaluation:
         self._units = _streamed_units(store.layout)
         self._guest: dict[str, torch.Tensor] = {}
         self._hosts: list[Slices] = []  # slices that have guests now
+        self._exact: list[Copies] = []  # copies whose exact values are present now
 
     def run(self, batches: Sequence[Any], weights: Sequence[float]) -> float:
         """Mean loss over the batches of all ranks, weighted by ``weights``."""
@@ -255,11 +257,14 @@ class StreamedEvaluation:
                     self._fetch(unit, name)
                 continue
             shard = self._broadcast(self._unit_shard(unit, holders[0]), holders[0])
-            buffers = self._broadcast_buffers(name, holders[0]) if unit.is_block else {}
+            is_skipped = unit.is_block and not store.layout.keeps_frozen
+            buffers = self._broadcast_buffers(name, holders[0]) if is_skipped else {}
             if store.context.at.sdp in holders:
                 continue
             tensors = self.assemble_guest(unit, gather_inside(store, shard))
-            if unit.is_block:
+            if store.layout.keeps_frozen:
+                self._replace_copies(tensors)
+            elif unit.is_block:
                 self._guest = {path.removeprefix(f"{name}."): tensor for path, tensor in tensors.items()} | buffers
             else:
                 self._lend(tensors)
@@ -284,8 +289,19 @@ class StreamedEvaluation:
             layer.slices[key].guests[int(index)] = tensor
             self._hosts.append(layer.slices[key])
 
+    def _replace_copies(self, tensors: dict[str, torch.Tensor]) -> None:
+        """Let modules use exact weights instead of their copies."""
+        aliases = {alias: tensors[name] for alias, name in self._store.layout.aliases.items() if name in tensors}
+        for name, tensor in (tensors | aliases).items():
+            path, _, key = name.rpartition(".")
+            module: Any = self._store.module.get_submodule(path)
+            module.copies.exact[key] = tensor
+            self._exact.append(module.copies)
+
     def _dismiss(self) -> None:
         self._guest = {}
+        while self._exact:
+            self._exact.pop().exact.clear()
         while self._hosts:
             self._hosts.pop().guests.clear()
 

@@ -11,7 +11,7 @@ from typing import Literal
 import torch
 from torch import nn
 
-from ..config.method import Masking, PathsSection
+from ..config.method import CopiesSection, Masking, PathsSection
 from ..config.schema import Config
 from ..distributed.mesh import Holders, Mesh
 from ..distributed.tensor_parallel import parameter_cuts
@@ -43,6 +43,7 @@ class Layout:
         keeps_frozen: whether a group keeps frozen copies of the units that it does not hold
             (backward masking), instead of skipping these units. With a schedule of maskings, this
             is true if any phase does so, and :meth:`in_phase` returns the layout of a phase.
+        copies: how frozen copies are kept.
         branch_scale: when units are scaled. Only forward masking scales them.
         not_units: blocks that "auto" found and left out, because no group could skip them → the
             reason.
@@ -61,6 +62,7 @@ class Layout:
     branch_scale: Literal["none", "train", "eval"] = "none"
     not_units: dict[str, str] = field(default_factory=dict)
     paths: int = 1
+    copies: CopiesSection = field(default_factory=CopiesSection)
 
     @classmethod
     def of(cls, model: nn.Module, config: Config, mesh: Mesh) -> Layout:
@@ -113,8 +115,9 @@ class Layout:
         keeps_frozen = "backward" in section.maskings
         scale = section.branch_scale
         layout = cls(
-            mesh, tuple(units), placement, parameters, buffers, aliases, blocks, keeps_frozen, scale, not_units
-        )
+            mesh, tuple(units), placement, parameters, buffers, aliases, blocks, keeps_frozen, scale, not_units,
+            copies=section.copies,
+        )  # fmt: skip
         return layout if section.paths is None else layout._with_paths(section.paths)
 
     def _with_paths(self, section: PathsSection) -> Layout:
@@ -269,7 +272,7 @@ class Layout:
         return members
 
     def frozen(self, group: int) -> Iterator[TensorInfo]:
-        """Yield the parameters of which ``group`` keeps frozen copies in compute precision."""
+        """Yield the parameters of which ``group`` keeps frozen copies."""
         return (info for info in self.parameters.values() if self.keeps_frozen and group not in info.holders)
 
     def block_of(self, unit: Unit) -> str:

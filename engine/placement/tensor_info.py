@@ -8,6 +8,13 @@ import torch
 
 from ..distributed.mesh import Holders
 
+QUANTISED_BLOCK = 64  # numbers of a row that have one scale
+
+
+def quantised_row(numel: int, kind: str) -> tuple[int, int]:
+    """Return the bytes of a row of ``numel`` numbers in "int8" or "nf4", and of its scales."""
+    return numel if kind == "int8" else -(-numel // 2), 2 * -(-numel // QUANTISED_BLOCK)
+
 
 @dataclass(frozen=True)
 class Shard:
@@ -123,6 +130,20 @@ class TensorInfo:
         """Return the number of elements of shard ``index``."""
         first, last = self.shard_rows(shards, index)
         return (last - first) * self.part[1:].numel()
+
+    def copy_nbytes(self, kind: str, itemsize: int, shards: int = 1, index: int = 0) -> int:
+        """Return the bytes of shard ``index`` of a frozen copy of this kind (``sdp.copies.dtype``).
+
+        ``itemsize`` is that of compute precision.
+        """
+        if not self.is_quantised(kind):
+            return itemsize * self.shard_numel(shards, index)
+        first, last = self.shard_rows(shards, index)
+        return (last - first) * sum(quantised_row(self.part[1:].numel(), kind))
+
+    def is_quantised(self, kind: str) -> bool:
+        """Whether copies of this kind are quantised: of matrices they are, of biases not."""
+        return kind != "compute" and len(self.shape) >= 2 and self.dtype.is_floating_point
 
     def padded_shard_numel(self, shards: int) -> int:
         """Return the number of elements of a shard in a gather.

@@ -132,6 +132,8 @@ class RankContext:
         user_group_count: the number of the user's groups, if they are not.
         needs_whole_matrices: whether the optimizer's step depends on them.
         passes_together: how many forward passes of an evaluation may take turns. None: any number.
+        part_of_copy: returns what this rank has of a frozen tensor of which the holder's
+            :meth:`GroupStore.part` is whole.
         gather_stream: returns the stream on which a block's shards are gathered, or None.
         clock: measures the time spent waiting, in seconds.
         service: the group's membership in a run whose anchors a service keeps
@@ -155,6 +157,7 @@ class RankContext:
     user_group_count: int = 0
     needs_whole_matrices: bool = False
     passes_together: int | None = None
+    part_of_copy: Callable[[torch.Tensor], torch.Tensor] = lambda tensor: tensor
     gather_stream: Callable[[nn.Module], torch.Stream | None] = lambda _: None
     clock: Callable[[], float] = time.perf_counter
     service: Any = None
@@ -297,9 +300,12 @@ class GroupStore(Protocol):
 
 
 def parameters_of(module: nn.Module, layout: Layout, group: int) -> dict[str, nn.Parameter]:
-    """Return the parameters of the module of ``group`` by the layout's names, frozen copies too."""
+    """Return the parameters of the module of ``group`` by the layout's names, frozen copies too.
+
+    A quantised copy has two parameters, whose names end in ":q" and ":s".
+    """
     infos = layout.parameters_at(group)
-    return {infos[path].name: parameter for path, parameter in module.named_parameters()}
+    return {infos[path].name if path in infos else path: p for path, p in module.named_parameters()}
 
 
 def frozen_copies(store: GroupStore) -> dict[str, nn.Parameter]:

@@ -161,4 +161,8 @@ def restore_ties(model: nn.Module, aliases: Mapping[str, str]) -> None:
     """Tie parameters again, which ``to_empty`` unties: every alias gets the canonical tensor."""
     for alias, name in aliases.items():
         parent, _, key = alias.rpartition(".")
-        setattr(model.get_submodule(parent), key, model.get_parameter(name))
+        owner, module = model.get_submodule(name.rpartition(".")[0]), model.get_submodule(parent)
+        for suffix in ("", ":q", ":s"):  # of the parameter, or of a quantised copy
+            parameter = owner._parameters.get(name.rpartition(".")[2] + suffix)
+            if parameter is not None:
+                module._parameters[key + suffix] = parameter

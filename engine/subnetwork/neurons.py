@@ -73,7 +73,7 @@ class Slices:
 
     def tensors(self, module: nn.Module) -> list[Tensor]:
         """The tensors of the present slices, in order."""
-        own = [module.get_parameter(f"{self.key}:{index}") for index in (*self.held, *self.frozen)]
+        own = [getattr(module, f"{self.key}:{index}") for index in (*self.held, *self.frozen)]
         return [*own, *(self.guests[index] for index in sorted(self.guests))]
 
     def where(self, device: torch.device) -> Tensor:

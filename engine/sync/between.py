@@ -7,7 +7,7 @@ It works on a :class:`~sdp.engine.stores.store.GroupStore`, whatever that does i
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -20,12 +20,13 @@ from ..config.schema import Config
 from ..distributed.agreement import find_differences
 from ..distributed.collectives import local_tensor, stored_tensor
 from ..distributed.mesh import Holders
-from ..errors import HolderMismatchError, PlacementError
+from ..errors import HolderMismatchError, NonFiniteError, PlacementError
 from ..optim.clip import squared_norm
 from ..placement.layout import Layout
 from ..placement.placement import Placement
 from ..placement.units import SHARED
 from ..stores.store import GroupStore, parameters_of
+from ..subnetwork.copies import quantise
 from .gradients import CHANGED, FinalGradients, GradientSync, WeightRefresh, compare_gradients
 
 CHUNK = 1 << 20
@@ -167,6 +168,7 @@ class BetweenGroups:
         self._final = FinalGradients()
         self._factors: dict[Holders, float] = {}  # by which gradients were multiplied, if losses have weights
         self._hooks: list[RemovableHandle] = []
+        self._finite: dict[str, torch.Tensor] = {}  # whether the scales are that this rank sent last
         self._prepare_refresh()
 
     def _make_inner_sync(self) -> GradientSync:
@@ -185,7 +187,8 @@ class BetweenGroups:
         weights = {name: stored_tensor(parameter) for name, parameter in everything.items()}
         refresh = self._refresh = WeightRefresh(
             layout.refreshes, weights, context.communicators.refresh, context.traffic, context.compute_dtype,
-            context.messages.broadcast,
+            context.messages.broadcast, self._quantise,
+            {name for name, info in layout.parameters.items() if info.is_quantised(layout.copies.dtype)},
         )  # fmt: skip
         while self._hooks:
             self._hooks.pop().remove()
@@ -193,6 +196,14 @@ class BetweenGroups:
             # This hook must run before FSDP2's own hook, which gathers the shards.
             wait = lambda block, _, name=name: refresh.wait(name, context.gather_stream(block))  # noqa: E731
             self._hooks.append(module.get_submodule(name).register_forward_pre_hook(wait, prepend=True))
+
+    def _quantise(self, name: str, weight: torch.Tensor | None) -> Sequence[torch.Tensor]:
+        """Quantise what this rank sends of a held parameter. ``weight`` replaces the parameter."""
+        layout, context = self.store.layout, self.context
+        weight = self.store.part(name) if weight is None else weight.detach().to(context.device)
+        q, s = quantise(weight, layout.copies.dtype)
+        self._finite[name] = s.view(torch.float16).isfinite().all()
+        return context.part_of_copy(q), context.part_of_copy(s)
 
     @property
     def is_local(self) -> bool:
@@ -277,6 +288,7 @@ class BetweenGroups:
 
         Raises:
             HolderMismatchError: The script changed gradients, not equally at all holders.
+            NonFiniteError: A weight has become too large for a quantised copy.
         """
         norm = squared_norm([t.grad for t in self._counted if t.grad is not None], self.context.device)
         totals = torch.stack([norm / loss_scale**2, loss / self.context.world_size])
@@ -284,6 +296,8 @@ class BetweenGroups:
             totals[0] += CHANGED
         self.context.all_reduce_control(totals)
         squared, mean_loss = totals.tolist()
+        if not math.isfinite(squared):
+            self.check_copies()
         if CHANGED <= squared < math.inf:
             compare_gradients(self.store)
             self._final.forget()
@@ -328,6 +342,27 @@ class BetweenGroups:
         """Bring all copies up to date and wait for them. Collective."""
         self.refresh(self.store.layout.parameters, weights)
         self._refresh.finish()
+        self.check_copies()
+
+    def check_copies(self) -> None:
+        """Raise NonFiniteError if a scale of any rank's quantised copies is not finite. Collective.
+
+        The holders' weights are then NaN, infinite or too large.
+        """
+        layout = self.store.layout
+        if not layout.keeps_frozen or layout.copies.dtype == "compute" or dist.get_backend() == "fake":
+            return
+        names = list(layout.parameters)
+        found = torch.tensor(
+            [max((1 + names.index(name) for name, fine in self._finite.items() if not fine), default=0)],
+            device=self.context.device,
+        )
+        self.context.all_reduce_control(found, dist.ReduceOp.MAX)
+        if found.item():
+            raise NonFiniteError(
+                f"{names[int(found) - 1]}: a copy in {layout.copies.dtype} has a scale that is not finite, because the "
+                'weights are NaN, infinite or too large; lower the learning rate, or set sdp.copies.dtype to "compute"'
+            )
 
     def finish_refresh(self) -> None:
         """Wait for copies that are under way."""

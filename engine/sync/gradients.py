@@ -323,6 +323,9 @@ class WeightRefresh:
         traffic: counts the bytes sent.
         dtype: the dtype of the frozen copies. Weights are cast to it before they are sent.
         broadcast: starts to send the tensor of the member ``source``.
+        quantise: returns the two tensors of a quantised copy of a parameter, from the weight that
+            replaces it, if any.
+        quantised: the parameters of which copies are quantised.
     """
 
     def __init__(
@@ -335,8 +338,10 @@ class WeightRefresh:
         broadcast: Callable[[torch.Tensor, int, dist.ProcessGroup], Any] = lambda tensor, source, group: dist.broadcast(
             tensor, group_src=source, group=group, async_op=True
         ),
+        quantise: Callable[[str, torch.Tensor | None], Sequence[torch.Tensor]] = lambda *_: (),
+        quantised: Collection[str] = (),
     ):
-        self._broadcast = broadcast
+        self._broadcast, self._quantise, self._quantised = broadcast, quantise, quantised
         self._refreshes = [refresh for refresh in refreshes if (refresh.source, refresh.members) in communicators]
         self._parameters, self._communicators = parameters, communicators
         self._traffic, self._dtype = traffic, dtype
@@ -358,21 +363,27 @@ class WeightRefresh:
             pending = self._pending.setdefault(refresh.block, [])
             group, source = self._communicators[refresh.source, refresh.members], refresh.members.index(refresh.source)
             here, ranks = group.rank(), dist.get_process_group_ranks(group)
-            for name in (name for name in refresh.names if name in names):
-                tensor = self._weight(name, weights or {})
+            sent = (name for name in refresh.names if name in names)
+            for tensor in (one for name in sent for one in self._tensors(name, weights or {}, sends=here == source)):
                 if tensor.numel() == 0:  # an empty shard is empty in all groups
                     continue
-                if here == source:
-                    tensor = tensor.to(self._dtype if tensor.is_floating_point() else tensor.dtype).contiguous()
                 if passes_on(here, source, len(ranks)):
                     self._traffic.record("between groups", "broadcast", tensor.nbytes, ranks)
                 work = self._broadcast(tensor, source, group)
                 assert work is not None
                 pending.append((work, tensor))  # the tensor must live until it is sent
 
-    def _weight(self, name: str, weights: Mapping[str, torch.Tensor]) -> torch.Tensor:
-        own = local_tensor(self._parameters[name].detach())
-        return weights[name].detach().to(own.device) if name in weights else own
+    def _tensors(self, name: str, weights: Mapping[str, torch.Tensor], *, sends: bool) -> Sequence[torch.Tensor]:
+        """Return what is sent of a parameter, or where it is received."""
+        if name not in self._quantised:
+            own = local_tensor(self._parameters[name].detach())
+            if not sends:
+                return [own]
+            weight = weights[name].detach().to(own.device) if name in weights else own
+            return [weight.to(self._dtype if weight.is_floating_point() else weight.dtype).contiguous()]
+        if sends:
+            return self._quantise(name, weights.get(name))
+        return [local_tensor(self._parameters[f"{name}:{suffix}"].detach()) for suffix in "qs"]
 
     def wait(self, block: str, stream: torch.Stream | None = None) -> None:
         """Wait for the weights of one block.

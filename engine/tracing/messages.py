@@ -97,8 +97,9 @@ class Messages:
         for refresh in self._layout.refreshes:
             if refresh.sent_by(group):
                 infos = self._of(fragment, (self._layout.parameters[name] for name in refresh.names))
-                numel = sum(info.shard_numel(self._shards, index) for info in infos)
-                sums["broadcast", refresh.members] += self._compute_bytes * numel
+                copies = self._layout.copies
+                sizes = (i.copy_nbytes(copies.dtype, self._compute_bytes, self._shards, index) for i in infos)
+                sums["broadcast", refresh.members] += sum(sizes) // copies.refresh_every  # the mean of the steps
         return sums
 
     def _of(self, fragment: int | None, infos: Iterable[TensorInfo]) -> Iterator[TensorInfo]:

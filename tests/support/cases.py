@@ -54,6 +54,7 @@ class Case:
     sync: str = ""  # local steps: the section as JSON
     lr_scale: str = "none"  # rates by holders: as JSON, or "auto"
     paths: str = ""  # the number of paths, and the indices of the blocks of which each has its own: "2: 1 3"
+    copies: str = ""  # frozen copies: the section as JSON
 
     @property
     def data_ranks(self) -> int:
@@ -70,7 +71,7 @@ class Case:
         parts += ["backward"] * (self.masking == "backward") + [f"neurons{self.neurons}"] * (self.neurons > 0)
         parts += [f"scale-{self.branch_scale}"] * (self.branch_scale != "none")
         parts += [f"rates-{self.lr_scale}"] * (self.lr_scale != "none")
-        parts += [re.sub(r"[^\w.]+", "-", self.sync).strip("-")] * bool(self.sync)
+        parts += [re.sub(r"[^\w.]+", "-", section).strip("-") for section in (self.sync, self.copies) if section]
         parts += ["paths-" + re.sub(r"\W+", "-", self.paths).strip("-")] * bool(self.paths)
         return "-".join(parts)
 
@@ -103,6 +104,7 @@ class Case:
                 "branch_scale": self.branch_scale, **self._placement(), **self._neurons(),
                 **({"sync": json.loads(self.sync)} if self.sync else {}),
                 **({"paths": self._paths()} if self.paths else {}),
+                **({"copies": json.loads(self.copies)} if self.copies else {}),
                 "lr_scale": self.lr_scale if self.lr_scale in ("none", "auto") else json.loads(self.lr_scale)},
             **sections,
         }  # fmt: skip
@@ -288,7 +290,8 @@ def oracle_of(case: Case, **arguments: Any) -> Oracle:
 def oracle_for(model: torch.nn.Module, settings: dict[str, Any], data_ranks: int, **arguments: Any) -> Oracle:
     """Make the oracle of a model, which may be on the meta device, and a configuration."""
     config = load_config(settings)
-    layout = Layout.of(model, config, Mesh(config.sdp.groups, data_ranks // config.sdp.groups))
+    mesh = Mesh(config.sdp.groups, data_ranks // config.sdp.groups, config.tensor_parallel.autotp_size)
+    layout = Layout.of(model, config, mesh)
     give_values(model, layout, values_to_give(model, config, layout), torch.device("cpu"), Shard())
     optimizer = settings.get("optimizer", {"type": "SGD"})
     kind = getattr(torch.optim, optimizer["type"])
@@ -302,6 +305,7 @@ def oracle_for(model: torch.nn.Module, settings: dict[str, Any], data_ranks: int
         "clip": config.gradient_clipping,
         "dtype": getattr(torch, config.precision),
         "sync": settings["sdp"].get("sync"),
+        "copies": settings["sdp"].get("copies"),
         "rate_factor": lambda piece: 1.0 if piece.unit == "shared" else (len(piece.holders) / mean) ** exponent,
         "place_of": lambda name: re.sub(r"^paths\.\d+\.", "", name),
     }

@@ -44,6 +44,7 @@ class Piece:
         first: the first index of the slice.
         last: the index after the slice.
         trains: whether it is trained.
+        parts: into how many parts tensor parallelism cuts it along its columns.
     """
 
     name: str
@@ -55,6 +56,7 @@ class Piece:
     first: int = 0
     last: int = 0
     trains: bool = True
+    parts: int = 1
 
     def of(self, tensor: Tensor) -> Tensor:
         return tensor if self.dim is None else tensor.narrow(self.dim, self.first, self.last - self.first)
@@ -121,6 +123,7 @@ class Oracle:
         loss_scale: by what losses are multiplied before the backward pass.
         sync: the section ``sdp.sync``. None: gradients are averaged in every step.
         rate_factor: by what the learning rate of a piece is multiplied.
+        copies: the section ``sdp.copies``.
         place_of: returns the path in a group's module of a canonical name.
     """
 
@@ -135,10 +138,11 @@ class Oracle:
         loss_scale: float = 1.0,
         sync: Mapping[str, Any] | None = None,
         rate_factor: Callable[[Piece], float] = lambda _: 1.0,
+        copies: Mapping[str, Any] | None = None,
         place_of: Callable[[str], str] = lambda name: name,
     ):
         self.model, self.layout, self.clip, self.dtype, self.place_of = model, layout, clip, dtype, place_of
-        self.loss_scale = loss_scale
+        self.loss_scale, self.copies = loss_scale, {"dtype": "compute", "refresh_every": 1} | dict(copies or {})
         self.size = layout.mesh.fsdp  # the data ranks of a group
         self.pieces = {piece.name: piece for piece in self._pieces_of_parameters()}
         self.buffer_pieces = list(self._pieces_of_buffers())
@@ -165,7 +169,8 @@ class Oracle:
                 (info.cut.dim, info.cut.start, info.cut.start + info.shape[info.cut.dim]) if info.cut else (None, 0, 0)
             )
             place = self.place_of(info.canonical)
-            yield Piece(info.name, info.canonical, place, info.unit, tuple(info.holders), *cut, info.trainable)
+            parts = info.tp if info.tp_dim else 1
+            yield Piece(info.name, info.canonical, place, info.unit, tuple(info.holders), *cut, info.trainable, parts)
 
     def _pieces_of_buffers(self) -> Iterable[Piece]:
         sliced = set()
@@ -298,6 +303,7 @@ class Oracle:
         norm = norm_of(gradients)
         self._average_buffers(self.buffer_pieces)
         if skip or not math.isfinite(norm):
+            self._refresh_if_due()
             return Step(loss, norm, len(self.groups), gradients)
         for group in self.groups:
             group.step(gradients, norm, self.clip, rate)
@@ -305,7 +311,7 @@ class Oracle:
             first, *others = (self.groups[holder].weights[name].detach() for holder in piece.holders)
             assert all(torch.equal(first, other) for other in others), f"{name}: holders drift"
             self.value(piece).copy_(first)
-        self.refresh_copies(self.pieces.values())
+        self._refresh_if_due()
         return Step(loss, norm, 0, gradients)
 
     def _differentiate(self, rank: int, batch: Any, weight: float, masking: str) -> Pass:
@@ -321,7 +327,19 @@ class Oracle:
         for piece in pieces:
             for group in self.groups:
                 if group.index not in piece.holders:
-                    group.copies[piece.name] = self.value(piece).to(self.dtype, copy=True)
+                    group.copies[piece.name] = self.copy_of(piece).to(self.dtype, copy=True)
+
+    def _refresh_if_due(self) -> None:
+        if self.steps % self.copies["refresh_every"] == 0:
+            self.refresh_copies(self.pieces.values())
+
+    def copy_of(self, piece: Piece) -> Tensor:
+        """The piece as its copies have it. Only matrices are quantised."""
+        value, kind = self.value(piece), self.copies["dtype"]
+        if kind == "compute" or value.dim() < 2:
+            return value
+        parts = value.chunk(piece.parts, 1)
+        return torch.cat([values_of(*quantised(part, kind), kind).view(part.shape) for part in parts], 1)
 
     # -- running statistics ------------------------------------------------------------------------
 
@@ -416,6 +434,35 @@ class Oracle:
         self.refresh_copies(self.pieces[name] for name in changes)
         fragments = {self._fragment(self.pieces[name]) for name in changes}
         self._average_buffers(piece for piece in self.buffer_pieces if self._fragment(piece) in fragments)
+
+
+NF4 = [-1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453, -0.28444138169288635,
+    -0.18477343022823334, -0.09105003625154495, 0.0, 0.07958029955625534, 0.16093020141124725, 0.24611230194568634,
+    0.33791524171829224, 0.44070982933044434, 0.5626170039176941, 0.7229568362236023, 1.0]  # fmt: skip
+
+
+def quantised(value: Tensor, kind: str) -> tuple[Tensor, Tensor]:
+    """Return the numbers (rows, rest) of a matrix, and a float16 scale for each 64 of a row."""
+    numbers, scales = [], []
+    for block in value.reshape(value.shape[0], -1).split(64, 1):
+        largest = block.abs().max(1, keepdim=True).values
+        scale = (largest / (127 if kind == "int8" else 1)).to(torch.float16)
+        ratio = block / scale.float()
+        if kind == "int8":
+            number = ratio.round().clamp(-127, 127)
+        else:
+            distances = (ratio[:, :, None].double() - torch.tensor(NF4, dtype=torch.float64)).abs()
+            number = distances.min(2).indices
+        zero = 0 if kind == "int8" else NF4.index(0.0)
+        numbers.append(torch.where(scale == 0, torch.tensor(zero), number).int())
+        scales.append(scale)
+    return torch.cat(numbers, 1), torch.cat(scales, 1)
+
+
+def values_of(numbers: Tensor, scales: Tensor, kind: str) -> Tensor:
+    values = numbers.float() if kind == "int8" else torch.tensor(NF4)[numbers]
+    blocks = zip(values.split(64, 1), scales.float().split(1, 1), strict=True)
+    return torch.cat([block * scale for block, scale in blocks], 1)
 
 
 def mean_gradient(name: str, passes: Sequence[Pass]) -> Tensor:

@@ -20,6 +20,7 @@ from ...optim.optimizers import make_optimizer
 from ...optim.schedules import build_scheduler
 from ...placement.layout import Layout
 from ...placement.tensor_info import Shard
+from ...subnetwork.copies import copy_cheaply
 from ...subnetwork.execution import checkpoint_activations
 from ...subnetwork.given_model import refuse_shapes
 from ...subnetwork.initialisation import ModuleInit
@@ -104,6 +105,7 @@ def _cut_and_fill(
     stand_ins = cut(model, config, layout, group, getattr(torch, config.precision))
     run = [name for name in layout.blocks if name not in stand_ins]
     checkpoint_activations(model, run, config.activation_checkpointing.mode)
+    copy_cheaply(model, layout, group, config.sdp.copies, getattr(torch, config.precision))
     give_values(model, layout, plan, device, Shard(), {info.name for info in layout.frozen(group)})
 
 

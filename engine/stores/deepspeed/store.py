@@ -70,10 +70,11 @@ class DeepSpeedStore:
             awaits_blocks=stage < 3,  # ZeRO 3 gathers weights before the block that needs them runs
             user_groups=[bundle.options for bundle in self.bundles],
             user_group_count=1 + max(bundle.options for bundle in bundles),
+            part_of_copy=self._part_of_copy,
             passes_together=1 if stage == 3 else None,  # ZeRO 3 follows the modules of one pass at a time
         )
         everything, infos = parameters_of(self.module, layout, at.sdp), layout.parameters
-        self.parameters = {name: p for name, p in everything.items() if at.sdp in infos[name].holders}
+        self.parameters = {name: p for name, p in everything.items() if name in infos and at.sdp in infos[name].holders}
         self._zero = Zero(engine.optimizer, optimizer, stage, offloads=config.zero_optimization.offloads)
         check_partitions(self.bundles, self._zero.masters, self.parameters, stage=stage, ranks=mesh.fsdp)
         self._usage = UsedParameters(
@@ -205,6 +206,14 @@ class DeepSpeedStore:
 
     def enter_phase(self, layout: Layout) -> None:
         raise NotImplementedError  # the configuration allows one masking only
+
+    def _part_of_copy(self, tensor: torch.Tensor) -> torch.Tensor:
+        context = self.context
+        if context.stage < 3:
+            return tensor
+        flat, size = tensor.reshape(-1), -(-tensor.numel() // context.mesh.fsdp)
+        flat = nn.functional.pad(flat, (0, size * context.mesh.fsdp - flat.numel()))
+        return flat.split(size)[context.at.fsdp].contiguous()
 
     def _note_weights(self) -> None:
         self._versions = {name: parameter._version for name, parameter in self.parameters.items()}

@@ -225,7 +225,7 @@ class Fsdp2Store:
         """Find the parameters. Call this once, after they got values."""
         infos, sdp = self.layout.parameters, self.context.at.sdp
         everything = parameters_of(self.module, self.layout, sdp)
-        self.parameters = {name: p for name, p in everything.items() if sdp in infos[name].holders}
+        self.parameters = {name: p for name, p in everything.items() if name in infos and sdp in infos[name].holders}
         whole = [p for name, p in self.parameters.items() if infos[name].trainable and infos[name].tp_dim is None]
         ranks = self.context.tensor_ranks
         self._tensor_sums = TensorSums(whole, ranks, self.context.traffic) if whole and ranks is not None else None

@@ -1,0 +1,200 @@
+"""Frozen copies that cost little (``sdp.copies``): quantised, or refreshed every few steps.
+
+A quantised copy of a weight ``KEY`` is two frozen parameters of its module: ``KEY:q`` has numbers
+of few bits, and ``KEY:s`` has the bytes of a float16 scale for each block of 64 numbers. The module
+reads ``KEY``, which is made from them whenever it is read. So a copy exists in compute precision
+only while an operation uses it.
+"""
+
+from __future__ import annotations
+
+import functools
+import weakref
+from collections.abc import Callable, Mapping
+from typing import Any, Literal
+
+import torch
+from torch import nn
+from torch.autograd.graph import saved_tensors_hooks
+
+from ..config.method import CopiesSection
+from ..errors import ModelError
+from ..placement.layout import Layout
+from ..placement.tensor_info import QUANTISED_BLOCK as BLOCK
+from ..placement.tensor_info import quantised_row
+
+Kind = Literal["compute", "int8", "nf4"]
+# The levels of NormalFloat with 4 bits: quantiles of a normal distribution (arXiv 2305.14314).
+LEVELS = (
+    -1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453, -0.28444138169288635,
+    -0.18477343022823334, -0.09105003625154495, 0.0, 0.07958029955625534, 0.16093020141124725,
+    0.24611230194568634, 0.33791524171829224, 0.44070982933044434, 0.5626170039176941, 0.7229568362236023, 1.0,
+)  # fmt: skip
+ZERO = LEVELS.index(0.0)
+
+
+def quantise(weight: torch.Tensor, kind: Kind) -> tuple[torch.Tensor, torch.Tensor]:
+    """Quantise a float32 weight.
+
+    Args:
+        weight: (rows, …). Blocks of 64 numbers are cut from the rest of each row.
+        kind: "int8" or "nf4".
+
+    Returns:
+        q, int8 of the shape of ``weight`` or uint8 (rows, half of the rest), and s, the bytes of
+        the blocks' float16 scales (rows, 2 · blocks).
+    """
+    rows, tail = weight.shape[0], weight[0].numel()
+    blocks = -(-tail // BLOCK)
+    padded = nn.functional.pad(weight.reshape(rows, tail), (0, blocks * BLOCK - tail)).view(rows, blocks, BLOCK)
+    largest = padded.abs().amax(2, keepdim=True)
+    scale = (largest / 127 if kind == "int8" else largest).half()
+    ratios = torch.where(scale > 0, padded / scale.float(), 0.0).view(rows, -1)[:, :tail]
+    s = scale.view(rows, blocks).view(torch.uint8)
+    if kind == "int8":
+        return ratios.round().clamp(-127, 127).to(torch.int8).view(weight.shape), s
+    levels = torch.tensor(LEVELS, dtype=torch.float64)
+    exact = (levels[1:] + levels[:-1]) / 2
+    middles = exact.float()  # rounded down, so that a number on the exact middle takes the lower level
+    middles = torch.where(middles.double() > exact, torch.nextafter(middles, torch.tensor(-2.0)), middles)
+    index = torch.bucketize(ratios.contiguous(), middles.to(weight.device), out_int32=True).to(torch.uint8)
+    index = nn.functional.pad(index, (0, tail % 2), value=ZERO)
+    return index[:, ::2] << 4 | index[:, 1::2], s
+
+
+def dequantise(q: torch.Tensor, s: torch.Tensor, tail: torch.Size, kind: Kind, dtype: torch.dtype) -> torch.Tensor:
+    """Return the values of a quantised weight whose rows have the shape ``tail``."""
+    rows, count = q.shape[0], tail.numel()
+    if kind == "nf4":
+        levels = torch.tensor(LEVELS, device=q.device)
+        numbers = levels[torch.stack([q >> 4, q & 15], 2).view(rows, -1)[:, :count].int()]
+    else:
+        numbers = q.reshape(rows, count).float()
+    scale = (s if s.storage_offset() % 2 == 0 and s.is_contiguous() else s.clone()).view(torch.float16).float()
+    whole = count // BLOCK * BLOCK
+    numbers[:, :whole].unflatten(1, (-1, BLOCK)).mul_(scale[:, : whole // BLOCK, None])
+    numbers[:, whole:].mul_(scale[:, whole // BLOCK :])
+    return numbers.to(dtype).view(rows, *tail)
+
+
+# Values of copies that may still be in use, by their storage: the value, its module, and its key.
+Made = dict[int, tuple[weakref.ref[torch.Tensor], nn.Module, str]]
+
+
+class Copies:
+    """The frozen copies that a module has.
+
+    Args:
+        kind: How they are quantised.
+        dtype: Compute precision.
+        tails: The shape of a row of each quantised weight, by key.
+        made: The values of copies that the model has made.
+
+    Attributes:
+        exact: Exact weights by key, which the module uses instead of copies for now.
+    """
+
+    def __init__(self, kind: Kind, dtype: torch.dtype, tails: Mapping[str, torch.Size], made: Made):
+        self._kind: Kind = kind
+        self._made = made
+        self._dtype, self._tails = dtype, tails
+        self.exact: dict[str, torch.Tensor] = {}
+
+    def read(self, module: nn.Module, key: str) -> torch.Tensor:
+        """Return the copy ``key`` of ``module`` in compute precision."""
+        if key in self.exact:
+            return self.exact[key]
+        if key not in self._tails:
+            return module._parameters[key]  # type: ignore[return-value]
+        q, s = module._parameters[f"{key}:q"], module._parameters[f"{key}:s"]
+        assert q is not None and s is not None
+        value = dequantise(q.detach(), s.detach(), self._tails[key], self._kind, self._dtype)
+        self._made[value.untyped_storage()._cdata] = weakref.ref(value), module, key
+        return value
+
+
+def copy_cheaply(model: nn.Module, layout: Layout, group: int, section: CopiesSection, dtype: torch.dtype) -> None:
+    """Let the frozen copies of ``model`` be as ``sdp.copies`` says. Their values stay undefined.
+
+    Call this once the model is cut for tensor parallelism, and before it is sharded.
+
+    Raises:
+        ModelError: A module keeps its weights elsewhere, too.
+    """
+    infos = {info.name: info for info in layout.frozen(group)}
+    if section.are_exact or not infos:
+        return
+    canonical = {id(p): name for name, p in model.named_parameters()}
+    made: Made = {}
+    pairs: dict[str, dict[str, nn.Parameter]] = {}  # a tied weight has one copy
+    for path, module in list(model.named_modules()):
+        keys = {
+            key: infos[canonical[id(p)]]
+            for key, p in module.named_parameters(recurse=False)
+            if canonical[id(p)] in infos
+        }
+        if not keys:
+            continue
+        if isinstance(module, nn.RNNBase):
+            raise ModelError(f"{path}: sdp.copies is not available with {type(module).__name__}; remove sdp.copies")
+        tails = {
+            key: module.get_parameter(key).shape[1:] for key, info in keys.items() if info.is_quantised(section.dtype)
+        }
+        for key in tails:
+            name = keys[key].name
+            if name not in pairs:
+                pairs[name] = _empty(module.get_parameter(key), section.dtype)
+            del module._parameters[key]
+            for suffix, parameter in pairs[name].items():
+                module.register_parameter(f"{key}:{suffix}", parameter)
+        module.copies = Copies(section.dtype, dtype, tails, made)  # type: ignore[assignment]
+        kind = type(module)
+        module.__class__ = type(kind.__name__, (kind,), {key: _property_of_copies(key) for key in keys})
+    for name in layout.blocks:
+        block = model.get_submodule(name)
+        block.forward = _making_again(block.forward, made)  # type: ignore[method-assign]
+
+
+def _property_of_copies(key: str) -> property:
+    return property(lambda module: module.copies.read(module, key))
+
+
+def _empty(parameter: nn.Parameter, kind: Kind) -> dict[str, nn.Parameter]:
+    rows, tail = parameter.shape[0], parameter.shape[1:]
+    of_q, of_s = quantised_row(tail.numel(), kind)
+    q = torch.empty(
+        parameter.shape if kind == "int8" else (rows, of_q),
+        dtype=torch.int8 if kind == "int8" else torch.uint8,
+        device=parameter.device,
+    )
+    s = torch.empty((rows, of_s), dtype=torch.uint8, device=parameter.device)
+    return {"q": nn.Parameter(q, requires_grad=False), "s": nn.Parameter(s, requires_grad=False)}
+
+
+def _making_again(forward: Callable[..., Any], made: Made) -> Callable[..., Any]:
+    """Let autograd keep no copy in compute precision for backward, but make the copy again there.
+
+    A block that is recomputed in backward makes its copies again anyway.
+    """
+
+    def pack(tensor: torch.Tensor) -> Any:
+        value, module, key = made.get(tensor.untyped_storage()._cdata, (None, None, ""))
+        if value is None or value() is None:
+            return tensor
+        return module, key, tensor.size(), tensor.stride(), tensor.storage_offset()
+
+    def unpack(packed: Any) -> torch.Tensor:
+        if isinstance(packed, torch.Tensor):
+            return packed
+        module, key, *view = packed
+        return module.copies.read(module, key).as_strided(*view)
+
+    @functools.wraps(forward)
+    def run(*args: Any, **kwargs: Any) -> Any:
+        with saved_tensors_hooks(pack, unpack):
+            result = forward(*args, **kwargs)
+        for key in [key for key, (value, *_) in made.items() if value() is None]:
+            del made[key]
+        return result
+
+    return run
