@@ -18,7 +18,14 @@ from pathlib import Path
 from typing import Any, cast
 
 from sdp.engine.config import deepspeed_keys, removed
-from sdp.engine.config.method import MaskingPhase, OuterSGDParams, PathsSection, ServiceSection, SyncSection
+from sdp.engine.config.method import (
+    CopiesSection,
+    MaskingPhase,
+    OuterSGDParams,
+    PathsSection,
+    ServiceSection,
+    SyncSection,
+)
 from sdp.engine.config.named_params import SCHEDULES, AdamParams, MuonParams, SGDParams
 from sdp.engine.config.schema import Config, TasksSection
 from sdp.engine.config.section import Section
@@ -97,6 +104,7 @@ def config_sections() -> Iterator[tuple[str, type[Section]]]:
             yield name, field.annotation
         if name == "sdp":
             yield "sdp.masking", MaskingPhase
+            yield "sdp.copies", CopiesSection
             yield "sdp.sync", SyncSection
             yield "sdp.sync.outer_optimizer.params", OuterSGDParams
             yield "sdp.sync.service", ServiceSection
@@ -143,6 +151,8 @@ def configuration_page() -> str:
 _INTRODUCTIONS = {
     "sdp": "Which group of ranks holds which part of the model.\n\n",
     "sdp.masking": "One phase of a masking schedule. [Concepts](concepts.md#a-masking-schedule) has an example.\n\n",
+    "sdp.copies": "How frozen copies are kept under backward masking. [Concepts](concepts.md#copies-that-cost-less)\n"
+    "explains them.\n\n",
     "sdp.sync": "Local steps. [Slow links](slow_links.md) says when to use them.\n\n",
     "sdp.sync.outer_optimizer.params": "The `outer_optimizer` moves the anchors by the mean change of the holders:\n"
     '`{"type": "SGD", "params": {…}}`. If it is not given, `lr` is 0.7, with Nesterov momentum 0.9, as in DiLoCo.\n'
