@@ -151,8 +151,8 @@ def configuration_page() -> str:
 _INTRODUCTIONS = {
     "sdp": "Which group of ranks holds which part of the model.\n\n",
     "sdp.masking": "One phase of a masking schedule. [Concepts](concepts.md#a-masking-schedule) has an example.\n\n",
-    "sdp.copies": "How frozen copies are kept under backward masking. [Concepts](concepts.md#copies-that-cost-less)\n"
-    "explains them.\n\n",
+    "sdp.copies": "The object `copies` says how frozen copies are kept under backward masking.\n"
+    "[Concepts](concepts.md#copies-that-cost-less) has an example.\n\n",
     "sdp.sync": "Local steps. [Slow links](slow_links.md) says when to use them.\n\n",
     "sdp.sync.outer_optimizer.params": "The `outer_optimizer` moves the anchors by the mean change of the holders:\n"
     '`{"type": "SGD", "params": {…}}`. If it is not given, `lr` is 0.7, with Nesterov momentum 0.9, as in DiLoCo.\n'

@@ -102,6 +102,13 @@ CASES = {
     "zero2-accumulated": (3, config_of(1, stage=2, accumulation=4, model=LLAMA | {"vocab_size": 65})),
     "zero3-bf16": (4, config_of(stage=3, accumulation=2, bf16=True)),
     "zero3-backward-bf16": (4, config_of(stage=3, masking="backward", bf16=True)),
+    "int8-copies": (4, config_of(stage=3, masking="backward", bf16=True, copies={"dtype": "int8"})),
+    "nf4-copies": (
+        2,
+        config_of(
+            masking="backward", checkpointing="full", copies={"dtype": "nf4"}, granularity="neuron", neuron_groups=4
+        ),
+    ),
     "recomputed": (2, config_of(checkpointing="full", accumulation=2)),
     "selective": (2, config_of(checkpointing="selective", masking="backward")),
     "tensor-parallel": (4, config_of(tp=2, checkpointing="selective", accumulation=3)),
