@@ -39,7 +39,7 @@ from ..placement.layout import Layout
 from ..placement.units import Unit
 from ..stores.store import GroupStore
 from ..subnetwork.carve import PassThrough, pass_throughs
-from ..subnetwork.copies import Copies
+from ..subnetwork.copies import Copies, replace_copies
 from ..subnetwork.neurons import SlicedBatchNorm, Slices
 from .gather import assemble, gather_inside, padded_shard
 
@@ -263,7 +263,7 @@ class StreamedEvaluation:
                 continue
             tensors = self.assemble_guest(unit, gather_inside(store, shard))
             if store.layout.keeps_frozen:
-                self._replace_copies(tensors)
+                self._exact += replace_copies(store.module, store.layout, tensors)
             elif unit.is_block:
                 self._guest = {path.removeprefix(f"{name}."): tensor for path, tensor in tensors.items()} | buffers
             else:
@@ -288,15 +288,6 @@ class StreamedEvaluation:
             layer: Any = self._store.module.get_submodule(path)
             layer.slices[key].guests[int(index)] = tensor
             self._hosts.append(layer.slices[key])
-
-    def _replace_copies(self, tensors: dict[str, torch.Tensor]) -> None:
-        """Let modules use exact weights instead of their copies."""
-        aliases = {alias: tensors[name] for alias, name in self._store.layout.aliases.items() if name in tensors}
-        for name, tensor in (tensors | aliases).items():
-            path, _, key = name.rpartition(".")
-            module: Any = self._store.module.get_submodule(path)
-            module.copies.exact[key] = tensor
-            self._exact.append(module.copies)
 
     def _dismiss(self) -> None:
         self._guest = {}

@@ -155,6 +155,18 @@ def copy_cheaply(model: nn.Module, layout: Layout, group: int, section: CopiesSe
         block.forward = _making_again(block.forward, made)  # type: ignore[method-assign]
 
 
+def replace_copies(model: nn.Module, layout: Layout, weights: Mapping[str, torch.Tensor]) -> list[Copies]:
+    """Let modules use exact ``weights`` instead of their copies, and return what has them now."""
+    aliases = {alias: weights[name] for alias, name in layout.aliases.items() if name in weights}
+    changed = []
+    for name, weight in {**weights, **aliases}.items():
+        path, _, key = name.rpartition(".")
+        copies: Any = model.get_submodule(path).copies
+        copies.exact[key] = weight
+        changed.append(copies)
+    return changed
+
+
 def _property_of_copies(key: str) -> property:
     return property(lambda module: module.copies.read(module, key))
 
