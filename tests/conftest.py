@@ -1,7 +1,5 @@
 """Fixtures of all tests: the pool of ranks, and the folder of the modules that ranks import."""
 
-from __future__ import annotations
-
 import signal
 import sys
 from collections.abc import Iterator

@@ -4,8 +4,6 @@ variables.
 Every import counts, also those inside functions and under TYPE_CHECKING.
 """
 
-from __future__ import annotations
-
 import ast
 import configparser
 import re
@@ -36,7 +34,6 @@ LAUNCHER_ORDER = (
 # Inside engine/stores/. The stores themselves are not listed: they do not import each other.
 STORES_ORDER = ("store",)
 MOST_LINES, MOST_TEST_LINES, MOST_FILES = 600, 600, 16
-
 IMPORTERS = ("import_module", "__import__")
 # Files that import modules by a name that is known at run time, with the modules that they import.
 IMPORT_BY_NAME = {
@@ -45,41 +42,33 @@ IMPORT_BY_NAME = {
     "engine/stores/deepspeed/private.py": "parts of DeepSpeed",
     "tools/train/observers/monitors.py": "the monitors' packages",
 }
-
 Name = tuple[str, ...]
 
 
 def sources() -> list[Path]:
-    """Return all Python files of the package's folders."""
     return [path for folder in LEVELS for path in sorted((ROOT / folder).rglob("*.py"))]
 
 
 def files_of_tests() -> list[Path]:
-    """Return all Python files of the tests."""
     return sorted((ROOT / "tests").rglob("*.py"))
 
 
 @cache
 def parse(path: Path) -> ast.Module:
-    """Parse a file once."""
     return ast.parse(path.read_text(encoding="utf-8"), str(path))
 
 
 def name_of(path: Path) -> Name:
-    """Return the parts of a module's name below ``sdp``."""
     parts = path.relative_to(ROOT).with_suffix("").parts
     return parts[:-1] if parts[-1] == "__init__" else parts
 
 
 def exists(name: Name) -> bool:
-    """Whether a module or a package has this name."""
     return ROOT.joinpath(*name).is_dir() or ROOT.joinpath(*name).with_suffix(".py").exists()
 
 
 def imports_of(path: Path) -> Iterator[tuple[Name, str]]:
-    """Yield the modules of ``sdp`` that a file imports, and the name that it takes of each ('' for
-    none).
-    """
+    """Yield the modules of ``sdp`` that a file imports, and the name that it takes."""
     package = name_of(path) if path.name == "__init__.py" else name_of(path)[:-1]
     for node in ast.walk(parse(path)):
         if isinstance(node, ast.Import):
@@ -100,7 +89,6 @@ def imports_of(path: Path) -> Iterator[tuple[Name, str]]:
 
 
 def edges() -> set[tuple[Name, Name]]:
-    """Return which file of the package imports which other."""
     return {
         (name_of(path), target)
         for path in sources()
@@ -144,10 +132,7 @@ def points_down(source: Name, target: Name) -> bool:
 
 
 def is_before(target: str, source: str, order: tuple[str, ...]) -> bool:
-    """Whether ``target`` is before ``source``.
-
-    All that the order lists is before all that it does not list.
-    """
+    """Whether ``target`` is before ``source``. All listed ones are before others."""
     return target in order[: order.index(source)] if source in order else target in order
 
 
@@ -166,14 +151,11 @@ def cycle_through(start: Name, reached: dict[Name, set[Name]]) -> list[Name]:
 
 
 def dotted(names: tuple[Name, ...] | list[Name]) -> str:
-    """Join the names of modules for a message."""
     return " -> ".join(".".join(name) for name in names)
 
 
 def test_no_import_gets_around_the_order() -> None:
-    """Not through the root package, which hands names on, nor by a string; nothing imports the
-    tests or the command line.
-    """
+    """Nothing imports the root package, the tests or the command line."""
     found = [f"{path.relative_to(ROOT)}: imports {what}" for path in sources() for what in forbidden_imports(path)]
     assert not found, "\n".join(found)
 
@@ -268,7 +250,6 @@ def test_every_package_says_what_it_is() -> None:
 
 
 def dotted_targets(node: ast.Assign) -> list[str]:
-    """Return the source of what is assigned to."""
     return [ast.unparse(target) for target in node.targets]
 
 

@@ -1,7 +1,5 @@
 """The documentation is complete and current: every key, every command, every link."""
 
-from __future__ import annotations
-
 import importlib.util
 import re
 from pathlib import Path

@@ -1,8 +1,5 @@
 """A command that tests fork is like one that a new interpreter runs."""
 
-from __future__ import annotations
-
-import fcntl
 import os
 import signal
 import subprocess
@@ -13,8 +10,7 @@ from typing import Any
 
 import pytest
 from sdp.data.prepare import prepare
-from sdp.tests.support.forks.command import ForkedCommand, Nursery, run_forked
-from sdp.tests.support.forks.server import fork_context
+from sdp.tests.support.forks.command import ForkedCommand, run_forked
 from sdp.tests.support.processes import alive, until
 from sdp.tests.support.small_runs import read_losses, run_sdp, tiny_config, write_config
 
@@ -46,7 +42,6 @@ def children(pid: int) -> dict[int, list[str]]:
 
 @pytest.fixture
 def start(corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[str], Any]]:
-    """Start a run of a kind that goes on, and return its process."""
     monkeypatch.chdir(tmp_path)
     words = ["train", write_config(tiny_config(corpus, groups=2, steps=MANY), tmp_path), "--dump-dir"]
     started: list[Any] = []
@@ -74,30 +69,6 @@ def test_ranks_end_with_a_forked_command_that_is_killed(start: Callable[[str], A
     process.kill()
     assert process.wait() == -signal.SIGKILL
     until(lambda: not any(alive(pid) for pid in below))
-
-
-def _start_ranks_with(numbers: range) -> None:
-    """Start a rank for each of the free ``numbers``, which inherits a file under that number."""
-    nursery = Nursery()
-    with Path(os.devnull).open("w") as null:
-        for number in numbers:
-            handle = fcntl.fcntl(null.fileno(), fcntl.F_DUPFD, number)  # the next free number
-            rank = nursery.start(
-                [sys.executable, "-P", "-m", "sdp", "version"],
-                env=dict(os.environ) | {"RANK": "0"}, stdin=subprocess.DEVNULL, stdout=null, stderr=null,
-                process_group=0, pass_fds=[handle],
-            )  # fmt: skip
-            os.close(handle)
-            assert rank.wait() == 0
-
-
-def test_a_forked_rank_inherits_a_file_under_any_number() -> None:
-    """A launcher passes a listening socket, whose number depends on what else it has open."""
-    launcher = fork_context().Process(target=_start_ranks_with, args=(range(3, 40),))
-    launcher.start()
-    launcher.join(120)
-    launcher.kill()
-    assert launcher.exitcode == 0
 
 
 def test_commands_do_not_see_what_others_have_left(corpus: Path, tmp_path: Path, monkeypatch: Any) -> None:

@@ -4,8 +4,6 @@ The commands run in this process. One input is a list of edits to a good text, s
 can shrink it.
 """
 
-from __future__ import annotations
-
 import contextlib
 import copy
 import hashlib
@@ -92,7 +90,6 @@ def mutate(text: str, changes: list[tuple[float, int, bytes]]) -> bytes:
 
 
 def places_in(value: Any) -> Iterator[tuple[Any, Any]]:
-    """Yield every container in a JSON value with each of its keys."""
     pairs = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
     for key, below in pairs:
         yield value, key
@@ -123,7 +120,6 @@ def time_limit() -> Iterator[None]:
 
 
 def check(command: str, *words: str) -> None:
-    """Run a command, and require a result or one line."""
     tried[command] = tried.get(command, 0) + 1
     out, err = io.StringIO(), io.StringIO()
     with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err), time_limit():

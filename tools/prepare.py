@@ -11,7 +11,6 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from ..data.clusters import make_clusters
 from ..data.index import load_index
 from ..data.prepare import prepare
 from ..data.shared.files import INDEX_FILE
@@ -134,6 +133,8 @@ def run(args: argparse.Namespace) -> int:
             index = prepare(options.input, options.output, **options.settings())
             _print_summary(index, options.output)
         if options.clusters is not None and options.sequence_length is not None:
+            from ..data.clusters import make_clusters  # it imports torch, which the processes that read do without
+
             found = make_clusters(
                 options.output, options.clusters, options.router_prefix, options.sequence_length, options.seed
             )

@@ -86,14 +86,6 @@ def sent_bytes(kind: Kind, nbytes: int, ranks: int) -> float:
     return (2 if kind == "all_reduce" else 1) * nbytes * (ranks - 1) / ranks
 
 
-def passes_on(member: int, source: int, ranks: int) -> bool:
-    """Return whether a rank sends anything in a broadcast round a ring of ``ranks``.
-
-    ``member`` is the rank's position in the ring, and ``source`` is the position of the source.
-    """
-    return (member - source) % ranks != ranks - 1
-
-
 Among = tuple[Scope, Kind, tuple[int, ...]]
 """The purpose and the kind of collectives, and the ranks that take part, in ascending order."""
 

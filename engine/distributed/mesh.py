@@ -17,6 +17,14 @@ from ..errors import ConfigError
 Holders = tuple[int, ...]
 
 
+def passes_on(member: int, source: int, ranks: int) -> bool:
+    """Return whether a rank sends anything in a broadcast round a ring of ``ranks``.
+
+    ``member`` is the rank's position in the ring, and ``source`` is the position of the source.
+    """
+    return (member - source) % ranks != ranks - 1
+
+
 @dataclass(frozen=True)
 class Coordinates:
     """The position of a rank in the grid."""

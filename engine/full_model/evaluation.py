@@ -33,7 +33,7 @@ from torch.utils._pytree import tree_map
 
 from ..batch.call import call_model, loss_of, map_leaves, target_count, tensors_in, to_device
 from ..distributed.agreement import gather_bytes, gather_json
-from ..distributed.collectives import passes_on
+from ..distributed.mesh import passes_on
 from ..errors import ConfigError, DataError, ModelError
 from ..placement.layout import Layout
 from ..placement.units import Unit

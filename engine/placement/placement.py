@@ -19,8 +19,7 @@ from typing import Any
 
 import numpy as np
 
-from ..distributed.collectives import passes_on
-from ..distributed.mesh import Holders
+from ..distributed.mesh import Holders, passes_on
 from ..errors import PlacementError
 
 COMMUNICATORS = 16  # limit per rank if holder sets are drawn; NCCL's buffers cost tens of MB each

@@ -22,8 +22,8 @@ import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
-from ..distributed.collectives import Scope, Traffic, cut_like, local_tensor, passes_on
-from ..distributed.mesh import Holders
+from ..distributed.collectives import Scope, Traffic, cut_like, local_tensor
+from ..distributed.mesh import Holders, passes_on
 from ..errors import HolderMismatchError, ModelError
 from ..optim.clip import squared_norm
 from ..placement.layout import Layout

@@ -18,9 +18,7 @@ def hosts() -> Iterator[Hosts]:
 
 @pytest.fixture(scope="session")
 def local(hosts: Hosts) -> Iterator[dict[str, Future[list[float]]]]:
-    """Futures of the losses of two local runs: the small run on two ranks, the quickstart on
-    four.
-    """
+    """Losses of two local runs: the small run on two ranks, the quickstart on four."""
     with ThreadPoolExecutor(1) as pool:
         small = [*LAUNCH, "--launcher", "local", "--gpus-per-node", "2", "small.json", "--dump-dir", "local"]
         yield {

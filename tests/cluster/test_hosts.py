@@ -1,9 +1,4 @@
-"""Real launchers over hosts in network namespaces end with the losses of a local start.
-
-Skipped, loudly, where a machine cannot make such hosts.
-"""
-
-from __future__ import annotations
+"""Real launchers over hosts in network namespaces end with the losses of a local start."""
 
 from concurrent.futures import Future
 
@@ -42,18 +37,8 @@ def test_the_quickstart_by_torchrun(hosts: Hosts, local: dict[str, Future[list[f
 
 def test_mpich_has_the_losses_of_a_local_start(hosts: Hosts, local: dict[str, Future[list[float]]]) -> None:
     needs("MPICH")
-    run = [
-        *LAUNCH,
-        "--launcher",
-        *MPICH,
-        "--hostfile",
-        "with-j",
-        "small.json",
-        "--set",
-        "training.steps=2",
-        "--dump-dir",
-        "mpich-small",
-    ]
+    words = ["--hostfile", "with-j", "small.json", "--set", "training.steps=2", "--dump-dir", "mpich-small"]
+    run = [*LAUNCH, "--launcher", *MPICH, *words]
     assert hosts.run(*run) == pytest.approx(local["small"].result()[:2], rel=1e-6)
 
 

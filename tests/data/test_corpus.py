@@ -1,6 +1,4 @@
-"""The default corpus: large enough, without tests and machine settings, the same every time,
-imported by nobody.
-"""
+"""The default corpus is large, the same every time, and without tests."""
 
 import sys
 

@@ -12,7 +12,6 @@ from sdp.data.huggingface import SpecialIds, write_tokenizer
 from sdp.data.tokenizers import BytesTokenizer, SentencePieceTokenizer, train_sentencepiece
 
 transformers = pytest.importorskip("transformers")
-
 WORDS = random.Random(0)
 CORPORA = {
     # Few letters make long pieces that overlap in many ways.
@@ -25,9 +24,7 @@ CORPORA = {
 
 @pytest.fixture(scope="module", params=CORPORA)
 def pair(request, tmp_path_factory):
-    """Our tokenizer, and the one that transformers loads from our files and a LLaMA's
-    config.json.
-    """
+    """Our tokenizer, and the one that transformers loads from our files."""
     folder = tmp_path_factory.mktemp("tokenizer")
     texts, size = CORPORA[request.param]
     ours = SentencePieceTokenizer(train_sentencepiece(texts, size)) if texts else BytesTokenizer()

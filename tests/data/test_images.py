@@ -1,6 +1,4 @@
-"""Image sets: what is read is what was written, and a random form depends on seed, epoch and sample
-alone.
-"""
+"""Image sets: what is read is what was written, and random forms can be repeated."""
 
 import dataclasses
 import io

@@ -1,7 +1,5 @@
 """The exported tokenizer in the reader of llama.cpp's converter: its package ``gguf``."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest
@@ -10,7 +8,6 @@ from sdp.data.huggingface import write_tokenizer
 from sdp.data.tokenizers import END_OF_TEXT, SentencePieceTokenizer, train_sentencepiece
 
 vocabularies = pytest.importorskip("gguf.vocab", reason="gguf is not installed; the extra 'dev' has it")
-
 TEXTS = ["the cat sat on the mat, and the dog sat on the log " * 20, "naïve café: 12 + 34 = 46\n" * 20]
 
 

@@ -1,6 +1,4 @@
-"""Long documents: bounded memory, the same tokens as in one piece, a limit, and nothing left after
-an error.
-"""
+"""Long documents need bounded memory, and give the same tokens as in one piece."""
 
 import gzip
 import json
@@ -18,6 +16,7 @@ from sdp.data.sources import decompress_frames, read_documents
 from sdp.data.tokenizers import BytesTokenizer, HuggingFaceTokenizer, SentencePieceTokenizer, long_texts
 from sdp.data.tokenizers.train import train_sentencepiece
 from sdp.engine.errors import DataError
+from sdp.tests.support.texts import save_byte_level
 from sdp.tools.cli import main
 
 MIB = 2**20
@@ -95,22 +94,10 @@ def test_frames_of_every_form_are_read(tmp_path):
 @pytest.fixture(scope="module")
 def tokenizers(tmp_path_factory):
     made = {"bytes": BytesTokenizer(), "sentencepiece": SentencePieceTokenizer(train_sentencepiece([WORDS] * 50, 340))}
-    library = pytest.importorskip("tokenizers")
-    transformers = pytest.importorskip("transformers")
     for name, prefix in (("hf", False), ("hf with a prefix", True)):
-        model = library.Tokenizer(library.models.BPE())
-        model.pre_tokenizer = library.pre_tokenizers.ByteLevel(add_prefix_space=prefix)
-        model.decoder = library.decoders.ByteLevel()
-        alphabet = library.pre_tokenizers.ByteLevel.alphabet()
-        special = ["<|endoftext|>"]
-        trainer = library.trainers.BpeTrainer(
-            vocab_size=340, special_tokens=special, initial_alphabet=alphabet, show_progress=False
-        )
-        model.train_from_iterator([WORDS] * 50, trainer)
-        directory = tmp_path_factory.mktemp("hf")
-        fast = transformers.PreTrainedTokenizerFast(tokenizer_object=model, eos_token="<|endoftext|>")
-        fast.save_pretrained(directory)
-        made[name] = HuggingFaceTokenizer(str(directory))
+        folder = tmp_path_factory.mktemp("hf")
+        save_byte_level(folder, [WORDS] * 50, 340, prefix=prefix, eos_token="<|endoftext|>")
+        made[name] = HuggingFaceTokenizer(str(folder))
     return made
 
 

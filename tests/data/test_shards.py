@@ -190,13 +190,6 @@ def test_index_that_is_no_json(tmp_path):
         load_index(tmp_path)
 
 
-def test_aborted_writer_leaves_nothing(tmp_path, tokens):
-    writer = ShardWriter(tmp_path, "train", np.dtype("<u2"), 100, END)
-    writer.write(tokens)
-    writer.abort()
-    assert not list(tmp_path.iterdir())
-
-
 def test_the_documents_of_a_sample_are_numbered_and_end_with_their_end_of_text(tmp_path):
     write(tmp_path, [1, 2, END, 3, END, END, 4, 5, 6, 7, END, 8])
     data = TokenDataset(tmp_path, "train", 6, document_mask=True)

@@ -1,6 +1,4 @@
-"""Readers: every supported kind gives its documents; every kind of damage gives one line that names
-file and place.
-"""
+"""Every supported kind of file gives its documents, and damage is named by file and place."""
 
 import csv
 import gzip
@@ -11,7 +9,7 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 import zstandard
-from sdp.data.sources import FileCorpus, expand_inputs, read_documents
+from sdp.data.sources import expand_inputs, read_documents
 from sdp.engine.errors import DataError
 from sdp.tools.cli import main
 
@@ -119,16 +117,6 @@ def test_a_cut_off_stream_never_passes_for_a_shorter_one(tmp_path, suffix):
             texts_of(path)
 
 
-def test_a_cut_off_parquet_file_is_named(tmp_path):
-    path = tmp_path / "a.parquet"
-    write_parquet(path, [os.urandom(1000).hex() for _ in range(100)])
-    whole = path.read_bytes()
-    for size in (0, 3, 1000, len(whole) - 9, len(whole) - 1):
-        path.write_bytes(whole[:size])
-        with pytest.raises(DataError, match=r"a\.parquet: not a readable Parquet file"):
-            texts_of(path)
-
-
 def test_empty_and_null_texts_are_documents_without_text(tmp_path):
     write_parquet(tmp_path / "a.parquet", ["a", None, "", "b"])
     write_parquet(tmp_path / "b.parquet", [None, None])
@@ -186,16 +174,6 @@ def test_bad_inputs_are_named(tmp_path):
         expand_inputs(["a\0b.txt"])
     with pytest.raises(DataError, match="no input is named"):
         expand_inputs([])
-
-
-def test_corpus_reads_files_in_order_or_one_of_them(tmp_path):
-    for i, text in enumerate(TEXTS):
-        (tmp_path / f"{i}.txt").write_text(text)
-    corpus = FileCorpus(expand_inputs([f"{tmp_path}/*.txt"]), "text")
-    assert [document.text for document in corpus.documents()] == TEXTS
-    assert [document.text for document in corpus.documents(1)] == TEXTS[1:2]
-    assert [source.bytes for source in corpus.sources()] == [len(text.encode()) for text in TEXTS]
-    assert len({source.sha256 for source in corpus.sources()}) == 3
 
 
 def test_special_files_are_named_as_what_they_are(tmp_path, capsys):

@@ -1,7 +1,5 @@
 """What scripts for DeepSpeed do around the training loop: parameters, losses, several models."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +9,6 @@ import torch
 from safetensors.torch import load_file
 from sdp.tests.support.models import Mlp, cpu_state, llama, mlp
 from torch import nn
-from torch.nn import functional as F
 
 pytestmark = pytest.mark.usefixtures("one_rank")
 CONFIG: dict[str, Any] = {
@@ -22,8 +19,6 @@ CONFIG: dict[str, Any] = {
 
 
 class Outputs(Mlp):
-    """A model whose loss the script computes."""
-
     def forward(self, x: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
         hidden = self.stem(x)
         for layer in self.layers:
@@ -98,31 +93,6 @@ def test_an_actor_a_critic_and_a_model_that_does_not_train_share_a_script() -> N
     assert [torch.equal(state["head.weight"], start["head.weight"]) for state in states if state is not None] == [
         False, False, True,
     ]  # fmt: skip
-
-
-def test_the_script_computes_the_loss_of_several_forward_passes() -> None:
-    """The losses of two forward passes have one backward pass, as for pairs of answers."""
-    engine = sdp.initialize(
-        model=make_outputs(), config=CONFIG | {"train_batch_size": 4, "gradient_accumulation_steps": 1}
-    )[0]
-    inputs, targets = rows()
-    loss = F.relu(F.mse_loss(engine(inputs), targets) - F.mse_loss(engine(-inputs), targets) + 1)
-    engine.backward(loss)
-    engine.step()
-    assert engine.global_steps == 1
-
-
-def test_a_run_goes_on_with_the_state_of_the_script(tmp_path: Path) -> None:
-    engine = sdp.initialize(model=mlp(), config=CONFIG)[0]
-    for _ in range(2):
-        engine.backward(engine(*rows()))
-        engine.step()
-    assert engine.save_checkpoint(tmp_path, client_state={"epoch": 3, "random": torch.get_rng_state()})
-    again = sdp.initialize(model=mlp(seed=1), config=CONFIG)[0]
-    path, client = again.load_checkpoint(tmp_path)
-    assert path is not None
-    assert (client["epoch"], again.global_steps) == (3, 1)
-    assert torch.equal(client["random"], torch.get_rng_state())
 
 
 @pytest.mark.parametrize("name", ["pytorch_model.bin", "model.safetensors"])

@@ -1,7 +1,5 @@
 """Names of DeepSpeed's engine: those that exist, those of the model, and those that are refused."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest
@@ -17,8 +15,6 @@ pytestmark = pytest.mark.usefixtures("one_rank")
 
 
 class Chat(nn.Module):
-    """A model with methods and attributes of its own."""
-
     def __init__(self) -> None:
         super().__init__()
         self.body = mlp()

@@ -1,8 +1,5 @@
 """Names of the package deepspeed in a script whose only change is ``sdp.initialize``."""
 
-from __future__ import annotations
-
-import argparse
 import importlib
 from types import SimpleNamespace
 from typing import Any
@@ -105,7 +102,6 @@ def _train_beside_deepspeed(engine_name: str, stage: int, first: str, expected: 
 
 
 def _train_plainly(world: int) -> dict[str, torch.Tensor]:
-    """Three steps of SGD on the samples of all ranks, with torch alone."""
     torch.manual_seed(1)
     model = Teacher()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -203,14 +199,6 @@ def test_gathering_the_engines_parameters_shows_whole_shapes(ranks: RankPool, en
     ranks.run(_gather, engine_name, world=2)
 
 
-def test_config_arguments_of_deepspeed_are_read(one_rank: None, tmp_path: Any) -> None:
-    deepspeed = _import()
-    (tmp_path / "ds.json").write_text('{"train_batch_size": 2}', encoding="utf-8")
-    parser = deepspeed.add_config_arguments(argparse.ArgumentParser())
-    args = parser.parse_args(["--deepspeed", "--deepspeed_config", str(tmp_path / "ds.json")])
-    assert sdp.initialize(args, mlp())[0].train_batch_size() == 2
-
-
 @pytest.mark.parametrize("kind", ["WarmupLR", "WarmupDecayLR", "WarmupCosineLR", "OneCycle"])
 def test_a_schedule_of_deepspeed_sets_the_rates(one_rank: None, kind: str) -> None:
     deepspeed = _import()
@@ -239,13 +227,9 @@ def _optimizer_of_deepspeed(name: str, parameters: Any, **settings: Any) -> torc
     kind = getattr(importlib.import_module("deepspeed.ops.adam"), name)
     made = kind.__new__(kind)
     defaults = {
-        "lr": 1e-3,
-        "bias_correction": True,
-        "betas": (0.9, 0.999),
-        "eps": 1e-8,
-        "weight_decay": 0.0,
+        "lr": 1e-3, "bias_correction": True, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.0,
         "amsgrad": False,
-    }
+    }  # fmt: skip
     made.adam_w_mode = settings.pop("adam_w_mode", True)
     made.opt_id, made.ds_opt_adam = 0, SimpleNamespace(destroy_adam=lambda _: None)
     torch.optim.Optimizer.__init__(made, parameters, defaults | settings)

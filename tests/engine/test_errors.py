@@ -1,7 +1,5 @@
 """Messages repeat input in printable characters, and only its start."""
 
-from __future__ import annotations
-
 from sdp.engine.errors import MOST_MESSAGE, ConfigError, escape, format_error, quote, shorten
 
 LONG = "x" * 500_000

@@ -1,8 +1,5 @@
 """Arguments that ``sdp.initialize`` refuses, and the names of errors of earlier versions."""
 
-from __future__ import annotations
-
-import importlib.util
 import os
 from types import SimpleNamespace
 from typing import Any
@@ -15,7 +12,6 @@ from sdp.tests.support import models
 from sdp.tests.support.cases import Case
 from sdp.tests.support.ranks import RankPool
 
-needs_deepspeed = pytest.mark.skipif(importlib.util.find_spec("deepspeed") is None, reason="deepspeed is not installed")
 CONFIG: dict[str, Any] = {"train_micro_batch_size_per_gpu": 1, "sdp": {"groups": 1}}
 
 
@@ -47,30 +43,18 @@ class _Complex(torch.nn.Module):
         self.weight = torch.nn.Parameter(torch.zeros(2, dtype=torch.complex64))
 
 
-ENGINES = ["fsdp2", pytest.param("deepspeed", marks=needs_deepspeed)]
-
-
-def _case(engine: str) -> Case:
-    return Case(1, 1, placement="full", model="mlp")
-
-
-def _of(engine: str, **section: Any) -> dict[str, Any]:
-    return _case(engine).config(engine) | section
-
-
-def _misuses(engine: str) -> dict[str, str]:
-    """The refusal of each misuse on this rank."""
-    frozen = models.mlp().requires_grad_(False)
+def _misuses() -> dict[str, str]:
+    config, frozen = Case(1, 1, placement="full").config(), models.mlp().requires_grad_(False)
     calls: dict[str, Any] = {
-        "no module": lambda: sdp.initialize(model={"weight": 1}, config=_of(engine)),  # type: ignore[arg-type]
-        "set": lambda: sdp.initialize(model=models.mlp(), config=_of(engine, sdp={"engine": engine, "units": {"a"}})),
-        "complex": lambda: sdp.initialize(model=_Complex(), config=_of(engine)),
-        "frozen": lambda: sdp.initialize(model=frozen, config=_of(engine)),
-        "none trained": lambda: sdp.initialize(model=models.mlp(), model_parameters=[], config=_of(engine)),
+        "no module": lambda: sdp.initialize(model={"weight": 1}, config=config),  # type: ignore[arg-type]
+        "set": lambda: sdp.initialize(model=models.mlp(), config=config | {"sdp": {"units": {"a"}}}),
+        "complex": lambda: sdp.initialize(model=_Complex(), config=config),
+        "frozen": lambda: sdp.initialize(model=frozen, config=config),
+        "none trained": lambda: sdp.initialize(model=models.mlp(), model_parameters=[], config=config),
     }
-    twice = models.build(_case(engine).model)
-    sdp.initialize(model=twice, config=_of(engine))
-    calls["twice"] = lambda: sdp.initialize(model=twice, config=_of(engine))
+    twice = models.mlp()
+    sdp.initialize(model=twice, config=config)
+    calls["twice"] = lambda: sdp.initialize(model=twice, config=config)
     found = {}
     for name, call in calls.items():
         try:
@@ -80,9 +64,8 @@ def _misuses(engine: str) -> dict[str, str]:
     return found
 
 
-@pytest.mark.parametrize("engine", ENGINES)
-def test_a_misuse_is_one_line(ranks: RankPool, engine: str) -> None:
-    (found,) = ranks.run(_misuses, engine, world=1)
+def test_a_misuse_is_one_line(ranks: RankPool) -> None:
+    (found,) = ranks.run(_misuses, world=1)
     assert "model must be a torch.nn.Module, not dict" in found["no module"]
     assert "must consist of JSON values" in found["set"]
     assert "parameter 'weight' is complex (torch.complex64)" in found["complex"]

@@ -1,7 +1,5 @@
 """Accelerate and the Trainer of transformers, with the real packages."""
 
-from __future__ import annotations
-
 import json
 import re
 from pathlib import Path
@@ -16,7 +14,6 @@ from torch import nn
 from torch.utils.data import DataLoader, Dataset
 
 pytestmark = pytest.mark.slow  # it trains with two libraries, 20 seconds and more
-
 transformers = pytest.importorskip("transformers", reason="transformers is not installed; the extra 'dev' has it")
 pytest.importorskip("accelerate", reason="accelerate is not installed; the extra 'dev' has it")
 pytest.importorskip("deepspeed", reason="deepspeed is not installed; the extra 'dev' has it")
@@ -34,17 +31,12 @@ def _llama() -> nn.Module:
 
 def _config(accumulation: int = 2) -> dict[str, Any]:
     return {
-        "train_micro_batch_size_per_gpu": 2,
-        "gradient_accumulation_steps": accumulation,
-        "gradient_clipping": 1.0,
-        "zero_optimization": {"stage": 2},
-        "sdp": {"groups": 2, "placement": HOLDERS},
-    }
+        "train_micro_batch_size_per_gpu": 2, "gradient_accumulation_steps": accumulation, "gradient_clipping": 1.0,
+        "zero_optimization": {"stage": 2}, "sdp": {"groups": 2, "placement": HOLDERS},
+    }  # fmt: skip
 
 
 class Tokens(Dataset):
-    """Sixteen samples of random tokens."""
-
     def __len__(self) -> int:
         return 16
 
@@ -90,12 +82,8 @@ def _accelerate(folder: str) -> None:
             optimizer.zero_grad()
             rates += model.get_lr() if accelerator.sync_gradients else []
     assert model.global_steps == 2, (
-        model.global_steps,
-        model.micro_steps,
-        len(loader),
-        accelerator.num_processes,
-        type(loader),
-    )
+        model.global_steps, model.micro_steps, len(loader), accelerator.num_processes, type(loader),
+    )  # fmt: skip
     assert rates[0] > rates[-1]
     assert model.get_lr() == schedule.get_last_lr()
     accelerator.save_state(folder)

@@ -1,7 +1,5 @@
 """JSON that somebody else wrote is read within limits, and refused in one line."""
 
-from __future__ import annotations
-
 import os
 from pathlib import Path
 

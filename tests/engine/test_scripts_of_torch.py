@@ -38,10 +38,17 @@ def batch(step: int, micro: int = 0, rank: int | None = None) -> Any:
 
 
 def plain(
-    change: Callable[[nn.Module], object] = lambda model: None, *, accumulation: int = 1, steps: int = 2
+    change: Callable[[nn.Module], object] = lambda model: None,
+    *,
+    accumulation: int = 1,
+    steps: int = 2,
+    model: nn.Module | None = None,
+    between: Callable[[nn.Module], object] = lambda model: None,
 ) -> dict[str, torch.Tensor]:
-    """Train with torch alone on the rows of two ranks. ``change`` comes before each step."""
-    model = models.mlp()
+    """Train with torch alone on the rows of two ranks. ``change`` comes before each step, and
+    ``between`` after each.
+    """
+    model = model or models.mlp()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     for step in range(steps):
         optimizer.zero_grad()
@@ -50,6 +57,8 @@ def plain(
                 (model(**batch(step, micro, rank)) / (2 * accumulation)).backward()
         change(model)
         optimizer.step()
+        if step + 1 < steps:
+            between(model)
     return {name: value.detach().clone() for name, value in model.state_dict().items()}
 
 
@@ -75,6 +84,7 @@ def _clipped(engine_name: str, stage: int, groups: int) -> None:
         engine.backward(engine(batch(step)))
         clip_grad_norm_(engine.parameters(), LIMIT)
         engine.step()
+        assert engine.get_global_grad_norm() == pytest.approx(LIMIT, rel=1e-4), "the norm is that of the changed ones"
     engine.check_holders()
     expected = plain(lambda model: clip_grad_norm_(model.parameters(), LIMIT))
     assert_equal(engine, expected)
@@ -373,28 +383,22 @@ def test_hooks_and_whole_weights_on_shards_are_refused_by_name(ranks: RankPool, 
         assert state.startswith("engine.module.load_state_dict: stem.weight is a shard here")
 
 
+@torch.no_grad()
+def halve_the_head(model: Any) -> None:
+    model.head.weight.mul_(0.5)
+
+
 def _written(engine_name: str, stage: int, groups: int) -> str:
     engine = engine_of(engine_name, stage, groups)[0]
     for step in range(2):
         if step == 1:
-            with torch.no_grad():
-                engine.module.head.weight.mul_(0.5)
+            halve_the_head(engine.module)
         try:
             engine.backward(engine(batch(step)))
         except ModelError as error:
             return one_line(error)
         engine.step()
-    expected = models.mlp()
-    optimizer = torch.optim.SGD(expected.parameters(), lr=0.1)
-    for step in range(2):
-        if step == 1:
-            with torch.no_grad():
-                expected.head.weight.mul_(0.5)
-        optimizer.zero_grad()
-        for rank in range(2):
-            (expected(**batch(step, 0, rank)) / 2).backward()
-        optimizer.step()
-    assert_equal(engine, expected.state_dict())
+    assert_equal(engine, plain(between=halve_the_head))
     return ""
 
 
@@ -506,14 +510,7 @@ def _shared_twice() -> None:
         engine.backward(engine(batch(step)))
         engine.step()
     engine.check_holders()
-    model = _odd("twice")
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    for step in range(2):
-        optimizer.zero_grad()
-        for rank in range(2):
-            (model(**batch(step, 0, rank)) / 2).backward()
-        optimizer.step()
-    assert_equal(engine, model.state_dict())
+    assert_equal(engine, plain(model=_odd("twice")))
 
 
 def test_a_block_at_two_places_can_be_shared_by_all_groups(ranks: RankPool) -> None:

@@ -1,6 +1,4 @@
-"""The local launcher against tiny ranks: normal ends, failures, signals, and that no process is
-left behind.
-"""
+"""The local launcher against tiny ranks: ends, failures and signals."""
 
 import os
 import pty
@@ -38,7 +36,6 @@ def await_note(name):
         time.sleep(0.01)
 say(f"pid-{{rank}}", os.getpid())
 """
-
 DRIVER = """
 import signal, sys
 from pathlib import Path
@@ -51,8 +48,6 @@ sys.exit(start_local({argv!r}, {processes}, logs, **options))
 
 
 class Job:
-    """A launcher process over tiny ranks that run ``body``."""
-
     def __init__(
         self, folder: Path, body: str, processes: int = 3, grace: float = 5.0, restarts: int = 0, **options
     ) -> None:
@@ -96,51 +91,33 @@ print(*sys.argv[1:], *(os.environ[name] for name in names), os.environ["MALLOC_A
     assert sorted(path.name for path in (tmp_path / "logs").iterdir()) == ["rank-0.log", "rank-1.log", "rank-2.log"]
 
 
-def test_mistake_seen_by_one_rank_is_told_from_its_log(tmp_path: Path) -> None:
-    body = """
+ENDS = {
+    "a mistake seen by one rank, told from its log": (
+        """
 if rank == 1:
     print("some text\\nsdp: error: shard 7 is damaged\\n", flush=True)
     sys.exit(2)
 time.sleep(60)
-"""
-    job = Job(tmp_path, body)
-    pids = job.pids()
-    code, _, err = job.end()
-    assert code == 2
-    assert err.splitlines() == ["sdp: error: shard 7 is damaged"]
-    assert not any(alive(pid) for pid in pids)
-
-
-def test_mistake_of_all_ranks_is_told_once(tmp_path: Path) -> None:
-    body = """
+""",
+        2, "sdp: error: shard 7 is damaged",
+    ),
+    "a mistake of all ranks, told once": (
+        """
 report_fatal("sdp: error: steps: missing", 2, above)
 sys.exit(2)
-"""
-    code, _, err = Job(tmp_path, body).end()
-    assert code == 2
-    assert err.splitlines() == ["sdp: error: steps: missing"]
-    assert not list((tmp_path / "logs").glob("*.error"))
-
-
-def test_killed_rank_is_named_with_its_log(tmp_path: Path) -> None:
-    body = """
+""",
+        2, "sdp: error: steps: missing",
+    ),
+    "a killed rank": (
+        """
 if rank == 2:
     os.kill(os.getpid(), signal.SIGKILL)
 time.sleep(60)
-"""
-    job = Job(tmp_path, body)
-    pids = job.pids()
-    code, _, err = job.end()
-    assert code == 1
-    log = job.logs / "rank-2.log"
-    assert err.splitlines() == [
-        f"sdp: error: rank 2 on {HOST} was killed by SIGKILL, perhaps for lack of memory; its log: {log}"
-    ]
-    assert not any(alive(pid) for pid in pids)
-
-
-def test_cause_is_told_and_not_what_followed(tmp_path: Path) -> None:
-    body = """
+""",
+        1, f"sdp: error: rank 2 on {HOST} was killed by SIGKILL, perhaps for lack of memory; its log: LOG",
+    ),
+    "the cause and not what followed": (
+        """
 if rank == 2:
     report_fatal("Traceback\\nValueError: the cause", 1, above)
     say("failed")
@@ -149,15 +126,23 @@ else:
     await_note("failed")
     report_fatal("Traceback\\nRuntimeError: connection closed by peer", 1, above)
 sys.exit(1)
-"""
+""",
+        1, f"sdp: error: rank 2 on {HOST} ended with exit code 1 (ValueError: the cause); its log: LOG",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", ENDS)
+def test_an_end_is_told_in_one_line(tmp_path: Path, name: str) -> None:
+    body, expected, line = ENDS[name]
     job = Job(tmp_path, body)
+    pids = job.pids()
     code, _, err = job.end()
-    assert code == 1
     log = job.logs / "rank-2.log"
-    assert err.splitlines() == [
-        f"sdp: error: rank 2 on {HOST} ended with exit code 1 (ValueError: the cause); its log: {log}"
-    ]
-    assert "ValueError: the cause" in log.read_text()
+    assert (code, err.splitlines()) == (expected, [line.replace("LOG", str(log))])
+    assert not any(alive(pid) for pid in pids)
+    assert not list(job.logs.glob("*.error"))
+    assert "the cause" not in line or "ValueError: the cause" in log.read_text()
 
 
 def test_traceback_of_rank_0_goes_to_terminal_and_log(tmp_path: Path) -> None:
@@ -292,9 +277,7 @@ def test_program_that_cannot_be_started_is_the_users_mistake(tmp_path: Path) -> 
 
 
 def test_ranks_import_the_package_of_the_launcher(tmp_path: Path) -> None:
-    """Neither an unset PYTHONPATH nor another ``sdp`` in the working directory leads a rank to
-    another package.
-    """
+    """Also without PYTHONPATH, and with another ``sdp`` in the working directory."""
     (tmp_path / "sdp").mkdir()
     for file in ("sdp/__init__.py", "sdp/__main__.py"):
         (tmp_path / file).write_text("raise SystemExit('decoy')")

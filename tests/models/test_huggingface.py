@@ -1,8 +1,4 @@
-"""Models of transformers at the level of neurons: ranks with slices compute what the oracle
-computes.
-"""
-
-from __future__ import annotations
+"""Models of transformers at the level of neurons train as the oracle does."""
 
 from typing import Any
 
@@ -15,7 +11,6 @@ from sdp.tests.support.ranks import RankPool
 from torch import nn
 
 transformers = pytest.importorskip("transformers", reason="transformers is not installed; the extra 'dev' has it")
-
 _SIZES = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "num_attention_heads": 4}
 _TEXT = {"vocab_size": 32, "attn_implementation": "eager", "use_cache": False}
 _NO_DROPOUT = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}

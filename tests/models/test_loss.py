@@ -1,7 +1,5 @@
 """The loss in chunks of tokens against torch's cross-entropy of all logits, and what it spares."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 import torch.nn.functional as F

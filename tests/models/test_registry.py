@@ -56,9 +56,7 @@ def test_bad_sections_are_refused_in_one_line(change, message):
     ("name", "parameters", "ranks"), [("llama_8b_hybrid", 8_030_261_248, 32), ("llama_70b_hybrid", 70_553_706_496, 128)]
 )
 def test_shipped_sizes_on_three_dimensions(name, parameters, ranks):
-    """LLaMA 3's sizes, on the ranks that README names: every rank's part can be cut, and its state
-    fits into 80 GB.
-    """
+    """LLaMA 3's sizes on README's ranks: the state fits into 80 GB."""
     file = resources.files("sdp.configs") / f"{name}.json"
     config = load_config(json.loads(file.read_text(encoding="utf-8")))
     model = build_model(config.model, vocab_size=128256)

@@ -40,12 +40,9 @@ def theirs() -> torch.nn.Module:
 
     torch.manual_seed(0)
     sizes: dict[str, Any] = {
-        "embedding_size": 64,
-        "hidden_sizes": [64, 128, 256, 512],
-        "depths": [2, 2, 2, 2],
-        "layer_type": "basic",
+        "embedding_size": 64, "hidden_sizes": [64, 128, 256, 512], "depths": [2, 2, 2, 2], "layer_type": "basic",
         "num_labels": 7,
-    }
+    }  # fmt: skip
     model = ResNetForImageClassification(Config(**sizes))
     for name, buffer in model.named_buffers():
         if name.endswith(("mean", "var")):
@@ -66,18 +63,6 @@ def test_logits_are_those_of_transformers(theirs, training):
         for name, buffer in theirs.named_buffers():
             torch.testing.assert_close(ours.get_buffer(from_transformers(name)), buffer, rtol=1e-5, atol=1e-5, msg=name)
         torch.testing.assert_close(ours(images, labels), expected.loss, rtol=1e-5, atol=1e-5)
-
-
-@pytest.mark.parametrize("training", [False, True])
-def test_state_and_logits_are_those_of_torchvision(training):
-    torchvision = pytest.importorskip("torchvision")
-    theirs = torchvision.models.resnet18(num_classes=7).train(training)
-    ours = ResNet(ResNetConfig(num_classes=7)).train(training)
-    assert list(ours.state_dict()) == list(theirs.state_dict())
-    ours.load_state_dict(theirs.state_dict())
-    images = torch.randn(3, 3, 70, 66)
-    with torch.no_grad():
-        torch.testing.assert_close(ours(images), theirs(images), rtol=1e-5, atol=1e-5)
 
 
 def test_statistics_stay_float32_where_weights_are_bfloat16():
@@ -119,9 +104,7 @@ def test_flops_follow_the_size_of_the_images(size, stem, side):
 
 
 def test_initialisation_is_torchvisions():
-    """Every tensor is filled; convolutions have variance 2 / fan-out, the classifier torch's
-    uniform values.
-    """
+    """Convolutions have variance 2 / fan-out, the classifier is uniform."""
     model = ResNet(ResNetConfig(num_classes=10))
     for init in plan_initialisation(model, seed=0):
         for name, fill in init.fillers().items():
@@ -155,11 +138,6 @@ def test_mistakes_are_one_line(section, data, message):
     with pytest.raises(ConfigError, match=message.replace(".", r"\.")) as error:
         build_model({"name": "resnet18", **section}, **data)
     assert "\n" not in str(error.value)
-
-
-def test_a_language_model_reads_no_images():
-    with pytest.raises(ConfigError, match="llama reads tokens, but the data section means images"):
-        build_model({"name": "llama"}, num_classes=10)
 
 
 def test_one_value_a_channel_is_refused_in_training() -> None:

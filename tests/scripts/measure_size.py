@@ -28,7 +28,6 @@ STEPS = 4
 
 
 def lines(folder: str) -> int:
-    """Count the lines of all Python files below ``folder``."""
     return sum(len(path.read_text(encoding="utf-8").splitlines()) for path in (ROOT / folder).rglob("*.py"))
 
 
@@ -56,7 +55,6 @@ def protocols() -> Iterator[tuple[int, str]]:
 
 
 def commands() -> int:
-    """Count the commands of ``sdp``."""
     shown = subprocess.run([sys.executable, "-m", "sdp", "--help"], capture_output=True, text=True, check=True).stdout
     return len(re.findall(r"^    [a-z][\w-]*", shown, re.MULTILINE))
 
@@ -118,7 +116,6 @@ def running() -> dict[str, Any]:
 
 
 def main() -> None:
-    """Print the figures."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--json", action="store_true", help="print JSON instead of a table")
     arguments = parser.parse_args()

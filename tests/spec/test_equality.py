@@ -1,8 +1,4 @@
-"""FSDP2 equals the oracle in weights, gradients, losses, norms and rates, and sends what is
-planned.
-"""
-
-from __future__ import annotations
+"""FSDP2 equals the oracle in every value of a run, and sends what is planned."""
 
 import itertools
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """The oracle and FSDP2 equal the formula written out by hand."""
 
-from __future__ import annotations
-
 import itertools
 from typing import Any
 
@@ -10,7 +8,7 @@ import torch
 import torch.distributed as dist
 from sdp.tests.support import models
 from sdp.tests.support.case_tables import FACTORS
-from sdp.tests.support.cases import CLIP, RELATIVE, Case, engine_of, full_gradients, masking_of, native, oracle
+from sdp.tests.support.cases import CLIP, RELATIVE, Case, engine_of, full_gradients, masking_of, oracle
 from sdp.tests.support.ranks import RankPool
 
 HOLDERS = {0: [0], 1: [0, 1], 2: [0, 1], 3: [1]}
@@ -65,33 +63,6 @@ def test_the_oracle_equals_the_formula(fsdp: int, accumulation: int, clip: bool,
         torch.testing.assert_close(result.after[name], weight, rtol=0, atol=RELATIVE * weight.abs().max().item())
 
 
-@pytest.mark.parametrize(
-    ("stage", "masking"), [(0, "forward"), (2, "forward"), (3, "forward"), (0, "backward"), (3, "backward")]
-)
-def test_gradients_at_the_boundary_are_g_u(ranks: RankPool, stage: int, masking: Any) -> None:
-    """Under backward masking that is the dense model's gradient over the holders' batches: an
-    unbiased estimate.
-    """
-    case = Case(2, 2, stage=stage, accumulation=3, steps=1, masking=masking)
-    expected = by_hand(case)[2][0]
-    seen: set[str] = set()
-    for rank, result in enumerate(native(ranks, case)):
-        assert result.gradients is not None
-        for name, gradient in result.gradients.items():
-            largest = expected[name].abs().max().item()
-            torch.testing.assert_close(
-                gradient.cpu(),
-                expected[name],
-                rtol=0,
-                atol=1e-6 * largest,
-                msg=lambda text, at=(rank, name): f"{at}: {text}",
-            )
-        held = {f"layers.{index}" for index, holders in HOLDERS.items() if rank // 2 in holders}
-        assert {name.rsplit(".", 2)[0] for name in result.gradients if name.startswith("layers")} == held
-        seen |= set(result.gradients)
-    assert seen == set(expected)
-
-
 def _two_losses(stage: int) -> dict[str, torch.Tensor]:
     """Gradients after two backward passes before one step, each of half the loss."""
 
@@ -113,24 +84,61 @@ def test_two_backward_passes_before_a_step_add_up(ranks: RankPool, stage: int) -
             )
 
 
-def _zeroed_in_vain(stage: int) -> dict[str, torch.Tensor]:
-    """Return the gradients of a step in whose middle a script calls ``zero_grad``."""
+# -- accumulation boundaries, ``no_sync``, and the engine's counters -------------------------------
 
-    case = Case(2, 2, stage=stage, accumulation=2)
-    engine = engine_of(case)
-    for micro in range(2):
+
+def _counters() -> list[Any]:
+    engine = engine_of(Case(2, 1, accumulation=3))
+    assert engine.get_global_grad_norm() is None
+    seen = []
+    for micro in range(6):
+        boundary = engine.is_gradient_accumulation_boundary()
+        engine.traffic.reset()
         engine.backward(engine(models.micro_batch("mlp", 0, micro, dist.get_rank())))
-        if micro == 0:
+        engine.step()
+        seen.append(
+            (boundary, engine.traffic.total() > 0, engine.global_steps, engine.micro_steps, engine.global_samples)
+        )
+    facts = (engine.train_batch_size(), engine.train_micro_batch_size_per_gpu(), engine.gradient_accumulation_steps())
+    return [seen, facts, engine.world_size, engine.global_rank == dist.get_rank()]
+
+
+def test_only_the_last_micro_batch_sends_and_steps(ranks: RankPool) -> None:
+    for seen, facts, world, own_rank in ranks.run(_counters, world=2):
+        assert seen == [
+            (False, False, 0, 1, 0), (False, False, 0, 2, 0), (True, True, 1, 3, 12),
+            (False, False, 1, 4, 12), (False, False, 1, 5, 12), (True, True, 2, 6, 24),
+        ]  # fmt: skip
+        assert facts == (12, 2, 3)
+        assert (world, own_rank) == (2, True)
+
+
+def _no_sync(stage: int) -> tuple[list[str], dict[str, torch.Tensor], int]:
+    engine = engine_of(Case(2, 2, stage))
+    messages = []
+    engine.traffic.reset()
+    with engine.no_sync():
+        engine.backward(engine(models.micro_batch("mlp", 0, 0, dist.get_rank())) / 2)
+        try:
             engine.step()
-            engine.zero_grad()
-    return full_gradients(engine)
+        except RuntimeError as error:
+            messages.append(str(error))
+    between = engine.traffic.by_kind().get("between groups/all_reduce", 0)
+    try:
+        engine.step()
+    except RuntimeError as error:
+        messages.append(str(error))
+    engine.backward(engine(models.micro_batch("mlp", 0, 1, dist.get_rank())) / 2)
+    return messages, full_gradients(engine), between
 
 
-@pytest.mark.parametrize("stage", [0, 1, 2, 3])
-def test_zero_grad_between_micro_batches_drops_nothing(ranks: RankPool, stage: int) -> None:
-    """As in DeepSpeed, where scripts call it after every step()."""
-    both = by_hand(Case(2, 2, accumulation=2, steps=1))[2][0]
-    for gradients in ranks.run(_zeroed_in_vain, stage, world=4):
+@pytest.mark.parametrize("stage", range(4))
+def test_no_sync_accumulates_without_sending(ranks: RankPool, stage: int) -> None:
+    expected = oracle(Case(2, 2, accumulation=2, steps=1)).gradients
+    assert expected is not None
+    for messages, gradients, between in ranks.run(_no_sync, stage, world=4):
+        assert "inside no_sync()" in messages[0]
+        assert "needs a backward() before it, outside no_sync()" in messages[1]
+        assert between == 0
         for name, gradient in gradients.items():
-            atol = RELATIVE * both[name].abs().max().item()
-            torch.testing.assert_close(gradient.cpu(), both[name], rtol=0, atol=atol)
+            torch.testing.assert_close(gradient, expected[name], rtol=0, atol=1e-5 * expected[name].abs().max().item())

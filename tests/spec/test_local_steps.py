@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import json
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import pytest
 import torch
@@ -244,43 +244,8 @@ def test_one_group_with_plain_averages_trains_as_usual(ranks: RankPool) -> None:
         assert_same_run(ours, expected, local)
 
 
-@pytest.mark.parametrize("masking", ["forward", "backward"])
-def test_every_step_with_plain_averages_equals_averaged_gradients(masking: Any) -> None:
-    """This holds for SGD without momentum, as an average of steps is then the step of the
-    average.
-    """
-    usual = Case(4, 1, accumulation=2, steps=4, masking=masking)
-    ours = oracle(replace(usual, sync=f'{{"every": 1, "outer_optimizer": {PLAIN}}}'))
-    theirs = oracle(usual)
-    assert ours.after is not None and theirs.after is not None
-    for name, weight in theirs.after.items():
-        torch.testing.assert_close(ours.after[name], weight, rtol=0, atol=1e-6, msg=name)
-    assert ours.losses == pytest.approx(theirs.losses, rel=1e-6)
-
-
-def _shared_weights(case: Case) -> list[torch.Tensor]:
-    """A weight of the shared part after each of the steps, on this rank."""
-    engine, weights = engine_of(case), []
-    for step in range(3):
-        one_step(engine, case, step, data_rank=data_rank_of(case))
-        engine.step()
-        weights.append(engine.parameters_here["stem.weight"].detach().clone())
-    assert engine.local_training.outer_steps == 1
-    assert engine.local_training.last.drift > 0
-    return weights
-
-
-def test_groups_differ_between_averages_and_agree_after_them(ranks: RankPool) -> None:
-    case = Case(2, 1, steps=3, sync='{"every": 3}')
-    for step, (first, second) in enumerate(zip(*ranks.run(_shared_weights, case, world=2), strict=True)):
-        assert torch.equal(first, second) == (step == 2)
-
-
 def _with_evaluations(case: Case, evaluates: bool) -> tuple[dict[str, torch.Tensor] | None, list[float], list[float]]:
-    """Train, and evaluate the full model after every step if asked.
-
-    Returns weights, held-out losses, losses.
-    """
+    """Weights, held-out losses after every step if asked, and losses."""
     engine, held_out, losses = engine_of(case), [], []
     batches = [models.micro_batch(case.model, 99, micro, data_rank_of(case)) for micro in range(2)]
     for step in range(case.steps):
@@ -347,10 +312,7 @@ def test_a_group_with_a_nan_gradient_skips_alone(ranks: RankPool) -> None:
 
 
 def _with_a_nan(case: Case) -> tuple[int, bool, int, float]:
-    """Train a step in which the second group has a NaN.
-
-    Returns skips, whether weights changed, steps, norm.
-    """
+    """A NaN in the second group: skips, whether weights changed, steps, norm."""
     engine, rank = engine_of(case), data_rank_of(case)
     before = {name: parameter.detach().clone() for name, parameter in engine.parameters_here.items()}
     loss = engine(models.micro_batch(case.model, 0, 0, rank))
@@ -361,9 +323,7 @@ def _with_a_nan(case: Case) -> tuple[int, bool, int, float]:
 
 
 def _statistics(case: Case, evaluates: bool) -> dict[str, torch.Tensor]:
-    """Train a step of a round, evaluate the groups' own subnetworks if asked, and return this
-    rank's statistics.
-    """
+    """This rank's statistics after a step, and after an evaluation if asked."""
     engine, rank = engine_of(case), data_rank_of(case)
     one_step(engine, case, 0, data_rank=rank)
     engine.step()

@@ -1,7 +1,5 @@
 """The oracle equals formulas that use nothing of the package."""
 
-from __future__ import annotations
-
 import re
 from dataclasses import replace
 from pathlib import Path
@@ -26,13 +24,8 @@ def test_the_specification_shows_the_core_of_the_oracle() -> None:
     assert {line.strip() for line in code.splitlines()} <= lines
 
 
-# -- several canonical tensors at one path ---------------------------------------------------------
-
-
 def layout_of_paths(own: set[str], paths: int, groups: int) -> Layout:
-    """A layout of the MLP in which group g holds, at the paths of ``own``, the blocks
-    ``paths.P.NAME`` with P = g mod ``paths``.
-    """
+    """At the paths of ``own``, group g holds the blocks ``paths.P.NAME``, P = g mod ``paths``."""
     config = load_config(Case(groups, placement="full").config())
     layout = Layout.of(models.mlp(), config, Mesh(groups))
     units, holders, parameters = [], [], {}

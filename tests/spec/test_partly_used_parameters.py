@@ -1,7 +1,5 @@
 """Parameters that only some micro-batches use: experts, and one of several heads."""
 
-from __future__ import annotations
-
 import pytest
 from sdp.tests.support.cases import Case, Result, native
 from sdp.tests.support.foreign.plain_torch import train_plainly

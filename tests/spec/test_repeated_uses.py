@@ -40,7 +40,6 @@ def test_bf16_native_equals_plain_torch(ranks: RankPool, case: Case, accumulatio
 
 
 def configuration(stage: int, bf16: bool, accumulation: int, **section: Any) -> dict[str, Any]:
-    """A run on two groups of two ranks."""
     return {
         "train_batch_size": 8 * accumulation,
         "train_micro_batch_size_per_gpu": 2,
@@ -141,9 +140,7 @@ PLACEMENT = dict(zip(models.unit_names("mlp"), [[0, 1], [0, 1], [0], [1]], stric
 def train_checkpointed(
     stage: int, bf16: bool, kind: type[models.Mlp]
 ) -> tuple[dict[str, torch.Tensor] | None, list[float]]:
-    """Take two steps of two micro-batches on two groups of two ranks. The weights, and the norms of
-    gradients.
-    """
+    """Two steps of two micro-batches: the weights, and the norms of gradients."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         model = kind()
@@ -168,46 +165,28 @@ def test_one_use_inside_a_reentrant_checkpoint(ranks: RankPool, stage: int, bf16
 def refused(kind: type[models.Mlp] | str, stage: int, bf16: bool) -> str:
     """The error of a run whose gradients FSDP2 or the layer between groups would take too early."""
     with pytest.raises(sdp.ModelError) as caught:
-        if isinstance(kind, str):
+        if kind == MODEL:
+            engine = sdp.initialize(model=models.build(MODEL), config=configuration(stage, bf16, 2))[0]
+            for micro in range(2):
+                engine.backward(engine(rows_of(engine, 0, micro)))
+                engine.step()
+        elif isinstance(kind, str):
             train(stage, bf16, kind)
         else:
             train_checkpointed(stage, bf16, kind)
     return str(caught.value)
 
 
-@pytest.mark.parametrize("bf16", [False, True])
-@pytest.mark.parametrize("stage", [1, 2, 3])
-@pytest.mark.parametrize("kind", ["sum", CheckpointedTwice, AlsoOutside])
-def test_repeated_uses_of_sharded_blocks_are_refused(
-    ranks: RankPool, kind: type[models.Mlp] | str, stage: int, bf16: bool
-) -> None:
+@pytest.mark.parametrize(
+    ("kind", "stage", "bf16"),
+    [
+        *((kind, stage, stage == 2) for kind in ("sum", MODEL, CheckpointedTwice, AlsoOutside) for stage in (1, 2, 3)),
+        # Without FSDP2, autograd reports a gradient as complete after each of the uses.
+        *((kind, 0, bf16) for kind in (CheckpointedTwice, AlsoOutside) for bf16 in (False, True)),
+    ],
+)
+def test_repeated_uses_are_refused(ranks: RankPool, kind: type[models.Mlp] | str, stage: int, bf16: bool) -> None:
     for message in ranks.run(refused, kind, stage, bf16, world=4):
-        assert message.endswith(STAGE_0_ONLY)
-        assert "\n" not in message
-
-
-def refuse_three_times(stage: int) -> str:
-    with pytest.raises(sdp.ModelError) as caught:
-        engine = sdp.initialize(model=models.build(MODEL), config=configuration(stage, False, 2))[0]
-        for micro in range(2):
-            engine.backward(engine(rows_of(engine, 0, micro)))
-            engine.step()
-    return str(caught.value)
-
-
-@pytest.mark.parametrize("stage", [1, 2, 3])
-def test_blocks_that_are_applied_three_times_are_refused_above_stage_0(ranks: RankPool, stage: int) -> None:
-    for message in ranks.run(refuse_three_times, stage, world=4):
-        assert message.startswith("layers.3 is used several times in one backward pass")
-        assert message.endswith(STAGE_0_ONLY)
-
-
-@pytest.mark.parametrize("bf16", [False, True])
-@pytest.mark.parametrize("kind", [CheckpointedTwice, AlsoOutside])
-def test_repeated_uses_inside_reentrant_checkpoints_are_refused_at_stage_0(
-    ranks: RankPool, kind: type[models.Mlp], bf16: bool
-) -> None:
-    """Without FSDP2, autograd reports a gradient as complete after each of the uses."""
-    for message in ranks.run(refused, kind, 0, bf16, world=4):
-        assert message.endswith("pass use_reentrant=False to torch.utils.checkpoint.checkpoint")
+        assert message.endswith(STAGE_0_ONLY if stage else STAGE_0_ONLY.partition("and ")[2])
+        assert kind != MODEL or message.startswith("layers.3 is used several times in one backward pass")
         assert "\n" not in message

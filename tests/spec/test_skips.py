@@ -1,7 +1,5 @@
 """A step whose gradient is no number, in whichever group, is skipped by all groups together."""
 
-from __future__ import annotations
-
 from collections.abc import Collection
 from typing import Any
 
@@ -19,10 +17,6 @@ STEPS = 4
 def _train(
     case: Case, bad: dict[int, float], max_skips: int, engine_name: str = "fsdp2", spikes: dict[str, Any] | None = None
 ) -> dict[str, Any]:
-    """A run in which the loss of data rank 1 is multiplied by ``bad[step]``.
-
-    ``spikes``: settings of on_spike.
-    """
     engine = engine_of(case, engine_name, training={"max_skips": max_skips, **(spikes or {})})
     seen: dict[str, Any] = {"norms": [], "rates": [], "skipped": [], "error": ""}
     for step in range(STEPS):

@@ -1,7 +1,5 @@
 """A tiny model and the configuration with which the tests of ``sdp bench`` compare methods."""
 
-from __future__ import annotations
-
 from typing import Any
 
 MODEL = {
@@ -9,10 +7,7 @@ MODEL = {
     "num_attention_heads": 4,
 }  # fmt: skip
 CONFIG: dict[str, Any] = {
-    "train_micro_batch_size_per_gpu": 2,
-    "gradient_clipping": 1.0,
-    "optimizer": {"type": "AdamW", "params": {"lr": 1e-3}},
-    "sdp": {"groups": 4, "capacity": 0.5},
-    "model": MODEL,
+    "train_micro_batch_size_per_gpu": 2, "gradient_clipping": 1.0,
+    "optimizer": {"type": "AdamW", "params": {"lr": 1e-3}}, "sdp": {"groups": 4, "capacity": 0.5}, "model": MODEL,
     "data": {"sequence_length": 16},
-}
+}  # fmt: skip

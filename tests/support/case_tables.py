@@ -1,7 +1,5 @@
 """Tables of cases in which every pair of two factors' values occurs."""
 
-from __future__ import annotations
-
 import itertools
 import random
 from collections.abc import Sequence
@@ -16,7 +14,6 @@ SCHEDULED_STEPS = 4
 TO_BACKWARD = '[{"until": 2, "masking": "forward"}, {"masking": "backward"}]'
 TO_FORWARD = '[{"until": 2, "masking": "backward"}, {"masking": "forward"}]'
 THERE_AND_BACK = '[{"until": 1, "masking": "forward"}, {"until": 3, "masking": "backward"}, {"masking": "forward"}]'
-
 Row = dict[str, Any]
 FACTORS: dict[str, Sequence[Any]] = {
     "masking": ["forward", "backward", TO_BACKWARD, TO_FORWARD, THERE_AND_BACK],

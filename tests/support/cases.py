@@ -1,4 +1,4 @@
-"""Training runs as plain data. The oracle runs one in this process, backends on ranks."""
+"""Training runs as plain data. The oracle runs one in this process, stores on ranks."""
 
 from __future__ import annotations
 
@@ -146,10 +146,7 @@ class Case:
 
 
 def zero_of(stage: int) -> dict[str, Any]:
-    """Return DeepSpeed's section.
-
-    By default, ZeRO 3 would keep all parameters of a small model whole.
-    """
+    """Return DeepSpeed's section. ZeRO 3 would keep a small model whole by default."""
     return {"stage": 3, "stage3_param_persistence_threshold": 0} if stage == 3 else {"stage": stage}
 
 
@@ -160,9 +157,7 @@ CLIP = 0.25  # below every norm in the table
 
 @dataclass
 class Result:
-    """The results of one process: values per step, and on rank 0 the full model before and
-    after.
-    """
+    """Values of one process per step, and on rank 0 the full model before and after."""
 
     losses: list[float] = field(default_factory=list)
     norms: list[float] = field(default_factory=list)
@@ -207,10 +202,7 @@ def said(least: int = logging.INFO) -> Iterator[list[str]]:
 
 
 def data_rank_of(case: Case) -> int:
-    """Return this process's data rank.
-
-    Tensor-parallel ranks are neighbours and read the same rows.
-    """
+    """Return this process's data rank. Tensor-parallel ranks are neighbours."""
     return dist.get_rank() // case.tp
 
 
@@ -243,10 +235,7 @@ def full_gradients(engine: Any) -> dict[str, torch.Tensor]:
 
 
 def whole(engine: Any, name: str, tensor: torch.Tensor) -> torch.Tensor:
-    """Gather the full tensor of a shard that is cut like the parameter ``name``.
-
-    Collective inside the group.
-    """
+    """Gather a tensor that is cut like the parameter ``name``. Collective inside the group."""
     part = (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).detach()
     info = engine.layout.parameters[name]
     if info.tp_dim is None:
@@ -258,7 +247,6 @@ def whole(engine: Any, name: str, tensor: torch.Tensor) -> torch.Tensor:
 
 
 def train(case: Case, engine_name: str = "fsdp2", **sections: Any) -> Result:
-    """Run the case on this rank."""
     engine = engine_of(case, engine_name, **sections)
     data_rank = data_rank_of(case)
     result = Result(before=engine.full_state_dict())
@@ -376,9 +364,7 @@ def native(ranks: Any, case: Case) -> list[Result]:
 
 
 def assert_same_run(ours: Sequence[Result], theirs: Result, case: Case) -> None:
-    """Compare weights and their updates, and the loss, gradient norm and learning rate of every
-    step.
-    """
+    """Compare weights, updates, and the loss, norm and rate of every step."""
     assert (
         ours[0].before is not None
         and ours[0].after is not None

@@ -1,7 +1,5 @@
 """Cases that the tests of checkpoints train, save and load."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import replace
 from pathlib import Path
@@ -57,7 +55,6 @@ def load_case(case: Case, folder: str) -> tuple[Any, Any, Any, Any]:
 
 
 def merge_moments(answers: list[tuple[Any, ...]]) -> dict[str, torch.Tensor]:
-    """Merge the moments that the ranks returned, by name."""
     return {name: tensor for answer in answers for name, tensor in answer[1].items()}
 
 
@@ -72,7 +69,6 @@ def save_one_step(folder: Path) -> dict[str, torch.Tensor]:
 
 
 def load_alone(folder: Path, tag: str | None = None) -> Any:
-    """Load a checkpoint into an engine of one rank."""
     with rank_alone():
         return engine_of(ALONE).load_checkpoint(folder, tag)
 
@@ -159,7 +155,6 @@ def resumed(case: Case, folder: str, name: str = "fsdp2") -> tuple[list[Any], li
 
 
 def assert_equal_runs(answers: list[tuple[list[Any], list[Any]]]) -> None:
-    """Compare losses and weights bit by bit."""
     for expected, found in answers:
         for (losses, weights), (others, other_weights) in zip(expected, found, strict=True):
             assert others == losses

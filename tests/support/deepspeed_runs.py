@@ -1,8 +1,7 @@
 """Runs of a case under the engine "deepspeed"."""
 
-from __future__ import annotations
-
 import importlib
+import importlib.util
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -11,17 +10,16 @@ import pytest
 from sdp.tests.support.cases import Case, Result, engine_of, one_step, train, zero_of
 from sdp.tests.support.ranks import RankPool
 
+needs_deepspeed = pytest.mark.skipif(importlib.util.find_spec("deepspeed") is None, reason="deepspeed is not installed")
 # The loss scale starts at 1,024, and the second good step doubles it.
 FP16 = {"enabled": True, "initial_scale_power": 10, "hysteresis": 1, "loss_scale_window": 1}
 
 
 def train_under_deepspeed(case: Case) -> Result:
-    """Run the case on this rank."""
     return train(case, "deepspeed")
 
 
 def run_under_deepspeed(ranks: RankPool, case: Case) -> list[Result]:
-    """Run the case on its ranks; return the results by rank."""
     return ranks.run(train_under_deepspeed, case, world=case.world)
 
 

@@ -1,19 +1,12 @@
-"""Small tasks of lm-evaluation-harness whose documents are files next to them, so no network is
-needed.
-"""
-
-from __future__ import annotations
+"""Small tasks of lm-evaluation-harness whose documents are files."""
 
 import json
 from pathlib import Path
 
 TEXTS = [
-    "def run(args):\n    return 0\n",
-    "import torch\nfrom torch import nn\n",
-    "a line of é漢字 and  two spaces",
-    "the rank's own shard",
-    "alpha beta gamma delta " * 12,
-]
+    "def run(args):\n    return 0\n", "import torch\nfrom torch import nn\n", "a line of é漢字 and  two spaces",
+    "the rank's own shard", "alpha beta gamma delta " * 12,
+]  # fmt: skip
 QUESTIONS = [
     {"question": "import", "choices": ["torch", "qzx", "漢字"], "answer": 0},
     {"question": "def __init__", "choices": ["zzz", "(self"], "answer": 1},
@@ -21,7 +14,6 @@ QUESTIONS = [
     {"question": "the", "choices": ["model", "rank", "~~"], "answer": 1},
     {"question": "alpha beta gamma", "choices": ["alpha", "beta", "gamma", "delta delta"], "answer": 3},
 ]
-
 _COMMON = """\
 task: {name}
 dataset_path: json
@@ -73,9 +65,7 @@ metric_list:
 
 
 def write_tasks(folder: Path) -> list[str]:
-    """Write the tasks and their documents. Return the names of those that compare
-    log-likelihoods.
-    """
+    """Write tasks; return the names of those that compare log-likelihoods."""
     folder.mkdir(parents=True, exist_ok=True)
     for name, task in _TASKS.items():
         rows = [{"text": text} for text in TEXTS] if name == "own_text" else QUESTIONS

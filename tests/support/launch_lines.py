@@ -8,7 +8,6 @@ from sdp.tools.cli import main
 
 
 def dry_run(capsys: pytest.CaptureFixture[str], *words: str) -> str:
-    """Run ``sdp launch --dry-run``; return what it prints."""
     code = main(["launch", "--dry-run", *words])
     out, err = capsys.readouterr()
     assert (code, err) == (0, "")

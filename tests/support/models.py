@@ -1,9 +1,4 @@
-"""Models and batches for the engine's tests.
-
-Sizes are small and awkward: shards are uneven or empty.
-"""
-
-from __future__ import annotations
+"""Models and batches. Sizes are awkward: shards are uneven or empty."""
 
 from typing import Any
 
@@ -81,7 +76,6 @@ class Experts(nn.Module):
 
 
 def mlp(blocks: int = 4, seed: int = 0, device: str = "cpu", passes: int = 1) -> Mlp:
-    """Build an MLP with weights, or on the meta device."""
     with torch.random.fork_rng(devices=[]), torch.device(device):
         torch.manual_seed(seed)
         return Mlp(blocks, passes)
@@ -113,10 +107,7 @@ def llama(*, tied: bool, device: str = "meta", layers: int = 4) -> nn.Module:
 
 
 def even_llama(*, tied: bool, device: str = "meta", **fields: Any) -> nn.Module:
-    """Build a LLaMA that two tensor-parallel ranks can share.
-
-    Shards of their parts are uneven: 19 rows of the vocabulary, 7 features.
-    """
+    """Build a LLaMA for two tensor-parallel ranks. Shards of their parts are uneven."""
     from sdp.models.llama import Llama, LlamaConfig
 
     shape = {
@@ -130,10 +121,7 @@ def even_llama(*, tied: bool, device: str = "meta", **fields: Any) -> nn.Module:
 
 
 def wide_llama(*, tied: bool, device: str = "meta") -> nn.Module:
-    """Build a LLaMA in which two tensor-parallel ranks can share each half of a branch.
-
-    The halves are 2 of 4 key/value heads, and 14 of 28 features.
-    """
+    """Build a LLaMA in which tensor-parallel ranks can share each half of a branch."""
     shape = {
         "hidden_size": 16, "num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 4, "intermediate_size": 28,
     }  # fmt: skip
@@ -141,10 +129,7 @@ def wide_llama(*, tied: bool, device: str = "meta") -> nn.Module:
 
 
 def resnet(device: str = "meta") -> nn.Module:
-    """Build a thin ResNet-18.
-
-    Its last stage sees 3 × 3 pixels. Two shards of 5 classes have 3 and 2.
-    """
+    """Build a thin ResNet-18. Its last stage sees 3 × 3 pixels."""
     from sdp.models.resnet import ResNet, ResNetConfig
 
     with torch.device(device):
@@ -152,11 +137,7 @@ def resnet(device: str = "meta") -> nn.Module:
 
 
 def swin(device: str = "meta") -> nn.Module:
-    """Build a Swin of two stages.
-
-    Its 12 × 12 and 6 × 6 patches do not fill their windows. Four shards of 6 rows have 2, 2, 2 and
-    0 rows.
-    """
+    """Build a Swin of two stages, whose patches do not fill their windows."""
     from sdp.models.swin import Swin, SwinConfig
 
     with torch.device(device):
@@ -169,7 +150,6 @@ def swin(device: str = "meta") -> nn.Module:
 
 
 def unit_names(kind: str) -> list[str]:
-    """Return the units of a model, in order."""
     if kind.startswith("resnet"):
         return ["layer1.0", "layer1.1", "layer2.1", "layer3.1", "layer4.1"]
     if kind.startswith("swin"):
@@ -207,10 +187,7 @@ def build(kind: str) -> nn.Module:
 
 
 def micro_batch(kind: str, step: int, micro: int, data_rank: int, rows: int = 2) -> dict[str, torch.Tensor]:
-    """Make the rows that a data rank reads in one forward pass.
-
-    In batches of tokens, each data rank ignores a different number of labels.
-    """
+    """Make the rows of a data rank. Ranks ignore different numbers of labels."""
     generator = torch.Generator().manual_seed(100_000 + step * 10_000 + micro * 100 + data_rank)
     if kind.startswith("mlp"):
         x = torch.randn(rows, IN, generator=generator)
@@ -229,18 +206,14 @@ def micro_batch(kind: str, step: int, micro: int, data_rank: int, rows: int = 2)
 
 
 def rows_of_all(kind: str, step: int, micro: int, data_ranks: int) -> dict[str, torch.Tensor]:
-    """Join the rows that all data ranks read in one forward pass, in rank order, for a
-    model of plain torch.
-    """
+    """Join the rows of all data ranks, in rank order, for a model of plain torch."""
     parts = [micro_batch(kind, step, micro, rank) for rank in range(data_ranks)]
     return {key: torch.cat([part[key] for part in parts]) for key in parts[0]}
 
 
 def on_device(batch: dict[str, torch.Tensor], device: torch.device) -> dict[str, torch.Tensor]:
-    """Return the batch on ``device``, for a model that is called without an engine."""
     return {key: tensor.to(device) for key, tensor in batch.items()}
 
 
 def cpu_state(model: Any) -> dict[str, torch.Tensor]:
-    """Return a copy of the state dict."""
     return {name: value.detach().clone() for name, value in model.state_dict().items()}

@@ -4,8 +4,6 @@ It is written from the layout (who holds what), torch, and docs/specification.md
 with the engine. It is slow on purpose: every group runs the whole model with its own values.
 """
 
-from __future__ import annotations
-
 import copy
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence

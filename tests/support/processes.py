@@ -1,8 +1,4 @@
-"""Helpers for tests that start processes: wait for a condition, read what a process has written so
-far, see if it still runs, and find a port for it.
-"""
-
-from __future__ import annotations
+"""Helpers for tests that start processes."""
 
 import json
 import time
@@ -14,10 +10,7 @@ T = TypeVar("T")
 
 
 def until(condition: Callable[[], T | None], seconds: float = 20.0, pause: float = 0.005) -> T:
-    """Wait until ``condition`` returns neither None nor False; return its value.
-
-    ``pause`` is the number of seconds between two calls.
-    """
+    """Wait until ``condition``, asked every ``pause`` seconds, is neither None nor False."""
     deadline = time.monotonic() + seconds
     while (value := condition()) is None or value is False:
         assert time.monotonic() < deadline, "waited in vain"
@@ -26,16 +19,12 @@ def until(condition: Callable[[], T | None], seconds: float = 20.0, pause: float
 
 
 def written_lines(path: Path) -> list[dict[str, Any]]:
-    """Return the whole lines of a JSON lines file that a process may be writing to now.
-
-    The last line may be there in part. If the file does not exist yet, there are none.
-    """
+    """Return the whole lines of a JSON lines file that a process may be writing to."""
     text = path.read_text() if path.exists() else ""
     return [json.loads(line) for line in text.split("\n")[:-1]]
 
 
 def alive(pid: int) -> bool:
-    """Whether the process exists and is not a zombie."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
     except FileNotFoundError:

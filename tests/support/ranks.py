@@ -4,8 +4,6 @@ Without it, starting processes and importing torch would take most of the time. 
 from a server process that has imported the modules they need and runs no other thread.
 """
 
-from __future__ import annotations
-
 import contextlib
 import ctypes
 import faulthandler

@@ -17,9 +17,7 @@ SMALL_LLAMA = {
 
 
 def make_corpus(folder: Path, seed: int = 0, *, vocab_size: int | None = None) -> Path:
-    """Write sixty small documents, tokenized as bytes, or by sentencepiece with ``vocab_size``
-    tokens.
-    """
+    """Write sixty small documents, as bytes or by sentencepiece with ``vocab_size``."""
     words = random.Random(seed)
     for number in range(60):
         text = " ".join(words.choice(["alpha", "beta", "gamma", "delta"]) for _ in range(80))
@@ -44,7 +42,6 @@ def tiny_config(corpus: Path, *, groups: int, steps: int) -> dict:
 
 
 def write_config(config: dict, tmp_path: Path) -> Path:
-    """Write the configuration to a file; return its path."""
     path = tmp_path / "config.json"
     path.write_text(json.dumps(config))
     return path
@@ -65,12 +62,10 @@ def run_sdp(*arguments: object, new_interpreters: bool = False) -> subprocess.Co
 
 
 def read_metrics(dump_dir: Path) -> list[dict]:
-    """Return the lines of metrics.jsonl."""
     return [json.loads(line) for line in (dump_dir / "metrics.jsonl").read_text().splitlines()]
 
 
 def read_losses(dump_dir: Path) -> list[float]:
-    """Return the loss of each step."""
     return [line["loss"] for line in read_metrics(dump_dir)]
 
 

@@ -1,9 +1,4 @@
-"""Compares the bytes that four ranks count with those that the kernel counts.
-
-The ranks run in a network namespace of their own. Prints one line of JSON.
-"""
-
-from __future__ import annotations
+"""Compares bytes that four ranks count with the kernel's. Prints a line of JSON."""
 
 import fcntl
 import json
@@ -42,10 +37,7 @@ def settled() -> int:
 
 
 def train(groups: int, stage: int, masking: str, steps: int) -> tuple[int, dict[str, int], int]:
-    """Train, and return bytes on the wire, bytes that this rank counted, and bytes of a quiet wire.
-
-    The wire's bytes are those of all ranks, as rank 0 sees them.
-    """
+    """Return bytes of all ranks on the wire, bytes that this rank counted, and of a quiet wire."""
     import sdp
     import torch
     from torch import nn
@@ -93,13 +85,11 @@ def train(groups: int, stage: int, masking: str, steps: int) -> tuple[int, dict[
 
 
 def collectives() -> dict[str, float]:
-    """Measure each kind of collective on 4 MiB of float32.
-
-    Returns the bytes on the wire of all ranks, divided by those of the formula.
-    """
+    """Return bytes on the wire, by those of the formula, for each kind of collective."""
     import torch
     import torch.distributed as dist
-    from sdp.engine.distributed.collectives import passes_on, sent_bytes
+    from sdp.engine.distributed.collectives import sent_bytes
+    from sdp.engine.distributed.mesh import passes_on
 
     world, whole = dist.get_world_size(), torch.zeros(1 << 20)
     part = torch.zeros(whole.numel() // world)

@@ -45,9 +45,7 @@ def _fill_once(factory: pytest.TempPathFactory, name: str, fill: Callable[[Path]
 
 @pytest.fixture(autouse=True)
 def own_environment() -> Iterator[None]:
-    """A run in this process publishes its place in os.environ, sets up the log and makes a process
-    group of one rank; nothing of it may outlive the test.
-    """
+    """Undo what a run leaves in this process: variables, its log and its process group."""
     log, had_group = logging.getLogger("sdp"), dist.is_initialized()
     before, settings, handlers = dict(os.environ), (log.level, log.propagate), list(log.handlers)
     yield
@@ -97,9 +95,7 @@ def text_corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def trained_run(text_corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The dump directory of a run of four processes, 2 groups × fsdp 2 at stage 3, with checkpoints
-    at steps 2 and 4.
-    """
+    """A run of 2 groups × fsdp 2 at stage 3, with checkpoints at steps 2 and 4."""
     config = {
         "train_micro_batch_size_per_gpu": 2,
         "optimizer": {"type": "AdamW", "params": {"lr": 0.01}},

@@ -1,7 +1,5 @@
 """Misspelt keys in the sections whose keys depend on a name, before a process starts."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

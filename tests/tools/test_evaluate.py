@@ -50,16 +50,27 @@ def test_the_table_and_another_number_of_batches(trained_run, capsys):
     assert fewer["loss"] != pytest.approx(own_losses(trained_run)[4], rel=1e-6)
 
 
-def test_what_deepspeed_alone_acts_on_is_not_needed(trained_run, tmp_path, capsys):
+FAST = {
+    "training": {"compile": True}, "activation_checkpointing": {"mode": "full"},
+    "sdp": {"granularity": "neuron", "capacity": 0.5},
+}  # fmt: skip
+OF_DEEPSPEED = {
+    "sdp": {"engine": "deepspeed"}, "fp16": {"enabled": True}, "comms_logger": {"enabled": True},
+    "zero_optimization": {"offload_optimizer": {"device": "cpu"}},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("changes", "settings"),
+    [(FAST, []), (OF_DEEPSPEED, []), (OF_DEEPSPEED, ["--set", "sdp.branch_scale=train"])],  # a plain model is built
+    ids=["what made the run fast", "DeepSpeed's own", "what DeepSpeed refuses"],
+)
+def test_settings_of_training_are_not_needed(trained_run, tmp_path, capsys, changes, settings):
     copy = shutil.copytree(trained_run, tmp_path / "run")
     config = json.loads((copy / "config.json").read_text())
-    config["sdp"]["engine"] = "deepspeed"
-    config |= {"fp16": {"enabled": True}, "comms_logger": {"enabled": True}}
-    config["zero_optimization"]["offload_optimizer"] = {"device": "cpu"}
+    config |= {name: config.get(name, {}) | section for name, section in changes.items()}
     (copy / "config.json").write_text(json.dumps(config))
-    # Nor is what that engine refuses to act on, where a plain model takes its place.
-    for settings in ([], ["--set", "sdp.branch_scale=train"]):
-        assert evaluated(capsys, copy, *settings)["loss"] == pytest.approx(own_losses(trained_run)[4], rel=1e-5)
+    assert evaluated(capsys, copy, *settings)["loss"] == pytest.approx(own_losses(trained_run)[4], rel=1e-5)
 
 
 def test_optimizer_state_is_not_read(trained_run, tmp_path, capsys):
@@ -91,20 +102,8 @@ def test_a_checkpoint_whose_replacement_was_cut_short_is_found(trained_run, tmp_
     assert "is not the name of one directory" in capsys.readouterr().err
 
 
-def test_what_made_the_run_fast_is_not_needed(trained_run, tmp_path, capsys):
-    copy = shutil.copytree(trained_run, tmp_path / "run")
-    config = json.loads((copy / "config.json").read_text())
-    config["training"]["compile"] = True
-    config["activation_checkpointing"]["mode"] = "full"
-    config["sdp"] |= {"granularity": "neuron", "capacity": 0.5}
-    (copy / "config.json").write_text(json.dumps(config))
-    assert evaluated(capsys, copy)["loss"] == pytest.approx(own_losses(trained_run)[4], rel=1e-5)
-
-
 def remove_after_reading_the_state(monkeypatch, tag: str) -> None:
-    """Let the checkpoint ``tag`` vanish after its state was read, as the next save of a live run
-    removes it.
-    """
+    """Remove the checkpoint ``tag`` after its state was read, as a run may."""
     read_state = saved_run.read_state
 
     def read_and_remove(path: Path) -> dict:

@@ -1,7 +1,5 @@
 """Messages of the command line repeat input in printable characters, and only its start."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

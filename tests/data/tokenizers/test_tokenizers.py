@@ -20,7 +20,7 @@ from sdp.data.tokenizers import (
     train_sentencepiece,
 )
 from sdp.engine.errors import DataError
-from sdp.tests.support.texts import AWKWARD
+from sdp.tests.support.texts import AWKWARD, save_byte_level
 
 TEXTS = [
     "def square(value):\n    if value > 1000:\n\t\treturn value * value\n\n\n        # done  \n",
@@ -40,22 +40,7 @@ def piece(model) -> SentencePieceTokenizer:
 
 @pytest.fixture(scope="module")
 def hf_directory(tmp_path_factory):
-    """A byte-level BPE of ``transformers`` made on the spot: nothing is downloaded."""
-    tokenizers = pytest.importorskip("tokenizers")
-    transformers = pytest.importorskip("transformers")
-    made = tokenizers.Tokenizer(tokenizers.models.BPE())
-    made.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
-    made.decoder = tokenizers.decoders.ByteLevel()
-    trainer = tokenizers.trainers.BpeTrainer(
-        vocab_size=300,
-        special_tokens=["<|endoftext|>"],
-        initial_alphabet=tokenizers.pre_tokenizers.ByteLevel.alphabet(),
-        show_progress=False,
-    )
-    made.train_from_iterator(TEXTS, trainer)
-    directory = tmp_path_factory.mktemp("hf")
-    transformers.PreTrainedTokenizerFast(tokenizer_object=made, eos_token="<|endoftext|>").save_pretrained(directory)
-    return directory
+    return save_byte_level(tmp_path_factory.mktemp("hf"), TEXTS, eos_token="<|endoftext|>")
 
 
 @settings(max_examples=200, deadline=None)

@@ -1,8 +1,4 @@
-"""Batches of every shape: handed to the model, cut for workers and joined again; what is a loss and
-what a target.
-"""
-
-from __future__ import annotations
+"""Batches of every shape, what is a loss and what is a target."""
 
 from collections import UserDict, namedtuple
 from dataclasses import dataclass
@@ -13,7 +9,6 @@ import sdp
 import torch
 from sdp.engine.batch.call import call_model, loss_of, target_count, tensors_in, to_device
 from sdp.engine.errors import DataError, ModelError
-from sdp.tests.support import models
 from torch import nn
 
 X, Y = torch.arange(6.0).view(2, 3), torch.tensor([1, 2])
@@ -35,14 +30,6 @@ class Frozen:
 Pair = namedtuple("Pair", "x y")
 
 
-# -- trees -----------------------------------------------------------------------------------------
-
-
-class ReturnsDataclass(models.Mlp):
-    def forward(self, x: torch.Tensor, y: torch.Tensor) -> Any:  # type: ignore[override]
-        return Output(super().forward(x, y))
-
-
 def test_looking_for_tensors_writes_nothing() -> None:
     class Validated(UserDict[str, Any]):
         def __setitem__(self, key: str, value: Any) -> None:
@@ -51,19 +38,6 @@ def test_looking_for_tensors_writes_nothing() -> None:
 
     tree = [Validated(x=X, name="a"), Frozen(Y, X), {"deep": (X, [Output(Y)])}]
     assert [id(found) for found in tensors_in(tree)] == [id(tensor) for tensor in (X, Y, X, X, Y)]
-
-
-@pytest.mark.usefixtures("one_rank")
-def test_the_loss_in_a_dataclass_trains_as_the_bare_loss() -> None:
-    config = {"train_micro_batch_size_per_gpu": 2}
-    gradients = []
-    for kind in (models.Mlp, ReturnsDataclass):
-        torch.manual_seed(0)
-        engine = sdp.initialize(model=kind(), config=config)[0]
-        engine.backward(engine(models.micro_batch("mlp", 0, 0, 0)))
-        gradients.append({name: p.grad for name, p in engine.parameters_here.items()})
-    for name, expected in gradients[0].items():
-        torch.testing.assert_close(gradients[1][name], expected, rtol=0, atol=0, msg=name)
 
 
 @pytest.mark.parametrize("batch", [Frozen(X, Y), Pair(X, Y), UserDict(x=X, y=Y), {"x": X, "y": Y}])
@@ -101,9 +75,6 @@ def test_the_engine_moves_a_batch_to_its_device(monkeypatch: pytest.MonkeyPatch,
     assert not engine.module.seen[1].is_inference()
     assert engine.module.seen[0].loss.is_meta and engine.module.seen[0].hidden["h"].is_meta
     assert not X.is_meta and not held.loss.is_meta
-
-
-# -- what is a loss, what is a target --------------------------------------------------------------
 
 
 def test_losses() -> None:
@@ -152,9 +123,6 @@ def test_targets() -> None:
     assert target_count(One(), Frozen(X, Y)) == 2
     with pytest.raises(DataError, match="no tensor"):
         target_count(One(), ["text"])
-
-
-# -- calling ---------------------------------------------------------------------------------------
 
 
 class Defaults(nn.Module):

@@ -1,6 +1,4 @@
-"""Sampler and loader: every sample is read once, in an order that no layout and no resumption
-changes.
-"""
+"""Every sample is read once, in an order that no layout and no resumption changes."""
 
 import itertools
 import json
@@ -24,8 +22,6 @@ from torch.utils.data import DataLoader, Dataset, get_worker_info
 
 
 class Numbers(Dataset):
-    """Sample i is the tensor i."""
-
     def __init__(self, length: int) -> None:
         self.length = length
 
@@ -41,9 +37,7 @@ def sampler(samples: int, micro: int, rank: int, ranks: int, consumed: int = 0, 
 
 
 def read_global(samples: int, micro: int, ranks: int, batches: int, consumed: int = 0) -> list[int]:
-    """The indices of ``batches`` global micro-batches in the order of the run: batch by batch, rank
-    by rank.
-    """
+    """Indices in the order of the run: micro-batch by micro-batch, rank by rank."""
     per_rank = [list(itertools.islice(sampler(samples, micro, r, ranks, consumed), batches)) for r in range(ranks)]
     return [index for batch in range(batches) for rank in range(ranks) for index in per_rank[rank][batch]]
 
@@ -64,13 +58,6 @@ def test_any_layout_reads_the_same_order_and_goes_on_where_another_stopped(sampl
     assert len(set(rest)) == len(rest)
 
 
-def test_epochs_have_different_orders_that_depend_on_the_seed():
-    first, second = read_global(50, 50, 1, 1), read_global(50, 50, 1, 1, consumed=50)
-    assert first != second
-    assert first != sorted(first)
-    assert list(itertools.islice(sampler(50, 50, 0, 1, seed=4), 1)) != [first]
-
-
 def test_unshuffled_order_is_the_data_set_s():
     unshuffled = ResumableBatchSampler(5, 3, 0, 1, seed=0, shuffle=False)
     assert list(itertools.islice(unshuffled, 3)) == [[0, 1, 2], [3, 4, 0], [1, 2, 3]]
@@ -81,23 +68,9 @@ def test_order_is_pinned():
     assert read_global(10, 10, 1, 2) == [9, 6, 0, 2, 1, 4, 7, 5, 3, 8, 4, 1, 2, 8, 5, 0, 7, 9, 6, 3]
 
 
-def test_sampler_state_round_trip():
-    one = sampler(20, 2, 0, 2)
-    batches = iter(one)
-    for _ in range(2):
-        next(batches)
-    assert one.state_dict() == {"seed": 3, "consumed": 8, "num_samples": 20}
-    other = sampler(20, 2, 0, 2)
-    other.load_state_dict(json.loads(json.dumps(one.state_dict())))
-    assert next(iter(other)) == next(batches)
-    assert other.epoch == 0
-
-
 @pytest.mark.parametrize("num_workers", [0, 2])
 def test_four_data_ranks_resume_as_two(num_workers):
-    """The stop falls inside an epoch and the continuation crosses its end; prefetched batches must
-    not be lost.
-    """
+    """The stop is inside an epoch, and some batches were prefetched."""
     samples, micro = 37, 2
 
     def loaders(ranks: int) -> list[ResumableLoader]:
@@ -136,9 +109,8 @@ def test_loader_goes_on_after_a_break_and_ends_older_iterators():
         next(old)
 
 
-@pytest.mark.parametrize("num_workers", [0, 1])
-def test_what_is_fetched_ahead_counts_when_it_is_handed_out(num_workers):
-    loader = ResumableLoader(Numbers(10), 2, seed=3, num_workers=num_workers)
+def test_what_is_fetched_ahead_counts_when_it_is_handed_out():
+    loader = ResumableLoader(Numbers(10), 2, seed=3)
     loader.fetch_ahead()  # nothing is being read yet
     batches, read = iter(loader), []
     for _ in range(3):
@@ -289,9 +261,7 @@ def draws(loader: ResumableLoader, batches: int) -> torch.Tensor:
 
 @pytest.mark.parametrize("num_workers", [0, 2])
 def test_random_draws_differ_between_epochs_and_ranks_and_a_resumed_run_repeats_them(num_workers):
-    """As in plain torch, whose workers draw from another seed in every epoch. There, a resumed run
-    cannot repeat the draws.
-    """
+    """In plain torch, a resumed run cannot repeat the draws."""
 
     def loader(rank: int = 0, workers: int = num_workers) -> ResumableLoader:
         return ResumableLoader(Augmented(8), 2, rank, 2, seed=3, num_workers=workers, collate_fn=jittered)

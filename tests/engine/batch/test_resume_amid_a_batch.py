@@ -1,10 +1,5 @@
-"""A checkpoint is loaded amid the micro-batches of a step: what they accumulated goes with that
-step, or stays if the load is refused.
-"""
+"""A checkpoint is loaded between the micro-batches of a step."""
 
-from __future__ import annotations
-
-import importlib.util
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -15,9 +10,8 @@ import torch.distributed as dist
 from sdp.engine.errors import CheckpointError
 from sdp.tests.support import models
 from sdp.tests.support.cases import Case, engine_of, one_step
+from sdp.tests.support.deepspeed_runs import needs_deepspeed
 from sdp.tests.support.ranks import RankPool
-
-needs_deepspeed = pytest.mark.skipif(importlib.util.find_spec("deepspeed") is None, reason="deepspeed is not installed")
 
 CASE = Case(2, 1, accumulation=2, optimizer="adamw", placement="cyclic")
 
@@ -48,9 +42,7 @@ def _loaded(case: Case, engine: str, folder: str) -> tuple[Any, Any]:
 
 
 def _refused(case: Case, engine: str, folder: str) -> tuple[str, Any, Any]:
-    """What it was refused for; the first step of a run without, and with a refused resume amid its
-    micro-batches.
-    """
+    """The refusal, a first step without it, and a first step around it."""
     foreign = engine_of(replace(case, optimizer="momentum"), engine)
     _step(foreign, case, 0)
     foreign.save_checkpoint(folder)
@@ -74,11 +66,9 @@ def _assert_same(first: Any, second: Any) -> None:
 @pytest.mark.parametrize(
     ("engine", "groups", "stage"),
     [
-        *(("fsdp2", groups, stage) for groups, stage in ((1, 2), (2, 0), (2, 3))),
-        *(
-            pytest.param("deepspeed", groups, stage, marks=needs_deepspeed)
-            for groups, stage in ((1, 3), (2, 1), (2, 3))
-        ),
+        ("fsdp2", 2, 0),
+        ("fsdp2", 1, 3),
+        *(pytest.param("deepspeed", groups, stage, marks=needs_deepspeed) for groups, stage in ((1, 3), (2, 1))),
     ],
 )
 def test_what_was_accumulated_goes_with_a_load_and_stays_if_it_is_refused(

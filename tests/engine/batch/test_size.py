@@ -1,7 +1,5 @@
 """DeepSpeed's batch arithmetic; errors print every factor and where it came from."""
 
-from __future__ import annotations
-
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st

@@ -1,8 +1,4 @@
-"""Iterable data sets: ranks read different samples, in the order of the stream, and resume where
-they stopped.
-"""
-
-from __future__ import annotations
+"""Iterable data sets: ranks read different samples, and resume where they stopped."""
 
 import itertools
 import json

@@ -1,7 +1,5 @@
 """Checkpoints that many tests read."""
 
-from __future__ import annotations
-
 import shutil
 from pathlib import Path
 

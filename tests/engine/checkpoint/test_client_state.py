@@ -1,8 +1,4 @@
-"""The caller's own state in a checkpoint, the parts that a load may leave out, and tags that are
-numbers.
-"""
-
-from __future__ import annotations
+"""The caller's own state, and the parts that a load may leave out."""
 
 import argparse
 import collections
@@ -34,7 +30,6 @@ STATE: dict[str, Any] = {
 
 
 def assert_same(loaded: Any, saved: Any) -> None:
-    """Compare values and tensors bit for bit."""
     if isinstance(saved, torch.Tensor):
         assert type(loaded) is torch.Tensor
         assert loaded.dtype == saved.dtype

@@ -1,7 +1,5 @@
 """A save refuses weights that are NaN or infinite, and keeps the good checkpoint."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest
@@ -12,11 +10,9 @@ from sdp.tests.support.checkpoints import ALONE, SOURCE
 from sdp.tests.support.ranks import RankPool
 
 
-def _save_destroyed(case: Case, folder: str, backend: str) -> list[str]:
-    """Save after a good step, then after a step that is destroyed by its learning rate; return the
-    refusals.
-    """
-    engine = engine_of(case, backend)
+def _save_destroyed(case: Case, folder: str, engine_name: str) -> list[str]:
+    """Save a good step, then one that its learning rate destroys; return the refusals."""
+    engine = engine_of(case, engine_name)
     data_rank = data_rank_of(case)
     one_step(engine, case, 0, data_rank=data_rank)
     engine.step()
@@ -36,11 +32,11 @@ def _save_destroyed(case: Case, folder: str, backend: str) -> list[str]:
     return refusals
 
 
-@pytest.mark.parametrize("backend", ["fsdp2", "deepspeed"])
-def test_destroyed_weights_do_not_push_out_a_good_checkpoint(ranks: RankPool, tmp_path: Path, backend: str) -> None:
-    case = SOURCE if backend != "deepspeed" else Case(2, 2, stage=2, optimizer="adamw")
+@pytest.mark.parametrize("engine_name", ["fsdp2", "deepspeed"])
+def test_destroyed_weights_do_not_push_out_a_good_checkpoint(ranks: RankPool, tmp_path: Path, engine_name: str) -> None:
+    case = SOURCE if engine_name == "fsdp2" else Case(2, 2, stage=2, optimizer="adamw")
     folder = str(tmp_path)
-    answers = ranks.run(_save_destroyed, case, folder, backend, world=4)
+    answers = ranks.run(_save_destroyed, case, folder, engine_name, world=4)
     assert all(len(answer) == 2 for answer in answers)
     refusal = answers[0][0]
     assert {text for answer in answers for text in answer} == {refusal}

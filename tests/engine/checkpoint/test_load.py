@@ -1,8 +1,7 @@
 """Loading a checkpoint: what goes on, and what is refused on every rank without a change."""
 
-from __future__ import annotations
-
-import importlib.util
+import copy
+import logging
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -13,11 +12,10 @@ import torch
 import torch.distributed as dist
 from sdp.engine.errors import CheckpointError
 from sdp.tests.support import models
-from sdp.tests.support.cases import Case, engine_of, one_step
+from sdp.tests.support.cases import Case, engine_of, one_step, said
 from sdp.tests.support.checkpoints import ALONE, moments_of
+from sdp.tests.support.deepspeed_runs import needs_deepspeed
 from sdp.tests.support.ranks import RankPool
-
-needs_deepspeed = pytest.mark.skipif(importlib.util.find_spec("deepspeed") is None, reason="deepspeed is not installed")
 
 
 def test_a_checkpoint_of_another_model_is_refused(small: Path) -> None:
@@ -74,9 +72,7 @@ def _refused(optimizer: str, model: str, folder: str, engine: str = "fsdp2", sta
 def test_nothing_of_a_checkpoint_is_left_out(
     ranks: RankPool, tmp_path: Path, saved: tuple[str, str], loaded: tuple[str, str], message: str
 ) -> None:
-    """A model of fewer layers, or another optimizer, would go on from a part of it, and its saves
-    would replace the whole one.
-    """
+    """Otherwise the next save would replace the whole by a part."""
     ranks.run(_trained, *saved, str(tmp_path), world=2)
     for error, steps, has_state in ranks.run(_refused, *loaded, str(tmp_path), world=2):
         if message:
@@ -166,10 +162,8 @@ def test_state_of_what_is_frozen_now_is_not_dropped(ranks: RankPool, tmp_path: P
         assert "or with that parameter trained" in message
 
 
-def _rates_of_layers(folder: str, engine: str, groups: int) -> tuple[dict[str, float], dict[str, float], list[bool]]:
-    """Rates of parameters before a save and after a load, and whether those of the optimizer's
-    groups are as before.
-    """
+def _rates_of_layers(folder: str, groups: int) -> tuple[dict[str, float], dict[str, float], list[bool]]:
+    """Rates before a save and after a load, and whether the optimizer has them too."""
     case = Case(groups, 2 // groups, placement="cyclic" if groups == 2 else "full")
     rates = [0.1, 0.05, 0.025, 0.0125, 0.00625]
 
@@ -178,7 +172,7 @@ def _rates_of_layers(folder: str, engine: str, groups: int) -> tuple[dict[str, f
         members: list[dict[str, Any]] = [{"params": [*model.stem.parameters(), *model.head.parameters()]}]
         members += [{"params": list(layer.parameters())} for layer in model.layers]
         params = {"warmup_min_lr": [0.0] * 5, "warmup_max_lr": rates, "warmup_num_steps": 2, "warmup_type": "linear"}
-        config = case.config(engine) | {"scheduler": {"type": "WarmupLR", "params": params}}
+        config = case.config() | {"scheduler": {"type": "WarmupLR", "params": params}}
         return sdp.initialize(model=model, model_parameters=members, config=config)[0]
 
     saved = build()
@@ -197,9 +191,8 @@ def _rates_of_layers(folder: str, engine: str, groups: int) -> tuple[dict[str, f
 
 
 @pytest.mark.parametrize("groups", [2, 1])
-@pytest.mark.parametrize("engine", ["fsdp2", pytest.param("deepspeed", marks=needs_deepspeed)])
-def test_every_layer_keeps_its_learning_rate(ranks: RankPool, tmp_path: Path, engine: str, groups: int) -> None:
-    for saved, loaded, same in ranks.run(_rates_of_layers, str(tmp_path), engine, groups, world=2):
+def test_every_layer_keeps_its_learning_rate(ranks: RankPool, tmp_path: Path, groups: int) -> None:
+    for saved, loaded, same in ranks.run(_rates_of_layers, str(tmp_path), groups, world=2):
         assert saved == loaded
         assert len(set(saved.values())) == 5
         assert same
@@ -230,3 +223,53 @@ def test_a_checkpoint_from_before_the_first_update_brings_that_back(tmp_path: Pa
         trained.append(engine.full_state_dict())
     # From step 1 the schedule is one skip behind, not a step ahead: the same update.
     assert all(torch.equal(trained[0][name], trained[1][name]) for name in before)
+
+
+# -- a load says which settings of the checkpoint differ from the configured ones ------------------
+
+
+CYCLIC = Case(2, 1, optimizer="adamw", placement="cyclic")
+
+
+def settings_warnings(folder: str) -> dict[str, list[str]]:
+    """What rank 0 says at each load, by what was changed in the configuration."""
+
+    def build(**change: Any) -> sdp.SDPEngine:
+        config = copy.deepcopy(CYCLIC.config())
+        config["optimizer"]["params"] |= change.pop("params", {})
+        if change.pop("plain", False):
+            del config["scheduler"]
+        return sdp.initialize(model=models.mlp(), config=config | change)[0]
+
+    found = {}
+    for plain in (False, True):
+        trained = build(plain=plain)
+        one_step(trained, CYCLIC, 0, data_rank=dist.get_rank())
+        trained.step()
+        trained.save_checkpoint(folder, "plain" if plain else "scheduled")
+    optimizer = {"params": {"lr": 0.05, "weight_decay": 0.3, "betas": [0.8, 0.9]}}
+    schedule = {"scheduler": {"type": "WarmupLR", "params": {"warmup_max_lr": 0.5, "warmup_num_steps": 3}}}
+    changes: dict[str, dict[str, Any]] = {
+        "same": {}, "clip": {"gradient_clipping": 0.25}, "schedule": schedule, "same plain": {"plain": True},
+        "optimizer": optimizer | {"plain": True},
+    }  # fmt: skip
+    for name, change in changes.items():
+        loaded = build(**change)
+        with said(logging.WARNING) as lines:
+            loaded.load_checkpoint(folder, "plain" if change.get("plain") else "scheduled")
+        found[name] = [line for line in lines if "other settings" in line]
+        if name == "optimizer":
+            assert set(loaded.rates_of_parameters().values()) == {0.02}  # the checkpoint's, as in DeepSpeed
+    return found
+
+
+def test_a_load_warns_of_other_settings(ranks: RankPool, tmp_path: Any) -> None:
+    first, second = ranks.run(settings_warnings, str(tmp_path), world=2)
+    assert first["same"] == first["same plain"] == []
+    assert not any(second.values())
+    lines = {name: line for name in ("clip", "schedule", "optimizer") for (line,) in [first[name]]}
+    assert not any("\n" in line for line in lines.values())
+    assert "gradient_clipping: 0.0 → 0.25;" in lines["clip"]
+    assert "scheduler.params.warmup_max_lr: 0.03 → 0.5;" in lines["schedule"]
+    for change in ("optimizer.params.lr: 0.02 → 0.05", "weight_decay: 0.1 → 0.3", "betas: unset → [0.8, 0.9]"):
+        assert change in lines["optimizer"]

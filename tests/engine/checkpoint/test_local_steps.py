@@ -1,7 +1,5 @@
 """Checkpoints between two averages of local steps."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import replace
 from pathlib import Path
@@ -159,17 +157,8 @@ def test_a_run_without_local_steps_becomes_one_with_them(ranks: RankPool, tmp_pa
     assert all(value.abs().sum() > 0 for name, value in answers[0][1].items() if name.endswith("exp_avg_sq"))
 
 
-def test_the_position_in_the_round_is_in_the_state(ranks: RankPool, tmp_path: Path) -> None:
-    case = Case(2, 1, sync='{"every": 4, "fragments": 2, "overlap": 1}')
-    ranks.run(_save_midway, case, str(tmp_path), world=2)
-    state = json.loads((tmp_path / "step-2" / "state.json").read_text())
-    assert state["sync"] == {"outer_steps": 0, "steps_alone": 2, "travelling": 1, "fragments": 2}
-
-
 def _finished_twice(case: Case, folder: str) -> tuple[bool, bool]:
-    """Save after the last average of a run. Returns whether a resumed run averages again at once,
-    and whether that changes the model.
-    """
+    """Whether a resumed run averages again at once, and whether that changes the model."""
     engine = engine_of(case)
     _train(engine, case, 0, 5)
     engine.finish_round()

@@ -1,19 +1,22 @@
-"""What a load refuses in a checkpoint of somebody else, and what a save leaves alone."""
-
-from __future__ import annotations
+"""What a load refuses: checkpoints of others, damage, tags; and what a save leaves alone."""
 
 import json
+import math
 import shutil
 from pathlib import Path
 from typing import Any
 
 import pytest
+import sdp
+import torch.distributed as dist
 from sdp.engine.checkpoint import save
 from sdp.engine.checkpoint.storage.directory import latest
 from sdp.engine.checkpoint.storage.files import is_ours, is_whole, read_state
 from sdp.engine.errors import CheckpointError
 from sdp.tests.support.cases import engine_of
 from sdp.tests.support.checkpoints import ALONE, load_alone, refusal_of_load, reseal
+from sdp.tests.support.models import mlp
+from sdp.tests.support.ranks import RankPool
 
 pytestmark = pytest.mark.timeout(120)
 
@@ -122,9 +125,7 @@ class _Killed(BaseException):
 
 
 def killed_save(folder: Path, monkeypatch: pytest.MonkeyPatch, renamed: str) -> None:
-    """Save ``step-1`` again in a process that is killed before it renames the directory
-    ``renamed``.
-    """
+    """Save ``step-1`` again, and be killed before the directory ``renamed`` is renamed."""
     rename = Path.rename
 
     def rename_unless_killed(path: Path, target: Path) -> Path:
@@ -173,12 +174,6 @@ def test_a_directory_that_is_removed_during_a_save_is_not_made_again(
     assert not small.exists()
 
 
-def test_a_whole_load_changes_nothing(small: Path) -> None:
-    before = everything_in(small)
-    load_alone(small)
-    assert everything_in(small) == before
-
-
 def test_what_is_half_written_is_not_a_checkpoint(small: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def killed(*_: Any) -> None:
         raise _Killed
@@ -202,3 +197,120 @@ def test_a_state_nested_too_deep_is_refused_when_it_is_saved_and_when_it_is_read
     assert not (small / "deep").exists()
     (small / "step-1" / "state.json").write_text("[" * 100_000 + "]" * 100_000)
     assert "state.json: damaged" in refusal_of_load(small)
+
+
+# -- a damaged checkpoint is refused with one line -------------------------------------------------
+
+
+def _damage(folder: Path, how: str) -> None:
+    checkpoint = folder / "step-1"
+    if how == "no state":
+        (checkpoint / "state.json").unlink()
+    elif how == "truncated state":
+        (checkpoint / "state.json").write_text("{")
+    elif how == "state without steps":
+        (checkpoint / "state.json").write_text(json.dumps({"format": 1}))
+    elif how == "other format":
+        (checkpoint / "state.json").write_text(json.dumps({"format": 99}))
+    elif how == "no metadata":
+        (checkpoint / "metadata.json").unlink()
+    elif how == "truncated metadata":
+        (checkpoint / "metadata.json").write_bytes((checkpoint / "metadata.json").read_bytes()[:50])
+    elif how == "no tensors":
+        next(checkpoint.glob("*.distcp")).unlink()
+    elif how == "truncated tensors":
+        data = next(checkpoint.glob("*.distcp"))
+        data.write_bytes(data.read_bytes()[:100])
+    elif how == "one flipped bit":
+        data = next(checkpoint.glob("*.distcp"))
+        content = bytearray(data.read_bytes())
+        content[len(content) // 2] ^= 1
+        data.write_bytes(content)
+    elif how == "changed step":
+        state = (checkpoint / "state.json").read_text()
+        (checkpoint / "state.json").write_text(state.replace('"global_steps": 1', '"global_steps": 2'))
+
+
+DAMAGES = [
+    "no state", "truncated state", "state without steps", "other format", "no metadata", "truncated metadata",
+    "no tensors", "truncated tensors", "one flipped bit", "changed step",
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("how", DAMAGES)
+def test_a_damaged_checkpoint_is_one_line(small: Path, how: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(small)
+    _damage(small, how)
+    with pytest.raises(CheckpointError) as error:
+        engine_of(ALONE).load_checkpoint(small)
+    assert "step-1" in str(error.value)
+    assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize("how", ["truncated metadata", "truncated tensors"])
+def test_right_hashes_do_not_make_a_file_trusted(small: Path, how: str) -> None:
+    _damage(small, how)
+    reseal(small / "step-1")
+    with pytest.raises(CheckpointError, match="step-1"):
+        engine_of(ALONE).load_checkpoint(small)
+
+
+def test_a_pointer_to_nothing_falls_back_and_says_so(small: Path, caplog: pytest.LogCaptureFixture) -> None:
+    engine = engine_of(ALONE)
+    engine.load_checkpoint(small)
+    engine.save_checkpoint(small, "step-9")
+    shutil.rmtree(small / "step-9")
+    assert engine.load_checkpoint(small)[0] == f"{small}/step-1"
+    assert "step-9, which is gone: taking step-1" in caplog.text
+    shutil.rmtree(small / "step-1")
+    with pytest.raises(CheckpointError, match="step-9: is gone"):
+        engine.load_checkpoint(small)
+
+
+# -- tags: which ones are refused, and what ranks with different tags are told ---------------------
+
+
+def save_with_its_own_tag(folder: str) -> str:
+    engine = sdp.initialize(model=mlp(), config={"train_batch_size": 2, "sdp": {"groups": 2}})[0]
+    with pytest.raises(CheckpointError) as caught:
+        engine.save_checkpoint(folder, tag=f"tag-{dist.get_rank()}")
+    return str(caught.value)
+
+
+def test_different_tags_are_refused_on_every_rank(ranks: RankPool, tmp_path: Path) -> None:
+    expected = "save_checkpoint: rank 0 has the tag 'tag-0', rank 1 has 'tag-1'; give all ranks one tag"
+    assert ranks.run(save_with_its_own_tag, str(tmp_path), world=2) == [expected] * 2
+    assert not list(tmp_path.iterdir())
+
+
+WRONG_TAGS = ["../x", "/etc", "a/b", "..", "", ".hidden", "latest.json", None, 3, ["step-1"]]
+
+
+@pytest.mark.parametrize("tag", WRONG_TAGS, ids=str)
+def test_the_pointer_names_an_entry_of_its_directory(small: Path, tag: Any) -> None:
+    (small / "latest.json").write_text(json.dumps({"tag": tag}))
+    assert "which is not a checkpoint of this directory; remove this file to resume from step-1" in refusal_of_load(
+        small
+    )
+
+
+NO_TAGS = [
+    "latest.json", "state.json", "metadata.json", "a\0b", "a\nb", "a" * 5000, "..", ".", "", "/etc/x", "a/b", ".x",
+]  # fmt: skip
+NO_TAGS += [".x", ["step-1"], 10**400, -(10**400), 10**5000, math.nan, math.inf, "\udcff"]
+
+
+@pytest.mark.parametrize("tag", NO_TAGS, ids=lambda tag: "huge" if isinstance(tag, int) else ascii(tag)[:20])
+def test_a_wrong_tag_is_refused_before_anything_is_written(tmp_path: Path, tag: Any) -> None:
+    engine = engine_of(ALONE)
+    with pytest.raises(CheckpointError, match=r"the tag .* use letters, digits and dashes") as error:
+        engine.save_checkpoint(tmp_path / "new", tag)
+    assert "\n" not in str(error.value)
+    assert len(str(error.value)) < 400
+    assert not (tmp_path / "new").exists()
+
+
+def test_a_number_is_a_tag_as_in_deepspeed(tmp_path: Path) -> None:
+    engine_of(ALONE).save_checkpoint(tmp_path, 7)  # type: ignore[arg-type]
+    assert latest(tmp_path) == "7"
+    assert load_alone(tmp_path, 7)[0] == f"{tmp_path}/7"  # type: ignore[arg-type]

@@ -1,7 +1,5 @@
 """Saving a checkpoint: in the background, without room, tags, and which old ones stay."""
 
-from __future__ import annotations
-
 import resource
 from pathlib import Path
 from typing import Any
@@ -32,9 +30,7 @@ def test_multiples_are_kept_besides_the_newest(small: Path) -> None:
 
 
 def _save_in_the_background(case: Case, folder: str) -> Any:
-    """Train on while the checkpoint of the second step is written, and return the weights of that
-    step.
-    """
+    """Train on while step 2 is written; return the weights and moments of step 2."""
     engine = engine_of(case)
     for step in range(4):
         one_step(engine, case, step, data_rank=data_rank_of(case))
@@ -56,9 +52,7 @@ def test_a_background_save_holds_the_step_at_which_it_began(ranks: RankPool, tmp
 
 
 def _save_without_room(case: Case, folder: str) -> tuple[str, str]:
-    """The errors of a save and of one in the background under a file size limit that the tensors
-    exceed.
-    """
+    """Errors of a save, and of one in the background, under a limit of file sizes."""
     engine = engine_of(case)
     one_step(engine, case, 0, data_rank=dist.get_rank())
     engine.step()
@@ -86,13 +80,3 @@ def test_a_save_without_room_leaves_the_one_before(ranks: RankPool, tmp_path: Pa
         assert all("File too large" in error and "unexpected pos" not in error for error in errors)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["latest.json", "step-1"]
     assert read_state(tmp_path / "step-1")["global_steps"] == 1
-
-
-def test_a_tag_is_replaced_and_client_state_must_be_json(small: Path) -> None:
-    engine = engine_of(ALONE)
-    engine.load_checkpoint(small)
-    with pytest.raises(CheckpointError, match="object is neither JSON nor"):
-        engine.save_checkpoint(small, "step-1", client_state={"bad": object()})
-    engine.save_checkpoint(small, "step-1", client_state={"good": 1})
-    assert engine.load_checkpoint(small)[1] == {"good": 1}
-    assert sorted(path.name for path in small.iterdir()) == ["latest.json", "step-1"]

@@ -1,7 +1,5 @@
 """``sdp.masking``: schedules, and one clear line for what cannot be one."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """The section ``env`` accepts settings of network libraries, and refuses what chooses code."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 

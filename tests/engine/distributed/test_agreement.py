@@ -1,8 +1,5 @@
 """What every rank must have alike is compared before any waits for another."""
 
-from __future__ import annotations
-
-import importlib.util
 from typing import Any
 
 import pytest
@@ -13,9 +10,8 @@ from sdp.engine.distributed.agreement import Ranks, first_difference, normalise
 from sdp.engine.errors import ConfigError, DataError
 from sdp.tests.support import models
 from sdp.tests.support.cases import Case
+from sdp.tests.support.deepspeed_runs import needs_deepspeed
 from sdp.tests.support.ranks import RankPool
-
-needs_deepspeed = pytest.mark.skipif(importlib.util.find_spec("deepspeed") is None, reason="deepspeed is not installed")
 
 
 def _start(kind: str, engine: str) -> str:
@@ -70,31 +66,22 @@ def _start(kind: str, engine: str) -> str:
         ("offload", 'zero_optimization.offload_optimizer.device: rank 0 has "none", rank 1 has "cpu"; '),
         ("placement", ""),  # in another order
         ("own affairs", ""),
+        pytest.param(
+            "DeepSpeed's own",
+            "zero_optimization.reduce_bucket_size: rank 0 has nothing, rank 1 has 500; ",
+            marks=needs_deepspeed,
+        ),
     ],
 )
-@pytest.mark.parametrize("engine", ["fsdp2", pytest.param("deepspeed", marks=needs_deepspeed)])
-def test_a_rank_that_differs_stops_all(ranks: RankPool, engine: str, kind: str, message: str) -> None:
-    answers = ranks.run(_start, kind, engine, world=2, timeout=60)
+def test_a_rank_that_differs_stops_all(ranks: RankPool, kind: str, message: str) -> None:
+    answers = ranks.run(_start, kind, "deepspeed" if "DeepSpeed" in kind else "fsdp2", world=2, timeout=60)
     assert answers[0] == answers[1]
     assert answers[0].startswith(message)
     assert bool(answers[0]) == bool(message)
 
 
-@needs_deepspeed
-@pytest.mark.parametrize(
-    ("kind", "message"),
-    [
-        ("DeepSpeed's own", "zero_optimization.reduce_bucket_size: rank 0 has nothing, rank 1 has 500; "),
-    ],
-)
-def test_deepspeeds_own_settings_are_compared(ranks: RankPool, kind: str, message: str) -> None:
-    assert all(answer.startswith(message) for answer in ranks.run(_start, kind, "deepspeed", world=2, timeout=60))
-
-
 def _own_groups() -> tuple[int, dict[str, float]]:
-    """An optimizer of a group for each parameter that the rank has: ranks have different numbers of
-    them.
-    """
+    """Train with one parameter group a parameter: ranks have different numbers of groups."""
     config = Case(2, 1).config("fsdp2")
     del config["optimizer"], config["scheduler"]
     config["sdp"]["placement"] = {"layers.0": [0], "layers.1": [0], "layers.2": [0, 1], "layers.3": [0, 1]}
@@ -126,9 +113,7 @@ def test_how_a_number_is_written_is_no_difference() -> None:
 
 
 def _work_together() -> tuple[list[str], str, Any, str]:
-    """What a rank sees of an action that succeeds, that fails on rank 1, of a value, and of an
-    action of rank 0.
-    """
+    """What a rank sees of an action that succeeds, of one that fails, and of values."""
     ranks, here = Ranks(alone=False), dist.get_rank()
 
     def act(*, fails: bool) -> str:

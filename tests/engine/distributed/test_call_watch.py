@@ -1,8 +1,4 @@
-"""Ranks of a script that wait for each other say who stands where, instead of half an hour of
-silence.
-"""
-
-from __future__ import annotations
+"""Ranks of a script that wait for each other say who stands where."""
 
 import os
 import subprocess

@@ -1,9 +1,4 @@
-"""A rank that makes no progress ends, even if it is stuck in C code. One that does is left alone.
-
-Whole runs: tests/cluster.
-"""
-
-from __future__ import annotations
+"""A rank that makes no progress ends, even if it is stuck in C code."""
 
 import os
 import subprocess

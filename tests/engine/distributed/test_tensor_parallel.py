@@ -1,10 +1,5 @@
-"""Tensor parallelism: the collectives and the loss on parts of a vocabulary, what cannot be cut,
-and the model cut against whole ones.
-"""
+"""Tensor parallelism: the loss on parts of a vocabulary, and what cannot be cut."""
 
-from __future__ import annotations
-
-import copy
 from typing import Any
 
 import pytest
@@ -16,14 +11,13 @@ from sdp.engine.config.load import load_config
 from sdp.engine.distributed.collectives import TensorRanks, Traffic, scatter_sequence, vocabulary_embedding
 from sdp.engine.distributed.mesh import Mesh
 from sdp.engine.distributed.process_groups import tensor_group
-from sdp.engine.distributed.tensor_parallel import parallelise, parameter_cuts
+from sdp.engine.distributed.tensor_parallel import parameter_cuts
 from sdp.engine.errors import ModelError
 from sdp.engine.model_interface import Column, Gather, Row, Style, Vocabulary, Whole
 from sdp.engine.placement.layout import Layout
-from sdp.engine.placement.tensor_info import Shard
 from sdp.models.layers import linear_cross_entropy
 from sdp.tests.support import models
-from sdp.tests.support.cases import Case, data_rank_of, engine_of, full_gradients, oracle_of
+from sdp.tests.support.cases import Case, data_rank_of, engine_of, full_gradients
 from sdp.tests.support.ranks import RankPool
 from torch import nn
 
@@ -34,9 +28,6 @@ def _ranks_of_all() -> TensorRanks:
     group = tensor_group(Mesh(1, 1, dist.get_world_size()))
     assert group is not None
     return TensorRanks(group, dist.get_world_size(), dist.get_rank(), Traffic())
-
-
-# -- the loss on parts of a vocabulary -------------------------------------------------------------
 
 
 def _inputs(dtype: torch.dtype) -> list[torch.Tensor]:
@@ -113,9 +104,6 @@ def test_ids_outside_the_vocabulary_do_not_pass(ranks: RankPool) -> None:
         assert ["a token id is outside the vocabulary of 12" in message for message in messages] == [True] * 3
 
 
-# -- the model -------------------------------------------------------------------------------------
-
-
 def _whole_logits(stage: int) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
     """Logits without labels, and the gradients of a loss that the user makes of them."""
     case = Case(1, 2, stage, placement="full", model="even-llama", tp=2)
@@ -152,37 +140,6 @@ def test_logits_and_gradients_equal_hugging_face(ranks: RankPool, stage: int) ->
             )
 
 
-def _passes(case: Case, drop: bool) -> dict[str, torch.Tensor]:
-    """Gradients after two backward passes before one step; with ``drop`` after those of a step that
-    forgot an earlier one.
-    """
-    engine = engine_of(case)
-    for part in range(2):
-        engine.backward(engine(models.micro_batch(case.model, 0, part, data_rank_of(case))))
-        if drop and part == 0:
-            engine.zero_grad()
-    return full_gradients(engine)
-
-
-@pytest.mark.parametrize("drop", [False, True])
-@pytest.mark.parametrize("stage", [0, 1, 3])
-def test_backward_passes_before_a_step_add_up(ranks: RankPool, stage: int, drop: bool) -> None:
-    """Gradients of norms are summed over the tensor-parallel ranks after each pass, and only
-    once.
-    """
-    case = Case(1, 2, stage, placement="full", model="even-llama-tied", tp=2)
-    parts = [1] if drop else [0, 1]
-    batches = [[models.micro_batch(case.model, 0, part, rank) for rank in range(2)] for part in parts]
-    means = oracle_of(case).step(batches, 0.1).gradients
-    expected = {name: len(parts) * gradient for name, gradient in means.items()}
-    for gradients in ranks.run(_passes, case, drop, world=4):
-        assert set(gradients) == set(expected)
-        for name, gradient in gradients.items():
-            torch.testing.assert_close(
-                gradient, expected[name], rtol=0, atol=RELATIVE * expected[name].abs().max().item()
-            )
-
-
 def _frozen_norms() -> tuple[list[str], dict[str, int]]:
     case = Case(2, 1, model="even-llama", tp=2)
     model = models.build(case.model)
@@ -200,46 +157,6 @@ def test_frozen_parameters_stay_frozen_and_unsent(ranks: RankPool) -> None:
         assert gradients
         assert not [name for name in gradients if "norm" in name]
         assert not [kind for kind in counted if kind.startswith("inside")]
-
-
-# -- where the parts lie ---------------------------------------------------------------------------
-
-
-def test_parts_and_shards_cover_every_parameter_once() -> None:
-    config = load_config(Case(2, 3, 3, model="even-llama-tied-meta", tp=2).config())
-    layout = Layout.of(models.build("even-llama-tied-meta"), config, Mesh(2, 3, 2))
-    dims = {info.tp_dim for info in layout.parameters.values()}
-    assert dims == {None, 0, 1}
-    for info in layout.parameters.values():
-        seen = torch.zeros(info.shape)
-        for tp in range(2):
-            for index in range(3):
-                rows = info.shard_rows(3, index)
-                size = (rows[1] - rows[0], *info.part[1:])
-                assert info.shard_numel(3, index) == torch.Size(size).numel()
-                start = info.offset(Shard(3, index, tp))
-                seen[tuple(slice(first, first + length) for first, length in zip(start, size, strict=True))] += 1
-        assert torch.equal(seen, torch.full(info.shape, 1.0 if info.tp_dim is not None else 2.0)), info.name
-
-
-def test_a_cut_skeleton_has_the_right_shapes_without_its_ranks() -> None:
-    """On the meta device, and as a copy in memory, where a block is run whose forward reads
-    values.
-    """
-    model = models.build("even-llama-meta")
-    cuts, ranks = parameter_cuts(model, 2), TensorRanks(None, 2, 1, Traffic())
-    parallelise(model, cuts, ranks)
-    copied = copy.deepcopy(model).to_empty(device="cpu")
-    for whole, device in ((model, "meta"), (copied, "cpu")):
-        layer = whole.get_submodule("model.layers.0")
-        tables = (torch.zeros(6, 6, device=device), torch.zeros(6, 6, device=device))
-        assert layer(torch.zeros(2, 3, 12, device=device), *tables).shape == (2, 3, 12)
-        assert whole(torch.zeros(2, 6, dtype=torch.int64, device=device)).shape == (2, 6, 38)
-    assert copied.lm_head.weight.shape == (19, 12)
-    assert ranks.traffic.by_kind() == {}
-
-
-# -- what cannot be cut ----------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(

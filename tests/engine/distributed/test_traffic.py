@@ -1,7 +1,5 @@
 """Bytes sent in a step equal the formula."""
 
-from __future__ import annotations
-
 import itertools
 from collections import Counter, defaultdict
 from typing import Any

@@ -1,6 +1,4 @@
-"""Each launcher's variables, as recorded from real starts, and the incomplete sets that must be
-refused.
-"""
+"""Variables of each launcher, recorded from real starts, and incomplete ones."""
 
 import dataclasses
 import os
@@ -50,16 +48,10 @@ SALLOC_SHELL = {  # salloc -N2 -n4, shell on the submitting host
     "SLURM_TASKS_PER_NODE": "3,1",
 }  # fmt: skip
 INTERACTIVE_STEP = {  # salloc with LaunchParameters=use_interactive_step
-    **SALLOC_SHELL,
-    "SLURM_LOCALID": "0",
-    "SLURM_NODEID": "0",
-    "SLURM_PROCID": "0",
-    "SLURM_PTY_PORT": "39427",
-    "SLURM_STEP_ID": "4294967290",
-    "SLURM_STEP_NODELIST": "n1",
-    "SLURM_STEP_NUM_TASKS": "1",
+    **SALLOC_SHELL, "SLURM_LOCALID": "0", "SLURM_NODEID": "0", "SLURM_PROCID": "0", "SLURM_PTY_PORT": "39427",
+    "SLURM_STEP_ID": "4294967290", "SLURM_STEP_NODELIST": "n1", "SLURM_STEP_NUM_TASKS": "1",
     "SLURM_STEP_TASKS_PER_NODE": "1",
-}
+}  # fmt: skip
 PTY_SHELL = {  # srun --pty bash
     "SLURM_JOB_ID": "4", "SLURM_LOCALID": "0", "SLURM_NODEID": "0", "SLURM_NTASKS": "1", "SLURM_PROCID": "0",
     "SLURM_PTY_PORT": "42157", "SLURM_STEP_ID": "0", "SLURM_STEP_NODELIST": "n1", "SLURM_STEP_NUM_TASKS": "1",
@@ -67,7 +59,6 @@ PTY_SHELL = {  # srun --pty bash
 }  # fmt: skip
 SRUN_IN_SHELL = {**SRUN, "SLURM_PTY_PORT": "45849"}  # srun inside an interactive shell inherits SLURM_PTY_PORT
 SRUN_PMI2 = {**SRUN, "PMI_RANK": "2", "PMI_SIZE": "3", "PMI_FD": "15", "PMI_JOBID": "1.0"}
-
 SLURM_PLACE = Environment(2, 3, 0, 1, 1, "n1", 0, "SLURM")
 CASES = {
     "torchrun": (TORCHRUN, Environment(5, 8, 1, 4, 1, "gpu-01", 29400, "torchrun")),
@@ -238,9 +229,7 @@ def test_search_path_is_extended_once(tmp_path) -> None:
 
 
 class FakeMPI:
-    """mpi4py's ``MPI`` on rank 2 of a world of ``size``; like the real one it begins once and ends
-    once.
-    """
+    """mpi4py's ``MPI`` on rank 2 of ``size``: it begins once and ends once."""
 
     def __init__(self, size: int, begun: bool) -> None:
         self.begun, self.ended = begun, False
@@ -303,7 +292,7 @@ def test_a_lone_process_can_start_ranks_of_its_own() -> None:
 
 def test_a_rank_without_peers_says_what_it_waits_for() -> None:
     code = (
-        "from sdp.engine.environment import waits; waits.SILENT_SECONDS = 0.5\n"
+        "from sdp.engine.environment import process; process.SILENT_SECONDS = 0.5\n"
         "from sdp.engine.distributed.join import init_distributed; init_distributed()"
     )
     environ = dict(os.environ, PYTHONPATH=str(Path(sdp.__path__[0]).parent))

@@ -1,18 +1,19 @@
-"""The end of a script: threads that still let go of something get the interpreter's lock."""
+"""The end of a script waits for threads, and waits for a compiler's lock are announced."""
 
-from __future__ import annotations
-
+import logging
 import os
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
 import sdp
+from sdp.engine.environment import process
 
 ENDING = """
 import threading
-from sdp.engine.environment import exit as leaving
+from sdp.engine.environment import process as leaving
 
 leaving.SECONDS = 5.0
 leaving.watch()
@@ -28,7 +29,7 @@ told.set()
 """
 ONCE = """
 import sys
-from sdp.engine.environment import exit as leaving
+from sdp.engine.environment import process as leaving
 
 leaving.wait_for_threads = lambda: print("waited")
 if sys.argv[1] == "at once":
@@ -56,10 +57,35 @@ def test_it_is_waited_once_and_not_where_the_process_leaves_at_once(how: str, pr
 def test_a_script_that_initialises_waits() -> None:
     script = """
 import torch, sdp
-from sdp.engine.environment import exit as leaving
+from sdp.engine.environment import process as leaving
 leaving.wait_for_threads = lambda: print("waited")
 sdp.initialize(model=torch.nn.Sequential(torch.nn.Linear(2, 2)), config={
     "train_micro_batch_size_per_gpu": 1, "sdp": {"units": ["0"]},
     "optimizer": {"type": "SGD", "params": {"lr": 0.1}}})
 """
     assert _printed(script) == "waited\n"
+
+
+# -- a wait for the lock of a compiler, which a killed process may have left, is told --------------
+
+
+def test_a_lock_that_was_left_behind_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path))
+    monkeypatch.setattr(process, "SILENT_SECONDS", 0.1)
+    with caplog.at_level(logging.WARNING, "sdp"):
+        with process.announced(process.compiler_locks):
+            time.sleep(0.5)
+        assert not caplog.records, "nothing is compiled"
+        lock = tmp_path / "py311_cpu" / "cpu_adam" / "lock"
+        lock.parent.mkdir(parents=True)
+        lock.touch()
+        os.utime(lock, (time.time() - 600, time.time() - 600))
+        with process.announced(process.compiler_locks):
+            pass
+        assert not caplog.records, "the wait was short"
+        with process.announced(process.compiler_locks):
+            time.sleep(0.5)
+    (record,) = caplog.records
+    assert f"{lock} (10 minutes old); if no process compiles it, remove the lock" in record.getMessage()

@@ -1,8 +1,4 @@
-"""The whole model on rank 0, weights that are kept, and parameters and optimizers that the user
-gives.
-"""
-
-from __future__ import annotations
+"""The whole model on rank 0, and parameters and optimizers that the user gives."""
 
 from typing import Any
 
@@ -24,10 +20,7 @@ def _states(case: Case) -> list[Any]:
 @pytest.mark.parametrize(
     "case",
     [
-        Case(2, 2, 3),
-        Case(4, 2, 1, placement="cyclic", model="llama"),
         Case(4, 1, placement="profile", model="llama-tied"),
-        Case(1, 4, 2, placement="full"),
         Case(2, 2, 3, model="even-llama", tp=2),
         Case(4, 1, placement="cyclic", model="even-llama-tied", tp=2),
     ],
@@ -66,56 +59,6 @@ def test_rank_0_wins_where_ranks_differ(ranks: RankPool, stage: int) -> None:
     assert set(results[0][0]) == set(expected)
     assert all(torch.equal(results[0][0][name], value) for name, value in expected.items())
     assert all(own for _, own in results)
-
-
-class Counting(nn.Module):
-    """A residual block with running statistics."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.norm = nn.BatchNorm1d(models.IN)
-        self.linear = nn.Linear(models.IN, models.IN)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return x + self.linear(self.norm(x))
-
-
-class CountingModel(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList(Counting() for _ in range(4))
-
-    def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
-        for layer in self.layers:
-            x = layer(x)
-        return F.mse_loss(x[:, :3], y)
-
-
-def _buffers() -> tuple[Any, dict[str, torch.Tensor]]:
-    config = Case(2, 2, 1).config(sdp={"groups": 2, "placement": {f"layers.{unit}": [unit % 2] for unit in range(4)}})
-    torch.manual_seed(0)
-    engine = sdp.initialize(model=CountingModel(), config=config)[0]
-    for step in range(2):
-        engine.backward(engine(models.micro_batch("mlp", step, 0, dist.get_rank() // 2, rows=4)))
-        engine.step()
-    return engine.full_state_dict(), dict(engine.module.named_buffers())
-
-
-def test_persistent_buffers_come_from_a_holder(ranks: RankPool) -> None:
-    results = ranks.run(_buffers, world=4)
-    state = results[0][0]
-    assert list(state) == list(
-        dict.fromkeys([*dict(CountingModel().named_parameters()), *dict(CountingModel().named_buffers())])
-    )
-    for unit in range(4):
-        for leaf in ("running_mean", "running_var", "num_batches_tracked"):
-            name = f"layers.{unit}.norm.{leaf}"
-            assert torch.equal(state[name], results[2 * (unit % 2)][1][name].cpu())
-            assert name not in results[2 * (1 - unit % 2)][1]
-        assert state[f"layers.{unit}.norm.num_batches_tracked"].item() == 2
-
-
-# -- what is trained, and by what ------------------------------------------------------------------
 
 
 def _with(kind: str, stage: int) -> dict[str, Any]:

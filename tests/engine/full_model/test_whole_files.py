@@ -1,7 +1,5 @@
 """Files of the whole model, from ranks that hold a part of it."""
 
-from __future__ import annotations
-
 import logging
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """The loss scale of float16: DeepSpeed's own scaler, step by step, and what a run does with it."""
 
-from __future__ import annotations
-
 import random
 from pathlib import Path
 from typing import Any
@@ -93,9 +91,7 @@ def train_in_half(case: Case, engine: str) -> Any:
 
 
 def test_float16_equals_deepspeed(ranks: Any) -> None:
-    """The real DeepSpeed rounds in other places, so the runs differ by less than float16 differs
-    from float32.
-    """
+    """The two round in other places, by less than float16 differs from float32."""
     pytest.importorskip("deepspeed")
     case = Case(2, 1, 1, model="llama-tied")  # its inputs are integers, as DeepSpeed does not cast inputs
     ours, theirs = (ranks.run(train_in_half, case, engine, world=case.world)[0] for engine in ("fsdp2", "deepspeed"))
@@ -107,7 +103,7 @@ def test_float16_equals_deepspeed(ranks: Any) -> None:
         rounding += (exact.after[name] - after).square().sum().item()
         update += (after - theirs.before[name]).square().sum().item()
     assert between < 1e-4 * update, "more than 1 % of the update"
-    assert between < 4 * rounding, "the backends differ more than twice as much as float16 from float32"
+    assert between < 4 * rounding, "the engines differ more than twice as much as float16 from float32"
 
 
 @pytest.mark.usefixtures("one_rank")
@@ -137,11 +133,7 @@ def test_autocast_equals_a_loop_of_torch() -> None:
 
 
 def step_with_overflows(case: Case, sections: dict[str, Any], folder: str) -> list[Any]:
-    """Train from a scale that is far too high, and let another engine continue.
-
-    Returns:
-        By step: the loss scale, the number of skipped steps, and whether weights changed.
-    """
+    """By step: the loss scale, which starts far too high, skipped steps, and any change."""
     engine = engine_of(case, **sections)
     seen = []
     for step in range(12):

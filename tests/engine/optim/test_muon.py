@@ -1,7 +1,5 @@
 """Muon: torch's steps, equal under every layout, and one gather per matrix."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest
@@ -107,8 +105,6 @@ def train_with(case: Case, section: dict[str, Any]) -> Any:
 
 
 def run_with_muon(case: Case) -> Result:
-    """Run the oracle, where a matrix inside a block, or a slice of one, is a matrix."""
-
     def make(groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
         optimizer = build_optimizer("Muon", SETTINGS, groups, CPU)[0]
         assert isinstance(optimizer, Muon)
@@ -139,9 +135,7 @@ def test_every_layout_equals_the_oracle(case: Case, ranks: Any) -> None:
 
 
 def gathers_between_tensor_ranks(case: Case) -> tuple[int, int, int]:
-    """Return the bytes that a step gathers between tensor-parallel ranks, those of all cut
-    matrices, and their number.
-    """
+    """Bytes gathered between tensor-parallel ranks, of all cut matrices, and their number."""
     engine = engine_of(case, optimizer=SECTION)
     rank = torch.distributed.get_rank()
     engine.backward(engine(models.micro_batch(case.model, 0, 0, engine.layout.mesh.data_rank(rank))))

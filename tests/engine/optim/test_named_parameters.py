@@ -1,8 +1,4 @@
-"""``model_parameters`` and optimizers that have names, as ``torch.nn.Module.named_parameters``
-gives them.
-"""
-
-from __future__ import annotations
+"""``model_parameters`` and optimizers that have names."""
 
 from collections.abc import Callable
 from typing import Any

@@ -1,11 +1,5 @@
-"""Step counts that an optimizer keeps as plain numbers are saved and go on, also under another
-engine or optimizer.
-"""
+"""Step counts that an optimizer keeps as plain numbers are saved and go on."""
 
-from __future__ import annotations
-
-import importlib.util
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -22,9 +16,7 @@ from torch.optim.adamw import adamw
 
 
 class CountingAdam(torch.optim.Optimizer):
-    """AdamW that counts in an int: of each "state" (DeepSpeedCPUAdam), of the "last" parameter's
-    for all (FusedAdam), of the "group".
-    """
+    """AdamW that counts by "state", at the "last" parameter (FusedAdam), or by "group"."""
 
     def __init__(self, groups: Any, where: str):
         super().__init__(groups, {"lr": 0.05, "betas": (0.8, 0.95), "weight_decay": 0.1})
@@ -82,25 +74,19 @@ def _run(case: Case, name: str, where: str, folder: str, steps: range) -> Any:
     return engine.full_state_dict()
 
 
-TWO = Case(2, 1, placement="mixed")
-SLICES = replace(TWO, neurons=2, model="even-llama")
+SLICES = Case(2, 1, neurons=2, model="even-llama")
 RUNS = [
     ("fsdp2", SLICES, "group"),
-    pytest.param("deepspeed", Case(1, 2, stage=0), "last", marks=pytest.mark.slow),
-    pytest.param("deepspeed", Case(1, 2, stage=2), "last", marks=pytest.mark.full_table),
     ("deepspeed", Case(1, 2, stage=3), "state"),
-    pytest.param("deepspeed", replace(SLICES, stage=1), "state", marks=pytest.mark.full_table),
-    pytest.param("deepspeed", replace(TWO, stage=3), "group", marks=pytest.mark.full_table),
+    pytest.param("deepspeed", Case(1, 2, stage=2), "last", marks=pytest.mark.slow),
 ]
 
 
 @pytest.mark.parametrize(("name", "case", "where"), RUNS, ids=str)
 def test_a_count_goes_on(ranks: RankPool, tmp_path: Path, name: str, case: Case, where: str) -> None:
-    """Bias correction is large in the first steps. If the count started again, the step would have
-    another length.
-    """
-    if name == "deepspeed" and importlib.util.find_spec("deepspeed") is None:
-        pytest.skip("deepspeed is not installed")
+    """A count that starts again would change the length of the next steps."""
+    if name == "deepspeed":
+        pytest.importorskip("deepspeed")
     expected = ranks.run(_run, case, name, "torch", str(tmp_path / "torch"), range(4), world=case.world)[0]
     ranks.run(_run, case, name, where, str(tmp_path / "own"), range(2), world=case.world)
     for reader, optimizer in ((name, where), ("fsdp2", "torch")):

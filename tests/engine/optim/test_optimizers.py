@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from sdp.engine.errors import ConfigError
-from sdp.engine.optim.optimizers import AdamKernel, ApexFusedAdam, apex_kernel, build_optimizer, make_optimizer
+from sdp.engine.optim.optimizers import AdamKernel, ApexFusedAdam, apex_kernel, build_optimizer
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
@@ -78,31 +78,6 @@ def test_says_which_implementation_was_taken():
     assert "foreach" in lines["SGD"]
 
 
-def test_what_the_user_gave_goes_before_the_section():
-    """An optimizer gets this rank's groups in place of its own; a function the groups, or the list
-    of parameters that the user meant.
-    """
-    parameters = list(network().parameters())
-    groups = [{"params": parameters, "lr": 0.5}]
-    given = torch.optim.SGD(network().parameters(), lr=0.1)
-    assert make_optimizer(None, given, groups, CPU, grouped=True) == (
-        given,
-        "optimizer: SGD, as given to sdp.initialize",
-    )
-    assert [group["params"] for group in given.param_groups] == [parameters]
-    got: list[Any] = []
-    for grouped in (True, False):
-        _, line = make_optimizer(
-            None, lambda of: got.append(of) or given, groups, CPU, grouped=grouped, arrangement=", by unit"
-        )
-        assert line == "optimizer: SGD, as given to sdp.initialize, by unit"
-    assert got[0] is groups
-    assert got[1] is groups[0]["params"]
-    built, line = make_optimizer(None, None, groups, CPU, grouped=True, arrangement=", by unit")
-    assert type(built) is torch.optim.AdamW
-    assert line == "optimizer: AdamW: torch.optim.AdamW, fused, by unit (the configuration names none)"
-
-
 def test_falls_back_where_torch_has_no_fused_kernel():
     parameters = [nn.Parameter(torch.zeros(3, device="meta"))]
     optimizer, line = build_optimizer("AdamW", {}, parameters, torch.device("meta"))
@@ -140,7 +115,6 @@ def test_bad_sections_are_refused_in_one_line(name, params, message):
 
 
 def adam_on_lists(tensors, group, step, decoupled):
-    """What Apex's kernel computes, in plain torch."""
     beta1, beta2 = group["betas"]
     for gradient, parameter, first, second in zip(*tensors, strict=True):
         assert type(parameter) is torch.Tensor or type(parameter) is nn.Parameter
@@ -207,9 +181,7 @@ def test_apex_is_recognised_and_its_namesake_is_not(monkeypatch):
 
 
 def test_apex_kernel_is_called_as_nvidia_defines_it(monkeypatch):
-    """Argument order of ``multi_tensor_applier(amp_C.multi_tensor_adam, …)`` in
-    apex/optimizers/fused_adam.py.
-    """
+    """Argument order of apex/optimizers/fused_adam.py."""
     calls = []
     kernels, applier = types.ModuleType("amp_C"), types.ModuleType("apex.multi_tensor_apply")
     vars(kernels)["multi_tensor_adam"] = "adam"

@@ -1,10 +1,5 @@
-"""A resume under the user's own learning-rate scheduler: rates of every step are those of the
-unbroken run, on every rank and engine.
-"""
+"""A resume under the user's own schedule has the rates of the unbroken run."""
 
-from __future__ import annotations
-
-import importlib.util
 from collections import Counter
 from collections.abc import Callable
 from functools import partial
@@ -15,15 +10,14 @@ import pytest
 import sdp
 import torch
 import torch.distributed as dist
-from sdp.engine.errors import CheckpointError
+from sdp.engine.errors import CheckpointError, ConfigError
 from sdp.engine.optim.schedules import adapt_state, keep_shared_state, of_another_kind
 from sdp.tests.support import models
 from sdp.tests.support.cases import Case, one_step
+from sdp.tests.support.deepspeed_runs import needs_deepspeed
 from sdp.tests.support.ranks import RankPool
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR, StepLR
-
-needs_deepspeed = pytest.mark.skipif(importlib.util.find_spec("deepspeed") is None, reason="deepspeed is not installed")
 
 OWN, WARMUP = 0.05, {"type": "WarmupLR", "params": {"warmup_num_steps": 10}}
 
@@ -43,9 +37,7 @@ def build(
     alone: int | None = 1,
     rate: float = 0.01,
 ) -> sdp.SDPEngine:
-    """Rank 0 holds layers 0 and 2, rank 1 layers 1 and 2, both the others; layer ``alone`` has a
-    rate of its own.
-    """
+    """Rank 0 lacks layer 1, rank 1 layer 0; the layer ``alone`` has a rate of its own."""
     model = models.mlp()
     placement = {f"layers.{index}": [0, 1] for index in range(len(model.layers))} | {"layers.0": [0], "layers.1": [1]}
     config = case.config(engine)
@@ -151,3 +143,61 @@ def test_what_is_of_groups_is_the_ranks_own() -> None:
     assert of_another_kind({"last_batch_iteration": 1}, {"last_epoch": 0})
     assert not of_another_kind({"last_epoch": 1, "gamma": 1}, {"last_epoch": 0, "base_lrs": []})
     assert not of_another_kind(None, {"last_epoch": 0})
+
+
+# -- a scheduler object must steer the optimizer that takes the steps ------------------------------
+
+
+@pytest.mark.usefixtures("one_rank")
+def test_a_scheduler_of_another_optimizer_is_refused() -> None:
+    model = models.build("mlp")
+    other = torch.optim.SGD(model.parameters(), lr=1.0)
+    for optimizer in (
+        None,
+        torch.optim.SGD(model.parameters(), lr=1.0),
+        lambda parameters: torch.optim.SGD(parameters),
+    ):
+        config = Case(1, 1).config(scheduler=None)
+        with pytest.raises(ConfigError, match="LambdaLR in lr_scheduler was built on another optimizer"):
+            sdp.initialize(
+                model=model, config=config, optimizer=optimizer, lr_scheduler=LambdaLR(other, lambda step: 0.5**step)
+            )
+
+
+@pytest.mark.usefixtures("one_rank")
+def test_a_scheduler_of_the_given_optimizer_sets_its_rate() -> None:
+    model, case = models.build("mlp"), Case(1, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    schedule = LambdaLR(optimizer, lambda step: 0.5**step)
+    config = case.config(scheduler=None, optimizer=None)
+    engine = sdp.initialize(model=model, config=config, optimizer=optimizer, lr_scheduler=schedule)[0]
+    one_step(engine, case, 0, data_rank=0)
+    engine.step()
+    assert engine.get_lr() == [0.5]
+
+
+def _start_with_rules_of_two_groups() -> str:
+    model = models.build("mlp")
+    matrices = [parameter for parameter in model.parameters() if parameter.ndim > 1]
+    others = [parameter for parameter in model.parameters() if parameter.ndim == 1]
+    config = Case(2, 1, 1).config("deepspeed", scheduler=None, optimizer=None)
+    with pytest.raises(ConfigError) as caught:
+        sdp.initialize(
+            model=model,
+            config=config,
+            model_parameters=[{"params": matrices}, {"params": others}],
+            optimizer=lambda groups: torch.optim.SGD(groups, lr=1.0),
+            lr_scheduler=lambda optimizer: LambdaLR(optimizer, [lambda step: 1.0, lambda step: 0.5]),
+        )
+    return str(caught.value)
+
+
+def test_a_schedule_for_other_groups_than_deepspeeds_is_one_line(ranks: RankPool) -> None:
+    """With several SDP groups, DeepSpeed gets a parameter group for each unit."""
+    pytest.importorskip("deepspeed")
+    for message in ranks.run(_start_with_rules_of_two_groups, world=2):
+        assert message.startswith("lr_scheduler: Expected ")
+        assert (
+            'parameter groups, one for each unit: give one rule for all of them, or use sdp.engine "fsdp2"' in message
+        )
+        assert "\n" not in message

@@ -1,7 +1,5 @@
 """A spike is more than sigma standard deviations above the mean of the window, as in OLMo."""
 
-from __future__ import annotations
-
 import json
 import math
 import random

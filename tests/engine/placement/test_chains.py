@@ -1,8 +1,4 @@
-"""``"units": "auto"`` on models that nobody wrote for SDP: several chains, nested chains, blocks
-that all groups share.
-"""
-
-from __future__ import annotations
+"""``"units": "auto"`` on models that nobody wrote for SDP."""
 
 import pytest
 import torch
@@ -31,7 +27,6 @@ UNITS = {
     "resnet": chain("resnet.encoder.stages.0.layers", 2) + chain("resnet.encoder.stages.1.layers", 3),
     "torchvision-resnet": [name for stage in range(1, 5) for name in chain(f"layer{stage}", 2)],
 }
-
 UNSKIPPABLE = {
     "t5": {"encoder.block.0": MAKES_A_TABLE, "decoder.block.0": MAKES_A_TABLE},
     "resnet": {"resnet.encoder.stages.1.layers.0": CHANGES_SHAPE},
@@ -54,8 +49,6 @@ class Stage(nn.Module):
 
 
 class Bare(nn.Module):
-    """A block without a norm."""
-
     def __init__(self) -> None:
         super().__init__()
         self.up, self.down = nn.Linear(3, 5), nn.Linear(5, 3)

@@ -1,7 +1,5 @@
 """Placements: coverage, capacity and connectivity as properties, and what is refused."""
 
-from __future__ import annotations
-
 import itertools
 import json
 from typing import Any

@@ -1,7 +1,5 @@
 """Random and balanced placements: properties, and a comparison with every possible placement."""
 
-from __future__ import annotations
-
 import time
 from typing import Any
 
@@ -9,28 +7,20 @@ import numpy as np
 import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
+from sdp.engine.config.schema import SDPSection
 from sdp.engine.errors import ConfigError, PlacementError
-from sdp.engine.placement.packing import Packing, connect, fill, shuffle
 from sdp.engine.placement.placement import COMMUNICATORS, Placement
+from sdp.engine.placement.policies import make_placement, warnings_of
 from sdp.engine.placement.units import find_units
 from sdp.engine.sync.between import check_placement
+from sdp.models.registry import build_model
 from sdp.tests.support.placements import placed, units
 
 GOLDEN_RANDOM = ((0, 3), (0, 1), (0, 2), (1, 2), (2, 3), (1, 3))
-
-
 GOLDEN_RANDOM_FALLING = ((0, 1, 2, 3), (1, 2, 3), (0, 1), (0,), (3,), (2,))
-
-
 GOLDEN_CYCLIC_FALLING = ((0, 1, 2, 3), (0, 1, 2), (0, 3), (1,), (2,), (3,))
-
-
 GOLDEN_BALANCED = ((0, 1), (2, 3), (0, 2), (0, 1, 3), (0, 2), (0, 1))
-
-
 capacity_lists = st.lists(st.floats(0.2, 1.0), min_size=2, max_size=8)
-
-
 cost_lists = st.lists(st.integers(1, 1000), min_size=2, max_size=20)
 
 
@@ -100,42 +90,8 @@ def test_listed_holders_are_kept_and_connected_where_they_can_be(groups: int, pr
     assert placement.connected == placement.can_be_connected
 
 
-@settings(max_examples=40, deadline=None)
-@given(data=st.data(), groups=st.integers(2, 7), count=st.integers(1, 9))
-def test_connecting_keeps_holders(data: st.DataObject, groups: int, count: int) -> None:
-    held = np.array(
-        data.draw(st.lists(st.lists(st.booleans(), min_size=count, max_size=count), min_size=groups, max_size=groups))
-    )
-    assume(held.any(axis=0).all())
-    ones = np.ones(count, dtype=np.int64)
-    packing = Packing(np.full(groups, count, dtype=np.int64), ones, ones, held.sum(axis=0))
-    joined = connect(packing, held)
-    assert (joined.sum(axis=0) == held.sum(axis=0)).all()
-    names = tuple(map(str, range(count)))
-    placement = Placement(
-        groups, names, tuple(tuple(np.flatnonzero(column).tolist()) for column in joined.T), (1,) * count
-    )
-    assert placement.connected == placement.can_be_connected
-
-
-def test_shuffles_keep_the_margins_and_the_rooms() -> None:
-    size = np.array([5, 3, 3, 2, 2, 1, 1, 1], dtype=np.int64)
-    packing = Packing(np.array([9, 9, 9, 9], dtype=np.int64), size, size, np.full(8, 2, dtype=np.int64))
-    held = fill(packing, in_rounds=True, by_work=False)
-    seen = set()
-    for seed in range(20):
-        other = shuffle(packing, held, seed)
-        assert (other.sum(axis=0) == held.sum(axis=0)).all()
-        assert (other.sum(axis=1) == held.sum(axis=1)).all()
-        assert (packing.left(other) >= 0).all()
-        seen.add(other.tobytes())
-    assert len(seen) > 10
-
-
 def _waiting(placement: Placement) -> int:
-    """Work from a holder's gradient of a unit to the last holder's, over units and holders, where
-    groups skip what they do not hold.
-    """
+    """Work that holders of a unit wait for each other in backward, over all units."""
     last = len(placement.units) - 1
     waiting = 0
     for unit, holders in enumerate(placement.holders):
@@ -145,9 +101,7 @@ def _waiting(placement: Placement) -> int:
 
 
 def test_holders_of_equal_units_come_to_them_together() -> None:
-    """With 4 groups that hold 2 of 4 blocks each the units can be met in pairs: first all groups'
-    last ones, then the ones before.
-    """
+    """Last units of all groups come first, then the ones before."""
     huge = 10**17  # FLOPs: those of all units and groups do not fit 64 bits
     placement = placed(units([7] * 8, [huge] * 8), groups=4, capacity=0.5, placement="balanced", profile="uniform")
     for late in (7, 5, 3, 1):
@@ -256,14 +210,6 @@ def test_a_thousand_groups_in_ten_seconds(kind: Any, profile: Any) -> None:
         assert guarantees["communicators_per_rank"] <= 1.25 * COMMUNICATORS
 
 
-def test_units_state_their_flops() -> None:
-    from sdp.tests.support import models
-
-    model = models.mlp()
-    model.unit_flops = lambda: {f"layers.{index}": 10 + index for index in range(4)}  # type: ignore[assignment]
-    assert [unit.flops for unit in find_units(model, "auto")] == [10, 11, 12, 13]
-
-
 def _differing_placements() -> str:
     import torch
     import torch.distributed as dist
@@ -280,3 +226,20 @@ def _differing_placements() -> str:
 def test_ranks_with_other_placements_stop(ranks: Any) -> None:
     for message in ranks.run(_differing_placements, world=2):
         assert "ranks have computed different placements" in message
+
+
+RESNET = {"name": "resnet18", "stem": "cifar", "num_classes": 10, "image_size": 32}
+
+
+def test_resnet_blocks_that_cannot_be_balanced() -> None:
+    these = find_units(build_model(RESNET), "auto")
+    with pytest.raises(
+        PlacementError, match=r"no room to hold 'layer4.1' at all .*74.4%.* 0.755 would do.*\"neuron\".*sdp.protect"
+    ):
+        placed(these, groups=4, capacity=0.5, placement="balanced")
+    section = SDPSection(groups=4, capacity=0.5, profile="uniform")
+    (note,) = warnings_of(section, make_placement(section, these))
+    assert note.startswith(
+        "units differ in size: a group holds 6% to 94% of their parameters, and the slowest has 1.20 × the mean work"
+    )
+    assert warnings_of(section, make_placement(section, units([7] * 5))) == []

@@ -1,8 +1,4 @@
-"""Models of other libraries train as a masked model does, and blocks that no group can skip are
-shared and named.
-"""
-
-from __future__ import annotations
+"""Models of other libraries train as masked models, and some blocks stay shared."""
 
 import copy
 from contextlib import nullcontext
@@ -38,10 +34,7 @@ def config(**section: Any) -> dict[str, Any]:
 
 
 class Skip(nn.Module):
-    """A hand-made replacement of a block.
-
-    It returns the hidden state as a block of ``kind`` does.
-    """
+    """Returns the hidden state as a block of ``kind`` does."""
 
     def __init__(self, kind: str) -> None:
         super().__init__()
@@ -54,10 +47,7 @@ class Skip(nn.Module):
 
 
 def train_by_hand(kind: str, holders: dict[str, tuple[int, ...]], masking: str) -> dict[str, torch.Tensor]:
-    """Take one step of SGD with a masked copy of the model for each group.
-
-    Return the new parameters.
-    """
+    """New parameters after a step of SGD with a masked copy of the model for each group."""
     full = foreign_models.build(kind)
     gradients: list[dict[str, torch.Tensor]] = []
     for group in range(2):
@@ -79,7 +69,6 @@ def train_by_hand(kind: str, holders: dict[str, tuple[int, ...]], masking: str) 
 
 
 def one_step(kind: str, masking: str) -> tuple[Any, Any, Any]:
-    """The trained weights, the units and their holders."""
     engine = sdp.initialize(model=foreign_models.build(kind), config=config(masking=masking))[0]
     output = engine(foreign_models.make_batch(kind, engine.global_rank))
     engine.backward(output if isinstance(output, torch.Tensor) else output.loss)

@@ -1,13 +1,15 @@
 """Finding units, and refusing what cannot be one."""
 
-from __future__ import annotations
-
 import pytest
 import torch
-from sdp.engine.errors import ModelError, PlacementError
+from sdp.engine.config.load import load_config
+from sdp.engine.distributed.mesh import Mesh
+from sdp.engine.errors import ConfigError, ModelError, PlacementError
 from sdp.engine.module_paths import resolve_name
-from sdp.engine.placement.units import find_units, unit_of_parameters
+from sdp.engine.placement.layout import Layout
+from sdp.engine.placement.units import find_units
 from sdp.tests.support import models
+from sdp.tests.support.cases import Case
 from torch import nn
 
 
@@ -38,10 +40,15 @@ def test_auto_takes_every_stack_of_one_class() -> None:
         names(nn.Linear(2, 2))
 
 
+def test_no_units_for_several_groups_is_an_error() -> None:
+    config = Case(2, 1).config("fsdp2")
+    config["sdp"] |= {"units": [], "placement": "cyclic"}
+    with pytest.raises(ConfigError, match=r"sdp\.units"):
+        Layout.of(models.Mlp(), load_config(config), Mesh(2))
+
+
 def test_auto_takes_blocks_not_layers() -> None:
-    """Plain layers in a row are not residual blocks, however many they are. A model may have a stem
-    and a head too.
-    """
+    """Plain layers in a row are not residual blocks, however many they are."""
     perceptron = nn.Sequential(*(nn.Linear(3, 3) for _ in range(8)))
     assert names(nn.ModuleDict({"head": perceptron, "blocks": nn.ModuleList(models.Block() for _ in range(3))})) == [
         f"blocks.{index}" for index in range(3)
@@ -72,8 +79,6 @@ def test_patterns() -> None:
     assert names(models.mlp(12), ["layers.*"])[-2:] == ["layers.10", "layers.11"]
     with pytest.raises(ModelError, match=r"sdp.units: 'layer.\*' matches no module of the model"):
         names(models.mlp(), ["layers.*", "layer.*"])
-    with pytest.raises(ModelError, match=r"'layers.0.up' lies inside the unit 'layers.0'; units must not nest"):
-        names(models.mlp(), ["layers.*", "layers.0.up"])
 
 
 def test_a_refusal_names_all_offenders() -> None:
@@ -112,33 +117,11 @@ def test_explicit_names_and_endings() -> None:
         names(models.mlp(), "auto", ["layers.9"])
 
 
-def test_units_list_whole_parameters() -> None:
-    units = find_units(models.mlp(), "auto")
-    assert [unit.index for unit in units] == [0, 1, 2, 3]
-    assert [part.parameter for part in units[1].slices] == [
-        f"layers.1.{name}" for name in ("norm.weight", "norm.bias", "up.weight", "up.bias", "down.weight", "down.bias")
-    ]
-    assert all(part.dim is None and part.ranges == () for part in units[1].slices)
-    assert units[0].numel == sum(p.numel() for p in models.Block().parameters())
-    assert set(unit_of_parameters(units)) == {
-        name for name, _ in models.mlp().named_parameters() if name.startswith("layers")
-    }
-
-
 def test_tied_weights_cannot_lie_in_units() -> None:
-    across = models.mlp()
-    across.get_submodule("layers.2.up").weight = across.get_parameter("layers.0.up.weight")
-    with pytest.raises(ModelError, match=r"layers.2: its parameter 'layers.0.up.weight' is tied to 'layers.0'"):
-        names(across)
     same_block = models.mlp()
     same_block.layers[2] = same_block.layers[1]
     with pytest.raises(ModelError, match=r"layers.1 and layers.2 are one module, and a unit has one place"):
         names(same_block)
-    outside_before = models.mlp()
-    outside_before.extra = nn.Linear(models.HIDDEN, models.WIDTH)
-    outside_before.extra.weight = outside_before.get_parameter("layers.1.down.weight")
-    with pytest.raises(ModelError, match=r"layers.1: .*tied to a module outside the unit"):
-        names(outside_before)
     earlier = nn.Module()
     earlier.first = nn.Linear(models.WIDTH, models.HIDDEN)
     earlier.layers = nn.ModuleList(models.Block() for _ in range(2))

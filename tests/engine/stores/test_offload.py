@@ -1,8 +1,4 @@
-"""Shards in the host's memory: the same run as on the device, and messages that go through the
-device.
-"""
-
-from __future__ import annotations
+"""Shards in the host's memory: the same run, and messages through the device."""
 
 from typing import Any
 
@@ -69,10 +65,7 @@ class FromAnotherDevice(DeviceMessages):
 
 
 def send_through_another_device() -> list[float]:
-    """Average and broadcast tensors through copies.
-
-    Return the results, and what was seen before the wait.
-    """
+    """Results of an average and a broadcast through copies, and the values before."""
     messages = FromAnotherDevice(torch.device("cpu"))
     group = dist.group.WORLD
     assert group is not None

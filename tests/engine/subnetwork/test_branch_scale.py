@@ -1,8 +1,4 @@
-"""``sdp.branch_scale``: what a unit adds to its input times groups / holders in training, or times
-holders / groups in evaluation.
-"""
-
-from __future__ import annotations
+"""``sdp.branch_scale``: what a unit adds, times groups / holders or its inverse."""
 
 from typing import Any
 
@@ -28,9 +24,7 @@ def scaled_mlp(batch: dict[str, torch.Tensor], held: list[int], factors: dict[in
 
 
 def scaled_llama(batch: dict[str, torch.Tensor], group: int | None, case: Case, state: Any) -> torch.Tensor:
-    """By hand: columns of the projections into the sum times 0 or a factor; ``group`` None: the
-    full model in evaluation.
-    """
+    """By hand: columns times 0 or a factor. ``group`` None: the full model."""
     layout = oracle_of(case).layout
     model = models.build(case.model)
     model.load_state_dict({name: tensor.clone() for name, tensor in state.items()}, assign=True)

@@ -1,7 +1,5 @@
 """Carving: what stands in for a block that is not held, and what it refuses."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 from typing import Any
 
@@ -35,8 +33,6 @@ def test_carving_keeps_names_and_frees_parameters() -> None:
 
 
 class Returns(nn.Module):
-    """A block that returns what ``make`` makes of its hidden state."""
-
     def __init__(self, make: Any) -> None:
         super().__init__()
         self.linear = nn.Linear(4, 4)
@@ -124,8 +120,6 @@ def test_children_and_parameters_can_be_looked_at() -> None:
 
 
 class MaskFirst(nn.Module):
-    """Called by keyword in another order than forward's."""
-
     def __init__(self) -> None:
         super().__init__()
         self.linear = nn.Linear(4, 4)

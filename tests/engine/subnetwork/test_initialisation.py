@@ -1,7 +1,5 @@
 """The same seed gives the same full model under every layout; a model with weights keeps them."""
 
-from __future__ import annotations
-
 import itertools
 from typing import Any
 
@@ -15,7 +13,7 @@ from sdp.engine.subnetwork.initialisation import BLOCK_ELEMENTS, fill_rows, seed
 from sdp.tests.support import models
 from sdp.tests.support.cases import Case, engine_of, oracle
 from sdp.tests.support.ranks import RankPool
-from torch import nn
+from torch import Tensor, nn
 
 
 def _state(case: Case) -> object:
@@ -24,22 +22,20 @@ def _state(case: Case) -> object:
     return engine.full_state_dict()
 
 
-LAYOUTS = [
-    Case(2, 1),
-    Case(2, 2, 0, placement="cyclic"),
-    Case(2, 2, 3),
-    Case(4, 2, 1, placement="profile"),
-    Case(4, 1, placement="cyclic", bf16=True),
-    Case(1, 4, 2, placement="full"),
+LAYOUTS = [  # others: the table of equality compares the start of each run bit for bit
+    Case(2, 1, model="mlp-meta"),
+    Case(2, 2, 3, model="llama-meta"),
+    Case(4, 2, 1, placement="profile", model="llama-tied-meta"),
+    Case(4, 1, placement="cyclic", bf16=True, model="llama-meta"),
+    Case(1, 4, 2, placement="full", model="mlp-meta"),
 ]
 
 
-@pytest.mark.parametrize("model", ["mlp-meta", "llama-meta", "llama-tied-meta"])
 @pytest.mark.parametrize("case", LAYOUTS, ids=str)
-def test_same_model_under_every_layout(ranks: RankPool, case: Case, model: str) -> None:
-    expected = oracle(Case(2, 1, model=model)).before
+def test_same_model_under_every_layout(ranks: RankPool, case: Case) -> None:
+    expected = oracle(Case(2, 1, model=case.model)).before
     assert expected is not None
-    state = ranks.run(_state, Case(**{**vars(case), "model": model}), world=case.world)[0]
+    state = ranks.run(_state, case, world=case.world)[0]
     assert set(state) == set(expected)
     for name, value in expected.items():
         assert torch.equal(state[name], value), name
@@ -109,9 +105,7 @@ def test_global_random_state_is_left_alone() -> None:
 
 
 def _hugging_face(kind: str) -> nn.Module:
-    """Sizes at which a standard deviation says something; GPT-2 scales its projections by its
-    depth, one level up.
-    """
+    """Sizes at which a standard deviation says something."""
     import transformers as hf
 
     small: dict[str, Any] = {
@@ -156,8 +150,6 @@ def test_hugging_face_models_are_initialised_as_they_do_it(kind: str) -> None:
 
 
 class Lawless(nn.Module):
-    """A parameter without any rule."""
-
     def __init__(self) -> None:
         super().__init__()
         self.scale = nn.Parameter(torch.ones(3))
@@ -221,3 +213,91 @@ def test_a_model_in_half_precision_gets_master_weights_in_float32(
     after = engine.full_state_dict()
     assert after is not None
     assert any(not torch.equal(after[name], value) for name, value in state.items())
+
+
+# -- models that initialise themselves as torchtitan's do start from its values --------------------
+
+
+TITAN = {
+    "train_micro_batch_size_per_gpu": 2,
+    "gradient_clipping": 1.0,
+    "optimizer": {"type": "SGD", "params": {"lr": 0.5}},
+}
+
+
+class TitanBlock(nn.Module):
+    """A gated feed-forward, whose outputs start smaller in deeper layers."""
+
+    def __init__(self, depth: int) -> None:
+        super().__init__()
+        self.std = 0.02 / (2 * (depth + 1)) ** 0.5
+        self.norm, self.w1, self.w2, self.w3 = nn.RMSNorm(32), nn.Linear(32, 48), nn.Linear(48, 32), nn.Linear(32, 48)
+
+    def init_weights(self) -> None:
+        self.norm.reset_parameters()
+        for linear in (self.w1, self.w2, self.w3):
+            nn.init.trunc_normal_(linear.weight, std=0.02 if linear is self.w1 else self.std)
+            nn.init.zeros_(linear.bias)
+
+    def forward(self, x: Tensor) -> Tensor:
+        inner = self.norm(x)
+        return x + self.w2(self.w1(inner).sigmoid() * self.w3(inner))
+
+
+class TitanModel(nn.Module):
+    """Has blocks in a ModuleDict, nested ``init_weights``, and a table that is not saved."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tok_embeddings, self.output = nn.Embedding(64, 32), nn.Linear(32, 64, bias=False)
+        self.register_buffer("freqs_cis", self.rotations(), persistent=False)
+        self.layers = nn.ModuleDict({str(depth): TitanBlock(depth) for depth in range(4)})
+
+    @staticmethod
+    def rotations() -> Tensor:
+        angles = torch.outer(torch.arange(16).float(), 10000.0 ** -(torch.arange(0, 8, 2).float() / 8))
+        return torch.polar(torch.ones_like(angles), angles)
+
+    def init_weights(self, buffer_device: torch.device | None = None) -> None:
+        with torch.device(buffer_device or self.freqs_cis.device):  # type: ignore[arg-type]
+            self.freqs_cis = self.rotations()
+        nn.init.normal_(self.tok_embeddings.weight)
+        for layer in self.layers.values():
+            layer.init_weights()  # type: ignore[operator]
+        nn.init.trunc_normal_(self.output.weight, std=32**-0.5, a=-3 * 32**-0.5, b=3 * 32**-0.5)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        hidden = self.tok_embeddings(tokens)
+        for layer in self.layers.values():
+            hidden = layer(hidden)
+        return self.output(hidden)
+
+
+class SavedUnderOtherNames(TitanModel):
+    """Splits a parameter when it is saved, as torchtitan 0.3 does with fused queries and keys."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_state_dict_post_hook(lambda module, state, *_: state.update(half=state.pop("output.weight")))
+
+
+@pytest.mark.usefixtures("one_rank")
+def test_values_and_names_are_those_of_init_weights() -> None:
+    torch.manual_seed(0)
+    expected = TitanModel()
+    with torch.no_grad():
+        expected.init_weights()
+    with torch.device("meta"):
+        models = [TitanModel(), SavedUnderOtherNames()]
+    engine, other = (sdp.initialize(model=model, config=TITAN)[0] for model in models)
+    torch.testing.assert_close(engine.module.freqs_cis.cpu(), expected.freqs_cis, rtol=0, atol=0)
+    found = engine.full_state_dict()
+    assert found is not None
+    assert found.keys() == expected.state_dict().keys()  # without freqs_cis
+    for name, value in expected.named_parameters():
+        error = 6 / (2 * value.numel()) ** 0.5  # six standard errors of an estimated standard deviation
+        assert found[name].std().item() == pytest.approx(value.std().item(), rel=1.5 * error), name
+        assert value.std() or torch.equal(found[name], value), name
+    deep, first = (found[f"layers.{depth}.w2.weight"].std().item() for depth in (3, 0))
+    assert deep / first == pytest.approx(0.5, rel=0.1)
+    assert "output.weight" in (other.full_state_dict() or {})

@@ -1,8 +1,4 @@
-"""Groups of hidden neurons as units: the oracle and FSDP2 against plain narrower models, cut by
-hand and trained one after the other.
-"""
-
-from __future__ import annotations
+"""Groups of hidden neurons: the oracle against narrower models, cut by hand."""
 
 import copy
 import functools
@@ -47,9 +43,7 @@ def config(case: Case = Case(GROUPS), **section: Any) -> dict[str, Any]:  # noqa
 
 
 def indices(name: str, group: int) -> tuple[int, torch.Tensor] | None:
-    """By hand: the dimension along which the parameter is cut in three, and the indices that
-    ``group`` holds of it.
-    """
+    """The dimension that is cut in three, and the indices that ``group`` holds of it."""
     layer, branch, projection = (name.split(".") + [""] * 6)[2:5]
     if branch not in ("self_attn", "mlp"):
         return None
@@ -60,7 +54,6 @@ def indices(name: str, group: int) -> tuple[int, torch.Tensor] | None:
 
 
 def narrow(full: nn.Module, group: int) -> nn.Module:
-    """A plain model with fewer heads and hidden units."""
     model = copy.deepcopy(full)
     for name, parameter in list(model.named_parameters()):
         if (cut := indices(name, group)) is not None:
@@ -69,53 +62,34 @@ def narrow(full: nn.Module, group: int) -> nn.Module:
     return model
 
 
-def dense_gradients(full: nn.Module, batches: Mapping[int, list[Any]]) -> tuple[dict[str, torch.Tensor], list[float]]:
-    """Under backward masking, by hand: of every slice the mean of the dense gradients over its
-    holders' batches.
+def by_hand(
+    full: nn.Module, batches: Mapping[int, list[Any]], masking: str
+) -> tuple[dict[str, torch.Tensor], list[float]]:
+    """Gradients of the full model, and every worker's loss; ``batches`` by worker.
+
+    With backward masking they are, of every slice, the mean of dense gradients over its holders.
     """
     total = {name: torch.zeros_like(p) for name, p in full.named_parameters()}
     workers = {name: torch.zeros_like(p) for name, p in full.named_parameters()}
     losses = []
     for worker, micro_batches in batches.items():
-        model = copy.deepcopy(full)
+        group = worker * GROUPS // len(batches)
+        model = narrow(full, group) if masking == "forward" else copy.deepcopy(full)
         loss = torch.stack([model(**batch) for batch in micro_batches]).mean()
         loss.backward()
         losses.append(loss.item())
         for name, parameter in model.named_parameters():
-            dim, where = indices(name, worker * GROUPS // len(batches)) or (0, torch.arange(parameter.shape[0]))
-            assert parameter.grad is not None
-            total[name].index_add_(dim, where, parameter.grad.index_select(dim, where))
-            workers[name].index_add_(dim, where, torch.ones_like(parameter).index_select(dim, where))
-    return {name: total[name] / workers[name] for name in total}, losses
-
-
-def by_hand(full: nn.Module, batches: Mapping[int, list[Any]]) -> tuple[dict[str, torch.Tensor], list[float]]:
-    """Gradients of the full model's parameters, and every worker's loss; ``batches`` by worker, its
-    micro-batches.
-    """
-    total = {name: torch.zeros_like(p) for name, p in full.named_parameters()}
-    workers = {name: torch.zeros_like(p) for name, p in full.named_parameters()}
-    losses = []
-    for worker, micro_batches in batches.items():
-        model = narrow(full, worker * GROUPS // len(batches))
-        loss = torch.stack([model(**batch) for batch in micro_batches]).mean()
-        loss.backward()
-        losses.append(loss.item())
-        for name, parameter in model.named_parameters():
-            dim, where = indices(name, worker * GROUPS // len(batches)) or (0, torch.arange(parameter.shape[0]))
-            total[name].index_add_(
-                dim, where, parameter.grad if parameter.grad is not None else torch.zeros_like(parameter)
-            )
-            workers[name].index_add_(dim, where, torch.ones_like(parameter))
+            dim, where = indices(name, group) or (0, torch.arange(parameter.shape[0]))
+            gradient = parameter.grad if parameter.grad is not None else torch.zeros_like(parameter)
+            gradient = gradient if masking == "forward" else gradient.index_select(dim, where)
+            total[name].index_add_(dim, where, gradient)
+            workers[name].index_add_(dim, where, torch.ones_like(gradient))
     return {name: total[name] / workers[name] for name in total}, losses
 
 
 @pytest.mark.parametrize("masking", ["forward", "backward"])
 @pytest.mark.parametrize("case", [Case(GROUPS), Case(GROUPS, 2, accumulation=3)], ids=str)
 def test_the_oracle_trains_as_by_hand(case: Case, masking: str) -> None:
-    """Plain narrower models; under backward masking the dense one, of whose gradient a worker has
-    its slices.
-    """
     full = llama()
     oracle = oracle_for(llama(), config(case, masking=masking), case.data_ranks)
     for step in range(3):
@@ -123,7 +97,7 @@ def test_the_oracle_trains_as_by_hand(case: Case, masking: str) -> None:
             worker: [models.micro_batch("llama", step, micro, worker) for micro in range(case.accumulation)]
             for worker in range(case.data_ranks)
         }
-        gradients, losses = (by_hand if masking == "forward" else dense_gradients)(full, batches)
+        gradients, losses = by_hand(full, batches, masking)
         rate = rate_of(case, step)
         done = oracle.step([list(micros) for micros in zip(*batches.values(), strict=True)], rate)
         for name, gradient in done.gradients.items():
@@ -214,8 +188,6 @@ def test_groups_of_neurons_that_tensor_parallel_ranks_cannot_share_are_named() -
 
 
 class NoBlocks(nn.Module):
-    """A branch outside of any list of blocks."""
-
     def __init__(self) -> None:
         super().__init__()
         self.mlp = models.Block()

@@ -1,7 +1,5 @@
 """Models with dropout or stochastic depth. The same seed draws the same numbers."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest
@@ -24,12 +22,9 @@ MODEL = {
 
 def config_of(option: str, seed: int = 0, **section: Any) -> dict[str, Any]:
     return {
-        "train_micro_batch_size_per_gpu": 2,
-        "optimizer": {"type": "SGD", "params": {"lr": 0.1}},
-        "model": MODEL | {option: 0.5},
-        "sdp": section,
-        "training": {"seed": seed},
-    }
+        "train_micro_batch_size_per_gpu": 2, "optimizer": {"type": "SGD", "params": {"lr": 0.1}},
+        "model": MODEL | {option: 0.5}, "sdp": section, "training": {"seed": seed},
+    }  # fmt: skip
 
 
 OPTIONS = ("attention_dropout", "residual_dropout", "stochastic_depth")
@@ -38,10 +33,7 @@ BATCH = {"input_ids": IDS, "labels": IDS}
 
 
 def _losses(option: str, masking: str) -> tuple[float, float, float]:
-    """Return the losses of a step here, and of plain models with the same weights and draws.
-
-    The first plain model is dense. The second one has the blocks that this group holds.
-    """
+    """Losses of a step here, of a plain dense model, and of a plain model of the held blocks."""
     placement = {f"model.layers.{block}": [0] if block % 2 else [0, 1] for block in range(4)}
     config = config_of(option, groups=2, placement=placement, masking=masking)
     torch.manual_seed(1)

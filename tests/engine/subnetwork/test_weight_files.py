@@ -1,8 +1,4 @@
-"""Start values from a Hugging Face directory: every rank reads its own rows, and the loss is
-Hugging Face's.
-"""
-
-from __future__ import annotations
+"""Start values from a Hugging Face directory: every rank reads its own rows."""
 
 import json
 import os
@@ -20,14 +16,11 @@ from sdp.tests.support.cases import Case, data_rank_of, engine_of
 from sdp.tests.support.ranks import RankPool
 
 transformers = pytest.importorskip("transformers")
-
 DENSE = Case(1, 1, placement="full", model="llama-meta")
 
 
 def make(folder: Path, *, tied: bool = False, even: bool = False, **options: Any) -> Path:
-    """A LLaMA of the shape of ``models.llama`` (or ``even_llama``), with weights that tell it from
-    any initialisation.
-    """
+    """Write a LLaMA of the shape of ``models.llama``, or of ``even_llama``."""
     torch.manual_seed(5)
     shape = {
         "vocab_size": models.VOCABULARY + even, "hidden_size": 10 + 2 * even, "intermediate_size": 15 - even,
@@ -52,9 +45,7 @@ def their_loss(folder: Path, data_ranks: int) -> float:
 
 
 def _start(case: Case, folder: str) -> tuple[Any, float, int, int]:
-    """The full model and its loss before the first step; elements that this rank read, and elements
-    that it holds.
-    """
+    """The full model, its first loss, elements that this rank read, and those that it holds."""
     read = 0
     fill = WeightFiles.fill
 
@@ -73,39 +64,30 @@ def _start(case: Case, folder: str) -> tuple[Any, float, int, int]:
     return engine.full_state_dict(), loss, read, held
 
 
-@pytest.mark.parametrize("stage", [0, 3])
-@pytest.mark.parametrize("tied", [False, True])
-def test_ranks_read_their_rows_and_the_loss_is_hugging_faces(
-    ranks: RankPool, tmp_path: Path, stage: int, tied: bool
-) -> None:
-    folder = make(tmp_path / "model", tied=tied, max_shard_size="3KB")
+@pytest.mark.parametrize(
+    "case",
+    [
+        Case(2, 2, stage=3, placement="profile", model="llama-tied-meta"),
+        Case(2, 2, stage=0, placement="profile", model="llama-meta"),
+        Case(2, 1, stage=0, placement="profile", model="even-llama-tied-meta", tp=2),
+        Case(2, 2, stage=3, placement="profile", model="even-llama-meta", tp=2),
+    ],
+    ids=str,
+)
+def test_ranks_read_their_rows_and_the_loss_is_hugging_faces(ranks: RankPool, tmp_path: Path, case: Case) -> None:
+    tied = "tied" in case.model
+    folder = make(tmp_path / "model", tied=tied, even=case.tp > 1, max_shard_size="3KB")
     assert len(list(folder.glob("*.safetensors"))) > 2
-    case = Case(2, 2, stage=stage, placement="profile", model="llama-tied-meta" if tied else "llama-meta")
-    answers = ranks.run(_start, case, str(folder), world=4)
+    answers = ranks.run(_start, case, str(folder), world=case.world)
     theirs = transformers.LlamaForCausalLM.from_pretrained(folder).state_dict()
     state = answers[0][0]
     assert state.keys() == theirs.keys()
     assert all(torch.equal(state[name], theirs[name]) for name in theirs)
-    assert [answer[1] for answer in answers] == pytest.approx([their_loss(folder, 4)] * 4, rel=1e-5)
-    assert all(read == held for _, _, read, held in answers)
+    expected = [their_loss(folder, case.data_ranks)] * case.world
+    assert [answer[1] for answer in answers] == pytest.approx(expected, rel=1e-5)
+    assert case.tp > 1 or all(read == held for _, _, read, held in answers)  # columns are cut from whole rows
     whole = sum(tensor.numel() for name, tensor in theirs.items() if not (tied and name == "lm_head.weight"))
     assert all(held < whole for *_, held in answers)
-
-
-@pytest.mark.parametrize(("fsdp", "stage", "tied"), [(1, 0, True), (2, 3, False)])
-def test_tensor_parallel_ranks_start_from_their_parts(
-    ranks: RankPool, tmp_path: Path, fsdp: int, stage: int, tied: bool
-) -> None:
-    folder = make(tmp_path / "model", tied=tied, even=True)
-    model = "even-llama-tied-meta" if tied else "even-llama-meta"
-    answers = ranks.run(
-        _start, Case(2, fsdp, stage=stage, placement="profile", model=model, tp=2), str(folder), world=4 * fsdp
-    )
-    theirs = transformers.LlamaForCausalLM.from_pretrained(folder).state_dict()
-    state = answers[0][0]
-    assert state.keys() == theirs.keys()
-    assert all(torch.equal(state[name], theirs[name]) for name in theirs)
-    assert [answer[1] for answer in answers] == pytest.approx([their_loss(folder, 2 * fsdp)] * 4 * fsdp, rel=1e-5)
 
 
 @pytest.mark.usefixtures("one_rank")
@@ -121,7 +103,6 @@ def test_any_float_becomes_a_float32_master(tmp_path: Path, dtype: torch.dtype) 
 
 
 def rewrite(folder: Path, change: Any) -> None:
-    """The file again, with what ``change`` makes of its tensors."""
     tensors = load_file(folder / "model.safetensors")
     save_file(change({name: tensor.clone() for name, tensor in tensors.items()}), folder / "model.safetensors")
 
@@ -155,12 +136,12 @@ def test_layouts_of_keys(tmp_path: Path, layout: str) -> None:
 REFUSED = {
     "missing": (lambda t: {name: v for name, v in t.items() if "2.mlp.up" not in name},
         "holds no 'model.layers.2.mlp.up_proj.weight'"),
-    "untied head missing": (lambda t: {name: v for name, v in t.items() if "lm_head" not in name}, "holds no "
-                                                                                                   "'lm_head.weight'"),
-    "another shape": (lambda t: t | {"model.norm.weight": torch.ones(11)}, "'model.norm.weight' has shape (11,) "
-                                                                           "there and (10,) here"),
-    "one more": (lambda t: t | {"model.layers.0.self_attn.q_proj.bias": torch.ones(12)}, "q_proj.bias', which this "
-                                                                                         "model does not have"),
+    "untied head missing": (lambda t: {name: v for name, v in t.items() if "lm_head" not in name},
+        "holds no 'lm_head.weight'"),
+    "another shape": (lambda t: t | {"model.norm.weight": torch.ones(11)},
+        "'model.norm.weight' has shape (11,) there and (10,) here"),
+    "one more": (lambda t: t | {"model.layers.0.self_attn.q_proj.bias": torch.ones(12)},
+        "q_proj.bias', which this model does not have"),
     "quantised": (lambda t: t | {"model.norm.weight": torch.ones(10, dtype=torch.int8)}, "is I8 there"),
 }  # fmt: skip
 

@@ -1,6 +1,4 @@
-"""A step traced on fake tensors, against the same step of real ranks: state, peak of live tensors,
-bytes sent.
-"""
+"""A step traced on fake tensors, against the same step of real ranks."""
 
 from __future__ import annotations
 
@@ -251,9 +249,7 @@ def test_blocks_that_differ_in_a_list_are_of_two_kinds() -> None:
 
 
 def test_operations_are_those_of_the_matrix_products() -> None:
-    """A dense LLaMA: 6 per weight and token, and attention's two products, 3.5 times: forward,
-    scores once more, four gradients.
-    """
+    """6 per weight and token, and attention's two products 3.5 times."""
     tokens, layers, width, middle, vocabulary = 4 * SEQUENCE, 6, 64, 160, 512
     weights = layers * (4 * width * width + 3 * width * middle) + vocabulary * width
     attention = layers * 4 * tokens * SEQUENCE * width

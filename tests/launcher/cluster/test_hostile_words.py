@@ -1,6 +1,4 @@
-"""Nothing in a word can run anything, and the batch script that ``sdp launch`` writes does its
-work.
-"""
+"""No word can run anything, and the batch script does its work."""
 
 import json
 import os
@@ -13,7 +11,6 @@ from sdp.launcher.cluster.quoting import decode
 from sdp.tests.support.launch_lines import dry_run
 
 pytestmark = pytest.mark.usefixtures("folder")
-
 HOSTILE = [
     "a b", "a;touch pwned", "$(touch pwned)", "`touch pwned`", "'; touch pwned; '", '"; touch pwned; "',
     "a\ntouch pwned\n", "%h", "&", "",
@@ -43,20 +40,27 @@ def test_hostile_words_stay_words(capsys: pytest.CaptureFixture[str], launcher: 
     assert not Path("pwned").exists()
 
 
+def stand_in_for_srun(script: str) -> None:
+    Path("bin").mkdir()
+    Path("bin/srun").write_text(f"#!/bin/sh\n{script}\n")
+    Path("bin/srun").chmod(0o755)
+
+
+def run_job(script: str, folder: Path, **variables: str) -> subprocess.CompletedProcess[str]:
+    """Run the batch script that a dry run printed, as SLURM's job 7."""
+    environ = {"PATH": f"{folder}/bin:{os.environ['PATH']}", "SLURM_JOB_ID": "7", **variables}
+    return subprocess.run(["bash", "-c", script.partition("\n")[2]], env=environ, capture_output=True, text=True)
+
+
 @pytest.mark.parametrize("word", [word for word in HOSTILE if word and not set(word) & set('"\n%')])
 def test_hostile_words_in_the_batch_script(capsys: pytest.CaptureFixture[str], folder: Path, word: str) -> None:
     """The script runs under bash with an srun that writes down its words."""
-    Path("bin").mkdir()
-    stand_in = Path("bin/srun")
-    stand_in.write_text(f'#!/bin/sh\nprintf "%s\\n" "$@" > "{folder}/words"\nexit 3\n')
-    stand_in.chmod(0o755)
+    stand_in_for_srun(f'printf "%s\\n" "$@" > "{folder}/words"\nexit 3')
     printed = dry_run(
         capsys, "--launcher", "slurm", "--gpus-per-node", "2", "--env", f"NCCL_X={word}", "run.json", "--dump-dir", word
     )
-    script = printed.partition("\n")[2]
     (folder / word / "slurm").mkdir(parents=True)
-    environ = {"PATH": f"{folder}/bin:{os.environ['PATH']}", "SLURM_JOB_ID": "7", "SLURM_RESTART_COUNT": "1"}
-    ended = subprocess.run(["bash", "-c", script], env=environ, capture_output=True, text=True)
+    ended = run_job(printed, folder, SLURM_RESTART_COUNT="1")
     assert (ended.returncode, ended.stderr) == (3, "")
     words = Path("words").read_text().splitlines()
     assert words[words.index("train") :] == [
@@ -82,14 +86,10 @@ def test_hostile_words_in_the_batch_script(capsys: pytest.CaptureFixture[str], f
 def test_the_code_of_the_task_that_failed_first(
     capsys: pytest.CaptureFixture[str], folder: Path, said: str, expected: int
 ) -> None:
-    Path("bin").mkdir()
-    stand_in = Path("bin/srun")
-    stand_in.write_text(f"#!/bin/sh\nprintf 'srun: error: {said}\\n' >&2\nexit 143\n")
-    stand_in.chmod(0o755)
+    stand_in_for_srun(f"printf 'srun: error: {said}\\n' >&2\nexit 143")
     printed = dry_run(capsys, "--launcher", "slurm", "--gpus-per-node", "2", "run.json", "--dump-dir", "out")
     Path("out/slurm").mkdir(parents=True)
-    environ = {"PATH": f"{folder}/bin:{os.environ['PATH']}", "SLURM_JOB_ID": "7"}
-    assert subprocess.run(["bash", "-c", printed.partition("\n")[2]], env=environ).returncode == expected
+    assert run_job(printed, folder).returncode == expected
     assert Path("out/slurm/events").read_text().split()[-2:] == ["ended", str(expected)]
 
 
@@ -97,12 +97,8 @@ def test_the_code_of_the_task_that_failed_first(
 def test_srun_is_told_the_cores_of_a_task(
     capsys: pytest.CaptureFixture[str], folder: Path, given: dict[str, str], expected: str
 ) -> None:
-    Path("bin").mkdir()
-    stand_in = Path("bin/srun")
-    stand_in.write_text(f'#!/bin/sh\necho "${{SRUN_CPUS_PER_TASK-unset}}" > "{folder}/cores"\n')
-    stand_in.chmod(0o755)
+    stand_in_for_srun(f'echo "${{SRUN_CPUS_PER_TASK-unset}}" > "{folder}/cores"')
     printed = dry_run(capsys, "--launcher", "slurm", "--gpus-per-node", "2", "run.json", "--dump-dir", "out")
     Path("out/slurm").mkdir(parents=True)
-    environ = {"PATH": f"{folder}/bin:{os.environ['PATH']}", "SLURM_JOB_ID": "7", **given}
-    subprocess.run(["bash", "-c", printed.partition("\n")[2]], env=environ, check=True)
+    assert run_job(printed, folder, **given).returncode == 0
     assert Path("cores").read_text().strip() == expected

@@ -1,6 +1,4 @@
-"""Hostfile, --include and --exclude: read as DeepSpeed reads them, and nothing in them is more than
-a name.
-"""
+"""Hostfile, --include and --exclude are read as DeepSpeed reads them."""
 
 import os
 from pathlib import Path

@@ -15,7 +15,6 @@ from sdp.tests.support.forks.command import run_forked
 from sdp.tools.cli import main
 
 pytestmark = pytest.mark.usefixtures("folder")
-
 PYTHON = sys.executable
 
 
@@ -141,13 +140,10 @@ def test_local_run_ends_as_sdp_train_does(folder: Path) -> None:
         "name": "llama", "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 2,
     }  # fmt: skip
     config = {
-        "train_micro_batch_size_per_gpu": 2,
-        "sdp": {"groups": 2, "capacity": 0.5},
-        "model": {**model, "max_position_embeddings": 32},
-        "data": {"path": "shards", "sequence_length": 32},
-        "training": {"steps": 2, "evaluate_batches": 1},
-        "env": {"GLOO_SOCKET_IFNAME": "lo"},
-    }
+        "train_micro_batch_size_per_gpu": 2, "sdp": {"groups": 2, "capacity": 0.5},
+        "model": {**model, "max_position_embeddings": 32}, "data": {"path": "shards", "sequence_length": 32},
+        "training": {"steps": 2, "evaluate_batches": 1}, "env": {"GLOO_SOCKET_IFNAME": "lo"},
+    }  # fmt: skip
     (folder / "small.json").write_text(json.dumps(config))
     notebook = {"SLURM_PROCID": "0", "SLURM_LOCALID": "0", "SLURM_NTASKS": "1", "SLURM_STEP_ID": "0"}  # srun jupyter
     environ = dict(os.environ, PYTHONPATH=str(Path(sdp.__path__[0]).parent), **notebook)
@@ -182,9 +178,7 @@ EXAMPLES = {
 
 @pytest.mark.parametrize("name", EXAMPLES)
 def test_examples_for_clusters(folder: Path, name: str) -> None:
-    """Each starts a configuration that is there, on every GPU of its nodes, and says what its
-    network needs; nothing is warned of.
-    """
+    """Each says what its network needs; nothing is warned of."""
     root = Path(sdp.__path__[0])
     (folder / "sdp").write_text(f'#!/bin/sh\nexec {shlex.quote(PYTHON)} -P -m sdp "$@"\n')
     (folder / "sdp").chmod(0o755)

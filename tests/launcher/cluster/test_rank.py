@@ -32,9 +32,7 @@ def test_rank_on_another_host_than_planned(monkeypatch: pytest.MonkeyPatch) -> N
 
 
 def test_local_ranks_of_unequal_hosts_under_deepspeed(monkeypatch: pytest.MonkeyPatch) -> None:
-    """DeepSpeed numbers them by rank modulo the host's slots: ranks 2, 3, 4 of hosts with 2 and 3
-    slots as 2, 0, 1.
-    """
+    """DeepSpeed numbers ranks 2, 3, 4 of hosts with 2 and 3 slots as 2, 0, 1."""
     values = {
         "RANK": 2, "WORLD_SIZE": 5, "LOCAL_RANK": 2, "LOCAL_SIZE": 3, "CROSS_RANK": 1, "MASTER_ADDR": "h",
         "MASTER_PORT": 7,

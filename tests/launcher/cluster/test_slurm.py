@@ -1,6 +1,4 @@
-"""How a SLURM job is, from the run's own files and from what sacct and scontrol say. Real jobs:
-tests/cluster.
-"""
+"""The state of a SLURM job, from the run's files and from sacct and scontrol."""
 
 import os
 import subprocess

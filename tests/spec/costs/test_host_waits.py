@@ -1,6 +1,4 @@
-"""The host reads a value from the device once in a step, at its end: the norm and the loss, which
-decide on the update and are logged.
-"""
+"""The host reads values from the device once in a step, at its end."""
 
 from __future__ import annotations
 

@@ -1,7 +1,5 @@
 """The cross-group reduction starts while backward still runs, in one global order."""
 
-from __future__ import annotations
-
 import gc
 import time
 import weakref
@@ -16,9 +14,7 @@ from sdp.tests.support.ranks import RankPool
 
 
 def _events(case: Case) -> list[str]:
-    """What happened in a backward pass: reductions started, and the gradient of the first layer's
-    input computed.
-    """
+    """Reductions started in a backward pass, and the gradient of the first layer's input."""
     import sdp
 
     engine = sdp.initialize(model=models.build(case.model), config=case.config())[0]
@@ -50,20 +46,15 @@ def test_reductions_start_before_backward_ends(ranks: RankPool, stage: int) -> N
 
 
 def test_a_unit_is_cut_into_few_buckets() -> None:
-    """Last parameter first; up to a quarter of the unit each, 0.5 MiB at least and 64 MiB at most;
-    parameters stay whole.
-    """
+    """Up to a quarter of the unit each, from 0.5 to 64 MiB; parameters stay whole."""
     mega = 2**18  # elements of a MiB of float32
     sizes = {
         "embedding": 40, "a.1": 1, "a.2": 1, "a.3": 3, "a.4": 3, "a.5": 8, "b.1": 100, "b.2": 30, "b.3": 30, "b.4": 240,
         "norm": 1,
     }  # fmt: skip
     numels = {name: size * mega for name, size in sizes.items()} | {
-        "c.1": mega // 8,
-        "c.2": mega // 8,
-        "c.3": mega // 4,
-        "c.4": mega // 4,
-    }
+        "c.1": mega // 8, "c.2": mega // 8, "c.3": mega // 4, "c.4": mega // 4,
+    }  # fmt: skip
     units = {name: name[0] if "." in name else "shared" for name in numels}
     buckets = plan_buckets(numels, lambda name: (0, 1), units.__getitem__, lambda name: name == "norm")
     assert [bucket.names for bucket in buckets] == [
@@ -76,9 +67,7 @@ def test_a_unit_is_cut_into_few_buckets() -> None:
 
 
 def _exposed(case: Case, delay: float) -> float:
-    """Seconds of one backward pass that this rank waited for reductions, while rank 1 begins its
-    own ``delay`` seconds late.
-    """
+    """Seconds that this rank waited for reductions; rank 1 begins ``delay`` seconds late."""
     import sdp
 
     engine = sdp.initialize(model=models.build(case.model), config=case.config())[0]

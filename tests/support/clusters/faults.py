@@ -1,9 +1,4 @@
-"""A run over two hosts that is disturbed and resumed, for the tests in ``cluster/``.
-
-It is stopped by signals, runs out of memory, and loses a rank and a host.
-"""
-
-from __future__ import annotations
+"""A run over two hosts that is stopped, loses ranks and a host, and is resumed."""
 
 import os
 import re
@@ -24,12 +19,9 @@ OPEN_MPI = ["mpirun", "--mpirun", "mpirun.openmpi", "--launcher-args=--allow-run
 MPICH = ["mpirun", "--mpirun", "mpiexec.mpich"]
 INTEL_MPI = ["mpirun", "--mpirun", INTEL_MPIRUN]
 LAUNCHERS = {
-    "deepspeed": ["deepspeed"],
-    "Open MPI": OPEN_MPI,
-    "MPICH": MPICH,
-    "torchrun": ["torchrun"],
+    "deepspeed": ["deepspeed"], "Open MPI": OPEN_MPI, "MPICH": MPICH, "torchrun": ["torchrun"],
     "Intel MPI": INTEL_MPI,
-}
+}  # fmt: skip
 SLOW = ("MPICH", "Intel MPI")  # further flavours of mpirun, which are not tested every time
 _FIRST_SIGNAL = {"deepspeed": signal.SIGINT}  # other launchers get SIGTERM
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--rdzv-backend", "static", "--master-addr", "host-a"]
@@ -99,9 +91,7 @@ class Life:
         )
 
     def is_stopped_by(self, number: signal.Signals, resume: list[str]) -> None:
-        """Send a signal to the launcher: the run saves its last step and exits with the right
-        code.
-        """
+        """Send a signal to the launcher: the run saves its last step."""
         phase, before = number.name, self.steps
         started = self.start(phase, *resume)
         self.reach(started, phase, lambda: self.steps > before + 1)
@@ -111,10 +101,7 @@ class Life:
         assert before < self.hosts.checkpoints(self.name)[-1] == self.steps, self.said(phase)
 
     def loses_a_rank(self) -> None:
-        """Kill a rank as the kernel does when memory is short.
-
-        The launcher or the other rank reports it, and no process is left.
-        """
+        """Kill a rank as the kernel does when memory is short: no process is left."""
         before = self.steps
         started = self.start("killed", "--resume")
         self.reach(started, "killed", lambda: self.steps > before + 1)
@@ -133,9 +120,7 @@ class Life:
         return rf"{deepspeed}|rank 1 .* on node host-{self.host} exited on signal 9|Killed \(signal 9\)"
 
     def hangs(self) -> None:
-        """Stop a rank, so that it cannot end itself: the other rank reports it, and no process is
-        left.
-        """
+        """Stop a rank, which cannot end itself: the other one reports it."""
         before = self.steps
         started = self.start("hung", "--resume")
         self.reach(started, "hung", lambda: self.steps > before + 1)
@@ -196,9 +181,7 @@ def live(life: Life, expected: Future[list[float]]) -> str:
 
 
 def meet_the_rest(life: Life) -> None:
-    """Try everything else that ends a run: no memory, both signals, a lost rank and a hanging
-    rank.
-    """
+    """Try no memory, both signals, a lost rank and a hanging rank."""
     life.has_no_room()
     life.is_stopped_by(signal.SIGTERM, [])
     life.is_stopped_by(signal.SIGINT, ["--resume"])

@@ -1,7 +1,5 @@
 """Hosts made of network namespaces, for the tests in ``cluster/``, and the small run on them."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import os
@@ -22,13 +20,8 @@ ON_ETH0 = ["--env", "GLOO_SOCKET_IFNAME=eth0"]
 LAUNCH = [*SDP, "launch", *ON_ETH0]
 # Three short steps of the quickstart on the hosts' own shards. The value of --dump-dir comes last.
 QUICKSTART = [str(Path(sdp.__path__[0]) / "configs/quickstart.json"), "--set"]
-QUICKSTART += [
-    "data.path=shards",
-    "data.tokenizer=bytes",
-    "data.vocab_size=257",
-    "data.sequence_length=64",
-    "training.steps=3",
-]
+QUICKSTART += ["data.path=shards", "data.tokenizer=bytes", "data.vocab_size=257", "data.sequence_length=64"]
+QUICKSTART += ["training.steps=3"]
 QUICKSTART += ["training.evaluate_batches=1", "training.evaluate_every=0", "training.save_every=0", "--dump-dir"]
 STEPS = 60  # of the undisturbed run; other runs are disturbed several times within these steps
 _PROGRAMS = ("ip", "tc", "ss", "nsenter", "unshare", "ssh-keygen", "/usr/sbin/sshd")
@@ -45,10 +38,7 @@ PAUSE = 0.25  # seconds between two checks of something that takes seconds; the 
 
 
 class Hosts:
-    """host-a to host-l.
-
-    ``folder`` holds their keys and is the working directory of all commands.
-    """
+    """host-a to host-l. All commands run in ``folder``, which holds their keys."""
 
     def __init__(self, folder: Path):
         self.folder = folder
@@ -57,10 +47,7 @@ class Hosts:
         )
 
     def start(self, *command: str, log: str, host: str = "a") -> subprocess.Popen[str]:
-        """Start a command on a host in the runs' folder.
-
-        Its output goes to the file ``log`` there.
-        """
+        """Start a command on a host. Its output goes to the file ``log``."""
         with (self.folder / log).open("w") as output:
             words = [SCRIPTS / "on.sh", self.folder, host, *command]
             return subprocess.Popen(
@@ -75,20 +62,16 @@ class Hosts:
         return ended.stdout.strip()
 
     def run(self, *command: str, seconds: float = 240) -> list[float]:
-        """Run a command on host-a to its end; return the losses in the dump directory, its last
-        word.
-        """
+        """Run a command on host-a to its end; return the losses in its last word."""
         log = f"{Path(command[-1]).name}.log"
         code = finish(self.start(*command, log=log), seconds)
         assert code == 0, (self.folder / log).read_text()
         return self.losses(command[-1])
 
     def losses(self, run: str) -> list[float]:
-        """Return the losses that the run has written so far, by step."""
         return [line["loss"] for line in written_lines(self.folder / run / "metrics.jsonl")]
 
     def checkpoints(self, run: str) -> list[int]:
-        """Return the steps of the run's finished checkpoints, in order."""
         return sorted(
             int(path.parent.name.removeprefix("step-"))
             for path in self.folder.glob(f"{run}/checkpoints/step-*/state.json")
@@ -107,9 +90,7 @@ class Hosts:
         return found
 
     def nothing_left(self, run: str, hosts: str, port: int, seconds: float) -> None:
-        """Wait until no process of the run is left on its hosts; check that nothing listens on its
-        port.
-        """
+        """Wait until no process of the run is left; check that nothing listens on its port."""
         until(lambda: not self.processes(run, hosts), seconds, PAUSE)
         assert not self.said("ss", "--no-header", "--listening", "--tcp", f"sport = :{port}")
 
@@ -143,7 +124,6 @@ def made_hosts() -> Iterator[Hosts]:
 
 
 def needs(launcher: str) -> None:
-    """Skip the test if the launcher's program is missing."""
     if (remedy := what_installs(launcher)) is not None:
         pytest.skip(f"NOT TESTED, no {launcher}: {remedy}")
 
@@ -155,10 +135,7 @@ def what_installs(launcher: str) -> str | None:
 
 
 def finish(process: subprocess.Popen[str], seconds: float) -> int:
-    """Return the exit code.
-
-    If the process does not end in time, kill it and raise TimeoutExpired.
-    """
+    """Return the exit code. A process that does not end in time is killed."""
     try:
         return process.wait(seconds)
     finally:

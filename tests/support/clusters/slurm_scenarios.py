@@ -1,10 +1,4 @@
-"""Scenarios for a real SLURM over four hosts, for the tests in ``cluster/``.
-
-They cover losses, preemption, the time limit, lost ranks and hosts, and scancel. Each scenario
-checks what ``sdp launch --status`` reports.
-"""
-
-from __future__ import annotations
+"""Scenarios for a real SLURM over four hosts. Each checks ``sdp launch --status``."""
 
 import contextlib
 import os
@@ -24,6 +18,7 @@ SECONDS = 240.0  # the limit for something that takes a few seconds on idle core
 ENDLESS = "training.steps=1000000"
 # For ranks that are stopped for a while, in a step or in a save.
 PATIENT = ("training.step_timeout=600",)
+ON_SLURM = [*LAUNCH, "--launcher", "slurm", "--cpu"]
 ALONE = ("sdp.groups=1", "sdp.capacity=1.0")  # one rank, for scenarios in which the number does not matter
 
 
@@ -49,22 +44,9 @@ class Slurm:
             partition: SLURM's partition.
         """
         ranks = 1 if ALONE[0] in settings else 2
-        launch = [
-            *LAUNCH,
-            "--launcher",
-            "slurm",
-            "--cpu",
-            "--nodes",
-            str(nodes),
-            "--gpus-per-node",
-            str(ranks // nodes),
-        ]
+        launch = [*ON_SLURM, "--nodes", str(nodes), "--gpus-per-node", str(ranks // nodes), "--partition", partition]
         words = ["--set", *settings] if settings else []
-        return (
-            self(*launch, "--partition", partition, *options, "small.json", *words, "--dump-dir", run)
-            .split()[1]
-            .rstrip(";")
-        )
+        return self(*launch, *options, "small.json", *words, "--dump-dir", run).split()[1].rstrip(";")
 
     def status(self, run: str) -> str:
         return self(*SDP, "launch", "--launcher", "slurm", "--status", run).partition(": ")[2]
@@ -102,7 +84,6 @@ class Slurm:
 
 
 def what_is_missing() -> list[str]:
-    """Return the programs of SLURM that are not installed."""
     return [name for name in PROGRAMS if shutil.which(name) is None]
 
 
@@ -119,19 +100,10 @@ def slurm_over(hosts: Hosts) -> Iterator[Slurm]:
 
 
 def the_same_losses_inside_the_users_own_srun(slurm: Slurm, expected: Future[list[float]]) -> None:
-    train = [
-        *SDP,
-        "train",
-        "small.json",
-        "--set",
-        "training.steps=2",
-        "env.GLOO_SOCKET_IFNAME=eth0",
-        "--dump-dir",
-        "own",
-    ]
-    losses = slurm.hosts.run(
-        "srun", "--partition", "side", "--nodes", "2", "--ntasks-per-node", "1", *train, seconds=SECONDS
-    )
+    settings = ["training.steps=2", "env.GLOO_SOCKET_IFNAME=eth0"]
+    srun = ["srun", "--partition", "side", "--nodes", "2", "--ntasks-per-node", "1"]
+    words = [*srun, *SDP, "train", "small.json", "--set", *settings, "--dump-dir", "own"]
+    losses = slurm.hosts.run(*words, seconds=SECONDS)
     assert losses == pytest.approx(expected.result()[:2], rel=1e-6)
 
 
@@ -159,18 +131,7 @@ def a_job_that_is_preempted_and_loses_a_rank_ends_as_if_undisturbed_and_one_that
     assert "srun: error: host-b: task 1: Killed" in slurm.said(run)
 
     def resume(steps: int) -> str:
-        launch = [
-            *LAUNCH,
-            "--launcher",
-            "slurm",
-            "--cpu",
-            "--nodes",
-            "2",
-            "--gpus-per-node",
-            "1",
-            "--partition",
-            "main",
-        ]
+        launch = [*ON_SLURM, "--nodes", "2", "--gpus-per-node", "1", "--partition", "main"]
         words = [*launch, "small.json", "--resume", "--set", f"training.steps={steps}", "--dump-dir", run]
         return slurm(*words).split()[1].rstrip(";")
 
@@ -215,14 +176,8 @@ def a_job_near_its_time_limit_goes_back_to_the_queue_and_resumes(slurm: Slurm, e
 def jobs_that_do_not_end_well(slurm: Slurm, expected: Future[list[float]]) -> None:
     """All jobs run at the same time, because SLURM checks the time limit only twice a minute."""
     # A step that takes longer than SLURM waits for a job to end.
-    late = slurm.submit(
-        "late",
-        "--time",
-        "10",
-        "--signal-seconds",
-        "1",
-        settings=(*ALONE, ENDLESS, *PATIENT, "gradient_accumulation_steps=100000"),
-    )
+    settings = (*ALONE, ENDLESS, *PATIENT, "gradient_accumulation_steps=100000")
+    late = slurm.submit("late", "--time", "10", "--signal-seconds", "1", settings=settings)
     until(lambda: "step 0: " in slurm.said("late"), SECONDS, PAUSE)
     slurm.rest("late")
     slurm("scontrol", "update", f"JobId={late}", "EndTime=now+1")

@@ -1,8 +1,4 @@
-"""Small models that nobody wrote for SDP: models of transformers, and a network like torchvision's
-ResNet.
-"""
-
-from __future__ import annotations
+"""Small models of transformers, and a network like torchvision's ResNet."""
 
 import importlib
 from typing import Any
@@ -12,7 +8,6 @@ import torch.nn.functional as F
 from torch import nn
 
 WORDS, ROWS = 32, 2
-
 _SIZES: dict[str, Any] = {"hidden_size": 8, "intermediate_size": 12, "num_attention_heads": 2}
 _DRY = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
 _TOKENS = {"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0}
@@ -37,10 +32,7 @@ class BasicBlock(nn.Module):
 
 
 class TorchvisionResNet(nn.Module):
-    """Has the structure and the names of torchvision's ResNet-18.
-
-    The width is ``width``, not 64.
-    """
+    """torchvision's ResNet-18, with the same names and another width."""
 
     def __init__(self, width: int = 4) -> None:
         super().__init__()
@@ -134,7 +126,6 @@ def build(kind: str) -> nn.Module:
 
 
 def make_batch(kind: str, seed: int, rows: int = ROWS) -> dict[str, torch.Tensor]:
-    """Make the inputs of the model ``kind``."""
     generator = torch.Generator().manual_seed(seed)
     labels = torch.randint(1, WORDS, (rows, 5), generator=generator)
     sides = {"vit": 8, "swin": 16, "resnet": 16, "torchvision-resnet": 32}

@@ -1,7 +1,5 @@
 """Trains a case with torch alone: one masked copy of the model per group, and SGD by hand."""
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Sequence
 

@@ -75,11 +75,9 @@ class ForkedCommand:
         return self._process.exitcode
 
     def poll(self) -> int | None:
-        """Return ``returncode``."""
         return self.returncode
 
     def wait(self, timeout: float | None = None) -> int:
-        """Wait for the end, and return the exit code."""
         self._process.join(timeout)
         if self.returncode is None:
             raise subprocess.TimeoutExpired(self.args, timeout or 0.0)
@@ -92,12 +90,10 @@ class ForkedCommand:
                 os.kill(self.pid, number)
 
     def kill(self) -> None:
-        """Kill the process. Its ranks end with it."""
         self.send_signal(signal.SIGKILL)
 
 
 def run_forked(*words: object, timeout: float = 300.0) -> subprocess.CompletedProcess[str]:
-    """Run ``sdp WORDS`` to its end, and return its exit code and its output."""
     with tempfile.TemporaryFile("w+") as output, tempfile.TemporaryFile("w+") as errors:
         command = ForkedCommand(words, output, errors)
         try:
@@ -130,7 +126,6 @@ def _run_command(
     errors: _OpenFile,
     prepare: Callable[[], object] | None,
 ) -> None:
-    """Be the command. The server has forked this process."""
     _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)  # the server ends with the test session
     os.chdir(folder)
     if prepare is not None:
@@ -258,10 +253,7 @@ def _run_rank(
 
 
 def forked_rank(process: Path) -> int | None:
-    """Return the number that a forked rank has as its name, or None if the process is not one.
-
-    Under /proc, a forked process shows the environment of the server.
-    """
+    """Return the number of a forked rank, which is in its name, or None for others."""
     name = (process / "comm").read_text().split()
     return int(name[1]) if name[:1] == ["sdp-rank"] and len(name) == 2 else None
 

@@ -1,7 +1,5 @@
 """The server from which tests fork processes. It has imported torch, so that they need not."""
 
-from __future__ import annotations
-
 import functools
 import multiprocessing
 from typing import Any

@@ -1,8 +1,4 @@
-"""``sdp bench CONFIG``: methods that make the same steps do, bytes on the wire are those planned,
-and the report has every figure.
-"""
-
-from __future__ import annotations
+"""``sdp bench CONFIG``: the same steps, the planned bytes, and every figure."""
 
 import json
 from dataclasses import replace
@@ -13,11 +9,12 @@ import pytest
 import torch
 import torch.distributed as dist
 from sdp.engine.config.load import load_config
-from sdp.engine.errors import NonFiniteError
+from sdp.engine.errors import ConfigError, NonFiniteError
 from sdp.tests.support.bench_configs import CONFIG, MODEL
 from sdp.tests.support.ranks import RankPool
+from sdp.tests.support.small_runs import run_sdp, write_config
 from sdp.tools.bench.measure import build_method, make_batches, measure, require_same_losses, take_turns
-from sdp.tools.bench.methods import DENSE, variant
+from sdp.tools.bench.methods import DENSE, default_methods, variant, why_not
 from sdp.tools.bench.options import BenchOptions
 from sdp.tools.bench.planned import plan_methods
 from sdp.tools.bench.report import Race, Report, to_markdown, write_report
@@ -30,7 +27,6 @@ from sdp.tools.plan.machine import Machine
 from sdp.tools.shared.steal import stolen, ticks
 
 pytestmark = pytest.mark.usefixtures("traced_once")
-
 ROUNDS = BenchOptions(Path("tiny.json"), rounds=1, steps=1)
 SETTINGS = {
     "config": "tiny.json", "model": MODEL, "world": 4, "batch": {"train": 8, "micro": 2, "accumulation": 1},
@@ -131,9 +127,7 @@ def test_methods_of_another_work_are_told_apart() -> None:
 
 
 class _Diverges:
-    """Steps whose loss on rank 1 becomes NaN. They leave the weights as they are, as skipped steps
-    do.
-    """
+    """Steps whose loss on rank 1 is NaN, and which leave the weights as they are."""
 
     def __init__(self) -> None:
         self.module = torch.nn.Linear(1, 1)
@@ -169,18 +163,23 @@ def test_what_is_left_out_is_said_once(capsys: pytest.CaptureFixture[str]) -> No
     assert capsys.readouterr().err == ""
 
 
+TURN = {
+    "seconds": [1.0], "compute_seconds": [0.5], "sent_bytes": 1.0, "collectives": 2.0, "slowest_over_mean": [1.0],
+}  # fmt: skip
+
+
+def report_of(race: Race) -> Report:
+    facts = {"ddp": {"losses": [1.0], "parameters": 1, "peak_bytes": 1}}
+    return Report(SETTINGS, plan_methods(["ddp"], load_config(CONFIG), 4), facts, race)
+
+
 def test_bytes_that_the_kernel_does_not_count_are_not_measured(monkeypatch: pytest.MonkeyPatch) -> None:
     assert why_not_counted(torch.device("cpu")) is None
     assert "NCCL" in str(why_not_counted(torch.device("cuda")))
     monkeypatch.delattr("socket.TCP_INFO")
     reason = why_not_counted(torch.device("cpu"))
     assert "does not tell what a TCP connection sent" in str(reason)
-    turns = {
-        "ddp": {"seconds": [1.0], "compute_seconds": [0.5], "sent_bytes": None, "collectives": 2.0,
-            "slowest_over_mean": [1.0]},
-    }  # fmt: skip
-    facts = {"ddp": {"losses": [1.0], "parameters": 1, "peak_bytes": 1}}
-    report = Report(SETTINGS, plan_methods(["ddp"], load_config(CONFIG), 4), facts, Race(turns, reason))
+    report = report_of(Race({"ddp": TURN | {"sent_bytes": None}}, reason))
     race = report.to_json()
     assert race["methods"]["ddp"]["sent_bytes"] is None
     assert race["sent_bytes_not_measured"] == reason
@@ -190,9 +189,7 @@ def test_bytes_that_the_kernel_does_not_count_are_not_measured(monkeypatch: pyte
 
 
 def test_processor_time_that_others_had_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Ticks as proc(5) has them: user, nice, system, idle, iowait, irq, softirq, steal, and guests'
-    that are in the first two.
-    """
+    """Ticks as proc(5) has them."""
     before = ticks()
     assert before is not None
     assert 0 <= before[0] <= before[1]  # this machine's own
@@ -209,19 +206,10 @@ def test_processor_time_that_others_had_is_said(tmp_path: Path, monkeypatch: pyt
         stat.write_text(other)
         assert ticks(stat) is None
         assert stolen(first, None) is None
-    turns = {
-        "ddp": {"seconds": [1.0], "compute_seconds": [0.5], "sent_bytes": 1.0, "collectives": 2.0,
-            "slowest_over_mean": [1.0]},
-    }  # fmt: skip
-    facts = {"ddp": {"losses": [1.0], "parameters": 1, "peak_bytes": 1}}
-    for share, said in ((0.35, 1), (0.0, 0), (None, 0)):
-        report = Report(SETTINGS, plan_methods(["ddp"], load_config(CONFIG), 4), facts, Race(turns, None, share))
-        assert (
-            to_markdown(report, report.to_json()).count(
-                "The hypervisor gave 35% of the processors' time to other machines"
-            )
-            == said
-        )
+    for share in (0.35, 0.0, None):
+        report = report_of(Race({"ddp": TURN}, None, share))
+        said = "The hypervisor gave 35% of the processors' time to other machines"
+        assert (said in to_markdown(report, report.to_json())) == (share == 0.35)
 
 
 def test_counts_of_sdp_stand_beside_the_plan() -> None:
@@ -297,11 +285,11 @@ def test_methods_with_local_steps_are_timed_by_whole_rounds(ranks: RankPool) -> 
     ],
 )  # fmt: skip
 def test_mistakes_are_one_line(
-    words: list[str], message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    words: list[str], message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    path = tmp_path / "tiny.json"
-    path.write_text(json.dumps(CONFIG))
-    assert main(["bench", str(path), *words]) == 2
+    monkeypatch.chdir(tmp_path)  # a comparison that is not refused leaves its report there
+    Path("tiny.json").write_text(json.dumps(CONFIG))
+    assert main(["bench", "tiny.json", *words]) == 2
     err = capsys.readouterr().err
     assert err.count("\n") == 1
     assert message in err
@@ -326,3 +314,77 @@ def test_a_report_is_not_written_over(tmp_path: Path, capsys: pytest.CaptureFixt
         assert main(["bench", str(path), *words]) == 2
         assert said in capsys.readouterr().err
     assert (tmp_path / "old" / "report.json").read_text() == "{}"
+
+
+# -- the methods that ``sdp bench`` compares, and their names --------------------------------------
+
+
+def test_a_method_names_its_local_steps() -> None:
+    config = load_config(CONFIG)
+    sync = variant("sdp-neuron-backward-0.5-local32-f4-o2-int8", config, 4).sdp.sync
+    assert sync is not None
+    assert (sync.every, sync.fragments, sync.overlap, sync.compression) == (32, 4, 2, "int8")
+    dense = variant("diloco", config, 4).sdp
+    assert dense.groups == 4 and dense.capacity == 1.0 and dense.sync is not None and dense.sync.every == 50
+    with pytest.raises(ConfigError, match="not divisible by fragments"):
+        variant("diloco-local32-f5", config, 4)
+
+
+def test_defaults_are_all_methods_at_the_capacity() -> None:
+    config = load_config(CONFIG)
+    names = default_methods(config)
+    assert names[-1] == "sdp-neuron-backward-0.5"
+    assert len(names) == len(set(names)) == len(DENSE) + 4
+    assert variant("sdp-neuron-backward-0.75", config, 4).sdp.masking == "backward"
+    assert why_not("hsdp", config, 3) is not None
+    assert why_not("hsdp", config, 4) is None
+
+
+@pytest.mark.parametrize("capacity", [0.3333333, 0.33333334, 1.0, 1e-05])
+def test_a_default_method_is_named_by_all_of_its_capacity(capacity: float) -> None:
+    config = load_config(CONFIG | {"sdp": {"groups": 4, "capacity": capacity}})
+    of_sdp = default_methods(config)[len(DENSE) :]
+    assert len(set(of_sdp)) == 4
+    assert all(variant(name, config, 4).sdp.capacity == capacity for name in of_sdp)
+
+
+@pytest.mark.parametrize(
+    "listed",
+    [
+        {"placement": {f"layers.{layer}": [0, 1] for layer in range(4)}},
+        {"profile": [4, 2, 1, 1]},
+        {"capacity": [0.5] * 4},
+    ],
+)
+def test_holders_that_are_listed_go_without_the_name_of_a_capacity(listed: dict[str, Any]) -> None:
+    assert default_methods(load_config(CONFIG | {"sdp": {"groups": 4} | listed})) == [*DENSE, "sdp"]
+
+
+# -- ``sdp bench CONFIG --alone``: one rank's share is what the placement says ---------------------
+
+
+LAYER, OF_ALL = 4 * 32 * 32 + 3 * 32 * 64 + 2 * 32, 2 * 64 * 32 + 32
+
+
+@pytest.mark.parametrize(
+    ("settings", "ranks", "own"),
+    [
+        (["sdp.masking=forward"], 4, OF_ALL + 2 * LAYER),
+        (["sdp.masking=backward", "zero_optimization.stage=1"], 8, (OF_ALL + 2 * LAYER) / 2),
+    ],
+)
+def test_a_share_is_what_the_placement_says(tmp_path: Path, settings: list[str], ranks: int, own: float) -> None:
+    words = [write_config(CONFIG, tmp_path), "--alone", "--rounds", 1, "--nproc", ranks, "--out", tmp_path / "out"]
+    done = run_sdp("bench", *words, "--set", *settings)
+    assert done.returncode == 0, done.stderr
+    assert "equal" in done.stdout and "NOT equal" not in done.stdout
+    report = json.loads((tmp_path / "out" / "report.json").read_text())
+    share, dense = report["shares"]["SDP"], report["shares"]["dense"]
+    whole, sharded = OF_ALL + 4 * LAYER, ranks // 4
+    assert dense["flops_per_step"] > share["flops_per_step"] > 0.5 * dense["flops_per_step"]
+    assert share["state_bytes"] == share["predicted_state_bytes"] < dense["state_bytes"]
+    if sharded == 1:
+        assert (share["parameters"], dense["parameters"]) == (own, whole)
+        assert share["state_bytes"] == 16 * own  # float32 weights, gradients and two moments
+    assert share["peak_bytes"] > share["state_bytes"]
+    assert len(share["step_seconds"]) == 2 and share["tokens_per_step"] == 2 * 16

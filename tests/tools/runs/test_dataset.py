@@ -1,6 +1,4 @@
-"""The data of a run: verified at its start, by one rank for all, and an error of one rank is
-everyone's.
-"""
+"""The data of a run is verified by one rank for all."""
 
 import logging
 from pathlib import Path
@@ -34,7 +32,6 @@ def config(path: Path, **data):
 
 
 def error_of(path: str, other_path: str) -> tuple[str, str]:
-    """On a rank: rank 0 opens ``path``, the others ``other_path``."""
     import torch.distributed as dist
 
     try:

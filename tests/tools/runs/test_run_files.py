@@ -1,21 +1,22 @@
-"""The files of a run: written line by line, cut where a run is resumed, read whatever a kill
-left.
-"""
-
-from __future__ import annotations
+"""The files of a run: written by line, cut at a resume, read after a kill."""
 
 import json
 import os
 import shutil
 from pathlib import Path
+from typing import Any
 
 import pytest
 from sdp.engine.config.load import load_config
-from sdp.engine.errors import ConfigError, DataError
+from sdp.engine.errors import CheckpointError, ConfigError, DataError
 from sdp.engine.placement.placement import Placement
 from sdp.tests.support.fabricated_runs import make_run
 from sdp.tests.support.small_runs import read_metrics
+from sdp.tools.cli import main
+from sdp.tools.evaluate import Evaluation, as_json
+from sdp.tools.runs.plot import plot_loss
 from sdp.tools.runs.run_files import RunFiles, read_run
+from sdp.tools.runs.saved_run import check_data
 from sdp.tools.shared.files import WriteError
 
 
@@ -38,11 +39,6 @@ def test_what_is_written_is_read(tmp_path: Path):
     assert run.name == "run"
 
 
-def test_a_line_is_in_the_file_when_the_call_returns(tmp_path: Path):
-    RunFiles(tmp_path, resume=False).step(line(1))
-    assert json.loads((tmp_path / "metrics.jsonl").read_text()) == line(1)
-
-
 def test_a_loss_that_is_nan_stays_valid_json(tmp_path: Path):
     RunFiles(tmp_path, resume=False).step(
         line(1, float("nan")) | {"by": {"x": float("inf")}, "list": [1.0, float("-inf")]}
@@ -53,16 +49,6 @@ def test_a_loss_that_is_nan_stays_valid_json(tmp_path: Path):
         "by": {"x": None},
         "list": [1.0, None],
     }
-
-
-def test_an_existing_run_is_not_overwritten(tmp_path: Path):
-    make_run(tmp_path)
-    before = {path: path.read_bytes() for path in tmp_path.iterdir()}
-    with pytest.raises(
-        ConfigError, match="already holds a run; pass --resume to continue it or name another --dump-dir"
-    ):
-        RunFiles(tmp_path, resume=False)
-    assert {path: path.read_bytes() for path in tmp_path.iterdir()} == before
 
 
 def test_checkpoints_alone_are_a_run(tmp_path: Path):
@@ -150,14 +136,6 @@ def test_a_dump_dir_that_cannot_be_made(tmp_path: Path):
         RunFiles(tmp_path / "file" / "run", resume=False)
 
 
-def test_a_full_disk_is_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    files = RunFiles(tmp_path, resume=True)
-    monkeypatch.setattr(Path, "open", lambda path, *arguments, **options: open("/dev/full", *arguments, **options))  # noqa: PTH123, SIM115
-    with pytest.raises(WriteError, match=r"metrics.jsonl: cannot be written \(No space left on device\); free space"):
-        files.step(line(1))
-    files.close()
-
-
 def test_a_directory_that_was_removed_is_noticed_at_the_next_line(tmp_path: Path):
     files = RunFiles(tmp_path / "run", resume=False)
     files.step(line(1))
@@ -211,3 +189,87 @@ def test_a_dump_directory_may_itself_be_a_link(tmp_path: Path):
     RunFiles(tmp_path / "link" / "run", resume=False).step(line(1))
     RunFiles(tmp_path / "link", resume=False).step(line(1))
     assert read_metrics(tmp_path / "real") == read_metrics(tmp_path / "real" / "run") == [line(1)]
+
+
+# -- files of a run whose values have wrong types are refused in one line --------------------------
+
+
+WRONG: list[tuple[str, dict[str, Any]]] = [
+    ("config.json", {"model": 3}),
+    ("config.json", {"model": {"name": []}}),
+    ("config.json", {"sdp": []}),
+    ("config.json", {"training": {"steps": "many"}}),
+    ("placement.json", {"holders": "x"}),
+    ("placement.json", {"costs": [1.5] * 8}),
+    ("placement.json", {"costs": [1]}),
+    ("placement.json", {"costs": [-1] * 8}),
+    ("placement.json", {"groups": 10**30}),
+    ("placement.json", {"holders": [[9]] * 8}),
+    ("summary.json", {"ranks": {"a": 1}}),
+    ("summary.json", {"ranks": [None]}),
+    ("summary.json", {"ranks": [{"peak_memory_bytes": 1, "baseline_memory_bytes": "x"}]}),
+    ("summary.json", {"ranks": [{"state_measured": []}]}),
+    ("summary.json", {"model": 1.5}),
+    ("summary.json", {"model": {"name": "llama"}}),
+    ("summary.json", {"layout": []}),
+    ("summary.json", {"held_out": "x"}),
+    ("summary.json", {"dense_state_bytes": {"parameters": 1e308}}),
+    ("summary.json", {"tokens": [1]}),
+]
+
+
+@pytest.mark.parametrize(("name", "change"), WRONG, ids=str)
+def test_a_wrong_value_is_one_line(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], name: str, change: dict[str, Any]
+) -> None:
+    make_run(tmp_path)
+    (tmp_path / name).write_text(json.dumps(json.loads((tmp_path / name).read_text()) | change))
+    assert main(["report", str(tmp_path)]) == 2
+    message = capsys.readouterr().err
+    assert message.startswith(f"sdp: error: {tmp_path / name}: damaged, or of another version: ")
+    assert message.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"loss": "x"},
+        {"loss": [1.0]},
+        {"tokens": -1},
+        {"subnetwork_losses": "abc"},
+        {"comm_bytes_by_kind": [1]},
+        {"step": -1},
+    ],
+    ids=str,
+)
+def test_a_wrong_value_in_a_line_is_one_line(tmp_path: Path, change: dict[str, Any]) -> None:
+    make_run(tmp_path)
+    lines = (tmp_path / "metrics.jsonl").read_text().splitlines()
+    lines[2] = json.dumps(json.loads(lines[2]) | change)
+    (tmp_path / "metrics.jsonl").write_text("\n".join(lines))
+    with pytest.raises(DataError, match=r"metrics\.jsonl:3: not a line of a run \('.*remove it"):
+        read_run(tmp_path)
+
+
+def test_a_line_without_tokens_or_loss_can_be_plotted(tmp_path: Path) -> None:
+    make_run(tmp_path)
+    (tmp_path / "evaluations.jsonl").write_text('{"step": 0}\n{"step": 10, "loss": 3.0}\n')
+    assert plot_loss([read_run(tmp_path)], tmp_path / "loss.png").is_file()
+
+
+def test_a_loss_that_is_nan_is_null_in_the_json_of_an_evaluation() -> None:
+    result = Evaluation("c", 1, "d", 1, 1, 1, float("nan"), float("inf"), None, None)
+    assert json.loads(as_json(result), parse_constant=pytest.fail)["loss"] is None
+
+
+@pytest.mark.parametrize(
+    "client_state",
+    [{"images": 5}, {"images": {}}, {"images": {"name": "digits"}}, {"tokenizer": 5}, {"tokenizer": ["kind"]}],
+    ids=str,
+)
+def test_a_client_state_that_does_not_describe_the_data_is_refused(
+    tmp_path: Path, client_state: dict[str, Any]
+) -> None:
+    (tmp_path / "index.json").write_text("{}")
+    with pytest.raises(CheckpointError, match="step-4: damaged, its client state does not describe the data"):
+        check_data(Path("step-4"), {"client_state": client_state}, tmp_path, "digits")

@@ -1,8 +1,4 @@
-"""``training.evaluate_tasks``: scores equal the harness's own on an export, and mistakes are found
-before training.
-"""
-
-from __future__ import annotations
+"""``training.evaluate_tasks``: scores equal the harness's own on an export."""
 
 import importlib.util
 import json
@@ -45,7 +41,6 @@ def evaluations(dump_dir: Path) -> list[dict]:
 
 
 def run_harness(model: Path, names: list[str], folder: Path) -> dict[str, dict]:
-    """Run the harness's own command on a model of transformers."""
     command = [
         *(sys.executable, "-P", "-m", "lm_eval", "--model", "hf", "--device", "cpu", "--batch_size", "2"),
         *("--model_args", f"pretrained={model},dtype=float32", "--tasks", ",".join(names)),

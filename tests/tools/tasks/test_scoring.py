@@ -1,8 +1,4 @@
-"""Log-likelihoods from streamed units equal those of the whole model in one process, under every
-layout.
-"""
-
-from __future__ import annotations
+"""Log-likelihoods from streamed units equal those of the whole model."""
 
 import random
 from typing import Any

@@ -8,7 +8,6 @@ from sdp.tests.support.small_runs import SMALL_LLAMA, STEPS, make_corpus
 
 @pytest.fixture(scope="session")
 def corpus(tmp_path_factory) -> Path:
-    """Sixty small documents, tokenized as bytes."""
     return make_corpus(tmp_path_factory.mktemp("corpus"))
 
 

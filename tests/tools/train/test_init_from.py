@@ -139,22 +139,13 @@ def test_a_vocabulary_padded_beyond_the_tokenizer_keeps_its_rows(config, exporte
 
 
 def test_a_start_of_transformers_4_and_its_loss(config, exported, tmp_path):
-    """Its config.json has rope_theta at the top; the loss of the first step's model is that of
-    transformers.
-    """
+    """Its config.json has rope_theta at the top."""
     start = shutil.copytree(exported, tmp_path / "start")
     old = json.loads((start / "config.json").read_text())
     del old["rope_parameters"], old["head_dim"]
     (start / "config.json").write_text(json.dumps(old))
-    assert (
-        main(
-            [
-                "train", str(config), "--init-from", str(start), "--dump-dir", str(tmp_path / "run"), "--set",
-                "training.steps=1",
-            ]
-        )
-        == 0
-    )  # fmt: skip
+    words = ["train", str(config), "--init-from", str(start), "--dump-dir", str(tmp_path / "run")]
+    assert main([*words, "--set", "training.steps=1"]) == 0
     assert json.loads((tmp_path / "run" / "config.json").read_text())["model"]["rope_theta"] == 5000.0
 
 

@@ -1,16 +1,13 @@
 """A run on one host listens on loopback addresses only."""
 
-from __future__ import annotations
-
-import json
 import logging
+import os
 import socket
-import subprocess
-import sys
 import threading
 import time
 from datetime import timedelta
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch.distributed as dist
@@ -18,13 +15,13 @@ from sdp.engine.distributed.join import serve_store
 from sdp.engine.environment.detect import Environment, free_port
 from sdp.engine.errors import LaunchError
 from sdp.launcher.local import start_local
-from sdp.tests.support.small_runs import tiny_config
+from sdp.tests.support.forks.command import ForkedCommand
+from sdp.tests.support.small_runs import tiny_config, write_config
 
 psutil = pytest.importorskip("psutil")
 
 
-def listening_addresses(process: subprocess.Popen[bytes]) -> set[str]:
-    """The addresses on which the process and its descendants listen."""
+def listening_addresses(process: Any) -> set[str]:
     found = set()
     try:
         parent = psutil.Process(process.pid)
@@ -40,14 +37,12 @@ def listening_addresses(process: subprocess.Popen[bytes]) -> set[str]:
 def test_no_socket_of_a_local_run_can_be_reached_from_another_host(
     text_corpus: Path, tmp_path: Path, groups: int
 ) -> None:
-    config = tiny_config(text_corpus, groups=groups, steps=8)
-    (tmp_path / "config.json").write_text(json.dumps(config))
-    command = [sys.executable, "-P", "-m", "sdp", "train", "config.json", "--dump-dir", "run"]
-    process = subprocess.Popen(command, cwd=tmp_path, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-    found: set[str] = set()
+    path, found = write_config(tiny_config(text_corpus, groups=groups, steps=40), tmp_path), set[str]()
+    with Path(os.devnull).open("w") as null:
+        process = ForkedCommand(["train", path, "--dump-dir", tmp_path / "run"], null, null)
     while process.poll() is None:
         found |= listening_addresses(process)
-        time.sleep(0.05)
+        time.sleep(0.02)
     assert process.returncode == 0
     assert found <= {"127.0.0.1", "::1"}
     assert found or groups == 1

@@ -1,6 +1,4 @@
-"""``sdp train`` with local steps: lines of the metrics, a final average, a resume in the middle of
-a round.
-"""
+"""``sdp train`` with local steps: metrics, a last average, and resumption."""
 
 from __future__ import annotations
 
@@ -59,24 +57,8 @@ def test_local_steps_from_the_start_to_a_resume(config: dict, tmp_path: Path, ca
     assert f"{theirs['after']:.4f}" in "".join(capsys.readouterr())
 
 
-def test_lines_before_local_steps_are_those_of_a_run_without_them(config: dict, tmp_path: Path) -> None:
-    """The run does not know in its first steps that local steps will follow."""
-    config["training"] |= {"evaluate_every": 0, "save_every": 0}
-    lines = []
-    for name, sync in (("usual", None), ("local", {"every": 2, "start_after": 4})):
-        config["sdp"]["sync"] = sync
-        run = run_sdp("train", write_config(config, tmp_path), "--dump-dir", tmp_path / name)
-        assert run.returncode == 0, run.stderr
-        lines.append([(line["loss"], line["grad_norm"]) for line in read_metrics(tmp_path / name)])
-    usual, local = lines
-    assert local[:4] == usual[:4]
-    assert len(set(local)) == len(local) == len(usual)
-
-
 def _seconds_of_a_step(case: Case, delay: float, log: Path) -> dict[str, float]:
-    """Return the measured seconds of a round's last step, which rank 1 ends ``delay`` seconds
-    late.
-    """
+    """Seconds of a round's last step, which rank 1 ends ``delay`` seconds late."""
     engine, rank = engine_of(case), dist.get_rank()
     beat = Heartbeat(rank, None, log / f"rank-{rank}.log", print)
     meter, facts = StepMeter(engine, beat), None

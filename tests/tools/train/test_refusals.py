@@ -79,32 +79,15 @@ def test_a_resume_with_another_model_changes_nothing(config, tmp_path, capsys):
     assert main([*resume, "--set", "model.loss_chunk_tokens=64", "training.steps=3"]) == 0
 
 
-def test_an_existing_run_is_not_overwritten(config, tmp_path, capsys):
-    path = write_config(config, tmp_path)
-    arguments = [
-        "train", str(path), "--set", 'sdp={"groups": 1}', "training.steps=2", "--dump-dir", str(tmp_path / "run"),
-    ]  # fmt: skip
-    assert main(arguments) == 0
-    before = (tmp_path / "run" / "metrics.jsonl").read_bytes()
-    assert main(arguments) == 2
-    assert "--resume" in capsys.readouterr().err
-    assert (tmp_path / "run" / "metrics.jsonl").read_bytes() == before
-
-
 BAD = [
-    ({"gradient_clipp1ng": 1.0}, "gradient_clipp1ng: unknown key, did you mean gradient_clipping?"),
-    ({"sdp.groups": "2"}, "sdp.groups: input should be a valid integer"),
     ({"sdp.capacity": 1.5}, "sdp.capacity: 1.5 is out of range"),
     ({"sdp.groups": 2, "sdp.capacity": 0.25}, "use a capacity of at least 0.5"),
     ({"sdp.units": ["model.layer.*"]}, "matches no module"),
     ({"sdp.placement": {}}, "sdp.placement"),
     ({"sdp.placement": {"layers.0": [0, 2]}}, "is given to group 2"),
-    ({"optimizer.type": "AdmW"}, "did you mean AdamW?"),
-    ({"optimizer.params.bettas": [0.9, 0.95]}, "optimizer.params.bettas: unknown key, did you mean betas?"),
     ({"sdp.groups": 2, "train_batch_size": 7}, "data ranks 2 (sdp.groups 2 × fsdp 1)"),
     ({"model.vocab_size": 512}, "model.vocab_size: 512, but the data's tokenizer has 257"),
     ({"data.vocab_size": 512}, "was prepared with a vocabulary of 257"),
-    ({"model.hiden_size": 8}, "model.hiden_size: unknown key, did you mean hidden_size?"),
     ({"data.path": "nowhere"}, "nowhere"),
     ({"data.sequence_length": 10**7}, "fewer than one sequence"),
     ({"data.sequence_length": 1024}, "the evaluation data has"),
@@ -120,12 +103,11 @@ BAD = [
 ]
 
 
-def test_a_sequence_that_tensor_parallel_ranks_cannot_share_is_refused_in_one_line(config, tmp_path, capsys):
-    command = [
-        "train", str(write_config(config, tmp_path)), "--groups", "1", "--tp", "2", "--dump-dir", str(tmp_path / "run"),
-    ]  # fmt: skip
-    assert main([*command, "--set", "sdp.capacity=1.0", "data.sequence_length=33"]) == 2
-    assert "data.sequence_length: 33 is not divisible by tensor_parallel.autotp_size = 2" in capsys.readouterr().err
+def test_a_sequence_that_tensor_parallel_ranks_cannot_share_is_refused_in_one_line(config, tmp_path):
+    words = ["train", write_config(config, tmp_path), "--groups", 1, "--tp", 2, "--dump-dir", tmp_path / "run"]
+    result = run_sdp(*words, "--set", "sdp.capacity=1.0", "data.sequence_length=33")
+    assert (result.returncode, result.stderr.count("\n")) == (2, 1), result.stderr
+    assert "data.sequence_length: 33 is not divisible by tensor_parallel.autotp_size = 2" in result.stderr
 
 
 @pytest.mark.parametrize(("change", "message"), BAD, ids=["+".join(change) for change, _ in BAD])
@@ -143,34 +125,6 @@ def test_bad_input_is_one_line_and_exit_code_2(config, tmp_path, capsys, change,
     assert said.err.startswith("sdp: error: ")
     assert said.err.count("\n") == 1
     assert message in said.err
-
-
-def test_bad_input_found_in_several_processes_is_one_line(config, tmp_path):
-    config["optimizer"]["type"] = "AdmW"
-    result = run_sdp("train", write_config(config, tmp_path), "--dump-dir", tmp_path / "run")
-    assert result.returncode == 2
-    assert result.stderr.count("\n") == 1, result.stderr
-    assert "did you mean AdamW?" in result.stderr
-
-
-def test_a_corrupt_shard_is_named(config, corpus, tmp_path, capsys):
-    copy = tmp_path / "shards"
-    copy.mkdir()
-    for file in corpus.iterdir():
-        (copy / file.name).write_bytes(file.read_bytes())
-    shard = next(copy.glob("train-*.bin"))
-    shard.write_bytes(shard.read_bytes()[:-10])
-    config["data"]["path"] = str(copy)
-    config["sdp"] = {"groups": 1}
-    assert main(["train", str(write_config(config, tmp_path)), "--dump-dir", str(tmp_path / "run")]) == 2
-    assert shard.name in capsys.readouterr().err
-
-
-def test_world_must_be_divisible(config, tmp_path):
-    result = run_sdp("train", write_config(config, tmp_path), "--nproc", 3, "--dump-dir", tmp_path / "run")
-    assert result.returncode == 2
-    assert result.stderr.count("\n") == 1
-    assert "multiple of" in result.stderr
 
 
 def test_two_runs_cannot_write_to_one_directory(config, tmp_path, capsys):

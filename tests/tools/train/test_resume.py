@@ -1,8 +1,5 @@
 """What ``sdp train --resume`` does if settings have changed since the checkpoint."""
 
-from __future__ import annotations
-
-import importlib.util
 import json
 import shutil
 from pathlib import Path
@@ -12,29 +9,27 @@ from sdp.engine.checkpoint.storage.files import read_state
 from sdp.tests.support.checkpoints import reseal
 from sdp.tests.support.small_runs import read_metrics, run_sdp, write_config
 
-needs_deepspeed = pytest.mark.skipif(importlib.util.find_spec("deepspeed") is None, reason="deepspeed is not installed")
 
-
-@pytest.mark.parametrize("engine", ["fsdp2", pytest.param("deepspeed", marks=needs_deepspeed)])
-def test_a_resume_without_a_schedule_takes_the_configured_rate(config: dict, tmp_path: Path, engine: str) -> None:
-    config["sdp"]["engine"] = engine
+def test_a_resume_without_a_schedule_takes_the_configured_rate(config: dict, tmp_path: Path) -> None:
     schedule = config.pop("scheduler")
     path, dump = write_config(config, tmp_path), ["--dump-dir", tmp_path / "run"]
     first = run_sdp("train", path, *dump, "--set", "training.steps=2", "training.save_every=2")
     assert first.returncode == 0, first.stderr
-    changed = ["optimizer.params.lr=0.001", "sdp.check_interval=3", "training.steps=4"]
+    changed = ["optimizer.params.lr=0.001", "optimizer.params.weight_decay=0.1", "gradient_clipping=0.25"]
+    changed += ["sdp.check_interval=3", "training.steps=4"]
     second = run_sdp("train", path, *dump, "--resume", "--set", *changed)
     assert second.returncode == 0, second.stderr
     assert [line["lr"] for line in read_metrics(tmp_path / "run")] == [0.003, 0.003, 0.001, 0.001]
-    assert "optimizer.params.lr: 0.003 → 0.001, from step 3 on" in second.stderr
-    assert "sdp.check_interval: 2 → 3, from step 3 on" in second.stderr
-    if engine == "fsdp2":  # a schedule comes and goes
-        path = write_config({**config, "scheduler": schedule}, tmp_path)
-        third = run_sdp("train", path, *dump, "--resume", "--set", "training.steps=5", "training.save_every=1")
-        assert third.returncode == 0, third.stderr
-        fourth = run_sdp("train", write_config(config, tmp_path), *dump, "--resume", "--set", "training.steps=6")
-        assert "this run has no schedule: the configured rates hold" in fourth.stderr
-        assert read_metrics(tmp_path / "run")[-1]["lr"] == 0.003
+    for change in ("params.lr: 0.003 → 0.001", "weight_decay: unset → 0.1", "clipping: 0.5 → 0.25", "interval: 2 → 3"):
+        assert f"{change}, from step 3 on" in second.stderr
+    # A schedule comes and goes.
+    path = write_config({**config, "scheduler": schedule}, tmp_path)
+    third = run_sdp("train", path, *dump, "--resume", "--set", "training.steps=5", "training.save_every=1")
+    assert third.returncode == 0, third.stderr
+    assert 'scheduler.type: unset → "WSD", from step 5 on' in third.stderr
+    fourth = run_sdp("train", write_config(config, tmp_path), *dump, "--resume", "--set", "training.steps=6")
+    assert "this run has no schedule: the configured rates hold" in fourth.stderr
+    assert read_metrics(tmp_path / "run")[-1]["lr"] == 0.003
 
 
 def test_slices_that_keep_their_weights_have_a_whole_checkpoint(config: dict, tmp_path: Path) -> None:

@@ -1,7 +1,5 @@
 """Runs with an injected spike of the loss, for each policy of ``training.on_spike``."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

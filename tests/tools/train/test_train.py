@@ -3,11 +3,10 @@
 import json
 import os
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+from sdp.tests.support.forks.command import ForkedCommand
 from sdp.tests.support.small_runs import STEPS, read_losses, read_metrics, run_sdp, tiny_config, write_config
 from sdp.tools.cli import main
 
@@ -31,16 +30,8 @@ def test_a_run_of_four_processes_its_files_and_its_resume_on_two(config, tmp_pat
 def check_files(dump_dir: Path) -> None:
     lines = read_metrics(dump_dir)
     assert [line["step"] for line in lines] == list(range(1, STEPS + 1))
-    for key in (
-        "tokens",
-        "loss",
-        "grad_norm",
-        "lr",
-        "tokens_per_second",
-        "step_seconds",
-        "peak_memory_bytes",
-        "comm_bytes",
-    ):
+    keys = "tokens loss grad_norm lr tokens_per_second step_seconds peak_memory_bytes comm_bytes"
+    for key in keys.split():
         assert all(isinstance(line[key], int | float) for line in lines), key
     for line in lines:
         parts = [line[f"{part}_seconds"] for part in ("data", "forward", "backward", "exposed_reduction", "optimizer")]
@@ -71,10 +62,10 @@ def test_a_run_whose_output_nobody_reads_ends_well(corpus, tmp_path):
     path = write_config(tiny_config(corpus, groups=2, steps=1), tmp_path)
     ours, theirs = os.pipe()
     os.close(ours)
-    command = [sys.executable, "-P", "-m", "sdp", "train", str(path), "--dump-dir", str(tmp_path / "run")]
-    done = subprocess.run(command, stdout=theirs, stderr=subprocess.PIPE, text=True, check=False, timeout=240)
-    os.close(theirs)
-    assert (done.returncode, "Traceback" in done.stderr) == (0, False), done.stderr
+    with os.fdopen(theirs, "w") as unread, (tmp_path / "stderr").open("w") as errors:
+        command = ForkedCommand(["train", path, "--dump-dir", tmp_path / "run"], unread, errors)
+    code, said = command.wait(240), (tmp_path / "stderr").read_text()
+    assert (code, "Traceback" in said) == (0, False), said
     assert len(read_metrics(tmp_path / "run")) == 1
 
 

@@ -1,14 +1,12 @@
-"""``sdp train`` over DeepSpeed in groups of two ranks: processes that the command line starts, a
-resume, and what reads the run.
-"""
+"""``sdp train`` over DeepSpeed in groups of two ranks, resumed and read."""
 
-import importlib.util
 import json
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+from sdp.tests.support.deepspeed_runs import needs_deepspeed
 from sdp.tests.support.small_runs import run_sdp
 from sdp.tools.cli import main
 
@@ -18,7 +16,7 @@ def lines(path: Path) -> list[dict]:
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(importlib.util.find_spec("deepspeed") is None, reason="deepspeed is not installed")
+@needs_deepspeed
 def test_a_run_in_groups_of_two_ranks_is_that_of_fsdp2(trained_run, tmp_path, capsys):
     whole = json.loads((trained_run / "config.json").read_text())
     config = {

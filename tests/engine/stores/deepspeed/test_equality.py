@@ -27,8 +27,6 @@ from sdp.tests.support.deepspeed_runs import offload_settings, run_under_deepspe
 from sdp.tests.support.ranks import RankPool
 
 pytestmark = pytest.mark.skipif(importlib.util.find_spec("deepspeed") is None, reason="deepspeed is not installed")
-
-
 WIDE = [
     Case(2, 1, stage=1, optimizer="momentum", placement="full"),
     Case(4, 1, stage=2, clip=True, placement="profile", model="llama"),
@@ -41,38 +39,26 @@ WIDE = [
     Case(4, 2, stage=3, clip=True, optimizer="adamw", model="mlp-meta"),
     Case(2, 2, stage=2, model="llama-tied-meta", checkpointing="selective"),
 ]
-
-
 COVER = [
     Case(2, 2, stage=1, accumulation=1, clip=True, optimizer="adamw"),
     Case(2, 2, stage=2, accumulation=3, model="llama-tied-meta"),
     Case(2, 2, stage=3, accumulation=3, clip=True, optimizer="adamw", model="llama-tied-meta"),
-]
-
-
-VARIANTS = [
     Case(2, 2, 3, 3, clip=True, optimizer="adamw", neurons=2, masking="backward", model="even-llama"),
     Case(2, 2, stage=2, neurons=2, model="even-llama", masking="backward"),
     Case(2, 2, stage=3, model="llama-meta", masking="backward"),
     Case(2, 2, stage=3, neurons=2, model="even-llama-tied-meta", accumulation=3),
-    pytest.param(Case(2, 2, stage=3, model="llama-tied-meta", checkpointing="full"), marks=pytest.mark.slow),
 ]
 
 
-@pytest.mark.parametrize("case", COVER, ids=str)
+@pytest.mark.parametrize(
+    "case", [*COVER, *(pytest.param(case, marks=pytest.mark.full_table) for case in WIDE)], ids=str
+)
 def test_deepspeed_equals_the_oracle(ranks: RankPool, case: Case) -> None:
     """Bytes of parameters, gradients and optimizer state are as predicted too."""
     ours = run_under_deepspeed(ranks, case)
     assert_same_run(ours, oracle(case), case)
     assert_state_as_predicted(ours)
-    assert all((result.predicted["optimizer"] > 0) == (case.optimizer == "adamw") for result in ours)
-
-
-@pytest.mark.parametrize(
-    "case", [*VARIANTS, *(pytest.param(case, marks=pytest.mark.full_table) for case in WIDE)], ids=str
-)
-def test_deepspeed_equals_the_oracle_everywhere(ranks: RankPool, case: Case) -> None:
-    assert_same_run(run_under_deepspeed(ranks, case), oracle(case), case)
+    assert all((result.predicted["optimizer"] > 0) == (case.optimizer != "sgd") for result in ours)
 
 
 def _offloaded(case: Case) -> Result:
@@ -82,23 +68,13 @@ def _offloaded(case: Case) -> Result:
 OFFLOADED = Case(2, 2, stage=2, accumulation=3, clip=True, optimizer="adamw")
 
 
-MORE_OFFLOADED = [
-    replace(OFFLOADED, stage=3),
-    replace(OFFLOADED, masking="backward"),
-]
-
-
-@pytest.mark.parametrize(
-    "case", [OFFLOADED, *(pytest.param(case, marks=pytest.mark.full_table) for case in MORE_OFFLOADED)], ids=str
-)
+@pytest.mark.parametrize("case", [OFFLOADED, replace(OFFLOADED, stage=3, masking="backward")], ids=str)
 def test_offloaded_optimizers_equal_the_oracle(ranks: RankPool, case: Case) -> None:
     assert_same_run(ranks.run(_offloaded, case, world=case.world), oracle(case), case)
 
 
 def _evaluations(case: Case) -> tuple[float, list[float], float]:
-    """The full model's loss and the subnetworks' after a step, and the loss of the step after:
-    training goes on.
-    """
+    """Losses of the full model and of subnetworks after a step, and the next step's norm."""
     engine, rank = engine_of(case, "deepspeed"), dist.get_rank()
     one_step(engine, case, 0, data_rank=rank)
     engine.step()
@@ -109,18 +85,8 @@ def _evaluations(case: Case) -> tuple[float, list[float], float]:
     return *results, engine.get_global_grad_norm()
 
 
-@pytest.mark.parametrize(
-    "case",
-    [
-        Case(2, 2, stage=3, model="llama-tied-meta"),
-        pytest.param(Case(2, 2, stage=1, model="llama"), marks=pytest.mark.full_table),
-        pytest.param(Case(4, stage=1, model="llama", placement="cyclic"), marks=pytest.mark.full_table),
-        pytest.param(Case(2, 2, stage=2, neurons=2, model="even-llama"), marks=pytest.mark.full_table),
-        pytest.param(Case(2, 2, stage=3, model="llama-meta", masking="backward"), marks=pytest.mark.full_table),
-    ],
-    ids=str,
-)
-def test_the_full_model_is_evaluated(ranks: RankPool, case: Case) -> None:
+def test_the_full_model_is_evaluated(ranks: RankPool) -> None:
+    case = Case(2, 2, stage=3, model="llama-tied-meta")
     oracle, ranks_of_data = oracle_of(case), range(case.data_ranks)
     steps = [[models.micro_batch(case.model, step, 0, rank) for rank in ranks_of_data] for step in range(2)]
     oracle.step([steps[0]], rate_of(case, 0))
@@ -133,9 +99,8 @@ def test_the_full_model_is_evaluated(ranks: RankPool, case: Case) -> None:
         assert norm == pytest.approx(expected, rel=1e-5)
 
 
-@pytest.mark.parametrize("stage", [1, pytest.param(3, marks=pytest.mark.full_table)])
-def test_bf16_is_near_the_oracle(ranks: RankPool, stage: int) -> None:
-    case = Case(2, 2, stage=stage, optimizer="adamw", bf16=True, model="llama-tied-meta")
+def test_bf16_is_near_the_oracle(ranks: RankPool) -> None:
+    case = Case(2, 2, stage=1, optimizer="adamw", bf16=True, model="llama-tied-meta")
     theirs = oracle(case)
     assert theirs.after is not None and theirs.before is not None
     ours = run_under_deepspeed(ranks, case)

@@ -27,11 +27,7 @@ from sdp.tests.support.deepspeed_runs import FP16, float16_here
 from sdp.tests.support.ranks import RankPool
 
 pytestmark = pytest.mark.skipif(importlib.util.find_spec("deepspeed") is None, reason="deepspeed is not installed")
-
-
 STEPS = 4
-
-
 BAD = 1  # the step in which one rank's gradient is NaN
 
 
@@ -80,9 +76,7 @@ def _life_of_the_oracle(case: Case) -> Life:
 
 
 def _two_lives(case: Case, offload: bool, folder: str) -> tuple[Life, Life]:
-    """A whole run, and one that goes on from where a good step has followed one that was skipped:
-    it counts towards a higher scale.
-    """
+    """A whole run, and one that goes on after a skip and a good step."""
     rank = dist.get_rank()
     with float16_here():
         engine = engine_of(case, "deepspeed", **_sections(case, offload))
@@ -100,9 +94,7 @@ def _two_lives(case: Case, offload: bool, folder: str) -> tuple[Life, Life]:
 
 
 def _assert_near(ours: Life, theirs: Life, epsilon: float) -> None:
-    """What each step did to the weights, as a whole; by a wrong scale it would be half or twice as
-    much, or a thousand times.
-    """
+    """Compare what each step did to the weights as a whole."""
     for step in range(STEPS):
         deviation = update = 0.0
         for name, before in theirs.states[step].items():
@@ -115,16 +107,6 @@ def _assert_near(ours: Life, theirs: Life, epsilon: float) -> None:
         assert (update > 0) == (step != BAD)
 
 
-MORE = [
-    (Case(2, 2, stage=1, optimizer="momentum", model="llama"), False),
-    (Case(2, 2, stage=1, optimizer="momentum", model="even-llama", neurons=2, masking="backward"), False),
-    (Case(2, 2, stage=2, optimizer="adamw", model="even-llama", neurons=2, bf16=True), False),
-    (Case(2, 2, stage=2, optimizer="momentum", model="llama", clip=True), True),
-    (Case(2, 2, stage=3, optimizer="momentum", model="llama", clip=True), True),
-    (Case(2, 2, stage=3, optimizer="momentum", model="llama-tied-meta", masking="backward"), False),
-]
-
-
 @pytest.mark.parametrize(
     ("case", "offload"),
     [
@@ -133,16 +115,14 @@ MORE = [
         pytest.param(Case(2, 2, stage=2, optimizer="momentum", model="llama-tied", masking="backward"), False,
             marks=pytest.mark.slow),
         (Case(2, 2, stage=3, optimizer="momentum", model="llama", clip=True), False),
-        *(pytest.param(*case, marks=pytest.mark.full_table) for case in MORE),
+        pytest.param(Case(2, 2, stage=2, optimizer="momentum", model="llama", clip=True), True, marks=pytest.mark.slow),
     ],
     ids=str,
 )  # fmt: skip
 def test_all_groups_skip_an_overflow_and_go_on_alike(
     ranks: RankPool, tmp_path: Path, case: Case, offload: bool
 ) -> None:
-    """Near the oracle before, then and after, also in the step after which a scale is raised; a
-    resumed run is the same, bit for bit.
-    """
+    """A resumed run is the same, bit for bit."""
     everyone = ranks.run(_two_lives, case, offload, str(tmp_path), world=case.world)
     theirs = _life_of_the_oracle(case)
     for life, again in everyone:
@@ -175,9 +155,8 @@ def _until_the_end(case: Case) -> tuple[str, list[str]]:
     return str(caught.value), [line for line in lines if "skipped" in line]
 
 
-@pytest.mark.parametrize("stage", [1, *(pytest.param(stage, marks=pytest.mark.full_table) for stage in (2, 3))])
-def test_skips_count_from_the_lowest_scale_on(ranks: RankPool, stage: int) -> None:
-    for error, warnings in ranks.run(_until_the_end, Case(2, 1, stage=stage, model="llama"), world=2):
+def test_skips_count_from_the_lowest_scale_on(ranks: RankPool) -> None:
+    for error, warnings in ranks.run(_until_the_end, Case(2, 1, stage=1, model="llama"), world=2):
         assert [line.partition(", ")[2] for line in warnings] == [
             f"the loss scale is now 2 ({count} in a row, training.max_skips 1)" for count in (0, 1)
         ]

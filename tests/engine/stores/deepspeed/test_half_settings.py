@@ -1,7 +1,5 @@
 """Settings of half precision under DeepSpeed: which are passed on, and which are refused."""
 
-from __future__ import annotations
-
 import importlib
 import importlib.util
 from typing import Any
@@ -17,11 +15,7 @@ from sdp.tests.support.deepspeed_runs import FP16, float16_here
 from sdp.tests.support.ranks import RankPool
 
 pytestmark = pytest.mark.skipif(importlib.util.find_spec("deepspeed") is None, reason="deepspeed is not installed")
-
-
 ZERO = {"zero_optimization": {"stage": 1}, "sdp": {"engine": "deepspeed"}}
-
-
 REFUSED = [
     ({"bf16": {"enabled": True}}, "fp16.enabled: true together with bf16.enabled"),
     ({"fp16": {"enabled": True, "loss_scale": -1}}, "fp16.loss_scale: input should be greater than or equal to 0"),
@@ -66,8 +60,6 @@ def test_a_device_without_float16_is_told_in_one_line(ranks: RankPool) -> None:
         assert "fp16" in message and "\n" not in message
 
 
-# -- sums over micro-batches -----------------------------------------------------------------------
-
 MICROS = 64
 
 
@@ -108,10 +100,9 @@ def _moved(engine_name: str, stage: int, groups: int, more: dict[str, Any]) -> t
 @pytest.mark.parametrize(
     ("engine", "stage", "groups", "more"),
     [
-        *(("deepspeed", stage, groups, {}) for stage in (1, 2, 3) for groups in (1, 2)),
-        ("deepspeed", 1, 1, {"data_types": {"grad_accum_dtype": "fp32"}}),
+        *(("deepspeed", stage, groups, {}) for stage, groups in ((1, 2), (2, 1), (3, 2))),
         ("deepspeed", 3, 1, {"data_types": {"grad_accum_dtype": "fp32"}}),
-        *(("fsdp2", stage, 1, {}) for stage in range(4)),
+        *(("fsdp2", stage, 1, {}) for stage in (0, 2)),
     ],
 )
 def test_small_gradients_of_many_micro_batches_are_not_lost(

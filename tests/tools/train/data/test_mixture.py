@@ -1,8 +1,4 @@
-"""Runs on several sources: proportions, exact resumption, weights that change, losses per
-source.
-"""
-
-from __future__ import annotations
+"""Runs on several sources: proportions, resumption, changed weights, losses."""
 
 import json
 import random
@@ -100,6 +96,7 @@ def test_mistakes_are_one_line(mixed, tmp_path, capsys, change, message):
 
 
 def test_the_same_corpus_twice_is_refused(mixed, two, tmp_path, capsys):
+    mixed["sdp"] = {"groups": 1}
     run = ["train", str(write_config(mixed, tmp_path)), "--dump-dir", str(tmp_path / "run"), "--set"]
     assert main([*run, weights([two[0], two[0]], 1, 2)]) == 2
     assert "named twice" in capsys.readouterr().err

@@ -1,6 +1,4 @@
-"""``sdp train`` on images: real processes on real digits, and mistakes that are found before
-anything starts.
-"""
+"""``sdp train`` on real digits, and mistakes found before a start."""
 
 import io
 import json
@@ -77,13 +75,8 @@ def test_two_processes_on_digits_and_a_resume(config, tmp_path, capsys):
 
 def test_a_small_swin_learns_digits(config, tmp_path, capsys):
     config["model"] = {
-        "name": "swin_t",
-        "patch_size": 2,
-        "embed_dim": 16,
-        "depths": [2, 2],
-        "num_heads": [1, 2],
-        "window_size": 3,
-    }
+        "name": "swin_t", "patch_size": 2, "embed_dim": 16, "depths": [2, 2], "num_heads": [1, 2], "window_size": 3,
+    }  # fmt: skip
     config["model"]["initializer_range"] = 0.2
     config["sdp"] = {"groups": 1}
     config["training"] |= {"steps": 40, "evaluate_every": 0, "save_every": 40}
@@ -130,21 +123,15 @@ def imagenet(path: Path) -> Path:
     ],
 )
 def test_configurations_for_large_data_train(name, make, changes, tmp_path):
-    """All that they state but sizes, the length of the run and the number of groups, on data of the
-    official format.
-    """
+    """All that they state, but at small sizes."""
     path = Path(__file__).parents[4] / "configs" / f"{name}.json"
     short = [
         "training.steps=2", "training.evaluate_every=0", "training.evaluate_batches=1",
         "data.num_workers=0",
     ]  # fmt: skip
     here = [
-        "sdp.groups=2",
-        "train_micro_batch_size_per_gpu=1",
-        f"data.path={make(tmp_path)}",
-        *short,
-        *changes,
-    ]
+        "sdp.groups=2", "train_micro_batch_size_per_gpu=1", f"data.path={make(tmp_path)}", *short, *changes,
+    ]  # fmt: skip
     finished = run_sdp("train", path, "--dump-dir", tmp_path / "run", "--set", *here)
     assert finished.returncode == 0, finished.stderr
     metrics = lines(tmp_path / "run", "metrics.jsonl")

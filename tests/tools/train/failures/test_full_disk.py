@@ -1,7 +1,5 @@
 """A full disk is one line, which names the newest checkpoint if the run ends."""
 
-from __future__ import annotations
-
 import contextlib
 import errno
 import logging

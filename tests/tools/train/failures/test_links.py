@@ -1,8 +1,4 @@
-"""Links that somebody put into the dump directory are not followed, and what somebody removed is
-not made again.
-"""
-
-from __future__ import annotations
+"""Links in the dump directory are not followed, and what was removed stays so."""
 
 import contextlib
 import os

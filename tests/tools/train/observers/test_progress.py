@@ -1,7 +1,5 @@
 """A bar on a terminal, plain lines elsewhere."""
 
-from __future__ import annotations
-
 import fcntl
 import io
 import os
