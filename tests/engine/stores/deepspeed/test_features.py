@@ -63,8 +63,9 @@ def _with_monitors(folder: str) -> tuple[int, int, int]:
     )
     comms.enabled = False
     comms.comms_dict.clear()
-    sent = engine.traffic.buffers("between groups")
-    return logged, sent["all_reduce", 2], sent["broadcast", 2]
+    buffers = engine.traffic.buffers
+    reduced, sent = (buffers["between groups", kind, (0, 1)] for kind in ("all_reduce", "broadcast"))
+    return logged, reduced, sent
 
 
 def test_monitor_flops_profiler_and_comms_logger_work(ranks: RankPool, tmp_path: Path) -> None:
