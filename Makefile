@@ -4,6 +4,7 @@
 # make test-cluster launchers and SLURM over hosts (root, Linux)    make test-cluster-all   … with the slow ones
 # make lab-test     the tests of the laboratory (lab/)
 # make lint types   ruff and basedpyright   make bench      the engine against a plain loop
+# make dist         a wheel in dist/        make test-wheel  … in an empty environment with the oldest packages that it allows
 # make docs         the documentation site, in site/
 # make gpu-packages what sdp bench --alone needs besides torch, in .gpu, to take to a GPU machine without a network (lab/studies/gpu)
 #
@@ -25,12 +26,12 @@ PYTEST  = OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses $(WORKERS) --
 # The GPU machine's Python, and its platforms in the words of wheels, which pip takes to the letter.
 GPU_PYTHON   ?= 3.12
 GPU_PLATFORM ?= $(foreach glibc,2_28 2_27 2_17,manylinux_$(glibc)_x86_64) manylinux2014_x86_64
-# Of setup.cfg's packages; others that it may lack can be added: make gpu-packages GPU_PACKAGES="pydantic einops zstandard hjson"
+# Of constraints.txt's packages; others that it may lack can be added: make gpu-packages GPU_PACKAGES="pydantic einops zstandard hjson"
 GPU_PACKAGES ?= pydantic einops zstandard hjson
 # Tests start hundreds of processes, none of which should compile the package's sources again.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: quickstart test lab-test test-optional test-all test-cluster test-cluster-all lint types docs format bench gpu-packages clean
+.PHONY: quickstart test dist test-wheel lab-test test-optional test-all test-cluster test-cluster-all lint types docs format bench gpu-packages clean
 
 quickstart: $(VENV)/.installed
 	@mkdir -p runs
@@ -51,6 +52,18 @@ lab-test: $(VENV)/.installed-test
 test-optional: $(VENV)/.installed-dev
 	$(PYTEST) -m "not full_table and not cluster" tests/engine/test_integrations.py tests/deepspeed_compat \
 	    tests/data/test_llama_cpp.py tests/tools/tasks
+
+dist: $(VENV)/.torch
+	rm -rf dist build/lib build/bdist*
+	$(PIP) wheel --quiet --no-deps --no-build-isolation --wheel-dir dist .
+	@ls dist
+
+# What a user gets: only the package, with the oldest release of everything, outside of the checkout.
+test-wheel: dist
+	rm -rf $(VENV)-wheel
+	$(PYTHON) -m venv $(VENV)-wheel
+	$(VENV)-wheel/bin/python -m pip --disable-pip-version-check install --quiet "$(TORCH)" -c constraints-oldest.txt dist/*.whl
+	$(VENV)-wheel/bin/python tests/scripts/try_wheel.py dist/*.whl
 
 test-all: $(VENV)/.installed-test
 	$(PYTEST) -m "not cluster"
@@ -87,12 +100,12 @@ gpu-packages: $(VENV)/.torch
 	rm -rf .gpu
 	$(PIP) install --quiet --no-compile --target .gpu --only-binary=:all: --implementation cp --python-version $(GPU_PYTHON) \
 	    $(addprefix --platform ,$(GPU_PLATFORM)) \
-	    $(foreach package,$(GPU_PACKAGES),$(shell sed -n 's/^ *\($(package)==.*\)/\1/p' setup.cfg | head -n 1))
+	    $(foreach package,$(GPU_PACKAGES),$(shell sed -n 's/^\($(package)==.*\)/\1/p' constraints.txt | head -n 1))
 	ln -s .. .gpu/sdp
 	@du -sh .gpu
 
 clean:
-	rm -rf .gpu $(VENV) *.egg-info build dist site .pytest_cache .ruff_cache .hypothesis
+	rm -rf .gpu $(VENV) $(VENV)-wheel *.egg-info build dist site .pytest_cache .ruff_cache .hypothesis
 
 $(VENV)/.torch:
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { echo "Python 3.11 or newer is needed: make PYTHON=python3.11 …" >&2; exit 2; }
@@ -102,12 +115,12 @@ $(VENV)/.torch:
 	@touch $@
 
 # Built without isolation: an isolated build of a package that needs torch would download another one.
-$(VENV)/.installed: $(VENV)/.torch setup.cfg pyproject.toml
-	$(PIP) install --quiet --no-build-isolation --editable .
+$(VENV)/.installed: $(VENV)/.torch setup.cfg pyproject.toml constraints.txt
+	$(PIP) install --quiet --no-build-isolation -c constraints.txt --editable .
 	@touch $@
 
 $(VENV)/.installed-test: $(VENV)/.installed
-	DS_BUILD_OPS=0 $(PIP) install --quiet --no-build-isolation --editable ".[test,deepspeed,mpi]"
+	DS_BUILD_OPS=0 $(PIP) install --quiet --no-build-isolation -c constraints.txt --editable ".[test,deepspeed,mpi]"
 	@touch $@
 
 # In a folder of its own: mpi4py would take its library in the environment's.
@@ -115,9 +128,9 @@ $(VENV)/.intel-mpi: $(VENV)/.torch
 	-$(PIP) install --quiet --no-deps --target $(VENV)/intel-mpi impi-rt==2021.19.0 && touch $@
 
 $(VENV)/.installed-dev: $(VENV)/.installed-test
-	$(PIP) install --quiet --no-build-isolation --editable ".[dev]"
+	$(PIP) install --quiet --no-build-isolation -c constraints.txt --editable ".[dev]"
 	@touch $@
 
 $(VENV)/.installed-docs: $(VENV)/.installed
-	$(PIP) install --quiet --no-build-isolation --editable ".[docs]"
+	$(PIP) install --quiet --no-build-isolation -c constraints.txt --editable ".[docs]"
 	@touch $@
