@@ -146,6 +146,7 @@ LOCAL = {
     "int8": (4, config_of(4, placement="cyclic", sync={"every": 4, "fragments": 2, "compression": "int8"})),
     "sharded": (4, config_of(stage=2, masking="backward", sync={"every": 2, "overlap": 1, "compression": "bf16"})),
     "replicas": (4, config_of(granularity="neuron", neuron_groups=4, accumulation=3, sync={"every": 2})),
+    "paths": (4, config_of(4, capacity=1.0, sync={"every": 2}, paths={"count": 2, "own": ["model.layers.[1-4]"]})),
     "muon": (4, config_of(stage=1, accumulation=3, optimizer="Muon", sync={"every": 2})),
 }
 
