@@ -18,19 +18,16 @@ from torch import Tensor
 from ...engine.accounting.memory_probe import peak_tensor_bytes
 from ...engine.batch.size import BatchSize
 from ...engine.config.schema import Config
-from ...engine.distributed.agreement import Ranks
 from ...engine.distributed.collectives import local_tensor
 from ...engine.distributed.mesh import mesh_of
 from ...engine.errors import NonFiniteError
 from ...engine.initialize import clock
 from ...engine.model_interface import get_config
 from ..runs.model_inputs import model_and_batch
-from ..shared.steal import stolen, ticks
-from .methods import SAME_STEPS, is_diloco, is_sdp
+from .methods import SAME_STEPS
 from .options import BenchOptions
-from .report import Race
 from .runners import Runner, build
-from .wire import absent, awaited, collectives_of_this_process, sent_by_this_process, why_not_counted
+from .wire import absent, collectives_of_this_process
 
 WARM_UP = 3  # steps: the first one allocates, and DDP rebuilds its buckets in the second
 LOSS_TOLERANCE = 1e-4  # relative, for the first two steps of methods that must agree
@@ -38,7 +35,7 @@ LOSS_TOLERANCE = 1e-4  # relative, for the first two steps of methods that must 
 
 def measure(
     configs: Mapping[str, Config], options: BenchOptions, config: Config, device: torch.device
-) -> tuple[dict[str, dict[str, Any]], Race]:
+) -> tuple[dict[str, dict[str, Any]], dict[str, dict[str, Any]]]:
     """Build every method, and let them take turns. Collective.
 
     Args:
@@ -48,7 +45,7 @@ def measure(
         device: Where this rank computes.
 
     Returns:
-        Facts about each method, and the race. They are the same on all ranks.
+        Facts about each method, and what :func:`take_turns` returns, the same on all ranks.
     """
     batches = make_batches(config, device)
     runners: dict[str, Runner] = {}
@@ -57,14 +54,7 @@ def measure(
         _say(f"building {name}")
         runners[name], facts[name] = build_method(name, own, batches, device)
     require_same_losses(facts)
-    uncounted = Ranks(alone=False).first(why_not_counted(device))
-    before = ticks()
-    turns = take_turns(runners, batches, options, device)
-    share = stolen(before, ticks())
-    (elsewhere,) = _largest([-1.0 if share is None else share])
-    if uncounted is not None:
-        turns = {name: own | {"sent_bytes": None} for name, own in turns.items()}
-    return facts, Race(turns, uncounted, None if elsewhere < 0 else elsewhere)
+    return facts, take_turns(runners, batches, options, device)
 
 
 def take_turns(
@@ -74,8 +64,7 @@ def take_turns(
 
     Returns:
         By method: the seconds of a step in each round, by mode (see ``_MODES``); how much longer
-        the slowest rank computes than the mean; and bytes sent and collectives of one step, of the
-        rank that has the most.
+        the slowest rank computes than the mean; and the collectives of one step.
 
     Raises:
         NonFiniteError: The loss or the weights of a method became NaN or infinite. Every rank
@@ -86,10 +75,9 @@ def take_turns(
         _say(f"round {number + 1} of {options.rounds}")
         for name in list(runners)[:: 1 if number % 2 == 0 else -1]:
             for mode, around in _MODES.items():
-                if mode != "not_overlapped_seconds" or is_sdp(name) or (is_diloco(name) and "-o" in name):
-                    turn = _turn(runners[name], batches, options.steps, device, around)
-                    _require_finite(name, turn.finite)
-                    turns[name].setdefault(mode, []).append(turn)
+                turn = _turn(runners[name], batches, options.steps, device, around)
+                _require_finite(name, turn.finite)
+                turns[name].setdefault(mode, []).append(turn)
     return {name: _of_all_ranks(own) for name, own in turns.items()}
 
 
@@ -100,7 +88,6 @@ def _of_all_ranks(turns: Mapping[str, Sequence[_Turn]]) -> dict[str, Any]:
     dist.all_reduce(means)
     means /= dist.get_world_size()
     return {mode: _largest([turn.seconds for turn in own]) for mode, own in turns.items()} | {
-        "sent_bytes": statistics.median(_largest([turn.sent for turn in turns["seconds"]])),
         "collectives": statistics.median(_largest([turn.collectives for turn in turns["seconds"]])),
         "slowest_over_mean": [most / mean for most, mean in zip(_largest(busy), means.tolist(), strict=True)],
     }
@@ -113,14 +100,12 @@ class _Turn:
     Attributes:
         seconds: Wall-clock seconds.
         busy: Seconds in which the processor or the device worked.
-        sent: Bytes sent.
         collectives: Number of collectives.
         finite: Whether loss and weights are finite afterwards.
     """
 
     seconds: float
     busy: float
-    sent: float
     collectives: float
     finite: bool
 
@@ -128,7 +113,6 @@ class _Turn:
 _MODES: dict[str, Callable[[], AbstractContextManager[None]]] = {
     "seconds": nullcontext,
     "compute_seconds": absent,
-    "not_overlapped_seconds": awaited,
 }
 
 
@@ -144,7 +128,7 @@ def _turn(
         loss = runner.step(batches)
         runner.settle()
         dist.barrier()
-        before, calls = sent_by_this_process(), collectives_of_this_process()
+        calls = collectives_of_this_process()
         now = clock(device, waits=True)
         started, started_work = now(), time.process_time()
         for _ in range(steps):
@@ -153,14 +137,10 @@ def _turn(
         runner.settle()
         calls_after = collectives_of_this_process()
     dist.barrier()
-    after = sent_by_this_process()
     weights = [local_tensor(weight.detach()) for group in runner.optimizer.param_groups for weight in group["params"]]
     finite = all(bool(torch.isfinite(tensor).all()) for tensor in (loss, *weights))
-
-    # Where the kernel does not count bytes, the report leaves them out: see ``why_not_counted``.
-    sent = 0.0 if before is None or after is None else (after - before) / steps
     busy = seconds if device.type == "cuda" else work
-    return _Turn(seconds, busy, sent, (calls_after - calls) / steps, finite)
+    return _Turn(seconds, busy, (calls_after - calls) / steps, finite)
 
 
 def _require_finite(name: str, finite: bool) -> None:

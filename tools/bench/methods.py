@@ -22,8 +22,8 @@ from ...engine.placement.layout import Layout
 from ..plan.alternatives import dense_config
 from ..runs.model_inputs import model_and_batch
 
-DDP, SMALLER = "ddp", "smaller-ddp"
-DENSE = (DDP, "ddp-recompute", "ddp-bf16-gradients", "fsdp2", "hsdp", "zero2", "zero3", "diloco", SMALLER)
+DDP = "ddp"
+DENSE = (DDP, "fsdp2", "hsdp", "zero2", "zero3", "diloco")
 REPLICAS = 2  # of the shards of HSDP
 # Local steps between two averages, as in DiLoCo (Douillard et al., arXiv 2311.08105).
 OUTER_EVERY = 50
@@ -33,7 +33,7 @@ _LOCAL = r"-local(?P<every>\d+)(?:-f(?P<fragments>\d+))?(?:-o(?P<overlap>\d+))?(
 _SDP = re.compile(rf"sdp-(block|neuron)-(forward|backward)-(0?\.\d+|1|1\.0+|\d(?:\.\d+)?e-\d+)(?:{_LOCAL})?")
 _DILOCO = re.compile(rf"diloco(?:{_LOCAL})?")
 # Methods that make the same steps as DDP, except for rounding.
-SAME_STEPS = {DDP, "ddp-recompute", "fsdp2", "hsdp", "zero2", "zero3"}
+SAME_STEPS = {DDP, "fsdp2", "hsdp", "zero2", "zero3"}
 
 
 def default_methods(config: Config) -> list[str]:
@@ -72,14 +72,13 @@ def is_streaming(sync: SyncSection) -> bool:
     return sync.fragments > 1 or sync.overlap > 0 or sync.compression != "none"
 
 
-def variant(name: str, config: Config, world: int, layers: int | None = None) -> Config:
+def variant(name: str, config: Config, world: int) -> Config:
     """Return the configuration of the method ``name``.
 
     Args:
         name: The method.
         config: The configuration that all methods share.
         world: The number of ranks.
-        layers: The depth of the smaller model.
 
     Raises:
         ConfigError: The name is unknown.
@@ -112,13 +111,7 @@ def variant(name: str, config: Config, world: int, layers: int | None = None) ->
             "sdp-block-forward-0.5-local32, diloco-local32 …"
         )
     stage = {"fsdp2": 3, "hsdp": 3, "zero2": 2, "zero3": 3}.get(name, 0)
-    changed = dense_config(config, REPLICAS if name == "hsdp" else 1, stage)
-    if name == "ddp-recompute":
-        activations = config.activation_checkpointing.model_copy(update={"mode": "full"})
-        changed = changed.model_copy(update={"activation_checkpointing": activations})
-    if name == SMALLER and layers is not None:
-        changed = changed.model_copy(update={"model": config.model | {"num_hidden_layers": layers}})
-    return changed
+    return dense_config(config, REPLICAS if name == "hsdp" else 1, stage)
 
 
 def _refuse_schedule(config: Config) -> None:
@@ -153,8 +146,6 @@ def why_not(name: str, config: Config, world: int) -> str | None:
         return 'needs the package deepspeed; pip install "sdp-engine[deepspeed]"'
     if name == "hsdp" and (world % REPLICAS or world == REPLICAS):
         return f"needs an even number of ranks, 4 or more; there are {world}"
-    if name == SMALLER and "num_hidden_layers" not in config.model:
-        return "needs a model with num_hidden_layers, to take fewer layers"
     try:
         mesh = mesh_of(own, world)
         BatchSize.resolve(own, mesh)

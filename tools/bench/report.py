@@ -17,24 +17,6 @@ from .methods import DDP, is_sdp
 from .planned import Plan
 
 REPORT = "report.json"
-_NOTICED = 0.02  # the part of the processors' time from which steal is reported
-
-
-@dataclass(frozen=True)
-class Race:
-    """What the methods needed in their turns.
-
-    Attributes:
-        turns: By method: the seconds of a step in every round, by mode; ``slowest_over_mean`` of
-            the computation; and ``collectives`` and ``sent_bytes`` of one rank's step.
-        uncounted: Why ``sent_bytes`` is None, if it is.
-        stolen: The part of the processors' time that the hypervisor gave to others, on the host
-            that lost the most. None if the kernel does not tell.
-    """
-
-    turns: Mapping[str, Mapping[str, Any]]
-    uncounted: str | None = None
-    stolen: float | None = None
 
 
 @dataclass(frozen=True)
@@ -45,13 +27,14 @@ class Report:
         settings: How it was measured.
         plans: By method.
         facts: By method: losses, and the parameters and bytes of the rank that has the most.
-        race: What was measured in turns.
+        turns: By method: the seconds of a step in every round, by mode; ``slowest_over_mean`` of
+            the computation; and ``collectives`` of one rank's step.
     """
 
     settings: Mapping[str, Any]
     plans: Mapping[str, Plan]
     facts: Mapping[str, Mapping[str, Any]]
-    race: Race
+    turns: Mapping[str, Mapping[str, Any]]
 
     def rows(self) -> dict[str, dict[str, Any]]:
         """Collect the figures by method.
@@ -59,9 +42,9 @@ class Report:
         A ratio is the median of the ratios of all rounds.
         """
         tokens = self.settings["batch"]["train"] * self.settings["tokens_per_sample"]
-        dense = self.race.turns.get(DDP)
+        dense = self.turns.get(DDP)
         rows = {}
-        for name, turns in self.race.turns.items():
+        for name, turns in self.turns.items():
             plan, facts, seconds = self.plans[name], self.facts[name], turns["seconds"]
             median, compute = statistics.median(seconds), statistics.median(turns["compute_seconds"])
             row: dict[str, Any] = {
@@ -76,16 +59,11 @@ class Report:
                 "compute_seconds": compute,
                 "speed_over_no_communication": _median_of(_over, turns["compute_seconds"], seconds),
                 "exposed_seconds": _median_of(_minus, seconds, turns["compute_seconds"]),
-                "sent_bytes": turns["sent_bytes"],
                 "planned_sent_bytes": plan.sent,
                 "collectives": turns["collectives"],
                 "slowest_over_mean": statistics.median(turns["slowest_over_mean"]),
                 "planned_slowest_over_mean": plan.slowest_over_mean,
             }
-            if "not_overlapped_seconds" in turns:
-                row["exposed_not_overlapped_seconds"] = _median_of(
-                    _minus, turns["not_overlapped_seconds"], turns["compute_seconds"]
-                )
             if dense is not None:
                 row["speed_over_ddp"] = _median_of(_over, dense["seconds"], seconds)
             rows[name] = row
@@ -95,8 +73,6 @@ class Report:
         return {
             "settings": dict(self.settings),
             "losses": {name: facts["losses"] for name, facts in self.facts.items()},
-            "sent_bytes_not_measured": self.race.uncounted,
-            "stolen_processor_time": self.race.stolen,
             "methods": self.rows(),
         }
 
@@ -148,20 +124,9 @@ def to_markdown(report: Report, content: Mapping[str, Any]) -> str:
         f"{s['activation_checkpointing']}, {compiled}; {s['device']}, {s['threads']} thread(s) a rank, torch "
         f"{s['torch']}.",
         f"Seconds: median (least … most) of {s['rounds']} interleaved rounds of {s['steps_per_turn']} steps. Speed: "
-        "median of the ratios of the rounds. Other parentheses show what sdp plan says (bytes: of ring algorithms).",
+        "median of the ratios of the rounds. Sent bytes, and other parentheses, are those of sdp plan.",
     ]
     lines += ["", *_table(content["methods"], _unit(report))]
-    if content["sent_bytes_not_measured"]:
-        lines += [
-            "",
-            f"Sent bytes are not measured: {content['sent_bytes_not_measured']}. The planned bytes are in parentheses.",
-        ]
-    if (content["stolen_processor_time"] or 0.0) >= _NOTICED:
-        share = f"{content['stolen_processor_time']:.0%} of the processors' time to other machines"
-        lines += [
-            "",
-            f"The hypervisor gave {share} meanwhile. Seconds, and all that is derived, vary with that.",
-        ]
     lines += ["", *_counted(content["methods"])]
     return "\n".join(lines).rstrip() + "\n"
 
@@ -197,7 +162,7 @@ def _table(methods: Mapping[str, Mapping[str, Any]], unit: str) -> list[str]:
     for name, row in methods.items():
         seconds = row["seconds"]
         cells = [
-            f"{name} ({row['layers']} layer{'s' * (row['layers'] > 1)})" if name.startswith("smaller") else name,
+            name,
             f"{row['parameters'] / 1e6:.2f}",
             _with_plan(row["peak_bytes"] / 1e6, row["planned_peak_bytes"] and row["planned_peak_bytes"] / 1e6, ",.1f"),
             f"{seconds['median']:.3f} ({seconds['least']:.3f} … {seconds['most']:.3f})",
@@ -206,7 +171,7 @@ def _table(methods: Mapping[str, Mapping[str, Any]], unit: str) -> list[str]:
             f"{row['compute_seconds']:.3f} ({row['speed_over_no_communication']:.0%})",
             f"{row['exposed_seconds']:.3f}",
             _with_plan(row["slowest_over_mean"], row["planned_slowest_over_mean"], ".2f"),
-            _with_plan(row["sent_bytes"] and row["sent_bytes"] / 1e6, row["planned_sent_bytes"] / 1e6, ",.2f"),
+            f"{row['planned_sent_bytes'] / 1e6:,.2f}",
             f"{row['collectives']:,.1f}",
             f"{row['model_flops_per_second'] / 1e9:.2f}",
         ]

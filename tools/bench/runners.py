@@ -11,7 +11,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook, bf16_compress_hook
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.nn import functional
@@ -84,7 +84,7 @@ def build(name: str, config: Config, device: torch.device) -> Runner:
         return made.diloco(config.sdp.sync.every)
     if name in ("fsdp2", "hsdp"):
         return made.fsdp2(REPLICAS if name == "hsdp" else 1)
-    return made.ddp(_bf16_gradients if name == "ddp-bf16-gradients" else allreduce_hook)
+    return made.ddp()
 
 
 def _sdp(config: Config) -> Runner:
@@ -132,15 +132,6 @@ def _sdp(config: Config) -> Runner:
     )
 
 
-# No annotations: DDP compares them with classes, but in this module they are strings.
-def _bf16_gradients(state, bucket):
-    """Call torch's hook.
-
-    DDP refuses the hook itself without NCCL, although gloo can add bfloat16 too.
-    """
-    return bf16_compress_hook(state, bucket)
-
-
 class _Dense:
     """The full model on this rank, with its weights, and the methods that can be made of it."""
 
@@ -158,15 +149,15 @@ class _Dense:
         give_values(self.model, layout, values, device, Shard())
         self.parameters = sum(parameter.numel() for parameter in self.model.parameters())
 
-    def ddp(self, hook: Callable[..., Any]) -> Runner:
+    def ddp(self) -> Runner:
         parallel = DistributedDataParallel(self.model, gradient_as_bucket_view=True)
         buckets: list[Tensor] = []
 
-        def noting(state, bucket):  # no annotations, see above
+        def noting(state, bucket):  # no annotations: DDP compares them with classes, but here they are strings
             if bucket.index() == 0:  # DDP replaces the buckets of the first step
                 buckets.clear()
             buckets.append(bucket.buffer())
-            return hook(state, bucket)
+            return allreduce_hook(state, bucket)
 
         parallel.register_comm_hook(None, noting)
         optimizer = self._optimizer()

@@ -8,9 +8,7 @@ of its slowest rank.
 - *Exposed communication*: the time of a step minus that of the same step with collectives that
   return at once (``wire.absent``). On ranks that share cores it includes the communication's
   processor time.
-- *Not overlapped*: the same for a step that waits for every reduction where it starts
-  (``wire.awaited``).
-- *Bytes sent*: counted by the kernel on the rank's TCP connections, if collectives use them.
+- *Bytes sent*: planned.
 - *Collectives*: counted by the process groups.
 - *Peak memory*: that of the method's live tensors in one step (``memory_probe.py``).
 - *DiLoCo*: a step includes a fiftieth of the outer step, which is timed on its own.
@@ -36,7 +34,6 @@ import torch.distributed as dist
 from ...engine.batch.size import BatchSize
 from ...engine.config.load import load_config
 from ...engine.config.schema import Config
-from ...engine.distributed.agreement import Ranks
 from ...engine.distributed.join import join
 from ...engine.distributed.mesh import mesh_of
 from ...engine.environment.detect import Environment, detect
@@ -67,10 +64,7 @@ def run(options: BenchOptions) -> int:
     warnings.simplefilter("ignore", FutureWarning)  # torch and DeepSpeed call deprecated names of torch
     plans = plan_methods(names, config, world) if is_first else {}
     device = join()
-    layers = Ranks(alone=False).from_rank_0(
-        lambda: {name: plan.config.model.get("num_hidden_layers") for name, plan in plans.items()}
-    )
-    configs = {name: variant(name, config, world, layers[name]) for name in names}
+    configs = {name: variant(name, config, world) for name in names}
     facts, race = measure(configs, options, config, device)
     dist.destroy_process_group()
     if is_first:

@@ -1,4 +1,4 @@
-"""``sdp bench CONFIG``: the same steps, the planned bytes, and every figure."""
+"""``sdp bench CONFIG``: the same steps, and every figure."""
 
 import json
 from dataclasses import replace
@@ -17,14 +17,12 @@ from sdp.tools.bench.measure import build_method, make_batches, measure, require
 from sdp.tools.bench.methods import DENSE, default_methods, variant, why_not
 from sdp.tools.bench.options import BenchOptions
 from sdp.tools.bench.planned import plan_methods
-from sdp.tools.bench.report import Race, Report, to_markdown, write_report
+from sdp.tools.bench.report import Report, to_markdown, write_report
 from sdp.tools.bench.runners import Runner
 from sdp.tools.bench.side_by_side import choose_methods
-from sdp.tools.bench.wire import why_not_counted
 from sdp.tools.cli import main
 from sdp.tools.plan.alternatives import alternatives
 from sdp.tools.plan.machine import Machine
-from sdp.tools.shared.steal import stolen, ticks
 
 pytestmark = pytest.mark.usefixtures("traced_once")
 ROUNDS = BenchOptions(Path("tiny.json"), rounds=1, steps=1)
@@ -37,9 +35,9 @@ SETTINGS = {
 }  # fmt: skip
 
 
-def measured(names: list[str], layers: int) -> Any:
+def measured(names: list[str]) -> Any:
     config = load_config(CONFIG)
-    return measure({name: variant(name, config, 4, layers) for name in names}, ROUNDS, config, torch.device("cpu"))
+    return measure({name: variant(name, config, 4) for name in names}, ROUNDS, config, torch.device("cpu"))
 
 
 @pytest.mark.slow
@@ -54,18 +52,14 @@ def test_every_method_does_its_work_and_is_reported(
         "sdp-neuron-backward-0.5",
     ]
     plans = plan_methods(names, config, 4)
-    layers = plans["smaller-ddp"].config.model["num_hidden_layers"]
-    assert 1 <= layers < 4
     ddp = next(
         column for column in alternatives(config, Machine((4,), 1.0, 1.0, 1.0, 1.0), 4)[0] if column.name == "DDP"
     )
     assert (
         ddp.worst.trace.peak == plans["ddp"].peak
     )  # the column of ``sdp plan``, which below is held to what torch's DDP needs
-    facts, race = ranks.run(measured, names, layers, world=4)[
-        0
-    ]  # raises where DDP, FSDP2, HSDP and ZeRO have other losses
-    write_report(tmp_path, Report(SETTINGS, plans, facts, race))
+    facts, turns = ranks.run(measured, names, world=4)[0]  # raises where DDP, FSDP2, HSDP and ZeRO have other losses
+    write_report(tmp_path, Report(SETTINGS, plans, facts, turns))
     rows = json.loads((tmp_path / "report.json").read_text())["methods"]
     printed = capsys.readouterr().out
     assert printed == (tmp_path / "report.md").read_text() + "\n"
@@ -83,24 +77,14 @@ def test_every_method_does_its_work_and_is_reported(
             assert row["peak_bytes"] == pytest.approx(row["planned_peak_bytes"], rel=0.01 if "ddp" in name else 0.1), (
                 name
             )
-    # On a ring of four, and only there, gloo sends the planned bytes, and 100 more for each
-    # message.
-    for name in ("ddp", "ddp-recompute", "ddp-bf16-gradients", "smaller-ddp", "sdp-block-forward-0.5"):
-        assert (
-            rows[name]["planned_sent_bytes"]
-            <= rows[name]["sent_bytes"]
-            <= rows[name]["planned_sent_bytes"] * 1.05 + 20_000
-        ), name
     assert rows["ddp"]["collectives"] == 1  # one bucket
     assert (
         rows["sdp-block-forward-0.5"]["collectives"] == 5
     )  # of two blocks, of what is shared before and after them, and of the norm
-    assert rows["ddp-bf16-gradients"]["sent_bytes"] < 0.7 * rows["ddp"]["sent_bytes"]
-    assert rows["diloco-local8"]["sent_bytes"] < 0.2 * rows["ddp"]["sent_bytes"]
+    assert rows["diloco-local8"]["planned_sent_bytes"] < 0.2 * rows["ddp"]["planned_sent_bytes"]
     for name in names[-2:]:
         assert rows[name]["state_bytes"] == rows[name]["planned_state_bytes"]
         assert rows[name]["between_groups_bytes"] > 0
-        assert "exposed_not_overlapped_seconds" in rows[name]
     assert (tmp_path / "bench.png").read_bytes().startswith(b"\x89PNG")
 
 
@@ -163,66 +147,17 @@ def test_what_is_left_out_is_said_once(capsys: pytest.CaptureFixture[str]) -> No
     assert capsys.readouterr().err == ""
 
 
-TURN = {
-    "seconds": [1.0], "compute_seconds": [0.5], "sent_bytes": 1.0, "collectives": 2.0, "slowest_over_mean": [1.0],
-}  # fmt: skip
-
-
-def report_of(race: Race) -> Report:
-    facts = {"ddp": {"losses": [1.0], "parameters": 1, "peak_bytes": 1}}
-    return Report(SETTINGS, plan_methods(["ddp"], load_config(CONFIG), 4), facts, race)
-
-
-def test_bytes_that_the_kernel_does_not_count_are_not_measured(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert why_not_counted(torch.device("cpu")) is None
-    assert "NCCL" in str(why_not_counted(torch.device("cuda")))
-    monkeypatch.delattr("socket.TCP_INFO")
-    reason = why_not_counted(torch.device("cpu"))
-    assert "does not tell what a TCP connection sent" in str(reason)
-    report = report_of(Race({"ddp": TURN | {"sent_bytes": None}}, reason))
-    race = report.to_json()
-    assert race["methods"]["ddp"]["sent_bytes"] is None
-    assert race["sent_bytes_not_measured"] == reason
-    text = to_markdown(report, report.to_json())
-    assert f"Sent bytes are not measured: {reason}." in text
-    assert f"| – ({race['methods']['ddp']['planned_sent_bytes'] / 1e6:,.2f}) |" in text
-
-
-def test_processor_time_that_others_had_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Ticks as proc(5) has them."""
-    before = ticks()
-    assert before is not None
-    assert 0 <= before[0] <= before[1]  # this machine's own
-    stat = tmp_path / "stat"
-    monkeypatch.setattr("os.sched_getaffinity", lambda _: {1, 3})
-    others = "cpu  9 9 9 9 9 9 9 9 9 9\ncpu0 9 9 9 9 9 9 9 9 9 9\ncpu2 9 9 9 9 9 9 9 9 9 9\n"
-    stat.write_text(others + "cpu1 60 5 25 400 5 5 5 15 7 7\ncpu3 40 5 25 400 0 0 5 5 7 7\nintr 1 2\n\n")
-    first = ticks(stat)
-    assert first == (20, 1000)
-    stat.write_text(others + "cpu1 110 5 35 405 5 5 5 30 17 7\ncpu3 40 5 25 400 0 0 5 25 7 7\n")
-    assert stolen(first, ticks(stat)) == pytest.approx(0.35)
-    assert stolen((21, 900), first) == 0  # counts may go back by a tick
-    for other in ("", "cpu1 1 2 3 4\n", "intr 1 2 3 4 5 6 7 8 9\n"):
-        stat.write_text(other)
-        assert ticks(stat) is None
-        assert stolen(first, None) is None
-    for share in (0.35, 0.0, None):
-        report = report_of(Race({"ddp": TURN}, None, share))
-        said = "The hypervisor gave 35% of the processors' time to other machines"
-        assert (said in to_markdown(report, report.to_json())) == (share == 0.35)
-
-
 def test_counts_of_sdp_stand_beside_the_plan() -> None:
     ours = "sdp-block-forward-0.5"
     plans = plan_methods(["ddp", ours], load_config(CONFIG | {"sdp": CONFIG["sdp"] | {"lr_scale": "auto"}}), 4)
-    same = {"sent_bytes": 1.0, "collectives": 2.0, "slowest_over_mean": [1.0]}
+    same = {"collectives": 2.0, "slowest_over_mean": [1.0]}
     turns = {
         "ddp": same | {"seconds": [4.0], "compute_seconds": [1.0]},
-        ours: same | {"seconds": [2.0], "compute_seconds": [0.5], "not_overlapped_seconds": [2.5]},
+        ours: same | {"seconds": [2.0], "compute_seconds": [0.5]},
     }
     facts = {"ddp": {"losses": [1.0], "parameters": 1, "peak_bytes": 1}}
     state = {"state_bytes": 9, "planned_state_bytes": 8, "between_groups_bytes": 4_000_000}
-    report = Report(SETTINGS, plans, facts | {ours: facts["ddp"] | state}, Race(turns))
+    report = Report(SETTINGS, plans, facts | {ours: facts["ddp"] | state}, turns)
     row = report.rows()[ours]
     assert row["speed_over_ddp"] == 2
     assert row["speed_over_no_communication"] == 0.25
@@ -240,10 +175,10 @@ LOCAL = [
 
 
 def test_methods_with_local_steps_are_timed_by_whole_rounds(ranks: RankPool) -> None:
-    facts, race = ranks.run(measured, LOCAL, 4, world=4)[0]
+    facts, turns = ranks.run(measured, LOCAL, world=4)[0]
     plans = plan_methods(LOCAL, load_config(CONFIG), 4)
     for name in LOCAL:
-        assert race.turns[name]["seconds"], name
+        assert turns[name]["seconds"], name
         plan = plans[name]
         if name == "diloco-local4":  # a loop that averages one parameter at a time, which is not planned
             assert plan.peak is None
