@@ -163,6 +163,10 @@ def _run(argv: list[str], above: Supervision | None) -> int:
     parser = Parser(
         prog="sdp", description="Subnetwork Data Parallelism: pre-train with a part of the network per device group."
     )
+    parser.add_argument("--version", action="store_true", help="print the versions of this package, Python and torch")
+    if argv == ["--version"]:
+        print(_tool("version").versions())
+        return 0
     commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
     chosen = next((word for word in argv if not word.startswith("-")), None)
     for name, command in _COMMANDS.items():
@@ -194,7 +198,6 @@ _COMMANDS = {
     "generate": _tool_command("generate", "continue a text with a checkpoint's full model"),
     "export": _tool_command("export", "write a checkpoint's model and tokenizer for transformers"),
     "report": _tool_command("report.command", "summarise and compare finished runs"),
-    "version": _tool_command("version", "print versions"),
 }
 
 

@@ -1,8 +1,7 @@
-"""``sdp version``: print the versions of this package and of what it uses."""
+"""``sdp --version``: the versions of this package and of what it uses."""
 
 from __future__ import annotations
 
-import argparse
 import platform
 from configparser import ConfigParser
 from importlib.metadata import PackageNotFoundError
@@ -10,14 +9,9 @@ from importlib.metadata import version as installed_version
 from pathlib import Path
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declare nothing: ``sdp version`` has no arguments."""
-
-
-def run(_: argparse.Namespace) -> int:
-    """Print the versions."""
-    print(f"sdp {_own_version()}, Python {platform.python_version()}, torch {_version_of('torch')}")
-    return 0
+def versions() -> str:
+    """Return them in one line."""
+    return f"sdp {_own_version()}, Python {platform.python_version()}, torch {_version_of('torch')}"
 
 
 def _own_version() -> str:

@@ -52,6 +52,7 @@ VALUES: dict[tuple[str, str | bool], str] = {
 
 # A command below ``sdp``, and what to use instead.
 COMMANDS: dict[str, str] = {
+    "version": "use sdp --version",
     "advise": "use sdp plan CONFIG --compare; docs/advice.md has the measured losses",
     "coordinate": _RESTARTS,
     "gpu-check": "use sdp bench CONFIG --alone",

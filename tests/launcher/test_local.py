@@ -292,7 +292,7 @@ from sdp.launcher import local, own_command
 show = "import sdp, sdp.tools.cli; print(sdp.__path__[0])"
 print(sdp.__path__[0], flush=True)
 sys.exit(local.start_local([], 1, Path("logs"), command=[*own_command.own_command()[:2], "-c", show])
-    or local.start_local(["version"], 1, Path("logs")))
+    or local.start_local(["--version"], 1, Path("logs")))
 """
     environ = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
     run = [sys.executable, "-P", "-c", driver]

@@ -32,7 +32,7 @@ def main() -> int:
         small = ["--set", "training.steps=4", "training.save_every=4", "data.sequence_length=64", "data.path=data"]
         small += ["data.tokenizer=bytes", "data.vocab_size=null"]
         commands = [
-            ["version"],
+            ["--version"],
             ["prepare", "--input", "*.txt", "--output", "data", "--tokenizer", "bytes", "--workers", "1"],
             ["plan", config],
             ["train", config, "--dump-dir", "run", "--groups", "2", *small],

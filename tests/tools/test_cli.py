@@ -106,7 +106,7 @@ try:
     main(["--help"])
 except SystemExit as end:
     assert end.code == 0
-assert main(["config", {str(config)!r}]) == main(["config", "--schema"]) == main(["version"]) == 0
+assert main(["config", {str(config)!r}]) == main(["config", "--schema"]) == main(["--version"]) == 0
 assert main(["launch", "--dry-run", "--launcher", "slurm", "--gpus-per-node", "2", {str(config)!r}]) == 0
 assert "torch" not in sys.modules, "torch was imported"
 """
@@ -128,7 +128,7 @@ def test_ends_quietly_where_nobody_reads_the_output_any_more() -> None:
 
 
 @pytest.mark.parametrize("unbuffered", ["", "1"])
-@pytest.mark.parametrize("words", [["version"], ["config", "--schema"]])  # less than a buffer, and more
+@pytest.mark.parametrize("words", [["--version"], ["config", "--schema"]])  # less than a buffer, and more
 def test_a_full_disk_under_the_output_is_said_in_a_line(words: list[str], unbuffered: str) -> None:
     environ = {**os.environ, "PYTHONPATH": str(Path(sdp.__path__[0]).parent), "PYTHONUNBUFFERED": unbuffered}
     with Path("/dev/full").open("w") as full:
