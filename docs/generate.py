@@ -249,9 +249,9 @@ def _any_of(values: Sequence[Any]) -> str:
 def command_parsers() -> dict[str, argparse.ArgumentParser]:
     """A parser with the arguments of every command, by the command's name."""
     parsers = {}
-    for name, command in cli._COMMANDS.items():
-        parsers[name] = argparse.ArgumentParser(prog=f"sdp {name}", description=command.help)
-        command.add_arguments(parsers[name])
+    for name, (_, text) in cli.COMMANDS.items():
+        parsers[name] = argparse.ArgumentParser(prog=f"sdp {name}", description=text)
+        cli.module_of(name).add_arguments(parsers[name])
     return parsers
 
 

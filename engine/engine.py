@@ -231,22 +231,16 @@ class SDPEngine:
             raise ConfigError("step: lr_kwargs cannot be honoured; leave lr_scheduler out, and step it in the script")
         if not self._syncing:
             raise RuntimeError("step() inside no_sync(): gradients are not averaged there; leave the block first")
-        if self.is_gradient_accumulation_boundary():
-            if not self._reduced:
-                raise RuntimeError(
-                    "step() at an accumulation boundary needs a backward() before it, outside no_sync(): call "
-                    "engine.backward(loss) instead of loss.backward(), which averages nothing between groups"
-                )
-            self._optimized.warn_of_unfrozen()
-            self._update()
-            interval = self.config.sdp.check_interval
-            if interval and self.global_steps % interval == 0:
-                self.check_holders()
-        else:
+        if not self.is_gradient_accumulation_boundary():
             self._is_accumulating = True
-        self.micro_steps += 1
-
-    def _update(self) -> None:
+            self.micro_steps += 1
+            return
+        if not self._reduced:
+            raise RuntimeError(
+                "step() at an accumulation boundary needs a backward() before it, outside no_sync(): call "
+                "engine.backward(loss) instead of loss.backward(), which averages nothing between groups"
+            )
+        self._optimized.warn_of_unfrozen()
         groups, scaler = self.groups, self.loss_scaler
         gradients = groups.gradients()
         self._gradient_bytes = sum(local_tensor(gradient).nbytes for gradient in gradients)
@@ -264,31 +258,36 @@ class SDPEngine:
             self._count_step()
             for step, known in self.last_steps.note_local_steps():
                 self._write_curves(step, known.loss, known.norm)
-            return
-        norm, mean_loss = groups.norm_and_loss(loss, 1.0 if scaler is None else scaler.cur_scale)
-        may_lower = scaler is not None and scaler.can_be_lowered
-        # Norm and loss cover all groups, so all ranks decide the same.
-        is_spike = self.spikes.check(self.global_steps + 1, mean_loss, norm, before_error=self.forget_micro_batches)
-        is_skipped = is_spike or not math.isfinite(norm)
-        if not is_skipped:
-            if scaler is not None:
-                torch._foreach_mul_([local_tensor(gradient) for gradient in gradients], 1 / scaler.cur_scale)
-            if max_norm > 0:
-                clip_(gradients, norm, max_norm)
-            del gradients
-            groups.step()
-        groups.forget_gradients()  # frees their memory before the weights are cast and sent
-        if not is_skipped and self.lr_scheduler is not None:
-            self.lr_scheduler.step()
-        every = self.config.sdp.copies.refresh_every
-        if (self.global_steps + 1) % every == 0 and not (is_skipped and every == 1):
-            groups.refresh_trained()
-        if scaler is not None and not is_spike:  # in a spike nothing overflowed
-            scaler.update(overflow=is_skipped)
-        self.last_steps.note(mean_loss, norm, skipped=is_skipped, counts=not is_spike, excused=may_lower)
-        self._count_step()
-        self._write_curves(self.global_steps, mean_loss, norm)
-        self.last_steps.report_skips(self.global_steps, self.get_loss_scale())
+        else:
+            norm, mean_loss = groups.norm_and_loss(loss, 1.0 if scaler is None else scaler.cur_scale)
+            may_lower = scaler is not None and scaler.can_be_lowered
+            # Norm and loss cover all groups, so all ranks decide the same.
+            is_spike = self.spikes.check(self.global_steps + 1, mean_loss, norm, before_error=self.forget_micro_batches)
+            is_skipped = is_spike or not math.isfinite(norm)
+            if not is_skipped:
+                if scaler is not None:
+                    torch._foreach_mul_([local_tensor(gradient) for gradient in gradients], 1 / scaler.cur_scale)
+                if max_norm > 0:
+                    clip_(gradients, norm, max_norm)
+                del gradients
+                groups.prepare_step()
+                self.store.step()
+            groups.forget_gradients()  # frees their memory before the weights are cast and sent
+            if not is_skipped and self.lr_scheduler is not None:
+                self.lr_scheduler.step()
+            every = self.config.sdp.copies.refresh_every
+            if (self.global_steps + 1) % every == 0 and not (is_skipped and every == 1):
+                groups.refresh_trained()
+            if scaler is not None and not is_spike:  # in a spike nothing overflowed
+                scaler.update(overflow=is_skipped)
+            self.last_steps.note(mean_loss, norm, skipped=is_skipped, counts=not is_spike, excused=may_lower)
+            self._count_step()
+            self._write_curves(self.global_steps, mean_loss, norm)
+            self.last_steps.report_skips(self.global_steps, self.get_loss_scale())
+        interval = self.config.sdp.check_interval
+        if interval and self.global_steps % interval == 0:
+            self.check_holders()
+        self.micro_steps += 1
 
     def _write_curves(self, step: int, loss: float, norm: float) -> None:
         if self.monitor.enabled:

@@ -119,7 +119,8 @@ class LocalSteps:
         if math.isfinite(norm):
             if max_norm > 0:
                 clip_(groups.gradients(), norm, max_norm)
-            groups.step()
+            groups.prepare_step()
+            groups.store.step()
         groups.forget_gradients()
         if scheduler is not None:
             scheduler.step()

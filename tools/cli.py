@@ -27,8 +27,7 @@ import select
 import signal
 import sys
 import traceback
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 from typing import Any, NoReturn
 
 from ..engine.config.removed import refuse_removed_words
@@ -38,15 +37,6 @@ from ..engine.errors import PeerLostError, SDPError, format_error, shorten
 from ..launcher.fatal_errors import report_fatal, tie_to_parent
 from .shared.arguments import Parser, split_set_values
 from .shared.files import NO_ROOM
-
-
-@dataclass(frozen=True)
-class _Command:
-    """A sub-command: its help, its arguments and the function that runs it."""
-
-    help: str
-    add_arguments: Callable[[argparse.ArgumentParser], None]
-    run: Callable[[argparse.Namespace], int]
 
 
 def entry() -> NoReturn:
@@ -74,7 +64,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     if above is not None:
         tie_to_parent(above.parent_pid)
     try:
-        code = _run(list(sys.argv[1:] if argv is None else argv), above)
+        words, code = list(sys.argv[1:] if argv is None else argv), 0
+        if words == ["--version"]:
+            print(importlib.import_module(".version", __package__).versions())
+        else:
+            args = _parse(words, above)
+            code = module_of(args.command).run(args)
         # Flush here, where the handler below sees that the reader has left, not at interpreter
         # exit.
         sys.stdout.flush()
@@ -158,46 +153,39 @@ def _discard_output() -> None:
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
-def _run(argv: list[str], above: Supervision | None) -> int:
+def _parse(argv: list[str], above: Supervision | None) -> argparse.Namespace:
     refuse_removed_words(argv)
     parser = Parser(
         prog="sdp", description="Subnetwork Data Parallelism: pre-train with a part of the network per device group."
     )
     parser.add_argument("--version", action="store_true", help="print the versions of this package, Python and torch")
-    if argv == ["--version"]:
-        print(_tool("version").versions())
-        return 0
     commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
     chosen = next((word for word in argv if not word.startswith("-")), None)
-    for name, command in _COMMANDS.items():
-        own = commands.add_parser(name, help=command.help, description=command.help)
+    for name, (_, text) in COMMANDS.items():
+        own = commands.add_parser(name, help=text, description=text)
         if name == chosen:
-            command.add_arguments(own)
-    args = parser.parse_args(split_set_values(argv), argparse.Namespace(argv=argv, above=above))
-    return _COMMANDS[args.command].run(args)
+            module_of(name).add_arguments(own)
+    return parser.parse_args(split_set_values(argv), argparse.Namespace(argv=argv, above=above))
 
 
-def _tool(name: str) -> Any:
-    return importlib.import_module(f".{name}", __package__)
+def module_of(command: str) -> Any:
+    """Import the module of a command. It has the functions ``add_arguments`` and ``run``."""
+    return importlib.import_module(f".{COMMANDS[command][0]}", __package__)
 
 
-def _tool_command(name: str, help_text: str) -> _Command:
-    """Make a command from its module, which declares the arguments and is imported on first use."""
-    return _Command(help_text, lambda parser: _tool(name).add_arguments(parser), lambda args: _tool(name).run(args))
-
-
-_COMMANDS = {
-    "train": _tool_command("train.command", "train a model from one JSON file"),
-    "serve": _tool_command("serve", "keep the anchors of a run whose groups come and go"),
-    "launch": _tool_command("launch", "start sdp train on this host or a cluster: local, deepspeed, mpirun, slurm"),
-    "prepare": _tool_command("prepare", "turn text into token shards"),
-    "config": _tool_command("config", "print a configuration with all defaults, or the schema"),
-    "plan": _tool_command("plan.command", "say what a run will need, compute and send, before it is started"),
-    "bench": _tool_command("bench.command", "measure ways to train a model side by side, or one rank's share alone"),
-    "evaluate": _tool_command("evaluate", "compute the held-out loss of a checkpoint's full model"),
-    "generate": _tool_command("generate", "continue a text with a checkpoint's full model"),
-    "export": _tool_command("export", "write a checkpoint's model and tokenizer for transformers"),
-    "report": _tool_command("report.command", "summarise and compare finished runs"),
+# The module of each command, and its help.
+COMMANDS = {
+    "train": ("train.command", "train a model from one JSON file"),
+    "serve": ("serve", "keep the anchors of a run whose groups come and go"),
+    "launch": ("launch", "start sdp train on this host or a cluster: local, deepspeed, mpirun, slurm"),
+    "prepare": ("prepare", "turn text into token shards"),
+    "config": ("config", "print a configuration with all defaults, or the schema"),
+    "plan": ("plan.command", "say what a run will need, compute and send, before it is started"),
+    "bench": ("bench.command", "measure ways to train a model side by side, or one rank's share alone"),
+    "evaluate": ("evaluate", "compute the held-out loss of a checkpoint's full model"),
+    "generate": ("generate", "continue a text with a checkpoint's full model"),
+    "export": ("export", "write a checkpoint's model and tokenizer for transformers"),
+    "report": ("report.command", "summarise and compare finished runs"),
 }
 
 

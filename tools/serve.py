@@ -41,8 +41,8 @@ from .runs.run_files import PLOT, RunFiles, read_run
 from .runs.start_files import keep_start_files
 from .shared.arguments import add_config_arguments, positive_int
 from .shared.files import refuse_link
+from .train.process import set_up_logging
 from .train.service import read_token, settings_of, split_address
-from .train.startup import set_up_logging
 
 log = logging.getLogger("sdp")
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 import sys
 import weakref
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -49,17 +50,29 @@ def peak_tensor_bytes(
         device: The device to measure.
         kept: Tensors that live through the step but are not used for a while.
     """
+    with watched_peak(module, optimizer, device, kept=kept) as peak:
+        step()
+    return peak()
+
+
+@contextmanager
+def watched_peak(
+    module: nn.Module, optimizer: Optimizer, device: torch.device, *, kept: Iterable[torch.Tensor] = ()
+) -> Iterator[Callable[[], int]]:
+    """A context for a training step, which gives the function that returns its peak.
+
+    For the arguments and the result see :func:`peak_tensor_bytes`.
+    """
     if device.type == "cuda":
         torch.cuda.synchronize(device)
         torch.cuda.reset_peak_memory_stats(device)
-        step()
+        yield lambda: torch.cuda.max_memory_allocated(device)
         torch.cuda.synchronize(device)
-        return torch.cuda.max_memory_allocated(device)
+        return
     watch = LiveStorages(device)
     watch.add((*_state_tensors(module, optimizer), *kept))
     with watch:
-        step()
-    return watch.peak
+        yield lambda: watch.peak
 
 
 def _state_tensors(module: nn.Module, optimizer: Optimizer) -> Iterator[torch.Tensor]:

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Protocol
 
@@ -316,8 +316,9 @@ def frozen_copies(store: GroupStore) -> dict[str, nn.Parameter]:
     return {name: p for name, p in everything.items() if name not in store.parameters}
 
 
-def step_optimizer(store: GroupStore) -> None:
-    """Let torch's optimizer step on :attr:`GroupStore.stepped`.
+@contextmanager
+def optimizer_steps(store: GroupStore) -> Iterator[None]:
+    """A context in which torch's optimizer may step on :attr:`GroupStore.stepped`.
 
     Raises:
         ConfigError: It needs whole matrices and cannot step on shards.
@@ -326,7 +327,7 @@ def step_optimizer(store: GroupStore) -> None:
     is_whole = needs_whole and store.context.shards == 1
     with stepped_by_engine(optimizer), on_local_tensors(optimizer) if is_whole else nullcontext():
         try:
-            optimizer.step()
+            yield
         except (RuntimeError, NotImplementedError) as error:
             if not needs_whole or is_whole or isinstance(error, torch.OutOfMemoryError):
                 raise
@@ -348,7 +349,8 @@ def materialise_state(store: GroupStore) -> None:
     for one in tensors:
         one.tensor.grad = torch.zeros_like(one.tensor)
     try:
-        step_optimizer(store)
+        with optimizer_steps(store):
+            store.optimizer.step()
     finally:
         for group, members, rate in before:
             group["params"], group["lr"] = members, rate

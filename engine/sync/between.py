@@ -304,11 +304,10 @@ class BetweenGroups:
             return self.norm_and_loss(loss, loss_scale)
         return math.sqrt(squared), mean_loss
 
-    def step(self) -> None:
-        """Let the store step. Copies of other groups get the old weights before."""
+    def prepare_step(self) -> None:
+        """Call this before the store steps. Copies of other groups get the old weights."""
         self._final.forget()  # DeepSpeed frees gradients while it steps
         self.finish_refresh()
-        self.store.step()
 
     def reshard(self) -> None:
         """Bring every parameter into its sharded form, after copies that are under way."""

@@ -37,7 +37,23 @@ def run(args: argparse.Namespace) -> int:
     if options.service is None and config.sdp.sync is not None and config.sdp.sync.service is not None:
         return _serve_and_train(config, options)
     starts_more = (options.nproc or degrees.fewest) > 1 or options.restarts
-    if environment is not None and not (environment.is_alone and starts_more):
+    if environment is None or (environment.is_alone and starts_more):
+        from ...launcher.local import become_single, start_local
+
+        devices = visible_devices()
+        processes = degrees.processes(options.nproc, devices)
+        if processes > 1 or options.restarts:
+            _check_files(config, options)
+            return start_local(
+                options.argv,
+                processes,
+                options.dump_dir / "logs",
+                on_cpu=devices == 0,
+                stop_seconds=STOP_SECONDS,
+                restarts=options.restarts,
+            )
+        become_single()
+    else:
         if options.nproc not in (None, environment.world_size):
             raise ConfigError(
                 f"--nproc {options.nproc}: {environment.source} started {environment.world_size} processes; leave it "
@@ -49,25 +65,16 @@ def run(args: argparse.Namespace) -> int:
                 "it again; use sdp launch --restarts"
             )
         degrees.check(environment.world_size, environment.source)
-        return _run_rank(options)
-    devices = visible_devices()
-    processes = degrees.processes(options.nproc, devices)
-    if processes > 1 or options.restarts:
-        from ...launcher.local import start_local
+    from .rank import run as run_rank  # imports torch
 
-        _check_files(config, options)
-        return start_local(
-            options.argv,
-            processes,
-            options.dump_dir / "logs",
-            on_cpu=devices == 0,
-            stop_seconds=STOP_SECONDS,
-            restarts=options.restarts,
-        )
-    from ...launcher.local import become_single
+    def end_stalled(text: str) -> None:
+        """End this process from the thread that found no progress. The main thread may never
+        return.
+        """
+        report_fatal(f"sdp: error: {text}", 1, options.above, stalled=True)
+        os._exit(1)
 
-    become_single()
-    return _run_rank(options)
+    return run_rank(options, end_stalled)
 
 
 def _serve_and_train(config: Config, options: TrainOptions) -> int:
@@ -97,20 +104,6 @@ def _serve_and_train(config: Config, options: TrainOptions) -> int:
         makes_corpus=config.data.takes_default_corpus and config.data.name is None,
         restarts=service.restarts,
     )
-
-
-def _run_rank(options: TrainOptions) -> int:
-    from .rank import run as run_rank  # imports torch
-
-    def end_stalled(text: str) -> None:
-        """End this process from the thread that found no progress.
-
-        The main thread may never return.
-        """
-        report_fatal(f"sdp: error: {text}", 1, options.above, stalled=True)
-        os._exit(1)
-
-    return run_rank(options, end_stalled)
 
 
 def _check_files(config: Config, options: TrainOptions) -> None:

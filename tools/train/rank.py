@@ -1,37 +1,112 @@
-"""One rank of ``sdp train``: checks the run, builds everything, and starts the trainer."""
+"""One rank of ``sdp train``: checks the run, opens logs, joins the other ranks, builds data, model
+and engine, and starts the trainer.
+"""
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import socket
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from pathlib import Path
 
+import torch
 import torch.distributed as dist
 
+from ...engine.accounting.memory import PeakMemory
+from ...engine.config.load import load_config
 from ...engine.config.schema import Config
 from ...engine.distributed.heartbeat import Heartbeat
+from ...engine.distributed.join import join
 from ...engine.distributed.mesh import machine_id, mesh_of, split_tensor_group, told_apart
 from ...engine.engine import SDPEngine
-from ...engine.environment.detect import detect
+from ...engine.environment.detect import detect, whereabouts_file
 from ...engine.errors import ConfigError
+from ...engine.initialize import initialize
 from ...engine.service.steps import Membership
+from ...models.registry import build_model
+from ..runs.dataset import Corpus, open_corpus
+from ..runs.run_config import with_absolute_paths, with_initial_model
 from ..runs.run_files import RunFiles
 from ..tasks.harness import LoadedTasks
 from . import preflight
 from .failures import explained
-from .loop.training_run import TrainingRun
-from .observers.monitors import Monitors, open_monitors
-from .observers.observer import Observer
-from .observers.probe import MemoryProbe
+from .observers.monitors import open_monitors
+from .observers.observer import MemoryProbe, Observer
 from .observers.profiler import StepProfiler, parse_steps
 from .observers.progress import Progress
-from .observers.recorder import Recorder
 from .options import TrainOptions
+from .process import set_up_logging
 from .service import read_token, settings_of, split_address, trusted
-from .startup import build, read_config, started
 from .trainer import Trainer
 
 log = logging.getLogger("sdp")
+
+
+@contextlib.contextmanager
+def started(
+    config: Config, options: TrainOptions, rank: int, world_size: int, on_stall: Callable[[str], None]
+) -> Iterator[Heartbeat]:
+    """Open the logs, tell the launcher where this rank is, and join the other ranks. Collective.
+
+    A rank of several is watched until its process has ended, because an exit that hangs would keep
+    the others waiting. A run in one process is watched inside the ``with`` block only: the process
+    may go on with other work.
+
+    Args:
+        config: the configuration, which was checked.
+        options: the arguments of the command line.
+        rank: the number of this rank in the run.
+        world_size: the number of ranks.
+        on_stall: called with a message, from another thread, when the rank makes no progress.
+    """
+    set_up_logging(rank, options.dump_dir)
+    logs = options.dump_dir / "logs"
+    log.info("%d process(es), %d thread(s) each; logs in %s", world_size, torch.get_num_threads(), logs)
+    if config.env:
+        log.info("environment of every rank: %s", " ".join(f"{name}={value}" for name, value in config.env.items()))
+    beat = Heartbeat(rank, whereabouts_file(), logs / f"rank-{rank}.log", on_stall)
+    training = config.training
+    beat.at(0, "starting", training.start_timeout)
+    try:
+        join(max(training.start_timeout, training.step_timeout))
+        yield beat
+    finally:
+        if world_size == 1:
+            beat.stop()
+
+
+def build(config: Config, dump_dir: Path, beat: Heartbeat, service: Membership | None) -> tuple[Corpus, SDPEngine, int]:
+    """Prepare the data, and build the model and its engine. Collective.
+
+    Returns:
+        The data, the engine, and the bytes of memory that the process had before the model.
+    """
+    beat.at(0, "preparing data", None)
+    corpus = open_corpus(config, dump_dir)
+    beat.at(0, "building the model", config.training.start_timeout)
+    memory = PeakMemory(torch.device("cuda" if torch.cuda.is_available() else "cpu"))
+    memory.reset()
+    baseline = memory.read()
+    engine, *_ = initialize(
+        model=build_model(config.model, **corpus.facts),
+        training_data=corpus.train,
+        collate_fn=corpus.collate,
+        config=with_loss_weighting(config, corpus).without_monitors(),
+        service=service,
+    )
+    if engine.calls is not None:  # the heartbeat watches
+        engine.calls.stop()
+        engine.calls = None
+    return corpus, engine, baseline
+
+
+def with_loss_weighting(config: Config, corpus: Corpus) -> Config:
+    """Let losses weigh as many labels as they count if these differ, unless the file decides."""
+    if config.training.loss_weighting is not None or not corpus.masks_labels:
+        return config
+    training = config.training.model_copy(update={"loss_weighting": "tokens"})
+    return config.model_copy(update={"training": training})
 
 
 def run(options: TrainOptions, on_stall: Callable[[str], None]) -> int:
@@ -45,7 +120,8 @@ def run(options: TrainOptions, on_stall: Callable[[str], None]) -> int:
         The exit code.
     """
     profiled = parse_steps(options.profile) if options.profile is not None else None
-    config = read_config(options)
+    # In the form that is written to config.json.
+    config = with_absolute_paths(with_initial_model(load_config(options.config, options.overrides)))
     environment = detect()
     rank, world_size = (environment.rank, environment.world_size) if environment is not None else (0, 1)
     dump_dir = options.dump_dir
@@ -55,52 +131,37 @@ def run(options: TrainOptions, on_stall: Callable[[str], None]) -> int:
     resume = options.resume or service is not None  # a group that is started again goes on with its files
     files = RunFiles(dump_dir, resume=resume) if rank == 0 else None
     monitors = open_monitors(config, dump_dir, resume=resume) if rank == 0 else None
-    tasks = _load_tasks(config) if rank == 0 else None
+    section = config.training.evaluate_tasks if rank == 0 else None
+    tasks = LoadedTasks.load(section, preflight.TASKS) if section is not None else None  # before a rank waits
     with started(config, options, rank, world_size, on_stall) as beat:
         if service is not None:
             service.join()
             log.info("group %d of the run at %s", service.slot, options.service)
-        return _train(config, options, beat, files, monitors, tasks, profiled, service)
-
-
-def _train(
-    config: Config,
-    options: TrainOptions,
-    beat: Heartbeat,
-    files: RunFiles | None,
-    monitors: Monitors | None,
-    tasks: LoadedTasks | None,
-    profiled: tuple[int, int] | None,
-    service: Membership | None,
-) -> int:
-    """Build everything and train. Collective. Only rank 0 has ``files``, ``monitors`` and
-    ``tasks``.
-    """
-    dump_dir = options.dump_dir
-    with explained(config, beat, dump_dir=dump_dir):
-        corpus, engine, baseline = build(config, dump_dir, beat, service)
-    _warn_of_split_groups(engine)
-    observers: list[Observer] = [MemoryProbe(engine)] if MemoryProbe.works_with(engine) else []
-    if profiled is not None:
-        observers.append(StepProfiler(*profiled, dump_dir / "profile", engine.device, records=files is not None))
-    if files is not None and monitors is not None:
-        counted = "tokens" if config.data.name is None else "images"
-        observers += [Recorder(files), monitors, Progress(config.steps_per_print, counted)]
-    training_run = TrainingRun(
-        config, engine, corpus, dump_dir, baseline=baseline, beat=beat, files=files, observers=observers, tasks=tasks
-    )
-    try:
-        with explained(config, beat, engine, dump_dir=dump_dir):
-            status = Trainer(training_run).train(resume=options.resume)
-    finally:
-        training_run.close()
-        if files is not None:
-            files.close()
-    # This is skipped after a failure. Other ranks may then be inside a collective, and the message
-    # must get out.
-    if dist.is_initialized():
-        dist.destroy_process_group()
-    return status
+        with explained(config, beat, dump_dir=dump_dir):
+            corpus, engine, baseline = build(config, dump_dir, beat, service)
+        _warn_of_split_groups(engine)
+        observers: list[Observer] = [MemoryProbe(engine)] if MemoryProbe.works_with(engine) else []
+        if profiled is not None:
+            observers.append(StepProfiler(*profiled, dump_dir / "profile", engine.device, records=rank == 0))
+        if monitors is not None:
+            counted = "tokens" if config.data.name is None else "images"
+            observers += [monitors, Progress(config.steps_per_print, counted)]
+        trainer = Trainer(
+            config, engine, corpus, dump_dir, baseline=baseline, beat=beat, files=files, observers=observers,
+            tasks=tasks,
+        )  # fmt: skip
+        try:
+            with explained(config, beat, engine, dump_dir=dump_dir):
+                status = trainer.train(resume=options.resume)
+        finally:
+            trainer.close()
+            if files is not None:
+                files.close()
+        # This is skipped after a failure. Other ranks may then be inside a collective, and the
+        # message must get out.
+        if dist.is_initialized():
+            dist.destroy_process_group()
+        return status
 
 
 def _membership(config: Config, options: TrainOptions, rank: int) -> Membership | None:
@@ -116,12 +177,6 @@ def _membership(config: Config, options: TrainOptions, rank: int) -> Membership 
     token, tls = read_token(options.token_file), trusted(options.tls_ca)
     client = Client(options.service, token, sync.service.wait_seconds, tls)
     return Membership(client, sync, config.training.steps, settings_of(config), rank)
-
-
-def _load_tasks(config: Config) -> LoadedTasks | None:
-    """Load the tasks of lm-evaluation-harness, before any rank waits for another."""
-    section = config.training.evaluate_tasks
-    return LoadedTasks.load(section, preflight.TASKS) if section is not None else None
 
 
 def _warn_of_split_groups(engine: SDPEngine) -> None:

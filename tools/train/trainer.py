@@ -1,61 +1,219 @@
-"""The training loop: the engine calls of a user's own script, with evaluation and saving."""
+"""The training loop of one rank: the engine calls of a user's own script, evaluation and saving.
+
+Everything that only watches the loop is an observer, see ``observers/observer.py``.
+"""
 
 from __future__ import annotations
 
+import contextlib
 import logging
+import signal
 import time
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
 
-from ...engine.errors import SpikeError
-from .loop.training_run import TrainingRun
+from ...engine.batch.call import loss_of, to_device
+from ...engine.batch.sampler import PathSampler
+from ...engine.config.schema import Config
+from ...engine.distributed.heartbeat import Heartbeat
+from ...engine.engine import SDPEngine
+from ...engine.errors import NonFiniteError, SpikeError
+from ...models.registry import vocabulary_of
+from ..runs.dataset import Corpus
+from ..runs.run_files import RunFiles
+from ..runs.start_files import keep_start_files
+from ..tasks.harness import LoadedTasks
+from .loop.checkpointer import Checkpointer
+from .loop.evaluator import Evaluator
+from .loop.meter import StepFacts, StepLines, StepMeter
+from .loop.summary import rank_facts, write_summary
+from .loop.utilisation import Utilisation
+from .observers.observer import MemoryProbe, Observer
+from .process import StopSignals
 
 log = logging.getLogger("sdp")
 
+# Phases.
+THE_END, WRITING = "the end", "writing lines"
+
 
 class Trainer:
-    """The loop of one rank over the steps of ``run``."""
+    """Trains on one rank, from :meth:`train` to the last step.
 
-    def __init__(self, run: TrainingRun):
-        self._run = run
+    Args:
+        config: the configuration, in the form that is written to config.json.
+        engine: what ``sdp.initialize`` returned.
+        corpus: training and held-out data.
+        dump_dir: the directory of the run's files.
+        baseline: bytes of memory that this process had before the model existed.
+        beat: the heartbeat, which knows what this rank does next.
+        files: the run's files on the rank that writes them, None on other ranks.
+        observers: the observers of the loop on this rank.
+        tasks: the tasks of ``training.evaluate_tasks`` on rank 0, None on other ranks.
+    """
+
+    def __init__(
+        self,
+        config: Config,
+        engine: SDPEngine,
+        corpus: Corpus,
+        dump_dir: Path,
+        *,
+        baseline: int,
+        beat: Heartbeat,
+        files: RunFiles | None = None,
+        observers: Sequence[Observer] = (),
+        tasks: LoadedTasks | None = None,
+    ):
+        self._config, self._engine, self._corpus, self._dump_dir = config, engine, corpus, dump_dir
+        self._beat, self._files, self._observers, self._baseline = beat, files, observers, baseline
+        self._meter = StepMeter(engine, beat)
+        self._lines = StepLines(engine, Utilisation(engine, config.data.sequence_length), self._meter)
+        self._signals = StopSignals()
+        self._service = engine.local_training.service  # of a run whose anchors a service keeps, or None
+        self._steps = config.training.steps or 0 if self._service is None else self._service.schedule.steps
+        self._stop_signal = 0  # the signal for which all ranks agreed to stop
+        self._last_facts: StepFacts | None = None  # what this rank measured in the last step
         self._returned_to, self._returns = -1, 0  # the step of the newest rollback's target, rollbacks to it in a row
+        self._evaluator = Evaluator(engine, corpus, beat, tasks)
+        self._checkpoints = Checkpointer(engine, dump_dir, corpus.identity, self._evaluator.recalibrated, beat)
 
     def train(self, *, resume: bool) -> int:
-        """Run to the last step, from the newest checkpoint if ``resume``. Returns the exit code."""
-        run, engine = self._run, self._run.engine
-        resumed = run.begin_served() if run.service is not None else resume and run.checkpoints.resume()
+        """Run to the last step, from the newest checkpoint if ``resume``. Return the exit code.
+        Collective.
+        """
+        engine, training = self._engine, self._config.training
+        resumed = self._begin_served() if self._service is not None else resume and self._checkpoints.resume()
         start = engine.global_steps
-        run.write_start(engine.layout.placement, resume=resume, resumed=resumed)
-        run.end_with_shortest_path()
-        run.announce(start)
-        run.tell_start(start)
+        if self._files is not None:
+            self._write_start(self._files, resume=resume, resumed=resumed)
+        self._end_with_shortest_path()
+        if self._files is not None:
+            self._announce(start)
+        for observer in self._observers:
+            observer.on_start(start, self._steps)
         started = time.perf_counter()
-        with run.signals.caught():
+        with self._signals.caught():
             if start == 0:
-                run.evaluate_and_tell()
-            self._save_for_rollback(start)
+                self._evaluate()
+                if training.on_spike == "rollback":
+                    self._checkpoints.save()  # so that a rollback always has a target
             batches = iter(engine.loader)
-            while engine.global_steps < run.steps and not run.stop_signal:
+            while engine.global_steps < self._steps and not self._stop_signal:
                 try:
-                    run.step(batches)
+                    self._step(batches)
                 except SpikeError as spike:
                     self._roll_back(spike)
                     batches = iter(engine.loader)
                     continue
-                self._evaluate_and_save_if_due()
-                if run.service is not None and run.service.is_renewed:  # the rest of its data was dealt to others
-                    batches, run.service.is_renewed = iter(engine.loader), False
-            run.checkpoints.settle(block=True)
-            run.tell_end()
-            if run.is_stopped_early:
-                return run.stop_early()
-        run.finish(time.perf_counter() - started)
+                self._checkpoints.settle(block=False)
+                step = engine.global_steps
+                is_last = step == self._steps
+                evaluates = self._evaluator.is_due(step, is_last=is_last)
+                saves = training.save_every and (is_last or step % training.save_every == 0)
+                if evaluates or saves or self._stop_signal:
+                    self._record()
+                if self._stop_signal and not is_last:
+                    break  # the process is killed soon: save now, and evaluate after the resume
+                if evaluates:
+                    self._evaluate(is_last=is_last)
+                # The checkpoint of a skipped step must not push out a good one.
+                if saves and not engine.was_step_skipped:
+                    self._checkpoints.save()
+                if self._service is not None and self._service.is_renewed:  # the rest of its data was dealt to others
+                    batches, self._service.is_renewed = iter(engine.loader), False
+            self._checkpoints.settle(block=True)
+            self._beat.at(engine.global_steps, WRITING, training.step_timeout)
+            for observer in self._observers:
+                observer.on_end()
+            if self._stop_signal and engine.global_steps < self._steps:
+                if self._service is None:
+                    self._checkpoints.write()
+                else:
+                    self._service.leave()
+                self._beat.at(engine.global_steps, THE_END, None)
+                name, saved = signal.Signals(self._stop_signal).name, ", with a checkpoint" * (self._service is None)
+                log.info("stopped by %s after step %d%s", name, engine.global_steps, saved)
+                return 128 + self._stop_signal
+        self._finish(time.perf_counter() - started)
         return 0
 
-    # -- spikes ------------------------------------------------------------------------------------
+    def close(self) -> None:
+        """Close what the observers have open. Called once, also when the run fails."""
+        for observer in self._observers:
+            # A write that failed before fails again here. It was reported then.
+            with contextlib.suppress(OSError):
+                observer.close()
 
-    def _save_for_rollback(self, start: int) -> None:
-        """Write a checkpoint of the first weights, so that a rollback always has a target."""
-        if start == 0 and self._run.config.training.on_spike == "rollback":
-            self._run.checkpoints.save()
+    # -- one step ----------------------------------------------------------------------------------
+
+    def _step(self, batches: Iterator[Any]) -> None:
+        """Make one optimizer step from this rank's micro-batches, and record it. Collective."""
+        engine, part = self._engine, self._meter.part
+        self._meter.begin()
+        try:
+            with contextlib.ExitStack() as watched:
+                for observer in reversed(self._observers):
+                    watched.enter_context(observer.around_step(engine.global_steps + 1))
+                for _ in range(engine.gradient_accumulation_steps()):
+                    with part("data"):
+                        batch = to_device(next(batches), engine.device)
+                    with part("forward"):
+                        loss = loss_of(engine(batch))
+                    with part("backward"):
+                        engine.backward(loss)
+                    with part("optimizer"):
+                        engine.step()
+                if engine.global_steps == self._steps:
+                    with part("optimizer"):
+                        engine.finish_round()
+        except NonFiniteError as error:
+            self._record()
+            self._checkpoints.settle(block=True)
+            raise NonFiniteError(f"{error}; the last good one: {self._checkpoints.newest()}") from None
+        is_first, self._last_facts = self._last_facts is None, self._meter.end()
+        if is_first and self._files is not None and self._last_facts.comm:
+            sent = Counter[str]()
+            for kind, nbytes in self._last_facts.comm.items():
+                sent[kind.partition("/")[0]] += nbytes
+            listed = ", ".join(f"{nbytes:,} {'for ' * (scope == 'control')}{scope}" for scope, nbytes in sent.items())
+            log.info("bytes sent by this rank in step %d: %s", engine.global_steps, listed)
+        self._lines.begin(self._last_facts, self._meter.elapsed(), self._signals.received)
+        self._record(except_newest=engine.local_training.lag)
+
+    def _record(self, *, except_newest: int = 0) -> None:
+        """Write the lines of metrics.jsonl that are finished, and show them to the observers.
+        Collective.
+
+        The ranks also agree here to stop, if any of them received a signal.
+        """
+        self._beat.at(self._engine.global_steps, WRITING, self._config.training.step_timeout)
+        for line, signal_received in self._lines.finished(except_newest=except_newest):
+            self._stop_signal = self._stop_signal or signal_received
+            if self._files is not None:
+                self._files.step(line)
+            for observer in self._observers:
+                observer.on_step(line)
+
+    def _evaluate(self, *, is_last: bool = False) -> None:
+        """Evaluate, write a line of evaluations.jsonl, and show it to the observers. Collective.
+
+        With a service, one of the groups evaluates.
+        """
+        engine, service = self._engine, self._service
+        if service is not None and not service.claim(engine.global_steps):
+            return
+        found = self._evaluator.evaluate(is_last=is_last)
+        tokens = engine.global_samples * self._config.data.tokens_per_sample  # whatever the batch sizes were
+        line = {"step": engine.global_steps, "tokens": tokens, **found}
+        if service is not None:
+            service.report(line)
+        if self._files is not None:
+            self._files.evaluation(line)
+        for observer in self._observers:
+            observer.on_evaluation(line)
 
     def _roll_back(self, spike: SpikeError) -> None:
         """Return to the newest checkpoint, and go on with the data that follows the spike.
@@ -64,12 +222,12 @@ class Trainer:
         Raises SpikeError if the policy is "stop", if there is no checkpoint, or if more rollbacks
         than ``training.max_skips`` ended at the same checkpoint.
         """
-        run, engine, training = self._run, self._run.engine, self._run.config.training
+        engine, training = self._engine, self._config.training
         rollbacks = engine.spikes.rollbacks + 1
         if training.on_spike == "stop":
-            run.checkpoints.settle(block=True)
-            raise SpikeError(f"{spike}; the last checkpoint: {run.checkpoints.newest()}") from None
-        if not run.checkpoints.roll_back():
+            self._checkpoints.settle(block=True)
+            raise SpikeError(f"{spike}; the last checkpoint: {self._checkpoints.newest()}") from None
+        if not self._checkpoints.roll_back():
             raise SpikeError(f"{spike}; there is no checkpoint to return to") from None
         self._returns = self._returns + 1 if engine.global_steps == self._returned_to else 1
         self._returned_to = engine.global_steps
@@ -79,26 +237,79 @@ class Trainer:
                 "(training.max_skips); lower the learning rate, or resume from an earlier checkpoint"
             ) from None
         engine.spikes.rollbacks = rollbacks
-        if run.files is not None:
+        if self._files is not None:
             log.warning("%s: back to step %d, with the data that follows", spike, engine.global_steps)
-        for observer in run.observers:
+            self._files.truncate_after(engine.global_steps)
+        for observer in self._observers:
             observer.on_rollback(engine.global_steps)
 
-    # -- between steps -----------------------------------------------------------------------------
+    # -- the start and the end ---------------------------------------------------------------------
 
-    def _evaluate_and_save_if_due(self) -> None:
-        run, engine = self._run, self._run.engine
-        training, step = run.config.training, engine.global_steps
-        run.checkpoints.settle(block=False)
-        is_last = step == run.steps
-        evaluates = run.evaluator.is_due(step, is_last=is_last)
-        due = training.save_every and (is_last or step % training.save_every == 0)
-        if evaluates or due or run.stop_signal:
-            run.record(run.lines.finished())
-        if run.stop_signal and not is_last:
-            return  # the process is killed soon: save now, and evaluate after the resume
-        if evaluates:
-            run.evaluate_and_tell(is_last=is_last)
-        # The checkpoint of a skipped step must not push out a good one.
-        if due and not engine.was_step_skipped:
-            run.checkpoints.save()
+    def _write_start(self, files: RunFiles, *, resume: bool, resumed: bool) -> None:
+        """Write the files that describe the run. A resume that fails before this leaves the run
+        unchanged.
+
+        ``resume``: whether the run goes on with the files of an earlier one. ``resumed``: whether
+        there was a checkpoint.
+        """
+        if resume and self._service is None:
+            files.restart(self._engine.global_steps)
+            files.truncate_after(self._engine.global_steps if resumed else -1)
+        files.write_config(self._config)
+        if not resumed:
+            keep_start_files(self._config, self._dump_dir)
+        files.write_placement(self._engine.layout.placement)
+
+    def _end_with_shortest_path(self) -> None:
+        """End the run where a path has no more data, if ``sdp.paths.on_short`` says so."""
+        paths, sampler = self._config.sdp.paths, getattr(self._engine.loader, "sampler", None)
+        if paths is None or paths.on_short != "end" or not isinstance(sampler, PathSampler):
+            return
+        samples, path = min((samples, path) for path, samples in enumerate(sampler.samples_of_paths))
+        last = samples * sampler.paths // self._engine.train_batch_size()
+        if last < self._steps:
+            log.info("sdp.paths.on_short: path %d has no more sequences after step %d, which is the last", path, last)
+            self._steps = last
+
+    def _begin_served(self) -> bool:
+        """Begin with the anchors of the service. Collective. Returns whether the run has begun."""
+        engine, corpus = self._engine, self._corpus
+        width = engine.train_micro_batch_size_per_gpu() * engine.dp_world_size
+        steps = engine.local_training.begin(engine.gradient_accumulation_steps(), width, corpus.sha256)
+        engine.go_on_after(steps, samples=0, skipped=0)
+        if engine.lr_scheduler is not None:
+            engine.lr_scheduler.step(steps - 1)
+        return steps > 0
+
+    def _announce(self, start: int) -> None:
+        """Say what will be trained from step ``start`` on."""
+        engine, config = self._engine, self._config
+        parameters = sum(info.numel for info in engine.layout.parameters_at(0).values())
+        log.info(
+            "model: %s, %.2f M parameters; data: %s", config.model["name"], parameters / 1e6, self._corpus.description
+        )
+        tokens = self._corpus.facts.get("vocab_size")
+        rows = 0 if tokens is None else vocabulary_of(engine.module)
+        if tokens is not None and rows > tokens:
+            log.info("model: %d of the model's %d tokens are padding, which the tokenizer lacks", rows - tokens, rows)
+        kind = "tokens" if config.data.name is None else "images"
+        count = engine.train_batch_size() * config.data.tokens_per_sample
+        log.info("training: steps %d to %d, %s %s a step", start + 1, self._steps, f"{count:,}", kind)
+        schedule = config.masking_schedule
+        if any(end >= self._steps for end in schedule.ends):
+            log.warning("sdp.masking: %s, but the run ends with step %d", schedule, self._steps)
+        if not MemoryProbe.works_with(engine):
+            log.info("peak of live tensors: not measured, because the probe cannot see compiled code on a CPU")
+
+    def _finish(self, seconds: float) -> None:
+        """Write the summary of a run that trained for ``seconds``. Collective."""
+        engine = self._engine
+        self._beat.at(engine.global_steps, THE_END, self._config.training.start_timeout)
+        peak = next((observer.peak for observer in self._observers if isinstance(observer, MemoryProbe)), None)
+        facts = rank_facts(engine, self._last_facts, self._meter.sent_per_step(), self._baseline, peak)
+        ranks = engine.gather_facts(facts)
+        if self._files is not None:
+            write_summary(self._files, engine, self._corpus, ranks, seconds)
+        self._beat.at(engine.global_steps, THE_END, None)
+        if self._service is not None:
+            self._service.leave()

@@ -23,7 +23,7 @@ from ...subnetwork.branch_scale import BranchScale
 from ...subnetwork.carve import PassThrough, refuse_together, with_skeletons
 from ...subnetwork.given_model import refuse_shapes
 from ...subnetwork.materialise import restore_ties
-from ..store import Averages, DeviceMessages, Piece, RankContext, Stepped, parameters_of, step_optimizer
+from ..store import Averages, DeviceMessages, Piece, RankContext, Stepped, optimizer_steps, parameters_of
 from .sharding import (
     ModuleUses,
     drop_unreduced_gradients,
@@ -294,7 +294,8 @@ class Fsdp2Store:
     def step(self) -> None:
         # A forward pass after backward may have left gathered copies of the old weights.
         self.reshard()
-        step_optimizer(self)
+        with optimizer_steps(self):
+            self.optimizer.step()
 
     def zero_grad(self) -> None:
         for parameter in self.parameters.values():

@@ -8,6 +8,9 @@ from typing import Any
 PRELOADED = (
     "matplotlib.backends.backend_agg",
     "matplotlib.figure",
+    "sdp.engine.checkpoint.resume",
+    "sdp.engine.checkpoint.run_state",
+    "sdp.engine.checkpoint.save",
     "sdp.engine.initialize",
     "sdp.models.llama",
     "sdp.models.registry",

@@ -8,10 +8,10 @@ import pytest
 from sdp.engine.checkpoint.storage.files import read_state
 from sdp.tests.support.small_runs import read_losses, read_metrics, read_tensorboard, write_config
 from sdp.tools.cli import main
-from sdp.tools.train.loop import training_run
+from sdp.tools.train import trainer
 
 STEPS, SPIKE, BATCH = 8, 6, 8
-loss_of = training_run.loss_of
+loss_of = trainer.loss_of
 
 
 @pytest.fixture
@@ -24,7 +24,7 @@ def run(config: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
 
     def train(name: str, policy: str, bad: dict[int, float], *words: str) -> int:
         calls = iter(range(1, 1000))
-        monkeypatch.setattr(training_run, "loss_of", lambda output: loss_of(output) * bad.get(next(calls), 1.0))
+        monkeypatch.setattr(trainer, "loss_of", lambda output: loss_of(output) * bad.get(next(calls), 1.0))
         path = write_config(config, tmp_path)
         return main(
             ["train", str(path), "--dump-dir", str(tmp_path / name), *words, "--set", f"training.on_spike={policy}"]

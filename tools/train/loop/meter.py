@@ -9,7 +9,7 @@ from collections import Counter, deque
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple, get_args
+from typing import Any, get_args
 
 import torch
 
@@ -133,7 +133,8 @@ class StepLines:
     def __init__(self, engine: SDPEngine, utilisation: Utilisation, meter: StepMeter):
         self._engine, self._utilisation = engine, utilisation
         self._times_parts = meter.times_parts
-        self._begun: deque[_BegunLine] = deque()
+        # Lines, with what waits for the maxima over the ranks and for the outcome of a local step.
+        self._begun: deque[tuple[dict[str, Any], Callable[[], list[int]], Any]] = deque()
 
     def begin(self, facts: StepFacts, elapsed: float, signal: int) -> None:
         """Begin the line of the step that has just been made. Collective.
@@ -143,52 +144,39 @@ class StepLines:
             elapsed: seconds of the step.
             signal: the signal that this rank has received, 0 if none.
         """
-        engine, training = self._engine, self._engine.config.training
-        tokens = engine.config.data.tokens_per_sample
-        line = {
+        engine, config = self._engine, self._engine.config
+        tokens, schedule = config.data.tokens_per_sample, config.masking_schedule
+        update = engine.local_training.pending
+        is_known = update is None
+        line: dict[str, Any] = {
             "step": engine.global_steps,
             "tokens": engine.global_samples * tokens,
             "samples": engine.global_samples,
-            "loss": None,  # these two keep their place in the line
-            "grad_norm": None,
+            "loss": engine.get_loss() if is_known else None,
+            "grad_norm": engine.get_global_grad_norm() if is_known else None,
             "lr": facts.learning_rate,
             "tokens_per_second": engine.train_batch_size() * tokens / elapsed,
             "samples_per_second": engine.train_batch_size() / elapsed,
             "step_seconds": elapsed,
+            **dict.fromkeys(("peak_memory_bytes", "comm_bytes", "comm_bytes_by_kind")),  # maxima over the ranks
+            "skipped_steps": engine.skipped_steps if is_known else None,
         }
-        more: dict[str, Any] = {}
-        schedule = self._engine.config.masking_schedule
-        if (mfu := self._utilisation.of(line["tokens_per_second"], schedule.at(line["step"]))) is not None:
-            more["mfu"] = mfu
+        masking = schedule.at(line["step"])
+        if (mfu := self._utilisation.of(line["tokens_per_second"], masking)) is not None:
+            line["mfu"] = mfu
         if schedule.ends:
-            more["masking"] = schedule.at(line["step"])
+            line["masking"] = masking
         if isinstance(engine.loader.sampler, MixtureSampler):
-            more["source_samples"] = engine.loader.sampler.counts_at(engine.loader.consumed)
-        if training.on_spike != "none":
-            more |= {"spikes_skipped": engine.spikes.skipped, "rollbacks": engine.spikes.rollbacks}
-        more |= engine.local_training.metrics()
+            line["source_samples"] = engine.loader.sampler.counts_at(engine.loader.consumed)
+        if config.training.on_spike != "none":
+            line |= {"spikes_skipped": engine.spikes.skipped, "rollbacks": engine.spikes.rollbacks}
+        line |= engine.local_training.metrics()
         if engine.get_loss_scale() is not None:
-            more["loss_scale"] = engine.get_loss_scale()
+            line["loss_scale"] = engine.get_loss_scale()
         if self._times_parts:
-            more |= facts.seconds
+            line |= facts.seconds
         most = engine.start_max(row(signal, facts.peak_memory_bytes, facts.comm))
-        self._begun.append(_BegunLine(line, more, most, self._outcome()))
-
-    def _outcome(self) -> Callable[[], dict[str, Any]]:
-        """Return a function that returns the outcome of the step that has just been made.
-
-        It is called when the line is finished, perhaps after later steps.
-        """
-        engine, step = self._engine, self._engine.global_steps
-        if (update := engine.local_training.pending) is None:
-            known = {"loss": engine.get_loss(), "grad_norm": engine.get_global_grad_norm()}
-            known["skipped_steps"] = engine.skipped_steps
-            return lambda: known
-        return lambda: {
-            "loss": update.wait().loss,
-            "grad_norm": update.wait().norm,
-            "skipped_steps": engine.skipped_until(step),
-        }
+        self._begun.append((line, most, update))
 
     def finished(self, *, except_newest: int = 0) -> Iterator[tuple[dict[str, Any], int]]:
         """Return lines in the order of their steps, and forget them. Collective.
@@ -200,23 +188,10 @@ class StepLines:
             Each line, and the signal that any rank had received by then, 0 if none.
         """
         while len(self._begun) > except_newest:
-            begun = self._begun.popleft()
-            (signal, peak, sent, *by_kind), outcome = begun.most(), begun.outcome()
-            yield (
-                begun.first
-                | {
-                    "peak_memory_bytes": peak,
-                    "comm_bytes": sent,
-                    "comm_bytes_by_kind": {kind: most for kind, most in zip(_KINDS, by_kind, strict=True) if most},
-                }
-                | outcome
-                | begun.more,
-                signal,
-            )
-
-
-class _BegunLine(NamedTuple):
-    first: dict[str, Any]
-    more: dict[str, Any]
-    most: Callable[[], list[int]]
-    outcome: Callable[[], dict[str, Any]]
+            line, most, update = self._begun.popleft()
+            signal, line["peak_memory_bytes"], line["comm_bytes"], *by_kind = most()
+            line["comm_bytes_by_kind"] = {kind: sent for kind, sent in zip(_KINDS, by_kind, strict=True) if sent}
+            if update is not None:
+                line["loss"], line["grad_norm"] = update.wait().loss, update.wait().norm
+                line["skipped_steps"] = self._engine.skipped_until(line["step"])
+            yield line, signal

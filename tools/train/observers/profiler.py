@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import torch
@@ -53,10 +54,11 @@ class StepProfiler(Observer):
         if self._last > left:
             raise ConfigError(f"--profile: {self._last} steps are needed, but only {left} are left; name earlier ones")
 
-    def around_step(self, step: int, compute: Callable[[], None]) -> None:
+    @contextmanager
+    def around_step(self, step: int) -> Iterator[None]:
         if self._records and self._done == 0:
             self._start()
-        compute()
+        yield
         self._done += 1
         if self._profile is not None:
             self._profile.step()

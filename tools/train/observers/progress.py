@@ -13,7 +13,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any, TextIO
 
-from ..process.log_file import FILE_ONLY
+from ..process import FILE_ONLY
 from .observer import Line, Observer
 
 log = logging.getLogger("sdp")

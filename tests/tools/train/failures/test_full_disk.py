@@ -18,7 +18,7 @@ from sdp.tests.support.small_runs import read_metrics, write_config
 from sdp.tools.cli import main
 from sdp.tools.shared.files import WriteError
 from sdp.tools.train.failures import explained
-from sdp.tools.train.process.log_file import LogFile
+from sdp.tools.train.process import LogFile
 
 
 @pytest.mark.parametrize("number", [errno.ENOSPC, errno.EDQUOT, errno.EFBIG])

@@ -17,7 +17,7 @@ from sdp.launcher.local import start_local
 from sdp.tools.shared.files import WriteError
 from sdp.tools.train.loop.checkpointer import Checkpointer
 from sdp.tools.train.observers.profiler import StepProfiler
-from sdp.tools.train.process.log_file import LogFile
+from sdp.tools.train.process import LogFile
 
 
 def make_checkpointer(run: Path) -> tuple[Checkpointer, list[Path]]:
@@ -70,7 +70,8 @@ def test_a_fifo_in_place_of_a_launchers_file_is_refused_without_a_hang(tmp_path:
 
 def profile_one_step(directory: Path, before_the_end: Callable[[], None]) -> None:
     profiler = StepProfiler(1, 1, directory, torch.device("cpu"), records=True)
-    profiler.around_step(1, before_the_end)
+    with profiler.around_step(1):
+        before_the_end()
     profiler.on_step({})
 
 

@@ -1,0 +1,107 @@
+"""What concerns the process of a rank: the handlers of its log, which are the terminal and a file,
+and the signals that end a run after the current step, with a checkpoint.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import signal
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, TextIO
+
+from ...engine.errors import escape
+from ..shared.files import WriteError, refuse_link, require_own_file
+
+log = logging.getLogger("sdp")
+FILE_ONLY = {"file_only": True}  # extra= of a record that the terminal has in another form
+
+
+def set_up_logging(rank: int, dump_dir: Path) -> None:
+    """Set up the log files. Rank 0 also logs to the terminal.
+
+    The files of the other ranks have only warnings and errors.
+    """
+    log.setLevel(logging.INFO if rank == 0 else logging.WARNING)
+    log.propagate = False
+    log.handlers.clear()
+    if rank == 0:
+        log.addHandler(TerminalHandler(sys.stderr))
+    refuse_link(dump_dir / "logs")
+    try:
+        (dump_dir / "logs").mkdir(parents=True, exist_ok=True)
+        handler = LogFile(dump_dir / "logs" / f"rank-{rank}.log")
+    except OSError as error:
+        raise WriteError.of(dump_dir / "logs", error) from None
+    handler.setFormatter(PrintableFormatter("%(asctime)s %(levelname)s %(message)s"))
+    log.addHandler(handler)
+
+
+class LogFile(logging.FileHandler):
+    """Appends to ``path``. If that fails, it reports it once on stderr, and the run goes on.
+
+    Raises WriteError if ``path`` is not a regular file.
+    """
+
+    def __init__(self, path: Path):
+        require_own_file(path)
+        super().__init__(path, encoding="utf-8")
+        self._failed = False
+
+    def handleError(self, record: logging.LogRecord) -> None:  # noqa: N802  # the name is logging's
+        error = sys.exc_info()[1]
+        if not isinstance(error, OSError):
+            super().handleError(record)
+        elif not self._failed:
+            self._failed = True
+            with contextlib.suppress(OSError):  # stderr of a rank above 0 is the same file
+                print(f"sdp: WARNING: {self.baseFilename}: cannot be written ({error.strerror})", file=sys.stderr)
+
+
+class PrintableFormatter(logging.Formatter):
+    """Escapes control characters, which names in files may have."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        return escape(super().format(record))
+
+
+class TerminalHandler(logging.StreamHandler[TextIO]):
+    """Shows the messages of the log on ``stream``."""
+
+    def __init__(self, stream: TextIO):
+        super().__init__(stream)
+        self.setFormatter(PrintableFormatter("%(message)s"))
+        self.addFilter(lambda record: not hasattr(record, "file_only"))
+
+    def handleError(self, record: logging.LogRecord) -> None:  # noqa: N802  # the name is logging's
+        if not isinstance(sys.exc_info()[1], OSError):  # the terminal is gone, and the run goes on
+            super().handleError(record)
+
+
+# mpirun passes SIGUSR1 on to its ranks without ending them. SLURM users ask for this signal before
+# a time limit.
+SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1)
+
+
+class StopSignals:
+    """Remembers signals to this rank. ``received`` is the newest one, or 0."""
+
+    def __init__(self) -> None:
+        self.received = 0
+
+    @contextmanager
+    def caught(self) -> Iterator[None]:
+        """Catch the signals while inside. An ignored signal (SIGHUP under nohup) stays ignored."""
+        numbers = [number for number in SIGNALS if signal.getsignal(number) is not signal.SIG_IGN]
+        before = {number: signal.signal(number, self._remember) for number in numbers}
+        try:
+            yield
+        finally:
+            for number, handler in before.items():
+                signal.signal(number, handler)
+
+    def _remember(self, number: int, _: Any) -> None:
+        self.received = number
