@@ -40,7 +40,7 @@ IMPORT_BY_NAME = {
     "tools/cli.py": "the command that was asked for",
     "data/doc_strings.py": "installed packages, whose documentation is a corpus",
     "engine/stores/deepspeed/private.py": "parts of DeepSpeed",
-    "tools/train/observers/monitors.py": "the monitors' packages",
+    "tools/train/monitors.py": "the monitors' packages",
 }
 Name = tuple[str, ...]
 

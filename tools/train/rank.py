@@ -31,12 +31,12 @@ from ..runs.run_files import RunFiles
 from ..tasks.harness import LoadedTasks
 from . import preflight
 from .failures import explained
-from .observers.monitors import open_monitors
-from .observers.observer import MemoryProbe, Observer
-from .observers.profiler import StepProfiler, parse_steps
-from .observers.progress import Progress
+from .monitors import open_monitors
+from .observer import MemoryProbe, Observer
 from .options import TrainOptions
 from .process import set_up_logging
+from .profiler import StepProfiler, parse_steps
+from .progress import Progress
 from .service import read_token, settings_of, split_address, trusted
 from .trainer import Trainer
 

@@ -1,6 +1,6 @@
 """The training loop of one rank: the engine calls of a user's own script, evaluation and saving.
 
-Everything that only watches the loop is an observer, see ``observers/observer.py``.
+Everything that only watches the loop is an observer, see ``observer.py``.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from .loop.evaluator import Evaluator
 from .loop.meter import StepFacts, StepLines, StepMeter
 from .loop.summary import rank_facts, write_summary
 from .loop.utilisation import Utilisation
-from .observers.observer import MemoryProbe, Observer
+from .observer import MemoryProbe, Observer
 from .process import StopSignals
 
 log = logging.getLogger("sdp")

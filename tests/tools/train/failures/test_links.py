@@ -16,8 +16,8 @@ from sdp.launcher.cluster import slurm
 from sdp.launcher.local import start_local
 from sdp.tools.shared.files import WriteError
 from sdp.tools.train.loop.checkpointer import Checkpointer
-from sdp.tools.train.observers.profiler import StepProfiler
 from sdp.tools.train.process import LogFile
+from sdp.tools.train.profiler import StepProfiler
 
 
 def make_checkpointer(run: Path) -> tuple[Checkpointer, list[Path]]:

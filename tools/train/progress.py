@@ -13,8 +13,8 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any, TextIO
 
-from ..process import FILE_ONLY
 from .observer import Line, Observer
+from .process import FILE_ONLY
 
 log = logging.getLogger("sdp")
 

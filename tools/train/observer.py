@@ -8,8 +8,8 @@ from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
-from ....engine.accounting.memory_probe import watched_peak
-from ....engine.engine import SDPEngine
+from ...engine.accounting.memory_probe import watched_peak
+from ...engine.engine import SDPEngine
 
 Line = Mapping[str, Any]  # a line of metrics.jsonl or evaluations.jsonl
 

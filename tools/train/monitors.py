@@ -12,9 +12,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
-from ....engine.config.schema import Config, MonitorSection
-from ....engine.errors import ConfigError, shorten
-from ...shared.files import refuse_link, require_own_file, write_whole
+from ...engine.config.schema import Config, MonitorSection
+from ...engine.errors import ConfigError, shorten
+from ..shared.files import refuse_link, require_own_file, write_whole
 from .observer import Line, Observer
 
 WANDB_ID = "wandb-id.txt"  # in the dump directory
