@@ -222,7 +222,8 @@ class ServiceSection(Section):
     ``grace_seconds``: how long a round then waits for the other groups, and how long the start of a
     run waits for the next group. ``heartbeat_seconds``: how often a group says that it lives. It is
     dropped after two missed heartbeats. ``wait_seconds``: how long a group waits for a service that
-    does not answer. ``min_groups``: the run ends when fewer groups live for ``grace_seconds``.
+    does not answer. ``min_groups``: the run ends when fewer groups live for ``grace_seconds``, or
+    none for ``wait_seconds``.
     ``restarts``: how often in an hour the local launcher starts a group that has died.
     """
 

@@ -119,8 +119,12 @@ class Client:
     # -- membership --------------------------------------------------------------------------------
 
     def join(self, slot: int | None, settings: dict[str, Any]) -> int:
-        """Become a member. Returns the slot."""
-        answer = self.request("join", slot=slot, settings=settings)
+        """Become a member. Returns the slot. Waits until one is free."""
+        waits_until = time.monotonic() + self._wait_seconds
+        while (answer := self.request("join", slot=slot, settings=settings))["session"] is None:
+            if time.monotonic() > waits_until:
+                raise ServiceError(f"all groups of the run at {self.address} live already (sdp.groups)")
+            time.sleep(_PAUSE_SECONDS)
         self.session, self.is_lost, self.status = answer["session"], False, {}
         return int(answer["slot"])
 

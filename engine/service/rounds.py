@@ -153,18 +153,17 @@ class ServedRun:
 
     # -- members -----------------------------------------------------------------------------------
 
-    def join(self, slot: int | None, now: float) -> Member:
+    def join(self, slot: int | None, now: float) -> Member | None:
         """Add a group, in the slot that it asks for if that is free, else in the first free one.
 
-        Raises:
-            ServiceError: there is no free slot, or the run has ended.
+        Returns the member, or None if no slot is free. Raises ServiceError if the run has ended.
         """
         if self.has_ended:
             raise ServiceError("the run has ended")
         taken = {member.slot for member in self.members.values()}
         free = [index for index in range(self.groups) if index not in taken]
         if not free:
-            raise ServiceError(f"all {self.groups} groups of the run live already (sdp.groups)")
+            return None
         member = Member(slot if slot in free else free[0], secrets.token_hex(16), now)
         self.members[member.session] = member
         self._changed = now
@@ -301,7 +300,8 @@ class ServedRun:
             return False
         too_few = len(self.members) < service.min_groups and not self.has_ended
         self._too_few_since = (self._too_few_since or now) if too_few else None
-        if self._too_few_since is not None and now - self._too_few_since >= service.grace_seconds:
+        patience = service.grace_seconds if self.members else service.wait_seconds
+        if self._too_few_since is not None and now - self._too_few_since >= patience:
             self.problem = (
                 f"{len(self.members)} groups live, fewer than sdp.sync.service.min_groups = {service.min_groups}"
             )
@@ -388,3 +388,5 @@ class ServedRun:
         self.orphans = dict(state["orphans"])
         self.order = DataOrder.from_state(order) if order is not None else None
         self.skipped_samples = (self.order.samples if self.order is not None else 0) - self.samples
+        if self.closed:  # a run that goes on does not wait for groups that had died before
+            self._expected = self.groups, self._service.grace_seconds

@@ -152,7 +152,7 @@ class Server:
                 f"{where}: the service has {shorten(here)}, this group {shorten(there)}; make them equal"
             )
         member = self._run.join(request["slot"], time.monotonic())
-        return {"session": member.session, "slot": member.slot}
+        return {"session": None} if member is None else {"session": member.session, "slot": member.slot}
 
     async def _begin(self, request: Any, member: Member) -> Answer:
         self._data = self._data or str(request["data"])

@@ -6,7 +6,7 @@ import math
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -56,20 +56,17 @@ class Membership:
         self._new_samples, self._losses, self._since = 0, 0.0, time.monotonic()
 
     def join(self) -> None:
-        """Get a slot, at first any, and later the same one again. Collective in the group.
+        """Get a slot, and say from now on that the group lives. Collective in the group.
 
         Raises:
             ServiceError: there is none.
         """
-        wanted = self.slot if self.slot >= 0 else None
+        slot = self.slot
         if self._rank == 0:
-            slot = self.client.join(wanted, self._settings)
+            slot = self.client.join(self.slot if self.slot >= 0 else None, self._settings)
             self.client.beat_every(self._seconds)
-        answers = gather_json([slot, self.client.session] if self._rank == 0 else None)
-        self._ranks = len(answers)
-        (self.slot, self.client.session), self.client.is_lost = answers[0], False
-        if wanted not in (None, self.slot):
-            raise ServiceError(f"slot {wanted} of this group was given to another one; start the group again")
+        answers = gather_json([slot, self.client.session])
+        self._ranks, (self.slot, self.client.session) = len(answers), answers[0]
 
     def begin(self, micro_batches: int, width: int, data: str) -> None:
         """Take part from now on. Collective in the group.
@@ -80,18 +77,28 @@ class Membership:
             data: what identifies the corpus.
         """
         self._start = micro_batches, width, data
-        if self._rank == 0:
-            answer = self.client.request("begin", micro_batches=micro_batches, width=width, data=data)
-        self.closed = gather_json(answer["closed"] if self._rank == 0 else None)[0]
-        self._shares, self._first = [], self._read
-        self._samples = [0] * len(self._samples)
-        self._new_samples, self._losses, self._since = 0, 0.0, time.monotonic()
+        self._enter(joins=False)
 
     def rejoin(self) -> None:
         """Join again, and begin with new data. Collective in the group."""
-        self.join()
-        self.begin(*self._start)
+        self._enter(joins=True)
         self.is_renewed = True
+
+    def _enter(self, *, joins: bool) -> None:
+        (micro_batches, width, data), closed = self._start, None
+        while closed is None:
+            if self._rank == 0:
+                with suppress(UnknownMemberError):  # the service has started again: join once more
+                    if joins and self.client.join(self.slot, self._settings) != self.slot:
+                        raise ServiceError(f"slot {self.slot} was given to another group; start this group again")
+                    answer = self.client.request("begin", micro_batches=micro_batches, width=width, data=data)
+                    closed = answer["closed"]
+            closed, self.client.session = gather_json([closed, self.client.session])[0]
+            joins = True
+        self.closed, self.client.is_lost = closed, False
+        self._shares, self._first = [], self._read
+        self._samples = [0] * len(self._samples)
+        self._new_samples, self._losses, self._since = 0, 0.0, time.monotonic()
 
     def ranges(self, start: int, count: int) -> Iterator[tuple[int, int]]:
         """Yield where in the run's data order the group's samples are, from its sample ``start``
@@ -99,14 +106,21 @@ class Membership:
         """
         start -= self._first
         while count:
-            if not self._shares:
-                self._shares.append(self.client.lease(0))
-            number, offset = divmod(start, self._shares[0].samples)  # all shares have the same size
+            number, offset = divmod(start, self._shares[0].samples) if self._shares else (0, 0)  # all have one size
             while len(self._shares) <= number:
-                self._shares.append(self.client.lease(len(self._shares)))
+                self._shares.append(self._lease(len(self._shares)))
             length = min(count, self._shares[0].samples - offset)
             yield from self._shares[number].ranges(offset, length)
             start, count = start + length, count - length
+
+    def _lease(self, number: int) -> Share:
+        try:
+            return self.client.lease(number)
+        except UnknownMemberError:
+            # The group joins again after its next step, and drops what that step learns.
+            self.client.is_lost = True
+            micro_batches, width, _ = self._start
+            return Share(0, self.schedule.every * micro_batches, 0, 1, width)
 
     def note_step(self, loss: float) -> None:
         """Count a step of the group."""
@@ -130,13 +144,25 @@ class Membership:
 
     def claim(self, step: int) -> bool:
         """Return whether this group evaluates the full model after ``step``. Collective."""
-        mine = self._rank == 0 and self.client.request("claim", step=step)["mine"]
-        return bool(gather_json(bool(mine))[0])
+        mine = self._rank == 0 and self._ask("claim", step=step).get("mine", False)
+        return bool(gather_json(mine)[0])
 
-    def report(self, line: Mapping[str, Any]) -> None:
-        """Give the service a line of evaluations.jsonl. Only the first rank does so."""
-        if self._rank == 0:
-            self.client.request("evaluation", line=dict(line))
+    def report(self, line: Mapping[str, Any]) -> bool:
+        """Give the service a line of evaluations.jsonl. Collective in the group.
+
+        Returns whether the line is valid. It is not if the service has started again meanwhile.
+        """
+        if self._rank == 0 and not self.client.is_lost:
+            self._ask("evaluation", line=dict(line))
+        return not any(gather_json(self.client.is_lost))
+
+    def _ask(self, action: str, **values: Any) -> dict[str, Any]:
+        """Make a request. Returns nothing if the group is not a member any more."""
+        try:
+            return self.client.request(action, **values)
+        except UnknownMemberError:
+            self.client.is_lost = True
+            return {}
 
     def whole_parts(self, infos: Sequence[TensorInfo], tp: int) -> dict[str, torch.Tensor]:
         """Return pinned anchors of parameters, or slices of them, by name: the part of a
@@ -146,13 +172,17 @@ class Membership:
         wanted = [
             (Slice(info.canonical, info.offset(Shard(tp=tp)), tuple(info.part)), found[info.name]) for info in infos
         ]
-        self.client.start(self.client.fetch(wanted, pinned=True)).result()
+        try:
+            self.client.start(self.client.fetch(wanted, pinned=True)).result()
+        except UnknownMemberError:  # the evaluation is not valid
+            self.client.is_lost = True
+            found = {name: torch.zeros_like(tensor) for name, tensor in found.items()}
         return found
 
     def leave(self) -> None:
         """Say that the group ends."""
         if self._rank == 0 and not self.client.is_lost:
-            self.client.request("leave")
+            self._ask("leave")
 
     def deliver(self, fragment: int, changes: Sequence[tuple[Slice, torch.Tensor, Compression]]) -> Future[None]:
         """Start to send a delivery of the next average."""

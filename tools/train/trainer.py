@@ -208,8 +208,8 @@ class Trainer:
         found = self._evaluator.evaluate(is_last=is_last)
         tokens = engine.global_samples * self._config.data.tokens_per_sample  # whatever the batch sizes were
         line = {"step": engine.global_steps, "tokens": tokens, **found}
-        if service is not None:
-            service.report(line)
+        if service is not None and not service.report(line):
+            return
         if self._files is not None:
             self._files.evaluation(line)
         for observer in self._observers:

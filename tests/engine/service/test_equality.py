@@ -53,7 +53,7 @@ def config_of(case: Case) -> Config:
 
 
 @contextmanager
-def served(case: Case) -> Iterator[tuple[ServedRun, str, list[dict[str, Any]]]]:
+def served(case: Case, port: int = 0) -> Iterator[tuple[ServedRun, str, list[dict[str, Any]]]]:
     """Serve the run of a case in a thread. Gives the run, its address, and the lines of its
     averages.
     """
@@ -77,7 +77,7 @@ def served(case: Case) -> Iterator[tuple[ServedRun, str, list[dict[str, Any]]]]:
             ports.append(port)
             started.set()
 
-        await server.serve("127.0.0.1", 0, None, on_start, stop)
+        await server.serve("127.0.0.1", port, None, on_start, stop)
 
     thread = threading.Thread(target=lambda: asyncio.run(serve()))
     thread.start()

@@ -1,0 +1,178 @@
+"""The service and its clients over HTTP: signatures, limits, and a service that starts again."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import socket
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import aiohttp
+import pytest
+import torch
+from sdp.engine.errors import ServiceError
+from sdp.engine.service.anchors import Slice
+from sdp.engine.service.client import Client
+from sdp.engine.service.rounds import UnknownMemberError
+from sdp.engine.service.wire import DIGEST, MOST_BYTES, SIGNATURE, TIME, Signer, pack, unpack
+from sdp.tests.engine.service.test_equality import TOKEN, served
+from sdp.tests.support.cases import Case
+
+CASE = Case(2, 1, steps=4, sync='{"every": 2}')
+
+
+@contextlib.contextmanager
+def connection(address: str, token: bytes = TOKEN, wait_seconds: float = 30.0) -> Any:
+    client = Client(address, token, wait_seconds)
+    try:
+        yield client
+    finally:
+        client.close()
+
+
+def raw(address: str, content: bytes, seconds: float = 5.0) -> bytes:
+    """Send bytes to the service, and return its answer, or what came until it closed."""
+    host, _, port = address.rpartition(":")
+    with socket.create_connection((host, int(port)), seconds) as stream:
+        stream.sendall(content)
+        with contextlib.suppress(TimeoutError, ConnectionError):
+            return stream.recv(1 << 16)
+    return b""
+
+
+def post(address: str, path: str, body: bytes, headers: dict[str, str]) -> tuple[int, Any]:
+    async def work() -> tuple[int, Any]:
+        async with (
+            aiohttp.ClientSession() as session,
+            session.post(f"http://{address}/{path}", data=body, headers=headers) as response,
+        ):
+            return response.status, json.loads(await response.read())
+
+    return asyncio.run(work())
+
+
+def test_only_signed_recent_requests_are_answered_and_only_once() -> None:
+    with served(CASE) as (run, address, _), connection(address) as client:
+        client.join(None, {})
+        body = json.dumps({"session": client.session}).encode()
+        headers = Signer(TOKEN).headers("heartbeat", body, time.time())
+        assert post(address, "heartbeat", body, headers)[0] == 200
+        refused = [
+            ("heartbeat", body, headers),  # a copy
+            ("leave", body, Signer(TOKEN).headers("heartbeat", body, time.time())),  # of another request
+            ("heartbeat", body, Signer(b"another token of a test").headers("heartbeat", body, time.time())),
+            ("heartbeat", body, Signer(TOKEN).headers("heartbeat", body, time.time() - 1000)),
+            ("heartbeat", body, Signer(TOKEN).headers("heartbeat", body, time.time()) | {TIME: "nan"}),
+            ("heartbeat", body, Signer(TOKEN).headers("heartbeat", body, time.time()) | {SIGNATURE: "ä"}),
+            ("heartbeat", body, {}),
+        ]
+        for path, content, given in refused:
+            assert post(address, path, content, given)[0] == 401, given
+        status, answer = post(address, "heartbeat", b"{}", Signer(TOKEN).headers("heartbeat", body, time.time()))
+        assert (status, DIGEST in answer["error"]) == (400, True)
+        assert len(run.members) == 1
+        with (
+            connection(address, b"another token of a test", 2.0) as other,
+            pytest.raises(ServiceError, match="another token"),
+        ):
+            other.join(None, {})
+
+
+@pytest.mark.parametrize(
+    ("action", "body", "message"),
+    [
+        ("lease", {"number": "x"}, "lease"),
+        ("lease", {}, "number"),
+        ("anchors", {"slices": [["stem.weight", [0, 0], [10**9, 10**9]]], "pinned": False}, "at most"),
+        ("anchors", {"slices": [["stem.weight", [0, 0], [-1, 4]]], "pinned": False}, "not in the model"),
+        ("anchors", {"slices": [["../secret", [0], [1]]], "pinned": False}, "not in the model"),
+        ("anchors", {"slices": [[1, 2]], "pinned": False}, "anchors"),
+        ("deliver", {"average": 1}, "samples"),
+        ("nothing", {}, "no such request"),
+    ],
+)
+def test_a_wrong_request_of_a_member_is_one_line(action: str, body: dict[str, Any], message: str) -> None:
+    with served(CASE) as (_, address, _), connection(address) as client:
+        client.join(None, {})
+        client.request("begin", micro_batches=1, width=2, data="")
+        with pytest.raises(ServiceError, match=message):
+            client.request(action, **body)
+        assert client.request("heartbeat")["closed"] == 0
+
+
+def test_slices_that_are_not_safetensors_are_refused() -> None:
+    tensor = Slice("stem.weight", (0, 0), (2, 2)), torch.ones(2, 2)
+    good = pack([tensor], ["none"])
+    assert torch.equal(unpack(good)[tensor[0]], tensor[1])
+    half = pack([tensor], ["int8"])
+    assert torch.allclose(unpack(half)[tensor[0]], tensor[1])
+    metadata = good.replace(b"stem.weight", b"stem.weighx").replace(b"[2, 2]", b"[4, 4]", 1)
+    for bad in (b"", b"\xff" * 100, good[:-3], good + b"x", (1 << 62).to_bytes(8, "little"), metadata):
+        with pytest.raises(ServiceError, match="form of slices"):
+            unpack(bad)
+
+
+def test_settings_must_be_equal() -> None:
+    message = r"settings\.x: the service has nothing, this group 1"
+    with (
+        served(CASE) as (_, address, _),
+        connection(address) as client,
+        pytest.raises(ServiceError, match=message),
+    ):
+        client.join(None, {"x": 1})
+
+
+def test_hostile_clients_do_not_delay_a_member() -> None:
+    stop = threading.Event()
+
+    def slow(address: str) -> None:
+        host, _, port = address.rpartition(":")
+        with contextlib.suppress(OSError), socket.create_connection((host, int(port)), 5.0) as stream:
+            while not stop.is_set():
+                stream.sendall(b"P")
+                time.sleep(0.05)
+
+    def repeat(address: str, content: bytes) -> None:
+        while not stop.is_set():
+            with contextlib.suppress(OSError):
+                raw(address, content, 1.0)
+
+    signed = Signer(TOKEN).headers("join", b"{}", time.time())
+    wrong = "".join(f"{key}: {value}\r\n" for key, value in (signed | {SIGNATURE: "0" * 64}).items())
+    oversized = f"POST /changes HTTP/1.1\r\nHost: x\r\n{wrong}Content-Length: {MOST_BYTES * 100}\r\n\r\n".encode()
+    contents = [b"\x00\xff" * 1000, b"GET / HTTP/1.1\r\n\r\n", oversized + b"x" * 100_000, b"POST /" + b"a" * 20_000]
+    with served(CASE) as (run, address, _), ThreadPoolExecutor(20) as pool, connection(address) as client:
+        client.join(None, {})
+        for number in range(20):
+            pool.submit(slow, address) if number % 5 == 0 else pool.submit(repeat, address, contents[number % 4])
+        try:
+            time.sleep(0.5)
+            seconds = []
+            for _ in range(20):
+                started = time.monotonic()
+                client.request("heartbeat")
+                seconds.append(time.monotonic() - started)
+            assert sorted(seconds)[len(seconds) // 2] < 0.5
+            assert len(run.members) == 1
+        finally:
+            stop.set()
+
+
+def test_a_client_waits_for_a_service_that_starts_again() -> None:
+    with served(CASE) as (_, address, _), connection(address) as client:
+        client.join(None, {})
+        session = client.session
+    message = r"does not answer for 1 s .*start it again"
+    with connection(address, TOKEN, 1.0) as client, pytest.raises(ServiceError, match=message):
+        client.join(None, {})
+    with connection(address) as client:
+        client.session = session
+        answer = client.start(client.post("heartbeat", {"session": session}))
+        time.sleep(0.3)
+        assert not answer.done()
+        with served(CASE, port=int(address.rpartition(":")[2])), pytest.raises(UnknownMemberError):
+            answer.result(30)

@@ -1,0 +1,132 @@
+"""sdp train with a service: the launcher starts everything, and a killed group comes back."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+CONFIG: dict[str, Any] = {
+    "train_micro_batch_size_per_gpu": 2,
+    "optimizer": {"type": "AdamW", "params": {"lr": 2e-3}},
+    "scheduler": {"type": "WarmupLR", "params": {"warmup_num_steps": 10, "warmup_max_lr": 2e-3}},
+    "sdp": {
+        "groups": 2,
+        "capacity": 0.5,
+        "profile": "uniform",
+        "units": ["model.layers.*"],
+        "sync": {"every": 4, "service": {"grace_seconds": 2, "heartbeat_seconds": 0.5}},
+    },
+    "model": {
+        "name": "llama", "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 4, "num_attention_heads": 2,
+        "num_key_value_heads": 2, "max_position_embeddings": 64,
+    },
+    "data": {"sequence_length": 64, "tokenizer": "bytes"},
+    "training": {"steps": 60, "evaluate_every": 40, "evaluate_batches": 2},
+}  # fmt: skip
+
+
+def sdp(*words: str | Path, **options: Any) -> subprocess.Popen[str]:
+    command = [sys.executable, "-m", "sdp", *map(str, words)]
+    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, **options)
+
+
+def lines_of(path: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+
+
+def group_processes(run: Path) -> list[int]:
+    found = []
+    for path in Path("/proc").glob("[0-9]*/cmdline"):
+        try:
+            words = path.read_bytes().decode().split("\0")
+        except OSError:
+            continue
+        if any(word.startswith(f"{run}/groups/") for word in words):
+            found.append(int(path.parent.name))
+    return found
+
+
+def test_a_killed_group_and_a_killed_service_come_back(tmp_path: Path) -> None:
+    config, run = tmp_path / "run.json", tmp_path / "run"
+    config.write_text(json.dumps(CONFIG))
+    launcher = sdp("train", config, "--dump-dir", run)
+    try:
+        for word, after in (("groups", 2), ("serve", 6)):
+            while len(lines_of(run / "metrics.jsonl")) < after:
+                assert launcher.poll() is None, launcher.stdout and launcher.stdout.read()
+                time.sleep(0.05)
+            victims = group_processes(run) if word == "groups" else [_service(run)]
+            os.kill(victims[0], signal.SIGKILL)
+        output, _ = launcher.communicate(timeout=240)
+    finally:
+        launcher.kill()
+    assert launcher.returncode == 0, output
+    assert "group process" in output
+    assert "the service ended with exit code -9: restart 1 of 3" in output
+    lines, order = lines_of(run / "metrics.jsonl"), json.loads((run / "data_order.json").read_text())
+    assert [line["step"] for line in lines] == list(range(4, 64, 4))
+    dealt = order["first"] * order["groups"] + sum(len(shares) for shares in order["dealt"].values())
+    summary = json.loads((run / "summary.json").read_text())
+    assert summary["samples"] + summary["skipped_samples"] == dealt * order["micro_batches"] * order["width"]
+    assert summary["skipped_samples"] > 0
+    assert sorted(path.name for path in (run / "checkpoints").glob("step-*")) == ["step-56", "step-60"]
+    assert lines_of(run / "evaluations.jsonl")[-1]["loss"] < lines_of(run / "evaluations.jsonl")[0]["loss"]
+    _other_commands_read_it(run, config, tmp_path)
+
+
+def _service(run: Path) -> int:
+    for path in Path("/proc").glob("[0-9]*/cmdline"):
+        words = path.read_bytes().decode().split("\0")
+        if "serve" in words and str(run) in words:
+            return int(path.parent.name)
+    raise AssertionError("no service runs")
+
+
+def _other_commands_read_it(run: Path, config: Path, tmp_path: Path) -> None:
+    evaluation = sdp("evaluate", run, "--json")
+    found = json.loads(evaluation.communicate(timeout=120)[0].splitlines()[-1])
+    assert found["loss"] == pytest.approx(found["in_training"], rel=1e-5)
+    for words in (["report", run], ["export", run, "--to", "hf", tmp_path / "hf"]):
+        command = sdp(*words)
+        output, _ = command.communicate(timeout=120)
+        assert command.returncode == 0, output
+    settings = json.loads(config.read_text())
+    settings["training"]["steps"] = 64
+    settings["data"]["path"] = str(run / "corpus")
+    del settings["sdp"]["sync"]["service"]
+    for sync in (settings["sdp"]["sync"], None):
+        settings["sdp"]["sync"] = sync
+        config.write_text(json.dumps(settings))
+        static = sdp("train", config, "--dump-dir", run, "--resume", "--nproc", "2")
+        output, _ = static.communicate(timeout=120)
+        assert static.returncode == 0, output
+        assert "training: steps" in output
+        settings["training"]["steps"] += 4
+
+
+def test_mistakes_are_one_line(tmp_path: Path) -> None:
+    config = tmp_path / "run.json"
+    config.write_text(json.dumps(CONFIG))
+    environ = {**os.environ, "SDP_SERVICE_TOKEN": ""}
+    serve = ["serve", config, "--dump-dir", tmp_path / "run"]
+    for words, message in (
+        ([*serve, "--bind", "127.0.0.1:0"], "SDP_SERVICE_TOKEN: the token of the service has 0 characters"),
+        ([*serve, "--bind", "127.0.0.1"], "--bind 127.0.0.1: is not HOST:PORT"),
+        (["train", config, "--restarts", "2"], "--restarts: with sdp.sync.service, the file says how often"),
+        (["train", config, "--set", "sdp.sync.start_after=2"], "sdp.sync.start_after: with sdp.sync.service groups"),
+        (["train", config, "--set", "sdp.sync.service.min_groups=3"], "there are sdp.groups = 2 groups"),
+        (["train", config, "--set", "training.save_every=3"], "the service saves after every round"),
+    ):
+        command = sdp(*words, env=environ | ({"SDP_SERVICE_TOKEN": "x" * 20} if words[-1] == "127.0.0.1" else {}))
+        output, _ = command.communicate(timeout=120)
+        assert command.returncode == 2, output
+        assert message in output
+        assert len(output.splitlines()) == 1
