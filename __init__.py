@@ -11,6 +11,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from .engine.check import check as check
     from .engine.config.load import load_config as load_config
     from .engine.config.schema import Config as Config
     from .engine.distributed.join import init_distributed as init_distributed
@@ -46,6 +47,7 @@ _HOMES = {
     "PlacementError": "errors",
     "SDPError": "errors",
     "initialize": "initialize",
+    "check": "check",
     "Mesh": "distributed.mesh",
     "Placement": "placement.placement",
     "add_config_arguments": "initialize",

@@ -89,8 +89,8 @@ def without_decay(
     kinds["biases"] = {name for name in canonical.values() if name.rpartition(".")[2] == "bias"}
     exempt: set[str] = set()
     for pattern in patterns:
-        found = kinds.get(pattern, set()) or set(fnmatch.filter(canonical.values(), pattern))
-        if not found:
+        found = kinds[pattern] if pattern in kinds else set(fnmatch.filter(canonical.values(), pattern))
+        if not found and pattern not in kinds:  # many models have no biases
             raise ConfigError(
                 f"optimizer.params.no_decay: {quote(pattern)} fits no parameter; name norms, biases, embeddings, or a "
                 "pattern such as model.layers.*.norm.weight"

@@ -1,0 +1,165 @@
+"""Checks a combination of model, settings and machine in a few steps.
+
+The holders of each unit must have equal weights after every step. If every group holds the whole
+model, the weights must also be those of a plain torch loop over the batches of all ranks.
+"""
+
+from __future__ import annotations
+
+import copy
+import inspect
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch.func import functional_call
+from torch.nn.utils import clip_grad_norm_
+
+from .batch.call import call_model, loss_of, target_count
+from .distributed.agreement import gather_json
+from .engine import SDPEngine
+from .errors import ConfigError
+from .full_model.evaluation import exchange_batches
+
+TOLERANCE = {"float32": 1e-3, "bfloat16": 0.2, "float16": 0.2}  # of the norm of a step's changes
+
+
+@dataclass(frozen=True)
+class Checked:
+    """What a check found. It is equal on all ranks.
+
+    Attributes:
+        steps: how many steps were taken.
+        difference: the norm of the difference from plain torch's weights, relative to that of the
+            change that the steps made. None if the two were not compared.
+        norm_difference: the largest relative difference of the gradient's norm. Adam hides a wrong
+            scale of the gradient, which shows here.
+        why_not: why they were not compared.
+        worst: the parameter that differs most, relative to its own change.
+    """
+
+    steps: int
+    difference: float | None
+    norm_difference: float | None = None
+    why_not: str = ""
+    worst: str = ""
+
+
+def check(engine: SDPEngine, batches: Iterable[Any]) -> Checked:
+    """Take a step for every ``gradient_accumulation_steps`` of this rank's ``batches``. Collective.
+
+    Rank 0 needs memory for the dense model, if plain torch is compared.
+
+    Raises:
+        HolderMismatchError: Two holders of a unit have different weights or optimizer state.
+        ConfigError: There are too few batches.
+    """
+    micro, given = engine.gradient_accumulation_steps(), list(batches)
+    if len(given) < micro:
+        raise ConfigError(f"check: a step needs {micro} batches of each rank, and there are {len(given)}")
+    why_not = _why_not_compared(engine)
+    with engine.full_model() as whole:
+        plain = None if why_not or engine.global_rank else _Plain(engine, copy.deepcopy(whole))
+    steps = len(given) // micro
+    for step in range(steps):
+        mine = given[step * micro : (step + 1) * micro]
+        counts = [float(target_count(engine.module, batch)) for batch in mine]
+        everything = [] if why_not else exchange_batches(mine, counts, like=mine[0])
+        rates = [float(group["lr"]) for group in engine.store.optimizer.param_groups]
+        engine.module.train()
+        for batch in mine:
+            engine.backward(engine(batch))
+            engine.step()
+        if plain is not None:
+            plain.step(everything, rates, engine.get_global_grad_norm())
+        engine.check_holders()
+    state = None if why_not else engine.full_state_dict()
+    found = ("", None) if plain is None or state is None else plain.compare(state)
+    (worst, difference, norm_difference), *_ = gather_json([*found, plain and plain.norm_difference])
+    return Checked(steps, difference, norm_difference, why_not, worst)
+
+
+def _why_not_compared(engine: SDPEngine) -> str:
+    layout, config = engine.layout, engine.config
+    optimizer = type(engine.store.optimizer)
+    if any(len(info.holders) < layout.mesh.sdp for info in layout.parameters.values()):
+        return "groups hold parts of the model, which plain torch does not train; capacity 1.0 is compared"
+    if layout.paths > 1 or config.sdp.granularity == "neuron" or config.sdp.sync is not None:
+        return "plain torch has no paths, slices of neurons or local steps"
+    if not optimizer.__module__.startswith("torch.optim") or optimizer.__name__ == "Muon":
+        return f"{optimizer.__name__} is not an optimizer of torch"
+    if layout.mesh.tp > 1:
+        return "tensor-parallel ranks share out rows, which batches of plain torch do not know"
+    return ""
+
+
+class _Plain:
+    """The same model, trained by torch alone on the batches of all ranks."""
+
+    def __init__(self, engine: SDPEngine, model: nn.Module):
+        self._engine, self._model = engine, model.to("cpu", torch.float32).train()
+        self._named, self.norm_difference = dict(self._model.named_parameters()), 0.0
+        for name, parameter in self._named.items():
+            parameter.requires_grad_(engine.layout.parameters[name].trainable)
+        self._before = {name: parameter.detach().clone() for name, parameter in self._named.items()}
+        optimizer = engine.store.optimizer
+        names: list[list[str]] = [[] for _ in optimizer.param_groups]
+        for one in engine.store.stepped.values():
+            if one.group is not None:
+                names[one.group] += one.names
+        make: Any = type(optimizer)
+        settings = set(inspect.signature(make).parameters) - {"params", "fused", "foreach"}
+        groups = [
+            {key: value for key, value in group.items() if key in settings}
+            | {"params": [self._named[n] for n in members]}
+            for group, members in zip(optimizer.param_groups, names, strict=True)
+        ]
+        self._optimizer = make(
+            groups, **{key: optimizer.defaults[key] for key in settings if key in optimizer.defaults}
+        )
+
+    def step(self, batches: Sequence[tuple[Any, float]], rates: Sequence[float], norm: float) -> None:
+        """Step on the batches of all ranks, each with its number of labels. Compare the ``norm``."""
+        by_tokens = self._engine.config.training.loss_weighting == "tokens"
+        weights = [count if by_tokens else 1.0 for _, count in batches]
+        for group, rate in zip(self._optimizer.param_groups, rates, strict=True):
+            group["lr"] = rate
+        self._optimizer.zero_grad()
+        for (batch, _), weight in zip(batches, weights, strict=True):
+            if weight:
+                (loss_of(self._forward(batch)).float() * (weight / sum(weights))).backward()
+        limit = self._engine.config.gradient_clipping or float("inf")
+        ours = float(clip_grad_norm_([p for p in self._named.values() if p.grad is not None], limit))
+        self.norm_difference = max(self.norm_difference, abs(norm - ours) / (ours or 1e-30))
+        self._optimizer.step()
+
+    def _forward(self, batch: Any) -> Any:
+        dtype = getattr(torch, self._engine.config.precision)
+        if dtype == torch.float32:
+            return call_model(self._model, batch)
+        cast = {name: p.to(dtype) if p.is_floating_point() else p for name, p in self._named.items()}
+        return call_model(_Called(self._model, cast), batch)
+
+    def compare(self, state: Mapping[str, torch.Tensor]) -> tuple[str, float]:
+        """Return the parameter that differs most, and the relative difference of all."""
+        differences, changes = dict[str, float](), dict[str, float]()
+        for name, parameter in self._named.items():
+            differences[name] = float((state[name].float() - parameter.detach()).norm())
+            changes[name] = float((parameter.detach() - self._before[name]).norm())
+        worst = max(differences, key=lambda name: differences[name] / (changes[name] or 1e-30))
+        total = sum(value**2 for value in changes.values()) ** 0.5
+        return worst, sum(value**2 for value in differences.values()) ** 0.5 / (total or 1e-30)
+
+
+class _Called(nn.Module):
+    """A model that computes with other tensors than its parameters."""
+
+    def __init__(self, model: nn.Module, tensors: Mapping[str, torch.Tensor]):
+        super().__init__()
+        self._hidden = (model, tensors)
+        self.forward = model.forward
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return functional_call(self._hidden[0], dict(self._hidden[1]), args, kwargs)
