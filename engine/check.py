@@ -121,7 +121,7 @@ class _Plain:
         )
 
     def step(self, batches: Sequence[tuple[Any, float]], rates: Sequence[float], norm: float) -> None:
-        """Step on the batches of all ranks, each with its number of labels. Compare the ``norm``."""
+        """Step on the batches of all ranks, each with its number of labels; compare ``norm``."""
         by_tokens = self._engine.config.training.loss_weighting == "tokens"
         weights = [count if by_tokens else 1.0 for _, count in batches]
         for group, rate in zip(self._optimizer.param_groups, rates, strict=True):

@@ -27,6 +27,7 @@ class TrainOptions:
         nproc: processes to start, None to count them from the configuration.
         restarts: how often a run that loses a rank starts again.
         profile: the steps to profile, as text, or None.
+        check: take a few steps that are compared with plain torch, and train nothing.
         service: HOST:PORT of the service that keeps the anchors, or None.
         token_file: the file with the token of the service, or None.
         tls_ca: the file with the certificates to trust, or None for no encryption.
@@ -42,6 +43,7 @@ class TrainOptions:
     nproc: int | None = None
     restarts: int = 0
     profile: str | None = None
+    check: bool = False
     service: str | None = None
     token_file: Path | None = None
     tls_ca: Path | None = None
@@ -64,6 +66,7 @@ class TrainOptions:
             nproc=args.nproc,
             restarts=args.restarts,
             profile=args.profile,
+            check=args.check,
             service=args.service,
             token_file=args.token_file,
             tls_ca=args.tls_ca,
@@ -111,6 +114,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         nargs="?",
         const="3-5",
         help="record these steps of rank 0 in DIR/profile (default: 3-5)",
+    )
+    parser.add_argument(
+        "--check",
+        action="store_true",
+        help="train nothing: take 3 steps that are compared with plain torch, and 3 in which holders are compared",
     )
     parser.add_argument(
         "--service",

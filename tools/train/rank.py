@@ -30,6 +30,7 @@ from ..runs.run_config import with_absolute_paths, with_initial_model
 from ..runs.run_files import RunFiles
 from ..tasks.harness import LoadedTasks
 from . import preflight
+from .check import check_run
 from .failures import explained
 from .monitors import open_monitors
 from .observer import MemoryProbe, Observer
@@ -129,6 +130,12 @@ def run(options: TrainOptions, on_stall: Callable[[str], None]) -> int:
     mesh = mesh_of(config, world_size, None if service is None else 0)
     preflight.check(config, mesh, dump_dir, resume=options.resume and service is None)
     resume = options.resume or service is not None  # a group that is started again goes on with its files
+    if options.check:
+        with started(config, options, rank, world_size, on_stall) as beat, explained(config, beat, dump_dir=dump_dir):
+            status = check_run(config, dump_dir, beat)
+            if dist.is_initialized():
+                dist.destroy_process_group()
+            return status
     files = RunFiles(dump_dir, resume=resume) if rank == 0 else None
     monitors = open_monitors(config, dump_dir, resume=resume) if rank == 0 else None
     section = config.training.evaluate_tasks if rank == 0 else None

@@ -145,3 +145,17 @@ def test_a_run_is_found_again_from_another_directory(config, corpus, tmp_path, m
     assert main(["train", str(write_config(config, tmp_path)), "--dump-dir", str(tmp_path / "run")]) == 0
     monkeypatch.chdir(tmp_path)
     assert main(["evaluate", "run"]) == 0
+
+
+def test_a_check_trains_nothing(config: dict, tmp_path: Path) -> None:
+    checked = run_sdp("train", write_config(config, tmp_path), "--dump-dir", tmp_path / "run", "--check")
+    assert checked.returncode == 0, checked.stderr
+    dense, equal, held, not_compared = checked.stdout.splitlines()
+    assert (
+        dense
+        == "every group holds the whole model: 3 steps; after each, holders have equal weights and optimizer state"
+    )
+    assert equal.startswith("every group holds the whole model: equals plain torch: weights to ")
+    assert held.startswith("as configured: 3 steps")
+    assert "capacity 1.0 is compared" in not_compared
+    assert [path.name for path in (tmp_path / "run").iterdir()] == ["logs"]
