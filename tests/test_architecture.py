@@ -23,7 +23,7 @@ ENGINE_ORDER = (
     "errors", "json_files", "module_paths", "model_interface", "environment", "config", "distributed",
     "batch", "placement",
     "optim", "subnetwork", "stores", "sync", "service", "accounting", "full_model", "local_steps", "checkpoint",
-    "deepspeed_names", "engine", "construct", "tracing", "initialize", "integrations",
+    "deepspeed_names", "engine", "check", "construct", "tracing", "initialize", "integrations",
 )  # fmt: skip
 # The same inside tools/. Commands that are not listed are above these and do not import each other.
 TOOLS_ORDER = ("shared", "runs", "report", "tasks", "train", "plan")
