@@ -169,14 +169,14 @@ def make_clusters(
         clusters = np.empty(len(dataset), dtype=np.uint8)
         for start, tokens in _prefixes(dataset, prefix, f"dealing {split}", progress):
             scores = router.log_likelihoods(tokens)
-            here = (scores + router.biases).argmax(1)
-            clusters[start : start + len(tokens)] = here
+            best = (scores + router.biases).argmax(1)
+            clusters[start : start + len(tokens)] = best
             if split == "held_out":
-                np.add.at(losses, here, -scores[np.arange(len(here)), here] / (prefix - 1))
+                np.add.at(losses, best, -scores[np.arange(len(best)), best] / (prefix - 1))
                 losses_of_one -= one.log_likelihoods(tokens).sum() / (prefix - 1)
             else:
                 for k in range(count):
-                    counts[k] += np.bincount(tokens[here == k].ravel(), minlength=counts.shape[1])
+                    counts[k] += np.bincount(tokens[best == k].ravel(), minlength=counts.shape[1])
         dealt[split] = clusters
     tokenizer = load_tokenizer(directory)
     _write(directory, router, tokenizer, dealt, {"sequence_length": sequence_length, "seed": seed}, sets["train"])

@@ -150,12 +150,12 @@ class _Workers:
         self._idle: SimpleQueue[Any] = SimpleQueue()  # connections
         self._processes = []
         for _ in range(count):
-            here, there = context.Pipe()
+            near, there = context.Pipe()
             process = context.Process(target=_work, args=(there, arguments), daemon=True)
             self._processes.append(process)
             process.start()
             there.close()  # so that the pipe ends with the process
-            self._idle.put(here)
+            self._idle.put(near)
 
     def submit(self, batch: list[Document]) -> Future[EncodedBatch]:
         """Let a process encode ``batch``. The result raises LaunchError if the process ends."""
@@ -262,7 +262,7 @@ def _encode_batch(arguments: _Arguments, documents: list[Document]) -> EncodedBa
     ids: dict[str, list[np.ndarray]] = {}
     with_text = [document for document in documents if document.text]
     end = np.asarray([arguments.end_of_text], dtype=np.uint32)
-    for document, tokens in zip(with_text, encode([each.text for each in with_text]), strict=True):
+    for document, tokens in zip(with_text, encode([document.text for document in with_text]), strict=True):
         ids.setdefault(split_of(document, arguments.held_out), []).extend((tokens, end))
     return EncodedBatch(
         tokens={split: np.concatenate(parts) for split, parts in ids.items()},

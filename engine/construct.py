@@ -146,13 +146,13 @@ def _cut(
     if prepare is not None:
         layout = prepare(model, layout)
     # 3. Replace the blocks that this group lacks. Stand-ins keep the split blocks as skeletons.
-    stand_ins = replace_blocks(model, config, layout, group, compute_dtype)
+    replaced = replace_blocks(model, config, layout, group, compute_dtype)
     # 4. Scale branches. This reads the signatures of forward passes, which the next steps replace.
     scale.use(layout)
     scale.install(model)
     # 5. Activation checkpointing, on the blocks that this group runs. Compiled blocks must contain
     # it.
-    run = [name for name in layout.blocks if name not in stand_ins]
+    run = [name for name in layout.blocks if name not in replaced]
     checkpoint_activations(model, run, config.activation_checkpointing.mode)
     # 6. Frozen copies that cost little. A block that is recomputed makes them again as it runs.
     copy_cheaply(model, layout, group, config.sdp.copies, compute_dtype)

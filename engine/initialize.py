@@ -122,9 +122,9 @@ def _warn_of_settings_without_effect(config: Config, layout: Layout) -> None:
 
 def _announce_placement(config: Config, layout: Layout) -> None:
     if config.sdp.paths is not None:
-        own = sum(bool(unit.prefix) for unit in layout.units) // layout.paths
+        count = sum(bool(unit.prefix) for unit in layout.units) // layout.paths
         log.info("paths: %d, each with %d of the %d blocks for itself; group g trains path g mod %d",
-                 layout.paths, own, len(layout.blocks), layout.paths)  # fmt: skip
+                 layout.paths, count, len(layout.blocks), layout.paths)  # fmt: skip
     if layout.units:
         log.info("placement: %s", layout.placement.describe())
         for warning in warnings_of(config.sdp, layout.placement) + layout.warnings() if layout.mesh.sdp > 1 else []:
@@ -274,9 +274,9 @@ def initialize(
         )
     else:
         store = build_store(model, settings, layout, device, plan)
-        here = groups_here(param_groups, layout, store.parameters)
+        groups = groups_here(param_groups, layout, store.parameters)
         stepped_on = torch.device("cpu") if settings.zero_optimization.offloads else device
-        built, note = make_optimizer(settings.optimizer, optimizer, here, stepped_on, grouped=grouped)
+        built, note = make_optimizer(settings.optimizer, optimizer, groups, stepped_on, grouped=grouped)
         arrange_muon(built, layout, store.parameters, store.context.tensor_ranks, store.context.traffic)
         scheduler = scheduler_of(settings, lr_scheduler, built)
         store.optimizer = built
@@ -460,8 +460,8 @@ def _settings(args: Any, config: Any) -> Config:
 
 def _settings_of_all(config: Config) -> dict[str, Any]:
     """The settings that all ranks must agree on. Each rank may have its own paths and outputs."""
-    own = {"data", "tensorboard", "wandb", "env", "steps_per_print", "wall_clock_breakdown"}
-    settings = config.model_dump(mode="json", exclude=own)
+    individual = {"data", "tensorboard", "wandb", "env", "steps_per_print", "wall_clock_breakdown"}
+    settings = config.model_dump(mode="json", exclude=individual)
     for key in ("init_from", "keep", "start_timeout", "step_timeout"):
         del settings["training"][key]
     ours = settings["zero_optimization"]

@@ -61,12 +61,12 @@ class AcceleratedEngine:
 
         The Trainer calls the module itself there.
         """
-        own = module.forward
+        native_forward = module.forward
 
-        @functools.wraps(own)
+        @functools.wraps(native_forward)
         def forward(*args: Any, **kwargs: Any) -> Any:
             if module.training or self.engine.evaluation.is_running:
-                return own(*args, **kwargs)
+                return native_forward(*args, **kwargs)
             if self._full is None:
                 self._full = self._gathered.enter_context(self.engine.full_model())
             return self._full(*args, **kwargs)

@@ -98,15 +98,15 @@ def _check_value(value: Any) -> None:
         if depth > MOST_DEPTH + 1:
             raise JsonError(f"sections and lists are nested more than {MOST_DEPTH} levels deep")
         below: list[Any] = []
-        for each in level:
-            if isinstance(each, str):
-                _check_text(each)
-            elif isinstance(each, dict):
-                for key in each:
+        for item in level:
+            if isinstance(item, str):
+                _check_text(item)
+            elif isinstance(item, dict):
+                for key in item:
                     _check_text(key)
-                below.extend(each.values())
-            elif isinstance(each, list):
-                below.extend(each)
+                below.extend(item.values())
+            elif isinstance(item, list):
+                below.extend(item)
         level = below
 
 

@@ -157,11 +157,11 @@ class LocalSteps:
         """Apply the average that was started. Collective."""
         fragment = self.outer.fragment_under_way
         names = [name for name in self._store.layout.buffers if self._fragments[name] == fragment]
-        here = {name: buffer for name, buffer in self._module_buffers().items() if name in names}
+        buffers = {name: buffer for name, buffer in self._module_buffers().items() if name in names}
         if names:
             agree_on_buffers(self._store, names)
         facts = self.outer.arrive()
-        for name, buffer in here.items():
+        for name, buffer in buffers.items():
             self._buffers[name].copy_(buffer)
         changed = [name for name, fragment in self._fragments.items() if fragment == facts.fragment]
         self._groups.refresh(changed, self.outer.anchors)
@@ -223,27 +223,27 @@ class LocalSteps:
         """A context in which running statistics are the means over this group's ranks. Collective
         in the group.
         """
-        here = {n: b for n, b in self._module_buffers().items() if b.is_floating_point()}
+        buffers = {n: b for n, b in self._module_buffers().items() if b.is_floating_point()}
         group = self._context.communicators.group
-        own = {name: buffer.clone() for name, buffer in here.items()}
-        if group is not None and here:
-            flat = torch.cat([buffer.reshape(-1).double() for buffer in here.values()])
+        kept = {name: buffer.clone() for name, buffer in buffers.items()}
+        if group is not None and buffers:
+            flat = torch.cat([buffer.reshape(-1).double() for buffer in buffers.values()])
             self._context.sum_in_group(flat)
-            means = (flat / group.size()).split([buffer.numel() for buffer in here.values()])
-            for buffer, mean in zip(here.values(), means, strict=True):
+            means = (flat / group.size()).split([buffer.numel() for buffer in buffers.values()])
+            for buffer, mean in zip(buffers.values(), means, strict=True):
                 buffer.copy_(mean.view(buffer.shape))
         try:
             yield
         finally:
-            for name, buffer in here.items():
-                buffer.copy_(own[name])
+            for name, buffer in buffers.items():
+                buffer.copy_(kept[name])
 
     @torch.no_grad()
     def _swap_buffers(self) -> None:
         for name, buffer in self._module_buffers().items():
-            own = buffer.clone()
+            kept = buffer.clone()
             buffer.copy_(self._buffers[name])
-            self._buffers[name].copy_(own)
+            self._buffers[name].copy_(kept)
 
 
 class LocalTraining:
@@ -498,7 +498,7 @@ class LocalTraining:
         self._pending.clear()
         local = self.local
         under_way = local.outer.fragment_under_way if in_round and local is not None else None
-        if under_way is not None and self._rounds is not None and under_way != self._rounds.travelling(steps):
+        if under_way is not None and self._rounds is not None and under_way != self._rounds.under_way(steps):
             self._arrive()  # with these settings no later step would apply it
 
     def anchored(self) -> AbstractContextManager[None]:

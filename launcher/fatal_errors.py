@@ -20,7 +20,7 @@ import time
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from ..engine.distributed.heartbeat import Whereabouts, open_own_file
+from ..engine.distributed.heartbeat import RankPosition, open_own_file
 from ..engine.environment.detect import Supervision, detect
 from ..engine.errors import LaunchError, escape
 from ..engine.json_files import read_json_file
@@ -99,19 +99,19 @@ def say(text: str) -> None:
     show(f"sdp: {text}")
 
 
-def tells_of_loss(reason: str) -> bool:
+def names_lost_rank(reason: str) -> bool:
     """Whether the last words of a rank may mean that a rank or a host was lost."""
     return ": no progress for " in reason or ": another rank is gone " in reason
 
 
-def described_end(rank: int, exit_code: int, whereabouts: Whereabouts | None) -> str:
+def described_end(rank: int, exit_code: int, position: RankPosition | None) -> str:
     """How a process of this host ended, in words. An ``exit_code`` below zero is a signal."""
     if exit_code >= 0:
         how = f"ended with exit code {exit_code}"
     else:
         name = signal.Signals(-exit_code).name if -exit_code in set(signal.Signals) else f"signal {-exit_code}"
         how = f"was killed by {name}{_REASONS.get(name, '')}"
-    where = f" in step {whereabouts.step} ({whereabouts.phase})" if whereabouts else ""
+    where = f" in step {position.step} ({position.phase})" if position else ""
     return f"rank {rank} on {socket.gethostname()} {how}{where}"
 
 

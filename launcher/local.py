@@ -101,9 +101,9 @@ def _start_all(
     with socket.create_server((LOOPBACK, 0)) as listening:
         port, handle = listening.getsockname()[1], listening.fileno()
         for rank in range(processes):
-            own = local_environment(rank, processes, port).variables()
-            own |= {LISTENING_SOCKET: str(handle)} if rank == 0 else {}
-            environ = child_environment({**settings, **own}, defaults)
+            variables = local_environment(rank, processes, port).variables()
+            variables |= {LISTENING_SOCKET: str(handle)} if rank == 0 else {}
+            environ = child_environment({**settings, **variables}, defaults)
             ranks.append(RankProcess.start(rank, command, environ, log_dir, [handle] if rank == 0 else []))
 
 
@@ -166,9 +166,9 @@ def _suspect(ranks: Sequence[RankProcess]) -> str:
     """
     stopped = [process for process in ranks if process.is_stopped()]
     if stopped:
-        return f"; stopped: {stopped[0].whereabouts or f'rank {stopped[0].rank}'}"
-    known = [whereabouts for process in ranks if (whereabouts := process.whereabouts)]
-    behind = min(known, key=lambda whereabouts: (whereabouts.step, whereabouts.since), default=None)
+        return f"; stopped: {stopped[0].position or f'rank {stopped[0].rank}'}"
+    known = [position for process in ranks if (position := process.position)]
+    behind = min(known, key=lambda position: (position.step, position.since), default=None)
     return f"; the furthest behind: {behind}" if behind else ""
 
 
@@ -191,7 +191,7 @@ def _report(failures: Sequence[tuple[RankProcess, FatalError]], suspect: str) ->
     if process.rank == 0 and len(lines) > 1:
         show(failure.text.rstrip())
     reason = f" ({lines[-1].removeprefix('sdp: error: ')}{suspect})" if lines[-1] else ""
-    say(f"error: {described_end(process.rank, failure.exit_code, process.whereabouts)}{reason}; its log: {process.log}")
+    say(f"error: {described_end(process.rank, failure.exit_code, process.position)}{reason}; its log: {process.log}")
     return End(1, failure.is_loss)
 
 

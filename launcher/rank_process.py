@@ -11,8 +11,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from ..engine.distributed.heartbeat import Whereabouts, open_own_file, refuse_link
-from ..engine.environment.detect import ERROR_FILE, PARENT_PID, WHEREABOUTS_FILE
+from ..engine.distributed.heartbeat import RankPosition, open_own_file, refuse_link
+from ..engine.environment.detect import ERROR_FILE, PARENT_PID, POSITION_FILE
 from ..engine.errors import LaunchError
 from .fatal_errors import FatalError
 
@@ -31,7 +31,7 @@ class RankProcess:
     log: Path
     log_start: int
     error_file: Path
-    whereabouts_file: Path
+    position_file: Path
 
     @classmethod
     def start(
@@ -60,14 +60,14 @@ class RankProcess:
         """
         name = name or f"rank-{rank}"
         log, error_file = log_dir / f"{name}.log", log_dir / f"{name}.{os.getpid()}.error"
-        whereabouts_file = error_file.with_suffix(".whereabouts")
+        position_file = error_file.with_suffix(".position")
         environ |= {PARENT_PID: str(os.getpid())}
-        environ |= {ERROR_FILE: str(error_file.absolute()), WHEREABOUTS_FILE: str(whereabouts_file.absolute())}
+        environ |= {ERROR_FILE: str(error_file.absolute()), POSITION_FILE: str(position_file.absolute())}
         try:
             refuse_link(log_dir)
             log_dir.mkdir(parents=True, exist_ok=True)
             error_file.unlink(missing_ok=True)
-            whereabouts_file.unlink(missing_ok=True)
+            position_file.unlink(missing_ok=True)
             with os.fdopen(open_own_file(log), "ab") as output:
                 process = subprocess.Popen(
                     command,
@@ -78,7 +78,7 @@ class RankProcess:
                     process_group=0,  # Ctrl-C reaches the launcher only, which forwards it once
                     pass_fds=pass_fds,
                 )
-                return cls(rank, process, log, output.tell(), error_file, whereabouts_file)
+                return cls(rank, process, log, output.tell(), error_file, position_file)
         except OSError as error:
             raise LaunchError(f"rank {rank} cannot be started with its log in {log_dir}: {error}") from None
 
@@ -109,9 +109,9 @@ class RankProcess:
         return FatalError.read(self.error_file)
 
     @property
-    def whereabouts(self) -> Whereabouts | None:
+    def position(self) -> RankPosition | None:
         """Where in the run it said that it is."""
-        return Whereabouts.read(self.whereabouts_file)
+        return RankPosition.read(self.position_file)
 
     def is_stopped(self) -> bool:
         """Whether the process exists but does not run (SIGSTOP, a debugger)."""
@@ -133,7 +133,7 @@ class RankProcess:
 
     def forget(self) -> None:
         """Remove the files through which it talked to the launcher."""
-        for path in (self.error_file, self.whereabouts_file):
+        for path in (self.error_file, self.position_file):
             with contextlib.suppress(OSError):
                 path.unlink(missing_ok=True)
 

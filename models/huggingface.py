@@ -89,8 +89,8 @@ def _canonical_name(model: Any, conversions: list[Any]) -> Callable[[str], str |
     computed = {name for name, _ in model.named_buffers()} - kept.keys()
     # Tables that older versions of transformers wrote to files.
     ignored = re.compile("|".join([r"rotary_emb\.inv_freq$", *(model._keys_to_ignore_on_load_unexpected or ())]))
-    renamings = [each for each in conversions if isinstance(each, WeightRenaming)]
-    converters = [each for each in conversions if isinstance(each, WeightConverter)]
+    renamings = [conversion for conversion in conversions if isinstance(conversion, WeightRenaming)]
+    converters = [conversion for conversion in conversions if isinstance(conversion, WeightConverter)]
     prefix, kind = model.base_model_prefix, type(model).__name__
 
     def canonical_name(key: str) -> str | None:

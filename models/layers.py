@@ -177,10 +177,10 @@ def linear_cross_entropy(
         # Autocast casts the operands of a linear layer, but not those of a product with out=.
         with torch.autocast(hidden.device.type, enabled=False):
             return linear_cross_entropy(hidden.to(precision), weight.to(precision), targets, chunk_tokens, ranks)
-    own = _own_targets(targets, len(weight), ranks)
+    local_targets = _own_targets(targets, len(weight), ranks)
     if torch.is_grad_enabled() and (hidden.requires_grad or weight.requires_grad):
-        return _LinearCrossEntropy.apply(hidden, weight, targets, own, chunk_tokens, ranks)  # type: ignore[return-value]
-    chunks = _chunks(hidden, targets, own, chunk_tokens)
+        return _LinearCrossEntropy.apply(hidden, weight, targets, local_targets, chunk_tokens, ranks)  # type: ignore[return-value]
+    chunks = _chunks(hidden, targets, local_targets, chunk_tokens)
     return _mean(
         [_chunk_loss(F.linear(rows, weight), wanted, mine, ranks)[0] for rows, wanted, mine in chunks],
         _count(targets),
@@ -195,7 +195,7 @@ class _LinearCrossEntropy(Function):
         hidden: Tensor,
         weight: Tensor,
         targets: Tensor,
-        own: Tensor,
+        local_targets: Tensor,
         chunk_tokens: int,
         ranks: TensorRanks | None,
     ) -> Tensor:
@@ -204,7 +204,7 @@ class _LinearCrossEntropy(Function):
         # The sum over many chunks is float32 even if the weights are not.
         into_weight = torch.zeros_like(weight, dtype=torch.float32) if ctx.needs_input_grad[1] else None
         losses, start = [], 0
-        for rows, wanted, mine in _chunks(hidden, targets, own, chunk_tokens):
+        for rows, wanted, mine in _chunks(hidden, targets, local_targets, chunk_tokens):
             loss, into_logits = _chunk_loss(F.linear(rows, weight), wanted, mine, ranks, count)
             losses.append(loss)
             if into_hidden is not None:
@@ -241,8 +241,8 @@ def _own_targets(targets: Tensor, rows: int, ranks: TensorRanks | None) -> Tenso
     if ranks is None:
         return targets
     counted = targets != IGNORE_INDEX
-    own, here = own_ids(targets.masked_fill(~counted, 0), rows, ranks)
-    return own.masked_fill(~(here & counted), IGNORE_INDEX)
+    shifted, is_local = own_ids(targets.masked_fill(~counted, 0), rows, ranks)
+    return shifted.masked_fill(~(is_local & counted), IGNORE_INDEX)
 
 
 def _mean(losses: list[Tensor], count: Tensor, ranks: TensorRanks | None) -> Tensor:
@@ -250,14 +250,15 @@ def _mean(losses: list[Tensor], count: Tensor, ranks: TensorRanks | None) -> Ten
     return (total if ranks is None else ranks.all_reduce(total)) / count
 
 
-def _chunks(hidden: Tensor, targets: Tensor, own: Tensor, tokens: int) -> zip[tuple[Tensor, Tensor, Tensor]]:
-    return zip(hidden.split(tokens), targets.split(tokens), own.split(tokens), strict=True)
+def _chunks(hidden: Tensor, targets: Tensor, local_targets: Tensor, tokens: int) -> zip[tuple[Tensor, Tensor, Tensor]]:
+    return zip(hidden.split(tokens), targets.split(tokens), local_targets.split(tokens), strict=True)
 
 
 def _chunk_loss(
-    logits: Tensor, targets: Tensor, own: Tensor, ranks: TensorRanks | None, count: Tensor | None = None
+    logits: Tensor, targets: Tensor, local_targets: Tensor, ranks: TensorRanks | None, count: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Compute the float32 loss of ``logits`` (n, V), summed over this rank's ``own`` targets.
+    """Compute the float32 loss of ``logits`` (n, V), summed over this rank's
+    ``local_targets``.
 
     With ``count``, the second value is the gradient of (loss of all targets / ``count``) with
     respect to ``logits``, in their dtype.
@@ -265,14 +266,14 @@ def _chunk_loss(
     log_probabilities = (
         F.log_softmax(logits, dim=-1, dtype=torch.float32) if ranks is None else log_softmax(logits, ranks)
     )
-    loss = F.nll_loss(log_probabilities, own, ignore_index=IGNORE_INDEX, reduction="sum")
+    loss = F.nll_loss(log_probabilities, local_targets, ignore_index=IGNORE_INDEX, reduction="sum")
     if count is None:
         return loss, logits
-    here = own != IGNORE_INDEX
+    is_local = local_targets != IGNORE_INDEX
     # If no target counts, the loss is NaN but its gradient is zero, as in torch's cross-entropy.
     scale = torch.where(targets != IGNORE_INDEX, 1 / count, 0.0)[:, None]
     gradient = log_probabilities.exp_().mul_(scale)
-    gradient.scatter_add_(1, own.masked_fill(~here, 0)[:, None], -scale * here[:, None])
+    gradient.scatter_add_(1, local_targets.masked_fill(~is_local, 0)[:, None], -scale * is_local[:, None])
     return loss, gradient.to(logits.dtype)
 
 

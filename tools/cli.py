@@ -162,9 +162,9 @@ def _parse(argv: list[str], above: Supervision | None) -> argparse.Namespace:
     commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
     chosen = next((word for word in argv if not word.startswith("-")), None)
     for name, (_, text) in COMMANDS.items():
-        own = commands.add_parser(name, help=text, description=text)
+        subparser = commands.add_parser(name, help=text, description=text)
         if name == chosen:
-            module_of(name).add_arguments(own)
+            module_of(name).add_arguments(subparser)
     return parser.parse_args(split_set_values(argv), argparse.Namespace(argv=argv, above=above))
 
 

@@ -171,7 +171,7 @@ def evaluate(saved: SavedRun, limit: int | None = None, tasks: LoadedTasks | Non
         }
         scores = _run_tasks(tasks, saved, model) if tasks is not None else None
     written = () if saved.is_model else read_run(saved.dump_dir).evaluations
-    own = [line.get("loss") for line in written if line["step"] == saved.step]
+    losses = [line.get("loss") for line in written if line["step"] == saved.step]
     return Evaluation(
         checkpoint=str(saved.checkpoint),
         step=saved.step,
@@ -182,7 +182,7 @@ def evaluate(saved: SavedRun, limit: int | None = None, tasks: LoadedTasks | Non
         loss=loss,
         perplexity=None if measures else math.exp(min(loss, 700.0)),
         accuracy=measures.get("accuracy"),
-        in_training=own[-1] if own else None,
+        in_training=losses[-1] if losses else None,
         tasks=scores,
     )
 

@@ -163,9 +163,9 @@ def export(saved: SavedRun, out: Path, dtype: torch.dtype | None, max_shard_byte
     tensors = _of_this_package(model, dtype) if started is None else _as_at_the_start(model, started, dtype)
     if (damage := damaged_file(saved.checkpoint, saved.state["files"])) is not None:
         raise CheckpointError(damage)
-    keys, own = keys_in(saved.checkpoint), f"paths.{path}."
+    keys, prefix = keys_in(saved.checkpoint), f"paths.{path}."
     tensors = {
-        key: tensor._replace(name=own + tensor.name) if f"model/{own}{tensor.name}" in keys else tensor
+        key: tensor._replace(name=prefix + tensor.name) if f"model/{prefix}{tensor.name}" in keys else tensor
         for key, tensor in tensors.items()
     }
     partial = None

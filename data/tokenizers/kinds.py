@@ -109,7 +109,7 @@ class SentencePieceTokenizer:
         plain = [text for text in texts if SPACE_SYMBOL not in text]
         encoded = iter(self._processor.encode(plain, out_type=int, num_threads=1) if plain else ())
         ids = (self.encode(text) if SPACE_SYMBOL in text else next(encoded) for text in texts)
-        return [np.asarray(each, dtype=np.uint32) for each in ids]
+        return [np.asarray(row, dtype=np.uint32) for row in ids]
 
     def decode(self, ids: Sequence[int]) -> str:
         return self._processor.decode(list(ids))

@@ -43,7 +43,7 @@ def format_rate(bytes_per_second: float) -> str:
 
 def format_seconds(seconds: float) -> str:
     """Print a time with at most four significant digits: ``11.63 µs``, ``3.54 s``, ``12,345 s``."""
-    factor, unit = next((each for each in ((1, "s"), (1e-3, "ms")) if seconds >= each[0]), (1e-6, "µs"))
+    factor, unit = next((unit for unit in ((1, "s"), (1e-3, "ms")) if seconds >= unit[0]), (1e-6, "µs"))
     return f"{_significant(seconds / factor)} {unit}"
 
 

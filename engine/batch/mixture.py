@@ -118,13 +118,13 @@ class MixtureSampler(ResumableBatchSampler):
         chosen = self._sources_in_block(anchor)
         indices = np.empty(len(chosen), dtype=np.int64)
         for source in range(len(self.sources)):
-            here = np.flatnonzero(chosen == source)
-            positions = anchor.read[source] + np.arange(len(here))
+            places = np.flatnonzero(chosen == source)
+            positions = anchor.read[source] + np.arange(len(places))
             epochs, offsets = np.divmod(positions, self.sources[source].samples)
-            found = np.empty(len(here), dtype=np.int64)
+            found = np.empty(len(places), dtype=np.int64)
             for epoch in np.unique(epochs):
                 found[epochs == epoch] = self._source_order(source, int(epoch))[offsets[epochs == epoch]]
-            indices[here] = self._offsets[source] + found
+            indices[places] = self._offsets[source] + found
         return indices
 
     def _source_order(self, source: int, epoch: int) -> np.ndarray:
@@ -132,8 +132,8 @@ class MixtureSampler(ResumableBatchSampler):
             samples, key = self.sources[source].samples, self.sources[source].key
             order = np.arange(samples, dtype=np.uint32 if samples < 2**32 else np.int64)
             # The order depends on the source's key, not on its place in the list, which may change.
-            own = int.from_bytes(hashlib.sha256(key.encode()).digest()[:8], "big")
-            np.random.Generator(np.random.PCG64([self.seed, own, epoch])).shuffle(order)
+            source_seed = int.from_bytes(hashlib.sha256(key.encode()).digest()[:8], "big")
+            np.random.Generator(np.random.PCG64([self.seed, source_seed, epoch])).shuffle(order)
             self._orders[source] = (epoch, order)
         return self._orders[source][1]
 

@@ -246,11 +246,11 @@ class StreamLoader:
                 f"data loader state: the checkpoint counts {quote(state['stream'])}, this run {self._unit}; use the "
                 "same kind of training_data and the same micro-batch"
             )
-        own = self._data_ranks if self._has_own_share else None
-        if state.get("share_of") != own:
+        shares = self._data_ranks if self._has_own_share else None
+        if state.get("share_of") != shares:
             raise CheckpointError(
                 f"data loader state: the checkpoint read with shares of {quote(state.get('share_of'))} data ranks, "
-                f"this run with {own}; a data set with reads_own_share resumes on the same number of data ranks only"
+                f"this run with {shares}; a data set with reads_own_share resumes on the same number of data ranks only"
             )
         if self._is_once and state["position"] < self._read_to.position:
             raise CheckpointError(

@@ -55,11 +55,12 @@ def load_means(path: Path, targets: Mapping[str, Any], files: Mapping[str, str],
         alone: Whether this process loads by itself.
     """
     sources = _sources(SafeReader(path).read_metadata().state_dict_metadata)
-    groups = sorted({source.group for of in sources.values() for source in of})
-    counts = {key: [torch.zeros_like(t) for t in of.locals] for key, of in targets.items() if isinstance(of, Part)}
+    groups = sorted({source.group for pieces in sources.values() for source in pieces})
+    parts = {key: target for key, target in targets.items() if isinstance(target, Part)}
+    counts = {key: [torch.zeros_like(tensor) for tensor in target.locals] for key, target in parts.items()}
     scalars: dict[str, list[torch.Tensor]] = {}
-    for of in targets.values():
-        for tensor in of.locals if isinstance(of, Part) else ():
+    for held in targets.values():
+        for tensor in held.locals if isinstance(held, Part) else ():
             tensor.zero_()
     for group in groups:  # one after the other, so that memory holds one group's state at a time
         wanted: dict[str, Any] = {}

@@ -27,7 +27,7 @@ def load_between_averages(
     path: Path,
     state: Mapping[str, Any],
     groups: BetweenGroups,
-    own: SavedState,
+    share: SavedState,
     saved: set[str],
     random: dict[str, torch.Tensor],
     ranks: Ranks,
@@ -39,8 +39,8 @@ def load_between_averages(
     local: LocalSteps | None = groups.local
     # As JSON text, in which a tuple is a list.
     placements = groups.store.layout.placement.to_json(), state["placement"]
-    here, there = (json.dumps(placement, sort_keys=True) for placement in placements)
-    same = state["mesh"] == own.mesh_shape() and here == there
+    ours, there = (json.dumps(placement, sort_keys=True) for placement in placements)
+    same = state["mesh"] == share.mesh_shape() and ours == there
     position = state["sync"] or {"travelling": None, "fragments": 1, "steps_alone": 0}
     if local is not None and position["travelling"] is not None:  # its fragment must be the same here
         same = same and position["fragments"] == local.sync.fragments
@@ -50,8 +50,8 @@ def load_between_averages(
         _make_inner_state(groups, saved, f"local/{groups.context.at.sdp}/optimizer/")
         local.outer.restart(position["travelling"])
         buffers = weights_of(local.anchor_buffers)
-        load(path, own.anchors(local) | buffers | own.of_local_steps(local) | random, files, alone=alone)
-        own.finish_load()
+        load(path, share.anchors(local) | buffers | share.of_local_steps(local) | random, files, alone=alone)
+        share.finish_load()
         return position["steps_alone"] > 0 or position["travelling"] is not None
     if ranks.rank == 0 and has_groups(saved):
         log.warning(
@@ -59,7 +59,7 @@ def load_between_averages(
             "starts from the anchors with the mean of the holders' moments; this drops %d inner steps",
             path, position["steps_alone"],
         )  # fmt: skip
-    load_anchors(path, files, groups, own, saved, random, alone=alone)
+    load_anchors(path, files, groups, share, saved, random, alone=alone)
     return False
 
 
@@ -67,7 +67,7 @@ def load_anchors(
     path: Path,
     files: Mapping[str, str],
     groups: BetweenGroups,
-    own: SavedState,
+    share: SavedState,
     saved: set[str],
     random: Mapping[str, torch.Tensor],
     *,
@@ -80,26 +80,26 @@ def load_anchors(
         path: The checkpoint, written under any layout, with or without local steps.
         files: The hash of each of the checkpoint's files by name.
         groups: What this rank has. It may have no local steps.
-        own: This rank's share of a checkpoint. Its weights and buffers are filled in place.
+        share: This rank's share of a checkpoint. Its weights and buffers are filled in place.
         saved: The keys of the checkpoint's tensors.
         random: Generator states to fill.
         alone: Whether this process loads by itself.
     """
     local: LocalSteps | None = groups.local
-    weights = {key: value for key, value in own.tensors(to_load=True).items() if key.startswith("model/")}
+    weights = {key: value for key, value in share.tensors(to_load=True).items() if key.startswith("model/")}
     load(path, weights | dict(random), files, alone=alone)
     _make_inner_state(groups, keys_of_moments(saved) | saved, "optimizer/")
-    moments = own.moments()
+    moments = share.moments()
     if has_groups(saved):
         load_means(path, moments, files, alone=alone)
     else:
         load(path, moments, files, alone=alone)
     if local is not None:
         _make_outer_state(local, groups, saved)
-        if outer := own.outer(local):
+        if outer := share.outer(local):
             load(path, outer, files, alone=alone)
         local.reset()
-    own.finish_load()
+    share.finish_load()
     groups.forget_gradients()
 
 

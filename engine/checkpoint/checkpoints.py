@@ -135,7 +135,7 @@ class Checkpoints:
 
         if custom_load_fn is not None:
             raise ConfigError("load_checkpoint: a script's own custom_load_fn is not supported; leave it out")
-        engine, own = self._engine, self._state
+        engine, saved_state = self._engine, self._state
         if not load_module_strict and engine.global_rank == 0:
             log.warning("load_checkpoint: load_module_strict has no effect; a checkpoint must have all weights")
         ranks = Ranks(alone=engine.world_size == 1)
@@ -147,17 +147,17 @@ class Checkpoints:
         path, state = found
         client, groups = read_client_state(path, state, ranks), engine.groups
         if load_module_only:
-            resume(path, state, groups, own, None, None, None, ranks=ranks, with_optimizer=False)
+            resume(path, state, groups, saved_state, None, None, None, ranks=ranks, with_optimizer=False)
             engine.forget_micro_batches()
             return str(path), client
         names, optimizer = groups.names_of_param_groups(), engine.store.optimizer
         configured = named_rates(optimizer, names)
         state = state if load_lr_scheduler_states else {**state, "scheduler": None}
         if engine.config.sdp.sync is not None:  # what follows drops the state of the present round
-            state = check_weights(path, state, own, ranks)
+            state = check_weights(path, state, saved_state, ranks)
         engine.local_training.follow(state["global_steps"])
         in_round = resume(
-            path, state, groups, own, engine.lr_scheduler, engine.loader, engine.loss_scaler,
+            path, state, groups, saved_state, engine.lr_scheduler, engine.loader, engine.loss_scaler,
             ranks=ranks, with_optimizer=load_optimizer_states,
         )  # fmt: skip
         engine.forget_micro_batches()

@@ -28,14 +28,14 @@ from .state import SavedState, set_random_state
 log = logging.getLogger("sdp")
 
 
-def check_weights(path: Path, state: Mapping[str, Any], own: SavedState, ranks: Ranks) -> dict[str, Any]:
+def check_weights(path: Path, state: Mapping[str, Any], share: SavedState, ranks: Ranks) -> dict[str, Any]:
     """Check that no file is damaged, and that the weights and buffers fit. Collective.
 
     Returns:
         The checkpoint's ``state.json`` without the hashes of files, so that no load checks them
         again.
     """
-    weights = {key: of for key, of in own.tensors(to_load=True).items() if key.startswith("model/")}
+    weights = {key: tensor for key, tensor in share.tensors(to_load=True).items() if key.startswith("model/")}
     check(path, weights, state["files"], alone=ranks.alone)
     return {**state, "files": {}}
 
@@ -44,7 +44,7 @@ def resume(
     path: Path,
     state: Mapping[str, Any],
     groups: BetweenGroups,
-    own: SavedState,
+    share: SavedState,
     scheduler: Any,
     loader: Any,
     scaler: LossScaler | None,
@@ -62,7 +62,7 @@ def resume(
         path: The checkpoint, written under any layout.
         state: Its ``state.json``.
         groups: What this rank has: its store with the model and the optimizer, and local steps.
-        own: This rank's share of a checkpoint. It is filled in place.
+        share: This rank's share of a checkpoint. It is filled in place.
         scheduler: The learning-rate schedule, or None.
         loader: The loader of the training data, or None.
         scaler: The loss scale, or None.
@@ -83,21 +83,21 @@ def resume(
     problem = conflicting_rates(names, rates) if sets_rates else None
     ranks.agree(f"{path}: {problem}" if problem else None)
     in_groups, in_round = groups.local is not None or has_groups(saved), False
-    random = _random_numbers(path, state, own, saved, tell=ranks.rank == 0) if with_optimizer else {}
+    random = _random_numbers(path, state, share, saved, logs=ranks.rank == 0) if with_optimizer else {}
     if not with_optimizer:
         if in_groups:
             raise CheckpointError(
                 f"{path}: weights cannot be loaded without the optimizer's state between two averages of sdp.sync; "
                 "load all of it"
             )
-        weights = {key: of for key, of in own.tensors(to_load=True).items() if key.startswith("model/")}
+        weights = {key: tensor for key, tensor in share.tensors(to_load=True).items() if key.startswith("model/")}
         load(path, weights, state["files"], alone=ranks.alone)
-        own.finish_load()
+        share.finish_load()
         groups.forget_gradients()
     elif in_groups:
-        in_round = load_between_averages(path, state, groups, own, saved, random, ranks)
+        in_round = load_between_averages(path, state, groups, share, saved, random, ranks)
     else:
-        _load_tensors(path, state, groups, own, saved, random, ranks)
+        _load_tensors(path, state, groups, share, saved, random, ranks)
     groups.refresh_all(groups.local.anchors if groups.local is not None else None)
     every = groups.store.layout.copies.refresh_every
     if state["global_steps"] % every and ranks.rank == 0:
@@ -109,7 +109,7 @@ def resume(
     if with_optimizer and scaler is not None:
         scaler.load_state_dict(state["loss_scale"])
     if sets_rates:
-        _continue_schedule(path, state, groups, scheduler, tell=ranks.rank == 0)
+        _continue_schedule(path, state, groups, scheduler, logs=ranks.rank == 0)
         set_rates(groups.store.optimizer, names, rates)  # torch's schedulers do not set the rates when they are loaded
     if loader is not None and state["loader"] is not None:
         loader.load_state_dict(state["loader"])
@@ -126,15 +126,15 @@ def _refuse_what_does_not_fit(path: Path, state: Mapping[str, Any], scheduler: A
 
 
 def _random_numbers(
-    path: Path, state: Mapping[str, Any], own: SavedState, saved: set[str], *, tell: bool
+    path: Path, state: Mapping[str, Any], share: SavedState, saved: set[str], *, logs: bool
 ) -> dict[str, torch.Tensor]:
     """Return the generator states to load.
 
     There are none if another mesh wrote the checkpoint, because random numbers belong to a rank.
     """
-    same = state["mesh"] == own.mesh_shape()
-    random = {key: value for key, value in own.random_state().items() if same and key in saved}
-    if not random and tell:
+    same = state["mesh"] == share.mesh_shape()
+    random = {key: value for key, value in share.random_state().items() if same and key in saved}
+    if not random and logs:
         log.info("%s: was written under another layout or device, so random numbers (dropout) start again", path)
     return random
 
@@ -143,7 +143,7 @@ def _load_tensors(
     path: Path,
     state: Mapping[str, Any],
     groups: BetweenGroups,
-    own: SavedState,
+    share: SavedState,
     saved: set[str],
     random: dict[str, torch.Tensor],
     ranks: Ranks,
@@ -157,7 +157,7 @@ def _load_tensors(
         materialise_state(store)
     tensors, problem = {}, None
     try:
-        tensors = own.tensors(to_load=True)
+        tensors = share.tensors(to_load=True)
     except CheckpointError as error:  # no checkpoint can hold this optimizer's state
         problem = str(error)
     if not has_stepped:
@@ -170,19 +170,19 @@ def _load_tensors(
         if not had_state:
             optimizer_state.clear(optimizer)
         raise
-    own.finish_load()
+    share.finish_load()
     groups.forget_gradients()  # drop the gradients of micro-batches before the load
     if not has_stepped:
         optimizer_state.clear(optimizer)
 
 
 def _continue_schedule(
-    path: Path, state: Mapping[str, Any], groups: BetweenGroups, scheduler: Any, *, tell: bool
+    path: Path, state: Mapping[str, Any], groups: BetweenGroups, scheduler: Any, *, logs: bool
 ) -> None:
     saved = state["scheduler"]
     if scheduler is not None and saved is not None:
         # If the optimizer has groups of its own, the schedule's depend on the units held here.
         shared = saved if groups.context.user_groups is None else keep_shared_state(saved)
         scheduler.load_state_dict(adapt_state(shared, scheduler.state_dict()))
-    elif scheduler is not None and tell:
+    elif scheduler is not None and logs:
         log.warning("%s: has no scheduler's state, and this run has a schedule, which begins at its first step", path)

@@ -10,12 +10,12 @@ from .settings import settings_to_save
 from .state import SavedState
 
 
-def run_state(engine: Any, own: SavedState, rates: Mapping[str, float], client: Mapping[str, Any]) -> dict[str, Any]:
+def run_state(engine: Any, share: SavedState, rates: Mapping[str, float], client: Mapping[str, Any]) -> dict[str, Any]:
     """Return the content of ``state.json`` without the hashes of the files.
 
     Args:
         engine: The engine (:class:`~sdp.engine.engine.SDPEngine`).
-        own: This rank's share of the checkpoint.
+        share: This rank's share of the checkpoint.
         rates: The learning rate of each parameter of the full model.
         client: The JSON values of the caller's own state.
     """
@@ -29,7 +29,7 @@ def run_state(engine: Any, own: SavedState, rates: Mapping[str, float], client: 
         "global_samples": engine.global_samples,
         "skipped_steps": engine.skipped_steps,
         "loss_scale": scaler.state_dict() if scaler is not None else None,
-        "mesh": own.mesh_shape(),
+        "mesh": share.mesh_shape(),
         "placement": engine.layout.placement.to_json(),
         "learning_rates": dict(rates),
         "settings": settings_to_save(engine.config, engine.optimizer, groups.names_of_param_groups()),

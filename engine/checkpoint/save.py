@@ -158,7 +158,7 @@ def write(
     """
     tags = ranks.gather(tag)
     if len(set(tags)) > 1:
-        other = next(rank for rank, each in enumerate(tags) if each != tags[0])
+        other = next(rank for rank, tag in enumerate(tags) if tag != tags[0])
         raise CheckpointError(
             f"save_checkpoint: rank 0 has the tag {tags[0]!r}, rank {other} has {tags[other]!r}; give all ranks one tag"
         )
@@ -177,10 +177,10 @@ def write(
     try:
         ranks.agree(refuse_unless_shared(aside, ranks.rank))
         write_tensors(aside, tensors, ranks)
-        own = _attempt(lambda: hash_files(aside.glob(f"__{ranks.rank}_*.distcp")))
-        everyones = ranks.gather(own)
-        ranks.agree(own if isinstance(own, str) else None)
-        _on_rank_0(lambda: finish({name: digest for own in everyones for name, digest in own.items()}), ranks)
+        hashes = _attempt(lambda: hash_files(aside.glob(f"__{ranks.rank}_*.distcp")))
+        everyones = ranks.gather(hashes)
+        ranks.agree(hashes if isinstance(hashes, str) else None)
+        _on_rank_0(lambda: finish({name: digest for hashes in everyones for name, digest in hashes.items()}), ranks)
     except CheckpointError:
         if ranks.rank == 0 and is_ours(aside):
             shutil.rmtree(aside, ignore_errors=True)  # free the space, because the disk may be full

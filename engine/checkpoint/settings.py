@@ -37,20 +37,20 @@ def settings_to_save(config: Config, optimizer: Optimizer, names: Sequence[Seque
     return {"config": config.resolved(), "options": options}
 
 
-def describe_changes(saved: Mapping[str, Any], own: Mapping[str, Any], names: Sequence[Sequence[str]]) -> list[str]:
+def describe_changes(saved: Mapping[str, Any], present: Mapping[str, Any], names: Sequence[Sequence[str]]) -> list[str]:
     """Describe each setting that differs: its name, the saved value, and the configured value.
 
     Args:
         saved: The result of :func:`settings_to_save` in the checkpoint.
-        own: The same of this run.
+        present: The same of this run.
         names: For each parameter group of this run, the canonical names of its parameters.
     """
-    old, new = _values(saved.get("config")), _values(own["config"])
+    old, new = _values(saved.get("config")), _values(present["config"])
     pairs = {key: (old.get(key, _UNSET), new.get(key, _UNSET)) for key in {**old, **new}}
     options = _mapping(saved.get("options"))
     for members in names:
         before = next((options[name] for name in members if name in options), None)
-        after = own["options"].get(members[0]) if members else None
+        after = present["options"].get(members[0]) if members else None
         if before is not None and after is not None:
             for key in _OPTIONS:
                 pairs.setdefault(key, (json.dumps(_mapping(before).get(key)), json.dumps(after.get(key))))
@@ -107,7 +107,7 @@ def _mapping(value: Any) -> Mapping[str, Any]:
 def _plain(value: Any) -> Any:
     """Return ``value`` as JSON: tensors of one element become numbers, tuples become lists."""
     if isinstance(value, list | tuple):
-        return [_plain(each) for each in value]
+        return [_plain(item) for item in value]
     if value is None or isinstance(value, bool | int | float | str):
         return value
     return float(value) if hasattr(value, "item") else str(value)

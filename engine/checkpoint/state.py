@@ -134,7 +134,7 @@ class SavedState:
         """Return what this rank's group has by itself, and the outer state, by key."""
         self._counts, self._twins = [], []
         found = self.outer(local)
-        means, before = local.outer.travelling
+        means, before = local.outer.pending_changes
         for key, mean in means.items():
             self._add_pieces(found, "travelling/{}", key, mean)
         at = self._context.at

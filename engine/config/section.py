@@ -104,10 +104,10 @@ def parse_section(
 
 def _homes(schema: type[BaseModel], key: str, prefix: str = "") -> list[str]:
     """Return the paths below ``schema`` that end in ``key``."""
-    here = [f"{prefix}{key}"] if key in schema.model_fields else []
+    matches = [f"{prefix}{key}"] if key in schema.model_fields else []
     inner = ((name, field.annotation) for name, field in schema.model_fields.items())
     sections = ((name, kind) for name, kind in inner if isinstance(kind, type) and issubclass(kind, BaseModel))
-    return here + [home for name, kind in sections for home in _homes(kind, key, f"{prefix}{name}.")]
+    return matches + [home for name, kind in sections for home in _homes(kind, key, f"{prefix}{name}.")]
 
 
 def _path_in(raw: Any, location: tuple[int | str, ...]) -> KeyPath:

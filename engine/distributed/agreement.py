@@ -225,8 +225,8 @@ def first_difference(path: str, first: Any, second: Any) -> tuple[str, str, str]
         )
         if key in first and key in second:
             return first_difference(f"{path}.{key}", first[key], second[key])
-        there, here = (json.dumps(values[key]) if key in values else "nothing" for values in (first, second))
-        return f"{path}.{key}", there, here
+        there, mine = (json.dumps(values[key]) if key in values else "nothing" for values in (first, second))
+        return f"{path}.{key}", there, mine
     return path, json.dumps(first), json.dumps(second)
 
 

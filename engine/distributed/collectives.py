@@ -295,9 +295,9 @@ def vocabulary_embedding(ids: Tensor, rows: Tensor, ranks: TensorRanks) -> Tenso
         rows: this rank's rows of the table (V/T, D).
         ranks: the ranks among which the table is cut.
     """
-    own, here = own_ids(ids, len(rows), ranks)
-    found = F.embedding(own, rows)
-    return scatter_sequence(found.masked_fill(~here[..., None], 0), ranks)
+    shifted, is_local = own_ids(ids, len(rows), ranks)
+    found = F.embedding(shifted, rows)
+    return scatter_sequence(found.masked_fill(~is_local[..., None], 0), ranks)
 
 
 def own_ids(ids: Tensor, part: int, ranks: TensorRanks) -> tuple[Tensor, Tensor]:
@@ -316,9 +316,9 @@ def own_ids(ids: Tensor, part: int, ranks: TensorRanks) -> tuple[Tensor, Tensor]
         torch._assert_async(
             ((ids >= 0) & (ids < vocabulary)).all(), f"a token id is outside the vocabulary of {vocabulary}"
         )
-    own = ids - ranks.index * part
-    here = (own >= 0) & (own < part)
-    return own.masked_fill(~here, 0), here
+    shifted = ids - ranks.index * part
+    is_local = (shifted >= 0) & (shifted < part)
+    return shifted.masked_fill(~is_local, 0), is_local
 
 
 def log_softmax(logits: Tensor, ranks: TensorRanks) -> Tensor:

@@ -66,13 +66,13 @@ def refuse_link(path: Path) -> None:
 
 _LOOK_SECONDS = 0.5
 UNCHANGED_SECONDS = 5.0
-_TELL_SECONDS = 10.0
-STUCK_SECONDS = _TELL_SECONDS + 5.0  # faulthandler gives the rank's own thread this much more time
+_REPORT_SECONDS = 10.0
+STUCK_SECONDS = _REPORT_SECONDS + 5.0  # faulthandler gives the rank's own thread this much more time
 _RECORD_BYTES = 256  # all records have the same size, because each one overwrites the one before
 
 
 @dataclass(frozen=True)
-class Whereabouts:
+class RankPosition:
     """Where a rank is in its run.
 
     Attributes:
@@ -93,7 +93,7 @@ class Whereabouts:
         return f"rank {self.rank} on {self.host}, step {self.step}, {self.phase}"
 
     @classmethod
-    def read(cls, path: Path) -> Whereabouts | None:
+    def read(cls, path: Path) -> RankPosition | None:
         """Return what a rank last wrote to ``path``, or None."""
         try:
             return cls(**read_json_file(path, most_bytes=1 << 16))
@@ -109,10 +109,10 @@ class Heartbeat:
 
     Args:
         rank: the number of the rank.
-        file: where the whereabouts are written, None for nowhere.
+        file: where the position is written, None for nowhere.
         log: the rank's log file, None for none.
         on_stall: called with a message if there is no progress.
-        on_wait: called with the whereabouts if they do not change for UNCHANGED_SECONDS.
+        on_wait: called with the position if it does not change for UNCHANGED_SECONDS.
     """
 
     def __init__(
@@ -121,12 +121,12 @@ class Heartbeat:
         file: Path | None,
         log: Path | None,
         on_stall: Callable[[str], None],
-        on_wait: Callable[[Whereabouts], None] = lambda _: None,
+        on_wait: Callable[[RankPosition], None] = lambda _: None,
     ):
         self._rank, self._host, self._on_stall, self._on_wait = rank, socket.gethostname(), on_stall, on_wait
         self._log = os.fdopen(open_own_file(log), "a", encoding="utf-8") if log is not None else None
         self._file = open_own_file(file, os.O_WRONLY | os.O_CREAT | os.O_TRUNC) if file is not None else None
-        self._whereabouts = Whereabouts(rank, self._host, 0, "starting", time.time())
+        self._position = RankPosition(rank, self._host, 0, "starting", time.time())
         self._seconds: float | None = None
         self._started = time.monotonic()
         self._stopped = threading.Event()
@@ -134,17 +134,17 @@ class Heartbeat:
         self._thread.start()
 
     @property
-    def whereabouts(self) -> Whereabouts:
+    def position(self) -> RankPosition:
         """Where the rank is."""
-        return self._whereabouts
+        return self._position
 
     def at(self, step: int, phase: str, seconds: float | None) -> None:
         """The rank begins ``phase`` of ``step``, which may take ``seconds`` (None: any time)."""
-        self._whereabouts = Whereabouts(self._rank, self._host, step, phase, time.time())
+        self._position = RankPosition(self._rank, self._host, step, phase, time.time())
         self._started, self._seconds = time.monotonic(), seconds
         if self._file is not None:
             with contextlib.suppress(OSError):  # on a full disk only the message for a hang suffers
-                os.pwrite(self._file, json.dumps(asdict(self._whereabouts)).ljust(_RECORD_BYTES).encode(), 0)
+                os.pwrite(self._file, json.dumps(asdict(self._position)).ljust(_RECORD_BYTES).encode(), 0)
 
     def stop(self) -> None:
         """Watch no longer: the process goes on with other work after the run."""
@@ -159,28 +159,28 @@ class Heartbeat:
             self._file = None
 
     def _watch(self) -> None:
-        waiting: Whereabouts | None = None
+        waiting: RankPosition | None = None
         while not self._stopped.wait(_LOOK_SECONDS):
-            whereabouts, started, seconds = self._whereabouts, self._started, self._seconds
-            if whereabouts is not waiting and time.monotonic() - started >= UNCHANGED_SECONDS:
-                self._on_wait(waiting := whereabouts)
+            position, started, seconds = self._position, self._started, self._seconds
+            if position is not waiting and time.monotonic() - started >= UNCHANGED_SECONDS:
+                self._on_wait(waiting := position)
             left = started + seconds - time.monotonic() if seconds is not None else math.inf
             if self._log is not None:
                 if seconds is None:
                     faulthandler.cancel_dump_traceback_later()
                 elif left >= 0:
                     faulthandler.dump_traceback_later(left + STUCK_SECONDS, file=self._log, exit=True)
-            if left < 0 and whereabouts is self._whereabouts and not self._stopped.is_set():
+            if left < 0 and position is self._position and not self._stopped.is_set():
                 self._end(f"no progress for {seconds:g} s")
 
     def _end(self, reason: str) -> None:
         """End the process with exit code 1, for a reason such as "no progress for 600 s"."""
-        telling = threading.Thread(target=self._tell, args=(f"{self._whereabouts}: {reason}",), daemon=True)
-        telling.start()
-        telling.join(_TELL_SECONDS)
+        reporting = threading.Thread(target=self._report, args=(f"{self._position}: {reason}",), daemon=True)
+        reporting.start()
+        reporting.join(_REPORT_SECONDS)
         os._exit(1)
 
-    def _tell(self, message: str) -> None:
+    def _report(self, message: str) -> None:
         if self._log is not None:
             with contextlib.suppress(OSError):
                 faulthandler.dump_traceback(file=self._log)
@@ -250,7 +250,7 @@ class CallWatch:
             if (lost := GONE.search(str(error)) or _SILENT.search(str(error))) is None:
                 raise
             atexit.unregister(self._at_exit)  # the others shall know the call, and not the end of the script
-            raise PeerLostError(f"{self._beat.whereabouts}: {lost[0]}: {self._everyone()}") from error
+            raise PeerLostError(f"{self._beat.position}: {lost[0]}: {self._everyone()}") from error
         finally:
             self._is_inside = False
             self._beat.at(engine.global_steps, f"in the script behind {call}", None)
@@ -259,21 +259,21 @@ class CallWatch:
         print(f"sdp: error: {message}: {self._everyone()}", file=sys.stderr, flush=True)
 
     def _at_exit(self) -> None:
-        self._beat.at(self._beat.whereabouts.step, "at the end of its script", None)
-        self._publish(self._beat.whereabouts)
+        self._beat.at(self._beat.position.step, "at the end of its script", None)
+        self._publish(self._beat.position)
 
-    def _publish(self, whereabouts: Whereabouts) -> None:
+    def _publish(self, position: RankPosition) -> None:
         with suppress(Exception):  # rank 0, which serves the store, may be gone
-            self._store.set(str(whereabouts.rank), f"{whereabouts.phase} after step {whereabouts.step}")
+            self._store.set(str(position.rank), f"{position.phase} after step {position.step}")
 
     def _everyone(self) -> str:
         """Where all ranks stand, in words."""
-        self._publish(self._beat.whereabouts)
+        self._publish(self._beat.position)
         ranks: dict[str, list[int]] = defaultdict(list)
         deadline = time.monotonic() + _ANSWER_SECONDS
         for rank in range(self._world_size):
             ranks[self._place_of(rank, deadline)].append(rank)
-        places = "; ".join(f"{_numbers(each)} {place}" for place, each in ranks.items())
+        places = "; ".join(f"{_numbers(members)} {place}" for place, members in ranks.items())
         return f"{places}. All ranks must make the same calls, and read the same number of batches"
 
     def _place_of(self, rank: int, deadline: float) -> str:

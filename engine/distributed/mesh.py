@@ -156,7 +156,7 @@ def machine_id() -> str:
         return socket.gethostname()
 
 
-def told_apart(hosts: Sequence[tuple[str, str]]) -> list[str]:
+def unique_host_names(hosts: Sequence[tuple[str, str]]) -> list[str]:
     """Return, for each rank, a host name that no other machine has. Machines may share a host name.
 
     Args:
@@ -181,10 +181,10 @@ def split_tensor_group(hosts: Sequence[str], tp: int) -> str | None:
         tp: the number of neighbouring ranks in a tensor-parallel group.
     """
     for first in range(0, len(hosts), tp):
-        if len(here := list(dict.fromkeys(hosts[first : first + tp]))) > 1:
+        if len(crossed := list(dict.fromkeys(hosts[first : first + tp]))) > 1:
             return (
                 f"tensor parallelism of {tp} ranks crosses the network: ranks {first} to {first + tp - 1} are on "
-                f"{' and '.join(here)}, and wait for each other's activations in every layer, forward and backward; "
+                f"{' and '.join(crossed)}, and wait for each other's activations in every layer, forward and backward; "
                 "choose a tensor_parallel.autotp_size that divides the ranks of each host"
             )
     return None

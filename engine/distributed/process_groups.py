@@ -41,12 +41,12 @@ def tensor_group(mesh: Mesh) -> dist.ProcessGroup | None:
         return None
     if mesh.tp == mesh.world_size:
         return dist.group.WORLD  # type: ignore[return-value]
-    own = None
+    own_group = None
     for ranks in mesh.all_neighbours():
         group = new_group(list(ranks), backend=_backend())
         if dist.get_rank() in ranks:
-            own = group
-    return own  # type: ignore[return-value]
+            own_group = group
+    return own_group  # type: ignore[return-value]
 
 
 def _backend() -> str | None:
@@ -165,9 +165,9 @@ class Communicators:
                 self.holders[holders] = made_group
         for source, groups in sorted(set(refreshes)) if together else ():
             for ranks in zip(*map(mesh.ranks_of, groups), strict=True):
-                own = new_group(list(ranks), backend=_backend())
+                holders = new_group(list(ranks), backend=_backend())
                 if self.rank in ranks:
-                    self.refresh[source, groups] = own  # type: ignore[assignment]
+                    self.refresh[source, groups] = holders  # type: ignore[assignment]
         if local_steps:
             own_ranks = mesh.ranks_of(at.sdp)
             for sdp in mesh.groups:

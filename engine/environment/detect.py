@@ -92,7 +92,7 @@ def _check_length(length: int, text: str) -> None:
 
 PARENT_PID = "SDP_PARENT_PID"
 ERROR_FILE = "SDP_ERROR_FILE"
-WHEREABOUTS_FILE = "SDP_PLACE_FILE"
+POSITION_FILE = "SDP_PLACE_FILE"
 LISTENING_SOCKET = "SDP_LISTENING_SOCKET"  # a file descriptor that rank 0 inherits
 
 # SLURM reserves step ids from here on: 0xfffffffb for the batch script, and 0xfffffffa for an
@@ -220,9 +220,9 @@ def supervision() -> Supervision | None:
     return Supervision(int(parent), Path(error_file) if error_file else None) if parent.isdigit() else None
 
 
-def whereabouts_file() -> Path | None:
-    """Return the file in which this rank writes its whereabouts for its launcher, or None."""
-    path = os.environ.get(WHEREABOUTS_FILE, "")
+def position_file() -> Path | None:
+    """Return the file in which this rank writes its position for its launcher, or None."""
+    path = os.environ.get(POSITION_FILE, "")
     return Path(path) if path else None
 
 
@@ -343,11 +343,11 @@ def _ask_mpi_for_the_master() -> None:
     begun = MPI.Is_initialized()  # true if the user's script uses MPI itself
     if not begun:
         MPI.Init()
-    told = _integer(os.environ, launcher.world_size)
-    same = MPI.COMM_WORLD.Get_size() == told
+    stated = _integer(os.environ, launcher.world_size)
+    same = MPI.COMM_WORLD.Get_size() == stated
     if same:
-        own = (socket.gethostname(), free_port()) if MPI.COMM_WORLD.Get_rank() == 0 else None
-        address, port = MPI.COMM_WORLD.bcast(own)
+        master = (socket.gethostname(), free_port()) if MPI.COMM_WORLD.Get_rank() == 0 else None
+        address, port = MPI.COMM_WORLD.bcast(master)
         export({"MASTER_ADDR": address, "MASTER_PORT": str(port)})
     if not begun:
         MPI.Finalize()

@@ -173,7 +173,7 @@ class FullModel:
         dtype = context.compute_dtype if dtype is None else dtype
         needed, free = uncut.bytes_needed(dtype), free_bytes(context.device)
         facts = gather_json([free, machine_id()])
-        check_room(needed, [each[0] for each in facts], [each[1] for each in facts], context.device)
+        check_room(needed, [fact[0] for fact in facts], [fact[1] for fact in facts], context.device)
         with outside_inference_mode(), self._anchored():
             values = uncut.gather(self._stream(), dtype, context.device, path)
         with uncut.filled(values, dtype, context.device, layout) as model:

@@ -228,18 +228,18 @@ class StreamedEvaluation:
         def undo() -> None:
             for handle in handles:
                 handle.remove()
-            for stand_in in pass_throughs(self._store.module):
-                stand_in.__dict__.pop("forward", None)
+            for block in pass_throughs(self._store.module):
+                block.__dict__.pop("forward", None)
 
         return undo
 
-    def _run_guest(self, stand_in: PassThrough) -> Callable[..., Any]:
+    def _run_guest(self, block: PassThrough) -> Callable[..., Any]:
         def forward(*args: Any, **kwargs: Any) -> Any:
-            self._lockstep.stop(stand_in.name)
+            self._lockstep.stop(block.name)
             cast = self._store.context.compute_dtype
             if cast != torch.float32:
                 args, kwargs = tree_map(lambda x: x.to(cast) if _is_float(x) else x, (args, kwargs))
-            return functional_call(stand_in.skeleton, self._guest, args, kwargs)
+            return functional_call(block.skeleton, self._guest, args, kwargs)
 
         return forward
 
@@ -385,9 +385,9 @@ def routed_loss(store: GroupStore, batches: Sequence[Any], weights: Sequence[flo
         of_path = [
             (batch, weight) for batch, (path, weight) in everything if path == store.layout.path_of(context.at.sdp)
         ]
-        here = of_path[share::shares]
+        turns = of_path[share::shares]
         for step in range(-(-len(of_path) // shares)):  # the ranks of a group take equally many steps
-            batch, weight = here[step] if step < len(here) else (of_path[0][0], 0.0)
+            batch, weight = turns[step] if step < len(turns) else (of_path[0][0], 0.0)
             loss = loss_of(call_model(store.module, to_device(batch, context.device))).item()
             if weight:
                 sums += torch.tensor([[loss * weight, weight]], dtype=torch.float64, device=context.device)
@@ -409,8 +409,12 @@ def exchange_batches(batches: Sequence[Any], facts: Sequence[Any], like: Any) ->
     for batch in batches:
         leaves = list[Any]()
         map_leaves(leaves.append, batch)
-        here = {f"{len(others)}.{index}": leaf for index, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor)}
-        tensors |= {key: leaf.detach().cpu().clone(memory_format=torch.contiguous_format) for key, leaf in here.items()}
+        batch_tensors = {
+            f"{len(others)}.{index}": leaf for index, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor)
+        }
+        tensors |= {
+            key: leaf.detach().cpu().clone(memory_format=torch.contiguous_format) for key, leaf in batch_tensors.items()
+        }
         others.append([None if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves])
     try:
         plain = gather_json([list(facts), others])
@@ -583,11 +587,11 @@ def with_statistics(module: nn.Module, statistics: Statistics) -> Iterator[None]
     context.
     """
     buffers = {name: buffer for name, buffer in module.named_buffers() if name in statistics}
-    own = {name: buffer.detach().clone() for name, buffer in buffers.items()}
+    kept = {name: buffer.detach().clone() for name, buffer in buffers.items()}
     try:
         for name, buffer in buffers.items():
             buffer.data.copy_(statistics[name])
         yield
     finally:
         for name, buffer in buffers.items():
-            buffer.data.copy_(own[name])  # ``data`` hides this from autograd: a backward pass may still follow
+            buffer.data.copy_(kept[name])  # ``data`` hides this from autograd: a backward pass may still follow

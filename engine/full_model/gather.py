@@ -172,14 +172,16 @@ def agree_on_buffers(store: GroupStore, names: Collection[str] | None = None) ->
     infos = {name: info for name, info in layout.buffers.items() if names is None or name in names}
     if layout.mesh.world_size == 1 or not infos:
         return
-    here = {name: buffer for name, buffer in persistent_buffers(store).items() if name in infos}
+    buffers = {name: buffer for name, buffer in persistent_buffers(store).items() if name in infos}
     mean = BufferMean(infos, store.context.device)
-    mean.add(here, held_entries(layout, store.context.at.sdp, store.context.device))
-    mean.over(store.context.all_reduce_control).give(here)
-    _take_first_holders(store, here, infos)
+    mean.add(buffers, held_entries(layout, store.context.at.sdp, store.context.device))
+    mean.over(store.context.all_reduce_control).give(buffers)
+    _take_first_holders(store, buffers, infos)
 
 
-def _take_first_holders(store: GroupStore, here: Mapping[str, torch.Tensor], infos: Mapping[str, TensorInfo]) -> None:
+def _take_first_holders(
+    store: GroupStore, buffers: Mapping[str, torch.Tensor], infos: Mapping[str, TensorInfo]
+) -> None:
     """Take buffers that are not floating-point from their first holder.
 
     They are summed as bytes, where all ranks but one contribute zeros.
@@ -187,13 +189,13 @@ def _take_first_holders(store: GroupStore, here: Mapping[str, torch.Tensor], inf
     others = {name: info for name, info in infos.items() if not info.dtype.is_floating_point}
     if not others:
         return
-    own = []
+    messages = []
     for name, info in others.items():
         gives = store.context.rank == store.layout.mesh.rank(info.holders[0])
-        value = here[name] if gives else torch.zeros(info.shape, dtype=info.dtype, device=store.context.device)
-        own.append(value.contiguous().view(-1).view(torch.uint8))
-    total = torch.cat(own)
+        value = buffers[name] if gives else torch.zeros(info.shape, dtype=info.dtype, device=store.context.device)
+        messages.append(value.contiguous().view(-1).view(torch.uint8))
+    total = torch.cat(messages)
     store.context.all_reduce_control(total)
-    for (name, info), value in zip(others.items(), total.split([len(part) for part in own]), strict=True):
-        if name in here:
-            here[name].copy_(value.clone().view(info.dtype).view(info.shape))
+    for (name, info), value in zip(others.items(), total.split([len(part) for part in messages]), strict=True):
+        if name in buffers:
+            buffers[name].copy_(value.clone().view(info.dtype).view(info.shape))

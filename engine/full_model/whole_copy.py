@@ -49,10 +49,10 @@ class UncutModel:
         self._skeleton: nn.Module | None = None
         self._obstacle = ""
         known: dict[int, Any] = {
-            id(of): nn.Parameter(of.detach().to("meta"), requires_grad=False) for of in model.parameters()
+            id(weight): nn.Parameter(weight.detach().to("meta"), requires_grad=False) for weight in model.parameters()
         }
         saved = layout.buffers_at(0)
-        known |= {id(of): of.to("meta") for name, of in model.named_buffers() if name in saved}
+        known |= {id(buffer): buffer.to("meta") for name, buffer in model.named_buffers() if name in saved}
         try:
             self._skeleton = copy.deepcopy(model, known)
         except Exception as error:  # any class may refuse to be copied
@@ -96,8 +96,8 @@ class UncutModel:
         layout, path = self._layout, 0 if path is None and self._layout.paths == 1 else path
         if path is None or path not in range(layout.paths):
             raise ConfigError(f"full_model: path {path!r} is no path; give one from 0 to {layout.paths - 1}")
-        here = (layout.parameters_at(path) | layout.buffers_at(path)).values()  # group P trains path P
-        paths = {info.canonical: info.path for info in here}
+        infos = (layout.parameters_at(path) | layout.buffers_at(path)).values()  # group P trains path P
+        paths = {info.canonical: info.path for info in infos}
         wanted = ((name, tensor) for name, tensor in tensors if name in paths)
         return {paths[name]: value for name, value in _on_every_rank(wanted, layout, dtype, device).items()}
 
@@ -116,14 +116,14 @@ class UncutModel:
         """
         assert self._skeleton is not None
         values |= self._computed_buffers(self._skeleton, device)
-        here: dict[int, Any] = {}
+        replaced: dict[int, Any] = {}
         for name, parameter in self._skeleton.named_parameters():
-            here[id(parameter)] = nn.Parameter(values[name], requires_grad=False)
+            replaced[id(parameter)] = nn.Parameter(values[name], requires_grad=False)
         for name, buffer in self._skeleton.named_buffers():
-            here[id(buffer)] = values[name] if name in values else buffer.to(device, copy=True)
-        model = copy.deepcopy(self._skeleton, here)
+            replaced[id(buffer)] = values[name] if name in values else buffer.to(device, copy=True)
+        model = copy.deepcopy(self._skeleton, replaced)
         values.clear()
-        here.clear()
+        replaced.clear()
         scale = BranchScale(layout)
         with scale.of_full_model(), torch.no_grad():
             _scale(model, layout, scale)

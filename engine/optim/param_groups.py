@@ -50,7 +50,7 @@ def named_groups(
         parameters = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
         # Pairs of name and parameter, as of model.named_parameters(). Canonical names replace the
         # names.
-        parameters = [each[1] if isinstance(each, tuple) else each for each in parameters]
+        parameters = [parameter[1] if isinstance(parameter, tuple) else parameter for parameter in parameters]
         unknown = [p for p in parameters if id(p) not in names]
         if unknown:
             raise ConfigError(
@@ -81,11 +81,11 @@ def without_decay(
     kinds: dict[str, set[str]] = {"norms": set(), "biases": set(), "embeddings": set()}
     canonical = {id(parameter): name for name, parameter in model.named_parameters()}
     for module in model.modules():
-        own = {canonical[id(parameter)] for parameter in module.parameters(recurse=False)}
+        members = {canonical[id(parameter)] for parameter in module.parameters(recurse=False)}
         if "norm" in type(module).__name__.lower():
-            kinds["norms"] |= own
+            kinds["norms"] |= members
         if isinstance(module, nn.Embedding):
-            kinds["embeddings"] |= own
+            kinds["embeddings"] |= members
     kinds["biases"] = {name for name in canonical.values() if name.rpartition(".")[2] == "bias"}
     exempt: set[str] = set()
     for pattern in patterns:
@@ -122,7 +122,7 @@ def groups_here(
 
     A group may become empty. It is kept, so that all ranks have the same groups.
     """
-    here = []
+    groups = []
     for group in param_groups:
         held = [
             parameters[info.name]
@@ -130,8 +130,8 @@ def groups_here(
             for info in layout.by_path[path]
             if info.name in parameters
         ]
-        here.append({**group, "params": [parameter for parameter in held if parameter.requires_grad]})
-    return here
+        groups.append({**group, "params": [parameter for parameter in held if parameter.requires_grad]})
+    return groups
 
 
 def named_rates(optimizer: Optimizer, names: Sequence[Sequence[str]]) -> dict[str, float]:

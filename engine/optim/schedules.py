@@ -253,28 +253,31 @@ def keep_shared_state(state: Mapping[str, Any]) -> dict[str, Any]:
     """
     kept = {key: value for key, value in state.items() if not isinstance(value, list | tuple) or _of_schedulers(value)}
     return {
-        key: [keep_shared_state(each) for each in value] if isinstance(value, list | tuple) else value
+        key: [keep_shared_state(item) for item in value] if isinstance(value, list | tuple) else value
         for key, value in kept.items()
     }
 
 
-def adapt_state(saved: Any, own: Any) -> Any:
-    """Adapt ``saved`` to a scheduler whose state is ``own``.
+def adapt_state(saved: Any, ours: Any) -> Any:
+    """Adapt ``saved`` to a scheduler whose state is ``ours``.
 
-    ``own`` supplies missing keys. It also replaces lists whose length differs.
+    ``ours`` supplies missing keys. It also replaces lists whose length differs.
     """
-    if isinstance(own, Counter):  # milestones are settings, and JSON turned their numbers into strings
-        return own
-    if isinstance(saved, Mapping) and isinstance(own, Mapping):
-        return {**own, **{key: adapt_state(value, own[key]) if key in own else value for key, value in saved.items()}}
-    if isinstance(saved, list | tuple) and isinstance(own, list | tuple):
-        return [adapt_state(*pair) for pair in zip(saved, own, strict=True)] if len(saved) == len(own) else own
+    if isinstance(ours, Counter):  # milestones are settings, and JSON turned their numbers into strings
+        return ours
+    if isinstance(saved, Mapping) and isinstance(ours, Mapping):
+        return {
+            **ours,
+            **{key: adapt_state(value, ours[key]) if key in ours else value for key, value in saved.items()},
+        }
+    if isinstance(saved, list | tuple) and isinstance(ours, list | tuple):
+        return [adapt_state(*pair) for pair in zip(saved, ours, strict=True)] if len(saved) == len(ours) else ours
     return saved
 
 
-def of_another_kind(saved: Any, own: Any) -> bool:
+def of_another_kind(saved: Any, ours: Any) -> bool:
     """Whether the states share no key, so that a run would start its schedule again."""
-    return isinstance(saved, Mapping) and isinstance(own, Mapping) and bool(saved) and not saved.keys() & own.keys()
+    return isinstance(saved, Mapping) and isinstance(ours, Mapping) and bool(saved) and not saved.keys() & ours.keys()
 
 
 def _of_schedulers(values: list[Any] | tuple[Any, ...]) -> bool:

@@ -128,8 +128,8 @@ class Layout:
         """
         count = section.count
         units = {unit.name: unit for unit in self.units}
-        own = match_patterns(units, section.own, "sdp.paths.own") if section.own else set[str]()
-        tied = next((pair for pair in self.aliases.items() if self.parameters[pair[1]].unit in own), None)
+        matched = match_patterns(units, section.own, "sdp.paths.own") if section.own else set[str]()
+        tied = next((pair for pair in self.aliases.items() if self.parameters[pair[1]].unit in matched), None)
         if tied is not None:
             raise ModelError(f"sdp.paths.own: {tied[0]!r} is tied to {tied[1]!r} inside a unit; leave that unit out")
         if count == 1:
@@ -139,18 +139,18 @@ class Layout:
         found = [
             (replace(unit, name=prefix + unit.name, slices=_prefixed(unit.slices, prefix), prefix=prefix), holders)
             for unit in self.units
-            for prefix, holders in (of_paths if unit.name in own else shared)
+            for prefix, holders in (of_paths if unit.name in matched else shared)
         ]
 
         def tensors(table: Mapping[str, TensorInfo]) -> dict[str, TensorInfo]:
             several = {}
             for unit, infos in groupby(table.values(), lambda info: info.unit):
                 members = list(infos)
-                for prefix, holders in of_paths if unit in own else ():
+                for prefix, holders in of_paths if unit in matched else ():
                     for info in members:
                         name = prefix + info.name
                         several[name] = replace(info, name=name, unit=prefix + unit, holders=holders, prefix=prefix)
-                several |= {info.name: info for info in members if unit not in own}
+                several |= {info.name: info for info in members if unit not in matched}
             return several
 
         flops = tuple(unit.flops for unit, _ in found) if self.placement.flops else ()

@@ -168,9 +168,11 @@ def _has_two_matrices(module: nn.Module) -> bool:
 
 
 def _is_norm(module: nn.Module) -> bool:
-    own = list(module.parameters(recurse=False))
+    parameters = list(module.parameters(recurse=False))
     is_leaf = next(module.children(), None) is None
-    return is_leaf and ("norm" in type(module).__name__.lower() or (bool(own) and all(p.dim() < 2 for p in own)))
+    return is_leaf and (
+        "norm" in type(module).__name__.lower() or (bool(parameters) and all(p.dim() < 2 for p in parameters))
+    )
 
 
 def _is_callable(module: nn.Module) -> bool:
@@ -380,16 +382,19 @@ def _units(model: nn.Module, modules: Mapping[str, nn.Module], names: Sequence[s
         slices = tuple(Slice(canonical[id(parameter)]) for parameter in parameters)
         units.append(Unit(index, name, slices, sum(parameter.numel() for parameter in parameters), flops.get(name, 0)))
     if tied:
-        pairs = "; ".join(f"{name}: its parameter {of!r} is tied to {other!r}" for (name, other), of in tied.items())
+        pairs = "; ".join(
+            f"{name}: its parameter {parameter!r} is tied to {other!r}" for (name, other), parameter in tied.items()
+        )
         raise ModelError(
             f"{pairs}; a tied weight cannot lie in a unit, leave that module out of sdp.units so that it is shared by "
             "all groups"
         )
     outside = {id(p) for path, m in modules.items() if not _inside(path, names) for p in m.parameters(recurse=False)}
-    leaving = {owner[of]: canonical[of] for of in owner if of in outside}
+    leaving = {owner[key]: canonical[key] for key in owner if key in outside}
     if leaving:
         pairs = "; ".join(
-            f"{name}: its parameter {of!r} is tied to a module outside the unit" for name, of in leaving.items()
+            f"{name}: its parameter {parameter!r} is tied to a module outside the unit"
+            for name, parameter in leaving.items()
         )
         raise ModelError(f"{pairs}; leave the unit out of sdp.units so that it is shared by all groups")
     return units

@@ -106,8 +106,8 @@ class Client:
             answer = await _read(response)
             if response.status == 401:
                 raise ServiceError(f"the service at {self.address} has another token, or its clock differs by minutes")
-            own = response.headers.get(NONCE) == headers[NONCE]
-            if not own or not self._signer.is_signed(f"{response.status}", response.headers):
+            is_answer = response.headers.get(NONCE) == headers[NONCE]
+            if not is_answer or not self._signer.is_signed(f"{response.status}", response.headers):
                 raise ServiceError(f"{self.address} is not the service of this run: its answer is not signed")
             if not fits(answer, response.headers):
                 raise aiohttp.ClientPayloadError("the answer is damaged")

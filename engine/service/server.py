@@ -147,9 +147,9 @@ class Server:
 
     def _join(self, request: Mapping[str, Any]) -> Answer:
         if request["settings"] != self._settings:
-            where, here, there = first_difference("settings", self._settings, request["settings"])
+            where, mine, there = first_difference("settings", self._settings, request["settings"])
             raise ServiceError(
-                f"{where}: the service has {shorten(here)}, this group {shorten(there)}; make them equal"
+                f"{where}: the service has {shorten(mine)}, this group {shorten(there)}; make them equal"
             )
         member = self._run.join(request["slot"], time.monotonic())
         return {"session": None} if member is None else {"session": member.session, "slot": member.slot}

@@ -44,9 +44,9 @@ class Structure(NamedTuple):
 def read_structure(
     output: Any, hidden: torch.Tensor, inputs: Mapping[str, Any], signature: inspect.Signature
 ) -> Structure | str:
-    """Read from a block's ``output`` how a stand-in returns its input.
+    """Read from a block's ``output`` how a pass-through returns its input.
 
-    Returns the reason if no stand-in can.
+    Returns the reason if no pass-through can.
     """
     leaves, spec = tree_flatten(output)
     tensors = [index for index, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor)]
@@ -252,19 +252,19 @@ class _CopiesAreZeros(TorchFunctionMode):
 def carve(model: nn.Module, units: Sequence[Unit], placement: Placement, group: int) -> dict[str, PassThrough]:
     """Replace every block of which ``group`` holds no unit, in place, and free its memory.
 
-    Returns the stand-ins by path.
+    Returns the pass-throughs by path.
     """
-    stand_ins = {}
+    replaced = {}
     held = {unit.path for unit in units if placement.holds(group, unit.index)}
     for path in dict.fromkeys(unit.path for unit in units if unit.path not in held):
-        stand_ins[path] = PassThrough(path, model.get_submodule(path))
-        model.set_submodule(path, stand_ins[path])
-    refuse_together(model, stand_ins.values())
-    return stand_ins
+        replaced[path] = PassThrough(path, model.get_submodule(path))
+        model.set_submodule(path, replaced[path])
+    refuse_together(model, replaced.values())
+    return replaced
 
 
 def pass_throughs(model: nn.Module) -> list[PassThrough]:
-    """Return the stand-ins of skipped blocks in ``model``."""
+    """Return the pass-throughs of skipped blocks in ``model``."""
     return [module for module in model.modules() if isinstance(module, PassThrough)]
 
 
@@ -275,24 +275,24 @@ def with_skeletons(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
         yield from one.skeleton.named_modules(prefix=one.name)
 
 
-def refuse_together(model: nn.Module, stand_ins: Collection[PassThrough]) -> None:
+def refuse_together(model: nn.Module, blocks: Collection[PassThrough]) -> None:
     """Let the first forward pass of ``model`` collect all blocks that cannot be skipped before it
     raises.
 
-    The error is raised at the end of the pass. ``stand_ins`` are those of one group.
+    The error is raised at the end of the pass. ``blocks`` are those of one group.
     """
-    if not stand_ins:
+    if not blocks:
         return
     refusals: list[str] = []
-    for stand_in in stand_ins:
-        stand_in.collect_refusals(refusals)
+    for block in blocks:
+        block.collect_refusals(refusals)
 
     def refuse(*_: Any) -> None:
-        if refusals or all(stand_in.has_learned for stand_in in stand_ins):
+        if refusals or all(block.has_learned for block in blocks):
             handle.remove()
         if refusals:
-            for stand_in in stand_ins:
-                stand_in.collect_refusals(None)
+            for block in blocks:
+                block.collect_refusals(None)
             raise _cannot_skip(refusals)
 
     handle = model.register_forward_hook(refuse)

@@ -106,17 +106,17 @@ def plan_initialisation(model: nn.Module, seed: int) -> list[ModuleInit]:
     done: set[int] = set()
     for path, module in model.named_modules():
         tensors = (*module.named_parameters(recurse=False), *module.named_buffers(recurse=False))
-        own = {f"{path}.{key}" if path else key: tensor for key, tensor in tensors if id(tensor) not in done}
-        done |= {id(tensor) for tensor in own.values()}
-        if own and rule is not None:
-            shapes = {name: tensor.shape for name, tensor in own.items()}
-            make = partial(_rule_fillers, shapes, {name: rule(name) for name in own}, seed)
-            plan.append(ModuleInit(tuple(own), make))
-        elif own:
+        fresh = {f"{path}.{key}" if path else key: tensor for key, tensor in tensors if id(tensor) not in done}
+        done |= {id(tensor) for tensor in fresh.values()}
+        if fresh and rule is not None:
+            shapes = {name: tensor.shape for name, tensor in fresh.items()}
+            make = partial(_rule_fillers, shapes, {name: rule(name) for name in fresh}, seed)
+            plan.append(ModuleInit(tuple(fresh), make))
+        elif fresh:
             assert skeleton is not None
-            resets = _resets(skeleton, path, next(iter(own)))
-            make = partial(_module_fillers, skeleton.get_submodule(path), list(own), resets, seed_of(seed, path))
-            plan.append(ModuleInit(tuple(own), make))
+            resets = _resets(skeleton, path, next(iter(fresh)))
+            make = partial(_module_fillers, skeleton.get_submodule(path), list(fresh), resets, seed_of(seed, path))
+            plan.append(ModuleInit(tuple(fresh), make))
     return plan
 
 

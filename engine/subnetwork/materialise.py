@@ -29,7 +29,7 @@ def cut(
 ) -> dict[str, PassThrough]:
     """Cut ``model`` in place to what ``group`` holds, or freeze the rest.
 
-    Returns the stand-ins of skipped blocks, by name.
+    Returns the pass-throughs of skipped blocks, by name.
     """
     slice_neurons(model, config, layout, group, compute_dtype)
     return replace_blocks(model, config, layout, group, compute_dtype)
@@ -46,7 +46,7 @@ def replace_blocks(
 ) -> dict[str, PassThrough]:
     """Skip or freeze the blocks that ``group`` does not hold. A no-op if the units are neurons.
 
-    Returns the stand-ins of skipped blocks, by name.
+    Returns the pass-throughs of skipped blocks, by name.
     """
     if config.sdp.granularity == "neuron":
         return {}
@@ -124,15 +124,15 @@ def give_values(
 
 def fill(tensors: Mapping[str, torch.Tensor], layout: Layout, plan: Sequence[ModuleInit], shard: Shard) -> None:
     """Give this rank's tensors, by name, their initial values."""
-    here: dict[str, list[str]] = {}
+    names_of: dict[str, list[str]] = {}
     infos = layout.parameters_at(0)  # values do not depend on the group
     for name in tensors:
-        here.setdefault(infos[name].path if name in infos else name, []).append(name)
+        names_of.setdefault(infos[name].path if name in infos else name, []).append(name)
     for init in plan:
-        if not any(name in here for name in init.names):
+        if not any(name in names_of for name in init.names):
             continue  # of a unit that is not held
         for path, fill in init.fillers().items():
-            for name in here.get(path, ()):
+            for name in names_of.get(path, ()):
                 local = local_tensor(tensors[name].detach())
                 if local.numel():
                     _fill(local, fill, infos.get(name), shard)

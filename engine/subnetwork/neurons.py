@@ -73,8 +73,8 @@ class Slices:
 
     def tensors(self, module: nn.Module) -> list[Tensor]:
         """The tensors of the present slices, in order."""
-        own = [getattr(module, f"{self.key}:{index}") for index in (*self.held, *self.frozen)]
-        return [*own, *(self.guests[index] for index in sorted(self.guests))]
+        present = [getattr(module, f"{self.key}:{index}") for index in (*self.held, *self.frozen)]
+        return [*present, *(self.guests[index] for index in sorted(self.guests))]
 
     def where(self, device: torch.device) -> Tensor:
         """Indices of the present slices in the full parameter, in order."""
@@ -97,8 +97,8 @@ class Slices:
         """Sort ``y``, whose ``axis`` is the output of the slices, by part; the order within a part
         stays.
         """
-        order, each = self.order, len(self.ranges) // self.parts
-        by_part = sorted(range(len(order)), key=lambda position: order[position] // each)  # stable
+        order, size = self.order, len(self.ranges) // self.parts
+        by_part = sorted(range(len(order)), key=lambda position: order[position] // size)  # stable
         if by_part == list(range(len(order))) or self.parts == 1:
             return y
         pieces = y.split([self.ranges[index][1] - self.ranges[index][0] for index in order], axis)
@@ -157,12 +157,12 @@ class _Product(torch.autograd.Function):
             of_x = gradient @ joined if convolution is None else conv2d_input(ctx.shape, joined, gradient, *convolution)
         of_weights: list[Tensor | None] = [None] * len(weights)
         if any(ctx.needs_input_grad[4:]):
-            own = gradient.narrow(ctx.axis, 0, ctx.width) if ctx.dim == 0 else gradient
+            narrowed = gradient.narrow(ctx.axis, 0, ctx.width) if ctx.dim == 0 else gradient
             if ctx.convolution is None:
-                whole = own.flatten(0, -2).T @ kept.flatten(0, -2)
+                whole = narrowed.flatten(0, -2).T @ kept.flatten(0, -2)
             else:
                 shape = [ctx.width if axis == ctx.dim else size for axis, size in enumerate(weights[0].shape)]
-                whole = conv2d_weight(kept, shape, own, *ctx.convolution)  # type: ignore[arg-type]
+                whole = conv2d_weight(kept, shape, narrowed, *ctx.convolution)  # type: ignore[arg-type]
             of_weights[: ctx.held] = whole.split([weight.shape[ctx.dim] for weight in weights[: ctx.held]], ctx.dim)
         return of_x, None, None, None, *of_weights
 

@@ -362,12 +362,12 @@ class WeightRefresh:
         for refresh in self._refreshes:
             pending = self._pending.setdefault(refresh.block, [])
             group, source = self._communicators[refresh.source, refresh.members], refresh.members.index(refresh.source)
-            here, ranks = group.rank(), dist.get_process_group_ranks(group)
+            index, ranks = group.rank(), dist.get_process_group_ranks(group)
             sent = (name for name in refresh.names if name in names)
-            for tensor in (one for name in sent for one in self._tensors(name, weights or {}, sends=here == source)):
+            for tensor in (one for name in sent for one in self._tensors(name, weights or {}, sends=index == source)):
                 if tensor.numel() == 0:  # an empty shard is empty in all groups
                     continue
-                if passes_on(here, source, len(ranks)):
+                if passes_on(index, source, len(ranks)):
                     self._traffic.record("between groups", "broadcast", tensor.nbytes, ranks)
                 work = self._broadcast(tensor, source, group)
                 assert work is not None
@@ -376,10 +376,10 @@ class WeightRefresh:
     def _tensors(self, name: str, weights: Mapping[str, torch.Tensor], *, sends: bool) -> Sequence[torch.Tensor]:
         """Return what is sent of a parameter, or where it is received."""
         if name not in self._quantised:
-            own = local_tensor(self._parameters[name].detach())
+            local = local_tensor(self._parameters[name].detach())
             if not sends:
-                return [own]
-            weight = weights[name].detach().to(own.device) if name in weights else own
+                return [local]
+            weight = weights[name].detach().to(local.device) if name in weights else local
             return [weight.to(self._dtype if weight.is_floating_point() else weight.dtype).contiguous()]
         if sends:
             return self._quantise(name, weights.get(name))

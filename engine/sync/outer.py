@@ -192,7 +192,7 @@ class Rounds:
         """Return the fragment whose average is applied after this step, or None."""
         return self.starting(step - self._sync.overlap)
 
-    def travelling(self, step: int) -> int | None:
+    def under_way(self, step: int) -> int | None:
         """Return the fragment whose average is under way after this step, or None.
 
         There is at most one, because ``overlap`` is less than the steps between two starts.
@@ -294,11 +294,11 @@ class OuterSteps:
         self._device, self._traffic, self._sum = device, traffic, sum_over_ranks
         self._clock, self._all_reduce = clock, all_reduce
         self.exposed_seconds = 0.0
-        self._travelling: tuple[int, list[Average]] | None = None
+        self._under_way: tuple[int, list[Average]] | None = None
         self._buckets: dict[int, list[tuple[tuple[str, ...], Holders, dist.ProcessGroup | None]]] = {}
-        here = set(self._names)
+        held_names = set(self._names)
         for bucket in buckets:
-            held = tuple(name for name in bucket.names if name in here)
+            held = tuple(name for name in bucket.names if name in held_names)
             if held:
                 group = communicators.get(bucket.holders) if len(bucket.holders) > 1 else None
                 self._buckets.setdefault(fragments[held[0]], []).append((held, bucket.holders, group))
@@ -316,7 +316,7 @@ class OuterSteps:
     @torch.no_grad()
     def start(self, fragment: int) -> None:
         """Start to average ``fragment``. Every rank must call this after the same step."""
-        assert self._travelling is None, "an average has arrived before the next one starts"
+        assert self._under_way is None, "an average has arrived before the next one starts"
         averages = []
         for names, holders, group in self._buckets.get(fragment, ()):
             before = [self._weights(name).clone() for name in names] if self._sync.overlap else None
@@ -324,7 +324,7 @@ class OuterSteps:
             exchange = self._exchange(names, changes, group) if group is not None else None
             keeps = self._keeps_weights(holders)
             averages.append(Average(names, changes if exchange is None else [], exchange, before, keeps))
-        self._travelling = fragment, averages
+        self._under_way = fragment, averages
 
     def _exchange(self, names: Sequence[str], changes: list[torch.Tensor], group: dist.ProcessGroup) -> Exchange:
         shares = torch._foreach_div(changes, dist.get_world_size(group))
@@ -339,10 +339,10 @@ class OuterSteps:
     @torch.no_grad()
     def arrive(self) -> OuterFacts:
         """Take the outer step of the fragment that is under way. Collective."""
-        assert self._travelling is not None, "an average is started before it arrives"
-        fragment, averages = self._travelling
+        assert self._under_way is not None, "an average is started before it arrives"
+        fragment, averages = self._under_way
         totals = torch.zeros(3, dtype=torch.float64, device=self._device)
-        self._travelling = None
+        self._under_way = None
         for average in averages:  # bucket by bucket, so that only one needs memory for the optimizer's step
             means = self._means(average)
             totals += self._squared_norms(average, means)
@@ -408,43 +408,43 @@ class OuterSteps:
 
     def settle(self) -> None:
         """Wait for averages that are under way, without applying them."""
-        if self._travelling is not None:
-            for average in self._travelling[1]:
+        if self._under_way is not None:
+            for average in self._under_way[1]:
                 average.means()
 
     @property
     def fragment_under_way(self) -> int | None:
         """The fragment whose average was started and is not applied yet."""
-        return self._travelling[0] if self._travelling is not None else None
+        return self._under_way[0] if self._under_way is not None else None
 
     @property
-    def travelling(self) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
+    def pending_changes(self) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
         """By name: the mean changes that arrived and are not yet applied, and the weights when they
         were sent.
         """
         self.settle()
         means: dict[str, torch.Tensor] = {}
         before: dict[str, torch.Tensor] = {}
-        for average in self._travelling[1] if self._travelling is not None else ():
+        for average in self._under_way[1] if self._under_way is not None else ():
             means |= dict(zip(average.names, average.changes, strict=True))
             before |= dict(zip(average.names, average.before or (), strict=False))
         return means, before
 
     @torch.no_grad()
-    def restart(self, travelling: int | None) -> None:
-        """Prepare to load a state. The average of the fragment ``travelling`` is under way in it
+    def restart(self, fragment: int | None) -> None:
+        """Prepare to load a state. The average of the ``fragment`` is under way in it
         (None: of none).
 
-        The tensors of :attr:`travelling` are then filled in place.
+        The tensors of :attr:`pending_changes` are then filled in place.
         """
-        self._travelling = None
-        if travelling is not None:
+        self._under_way = None
+        if fragment is not None:
             averages = []
-            for names, holders, _ in self._buckets.get(travelling, ()):
+            for names, holders, _ in self._buckets.get(fragment, ()):
                 zeros = [torch.zeros_like(self._weights(name)) for name in names]
                 starts = [zero.clone() for zero in zeros]
                 averages.append(Average(names, zeros, None, starts, self._keeps_weights(holders)))
-            self._travelling = travelling, averages
+            self._under_way = fragment, averages
 
     @torch.no_grad()
     def reset(self) -> None:
@@ -452,7 +452,7 @@ class OuterSteps:
 
         The state of the outer optimizer stays.
         """
-        self._travelling = None
+        self._under_way = None
         for name in self._names:
             self.anchors[name].copy_(self._weights(name))
         for error in self.errors.values():
@@ -466,7 +466,7 @@ class OuterSteps:
 
     def nbytes(self) -> int:
         """Return the bytes of anchors, outer optimizer state and errors."""
-        state = [value for of in self.optimizer.state.values() for value in of.values()]
+        state = [value for entries in self.optimizer.state.values() for value in entries.values()]
         tensors = [
             *self.anchors.values(),
             *self.errors.values(),
@@ -496,9 +496,9 @@ def exchanged(steps: Any, weights: Callable[[str], torch.Tensor]) -> Iterator[No
 def _swap(anchors: Mapping[str, torch.Tensor], weights: Callable[[str], torch.Tensor]) -> None:
     for name, anchor in anchors.items():
         weight = weights(name)
-        own = weight.clone()
+        kept = weight.clone()
         weight.copy_(anchor)
-        anchor.copy_(own)
+        anchor.copy_(kept)
 
 
 def _copy(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:

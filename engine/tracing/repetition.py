@@ -120,9 +120,9 @@ def _plain(value: Any) -> str:
     if isinstance(value, bool | int | float | str | None):
         return repr(value)
     if isinstance(value, Mapping):
-        return str(sorted((str(key), _plain(each)) for key, each in value.items()))
+        return str(sorted((str(key), _plain(item)) for key, item in value.items()))
     if isinstance(value, list | tuple):
-        return str([_plain(each) for each in value])
+        return str([_plain(item) for item in value])
     if isinstance(value, set | frozenset):
         return str(sorted(map(_plain, value)))
     return type(value).__name__

@@ -131,7 +131,7 @@ def trace_step(
     with operators_of(device):
         base, longer = run(), [(run(repetitions[0]), len(repetitions)) for repetitions in left_out]
     trace = _extrapolated(base, longer, layout.mesh.rank(group), sum(map(len, runs)))
-    return _with_travelling(trace, layout, plain)
+    return _with_averages_under_way(trace, layout, plain)
 
 
 def _with_an_average(config: Config) -> Config:
@@ -145,14 +145,14 @@ def _with_an_average(config: Config) -> Config:
     return config.model_copy(update={"sdp": section})
 
 
-def _with_travelling(trace: StepTrace, layout: Layout, config: Config) -> StepTrace:
+def _with_averages_under_way(trace: StepTrace, layout: Layout, config: Config) -> StepTrace:
     """Add the changes of a fragment that travel, and the weights at its start."""
     sync, shards = config.sdp.sync, layout.mesh.shards(config.zero_optimization.stage)
     if sync is None or not sync.overlap:
         return trace
-    of, most = fragments_of(layout, sync.fragments), Counter[int]()
+    fragment_of, most = fragments_of(layout, sync.fragments), Counter[int]()
     for info in layout.held(layout.mesh.coordinates(trace.rank).sdp):
-        most[of[info.name]] += info.shard_numel(shards, 0) * 4
+        most[fragment_of[info.name]] += info.shard_numel(shards, 0) * 4
     both = 2 * max(most.values(), default=0)
     return replace(trace, at_peak={**trace.at_peak, "outer": trace.at_peak.get("outer", 0) + both})
 
@@ -332,8 +332,8 @@ def _of_all_micro_batches(sent: Sequence[Counter[Among]], count: int) -> Counter
     """
     *micro_batches, _ = sent
     total = Counter[Among]()
-    for each in sent:
-        total.update(each)
+    for counts in sent:
+        total.update(counts)
     for key, nbytes in (micro_batches[0] & micro_batches[-1]).items():
         total[key] += nbytes * (count - len(micro_batches))
     return total

@@ -162,12 +162,12 @@ def trim(hosts: Sequence[Host], ranks: int) -> list[Host]:
 
 def hosts_that_answer(hosts: Sequence[Host]) -> list[Host]:
     """Return the hosts on which ssh can run a command. This host is always one of them."""
-    own, quiet = socket.gethostname().partition(".")[0], subprocess.DEVNULL
+    this_host, quiet = socket.gethostname().partition(".")[0], subprocess.DEVNULL
     command = ["ssh", "-o", "BatchMode=yes", "-o", f"ConnectTimeout={_ANSWER_SECONDS}"]
     asked = {
         host.name: subprocess.Popen([*command, host.name, "true"], stdin=quiet, stdout=quiet, stderr=quiet)
         for host in hosts
-        if host.name.partition(".")[0] not in (own, "localhost", "127")
+        if host.name.partition(".")[0] not in (this_host, "localhost", "127")
     }
     waits_until = time.monotonic() + 2 * _ANSWER_SECONDS
     answers = dict[str, bool]()

@@ -259,12 +259,12 @@ def _extra(options: LaunchOptions) -> list[str]:
         raise ConfigError(f"--launcher-args {quote(text)}: {error}") from None
     for word in words:
         if _RANKS[options.launcher].fullmatch(word):
-            own = (
+            flags = (
                 "--nodes and --gpus-per-node"
                 if options.launcher == "slurm"
                 else "--nodes, --gpus-per-node, --include and --exclude"
             )
-            raise ConfigError(f"--launcher-args {quote(word)}: the ranks are chosen by {own}; leave it out")
+            raise ConfigError(f"--launcher-args {quote(word)}: the ranks are chosen by {flags}; leave it out")
     return words
 
 

@@ -21,7 +21,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import IO
 
 from ...engine.errors import LaunchError
-from ..fatal_errors import say, tells_of_loss
+from ..fatal_errors import names_lost_rank, say
 from ..restarts import End
 from ..signals import CAUGHT, GRACE_SECONDS, ignored
 
@@ -147,4 +147,4 @@ def run_watched(
         return End(128 + received[0], is_loss=False)
     code = code if code >= 0 else 128 - code
     stopped = code in (0, 2, *(128 + number for number in CAUGHT))
-    return End(code, not stopped and (not ending.reason or tells_of_loss(ending.reason)))
+    return End(code, not stopped and (not ending.reason or names_lost_rank(ending.reason)))

@@ -253,21 +253,22 @@ def _report(
     """Print the table, and write the report whole or not at all."""
     unit = "tokens/s" if config.data.name is None else "images/s"
     ratios = [
-        own.tokens_per_second / other.tokens_per_second for own, other in zip(found["SDP"], found["dense"], strict=True)
+        ours.tokens_per_second / other.tokens_per_second
+        for ours, other in zip(found["SDP"], found["dense"], strict=True)
     ]
 
-    own, dense_share = list(shares.values()), shares["dense"]
-    state = ["equal" if share.state_bytes == share.predicted_state_bytes else "NOT equal" for share in own]
+    measured, dense_share = list(shares.values()), shares["dense"]
+    state = ["equal" if share.state_bytes == share.predicted_state_bytes else "NOT equal" for share in measured]
     rows = [
-        plain_row("M parameters", [s.parameters / 1e6 for s in own], ",.2f", dense_share.parameters / 1e6),
-        bytes_row("state", [s.state_bytes for s in own], dense_share.state_bytes),
+        plain_row("M parameters", [s.parameters / 1e6 for s in measured], ",.2f", dense_share.parameters / 1e6),
+        bytes_row("state", [s.state_bytes for s in measured], dense_share.state_bytes),
         text_row("    counted against predicted", state),
-        bytes_row("peak memory", [s.peak_bytes for s in own], dense_share.peak_bytes),
-        plain_row("seconds of a step", [statistics.median(s.step_seconds) for s in own], ".4f"),
-        plain_row(unit, [s.tokens_per_second for s in own], ",.0f", dense_share.tokens_per_second),
+        bytes_row("peak memory", [s.peak_bytes for s in measured], dense_share.peak_bytes),
+        plain_row("seconds of a step", [statistics.median(s.step_seconds) for s in measured], ".4f"),
+        plain_row(unit, [s.tokens_per_second for s in measured], ",.0f", dense_share.tokens_per_second),
         plain_row("speed over dense, by round", [statistics.median(ratios), 1.0], ".2f"),
-        plain_row("MFU of measured matrix products", [s.mfu(rate) for s in own], ".1%"),
-        plain_row("MFU of the data sheet's peak", [s.mfu(nominal) for s in own], ".1%"),
+        plain_row("MFU of measured matrix products", [s.mfu(rate) for s in measured], ".1%"),
+        plain_row("MFU of the data sheet's peak", [s.mfu(nominal) for s in measured], ".1%"),
     ]
     table = Table(list(shares), rows).without_empty().without_last_ratios()
     device = torch.cuda.get_device_name() if torch.cuda.is_available() else f"cpu ({platform.machine()})"

@@ -50,9 +50,9 @@ def measure(
     batches = make_batches(config, device)
     runners: dict[str, Runner] = {}
     facts: dict[str, dict[str, Any]] = {}
-    for name, own in configs.items():
+    for name, settings in configs.items():
         _say(f"building {name}")
-        runners[name], facts[name] = build_method(name, own, batches, device)
+        runners[name], facts[name] = build_method(name, settings, batches, device)
     require_same_losses(facts)
     return facts, take_turns(runners, batches, options, device)
 
@@ -78,7 +78,7 @@ def take_turns(
                 turn = _turn(runners[name], batches, options.steps, device, around)
                 _require_finite(name, turn.finite)
                 turns[name].setdefault(mode, []).append(turn)
-    return {name: _of_all_ranks(own) for name, own in turns.items()}
+    return {name: _of_all_ranks(turns_of_mode) for name, turns_of_mode in turns.items()}
 
 
 def _of_all_ranks(turns: Mapping[str, Sequence[_Turn]]) -> dict[str, Any]:
@@ -87,7 +87,7 @@ def _of_all_ranks(turns: Mapping[str, Sequence[_Turn]]) -> dict[str, Any]:
     means = torch.tensor(busy, dtype=torch.float64)
     dist.all_reduce(means)
     means /= dist.get_world_size()
-    return {mode: _largest([turn.seconds for turn in own]) for mode, own in turns.items()} | {
+    return {mode: _largest([turn.seconds for turn in turns_of_mode]) for mode, turns_of_mode in turns.items()} | {
         "collectives": statistics.median(_largest([turn.collectives for turn in turns["seconds"]])),
         "slowest_over_mean": [most / mean for most, mean in zip(_largest(busy), means.tolist(), strict=True)],
     }

@@ -119,9 +119,9 @@ def _refuse_schedule(config: Config) -> None:
     section = config.sdp
     if len(section.maskings) < 2:
         return
-    each = [f"sdp-{section.granularity}-{masking}-{section.capacity}" for masking in ("forward", "backward")]
+    phases = [f"sdp-{section.granularity}-{masking}-{section.capacity}" for masking in ("forward", "backward")]
     one = not isinstance(section.capacity, list) and not isinstance(section.placement, dict)
-    named = f"write {','.join(each)}" if one else "add --set sdp.masking=forward, and then --set sdp.masking=backward"
+    named = f"write {','.join(phases)}" if one else "add --set sdp.masking=forward, and then --set sdp.masking=backward"
     raise ConfigError(f"--methods sdp: sdp.masking is a schedule, and every phase has its own speed; {named}")
 
 
@@ -141,15 +141,15 @@ def why_not(name: str, config: Config, world: int) -> str | None:
 
     Raises :class:`ConfigError` for an unknown name.
     """
-    own = variant(name, config, world)
+    changed = variant(name, config, world)
     if name in ("zero2", "zero3") and importlib.util.find_spec("deepspeed") is None:
         return 'needs the package deepspeed; pip install "sdp-engine[deepspeed]"'
     if name == "hsdp" and (world % REPLICAS or world == REPLICAS):
         return f"needs an even number of ranks, 4 or more; there are {world}"
     try:
-        mesh = mesh_of(own, world)
-        BatchSize.resolve(own, mesh)
-        Layout.of(model_and_batch(own)[0](), own, mesh)
+        mesh = mesh_of(changed, world)
+        BatchSize.resolve(changed, mesh)
+        Layout.of(model_and_batch(changed)[0](), changed, mesh)
     except SDPError as error:
         return str(error)
     return None

@@ -201,13 +201,13 @@ class _Dense:
         try:
             with alone_if_unlaunched():
                 engine = package.initialize(model=self.model, optimizer=self._optimizer(), config=settings)[0]
-            own = functional.linear  # ZeRO 3 replaces it in torch, for all modules of the process
+            native = functional.linear  # ZeRO 3 replaces it in torch, for all modules of the process
         finally:
             functional.linear = plain
 
         def step(batches: Sequence[Batch]) -> Tensor:
             losses = []
-            functional.linear = own
+            functional.linear = native
             try:
                 for batch in batches:
                     loss = loss_of(call_model(engine, batch))

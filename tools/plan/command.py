@@ -110,7 +110,7 @@ def _other_phases(plan: Forecast, config: Config, machine: Machine, world: int) 
         The plan, the plan of the other phase, and a sentence about the schedule.
     """
     largest, *others = sorted(config.sdp.maskings)  # "backward" needs the most memory, and comes first
-    phases = [forecast(f"{plan.name}, {each}", config, machine, world, masking=each) for each in others]
+    phases = [forecast(f"{plan.name}, {masking}", config, machine, world, masking=masking) for masking in others]
     note = (
         f"sdp.masking: {config.masking_schedule}. A device needs the peak of {largest} masking. When its phase begins, "
         "all frozen copies are sent once."

@@ -110,7 +110,7 @@ def compare(config: Config, machine: Machine, world: int) -> tuple[list[Row], li
         with ProcessPoolExecutor(workers, mp_context=fork, initializer=_begin_worker) as pool:
             found = dict(zip(dict(order), pool.map(plan, *zip(*order, strict=True)), strict=True))
     else:
-        found = {name: plan(name, own) for name, own in order}
+        found = {name: plan(name, config) for name, config in order}
     rows = [row for name in ways if isinstance(row := found[name], Row)]
     notes += _failures({name: reason for name in ways if isinstance(reason := found[name], str)})
     if not rows:

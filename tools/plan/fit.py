@@ -213,8 +213,8 @@ def _most_state(config: Config, world: int) -> int:
     """Bytes of state of the rank that has the most, computed without a trace."""
     mesh = mesh_of(config, world)
     layout = Layout.of(model_and_batch(config)[0](), config, mesh)
-    stand_in = [{"params": [nn.Parameter(torch.zeros(1))]}]
-    optimizer, _ = make_optimizer(config.optimizer, None, stand_in, torch.device("cpu"), grouped=True)
+    placeholder = [{"params": [nn.Parameter(torch.zeros(1))]}]
+    optimizer, _ = make_optimizer(config.optimizer, None, placeholder, torch.device("cpu"), grouped=True)
     options: dict[str, Any] = {
         "shards": mesh.shards(config.zero_optimization.stage),
         "compute_bytes": config.compute_bytes,

@@ -116,7 +116,7 @@ def _forecast(
     alike: dict[Any, list[int]] = {}
     for group in range(mesh.sdp):
         alike.setdefault((_runs(layout, group), sequence(model, layout, group)), []).append(group)
-    kinds = _most_telling(layout, list(alike.values()))
+    kinds = _most_different(layout, list(alike.values()))
     trace = partial(trace_step, build, phase, layout, batch, autocast=autocast, device=machine.device)
     traced = {tuple(groups): trace(groups[0]) for groups in kinds[:traces]}
     with_them: dict[tuple[int, ...], list[int]] = {groups: [] for groups in traced}
@@ -135,7 +135,7 @@ def _forecast(
     return Forecast(name, config, layout, size, machine, tuple(planned), tuple(untraced), tuple(reordered))
 
 
-def _most_telling(layout: Layout, kinds: list[list[int]]) -> list[list[int]]:
+def _most_different(layout: Layout, kinds: list[list[int]]) -> list[list[int]]:
     """Order ``kinds`` of groups so that the first ones tell the most, if not all can be traced.
 
     The order takes in turn the kind with the most parameters, with the most in one block, and with

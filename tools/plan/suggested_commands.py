@@ -36,19 +36,19 @@ def train_command(options: PlanOptions, plan: Forecast, overrides: Mapping[str, 
     rank must run.
     """
     mesh, slots = plan.layout.mesh, plan.machine.slots
-    own = [str(options.config), "--fsdp", str(mesh.fsdp), *_settings(options.settings, overrides)]
+    words = [str(options.config), "--fsdp", str(mesh.fsdp), *_settings(options.settings, overrides)]
     if options.hostfile is not None:
         hosts = read_hostfile(options.hostfile)
         uses_all = mesh.world_size == sum(len(host.slots) for host in hosts)
         part = [] if uses_all else ["--include", _first_slots(hosts, mesh.world_size)]
         start = ["sdp", "launch", "--launcher", "deepspeed", "--hostfile", str(options.hostfile)]
-        return shlex.join([*start, *part, *own])
+        return shlex.join([*start, *part, *words])
     if len(slots) == 1:
-        return shlex.join(["sdp", "train", *own, "--nproc", str(mesh.world_size)])
+        return shlex.join(["sdp", "train", *words, "--nproc", str(mesh.world_size)])
     if len(set(slots)) == 1:
         nodes = ["--nodes", str(len(slots)), "--gpus-per-node", str(slots[0])]
-        return shlex.join(["sdp", "launch", "--launcher", "slurm", *nodes, *own])
-    return shlex.join(["sdp", "train", *own]) + f"  (on each of {mesh.world_size} ranks)"
+        return shlex.join(["sdp", "launch", "--launcher", "slurm", *nodes, *words])
+    return shlex.join(["sdp", "train", *words]) + f"  (on each of {mesh.world_size} ranks)"
 
 
 def _given(options: PlanOptions, world: int | None) -> list[str]:

@@ -86,7 +86,7 @@ def make_table(columns: Sequence[Forecast]) -> Table:
         in_bytes("peak", [group.trace.peak for group in worst], peak_of_ddp),
         Row("a rank in a step, at most"),
         text_row("  operations, recomputation included", list(map(format_flops, flops))),
-        *(in_bytes(f"sent {link}", [of[link] for of in sent]) for link in LINKS),
+        *(in_bytes(f"sent {link}", [traffic[link] for traffic in sent]) for link in LINKS),
         plain_row("communicators", [max(rank.communicators for rank in column.ranks) for column in columns], "d"),
         Row("expected time of a step"),
         time_row("computation", [rank.time.compute for rank in slowest]),
@@ -192,10 +192,10 @@ def _about_groups(plan: Forecast) -> list[str]:
         peaks: dict[str, list[int]] = {}
         for group in plan.groups:
             peaks.setdefault(format_bytes(group.trace.peak), []).append(group.trace.rank)
-        each = (
+        texts = (
             f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, sorted(ranks)))} {peak}" for peak, ranks in peaks.items()
         )
-        notes.append(f"Groups differ; peaks: {'; '.join(each)}.")
+        notes.append(f"Groups differ; peaks: {'; '.join(texts)}.")
     if plan.untraced:
         groups = ", ".join(map(str, plan.untraced))
         notes.append(f"Not traced, and not in these figures: groups {groups}, which run other combinations of units.")

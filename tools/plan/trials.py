@@ -216,15 +216,15 @@ def own_share(step: Step, data_ranks: int) -> tuple[int, int]:
     micro-batch stays, or becomes the next smaller one that divides them. Raises
     :class:`ConfigError` if the samples cannot be shared equally.
     """
-    each, rest = divmod(step.samples, data_ranks)
-    if rest or each < 1:
+    per_rank, rest = divmod(step.samples, data_ranks)
+    if rest or per_rank < 1:
         raise ConfigError(
             f"the {step.samples:,} samples of a step cannot be shared equally among {data_ranks} data ranks"
         )
-    if step.accumulation is not None and each % step.accumulation == 0:
-        return each // step.accumulation, step.accumulation
-    micro = _largest_divisor(each, step.micro)
-    return micro, each // micro
+    if step.accumulation is not None and per_rank % step.accumulation == 0:
+        return per_rank // step.accumulation, step.accumulation
+    micro = _largest_divisor(per_rank, step.micro)
+    return micro, per_rank // micro
 
 
 def _largest_divisor(number: int, limit: int) -> int:

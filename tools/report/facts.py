@@ -246,7 +246,8 @@ def _phase_seconds(lines: Sequence[Mapping[str, Any]]) -> dict[str, float]:
     """Find the median seconds of a step with each masking of a schedule."""
     maskings = sorted({line["masking"] for line in lines if "masking" in line})
     found = {
-        each: _median([line for line in lines if line.get("masking") == each], "step_seconds") for each in maskings
+        masking: _median([line for line in lines if line.get("masking") == masking], "step_seconds")
+        for masking in maskings
     }
     return {masking: seconds for masking, seconds in found.items() if seconds is not None}
 

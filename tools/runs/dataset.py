@@ -108,7 +108,7 @@ def path_of(config: Config, dump_dir: Path) -> Path:
 def _while_rank_0_works(action: Callable[[], None]) -> None:
     """Run ``action`` in a thread of rank 0.
 
-    All ranks meet every few seconds, so that no collective times out.
+    All ranks communicate every few seconds, so that no collective times out.
     """
     if not dist.is_initialized() or dist.get_world_size() == 1:
         action()
@@ -129,8 +129,8 @@ def _make_ready(config: Config, path: Path) -> None:
     """Prepare the data if the run makes it, and verify token shards."""
     data = config.data
     if (data.takes_default_corpus or data.name in _ARRAYS) and not any((path / name).is_file() for name in _INDEXES):
-        for each in (path, *path.glob("*")):
-            refuse_link(each)
+        for entry in (path, *path.glob("*")):
+            refuse_link(entry)
     if data.name in _ARRAYS:
         prepare_images(data.name, Path(data.path) if data.path is not None else None, path)
     if data.name is not None:
@@ -255,7 +255,8 @@ def _open_images(config: Config, path: Path) -> Corpus:
     if data.name == "folder":
         size = data.image_size or FOLDER_IMAGE_SIZE
         train, held_out, calibration = (
-            ImageFolder(path, split, size, of) for split, of in (("train", seed), ("held_out", None), ("train", None))
+            ImageFolder(path, split, size, draw)
+            for split, draw in (("train", seed), ("held_out", None), ("train", None))
         )
     else:
         train, held_out, calibration = ImageArrays(path, "train"), ImageArrays(path, "held_out"), None

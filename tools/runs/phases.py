@@ -37,4 +37,4 @@ def phases_of(metrics: Iterable[Mapping[str, Any]]) -> list[Phase]:
 
 def describe_phases(phases: Iterable[Phase]) -> str | None:
     """Say at which steps each phase was, or return None if there is none."""
-    return ", then ".join(f"{each.masking} {each.first:,}–{each.last:,}" for each in phases) or None
+    return ", then ".join(f"{phase.masking} {phase.first:,}–{phase.last:,}" for phase in phases) or None

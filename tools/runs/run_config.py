@@ -44,7 +44,9 @@ def with_absolute_paths(config: Config) -> Config:
     if config.model.get("name") == "huggingface":
         changed["model"] = {**config.model, "path": str(Path(config.model["path"]).absolute())}
     if config.data.sources:
-        sources = [each.model_copy(update={"path": str(Path(each.path).absolute())}) for each in config.data.sources]
+        sources = [
+            source.model_copy(update={"path": str(Path(source.path).absolute())}) for source in config.data.sources
+        ]
         changed["data"] = config.data.model_copy(update={"sources": sources})
     if config.sdp.paths is not None and config.sdp.paths.router is not None:
         paths = config.sdp.paths.model_copy(update={"router": str(Path(config.sdp.paths.router).absolute())})

@@ -127,8 +127,8 @@ def _prepare(name: str, task: Any, num_fewshot: int | None, where: str) -> None:
 
     As in the harness, a task's own 0 stays.
     """
-    own = task.get_config("num_fewshot")
-    if own is None or (num_fewshot is not None and own != 0):
+    stated = task.get_config("num_fewshot")
+    if stated is None or (num_fewshot is not None and stated != 0):
         task.set_config(key="num_fewshot", value=num_fewshot or 0)
     task.set_fewshot_seed(seed=_SEEDS[2])
     try:

@@ -72,7 +72,7 @@ class HarnessModel(TemplateLM):
     def _loglikelihood_tokens(
         self, requests: Sequence[tuple[Any, list[int], list[int]]], **kwargs: Any
     ) -> list[tuple[float, bool]]:
-        scores = self._scorer.score([self._request(*each[1:]) for each in requests])
+        scores = self._scorer.score([self._request(*request[1:]) for request in requests])
         return [(score.log_likelihood, score.is_greedy) for score in scores]
 
     def _request(self, context: list[int], continuation: list[int]) -> Request:

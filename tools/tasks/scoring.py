@@ -135,10 +135,10 @@ class Scorer:
         block = model.shares * model.micro * BATCHES
         for start in range(0, len(requests), block):
             self._on_progress()
-            here = range(start, min(start + block, len(requests)))
-            mine = here[model.share :: model.shares]
+            indices = range(start, min(start + block, len(requests)))
+            mine = indices[model.share :: model.shares]
             # Every rank computes as many batches as the one with the largest share.
-            batches = -(-len(here[:: model.shares]) // model.micro)
+            batches = -(-len(indices[:: model.shares]) // model.micro)
             parts = [mine[number * model.micro : (number + 1) * model.micro] for number in range(batches)]
             found = self._run([[requests[index] for index in part] for part in parts])
             for part, scores in zip(parts, found, strict=True):
@@ -157,7 +157,7 @@ class Scorer:
         def read(module: nn.Module, args: Any, kwargs: dict[str, Any], output: Any) -> torch.Tensor:
             index = len(found)  # batches finish in their order
             assert torch.equal(kwargs["input_ids"].cpu(), inputs[index]["input_ids"])
-            found.append([_score_row(_logits(output)[row], each) for row, each in enumerate(batches[index])])
+            found.append([_score_row(_logits(output)[row], request) for row, request in enumerate(batches[index])])
             return torch.zeros((), device=self._model.device)  # in place of a loss
 
         handle = self._model.module.register_forward_hook(read, with_kwargs=True)
@@ -197,7 +197,7 @@ class Scorer:
         sizes = [[len(request.ids), request.scored] for request in requests or ()]
         spans = self._from_rank_0(sizes, (count, 2)).tolist()
         ids = self._from_rank_0(flat, (tokens,)).split([length for length, _ in spans])
-        return [Request(each.tolist(), scored) for each, (_, scored) in zip(ids, spans, strict=True)]
+        return [Request(row.tolist(), scored) for row, (_, scored) in zip(ids, spans, strict=True)]
 
     def _from_rank_0(self, values: Any, shape: tuple[int, ...] = (2,)) -> torch.Tensor:
         tensor = torch.zeros(shape, dtype=torch.int64)

@@ -37,11 +37,11 @@ def explained(
         yield
     except (RuntimeError, MemoryError) as error:
         if _is_out_of_memory(error):
-            raise _out_of_memory(config, str(beat.whereabouts), engine) from None
+            raise _out_of_memory(config, str(beat.position), engine) from None
         if (gone := GONE.search(str(error))) is None:
             raise
         raise PeerLostError(
-            f"{beat.whereabouts}: another rank is gone ({gone[0]}); its log or its launcher says why"
+            f"{beat.position}: another rank is gone ({gone[0]}); its log or its launcher says why"
         ) from None
     except OSError as error:
         if error.errno not in NO_ROOM:

@@ -117,8 +117,8 @@ def _check_sequence(config: Config, model: nn.Module) -> None:
 
 
 def _check_optimizer(config: Config) -> None:
-    stand_in = [{"params": [nn.Parameter(torch.zeros(1))]}]
-    optimizer, _ = make_optimizer(config.optimizer, None, stand_in, torch.device("cpu"), grouped=True)
+    placeholder = [{"params": [nn.Parameter(torch.zeros(1))]}]
+    optimizer, _ = make_optimizer(config.optimizer, None, placeholder, torch.device("cpu"), grouped=True)
     if config.scheduler is not None:
         build_scheduler(config.scheduler.type, config.scheduler.params, optimizer)
 
@@ -144,9 +144,9 @@ def _check_checkpoint(config: Config, dump_dir: Path, corpus: Corpus | None) -> 
                 f"({corpus.sha256[:12]}…); use the data of that run, or start another run from its weights with "
                 "training.init_from"
             )
-    own = dump_dir / CONFIG
+    file = dump_dir / CONFIG
     try:
-        changed = changed_key(config.model, read_json_file(own)["model"]) if own.exists() else None
+        changed = changed_key(config.model, read_json_file(file)["model"]) if file.exists() else None
     except (
         ConfigError,
         OSError,
@@ -155,11 +155,11 @@ def _check_checkpoint(config: Config, dump_dir: Path, corpus: Corpus | None) -> 
         TypeError,
     ) as error:  # the file is damaged or has another version
         raise ConfigError(
-            f"{own}: its model cannot be compared with this run's ({error}); move it away to resume without that"
+            f"{file}: its model cannot be compared with this run's ({error}); move it away to resume without that"
         ) from None
     if changed is not None:
         key, new, old = changed
         raise ConfigError(
-            f"model.{key}: {json.dumps(new)}, but {own} has {json.dumps(old)}, with which {path} was trained; set it "
+            f"model.{key}: {json.dumps(new)}, but {file} has {json.dumps(old)}, with which {path} was trained; set it "
             "back, or start another run from these weights with sdp export and --init-from"
         )

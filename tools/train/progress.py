@@ -65,10 +65,10 @@ class Progress(Observer):
 
     def on_evaluation(self, line: Line) -> None:
         accuracy = f", accuracy {line['accuracy']:.2%}" if "accuracy" in line else ""
-        own = line["subnetwork_losses"]
+        losses = line["subnetwork_losses"]
         self._print(
             f"step {line['step']}: held-out loss {line['loss']:.4f}{accuracy} (full model),"
-            f" {sum(own) / len(own):.4f} (mean of the groups' own subnetworks)"
+            f" {sum(losses) / len(losses):.4f} (mean of the groups' own subnetworks)"
         )
         for task, measures in line.get("tasks", {}).items():
             scores = ", ".join(f"{name} {_format(value)}" for name, value in measures.items())

@@ -18,9 +18,9 @@ from ...engine.config.load import load_config
 from ...engine.config.schema import Config
 from ...engine.distributed.heartbeat import Heartbeat
 from ...engine.distributed.join import join
-from ...engine.distributed.mesh import machine_id, mesh_of, split_tensor_group, told_apart
+from ...engine.distributed.mesh import machine_id, mesh_of, split_tensor_group, unique_host_names
 from ...engine.engine import SDPEngine
-from ...engine.environment.detect import detect, whereabouts_file
+from ...engine.environment.detect import detect, position_file
 from ...engine.errors import ConfigError
 from ...engine.initialize import initialize
 from ...engine.service.steps import Membership
@@ -66,7 +66,7 @@ def started(
     log.info("%d process(es), %d thread(s) each; logs in %s", world_size, torch.get_num_threads(), logs)
     if config.env:
         log.info("environment of every rank: %s", " ".join(f"{name}={value}" for name, value in config.env.items()))
-    beat = Heartbeat(rank, whereabouts_file(), logs / f"rank-{rank}.log", on_stall)
+    beat = Heartbeat(rank, position_file(), logs / f"rank-{rank}.log", on_stall)
     training = config.training
     beat.at(0, "starting", training.start_timeout)
     try:
@@ -189,7 +189,7 @@ def _membership(config: Config, options: TrainOptions, rank: int) -> Membership 
 def _warn_of_split_groups(engine: SDPEngine) -> None:
     """Warn on rank 0 if tensor-parallel ranks are on several hosts. Collective."""
     degree = engine.layout.mesh.tp
-    hosts = told_apart(engine.gather_facts((socket.gethostname(), machine_id()))) if degree > 1 else []
+    hosts = unique_host_names(engine.gather_facts((socket.gethostname(), machine_id()))) if degree > 1 else []
     problem = split_tensor_group(hosts, degree)
     if problem is not None and engine.global_rank == 0:
         log.warning("WARNING: %s", problem)

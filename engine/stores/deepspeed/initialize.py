@@ -102,8 +102,8 @@ def _cut_and_fill(
     """Cut ``model`` in place to the parts that ``group`` holds, and give it values."""
     if plan is None:
         take_values_of_rank_0(model, device)
-    stand_ins = cut(model, config, layout, group, getattr(torch, config.precision))
-    run = [name for name in layout.blocks if name not in stand_ins]
+    replaced = cut(model, config, layout, group, getattr(torch, config.precision))
+    run = [name for name in layout.blocks if name not in replaced]
     checkpoint_activations(model, run, config.activation_checkpointing.mode)
     copy_cheaply(model, layout, group, config.sdp.copies, getattr(torch, config.precision))
     give_values(model, layout, plan, device, Shard(), {info.name for info in layout.frozen(group)})

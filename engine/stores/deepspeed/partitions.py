@@ -96,9 +96,9 @@ def pieces_of(
     base, size = 0, partition_numel(bundle, stage, ranks)
     for name, numel in zip(bundle.names, bundle.numels, strict=True):
         if stage == 3:
-            own = -(-numel // ranks)
-            first, last, at = rank * own, min((rank + 1) * own, numel), base
-            base += own
+            share = -(-numel // ranks)
+            first, last, at = rank * share, min((rank + 1) * share, numel), base
+            base += share
         else:  # the parameter is [base, base + numel), the partition is [rank·size, (rank + 1)·size)
             first, last = max(rank * size - base, 0), min((rank + 1) * size - base, numel)
             at = base + first - rank * size

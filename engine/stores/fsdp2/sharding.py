@@ -322,10 +322,10 @@ def nothing_left_out(uses: Sequence[ModuleUses]) -> Iterator[None]:
     Raises:
         ModelError: The pass left out a module.
     """
-    for each in uses:
-        each.is_used = False
+    for use in uses:
+        use.is_used = False
     yield
-    left_out = [each for each in uses if each.sharded and not each.is_used]
+    left_out = [use for use in uses if use.sharded and not use.is_used]
     if left_out and len(left_out) < len(uses):
         raise ModelError(
             f"a forward pass left out {left_out[0].name!r}, and the ranks of a group gather sharded parameters "

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import sdp
-from sdp.engine.distributed.heartbeat import Whereabouts
+from sdp.engine.distributed.heartbeat import RankPosition
 from sdp.launcher.fatal_errors import FatalError
 
 # Holds the GIL for some seconds, so that no other thread of Python runs.
@@ -58,7 +58,7 @@ def test_a_watch_that_was_stopped_ends_nothing(tmp_path: Path, watch: str, ended
     done = subprocess.run(words, env=environ, capture_output=True, text=True, check=False, timeout=60)
     assert done.returncode == ended, done.stderr
     assert done.stdout.endswith(said)
-    where = Whereabouts.read(tmp_path / "where")
+    where = RankPosition.read(tmp_path / "where")
     assert where is not None
     assert where.phase == "writing lines"
 
@@ -67,4 +67,4 @@ def test_damaged_reports_of_a_rank_are_ignored(tmp_path: Path) -> None:
     for content in ("[" * 100_000, '{"exit_code": ' + "9" * 5000 + "}", '{"text": "\\ud800"}', "[1]", "null", ""):
         (tmp_path / "rank-0.error").write_text(content)
         assert FatalError.read(tmp_path / "rank-0.error") is None
-        assert Whereabouts.read(tmp_path / "rank-0.error") is None
+        assert RankPosition.read(tmp_path / "rank-0.error") is None

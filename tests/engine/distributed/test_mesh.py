@@ -4,7 +4,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from sdp.engine.distributed.mesh import Mesh, split_tensor_group, told_apart
+from sdp.engine.distributed.mesh import Mesh, split_tensor_group, unique_host_names
 from sdp.engine.errors import ConfigError
 
 
@@ -56,9 +56,9 @@ def test_a_group_on_several_hosts(slots: list[int], tp: int, said: str) -> None:
 
 
 def test_machines_of_one_name_are_several_hosts() -> None:
-    hosts = told_apart([("node", "x"), ("node", "x"), ("node", "y"), ("other", "x")])
+    hosts = unique_host_names([("node", "x"), ("node", "x"), ("node", "y"), ("other", "x")])
     assert hosts == ["node (1)", "node (1)", "node (2)", "other"]
     problem = split_tensor_group(hosts, 4)
     assert problem is not None
     assert "ranks 0 to 3 are on node (1) and node (2) and other" in problem
-    assert told_apart([("a", "x"), ("b", "y")]) == ["a", "b"]
+    assert unique_host_names([("a", "x"), ("b", "y")]) == ["a", "b"]

@@ -95,7 +95,7 @@ class Evaluator:
         paths = None if self._corpus.paths is None else [batch.pop("path") for batch in batches]
         own_batches = batches if self._own is None else list(self._own)
         self._beat.at(engine.global_steps, EVALUATION, engine.config.training.start_timeout)
-        own = engine.evaluate_subnetworks(own_batches)
+        losses = engine.evaluate_subnetworks(own_batches)
         with self.recalibrated():
             loss = engine.evaluate(batches, paths=paths)
             measures = {
@@ -113,7 +113,7 @@ class Evaluator:
             measures = {**measures, "source_losses": by_source}
         if scores:
             measures = {**measures, "tasks": scores}
-        return {"loss": loss, **measures, "subnetwork_losses": own, "seconds": time.perf_counter() - started}
+        return {"loss": loss, **measures, "subnetwork_losses": losses, "seconds": time.perf_counter() - started}
 
     def _routed(self, batches: list[Any], paths: list[Any], *, is_last: bool) -> dict[str, Any]:
         """Return the loss after the prefix that the router reads. After the last step, also the
@@ -171,7 +171,7 @@ class Evaluator:
         if mesh.alone is not None and share is None:  # this group alone evaluates, and reads the shares of all
             shares = [(group * mesh.data_ranks + mesh.data_rank(engine.global_rank), mesh.sdp * mesh.data_ranks)
                       for group in range(mesh.sdp)]  # fmt: skip
-            return _InTurn([self._batches(samples, limit, drop_last=drop_last, share=each) for each in shares])
+            return _InTurn([self._batches(samples, limit, drop_last=drop_last, share=pair) for pair in shares])
         rank, ranks = share or (mesh.data_rank(engine.global_rank), mesh.data_ranks)
         return evaluation_batches(
             samples,

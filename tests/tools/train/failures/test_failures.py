@@ -20,7 +20,7 @@ from typing import Any
 
 import pytest
 from sdp.data.prepare import prepare
-from sdp.engine.distributed.heartbeat import Whereabouts
+from sdp.engine.distributed.heartbeat import RankPosition
 from sdp.tests.support.forks.command import ForkedCommand, forked_rank
 from sdp.tests.support.processes import alive, until
 from sdp.tests.support.small_runs import SMALL_LLAMA, run_sdp
@@ -84,10 +84,10 @@ class Job:
 
         return until(find)
 
-    def place(self, rank: int) -> Whereabouts | None:
-        return Whereabouts.read(self.dump_dir / "logs" / f"rank-{rank}.{self.process.pid}.whereabouts")
+    def place(self, rank: int) -> RankPosition | None:
+        return RankPosition.read(self.dump_dir / "logs" / f"rank-{rank}.{self.process.pid}.position")
 
-    def signal_rank_when(self, rank: int, number: int, reached: Callable[[Whereabouts], bool]) -> list[int]:
+    def signal_rank_when(self, rank: int, number: int, reached: Callable[[RankPosition], bool]) -> list[int]:
         """Signal the rank while its place is ``reached``; returns all ranks' process ids."""
         pids = [self.rank_pid(rank) for rank in range(RANKS)]
 
