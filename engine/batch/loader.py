@@ -129,7 +129,7 @@ class ResumableLoader:
         options: dict[str, Any] = self._worker_options | {"worker_init_fn": start}
         batches = DataLoader(
             _SeededReads(self.dataset, self.sampler.seed),
-            batch_sampler=self._positions(),  # pyright: ignore[reportArgumentType]  # any iterable will do
+            batch_sampler=_positions(self.sampler),  # pyright: ignore[reportArgumentType]  # any iterable will do
             collate_fn=self._collate_fn,
             num_workers=self._num_workers,
             pin_memory=self._pin_memory,
@@ -142,13 +142,6 @@ class ResumableLoader:
             batch = self._ahead.pop() if self._ahead else self._read()
             self._consumed += self.sampler.global_batch_size
             yield batch
-
-    def _positions(self) -> Iterator[tuple[int, list[int]]]:
-        """Yield the position of each batch in the order of the run, and its indices."""
-        sampler = self.sampler
-        for indices in sampler:
-            first = sampler.consumed - sampler.global_batch_size + sampler.data_rank * sampler.micro_batch_size
-            yield next(iter(sampler.ranges(first, 1)))[0], indices
 
     def _read(self) -> Any:
         assert self._source is not None
@@ -272,6 +265,17 @@ class _SeededReads(Dataset[Any]):
         np.random.seed(words[4:])
         read_many = getattr(self.dataset, "__getitems__", None)
         return read_many(indices) if read_many else [self.dataset[index] for index in indices]
+
+
+def _positions(sampler: ResumableBatchSampler) -> Iterator[tuple[int, list[int]]]:
+    """Yield the position of each batch in the order of the run, and its indices.
+
+    This is no method of the loader. Otherwise the loader would be part of a cycle, and the garbage
+    collector would close the workers' queues before it ends the workers: 5 s for each.
+    """
+    for indices in sampler:
+        first = sampler.consumed - sampler.global_batch_size + sampler.data_rank * sampler.micro_batch_size
+        yield next(iter(sampler.ranges(first, 1)))[0], indices
 
 
 class _WorkerStart:

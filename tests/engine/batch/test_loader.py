@@ -1,5 +1,6 @@
 """Every sample is read once, in an order that no layout and no resumption changes."""
 
+import gc
 import itertools
 import json
 import os
@@ -285,6 +286,13 @@ def test_reading_leaves_the_random_draws_of_the_process_alone(num_workers):
     after = torch.get_rng_state(), np.random.get_state()[1].tolist(), random.getstate()
     assert torch.equal(before[0], after[0])
     assert before[1:] == after[1:]
+
+
+def test_workers_end_at_once_with_their_loader():
+    started = time.monotonic()
+    draws(ResumableLoader(Numbers(8), 2, num_workers=2), 2)
+    gc.collect()
+    assert time.monotonic() - started < 9, "torch waits 5 s for each worker whose queue was closed first"
 
 
 def scale_by_ten(worker: int) -> None:

@@ -164,18 +164,6 @@ def test_a_scheduler_of_another_optimizer_is_refused() -> None:
             )
 
 
-@pytest.mark.usefixtures("one_rank")
-def test_a_scheduler_of_the_given_optimizer_sets_its_rate() -> None:
-    model, case = models.build("mlp"), Case(1, 1)
-    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
-    schedule = LambdaLR(optimizer, lambda step: 0.5**step)
-    config = case.config(scheduler=None, optimizer=None)
-    engine = sdp.initialize(model=model, config=config, optimizer=optimizer, lr_scheduler=schedule)[0]
-    one_step(engine, case, 0, data_rank=0)
-    engine.step()
-    assert engine.get_lr() == [0.5]
-
-
 def _start_with_rules_of_two_groups() -> str:
     model = models.build("mlp")
     matrices = [parameter for parameter in model.parameters() if parameter.ndim > 1]

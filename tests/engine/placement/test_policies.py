@@ -9,6 +9,7 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from sdp.engine.config.schema import SDPSection
 from sdp.engine.errors import ConfigError, PlacementError
+from sdp.engine.placement.packing import Packing, connect
 from sdp.engine.placement.placement import COMMUNICATORS, Placement
 from sdp.engine.placement.policies import make_placement, warnings_of
 from sdp.engine.placement.units import find_units
@@ -87,6 +88,24 @@ def test_listed_holders_are_kept_and_connected_where_they_can_be(groups: int, pr
     placement = placed(units([5] * len(profile)), groups=groups, profile=profile, placement=kind)
     assert [len(holders) for holders in placement.holders] == profile
     assert placement.can_be_connected == (sum(profile) >= groups + len(profile) - 1)
+    assert placement.connected == placement.can_be_connected
+
+
+@settings(max_examples=40, deadline=None)
+@given(data=st.data(), groups=st.integers(2, 7), count=st.integers(1, 9))
+def test_connecting_keeps_holders(data: st.DataObject, groups: int, count: int) -> None:
+    held = np.array(
+        data.draw(st.lists(st.lists(st.booleans(), min_size=count, max_size=count), min_size=groups, max_size=groups))
+    )
+    assume(held.any(axis=0).all())
+    ones = np.ones(count, dtype=np.int64)
+    packing = Packing(np.full(groups, count, dtype=np.int64), ones, ones, held.sum(axis=0))
+    joined = connect(packing, held)
+    assert (joined.sum(axis=0) == held.sum(axis=0)).all()
+    names = tuple(map(str, range(count)))
+    placement = Placement(
+        groups, names, tuple(tuple(np.flatnonzero(column).tolist()) for column in joined.T), (1,) * count
+    )
     assert placement.connected == placement.can_be_connected
 
 

@@ -47,15 +47,8 @@ def _run(case: Case, compiled: bool, eps: float | None = None) -> dict[str, Any]
 CASES = [
     Case(2, 1, 0, accumulation=2),
     pytest.param(Case(1, 2, 3, model="llama", placement="full", checkpointing="full"), marks=pytest.mark.slow),
-    pytest.param(Case(1, 2, 2, model="llama-meta", placement="full", checkpointing="selective"),
-        marks=pytest.mark.slow),
-    pytest.param(Case(2, 2, 3, model="llama", masking="backward"), marks=pytest.mark.slow),
-    pytest.param(Case(2, 1, model="even-llama", neurons=2, placement="cyclic"), marks=pytest.mark.slow),
     pytest.param(Case(2, 2, 3, model="even-llama-tied", neurons=5, placement="cyclic", masking="backward"),
         marks=pytest.mark.slow),
-    pytest.param(Case(2, 2, 3, model="even-llama", neurons=2, placement="cyclic", checkpointing="full"),
-        marks=pytest.mark.slow),
-    pytest.param(Case(2, 1, model="llama", sync='{"every": 2}'), marks=pytest.mark.slow),
     pytest.param(Case(2, 2, 3, model="llama", masking="backward", sync='{"every": 2, "fragments": 2}'),
         marks=pytest.mark.slow),
 ]  # fmt: skip
