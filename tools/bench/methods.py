@@ -67,11 +67,6 @@ def is_diloco(name: str) -> bool:
     return _DILOCO.fullmatch(name) is not None
 
 
-def is_streaming(sync: SyncSection) -> bool:
-    """Whether local steps have fragments, overlap or compression, as in Streaming DiLoCo."""
-    return sync.fragments > 1 or sync.overlap > 0 or sync.compression != "none"
-
-
 def variant(name: str, config: Config, world: int) -> Config:
     """Return the configuration of the method ``name``.
 

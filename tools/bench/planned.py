@@ -11,7 +11,7 @@ from ..plan.alternatives import with_buckets
 from ..plan.forecast import forecast
 from ..plan.machine import Machine
 from ..plan.result import Forecast
-from .methods import DDP, is_diloco, is_streaming, variant
+from .methods import DDP, variant
 
 
 @dataclass(frozen=True)
@@ -73,11 +73,9 @@ class _Planner:
         flops = sum(group.trace.flops * len(group.groups) for group in model.groups) / sum(
             len(group.groups) for group in model.groups
         )
-        by_hand = is_diloco(name) and config.sdp.sync is not None and not is_streaming(config.sdp.sync)
-        known = not name.startswith("zero") and not by_hand
         return Plan(
             config=config,
-            peak=plan.worst.trace.peak if known else None,
+            peak=None if name.startswith("zero") else plan.worst.trace.peak,
             sent=max(sum(rank.sent(plan.machine).values()) for rank in plan.ranks),
             flops=flops,
             forecast=plan,

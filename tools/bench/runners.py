@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
@@ -34,14 +33,13 @@ from ...engine.stores.deepspeed.private import forget_process_groups, load, set_
 from ...engine.subnetwork.execution import checkpoint_activations, compile_units
 from ...engine.subnetwork.materialise import give_values
 from ..runs.model_inputs import model_and_batch
-from .methods import REPLICAS, is_diloco, is_sdp, is_streaming
+from .methods import REPLICAS, is_diloco, is_sdp
 
 Batch = Any
 
 # Bytes of a bucket of DDP, and of DeepSpeed, whose default of 5e8 elements is larger than many
 # models.
 _BUCKET = 25 * 2**20
-_OUTER = {"lr": 0.7, "momentum": 0.9, "nesterov": True}  # as in the DiLoCo paper
 
 
 @dataclass(frozen=True)
@@ -55,8 +53,8 @@ class Runner:
         step: Makes one optimizer step on this rank's micro-batches, and returns their mean loss.
         settle: Waits for transfers that a step leaves running.
         round: The number of steps after which the work repeats: of a round of local steps, else 1.
-        counted: For SDP: makes one more step, and returns bytes of state, real and planned, and
-            bytes sent between groups.
+        counted: For SDP and DiLoCo: makes one more step, and returns bytes of state, real and
+            planned, and bytes sent between groups.
         kept: Tensors that live through every step, apart from parameters and optimizer state.
     """
 
@@ -72,16 +70,11 @@ class Runner:
 
 def build(name: str, config: Config, device: torch.device) -> Runner:
     """Build the method ``name`` from its own configuration (see :func:`variant`). Collective."""
-    if is_sdp(name):
+    if is_sdp(name) or is_diloco(name):  # DiLoCo: the engine's local steps of the dense model
         return _sdp(config)
-    if is_diloco(name) and config.sdp.sync is not None and is_streaming(config.sdp.sync):
-        return _sdp(config)  # Streaming DiLoCo: the engine's local steps of the dense model
     made = _Dense(config, device)
     if name.startswith("zero"):
         return made.deepspeed(2 if name == "zero2" else 3)
-    if is_diloco(name):
-        assert config.sdp.sync is not None
-        return made.diloco(config.sdp.sync.every)
     if name in ("fsdp2", "hsdp"):
         return made.fsdp2(REPLICAS if name == "hsdp" else 1)
     return made.ddp()
@@ -219,42 +212,6 @@ class _Dense:
             return torch.stack(losses).mean()
 
         return Runner(self.parameters, engine.module, engine.optimizer.optimizer, step)
-
-    def diloco(self, every: int) -> Runner:
-        """Train a separate replica on every rank.
-
-        After ``every`` steps it averages how far the replicas moved, and uses the average as the
-        gradient of a common step.
-        """
-        optimizer = self._optimizer()
-        trained = [parameter for parameter in self.model.parameters() if parameter.requires_grad]
-        common = [nn.Parameter(parameter.detach().clone()) for parameter in trained]
-        outer_optimizer = torch.optim.SGD(common, **_OUTER)
-
-        @torch.no_grad()
-        def outer() -> None:
-            for ours, mine in zip(common, trained, strict=True):
-                ours.grad = ours - mine
-                dist.all_reduce(ours.grad)
-                ours.grad /= dist.get_world_size()
-            outer_optimizer.step()
-            for ours, mine in zip(common, trained, strict=True):
-                mine.copy_(ours)
-                ours.grad = None
-
-        def kept() -> list[Tensor]:
-            return [*common, *(momentum["momentum_buffer"] for momentum in outer_optimizer.state.values())]
-
-        loop = self._loop(self.model, optimizer, nullcontext)
-        steps = itertools.count(1)
-
-        def step(batches: Sequence[Batch]) -> Tensor:
-            loss = loop(batches)
-            if next(steps) % every == 0:
-                outer()
-            return loss
-
-        return Runner(self.parameters, self.model, optimizer, step, round=every, kept=kept)
 
     def _optimizer(self) -> Optimizer:
         section = self.config.optimizer or NamedParams(type="AdamW")

@@ -11,7 +11,7 @@ of its slowest rank.
 - *Bytes sent*: planned.
 - *Collectives*: counted by the process groups.
 - *Peak memory*: that of the method's live tensors in one step (``memory_probe.py``).
-- *DiLoCo*: a step includes a fiftieth of the outer step, which is timed on its own.
+- *DiLoCo*: local steps of the engine; the seconds are the mean over a round.
 - *Slowest / mean*: compares the ranks' computation in a step. On CPUs it counts processor seconds,
   since ranks may share cores.
 """

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import replace
 
 import torch
@@ -123,20 +122,6 @@ def dense_config(config: Config, groups: int, stage: int) -> Config:
 def smaller_dense(config: Config, parameters: int) -> Config | None:
     """Return ``config`` for the largest dense model with at most so many parameters.
 
-    None if there is none, see :func:`largest_dense`.
-    """
-
-    def count(sized: Config) -> int:
-        build, _ = model_and_batch(sized)
-        return sum(parameter.numel() for parameter in build().parameters())
-
-    return largest_dense(config, count, parameters)
-
-
-def largest_dense(config: Config, measure: Callable[[Config], float], most: float) -> Config | None:
-    """Return ``config`` for the largest model whose ``measure``, which grows with it, is at most
-    ``most``.
-
     Layers or channels are left out. None if no size is small enough, or the model has no such size.
     """
     key = SIZE_KEYS.get(str(config.model.get("name")))
@@ -146,18 +131,10 @@ def largest_dense(config: Config, measure: Callable[[Config], float], most: floa
     def sized(size: int) -> Config:
         return config.model_copy(update={"model": {**config.model, key: size}})
 
-    size = largest_size(lambda size: measure(sized(size)), full, most)
-    return None if size is None else sized(size)
-
-
-def largest_size(count: Callable[[int], float], full: int, most: float) -> int | None:
-    """Return the largest size up to ``full`` whose ``count`` is at most ``most``. None if there is
-    none.
-
-    ``count`` grows with the size.
-    """
     low, high = 0, full  # the size is at least low, and at most high
     while low < high:
         middle = (low + high + 1) // 2
-        low, high = (middle, high) if count(middle) <= most else (low, middle - 1)
-    return low or None
+        model = model_and_batch(sized(middle))[0]()
+        fits = sum(parameter.numel() for parameter in model.parameters()) <= parameters
+        low, high = (middle, high) if fits else (low, middle - 1)
+    return sized(low) if low else None

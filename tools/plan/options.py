@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import Any
 
 from ...engine.config.schema import Config
 from ...engine.errors import ConfigError
@@ -20,13 +19,20 @@ MOST_RANKS = 2**20
 
 
 @dataclass(frozen=True, kw_only=True)
-class MachineOptions:
-    """The options that say how many ranks there are, and on which machines.
+class PlanOptions:
+    """The options of ``sdp plan``.
 
     Quantities stay text, so that suggested commands repeat them. ``None`` means that an option was
     not given.
     """
 
+    config: Path
+    settings: tuple[str, ...] = ()
+    fit: bool = False
+    alone: bool = False
+    compare: bool = False
+    html: Path | None = None
+    json: bool = False
     world: int | None = None
     hostfile: Path | None = None
     gpus_per_node: int | None = None
@@ -91,39 +97,13 @@ class MachineOptions:
             self.device or device_here(),
         )
 
-
-def given_machines(args: argparse.Namespace) -> dict[str, Any]:
-    """The arguments of :class:`MachineOptions` among the parsed ones."""
-    return {field.name: getattr(args, field.name) for field in fields(MachineOptions)}
-
-
-@dataclass(frozen=True, kw_only=True)
-class PlanOptions(MachineOptions):
-    """The options of ``sdp plan``."""
-
-    config: Path
-    settings: tuple[str, ...] = ()
-    fit: bool = False
-    alone: bool = False
-    compare: bool = False
-    html: Path | None = None
-    json: bool = False
-
     @classmethod
     def from_args(cls, args: argparse.Namespace) -> PlanOptions:
         """Take the parsed arguments. Raises :class:`ConfigError` for values that mean nothing."""
         if args.html == "":
             raise ConfigError('--html "": expected the name of a file, such as plan.html')
-        options = cls(
-            config=args.config,
-            settings=tuple(args.set),
-            fit=args.fit,
-            alone=args.alone,
-            compare=args.compare,
-            html=None if args.html is None else Path(args.html),
-            json=args.json,
-            **given_machines(args),
-        )
+        given = {field.name: getattr(args, field.name) for field in fields(cls) if hasattr(args, field.name)}
+        options = cls(**given | {"settings": tuple(args.set), "html": None if args.html is None else Path(args.html)})
         options.check()
         if options.fit and options.memory is None:
             raise ConfigError("--fit: needs --device-memory, for example 80GB")
@@ -136,26 +116,6 @@ class PlanOptions(MachineOptions):
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the command's arguments."""
     add_config_arguments(parser, "the JSON file of the run")
-    add_machine_arguments(
-        parser, "memory of a device, such as 80GB or 80GiB: say whether the run fits (exit code 2 if not)"
-    )
-    parser.add_argument(
-        "--fit", action="store_true", help="with --device-memory: find the smallest layout that fits, and plan it"
-    )
-    parser.add_argument("--alone", action="store_true", help="leave out DDP, FSDP and HSDP of the dense model")
-    parser.add_argument(
-        "--compare",
-        action="store_true",
-        help="plan DDP, FSDP, HSDP, ZeRO-2, a smaller dense model, DiLoCo and SDP, a row each",
-    )
-    parser.add_argument("--html", metavar="FILE", help="also write a page with a map of the units and bars of memory")
-    parser.add_argument("--json", action="store_true", help="print every figure as JSON instead")
-
-
-def add_machine_arguments(parser: argparse.ArgumentParser, memory: str) -> None:
-    """Declare the arguments of :class:`MachineOptions`. ``memory``: the help of
-    ``--device-memory``.
-    """
     parser.add_argument(
         "--world",
         type=int,
@@ -169,7 +129,11 @@ def add_machine_arguments(parser: argparse.ArgumentParser, memory: str) -> None:
         choices=DEVICES,
         help="trace the operators of this device (default: cuda if torch finds a GPU, else cpu)",
     )
-    parser.add_argument("--device-memory", metavar="BYTES", help=memory)
+    parser.add_argument(
+        "--device-memory",
+        metavar="BYTES",
+        help="memory of a device, such as 80GB or 80GiB: say whether the run fits (exit code 2 if not)",
+    )
     parser.add_argument(
         "--peak-flops", metavar="RATE", help=f"peak rate of a device (default: {PEAK_FLOPS}, an H100 in bfloat16)"
     )
@@ -184,6 +148,17 @@ def add_machine_arguments(parser: argparse.ArgumentParser, memory: str) -> None:
     parser.add_argument(
         "--inter-node", metavar="RATE", help=f"what a rank sends between nodes, likewise (default: {BETWEEN})"
     )
+    parser.add_argument(
+        "--fit", action="store_true", help="with --device-memory: find the smallest layout that fits, and plan it"
+    )
+    parser.add_argument("--alone", action="store_true", help="leave out DDP, FSDP and HSDP of the dense model")
+    parser.add_argument(
+        "--compare",
+        action="store_true",
+        help="plan DDP, FSDP, HSDP, ZeRO-2, a smaller dense model, DiLoCo and SDP, a row each",
+    )
+    parser.add_argument("--html", metavar="FILE", help="also write a page with a map of the units and bars of memory")
+    parser.add_argument("--json", action="store_true", help="print every figure as JSON instead")
 
 
 def _or_default(given: str | None, default: str) -> str:
