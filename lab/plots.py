@@ -137,6 +137,34 @@ def draw_workers() -> None:
     save(figure, "workers/plot")
 
 
+def draw_uniform_holders() -> None:
+    """Loss against the learning rate: uniform holders, and fewer holders in late blocks."""
+    figure, panels = new_figure(10, 4.2, 2)
+    uniform = read("uniform_holders/results")["results"]["runs"]
+    for axes, workers, other in ((panels[0], 32, "workers/results"), (panels[1], 128, "workers/results_128")):
+        depth = read(other)["results"]["runs"]
+        for capacity, colour, name in ((0.25, COLOURS[1], "backward_C_0.25"), (0.5, COLOURS[0], "backward")):
+            for label, runs, row, style in (
+                ("uniform", uniform, f"backward_uniform_C_{capacity:g}", "-"),
+                ("depth, rates by holders", depth, name, ":"),
+            ):
+                points = sorted(
+                    (float(key.split("-lr")[1].split("-")[0]), run["loss"])
+                    for key, run in runs.items()
+                    if key.startswith(f"{row}-{workers}_workers-") and key.endswith("seed0")
+                )
+                axes.plot(
+                    *zip(*points, strict=True), style, color=colour, marker="o", label=f"C = {capacity:g}, {label}"
+                )
+        axes.set_xscale("log", base=2)
+        axes.set(title=f"{workers} workers", xlabel="learning rate")
+    panels[0].set_ylabel("held-out loss, seed 0")
+    figure.legend(
+        *panels[1].get_legend_handles_labels(), loc="outside lower center", ncols=4, frameon=False, fontsize=9
+    )
+    save(figure, "uniform_holders/plot")
+
+
 def draw_columns(study: str, label: str) -> None:
     """Held-out loss against a number in the names of the columns, and less the smaller dense
     model's.
@@ -256,6 +284,7 @@ def main() -> None:
     draw_local_steps()
     draw_instruments()
     draw_workers()
+    draw_uniform_holders()
     draw_columns("sizes", "width")
     draw_columns("lengths", "tokens per parameter")
     draw_memory()
