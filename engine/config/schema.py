@@ -357,7 +357,8 @@ class SDPSection(Section):
     granularity: Literal["block", "neuron"] = "block"
     masking: MaskingSetting = "forward"
     placement: (
-        Literal["cyclic", "balanced", "random"] | Annotated[dict[str, list[NonNegativeInt]], Field(min_length=1)]
+        Literal["cyclic", "balanced", "contiguous", "random"]
+        | Annotated[dict[str, list[NonNegativeInt]], Field(min_length=1)]
     ) = "cyclic"
     profile: Literal["depth", "uniform", "auto"] | list[PositiveInt] = "depth"
     units: Literal["auto"] | list[str] = "auto"
@@ -371,6 +372,13 @@ class SDPSection(Section):
     sync: SyncSection | None = None
     lr_scale: Literal["none", "auto"] | Annotated[float, Field(ge=0, le=4)] = "none"
     paths: PathsSection | None = None
+
+    @model_validator(mode="before")
+    @classmethod
+    def _contiguous_is_uniform(cls, values: Any) -> Any:
+        if isinstance(values, dict) and values.get("placement") == "contiguous":
+            return {"profile": "uniform", **values}
+        return values
 
     @property
     def maskings(self) -> tuple[Masking, ...]:

@@ -172,7 +172,8 @@ class StreamedEvaluation:
         self._units = _streamed_units(store.layout)
         self._guest: dict[str, torch.Tensor] = {}
         self._hosts: list[Slices] = []  # slices that have guests now
-        self._exact: list[Copies] = []  # copies whose exact values are present now
+        # Copies whose exact values are present now, by block. Those of "" stay for a chunk.
+        self._exact: dict[str, list[Copies]] = {}
 
     def run(self, batches: Sequence[Any], weights: Sequence[float]) -> float:
         """Mean loss over the batches of all ranks, weighted by ``weights``."""
@@ -249,7 +250,7 @@ class StreamedEvaluation:
         Shards are broadcast between groups. Each group that lacks a unit then gathers its shards.
         """
         store = self._store
-        self._dismiss()  # earlier guests are no longer needed
+        self._dismiss(everything=False)  # earlier guests are no longer needed
         for unit in self._units[name]:
             holders = store.layout.placement.holders[unit.index]
             if store.context.service is not None:
@@ -263,7 +264,7 @@ class StreamedEvaluation:
                 continue
             tensors = self.assemble_guest(unit, gather_inside(store, shard))
             if store.layout.keeps_frozen:
-                self._exact += replace_copies(store.module, store.layout, tensors)
+                self._exact.setdefault(name, []).extend(replace_copies(store.module, store.layout, tensors))
             elif unit.is_block:
                 self._guest = {path.removeprefix(f"{name}."): tensor for path, tensor in tensors.items()} | buffers
             else:
@@ -289,10 +290,11 @@ class StreamedEvaluation:
             layer.slices[key].guests[int(index)] = tensor
             self._hosts.append(layer.slices[key])
 
-    def _dismiss(self) -> None:
+    def _dismiss(self, *, everything: bool = True) -> None:
         self._guest = {}
-        while self._exact:
-            self._exact.pop().exact.clear()
+        for block in [block for block in self._exact if block or everything]:
+            for copies in self._exact.pop(block):
+                copies.exact.clear()
         while self._hosts:
             self._hosts.pop().guests.clear()
 

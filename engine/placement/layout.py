@@ -22,7 +22,7 @@ from .placement import Bucket, Placement, Refresh, plan_buckets
 from .policies import make_placement, warn_of_large_share, warn_of_left_out
 from .requirements import require_a_block_in_each_group, require_even, require_inside, require_whole_tensors_if_random
 from .tensor_info import Cut, TensorInfo
-from .units import SHARED, Slice, Unit, find_neuron_units, find_units, find_unskippable, unit_of_parameters
+from .units import SHARED, Slice, Unit, add_ends, find_neuron_units, find_units, find_unskippable, unit_of_parameters
 
 
 @dataclass(frozen=True)
@@ -85,6 +85,8 @@ class Layout:
             if mesh.sdp > 1 and not units and section.paths is None:
                 raise ConfigError("sdp.units: [] leaves groups nothing to hold a part of; name modules, or remove it")
             blocks = tuple(unit.name for unit in units)
+            if section.placement == "contiguous" and section.units == "auto" and section.maskings == ("backward",):
+                units = add_ends(model, units)
         placement = make_placement(section, units)
         if guessed and section.granularity == "block" and "forward" in section.maskings:
             require_a_block_in_each_group(placement, mesh)
@@ -276,8 +278,10 @@ class Layout:
         return (info for info in self.parameters.values() if self.keeps_frozen and group not in info.holders)
 
     def block_of(self, unit: Unit) -> str:
-        """Return the block that the unit is, or that contains its slices."""
-        return next(name for name in self.blocks if unit.path == name or unit.path.startswith(f"{name}."))
+        """Return the block that the unit is, or that contains its slices. "" if it is outside of
+        blocks.
+        """
+        return next((name for name in self.blocks if unit.path == name or unit.path.startswith(f"{name}.")), "")
 
     def warnings(self) -> list[str]:
         """Return warnings: blocks that all groups share, and a group that holds most of the

@@ -6,8 +6,11 @@ strings or on the order of a set.
 
 from __future__ import annotations
 
+import json
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from fractions import Fraction
+from itertools import accumulate
 
 import numpy as np
 
@@ -17,7 +20,7 @@ from ..errors import ConfigError, PlacementError
 from ..module_paths import parents, resolve_name
 from .packing import Packing, connect, holders_of, pack
 from .placement import Placement, list_groups
-from .profiles import holder_counts
+from .profiles import capacities, holder_counts
 from .units import Unit
 
 MOST_HELD = 0.75  # the share of a model's parameters above which a warning says what a group holds
@@ -39,6 +42,8 @@ def make_placement(section: SDPSection, units: Sequence[Unit]) -> Placement:
         _require_connected(named)
         return named
     protected = _protected(section.protect, names)
+    if section.placement == "contiguous":
+        return Placement(section.groups, names, _contiguous(section, costs, protected), costs, flops)
     if section.placement == "cyclic":
         return Placement(section.groups, names, _cyclic(section, costs, flops or costs, protected), costs, flops)
     return Placement(section.groups, names, pack(section, names, costs, flops or costs, protected), costs, flops)
@@ -161,6 +166,38 @@ def _protected(protect: Sequence[str], names: Sequence[str]) -> set[int]:
     return protected
 
 
+def _contiguous(section: SDPSection, costs: Sequence[int], protected: set[int]) -> tuple[Holders, ...]:
+    """Give each group a run of neighbours in the model's order, weighed by parameters.
+
+    Group w of N holds the units from w / N of the total to w / N plus the capacity. After the last
+    unit comes the first one.
+    """
+    if section.profile != "uniform":
+        raise ConfigError(
+            f'sdp.profile: {json.dumps(section.profile)} contradicts sdp.placement "contiguous", whose groups hold '
+            'runs of equal size; use "uniform"'
+        )
+    total, ends = sum(costs), [*accumulate(costs)]
+    held = [set(protected) for _ in range(section.groups)]
+    for group, capacity in enumerate(_one_capacity(section)):
+        first = Fraction(total * group, section.groups)
+        last = first + total * Fraction(str(capacity))
+        for unit, (cost, end) in enumerate(zip(costs, ends, strict=True)):
+            if any(end - cost + turn < last and end + turn > first for turn in (0, total)):
+                held[group].add(unit)
+    return tuple(tuple(group for group, units in enumerate(held) if unit in units) for unit in range(len(costs)))
+
+
+def _one_capacity(section: SDPSection) -> list[float]:
+    """Return the capacities of all groups, which must be equal."""
+    if isinstance(section.capacity, list) and len(set(section.capacity)) > 1:
+        raise ConfigError(
+            f"sdp.capacity: a {section.placement} placement needs one capacity for all groups: one number, or use "
+            'sdp.placement "balanced" or "random"'
+        )
+    return capacities(section)
+
+
 def _cyclic(section: SDPSection, costs: Sequence[int], work: Sequence[int], protected: set[int]) -> tuple[Holders, ...]:
     """Give unit i to k_i neighbours in the ring of groups.
 
@@ -169,11 +206,7 @@ def _cyclic(section: SDPSection, costs: Sequence[int], work: Sequence[int], prot
     the same number of units, plus or minus one. Exchanges follow if the result would not connect
     the groups.
     """
-    if isinstance(section.capacity, list) and len(set(section.capacity)) > 1:
-        raise ConfigError(
-            "sdp.capacity: a cyclic placement needs one capacity for all groups: one number, or use sdp.placement "
-            '"balanced" or "random"'
-        )
+    _one_capacity(section)
     groups, counts = section.groups, holder_counts(section, costs, protected)
     held = np.zeros((groups, len(counts)), dtype=bool)
     dealt = section.profile in ("depth", "auto")

@@ -13,7 +13,7 @@ from __future__ import annotations
 import json
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import groupby
 from typing import Any
 
@@ -342,6 +342,29 @@ def find_units(model: nn.Module, patterns: str | Sequence[str], explicit: Iterab
     _refuse_nested(ordered)
     _refuse_two_places(modules, ordered)
     return _units(model, modules, ordered)
+
+
+def add_ends(model: nn.Module, blocks: Sequence[Unit]) -> list[Unit]:
+    """Return the units ``blocks`` with those of the embeddings before and the head after them.
+
+    These are layers with matrices. A tied pair is one unit, at the place of the first.
+    """
+    modules = dict(model.named_modules())
+    order = {path: index for index, path in enumerate(modules)}
+    places = [order[unit.name] for unit in blocks]
+    inside = {f"{unit.name}." for unit in blocks}
+    last = max(index for path, index in order.items() if path.startswith(tuple(inside)) or index in places)
+    canonical = {id(parameter): name for name, parameter in model.named_parameters()}
+    units = list(blocks)
+    for path, module in modules.items():
+        if min(places) <= order[path] <= last:
+            continue
+        own = [p for key, p in module.named_parameters(recurse=False) if canonical[id(p)] == f"{path}.{key}"]
+        if path and _is_callable(module) and any(parameter.dim() > 1 for parameter in own):
+            slices = tuple(Slice(canonical[id(parameter)]) for parameter in own)
+            units.append(Unit(0, path, slices, sum(parameter.numel() for parameter in own)))
+    units.sort(key=lambda unit: order[unit.name])
+    return [replace(unit, index=index) for index, unit in enumerate(units)]
 
 
 def _refuse_nested(names: Sequence[str]) -> None:

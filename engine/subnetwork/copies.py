@@ -19,6 +19,7 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from ..config.method import CopiesSection
 from ..errors import ModelError
+from ..module_paths import parents
 from ..placement.layout import Layout
 from ..placement.tensor_info import QUANTISED_BLOCK as BLOCK
 from ..placement.tensor_info import quantised_row
@@ -126,6 +127,7 @@ def copy_cheaply(model: nn.Module, layout: Layout, group: int, section: CopiesSe
         return
     canonical = {id(p): name for name, p in model.named_parameters()}
     made: Made = {}
+    outside: list[str] = []  # modules with copies that are in no block
     pairs: dict[str, dict[str, nn.Parameter]] = {}  # a tied weight has one copy
     for path, module in list(model.named_modules()):
         keys = {
@@ -150,8 +152,10 @@ def copy_cheaply(model: nn.Module, layout: Layout, group: int, section: CopiesSe
         module.copies = Copies(section.dtype, dtype, tails, made)  # type: ignore[assignment]
         kind = type(module)
         module.__class__ = type(kind.__name__, (kind,), {key: _property_of_copies(key) for key in keys})
-    for name in layout.blocks:
-        block = model.get_submodule(name)
+        if not any(name in layout.blocks for name in (path, *parents(path))):
+            outside.append(path)
+    for path in (*layout.blocks, *outside):
+        block = model.get_submodule(path)
         block.forward = _making_again(block.forward, made)  # type: ignore[method-assign]
 
 

@@ -43,6 +43,8 @@ CASES = [
     (Case(2, 2, 2, 2, model="even-llama-meta", copies=INT8, neurons=2, placement="cyclic", **BACKWARD), "fsdp2"),
     (Case(2, 2, 1, model="resnet-meta", copies=BOTH, **BACKWARD), "fsdp2"),
     (Case(4, 1, 0, copies=OLD, placement="profile", **BACKWARD), "fsdp2"),
+    (Case(4, 1, 1, model="llama-tied-meta", copies=INT8, placement="contiguous", **BACKWARD), "fsdp2"),
+    (Case(2, 2, 3, model="even-llama-meta", copies=NF4, placement="contiguous", **BACKWARD), "fsdp2"),
     (Case(2, 2, 1, copies=INT8, **BACKWARD), "deepspeed"),
     (Case(2, 2, 3, model="llama-meta", copies=NF4, **BACKWARD), "deepspeed"),
 ]
@@ -276,6 +278,22 @@ def test_one_block_at_a_time_is_in_compute_precision(ranks: RankPool, checkpoint
     for most, after_forward, block in ranks.run(_alive, case, world=2):
         assert after_forward == 0
         assert 0 < most <= part * block
+
+
+def _kept(case: Case) -> list[bool]:
+    """Whether autograd keeps something of each block, in order."""
+    engine, kept = engine_of(case), []
+    for index in range(4):
+        block = engine.module.get_submodule(f"model.layers.{index}")
+        block.register_forward_hook(lambda _, __, output: kept.append(output.requires_grad))
+    engine(models.micro_batch(case.model, 0, 0, data_rank_of(case)))
+    return kept
+
+
+def test_autograd_keeps_nothing_below_the_lowest_held_block(ranks: RankPool) -> None:
+    early, late = ranks.run(_kept, Case(2, 1, model="llama-meta", placement="contiguous", **BACKWARD), world=2)
+    assert early == [True] * 4
+    assert late == [False, False, True, True]
 
 
 # -- refusals --------------------------------------------------------------------------------------

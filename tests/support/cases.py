@@ -42,7 +42,7 @@ class Case:
     accumulation: int = 1
     clip: bool = False
     optimizer: Literal["sgd", "momentum", "adamw"] = "sgd"
-    placement: Literal["mixed", "cyclic", "profile", "full", "balanced", "random", "alone"] = "mixed"
+    placement: Literal["mixed", "cyclic", "profile", "full", "balanced", "random", "contiguous", "alone"] = "mixed"
     model: str = "mlp"
     bf16: bool = False
     checkpointing: Literal["none", "full", "selective"] = "none"
@@ -139,6 +139,8 @@ class Case:
             return {"profile": [4, 2, 1, 1] if self.groups == 4 else [2, 2, 1, 1]}
         if self.placement == "balanced":
             return {"placement": "balanced", "capacity": [0.75, 0.5] if self.groups == 2 else [0.75, 0.75, 0.5, 0.25]}
+        if self.placement == "contiguous":
+            return {"placement": "contiguous", "capacity": 0.5 if self.groups == 2 else 0.4}
         if self.placement == "random":
             return {"placement": "random", "seed": 3, "profile": [1, 2, 2, 1] if self.groups == 2 else [1, 3, 2, 4]}
         holders = {2: [[0], [0, 1], [0, 1], [1], [1]], 4: [[0, 1, 2, 3], [0, 2], [3, 1, 0], [3], [1, 2]]}[self.groups]

@@ -18,7 +18,6 @@ from ...distributed.process_groups import Communicators
 from ...model_interface import get_sharding_groups
 from ...placement.layout import Layout
 from ...placement.tensor_info import Shard
-from ...placement.units import SHARED
 from ...subnetwork.branch_scale import BranchScale
 from ...subnetwork.carve import PassThrough, refuse_together, with_skeletons
 from ...subnetwork.given_model import refuse_shapes
@@ -219,7 +218,7 @@ class Fsdp2Store:
         These are the parameters of the root: those that no wrapped module has.
         """
         wrapped = tuple(f"{path}." for path in (*get_sharding_groups(self.module), *self.layout.blocks))
-        return self._uses_fsdp and self.layout.parameters[name].unit == SHARED and not name.startswith(wrapped)
+        return self._uses_fsdp and not self.layout.parameters[name].path.startswith(wrapped)
 
     def ready(self) -> None:
         """Find the parameters. Call this once, after they got values."""

@@ -229,6 +229,34 @@ def test_a_thousand_groups_in_ten_seconds(kind: Any, profile: Any) -> None:
         assert guarantees["communicators_per_rank"] <= 1.25 * COMMUNICATORS
 
 
+@pytest.mark.parametrize(
+    ("costs", "groups", "capacity", "holders"),
+    [
+        ([1] * 8, 4, 0.25, [[0], [0], [1], [1], [2], [2], [3], [3]]),
+        ([1] * 4, 4, 0.5, [[0, 3], [0, 1], [1, 2], [2, 3]]),
+        ([6, 1, 1, 1, 1, 6], 2, 0.5, [[0], [0], [0], [1], [1], [1]]),
+        ([1] * 10, 2, 0.3, [[0]] * 3),
+        ([5, 1, 1, 1, 4], 2, 0.5, [[0], [0], [1], [1], [1]]),
+        ([3, 3, 3], 2, 0.5, [[0], [0, 1], [1]]),
+    ],
+)
+def test_contiguous_runs(costs: Any, groups: int, capacity: Any, holders: Any) -> None:
+    values = {"groups": groups, "capacity": capacity, "placement": "contiguous"}
+    if len(holders) < len(costs):
+        with pytest.raises(ConfigError, match="every unit needs at least one"):
+            placed(units(costs), **values)
+        return
+    assert [list(held) for held in placed(units(costs), **values).holders] == holders
+
+
+def test_contiguous_is_uniform() -> None:
+    assert SDPSection(placement="contiguous").profile == "uniform"
+    with pytest.raises(ConfigError, match=r'sdp\.profile: "depth" contradicts sdp\.placement "contiguous"'):
+        placed(units([1, 1]), groups=2, placement="contiguous", profile="depth")
+    with pytest.raises(ConfigError, match=r"sdp\.capacity: a contiguous placement needs one capacity for all groups"):
+        placed(units([1, 1]), groups=2, placement="contiguous", capacity=[0.6, 0.5])
+
+
 def _differing_placements() -> str:
     import torch
     import torch.distributed as dist

@@ -40,6 +40,24 @@ def test_auto_takes_every_stack_of_one_class() -> None:
         names(nn.Linear(2, 2))
 
 
+@pytest.mark.parametrize(
+    ("model", "masking", "first", "last"),
+    [
+        ("llama-meta", "backward", "model.embed_tokens", "lm_head"),
+        ("llama-tied-meta", "backward", "model.embed_tokens", "model.layers.3"),
+        ("mlp", "backward", "stem", "head"),
+        ("llama-meta", "forward", "model.layers.0", "model.layers.3"),
+    ],
+)
+def test_contiguous_adds_embedding_and_head(model: str, masking: str, first: str, last: str) -> None:
+    config = load_config({"sdp": {"groups": 2, "capacity": 0.5, "placement": "contiguous", "masking": masking}})
+    layout = Layout.of(models.build(model), config, Mesh(2))
+    assert [layout.units[0].name, layout.units[-1].name] == [first, last]
+    assert [unit.index for unit in layout.units] == [*range(len(layout.units))]
+    assert not {"model.embed_tokens", "lm_head", "stem", "head"} & set(layout.blocks)
+    assert layout.parameters[layout.units[0].slices[0].parameter].unit == first
+
+
 def test_no_units_for_several_groups_is_an_error() -> None:
     config = Case(2, 1).config("fsdp2")
     config["sdp"] |= {"units": [], "placement": "cyclic"}
