@@ -16,7 +16,7 @@ import shutil
 import sys
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -201,15 +201,23 @@ def train_router(
 def _attempt(prefixes: np.ndarray, vocab_size: int, count: int, random: np.random.Generator) -> tuple[float, Router]:
     """Return the log-likelihood of the sample under a router, and the router."""
     dealt = _start(prefixes, vocab_size, count, random)
+    router, scores, new = _round(prefixes, dealt, vocab_size, count)
     for _ in range(_ROUNDS):
-        router = _fit(prefixes, dealt, vocab_size, count)
-        scores = router.log_likelihoods(prefixes)
-        biases = balancing_biases(scores)
-        before, dealt = dealt, (scores + biases).argmax(1)
-        if (dealt != before).mean() < 0.001:
+        if (new != dealt).mean() < 0.001:
             break
-    found = Router(prefixes.shape[1], vocab_size, router.pairs, router.firsts, biases.astype(np.float32))
-    return float(scores[np.arange(len(dealt)), dealt].sum()), found
+        dealt = new
+        router, scores, new = _round(prefixes, dealt, vocab_size, count)
+    return float(scores[np.arange(len(new)), new].sum()), router
+
+
+def _round(
+    prefixes: np.ndarray, dealt: np.ndarray, vocab_size: int, count: int
+) -> tuple[Router, np.ndarray, np.ndarray]:
+    """Return the router that learns from ``dealt``, its log-likelihoods, and how it deals."""
+    router = _fit(prefixes, dealt, vocab_size, count)
+    scores = router.log_likelihoods(prefixes)
+    biases = balancing_biases(scores)
+    return replace(router, biases=biases.astype(np.float32)), scores, (scores + biases).argmax(1)
 
 
 def _start(prefixes: np.ndarray, vocab_size: int, count: int, random: np.random.Generator) -> np.ndarray:

@@ -73,7 +73,7 @@ def check(engine: SDPEngine, batches: Iterable[Any]) -> Checked:
             engine.backward(engine(batch))
             engine.step()
         if plain is not None:
-            plain.step(everything, rates, engine.get_global_grad_norm())
+            plain.step(everything, rates, engine.get_global_grad_norm() or 0.0)
         engine.check_holders()
     state = None if why_not else engine.full_state_dict()
     found = ("", None) if plain is None or state is None else plain.compare(state)

@@ -26,7 +26,7 @@ from torch.utils.data import (
 
 from ..errors import ConfigError, DataError, SDPError
 from .mixture import MixtureSampler
-from .sampler import PathSampler
+from .sampler import PathSampler, PathSamples
 from .sampler import ResumableBatchSampler as ResumableBatchSampler
 from .stream import StreamLoader
 
@@ -66,7 +66,7 @@ class ResumableLoader:
         self.dataset = dataset
         paths, sources = getattr(dataset, "paths", None), getattr(dataset, "sources", None)
         self.sampler: ResumableBatchSampler
-        if paths is not None:
+        if isinstance(paths, PathSamples):  # another data set may have files by this name
             self.sampler = PathSampler(paths, micro_batch_size, data_rank, data_ranks, seed)
         elif sources is not None:
             self.sampler = MixtureSampler(sources, micro_batch_size, data_rank, data_ranks, seed)

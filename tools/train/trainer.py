@@ -295,9 +295,6 @@ class Trainer:
         kind = "tokens" if config.data.name is None else "images"
         count = engine.train_batch_size() * config.data.tokens_per_sample
         log.info("training: steps %d to %d, %s %s a step", start + 1, self._steps, f"{count:,}", kind)
-        schedule = config.masking_schedule
-        if any(end >= self._steps for end in schedule.ends):
-            log.warning("sdp.masking: %s, but the run ends with step %d", schedule, self._steps)
         if not MemoryProbe.works_with(engine):
             log.info("peak of live tensors: not measured, because the probe cannot see compiled code on a CPU")
 

@@ -66,15 +66,6 @@ def test_evaluate_scales_branches_as_the_phase_of_the_checkpoint(config: dict, t
         assert found["loss"] == pytest.approx(found["in_training"], rel=1e-5)
 
 
-def test_a_run_that_ends_before_the_switch_says_so(config: dict, tmp_path: Path) -> None:
-    config["sdp"] |= {"masking": [{"until": 9, "masking": "forward"}, {"masking": "backward"}]}
-    del config["training"]["steps"]
-    config["training"]["tokens"] = 2 * 8 * 32
-    done = run_sdp("train", write_config(config, tmp_path), "--dump-dir", tmp_path / "run")
-    assert done.returncode == 0, done.stderr
-    assert "sdp.masking: forward to step 9, then backward, but the run ends with step 2" in done.stderr
-
-
 def test_phases_of_metrics() -> None:
     maskings = ["forward", "forward", "backward", "forward"]
     lines = [{"step": step, "tokens": 10 * step, "masking": masking} for step, masking in enumerate(maskings, 1)]

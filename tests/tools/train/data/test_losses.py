@@ -11,7 +11,7 @@ from sdp.data.prepare import prepare
 from sdp.tests.support.small_runs import read_losses, run_sdp, write_config
 from sdp.tools.cli import main
 from sdp.tools.runs.dataset import Corpus
-from sdp.tools.train import startup
+from sdp.tools.train import rank
 
 
 @pytest.fixture
@@ -87,14 +87,14 @@ def losses(config: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPat
     config["train_micro_batch_size_per_gpu"] = 2
     config["scheduler"] = None
     config["training"] |= {"steps": 2, "evaluate_every": 0, "save_every": 0}
-    opened = startup.open_corpus
+    opened = rank.open_corpus
 
     def train(name: str, masks: bool, *words: str) -> list[float]:
         def masked(*args: Any) -> Corpus:
             corpus = opened(*args)
             return replace(corpus, train=Masked(corpus.train), masks_labels=masks)
 
-        monkeypatch.setattr(startup, "open_corpus", masked)
+        monkeypatch.setattr(rank, "open_corpus", masked)
         path = write_config(config, tmp_path)
         assert main(["train", str(path), "--dump-dir", str(tmp_path / name), *words]) == 0
         return read_losses(tmp_path / name)
