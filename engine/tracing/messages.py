@@ -71,13 +71,13 @@ class Messages:
         key = at.sdp, index, fragment
         if key not in self._known:
             self._known[key] = self._sums(at.sdp, index, fragment)
-        found = ((kind, self._among(kind, groups, at), nbytes) for (kind, groups), nbytes in self._known[key].items())
-        return [
-            # Quantised changes cannot be added on the way, so all of them are gathered.
-            Collective("between groups", kind, ranks, nbytes * (len(ranks) if kind == "all_gather" else 1))
-            for kind, ranks, nbytes in found
-            if len(ranks) > 1 and nbytes
-        ]
+        found = []
+        for (kind, groups), nbytes in self._known[key].items():
+            if len(ranks := self._among(kind, groups, at)) > 1 and nbytes:
+                # Quantised changes cannot be added on the way, so all of them are gathered.
+                whole = nbytes * len(ranks) if kind == "all_gather" else nbytes
+                found.append(Collective("between groups", kind, ranks, whole))
+        return found
 
     @cached_property
     def _has_unequal_shards(self) -> bool:
