@@ -99,15 +99,13 @@ class _Service:
     def __init__(self, config: Config, files: RunFiles, expected: int | None):
         self._config, self._files, self._dump_dir = config, files, files.dump_dir
         self._corpus = open_corpus(config, self._dump_dir)
-        groups, sync = config.sdp.groups, config.sdp.sync
-        assert sync is not None and config.training.steps is not None
+        groups, sync, steps = config.sdp.groups, config.sdp.sync, config.training.steps
+        assert sync is not None and steps is not None
         model = build_model(config.model, **self._corpus.facts)
         self._layout = Layout.of(model, config, Mesh(groups))
         _refuse_buffers(model, self._layout, config.sdp.maskings)
         anchors = Anchors(self._layout, sync, _first_weights(model, config, self._layout))
-        self._run = ServedRun(
-            anchors, sync, config.training.steps, groups, config.data.tokens_per_sample, expected
-        )  # fmt: skip
+        self._run = ServedRun(anchors, sync, steps, groups, config.data.tokens_per_sample, expected)
         self._thread, self._saving = ThreadPoolExecutor(1, thread_name_prefix="checkpoint"), Future[Any]()
         self._saving.set_result(None)
         self._saved, self._started, self._signal = 0, time.monotonic(), 0
@@ -118,8 +116,9 @@ class _Service:
 
     def serve(self, token: bytes, host: str, port: int, tls: ssl.SSLContext | None) -> int:
         """Serve until the run has ended or a signal comes. Returns the exit code."""
+        run = self._run
         server = Server(
-            self._run, token, settings_of(self._config),
+            run, token, settings_of(self._config),
             on_closed=self._on_closed, on_dealt=self._write_order, on_evaluation=self._on_evaluation,
         )  # fmt: skip
 
@@ -140,20 +139,15 @@ class _Service:
             raise ConfigError(f"--bind {host}:{port}: cannot listen there ({error.strerror}); choose another") from None
         self._save()
         self._saving.result()
-        if self._run.problem is not None:
-            raise ServiceError(f"{self._run.problem}; the newest checkpoint: step {self._step}")
-        if not self._run.has_ended:
-            log.info("stopped after step %d; start the service again to go on", self._step)
+        if run.problem is not None:
+            raise ServiceError(f"{run.problem}; the newest checkpoint: step {run.step}")
+        if not run.has_ended:
+            log.info("stopped after step %d; start the service again to go on", run.step)
             return 128 + self._signal
         self._write_summary()
         return 0
 
     # -- rounds ------------------------------------------------------------------------------------
-
-    @property
-    def _step(self) -> int:
-        schedule = self._run.schedule
-        return min(schedule.steps, self._run.closed // schedule.fragments * schedule.every)
 
     def _on_closed(self, line: dict[str, Any]) -> None:
         self._files.step(line)
@@ -183,84 +177,61 @@ class _Service:
             self._saving.result()
         except CheckpointError as error:
             log.error("WARNING: the last checkpoint was not written: %s; the one before stays", error)
-        if self._run.closed == self._saved:
+        run, config = self._run, self._config
+        if run.closed == self._saved:
             return
-        self._saved = self._run.closed
-        tensors = weights_of(self._run.anchors.snapshot()) | self._run.anchors.state()
-        self._saving = self._thread.submit(
-            write, self._dump_dir / "checkpoints", f"step-{self._step}", tensors, self._state(), Ranks(True), keep=_KEEP
-        )
-
-    def _state(self) -> dict[str, Any]:
-        """Return what the checkpoint says besides its tensors, in the form of every checkpoint."""
-        config, run = self._config, self._run
+        self._saved = run.closed
         sampler = ResumableBatchSampler(len(self._corpus.train), 1, 0, 1, config.training.seed)  # pyright: ignore[reportArgumentType]
-        return {
-            "global_steps": self._step,
-            "global_samples": run.samples,
-            "skipped_steps": 0,
-            "loss_scale": None,
-            "mesh": [config.sdp.groups, 1, 1],
-            "placement": self._layout.placement.to_json(),
-            "learning_rates": {},
+        sync = {"outer_steps": run.closed, "steps_alone": 0, "travelling": None, "fragments": run.schedule.fragments}
+        state = {
+            "global_steps": run.step, "global_samples": run.samples, "skipped_steps": 0, "loss_scale": None,
+            "mesh": [config.sdp.groups, 1, 1], "placement": self._layout.placement.to_json(), "learning_rates": {},
             "settings": {"config": config.resolved(), "options": {}},
-            "scheduler": {"last_batch_iteration": self._step - 1} if config.scheduler is not None else None,
+            "scheduler": {"last_batch_iteration": run.step - 1} if config.scheduler is not None else None,
             "loader": sampler.state_at(run.order.end if run.order is not None else 0),
-            "client_state": {**self._corpus.identity, "service": run.state_dict()},
-            "spikes": {},
-            "sync": {
-                "outer_steps": run.closed, "steps_alone": 0, "travelling": None, "fragments": run.schedule.fragments
-            },
+            "client_state": {**self._corpus.identity, "service": run.state_dict()}, "spikes": {}, "sync": sync,
         }  # fmt: skip
+        tensors = weights_of(run.anchors.snapshot()) | run.anchors.state()
+        self._saving = self._thread.submit(
+            write, self._dump_dir / "checkpoints", f"step-{run.step}", tensors, state, Ranks(True), keep=_KEEP
+        )
 
     def _resume(self) -> None:
         """Go on from the newest checkpoint, if there is one."""
-        order = self._dump_dir / _ORDER
+        run, order = self._run, self._dump_dir / _ORDER
         dealt = read_json_file(order) if order.exists() else None
-        found = find(self._dump_dir / "checkpoints", None)
-        if found is None:
-            self._run.load_state_dict({"closed": 0, "samples": 0, "late": 0, "orphans": {}}, dealt)
+        if (found := find(self._dump_dir / "checkpoints", None)) is None:
+            run.load_state_dict(None, dealt)
             self._files.truncate_after(-1)
             return
         path, state = found
         if "service" not in state["client_state"]:
             raise CheckpointError(f"{path}: was not written by a service; name another --dump-dir")
         weights = {name: torch.empty(infos[0].full_shape) for name, infos in self._layout.wholes.items()}
-        saved = keys_in(path)
-        outer = {key: value for key, value in self._run.anchors.state(to_load=True).items() if key in saved}
+        outer = run.anchors.empty_state(keys_in(path))
         load(path, weights_of(weights) | outer, state["files"], alone=True)
-        self._run.anchors.load(weights, outer)
-        self._run.load_state_dict(state["client_state"]["service"], dealt)
-        self._saved = self._run.closed
-        self._files.restart(self._step)
-        self._files.truncate_after(self._step, outer_step=self._run.closed)
-        log.info("goes on from %s; %d samples count as skipped", path, self._run.skipped_samples)
+        run.anchors.load(weights, outer)
+        run.load_state_dict(state["client_state"]["service"], dealt)
+        self._saved = run.closed
+        self._files.restart(run.step)
+        self._files.truncate_after(run.step, outer_step=run.closed)
+        log.info("goes on from %s; %d samples count as skipped", path, run.skipped_samples)
 
     def _write_summary(self) -> None:
         """Write summary.json and the plot of the loss, and print the report."""
-        run, config, done = self._run, self._config, read_run(self._dump_dir)
-        seconds, placement = time.monotonic() - self._started, self._layout.placement
-        losses = [line.get("loss") for line in done.evaluations]
+        run, placement, seconds = self._run, self._layout.placement, time.monotonic() - self._started
         held = [placement.held_fraction(group) for group in range(placement.groups)]
-        self._files.summary(
-            {
-                "steps": self._step,
-                "tokens": run.tokens,
-                "samples": run.samples,
-                "skipped_samples": run.skipped_samples,
-                "late": run.late,
-                "seconds": seconds,
-                "tokens_per_second": run.tokens / seconds,
-                "model": {
-                    "name": config.model["name"],
-                    "parameters": sum(info.numel for info in self._layout.parameters.values()),
-                },
-                "layout": {"sdp": placement.groups, "capacity": sum(held) / len(held)},
-                "held_out": {"before": losses[0] if losses else None, "after": losses[-1] if losses else None},
-                "corpus": {"sha256": self._corpus.sha256, "path": str(self._corpus.path)},
-                "ranks": [],
-            }
-        )
+        parameters = sum(info.numel for info in self._layout.parameters.values())
+        losses = [line.get("loss") for line in read_run(self._dump_dir).evaluations] or [None]
+        summary = {
+            "steps": run.step, "tokens": run.tokens, "samples": run.samples, "skipped_samples": run.skipped_samples,
+            "late": run.late, "seconds": seconds, "tokens_per_second": run.tokens / seconds,
+            "model": {"name": self._config.model["name"], "parameters": parameters},
+            "layout": {"sdp": placement.groups, "capacity": sum(held) / len(held)},
+            "held_out": {"before": losses[0], "after": losses[-1]},
+            "corpus": {"sha256": self._corpus.sha256, "path": str(self._corpus.path)}, "ranks": [],
+        }  # fmt: skip
+        self._files.summary(summary)
         done = read_run(self._dump_dir)
         refuse_link((self._dump_dir / PLOT).parent)
         plot_loss([done], self._dump_dir / PLOT)

@@ -5,11 +5,10 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
-import math
 import ssl
 import threading
 import time
-from collections.abc import Coroutine, Iterable, Sequence
+from collections.abc import Coroutine, Iterable
 from concurrent.futures import Future
 from typing import Any, TypeVar
 
@@ -18,11 +17,10 @@ import torch
 
 from ..errors import ServiceError, shorten
 from ..json_files import parse_json
-from ..sync.outer import Compression
 from .anchors import Slice
 from .data_order import Share
 from .rounds import UnknownMemberError
-from .wire import MOST_BYTES, NONCE, Signer, fits, messages_of, pack, pieces_of, unpack
+from .wire import MOST_BYTES, NONCE, Part, Signer, fits, messages_of, pack, unpack
 
 log = logging.getLogger("sdp")
 T = TypeVar("T")
@@ -30,6 +28,7 @@ T = TypeVar("T")
 _PAUSE_SECONDS = 0.5  # before a request is made again
 _REQUEST_SECONDS = 300.0
 _TOGETHER = 4  # requests of a rank at the same time
+_NO_ANSWER = (aiohttp.ClientError, TimeoutError, OSError)
 
 
 class Client:
@@ -72,27 +71,25 @@ class Client:
         """Make a request of JSON and return the answer."""
         return self.start(self.post(action, {"session": self.session, **values})).result()
 
-    async def post(self, action: str, body: bytes | dict[str, Any]) -> Any:
+    async def post(self, action: str, request: dict[str, Any], slices: bytes = b"") -> Any:
         """Make a request until it is answered.
 
         Raises:
             UnknownMemberError: this group is not a member any more.
             ServiceError: the service refuses, or does not answer for ``wait_seconds``.
         """
-        content = body if isinstance(body, bytes) else json.dumps(body).encode()
+        content = json.dumps(request).encode() + (b"\n" + slices if slices else b"")
         waits_until, has_warned = time.monotonic() + self._wait_seconds, False
         while True:
             try:
                 return await self._post_once(action, content)
-            except (aiohttp.ClientError, TimeoutError, OSError) as error:
+            except _NO_ANSWER as error:
+                problem = f"the service at {self.address} does not answer"
                 if time.monotonic() > waits_until:
-                    seconds = f"{self._wait_seconds:g} s"
-                    raise ServiceError(
-                        f"the service at {self.address} does not answer for {seconds} ({shorten(error)}); start it "
-                        "again with sdp serve"
-                    ) from None
+                    seconds = f"{self._wait_seconds:g} s ({shorten(error)})"
+                    raise ServiceError(f"{problem} for {seconds}; start it again with sdp serve") from None
                 if not has_warned:
-                    log.warning("the service at %s does not answer (%s); waiting for it", self.address, shorten(error))
+                    log.warning("%s (%s); waiting for it", problem, shorten(error))
                 has_warned = True
                 await asyncio.sleep(_PAUSE_SECONDS)
 
@@ -103,9 +100,9 @@ class Client:
         headers = self._signer.headers(action, content, time.time())
         url = f"http{'s' if self._tls else ''}://{self.address}/{action}"
         async with self._http.post(url, data=content, headers=headers, ssl=self._tls or True) as response:
-            answer = await _read(response)
             if response.status == 401:
                 raise ServiceError(f"the service at {self.address} has another token, or its clock differs by minutes")
+            answer = await _read(response)
             is_answer = response.headers.get(NONCE) == headers[NONCE]
             if not is_answer or not self._signer.is_signed(f"{response.status}", response.headers):
                 raise ServiceError(f"{self.address} is not the service of this run: its answer is not signed")
@@ -130,9 +127,6 @@ class Client:
 
     def beat_every(self, seconds: float) -> None:
         """Say every few seconds that this group lives, and keep the answers."""
-        if self._beats:
-            return
-        self._beats = True
 
         async def beat() -> None:
             while True:
@@ -141,55 +135,44 @@ class Client:
                 try:
                     content = json.dumps({"session": session}).encode()
                     status = await asyncio.wait_for(self._post_once("heartbeat", content), 2 * seconds)
-                    if session == self.session:
-                        self.status = status
+                    self.status = status if session == self.session else self.status
                 except UnknownMemberError:
                     self.is_lost = self.is_lost or session == self.session
-                except (aiohttp.ClientError, TimeoutError, OSError, ServiceError):
+                except (*_NO_ANSWER, ServiceError):
                     pass  # the next request waits for the service, or says what is wrong
 
-        self.start(beat())
+        if not self._beats:
+            self.start(beat())
+        self._beats = True
 
     def lease(self, number: int) -> Share:
         """Return a share of the data by its number. Waits until the run starts."""
-        while True:
-            share = self.request("lease", number=number)["share"]
-            if share is not None:
-                return Share(*share)
+        while (share := self.request("lease", number=number)["share"]) is None:
             time.sleep(0.1)
+        return Share(*share)
 
     # -- tensors -----------------------------------------------------------------------------------
 
-    async def send(self, average: int, changes: Sequence[tuple[Slice, torch.Tensor, Compression]]) -> None:
+    async def send(self, average: int, changes: Iterable[Part]) -> None:
         """Send slices of a delivery."""
-        cut = [
-            ((part, tensor[first:last] if piece.shape else tensor, kind), 4 * math.prod(part.shape))
-            for piece, tensor, kind in changes
-            for part, (first, last) in pieces_of(piece)
-        ]
-        head = json.dumps([self.session, average]).encode() + b"\n"
+        request = {"session": self.session, "average": average}
 
-        async def send_one(message: Sequence[tuple[Slice, torch.Tensor, Compression]]) -> None:
-            tensors, kinds = [(piece, tensor) for piece, tensor, _ in message], [kind for *_, kind in message]
-            await self.post("changes", head + await asyncio.to_thread(pack, tensors, kinds))
+        async def send_one(message: list[Part]) -> None:
+            await self.post("changes", request, await asyncio.to_thread(pack, message))
 
-        await _together(send_one(message) for message in messages_of(cut))
+        await _together(map(send_one, messages_of(changes)))
 
-    async def fetch(self, wanted: Sequence[tuple[Slice, torch.Tensor]], *, pinned: bool = False) -> None:
-        """Fill tensors with the anchors of slices."""
-        cut = [
-            ((part, tensor[first:last] if piece.shape else tensor), 4 * math.prod(part.shape))
-            for piece, tensor in wanted
-            for part, (first, last) in pieces_of(piece)
-        ]
+    def fetch(self, wanted: Iterable[tuple[Slice, torch.Tensor]], *, pinned: bool = False) -> None:
+        """Fill tensors of the host with the anchors of slices."""
 
-        async def fetch_one(message: Sequence[tuple[Slice, torch.Tensor]]) -> None:
-            request = {"session": self.session, "slices": [piece for piece, _ in message], "pinned": pinned}
+        async def fetch_one(message: list[Part]) -> None:
+            request = {"session": self.session, "slices": [piece for piece, *_ in message], "pinned": pinned}
             found = await asyncio.to_thread(unpack, await self.post("anchors", request))
-            for piece, tensor in message:
+            for piece, tensor, _ in message:
                 tensor.copy_(found[piece])
 
-        await _together(fetch_one(message) for message in messages_of(cut))
+        parts: Iterable[Part] = ((piece, tensor, "none") for piece, tensor in wanted)
+        self.start(_together(map(fetch_one, messages_of(parts)))).result()
 
 
 async def _together(works: Iterable[Coroutine[Any, Any, None]]) -> None:
@@ -200,12 +183,12 @@ async def _together(works: Iterable[Coroutine[Any, Any, None]]) -> None:
         async with limit:
             await work
 
-    await asyncio.gather(*(one(work) for work in works))
+    await asyncio.gather(*map(one, works))
 
 
 async def _read(response: aiohttp.ClientResponse) -> bytes:
     """Return the body of an answer. Raises ServiceError if it is too long."""
-    parts, total = [], 0
+    parts, total = list[bytes](), 0
     async for part in response.content.iter_chunked(1 << 20):
         parts.append(part)
         total += len(part)

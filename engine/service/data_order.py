@@ -1,7 +1,7 @@
 """Deals the order of the data to groups that come and go.
 
 The positions of a run's data order are divided into blocks. A block has what all groups read in one
-round. Share g of a block has what group g reads if all groups are present. So with all groups
+round, and share g of it has what group g reads if all groups are present. So with all groups
 present, every group reads what it reads in a run without the service. A share is dealt once.
 """
 
@@ -14,14 +14,9 @@ _FREE_AFTER = 2  # blocks: whoever asks gets a share that its group left behind 
 
 
 class Share(NamedTuple):
-    """A part of the data order that one group reads.
+    """Micro-batches of ``width`` samples, from micro-batch ``first`` of the run on.
 
-    Attributes:
-        first: the first micro-batch of the share's block, counted from the start of the run.
-        micro_batches: the number of micro-batches in the share.
-        index: the position of the share in each micro-batch of all groups.
-        groups: the number of shares in a block.
-        width: the samples of a micro-batch of one group.
+    Of each micro-batch of all groups it has the part number ``index`` of ``groups``.
     """
 
     first: int
@@ -35,9 +30,7 @@ class Share(NamedTuple):
         return self.micro_batches * self.width
 
     def ranges(self, start: int, count: int) -> Iterator[tuple[int, int]]:
-        """Yield ranges (first position, length) of ``count`` samples of the share from ``start``
-        on.
-        """
+        """Yield (first position, length) of ``count`` samples of the share from ``start`` on."""
         while count:
             micro, offset = divmod(start, self.width)
             length = min(count, self.width - offset)
@@ -46,13 +39,7 @@ class Share(NamedTuple):
 
 
 class DataOrder:
-    """The shares that were dealt.
-
-    Args:
-        groups: the number of shares in a block.
-        micro_batches: the micro-batches of a share.
-        width: the samples of a micro-batch of one group.
-    """
+    """The shares that were dealt, of ``micro_batches`` × ``width`` samples each."""
 
     def __init__(self, groups: int, micro_batches: int, width: int):
         self.groups, self.micro_batches, self.width = groups, micro_batches, width
@@ -60,29 +47,26 @@ class DataOrder:
         self._dealt: dict[int, set[int]] = {}
 
     def deal(self, slot: int, absent: Collection[int]) -> Share:
-        """Return the next share for the group ``slot``.
+        """Return the next share for the group ``slot``: its own one of the first block that has it.
 
-        It is its own share of the first block that has one. Shares of groups that are ``absent``,
-        or far behind, are dealt to whoever asks.
+        Shares of groups that are ``absent``, or far behind, are dealt to whoever asks.
         """
-        newest, block = max(self._dealt, default=self.first), self.first
-        while True:
+        newest, block, free = max(self._dealt, default=self.first), self.first, list[int]()
+        while not free:
             left = [index for index in range(self.groups) if index not in self._dealt.get(block, ())]
-            free = [index for index in left if index in absent or block <= newest - _FREE_AFTER]
-            if slot in left or free:
-                index = slot if slot in left else free[0]
-                break
-            block += 1
-        self._dealt.setdefault(block, set()).add(index)
+            others = [index for index in left if index in absent or block <= newest - _FREE_AFTER]
+            free = [slot] if slot in left else others
+            block += not free
+        self._dealt.setdefault(block, set()).add(free[0])
         while len(self._dealt.get(self.first, ())) == self.groups:
             del self._dealt[self.first]
             self.first += 1
-        return Share(block * self.micro_batches, self.micro_batches, index, self.groups, self.width)
+        return Share(block * self.micro_batches, self.micro_batches, free[0], self.groups, self.width)
 
     @property
     def samples(self) -> int:
         """The number of samples that were dealt."""
-        shares = self.first * self.groups + sum(len(indices) for indices in self._dealt.values())
+        shares = self.first * self.groups + sum(map(len, self._dealt.values()))
         return shares * self.micro_batches * self.width
 
     @property
@@ -94,10 +78,8 @@ class DataOrder:
     def state_dict(self) -> dict[str, Any]:
         """Return the state as JSON."""
         dealt = {str(block): sorted(indices) for block, indices in self._dealt.items()}
-        return {
-            "groups": self.groups, "micro_batches": self.micro_batches, "width": self.width, "first": self.first,
-            "dealt": dealt,
-        }  # fmt: skip
+        sizes = {"groups": self.groups, "micro_batches": self.micro_batches, "width": self.width}
+        return {**sizes, "first": self.first, "dealt": dealt}
 
     @classmethod
     def from_state(cls, state: Mapping[str, Any]) -> DataOrder:

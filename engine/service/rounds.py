@@ -25,26 +25,25 @@ log = logging.getLogger("sdp")
 
 
 class Schedule:
-    """When averages are due, and the last one of a run.
-
-    Args:
-        sync: the settings.
-        steps: the steps that the run has at least. Its last step ends a round.
-    """
+    """When averages, which count from 1, are due in a run of at least ``steps`` steps."""
 
     def __init__(self, sync: SyncSection, steps: int):
         self.every, self.fragments = sync.every, sync.fragments
-        self.steps = -(-steps // sync.every) * sync.every
+        self.steps = -(-steps // sync.every) * sync.every  # the last one ends a round
         # After the last step, the fragments follow that were averaged before it.
         self.last = self.steps * sync.fragments // sync.every + sync.fragments - 1
 
     def fragment(self, average: int) -> int:
-        """Return the fragment of an average, which counts from 1."""
+        """Return the fragment of an average."""
         return -average % self.fragments
 
     def due(self, average: int) -> int:
         """Return the step after which an average is due. 0 for the anchors of the start."""
         return min(self.steps, average * self.every // self.fragments)
+
+    def whole_rounds(self, average: int) -> int:
+        """Return the steps of the rounds that have ended with this average."""
+        return min(self.steps, average // self.fragments * self.every)
 
 
 class UnknownMemberError(ServiceError):
@@ -54,11 +53,8 @@ class UnknownMemberError(ServiceError):
 class Facts(NamedTuple):
     """What a group says of a delivery.
 
-    Attributes:
-        samples: that it read since its last delivery of the fragment.
-        new_samples: that it read since its last delivery of any fragment.
-        loss: the mean loss of the new samples.
-        seconds: of its steps since its last delivery.
+    ``samples`` counts those since its last delivery of the fragment. ``new_samples`` counts those
+    since its last delivery of any fragment, to which their mean ``loss`` and ``seconds`` belong.
     """
 
     samples: int
@@ -80,9 +76,9 @@ class Member:
         settled: the samples of these that were counted, or reported as skipped.
         changes: the slices of the open average that have arrived.
         ranks: the ranks that have sent all their slices.
-        facts: what its first rank says of the delivery, when it has sent all its slices.
+        facts: what its first rank says of the delivery.
         accepted: the last average to which it has contributed.
-        nbytes: the bytes of its slices since the last average closed.
+        nbytes: the bytes of the slices.
     """
 
     slot: int
@@ -101,6 +97,10 @@ class Member:
     def unsettled(self) -> int:
         """The samples that it got, and of which nothing is known yet."""
         return sum(share.samples for share in self.shares) - self.settled
+
+    def forget_delivery(self) -> None:
+        """Drop the slices that have arrived."""
+        self.changes, self.ranks, self.facts, self.nbytes = {}, set(), None, 0
 
 
 class ServedRun:
@@ -122,34 +122,43 @@ class ServedRun:
         samples: that were counted.
         skipped_samples: that were dealt and will not be counted.
         problem: why the run has ended before its last step, or None.
+        orphans: the units that no holder delivered, and the average since which.
     """
 
     def __init__(
-        self,
-        anchors: Anchors,
-        sync: SyncSection,
-        steps: int,
-        groups: int,
-        tokens_per_sample: int,
+        self, anchors: Anchors, sync: SyncSection, steps: int, groups: int, tokens_per_sample: int,
         expected: int | None = None,
-    ):
+    ):  # fmt: skip
         assert sync.service is not None
         self.anchors, self._service, self.groups = anchors, sync.service, groups
-        self._expected = (
-            (groups, sync.service.grace_seconds) if expected is None else (expected, sync.service.wait_seconds)
-        )
         self.schedule, self._tokens_per_sample = Schedule(sync, steps), tokens_per_sample
+        self._expected = expected or groups
+        self._patience = sync.service.grace_seconds if expected is None else sync.service.wait_seconds
         self.members: dict[str, Member] = {}
         self.order: DataOrder | None = None
         self.closed = self.samples = self.skipped_samples = self.late = 0
         self.problem: str | None = None
-        self.orphans: dict[str, int] = {}  # units that nobody delivered → the average since which
+        self.orphans: dict[str, int] = {}
         self._deliveries: list[tuple[Delivery, Facts, int]] = []  # of the open average, with their bytes
         self._is_closing = self._is_started = False
         self._changed = self._closed_at = -math.inf  # when a group last joined or began, and an average closed
         self._ticked = math.inf
         self._grace_ends: float | None = None
         self._too_few_since: float | None = None
+
+    @property
+    def tokens(self) -> int:
+        """The tokens that were counted."""
+        return self.samples * self._tokens_per_sample
+
+    @property
+    def step(self) -> int:
+        """The steps of the rounds that have ended."""
+        return self.schedule.whole_rounds(self.closed)
+
+    @property
+    def has_ended(self) -> bool:
+        return self.problem is not None or self.closed == self.schedule.last
 
     # -- members -----------------------------------------------------------------------------------
 
@@ -165,8 +174,7 @@ class ServedRun:
         if not free:
             return None
         member = Member(slot if slot in free else free[0], secrets.token_hex(16), now)
-        self.members[member.session] = member
-        self._changed = now
+        self.members[member.session], self._changed = member, now
         log.info("group %d joined, %d of %d live", member.slot, len(self.members), self.groups)
         return member
 
@@ -183,25 +191,12 @@ class ServedRun:
         self.skipped_samples += member.unsettled
         log.info("group %d %s, %d of %d live", member.slot, why, len(self.members), self.groups)
 
-    @property
-    def tokens(self) -> int:
-        """The tokens that were counted."""
-        return self.samples * self._tokens_per_sample
-
-    @property
-    def has_ended(self) -> bool:
-        return self.problem is not None or self.closed == self.schedule.last
-
     # -- requests ----------------------------------------------------------------------------------
 
     def begin(self, member: Member, micro_batches: int, width: int, now: float) -> int:
-        """Let a member take part from now on. Returns the average whose anchors it fetches.
+        """Let a member take part, which reads ``micro_batches`` of ``width`` samples in a step.
 
-        Args:
-            member: the member.
-            micro_batches: of one of its ranks in a step.
-            width: the samples of a micro-batch of all its ranks.
-            now: the time.
+        Returns the average whose anchors it fetches.
         """
         if self.order is None:
             self.order = DataOrder(self.groups, self.schedule.every * micro_batches, width)
@@ -214,13 +209,11 @@ class ServedRun:
         The ranks of a group ask one after the other, and all get the same.
         """
         assert self.order is not None
-        if not self._is_started:
-            return None
-        while len(member.shares) <= number:
+        while self._is_started and len(member.shares) <= number:
             slots = {one.slot for one in self.members.values()}
             absent = [index for index in range(self.groups) if index not in slots]
             member.shares.append(self.order.deal(member.slot, absent))
-        return member.shares[number]
+        return member.shares[number] if self._is_started else None
 
     def receive(self, member: Member, average: int, changes: Mapping[Slice, torch.Tensor], nbytes: int) -> None:
         """Keep slices of a delivery. A slice that comes again replaces the first one."""
@@ -231,80 +224,58 @@ class ServedRun:
             member.nbytes += nbytes
 
     def deliver(self, member: Member, average: int, rank: int, ranks: int, facts: Facts) -> None:
-        """Note that a rank of a group has sent all its slices of an average.
-
-        Args:
-            member: the group.
-            average: the average.
-            rank: the rank in the group.
-            ranks: the number of the group's ranks.
-            facts: the first rank's count.
-        """
+        """Note that one of a group's ``ranks`` has sent all its slices. Rank 0 knows the facts."""
         if member.accepted >= average:
             return
         if not self._is_open(average):
             if rank == 0:
                 self.late += 1
-                self._settle(member, facts.new_samples, counts=False)
-            member.changes, member.ranks, member.facts = {}, set(), None
+                self.skipped_samples += self._settle(member, facts)
+            member.forget_delivery()
             return
         member.ranks.add(rank)
         member.facts = facts if rank == 0 else member.facts
         if len(member.ranks) < ranks or member.facts is None:
             return
-        changes, facts = member.changes, member.facts
-        member.changes, member.ranks, member.facts = {}, set(), None
+        changes, facts, nbytes = member.changes, member.facts, member.nbytes
+        member.forget_delivery()
         self.anchors.check(member.slot, self.schedule.fragment(average), changes)
         member.accepted = average
-        self._settle(member, facts.new_samples, counts=True)
-        delivery = Delivery(member.slot, facts.samples * self._tokens_per_sample, changes)
-        self._deliveries.append((delivery, facts, member.nbytes))
-        member.nbytes = 0
+        self.samples += self._settle(member, facts)
+        self._deliveries.append(
+            (Delivery(member.slot, facts.samples * self._tokens_per_sample, changes), facts, nbytes)
+        )  # fmt: skip
 
     def _is_open(self, average: int) -> bool:
         return average == self.closed + 1 and not self._is_closing and not self.has_ended
 
-    def _settle(self, member: Member, samples: int, *, counts: bool) -> None:
-        samples = min(samples, member.unsettled)
+    def _settle(self, member: Member, facts: Facts) -> int:
+        samples = min(facts.new_samples, member.unsettled)
         member.settled += samples
-        self.samples += samples if counts else 0
-        self.skipped_samples += 0 if counts else samples
+        return samples
 
     def status(self, member: Member) -> dict[str, Any]:
         """Return the answer to a heartbeat."""
-        return {
-            "closed": self.closed,
-            "accepted": member.accepted,
-            "grace": self._grace_ends is not None and member.accepted <= self.closed,
-            "problem": self.problem,
-        }
+        grace = self._grace_ends is not None and member.accepted <= self.closed
+        return {"closed": self.closed, "accepted": member.accepted, "grace": grace, "problem": self.problem}
 
     # -- time --------------------------------------------------------------------------------------
 
     def tick(self, now: float) -> bool:
         """Drop groups that are gone, and begin the grace. Returns whether to close the average."""
-        service = self._service
-        if now - self._ticked > service.heartbeat_seconds:  # the service itself was stopped
-            for member in self.members.values():
-                member.seen = now
+        service, was_stopped = self._service, now - self._ticked > self._service.heartbeat_seconds
         self._ticked = now
         for session, member in list(self.members.items()):
+            member.seen = now if was_stopped else member.seen  # the service itself could not listen
             if now - member.seen > 2 * service.heartbeat_seconds:
                 self.drop(session, f"made no request for {now - member.seen:.1f} s and was dropped")
         living = [member for member in self.members.values() if member.begun]
         if not self._is_started:
-            count, seconds = self._expected
-            is_waiting = len(living) < count and now - self._changed < seconds
+            is_waiting = len(living) < self._expected and now - self._changed < self._patience
             enough = len(living) >= service.min_groups and len(living) == len(self.members)
             self._is_started = enough and not is_waiting
             return False
-        too_few = len(self.members) < service.min_groups and not self.has_ended
-        self._too_few_since = (self._too_few_since or now) if too_few else None
-        patience = service.grace_seconds if self.members else service.wait_seconds
-        if self._too_few_since is not None and now - self._too_few_since >= patience:
-            self.problem = (
-                f"{len(self.members)} groups live, fewer than sdp.sync.service.min_groups = {service.min_groups}"
-            )
+        self._end_with_too_few(now)
         if self.has_ended or self._is_closing or not self._deliveries:
             return False
         delivered = sum(member.accepted > self.closed for member in living)
@@ -312,36 +283,36 @@ class ServedRun:
             self._grace_ends = now + service.grace_seconds
         return self._grace_ends is not None and (delivered == len(living) or now >= self._grace_ends)
 
-    def begin_close(self) -> tuple[int, list[Delivery]]:
-        """Accept no more deliveries of the open average.
+    def _end_with_too_few(self, now: float) -> None:
+        count, fewest = len(self.members), self._service.min_groups
+        self._too_few_since = (self._too_few_since or now) if count < fewest and not self.has_ended else None
+        patience = self._service.grace_seconds if count else self._service.wait_seconds
+        if self._too_few_since is not None and now - self._too_few_since >= patience:
+            self.problem = f"{count} groups live, fewer than sdp.sync.service.min_groups = {fewest}"
 
-        Returns what :meth:`Anchors.step` needs: the fragment, and the deliveries.
-        """
+    def begin_close(self) -> tuple[int, list[Delivery]]:
+        """Accept no more deliveries. Returns what :meth:`Anchors.step` needs."""
         self._is_closing = True
         return self.schedule.fragment(self.closed + 1), [delivery for delivery, *_ in self._deliveries]
 
     def finish_close(self, now: float) -> dict[str, Any]:
         """Close the open average after the outer step. Returns its line of metrics.jsonl."""
-        average, fragment = self.closed + 1, self.schedule.fragment(self.closed + 1)
-        slots = {delivery.slot for delivery, *_ in self._deliveries}
-        self._note_orphans(average, fragment, slots)
         deliveries, self._deliveries = self._deliveries, []
+        self.closed, self._is_closing, self._grace_ends = self.closed + 1, False, None
+        fragment, slots = self.schedule.fragment(self.closed), {delivery.slot for delivery, *_ in deliveries}
+        self._note_orphans(fragment, slots)
         new = sum(facts.new_samples for _, facts, _ in deliveries)
-        losses = [facts.loss * facts.new_samples for _, facts, _ in deliveries if facts.new_samples]
-        groups = {
-            str(delivery.slot): {
-                "tokens": facts.new_samples * self._tokens_per_sample, "seconds": facts.seconds, "bytes": nbytes
-            }
-            for delivery, facts, nbytes in deliveries
-        }  # fmt: skip
-        self.closed, self._is_closing, self._grace_ends = average, False, None
-        seconds = now - self._closed_at if math.isfinite(self._closed_at) else None
-        self._closed_at = now
+        losses = [facts.loss * facts.new_samples for _, facts, _ in deliveries]
+        groups: dict[str, dict[str, float]] = {}
+        for delivery, facts, nbytes in deliveries:
+            tokens = facts.new_samples * self._tokens_per_sample
+            groups[str(delivery.slot)] = {"tokens": tokens, "seconds": facts.seconds, "bytes": nbytes}
+        seconds, self._closed_at = now - self._closed_at, now
         return {
-            "step": min(self.schedule.steps, average // self.schedule.fragments * self.schedule.every),
-            "round": -(-average // self.schedule.fragments),
+            "step": self.step,
+            "round": -(-self.closed // self.schedule.fragments),
             "fragment": fragment,
-            "outer_step": average,
+            "outer_step": self.closed,
             "loss": sum(losses) / new if new else None,
             "groups": len(slots),
             "alive": len(self.members),
@@ -349,23 +320,23 @@ class ServedRun:
             "samples": self.samples,
             "skipped_tokens": self.skipped_samples * self._tokens_per_sample,
             "late": self.late,
-            "step_seconds": seconds,
+            "step_seconds": seconds if math.isfinite(seconds) else None,
             "comm_bytes": sum(nbytes for *_, nbytes in deliveries),
             "by_group": groups,
             "orphans": dict(self.orphans),
         }
 
-    def _note_orphans(self, average: int, fragment: int, slots: set[int]) -> None:
+    def _note_orphans(self, fragment: int, slots: set[int]) -> None:
         """Note which units of the fragment nobody has delivered, and since when."""
-        for name, info in self.anchors.layout.parameters.items():
-            if self.anchors.fragments[name] != fragment or not info.trainable:
-                continue
-            if slots & set(info.holders):
-                if self.orphans.pop(info.unit, None) is not None:
-                    log.info("unit %s is trained again", info.unit)
-            elif info.unit not in self.orphans:
-                self.orphans[info.unit] = average
-                log.warning("unit %s: none of its holders %s delivered; it keeps its anchor", info.unit, info.holders)
+        infos = [info for info in self.anchors.layout.parameters.values() if info.trainable]
+        holders = {info.unit: info.holders for info in infos if self.anchors.fragments[info.name] == fragment}
+        for unit, groups in holders.items():
+            if slots & set(groups):
+                if self.orphans.pop(unit, None) is not None:
+                    log.info("unit %s is trained again", unit)
+            elif unit not in self.orphans:
+                self.orphans[unit] = self.closed
+                log.warning("unit %s: none of its holders %s delivered; it keeps its anchor", unit, groups)
 
     # -- state -------------------------------------------------------------------------------------
 
@@ -375,18 +346,13 @@ class ServedRun:
         """
         return {"closed": self.closed, "samples": self.samples, "late": self.late, "orphans": dict(self.orphans)}
 
-    def load_state_dict(self, state: Mapping[str, Any], order: Mapping[str, Any] | None) -> None:
-        """Go on from a checkpoint.
+    def load_state_dict(self, state: Mapping[str, Any] | None, order: Mapping[str, Any] | None) -> None:
+        """Go on from a checkpoint (None: from the start) and the newest state of the data order.
 
         What was dealt and is not counted in the checkpoint counts as skipped.
-
-        Args:
-            state: the result of :meth:`state_dict`.
-            order: the newest state of the data order, or None if no group has begun.
         """
-        self.closed, self.samples, self.late = state["closed"], state["samples"], state["late"]
-        self.orphans = dict(state["orphans"])
+        if state is not None:  # a run that goes on does not wait for groups that had died before
+            self.closed, self.samples, self.late = state["closed"], state["samples"], state["late"]
+            self.orphans, self._patience = dict(state["orphans"]), self._service.grace_seconds
         self.order = DataOrder.from_state(order) if order is not None else None
         self.skipped_samples = (self.order.samples if self.order is not None else 0) - self.samples
-        if self.closed:  # a run that goes on does not wait for groups that had died before
-            self._expected = self.groups, self._service.grace_seconds

@@ -17,7 +17,6 @@ from aiohttp import web
 from ..distributed.agreement import first_difference
 from ..errors import ServiceError, shorten
 from ..json_files import parse_json
-from .anchors import Slice
 from .rounds import Facts, Member, ServedRun, UnknownMemberError
 from .wire import DIGEST, MOST_BYTES, NONCE, Signer, fits, pack, slice_of, unpack
 
@@ -43,15 +42,11 @@ class Server:
     """
 
     def __init__(
-        self,
-        run: ServedRun,
-        token: bytes,
-        settings: Mapping[str, Any],
-        *,
+        self, run: ServedRun, token: bytes, settings: Mapping[str, Any], *,
         on_closed: Callable[[dict[str, Any]], None],
         on_dealt: Callable[[], None],
         on_evaluation: Callable[[dict[str, Any]], None],
-    ):
+    ):  # fmt: skip
         self._run, self._signer, self._settings = run, Signer(token), settings
         self._on_closed, self._on_dealt, self._on_evaluation = on_closed, on_dealt, on_evaluation
         self._closed = asyncio.Event()  # set when the open average closes, and then replaced
@@ -70,20 +65,14 @@ class Server:
     ) -> None:
         """Serve until the run has ended and its groups have left, or ``stop`` is set.
 
-        Args:
-            host: the address to listen at.
-            port: the port, 0 for any.
-            tls: certificates.
-            on_start: called with the port.
-            stop: ends the service when set.
+        ``port``: 0 for any. ``on_start`` gets it.
         """
         app = web.Application(client_max_size=MOST_BYTES)
         app.router.add_post("/{action}", self._answer)
         runner = web.AppRunner(app, access_log=None, shutdown_timeout=1.0)
         await runner.setup()
         try:
-            site = web.TCPSite(runner, host, port, ssl_context=tls)
-            await site.start()
+            await web.TCPSite(runner, host, port, ssl_context=tls).start()
             on_start(runner.addresses[0][1])
             await self._tick_until_end(stop)
         finally:
@@ -93,8 +82,7 @@ class Server:
         run, ended_at = self._run, None
         while not stop.is_set():
             if run.tick(time.monotonic()):
-                fragment, deliveries = run.begin_close()
-                await asyncio.to_thread(run.anchors.step, fragment, deliveries)
+                await asyncio.to_thread(run.anchors.step, *run.begin_close())
                 await asyncio.to_thread(self._on_closed, run.finish_close(time.monotonic()))
                 self._closed.set()
                 self._closed = asyncio.Event()
@@ -111,8 +99,7 @@ class Server:
         if not self._signer.accepts(action, request.headers, time.time()):
             self._refused += 1
             if self._refused & (self._refused - 1) == 0:  # the first, second, fourth, …
-                log.warning("%d requests without the right token were refused, now one of %s", self._refused,
-                            request.remote)  # fmt: skip
+                log.warning("%d requests without the right token, now one of %s", self._refused, request.remote)
             return web.json_response({"error": "not signed with the token of this run"}, status=401)
         status: int = 200
         answer: Answer = b""
@@ -121,35 +108,30 @@ class Server:
             if not fits(body, request.headers):
                 raise ServiceError(f"the body is not the one that was signed ({DIGEST})")
             answer = await self._act(action, body)
-        except web.HTTPRequestEntityTooLarge:
-            status, answer = 413, {"error": f"a message has at most {MOST_BYTES} bytes"}
         except UnknownMemberError as error:
             status, answer = 409, {"error": str(error)}
-        except (ServiceError, ValueError, KeyError, TypeError, TimeoutError) as error:
+        except (ServiceError, ValueError, KeyError, TypeError, TimeoutError, web.HTTPRequestEntityTooLarge) as error:
             status, answer = 400, {"error": shorten(f"{action}: {error}")}
         content = answer if isinstance(answer, bytes) else json.dumps(answer).encode()
         headers = self._signer.headers(f"{status}", content, time.time(), request.headers[NONCE])
         return web.Response(body=content, status=status, headers=headers)
 
     async def _act(self, action: str, body: bytes) -> Answer:
-        if action == "join":
-            return self._join(parse_json(body.decode()))
-        if action not in self._actions:
+        if action != "join" and action not in self._actions:
             raise ServiceError("there is no such request")
-        if action == "changes":  # the session and the number of the average come before the slices
-            head, _, rest = body.partition(b"\n")
-            session, average = parse_json(head.decode())
-            request = (int(average), rest)
-        else:
-            request = parse_json(body.decode())
-            session = request["session"]
-        return await self._actions[action](request, self._run.member(session, time.monotonic()))
+        head, _, slices = body.partition(b"\n")  # a line of JSON; slices may follow
+        request = parse_json(head.decode())
+        if action == "join":
+            return self._join(request)
+        return await self._actions[action](
+            {**request, "changes": slices}, self._run.member(request["session"], time.monotonic())
+        )
 
     def _join(self, request: Mapping[str, Any]) -> Answer:
         if request["settings"] != self._settings:
-            where, mine, there = first_difference("settings", self._settings, request["settings"])
+            where, mine, others = first_difference("settings", self._settings, request["settings"])
             raise ServiceError(
-                f"{where}: the service has {shorten(mine)}, this group {shorten(there)}; make them equal"
+                f"{where}: the service has {shorten(mine)}, this group {shorten(others)}; they must agree"
             )
         member = self._run.join(request["slot"], time.monotonic())
         return {"session": None} if member is None else {"session": member.session, "slot": member.slot}
@@ -174,17 +156,15 @@ class Server:
         return {"share": share}
 
     async def _changes(self, request: Any, member: Member) -> Answer:
-        average, content = request
-        changes = await asyncio.to_thread(unpack, content)
-        self._run.receive(member, average, changes, len(content))
+        changes = await asyncio.to_thread(unpack, request["changes"])
+        self._run.receive(member, int(request["average"]), changes, len(request["changes"]))
         return {}
 
     async def _deliver(self, request: Any, member: Member) -> Answer:
-        facts = Facts(
-            int(request["samples"]), int(request["new_samples"]), float(request["loss"]), float(request["seconds"])
-        )
+        samples, new_samples, loss, seconds = request["facts"]
+        facts = Facts(int(samples), int(new_samples), float(loss), float(seconds))
         self._run.deliver(member, int(request["average"]), int(request["rank"]), int(request["ranks"]), facts)
-        return self._run.status(member)
+        return {}
 
     async def _wait(self, request: Any, member: Member) -> Answer:
         if self._run.closed < int(request["average"]) and not self._run.has_ended:
@@ -193,14 +173,14 @@ class Server:
         return self._run.status(member)
 
     async def _anchors(self, request: Any, member: Member) -> Answer:
-        pieces: list[Slice] = [slice_of(value) for value in request["slices"]]
+        pieces = [slice_of(value) for value in request["slices"]]
         if sum(4 * torch.Size(piece.shape).numel() for piece in pieces) > MOST_BYTES:
             raise ServiceError(f"an answer has at most {MOST_BYTES} bytes; ask for fewer slices")
         pinned = self._pinned[1] if request["pinned"] and self._pinned is not None else None
 
         def read() -> bytes:
             found = self._run.anchors.read(pieces, pinned)
-            return pack(list(zip(pieces, found, strict=True)), ["none"] * len(pieces))
+            return pack((piece, tensor, "none") for piece, tensor in zip(pieces, found, strict=True))
 
         return await asyncio.to_thread(read)
 
@@ -213,13 +193,17 @@ class Server:
         return {"mine": is_first}
 
     async def _evaluation(self, request: Any, member: Member) -> Answer:
-        if self._pinned is not None and self._pinned[0] == member.session:
-            self._pinned = None
+        if self._unpin(member):
             self._on_evaluation(request["line"] | {"tokens": self._run.tokens})
         return {}
 
     async def _leave(self, _: Any, member: Member) -> Answer:
-        if self._pinned is not None and self._pinned[0] == member.session:
-            self._pinned = None
+        self._unpin(member)
         self._run.drop(member.session, "left")
         return {}
+
+    def _unpin(self, member: Member) -> bool:
+        """Forget the anchors of an evaluation. Returns whether the member made it."""
+        is_evaluator = self._pinned is not None and self._pinned[0] == member.session
+        self._pinned = None if is_evaluator else self._pinned
+        return is_evaluator

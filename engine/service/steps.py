@@ -47,34 +47,28 @@ class Membership:
         assert sync.service is not None
         self.client, self._settings, self._rank = client, settings, rank
         self.schedule, self._seconds = Schedule(sync, steps), sync.service.heartbeat_seconds
-        self.slot, self.closed, self.is_renewed = -1, 0, False
-        self._ranks = 1
+        self.slot, self.closed, self.is_renewed, self._ranks = -1, 0, False, 1
         self._start: tuple[int, int, str] = (1, 1, "")  # micro-batches of a step, their samples, the corpus
-        self._shares: list[Share] = []
-        self._read = self._first = 0  # samples of the steps so far, and before the first of the shares
-        self._samples = [0] * sync.fragments  # since the last delivery of each fragment
+        self._read = 0  # samples of the steps so far
+        self._begin_anew()
+
+    def _begin_anew(self) -> None:
+        self._shares, self._first = list[Share](), self._read  # the group's samples before the shares
+        self._samples = [0] * self.schedule.fragments  # since the last delivery of each fragment
         self._new_samples, self._losses, self._since = 0, 0.0, time.monotonic()
 
     def join(self) -> None:
-        """Get a slot, and say from now on that the group lives. Collective in the group.
-
-        Raises:
-            ServiceError: there is none.
-        """
-        slot = self.slot
+        """Get a slot, and say from now on that the group lives. Collective in the group."""
         if self._rank == 0:
-            slot = self.client.join(self.slot if self.slot >= 0 else None, self._settings)
+            self.slot = self.client.join(self.slot if self.slot >= 0 else None, self._settings)
             self.client.beat_every(self._seconds)
-        answers = gather_json([slot, self.client.session])
+        answers = gather_json([self.slot, self.client.session])
         self._ranks, (self.slot, self.client.session) = len(answers), answers[0]
 
     def begin(self, micro_batches: int, width: int, data: str) -> None:
         """Take part from now on. Collective in the group.
 
-        Args:
-            micro_batches: of a rank in a step.
-            width: the samples of a micro-batch of all ranks.
-            data: what identifies the corpus.
+        A step of the group has ``micro_batches`` of ``width`` samples of the corpus ``data``.
         """
         self._start = micro_batches, width, data
         self._enter(joins=False)
@@ -96,13 +90,11 @@ class Membership:
             closed, self.client.session = gather_json([closed, self.client.session])[0]
             joins = True
         self.closed, self.client.is_lost = closed, False
-        self._shares, self._first = [], self._read
-        self._samples = [0] * len(self._samples)
-        self._new_samples, self._losses, self._since = 0, 0.0, time.monotonic()
+        self._begin_anew()
 
     def ranges(self, start: int, count: int) -> Iterator[tuple[int, int]]:
-        """Yield where in the run's data order the group's samples are, from its sample ``start``
-        on.
+        """Yield (first position, length) in the run's data order of the group's samples from its
+        sample ``start`` on.
         """
         start -= self._first
         while count:
@@ -116,11 +108,9 @@ class Membership:
     def _lease(self, number: int) -> Share:
         try:
             return self.client.lease(number)
-        except UnknownMemberError:
-            # The group joins again after its next step, and drops what that step learns.
+        except UnknownMemberError:  # the group joins again after its next step, and drops what that step learns
             self.client.is_lost = True
-            micro_batches, width, _ = self._start
-            return Share(0, self.schedule.every * micro_batches, 0, 1, width)
+            return Share(0, self.schedule.every * self._start[0], 0, 1, self._start[1])
 
     def note_step(self, loss: float) -> None:
         """Count a step of the group."""
@@ -137,15 +127,11 @@ class Membership:
             ServiceError: the run has ended because of a problem.
         """
         status = {"closed": 0, "grace": False, "problem": None, **self.client.status, "lost": self.client.is_lost}
-        status = gather_json(status)[0] if self._ranks > 1 else status
-        if status["problem"] is not None:
-            raise ServiceError(f"the service has ended the run: {status['problem']}")
-        return status
+        return _checked(gather_json(status)[0] if self._ranks > 1 else status)
 
     def claim(self, step: int) -> bool:
         """Return whether this group evaluates the full model after ``step``. Collective."""
-        mine = self._rank == 0 and self._ask("claim", step=step).get("mine", False)
-        return bool(gather_json(mine)[0])
+        return bool(gather_json(self._rank == 0 and self._ask("claim", step=step).get("mine", False))[0])
 
     def report(self, line: Mapping[str, Any]) -> bool:
         """Give the service a line of evaluations.jsonl. Collective in the group.
@@ -156,6 +142,11 @@ class Membership:
             self._ask("evaluation", line=dict(line))
         return not any(gather_json(self.client.is_lost))
 
+    def leave(self) -> None:
+        """Say that the group ends."""
+        if self._rank == 0 and not self.client.is_lost:
+            self._ask("leave")
+
     def _ask(self, action: str, **values: Any) -> dict[str, Any]:
         """Make a request. Returns nothing if the group is not a member any more."""
         try:
@@ -165,41 +156,29 @@ class Membership:
             return {}
 
     def whole_parts(self, infos: Sequence[TensorInfo], tp: int) -> dict[str, torch.Tensor]:
-        """Return pinned anchors of parameters, or slices of them, by name: the part of a
-        tensor-parallel rank.
-        """
-        found = {info.name: torch.empty(info.part) for info in infos}
-        wanted = [
-            (Slice(info.canonical, info.offset(Shard(tp=tp)), tuple(info.part)), found[info.name]) for info in infos
-        ]
+        """Return the anchors of an evaluation, by name: the part of a tensor-parallel rank."""
+        found = {info.name: torch.zeros(info.part) for info in infos}
         try:
-            self.client.start(self.client.fetch(wanted, pinned=True)).result()
+            places = (Slice(info.canonical, info.offset(Shard(tp=tp)), tuple(info.part)) for info in infos)
+            self.client.fetch(zip(places, found.values(), strict=True), pinned=True)
         except UnknownMemberError:  # the evaluation is not valid
             self.client.is_lost = True
-            found = {name: torch.zeros_like(tensor) for name, tensor in found.items()}
         return found
-
-    def leave(self) -> None:
-        """Say that the group ends."""
-        if self._rank == 0 and not self.client.is_lost:
-            self._ask("leave")
 
     def deliver(self, fragment: int, changes: Sequence[tuple[Slice, torch.Tensor, Compression]]) -> Future[None]:
         """Start to send a delivery of the next average."""
         average, is_late = self.closed + 1, self.client.status.get("closed", 0) > self.closed
         mean = self._losses / self._new_samples if self._new_samples else 0.0
-        request = {
-            "session": self.client.session, "average": average, "rank": self._rank, "ranks": self._ranks,
-            "samples": self._samples[fragment], "new_samples": self._new_samples, "loss": mean,
-            "seconds": time.monotonic() - self._since,
-        }  # fmt: skip
+        facts = self._samples[fragment], self._new_samples, mean, time.monotonic() - self._since
+        request = {"average": average, "rank": self._rank, "ranks": self._ranks, "facts": facts}
+        session = self.client.session
         self._samples[fragment] = self._new_samples = 0
         self._losses, self._since = 0.0, time.monotonic()
 
         async def work() -> None:
             if not is_late:
                 await self.client.send(average, changes)
-            await self.client.post("deliver", request)
+            await self.client.post("deliver", {"session": session, **request})
 
         return self.client.start(work())
 
@@ -209,21 +188,24 @@ class Membership:
         Returns whether it contains this group's delivery. Afterwards :attr:`closed` is the newest
         average, or the client ``is_lost``.
         """
-        average, status = self.closed + 1, {"closed": -1, "accepted": 0, "problem": None}
+        average, status = self.closed + 1, {"closed": -1, "accepted": 0}
         try:
             sending.result()
             while self._rank == 0 and status["closed"] < average:
-                status = self.client.request("wait", average=average, seconds=self._seconds)
-                if status["problem"] is not None:
-                    raise ServiceError(f"the service has ended the run: {status['problem']}")
+                status = _checked(self.client.request("wait", average=average, seconds=self._seconds))
         except UnknownMemberError:
             self.client.is_lost = True
         answers = gather_json([status["closed"], status["accepted"], self.client.is_lost])
-        self.client.is_lost = any(lost for *_, lost in answers)
         closed, accepted, _ = answers[0]
-        if not self.client.is_lost:
-            self.closed = closed
-        return accepted >= average and self.closed == average and not self.client.is_lost
+        self.client.is_lost = any(lost for *_, lost in answers)
+        self.closed = self.closed if self.client.is_lost else closed
+        return accepted >= average and closed == average and not self.client.is_lost
+
+
+def _checked(status: dict[str, Any]) -> dict[str, Any]:
+    if status["problem"] is not None:
+        raise ServiceError(f"the service has ended the run: {status['problem']}")
+    return status
 
 
 class ServedSteps:
@@ -244,14 +226,13 @@ class ServedSteps:
         home = self._context.device if sync.offload == "none" else torch.device("cpu")
         names = [name for name in store.stepped if infos[name].trainable]
         self.anchors = {name: self._weight(name).to(home, torch.float32, copy=True) for name in names}
-        shared = names if sync.compression == "int8" else []
-        self.errors = {name: torch.zeros_like(self.anchors[name]) for name in shared if len(infos[name].holders) > 1}
+        shared = [name for name in names if sync.compression == "int8" and len(infos[name].holders) > 1]
+        self.errors = {name: torch.zeros_like(self.anchors[name]) for name in shared}
         self.optimizer = torch.optim.SGD([torch.zeros(0)])  # without state, which the service has
         self.is_swapped, self.exposed_seconds = False, 0.0
         self._under_way: tuple[int, dict[str, torch.Tensor], Future[None]] | None = None
         self._norms = torch.zeros(2, dtype=torch.float64, device=self._context.device)
-        self.steps_since_start = 0
-        self.was_accepted = False
+        self.steps_since_start, self.was_accepted = 0, False
 
     def _weight(self, name: str) -> torch.Tensor:
         return local_tensor(self._store.stepped[name].tensor.detach())
@@ -270,25 +251,21 @@ class ServedSteps:
         """Deliver what the group has learned of ``fragment``, in the background."""
         changes: list[tuple[Slice, torch.Tensor, Compression]] = []
         before: dict[str, torch.Tensor] = {}
-        norms = torch.zeros_like(self._norms)
+        self._norms, self.steps_since_start = torch.zeros_like(self._norms), 0
         for name in [name for name in self.anchors if self._fragments[name] == fragment]:
-            weight, one = self._weight(name), self._store.stepped[name]
+            weight, one, anchor = self._weight(name), self._store.stepped[name], self.anchors[name]
             if self._sync.overlap:
                 before[name] = weight.clone()
             if not self._context.counts(one) or not weight.numel():
                 continue
-            change = self.anchors[name].to(weight.device) - weight
-            norms += torch.stack(
-                [squared_norm([value], self._context.device) for value in (change, self.anchors[name])]
-            )
+            change = anchor.to(weight.device) - weight
+            self._norms += torch.stack([squared_norm([value], self._context.device) for value in (change, anchor)])
             kind: Compression = self._sync.compression if len(one.holders) > 1 else "none"
             if name in self.errors:
-                change = change + self.errors[name].to(change.device)
-                error = torch.empty_like(change)
+                change, error = change + self.errors[name].to(change.device), torch.empty_like(change)
                 rounded(change, error, kind)
                 self.errors[name].copy_(error)
             changes.append((self._slice(name, weight), change.to("cpu", copy=True), kind))
-        self._norms, self.steps_since_start = norms, 0
         self._under_way = fragment, before, self.service.deliver(fragment, changes)
 
     @torch.no_grad()
@@ -298,8 +275,7 @@ class ServedSteps:
         If the group was late, its progress in these fragments is lost.
         """
         assert self._under_way is not None, "a delivery is started before it arrives"
-        fragment, before, sending = self._under_way
-        self._under_way = None
+        (fragment, before, sending), self._under_way = self._under_way, None
         started, first = self._context.clock(), self.service.closed + 1
         self.was_accepted = self.service.await_close(sending)
         if not self.service.client.is_lost:
@@ -325,31 +301,27 @@ class ServedSteps:
             if self._fragments[name] in fragments and target.numel()
         }
         try:
-            pieces = [(self._slice(name, value), value) for name, value in wanted.items()]
-            self.service.client.start(self.service.client.fetch(pieces)).result()
+            self.service.client.fetch((self._slice(name, value), value) for name, value in wanted.items())
         except UnknownMemberError:
             self.service.client.is_lost = True
             return
         for name, value in wanted.items():
             target = targets[name]
-            if name not in self.anchors:
-                target.copy_(value)
-                continue
-            self.anchors[name].copy_(value)
             moved = target - before[name] if name in before else None
-            target.copy_(self.anchors[name])
+            target.copy_(value)
+            if name in self.anchors:
+                self.anchors[name].copy_(value)
             if moved is not None:  # keep what the group learned while the delivery was under way
                 target.add_(moved)
         self._store.weights_changed()
 
     def rejoin(self) -> None:
         """Become a member again, and continue from the anchors. Collective in the group."""
-        self._under_way = None
-        self.service.client.is_lost = True
-        while self.service.client.is_lost:
+        self._under_way, is_lost = None, True
+        while is_lost:
             self.service.rejoin()
             self.take(self.fragments)
-            self.service.client.is_lost = any(gather_json(self.service.client.is_lost))
+            is_lost = any(gather_json(self.service.client.is_lost))
         for error in self.errors.values():
             error.zero_()
 

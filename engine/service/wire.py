@@ -12,7 +12,7 @@ import hmac
 import json
 import math
 import secrets
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -28,6 +28,8 @@ MESSAGE_BYTES = 16 << 20  # a longer tensor is sent in several messages
 MOST_BYTES = 64 << 20  # of a body
 _WINDOW_SECONDS = 300.0  # by which the clocks of two hosts may differ
 TIME, NONCE, DIGEST, SIGNATURE = "X-SDP-Time", "X-SDP-Nonce", "X-SDP-Digest", "X-SDP-Signature"
+
+Part = tuple[Slice, torch.Tensor, Compression]
 
 
 class Signer:
@@ -54,11 +56,7 @@ class Signer:
         """Whether a request is signed, recent, and not the copy of an earlier one."""
         if not self.is_signed(path, headers):
             return False
-        try:
-            sent = float(headers[TIME])
-        except ValueError:
-            return False
-        nonce = headers[NONCE]
+        sent, nonce = float(headers[TIME]), headers[NONCE]
         if not abs(now - sent) <= _WINDOW_SECONDS or nonce in self._nonces:
             return False
         self._nonces[nonce] = sent
@@ -72,48 +70,41 @@ def fits(body: bytes, headers: Mapping[str, str]) -> bool:
     return hmac.compare_digest(hashlib.sha256(body).hexdigest().encode(), headers.get(DIGEST, "").encode())
 
 
-def pieces_of(piece: Slice) -> Iterator[tuple[Slice, tuple[int, int]]]:
-    """Cut a slice along its first dimension into slices that fit into a message.
+def messages_of(parts: Iterable[Part]) -> Iterator[list[Part]]:
+    """Cut slices along their first dimension, and group them, so that each list fits a message.
 
-    Yields each with its first and last (exclusive) row.
+    The tensors are views.
     """
-    if not piece.shape:
-        yield piece, (0, 1)
-        return
-    rows = max(1, MESSAGE_BYTES // max(1, 4 * math.prod(piece.shape[1:])))
-    for first in range(0, piece.shape[0], rows):
-        last = min(piece.shape[0], first + rows)
-        offset = (piece.offset[0] + first, *piece.offset[1:])
-        yield Slice(piece.name, offset, (last - first, *piece.shape[1:])), (first, last)
-
-
-def messages_of(sizes: Iterable[tuple[Any, int]]) -> Iterator[list[Any]]:
-    """Group things with their bytes into messages."""
-    message, total = [], 0
-    for value, nbytes in sizes:
-        if message and total + nbytes > MESSAGE_BYTES:
-            yield message
-            message, total = [], 0
-        message.append(value)
-        total += nbytes
+    message, total = list[Part](), 0
+    for piece, tensor, kind in parts:
+        rows = max(1, MESSAGE_BYTES // max(1, 4 * math.prod(piece.shape[1:])))
+        for first in range(0, piece.shape[0], rows) if piece.shape else (0,):
+            part = tensor[first : first + rows] if piece.shape else tensor
+            offset = (piece.offset[0] + first, *piece.offset[1:]) if piece.shape else ()
+            if message and total + 4 * part.numel() > MESSAGE_BYTES:
+                yield message
+                message, total = [], 0
+            message.append((Slice(piece.name, offset, tuple(part.shape)), part, kind))
+            total += 4 * part.numel()
     if message:
         yield message
 
 
-def pack(tensors: Sequence[tuple[Slice, torch.Tensor]], kinds: Sequence[Compression]) -> bytes:
-    """Return slices as safetensors bytes, each in the format of its ``kind``."""
-    packed: dict[str, torch.Tensor] = {}
-    for number, ((_, tensor), kind) in enumerate(zip(tensors, kinds, strict=True)):
+def pack(parts: Iterable[Part]) -> bytes:
+    """Return slices as safetensors bytes, each in its format."""
+    packed, slices = dict[str, torch.Tensor](), list[Slice]()
+    for number, (piece, tensor, kind) in enumerate(parts):
+        slices.append(piece)
         if kind == "int8":
             packed[str(number)], packed[f"{number}/scales"] = quantise(tensor)
         else:
             packed[str(number)] = tensor.bfloat16() if kind == "bf16" else tensor
     packed = {key: value.detach().cpu().contiguous() for key, value in packed.items()}
-    return save(packed, metadata={"slices": json.dumps([piece for piece, _ in tensors])})
+    return save(packed, metadata={"slices": json.dumps(slices)})
 
 
 def unpack(body: bytes) -> dict[Slice, torch.Tensor]:
-    """Return the slices of :func:`pack`, without compression.
+    """Return the slices of :func:`pack`, without quantisation.
 
     Raises:
         ServiceError: ``body`` has another form.
@@ -122,13 +113,13 @@ def unpack(body: bytes) -> dict[Slice, torch.Tensor]:
         length = int.from_bytes(body[:8], "little")
         slices = parse_json(parse_json(body[8 : 8 + length].decode())["__metadata__"]["slices"])
         tensors, found = load(body), {}
-        for number, (name, offset, shape) in enumerate(slices):
+        for number, piece in enumerate(map(slice_of, slices)):
             tensor = tensors.pop(str(number))
             if tensor.dtype == torch.int8:
-                tensor = restore(tensor, tensors.pop(f"{number}/scales"), torch.Size(shape))
-            if list(tensor.shape) != shape or not tensor.is_floating_point() or not isinstance(name, str):
+                tensor = restore(tensor, tensors.pop(f"{number}/scales"), torch.Size(piece.shape))
+            if tuple(tensor.shape) != piece.shape or not tensor.is_floating_point():
                 raise ValueError("a tensor does not have the shape of its slice")
-            found[slice_of([name, offset, shape])] = tensor
+            found[piece] = tensor
     except (SafetensorError, ValueError, KeyError, TypeError, RuntimeError, OverflowError):
         raise ServiceError("the message does not have the form of slices") from None
     return found

@@ -290,7 +290,6 @@ def test_a_service_goes_on_from_its_state() -> None:
     order = clock.run.order
     assert order is not None
     other = Clock()
-    other.anchors.state(to_load=True)
     other.anchors.load(weights, outer)
     other.run.load_state_dict(state, order.state_dict())
     assert (other.run.closed, other.run.samples, other.run.skipped_samples) == (1, 24, 8)

@@ -91,7 +91,7 @@ def test_only_signed_recent_requests_are_answered_and_only_once() -> None:
         ("anchors", {"slices": [["stem.weight", [0, 0], [-1, 4]]], "pinned": False}, "not in the model"),
         ("anchors", {"slices": [["../secret", [0], [1]]], "pinned": False}, "not in the model"),
         ("anchors", {"slices": [[1, 2]], "pinned": False}, "anchors"),
-        ("deliver", {"average": 1}, "samples"),
+        ("deliver", {"average": 1}, "facts"),
         ("nothing", {}, "no such request"),
     ],
 )
@@ -106,9 +106,9 @@ def test_a_wrong_request_of_a_member_is_one_line(action: str, body: dict[str, An
 
 def test_slices_that_are_not_safetensors_are_refused() -> None:
     tensor = Slice("stem.weight", (0, 0), (2, 2)), torch.ones(2, 2)
-    good = pack([tensor], ["none"])
+    good = pack([(*tensor, "none")])
     assert torch.equal(unpack(good)[tensor[0]], tensor[1])
-    half = pack([tensor], ["int8"])
+    half = pack([(*tensor, "int8")])
     assert torch.allclose(unpack(half)[tensor[0]], tensor[1])
     metadata = good.replace(b"stem.weight", b"stem.weighx").replace(b"[2, 2]", b"[4, 4]", 1)
     for bad in (b"", b"\xff" * 100, good[:-3], good + b"x", (1 << 62).to_bytes(8, "little"), metadata):
