@@ -188,7 +188,7 @@ def _contiguous(section: SDPSection, costs: Sequence[int], protected: set[int]) 
     return tuple(tuple(group for group, units in enumerate(held) if unit in units) for unit in range(len(costs)))
 
 
-def _one_capacity(section: SDPSection) -> list[float]:
+def _one_capacity(section: SDPSection) -> Sequence[float]:
     """Return the capacities of all groups, which must be equal."""
     if isinstance(section.capacity, list) and len(set(section.capacity)) > 1:
         raise ConfigError(

@@ -151,7 +151,7 @@ def copy_cheaply(model: nn.Module, layout: Layout, group: int, section: CopiesSe
                 module.register_parameter(f"{key}:{suffix}", parameter)
         module.copies = Copies(section.dtype, dtype, tails, made)  # type: ignore[assignment]
         kind = type(module)
-        module.__class__ = type(kind.__name__, (kind,), {key: _property_of_copies(key) for key in keys})
+        module.__class__ = type(kind.__name__, (kind,), {key: _property_of_copies(key) for key in keys})  # type: ignore[assignment]
         if not any(name in layout.blocks for name in (path, *parents(path))):
             outside.append(path)
     for path in (*layout.blocks, *outside):

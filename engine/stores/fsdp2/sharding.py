@@ -119,15 +119,17 @@ def unreduced_gradients(module: FSDPModule) -> list[torch.Tensor]:
     return [gradient for gradient in kept if gradient is not None]
 
 
-def forget_root(root: FSDPModule) -> None:
+def forget_root(root: nn.Module) -> None:
     """Let FSDP2 look for the sharded modules below ``root`` again when it runs next.
 
     FSDP2 must know all of them when it runs first.
     """
-    root._get_fsdp_state()._state_ctx.all_states.clear()
     for module in root.modules():
         if isinstance(module, FSDPModule):
-            module._get_fsdp_state()._is_root = None
+            state: Any = module._get_fsdp_state()
+            state._is_root = None
+            if module is root:
+                state._state_ctx.all_states.clear()
 
 
 def _parameters(module: FSDPModule) -> list[Any]:

@@ -167,7 +167,7 @@ class Fsdp2Store:
             alone=self._uses_fsdp and shards == 1,
             refreshes={
                 (refresh.source, refresh.members)
-                for masking in {layout.masking, *config.sdp.maskings}
+                for masking in (layout.masking, *config.sdp.maskings)
                 for refresh in layout.in_phase(masking).refreshes
             },
             local_steps=config.sdp.sync is not None,
