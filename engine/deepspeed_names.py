@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import csv
 import importlib
 import time
 from collections.abc import Iterable, Sequence
@@ -10,7 +11,7 @@ from typing import Any, NoReturn
 
 import torch
 
-from .config.schema import Config
+from .config.schema import Config, MonitorSection
 from .errors import ConfigError
 
 # Methods of DeepSpeed's engine or of torch's modules that are not offered, with the reason.
@@ -74,16 +75,16 @@ class ThroughputTimer:
 class DeepSpeedMonitor:
     """``engine.monitor``: writes a script's curves, as DeepSpeed's monitor does.
 
-    The sections ``tensorboard`` and ``wandb`` of the configuration say where.
+    The sections ``tensorboard``, ``csv_monitor`` and ``wandb`` of the configuration say where.
     """
 
     def __init__(self, config: Config, *, writes: bool):
         """``writes``: whether this rank writes. Only rank 0 does."""
         self._writes = writes
-        self._tensorboard, self._wandb = config.tensorboard, config.wandb
+        self._tensorboard, self._csv, self._wandb = config.tensorboard, config.csv_monitor, config.wandb
         self._writer: Any = None
         self._run: Any = None  # of Weights & Biases
-        self.enabled = config.tensorboard.enabled or config.wandb.enabled
+        self.enabled = config.tensorboard.enabled or config.csv_monitor.enabled or config.wandb.enabled
 
     def write_step(self, step: int, loss: float, norm: float, rate: float, loss_scale: float | None) -> None:
         """Write the points of a training step."""
@@ -99,10 +100,11 @@ class DeepSpeedMonitor:
                 if self._writer is None:
                     from torch.utils.tensorboard import SummaryWriter  # takes a second to import
 
-                    folder = Path(self._tensorboard.output_path or "runs") / self._tensorboard.job_name
-                    self._writer = SummaryWriter(str(folder))
+                    self._writer = SummaryWriter(str(_folder(self._tensorboard)))
                 self._writer.add_scalar(name, value, step)
                 self._writer.flush()
+            if self._csv.enabled:
+                self._write_row(name, value, step)
             if self._wandb.enabled:
                 if self._run is None:
                     self._run = self._start_run()
@@ -113,6 +115,21 @@ class DeepSpeedMonitor:
             wandb: Any = importlib.import_module("wandb")
         except ImportError:
             raise ConfigError("wandb: the package is not installed; pip install wandb, or set enabled false") from None
-        wandb_run = wandb.init()
+        wandb_run = wandb.init(project=self._wandb.project, group=self._wandb.group, entity=self._wandb.team)
         wandb_run.define_metric("*", step_metric="step")
         return wandb_run
+
+    def _write_row(self, name: str, value: Any, step: int) -> None:
+        folder = _folder(self._csv)
+        folder.mkdir(parents=True, exist_ok=True)
+        file = folder / f"{name.replace('/', '_')}.csv"
+        is_new = not file.exists()
+        with file.open("a", newline="", encoding="utf-8") as stream:
+            rows = csv.writer(stream)
+            if is_new:
+                rows.writerow(["step", name.rsplit("/", 1)[-1]])
+            rows.writerow([step, float(value)])
+
+
+def _folder(section: MonitorSection) -> Path:
+    return Path(section.output_path or "runs") / section.job_name

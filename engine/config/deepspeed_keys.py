@@ -99,7 +99,7 @@ IGNORED_BY_DEEPSPEED: dict[str, str] = {
     "min_lr": "DeepSpeed ignores it; the schedule has its rates in scheduler.params",
     "log": "DeepSpeed ignores it; steps_per_print is a key of the top level",
     "comms_config": "DeepSpeed ignores it; comms_logger counts messages",
-    "monitor_config": "DeepSpeed ignores it; tensorboard and wandb are keys of the top level",
+    "monitor_config": "DeepSpeed ignores it; tensorboard, csv_monitor and wandb are keys of the top level",
 }
 
 CURRICULUM = "data_efficiency.data_sampling.curriculum_learning.enabled"
@@ -133,7 +133,7 @@ REFUSED: dict[str, tuple[tuple[Any, ...], str]] = {
     ),
     "eigenvalue.enabled": ((False,), _COMPRESSION),
     "nebula.enabled": ((False,), f"{_OWN_FORMAT}, and DeepSpeed has removed it"),
-    "comet.enabled": ((False,), "tensorboard and wandb are supported"),
+    "comet.enabled": ((False,), "tensorboard, csv_monitor and wandb are supported"),
     "expert_parallel.enabled": (
         (False,),
         "DeepSpeed's MoE layers are not supported; experts of the model itself train as other blocks do",
@@ -141,7 +141,6 @@ REFUSED: dict[str, tuple[tuple[Any, ...], str]] = {
     "bf16.enable": ((False,), _MISSPELT),
     "fp16.enable": ((False,), _MISSPELT),
     "fp16.consecutive_hysteresis": ((False,), "the count of overflows starts again when the scale grows"),
-    "csv_monitor.enabled": ((False,), "tensorboard and wandb are supported, and metrics.jsonl of a run has the values"),
     "quantize_training": (({}, None), _COMPRESSION),
     "communication_data_type": ((None, "fp32"), _FLOAT32),
     "data_types.grad_accum_dtype": ((None, "fp32"), _FLOAT32),

@@ -23,13 +23,9 @@ KEYS: dict[str, str] = {
     "sdp.sync.outer_optimizer.params.weight_decay": "remove it; the optimizer of the groups decays the weights",
     "data.verify": "remove it; shards of at most 4 GB are hashed at the start, and sdp prepare --verify hashes any",
     "training.evaluate_tasks.num_fewshot": "write num_fewshot into the file of the task",
-    "training.max_failed_saves": "remove it; a run ends after 3 checkpoints in a row that could not be written",
     "training.recalibrate_batches": "remove it; 8 batches per rank measure batch norm's statistics",
     "training.save_timeout": "use training.start_timeout, which holds for saves, too",
     "training.tokens": "use training.steps, the tokens divided by train_batch_size and data.sequence_length",
-    "wandb.group": "set the variable WANDB_RUN_GROUP",
-    "wandb.project": "set the variable WANDB_PROJECT",
-    "wandb.team": "set the variable WANDB_ENTITY",
     "training.noise_scale_interval": "remove it; no setting depends on the gradient noise",
 }
 

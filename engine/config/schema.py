@@ -186,6 +186,7 @@ class TrainingSection(Section):
     ``evaluate_every``, ``save_every``: numbers of steps. 0 evaluates only before the first step and
     after the last, and saves only when a signal ends the run.
     ``evaluate_tasks``: tasks of lm-evaluation-harness.
+    ``max_failed_saves``: how many saves in a row may fail before the run ends.
     ``max_skips``: how many steps in a row may be skipped for a gradient that is NaN or infinite.
     ``on_spike``: what happens to a step whose loss or gradient norm is a spike, before its update.
     "skip" leaves the update out. "rollback" returns to the last checkpoint, from which the run
@@ -210,6 +211,7 @@ class TrainingSection(Section):
     save_every: NonNegativeInt = 0
     keep: PositiveInt = 2
     keep_every: NonNegativeInt = 0
+    max_failed_saves: PositiveInt = 3
     max_skips: NonNegativeInt = 10
     loss_weighting: Literal["tokens", "ranks"] | None = None
     on_spike: Literal["none", "skip", "rollback", "stop"] = "none"
@@ -331,6 +333,15 @@ class MonitorSection(Section):
     job_name: str = "sdp"
 
 
+class WandbSection(Section):
+    """DeepSpeed's ``wandb`` section. It needs the package wandb."""
+
+    enabled: bool = False
+    group: str | None = None
+    team: str | None = None
+    project: str = "sdp"
+
+
 class SDPSection(Section):
     """Subnetwork Data Parallelism: which group of ranks holds which part of the model.
 
@@ -410,7 +421,8 @@ class Config(Section):
     tensor_parallel: TensorParallelSection = TensorParallelSection()
     activation_checkpointing: ActivationCheckpointingSection = ActivationCheckpointingSection()
     tensorboard: MonitorSection = MonitorSection()
-    wandb: Enabled = Enabled()
+    csv_monitor: MonitorSection = MonitorSection()
+    wandb: WandbSection = WandbSection()
     sdp: SDPSection = SDPSection()
     model: dict[str, Any] = Field(default_factory=dict)
     data: DataSection = DataSection()
@@ -461,7 +473,7 @@ class Config(Section):
     def without_monitors(self) -> Config:
         """Return a copy without monitors, for a run that writes them itself."""
         off = MonitorSection()
-        return self.model_copy(update={"tensorboard": off, "wandb": Enabled()})
+        return self.model_copy(update={"tensorboard": off, "csv_monitor": off, "wandb": WandbSection()})
 
     @property
     def autos(self) -> tuple[str, ...]:

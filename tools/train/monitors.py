@@ -1,11 +1,13 @@
-"""Curves for TensorBoard and Weights & Biases.
+"""Curves for TensorBoard, CSV files and Weights & Biases.
 
-The sections of the configuration are DeepSpeed's ``tensorboard`` and ``wandb``. The names of the
-curves are DeepSpeed's too (deepspeed/monitor). The x axis is the optimizer step.
+The sections of the configuration are DeepSpeed's ``tensorboard``, ``csv_monitor`` and ``wandb``.
+The names of the curves and the layout of the CSV files are DeepSpeed's too (deepspeed/monitor).
+The x axis is the optimizer step.
 """
 
 from __future__ import annotations
 
+import csv
 import importlib
 import secrets
 from collections.abc import Sequence
@@ -77,14 +79,16 @@ class Monitors(Observer):
 def open_monitors(config: Config, dump_dir: Path, *, resume: bool = False) -> Monitors:
     """Open the monitors that the configuration enables. Call this on rank 0 only.
 
-    An empty ``output_path`` means ``tensorboard`` in ``dump_dir``. When a run is
+    An empty ``output_path`` means ``tensorboard`` and ``csv`` in ``dump_dir``. When a run is
     resumed (``resume``), its curves continue in the same files and in the same run of Weights &
     Biases. New points replace older ones from the first step on that it writes. Raises ConfigError
     if a package is missing or refuses to start, or if a directory cannot be created.
     """
     monitors: list[Monitor] = []
     if config.tensorboard.enabled:
-        monitors.append(_TensorBoard(_directory(config.tensorboard, dump_dir)))
+        monitors.append(_TensorBoard(_directory("tensorboard", config.tensorboard, dump_dir)))
+    if config.csv_monitor.enabled:
+        monitors.append(_CSV(_directory("csv_monitor", config.csv_monitor, dump_dir)))
     if config.wandb.enabled:
         monitors.append(_WeightsAndBiases(config, dump_dir, resume=resume))
     return Monitors(monitors, images=config.data.name is not None)
@@ -137,6 +141,47 @@ class _TensorBoard:
             self._writer.close()
 
 
+class _CSV:
+    """One file per curve, such as ``Train_Samples_lr.csv``.
+
+    The header is "step" and the last part of the tag.
+    """
+
+    def __init__(self, directory: Path):
+        self._directory = directory
+        self._files: dict[str, tuple[Any, Any]] = {}
+
+    def write(self, step: int, scalars: dict[str, float]) -> None:
+        for tag, value in scalars.items():
+            if tag not in self._files:
+                self._files[tag] = self._start(tag, step)
+            file, writer = self._files[tag]
+            writer.writerow([step, value])
+            file.flush()
+
+    def rewind(self) -> None:
+        self.close()
+        self._files.clear()
+
+    def close(self) -> None:
+        for file, _ in self._files.values():
+            file.close()
+
+    def _start(self, tag: str, step: int) -> tuple[Any, Any]:
+        path = self._directory / (tag.replace("/", "_").replace(" ", "_") + ".csv")
+        require_own_file(path)
+        earlier: list[list[str]] = []
+        if path.exists():
+            with path.open(newline="", encoding="utf-8") as file:
+                earlier = [
+                    row for row in csv.reader(file) if len(row) == 2 and row[0].isdecimal() and int(row[0]) < step
+                ]
+        file = path.open("w", newline="", encoding="utf-8")
+        writer = csv.writer(file)
+        writer.writerows([["step", tag.rpartition("/")[2]], *earlier])
+        return file, writer
+
+
 class _WeightsAndBiases:
     """A run of Weights & Biases. ``WANDB_MODE=offline`` keeps it on this machine.
 
@@ -145,9 +190,12 @@ class _WeightsAndBiases:
     """
 
     def __init__(self, config: Config, dump_dir: Path, *, resume: bool):
-        wandb = _import("wandb", "wandb")
+        section, wandb = config.wandb, _import("wandb", "wandb")
         try:
             self._run = wandb.init(
+                project=section.project,
+                group=section.group,
+                entity=section.team,
                 name=dump_dir.resolve().name,
                 dir=str(dump_dir),
                 config=config.resolved(),
@@ -181,16 +229,14 @@ def _wandb_id(dump_dir: Path, *, resume: bool) -> str:
     return chosen
 
 
-def _directory(section: MonitorSection, dump_dir: Path) -> Path:
-    """Create TensorBoard's directory now, so that a wrong path is found before the first
-    step.
-    """
+def _directory(name: str, section: MonitorSection, dump_dir: Path) -> Path:
+    """Create a monitor's directory now, so that a wrong path is found before the first step."""
     given = section.output_path
-    directory = Path(given) / section.job_name if given else dump_dir / "tensorboard"
+    directory = Path(given) / section.job_name if given else dump_dir / name.removesuffix("_monitor")
     try:
         directory.mkdir(parents=True, exist_ok=True)
     except (OSError, ValueError) as error:  # a NUL in the path raises ValueError
-        key = "tensorboard.output_path" if given else "tensorboard"
+        key = f"{name}.output_path" if given else name
         reason = getattr(error, "strerror", None) or error
         message = f"{key}: {shorten(directory)} cannot be created ({reason}); choose another directory"
         raise ConfigError(message) from None

@@ -18,7 +18,6 @@ log = logging.getLogger("sdp")
 
 # Phases.
 CHECKPOINT, AWAITING, LOAD = "checkpoint", "waiting for the checkpoint", "loading the checkpoint"
-MOST_FAILURES = 3  # checkpoints in a row that may fail before a run ends
 
 
 class Checkpointer:
@@ -80,7 +79,7 @@ class Checkpointer:
         The configuration decides whether the checkpoint is written in the background.
 
         Raises:
-            CheckpointError: MOST_FAILURES checkpoints in a row failed.
+            CheckpointError: ``training.max_failed_saves`` checkpoints in a row failed.
         """
         self.settle(block=True)
         self._end_after_failures()
@@ -99,10 +98,10 @@ class Checkpointer:
             self._end_after_failures()
 
     def _end_after_failures(self) -> None:
-        if self._failures >= MOST_FAILURES:
+        if self._failures >= self._training.max_failed_saves:
             raise CheckpointError(
                 f"the last {self._failures} checkpoints could not be written, see the lines above; make room or "
-                "repair the cause, and resume"
+                "repair the cause, and resume (training.max_failed_saves)"
             )
 
     def write(self, *, background: bool = False) -> None:

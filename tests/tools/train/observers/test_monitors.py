@@ -43,6 +43,29 @@ def test_tensorboard_goes_where_the_configuration_says(tmp_path: Path):
     assert read_tensorboard(tmp_path / "job") == {1: 5.0}
 
 
+def test_csv_has_the_layout_of_deepspeed(tmp_path: Path):
+    write(
+        {"csv_monitor": {"enabled": True, "output_path": str(tmp_path / "out"), "job_name": "job"}},
+        tmp_path / "dump",
+        {1: 2.5, 2: 2.0},
+    )
+    assert (tmp_path / "out/job/Train_Samples_train_loss.csv").read_text().splitlines() == [
+        "step,train_loss",
+        "1,2.5",
+        "2,2.0",
+    ]
+    assert (tmp_path / "out/job/Eval_loss.csv").read_text().splitlines() == ["step,loss", "1,3.5", "2,3.0"]
+
+
+def test_csv_of_a_resumed_run_has_every_step_once(tmp_path: Path):
+    config = {"csv_monitor": {"enabled": True}}
+    write(config, tmp_path, {1: 5.0, 2: 4.0, 3: 3.0})
+    write(config, tmp_path, {2: 4.5, 3: 3.5})
+    assert (tmp_path / "csv/Train_Samples_train_loss.csv").read_text().splitlines() == [
+        "step,train_loss", "1,5.0", "2,4.5", "3,3.5",
+    ]  # fmt: skip
+
+
 @pytest.mark.parametrize("where", ["file/x", "x" * 300])
 def test_a_directory_that_cannot_be_created_is_a_mistake_of_the_user(tmp_path: Path, where: str):
     (tmp_path / "file").touch()
@@ -82,9 +105,11 @@ class FakeWandb(SimpleNamespace):
 def test_wandb_gets_the_name_and_the_points(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     wandb = FakeWandb(refuses=False)
     monkeypatch.setitem(sys.modules, "wandb", wandb)
-    config = {"wandb": {"enabled": True}}
+    config = {"wandb": {"enabled": True, "project": "p", "group": "g", "team": "t"}}
     write(config, tmp_path, {1: 2.0})
-    assert wandb.settings["name"] == tmp_path.name
+    assert {key: wandb.settings[key] for key in ("project", "group", "entity", "name")} == {
+        "project": "p", "group": "g", "entity": "t", "name": tmp_path.name,
+    }  # fmt: skip
     assert wandb.points == [{"step": 1, LOSS: 2.0, "Eval/loss": 3.0}, "finished"]
     assert wandb.axis == ("*", "step")
 
