@@ -23,7 +23,7 @@ import numpy as np
 from ..engine.environment.detect import export, exported
 from ..engine.errors import LaunchError
 from ..engine.json_files import parse_json
-from .sources import Document
+from .sources import UNCOUNTED, Document
 from .tokenizers import Tokenizer, load_encoder, tokenizer_from_spec
 from .tokenizers.long_texts import cut_text
 
@@ -81,7 +81,7 @@ def threshold_of(documents: Iterable[Document], held_out: float) -> float:
     """
     lowest, highest = math.inf, -math.inf
     for document in documents:
-        if document.text:
+        if not document.is_empty:
             position = _position(document)
             lowest, highest = min(lowest, position), max(highest, position)
             if lowest < held_out <= highest:
@@ -92,8 +92,8 @@ def threshold_of(documents: Iterable[Document], held_out: float) -> float:
 
 
 def _position(document: Document) -> float:
-    """Return a number from 0 to 1 that depends only on the document's key or text."""
-    digest = hashlib.sha256()
+    """Return a number from 0 to 1 that depends only on the document's key or content."""
+    digest = hashlib.sha256(b"" if document.tokens is None else document.tokens.tobytes())
     for piece in _utf8(document.text if document.split_key is None else document.split_key):
         digest.update(piece)
     return int.from_bytes(digest.digest()[:8], "big") / 2**64
@@ -237,8 +237,8 @@ def _batches(documents: Iterable[Document]) -> Iterator[list[Document]]:
     batch: list[Document] = []
     characters = 0
     for document in documents:
-        length = len(document.text)
-        if length > LONG_CHARACTERS:
+        length = len(document.text if document.tokens is None else document.tokens)
+        if length > LONG_CHARACTERS and document.tokens is None:
             if batch:
                 yield batch
             batch, characters = [document], BATCH_CHARACTERS
@@ -260,16 +260,22 @@ def _is_long(batch: list[Document]) -> bool:
 def _encode_batch(arguments: _Arguments, documents: list[Document]) -> EncodedBatch:
     encode = _encoder(arguments.spec, arguments.directory)
     ids: dict[str, list[np.ndarray]] = {}
-    with_text = [document for document in documents if document.text]
+    kept = [document for document in documents if not document.is_empty]
+    encoded = iter(encode([document.text for document in kept if document.tokens is None]))
     end = np.asarray([arguments.end_of_text], dtype=np.uint32)
-    for document, tokens in zip(with_text, encode([document.text for document in with_text]), strict=True):
-        ids.setdefault(split_of(document, arguments.held_out), []).extend((tokens, end))
+    for document in kept:
+        given = document.tokens
+        if given is None:
+            parts = (next(encoded), end)
+        else:  # a document of tokens may end with this token itself
+            parts = (given, (end + np.uint32(UNCOUNTED))[: int(given[-1] % UNCOUNTED != arguments.end_of_text)])
+        ids.setdefault(split_of(document, arguments.held_out), []).extend(parts)
     return EncodedBatch(
         tokens={split: np.concatenate(parts) for split, parts in ids.items()},
         documents={split: len(parts) // 2 for split, parts in ids.items()},
         text_bytes=sum(len(document.text.encode()) for document in documents),
         source_bytes=sum(document.source_bytes for document in documents),
-        without_text=len(documents) - len(with_text),
+        without_text=len(documents) - len(kept),
     )
 
 

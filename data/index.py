@@ -26,7 +26,7 @@ class _Strict(BaseModel):
 class Shard(_Strict):
     """One ``.bin`` file of raw little-endian token ids.
 
-    ``documents`` counts the documents that end in this file.
+    ``documents`` counts the end-of-text tokens in this file.
     """
 
     file: str = Field(pattern=r"^[A-Za-z0-9_.-]+\.bin$")  # never a path out of the directory
@@ -69,7 +69,8 @@ class Corpus(_Strict):
 class Index(_Strict):
     """The content of ``index.json``.
 
-    ``settings`` has the arguments of ``prepare`` on which the tokens depend.
+    ``settings`` has the arguments of ``prepare`` on which the tokens depend. ``masks_labels``:
+    2**31 is added to every token whose label does not count.
     """
 
     format: Literal["sdp-token-shards"] = FORMAT
@@ -81,6 +82,7 @@ class Index(_Strict):
     splits: dict[str, Split] = Field(min_length=1)
     corpus: Corpus
     settings: dict[str, Any]
+    masks_labels: bool = False
 
     @model_validator(mode="after")
     def _check_vocabulary(self) -> Index:

@@ -33,7 +33,7 @@ from .output import (
     other_data,
     writing,
 )
-from .sources import MAX_DOCUMENT_BYTES, Document, FileCorpus, Source, expand_inputs
+from .sources import MAX_DOCUMENT_BYTES, UNCOUNTED, Document, FileCorpus, Source, expand_inputs
 from .tokenizers import DEFAULT_VOCAB_SIZE, Tokenizer, check_request, make_tokenizer, ready_made
 from .writer import ShardWriter
 
@@ -111,7 +111,12 @@ def prepare(
     directory = Path(output)
     corpus, names = _open_corpus(inputs, text_column, max_document_bytes)
     # Find the user's mistakes before the first line of progress, and before terabytes are hashed.
-    next(corpus.documents(), None)
+    first = next(corpus.documents(), None)
+    of_tokens = first is not None and first.tokens is not None
+    if of_tokens and tokenizer == "sentencepiece":
+        raise DataError(
+            "the documents are input_ids; name the tokenizer that made them, for example --tokenizer hf:DIR"
+        )
     existing = find_index(directory, vars(settings), overwrite=overwrite)
     if existing is None:
         check_writable(directory)
@@ -128,7 +133,10 @@ def prepare(
     with only_writer(directory):
         clear(directory, overwrite=overwrite)
         with nothing_left_on_error(directory, new):
-            index = _make(corpus, names, sources, digest, settings, ready, directory, workers or _cores(), progress)
+            processes = workers or _cores()
+            index = _make(
+                corpus, names, sources, digest, settings, ready, directory, processes, progress, of_tokens=of_tokens
+            )
             with writing(directory):
                 index.save(directory)
     return index.model_dump()
@@ -144,6 +152,8 @@ def _make(
     directory: Path,
     workers: int,
     progress: bool,
+    *,
+    of_tokens: bool,
 ) -> Index:
     """Write tokenizer and shards into the empty ``directory`` and return its index."""
     chosen = replace(settings, held_out=threshold_of(corpus.documents(), settings.held_out))
@@ -153,15 +163,17 @@ def _make(
     with writing(directory):
         made.save(directory)
     total_bytes = sum(source.bytes for source in sources)
-    encoded = encode_documents(corpus.documents(), made.spec(), made.end_of_text, directory, chosen.held_out, workers)
-    written = _write(directory, _with_progress(encoded, total_bytes, progress), made, settings)
+    documents = _of_one_kind(corpus.documents(), of_tokens=of_tokens)
+    encoded = encode_documents(documents, made.spec(), made.end_of_text, directory, chosen.held_out, workers)
+    written = _write(directory, _with_progress(encoded, total_bytes, progress), made, settings, of_tokens=of_tokens)
     if written.without_text:
         _say(f"left out {written.without_text:,} document(s) without text (empty or null)", progress)
     return Index(
         tokenizer=made.spec(),
         vocab_size=made.vocab_size,
         end_of_text=made.end_of_text,
-        dtype=dtype_name(made.vocab_size),
+        dtype="uint32" if of_tokens else dtype_name(made.vocab_size),
+        masks_labels=of_tokens,
         splits=written.splits,
         corpus=Corpus(
             sources=names,
@@ -246,9 +258,22 @@ class _Written:
     without_text: int
 
 
-def _write(directory: Path, batches: Iterable[EncodedBatch], tokenizer: Tokenizer, settings: Settings) -> _Written:
+def _of_one_kind(documents: Iterable[Document], *, of_tokens: bool) -> Iterator[Document]:
+    """Pass the documents on. Raises DataError if some have tokens and others have text."""
+    for document in documents:
+        if not document.is_empty and (document.tokens is not None) != of_tokens:
+            raise DataError(
+                "some documents are text and some are input_ids; prepare them apart, and mix them with data.sources"
+            )
+        yield document
+        del document  # free its memory before the next one is read
+
+
+def _write(
+    directory: Path, batches: Iterable[EncodedBatch], tokenizer: Tokenizer, settings: Settings, *, of_tokens: bool
+) -> _Written:
     """Write all batches. Raises DataError if the disk is full or a split is empty."""
-    dtype = np.dtype(dtype_name(tokenizer.vocab_size)).newbyteorder("<")
+    dtype = np.dtype("uint32" if of_tokens else dtype_name(tokenizer.vocab_size)).newbyteorder("<")
     writers = {
         split: ShardWriter(directory, split, dtype, settings.shard_tokens, tokenizer.end_of_text) for split in SPLITS
     }
@@ -259,6 +284,11 @@ def _write(directory: Path, batches: Iterable[EncodedBatch], tokenizer: Tokenize
             unfinished.callback(writer.abort)
         for batch in batches:
             for split, tokens in batch.tokens.items():
+                if of_tokens and (largest := int((tokens % UNCOUNTED).max())) >= tokenizer.vocab_size:
+                    raise DataError(
+                        f"input_ids: token {largest} is outside the vocabulary of {tokenizer.vocab_size:,}; name the "
+                        "tokenizer that made them with --tokenizer"
+                    )
                 writers[split].write(tokens)
                 documents[split] += batch.documents[split]
             text_bytes += batch.text_bytes

@@ -19,6 +19,7 @@ from ..engine.batch.sampler import PathSamples
 from ..engine.errors import DataError
 from .index import Index, load_index
 from .shared.files import read_at
+from .sources import IGNORED_LABEL, UNCOUNTED
 
 MOST_OPEN = 256  # shards; a process often may have no more than 1,024 open files
 
@@ -26,10 +27,11 @@ MOST_OPEN = 256  # shards; a process often may have no more than 1,024 open file
 class TokenDataset(Dataset[dict[str, torch.Tensor]]):
     """Sample ``i`` is tokens ``[i × L, (i + 1) × L)`` of a split, with L = ``sequence_length``.
 
-    A sample is ``{"input_ids": (L,), "labels": (L,)}``. Both are int64 and equal: the model shifts
-    the labels, as Hugging Face's models do. With ``document_mask``, ``"documents": (L,)`` numbers
-    the documents in the sample; an end-of-text token belongs to the document that it ends. A sample
-    may span documents and shards. Tokens after the last whole sample are not read.
+    A sample is ``{"input_ids": (L,), "labels": (L,)}``. Both are int64. They are equal, except that
+    labels that do not count are -100: the model shifts the labels, as Hugging Face's models do.
+    With ``document_mask``, ``"documents": (L,)`` numbers the documents in the sample; an
+    end-of-text token belongs to the document that it ends. A sample may span documents and shards.
+    Tokens after the last whole sample are not read.
 
     ``paths`` says which samples belong to which of the run's paths, if it has several.
 
@@ -69,8 +71,9 @@ class TokenDataset(Dataset[dict[str, torch.Tensor]]):
         if not 0 <= item < len(self):
             raise IndexError(f"sample {item} of {len(self)}")
         tokens = self._read(item * self.sequence_length, self.sequence_length)
-        input_ids = torch.from_numpy(tokens)
-        sample = {"input_ids": input_ids, "labels": input_ids.clone()}
+        input_ids = torch.from_numpy(tokens % UNCOUNTED)
+        labels = torch.from_numpy(np.where(tokens < UNCOUNTED, tokens, IGNORED_LABEL))
+        sample = {"input_ids": input_ids, "labels": labels}
         if self.document_mask:
             ends = (input_ids == self.end_of_text).to(torch.int32)
             sample["documents"] = ends.cumsum(0, dtype=torch.int32) - ends
@@ -78,21 +81,21 @@ class TokenDataset(Dataset[dict[str, torch.Tensor]]):
 
     def read_prefix(self, item: int, count: int) -> np.ndarray:
         """Return the first ``count`` tokens of sample ``item``, as int64."""
-        return self._read(item * self.sequence_length, count)
+        return self._read(item * self.sequence_length, count) % UNCOUNTED
 
     def verify(self) -> None:
         """Read every shard of every split. Raise DataError if a sha256 differs from the index."""
         self.index.verify(self.directory)
 
     def _read(self, start: int, count: int) -> np.ndarray:
-        """``count`` tokens from position ``start`` of the split, as int64."""
+        """``count`` tokens from position ``start`` of the split, as int64, with their marks."""
         out = np.empty(count, dtype=np.int64)
         filled = 0
         while filled < count:
             shard = bisect.bisect_right(self._ends, start + filled)
             offset = start + filled - (self._ends[shard - 1] if shard else 0)
-            part = self._read_shard(shard, offset, count - filled)
-            if (largest := int(part.max())) >= self.vocab_size:
+            part = self._read_shard(shard, offset, count - filled).astype(np.int64)
+            if (largest := int((part % UNCOUNTED).max())) >= self.vocab_size:
                 raise DataError(
                     f"{self._path(shard)}: damaged: token id {largest} near position {offset:,} is outside the"
                     f" vocabulary of {self.vocab_size:,}; check with: sdp prepare --output {self.directory} --verify"

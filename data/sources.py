@@ -19,6 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import zstandard
 
 from ..engine.errors import DataError, quote, shorten
@@ -34,6 +35,8 @@ SUFFIXES = (
     ARROW,
 )
 MAX_DOCUMENT_BYTES = 2**30
+UNCOUNTED = 2**31  # is added to a token whose label does not count
+IGNORED_LABEL = -100  # torch's and Hugging Face's ignore_index
 _ONE_OBJECT = "give one JSON object per line"
 _READ_BYTES = 2**17
 _ZSTANDARD_BYTES = 2**7
@@ -43,18 +46,26 @@ _PARQUET_BATCH_ROWS = 1024
 
 @dataclass(frozen=True)
 class Document:
-    """One text of the corpus. A text that is empty or null is ``""``; it goes into no split.
+    """One text of the corpus, or its tokens. An empty document goes into no split.
 
     Attributes:
-        text: The text.
+        text: The text. A text that is null is ``""``.
         source_bytes: Bytes of the source that were read for it, for the progress bar.
         split_key: The text that decides whether the document is held out. None means the
             document's own text, so that equal texts are in the same split.
+        tokens: The token ids (uint32) of a document without text. ``UNCOUNTED`` is added to those
+            whose labels do not count.
     """
 
     text: str
     source_bytes: int
     split_key: str | None = None
+    tokens: np.ndarray | None = None
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether the document has neither text nor tokens."""
+        return not self.text and self.tokens is None
 
 
 @dataclass(frozen=True)
@@ -201,7 +212,10 @@ def _read_json_lines(path: Path, column: str, limit: int) -> Iterator[Document]:
                 # since the sample that a tokenizer is trained on depends on them.
                 reached = min(-(-raw.tell() // step) * step, size)
                 consumed, position = reached - position, reached
-                yield Document(_text_of_line(line, column, where), consumed)
+                content = _content_of_line(line, column, where)
+                yield (
+                    Document(content, consumed) if isinstance(content, str) else Document("", consumed, tokens=content)
+                )
         except (EOFError, zlib.error, gzip.BadGzipFile, zstandard.ZstdError) as error:
             raise DataError(
                 f"{path}, after line {number}: damaged or cut off ({error}); fetch the file again"
@@ -262,7 +276,8 @@ def _lines(pieces: Iterator[bytes], limit: int) -> Iterator[bytearray]:
         yield line
 
 
-def _text_of_line(line: bytearray, column: str, where: str) -> str:
+def _content_of_line(line: bytearray, column: str, where: str) -> str | np.ndarray:
+    """Return the text of a line, or its token ids with the marks of those that do not count."""
     try:
         decoded = line.decode(json.detect_encoding(line), "surrogatepass")  # as json.loads does
         line.clear()  # from here on the text is in memory twice instead of three times
@@ -276,6 +291,8 @@ def _text_of_line(line: bytearray, column: str, where: str) -> str:
     if not isinstance(row, dict):
         problem = f"a JSON object is expected, this is a {type(row).__name__}"
         raise DataError(f"{where}: {problem}; {_ONE_OBJECT} (jq -c '.[]' makes lines of a list)")
+    if "input_ids" in row and ("labels" in row or column not in row):
+        return _marked_tokens(row, where)
     if column not in row:
         raise DataError(_missing_column(where, column, list(row)))
     text = row[column]
@@ -289,6 +306,32 @@ def _text_of_line(line: bytearray, column: str, where: str) -> str:
     except UnicodeEncodeError:  # JSON can spell half of a surrogate pair, which UTF-8 cannot
         return text.encode("utf-8", "replace").decode()
     return text
+
+
+def _marked_tokens(row: dict[str, Any], where: str) -> np.ndarray:
+    """Return a line's ``input_ids``, and mark those whose ``labels`` are -100.
+
+    The first one is marked too, because no token before it predicts it.
+    """
+    ids, labels = (np.asarray(row.get(key, row["input_ids"])) for key in ("input_ids", "labels"))
+    if ids.dtype.kind != "i" or ids.ndim != 1 or ids.min() < 0 or ids.max() >= UNCOUNTED:
+        raise DataError(f"{where}: 'input_ids' must be a list of token ids, at least one; ids are integers from 0")
+    if labels.dtype.kind != "i" or labels.shape != ids.shape:
+        raise DataError(f"{where}: 'labels' must be a list of integers, as long as 'input_ids'")
+    if 0 in (row.get("attention_mask") or ()):
+        raise DataError(
+            f"{where}: 'attention_mask' hides some of 'input_ids'; leave these out, sequences are not padded"
+        )
+    wrong = np.flatnonzero((labels != ids) & (labels != IGNORED_LABEL))
+    if len(wrong):
+        at = int(wrong[0])
+        raise DataError(
+            f"{where}: label {at} is {labels[at]}, but token {at} is {ids[at]}; a label is the token at its own "
+            f"position, or {IGNORED_LABEL} if it does not count (the model itself shifts the labels)"
+        )
+    uncounted = labels == IGNORED_LABEL
+    uncounted[0] = True
+    return ids.astype(np.uint32) + uncounted.astype(np.uint32) * np.uint32(UNCOUNTED)
 
 
 def _missing_column(where: str, column: str, columns: list[str]) -> str:

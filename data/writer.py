@@ -11,6 +11,7 @@ import numpy as np
 
 from .index import Shard, Split
 from .output import writing
+from .sources import UNCOUNTED
 
 
 class ShardWriter:
@@ -69,7 +70,7 @@ class ShardWriter:
             self._file.write(data)
             self._sha256.update(data)
             self._tokens += len(part)
-            self._documents += int((part == self._end_of_text).sum())
+            self._documents += int((part % UNCOUNTED == self._end_of_text).sum())
             if self._tokens == self._shard_tokens:
                 self._close_shard()
 

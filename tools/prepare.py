@@ -189,7 +189,8 @@ def _print_summary(index: dict[str, Any], output: str) -> None:
     print(f"corpus     {corpus['documents']:,} documents, {format_bytes(corpus['text_bytes'], 'MB', 1)} of text")
     print(f"           sha256 {escape(corpus['sha256'])}")
     print(f"tokenizer  {escape(str(index['tokenizer']['kind']))}, {index['vocab_size']:,} tokens")
-    print(f"tokens     {tokens:,} ({corpus['text_bytes'] / tokens:.2f} bytes each) in {shards} shard(s)")
+    each = "some labels do not count" if index["masks_labels"] else f"{corpus['text_bytes'] / tokens:.2f} bytes each"
+    print(f"tokens     {tokens:,} ({each}) in {shards} shard(s)")
     for name, split in splits.items():
         print(f"  {escape(name):<8} {split['tokens']:,} tokens of {split['documents']:,} documents")
     print(f"output     {escape(output)}")

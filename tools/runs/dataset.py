@@ -206,6 +206,7 @@ def _open_tokens(config: Config, path: Path) -> Corpus:
         path=path,
         sha256=digest,
         sources=sources,
+        masks_labels=any(part.index.masks_labels for part in getattr(train, "parts", (train,))),
         description=f"{where} ({train.tokens:,} tokens to train on, {held_out.tokens:,} held out, "
         f"vocabulary {train.vocab_size}, corpus sha256 {digest[:12]}…)",
     )
