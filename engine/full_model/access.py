@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
@@ -218,26 +218,28 @@ class FullModel:
         state, kind = self.full_state_dict(), self._store.context.compute_dtype
         if state is None or kind == torch.float32:
             return state
-        return {name: tensor.to(kind) if tensor.is_floating_point() else tensor for name, tensor in state.items()}
+        return _cast(state, kind)
 
-    def save_pretrained(self, save_directory: str | Path) -> None:
+    def save_pretrained(self, save_directory: str | Path, dtype: torch.dtype | None = None) -> None:
         """Write the whole model's weights to ``save_directory/model.safetensors``. Collective.
 
-        A Hugging Face model's configuration is written too, for ``from_pretrained``. Raises
-        ModelError for a PEFT model, whose names neither transformers nor PEFT reads.
+        A Hugging Face model's configuration is written too, for ``from_pretrained``. Of a PEFT
+        model, only its adapters are written, as PEFT itself does.
+
+        Args:
+            save_directory: The directory.
+            dtype: The type of floating-point weights. None: float32.
+
+        Raises:
+            ModelError: The model has several paths.
+            CheckpointError: The directory cannot be written.
         """
-        if any(kind.__module__.partition(".")[0] == "peft" for kind in type(self._store.module).__mro__):
-            raise ModelError(
-                "engine.save_pretrained: a PEFT model, whose names in memory neither transformers nor PEFT reads; "
-                "call engine.full_state_dict() on all ranks, on rank 0 load it into the PEFT model of a newly built "
-                "base (load_state_dict), and call that model's own save_pretrained, or merge_and_unload first"
-            )
         if self._store.layout.paths > 1:
             raise ModelError(
                 "engine.save_pretrained: a folder has one model, and this one has several paths; save what "
                 "engine.full_model(path=…) gives"
             )
-        self._write(Path(save_directory), "model.safetensors", None)
+        self._write(Path(save_directory), "model.safetensors", dtype)
 
     def save_16bit_model(
         self, save_dir: str | Path, save_filename: str = "model.safetensors", exclude_frozen_parameters: bool = False
@@ -257,15 +259,23 @@ class FullModel:
 
         ``dtype``: the type of the weights. None: float32.
         """
-        state, problem = self.full_state_dict(), None
+        state, problem, module = self.full_state_dict(), None, self._store.module
         if state is not None:
+            state = state if dtype is None else _cast(state, dtype)
             try:
-                write_weights(state, self._store.layout.aliases, directory / name, dtype)
-                write_configuration(self._store.module, directory)
+                if any(kind.__module__.partition(".")[0] == "peft" for kind in type(module).__mro__):
+                    module.save_pretrained(directory, state_dict=state)  # type: ignore[operator]
+                else:
+                    write_weights(state, self._store.layout.aliases, directory / name)
+                    write_configuration(module, directory, dtype or torch.float32)
             except (OSError, RuntimeError, SafetensorError) as error:  # torch.save raises RuntimeError
                 problem = f"{directory}: the model cannot be written ({shorten(error)}); choose another directory"
         # Ranks also wait here, so that none reads the files before they are complete.
         Ranks(alone=dist.get_world_size() == 1).agree(problem)
+
+
+def _cast(state: Mapping[str, torch.Tensor], dtype: torch.dtype) -> dict[str, torch.Tensor]:
+    return {name: tensor.to(dtype) if tensor.is_floating_point() else tensor for name, tensor in state.items()}
 
 
 log = logging.getLogger("sdp")

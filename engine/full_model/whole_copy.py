@@ -227,9 +227,7 @@ def _cast_to(dtype: torch.dtype) -> Any:
     return cast
 
 
-def write_weights(
-    state: Mapping[str, torch.Tensor], aliases: Mapping[str, str], path: Path, dtype: torch.dtype | None
-) -> None:
+def write_weights(state: Mapping[str, torch.Tensor], aliases: Mapping[str, str], path: Path) -> None:
     """Write ``state`` as safetensors, or for ``torch.load`` if the name of ``path`` asks for that.
 
     Args:
@@ -237,13 +235,8 @@ def write_weights(
         aliases: The other names of tied tensors, with the name that they have first. Safetensors
             refuses tied tensors, and models tie them again when they load.
         path: The file.
-        dtype: The type of floating-point tensors; None keeps theirs.
     """
-    tensors = {
-        name: (tensor.to(dtype) if dtype is not None and tensor.is_floating_point() else tensor).contiguous()
-        for name, tensor in state.items()
-        if name not in aliases
-    }
+    tensors = {name: tensor.contiguous() for name, tensor in state.items() if name not in aliases}
     path.parent.mkdir(parents=True, exist_ok=True)
     if path.suffix in (".bin", ".pt", ".pth"):
         torch.save(tensors | {alias: tensors[name] for alias, name in aliases.items()}, path)
@@ -251,8 +244,11 @@ def write_weights(
         save_file(tensors, path, metadata={"format": "pt"})
 
 
-def write_configuration(module: nn.Module, directory: Path) -> None:
-    """Write the files of a Hugging Face model that describe it. A no-op for other models."""
+def write_configuration(module: nn.Module, directory: Path, dtype: torch.dtype) -> None:
+    """Write the files of a Hugging Face model that describe it. A no-op for other models.
+
+    ``dtype`` is the type of the weights.
+    """
     config = get_config(module)
     if not hasattr(config, "save_pretrained"):
         return
@@ -260,7 +256,7 @@ def write_configuration(module: nn.Module, directory: Path) -> None:
     # class.
     kind = type(module).__mro__[2] if isinstance(module, FSDPModule) else type(module)
     config = copy.deepcopy(config)
-    config.architectures = [kind.__name__]
+    config.architectures, config.dtype = [kind.__name__], dtype
     config.save_pretrained(directory)
     if getattr(module, "generation_config", None) is not None:
         module.generation_config.save_pretrained(directory)  # type: ignore[union-attr, operator]
