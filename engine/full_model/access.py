@@ -259,12 +259,16 @@ class FullModel:
 
         ``dtype``: the type of the weights. None: float32.
         """
-        state, problem, module = self.full_state_dict(), None, self._store.module
+        module: Any = self._store.module
+        has_adapters = any(kind.__module__.partition(".")[0] == "peft" for kind in type(module).__mro__)
+        if has_adapters and self._uncut is not None:  # PEFT would leave out adapters that this rank lacks
+            module = self._uncut.skeleton
+        state, problem = self.full_state_dict(), None
         if state is not None:
             state = state if dtype is None else _cast(state, dtype)
             try:
-                if any(kind.__module__.partition(".")[0] == "peft" for kind in type(module).__mro__):
-                    module.save_pretrained(directory, state_dict=state)  # type: ignore[operator]
+                if has_adapters:
+                    module.save_pretrained(directory, state_dict=state)
                 else:
                     write_weights(state, self._store.layout.aliases, directory / name)
                     write_configuration(module, directory, dtype or torch.float32)

@@ -88,11 +88,7 @@ class UncutModel:
             ModelError: The user's model cannot be copied.
             ConfigError: There is no such path, or none is given.
         """
-        if self._skeleton is None:
-            raise ModelError(
-                f"full_model: this model cannot be copied ({self._obstacle}); load engine.full_state_dict() into "
-                "another model"
-            )
+        self.skeleton  # noqa: B018  raises
         layout, path = self._layout, 0 if path is None and self._layout.paths == 1 else path
         if path is None or path not in range(layout.paths):
             raise ConfigError(f"full_model: path {path!r} is no path; give one from 0 to {layout.paths - 1}")
@@ -100,6 +96,16 @@ class UncutModel:
         paths = {info.canonical: info.path for info in infos}
         wanted = ((name, tensor) for name, tensor in tensors if name in paths)
         return {paths[name]: value for name, value in _on_every_rank(wanted, layout, dtype, device).items()}
+
+    @property
+    def skeleton(self) -> nn.Module:
+        """The copy without values, with all modules. Raises ModelError if there is none."""
+        if self._skeleton is None:
+            raise ModelError(
+                f"full_model: this model cannot be copied ({self._obstacle}); load engine.full_state_dict() into "
+                "another model"
+            )
+        return self._skeleton
 
     @contextmanager
     def filled(
