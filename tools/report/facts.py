@@ -15,6 +15,7 @@ from ..runs.phases import describe_phases, phases_of
 from ..runs.run_files import Run
 from ..shared.table import Spread
 
+_SERVED = {"rounds": "round", "groups alive": "alive", "late deliveries": "late", "tokens skipped": "skipped_tokens"}
 STATE_PARTS = (
     "parameters",
     "gradients",
@@ -66,6 +67,7 @@ class Facts:
     data_parallel_sent: float | None = None
     spikes_skipped: int | None = None  # None if the run did not look for spikes
     rollbacks: int | None = None
+    served: dict[str, str] = field(default_factory=dict)  # with a service: rounds, groups and what was lost
     restarts: int = 0
     lost_steps: int = 0  # made again after a restart
     rates: str | None = None  # the factors of the units' learning rates, with sdp.lr_scale
@@ -160,6 +162,7 @@ def facts_of(run: Run) -> Facts:
         data_parallel_sent=summary.get("ddp_comm_bytes_per_step"),
         spikes_skipped=last.get("spikes_skipped"),
         rollbacks=last.get("rollbacks"),
+        served=_served(run),
         restarts=len(run.restarts),
         lost_steps=sum(line.get("lost_steps", 0) for line in run.restarts),
         rates=_rates(run),
@@ -250,6 +253,23 @@ def _phase_seconds(lines: Sequence[Mapping[str, Any]]) -> dict[str, float]:
         for masking in maskings
     }
     return {masking: seconds for masking, seconds in found.items() if seconds is not None}
+
+
+def _served(run: Run) -> dict[str, str]:
+    """Describe the rounds of a run with a service, and those of each group by medians."""
+    lines = [line for line in run.metrics if "by_group" in line]
+    if not lines:
+        return {}
+    last, groups = lines[-1], sorted({group for line in lines for group in line["by_group"]})
+    found = {name: f"{last.get(key, 0):,}" for name, key in _SERVED.items()}
+    for group in groups:
+        rounds = [line["by_group"][group] for line in lines if group in line["by_group"]]
+        size, seconds = (_median(rounds, key) or 0.0 for key in ("bytes", "seconds"))
+        found[f"a round of group {group}"] = f"{size / 1e6:.2f} MB, {seconds:.2f} s"
+    orphans = (f"{shorten(unit)} since average {since}" for unit, since in (last.get("orphans") or {}).items())
+    if text := ", ".join(orphans):
+        found["units without a living holder"] = text
+    return found
 
 
 def _mean(values: Sequence[float | None]) -> float | None:

@@ -73,6 +73,10 @@ def _identity(runs: Sequence[Facts]) -> list[Row]:
         text_row(
             "restarts", [f"{run.restarts:,} ({run.lost_steps:,} steps lost)" if run.restarts else None for run in runs]
         ),
+        *(
+            text_row(name, [run.served.get(name) for run in runs])
+            for name in dict.fromkeys(name for run in runs for name in run.served)
+        ),
     ]
 
 

@@ -39,6 +39,12 @@ class Line(_Shape):
     spikes_skipped: Count | None = None
     rollbacks: Count | None = None
     lost_steps: Count = 0
+    round: Count = 0
+    alive: Count = 0
+    late: Count = 0
+    skipped_tokens: Count = 0
+    by_group: dict[str, Numbers] | None = None
+    orphans: dict[str, Count] | None = None
 
 
 class _Model(_Shape):

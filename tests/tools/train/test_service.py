@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -91,13 +92,15 @@ def _service(run: Path) -> int:
 
 
 def _other_commands_read_it(run: Path, config: Path, tmp_path: Path) -> None:
+    report = sdp("report", run).communicate(timeout=120)[0]
+    assert re.search(r"rounds +15\ngroups alive +\d\nlate deliveries +\d", report), report
+    assert re.search(r"a round of group 1 +0\.\d\d MB, \d+\.\d\d s", report), report
     evaluation = sdp("evaluate", run, "--json")
     found = json.loads(evaluation.communicate(timeout=120)[0].splitlines()[-1])
     assert found["loss"] == pytest.approx(found["in_training"], rel=1e-5)
-    for words in (["report", run], ["export", run, "--to", "hf", tmp_path / "hf"]):
-        command = sdp(*words)
-        output, _ = command.communicate(timeout=120)
-        assert command.returncode == 0, output
+    export = sdp("export", run, "--to", "hf", tmp_path / "hf")
+    output, _ = export.communicate(timeout=120)
+    assert export.returncode == 0, output
     settings = json.loads(config.read_text())
     settings["training"]["steps"] = 64
     settings["data"]["path"] = str(run / "corpus")
