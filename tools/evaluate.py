@@ -9,10 +9,10 @@ from __future__ import annotations
 import argparse
 import json
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from itertools import chain
-from typing import Any
+from typing import Any, NamedTuple
 
 from ..engine.batch.call import target_count
 from ..engine.batch.loader import evaluation_batches
@@ -21,14 +21,16 @@ from ..engine.config.schema import TasksSection
 from ..engine.config.section import parse_section
 from ..engine.distributed.mesh import Mesh
 from ..engine.errors import ConfigError, escape
+from ..engine.full_model.evaluation import split_by_path
 from ..models.registry import build_model
 from .runs import saved_run
-from .runs.dataset import Corpus, open_prepared, verify
+from .runs.dataset import Corpus, dealt, open_prepared, verify
 from .runs.run_files import read_run
 from .runs.saved_run import CheckpointChoice, SavedRun
 from .runs.whole_model import IN_ONE_PROCESS, WholeModel, whole_model
 from .tasks.harness import LoadedTasks, Scores
 from .tasks.scoring import FullModel, Scorer, max_length
+from .train.loop.evaluator import Routed, without_prefix
 
 
 @dataclass(frozen=True)
@@ -85,6 +87,9 @@ class Evaluation:
         accuracy: of a classifier.
         in_training: the loss that the run itself measured at this step, if it did.
         tasks: the scores of lm-evaluation-harness, by task.
+        path_losses: with several paths, the loss of each on the samples that are dealt to it, None
+            without samples.
+        loss_after_prefix: the loss of the tokens that the router does not read.
     """
 
     checkpoint: str
@@ -98,6 +103,8 @@ class Evaluation:
     accuracy: float | None
     in_training: float | None
     tasks: Scores | None = None
+    path_losses: list[float | None] | None = None
+    loss_after_prefix: float | None = None
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -151,9 +158,13 @@ def evaluate(saved: SavedRun, limit: int | None = None, tasks: LoadedTasks | Non
     """
     if tasks is not None and saved.config.data.name is not None:
         raise ConfigError(f"--tasks: tasks are for language models, and {saved.dump_dir} trained on images")
-    if saved.config.sdp.paths is not None and saved.config.sdp.paths.count > 1:
-        raise ConfigError(f"sdp evaluate: {saved.dump_dir} has several paths; the run itself evaluates each of them")
-    corpus = open_prepared(saved.config, saved.data)
+    count = saved.config.sdp.paths.count if saved.config.sdp.paths is not None else 1
+    if tasks is not None and count > 1:
+        raise ConfigError(
+            f"--tasks: tasks run one model, and {saved.dump_dir} has several paths; evaluate an exported path "
+            "(sdp export)"
+        )
+    corpus = dealt(saved.config, open_prepared(saved.config, saved.data))
     verify(saved.config, saved.data)
     built = build_model(saved.config.model, **corpus.facts)
     most = max_length(built, saved.config.data.sequence_length)
@@ -163,13 +174,24 @@ def evaluate(saved: SavedRun, limit: int | None = None, tasks: LoadedTasks | Non
             f"tokens; lower it with --set data.sequence_length={most}"
         )
     batches = list(_batches(saved, corpus, limit or saved.config.training.evaluate_batches))
-    with whole_model(saved, built) as model:
-        counts = [target_count(model.module, batch) for batch in batches]
-        loss = model.mean_loss(batches, counts)
-        measures = {
-            name: model.mean_loss([{**batch, "measure": name} for batch in batches], counts) for name in corpus.measures
-        }
-        scores = _run_tasks(tasks, saved, model) if tasks is not None else None
+    ids = [0] * len(batches) if corpus.paths is None else [batch.pop("path") for batch in batches]
+    parts, of_parts = split_by_path(batches, ids, count, weighted=False)
+    of_paths, later, measures, scores = list[_Loss](), list[_Loss](), dict[str, float](), None
+    for path in range(count):
+        mine = [part for part, of_part in zip(parts, of_parts, strict=True) if of_part == path]
+        with whole_model(saved, built, path) as model:
+            counts = [target_count(model.module, batch) for batch in mine]
+            of_paths.append(_Loss(model.mean_loss(mine, counts), sum(counts)))
+            if corpus.router_prefix is not None and corpus.router_prefix < saved.config.data.sequence_length:
+                rest = [without_prefix(batch, corpus.router_prefix) for batch in mine]
+                counts_of_rest = [target_count(model.module, batch) for batch in rest]
+                later.append(_Loss(model.mean_loss(rest, counts_of_rest), sum(counts_of_rest)))
+            measures = {
+                name: model.mean_loss([{**batch, "measure": name} for batch in mine], counts)
+                for name in corpus.measures
+            }
+            scores = _run_tasks(tasks, saved, model) if tasks is not None else None
+    loss = _mean_of(of_paths)
     written = () if saved.is_model else read_run(saved.dump_dir).evaluations
     losses = [line.get("loss") for line in written if line["step"] == saved.step]
     return Evaluation(
@@ -178,13 +200,27 @@ def evaluate(saved: SavedRun, limit: int | None = None, tasks: LoadedTasks | Non
         data=str(saved.data),
         batches=len(batches),
         sequences=sum(len(batch["labels"]) for batch in batches),
-        targets=sum(counts),
+        targets=sum(one.targets for one in of_paths),
         loss=loss,
         perplexity=None if measures else math.exp(min(loss, 700.0)),
         accuracy=measures.get("accuracy"),
         in_training=losses[-1] if losses else None,
         tasks=scores,
+        path_losses=[one.mean if one.targets else None for one in of_paths] if count > 1 else None,
+        loss_after_prefix=_mean_of(later) if later else None,
     )
+
+
+class _Loss(NamedTuple):
+    """The mean loss of a path over so many targets."""
+
+    mean: float
+    targets: int
+
+
+def _mean_of(losses: Sequence[_Loss]) -> float:
+    targets = sum(one.targets for one in losses)
+    return sum(one.mean * one.targets for one in losses if one.targets) / targets if targets else math.nan
 
 
 def _run_tasks(tasks: LoadedTasks, saved: SavedRun, model: WholeModel) -> Scores:
@@ -206,7 +242,7 @@ def _batches(saved: SavedRun, corpus: Corpus, limit: int) -> Iterator[Any]:
     micro = BatchSize.resolve(saved.config, mesh).micro
     loaders = (
         evaluation_batches(
-            corpus.held_out,
+            corpus.held_out if corpus.paths is None else Routed(corpus.held_out, corpus.paths),
             micro,
             rank,
             mesh.data_ranks,
@@ -226,6 +262,10 @@ def _table(result: Evaluation) -> str:
         else f"{result.sequences:,} images"
     )
     rows = {"checkpoint": result.checkpoint, "held out": f"{samples} of {result.data}", "loss": f"{result.loss:.6f}"}
+    if result.path_losses is not None:
+        rows["by path"] = ", ".join("no samples" if loss is None else f"{loss:.6f}" for loss in result.path_losses)
+    if result.loss_after_prefix is not None:
+        rows["after prefix"] = f"{result.loss_after_prefix:.6f}"
     if result.perplexity is not None:
         rows["perplexity"] = f"{result.perplexity:.4f}"
     if result.accuracy is not None:

@@ -93,7 +93,7 @@ def open_corpus(config: Config, dump_dir: Path) -> Corpus:
     path = path_of(config, dump_dir)
     ranks = Ranks(alone=not dist.is_initialized())
     ranks.all_or_none(lambda: _while_rank_0_works(lambda: _make_ready(config, path)))
-    return ranks.all_or_none(lambda: _dealt(config, open_prepared(config, path)))
+    return ranks.all_or_none(lambda: dealt(config, open_prepared(config, path)))
 
 
 def path_of(config: Config, dump_dir: Path) -> Path:
@@ -212,7 +212,7 @@ def _open_tokens(config: Config, path: Path) -> Corpus:
     )
 
 
-def _dealt(config: Config, corpus: Corpus) -> Corpus:
+def dealt(config: Config, corpus: Corpus) -> Corpus:
     """Deal the samples to the paths of a run that has several."""
     section, groups = config.sdp.paths, config.sdp.groups
     if section is None or section.count == 1:

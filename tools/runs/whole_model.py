@@ -68,24 +68,29 @@ class WholeModel:
 
 
 @contextmanager
-def whole_model(saved: SavedRun, model: nn.Module) -> Iterator[WholeModel]:
-    """Give ``model``, which is on the meta device, the weights of ``saved``, in one process."""
+def whole_model(saved: SavedRun, model: nn.Module, path: int = 0) -> Iterator[WholeModel]:
+    """Give ``model``, which is on the meta device, the weights of ``saved``, in one process.
+
+    With several paths (``sdp.paths``), they are those of ``path``.
+    """
     config = saved.config
     layout = Layout.of(model, config, Mesh(config.sdp.groups))
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     uncut = UncutModel(model, layout, values_to_give(model, config, layout))
-    infos = {name: slices[0] for name, slices in layout.wholes.items()} | layout.buffers
+    here = layout.parameters_at(path) | layout.buffers_at(path)  # group P trains path P
+    infos = {info.canonical: info for info in here.values()}
     tensors = {name: torch.empty(info.full_shape, dtype=info.dtype, device=device) for name, info in infos.items()}
     if saved.is_model:
         fillers = fillers_from(WeightFiles(saved.dump_dir), saved.dump_dir, model, layout)
         for name, tensor in tensors.items():
-            fillers[name](tensor, 0)
+            fillers[infos[name].path](tensor, 0)
     else:
         load(saved.checkpoint, weights_of(tensors), saved.state["files"], alone=True)
     dtype = getattr(torch, config.precision)
-    for name in layout.wholes:
+    for name in tensors.keys() & layout.wholes.keys():
         tensors[name] = tensors[name].to(dtype if infos[name].dtype.is_floating_point else infos[name].dtype)
+    values = {infos[name].path: tensors.pop(name) for name in infos}
     phase = layout.in_phase(config.masking_schedule.at(saved.step + 1))
-    with uncut.filled(tensors, dtype, device, phase) as module:
+    with uncut.filled(values, dtype, device, phase) as module:
         autocast_forward(module, config, device)
         yield WholeModel(module, device)

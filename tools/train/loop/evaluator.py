@@ -43,6 +43,13 @@ class Routed(Dataset[dict[str, Any]]):
         return {**self._samples[item], "path": int(self._paths[item])}
 
 
+def without_prefix(batch: dict[str, Any], prefix: int) -> dict[str, Any]:
+    """Return the batch with only the labels after the first ``prefix`` tokens."""
+    labels = batch["labels"].clone()
+    labels[:, :prefix] = -100
+    return {**batch, "labels": labels}
+
+
 class _InTurn:
     """Several loaders, one after the other."""
 
@@ -121,9 +128,7 @@ class Evaluator:
         """
         engine, prefix, found = self._engine, self._corpus.router_prefix, dict[str, Any]()
         if prefix is not None and prefix < engine.config.data.sequence_length:
-            rest = [{**batch, "labels": batch["labels"].clone()} for batch in batches]
-            for batch in rest:
-                batch["labels"][:, :prefix] = -100
+            rest = [without_prefix(batch, prefix) for batch in batches]
             found["loss_after_prefix"] = engine.evaluate(rest, paths=paths)
         if is_last:
             found["single_path_losses"] = [
