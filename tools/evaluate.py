@@ -232,8 +232,7 @@ def _run_tasks(tasks: LoadedTasks, saved: SavedRun, model: WholeModel) -> Scores
 
 def _mesh_of(saved: SavedRun) -> Mesh:
     """The mesh of the run that wrote the checkpoint."""
-    sdp, fsdp, tp, *sizes = saved.state["mesh"]
-    return Mesh(sdp, fsdp, tp, *map(tuple, sizes))
+    return Mesh(*saved.state["mesh"][:3])
 
 
 def _batches(saved: SavedRun, corpus: Corpus, limit: int) -> Iterator[Any]:

@@ -24,7 +24,7 @@ class Slice(NamedTuple):
     offset: tuple[int, ...]
     shape: tuple[int, ...]
 
-    def index(self, origin: Sequence[int] = ()) -> tuple[slice, ...]:
+    def indices(self, origin: Sequence[int] = ()) -> tuple[slice, ...]:
         """Return the index of the box in a tensor whose first element is at ``origin``."""
         starts = [start - low for start, low in zip(self.offset, origin or [0] * len(self.offset), strict=True)]
         return tuple(slice(start, start + size) for start, size in zip(starts, self.shape, strict=True))
@@ -52,7 +52,7 @@ class Anchors:
         self._whole = {name: values[name].detach().to(infos[0].dtype).clone() for name, infos in layout.wholes.items()}
         # The anchor of a slice of neurons is a view, because each slice has a state of its own.
         self._tensors = {
-            name: nn.Parameter(self._whole[info.canonical][_box(info).index()], requires_grad=False)
+            name: nn.Parameter(self._whole[info.canonical][_box(info).indices()], requires_grad=False)
             for name, info in self._infos.items()
         }
         self.fragments = fragments_of(layout, sync.fragments)
@@ -78,7 +78,7 @@ class Anchors:
         """Return copies of the anchors of some slices, or those of an earlier :meth:`snapshot`."""
         with self._lock:
             whole = self._whole if snapshot is None else snapshot
-            return [whole[piece.name][piece.index()].clone() for piece in pieces if self.info_of(piece)]
+            return [whole[piece.name][piece.indices()].clone() for piece in pieces if self.info_of(piece)]
 
     def snapshot(self) -> dict[str, torch.Tensor]:
         """Return copies of the weights of the full model, by canonical name."""
@@ -121,7 +121,7 @@ class Anchors:
             if info.name not in gradients:  # bfloat16 is added in bfloat16, as by an all-reduce
                 gradients[info.name] = torch.zeros(info.shape, dtype=change.dtype)
             share = change.float() * (tokens / max(1, sum(groups[info.name].values())))
-            gradients[info.name][piece.index(_box(info).offset)] += share.to(change.dtype)
+            gradients[info.name][piece.indices(_box(info).offset)] += share.to(change.dtype)
         with self._lock:
             for name, gradient in gradients.items():
                 if self._sync.single_holder == "skip" and len(self._infos[name].holders) == 1:
@@ -143,7 +143,7 @@ class Anchors:
             for name, info in self._infos.items():
                 if (value := self.optimizer.state.get(self._tensors[name], {}).get(_MOMENTUM)) is not None:
                     whole = found.setdefault(f"outer/{info.canonical}/{_MOMENTUM}", torch.zeros(info.full_shape))
-                    whole[_box(info).index()] = value
+                    whole[_box(info).indices()] = value
         return found
 
     def empty_state(self, saved: Iterable[str]) -> dict[str, torch.Tensor]:
@@ -162,7 +162,7 @@ class Anchors:
             if saved is None:
                 self.optimizer.state.pop(self._tensors[name], None)
             elif info.trainable:
-                self.optimizer.state[self._tensors[name]][_MOMENTUM].copy_(saved[_box(info).index()])
+                self.optimizer.state[self._tensors[name]][_MOMENTUM].copy_(saved[_box(info).indices()])
 
 
 _MOMENTUM = "momentum_buffer"  # all that SGD keeps

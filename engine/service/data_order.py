@@ -16,12 +16,12 @@ _FREE_AFTER = 2  # blocks: whoever asks gets a share that its group left behind 
 class Share(NamedTuple):
     """Micro-batches of ``width`` samples, from micro-batch ``first`` of the run on.
 
-    Of each micro-batch of all groups it has the part number ``index`` of ``groups``.
+    Of each micro-batch of all groups it has the part number ``place`` of ``groups``.
     """
 
     first: int
     micro_batches: int
-    index: int
+    place: int
     groups: int
     width: int
 
@@ -34,7 +34,7 @@ class Share(NamedTuple):
         while count:
             micro, offset = divmod(start, self.width)
             length = min(count, self.width - offset)
-            yield ((self.first + micro) * self.groups + self.index) * self.width + offset, length
+            yield ((self.first + micro) * self.groups + self.place) * self.width + offset, length
             start, count = start + length, count - length
 
 

@@ -269,12 +269,12 @@ def test_data_is_dealt_as_without_a_service_and_never_twice() -> None:
 def test_shares_of_absent_and_slow_groups_are_dealt_to_others() -> None:
     order, dealt = DataOrder(3, 2, 4), []
     absent = [order.deal(0, {2}) for _ in range(3)]  # group 2 is absent, group 1 is slow
-    assert [(share.first, share.index) for share in absent] == [(0, 0), (0, 2), (2, 0)]
+    assert [(share.first, share.place) for share in absent] == [(0, 0), (0, 2), (2, 0)]
     for _ in range(12):
         dealt.append(order.deal(0, ()))
     restored = DataOrder.from_state(order.state_dict())
     dealt += [restored.deal(slot, ()) for slot in (0, 1, 2, 1, 1)]
-    every = [(share.first, share.index) for share in (*absent, *dealt)]
+    every = [(share.first, share.place) for share in (*absent, *dealt)]
     assert len(set(every)) == len(every)
     assert (0, 1) in every  # nobody leaves it behind
 
