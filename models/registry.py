@@ -128,7 +128,7 @@ def section_from_huggingface(directory: Path, stated: Mapping[str, Any]) -> dict
     path = directory / "config.json"
     given = {"name": "huggingface", "path": str(directory.absolute())}
     if stated.get("name") == "huggingface":
-        return given | stated
+        return {**given, **stated}
     content = huggingface.read_config(directory)
     entry = MODELS.get(content["model_type"])
     try:
