@@ -6,6 +6,7 @@ The page ``docs/changes.md`` is written from these tables.
 
 from __future__ import annotations
 
+import copy
 import json
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -82,6 +83,20 @@ def refuse_removed_keys(raw: Mapping[str, Any]) -> None:
         is_given, given = _find(raw, path)
         if is_given and (given == value or str(given).lower() == str(value).lower()):
             raise ConfigError(f"{path}: {json.dumps(value)} was removed; {advice}")
+
+
+def without_removed_keys(raw: dict[str, Any]) -> dict[str, Any]:
+    """Return the configuration that a finished run wrote, without keys that this version removed.
+
+    Such a file has every key. What a removed key said about training does not matter any more.
+    """
+    kept = copy.deepcopy(raw)
+    for path in KEYS:
+        section, _, key = path.rpartition(".")
+        is_given, owner = _find(kept, section) if section else (True, kept)
+        if is_given and isinstance(owner, dict):
+            owner.pop(key, None)
+    return kept
 
 
 def refuse_removed_words(arguments: Sequence[str]) -> None:

@@ -54,6 +54,7 @@ FAST = {
     "training": {"compile": True}, "activation_checkpointing": {"mode": "full"},
     "sdp": {"granularity": "neuron", "capacity": 0.5},
 }  # fmt: skip
+OF_AN_EARLIER_VERSION = {"sdp": {"survive": None}, "data": {"verify": "auto"}, "training": {"tokens": None}}
 OF_DEEPSPEED = {
     "sdp": {"engine": "deepspeed"}, "fp16": {"enabled": True}, "comms_logger": {"enabled": True},
     "zero_optimization": {"offload_optimizer": {"device": "cpu"}},
@@ -62,8 +63,13 @@ OF_DEEPSPEED = {
 
 @pytest.mark.parametrize(
     ("changes", "settings"),
-    [(FAST, []), (OF_DEEPSPEED, []), (OF_DEEPSPEED, ["--set", "sdp.branch_scale=train"])],  # a plain model is built
-    ids=["what made the run fast", "DeepSpeed's own", "what DeepSpeed refuses"],
+    [
+        (FAST, []),
+        (OF_AN_EARLIER_VERSION, []),
+        (OF_DEEPSPEED, []),
+        (OF_DEEPSPEED, ["--set", "sdp.branch_scale=train"]),
+    ],  # a plain model is built
+    ids=["what made the run fast", "an earlier version's", "DeepSpeed's own", "what DeepSpeed refuses"],
 )
 def test_settings_of_training_are_not_needed(trained_run, tmp_path, capsys, changes, settings):
     copy = shutil.copytree(trained_run, tmp_path / "run")

@@ -17,7 +17,8 @@ from ...data.index import load_index
 from ...data.shared.files import INDEX_FILE
 from ...engine.checkpoint.storage.directory import check_tag, latest, locate
 from ...engine.checkpoint.storage.files import STATE, read_state
-from ...engine.config.load import load_config
+from ...engine.config.load import load_config, read_raw
+from ...engine.config.removed import without_removed_keys
 from ...engine.config.schema import Config
 from ...engine.errors import CheckpointError, ConfigError
 from ..shared.arguments import add_set_option
@@ -176,7 +177,8 @@ def _open_model(choice: CheckpointChoice, overrides: Sequence[str]) -> SavedRun:
 
 def _open(dump_dir: Path, checkpoint: Path, choice: CheckpointChoice, overrides: Sequence[str]) -> SavedRun:
     state = read_state(checkpoint)
-    config = load_config(dump_dir / CONFIG, [] if overrides else choice.overrides)
+    written = without_removed_keys(read_raw(dump_dir / CONFIG))
+    config = load_config(written, [] if overrides else choice.overrides)
     if overrides:  # They may allow settings that the run's own engine refuses.
         config = load_config(config.model_dump(mode="json"), [*overrides, *choice.overrides])
     if config.model.get("name") == "huggingface":  # its folder may be gone
