@@ -60,8 +60,10 @@ def check(engine: SDPEngine, batches: Iterable[Any]) -> Checked:
     if len(given) < micro:
         raise ConfigError(f"check: a step needs {micro} batches of each rank, and there are {len(given)}")
     why_not = _why_not_compared(engine)
-    with engine.full_model() as whole:
-        plain = None if why_not or engine.global_rank else _Plain(engine, copy.deepcopy(whole))
+    plain = None
+    if not why_not:
+        with engine.full_model() as whole:
+            plain = None if engine.global_rank else _Plain(engine, copy.deepcopy(whole))
     steps = len(given) // micro
     for step in range(steps):
         mine = given[step * micro : (step + 1) * micro]
@@ -84,10 +86,10 @@ def check(engine: SDPEngine, batches: Iterable[Any]) -> Checked:
 def _why_not_compared(engine: SDPEngine) -> str:
     layout, config = engine.layout, engine.config
     optimizer = type(engine.store.optimizer)
-    if any(len(info.holders) < layout.mesh.sdp for info in layout.parameters.values()):
-        return "groups hold parts of the model, which plain torch does not train; capacity 1.0 is compared"
     if layout.paths > 1 or config.sdp.granularity == "neuron" or config.sdp.sync is not None:
         return "plain torch has no paths, slices of neurons or local steps"
+    if any(len(info.holders) < layout.mesh.sdp for info in layout.parameters.values()):
+        return "groups hold parts of the model, which plain torch does not train; capacity 1.0 is compared"
     if not optimizer.__module__.startswith("torch.optim") or optimizer.__name__ == "Muon":
         return f"{optimizer.__name__} is not an optimizer of torch"
     if layout.mesh.tp > 1:

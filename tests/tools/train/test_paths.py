@@ -81,6 +81,17 @@ def test_paths_from_a_run_to_a_branch(
     assert starts[0][1] == pytest.approx(ends[-1][1], rel=1e-5), "the path goes on from where it was"
 
 
+def test_paths_are_checked(config: dict, corpus: Path, tmp_path: Path) -> None:
+    shutil.copytree(corpus, tmp_path / "corpus")
+    make_clusters(tmp_path / "corpus", 2, 16, 32, progress=False)
+    config["data"]["path"] = str(tmp_path / "corpus")
+    config["sdp"] = {"groups": 2, "paths": {"count": 2, "own": ["model.layers.3"]}}
+    checked = run_sdp("train", write_config(config, tmp_path), "--dump-dir", tmp_path / "run", "--check")
+    assert checked.returncode == 0, checked.stderr
+    assert "as configured: 3 steps; after each, holders have equal weights and optimizer state" in checked.stdout
+    assert "as configured: not compared with plain torch: plain torch has no paths" in checked.stdout
+
+
 def test_a_plan_of_paths(config: dict, tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
     config["sdp"] = {"groups": 4, "paths": {"count": 2, "own": ["model.layers.2", "model.layers.3"]}}
     path = str(write_config(config, tmp_path))
