@@ -320,8 +320,8 @@ class ServedRun:
             "samples": self.samples,
             "skipped_tokens": self.skipped_samples * self._tokens_per_sample,
             "late": self.late,
-            "step_seconds": seconds if math.isfinite(seconds) else None,
-            "comm_bytes": sum(nbytes for *_, nbytes in deliveries),
+            "seconds": seconds if math.isfinite(seconds) else None,
+            "bytes": sum(nbytes for *_, nbytes in deliveries),
             "by_group": groups,
             "orphans": dict(self.orphans),
         }
