@@ -323,11 +323,17 @@ def _write(
         for split, clusters in dealt.items():
             (new / f"{split}.bin").write_bytes(clusters.tobytes())
             files[split] = {"sequences": len(clusters), "sha256": hashlib.sha256(clusters.tobytes()).hexdigest()}
-        about = {**settings, "corpus": train.index.corpus.sha256, "clusters": router.count, "splits": files}
+        about = {**settings, "corpus": _tokens_of(train), "clusters": router.count, "splits": files}
         router.save(new, tokenizer, about)
         if folder.exists():
             shutil.rmtree(folder)
         new.rename(folder)
+
+
+def _tokens_of(dataset: TokenDataset) -> str:
+    """Return the hash of a corpus's tokens. Another tokenizer makes others of the same texts."""
+    shards = [shard.sha256 for split in dataset.index.splits.values() for shard in split.shards]
+    return hashlib.sha256("".join(shards).encode()).hexdigest()
 
 
 def read_clusters(dataset: TokenDataset, folder: Path | None = None) -> np.ndarray:
@@ -349,7 +355,7 @@ def read_clusters(dataset: TokenDataset, folder: Path | None = None) -> np.ndarr
             f"{folder}: clusters of sequences of {length} tokens, and data.sequence_length is "
             f"{dataset.sequence_length}; {again}"
         )
-    if about.get("corpus") != dataset.index.corpus.sha256:
+    if about.get("corpus") != _tokens_of(dataset):
         raise DataError(f"{folder}: the clusters of another corpus; {again}")
     require_regular(path, again)
     recorded = about.get("splits", {}).get(dataset.split, {}).get("sha256")

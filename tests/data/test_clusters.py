@@ -114,3 +114,10 @@ def test_other_or_damaged_clusters_are_one_line(corpus: Path, tmp_path: Path) ->
         read_clusters(dataset, tmp_path)
     with pytest.raises(DataError, match="no sound router"):
         load_router(tmp_path)
+
+
+def test_clusters_of_the_same_texts_in_other_tokens_are_refused(corpus: Path, tmp_path: Path) -> None:
+    texts, other = str(corpus.parent / "texts.jsonl"), tmp_path / "other"
+    prepare([texts], other, "bytes", held_out=0.3, progress=False)
+    with pytest.raises(DataError, match="the clusters of another corpus"):
+        read_clusters(TokenDataset(other, "train", LENGTH), corpus / CLUSTERS)
