@@ -112,6 +112,11 @@ def load_router(folder: str | Path) -> Router:
     return router
 
 
+def router_hash(folder: Path) -> str:
+    """Return the sha256 of a router's weights. Equal hashes deal sequences to the same paths."""
+    return sha256_of(folder / WEIGHTS_FILE)
+
+
 def _read_about(folder: Path) -> dict[str, Any]:
     path = folder / ROUTER_FILE
     require_regular(path, "make it again with: sdp prepare --clusters K")
@@ -121,6 +126,14 @@ def _read_about(folder: Path) -> dict[str, Any]:
         raise DataError(f"{folder}: no router here; make it with: sdp prepare --output DIR --clusters K") from None
     except (OSError, ValueError, TypeError) as error:
         raise DataError(f"{path}: cannot be read as JSON ({error}); make it again: sdp prepare --clusters K") from error
+
+
+def check_request(count: int, prefix: int, sequence_length: int) -> None:
+    """Raise DataError if no corpus could be dealt so."""
+    if not 2 <= count <= _MOST:
+        raise DataError(f"the number of clusters must be from 2 to {_MOST}, it is {count}")
+    if not 2 <= prefix <= sequence_length:
+        raise DataError(f"the router's prefix must be from 2 to the sequence length {sequence_length}, it is {prefix}")
 
 
 def make_clusters(
@@ -147,10 +160,7 @@ def make_clusters(
         DataError: An argument or the corpus does not fit.
     """
     directory = Path(directory)
-    if not 2 <= count <= _MOST:
-        raise DataError(f"the number of clusters must be from 2 to {_MOST}, it is {count}")
-    if not 2 <= prefix <= sequence_length:
-        raise DataError(f"the router's prefix must be from 2 to the sequence length {sequence_length}, it is {prefix}")
+    check_request(count, prefix, sequence_length)
     sets = {split: TokenDataset(directory, split, sequence_length) for split in SPLITS}
     samples = len(sets["train"])
     if samples < 8 * count:

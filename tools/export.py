@@ -23,7 +23,7 @@ from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import nn
 
-from ..data.clusters import CLUSTERS, load_router
+from ..data.clusters import load_router
 from ..data.huggingface import write_tokenizer
 from ..data.tokenizers import load_tokenizer
 from ..engine.accounting.quantities import format_bytes
@@ -35,6 +35,7 @@ from ..engine.json_files import read_json_file
 from ..engine.model_interface import get_canonical_name
 from ..models.registry import build_model, huggingface_config
 from .runs import saved_run
+from .runs.dataset import check_router, router_folder
 from .runs.paths import ROUTER, path_folder
 from .runs.saved_run import CheckpointChoice, SavedRun
 from .runs.start_files import START, TENSORS, has_tokenizer, kept_tensors
@@ -131,11 +132,11 @@ def _export(saved: SavedRun, options: ExportOptions) -> str:
 
 def _copy_router(saved: SavedRun, out: Path) -> bool:
     """Copy the router that dealt the data of paths. Return whether there is one."""
-    paths = saved.config.sdp.paths
-    folder = Path(paths.router) if paths is not None and paths.router is not None else saved.data / CLUSTERS
-    if saved.config.data.sources is not None or not folder.is_dir():
+    folder = router_folder(saved.config, saved.data)
+    if folder is None or not folder.is_dir():
         return False
     load_router(folder)  # raises a DataError if it is damaged
+    check_router(folder, saved.state, saved.checkpoint)
     (out / ROUTER).mkdir(exist_ok=True)
     for path in folder.iterdir():
         if path.suffix != ".bin":  # those files have the cluster of each sequence

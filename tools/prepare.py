@@ -128,6 +128,10 @@ def run(args: argparse.Namespace) -> int:
         return 0
     if options.clusters is not None and options.sequence_length is None:
         raise DataError("--clusters: give the tokens of a sequence with --sequence-length, as the training has them")
+    if options.clusters is not None and options.sequence_length is not None:
+        from ..data.clusters import check_request  # imports torch
+
+        check_request(options.clusters, options.router_prefix, options.sequence_length)
     with _stopped_by_sigterm():
         if options.clusters is None or options.input or not (Path(options.output) / INDEX_FILE).exists():
             index = prepare(options.input, options.output, **options.settings())

@@ -85,6 +85,13 @@ def test_the_command_prints_the_clusters(corpus: Path, capsys: pytest.CaptureFix
     assert "less than one model for all" in out
 
 
+def test_a_request_is_refused_before_the_corpus_is_made(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    options = ["--clusters", "2", "--sequence-length", "64"]  # shorter than the default prefix
+    assert main(["prepare", "--output", str(tmp_path / "new"), *options]) == 2
+    assert "prefix must be from 2 to the sequence length 64, it is 128" in capsys.readouterr().err
+    assert not (tmp_path / "new").exists()
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [

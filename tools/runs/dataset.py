@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 from torch.utils.data import Dataset
 
-from ...data.clusters import CLUSTERS, load_router, read_clusters
+from ...data.clusters import CLUSTERS, load_router, read_clusters, router_hash
 from ...data.image_sets import INDEX_FILE as IMAGE_INDEX
 from ...data.image_sets import prepare_images
 from ...data.images import Batches, ImageArrays, ImageFolder
@@ -32,7 +32,7 @@ from ...engine.accounting.quantities import format_bytes
 from ...engine.batch.sampler import PathSamples
 from ...engine.config.schema import Config
 from ...engine.distributed.agreement import Ranks
-from ...engine.errors import ConfigError
+from ...engine.errors import CheckpointError, ConfigError
 from ..shared.files import refuse_link
 
 log = logging.getLogger("sdp")
@@ -212,6 +212,24 @@ def _open_tokens(config: Config, path: Path) -> Corpus:
     )
 
 
+def router_folder(config: Config, data: Path) -> Path | None:
+    """Return the folder of the router that deals ``data`` to the paths of a run, or None."""
+    paths = config.sdp.paths
+    if paths is None or paths.count == 1 or config.data.sources:
+        return None
+    return Path(paths.router) if paths.router is not None else data / CLUSTERS
+
+
+def check_router(folder: Path, state: Mapping[str, Any], checkpoint: Path) -> None:
+    """Raise CheckpointError if the paths of a checkpoint were trained with another router."""
+    saved = state["client_state"].get("router")
+    if saved is not None and saved != router_hash(folder):
+        raise CheckpointError(
+            f"{checkpoint}: the paths were trained with another router than that in {folder}; put that one back, or "
+            "name its folder in sdp.paths.router"
+        )
+
+
 def dealt(config: Config, corpus: Corpus) -> Corpus:
     """Deal the samples to the paths of a run that has several."""
     section, groups = config.sdp.paths, config.sdp.groups
@@ -234,7 +252,8 @@ def dealt(config: Config, corpus: Corpus) -> Corpus:
         return replace(corpus, paths=PathSamples(of_held_out, groups))
     if not isinstance(train, TokenDataset) or not isinstance(held_out, TokenDataset):
         raise ConfigError("sdp.paths: images have no clusters that paths could read; sdp.initialize takes any data")
-    folder = Path(section.router) if section.router is not None else train.directory / CLUSTERS
+    folder = router_folder(config, train.directory)
+    assert folder is not None
     router = load_router(folder)
     if router.count != section.count:
         raise ConfigError(
@@ -246,7 +265,7 @@ def dealt(config: Config, corpus: Corpus) -> Corpus:
         PathSamples([np.flatnonzero(clusters[split] == path) for path in range(section.count)], groups)
         for split in ("train", "held_out")
     )
-    identity = {**corpus.identity, "clusters": hashlib.sha256(clusters["train"].tobytes()).hexdigest()}
+    identity = {**corpus.identity, "router": router_hash(folder)}
     return replace(corpus, identity=identity, paths=paths, router_prefix=router.prefix)
 
 

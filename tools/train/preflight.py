@@ -28,7 +28,7 @@ from ...engine.optim.schedules import build_scheduler
 from ...engine.placement.layout import Layout
 from ...engine.subnetwork.initialisation import WeightFiles, fillers_from
 from ...models.registry import build_model, changed_key
-from ..runs.dataset import Corpus, open_prepared, path_of
+from ..runs.dataset import Corpus, check_router, open_prepared, path_of, router_folder
 from ..runs.run_files import CONFIG
 from ..runs.saved_run import check_data
 from ..tasks.harness import check_installed
@@ -144,6 +144,9 @@ def _check_checkpoint(config: Config, dump_dir: Path, corpus: Corpus | None) -> 
                 f"({corpus.sha256[:12]}…); use the data of that run, or start another run from its weights with "
                 "training.init_from"
             )
+    router = router_folder(config, path_of(config, dump_dir))
+    if router is not None and router.is_dir():
+        check_router(router, state, path)
     file = dump_dir / CONFIG
     try:
         changed = changed_key(config.model, read_json_file(file)["model"]) if file.exists() else None

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import json
 import random
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ from sdp.data.clusters import make_clusters
 from sdp.data.prepare import prepare
 from sdp.data.shards import TokenDataset
 from sdp.tests.support.small_runs import STEPS, read_losses, run_sdp, write_config
+from sdp.tools.cli import main
 
 PREFIX = 16
 
@@ -65,6 +67,22 @@ def test_paths_read_their_clusters_and_resume_exactly(routed: dict[str, Any], tm
     assert last["loss_after_prefix"] != last["loss"]
     report = run_sdp("report", tmp_path / "whole")
     assert report.returncode == 0, report.stderr
+
+
+def test_another_router_is_refused(
+    routed: dict[str, Any], folders: dict[str, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    shutil.copytree(folders["both"], tmp_path / "data")
+    routed["data"]["path"] = str(tmp_path / "data")
+    routed["training"] |= {"steps": 2, "save_every": 2, "evaluate_every": 0}
+    path, run = write_config(routed, tmp_path), tmp_path / "run"
+    assert run_sdp("train", path, "--dump-dir", run).returncode == 0
+    make_clusters(tmp_path / "data", 2, PREFIX, 32, seed=5, progress=False)
+    resumed = run_sdp("train", path, "--dump-dir", run, "--resume", "--set", "training.steps=4")
+    assert resumed.returncode == 2
+    assert "the paths were trained with another router" in resumed.stderr
+    assert main(["export", str(run), "--to", "hf", str(tmp_path / "out")]) == 2
+    assert "the paths were trained with another router" in capsys.readouterr().err
 
 
 def test_paths_read_one_source_each_until_one_has_no_more(
