@@ -209,12 +209,12 @@ def test_a_run_that_loses_a_rank_goes_on_by_itself(
 
 def test_a_rank_that_hangs_is_named_and_ends_the_run(config: Path, tmp_path: Path) -> None:
     job = Job(config, tmp_path / "run", "--set", "training.step_timeout=3")
-    pids = job.signal_rank_when(1, signal.SIGSTOP, lambda place: place.step == 3)
+    pids = job.signal_rank_when(1, signal.SIGSTOP, lambda place: place.step >= 3)
     code, err = job.end()
     assert code == 1
     line = next(line for line in err.splitlines() if "error" in line)
     assert re.search(
-        rf"rank 0 on {HOST}, step \d, \w+: no progress for 3 s; stopped: rank 1 on {HOST}, step 3", line
+        rf"rank 0 on {HOST}, step \d, \w+: no progress for 3 s; stopped: rank 1 on {HOST}, step [3-9]", line
     ), err
     assert "Thread 0x" in (tmp_path / "run" / "logs" / "rank-0.log").read_text()  # where it waits
     assert not any(alive(pid) for pid in pids)
