@@ -78,7 +78,7 @@ def prepare(
 
     An output that already has the same corpus with the same settings stays as it is. After an
     error, nothing that this call wrote is left. At most three times the longest document is in
-    memory (six times in .parquet), plus a constant. This does not hold if a Hugging Face tokenizer
+    memory (five times in .parquet), plus a constant. This does not hold if a Hugging Face tokenizer
     cannot cut a document.
 
     Args:

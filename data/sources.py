@@ -377,9 +377,9 @@ def _read_parquet(path: Path, column: str, limit: int) -> Iterator[Document]:
     import pyarrow.parquet
 
     try:
-        file = pyarrow.parquet.ParquetFile(path)
+        file = pyarrow.parquet.ParquetFile(path, pre_buffer=False, buffer_size=_READ_BYTES)  # less memory
         _check_column(path, file.schema_arrow, column)
-        batches = file.iter_batches(batch_size=_rows_per_batch(file.metadata, column), columns=[column])
+        batches = file.iter_batches(_rows_per_batch(file.metadata, column), columns=[column])
         yield from _texts(path, batches, path.stat().st_size / max(file.metadata.num_rows, 1), limit)
     except (pyarrow.ArrowException, UnicodeDecodeError) as error:
         raise DataError(f"{path}: not a readable Parquet file ({error}); fetch the file again") from error
@@ -416,14 +416,14 @@ def _texts(path: Path, batches: Any, bytes_per_row: float | None, limit: int) ->
     """Read the only column of each batch. Without ``bytes_per_row``, a row has its text's."""
     row = 0
     for batch in batches:
-        for scalar in batch.column(0):
-            row += 1
-            value = scalar.as_py()
+        values = batch.column(0).to_pylist()
+        del batch  # free its memory before its texts are used
+        while values:
+            value, row = values.pop(0), row + 1
             if value is not None and len(value) > limit:
                 raise _too_long(f"{path}, row {row}", limit)
             yield Document(value or "", len(value or "") if bytes_per_row is None else _share(bytes_per_row, row))
-            del scalar, value
-        del batch  # free its memory before the next one is read
+            del value
 
 
 def _rows_per_batch(metadata: Any, column: str) -> int:

@@ -1,5 +1,6 @@
 """Long documents need bounded memory, and give the same tokens as in one piece."""
 
+import base64
 import gzip
 import json
 import random
@@ -63,6 +64,17 @@ def test_memory_is_at_most_three_times_the_longest_document(tmp_path, text):
     assert (tmp_path / "a.jsonl.zst").stat().st_size < 64_000
     grown = peak_of(path, tmp_path / "out") - peak_of(write_lines(tmp_path / "b.jsonl.zst", "short"), tmp_path / "b")
     assert size < grown < 3 * size + 32 * MIB
+
+
+def test_memory_is_at_most_five_times_the_longest_document_of_parquet(tmp_path):
+    size = 48 * MIB
+    text = base64.b64encode(random.Random(0).randbytes(size // 4 * 3)).decode()
+    pyarrow.parquet.write_table(pyarrow.table({"text": ["short", text]}), tmp_path / "a.parquet")
+    pyarrow.parquet.write_table(pyarrow.table({"text": ["short", "text"]}), tmp_path / "b.parquet")
+    grown = peak_of(str(tmp_path / "a.parquet"), tmp_path / "out") - peak_of(
+        str(tmp_path / "b.parquet"), tmp_path / "b"
+    )
+    assert size < grown < 5 * size + 32 * MIB
 
 
 def test_a_block_that_expands_is_read_in_small_pieces(tmp_path):
