@@ -3,7 +3,7 @@
     python -m lab.deepspeed_compat.models
 
 Each model is small and takes two steps on two ranks, each a group of its own. The script prints
-the table of docs/deepspeed.md, and the reason of each refusal.
+the table of docs/units.md, and the reason of each refusal.
 """
 
 from __future__ import annotations

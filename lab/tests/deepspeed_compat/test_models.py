@@ -1,4 +1,4 @@
-"""The table of models in docs/deepspeed.md, for some of its rows."""
+"""The table of models in docs/units.md, for some of its rows."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ pytest.importorskip("transformers", reason="transformers is not installed; the e
 
 def _rows() -> dict[str, list[str]]:
     """Return the cells of each model. A row of the table names all models with the same cells."""
-    page = (Path(__file__).parents[3] / "docs" / "deepspeed.md").read_text(encoding="utf-8")
+    page = (Path(__file__).parents[3] / "docs" / "units.md").read_text(encoding="utf-8")
     rows: dict[str, list[str]] = {}
     for line in page.partition("| models | blocks, forward |")[2].splitlines()[2:]:
         if line.startswith("|"):
