@@ -462,7 +462,7 @@ def _settings_of_all(config: Config) -> dict[str, Any]:
     """The settings that all ranks must agree on. Each rank may have its own paths and outputs."""
     individual = {"data", "tensorboard", "wandb", "env", "steps_per_print", "wall_clock_breakdown"}
     settings = config.model_dump(mode="json", exclude=individual)
-    for key in ("init_from", "keep", "start_timeout", "step_timeout"):
+    for key in ("init_from", "keep", "start_timeout", "step_timeout", "save_timeout"):
         del settings["training"][key]
     ours = settings["zero_optimization"]
     theirs = config.deepspeed.get("zero_optimization", {})

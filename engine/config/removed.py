@@ -25,7 +25,6 @@ KEYS: dict[str, str] = {
     "data.verify": "remove it; shards of at most 4 GB are hashed at the start, and sdp prepare --verify hashes any",
     "training.evaluate_tasks.num_fewshot": "write num_fewshot into the file of the task",
     "training.recalibrate_batches": "remove it; 8 batches per rank measure batch norm's statistics",
-    "training.save_timeout": "use training.start_timeout, which holds for saves, too",
     "training.tokens": "use training.steps, the tokens divided by train_batch_size and data.sequence_length",
     "training.noise_scale_interval": "remove it; no setting depends on the gradient noise",
 }

@@ -196,9 +196,9 @@ class TrainingSection(Section):
     each by the number of labels that its loss counts, "ranks" weighs all equally, as DDP does. By
     default ``sdp train`` takes "tokens" if the data mask labels, and a script's
     ``engine.backward(loss, weight=n)`` decides.
-    ``start_timeout``: seconds for the start with the first step, for an evaluation or for a save.
-    ``step_timeout``: seconds for a part of a later step. Any collective may take the longer of the
-    two.
+    ``start_timeout``: seconds for the start with the first step, or for an evaluation.
+    ``save_timeout``: seconds for a save. ``step_timeout``: seconds for a part of a later step. Any
+    collective may take the longest of the three.
     ``init_from``: a directory with the first weights, from Hugging Face.
     ``compile``: compile the units with ``torch.compile``. ``deterministic``: let torch take
     deterministic algorithms only.
@@ -220,6 +220,7 @@ class TrainingSection(Section):
     init_from: PathText | None = None
     async_save: bool = False
     start_timeout: Annotated[float, Field(gt=0)] = 1800.0
+    save_timeout: Annotated[float, Field(gt=0)] = 1800.0
     step_timeout: Annotated[float, Field(gt=0)] = 600.0
     seed: Seed = 0
     compile: bool = False

@@ -190,9 +190,9 @@ class Heartbeat:
 # The calls that wait for other ranks, by the key of `training` that limits them.
 _CALLS = {
     "step_timeout": ("forward", "backward", "step", "finish_round", "check_holders"),
-    "start_timeout": (
-        "evaluate", "evaluate_subnetworks", "save_checkpoint", "load_checkpoint", "full_state_dict", "save_pretrained",
-        "save_16bit_model",
+    "start_timeout": ("evaluate", "evaluate_subnetworks"),
+    "save_timeout": (
+        "save_checkpoint", "load_checkpoint", "full_state_dict", "save_pretrained", "save_16bit_model",
     ),
 }  # fmt: skip
 _ANSWER_SECONDS = UNCHANGED_SECONDS + 1.5

@@ -70,7 +70,7 @@ def started(
     training = config.training
     beat.at(0, "starting", training.start_timeout)
     try:
-        join(max(training.start_timeout, training.step_timeout))
+        join(max(training.start_timeout, training.save_timeout, training.step_timeout))
         yield beat
     finally:
         if world_size == 1:

@@ -167,6 +167,6 @@ def _prepare(folder: Path) -> None:
         "sdp": {"groups": 2, "capacity": 0.5},
         "model": {**model, "max_position_embeddings": 64},
         "data": {"path": "shards", "sequence_length": 64},
-        "training": {"steps": STEPS, "evaluate_batches": 1, "save_every": 10, "step_timeout": 8, "start_timeout": 60},
+        "training": {"steps": STEPS, "evaluate_batches": 1, "save_every": 10, "step_timeout": 8, "save_timeout": 8},
     }
     (folder / "small.json").write_text(json.dumps(config))

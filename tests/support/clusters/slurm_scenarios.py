@@ -17,7 +17,7 @@ PROGRAMS = ("slurmctld", "slurmd", "sbatch", "srun", "munged")
 SECONDS = 240.0  # the limit for something that takes a few seconds on idle cores
 ENDLESS = "training.steps=1000000"
 # For ranks that are stopped for a while, in a step or in a save.
-PATIENT = ("training.step_timeout=600",)
+PATIENT = ("training.step_timeout=600", "training.save_timeout=600")
 ON_SLURM = [*LAUNCH, "--launcher", "slurm", "--cpu"]
 ALONE = ("sdp.groups=1", "sdp.capacity=1.0")  # one rank, for scenarios in which the number does not matter
 

@@ -106,7 +106,7 @@ class Checkpointer:
 
     def write(self, *, background: bool = False) -> None:
         """Write a checkpoint. Collective. Raises CheckpointError."""
-        self._beat.at(self._engine.global_steps, CHECKPOINT, self._training.start_timeout)
+        self._beat.at(self._engine.global_steps, CHECKPOINT, self._training.save_timeout)
         self._make_directory()
         with self._recalibrated():
             self._engine.save_checkpoint(
@@ -155,7 +155,7 @@ class Checkpointer:
     def settle(self, *, block: bool) -> None:
         """Report a save in the background that failed. ``block``: wait until it has ended."""
         if block:
-            self._beat.at(self._engine.global_steps, AWAITING, self._training.start_timeout)
+            self._beat.at(self._engine.global_steps, AWAITING, self._training.save_timeout)
         try:
             self._engine.wait_for_checkpoint(block=block)
             if block and self._is_saving:

@@ -23,7 +23,9 @@ from sdp.tools.train.profiler import StepProfiler
 def make_checkpointer(run: Path) -> tuple[Checkpointer, list[Path]]:
     """Return a Checkpointer for ``run``, and where its engine was asked to save."""
     saved: list[Path] = []
-    settings = SimpleNamespace(start_timeout=1.0, keep=1, keep_every=None, max_failed_saves=3, async_save=False)
+    settings = SimpleNamespace(
+        start_timeout=1.0, save_timeout=1.0, keep=1, keep_every=None, max_failed_saves=3, async_save=False
+    )
     engine: Any = SimpleNamespace(
         global_steps=1,
         global_rank=0,
