@@ -88,7 +88,7 @@ types: $(VENV)/.installed-dev
 # Dead links and anchors are errors. The API page reads the sources below build/docs.
 docs: $(VENV)/.installed-docs
 	OMP_NUM_THREADS=1 $(BIN)/python docs/generate.py
-	@rm -rf build/docs && mkdir -p build/docs/sdp && ln -s $(CURDIR)/engine $(CURDIR)/__init__.py build/docs/sdp
+	@rm -rf build/docs && mkdir -p build/docs/sdp && ln -s $(CURDIR)/engine $(CURDIR)/tools $(CURDIR)/__init__.py build/docs/sdp
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
 	@echo "site/index.html"
 
