@@ -36,7 +36,7 @@ from .tokenizers import Tokenizer, load_tokenizer
 CLUSTERS = "clusters"  # the folder in that of the prepared corpus
 ROUTER_FILE, WEIGHTS_FILE = "router.json", "model.safetensors"
 SAMPLE = 2**15  # prefixes from which the router learns
-_BUCKETS = 2**18  # pairs of tokens that are told apart; with more, pairs share a bucket by a hash
+_BUCKETS = 2**18  # of pairs of tokens; with more pairs than that, several share a bucket by a hash
 _SMOOTHING = 0.02  # added to each count
 _ATTEMPTS, _ROUNDS, _ROUNDS_OF_MEANS = 4, 40, 10
 _FEATURES = 1024  # counts of tokens that k-means compares
