@@ -15,7 +15,7 @@ import torch
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from .load import load
-from .storage.dcp import Part, SafeReader
+from .storage.dcp import Chunks, SafeReader
 
 _KEY = re.compile(r"local/(\d+)/optimizer/(.+)/([^/]+)")
 _SLICE = re.compile(r"(.+)@(\d+):(\d+)")
@@ -49,25 +49,25 @@ def load_means(path: Path, targets: Mapping[str, Any], files: Mapping[str, str],
 
     Args:
         path: The checkpoint.
-        targets: By key ``optimizer/NAME/KEY``, a :class:`Part` of the full tensor, or a scalar. A
+        targets: By key ``optimizer/NAME/KEY``, a :class:`Chunks` of the full tensor, or a scalar. A
             scalar, such as a step count, becomes the largest value of all groups.
         files: The hash of each of the checkpoint's files by name.
         alone: Whether this process loads by itself.
     """
     sources = _sources(SafeReader(path).read_metadata().state_dict_metadata)
     groups = sorted({source.group for pieces in sources.values() for source in pieces})
-    parts = {key: target for key, target in targets.items() if isinstance(target, Part)}
+    parts = {key: target for key, target in targets.items() if isinstance(target, Chunks)}
     counts = {key: [torch.zeros_like(tensor) for tensor in target.locals] for key, target in parts.items()}
     scalars: dict[str, list[torch.Tensor]] = {}
     for held in targets.values():
-        for tensor in held.locals if isinstance(held, Part) else ():
+        for tensor in held.locals if isinstance(held, Chunks) else ():
             tensor.zero_()
     for group in groups:  # one after the other, so that memory holds one group's state at a time
         wanted: dict[str, Any] = {}
         boxes: list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]] = []
         for key, target in targets.items():
             for source in (source for source in sources.get(key, ()) if source.group == group):
-                if not isinstance(target, Part):
+                if not isinstance(target, Chunks):
                     wanted[source.key] = torch.zeros_like(target)
                     scalars.setdefault(key, []).append(wanted[source.key])
                     continue
@@ -78,7 +78,7 @@ def load_means(path: Path, targets: Mapping[str, Any], files: Mapping[str, str],
                     inside = local[box]
                     read = torch.zeros_like(inside, memory_format=torch.contiguous_format)
                     at = [o + b.start - s for o, b, s in zip(offset, box, source.start, strict=True)]
-                    piece = Part([read], [at], torch.Size(source.sizes))
+                    piece = Chunks([read], [at], torch.Size(source.sizes))
                     wanted[source.key] = wanted[source.key].joined(piece) if source.key in wanted else piece
                     boxes.append((inside, read, count[box]))
         load(path, wanted, files, alone=alone)
@@ -86,7 +86,7 @@ def load_means(path: Path, targets: Mapping[str, Any], files: Mapping[str, str],
             inside += read
             count += 1
     for key, target in targets.items():
-        if not isinstance(target, Part):
+        if not isinstance(target, Chunks):
             if key in scalars:
                 target.copy_(torch.stack(scalars[key]).amax(0))
             continue

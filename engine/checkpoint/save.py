@@ -19,7 +19,7 @@ from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 
 from ..distributed.agreement import Ranks
 from ..errors import CheckpointError
-from .storage.dcp import Part, PiecewisePlanner, _cause, _without_single_process_warning
+from .storage.dcp import Chunks, PiecewisePlanner, _cause, _without_single_process_warning
 from .storage.directory import make_room, prune, publish
 from .storage.files import PARTIAL, STATE, encode_state, hash_files, is_ours, write_durably
 from .storage.finite import check_finite
@@ -118,11 +118,13 @@ def _copied(tensors: Mapping[str, Any]) -> dict[str, Any]:
         use_pinned_memory=False, use_shared_memory=False, use_async_staging=False, use_non_blocking_copy=False
     )  # fmt: skip
     copies = DefaultStager(options).stage(
-        {key: value.locals if isinstance(value, Part) else value for key, value in tensors.items()}
+        {key: value.locals if isinstance(value, Chunks) else value for key, value in tensors.items()}
     )
     assert isinstance(copies, dict)
     parts = {
-        key: Part(copies[key], value.offsets, value.shape) for key, value in tensors.items() if isinstance(value, Part)
+        key: Chunks(copies[key], value.offsets, value.shape)
+        for key, value in tensors.items()
+        if isinstance(value, Chunks)
     }
     return {**copies, **parts}
 

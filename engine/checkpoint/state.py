@@ -28,7 +28,7 @@ from ..local_steps import LocalSteps
 from ..optim.optimizer_state import OptimizerState
 from ..stores.store import GroupStore, Piece, Stepped
 from ..sync.between import BetweenGroups
-from .storage.dcp import Part
+from .storage.dcp import Chunks
 
 Tensors = dict[str, Any]
 
@@ -110,7 +110,7 @@ class SavedState:
         group = optimizer.param_groups[one.group] if is_inner and one.group is not None else None
         for canonical in dict.fromkeys(infos[name].canonical for name in one.names):
             for name, value in states.of(tensor, canonical, group).items():
-                if value.dim() and value.shape != tensor.shape and _is_part(self._store, one):
+                if value.dim() and value.shape != tensor.shape and _is_flat_piece(self._store, one):
                     raise CheckpointError(
                         f"the optimizer's {name!r} of {key} does not have the shape of its parameter, so no other "
                         'layout could continue with it; use AdamW or SGD, or sdp.granularity "block"'
@@ -162,7 +162,7 @@ class SavedState:
         """Add a tensor as parts of the full model's parameters."""
         for piece in self._store.pieces(key, tensor):
             if only is None or piece.info.canonical == only:
-                part = Part([piece.tensor], [piece.offset], piece.info.full_shape)
+                part = Chunks([piece.tensor], [piece.offset], piece.info.full_shape)
                 self._add(found, pattern.format(piece.info.canonical), part)
 
     def _add_slices(self, found: Tensors, pattern: str, key: str, tensor: torch.Tensor) -> None:
@@ -173,7 +173,7 @@ class SavedState:
 
     def _add(self, found: Tensors, key: str, value: Any) -> None:
         """Add a tensor. Parts of one tensor are joined, and of equal scalars the first is kept."""
-        if isinstance(value, Part) and key in found:
+        if isinstance(value, Chunks) and key in found:
             found[key] = found[key].joined(value)
         elif key in found:
             self._twins.append((found[key], value))
@@ -217,16 +217,16 @@ def weights_of(tensors: Mapping[str, torch.Tensor]) -> dict[str, Any]:
     return {f"model/{name}": tensor.detach() for name, tensor in tensors.items()}
 
 
-def _is_part(store: GroupStore, one: Stepped) -> bool:
+def _is_flat_piece(store: GroupStore, one: Stepped) -> bool:
     """Whether a tensor is only a part of a parameter, apart from FSDP2's own cuts."""
     infos = [store.layout.parameters[name] for name in one.names]
     return len(infos) > 1 or infos[0].tp_dim is not None or infos[0].cut is not None
 
 
-def _within_slice(piece: Piece) -> tuple[str, Part]:
+def _within_slice(piece: Piece) -> tuple[str, Chunks]:
     """Return the name of the slice, or parameter, and the piece as a part of it."""
     info = piece.info
     if info.cut is None:
-        return info.canonical, Part([piece.tensor], [piece.offset], info.full_shape)
+        return info.canonical, Chunks([piece.tensor], [piece.offset], info.full_shape)
     inside = [at - info.cut.start if dim == info.cut.dim else at for dim, at in enumerate(piece.offset)]
-    return f"{info.canonical}@{info.cut.dim}:{info.cut.start}", Part([piece.tensor], [inside], info.shape)
+    return f"{info.canonical}@{info.cut.dim}:{info.cut.start}", Chunks([piece.tensor], [inside], info.shape)

@@ -99,13 +99,13 @@ def parallelise(model: nn.Module, cuts: Mapping[str, int | None], ranks: TensorR
         dim = cuts[name]
         if dim is not None:
             if name not in parts:  # every name of a tied parameter gets the same part
-                parts[name] = _part(module.get_parameter(key), dim, ranks)
+                parts[name] = _tp_shard(module.get_parameter(key), dim, ranks)
             setattr(module, key, parts[name])
     for path, style in _resolved(model).items():
         _install(model.get_submodule(path), style, ranks)
 
 
-def _part(parameter: nn.Parameter, dim: int, ranks: TensorRanks) -> nn.Parameter:
+def _tp_shard(parameter: nn.Parameter, dim: int, ranks: TensorRanks) -> nn.Parameter:
     part = parameter.detach().chunk(ranks.size, dim)[ranks.index].clone(memory_format=torch.contiguous_format)
     return nn.Parameter(part, requires_grad=parameter.requires_grad)
 

@@ -28,7 +28,7 @@ from ..stores.store import GroupStore
 
 def padded_shard(store: GroupStore, info: TensorInfo) -> torch.Tensor:
     """This rank's shard of a held parameter, flat and padded to the size of the first shard."""
-    local = store.part(info.name).to(store.context.device).reshape(-1)
+    local = store.local_weight(info.name).to(store.context.device).reshape(-1)
     missing = info.padded_shard_numel(store.context.shards) - local.numel()
     return torch.cat([local, local.new_zeros(missing)]) if missing else local
 
@@ -47,10 +47,10 @@ def assemble(shards: torch.Tensor, info: TensorInfo) -> torch.Tensor:
     """This tensor-parallel rank's part of the parameter from its padded shards, shape (shards,
     padded numel).
     """
-    return shards.reshape(-1)[: info.part.numel()].view(info.part)
+    return shards.reshape(-1)[: info.tp_shape.numel()].view(info.tp_shape)
 
 
-def join_parts(store: GroupStore, part: torch.Tensor, info: TensorInfo) -> torch.Tensor:
+def join_tensor_parallel(store: GroupStore, part: torch.Tensor, info: TensorInfo) -> torch.Tensor:
     """The whole parameter from the tensor-parallel ranks' parts."""
     if store.context.tensor_ranks is None or info.tp_dim is None:
         return part
@@ -89,7 +89,7 @@ def _to_rank_0(store: GroupStore, info: TensorInfo, buffers: Mapping[str, torch.
     whole = None
     if store.context.at.sdp == owner:
         if info.name in store.parameters:
-            whole = join_parts(store, assemble(gather_inside(store, padded_shard(store, info)), info), info)
+            whole = join_tensor_parallel(store, assemble(gather_inside(store, padded_shard(store, info)), info), info)
         else:
             whole = buffers[info.name]
     if source != 0 and store.context.rank == source:

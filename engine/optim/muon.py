@@ -135,7 +135,7 @@ class Muon(Optimizer):
             weight = local_tensor(parameter.detach())
             weight.mul_(1 - group["lr"] * group["weight_decay"])
             update = self._orthogonal(whole).to(weight.dtype).mul_(group["lr"] * self._rate_factor(whole.shape))
-            weight.sub_(_own_part(update, parameter, matrix))
+            weight.sub_(_own_shard(update, parameter, matrix))
 
     def _gathered(
         self, group: dict[str, Any], matrices: Sequence[tuple[nn.Parameter, Matrix]]
@@ -231,7 +231,7 @@ def _join_columns(matrix: Matrix, rows: Tensor) -> Tensor:
     return rows if matrix.cut is None or matrix.ranks is None else matrix.ranks.all_gather(rows, matrix.cut)
 
 
-def _own_part(whole: Tensor, parameter: nn.Parameter, matrix: Matrix) -> Tensor:
+def _own_shard(whole: Tensor, parameter: nn.Parameter, matrix: Matrix) -> Tensor:
     """Return the part of ``whole`` that this rank holds."""
     if matrix.cut is not None and matrix.ranks is not None:
         whole = whole.chunk(matrix.ranks.size, dim=matrix.cut)[matrix.ranks.index]

@@ -310,7 +310,7 @@ class Layout:
 
         ``comes_last`` says whether the gradient of a parameter is made after all others.
         """
-        trainable = {info.name: info.part.numel() for info in self._in_bucket_order() if info.trainable}
+        trainable = {info.name: info.tp_shape.numel() for info in self._in_bucket_order() if info.trainable}
         return plan_buckets(
             trainable,
             lambda name: self.parameters[name].holders,

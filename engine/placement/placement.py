@@ -127,15 +127,15 @@ class Placement:
     @cached_property
     def connected(self) -> bool:
         """Whether units alone connect the group–unit graph, without the shared part."""
-        return len(self.parts()) == 1
+        return len(self.components()) == 1
 
-    def parts(self) -> list[list[int]]:
-        """Return the groups by connected part of the group–unit graph, group 0's part first."""
-        part = list(range(self.groups))  # the first group of each group's part
+    def components(self) -> list[list[int]]:
+        """Return the groups by connected component of the group–unit graph, group 0's first."""
+        root = list(range(self.groups))  # the first group of each group's component
         for holders in self.holder_sets:
-            joined = {part[group] for group in holders}
-            part = [min(joined) if first in joined else first for first in part]
-        return [[group for group in range(self.groups) if part[group] == first] for first in dict.fromkeys(part)]
+            joined = {root[group] for group in holders}
+            root = [min(joined) if first in joined else first for first in root]
+        return [[group for group in range(self.groups) if root[group] == first] for first in dict.fromkeys(root)]
 
     @property
     def links(self) -> int:
@@ -194,7 +194,7 @@ class Placement:
         """Return warnings: unconnected groups, groups without units, many communicators."""
         notes = []
         if not self.connected:
-            one, other = (list_groups(part) for part in self.parts()[:2])
+            one, other = (list_groups(groups) for groups in self.components()[:2])
             remedy = "raise sdp.capacity, which leaves them no room to share a unit"
             if not self.can_be_connected:
                 enough = math.ceil(100 * self.links_needed / (self.groups * len(self.units))) / 100

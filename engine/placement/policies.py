@@ -58,7 +58,7 @@ def _require_connected(named: Placement) -> None:
     """
     if named.connected or not named.can_be_connected:
         return
-    one, other = (list_groups(part) for part in named.parts()[:2])
+    one, other = (list_groups(part) for part in named.components()[:2])
     raise PlacementError(
         f"sdp.placement: groups {one} and groups {other} hold no unit in common, though {named.links_needed} holders "
         f"of units connect all groups, and there are {named.links}; give a unit holders among both"

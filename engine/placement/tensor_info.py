@@ -102,7 +102,7 @@ class TensorInfo:
         return self.shape.numel()
 
     @property
-    def part(self) -> torch.Size:
+    def tp_shape(self) -> torch.Size:
         """Shape of the part of a tensor-parallel rank."""
         return torch.Size(size // self.tp if dim == self.tp_dim else size for dim, size in enumerate(self.shape))
 
@@ -112,7 +112,7 @@ class TensorInfo:
         if self.cut is not None:
             start[self.cut.dim] = self.cut.start
         if self.tp_dim is not None:
-            start[self.tp_dim] += shard.tp * self.part[self.tp_dim]
+            start[self.tp_dim] += shard.tp * self.tp_shape[self.tp_dim]
         if start:
             start[0] += self.shard_rows(shard.count, shard.index)[0]
         return tuple(start)
@@ -122,14 +122,14 @@ class TensorInfo:
 
         Dimension 0 is divided in the same way as in ``torch.chunk`` and FSDP2.
         """
-        rows = self.part[0] if self.shape else 1
+        rows = self.tp_shape[0] if self.shape else 1
         size = -(-rows // shards)
         return min(rows, index * size), min(rows, (index + 1) * size)
 
     def shard_numel(self, shards: int, index: int) -> int:
         """Return the number of elements of shard ``index``."""
         first, last = self.shard_rows(shards, index)
-        return (last - first) * self.part[1:].numel()
+        return (last - first) * self.tp_shape[1:].numel()
 
     def copy_nbytes(self, kind: str, itemsize: int, shards: int = 1, index: int = 0) -> int:
         """Return the bytes of shard ``index`` of a frozen copy of this kind (``sdp.copies.dtype``).
@@ -139,7 +139,7 @@ class TensorInfo:
         if not self.is_quantised(kind):
             return itemsize * self.shard_numel(shards, index)
         first, last = self.shard_rows(shards, index)
-        return (last - first) * sum(quantised_row(self.part[1:].numel(), kind))
+        return (last - first) * sum(quantised_row(self.tp_shape[1:].numel(), kind))
 
     def is_quantised(self, kind: str) -> bool:
         """Whether copies of this kind are quantised: of matrices they are, of biases not."""

@@ -157,9 +157,9 @@ class Membership:
 
     def whole_parts(self, infos: Sequence[TensorInfo], tp: int) -> dict[str, torch.Tensor]:
         """Return the anchors of an evaluation, by name: the part of a tensor-parallel rank."""
-        found = {info.name: torch.zeros(info.part) for info in infos}
+        found = {info.name: torch.zeros(info.tp_shape) for info in infos}
         try:
-            places = (Slice(info.canonical, info.offset(Shard(tp=tp)), tuple(info.part)) for info in infos)
+            places = (Slice(info.canonical, info.offset(Shard(tp=tp)), tuple(info.tp_shape)) for info in infos)
             self.client.fetch(zip(places, found.values(), strict=True), pinned=True)
         except UnknownMemberError:  # the evaluation is not valid
             self.client.is_lost = True

@@ -121,7 +121,8 @@ class RankContext:
         communicators: its process groups.
         traffic: the bytes that it has sent.
         tensor_ranks: its tensor-parallel ranks. None without tensor parallelism.
-        shards: among how many ranks :meth:`GroupStore.part` cuts a parameter; 1 if it is whole.
+        shards: among how many ranks :meth:`GroupStore.local_weight` cuts a parameter; 1 if it is
+            whole.
         buckets: the gradients that are averaged in one message, in the order of all ranks. The
             names are keys of :attr:`GroupStore.stepped`.
         messages: starts messages between groups.
@@ -132,8 +133,8 @@ class RankContext:
         user_group_count: the number of the user's groups, if they are not.
         needs_whole_matrices: whether the optimizer's step depends on them.
         passes_together: how many forward passes of an evaluation may take turns. None: any number.
-        part_of_copy: returns what this rank has of a frozen tensor of which the holder's
-            :meth:`GroupStore.part` is whole.
+        shard_of_copy: returns what this rank has of a frozen tensor of which the holder's
+            :meth:`GroupStore.local_weight` is whole.
         gather_stream: returns the stream on which a block's shards are gathered, or None.
         clock: measures the time spent waiting, in seconds.
         service: the group's membership in a run whose anchors a service keeps
@@ -157,7 +158,7 @@ class RankContext:
     user_group_count: int = 0
     needs_whole_matrices: bool = False
     passes_together: int | None = None
-    part_of_copy: Callable[[torch.Tensor], torch.Tensor] = lambda tensor: tensor
+    shard_of_copy: Callable[[torch.Tensor], torch.Tensor] = lambda tensor: tensor
     gather_stream: Callable[[nn.Module], torch.Stream | None] = lambda _: None
     clock: Callable[[], float] = time.perf_counter
     service: Any = None
@@ -275,8 +276,8 @@ class GroupStore(Protocol):
         """
         ...
 
-    def part(self, name: str) -> torch.Tensor:
-        """Return this rank's part of a held parameter in float32. Collective in the group."""
+    def local_weight(self, name: str) -> torch.Tensor:
+        """Return this rank's shard of a held parameter in float32. Collective in the group."""
         ...
 
     def pieces(self, key: str, tensor: torch.Tensor) -> Iterable[Piece]:

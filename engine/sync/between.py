@@ -200,10 +200,10 @@ class BetweenGroups:
     def _quantise(self, name: str, weight: torch.Tensor | None) -> Sequence[torch.Tensor]:
         """Quantise what this rank sends of a held parameter. ``weight`` replaces the parameter."""
         layout, context = self.store.layout, self.context
-        weight = self.store.part(name) if weight is None else weight.detach().to(context.device)
+        weight = self.store.local_weight(name) if weight is None else weight.detach().to(context.device)
         q, s = quantise(weight, layout.copies.dtype)
         self._finite[name] = s.view(torch.float16).isfinite().all()
-        return context.part_of_copy(q), context.part_of_copy(s)
+        return context.shard_of_copy(q), context.shard_of_copy(s)
 
     @property
     def is_local(self) -> bool:

@@ -81,7 +81,7 @@ class Messages:
 
     @cached_property
     def _has_unequal_shards(self) -> bool:
-        rows = {info.part[0] if info.shape else 1 for info in self._layout.parameters.values()}
+        rows = {info.tp_shape[0] if info.shape else 1 for info in self._layout.parameters.values()}
         return self._shards > 1 and any(count % self._shards for count in rows)
 
     def _sums(self, group: int, index: int, fragment: int | None) -> Sums:
@@ -91,7 +91,7 @@ class Messages:
         for info in self._of(fragment, self._layout.held(group)):
             if fragment is None or len(info.holders) > 1:
                 first, last = info.shard_rows(self._shards, index)
-                shape = (last - first, *info.part[1:]) if info.shape else ()
+                shape = (last - first, *info.tp_shape[1:]) if info.shape else ()
                 kind: Kind = "all_gather" if compression == "int8" else "all_reduce"
                 sums[kind, info.holders] += sent_nbytes(shape, compression)
         for refresh in self._layout.refreshes:

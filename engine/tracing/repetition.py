@@ -76,7 +76,7 @@ def sequence(model: nn.Module, layout: Layout, group: int) -> tuple[Any, ...]:
     for info in layout.parameters.values():
         block = next((name for name in parents(info.path) if name in held), None)
         if block is not None:  # counts the slices that the group holds, whichever they are
-            held[block][info.path.removeprefix(block), info.part, info.trainable, group in info.holders] += 1
+            held[block][info.path.removeprefix(block), info.tp_shape, info.trainable, group in info.holders] += 1
     ordered = sorted(held, key=lambda name: position[name])
     return tuple((frozenset(held[name].items()), settings_of(model.get_submodule(name))) for name in ordered)
 
@@ -92,7 +92,7 @@ def _kinds(model: nn.Module, layout: Layout, group: int) -> tuple[list[list[str]
         block = next((name for name in parents(info.path) if name in parts), None)
         if block is not None:
             held = group in info.holders
-            parts[block].append((info.path.removeprefix(block), info.part, info.trainable, held))
+            parts[block].append((info.path.removeprefix(block), info.tp_shape, info.trainable, held))
             if held or layout.keeps_frozen or info.cut is not None:
                 run.add(block)
     kinds: dict[Any, list[str]] = {}

@@ -167,7 +167,7 @@ def _runs(layout: Layout, group: int) -> Any:
     It counts the units of each kind that the group holds, and those that it casts and sends.
     """
     units = Counter(
-        (tuple(info.part for info in members), group in members[0].holders) for members in layout.members.values()
+        (tuple(info.tp_shape for info in members), group in members[0].holders) for members in layout.members.values()
     )
     return frozenset(units.items()), sum(refresh.source == group for refresh in layout.refreshes)
 

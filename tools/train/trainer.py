@@ -151,23 +151,23 @@ class Trainer:
 
     def _step(self, batches: Iterator[Any]) -> None:
         """Make one optimizer step from this rank's micro-batches, and record it. Collective."""
-        engine, part = self._engine, self._meter.part
+        engine, timed = self._engine, self._meter.timed
         self._meter.begin()
         try:
             with contextlib.ExitStack() as watched:
                 for observer in reversed(self._observers):
                     watched.enter_context(observer.around_step(engine.global_steps + 1))
                 for _ in range(engine.gradient_accumulation_steps()):
-                    with part("data"):
+                    with timed("data"):
                         batch = to_device(next(batches), engine.device)
-                    with part("forward"):
+                    with timed("forward"):
                         loss = loss_of(engine(batch))
-                    with part("backward"):
+                    with timed("backward"):
                         engine.backward(loss)
-                    with part("optimizer"):
+                    with timed("optimizer"):
                         engine.step()
                 if engine.global_steps == self._steps:
-                    with part("optimizer"):
+                    with timed("optimizer"):
                         engine.finish_round()
         except NonFiniteError as error:
             self._record()

@@ -50,7 +50,7 @@ class SafeReader(FileSystemReader):
         return self._metadata
 
 
-class Part(torch.Tensor):
+class Chunks(torch.Tensor):
     """A placeholder for a tensor of shape ``whole``, of which this rank has pieces.
 
     The pieces ``locals`` begin at ``offsets`` of the tensor. A part supports no computation.
@@ -60,14 +60,14 @@ class Part(torch.Tensor):
     offsets: list[torch.Size]
 
     @staticmethod
-    def __new__(cls, locals: Sequence[torch.Tensor], offsets: Sequence[Sequence[int]], whole: torch.Size) -> Part:
+    def __new__(cls, locals: Sequence[torch.Tensor], offsets: Sequence[Sequence[int]], whole: torch.Size) -> Chunks:
         part = torch.Tensor._make_wrapper_subclass(cls, whole, dtype=locals[0].dtype, device=locals[0].device)
         part.locals, part.offsets = list(locals), [torch.Size(offset) for offset in offsets]
         return part
 
-    def joined(self, other: Part) -> Part:
+    def joined(self, other: Chunks) -> Chunks:
         """Return one part with the pieces of both, which belong to the same tensor."""
-        return Part([*self.locals, *other.locals], [*self.offsets, *other.offsets], self.shape)
+        return Chunks([*self.locals, *other.locals], [*self.offsets, *other.offsets], self.shape)
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -76,10 +76,10 @@ class Part(torch.Tensor):
         raise NotImplementedError(f"{func} of a part of a tensor")
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:
-        pieces = zip(self.locals, self.offsets, strict=True)
-        return (
-            f"Part({', '.join(f'{tuple(local.shape)} at {tuple(at)}' for local, at in pieces)} of {tuple(self.shape)})"
+        chunks = ", ".join(
+            f"{tuple(local.shape)} at {tuple(at)}" for local, at in zip(self.locals, self.offsets, strict=True)
         )
+        return f"Chunks({chunks} of {tuple(self.shape)})"
 
     # DCP's protocol for tensors that are not DTensors (torch.distributed._checkpointable).
 

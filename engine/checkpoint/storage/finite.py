@@ -11,7 +11,7 @@ import torch
 from ...distributed.agreement import Ranks
 from ...distributed.collectives import local_tensor
 from ...errors import CheckpointError, NonFiniteError
-from .dcp import Part
+from .dcp import Chunks
 from .directory import latest, locate
 
 
@@ -47,7 +47,7 @@ def _first_damaged(tensors: Mapping[str, Any], parameters: Collection[str]) -> s
         value = tensors.get(f"model/{name}")
         if value is None:
             continue
-        for part in value.locals if isinstance(value, Part) else [local_tensor(value)]:
+        for part in value.locals if isinstance(value, Chunks) else [local_tensor(value)]:
             if part.numel() and (part.is_floating_point() or part.is_complex()):
                 names.append(name)
                 # A NaN stays a NaN in a maximum, so one reduction finds both.

@@ -70,7 +70,7 @@ class DeepSpeedStore:
             awaits_blocks=stage < 3,  # ZeRO 3 gathers weights before the block that needs them runs
             user_groups=[bundle.options for bundle in self.bundles],
             user_group_count=1 + max(bundle.options for bundle in bundles),
-            part_of_copy=self._part_of_copy,
+            shard_of_copy=self._shard_of_copy,
             passes_together=1 if stage == 3 else None,  # ZeRO 3 follows the modules of one pass at a time
         )
         everything, infos = parameters_of(self.module, layout, at.sdp), layout.parameters
@@ -168,7 +168,7 @@ class DeepSpeedStore:
         with outside_inference_mode(), torch.no_grad():
             yield lambda: None
 
-    def part(self, name: str) -> torch.Tensor:
+    def local_weight(self, name: str) -> torch.Tensor:
         parameter, context = self.parameters[name], self.context
         if name in self._optimized:
             return whole_float32(parameter)
@@ -207,7 +207,7 @@ class DeepSpeedStore:
     def enter_phase(self, layout: Layout) -> None:
         raise NotImplementedError  # the configuration allows one masking only
 
-    def _part_of_copy(self, tensor: torch.Tensor) -> torch.Tensor:
+    def _shard_of_copy(self, tensor: torch.Tensor) -> torch.Tensor:
         context = self.context
         if context.stage < 3:
             return tensor

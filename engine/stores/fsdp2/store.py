@@ -322,7 +322,7 @@ class Fsdp2Store:
         with outside_inference_mode(), torch.no_grad(), gathered, scales:
             yield gather_root
 
-    def part(self, name: str) -> torch.Tensor:
+    def local_weight(self, name: str) -> torch.Tensor:
         return local_tensor(self.parameters[name].detach())
 
     def pieces(self, key: str, tensor: torch.Tensor) -> Iterable[Piece]:

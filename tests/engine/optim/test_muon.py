@@ -145,7 +145,7 @@ def gathers_between_tensor_ranks(case: Case) -> tuple[int, int, int]:
     layout = engine.layout
     held = layout.held(layout.mesh.coordinates(rank).sdp)
     cut = [info for info in held if is_matrix(info, layout) and info.tp_dim is not None]
-    return gathered, sum(info.part.numel() * case.tp * 4 for info in cut), len(cut)
+    return gathered, sum(info.tp_shape.numel() * case.tp * 4 for info in cut), len(cut)
 
 
 @pytest.mark.parametrize("stage", [0, 3])

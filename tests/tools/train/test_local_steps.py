@@ -65,12 +65,12 @@ def _seconds_of_a_step(case: Case, delay: float, log: Path) -> dict[str, float]:
     try:
         for step in range(2):  # the first one connects
             meter.begin()
-            with meter.part("backward"):
+            with meter.timed("backward"):
                 engine.backward(engine(models.micro_batch(case.model, step, 0, rank)))
             dist.barrier()
             if rank == 1:
                 time.sleep(delay)
-            with meter.part("optimizer"):
+            with meter.timed("optimizer"):
                 engine.step()
             facts = meter.end()
     finally:

@@ -21,7 +21,7 @@ from ....engine.engine import SDPEngine
 from ....engine.initialize import clock
 from .utilisation import Utilisation
 
-PARTS = ("data", "forward", "backward", "optimizer")
+TIMED = ("data", "forward", "backward", "optimizer")
 
 _KINDS = [f"{scope}/{kind}" for scope in get_args(Scope) for kind in get_args(Kind)]
 _ROW_BYTES = 8 * (3 + len(_KINDS))  # of the message that row() makes
@@ -62,7 +62,7 @@ class StepMeter:
         self._memory = PeakMemory(engine.device)
         # On CUDA the seconds of a part can only be measured by waiting for the device.
         # wall_clock_breakdown asks for that.
-        self.times_parts = engine.device.type != "cuda" or config.wall_clock_breakdown
+        self.times_each = engine.device.type != "cuda" or config.wall_clock_breakdown
         self._clock = clock(engine.device, waits=config.wall_clock_breakdown)
         self._is_first = True
         self._seconds: dict[str, float] = {}
@@ -77,12 +77,12 @@ class StepMeter:
         self._memory.reset()
         engine.traffic.reset()
         self._learning_rate = engine.get_lr()[0]
-        self._seconds = {f"{part}_seconds": 0.0 for part in (*PARTS, "exposed_reduction")}
+        self._seconds = {f"{part}_seconds": 0.0 for part in (*TIMED, "exposed_reduction")}
         self._started = time.perf_counter()
 
     @contextmanager
-    def part(self, name: str) -> Iterator[None]:
-        """Measure one of ``PARTS`` of the step, without the time for which it waits for averages.
+    def timed(self, name: str) -> Iterator[None]:
+        """Measure one of ``TIMED`` of the step, without the time for which it waits for averages.
 
         The part has the same name in a profile.
         """
@@ -132,7 +132,7 @@ class StepLines:
 
     def __init__(self, engine: SDPEngine, utilisation: Utilisation, meter: StepMeter):
         self._engine, self._utilisation = engine, utilisation
-        self._times_parts = meter.times_parts
+        self._times_each = meter.times_each
         # Lines, with what waits for the maxima over the ranks and for the outcome of a local step.
         self._begun: deque[tuple[dict[str, Any], Callable[[], list[int]], Any]] = deque()
 
@@ -173,7 +173,7 @@ class StepLines:
         line |= engine.local_training.metrics()
         if engine.get_loss_scale() is not None:
             line["loss_scale"] = engine.get_loss_scale()
-        if self._times_parts:
+        if self._times_each:
             line |= facts.seconds
         most = engine.start_max(row(signal, facts.peak_memory_bytes, facts.comm))
         self._begun.append((line, most, update))
