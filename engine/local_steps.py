@@ -481,7 +481,7 @@ class LocalTraining:
         return {
             "outer_steps": self.outer_steps,
             "steps_alone": self._steps_alone(steps),
-            "travelling": self.local.outer.fragment_under_way,
+            "under_way": self.local.outer.fragment_under_way,
             "fragments": len(self._rounds.fragments) if self._rounds is not None else 1,
         }
 

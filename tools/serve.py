@@ -182,7 +182,7 @@ class _Service:
             return
         self._saved = run.closed
         sampler = ResumableBatchSampler(len(self._corpus.train), 1, 0, 1, config.training.seed)  # pyright: ignore[reportArgumentType]
-        sync = {"outer_steps": run.closed, "steps_alone": 0, "travelling": None, "fragments": run.schedule.fragments}
+        sync = {"outer_steps": run.closed, "steps_alone": 0, "under_way": None, "fragments": run.schedule.fragments}
         state = {
             "global_steps": run.step, "global_samples": run.samples, "skipped_steps": 0, "loss_scale": None,
             "mesh": [config.sdp.groups, 1, 1], "placement": self._layout.placement.to_json(), "learning_rates": {},

@@ -41,18 +41,18 @@ def load_between_averages(
     placements = groups.store.layout.placement.to_json(), state["placement"]
     ours, there = (json.dumps(placement, sort_keys=True) for placement in placements)
     same = state["mesh"] == share.mesh_shape() and ours == there
-    position = state["sync"] or {"travelling": None, "fragments": 1, "steps_alone": 0}
-    if local is not None and position["travelling"] is not None:  # its fragment must be the same here
+    position = state["sync"] or {"under_way": None, "fragments": 1, "steps_alone": 0}
+    if local is not None and position["under_way"] is not None:  # its fragment must be the same here
         same = same and position["fragments"] == local.sync.fragments
     files, alone = state["files"], ranks.alone
     if local is not None and has_groups(saved) and same:
         _make_outer_state(local, groups, saved)
         _make_inner_state(groups, saved, f"local/{groups.context.at.sdp}/optimizer/")
-        local.outer.restart(position["travelling"])
+        local.outer.restart(position["under_way"])
         buffers = weights_of(local.anchor_buffers)
         load(path, share.anchors(local) | buffers | share.of_local_steps(local) | random, files, alone=alone)
         share.finish_load()
-        return position["steps_alone"] > 0 or position["travelling"] is not None
+        return position["steps_alone"] > 0 or position["under_way"] is not None
     if ranks.rank == 0 and has_groups(saved):
         log.warning(
             "%s: was written between two averages, under another layout or other settings of sdp.sync, so each group "

@@ -4,7 +4,7 @@ State has canonical names. Random number states have names with the rank's coord
 checkpoint is written between two averages of local steps (``sdp.sync``), the full model
 (``model/NAME``) is the anchors, so any layout can read it. Besides, there are
 
-- ``outer/NAME/KEY``: the state of the outer optimizer, and ``travelling/NAME``: changes that have
+- ``outer/NAME/KEY``: the state of the outer optimizer, and ``under_way/NAME``: changes that have
   been averaged and are not applied yet. They are equal at all holders.
 - ``local/GROUP/model/PIECE`` and ``local/GROUP/optimizer/PIECE/KEY``: the weights and the optimizer
   state of each group. ``local/GROUP/before/PIECE`` and ``local/GROUP/error/PIECE`` are the weights
@@ -136,7 +136,7 @@ class SavedState:
         found = self.outer(local)
         means, before = local.outer.pending_changes
         for key, mean in means.items():
-            self._add_pieces(found, "travelling/{}", key, mean)
+            self._add_pieces(found, "under_way/{}", key, mean)
         at = self._context.at
         start, position = f"local/{at.sdp}", f"{at.sdp}.{at.fsdp}.{at.tp}"
         found |= {f"local/{position}/buffer/{name}": buffer for name, buffer in local.own_buffers.items()}

@@ -243,7 +243,7 @@ class SyncSection(Section):
     moves the anchor of a unit. ``single_holder``: what happens to a unit with one holder. "outer"
     treats it like the others; "skip" makes its weights the anchor. ``fragments``: the number of
     parts that are averaged at different steps of a round. It divides ``every``. ``overlap``: the
-    number of steps during which an average may travel. It is less than ``every`` / ``fragments``.
+    number of steps during which an average may be under way, less than ``every`` / ``fragments``.
     ``compression``: the format in which changes are sent. "int8" has one scale per row and keeps
     the error for the next round. ``offload``: "cpu" keeps the anchors and the state of the outer
     optimizer in the host's memory. ``service``: a service keeps the anchors, and groups may come

@@ -1,7 +1,7 @@
 """How ranks agree on small values before any of them waits for another in a larger collective.
 
 All of these functions are collectives: every rank must call them, in the same order. Without a
-process group they answer for this process alone. Values travel as JSON, never as pickles:
+process group they answer for this process alone. Values are sent as JSON, never as pickles:
 unpickling another rank's data can run code.
 """
 

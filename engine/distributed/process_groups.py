@@ -139,7 +139,7 @@ class Communicators:
         self = cls(mesh, dist.get_rank(), replicate_inside)
         at = mesh.coordinates(self.rank)
         made: dict[tuple[int, ...], dist.ProcessGroup] = {tuple(range(mesh.world_size)): dist.group.WORLD}  # type: ignore[dict-item]
-        if local_steps:  # control messages use the world; they must not wait for averages that travel
+        if local_steps:  # control messages use the world; they must not wait for averages that are under way
             made.clear()
 
         def group_of(ranks: list[int]) -> dist.ProcessGroup:

@@ -1,4 +1,4 @@
-"""What travels between groups and the service: signed HTTP requests, and slices as safetensors.
+"""What groups and the service send each other: signed HTTP requests, and slices as safetensors.
 
 Nothing is unpickled, and sizes are limited. A request is signed with the shared token (HMAC-SHA256
 over its path, time, nonce and the hash of its body), so its body is read only if the signature is

@@ -92,7 +92,7 @@ class Loop:
         self.rates = rates
         outer = self.sync["outer_optimizer"]
         self.outer = getattr(torch.optim, outer["type"])(self.anchors.values(), **outer["params"])
-        self.travelling: dict[int, list[Change]] = {}  # by the step after which they are applied
+        self.under_way: dict[int, list[Change]] = {}  # by the step after which they are applied
         self.clip = config["gradient_clipping"]
 
     def holders_of(self, name: str) -> list[int]:
@@ -119,12 +119,12 @@ class Loop:
                     anchor.data.copy_(self._weights(name)[0])
                 continue
             since = step - start_after
-            for change in self.travelling.pop(since, []):
+            for change in self.under_way.pop(since, []):
                 self._apply(change)
             for fragment in range(fragments):
                 if (since + fragment * every // fragments) % every == 0:
-                    self.travelling[since + self.sync["overlap"]] = [self._change(n) for n in self._names_in(fragment)]
-            for change in self.travelling.pop(since, []):
+                    self.under_way[since + self.sync["overlap"]] = [self._change(n) for n in self._names_in(fragment)]
+            for change in self.under_way.pop(since, []):
                 self._apply(change)
         return {name: anchor.detach() for name, anchor in self.anchors.items()}
 

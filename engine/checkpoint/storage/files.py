@@ -55,7 +55,7 @@ class _Sync(BaseModel):
 
     outer_steps: _Count
     steps_alone: _Count
-    travelling: _Count | None
+    under_way: _Count | None
     fragments: _Count
 
 

@@ -54,7 +54,7 @@ def test_an_average_under_way_is_applied_where_no_later_step_would(config: dict,
     first = run_sdp("train", path, "--dump-dir", run)
     assert first.returncode == 0, first.stderr
     shutil.rmtree(run / "checkpoints" / "step-10")  # the average that starts after step 4 is applied after step 6
-    assert read_state(run / "checkpoints" / "step-5")["sync"]["travelling"] == 0
+    assert read_state(run / "checkpoints" / "step-5")["sync"]["under_way"] == 0
     second = run_sdp("train", path, "--dump-dir", run, "--resume", "--set", change)
     assert second.returncode == 0, second.stderr
     lines = read_metrics(run)
