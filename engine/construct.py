@@ -145,7 +145,7 @@ def _cut(
         parallelise(model, {path: info.tp_dim for path, info in layout.parameters_at(group).items()}, tensor_ranks)
     if prepare is not None:
         layout = prepare(model, layout)
-    # 3. Replace the blocks that this group lacks. Skipped blocks keep the split blocks as skeletons.
+    # 3. Replace the blocks that this group lacks. Skipped blocks keep split blocks as skeletons.
     replaced = replace_blocks(model, config, layout, group, compute_dtype)
     # 4. Scale branches. This reads the signatures of forward passes, which the next steps replace.
     scale.use(layout)
