@@ -68,18 +68,17 @@ def _require_connected(named: Placement) -> None:
 def warnings_of(section: SDPSection, placement: Placement) -> list[str]:
     """Return what a user should know about the placement that was made.
 
-    This includes a warning if a policy looks only at the number of units, not at their sizes. Paths
-    place units as the configuration says.
+    This includes a warning if groups hold very different shares, because a policy looks only at the
+    number of units. Paths place units as the configuration says.
     """
     if section.paths is not None:
         return []
     held = [placement.held_fraction(group) for group in range(placement.groups)]
-    uneven = max(held) > 2 * min(held) or placement.imbalance > 1.1
-    if section.placement != "cyclic" or len(set(placement.costs)) == 1 or not uneven:
+    uneven = max(held) > 2 * min(held) or (placement.imbalance > 1.1 and len(set(placement.costs)) > 1)
+    if section.placement != "cyclic" or not uneven:
         return placement.warnings()
     return [
-        f"units differ in size: a group holds {min(held):.0%} to {max(held):.0%} of their parameters, and the slowest "
-        "has "
+        f"a group holds {min(held):.0%} to {max(held):.0%} of the units' parameters, and the slowest has "
         f'{placement.imbalance:.2f} × the mean work; sdp.placement "balanced" fills groups equally, or says why units '
         "do not allow it",
         *placement.warnings(),
@@ -201,19 +200,19 @@ def _one_capacity(section: SDPSection) -> Sequence[float]:
 def _cyclic(section: SDPSection, costs: Sequence[int], work: Sequence[int], protected: set[int]) -> tuple[Holders, ...]:
     """Give unit i to k_i neighbours in the ring of groups.
 
-    Under the uniform profile and a listed one, the neighbours start at group i. If k falls with
-    depth, they start after the last holder of the unit before. Dealt in this way, the groups hold
-    the same number of units, plus or minus one. Exchanges follow if the result would not connect
-    the groups.
+    Under the uniform profile and a listed one, the neighbours start at group i. If there are more
+    groups than units, the starts are spread over the ring. If k falls with depth, they start after
+    the last holder of the unit before. Dealt in this way, the groups hold the same number of units,
+    plus or minus one. Exchanges follow if the result would not connect the groups.
     """
     _one_capacity(section)
     groups, counts = section.groups, holder_counts(section, costs, protected)
     held = np.zeros((groups, len(counts)), dtype=bool)
-    dealt = section.profile in ("depth", "auto")
-    start = 0
+    before = np.cumsum([0, *counts])
     for unit, k in enumerate(counts):
+        spread = unit * max(groups, len(counts)) // len(counts)
+        start = before[unit] if section.profile in ("depth", "auto") else spread
         held[np.arange(start, start + k) % groups, unit] = True
-        start += k if dealt else 1
     everything = np.full(groups, sum(costs), dtype=np.int64)
     packing = Packing(
         everything, np.array(costs, dtype=np.int64), np.array(work, dtype=np.int64), np.array(counts, dtype=np.int64)

@@ -88,6 +88,9 @@ def test_cyclic_and_profile_by_hand() -> None:
     assert profile.holders == ((0, 1, 2, 3), (1, 2), (2,), (3,))
     assert profile.holder_sets == [(0, 1, 2, 3), (1, 2), (2,), (3,)]
     assert "k = 4,2,1,1 (mean 2.00)" in profile.describe()
+    many = make_placement(section(groups=16, capacity=0.25, profile="uniform"), units(*[1] * 8))
+    assert many.holders[:3] == ((0, 1, 2, 3), (2, 3, 4, 5), (4, 5, 6, 7))
+    assert {many.held_fraction(group) for group in range(16)} == {0.25}
     dealt = make_placement(section(groups=4, capacity=0.5), units(1, 1, 1, 1))
     assert dealt.holders == ((0, 1, 2, 3), (0, 1), (2,), (3,))
 

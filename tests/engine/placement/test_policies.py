@@ -286,7 +286,5 @@ def test_resnet_blocks_that_cannot_be_balanced() -> None:
         placed(these, groups=4, capacity=0.5, placement="balanced")
     section = SDPSection(groups=4, capacity=0.5, profile="uniform")
     (note,) = warnings_of(section, make_placement(section, these))
-    assert note.startswith(
-        "units differ in size: a group holds 6% to 94% of their parameters, and the slowest has 1.20 × the mean work"
-    )
+    assert note.startswith("a group holds 6% to 94% of the units' parameters, and the slowest has 1.20 × the mean work")
     assert warnings_of(section, make_placement(section, units([7] * 5))) == []

@@ -111,7 +111,7 @@ def test_the_page_warns_and_gives_reasons(tmp_path: Path, capsys: pytest.Capture
     )
     assert main(["plan", str(path), "--alone", "--device-memory", "1GB", "--fit", "--html", str(html)]) == 0
     text, printed = html.read_text(), capsys.readouterr().out
-    assert '<p class="warning">Warning: units differ in size: a group holds' in text
+    assert '<p class="warning">Warning: a group holds' in text
     assert "Why this layout" in text
     for line in printed.splitlines():
         if line.startswith("chosen: "):
