@@ -29,10 +29,12 @@ class Rows:
     Attributes:
         groups: The group of each row. None: the full model computes all rows.
         keeps_frozen: Whether the masking is backward.
+        copy: Under backward masking, returns the frozen copy of a block's weight.
     """
 
     groups: Tensor | None = None
     keeps_frozen = False
+    copy: Callable[[Tensor], Tensor] = staticmethod(lambda weight: weight)
 
 
 def mask(model: nn.Module, layout: Layout, rows: Rows) -> None:
@@ -93,7 +95,7 @@ class BlockRows:
         return _join(outputs, torch.cat(places).argsort())
 
     def _frozen(self, *args: Any, **kwargs: Any) -> Any:
-        weights = {name: parameter.detach() for name, parameter in self._plain.named_parameters()}
+        weights = {name: self._rows.copy(parameter.detach()) for name, parameter in self._plain.named_parameters()}
         return functional_call(self._plain, weights, args, kwargs)
 
 

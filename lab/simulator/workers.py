@@ -30,12 +30,15 @@ class Workers:
     Args:
         model: The full model with its values. Its units change as :func:`mask` says.
         layout: The units and their holders.
+
+    Attributes:
+        rows: What the model computes now.
     """
 
     def __init__(self, model: nn.Module, layout: Layout):
-        self.model, self._groups, self._rows = model, layout.mesh.sdp, Rows()
+        self.model, self._groups, self.rows = model, layout.mesh.sdp, Rows()
         self._shares = per_unit(model, layout, lambda _, holders: 1 / len(holders), 1 / self._groups)
-        mask(model, layout, self._rows)
+        mask(model, layout, self.rows)
 
     def gradients(self, batches: Sequence[Any], masking: Masking, *, in_turn: bool = False) -> float:
         """Set the gradient of each parameter to the mean over its holders; return the mean loss.
@@ -48,12 +51,12 @@ class Workers:
         Raises:
             ModelError: The groups' rows have different numbers of targets.
         """
-        self._rows.keeps_frozen = masking == "backward"
+        self.rows.keeps_frozen = masking == "backward"
         self.model.zero_grad()
         try:
             losses = [loss for batch in batches for loss in self._backward(batch, len(batches), in_turn=in_turn)]
         finally:
-            self._rows.groups = None
+            self.rows.groups = None
         for name, parameter in self.model.named_parameters():
             if parameter.requires_grad:
                 if parameter.grad is None:
@@ -70,7 +73,7 @@ class Workers:
             raise ModelError("the groups' rows have different numbers of targets, so they cannot run in one pass")
         for group, part in enumerate(parts) if in_turn else [(None, batch)]:
             which = torch.arange(self._groups, device=device) if group is None else torch.tensor([group], device=device)
-            self._rows.groups = which.repeat_interleave(rows)
+            self.rows.groups = which.repeat_interleave(rows)
             loss = loss_of(call_model(self.model, part))
             (loss * len(which) / batches).backward()
             losses.append(loss.item())
