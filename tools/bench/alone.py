@@ -7,6 +7,7 @@ each of the two is built, warmed up, timed and removed, in alternating order.
 
 from __future__ import annotations
 
+import argparse
 import gc
 import json
 import math
@@ -19,7 +20,6 @@ from dataclasses import asdict, dataclass
 import torch
 
 from ...engine.accounting.memory_probe import peak_tensor_bytes
-from ...engine.config.load import load_config
 from ...engine.config.schema import Config
 from ...engine.distributed.collectives import local_tensor
 from ...engine.distributed.fake_world import fake_world
@@ -30,13 +30,11 @@ from ...engine.errors import ConfigError, LaunchError, NonFiniteError
 from ...engine.initialize import initialize
 from ...engine.model_interface import Constant, Init, Normal, get_flops_per_token, get_parameter_init
 from ..runs.model_inputs import model_and_batch
-from ..runs.run_config import with_initial_model
-from ..shared.device_peaks import NOMINAL_TFLOPS
+from ..shared.device_peaks import nominal_flops
 from ..shared.files import write_whole
 from ..shared.table import Table, bytes_row, plain_row, text_row
 from ..train.loop.utilisation import flops_per_token
-from .options import BenchOptions
-from .report import REPORT
+from .report import REPORT, make_folder
 
 WARM_UP = 3  # steps: the first one compiles and allocates
 PRODUCTS, MATRIX = 200, {"cuda": 8192, "cpu": 512}  # of the measured rate of matrix products
@@ -76,31 +74,25 @@ class Share:
         return self.flops_per_step / statistics.median(self.step_seconds) / rate
 
 
-def run(options: BenchOptions) -> int:
+def run(args: argparse.Namespace, config: Config) -> int:
     """Measure both shares, print the table, and write the report."""
     if detect() is not None:
         raise LaunchError("sdp bench --alone: measures one device in one process; start it without a launcher")
-    if (options.out / REPORT).exists():
-        raise ConfigError(f"--out {options.out}: holds the report of an earlier run; name another directory")
-    config = with_initial_model(load_config(options.config, options.settings))
     if config.sdp.engine != "fsdp2":
         raise ConfigError(f'sdp.engine: "{config.sdp.engine}" is not measured alone; add --set sdp.engine=fsdp2')
-    world = options.nproc or config.sdp.groups * config.tensor_parallel.autotp_size
-    config = config.model_copy(update={"scheduler": None})
+    make_folder(args.out)
+    world = args.nproc or config.sdp.groups * config.tensor_parallel.autotp_size
     configs = {"SDP": config, "dense": dense(config)}
     device = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
-    measured = matmul_rate(device, getattr(torch, config.precision))
-    found: dict[str, list[Share]] = {name: [] for name in configs}
-    for number in range(options.rounds):
+    sustained = matmul_rate(device, getattr(torch, config.precision))
+    rounds: dict[str, list[Share]] = {name: [] for name in configs}
+    for number in range(args.rounds):
         for name in list(configs)[:: 1 if number % 2 == 0 else -1]:
-            found[name].append(measure(configs[name], world, options.steps, device))
+            rounds[name].append(measure(configs[name], world, args.steps, device))
             gc.collect()
             if device.type == "cuda":
                 torch.cuda.empty_cache()
-    shares = {name: _joined(rounds) for name, rounds in found.items()}
-    nominal = NOMINAL_TFLOPS.get(torch.cuda.get_device_name(device)) if device.type == "cuda" else None
-    peak = nominal * 1e12 if nominal is not None and config.precision != "float32" else None
-    _report(options, config, world, shares, measured, peak, found)
+    _report(args, config, world, rounds, sustained, nominal_flops(device, config.precision))
     return 0
 
 
@@ -242,21 +234,18 @@ def _joined(rounds: list[Share]) -> Share:
 
 
 def _report(
-    options: BenchOptions,
+    args: argparse.Namespace,
     config: Config,
     world: int,
-    shares: dict[str, Share],
-    rate: float,
+    rounds: dict[str, list[Share]],
+    sustained: float,
     nominal: float | None,
-    found: dict[str, list[Share]],
 ) -> None:
     """Print the table, and write the report whole or not at all."""
     unit = "tokens/s" if config.data.name is None else "images/s"
-    ratios = [
-        ours.tokens_per_second / other.tokens_per_second
-        for ours, other in zip(found["SDP"], found["dense"], strict=True)
-    ]
-
+    shares = {name: _joined(of_rounds) for name, of_rounds in rounds.items()}
+    pairs = zip(rounds["SDP"], rounds["dense"], strict=True)
+    ratios = [ours.tokens_per_second / other.tokens_per_second for ours, other in pairs]
     measured, dense_share = list(shares.values()), shares["dense"]
     state = ["equal" if share.state_bytes == share.predicted_state_bytes else "NOT equal" for share in measured]
     rows = [
@@ -267,34 +256,26 @@ def _report(
         plain_row("seconds of a step", [statistics.median(s.step_seconds) for s in measured], ".4f"),
         plain_row(unit, [s.tokens_per_second for s in measured], ",.0f", dense_share.tokens_per_second),
         plain_row("speed over dense, by round", [statistics.median(ratios), 1.0], ".2f"),
-        plain_row("MFU of measured matrix products", [s.mfu(rate) for s in measured], ".1%"),
-        plain_row("MFU of the data sheet's peak", [s.mfu(nominal) for s in measured], ".1%"),
+        plain_row("MFU, of the data sheet's dense peak", [s.mfu(nominal) for s in measured], ".1%"),
+        plain_row("    of measured matrix products", [s.mfu(sustained) for s in measured], ".1%"),
     ]
-    table = Table(list(shares), rows).without_empty().without_last_ratios()
     device = torch.cuda.get_device_name() if torch.cuda.is_available() else f"cpu ({platform.machine()})"
     settings = {
-        "config": str(options.config), "model": config.model, "sdp": config.sdp.model_dump(mode="json"), "world": world,
+        "config": str(args.config), "model": config.model, "sdp": config.sdp.model_dump(mode="json"), "world": world,
         "mesh": str(mesh_of(config, world)), "device": device, "torch": torch.__version__,
-        "precision": config.precision,
-        "matmul_flops_per_second": rate, "rounds": options.rounds, "steps": options.steps,
+        "precision": config.precision, "nominal_flops_per_second": nominal,
+        "matmul_flops_per_second": sustained, "rounds": args.rounds, "steps": args.steps,
     }  # fmt: skip
     print(f"rank 0 of {world}, alone on {device}; collectives return at once, so speeds are upper bounds")
-    print(table.text(), flush=True)
-    content = {
-        "settings": settings,
-        "shares": {
-            name: asdict(share)
-            | {
-                "tokens_per_second": share.tokens_per_second,
-                "mfu": share.mfu(rate),
-                "mfu_of_nominal": share.mfu(nominal),
-            }
-            for name, share in shares.items()
-        },
-        "speed_over_dense": ratios,
+    print(Table(list(shares), rows).without_empty().without_last_ratios().text(), flush=True)
+    figures = {
+        name: asdict(share)
+        | {
+            "tokens_per_second": share.tokens_per_second,
+            "mfu": share.mfu(nominal),
+            "mfu_of_sustained": share.mfu(sustained),
+        }
+        for name, share in shares.items()
     }
-    try:
-        options.out.mkdir(parents=True, exist_ok=True)
-        write_whole(options.out / REPORT, json.dumps(content, indent=2) + "\n")
-    except OSError as error:
-        raise ConfigError(f"--out {options.out}: cannot be written ({error.strerror})") from None
+    content = {"settings": settings, "shares": figures, "speed_over_dense": ratios}
+    write_whole(args.out / REPORT, json.dumps(content, indent=2) + "\n")

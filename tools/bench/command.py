@@ -1,16 +1,174 @@
-"""``sdp bench CONFIG``: ways to train a model, measured side by side on the machines at hand."""
+"""``sdp bench CONFIG``: ways to train a model, measured side by side on the machines at hand.
+
+Every rank holds all methods and lets them take turns (``measure.py``). ``--alone`` measures one
+rank's share instead (``alone.py``).
+"""
 
 from __future__ import annotations
 
 import argparse
+import logging
+import platform
+import sys
+import warnings
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
 
-from . import alone, side_by_side
-from .options import BenchOptions, add_arguments
+import torch
+import torch.distributed as dist
 
-__all__ = ["add_arguments", "run"]
+from ...engine.batch.size import BatchSize
+from ...engine.config.load import load_config
+from ...engine.config.schema import Config
+from ...engine.distributed.join import join
+from ...engine.distributed.mesh import mesh_of
+from ...engine.environment.detect import Environment, detect
+from ...engine.errors import ConfigError
+from ...launcher.degrees import visible_devices
+from ...launcher.local import start_local
+from ..runs.run_config import with_initial_model
+from ..shared.arguments import add_config_arguments, require_between_1_and
+from . import alone
+from .measure import measure
+from .methods import DEFAULT, SDP, variant, why_not
+from .report import REPORT, make_folder, plan_methods, rows_of, write_report
+
+DEFAULT_OUT = Path("runs/bench")
+_MOST = 2**20  # rounds or steps
+_MOST_RANKS = 2**12  # that one machine can start
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the command's arguments."""
+    add_config_arguments(parser, "compare ways to train this model")
+    parser.add_argument(
+        "--alone", action="store_true", help="measure one rank's share on one device: memory, tokens/s, MFU"
+    )
+    parser.add_argument("--nproc", metavar="P", type=int, help="ranks to start here (default: sdp.groups)")
+    parser.add_argument(
+        "--methods", metavar="A,B,…", help=f"some of {', '.join((*DEFAULT, 'sdp'))} (default: all but the last)"
+    )
+    parser.add_argument("--rounds", metavar="N", type=int, default=5, help="turns of every method (default: 5)")
+    parser.add_argument("--steps", metavar="N", type=int, default=2, help="timed steps of a turn (default: 2)")
+    parser.add_argument(
+        "--out", metavar="DIR", type=Path, default=DEFAULT_OUT,
+        help=f"folder for report.md and report.json (default: {DEFAULT_OUT})",
+    )  # fmt: skip
 
 
 def run(args: argparse.Namespace) -> int:
-    """Measure and print, and return the exit code."""
-    options = BenchOptions.from_args(args)
-    return (alone if options.alone else side_by_side).run(options)
+    """Start the ranks, unless a launcher did. Each rank measures, and rank 0 reports.
+
+    Raises an :class:`SDPError` for what cannot be compared.
+    """
+    for option, value, most in (("nproc", args.nproc, _MOST_RANKS), ("rounds", args.rounds, _MOST),
+                                ("steps", args.steps, _MOST)):  # fmt: skip
+        if value is not None:
+            require_between_1_and(most, f"--{option}", value)
+    if args.alone and args.methods is not None:
+        raise ConfigError("--methods: --alone measures the dense model, and SDP as CONFIG says; leave it out")
+    environment = detect()
+    is_first = environment is None or environment.rank == 0
+    if is_first and (args.out / REPORT).exists():
+        raise ConfigError(f"--out {args.out}: holds the report of an earlier run; name another directory")
+    config = with_initial_model(load_config(args.config, args.set)).model_copy(update={"scheduler": None})
+    if args.alone:
+        return alone.run(args, config)
+    world, names = _check(args, config, environment, speaks=is_first)
+    if is_first:
+        make_folder(args.out)
+    if environment is None:
+        argv = [*args.argv, "--nproc", str(world), "--methods", ",".join(names)]
+        # Like a user's processes: the glibc settings that make resident memory exact also make it
+        # slower.
+        return start_local(argv, world, args.out / "logs", on_cpu=False)
+    logging.getLogger("sdp").setLevel(logging.ERROR)  # without the notes about each method's configuration
+    warnings.simplefilter("ignore", FutureWarning)  # torch and DeepSpeed call deprecated names of torch
+    plans = plan_methods(names, config, world) if is_first else {}
+    device = join()
+    configs = {name: variant(name, config, world) for name in names}
+    facts = measure(configs, config, device, args.rounds, args.steps)
+    dist.destroy_process_group()
+    if is_first:
+        settings = _settings(args, config, world, device)
+        rows = rows_of(facts, plans, settings["batch"]["train"] * settings["tokens_per_sample"])
+        write_report(args.out, settings, rows)
+        print(f"sdp bench: the report is in {args.out}", file=sys.stderr, flush=True)
+    return 0
+
+
+def _check(
+    args: argparse.Namespace, config: Config, environment: Environment | None, *, speaks: bool
+) -> tuple[int, list[str]]:
+    """Return the number of ranks, and the methods in order. Starts nothing.
+
+    A rank that ``speaks`` says which methods are left out. Raises an :class:`SDPError` for what
+    cannot be compared.
+    """
+    if config.bf16.enabled:
+        raise ConfigError(
+            "bf16.enabled: methods are compared in float32, where all compute the same; add --set bf16.enabled=false"
+        )
+    if config.tensor_parallel.autotp_size > 1:
+        raise ConfigError(
+            "tensor_parallel.autotp_size: other methods have no tensor parallelism here; add "
+            "--set tensor_parallel.autotp_size=1"
+        )
+    if config.sdp.engine != "fsdp2":
+        raise ConfigError(f'sdp.engine: "{config.sdp.engine}" is not compared; add --set sdp.engine=fsdp2')
+    if config.sdp.groups == 1:
+        raise ConfigError("sdp.groups: 1 group has nothing of SDP to compare; add --set sdp.groups=4")
+    world = environment.world_size if environment is not None else args.nproc or config.sdp.groups
+    asked = None if args.methods is None else list(dict.fromkeys(args.methods.split(",")))
+    names = choose_methods(asked, config, world, speaks=speaks)
+    if environment is None and 0 < (devices := visible_devices()) < world:
+        raise ConfigError(
+            f"{world} ranks: {devices} devices are visible; use fewer, or CUDA_VISIBLE_DEVICES= for the CPU"
+        )
+    return world, names
+
+
+def choose_methods(asked: Sequence[str] | None, config: Config, world: int, *, speaks: bool) -> list[str]:
+    """Choose the methods that are compared.
+
+    Args:
+        asked: Their names. None: all that can run.
+        config: The run.
+        world: Number of ranks.
+        speaks: Print the methods that are left out because they cannot run.
+
+    Raises:
+        ConfigError: A method that was asked for cannot run, or nothing of SDP is left.
+    """
+    reasons = {name: why_not(name, config, world) for name in asked or DEFAULT}
+    refused = {name: reason for name, reason in reasons.items() if reason is not None}
+    if asked is not None and refused:
+        name, reason = next(iter(refused.items()))
+        raise ConfigError(f"--methods {name}: {reason}")
+    of_sdp = [refused[name] for name in DEFAULT if name in SDP and name in refused]
+    if asked is None and len(of_sdp) == 2:
+        raise ConfigError(f"{world} ranks leave nothing of SDP to compare: {of_sdp[0]}")
+    for name, reason in refused.items() if speaks else ():
+        print(f"sdp bench: {name} is left out: {reason}", file=sys.stderr)
+    return [name for name in reasons if name not in refused]
+
+
+def _settings(args: argparse.Namespace, config: Config, world: int, device: torch.device) -> dict[str, Any]:
+    return {
+        "config": str(args.config),
+        "model": config.model,
+        "world": world,
+        "groups": config.sdp.groups,
+        "batch": asdict(BatchSize.resolve(config, mesh_of(config, world))),
+        "tokens_per_sample": config.data.tokens_per_sample,
+        "activation_checkpointing": config.activation_checkpointing.mode,
+        "compile": config.training.compile,
+        "rounds": args.rounds,
+        "steps_per_turn": args.steps,
+        "dtype": "float32",
+        "device": torch.cuda.get_device_name() if device.type == "cuda" else f"cpu ({platform.machine()})",
+        "threads": torch.get_num_threads(),
+        "torch": torch.__version__,
+    }

@@ -1,14 +1,15 @@
-"""Measures methods in turns on the same ranks."""
+"""Measures methods in turns on the same ranks, so that a busy machine slows all of them.
+
+A turn begins with a step that is not timed (caches, running transfers); then ``steps`` steps are
+timed together. Rounds alternate between forward and reverse order. The seconds of a turn are those
+of its slowest rank, and with local steps the mean over whole rounds of them.
+"""
 
 from __future__ import annotations
 
 import math
-import statistics
 import sys
-import time
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -24,28 +25,27 @@ from ...engine.errors import NonFiniteError
 from ...engine.initialize import clock
 from ...engine.model_interface import get_config
 from ..runs.model_inputs import model_and_batch
-from .methods import SAME_STEPS
-from .options import BenchOptions
-from .runners import Runner, build
-from .wire import absent, collectives_of_this_process
+from .methods import DENSE, Runner, build
 
 WARM_UP = 3  # steps: the first one allocates, and DDP rebuilds its buckets in the second
 LOSS_TOLERANCE = 1e-4  # relative, for the first two steps of methods that must agree
 
 
 def measure(
-    configs: Mapping[str, Config], options: BenchOptions, config: Config, device: torch.device
-) -> tuple[dict[str, dict[str, Any]], dict[str, dict[str, Any]]]:
+    configs: Mapping[str, Config], config: Config, device: torch.device, rounds: int, steps: int
+) -> dict[str, dict[str, Any]]:
     """Build every method, and let them take turns. Collective.
 
     Args:
         configs: The configuration of each method.
-        options: Rounds and steps.
         config: The configuration that all methods share, which says the batch.
         device: Where this rank computes.
+        rounds: Turns of every method.
+        steps: Timed steps of a turn.
 
     Returns:
-        Facts about each method, and what :func:`take_turns` returns, the same on all ranks.
+        By method, the same on all ranks: losses, the parameters and bytes of the rank that has the
+        most, and the seconds of a step in each round.
     """
     batches = make_batches(config, device)
     runners: dict[str, Runner] = {}
@@ -54,105 +54,48 @@ def measure(
         _say(f"building {name}")
         runners[name], facts[name] = build_method(name, settings, batches, device)
     require_same_losses(facts)
-    return facts, take_turns(runners, batches, options, device)
+    for name, seconds in take_turns(runners, batches, device, rounds, steps).items():
+        facts[name]["seconds"] = seconds
+    return facts
 
 
 def take_turns(
-    runners: Mapping[str, Runner], batches: list[Any], options: BenchOptions, device: torch.device
-) -> dict[str, dict[str, Any]]:
-    """Time every method in every round. Collective.
-
-    Returns:
-        By method: the seconds of a step in each round, by mode (see ``_MODES``); how much longer
-        the slowest rank computes than the mean; and the collectives of one step.
+    runners: Mapping[str, Runner], batches: list[Any], device: torch.device, rounds: int, steps: int
+) -> dict[str, list[float]]:
+    """Time every method in every round. Collective. Returns the seconds of a step in each round.
 
     Raises:
         NonFiniteError: The loss or the weights of a method became NaN or infinite. Every rank
             raises it.
     """
-    turns: dict[str, dict[str, list[_Turn]]] = {name: {} for name in runners}
-    for number in range(options.rounds):
-        _say(f"round {number + 1} of {options.rounds}")
+    seconds: dict[str, list[float]] = {name: [] for name in runners}
+    for number in range(rounds):
+        _say(f"round {number + 1} of {rounds}")
         for name in list(runners)[:: 1 if number % 2 == 0 else -1]:
-            for mode, around in _MODES.items():
-                turn = _turn(runners[name], batches, options.steps, device, around)
-                _require_finite(name, turn.finite)
-                turns[name].setdefault(mode, []).append(turn)
-    return {name: _of_all_ranks(turns_of_mode) for name, turns_of_mode in turns.items()}
+            seconds[name] += _largest([_turn(name, runners[name], batches, steps, device)])
+    return seconds
 
 
-def _of_all_ranks(turns: Mapping[str, Sequence[_Turn]]) -> dict[str, Any]:
-    """Combine the turns of all ranks. Collective."""
-    busy = [turn.busy for turn in turns["compute_seconds"]]
-    means = torch.tensor(busy, dtype=torch.float64)
-    dist.all_reduce(means)
-    means /= dist.get_world_size()
-    return {mode: _largest([turn.seconds for turn in turns_of_mode]) for mode, turns_of_mode in turns.items()} | {
-        "collectives": statistics.median(_largest([turn.collectives for turn in turns["seconds"]])),
-        "slowest_over_mean": [most / mean for most, mean in zip(_largest(busy), means.tolist(), strict=True)],
-    }
-
-
-@dataclass(frozen=True)
-class _Turn:
-    """One method's turn on this rank. All figures are those of one step.
-
-    Attributes:
-        seconds: Wall-clock seconds.
-        busy: Seconds in which the processor or the device worked.
-        collectives: Number of collectives.
-        finite: Whether loss and weights are finite afterwards.
-    """
-
-    seconds: float
-    busy: float
-    collectives: float
-    finite: bool
-
-
-_MODES: dict[str, Callable[[], AbstractContextManager[None]]] = {
-    "seconds": nullcontext,
-    "compute_seconds": absent,
-}
-
-
-def _turn(
-    runner: Runner,
-    batches: list[Any],
-    steps: int,
-    device: torch.device,
-    around: Callable[[], AbstractContextManager[None]],
-) -> _Turn:
+def _turn(name: str, runner: Runner, batches: list[Any], steps: int, device: torch.device) -> float:
+    """Return the seconds of a step on this rank. Collective."""
     steps = -(-steps // runner.round) * runner.round  # whole rounds: any such number of steps has the same averages
-    with around():
-        loss = runner.step(batches)
-        runner.settle()
-        dist.barrier()
-        calls = collectives_of_this_process()
-        now = clock(device, waits=True)
-        started, started_work = now(), time.process_time()
-        for _ in range(steps):
-            loss = runner.step(batches)
-        seconds, work = (now() - started) / steps, (time.process_time() - started_work) / steps
-        runner.settle()
-        calls_after = collectives_of_this_process()
+    loss, now = runner.step(batches), clock(device, waits=True)
+    runner.settle()
     dist.barrier()
+    started = now()
+    for _ in range(steps):
+        loss = runner.step(batches)
+    seconds = (now() - started) / steps
+    runner.settle()
     weights = [local_tensor(weight.detach()) for group in runner.optimizer.param_groups for weight in group["params"]]
     finite = all(bool(torch.isfinite(tensor).all()) for tensor in (loss, *weights))
-    busy = seconds if device.type == "cuda" else work
-    return _Turn(seconds, busy, (calls_after - calls) / steps, finite)
-
-
-def _require_finite(name: str, finite: bool) -> None:
-    """Raise :class:`NonFiniteError` on all ranks if one of them has NaN or Inf. Collective.
-
-    Without the collective, the other ranks would wait for a rank that has ended.
-    """
+    # Collective: without it, the other ranks would wait for a rank that has ended.
     if _largest([float(not finite)]) != [0.0]:
         raise NonFiniteError(
-            f"{name}: the loss or the weights are NaN or infinite after a turn, so its seconds compare nothing. Ranks "
-            "train on their own in steps that send nothing: lower optimizer.params.lr, or set gradient_clipping"
+            f"{name}: the loss or the weights are NaN or infinite after a turn, so its seconds compare nothing; lower "
+            "optimizer.params.lr, or set gradient_clipping"
         )
+    return seconds
 
 
 def make_batches(config: Config, device: torch.device) -> list[Any]:
@@ -198,10 +141,10 @@ def build_method(name: str, config: Config, batches: list[Any], device: torch.de
         runner.settle()
 
     peak = peak_tensor_bytes(step, runner.module, runner.optimizer, device, kept=runner.kept()) - others
-    facts: dict[str, Any] = {"losses": losses, "parameters": runner.parameters, "peak_bytes": peak}
+    facts: dict[str, Any] = {"parameters": runner.parameters, "peak_bytes": peak}
     if runner.counted is not None:
         facts |= runner.counted(batches)
-    return runner, {key: value if key == "losses" else int(_largest([value])[0]) for key, value in facts.items()}
+    return runner, {"losses": losses} | {key: int(_largest([value])[0]) for key, value in facts.items()}
 
 
 def _largest(values: Sequence[float]) -> list[float]:
@@ -220,9 +163,9 @@ def _mean(loss: Tensor) -> float:
 def require_same_losses(facts: Mapping[str, Mapping[str, Any]]) -> None:
     """Raise RuntimeError if methods that must make the same steps have different losses.
 
-    Their times would compare nothing.
+    Their times would compare nothing. These are the dense methods without local steps.
     """
-    same = {name: found["losses"][:2] for name, found in facts.items() if name in SAME_STEPS}
+    same = {name: found["losses"][:2] for name, found in facts.items() if name in DENSE and name != "diloco"}
     for name, losses in same.items():
         first, expected = next(iter(same.items()))
         if any(

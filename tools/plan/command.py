@@ -6,7 +6,9 @@ from __future__ import annotations
 
 import argparse
 import json
-from dataclasses import dataclass, replace
+import shlex
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,93 +16,169 @@ from ...engine.accounting.quantities import format_bytes
 from ...engine.config.load import load_config
 from ...engine.config.schema import Config
 from ...engine.errors import ConfigError
+from ...engine.tracing.operators import DEVICES, device_here
+from ...launcher.cluster.hosts import read_hostfile
 from ..runs.run_config import with_initial_model
-from .alternatives import alternatives
-from .compare import compare, table, to_json
+from ..shared.arguments import add_config_arguments, require_between_1_and
+from ..shared.quantities import quantity
 from .fit import Fit, find_fit
 from .forecast import forecast
-from .machine import Machine
-from .options import PlanOptions, add_arguments
+from .machine import ACHIEVED, BETWEEN, INSIDE, PEAK_FLOPS, Machine, default_world, fill_nodes, split_evenly
 from .page import write_page
 from .result import Forecast
-from .suggested_commands import fit_command, plan_command, train_command
-from .tables import about_machine, assumptions, describe_nodes, print_plan
+from .tables import about_machine, describe_nodes, describe_plan
+from .ways import compare, compare_table, dense_ways, plan_ways, row_json
 
-__all__ = ["add_arguments", "run"]
+PER_NODE = 8
+MOST_RANKS = 2**20
 
 
-@dataclass(frozen=True)
-class _Result:
-    """A plan, what it is compared with, and how it was found.
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the command's arguments."""
 
-    ``notes`` name the alternatives that could not be planned. ``world`` says how many ranks there
-    are, and why. ``fit`` and ``commands`` are those of ``--fit``, else None and empty.
-    """
+    def add_quantity(option: str, unit: Any, metavar: str, default: str | None, text: str) -> None:
+        read = lambda value: quantity(value, unit, option)  # noqa: E731
+        parser.add_argument(option, type=read, metavar=metavar, default=default, help=text)
 
-    plan: Forecast
-    others: list[Forecast]
-    notes: list[str]
-    world: str
-    fit: Fit | None
-    commands: dict[str, str]
+    add_config_arguments(parser, "the JSON file of the run")
+    parser.add_argument(
+        "--world",
+        type=int,
+        metavar="N",
+        help="ranks (default: the slots of the hostfile, else the fewest that CONFIG allows)",
+    )
+    parser.add_argument("--hostfile", type=Path, metavar="FILE", help="nodes and their slots, in DeepSpeed's format")
+    parser.add_argument("--gpus-per-node", type=int, metavar="N", help=f"ranks of a node (default: {PER_NODE})")
+    parser.add_argument(
+        "--device",
+        choices=DEVICES,
+        help="trace the operators of this device (default: cuda if torch finds a GPU, else cpu)",
+    )
+    memory = "memory of a device, such as 80GB or 80GiB: say whether the run fits (exit code 2 if not)"
+    add_quantity("--device-memory", "B", "BYTES", None, memory)
+    flops = f"peak rate of a device (default: {PEAK_FLOPS}, an H100 in bfloat16)"
+    add_quantity("--peak-flops", "FLOP/s", "RATE", PEAK_FLOPS, flops)
+    parser.add_argument(
+        "--achieved", type=float, metavar="FRACTION", default=ACHIEVED,
+        help=f"part of the peak rate that the model reaches ({ACHIEVED})",
+    )  # fmt: skip
+    inside = f"what a rank sends inside a node, in bytes or bits a second: 50GB/s, 400Gbit (default: {INSIDE})"
+    add_quantity("--intra-node", "B/s", "RATE", INSIDE, inside)
+    between = f"what a rank sends between nodes, likewise (default: {BETWEEN})"
+    add_quantity("--inter-node", "B/s", "RATE", BETWEEN, between)
+    parser.add_argument(
+        "--fit", action="store_true", help="with --device-memory: find the smallest layout that fits, and plan it"
+    )
+    parser.add_argument("--alone", action="store_true", help="leave out DDP, FSDP and HSDP of the dense model")
+    parser.add_argument(
+        "--compare",
+        action="store_true",
+        help="plan DDP, FSDP, HSDP, ZeRO-2, a smaller dense model, DiLoCo and SDP, a row each",
+    )
+    parser.add_argument("--html", metavar="FILE", help="also write a page with a map of the units and bars of memory")
+    parser.add_argument("--json", action="store_true", help="print every figure as JSON instead")
 
 
 def run(args: argparse.Namespace) -> int:
     """Plan the run, print the plan, and say whether it fits. Raises :class:`ConfigError` if not."""
-    options = PlanOptions.from_args(args)
-    config = with_initial_model(load_config(options.config, options.settings))
-    if options.compare:
-        return _compare(options, config)
-    _require_other_file(options)
-    result = _plan(options, config)
-    if options.html is not None:
-        notes = assumptions(result.plan, result.others) + result.notes
-        columns = [result.plan, *result.others]
-        write_page(options.html, columns, result.world, notes, options.memory, result.fit, result.commands)
-    if options.json:
-        print(json.dumps(_to_json(result, options.memory), indent=2))
-    else:
-        _print(result)
-    if options.memory is not None:
-        _require_fit(result.plan, options.memory, options)
-    return 0
-
-
-def _compare(options: PlanOptions, config: Config) -> int:
-    """Print the plans of all ways to train, a row each."""
-    world, source = options.ranks(config)
-    machine, memory = options.machine(world), options.memory
-    rows, notes = compare(config, machine, world)
-    if options.json:
-        report = {"world": world, "machine": machine.to_json(), "rows": to_json(rows, memory), "notes": notes}
-        print(json.dumps(report | ({} if memory is None else {"device_memory": memory}), indent=2))
+    _check(args)
+    config = with_initial_model(load_config(args.config, args.set))
+    world, source = _ranks(args, config)
+    if args.compare:
+        _compare(args, config, world, source)
         return 0
-    lines = [*about_machine(machine, config), *notes]
-    print(f"{world} ranks ({source}) on {describe_nodes(machine)}\n\n{table(rows, memory)}\n")
-    print("\n".join(f"- {line}" for line in lines))
-    return 0
-
-
-def _plan(options: PlanOptions, config: Config) -> _Result:
-    world, source = options.ranks(config)
-    machine = options.machine(world)
+    fit, commands, memory = None, {}, args.device_memory
+    if args.fit:
+        bounded = args.world is not None or args.hostfile is not None
+        fit = find_fit(config, memory, partial(_machine, args), world, bounded=bounded)
+        config, world, source = fit.plan.config, fit.plan.layout.mesh.world_size, "the fewest that fit"
+        commands = _commands(args, fit)
+    machine = _machine(args, world)
     name = "SDP" if config.sdp.groups > 1 else "this run"
-    fit, commands = None, {}
-    if options.fit:
-        assert options.memory is not None
-        bounded = options.world is not None or options.hostfile is not None
-        fit = find_fit(config, options.memory, options.machine, world, bounded=bounded)
-        plan = replace(fit.plan, name=name)
-        overrides = fit.choice.overrides()
-        commands = {"train": train_command(options, plan, overrides), "plan": plan_command(options, plan, overrides)}
-        config, machine, world, source = plan.config, plan.machine, plan.layout.mesh.world_size, "the fewest that fit"
-    else:
-        plan = forecast(name, config, machine, world)
-    others, notes = ([], []) if options.alone else alternatives(config, machine, world)
+    plan = forecast(name, config, machine, world) if fit is None else replace(fit.plan, name=name)
+    ways, notes = ({}, []) if args.alone else dense_ways(config, machine, world)
+    others, reasons = plan_ways(ways, machine, world)
+    notes += reasons
     if config.masking_schedule.ends:
         plan, phases, note = _other_phases(plan, config, machine, world)
         others, notes = [*phases, *others], [note, *notes]
-    return _Result(plan, others, notes, f"{world} ranks ({source})", fit, commands)
+    text = describe_plan(plan, others, notes, f"{world} ranks ({source})")
+    if fit is not None:
+        tried = (f"tried: {trial}" for trial in fit.trials)
+        todo = (f"To {name} it: {command}" for name, command in commands.items())
+        text = "\n".join([*tried, "", *fit.reasons, "", text, "", *todo])
+    if args.html is not None:
+        write_page(Path(args.html), [plan, *others], text, memory)
+    print(json.dumps(_to_json(plan, others, notes, memory, fit, commands), indent=2) if args.json else text)
+    if memory is not None:
+        _require_fit(plan, args)
+    return 0
+
+
+def _check(args: argparse.Namespace) -> None:
+    """Raise :class:`ConfigError` for values that mean nothing."""
+    for option, value in (("--world", args.world), ("--gpus-per-node", args.gpus_per_node)):
+        if value is not None:
+            require_between_1_and(MOST_RANKS, option, value)
+    if not 0 < args.achieved <= 1:
+        raise ConfigError(f"--achieved {args.achieved}: expected a fraction above 0, up to 1")
+    if args.hostfile is not None and args.gpus_per_node is not None:
+        raise ConfigError("--gpus-per-node: --hostfile says how many slots a node has; give one of them")
+    if args.fit and args.device_memory is None:
+        raise ConfigError("--fit: needs --device-memory, for example 80GB")
+    for option, given in (("--fit", args.fit), ("--alone", args.alone), ("--html", args.html is not None)):
+        if args.compare and given:
+            raise ConfigError(f"{option}: is of the plan of one way, and --compare plans many; give one of them")
+    if args.html == "":
+        raise ConfigError('--html "": expected the name of a file, such as plan.html')
+    for name, path in (("the configuration", args.config), ("the hostfile", args.hostfile)):
+        page = args.html and Path(args.html)
+        if page and path is not None and page.exists() and path.exists() and page.samefile(path):
+            raise ConfigError(f"--html {page}: is {name}, which the page would replace; name another file")
+
+
+def _ranks(args: argparse.Namespace, config: Config) -> tuple[int, str]:
+    """The number of ranks, and where it comes from.
+
+    Raises :class:`ConfigError` where there are too many.
+    """
+    if args.world is not None:
+        return args.world, "--world"
+    if args.hostfile is not None:
+        world, source = sum(len(host.slots) for host in read_hostfile(args.hostfile)), str(args.hostfile)
+    else:
+        world, source = default_world(config)
+    if world > MOST_RANKS:
+        raise ConfigError(f"{world:,} ranks ({source}): too many; the planner takes up to {MOST_RANKS:,}")
+    return world, source
+
+
+def _machine(args: argparse.Namespace, world: int) -> Machine:
+    """The nodes, devices and links that ``world`` ranks run on.
+
+    Raises :class:`ConfigError` where the hostfile has too few slots.
+    """
+    slots = split_evenly(world, args.gpus_per_node or PER_NODE)
+    if args.hostfile is not None:
+        given = tuple(len(host.slots) for host in read_hostfile(args.hostfile))
+        if sum(given) < world:
+            raise ConfigError(f"--world {world}: {args.hostfile} has {sum(given)} slots")
+        slots = fill_nodes(given, world)
+    device = args.device or device_here()
+    return Machine(slots, args.peak_flops, args.achieved, args.intra_node, args.inter_node, device)
+
+
+def _compare(args: argparse.Namespace, config: Config, world: int, source: str) -> None:
+    """Print the plans of all ways to train, a row each."""
+    machine, memory = _machine(args, world), args.device_memory
+    plans, notes = compare(config, machine, world)
+    if args.json:
+        rows = {plan.name: row_json(plan, memory) for plan in plans}
+        report = {"world": world, "machine": machine.to_json(), "rows": rows, "notes": notes}
+        print(json.dumps(report | ({} if memory is None else {"device_memory": memory}), indent=2))
+        return
+    print(f"{world} ranks ({source}) on {describe_nodes(machine)}\n\n{compare_table(plans, memory)}\n")
+    print("\n".join(f"- {line}" for line in (*about_machine(machine, config), *notes)))
 
 
 def _other_phases(plan: Forecast, config: Config, machine: Machine, world: int) -> tuple[Forecast, list[Forecast], str]:
@@ -118,34 +196,25 @@ def _other_phases(plan: Forecast, config: Config, machine: Machine, world: int) 
     return replace(plan, name=f"{plan.name}, {largest}"), phases, note
 
 
-def _require_other_file(options: PlanOptions) -> None:
-    """Raise :class:`ConfigError` where the page would replace a file that the plan reads."""
-    for name, path in (("the configuration", options.config), ("the hostfile", options.hostfile)):
-        if options.html is not None and path is not None and _is_same_file(options.html, path):
-            raise ConfigError(f"--html {options.html}: is {name}, which the page would replace; name another file")
+def _commands(args: argparse.Namespace, fit: Fit) -> dict[str, str]:
+    """The commands that train and plan the layout of ``--fit``. Each rank runs the first one."""
+    mesh, overrides = fit.plan.layout.mesh, [f"{key}={value}" for key, value in fit.choice.overrides().items()]
+    start_here = ["--nproc", str(mesh.world_size)] if len(fit.plan.machine.slots) == 1 else []
+    train = ["sdp", "train", str(args.config), "--fsdp", str(mesh.fsdp), *start_here, "--set", *args.set, *overrides]
+    given = (word for word in args.argv if word != "--fit")
+    plan = ["sdp", *given, "--world", str(mesh.world_size), "--set", *overrides]
+    return {"train": shlex.join(train), "plan": shlex.join(plan)}
 
 
-def _is_same_file(one: Path, other: Path) -> bool:
-    return one.exists() and other.exists() and one.samefile(other)
-
-
-def _print(result: _Result) -> None:
-    if result.fit is not None:
-        print("\n".join([*(f"tried: {trial}" for trial in result.fit.trials), "", *result.fit.reasons, ""]))
-    print_plan(result.plan, result.others, result.notes, result.world)
-    if result.commands:
-        print(f"\nTo train it: {result.commands['train']}\nTo plan it: {result.commands['plan']}")
-
-
-def _require_fit(plan: Forecast, memory: float, options: PlanOptions) -> None:
-    peak = plan.worst.trace.peak
+def _require_fit(plan: Forecast, args: argparse.Namespace) -> None:
+    peak, memory = plan.worst.trace.peak, args.device_memory
     if peak > memory:
         raise ConfigError(
-            f"{options.config}: does not fit: the peak of rank {plan.worst.trace.rank} is {format_bytes(peak)}, "
-            f"{format_bytes(peak - memory)} more than the {format_bytes(memory)} of a device; "
-            f"{fit_command(options)} looks for a layout that does"
+            f"{args.config}: does not fit: the peak of rank {plan.worst.trace.rank} is {format_bytes(peak)}, "
+            f"{format_bytes(peak - memory)} more than the {format_bytes(memory)} of a device; add --fit to look for a "
+            "layout that does"
         )
-    if not options.json:
+    if not args.json:
         known = ", as far as groups were traced" if plan.untraced else ""
         print(
             f"\nIt fits{known}: {format_bytes(memory - peak)} of a device's {format_bytes(memory)} are left for the "
@@ -153,18 +222,24 @@ def _require_fit(plan: Forecast, memory: float, options: PlanOptions) -> None:
         )
 
 
-def _to_json(result: _Result, memory: float | None) -> dict[str, Any]:
-    plan, fit = result.plan, result.fit
+def _to_json(
+    plan: Forecast,
+    others: list[Forecast],
+    notes: list[str],
+    memory: float | None,
+    fit: Fit | None,
+    commands: dict[str, str],
+) -> dict[str, Any]:
     report: dict[str, Any] = {
         "world": plan.layout.mesh.world_size,
         "machine": plan.machine.to_json(),
         "parameters": plan.parameters,
         "plan": plan.to_json(),
-        "alternatives": {other.name: other.to_json() for other in result.others},
-        "notes": result.notes,
+        "alternatives": {other.name: other.to_json() for other in others},
+        "notes": notes,
     }
     if memory is not None:
         report |= {"device_memory": memory, "fits": plan.worst.trace.peak <= memory}
     if fit is not None:
-        report |= {"tried": list(map(str, fit.trials)), "reasons": list(fit.reasons), "commands": result.commands}
+        report |= {"tried": list(map(str, fit.trials)), "reasons": list(fit.reasons), "commands": commands}
     return report

@@ -8,22 +8,24 @@ shortest planned step.
   and how the samples of a step are split into micro-batches.
 
 A layout is first judged by its state, whose size is known at once, then by tracing its step.
-Degrees of tensor parallelism are 1, 2, 4, 8 and the configured one. Numbers of ranks that cannot
-share the samples of a step equally are left out.
+Degrees of tensor parallelism are 1, 2, 4, 8 and the configured one. Ranks per group are powers of
+two and their products with the configured degree, and all ranks that there are.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.modules.batchnorm import _BatchNorm
 
 from ...engine.accounting.memory import predict_state_bytes
 from ...engine.accounting.quantities import format_bytes, format_seconds
+from ...engine.batch.size import BatchSize
 from ...engine.config.schema import Config
 from ...engine.distributed.mesh import mesh_of
 from ...engine.errors import ConfigError, SDPError
@@ -34,12 +36,89 @@ from ..shared.remedies import remedies
 from .forecast import forecast, require_planned
 from .machine import Machine
 from .result import Forecast
-from .trials import Choice, Step, Trial, closest_of, own_share, reasons_of, stated_step
 
 MOST_RANKS = 1024  # of a group
 _DEGREES = (1, 2, 4, 8)  # of tensor parallelism, in addition to the configured one
 _MODES = ("none", "selective", "full")  # from the fastest to the one that needs the least memory
 _STAGES = (1, 2, 3)  # in the same order
+
+
+@dataclass(frozen=True)
+class Choice:
+    """The settings of one layout. ``micro`` is 0 if samples cannot be shared equally."""
+
+    ranks: int  # of each group
+    tp: int
+    stage: int
+    mode: str
+    micro: int = 0
+    accumulation: int = 0
+
+    def __str__(self) -> str:
+        return (
+            f"{self.ranks} rank{'s' * (self.ranks > 1)} a group (fsdp {self.ranks // self.tp} × tp {self.tp}), "
+            f"ZeRO stage {self.stage}, activation checkpointing {self.mode}"
+        )
+
+    def applied(self, config: Config) -> Config:
+        """Return ``config`` with these settings. The samples of a step stay the same."""
+        changed: dict[str, Any] = {}
+        for key, value in self.overrides().items():
+            section, _, name = key.rpartition(".")
+            changed[section or name] = getattr(config, section).model_copy(update={name: value}) if section else value
+        return config.model_copy(update=changed)
+
+    def overrides(self) -> dict[str, int | str]:
+        """The settings as keys and values of ``--set``."""
+        return {
+            "train_micro_batch_size_per_gpu": self.micro,
+            "gradient_accumulation_steps": self.accumulation,
+            "zero_optimization.stage": self.stage,
+            "tensor_parallel.autotp_size": self.tp,
+            "activation_checkpointing.mode": self.mode,
+        }
+
+
+@dataclass(frozen=True)
+class Trial:
+    """A layout that was tried.
+
+    Attributes:
+        choice: Its settings.
+        why: Why it is possible or not.
+        need: Bytes that it needs. None if the engine refuses the layout.
+        plan: Its plan, if it fits.
+        state_only: ``need`` is the state alone.
+        of_the_degrees: Any settings with the same degrees would be refused too.
+    """
+
+    choice: Choice
+    why: str
+    need: int | None = None
+    plan: Forecast | None = None
+    state_only: bool = False
+    of_the_degrees: bool = False
+
+    def __str__(self) -> str:
+        return f"{self.choice}: {self.why}"
+
+    @property
+    def cost(self) -> tuple[float, float, float]:
+        """How layouts that fit are compared: seconds of a step, then bytes sent, then memory.
+
+        Layouts that hide all their traffic have equal seconds.
+        """
+        assert self.plan is not None and self.need is not None
+        return self.plan.seconds, sum(self.plan.sent_at_most.values()), self.need
+
+    @property
+    def shortest(self) -> float:
+        """Seconds of a step that hides all the traffic that can be hidden.
+
+        No ZeRO stage makes the step shorter than this.
+        """
+        assert self.plan is not None
+        return max(rank.time.compute + rank.time.tensor_parallel for rank in self.plan.ranks)
 
 
 @dataclass(frozen=True)
@@ -50,7 +129,7 @@ class Fit:
         choice: The settings that were chosen.
         plan: Their plan.
         trials: Everything that was tried, in order.
-        reasons: Why this choice and no other, a line for each reason.
+        reasons: What was chosen, and what else changes with it.
     """
 
     choice: Choice
@@ -74,7 +153,7 @@ def find_fit(config: Config, memory: float, machine_of: Callable[[int], Machine]
         ConfigError: Nothing fits, or there are fewer ranks than groups.
     """
     require_planned(config)
-    groups = config.sdp.groups
+    groups, stated_tp = config.sdp.groups, config.tensor_parallel.autotp_size
     limit = world // groups if bounded else MOST_RANKS
     if limit < 1:
         raise ConfigError(
@@ -85,36 +164,40 @@ def find_fit(config: Config, memory: float, machine_of: Callable[[int], Machine]
             f"--fit: train_batch_size {config.train_batch_size:,} is not a multiple of sdp.groups {groups}, so no "
             "number of ranks shares it equally; change one of them"
         )
-    step = stated_step(config, world)
-    model = model_and_batch(config)[0]()
-    search = _Search(config, memory, machine_of, step)
-    tried = 0
-    for ranks in range(1, limit + 1):
-        degrees = [tp for tp in sorted({*_DEGREES, config.tensor_parallel.autotp_size}) if ranks % tp == 0]
-        if all(step.samples % (groups * ranks // tp) for tp in degrees):
-            continue
-        tried = ranks
-        if search.too_few(ranks):
-            continue
+    samples, micro = stated_step(config, world)
+    search = _Search(config, memory, machine_of, samples, micro)
+    powers = [1 << power for power in range(limit.bit_length())]
+    counts = {count for power in powers for count in (power, power * stated_tp) if count <= limit}
+    counts |= {limit} if bounded else set()
+    for ranks in sorted(counts):
+        degrees = [tp for tp in sorted({*_DEGREES, stated_tp}) if ranks % tp == 0]
         fitting = [trial for tp in degrees for trial in search.fitting(ranks, tp)]
         if fitting:
             best = min(fitting, key=lambda trial: trial.cost)
             assert best.plan is not None
-            return Fit(
-                best.choice, best.plan, tuple(search.trials), tuple(reasons_of(best, search.trials, step, model))
-            )
-    assert tried  # one rank per group always shares a multiple of the groups equally
-    raise ConfigError(_nothing(config, memory, tried, search.trials))
-
-
-def _nothing(config: Config, memory: float, ranks: int, trials: list[Trial]) -> str:
-    """Explain that nothing fits up to ``ranks`` ranks per group."""
-    closest = closest_of(trials)
+            return Fit(best.choice, best.plan, tuple(search.trials), tuple(_reasons(best, search)))
+    closest = closest_of(search.trials)
     less = "; ".join(remedies(closest.choice.applied(config)))
     said = "" if closest.need is None else f"; closest: {closest}; what would need less memory: {less}"
-    refused = list({(trial.choice.tp, trial.why): str(trial) for trial in trials if trial.need is None}.values())
+    refused = list({(trial.choice.tp, trial.why): str(trial) for trial in search.trials if trial.need is None}.values())
     also = f"; refused: {'; '.join(refused[:3])}" if refused else ""
-    return f"--fit: no layout of up to {ranks} ranks a group fits {format_bytes(memory)}{said}{also}"
+    raise ConfigError(f"--fit: no layout of up to {max(counts)} ranks a group fits {format_bytes(memory)}{said}{also}")
+
+
+def _reasons(best: Trial, search: _Search) -> Iterator[str]:
+    """Say what was chosen, and how it changes the micro-batch."""
+    choice = best.choice
+    yield (
+        f"chosen: {choice}: of the layouts with the fewest ranks that fit, the one with the shortest step "
+        f"({format_seconds(best.cost[0])} by the plan)"
+    )
+    if choice.micro != search.micro:
+        model = model_and_batch(search.config)[0]()
+        norm = any(isinstance(module, _BatchNorm) for module in model.modules())
+        yield (
+            f"micro-batch {choice.micro} instead of {search.micro}, so that a step keeps its {search.samples:,} samples"
+            + ("; batch norm takes its statistics from micro-batches, so they change" if norm else "")
+        )
 
 
 @dataclass
@@ -124,7 +207,8 @@ class _Search:
     config: Config
     memory: float
     machine_of: Callable[[int], Machine]
-    step: Step
+    samples: int
+    micro: int
     trials: list[Trial] = field(default_factory=list)
 
     def fitting(self, ranks: int, tp: int) -> Iterator[Trial]:
@@ -139,7 +223,7 @@ class _Search:
         stages = (0,) if ranks == tp else _STAGES  # one rank has nothing to shard
         modes: list[Trial] = []
         for mode in reversed(_MODES):
-            trial = self._tried(ranks, tp, stages[-1], mode)
+            trial = self._try(Choice(ranks, tp, stages[-1], mode))
             if trial.plan is not None:
                 modes.append(trial)
                 yield trial
@@ -150,44 +234,28 @@ class _Search:
             if below == 0 or found.shortest > self._fastest():
                 break
             for index in range(below):
-                trial = self._tried(ranks, tp, stages[index], found.choice.mode)
+                trial = self._try(replace(found.choice, stage=stages[index]))
                 if trial.plan is not None:
                     yield trial
                     below = index
                     break
 
-    def too_few(self, ranks: int) -> bool:
-        """Whether a group's state is more than twice the memory of ``ranks`` ranks.
-
-        The state is that of the trial with one rank. The factor of two allows for layouts that
-        shard other parts. Powers of two are always tried, since they tell how much memory is
-        missing.
-        """
-        states = [
-            trial.need
-            for trial in self.trials
-            if trial.choice.ranks == 1 and trial.state_only and trial.need is not None
-        ]
-        return bool(ranks & (ranks - 1)) and min(states, default=0) > 2 * ranks * self.memory
-
     def _fastest(self) -> float:
         return min((trial.plan.seconds for trial in self.trials if trial.plan is not None), default=math.inf)
 
-    def _tried(self, ranks: int, tp: int, stage: int, mode: str) -> Trial:
-        trial = self._trial(ranks, tp, stage, mode)
+    def _try(self, choice: Choice) -> Trial:
+        trial = self._trial(choice)
         self.trials.append(trial)
         return trial
 
-    def _trial(self, ranks: int, tp: int, stage: int, mode: str) -> Trial:
-        groups = self.config.sdp.groups
-        world = groups * ranks
+    def _trial(self, choice: Choice) -> Trial:
+        tp, world = choice.tp, self.config.sdp.groups * choice.ranks
         machine = self.machine_of(world)
-        choice = Choice(ranks, tp, stage, mode, 0, 0)
         try:
-            micro, accumulation = own_share(self.step, world // tp)
+            micro, accumulation = own_share(self.samples, self.micro, world // tp)
             if any(machine.link(range(first, first + tp)) == "between nodes" for first in range(0, world, tp)):
                 raise ConfigError("tensor-parallel ranks would be on two nodes")
-            choice = Choice(ranks, tp, stage, mode, micro, accumulation)
+            choice = replace(choice, micro=micro, accumulation=accumulation)
             config = choice.applied(self.config)
             state = _most_state(config, world)
         except SDPError as error:
@@ -207,6 +275,47 @@ class _Search:
 
     def _excess(self, need: float) -> str:
         return f"{format_bytes(need)}, {format_bytes(need - self.memory)} too much"
+
+
+def closest_of(trials: Sequence[Trial]) -> Trial:
+    """Return the trial that misses by the least, preferably by a traced peak.
+
+    If the engine refuses all of them, return the first.
+    """
+    misses = [trial for trial in trials if trial.need is not None]
+    return min(misses, key=lambda trial: (trial.state_only, trial.need or 0)) if misses else trials[0]
+
+
+def stated_step(config: Config, world: int) -> tuple[int, int]:
+    """Return the samples of a step that ``config`` gives for ``world`` ranks, and the micro-batch.
+
+    Ranks that do not fill the grid are left out. If ``config`` gives no micro-batch, so are ranks
+    that cannot share its samples equally. Raises :class:`ConfigError`.
+    """
+    if config.train_batch_size is not None and config.train_micro_batch_size_per_gpu is not None:
+        return config.train_batch_size, config.train_micro_batch_size_per_gpu  # for any number of ranks
+    grid = config.sdp.groups * config.tensor_parallel.autotp_size
+    most = max(1, world // grid)
+    if config.train_batch_size is not None:
+        shared = config.sdp.groups * (config.gradient_accumulation_steps or 1)
+        # If no number of ranks divides the samples, one rank per group leads to the clearest error.
+        most = next((count for count in range(most, 0, -1) if config.train_batch_size % (shared * count) == 0), 1)
+    size = BatchSize.resolve(config, mesh_of(config, most * grid))
+    return size.train, size.micro
+
+
+def own_share(samples: int, micro: int, data_ranks: int) -> tuple[int, int]:
+    """Return the micro-batch and the accumulation of each of ``data_ranks``.
+
+    The configured micro-batch stays, or becomes the next smaller one that divides a rank's samples.
+    Raises :class:`ConfigError` if the samples cannot be shared equally.
+    """
+    per_rank, rest = divmod(samples, data_ranks)
+    if rest or per_rank < 1:
+        raise ConfigError(f"the {samples:,} samples of a step cannot be shared equally among {data_ranks} data ranks")
+    small = [number for number in range(1, math.isqrt(per_rank) + 1) if per_rank % number == 0]
+    micro = max(size for number in small for size in (number, per_rank // number) if size <= micro)
+    return micro, per_rank // micro
 
 
 def _most_state(config: Config, world: int) -> int:

@@ -1,120 +1,98 @@
-"""A plan as one HTML page that loads nothing else.
-
-The page shows bars of memory, the map of units and groups, the search of ``--fit``, and every
-figure of the terminal.
+"""A plan as one HTML page that loads nothing else: bars of memory, a map of units and groups, and
+what the terminal shows.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
+from html import escape
 from pathlib import Path
 
-from ...engine.accounting.quantities import format_bytes, format_seconds
+from ...engine.accounting.quantities import format_bytes
 from ...engine.errors import ConfigError
+from ...engine.placement.placement import Placement
 from ...engine.tracing.ledger import KINDS
 from ..shared.files import write_whole
-from .fit import Fit
 from .result import Forecast
-from .tables import describe_nodes, list_collectives, make_table
-from .templates import render
-from .unit_map import draw_map
 
-_LIGHT = ("#2f5d8a", "#5b9bd5", "#9cc3e6", "#b9a5d6", "#b4b4b4", "#e8a33d", "#5f9e5f")
-_DARK = ("#4f87bf", "#7db2e3", "#3f6b93", "#9a86bd", "#808080", "#d8922c", "#6fb06f")
+_MOST_GROUPS, _MOST_UNITS = 128, 512  # that are drawn
+_COLOURS = dict(
+    zip(KINDS, ("#2f5d8a", "#5b9bd5", "#9cc3e6", "#b9a5d6", "#808080", "#c2c28a", "#e8a33d", "#5f9e5f"), strict=True)
+)
+_STYLE = """
+:root{color-scheme:light dark}
+body{font:15px/1.5 system-ui,sans-serif;max-width:1100px;margin:32px auto;padding:0 24px}
+pre{overflow-x:auto;font-size:13px} p{margin:12px 0 4px}
+b{display:inline-block;width:12px;height:12px;margin:0 6px 0 16px}
+.bar{display:flex;height:24px} svg{display:block;width:100%;background:#8883} path{stroke:#2f5d8a;stroke-width:.85}
+rect{fill:transparent} rect:hover{fill:#8888}
+"""
 
 
-def write_page(
-    path: Path,
-    columns: Sequence[Forecast],
-    world: str,
-    notes: Sequence[str],
-    memory: float | None,
-    fit: Fit | None,
-    commands: Mapping[str, str],
-) -> None:
+def write_page(path: Path, plans: Sequence[Forecast], text: str, memory: float | None) -> None:
     """Write the page of a plan.
 
     Args:
         path: The file. Its folder is made if it does not exist.
-        columns: The plan, then the plans that it is compared with.
-        world: How many ranks there are, and why.
-        notes: What a reader must know about the figures.
-        memory: Bytes of a device, drawn as a dashed line.
-        fit: The search for a layout, if there was one.
-        commands: The commands that train and plan its result.
+        plans: The plan, then the plans that it is compared with.
+        text: What the terminal shows.
+        memory: Bytes of a device, drawn as a bar.
 
     Raises:
         ConfigError: The file cannot be written.
     """
+    title, placement = escape(f"Plan of {plans[0].config.model['name']}"), plans[0].layout.placement
+    key = "".join(f'<b style="background:{colour}"></b>{kind}' for kind, colour in _COLOURS.items())
+    page = (
+        f'<!doctype html><html lang="en"><head><meta charset="utf-8"><title>{title}</title><style>{_STYLE}</style>'
+        f"</head><body><h1>{title}</h1>"
+        f"<h2>Memory at the peak of the rank that needs most</h2>{_bars(plans, memory)}<p>{key}</p>"
+        f"<h2>Which group holds which unit</h2>{draw_map(placement) if placement.units else '<p>No units.</p>'}"
+        f"<h2>Every figure</h2><pre>{escape(text)}</pre></body></html>\n"
+    )
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        write_whole(path, _render(columns, world, notes, memory, fit, commands))
+        write_whole(path, page)
     except OSError as error:
         raise ConfigError(f"--html {path}: the page cannot be written ({error.strerror})") from None
 
 
-def _render(
-    columns: Sequence[Forecast],
-    world: str,
-    notes: Sequence[str],
-    memory: float | None,
-    fit: Fit | None,
-    commands: Mapping[str, str],
-) -> str:
-    plan = columns[0]
-    scale = max([column.worst.trace.peak for column in columns] + ([memory] if memory else []))
-    used = [kind for kind in KINDS if any(column.worst.trace.at_peak.get(kind) for column in columns)]
-    placement = plan.layout.placement
-    return render(
-        "page.html.jinja",
-        title=f"Plan of {plan.config.model['name']}",
-        subtitle=f"{plan.parameters / 1e6:,.2f} M parameters; {world} on {describe_nodes(plan.machine)}",
-        light=_variables(_LIGHT),
-        dark=_variables(_DARK),
-        facts=_facts(plan, memory),
-        warnings=plan.warnings,
-        bars=[_bar(column, scale) for column in columns],
-        limit=memory and {"left": f"{100 * memory / scale:.3f}%", "size": format_bytes(memory)},
-        key=[(kind, KINDS.index(kind)) for kind in used],
-        reasons=() if fit is None else fit.reasons,
-        tried=() if fit is None else fit.trials,
-        commands=commands,
-        placement=placement.describe() if placement.units else "",
-        unit_map=draw_map(placement) if placement.units else "",
-        table=make_table(columns),
-        collectives=list_collectives(plan).strip(),
-        notes=notes,
-    )
+def _bars(plans: Sequence[Forecast], memory: float | None) -> str:
+    """Draw the peak of each plan by kind, and the memory of a device."""
+    scale = max([plan.worst.trace.peak for plan in plans] + [memory or 0])
 
+    def part(colour: str, name: str, nbytes: float) -> str:
+        title = f"{name}: {format_bytes(nbytes)}"
+        return f'<i style="width:{100 * nbytes / scale:.3f}%;background:{colour}" title="{title}"></i>'
 
-def _variables(colours: Sequence[str]) -> str:
-    return "".join(f"--kind{index}:{colour};" for index, colour in enumerate(colours[: len(KINDS)]))
-
-
-def _facts(plan: Forecast, memory: float | None) -> list[tuple[str, str, str]]:
-    """Name, value, and the style of a verdict (empty for the others)."""
-    mesh, config, batch, peak = plan.layout.mesh, plan.config, plan.batch, plan.worst.trace.peak
-    facts = [
-        ("sdp × fsdp × tp", f"{mesh.sdp} × {mesh.fsdp} × {mesh.tp}", ""),
-        ("ZeRO stage", str(config.zero_optimization.stage), ""),
-        ("precision", config.precision, ""),
-        ("activation checkpointing", config.activation_checkpointing.mode, ""),
-        ("samples a step", f"{batch.train:,} = {batch.micro} × {batch.accumulation} × {mesh.data_ranks}", ""),
-        ("peak of a rank", format_bytes(peak), ""),
-        ("expected step", format_seconds(plan.seconds), ""),
-    ]
+    rows = []
+    for plan in plans:
+        trace = plan.worst.trace
+        parts = (part(_COLOURS[kind], kind, trace.at_peak.get(kind, 0)) for kind in KINDS)
+        rows.append((f"{escape(plan.name)}: {format_bytes(trace.peak)}", "".join(parts)))
     if memory is not None:
-        missing = format_bytes(peak - memory) if peak > memory else ""
-        verdict, style = (f"does not fit: {missing} too much", "bad") if missing else ("fits", "good")
-        facts.append((f"of {format_bytes(memory)} a device", verdict, style))
-    return facts
+        rows.append((f"a device: {format_bytes(memory)}", part("#8888", "a device", memory)))
+    return "".join(f'<p>{name}</p><div class="bar">{parts}</div>' for name, parts in rows)
 
 
-def _bar(column: Forecast, scale: float) -> dict[str, object]:
-    trace = column.worst.trace
-    parts = [
-        {"width": f"{100 * nbytes / scale:.3f}%", "kind": index, "title": f"{kind}: {format_bytes(nbytes)}"}
-        for index, kind in enumerate(KINDS)
-        if (nbytes := trace.at_peak.get(kind, 0))
-    ]
-    return {"name": column.name, "parts": parts, "size": format_bytes(trace.peak)}
+def draw_map(placement: Placement) -> str:
+    """Draw a column for each unit and a row for each group.
+
+    Pointing at a column shows the name and the holders of its unit.
+    """
+    units, groups = min(len(placement.units), _MOST_UNITS), min(placement.groups, _MOST_GROUPS)
+    held = "".join(
+        f"M{unit} {group}h.9" for unit in range(units) for group in placement.holders[unit] if group < groups
+    )
+    columns = []
+    for unit in range(units):
+        holders = placement.holders[unit]
+        title = f"{placement.units[unit]}: k = {len(holders)}, held by {', '.join(map(str, holders))}"
+        columns.append(f'<rect x="{unit}" width="1" height="{groups}"><title>{escape(title)}</title></rect>')
+    height = groups * (18 if groups <= 16 else 5)
+    return (
+        f'<svg viewBox="0 0 {units} {groups}" preserveAspectRatio="none" style="height:{height}px">'
+        f'<path d="{held}" transform="translate(0 .5)"/>{"".join(columns)}</svg>'
+        f"<p>Across: the first {units} of {len(placement.units)} units, from {escape(placement.units[0])}. "
+        f"Down: the first {groups} of {placement.groups} groups. Blue: the group holds the unit.</p>"
+    )

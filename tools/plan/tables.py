@@ -1,19 +1,20 @@
-"""A plan as tables on the terminal."""
+"""A plan as tables on the terminal, with notes on what the figures assume and leave out."""
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
 from functools import partial
-from typing import Any
 
 from ...engine.accounting.quantities import format_bytes, format_flops, format_rate, format_seconds
 from ...engine.config.schema import Config
+from ...engine.distributed.collectives import Collective
 from ...engine.tracing.messages import Messages
 from ..shared.quantities import quantity
 from ..shared.table import Row, Table, bytes_row, plain_row, text_row
 from .machine import LINKS, PEAK_FLOPS, Machine
 from .result import Forecast
+from .ways import DDP
 
 _DEVICES = {
     "cpu": "a CPU's operators (--device cuda: of a GPU's)",
@@ -21,8 +22,8 @@ _DEVICES = {
 }
 
 
-def print_plan(plan: Forecast, others: Sequence[Forecast], notes: Sequence[str], world: str) -> None:
-    """Print a plan next to its alternatives.
+def describe_plan(plan: Forecast, others: Sequence[Forecast], notes: Sequence[str], world: str) -> str:
+    """Describe a plan next to its alternatives.
 
     Args:
         plan: The plan of the run.
@@ -31,24 +32,18 @@ def print_plan(plan: Forecast, others: Sequence[Forecast], notes: Sequence[str],
         world: How many ranks there are, and why.
     """
     config, layout, batch = plan.config, plan.layout, plan.batch
-    print(
+    lines = [
         f"{config.model['name']}, {plan.parameters / 1e6:,.2f} M parameters, {config.precision}; "
-        f"{world} on {describe_nodes(plan.machine)}"
-    )
-    print(
+        f"{world} on {describe_nodes(plan.machine)}",
         f"{batch.train:,} samples a step = micro-batch {batch.micro} × accumulation {batch.accumulation} × "
-        f"{layout.mesh.data_ranks} data ranks; activation checkpointing: {config.activation_checkpointing.mode}"
-    )
+        f"{layout.mesh.data_ranks} data ranks; activation checkpointing: {config.activation_checkpointing.mode}",
+    ]
     if layout.units and layout.mesh.sdp > 1:
-        print(f"placement: {layout.placement.describe()}")
-    for warning in plan.warnings:
-        print(f"warning: {warning}")
-    print()
-    print(make_table([plan, *others]).text())
-    print()
-    print(list_collectives(plan))
-    for line in [*assumptions(plan, others), *notes]:
-        print(f"- {line}")
+        lines.append(f"placement: {layout.placement.describe()}")
+    lines += [f"warning: {warning}" for warning in plan.warnings]
+    lines += ["", _figures([plan, *others]).text(), "", _collectives(plan), ""]
+    lines += [f"- {note}" for note in (*about_machine(plan.machine, config), *_about(plan, others), *notes)]
+    return "\n".join(lines)
 
 
 def describe_nodes(machine: Machine) -> str:
@@ -56,11 +51,11 @@ def describe_nodes(machine: Machine) -> str:
     return f"{len(machine.slots)} node{'s' * (len(machine.slots) > 1)} of up to {max(machine.slots)}"
 
 
-def make_table(columns: Sequence[Forecast]) -> Table:
-    """Make the table of memory, traffic and time, with a column for each plan."""
+def _figures(columns: Sequence[Forecast]) -> Table:
+    """Return the table of memory, traffic and time, with a column for each plan."""
     worst = [column.worst for column in columns]
     states = [group.trace.state for group in worst]
-    peak_of_ddp = next((column.worst.trace.peak for column in columns if column.name == "DDP"), None)
+    peak_of_ddp = next((column.worst.trace.peak for column in columns if column.name == DDP), None)
     slowest = [column.slowest for column in columns]
     sent = [column.sent_at_most for column in columns]
     flops = [max(group.trace.flops for group in column.groups) for column in columns]
@@ -101,53 +96,27 @@ def make_table(columns: Sequence[Forecast]) -> Table:
     return Table([column.name for column in columns], rows).without_empty()
 
 
-def list_collectives(plan: Forecast) -> str:
-    """List what the slowest rank sends in a step, a line for each kind of collective."""
-    sent = Counter[Any]()
-    for one in plan.slowest.collectives:
-        sent[one.scope, one.kind, len(one.ranks), plan.machine.link(one.ranks)] += one.sent  # type: ignore[assignment]
+def _collectives(plan: Forecast) -> str:
+    """List what the slowest rank sends in a step and in a round, a line for each kind of
+    collective.
+    """
+    rank, sync = plan.slowest, plan.config.sdp.sync
     names = {"between groups": "between replicas"} if plan.layout.mesh.sdp == 1 else {}
-    rows = [
-        Row(
-            f"  {names.get(scope, scope)}: {kind.replace('_', '-')} of {ranks} ranks, {link}",
-            bytes_row("", [nbytes], decimal=True).cells,
-        )
-        for (scope, kind, ranks, link), nbytes in sent.items()
-    ]
-    if not rows:
-        return "nothing is sent\n"
-    table = Table([""], [Row(f"sent by rank {plan.slowest.rank}, the slowest, in a step"), *rows]).text() + "\n"
-    return table + _list_averages(plan)
 
+    def rows(collectives: Sequence[Collective]) -> list[Row]:
+        sent = Counter[str]()
+        for one in collectives:
+            kind, link = one.kind.replace("_", "-"), plan.machine.link(one.ranks)
+            sent[f"{names.get(one.scope, one.scope)}: {kind} of {len(one.ranks)} ranks, {link}"] += one.sent  # type: ignore[assignment]
+        return [Row(f"  {label}", bytes_row("", [nbytes], decimal=True).cells) for label, nbytes in sent.items()]
 
-def _list_averages(plan: Forecast) -> str:
-    """List what the slowest rank sends between groups in a round of local steps."""
-    sent = Counter[Any]()
-    for one in plan.slowest.averages:
-        sent[one.kind, len(one.ranks), plan.machine.link(one.ranks)] += one.sent  # type: ignore[assignment]
-    rows = [
-        Row(f"  {kind.replace('_', '-')} of {ranks} ranks, {link}", bytes_row("", [nbytes], decimal=True).cells)
-        for (kind, ranks, link), nbytes in sent.items()
-    ]
-    if not rows:
-        return ""
-    head = Row(f"averages of weights, sent by rank {plan.slowest.rank} in a round of {plan.slowest.every} steps")
-    if (sync := plan.config.sdp.sync) is not None and sync.fragments > 1:
-        busiest = bytes_row("", [Messages(plan.layout, plan.config).in_busiest_step(plan.slowest.rank)], decimal=True)
-        rows.append(Row("  of these, in the busiest step", busiest.cells))
-    return Table([""], [head, *rows]).text() + "\n"
-
-
-def assumptions(plan: Forecast, others: Sequence[Forecast]) -> list[str]:
-    """List what the figures assume, and what they leave out. A reader needs both to use them."""
-    return [
-        *about_machine(plan.machine, plan.config),
-        *_about_memory(plan),
-        *_about_groups(plan),
-        *_about_rates(plan),
-        *_about_local_steps(plan),
-        *_about_ddp(plan, others),
-    ]
+    lines = [Row(f"sent by rank {rank.rank}, the slowest, in a step"), *rows(rank.collectives)]
+    if rank.averages:
+        lines += [Row(f"sent by it in a round of {rank.every} steps, averages of weights"), *rows(rank.averages)]
+    if rank.averages and sync is not None and sync.fragments > 1:
+        busiest = Messages(plan.layout, plan.config).in_busiest_step(rank.rank)
+        lines.append(Row("  of these, in the busiest step", bytes_row("", [busiest], decimal=True).cells))
+    return Table([""], lines).without_empty().text().strip("\n") if len(lines) > 1 else "nothing is sent"
 
 
 def about_machine(machine: Machine, config: Config) -> list[str]:
@@ -163,8 +132,9 @@ def about_machine(machine: Machine, config: Config) -> list[str]:
     return [note]
 
 
-def _about_memory(plan: Forecast) -> list[str]:
-    trace = plan.worst.trace
+def _about(plan: Forecast, others: Sequence[Forecast]) -> list[str]:
+    """List what the figures assume, and what they leave out. A reader needs both to use them."""
+    trace, config, sync = plan.worst.trace, plan.config, plan.config.sdp.sync
     notes = [
         f"Memory is that of tensors of {_DEVICES[plan.machine.device]}. The device's context, "
         "the workspaces of libraries and the buffers of the communication library come on top."
@@ -174,28 +144,11 @@ def _about_memory(plan: Forecast) -> list[str]:
             f"{trace.traced_blocks} of {trace.blocks} blocks were traced. Further blocks of the same pattern each add "
             "as much as one of these."
         )
-    if plan.config.training.compile:
+    if config.training.compile:
         notes.append("Blocks are traced as if they were not compiled; compiled blocks need less.")
-    return notes
-
-
-def _about_rates(plan: Forecast) -> list[str]:
-    if plan.rates is None:
-        return []
-    setting = plan.config.sdp.lr_scale
-    return [f"sdp.lr_scale {setting} multiplies the learning rates of units by {plan.rates}. It needs no memory."]
-
-
-def _about_groups(plan: Forecast) -> list[str]:
-    notes = []
     if len(plan.groups) > 1:
-        peaks: dict[str, list[int]] = {}
-        for group in plan.groups:
-            peaks.setdefault(format_bytes(group.trace.peak), []).append(group.trace.rank)
-        texts = (
-            f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, sorted(ranks)))} {peak}" for peak, ranks in peaks.items()
-        )
-        notes.append(f"Groups differ; peaks: {'; '.join(texts)}.")
+        peaks = {group.trace.rank: format_bytes(group.trace.peak) for group in plan.groups}
+        notes.append(f"Groups differ; peaks: {'; '.join(f'rank {rank} {peak}' for rank, peak in peaks.items())}.")
     if plan.untraced:
         groups = ", ".join(map(str, plan.untraced))
         notes.append(f"Not traced, and not in these figures: groups {groups}, which run other combinations of units.")
@@ -205,32 +158,22 @@ def _about_groups(plan: Forecast) -> list[str]:
             f"Groups {groups} run as much as a traced group, in another order. They are given its peak; their own may "
             "differ by a few per cent."
         )
-    return notes
-
-
-def _about_local_steps(plan: Forecast) -> list[str]:
-    sync = plan.config.sdp.sync
-    if sync is None:
-        return []
-    note = f"Bytes and seconds of a step are means over a round of {sync.every} local steps."
-    if sync.start_after:
-        note += f" The first {sync.start_after} steps average gradients in every step, and are not in these figures."
-    if sync.overlap:
-        note += " The peak includes the changes of a fragment that travel, and its weights at the start."
-    return [note]
-
-
-def _about_ddp(plan: Forecast, others: Sequence[Forecast]) -> list[str]:
-    if not any(other.name == "DDP" for other in others):
-        return []
-    notes = [
-        "DDP is planned with gradients that are views of its buckets (gradient_as_bucket_view); the buckets live "
-        "through the whole step. Without this option, and with accumulation, DDP needs the gradients twice."
-    ]
-    if plan.config.precision != "float32":
+    if plan.rates is not None:
+        scale = config.sdp.lr_scale
         notes.append(
-            "DDP keeps weights, gradients and optimizer state in float32, and runs the forward pass under "
-            f"torch.autocast in {plan.config.precision}. Autocast keeps cast copies of the weights, which count as "
-            "activations here."
+            f"sdp.lr_scale {scale} multiplies the learning rates of units by {plan.rates}. It needs no memory."
+        )
+    if sync is not None:
+        notes.append(f"Bytes and seconds of a step are means over a round of {sync.every} local steps.")
+        if sync.start_after:
+            notes.append(
+                f"The first {sync.start_after} steps average gradients in every step, and are not in these figures."
+            )
+        if sync.overlap:
+            notes.append("The peak includes the changes of a fragment that travel, and its weights at the start.")
+    if any(other.name == DDP for other in others):
+        notes.append(
+            "DDP is planned with gradients that are views of its buckets (gradient_as_bucket_view), and in half "
+            "precision with float32 weights under torch.autocast, whose cast copies count as activations."
         )
     return notes

@@ -10,9 +10,8 @@ import pytest
 from sdp.engine.config.load import load_config
 from sdp.engine.errors import ConfigError
 from sdp.tools.cli import main
-from sdp.tools.plan import compare as module
-from sdp.tools.plan.compare import compare
 from sdp.tools.plan.machine import Machine
+from sdp.tools.plan.ways import compare, row_json
 
 pytestmark = pytest.mark.usefixtures("traced_once")
 
@@ -63,12 +62,12 @@ def test_rows_have_the_figures_of_their_own_plans(path: Path, capsys: pytest.Cap
 
 def test_the_smaller_dense_model_has_the_state_of_a_group() -> None:
     config = load_config(CONFIG)
-    rows = {row.name: row for row in compare(config, NODES, 4)[0]}
-    assert rows["SDP, forward"].parameters == rows["DDP"].parameters > rows["smaller dense"].parameters
-    assert (rows["smaller dense"].groups, rows["smaller dense"].ranks_of_group) == (2, 2)
-    layer = (rows["DDP"].parameters - rows["smaller dense"].parameters) // 3
-    held = rows["DDP"].parameters - 3 * layer
-    assert rows["smaller dense"].parameters == held, "three of six layers, as a group holds at capacity 0.5"
+    rows = {plan.name: row_json(plan, None) for plan in compare(config, NODES, 4)[0]}
+    small, full = rows["smaller dense"], rows["DDP"]["parameters"]
+    assert rows["SDP, forward"]["parameters"] == full > small["parameters"]
+    assert (small["groups"], small["ranks_of_group"]) == (2, 2)
+    layer = (full - small["parameters"]) // 3
+    assert small["parameters"] == full - 3 * layer, "three of six layers, as a group holds at capacity 0.5"
 
 
 def test_the_table_says_what_fits_and_nothing_of_losses(path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -112,15 +111,6 @@ def test_a_schedule_has_a_row_for_each_masking() -> None:
     rows, notes = compare(load_config(CONFIG | {"sdp": CONFIG["sdp"] | {"masking": schedule}}), NODES, 4)
     assert [row.name for row in rows][-3:] == ["SDP, forward", "SDP, backward", "SDP, backward, local steps"]
     assert "sdp.masking is a schedule: it needs the larger peak of its maskings." in notes
-
-
-def test_large_models_are_planned_in_several_processes(monkeypatch: pytest.MonkeyPatch) -> None:
-    config = load_config(CONFIG)
-    monkeypatch.setattr(module, "MOST_TRACES", 1)
-    one = compare(config, NODES, 4)
-    monkeypatch.setattr(module, "LARGE", 0)
-    monkeypatch.setattr(module.os, "cpu_count", lambda: 2)
-    assert compare(config, NODES, 4) == one
 
 
 @pytest.mark.parametrize("words", [["--alone"], ["--html", "plan.html"], ["--fit", "--device-memory", "1GB"]])

@@ -16,15 +16,13 @@ from sdp.engine.config.schema import Config
 from sdp.engine.distributed.mesh import mesh_of
 from sdp.engine.errors import ConfigError
 from sdp.launcher.degrees import Degrees
-from sdp.tools import launch as launch_command
 from sdp.tools.cli import main
 from sdp.tools.plan import command as plan_module
 from sdp.tools.plan import fit as fit_module
-from sdp.tools.plan.fit import find_fit
+from sdp.tools.plan.fit import Choice, find_fit, own_share, stated_step
 from sdp.tools.plan.forecast import forecast
 from sdp.tools.plan.machine import Machine, split_evenly
 from sdp.tools.plan.result import Forecast
-from sdp.tools.plan.trials import Choice, Step, own_share, stated_step
 from sdp.tools.shared import arguments
 from sdp.tools.train import command as train_command
 
@@ -88,11 +86,11 @@ def machine(world: int) -> Machine:
     return Machine(split_evenly(world, 4), 1e12, 0.5, 1e9, 1e8)  # slow links: traffic is not hidden
 
 
-def all_layouts(config: Config, ranks: int, step: Step) -> Iterator[Config]:
+def all_layouts(config: Config, ranks: int, samples: int, micro: int) -> Iterator[Config]:
     """Every layout of so many ranks a group, none left out."""
     for tp, mode in product((1, 2, 4), ("none", "selective", "full")):
         for stage in (0,) if tp == ranks else (1, 2, 3) if tp < ranks else ():
-            yield Choice(ranks, tp, stage, mode, *own_share(step, 2 * ranks // tp)).applied(config)
+            yield Choice(ranks, tp, stage, mode, *own_share(samples, micro, 2 * ranks // tp)).applied(config)
 
 
 def dominates(one: Forecast, other: Forecast) -> bool:
@@ -113,9 +111,9 @@ def test_nothing_of_its_ranks_is_faster_and_no_fewer_fit(once: Planner) -> None:
     """Held to all layouts, at several memories: those of their peaks, so that ever fewer fit."""
     config = load_config(CONFIG)
     step = stated_step(config, 2)
-    of_two = [once("", each, machine(4), 4) for each in all_layouts(config, 2, step)]
+    of_two = [once("", each, machine(4), 4) for each in all_layouts(config, 2, *step)]
     peaks = sorted({plan.worst.trace.peak for plan in of_two})
-    of_one = min(once("", each, machine(2), 2).worst.trace.peak for each in all_layouts(config, 1, step))
+    of_one = min(once("", each, machine(2), 2).worst.trace.peak for each in all_layouts(config, 1, *step))
     for memory in peaks:
         fit = find_fit(config, memory, machine, 2, bounded=False)
         assert fit.plan.worst.trace.peak <= memory
@@ -141,21 +139,19 @@ def test_what_is_learned_stays(config: Path, capsys: pytest.CaptureFixture[str])
         assert found["world"] == 2
         assert found["plan"]["batch"] == {"train": samples, "micro": 2, "accumulation": samples // 4}
     stated = load_config(config, ["tensor_parallel.autotp_size=2"])
-    assert stated_step(stated, 16) == Step(2 * 4 * 8, 2)  # tensor-parallel ranks read the same
-    assert stated_step(stated, 2) == Step(2 * 4 * 2, 2)  # fewer than its grid: of the smallest
+    assert stated_step(stated, 16) == (2 * 4 * 8, 2)  # tensor-parallel ranks read the same
+    assert stated_step(stated, 2) == (2 * 4 * 2, 2)  # fewer than its grid: of the smallest
 
 
 def test_samples_are_shared_equally() -> None:
-    assert own_share(Step(512, 4), 8) == (4, 16)
-    assert own_share(Step(24, 4), 8) == (3, 1)
-    assert own_share(Step(24, 4), 4) == (3, 2)  # 4 does not divide 6
-    assert own_share(Step(24, 1, 3), 4) == (2, 3)
-    assert own_share(Step(24, 4, 4), 4) == (3, 2)  # nor 4 rounds
+    assert own_share(512, 4, 8) == (4, 16)
+    assert own_share(24, 4, 8) == (3, 1)
+    assert own_share(24, 4, 4) == (3, 2)  # 4 does not divide 6
     for ranks in (5, 48):
         with pytest.raises(
             ConfigError, match=f"the 24 samples of a step cannot be shared equally among {ranks} data ranks"
         ):
-            own_share(Step(24, 4), ranks)
+            own_share(24, 4, ranks)
 
 
 def test_a_smaller_micro_batch_is_announced(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -174,22 +170,21 @@ def test_a_smaller_micro_batch_is_announced(tmp_path: Path, capsys: pytest.Captu
     )
 
 
-def test_every_other_choice_has_a_reason(config: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_every_layout_that_was_tried_is_listed(config: Path, capsys: pytest.CaptureFixture[str]) -> None:
     alone = peak_of(
         planned(capsys, config, "--alone", "--set", "zero_optimization.stage=0", "activation_checkpointing.mode=full")
     )
     assert main(["plan", str(config), "--alone", "--device-memory", f"{alone - 1}B", "--fit"]) == 0
     lines = capsys.readouterr().out.splitlines()
-    tried, chosen, fewer, degrees = (
-        next(line for line in lines if line.startswith(word)) for word in ("tried", "chosen", "fewer", "not fsdp")
-    )
-    assert tried.startswith(
+    tried = [line for line in lines if line.startswith("tried: ")]
+    assert tried[0].startswith(
         "tried: 1 rank a group (fsdp 1 × tp 1), ZeRO stage 0, activation checkpointing full: does not fit: the peak is"
     )
-    assert tried.endswith(", 1 B too much")
+    assert tried[0].endswith(", 1 B too much")
+    (chosen,) = (line for line in lines if line.startswith("chosen: "))
     assert chosen.startswith("chosen: 2 ranks a group (")
-    assert fewer == f"fewer ranks a group do not fit: {tried.removeprefix('tried: ')}"
-    assert degrees.startswith(("not fsdp 1 × tp 2: ", "not fsdp 2 × tp 1: "))
+    assert {line.partition("(")[2].partition(")")[0] for line in tried[1:]} == {"fsdp 2 × tp 1", "fsdp 1 × tp 2"}
+    assert f"tried: {chosen.removeprefix('chosen: ').partition(': ')[0]}: fits: the peak is" in "\n".join(tried)
 
 
 def test_degrees_that_the_layout_refuses_are_named(config: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -211,24 +206,22 @@ def test_tensor_parallel_ranks_stay_inside_a_node(config: Path, capsys: pytest.C
     assert "tensor-parallel ranks would be on two nodes" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize(("samples", "ranks"), [pytest.param(48, 3, marks=pytest.mark.slow), (32, 4)])
-def test_the_fewest_ranks_that_share_the_samples(once: Planner, samples: int, ranks: int) -> None:
-    """Three ranks a group where two do not fit; four where three cannot share the samples of a
-    step. One rank a node: tensor
-    parallelism, which would need less, is refused."""
+def test_the_fewest_ranks_that_share_the_samples(once: Planner) -> None:
+    """Four ranks a group where two do not fit. One rank a node: tensor parallelism, which would
+    need less, is refused.
+    """
 
     def alone(world: int) -> Machine:
         return replace(machine(world), slots=(1,) * world)
 
-    config = load_config(CONFIG, [f"train_batch_size={samples}", "gradient_accumulation_steps=null"])
-    step = stated_step(config, 2)
-    least = Choice(ranks, 1, 3, "full", *own_share(step, 2 * ranks)).applied(config)
-    memory = once("", least, alone(2 * ranks), 2 * ranks).worst.trace.peak
+    config = load_config(CONFIG, ["train_batch_size=32", "gradient_accumulation_steps=null"])
+    least = Choice(4, 1, 3, "full", *own_share(*stated_step(config, 2), 8)).applied(config)
+    memory = once("", least, alone(8), 8).worst.trace.peak
     fit = find_fit(config, memory, alone, 2, bounded=False)
-    assert fit.choice.ranks == ranks
+    assert fit.choice.ranks == 4
     assert fit.plan.worst.trace.peak <= memory
-    assert {trial.choice.ranks for trial in fit.trials} == {1, 2, ranks}
-    assert fit.plan.batch.train == samples
+    assert {trial.choice.ranks for trial in fit.trials} == {1, 2, 4}
+    assert fit.plan.batch.train == 32
 
 
 @pytest.mark.parametrize(
@@ -265,7 +258,7 @@ def test_samples_alone_say_how_many_a_step_has(config: Path, capsys: pytest.Capt
         for key, value in CONFIG.items()
         if key not in ("train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
     }
-    assert stated_step(load_config(alone | {"train_batch_size": 48}), 20) == Step(48, 3)
+    assert stated_step(load_config(alone | {"train_batch_size": 48}), 20) == (48, 3)
     config.write_text(json.dumps(alone | {"train_batch_size": 48}))
     found = planned(capsys, config, "--world", 20, "--device-memory", "80GB", "--fit", "--alone")
     assert found["plan"]["batch"] == {"train": 48, "micro": 3, "accumulation": 8}
@@ -308,30 +301,20 @@ def test_a_hostfile_bounds_what_is_tried(config: Path, tmp_path: Path, capsys: p
 
 
 def started_by(command: str) -> tuple[int, Forecast]:
-    """The ranks that ``sdp train`` or ``sdp launch`` would start here, and their plan."""
+    """The ranks that ``sdp train`` would start here, and their plan."""
     program, name, *words = shlex.split(command)
-    assert program == "sdp"
-    words = arguments.split_set_values(words)
+    assert (program, name) == ("sdp", "train")
     parser = arguments.Parser()
-    if name == "launch":
-        launch_command.add_arguments(parser)
-        launch = parser.parse_args(words)
-        words, parser = launch.words, arguments.Parser()
-        world = launch.nodes * launch.gpus_per_node if launch.nodes else -1
     train_command.add_arguments(parser)
-    args = parser.parse_args(words)
+    args = parser.parse_args(arguments.split_set_values(words))
     config = load_config(args.config, args.set)
-    world = args.nproc if name == "train" else world
-    Degrees(config, args.fsdp).check(world, "suggested")
-    return world, forecast("", config, machine(world), world)
+    Degrees(config, args.fsdp).check(args.nproc, "suggested")
+    return args.nproc, forecast("", config, machine(args.nproc), args.nproc)
 
 
-@pytest.mark.parametrize("per_node", [8, pytest.param(2, marks=pytest.mark.slow)])
-def test_suggested_commands_make_the_same_layout(
-    config: Path, capsys: pytest.CaptureFixture[str], per_node: int
-) -> None:
+def test_suggested_commands_make_the_same_layout(config: Path, capsys: pytest.CaptureFixture[str]) -> None:
     given = [
-        config, "--set", "data.sequence_length=64", 'sdp.placement="random"', "--gpus-per-node", per_node,
+        config, "--set", "data.sequence_length=64", 'sdp.placement="random"', "--gpus-per-node", 8,
         "--inter-node", "100Gbit", "--alone",
     ]  # fmt: skip
     needed = peak_of(planned(capsys, *given))
@@ -348,27 +331,17 @@ def test_suggested_commands_make_the_same_layout(
     assert mesh_of(plan.config, world) == plan.layout.mesh
 
 
-def test_the_way_to_fit_keeps_what_was_given(config: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    given = [
-        "plan", str(config), "--set", "data.sequence_length=64", "train_micro_batch_size_per_gpu=4", "--world", "8",
-        "--alone",
-    ]  # fmt: skip
-    assert main([*given, "--device-memory", "1MB"]) == 2
-    suggested = capsys.readouterr().err.partition("a device; ")[2].removesuffix(" looks for a layout that does\n")
-    assert shlex.split(suggested) == [
-        "sdp", "plan", str(config), "--set", "data.sequence_length=64", "train_micro_batch_size_per_gpu=4", "--world",
-        "8",
-        "--device-memory", "1MB", "--alone", "--fit",
-    ]  # fmt: skip
-
-
-def test_a_part_of_the_hosts_is_named(config: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_ranks_on_several_nodes_are_the_users_to_start(
+    config: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     hosts = tmp_path / "my hosts"
-    hosts.write_text("a slots=3\nb slots=6\n")
+    hosts.write_text("a slots=1\nb slots=6\n")
     report = planned(capsys, config, "--hostfile", hosts, "--alone", "--device-memory", "80GB", "--fit")
-    words = shlex.split(report["commands"]["train"])
-    assert words[:8] == ["sdp", "launch", "--launcher", "deepspeed", "--hostfile", str(hosts), "--include", "a:0,1"]
+    assert shlex.split(report["commands"]["train"])[:5] == ["sdp", "train", str(config), "--fsdp", "1"]
+    assert "--nproc" not in report["commands"]["train"]
     assert peak_of(planned(capsys, *shlex.split(report["commands"]["plan"])[2:])) == peak_of(report)
-    hosts.write_text("a slots=2\n")
-    report = planned(capsys, config, "--hostfile", hosts, "--alone", "--device-memory", "80GB", "--fit")
-    assert "--include" not in shlex.split(report["commands"]["train"])  # all of them
+
+
+def test_what_does_not_fit_names_the_search(config: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", str(config), "--world", "8", "--alone", "--device-memory", "1MB"]) == 2
+    assert "MB of a device; add --fit to look for a layout that does" in capsys.readouterr().err

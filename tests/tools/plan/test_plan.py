@@ -214,21 +214,18 @@ def test_slots_are_filled_in_their_order() -> None:
 
 
 @pytest.mark.parametrize(
-    ("words", "why"),
+    "words",
     [
-        (["--world", 8, "--gpus-per-node", 1], "HSDP: a node has one rank"),
-        (
-            ["--world", 8, "--gpus-per-node", 4, "--set", "tensor_parallel.autotp_size=4"],
-            "HSDP: tensor parallelism of 4 fills a node",
-        ),
+        ["--world", 8, "--gpus-per-node", 1],
+        ["--world", 8, "--gpus-per-node", 4, "--set", "tensor_parallel.autotp_size=4"],
     ],
 )
 def test_hsdp_that_shards_nothing_is_left_out(
-    config: Path, capsys: pytest.CaptureFixture[str], words: list[object], why: str
+    config: Path, capsys: pytest.CaptureFixture[str], words: list[object]
 ) -> None:
     report = planned(capsys, config, *words)
     assert list(report["alternatives"]) == ["DDP", "FSDP (ZeRO-3)"]
-    assert report["notes"] == [f"{why}, so there is no rank to share the state with; it is DDP"]
+    assert report["notes"] == ["HSDP: no two ranks of a node could share the state, so it is DDP"]
 
 
 @pytest.mark.slow

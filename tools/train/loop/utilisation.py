@@ -10,13 +10,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 from statistics import fmean
 
-import torch
-
 from ....engine.config.method import Masking
 from ....engine.engine import SDPEngine
 from ....engine.model_interface import get_flops_per_token
 from ....engine.placement.placement import Placement
-from ...shared.device_peaks import NOMINAL_TFLOPS
+from ...shared.device_peaks import nominal_flops
 
 
 class Utilisation:
@@ -28,17 +26,16 @@ class Utilisation:
 
     def __init__(self, engine: SDPEngine, sequence_length: int):
         flops = get_flops_per_token(engine.module)
-        on_cuda, precision = engine.device.type == "cuda", engine.config.precision
-        peak = NOMINAL_TFLOPS.get(torch.cuda.get_device_name(engine.device)) if on_cuda else None
+        peak = nominal_flops(engine.device, engine.config.precision)
         self._share_per_rate: dict[Masking, float] = {}
-        if flops is not None and peak is not None and precision != "float32":
+        if flops is not None and peak is not None:
             for masking in engine.config.sdp.maskings:
                 per_token = mean_flops_per_token(
                     flops(sequence_length),
                     engine.layout.placement,
                     keeps_frozen=masking == "backward",
                 )
-                self._share_per_rate[masking] = per_token / (engine.world_size * peak * 1e12)
+                self._share_per_rate[masking] = per_token / (engine.world_size * peak)
 
     def of(self, tokens_per_second: float, masking: Masking) -> float | None:
         """Return the utilisation at ``tokens_per_second`` of the whole run, 0 … 1, in steps with

@@ -1,0 +1,249 @@
+"""Ways to train one model on the same ranks: those next to a plan, and the rows of ``--compare``.
+
+All ways have the ranks, batch, tensor parallelism and recomputation of the configuration. What a
+way learns is not planned.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from ...engine.accounting.quantities import format_bytes, format_seconds
+from ...engine.config.method import Masking, SyncSection
+from ...engine.config.schema import Config, SDPSection
+from ...engine.distributed.mesh import mesh_of
+from ...engine.errors import ConfigError, SDPError
+from ...engine.placement.layout import Layout
+from ...engine.tracing.ledger import ACTIVATIONS, COMMUNICATION, GRADIENTS
+from ...engine.tracing.step import StepTrace
+from ..runs.model_inputs import model_and_batch
+from ..shared.table import Table, text_row
+from .forecast import MOST_TRACES, forecast, require_planned
+from .machine import LINKS, Machine
+from .result import Forecast
+
+DDP, SMALLER = "DDP", "smaller dense"
+CAPACITY = 0.5  # of SDP, if the configuration is dense
+EVERY = 32  # steps of a round, if the configuration has no local steps
+LARGE = 10**9  # parameters, from which only the group that holds most is traced for a row
+# By model, the key of its section that a smaller model lowers.
+SIZE_KEYS = {"llama": "num_hidden_layers", "resnet18": "width"}
+
+
+def dense_config(config: Config, groups: int, stage: int, sync: SyncSection | None = None) -> Config:
+    """Return ``config`` for the dense model in ``groups`` replicas, each sharded by ZeRO
+    ``stage``. With ``sync`` the replicas take local steps (DiLoCo).
+    """
+    zero = config.zero_optimization.model_copy(update={"stage": stage})
+    sdp = SDPSection(groups=groups, units=config.sdp.units, sync=sync)
+    return config.model_copy(update={"sdp": sdp, "zero_optimization": zero})
+
+
+def dense_ways(config: Config, machine: Machine, world: int) -> tuple[dict[str, Config], list[str]]:
+    """Return the dense model under DDP, FSDP and HSDP, and DiLoCo for a run with local steps.
+
+    A note says why HSDP, with a replica on each node, is no way of its own here.
+    """
+    nodes, sdp = len(machine.slots), config.sdp
+    ways, notes = {DDP: dense_config(config, 1, 0), "FSDP (ZeRO-3)": dense_config(config, 1, 3)}, []
+    if nodes == 1:
+        notes.append("HSDP: on one node it is FSDP")
+    elif config.tensor_parallel.autotp_size * nodes == world:
+        notes.append("HSDP: no two ranks of a node could share the state, so it is DDP")
+    else:
+        ways["HSDP"] = dense_config(config, nodes, 3)
+    if sdp.sync is not None and sdp.groups > 1:
+        ways["DiLoCo"] = dense_config(config, sdp.groups, config.zero_optimization.stage, sdp.sync)
+    return ways, notes
+
+
+def plan_ways(
+    ways: Mapping[str, Config], machine: Machine, world: int, traces: int = MOST_TRACES
+) -> tuple[list[Forecast], list[str]]:
+    """Plan the ways, and give a line for each that cannot be planned."""
+    planned, notes = [], []
+    for name, config in ways.items():
+        try:
+            planned.append(
+                distributed_data_parallel(config, machine, world)
+                if name == DDP
+                else forecast(name, config, machine, world, traces=traces)
+            )
+        except SDPError as error:
+            notes.append(f"{name}: {error}")
+    return planned, notes
+
+
+def distributed_data_parallel(config: Config, machine: Machine, world: int) -> Forecast:
+    """Plan a dense ``config`` without sharding under torch's DDP.
+
+    Half precision is the one of torch's documentation: weights, gradients and optimizer state are
+    in float32, and the forward pass runs under autocast. Autocast keeps cast copies of the weights
+    until it ends, and backward keeps them as long as it needs them.
+    """
+    precision = getattr(torch, config.precision)
+    off = {name: getattr(config, name).model_copy(update={"enabled": False}) for name in ("bf16", "fp16")}
+    autocast = None if precision == torch.float32 else precision
+    return with_buckets(forecast(DDP, config.model_copy(update=off), machine, world, autocast=autocast))
+
+
+def with_buckets(plan: Forecast) -> Forecast:
+    """Return ``plan`` with the memory of torch's DDP.
+
+    DDP's gradients are views of buckets that live through the whole step; the engine's gradients,
+    which were traced, come and go. The gradients of earlier micro-batches are not sent, and exist
+    next to the buckets.
+    """
+
+    def whole(trace: StepTrace) -> StepTrace:
+        state = trace.state
+        earlier = state.gradients if plan.batch.accumulation > 1 else 0
+        kept = {"parameters": state.parameters, GRADIENTS: state.gradients, "optimizer": state.optimizer}
+        combined = {COMMUNICATION: trace.combined[COMMUNICATION] + earlier, ACTIVATIONS: trace.combined[ACTIVATIONS]}
+        at_peak = kept | {"buffers": trace.at_peak.get("buffers", 0)} | combined
+        return replace(trace, at_peak=at_peak, communication=trace.communication + earlier)
+
+    return replace(plan, groups=tuple(replace(group, trace=whole(group.trace)) for group in plan.groups))
+
+
+def smaller_dense(config: Config, parameters: int) -> Config | None:
+    """Return ``config`` for the largest smaller model with at most so many parameters.
+
+    Layers or channels are left out. None if no size is small enough, or the model has no such size.
+    """
+    key = SIZE_KEYS.get(str(config.model.get("name")))
+    if key is None or not isinstance(full := config.model.get(key), int):
+        return None
+
+    def sized(size: int) -> Config:
+        return config.model_copy(update={"model": {**config.model, key: size}})
+
+    low, high = 0, full - 1  # the size is at least low, and at most high
+    while low < high:
+        middle = (low + high + 1) // 2
+        model = model_and_batch(sized(middle))[0]()
+        fits = sum(parameter.numel() for parameter in model.parameters()) <= parameters
+        low, high = (middle, high) if fits else (low, middle - 1)
+    return sized(low) if low > 0 else None
+
+
+# -- the rows of ``--compare`` ---------------------------------------------------------------------
+
+
+def compare(config: Config, machine: Machine, world: int) -> tuple[list[Forecast], list[str]]:
+    """Plan all ways to train the model of ``config``.
+
+    Returns:
+        The plans, and a line for each way that cannot be planned and for what was chosen here.
+
+    Raises:
+        SDPError: Nothing can be planned.
+    """
+    require_planned(config)
+    config, notes = _with_groups(config, machine, world)
+    model = model_and_batch(config)[0]()
+    layout = Layout.of(model, config, mesh_of(config, world)).in_phase("forward")
+    ways, reasons = dense_ways(_with_sdp(config, sync=None), machine, world)
+    ways["ZeRO-2"] = dense_config(config, 1, 2)
+    notes += reasons
+    if config.sdp.groups > 1:
+        most = max(sum(info.numel for info in layout.held(group)) for group in range(layout.mesh.sdp))
+        stage, sync = config.zero_optimization.stage, config.sdp.sync or SyncSection(every=EVERY)
+        if (small := smaller_dense(config, most)) is None:
+            notes.append(f"{SMALLER}: no smaller size of this model is known that has at most {most:,} parameters")
+        else:
+            ways[SMALLER] = dense_config(small, config.sdp.groups, stage)
+        ways |= {"DiLoCo": dense_config(config, config.sdp.groups, stage, sync), **_sdp_ways(config, sync)}
+        notes.append(
+            f"DiLoCo, the smaller dense model (with at most the parameters of a group under forward masking) and SDP "
+            f"have sdp.groups {config.sdp.groups} and zero_optimization.stage {stage}. Local steps average every "
+            f"{sync.every} steps."
+        )
+    traces = 1 if sum(parameter.numel() for parameter in model.parameters()) >= LARGE else MOST_TRACES
+    plans, reasons = plan_ways(ways, machine, world, traces)
+    notes += reasons
+    if not plans:
+        raise ConfigError(f"nothing can be planned: {'; '.join(notes)}")
+    notes += [
+        f"{plan.name}: {others} groups run other units, or the same in another order, than those that were traced; "
+        "their peaks may differ."
+        for plan in plans
+        if (others := len(plan.untraced) + len(plan.reordered))
+    ]
+    if len(config.sdp.maskings) > 1:
+        notes.append("sdp.masking is a schedule: it needs the larger peak of its maskings.")
+    return plans, [*notes, "What each way learns is not planned. `sdp plan` without --compare shows one way in detail."]
+
+
+def _with_groups(config: Config, machine: Machine, world: int) -> tuple[Config, list[str]]:
+    """Return ``config`` with SDP groups, and a sentence for what was chosen here.
+
+    A dense configuration gets a group for each node, or on one node for each rank.
+    """
+    sdp, nodes = config.sdp, len(machine.slots)
+    if (sdp.groups > 1 and sdp.capacity != 1.0) or sdp.paths is not None:
+        return config, []
+    of_ranks = max(1, world // config.tensor_parallel.autotp_size)
+    groups = sdp.groups if sdp.groups > 1 else (nodes if nodes > 1 and world % nodes == 0 else of_ranks)
+    if groups == 1:
+        return config, ["SDP and DiLoCo need at least two groups"]
+    note = f"The configuration is dense. SDP is planned with sdp.groups {groups} and sdp.capacity {CAPACITY:g}."
+    return _with_sdp(config, groups=groups, capacity=CAPACITY), [note]
+
+
+def _sdp_ways(config: Config, sync: SyncSection) -> dict[str, Config]:
+    """Return the ways of SDP. Local steps refuse rates by holders."""
+    if config.sdp.paths is not None:
+        return {
+            "paths": _with_sdp(config, sync=None),
+            "paths, local steps": _with_sdp(config, sync=sync, lr_scale="none"),
+        }
+    masking: Masking = "backward" if "backward" in config.sdp.maskings else "forward"
+    return {
+        "SDP, forward": _with_sdp(config, masking="forward", sync=None),
+        "SDP, backward": _with_sdp(config, masking="backward", sync=None),
+        f"SDP, {masking}, local steps": _with_sdp(config, masking=masking, sync=sync, lr_scale="none"),
+    }
+
+
+def _with_sdp(config: Config, **keys: object) -> Config:
+    return config.model_copy(update={"sdp": config.sdp.model_copy(update=keys)})
+
+
+def compare_table(plans: Sequence[Forecast], memory: float | None) -> str:
+    """Return a row for each plan as text. ``memory``: bytes of a device, or None."""
+    fits = ["fits"] if memory is not None else []
+    header = ["groups × ranks", "ZeRO", "peak", *fits, "time of a step", *(f"sent {link}" for link in LINKS)]
+    rows = []
+    for plan in plans:
+        row = row_json(plan, memory)
+        cells = [f"{row['groups']} × {row['ranks_of_group']}", str(row["zero_stage"]), format_bytes(row["peak"])]
+        cells += ["yes" if row["fits"] else "no"] if fits else []
+        cells += [format_seconds(row["seconds"]), *(format_bytes(row["sent"][link]) for link in LINKS)]
+        rows.append(text_row(plan.name, cells))
+    return Table(header, rows).text()
+
+
+def row_json(plan: Forecast, memory: float | None) -> dict[str, Any]:
+    """Return the figures of a row.
+
+    ``others`` are the groups that run other units, or the same in another order, than those that
+    were traced.
+    """
+    mesh, peak = plan.layout.mesh, plan.worst.trace.peak
+    return {
+        "name": plan.name,
+        "parameters": plan.parameters,
+        "groups": mesh.sdp,
+        "ranks_of_group": mesh.fsdp * mesh.tp,
+        "zero_stage": plan.config.zero_optimization.stage,
+        "peak": peak,
+        "seconds": plan.seconds,
+        "sent": plan.sent_at_most,
+        "others": len(plan.untraced) + len(plan.reordered),
+        **({} if memory is None else {"fits": peak <= memory}),
+    }
