@@ -60,7 +60,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_quantity("--peak-flops", "FLOP/s", "RATE", PEAK_FLOPS, flops)
     parser.add_argument(
         "--achieved", type=float, metavar="FRACTION", default=ACHIEVED,
-        help=f"part of the peak rate that the model reaches ({ACHIEVED})",
+        help=f"part of the peak rate that the model reaches (default: {ACHIEVED})",
     )  # fmt: skip
     inside = f"what a rank sends inside a node, in bytes or bits a second: 50GB/s, 400Gbit (default: {INSIDE})"
     add_quantity("--intra-node", "B/s", "RATE", INSIDE, inside)

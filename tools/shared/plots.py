@@ -1,8 +1,7 @@
-"""How plots look, and a plot of bars. All are PNG files."""
+"""How plots look. All are PNG files."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -10,28 +9,6 @@ from ...engine.errors import ConfigError
 
 SIZE_INCHES, DPI = (10.0, 6.25), 160  # 1600 × 1000 pixels
 COLOURS = ("#0b62a4", "#c8531c", "#2e7d32", "#7b3fa0", "#8a6d00", "#a3195b")
-
-
-def plot_bars(panels: Mapping[str, Mapping[str, float]], title: str, path: Path) -> None:
-    """Draw bars into the PNG ``path``.
-
-    There is a panel for each key, with a bar for each name. All panels have the same names. Raises
-    ConfigError if matplotlib is missing or ``path`` cannot be written.
-    """
-    figure = new_figure((SIZE_INCHES[0], 1.6 + 0.34 * len(next(iter(panels.values())))))
-    for axes, (label, values) in zip(
-        figure.subplots(1, len(panels), sharey=True, squeeze=False)[0], panels.items(), strict=True
-    ):
-        bars = axes.barh(
-            list(values), list(values.values()), color=[COLOURS[name.startswith("sdp")] for name in values]
-        )
-        axes.bar_label(bars, fmt="{:,.0f}", padding=3, fontsize=9)
-        axes.set_xlabel(label, fontsize=12)
-        axes.margins(x=0.16)
-        axes.spines[["top", "right"]].set_visible(False)
-    figure.axes[0].invert_yaxis()  # the first name is on top; the panels share this axis
-    figure.suptitle(title, fontsize=13, fontweight="bold")
-    save_figure(figure, path)
 
 
 def new_figure(size: tuple[float, float] = SIZE_INCHES) -> Any:

@@ -7,7 +7,7 @@ import pytest
 from sdp.engine.accounting.quantities import format_bytes, format_flops, format_seconds, unit_for
 from sdp.engine.errors import ConfigError
 from sdp.tools.shared.arguments import port, require_between_1_and, size_in_bytes, split_set_values
-from sdp.tools.shared.plots import plot_bars
+from sdp.tools.shared.plots import new_figure, save_figure
 from sdp.tools.shared.quantities import parse_bit_rate, parse_size
 
 
@@ -77,7 +77,7 @@ def test_several_values_may_follow_one_set() -> None:
 
 
 def draw(path: Path) -> None:
-    plot_bars({"bytes": {"sdp": 1.0, "dense": 2.0}}, "Traffic", path)
+    save_figure(new_figure(), path)
 
 
 def test_a_plot_is_a_png_in_a_folder_that_is_made(tmp_path: Path) -> None:
