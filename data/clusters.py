@@ -82,10 +82,14 @@ class Router:
         columns = [self.pairs[k][buckets].sum(1) - self.firsts[k][first].sum(1) for k in range(self.count)]
         return np.stack(columns, 1).astype(np.float64)
 
-    def route(self, tokens: np.ndarray) -> np.ndarray:
-        """Return each prefix's cluster, (prefixes,) int64. Shorter ones have smaller biases."""
+    def scores(self, tokens: np.ndarray) -> np.ndarray:
+        """Return the log-likelihoods with the biases. Shorter prefixes have smaller biases."""
         share = (min(tokens.shape[1], self.prefix) - 1) / (self.prefix - 1)
-        return (self.log_likelihoods(tokens) + share * self.biases).argmax(1)
+        return self.log_likelihoods(tokens) + share * self.biases
+
+    def route(self, tokens: np.ndarray) -> np.ndarray:
+        """Return each prefix's cluster, (prefixes,) int64: the one with the highest score."""
+        return self.scores(tokens).argmax(1)
 
     def save(self, folder: Path, tokenizer: Tokenizer, settings: dict[str, Any]) -> None:
         """Write weights, the tokenizer, and ``settings`` with those of the router."""

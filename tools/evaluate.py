@@ -9,11 +9,15 @@ from __future__ import annotations
 import argparse
 import json
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from itertools import chain
-from typing import Any, NamedTuple
+from typing import Any
 
+import torch
+from torch import nn
+
+from ..data.clusters import Router, load_router
 from ..engine.batch.call import target_count
 from ..engine.batch.loader import evaluation_batches
 from ..engine.batch.size import BatchSize
@@ -21,16 +25,17 @@ from ..engine.config.schema import TasksSection
 from ..engine.config.section import parse_section
 from ..engine.distributed.mesh import Mesh
 from ..engine.errors import ConfigError, escape
-from ..engine.full_model.evaluation import split_by_path
+from ..models.layers import IGNORE_INDEX
 from ..models.registry import build_model
 from .runs import saved_run
-from .runs.dataset import Corpus, dealt, open_prepared, verify
+from .runs.dataset import Corpus, dealt, open_prepared, router_folder, verify
 from .runs.run_files import read_run
 from .runs.saved_run import CheckpointChoice, SavedRun
 from .runs.whole_model import IN_ONE_PROCESS, WholeModel, whole_model
+from .shared.table import Row, Table, plain_row
 from .tasks.harness import LoadedTasks, Scores
 from .tasks.scoring import FullModel, Scorer, max_length
-from .train.loop.evaluator import Routed, without_prefix
+from .train.loop.evaluator import Routed
 
 
 @dataclass(frozen=True)
@@ -89,7 +94,12 @@ class Evaluation:
         tasks: the scores of lm-evaluation-harness, by task.
         path_losses: with several paths, the loss of each on the samples that are dealt to it, None
             without samples.
+        cluster_losses: of each path on the samples that are dealt to path 0, to path 1 …
+        single_path_losses: of each path on all samples.
         loss_after_prefix: the loss of the tokens that the router does not read.
+        single_path_losses_after_prefix: of each path on these tokens of all samples.
+        ensemble_loss_after_prefix: of the mean prediction of all paths, with the weights that the
+            router gives them for the prefix.
     """
 
     checkpoint: str
@@ -104,7 +114,11 @@ class Evaluation:
     in_training: float | None
     tasks: Scores | None = None
     path_losses: list[float | None] | None = None
+    cluster_losses: list[list[float | None]] | None = None
+    single_path_losses: list[float | None] | None = None
     loss_after_prefix: float | None = None
+    single_path_losses_after_prefix: list[float | None] | None = None
+    ensemble_loss_after_prefix: float | None = None
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -174,24 +188,18 @@ def evaluate(saved: SavedRun, limit: int | None = None, tasks: LoadedTasks | Non
             f"tokens; lower it with --set data.sequence_length={most}"
         )
     batches = list(_batches(saved, corpus, limit or saved.config.training.evaluate_batches))
-    ids = [0] * len(batches) if corpus.paths is None else [batch.pop("path") for batch in batches]
-    parts, of_parts = split_by_path(batches, ids, count, weighted=False)
-    of_paths, later, measures, scores = list[_Loss](), list[_Loss](), dict[str, float](), None
-    for path in range(count):
-        mine = [part for part, of_part in zip(parts, of_parts, strict=True) if of_part == path]
-        with whole_model(saved, built, path) as model:
-            counts = [target_count(model.module, batch) for batch in mine]
-            of_paths.append(_Loss(model.mean_loss(mine, counts), sum(counts)))
-            if corpus.router_prefix is not None and corpus.router_prefix < saved.config.data.sequence_length:
-                rest = [without_prefix(batch, corpus.router_prefix) for batch in mine]
-                counts_of_rest = [target_count(model.module, batch) for batch in rest]
-                later.append(_Loss(model.mean_loss(rest, counts_of_rest), sum(counts_of_rest)))
+    measures, scores, of_paths = dict[str, float](), None, dict[str, Any]()
+    counts = [target_count(built, batch) for batch in batches]
+    if corpus.paths is not None:
+        loss, of_paths = _evaluate_paths(saved, built, corpus, batches)
+    else:
+        with whole_model(saved, built) as model:
+            loss = model.mean_loss(batches, counts)
             measures = {
-                name: model.mean_loss([{**batch, "measure": name} for batch in mine], counts)
+                name: model.mean_loss([{**batch, "measure": name} for batch in batches], counts)
                 for name in corpus.measures
             }
             scores = _run_tasks(tasks, saved, model) if tasks is not None else None
-    loss = _mean_of(of_paths)
     written = () if saved.is_model else read_run(saved.dump_dir).evaluations
     losses = [line.get("loss") for line in written if line["step"] == saved.step]
     return Evaluation(
@@ -200,27 +208,65 @@ def evaluate(saved: SavedRun, limit: int | None = None, tasks: LoadedTasks | Non
         data=str(saved.data),
         batches=len(batches),
         sequences=sum(len(batch["labels"]) for batch in batches),
-        targets=sum(one.targets for one in of_paths),
+        targets=sum(counts),
         loss=loss,
         perplexity=None if measures else math.exp(min(loss, 700.0)),
         accuracy=measures.get("accuracy"),
         in_training=losses[-1] if losses else None,
         tasks=scores,
-        path_losses=[one.mean if one.targets else None for one in of_paths] if count > 1 else None,
-        loss_after_prefix=_mean_of(later) if later else None,
+        **of_paths,
     )
 
 
-class _Loss(NamedTuple):
-    """The mean loss of a path over so many targets."""
+def _evaluate_paths(
+    saved: SavedRun, built: nn.Module, corpus: Corpus, batches: list[dict[str, Any]]
+) -> tuple[float, dict[str, Any]]:
+    """Return the routed loss, and the losses of all paths by their names in :class:`Evaluation`."""
+    assert corpus.paths is not None
+    count, prefix = len(corpus.paths.members), corpus.router_prefix
+    folder = router_folder(saved.config, saved.data)
+    router = load_router(folder) if folder is not None else None
+    clusters = [batch.pop("path") for batch in batches]
+    weights = [] if router is None else [_log_weights(router, batch) for batch in batches]
+    ensemble = [torch.full(batch["labels"][:, 1:].shape, -math.inf) for batch in batches]
+    sums, counts = torch.zeros(2, count, count, dtype=torch.float64), torch.zeros(2, count)  # all, and after the prefix
+    for path in range(count):
+        with whole_model(saved, built, path) as model:
+            for number, (batch, cluster) in enumerate(zip(batches, clusters, strict=True)):
+                losses = model.target_losses(batch)
+                for row, tokens in enumerate((losses, losses[:, (prefix or 1) - 1 :])):
+                    sums[row, path].index_add_(0, cluster, tokens.double().sum(1))
+                if weights:
+                    ensemble[number] = ensemble[number].logaddexp(weights[number][:, path, None] - losses)
+    for batch, cluster in zip(batches, clusters, strict=True):
+        for row, tokens in enumerate((batch["labels"][:, 1:], batch["labels"][:, prefix or 1 :])):
+            counts[row].index_add_(0, cluster, (tokens != IGNORE_INDEX).sum(1).float())
+    found: dict[str, Any] = {
+        "path_losses": _means(sums[0].diagonal(), counts[0]),
+        "cluster_losses": [_means(row, counts[0]) for row in sums[0]],
+        "single_path_losses": _means(sums[0].sum(1), counts[0].sum()),
+    }
+    if prefix is not None and counts[1].any():
+        later = sum(
+            mixed[:, prefix - 1 :][batch["labels"][:, prefix:] != IGNORE_INDEX].double().sum()
+            for mixed, batch in zip(ensemble, batches, strict=True)
+        )
+        found |= {
+            "loss_after_prefix": float(sums[1].trace() / counts[1].sum()),
+            "single_path_losses_after_prefix": _means(sums[1].sum(1), counts[1].sum()),
+            "ensemble_loss_after_prefix": float(-later / counts[1].sum()),
+        }
+    return float(sums[0].trace() / counts[0].sum()), found
 
-    mean: float
-    targets: int
+
+def _log_weights(router: Router, batch: dict[str, Any]) -> torch.Tensor:
+    """Return the logarithms of the router's weights of the paths for each row, (rows, paths)."""
+    return torch.from_numpy(router.scores(batch["input_ids"].numpy())).log_softmax(1).float()
 
 
-def _mean_of(losses: Sequence[_Loss]) -> float:
-    targets = sum(one.targets for one in losses)
-    return sum(one.mean * one.targets for one in losses if one.targets) / targets if targets else math.nan
+def _means(sums: torch.Tensor, counts: torch.Tensor) -> list[float | None]:
+    """Return means, and None for those over nothing."""
+    return [mean if math.isfinite(mean) else None for mean in (sums / counts).tolist()]
 
 
 def _run_tasks(tasks: LoadedTasks, saved: SavedRun, model: WholeModel) -> Scores:
@@ -261,10 +307,6 @@ def _table(result: Evaluation) -> str:
         else f"{result.sequences:,} images"
     )
     rows = {"checkpoint": result.checkpoint, "held out": f"{samples} of {result.data}", "loss": f"{result.loss:.6f}"}
-    if result.path_losses is not None:
-        rows["by path"] = ", ".join("no samples" if loss is None else f"{loss:.6f}" for loss in result.path_losses)
-    if result.loss_after_prefix is not None:
-        rows["after prefix"] = f"{result.loss_after_prefix:.6f}"
     if result.perplexity is not None:
         rows["perplexity"] = f"{result.perplexity:.4f}"
     if result.accuracy is not None:
@@ -274,4 +316,29 @@ def _table(result: Evaluation) -> str:
     for task, measures in (result.tasks or {}).items():
         scores = (f"{name} {value:.4g}" for name, value in measures.items() if value is not None)
         rows[task] = ", ".join(scores)
-    return "\n".join(f"{name:<12} {text}" for name, text in rows.items())
+    lines = [f"{name:<12} {text}" for name, text in rows.items()]
+    return "\n".join([*lines, *_path_table(result)])
+
+
+def _path_table(result: Evaluation) -> list[str]:
+    """The lines with the losses of each path, and of all paths together."""
+    if result.cluster_losses is None or result.single_path_losses is None:
+        return []
+    count, rest = len(result.cluster_losses), result.single_path_losses_after_prefix
+    table = Table(
+        [*(f"cluster {cluster}" for cluster in range(count)), "all", *(["after prefix"] if rest is not None else [])],
+        [
+            Row("loss of"),
+            *(
+                plain_row(f"path {path}", [*losses, alone, *([] if rest is None else [rest[path]])], ".4f")
+                for path, (losses, alone) in enumerate(
+                    zip(result.cluster_losses, result.single_path_losses, strict=True)
+                )
+            ),
+            plain_row("each by its path", [*(result.path_losses or []), result.loss, result.loss_after_prefix], ".4f"),
+            plain_row(
+                "all, by the router's weights", [*[None] * (count + 1), result.ensemble_loss_after_prefix], ".4f"
+            ),
+        ],
+    )
+    return ["", *table.text().splitlines()]

@@ -154,8 +154,8 @@ def _print_clusters(found: dict[str, Any], options: PrepareOptions) -> None:
         print(f"{number:<7} {train:>11,} {held_out:>9,} {loss:>13.3f}  {shown}")
     gain = found["loss_of_one"] - found["loss"]
     print(
-        f"router     {options.clusters} models: {found['loss']:.3f} nats a token of held-out prefixes, {gain:.3f} less "
-        "than one model for all"
+        f"router     {options.clusters} models: {found['loss']:.3f} nats a token of held-out prefixes, {abs(gain):.3f} "
+        f"{'less' if gain >= 0 else 'more'} than one model for all"
     )
 
 

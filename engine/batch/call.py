@@ -164,6 +164,17 @@ def loss_of(output: Any) -> torch.Tensor:
     return loss.reshape(())
 
 
+def logits_of(output: Any) -> torch.Tensor:
+    """Return the logits (rows, tokens, vocabulary) of a language model's output without labels."""
+    found = output.get("logits") if isinstance(output, Mapping) else getattr(output, "logits", output)
+    if not isinstance(found, torch.Tensor) or found.dim() != 3:
+        raise ModelError(
+            f"without labels, the model returned a {type(output).__name__} that has no logits of shape (rows, tokens, "
+            "vocabulary), which a causal language model has"
+        )
+    return found
+
+
 def target_count(module: nn.Module, batch: Any) -> int:
     """Return the number of targets in a batch, which is the weight of its mean loss. See
     :func:`count_targets`.

@@ -221,27 +221,9 @@ def evaluation_batches(
     ``limit`` is the largest number of batches per data rank. Raises DataError if the data set has
     less than one batch per data rank.
     """
-    if limit is not None and limit < 1:
-        raise ValueError(f"limit must be at least 1 batch, it is {limit}")
-    samples, global_batch = _length(dataset), data_ranks * micro_batch_size
-    batches = samples // global_batch
-    if batches < 1:
-        raise DataError(
-            f"the evaluation data has {samples} samples: {data_ranks} data ranks with micro-batch {micro_batch_size}"
-            f" need at least {global_batch}: hold out more data, or use a shorter sequence or a smaller micro-batch"
-        )
-    if not drop_last and batches < (limit or samples):
-        batches, total = -(-samples // global_batch), samples
-    else:
-        batches = min(batches, limit or batches)
-        total = batches * global_batch
-    first_rows = [(batch * data_ranks + data_rank) * micro_batch_size for batch in range(batches)]
-    ends = [min(row + micro_batch_size, total) for row in first_rows]
-    indices = [
-        [row * samples // total for row in range(first, end)]
-        for first, end in zip(first_rows, ends, strict=True)
-        if first < end
-    ]
+    rows = evaluation_rows(_length(dataset), data_ranks * micro_batch_size, limit, drop_last=drop_last)
+    starts = range(data_rank * micro_batch_size, len(rows), data_ranks * micro_batch_size)
+    indices = [rows[start : start + micro_batch_size] for start in starts]
     return DataLoader(
         dataset,
         batch_sampler=indices,
@@ -249,6 +231,22 @@ def evaluation_batches(
         num_workers=num_workers,
         generator=torch.Generator(),
     )
+
+
+def evaluation_rows(samples: int, global_batch: int, limit: int | None = None, *, drop_last: bool = True) -> list[int]:
+    """Return the samples that :func:`evaluation_batches` reads, over all data ranks."""
+    if limit is not None and limit < 1:
+        raise ValueError(f"limit must be at least 1 batch, it is {limit}")
+    batches = samples // global_batch
+    if batches < 1:
+        raise DataError(
+            f"the evaluation data has {samples} samples, and all data ranks together need at least {global_batch}: "
+            "hold out more data, or use a shorter sequence or a smaller micro-batch"
+        )
+    total = min(batches, limit or batches) * global_batch
+    if not drop_last and batches < (limit or samples):
+        total = samples
+    return [row * samples // total for row in range(total)]
 
 
 class _SeededReads(Dataset[Any]):

@@ -110,7 +110,7 @@ class GridRun:
             inner[last] = deepcopy(value)
         training = config.setdefault("training", {})
         every = training.get("steps", 0) // (self.grid.early_stopping or 1)
-        training |= {"seed": self.seed, "evaluate_every": every, "save_every": 0}
+        training |= {"save_every": 0} | training | {"seed": self.seed, "evaluate_every": every}
         config.setdefault("steps_per_print", 10**6)
         if data is not None:
             config.setdefault("data", {})["path"] = str(data)

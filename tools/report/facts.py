@@ -37,6 +37,8 @@ class Facts:
     - ``peak_process``: the peak bytes of the process, less its bytes before the model existed.
     - ``sent`` and ``sent_by_kind``: the bytes that the busiest rank sends per step.
     - ``tasks``: scores of lm-evaluation-harness.
+    - ``path_losses``: with several paths, the loss of each on the samples that are dealt to it.
+    - ``single_path_losses``: the loss of each path on all samples.
     """
 
     name: str
@@ -55,6 +57,7 @@ class Facts:
     loss_after: float | None
     accuracy_after: float | None
     subnetworks_after: float | None
+    after_prefix: float | None  # of the tokens that the router of several paths does not read
     tokens_per_second: float | None
     step_seconds: float | None
     state: dict[str, Spread] = field(default_factory=dict)
@@ -74,6 +77,8 @@ class Facts:
     masking: str | None = None  # the steps of each phase, with a schedule of maskings
     phase_seconds: dict[str, float] = field(default_factory=dict)  # of a step with each masking of a schedule
     tasks: dict[str, float | None] = field(default_factory=dict)  # "task, measure" → the newest score
+    path_losses: list[float | None] = field(default_factory=list)
+    single_path_losses: list[float | None] = field(default_factory=list)
 
     @property
     def sent_per_second(self) -> float | None:
@@ -133,6 +138,7 @@ def facts_of(run: Run) -> Facts:
     busiest = max(ranks, key=lambda rank: _total(rank, "comm_bytes_per_step"), default={})
     dense_state: dict[str, float] = dict(summary.get("dense_state_bytes") or {})
     before, after = _evaluations(run)
+    of_groups, paths = after.get("subnetwork_losses") or [], _paths(run)
     return Facts(
         name=run.name,
         path=str(run.path),
@@ -149,7 +155,8 @@ def facts_of(run: Run) -> Facts:
         loss_before=before.get("loss"),
         loss_after=after.get("loss"),
         accuracy_after=after.get("accuracy"),
-        subnetworks_after=_mean(after.get("subnetwork_losses") or []),
+        subnetworks_after=_mean(of_groups) if paths == 1 else None,
+        after_prefix=after.get("loss_after_prefix"),
         tokens_per_second=summary.get("tokens_per_second") or _median(settled, "tokens_per_second"),
         step_seconds=_median(settled, "step_seconds"),
         state=_measured_state(ranks),
@@ -169,6 +176,8 @@ def facts_of(run: Run) -> Facts:
         masking=describe_phases(phases_of(run.metrics)),
         phase_seconds=_phase_seconds(settled),
         tasks=_tasks(run),
+        path_losses=[_mean(of_groups[path::paths]) for path in range(paths)] if paths > 1 else [],
+        single_path_losses=after.get("single_path_losses") or [],
     )
 
 
@@ -203,6 +212,10 @@ def _layout(run: Run) -> str:
         f"{axis} {degree}" for axis, degree in degrees.items() if degree and (degree > 1 or axis != "tp")
     )
     return f"{sizes}, {layout['paths']} paths" if layout.get("paths", 1) > 1 else sizes
+
+
+def _paths(run: Run) -> int:
+    return (_section(run, "sdp").get("paths") or {}).get("count", 1)
 
 
 def _capacity(run: Run) -> float | None:

@@ -94,11 +94,24 @@ def _learning(runs: Sequence[Facts], dense: Baseline) -> list[Row]:
     # Losses can be compared only after the same number of tokens.
     comparable = dense.run is not None and all(run.tokens == dense.run.tokens for run in runs)
     base_loss = dense.run.loss_after if dense.run is not None and comparable else None
+    whole = [None if run.path_losses else run for run in runs]
+    routed = [run if run.path_losses else None for run in runs]
     return [
         Row("held-out loss"),
-        plain_row("full model, before", [run.loss_before for run in runs], ".4f"),
-        plain_row("full model, after", [run.loss_after for run in runs], ".4f", base_loss, difference=True),
+        *(
+            plain_row(
+                f"{name}, {when}",
+                [run and getattr(run, f"loss_{when}") for run in chosen],
+                ".4f",
+                base_loss if when == "after" else None,
+                difference=True,
+            )
+            for name, chosen in (("full model", whole), ("routed", routed))
+            for when in ("before", "after")
+        ),
+        plain_row("routed, after, without prefixes", [run.after_prefix for run in runs], ".4f"),
         plain_row("mean of subnetworks, after", [run.subnetworks_after for run in runs], ".4f"),
+        *_paths(runs),
         plain_row("full model's accuracy", [run.accuracy_after for run in runs], ".2%"),
         *_tasks(runs),
         Row("speed"),
@@ -109,6 +122,18 @@ def _learning(runs: Sequence[Facts], dense: Baseline) -> list[Row]:
             for masking in ("forward", "backward")
         ),
     ]
+
+
+def _paths(runs: Sequence[Facts]) -> list[Row]:
+    rows = list[Row]()
+    for path in range(max((len(run.path_losses) for run in runs), default=0)):
+        for what, losses in (
+            ("its samples", [run.path_losses for run in runs]),
+            ("all samples", [run.single_path_losses for run in runs]),
+        ):
+            known = [mine[path] if path < len(mine) else None for mine in losses]
+            rows.append(plain_row(f"path {path} on {what}, after", known, ".4f"))
+    return rows
 
 
 def _tasks(runs: Sequence[Facts]) -> list[Row]:

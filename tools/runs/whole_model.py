@@ -9,9 +9,10 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import nn
 
-from ...engine.batch.call import call_model, loss_of, to_device
+from ...engine.batch.call import call_model, logits_of, loss_of, to_device
 from ...engine.checkpoint.load import load
 from ...engine.checkpoint.state import weights_of
 from ...engine.construct import values_to_give
@@ -65,6 +66,17 @@ class WholeModel:
                 total += loss_of(call_model(self.module, to_device(batch, self.device))).item() * count
                 weight += count
         return total / weight if weight else math.nan
+
+    @torch.no_grad()
+    def target_losses(self, batch: dict[str, Any]) -> torch.Tensor:
+        """Return the loss of each target of a language model, (rows, tokens − 1), on the CPU.
+
+        The losses of tokens whose label does not count are 0.
+        """
+        inputs = {name: value for name, value in batch.items() if name != "labels"}
+        logits = logits_of(call_model(self.module, to_device(inputs, self.device)))[:, :-1].float()
+        targets = batch["labels"][:, 1:].to(self.device)
+        return F.cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction="none").view_as(targets).cpu()
 
 
 @contextmanager

@@ -5,7 +5,7 @@ The harness runs on rank 0 only. The other ranks wait for the tokens that it ask
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, TypeVar
 
@@ -13,8 +13,8 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from ...engine.batch.call import logits_of
 from ...engine.engine import SDPEngine
-from ...engine.errors import ModelError
 from ...engine.model_interface import get_config
 
 T = TypeVar("T")
@@ -157,7 +157,7 @@ class Scorer:
         def read(module: nn.Module, args: Any, kwargs: dict[str, Any], output: Any) -> torch.Tensor:
             index = len(found)  # batches finish in their order
             assert torch.equal(kwargs["input_ids"].cpu(), inputs[index]["input_ids"])
-            found.append([_score_row(_logits(output)[row], request) for row, request in enumerate(batches[index])])
+            found.append([_score_row(logits_of(output)[row], request) for row, request in enumerate(batches[index])])
             return torch.zeros((), device=self._model.device)  # in place of a loss
 
         handle = self._model.module.register_forward_hook(read, with_kwargs=True)
@@ -206,19 +206,6 @@ class Scorer:
         tensor = tensor.to(self._model.device)
         dist.broadcast(tensor, src=0)
         return tensor.cpu()
-
-
-def _logits(output: Any) -> torch.Tensor:
-    """Return the logits (rows, tokens, vocabulary) of a model's output."""
-    if isinstance(output, Mapping) and "logits" in output:
-        return output["logits"]
-    found = getattr(output, "logits", output)
-    if not isinstance(found, torch.Tensor) or found.dim() != 3:
-        raise ModelError(
-            f"evaluate_tasks: without labels the model returned a {type(output).__name__} that has no logits of shape "
-            "(rows, tokens, vocabulary); tasks need a causal language model"
-        )
-    return found
 
 
 def _score_row(logits: torch.Tensor, request: Request) -> Score:

@@ -27,9 +27,9 @@ class Progress(Observer):
     connection, nothing is shown any more, and the run goes on.
     """
 
-    def __init__(self, steps_per_print: int, counted: str = "tokens"):
-        """``counted``: what the speed counts."""
-        self._every, self._counted = steps_per_print, counted
+    def __init__(self, steps_per_print: int, counted: str = "tokens", evaluated: str = "full model"):
+        """``counted``: what the speed counts. ``evaluated``: what the held-out loss belongs to."""
+        self._every, self._counted, self._evaluated = steps_per_print, counted, evaluated
         self._stream: TextIO | None = sys.stderr
         self._steps = self._shown = 0
         self._bar: Any = None
@@ -67,7 +67,7 @@ class Progress(Observer):
         accuracy = f", accuracy {line['accuracy']:.2%}" if "accuracy" in line else ""
         losses = line["subnetwork_losses"]
         self._print(
-            f"step {line['step']}: held-out loss {line['loss']:.4f}{accuracy} (full model),"
+            f"step {line['step']}: held-out loss {line['loss']:.4f}{accuracy} ({self._evaluated}),"
             f" {sum(losses) / len(losses):.4f} (mean of the groups' own subnetworks)"
         )
         for task, measures in line.get("tasks", {}).items():

@@ -152,7 +152,8 @@ def run(options: TrainOptions, on_stall: Callable[[str], None]) -> int:
             observers.append(StepProfiler(*profiled, dump_dir / "profile", engine.device, records=rank == 0))
         if monitors is not None:
             counted = "tokens" if config.data.name is None else "images"
-            observers += [monitors, Progress(config.steps_per_print, counted)]
+            evaluated = "full model" if engine.layout.paths == 1 else "routed"
+            observers += [monitors, Progress(config.steps_per_print, counted, evaluated)]
         trainer = Trainer(
             config, engine, corpus, dump_dir, baseline=baseline, beat=beat, files=files, observers=observers,
             tasks=tasks,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -12,6 +13,8 @@ import sdp
 import torch
 from safetensors.torch import load_file
 from sdp.data.clusters import load_router, make_clusters
+from sdp.data.shards import TokenDataset
+from sdp.engine.batch.loader import evaluation_rows
 from sdp.engine.errors import ConfigError, DataError
 from sdp.tests.support.small_runs import read_losses, run_sdp, write_config
 from sdp.tools.cli import main
@@ -69,6 +72,10 @@ def test_paths_from_a_run_to_a_branch(
         exported.generate(prompt, path=2)
     with pytest.raises(ConfigError, match="has no path-0"):
         sdp.load_paths(tmp_path)
+    check_losses(evaluated, exported, TokenDataset(tmp_path / "corpus", "held_out", 32))
+    assert main(["evaluate", str(run)]) == 0
+    last_line = capsys.readouterr().out.splitlines()[-1]
+    assert last_line.split() == f"all, by the router's weights {evaluated['ensemble_loss_after_prefix']:.4f}".split()
     shutil.rmtree(out / "router")
     with pytest.raises(ConfigError, match="has no router"):
         sdp.load_paths(out).generate(prompt)
@@ -79,6 +86,32 @@ def test_paths_from_a_run_to_a_branch(
     starts = [json.loads(line)["subnetwork_losses"] for line in (branch / "evaluations.jsonl").read_text().splitlines()]
     ends = [json.loads(line)["subnetwork_losses"] for line in (run / "evaluations.jsonl").read_text().splitlines()]
     assert starts[0][1] == pytest.approx(ends[-1][1], rel=1e-5), "the path goes on from where it was"
+
+
+def check_losses(evaluated: dict[str, Any], exported: sdp.tools.runs.paths.Paths, held_out: TokenDataset) -> None:
+    """Compare what ``sdp evaluate`` found with the exported models of transformers."""
+    rows = evaluation_rows(len(held_out), evaluated["sequences"])  # an incomplete micro-batch is left out
+    tokens = torch.stack([held_out[row]["input_ids"] for row in rows])
+    router = exported.router
+    assert router is not None
+    scores = torch.from_numpy(router.log_likelihoods(tokens.numpy()) + router.biases)
+    paths, weights = scores.argmax(1), scores.softmax(1)
+    with torch.no_grad():
+        likely = torch.stack(
+            [exported.model(path)(tokens).logits[:, :-1].double().log_softmax(-1) for path in range(2)]
+        )
+    of_targets = likely.gather(-1, tokens[None, :, 1:, None].expand(2, -1, -1, -1))[..., 0]
+    rest = of_targets[:, :, router.prefix - 1 :]
+    for path in range(2):
+        assert evaluated["single_path_losses"][path] == pytest.approx(-of_targets[path].mean().item(), rel=1e-5)
+        wanted = -rest[path].mean().item()
+        assert evaluated["single_path_losses_after_prefix"][path] == pytest.approx(wanted, rel=1e-5)
+        for cluster in range(2):
+            wanted = -of_targets[path][paths == cluster].mean().item()
+            assert evaluated["cluster_losses"][path][cluster] == pytest.approx(wanted, rel=1e-5)
+    together = (weights.T[..., None] * rest.exp()).sum(0).log().mean().item()
+    assert evaluated["ensemble_loss_after_prefix"] == pytest.approx(-together, abs=1e-6)
+    assert abs(-together - evaluated["loss_after_prefix"]) > 3e-6, "so the weights of the router matter"
 
 
 def test_paths_are_checked(config: dict, corpus: Path, tmp_path: Path) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from itertools import chain
@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 from torch.utils.data import Dataset, Subset
 
-from ....engine.batch.loader import evaluation_batches
+from ....engine.batch.loader import evaluation_batches, evaluation_rows
 from ....engine.batch.sampler import PathSamples
 from ....engine.distributed.agreement import Ranks
 from ....engine.distributed.heartbeat import Heartbeat
@@ -35,6 +35,23 @@ class Routed(Dataset[dict[str, Any]]):
         self._samples, self._paths = samples, np.empty(len(samples), dtype=np.int64)
         for path, members in enumerate(paths.members):
             self._paths[members] = path
+
+    def by_path(self, rows: Sequence[int], micro: int) -> Subset[dict[str, Any]]:
+        """Return the samples in ``rows`` in another order.
+
+        Each ``micro`` of them have one path, and the paths take turns. The rest of all paths comes
+        last.
+        """
+        members = [[row for row in rows if self._paths[row] == path] for path in range(self._paths.max() + 1)]
+        whole = [len(mine) // micro * micro for mine in members]
+        turns = [
+            mine[start : start + micro]
+            for start in range(0, max(whole), micro)
+            for mine, end in zip(members, whole, strict=True)
+            if start < end
+        ]
+        rest = [mine[end:] for mine, end in zip(members, whole, strict=True)]
+        return Subset(self, list(chain.from_iterable([*turns, *rest])))
 
     def __len__(self) -> int:
         return len(self._paths)
@@ -178,13 +195,16 @@ class Evaluator:
                       for group in range(mesh.sdp)]  # fmt: skip
             return _InTurn([self._batches(samples, limit, drop_last=drop_last, share=pair) for pair in shares])
         rank, ranks = share or (mesh.data_rank(engine.global_rank), mesh.data_ranks)
+        micro, drop_last = engine.train_micro_batch_size_per_gpu(), drop_last or engine.config.data.name is None
+        if isinstance(samples, Routed):
+            samples = samples.by_path(evaluation_rows(len(samples), ranks * micro, limit, drop_last=drop_last), micro)
         return evaluation_batches(
             samples,
-            engine.train_micro_batch_size_per_gpu(),
+            micro,
             data_rank=rank,
             data_ranks=ranks,
             limit=limit,
             collate_fn=self._corpus.collate_held_out,
             num_workers=engine.config.data.num_workers,
-            drop_last=drop_last or engine.config.data.name is None,
+            drop_last=drop_last,
         )

@@ -10,12 +10,16 @@ import shutil
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from sdp.data.clusters import make_clusters
 from sdp.data.prepare import prepare
 from sdp.data.shards import TokenDataset
+from sdp.engine.batch.loader import evaluation_rows
+from sdp.engine.batch.sampler import PathSamples
 from sdp.tests.support.small_runs import STEPS, read_losses, run_sdp, write_config
 from sdp.tools.cli import main
+from sdp.tools.train.loop.evaluator import Routed
 
 PREFIX = 16
 
@@ -65,8 +69,27 @@ def test_paths_read_their_clusters_and_resume_exactly(routed: dict[str, Any], tm
     assert len(last["single_path_losses"]) == len(last["subnetwork_losses"]) == 2
     assert min(last["single_path_losses"]) > last["loss"]  # the two kinds have nothing in common
     assert last["loss_after_prefix"] != last["loss"]
+    assert f"step {last['step']}: held-out loss {last['loss']:.4f} (routed)" in finished.stderr
     report = run_sdp("report", tmp_path / "whole")
     assert report.returncode == 0, report.stderr
+    shown = {"  routed, after  ": last["loss"], "  routed, after, without prefixes ": last["loss_after_prefix"]}
+    for path in range(2):
+        shown[f"  path {path} on its samples, after "] = last["subnetwork_losses"][path]
+        shown[f"  path {path} on all samples, after "] = last["single_path_losses"][path]
+    for label, loss in shown.items():
+        line = next(line for line in report.stdout.splitlines() if line.startswith(label))
+        assert line.split()[-1] == f"{loss:.4f}"
+    assert "full model" not in report.stdout
+
+
+def test_held_out_samples_are_read_by_path_and_paths_take_turns() -> None:
+    members = [np.array([0, 3, 4, 9]), np.array([1, 2]), np.array([5, 6, 7, 8, 10])]
+    samples = Routed([{} for _ in range(11)], PathSamples(members, 3))
+    rows = evaluation_rows(11, 2, drop_last=False)
+    order = samples.by_path(rows, 2)
+    assert order.indices == [0, 3, 1, 2, 5, 6, 4, 9, 7, 8, 10]
+    assert [order[item]["path"] for item in range(11)] == [0, 0, 1, 1, 2, 2, 0, 0, 2, 2, 2]
+    assert samples.by_path([1, 3, 4, 5, 6], 2).indices == [3, 4, 5, 6, 1]
 
 
 def test_another_router_is_refused(
