@@ -3,17 +3,17 @@
 import dataclasses
 import os
 import stat
-import subprocess
 import sys
 import types
 from pathlib import Path
 
 import pytest
-import sdp
 from sdp.engine.environment import detect as environment
 from sdp.engine.environment.detect import Environment, detect, expand_counts, expand_hosts, local_environment
 from sdp.engine.environment.process import search_path_settings, thread_settings, usable_cores
 from sdp.engine.errors import LaunchError
+from sdp.tests.support.forks.command import ForkedScript
+from sdp.tests.support.processes import until
 
 TORCHRUN = {
     "RANK": "5", "WORLD_SIZE": "8", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "4", "GROUP_RANK": "1",
@@ -290,19 +290,16 @@ def test_a_lone_process_can_start_ranks_of_its_own() -> None:
         assert found.is_alone == alone
 
 
-def test_a_rank_without_peers_says_what_it_waits_for() -> None:
-    code = (
+def test_a_rank_without_peers_says_what_it_waits_for(tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(
         "from sdp.engine.environment import process; process.SILENT_SECONDS = 0.5\n"
         "from sdp.engine.distributed.join import init_distributed; init_distributed()"
     )
-    environ = dict(os.environ, PYTHONPATH=str(Path(sdp.__path__[0]).parent))
-    port = str(environment.free_port())
-    environ |= {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
-    with subprocess.Popen(
-        [sys.executable, "-P", "-c", code], env=environ, stderr=subprocess.PIPE, text=True
-    ) as waiting:
-        assert waiting.stderr is not None
-        line = waiting.stderr.readline()
-        waiting.kill()
+    place = {"RANK": 0, "WORLD_SIZE": 2, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": environment.free_port()}
+    waiting = ForkedScript(script, environment=place)
+    until(lambda: "\n" in waiting.printed(), seconds=60)
+    waiting.kill()
+    line = waiting.printed()
     assert line.startswith("rank 0 of 2 (RANK of torchrun) waits at 127.0.0.1:")
     assert "unset RANK, WORLD_SIZE, LOCAL_RANK; in each of several pods, start torchrun" in line

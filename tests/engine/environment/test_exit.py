@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 import sdp
 from sdp.engine.environment import process
+from sdp.tests.support.forks.command import ForkedScript
 
 ENDING = """
 import threading
@@ -54,16 +55,18 @@ def test_it_is_waited_once_and_not_where_the_process_leaves_at_once(how: str, pr
     assert _printed(ONCE, how) == printed
 
 
-def test_a_script_that_initialises_waits() -> None:
-    script = """
+def test_a_script_that_initialises_waits(tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    script.write_text("""
 import torch, sdp
 from sdp.engine.environment import process as leaving
 leaving.wait_for_threads = lambda: print("waited")
 sdp.initialize(model=torch.nn.Sequential(torch.nn.Linear(2, 2)), config={
     "train_micro_batch_size_per_gpu": 1, "sdp": {"units": ["0"]},
     "optimizer": {"type": "SGD", "params": {"lr": 0.1}}})
-"""
-    assert _printed(script) == "waited\n"
+""")
+    code, printed = ForkedScript(script).end()
+    assert (code, printed.count("waited"), printed.splitlines()[-1]) == (0, 1, "waited")
 
 
 # -- a wait for the lock of a compiler, which a killed process may have left, is told --------------

@@ -1,8 +1,5 @@
 """``training.compile``: equal blocks are compiled once, and what they compute stays the same."""
 
-import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +9,7 @@ import torch
 import torch.distributed as dist
 from sdp.tests.support import models
 from sdp.tests.support.cases import Case, full_gradients, one_step
+from sdp.tests.support.forks.command import ForkedScript
 from sdp.tests.support.ranks import RankPool
 from torch._dynamo.utils import counters
 from torch._inductor import config as inductor
@@ -98,19 +96,15 @@ def test_a_schedule_of_maskings_compiles_again(ranks: RankPool, neurons: int) ->
 
 
 def test_without_a_compiler_it_is_one_line(tmp_path: Path) -> None:
-    program = (
-        "import sdp, sys, torch; from sdp.engine.subnetwork.execution import compile_units\n"
+    script = tmp_path / "script.py"
+    script.write_text(
+        "import sdp, torch; from torch._inductor import config as inductor\n"
+        "from sdp.engine.subnetwork.execution import compile_units\n"
+        "inductor.cpp.cxx = ('no-such-compiler',)  # as CXX has it, which torch has read\n"
         "try: compile_units(torch.nn.Sequential(), [], torch.device('cpu'))\n"
         "except sdp.engine.errors.ConfigError as error: print(error)"
     )
-    environment = os.environ | {
-        "CXX": str(tmp_path / "no-such-compiler"),
-        "TORCHINDUCTOR_CACHE_DIR": str(tmp_path / "cache"),
-    }
-    finished = subprocess.run(
-        [sys.executable, "-P", "-c", program], env=environment, capture_output=True, text=True, timeout=200
-    )
-    assert finished.returncode == 0, finished.stderr
-    assert finished.stdout.count("\n") == 1, finished.stdout
-    assert "training.compile: torch.compile does not work here for cpu (" in finished.stdout
-    assert "it needs a C++ compiler (CXX): install it, or use false" in finished.stdout
+    code, printed = ForkedScript(script, environment={"TORCHINDUCTOR_CACHE_DIR": tmp_path / "cache"}).end()
+    assert (code, printed.count("\n")) == (0, 1), printed
+    assert "training.compile: torch.compile does not work here for cpu (" in printed
+    assert "it needs a C++ compiler (CXX): install it, or use false" in printed

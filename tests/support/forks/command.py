@@ -1,4 +1,4 @@
-"""``sdp`` in processes that are forked from a server that has imported torch.
+"""``sdp``, and scripts, in processes that are forked from a server that has imported torch.
 
 The imports of a rank take 2.4 processor seconds, a small run 0.2. A forked command and its ranks
 are processes of their own, with their own environment, files, signals and exit codes. What they
@@ -8,6 +8,7 @@ lack is the start of an interpreter. Tests of that start use :mod:`subprocess` i
 from __future__ import annotations
 
 import array
+import atexit
 import contextlib
 import ctypes
 import fcntl
@@ -16,12 +17,15 @@ import multiprocessing
 import os
 import pickle
 import resource
+import runpy
 import signal
 import socket
 import subprocess
 import sys
 import tempfile
+import threading
 import time
+import traceback
 from collections.abc import Callable, Mapping, Sequence
 from multiprocessing import reduction, resource_tracker
 from pathlib import Path
@@ -103,6 +107,60 @@ def run_forked(*words: object, timeout: float = 300.0) -> subprocess.CompletedPr
         for file in (output, errors):
             file.seek(0)
         return subprocess.CompletedProcess(command.args, code, output.read(), errors.read())
+
+
+class ForkedScript:
+    """A script that has torch already, with the part of :class:`subprocess.Popen` that tests need.
+
+    Its end is that of an interpreter: an error prints its traceback, threads are awaited, and the
+    handlers that the script registered are called.
+
+    Args:
+        path: the script's file.
+        *words: its arguments.
+        environment: variables in addition to those of this process.
+    """
+
+    def __init__(self, path: Path, *words: object, environment: Mapping[str, object] = MappingProxyType({})):
+        self._output = os.memfd_create("output")
+        variables = dict(os.environ) | {name: str(value) for name, value in environment.items()}
+        arguments = ([str(path), *map(str, words)], variables, str(Path.cwd()), _OpenFile(self._output))
+        self._process = fork_context().Process(target=_run_script, args=arguments, daemon=True)
+        self._process.start()
+
+    def kill(self) -> None:
+        self._process.kill()
+
+    def printed(self) -> str:
+        """Return what the script printed until now, on either stream."""
+        return os.pread(self._output, os.fstat(self._output).st_size, 0).decode()
+
+    def end(self, timeout: float = 120.0) -> tuple[int, str]:
+        """Wait for the script; return its exit code, and what it printed."""
+        self._process.join(timeout)
+        self._process.kill()
+        self._process.join()
+        return self._process.exitcode, self.printed()
+
+
+def _run_script(words: list[str], environ: dict[str, str], folder: str, output: _OpenFile) -> NoReturn:
+    _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    os.chdir(folder)
+    null = os.open(os.devnull, os.O_RDONLY)
+    _become(words, environ, {0: null, 1: output.descriptor, 2: output.descriptor}, keep=null)
+    atexit._clear()  # what the server registered
+    code = 0
+    try:
+        runpy.run_path(words[0], run_name="__main__")
+    except SystemExit as end:
+        code = int(end.code or 0)
+    except BaseException:
+        traceback.print_exc()
+        code = 1
+    threading._shutdown()
+    atexit._run_exitfuncs()
+    sys.stdout.flush()
+    os._exit(code)
 
 
 class _OpenFile:
