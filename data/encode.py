@@ -86,6 +86,7 @@ def threshold_of(documents: Iterable[Document], held_out: float) -> float:
             lowest, highest = min(lowest, position), max(highest, position)
             if lowest < held_out <= highest:
                 return held_out
+        del document  # free its memory before the next one is read
     if lowest >= highest:  # one document, or only equal ones
         return held_out
     return math.nextafter(lowest, 1) if lowest >= held_out else highest

@@ -78,8 +78,9 @@ def prepare(
 
     An output that already has the same corpus with the same settings stays as it is. After an
     error, nothing that this call wrote is left. At most three times the longest document is in
-    memory (five times in .parquet), plus a constant. This does not hold if a Hugging Face tokenizer
-    cannot cut a document.
+    memory, plus a constant. In .parquet it is the largest page, which has at least a document. This
+    does not hold if a Hugging Face tokenizer cannot cut a document, and a text with characters
+    beyond U+FFFF needs four bytes for each.
 
     Args:
         inputs: Files, folders and glob patterns, of the kinds in ``SUFFIXES``. None means Python's

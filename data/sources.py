@@ -1,15 +1,17 @@
 """Documents from text, JSON lines (plain, .gz, .zst), .csv, .parquet and .arrow files.
 
 Errors name the file and the line or row. At most about two copies of a document are in memory while
-it is read, and one when it is handed out.
+it is read (three of a page of .parquet), and one when it is handed out (two of .parquet).
 """
 
 from __future__ import annotations
 
 import csv
+import functools
 import glob
 import gzip
 import io
+import itertools
 import json
 import os
 import zlib
@@ -22,6 +24,7 @@ from typing import Any
 import numpy as np
 import zstandard
 
+from ..engine.environment.detect import exported
 from ..engine.errors import DataError, quote, shorten
 from .shared.files import HASHING_THREADS, sha256_of, special_kind
 
@@ -42,6 +45,7 @@ _READ_BYTES = 2**17
 _ZSTANDARD_BYTES = 2**7
 _PARQUET_BATCH_BYTES = 2**26
 _PARQUET_BATCH_ROWS = 1024
+_FREES_AT_ONCE = {"ARROW_DEFAULT_MEMORY_POOL": "system"}  # other allocators keep what was freed for a while
 
 
 @dataclass(frozen=True)
@@ -373,16 +377,40 @@ def _read_csv(path: Path, column: str, limit: int) -> Iterator[Document]:
 
 
 def _read_parquet(path: Path, column: str, limit: int) -> Iterator[Document]:
-    import pyarrow  # here, because loading it takes longer than preparing a small corpus without it
-    import pyarrow.parquet
+    with exported(_FREES_AT_ONCE):  # here, because loading takes longer than preparing a small corpus without it
+        import pyarrow
+        import pyarrow.parquet
 
     try:
-        file = pyarrow.parquet.ParquetFile(path, pre_buffer=False, buffer_size=_READ_BYTES)  # less memory
-        _check_column(path, file.schema_arrow, column)
-        batches = file.iter_batches(_rows_per_batch(file.metadata, column), columns=[column])
-        yield from _texts(path, batches, path.stat().st_size / max(file.metadata.num_rows, 1), limit)
+        # Without buffers that are read ahead, a page is in memory at most twice beside the texts.
+        with pyarrow.parquet.ParquetFile(path, pre_buffer=False, buffer_size=_READ_BYTES) as file:
+            _check_column(path, file.schema_arrow, column)
+            yield from _texts(path, _parquet_arrays(file, column), limit, file.metadata.num_rows)
     except (pyarrow.ArrowException, UnicodeDecodeError) as error:
         raise DataError(f"{path}: not a readable Parquet file ({error}); fetch the file again") from error
+
+
+def _parquet_arrays(file: Any, column: str) -> Iterator[Any]:
+    """Read a column in arrays that stay small even if one text fills a row group."""
+    import pyarrow
+
+    for index in range(file.num_row_groups):
+        group = file.metadata.row_group(index)
+        chunks = map(group.column, range(group.num_columns))
+        size = sum(chunk.total_uncompressed_size for chunk in chunks if chunk.path_in_schema == column)
+        rows = max(1, min(_PARQUET_BATCH_ROWS, _PARQUET_BATCH_BYTES // max(size, 1)))
+        read = functools.partial(file.iter_batches, rows, row_groups=[index], columns=[column], use_threads=False)
+        batches, done = read(), 0
+        while (batch := next(batches, None)) is not None:
+            array = batch.column(0).cast(pyarrow.large_string())
+            del batch
+            done += len(array)
+            if rows == 1 and 4 * array.nbytes > size:
+                # The reader keeps the page or dictionary that has this text. So it is closed
+                # before the text is copied, and the rows after it are read by another one.
+                batches = itertools.islice(read(), done, None) if done < group.num_rows else iter(())
+            yield array
+            del array  # else it would stay in memory while the next one is read
 
 
 def _read_arrow(path: Path, column: str, limit: int) -> Iterator[Document]:
@@ -392,8 +420,8 @@ def _read_arrow(path: Path, column: str, limit: int) -> Iterator[Document]:
     try:
         with pyarrow.memory_map(str(path)) as mapped, pyarrow.ipc.open_stream(mapped) as stream:
             _check_column(path, stream.schema, column)
-            batches = (batch.select([column]) for batch in stream)
-            yield from _texts(path, batches, None, limit)
+            arrays = (batch.column(column).cast(pyarrow.large_string()) for batch in stream)
+            yield from _texts(path, arrays, limit)
     except (pyarrow.ArrowException, UnicodeDecodeError) as error:
         raise DataError(f"{path}: not a readable Arrow stream ({error}); fetch the file again") from error
 
@@ -412,29 +440,22 @@ def _check_column(path: Path, schema: Any, column: str) -> None:
         raise DataError(f"{path}: column {quote(column)} must hold strings, it holds {kind}")
 
 
-def _texts(path: Path, batches: Any, bytes_per_row: float | None, limit: int) -> Iterator[Document]:
-    """Read the only column of each batch. Without ``bytes_per_row``, a row has its text's."""
+def _texts(path: Path, arrays: Iterator[Any], limit: int, rows: int | None = None) -> Iterator[Document]:
+    """Read arrays of large_string. Each of ``rows`` has an equal share of the file's bytes.
+
+    Without ``rows``, a row has the bytes of its text. A text is copied out of arrow's memory once,
+    which ``as_py`` does twice.
+    """
+    bytes_per_row = rows and path.stat().st_size / rows
     row = 0
-    for batch in batches:
-        values = batch.column(0).to_pylist()
-        del batch  # free its memory before its texts are used
-        while values:
-            value, row = values.pop(0), row + 1
-            if value is not None and len(value) > limit:
+    for array in arrays:
+        array = array.fill_null("") if array.null_count else array
+        _, offsets, content = array.buffers()
+        content = memoryview(content or b"")
+        for start, end in itertools.pairwise(np.frombuffer(offsets or b"", np.int64)[array.offset :][: len(array) + 1]):
+            row += 1
+            if end - start > limit:
                 raise _too_long(f"{path}, row {row}", limit)
-            yield Document(value or "", len(value or "") if bytes_per_row is None else _share(bytes_per_row, row))
-            del value
-
-
-def _rows_per_batch(metadata: Any, column: str) -> int:
-    """Choose so few rows that a batch stays small even if one text fills a row group."""
-    largest = 1
-    for index in range(metadata.num_row_groups):
-        group = metadata.row_group(index)
-        chunks = [group.column(position) for position in range(group.num_columns)]
-        largest = max([largest, *(chunk.total_uncompressed_size for chunk in chunks if chunk.path_in_schema == column)])
-    return max(1, min(_PARQUET_BATCH_ROWS, _PARQUET_BATCH_BYTES // largest))
-
-
-def _share(bytes_per_row: float, row: int) -> int:
-    return int(row * bytes_per_row) - int((row - 1) * bytes_per_row)
+            share = int(row * bytes_per_row) - int((row - 1) * bytes_per_row) if bytes_per_row else int(end - start)
+            yield Document(str(content[start:end], "utf-8"), share)
+        del array, offsets, content  # else they would stay in memory while the next ones are read
