@@ -28,14 +28,15 @@ heads, E head size, V vocabulary.
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import torch
 import torch.nn.functional as F
-from einops import repeat
+from einops import rearrange, repeat
 from torch import Tensor, nn
 from torch.autograd import Function
 from torch.autograd.function import once_differentiable
+from torch.nn.attention.varlen import varlen_attn
 
 from ..engine.distributed.collectives import (
     TensorRanks,
@@ -56,6 +57,48 @@ def document_mask(documents: Tensor) -> Tensor:
     tokens = documents.shape[1]
     earlier = torch.ones(tokens, tokens, dtype=torch.bool, device=documents.device).tril()
     return ((documents[:, :, None] == documents[:, None, :]) & earlier)[:, None]
+
+
+class DocumentStarts(NamedTuple):
+    """Where the documents of a batch start, for torch's attention of variable length.
+
+    Attributes:
+        starts: Numbers of the documents' first tokens among all tokens of the batch, and the number
+            of tokens. int32.
+        longest: No document has more tokens.
+    """
+
+    starts: Tensor
+    longest: int
+
+
+Mask = Tensor | DocumentStarts
+
+
+def document_starts(documents: Tensor) -> DocumentStarts:
+    """Find the starts of ``documents`` (B, S), which number the documents one after the other.
+
+    This waits once for the device: the number of documents is the size of a tensor.
+    """
+    first = torch.ones_like(documents, dtype=torch.bool)
+    first[:, 1:] = documents[:, 1:] != documents[:, :-1]
+    starts = first.flatten().nonzero().flatten().to(torch.int32)
+    return DocumentStarts(F.pad(starts, (0, 1), value=documents.numel()), documents.shape[1])
+
+
+def has_kernel_for_documents(hidden: Tensor, head_size: int) -> bool:
+    """Whether torch has its attention of variable length for heads of this size.
+
+    It is flash attention: half precision on CUDA, with heads of up to 256 elements, a multiple of
+    8. Its memory is linear in the sequence. The dense mask takes a byte per pair of tokens.
+    """
+    precision = autocast_precision(hidden) or hidden.dtype
+    if not hidden.is_cuda or head_size % 8:
+        return False
+    head = hidden.new_empty(1, 1, 8, head_size, dtype=precision)
+    return torch.backends.cuda.can_use_flash_attention(
+        torch.backends.cuda.SDPAParams(head, head, head, None, 0.0, True, False)
+    )
 
 
 def attention(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None = None, **options: Any) -> Tensor:
@@ -81,21 +124,30 @@ def attention(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None = N
 
 
 def causal_attention(
-    query: Tensor, key: Tensor, value: Tensor, dropout: float = 0.0, mask: Tensor | None = None
+    query: Tensor, key: Tensor, value: Tensor, dropout: float = 0.0, mask: Mask | None = None
 ) -> Tensor:
     """Compute causal attention of ``query`` (B, H, S, E) over ``key`` and ``value`` (B, K, S, E).
 
     K divides H. ``dropout`` is the probability with which an attention weight is dropped. ``mask``
-    (B, 1, S, S) replaces the causal mask.
+    replaces the causal mask: a tensor (B, 1, S, S), or the starts of documents, which allow no
+    dropout.
     """
-    grouped = query.shape[1] != key.shape[1]
-    if grouped and query.is_cuda and (query.dtype == torch.float32 or mask is not None):
+    if query.numel() == 0:
+        return attention(query, key, value)
+    grouped, documents = query.shape[1] != key.shape[1], isinstance(mask, DocumentStarts)
+    if grouped and (documents or (query.is_cuda and (query.dtype == torch.float32 or mask is not None))):
         # In float32 or with a mask, CUDA has only the memory-efficient kernel, which does not
         # support groups. With groups, torch would fall back to a kernel that materialises S x S
-        # scores.
+        # scores. torch 2.11 has no groups in its attention of variable length.
         share = query.shape[1] // key.shape[1]
         key, value = (repeat(heads, "b k s e -> b (k share) s e", share=share) for heads in (key, value))
         grouped = False
+    if isinstance(mask, DocumentStarts):
+        # Under autocast, the rotation has made float32 of queries and keys.
+        packed = [rearrange(heads.to(value.dtype), "b h s e -> (b s) h e") for heads in (query, key, value)]
+        lengths = (mask.starts, mask.starts, mask.longest, mask.longest)
+        attended = varlen_attn(*packed, *lengths, window_size=(-1, 0))  # each token sees all before it
+        return rearrange(attended, "(b s) h e -> b h s e", b=len(query))  # type: ignore[arg-type]
     return attention(query, key, value, mask, dropout_p=dropout, is_causal=mask is None, enable_gqa=grouped)
 
 
@@ -132,10 +184,13 @@ class LanguageModelHead(nn.Linear):
     ``chunk_tokens`` is the number of tokens whose logits exist at the same time. By default these
     are 64 MiB of float32 logits, but at least as many tokens as the hidden size. Every chunk adds
     to a gradient of (V, D) elements, which for fewer tokens would cost more than their logits.
+
+    ``z_loss`` is the coefficient of :func:`linear_cross_entropy`. It is for training alone.
     """
 
-    def __init__(self, hidden_size: int, vocab_size: int, chunk_tokens: int | None = None) -> None:
+    def __init__(self, hidden_size: int, vocab_size: int, chunk_tokens: int | None = None, z_loss: float = 0.0) -> None:
         super().__init__(hidden_size, vocab_size, bias=False)
+        self.z_loss = z_loss
         self.chunk_tokens = chunk_tokens or max(CHUNK_LOGITS // vocab_size, hidden_size)
         self.tensor_ranks: TensorRanks | None = None
 
@@ -150,12 +205,22 @@ class LanguageModelHead(nn.Linear):
         # Shift the labels, because a shifted copy of the hidden states would be larger.
         targets = F.pad(labels[:, 1:], (0, 1), value=IGNORE_INDEX)
         return linear_cross_entropy(
-            input.flatten(0, 1), self.weight, targets.flatten(), self.chunk_tokens, self.tensor_ranks
+            input.flatten(0, 1),
+            self.weight,
+            targets.flatten(),
+            self.chunk_tokens,
+            self.tensor_ranks,
+            self.z_loss if self.training else 0.0,
         )
 
 
 def linear_cross_entropy(
-    hidden: Tensor, weight: Tensor, targets: Tensor, chunk_tokens: int, ranks: TensorRanks | None = None
+    hidden: Tensor,
+    weight: Tensor,
+    targets: Tensor,
+    chunk_tokens: int,
+    ranks: TensorRanks | None = None,
+    z_loss: float = 0.0,
 ) -> Tensor:
     """Compute ``F.cross_entropy(F.linear(hidden, weight).float(), targets)`` in chunks.
 
@@ -168,6 +233,7 @@ def linear_cross_entropy(
         targets: Token ids (N). Targets of -100 do not count.
         chunk_tokens: Tokens whose logits exist at the same time.
         ranks: The tensor-parallel ranks. The gradient of ``hidden`` is then this rank's part of it.
+        z_loss: What the mean of ``logsumexp(logits) ** 2`` is multiplied with and added.
 
     Returns:
         The mean loss, a float32 scalar. It is NaN if no target counts; the gradients are then zero.
@@ -176,13 +242,15 @@ def linear_cross_entropy(
     if precision is not None:
         # Autocast casts the operands of a linear layer, but not those of a product with out=.
         with torch.autocast(hidden.device.type, enabled=False):
-            return linear_cross_entropy(hidden.to(precision), weight.to(precision), targets, chunk_tokens, ranks)
+            return linear_cross_entropy(
+                hidden.to(precision), weight.to(precision), targets, chunk_tokens, ranks, z_loss
+            )
     local_targets = _own_targets(targets, len(weight), ranks)
     if torch.is_grad_enabled() and (hidden.requires_grad or weight.requires_grad):
-        return _LinearCrossEntropy.apply(hidden, weight, targets, local_targets, chunk_tokens, ranks)  # type: ignore[return-value]
+        return _LinearCrossEntropy.apply(hidden, weight, targets, local_targets, chunk_tokens, ranks, z_loss)  # type: ignore[return-value]
     chunks = _chunks(hidden, targets, local_targets, chunk_tokens)
     return _mean(
-        [_chunk_loss(F.linear(rows, weight), wanted, mine, ranks)[0] for rows, wanted, mine in chunks],
+        [_chunk_loss(F.linear(rows, weight), wanted, mine, ranks, z_loss)[0] for rows, wanted, mine in chunks],
         _count(targets),
         ranks,
     )
@@ -198,6 +266,7 @@ class _LinearCrossEntropy(Function):
         local_targets: Tensor,
         chunk_tokens: int,
         ranks: TensorRanks | None,
+        z_loss: float,
     ) -> Tensor:
         count = _count(targets)
         into_hidden = torch.empty_like(hidden) if ctx.needs_input_grad[0] else None
@@ -205,7 +274,7 @@ class _LinearCrossEntropy(Function):
         into_weight = torch.zeros_like(weight, dtype=torch.float32) if ctx.needs_input_grad[1] else None
         losses, start = [], 0
         for rows, wanted, mine in _chunks(hidden, targets, local_targets, chunk_tokens):
-            loss, into_logits = _chunk_loss(F.linear(rows, weight), wanted, mine, ranks, count)
+            loss, into_logits = _chunk_loss(F.linear(rows, weight), wanted, mine, ranks, z_loss, count)
             losses.append(loss)
             if into_hidden is not None:
                 torch.mm(into_logits, weight, out=into_hidden[start : start + len(rows)])
@@ -221,7 +290,7 @@ class _LinearCrossEntropy(Function):
     @once_differentiable
     def backward(  # pyright: ignore[reportIncompatibleMethodOverride]  # the decorator hides the names
         ctx: Any, *gradients: Tensor
-    ) -> tuple[Tensor | None, Tensor | None, None, None, None, None]:
+    ) -> tuple[Tensor | None, ...]:
         if ctx.gradients is None:
             raise RuntimeError("backward through the loss a second time; call the model again")
         (into_hidden, into_weight), ctx.gradients = ctx.gradients, None
@@ -229,7 +298,7 @@ class _LinearCrossEntropy(Function):
             into_hidden.mul_(gradients[0])
         if into_weight is not None:
             into_weight = into_weight.mul_(gradients[0]).to(ctx.dtype)
-        return into_hidden, into_weight, None, None, None, None
+        return into_hidden, into_weight, None, None, None, None, None
 
 
 def _count(targets: Tensor) -> Tensor:
@@ -255,7 +324,12 @@ def _chunks(hidden: Tensor, targets: Tensor, local_targets: Tensor, tokens: int)
 
 
 def _chunk_loss(
-    logits: Tensor, targets: Tensor, local_targets: Tensor, ranks: TensorRanks | None, count: Tensor | None = None
+    logits: Tensor,
+    targets: Tensor,
+    local_targets: Tensor,
+    ranks: TensorRanks | None,
+    z_loss: float,
+    count: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Compute the float32 loss of ``logits`` (n, V), summed over this rank's
     ``local_targets``.
@@ -267,12 +341,17 @@ def _chunk_loss(
         F.log_softmax(logits, dim=-1, dtype=torch.float32) if ranks is None else log_softmax(logits, ranks)
     )
     loss = F.nll_loss(log_probabilities, local_targets, ignore_index=IGNORE_INDEX, reduction="sum")
+    is_local = local_targets != IGNORE_INDEX
+    of_sums: Tensor | float = 0.0  # the derivative of the z-loss with respect to each row's logsumexp
+    if z_loss:
+        sums = logits.amax(-1).float() - log_probabilities.amax(-1)
+        loss = loss + z_loss * sums.square().masked_fill(~is_local, 0).sum()
+        of_sums = 2 * z_loss * sums[:, None]
     if count is None:
         return loss, logits
-    is_local = local_targets != IGNORE_INDEX
     # If no target counts, the loss is NaN but its gradient is zero, as in torch's cross-entropy.
     scale = torch.where(targets != IGNORE_INDEX, 1 / count, 0.0)[:, None]
-    gradient = log_probabilities.exp_().mul_(scale)
+    gradient = log_probabilities.exp_().mul_(scale * (1 + of_sums))
     gradient.scatter_add_(1, local_targets.masked_fill(~is_local, 0)[:, None], -scale * is_local[:, None])
     return loss, gradient.to(logits.dtype)
 

@@ -10,6 +10,8 @@ head size, V vocabulary.
 
 from __future__ import annotations
 
+import math
+
 import torch
 import torch.nn.functional as F
 from einops import rearrange, repeat
@@ -17,7 +19,15 @@ from torch import Tensor, nn
 
 from ..engine.errors import ConfigError, ModelError
 from ..engine.model_interface import Branch, Column, Constant, Gather, Head, Init, Normal, Row, Style, Vocabulary, Whole
-from .layers import LanguageModelHead, causal_attention, document_mask, drop_rows
+from .layers import (
+    LanguageModelHead,
+    Mask,
+    causal_attention,
+    document_mask,
+    document_starts,
+    drop_rows,
+    has_kernel_for_documents,
+)
 from .sections import LlamaConfig as LlamaConfig  # re-exported
 
 
@@ -33,23 +43,42 @@ class LlamaRMSNorm(nn.Module):
         self.eps = eps
 
     def forward(self, hidden: Tensor) -> Tensor:
-        return F.rms_norm(hidden, self.weight.shape, self.weight, self.eps)
+        return F.rms_norm(hidden, self.weight.shape, self.weight.to(hidden.dtype), self.eps)
 
     def extra_repr(self) -> str:
         return f"{self.weight.shape[0]}, eps={self.eps}"
 
 
-def rotary_table(tokens: int, size: int, theta: float, like: Tensor) -> tuple[Tensor, Tensor]:
+def rotary_frequencies(config: LlamaConfig, device: torch.device) -> tuple[Tensor, float]:
+    """The frequency of each pair of elements (E/2), and the factor of the cosines and sines."""
+    size, theta, scaling = config.head_size, config.rope_theta, config.rope_scaling
+    even = torch.arange(0, size, 2, dtype=torch.float32, device=device)
+    frequencies = 1.0 / theta ** (even / size)
+    if scaling is None:
+        return frequencies, 1.0
+    tokens, (few, many) = scaling.original_max_position_embeddings, scaling.turns
+    if scaling.rope_type == "llama3":
+        kept = ((frequencies * tokens / (2 * math.pi) - few) / (many - few)).clamp(0, 1)
+        factor = 1.0
+    else:
+        # The numbers of the pairs that turn so often.
+        first, last = (size * math.log(tokens / (turns * 2 * math.pi)) / (2 * math.log(theta)) for turns in (many, few))
+        first, last = max(math.floor(first), 0), min(math.ceil(last), size - 1)
+        kept = 1 - ((even / 2 - first) / ((last - first) or 0.001)).clamp(0, 1)
+        factor = scaling.attention_factor or 0.1 * math.log(scaling.factor) + 1
+    return frequencies * (kept + (1 - kept) / scaling.factor), factor
+
+
+def rotary_table(tokens: int, config: LlamaConfig, like: Tensor) -> tuple[Tensor, Tensor]:
     """Cosines and sines of the rotary embedding for positions 0 … ``tokens`` - 1.
 
-    ``size`` is E. Both are (S, E), in the dtype and on the device of ``like``. The angles are
-    always computed in float32.
+    Both are (S, E), in the dtype and on the device of ``like``. The angles are always computed in
+    float32.
     """
-    even = torch.arange(0, size, 2, dtype=torch.float32, device=like.device)
-    frequencies = 1.0 / theta ** (even / size)
+    frequencies, factor = rotary_frequencies(config, like.device)
     positions = torch.arange(tokens, dtype=torch.float32, device=like.device)
     angles = repeat(torch.outer(positions, frequencies), "s e -> s (two e)", two=2)
-    return angles.cos().to(like.dtype), angles.sin().to(like.dtype)
+    return (angles.cos() * factor).to(like.dtype), (angles.sin() * factor).to(like.dtype)
 
 
 def rotate(heads: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
@@ -72,8 +101,11 @@ class LlamaAttention(nn.Module):
         self.k_proj = nn.Linear(config.hidden_size, keys, bias=False)
         self.v_proj = nn.Linear(config.hidden_size, keys, bias=False)
         self.o_proj = nn.Linear(queries, config.hidden_size, bias=False)
+        self.q_norm, self.k_norm = (
+            LlamaRMSNorm(self.head_size, config.rms_norm_eps) if config.qk_norm else nn.Identity() for _ in range(2)
+        )
 
-    def forward(self, hidden: Tensor, cos: Tensor, sin: Tensor, mask: Tensor | None = None) -> Tensor:
+    def forward(self, hidden: Tensor, cos: Tensor, sin: Tensor, mask: Mask | None = None) -> Tensor:
         # The number of heads follows from the projections' width, so this also works for
         # column-parallel projections.
         query, key, value = (
@@ -81,7 +113,8 @@ class LlamaAttention(nn.Module):
             for projection in (self.q_proj, self.k_proj, self.v_proj)
         )
         dropout = self.dropout if self.training else 0.0
-        attended = causal_attention(rotate(query, cos, sin), rotate(key, cos, sin), value, dropout, mask)
+        query, key = rotate(self.q_norm(query), cos, sin), rotate(self.k_norm(key), cos, sin)
+        attended = causal_attention(query, key, value, dropout, mask)
         return self.o_proj(rearrange(attended, "b h s e -> b s (h e)"))
 
 
@@ -113,10 +146,8 @@ class LlamaDecoderLayer(nn.Module):
         self.post_attention_layernorm = LlamaRMSNorm(config.hidden_size, config.rms_norm_eps)
         self.dropout, self.survival = config.residual_dropout, survival
 
-    def forward(self, hidden: Tensor, cos: Tensor, sin: Tensor, mask: Tensor | None = None) -> Tensor:
-        """``hidden`` (B, S, D) → (B, S, D), with ``cos`` and ``sin`` (S, E) and a ``mask`` (B, 1,
-        S, S).
-        """
+    def forward(self, hidden: Tensor, cos: Tensor, sin: Tensor, mask: Mask | None = None) -> Tensor:
+        """``hidden`` (B, S, D) → (B, S, D), with ``cos`` and ``sin`` (S, E)."""
         attended = hidden + self._dropped(self.self_attn(self.input_layernorm(hidden), cos, sin, mask))
         output = attended + self._dropped(self.mlp(self.post_attention_layernorm(attended)))
         return hidden + drop_rows(output - hidden, self.survival) if self.training and self.survival < 1 else output
@@ -130,7 +161,7 @@ class LlamaModel(nn.Module):
 
     def __init__(self, config: LlamaConfig, vocab_size: int) -> None:
         super().__init__()
-        self.head_size, self.rope_theta = config.head_size, config.rope_theta
+        self.config = config
         self.embed_tokens = nn.Embedding(vocab_size, config.hidden_size)
         slope = config.stochastic_depth / config.num_hidden_layers
         self.layers = nn.ModuleList(
@@ -142,11 +173,16 @@ class LlamaModel(nn.Module):
         hidden = self.embed_tokens(input_ids)
         # Computed in each forward pass and passed down, because a buffer would have to be
         # materialised and moved.
-        cos, sin = rotary_table(input_ids.shape[1], self.head_size, self.rope_theta, like=hidden)
-        mask = () if documents is None else (document_mask(documents),)
+        cos, sin = rotary_table(input_ids.shape[1], self.config, like=hidden)
+        mask = () if documents is None else (self._mask(documents, hidden),)
         for layer in self.layers:
             hidden = layer(hidden, cos, sin, *mask)
         return self.norm(hidden)
+
+    def _mask(self, documents: Tensor, hidden: Tensor) -> Mask:
+        drops = self.training and self.config.attention_dropout > 0
+        fast = not drops and has_kernel_for_documents(hidden, self.config.head_size)
+        return document_starts(documents) if fast else document_mask(documents)
 
 
 class Llama(nn.Module):
@@ -163,7 +199,7 @@ class Llama(nn.Module):
             raise ConfigError("model.vocab_size: not set, and the data does not give one; add it to the model section")
         self.config = config
         self.model = LlamaModel(config, config.vocab_size)
-        self.lm_head = LanguageModelHead(config.hidden_size, config.vocab_size, config.loss_chunk_tokens)
+        self.lm_head = LanguageModelHead(config.hidden_size, config.vocab_size, config.loss_chunk_tokens, config.z_loss)
         if config.tie_word_embeddings:
             self.lm_head.weight = self.model.embed_tokens.weight
 
@@ -172,8 +208,8 @@ class Llama(nn.Module):
 
         The loss is a float32 scalar. ``labels`` (B, S) are the input ids themselves: they are
         shifted here, and tokens with the label -100 do not count. ``documents`` (B, S) numbers the
-        documents that are packed into a sequence; attention does not cross their borders. Raises
-        ModelError if a sequence is longer than ``max_position_embeddings``.
+        documents that are packed into a sequence, one after the other; attention does not cross
+        their borders. Raises ModelError if a sequence is longer than ``max_position_embeddings``.
         """
         tokens, limit = input_ids.shape[1], self.config.max_position_embeddings
         if tokens > limit:
@@ -217,6 +253,7 @@ class Llama(nn.Module):
         """
         heads, key_value_heads = self.config.num_attention_heads, self.config.key_value_heads
         layer = "model.layers.*"
+        norms = ("q_norm", "k_norm") if self.config.qk_norm else ()
         return {
             "model.embed_tokens": Vocabulary(),
             f"{layer}.input_layernorm": Whole(),
@@ -225,6 +262,7 @@ class Llama(nn.Module):
             f"{layer}.self_attn.k_proj": Column(key_value_heads),
             f"{layer}.self_attn.v_proj": Column(key_value_heads),
             f"{layer}.self_attn.o_proj": Row(),
+            **{f"{layer}.self_attn.{norm}": Whole() for norm in norms},
             f"{layer}.post_attention_layernorm": Whole(),
             f"{layer}.mlp": Gather(),
             f"{layer}.mlp.gate_proj": Column(),

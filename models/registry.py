@@ -31,18 +31,16 @@ class Entry:
         reads: The kind of data that the model reads.
         to_huggingface: Gives the ``config.json`` of the same model in ``transformers``. It is None
             if ``transformers`` does not have the model.
-        from_huggingface: Gives the section for such a ``config.json``.
     """
 
     config: type[Section]
     build: Callable[[Any], nn.Module]
     reads: Literal["tokens", "images"]
     to_huggingface: Callable[[Any], dict[str, Any]] | None = None
-    from_huggingface: Callable[[Mapping[str, Any]], dict[str, Any]] | None = None
 
 
 MODELS: Mapping[str, Entry] = {
-    "llama": Entry(SECTIONS["llama"], Llama, "tokens", llama_hf.to_huggingface, llama_hf.from_huggingface),
+    "llama": Entry(SECTIONS["llama"], Llama, "tokens", llama_hf.to_huggingface),
     "resnet18": Entry(SECTIONS["resnet18"], ResNet, "images"),
     "swin_t": Entry(SECTIONS["swin_t"], Swin, "images"),
     "huggingface": Entry(SECTIONS["huggingface"], huggingface.build, "tokens"),
@@ -53,8 +51,8 @@ MODELS: Mapping[str, Entry] = {
 # weights already show a change.
 _FREE = {
     "max_position_embeddings", "initializer_range", "loss_chunk_tokens", "attention_dropout", "residual_dropout",
-    "dropout", "stochastic_depth",
-    "image_size", "vocab_size", "num_classes",
+    "dropout", "stochastic_depth", "z_loss",
+    "image_size", "vocab_size", "num_classes", "num_key_value_heads", "head_dim",
 }  # fmt: skip
 
 
@@ -94,14 +92,15 @@ def vocabulary_of(model: nn.Module) -> int:
 def changed_key(section: Mapping[str, Any], before: Mapping[str, Any]) -> tuple[str, Any, Any] | None:
     """Find the first key by which ``section`` and ``before`` compute different results.
 
-    Returns the key and both values, or None if both compute the same. Values that are not set are
-    not compared. Raises ConfigError for an invalid section.
+    Returns the key and both values, or None if both compute the same. Raises ConfigError for an
+    invalid section.
     """
-    (_, now), (_, then) = _parse(section, {}), _parse(before, {})
-    pairs = {"name": (section["name"], before["name"])}
-    if section["name"] == before["name"]:
-        pairs = {key: (value, getattr(then, key)) for key, value in now if key not in _FREE}
-    return next(((key, new, old) for key, (new, old) in pairs.items() if None not in (new, old) and new != old), None)
+    now, then = (_parse(given, {})[1].model_dump() for given in (section, before))
+    if section["name"] != before["name"]:
+        return "name", section["name"], before["name"]
+    return next(
+        ((key, value, then[key]) for key, value in now.items() if key not in _FREE and value != then[key]), None
+    )
 
 
 def huggingface_config(section: Mapping[str, Any], vocab_size: int) -> dict[str, Any]:
@@ -130,11 +129,10 @@ def section_from_huggingface(directory: Path, stated: Mapping[str, Any]) -> dict
     if stated.get("name") == "huggingface":
         return {**given, **stated}
     content = huggingface.read_config(directory)
-    entry = MODELS.get(content["model_type"])
     try:
-        if entry is None or entry.from_huggingface is None:
+        if content["model_type"] not in llama_hf.TYPES:
             raise ValueError(f"model_type {content['model_type']!r} is another model")
-        found = {"name": content["model_type"], **entry.from_huggingface(content)}
+        found = {"name": "llama", **llama_hf.from_huggingface(content)}
     except ValueError as error:
         if not stated:
             return given

@@ -10,7 +10,17 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import Field, model_validator
 
-from ..engine.config.section import Layers, PathText, Pixels, PositiveInt, Section, Tokens, Width, parse_section
+from ..engine.config.section import (
+    Layers,
+    NonNegative,
+    PathText,
+    Pixels,
+    PositiveInt,
+    Section,
+    Tokens,
+    Width,
+    parse_section,
+)
 from ..engine.errors import ConfigError, shorten, suggestion
 
 Depths = Annotated[list[Layers], Field(min_length=1, max_length=16)]
@@ -92,8 +102,63 @@ def random_options(config: ResNetConfig | SwinConfig) -> list[str]:
 Rate = Annotated[float, Field(ge=0, lt=1)]
 
 
+Positive = Annotated[float, Field(gt=0)]
+
+
+class RopeScaling(Section):
+    """Rotary frequencies for sequences that are ``factor`` times as long, as in transformers.
+
+    A pair of elements that turns often within ``original_max_position_embeddings`` tokens keeps its
+    frequency, and the frequency of one that turns rarely is divided by ``factor``. Between the two
+    numbers of turns, the frequency is interpolated:
+
+    - ``rope_type`` "llama3", as in Llama 3: ``high_freq_factor`` and ``low_freq_factor`` are the
+      numbers of turns.
+    - "yarn" (arXiv 2309.00071): they are ``beta_fast`` (default 32) and ``beta_slow`` (1). Queries
+      and keys are multiplied by ``attention_factor`` (default 0.1 ln ``factor`` + 1).
+    """
+
+    rope_type: Literal["llama3", "yarn"]
+    factor: Annotated[float, Field(ge=1)]
+    original_max_position_embeddings: Tokens
+    low_freq_factor: Positive | None = None
+    high_freq_factor: Positive | None = None
+    attention_factor: Positive | None = None
+    beta_fast: Positive | None = None
+    beta_slow: Positive | None = None
+
+    @model_validator(mode="after")
+    def _fits_the_type(self) -> Self:
+        kinds = {
+            "llama3": ("low_freq_factor", "high_freq_factor"),
+            "yarn": ("attention_factor", "beta_fast", "beta_slow"),
+        }
+        for kind, keys in kinds.items():
+            for key in keys:
+                if kind != self.rope_type and getattr(self, key) is not None:
+                    raise ValueError(f'{key} has no effect with rope_type "{self.rope_type}"; remove it')
+                if kind == self.rope_type == "llama3" and getattr(self, key) is None:
+                    raise ValueError(f'rope_type "llama3" needs {key}; Llama 3 has 1.0 and 4.0 (high_freq_factor)')
+        low, high = self.turns
+        if low >= high:
+            raise ValueError(f"the turns of the lower frequencies, {low:g}, must be fewer than of the higher, {high:g}")
+        return self
+
+    @property
+    def turns(self) -> tuple[float, float]:
+        """The turns within the original length between which frequencies are interpolated."""
+        if self.rope_type == "llama3":
+            return self.low_freq_factor or 0.0, self.high_freq_factor or 0.0
+        return self.beta_slow or 1.0, self.beta_fast or 32.0
+
+
 class LlamaConfig(Section):
     """Shape of a LLaMA, with Hugging Face's field names. The data can give ``vocab_size``.
+
+    ``qk_norm`` normalises each head's queries and keys before the rotation, as in Qwen3.
+
+    ``z_loss`` times the mean square of the logarithm of the softmax's denominator is added to the
+    training loss (PaLM, arXiv 2204.02311, section 5).
 
     ``loss_chunk_tokens`` is the number of tokens whose logits exist at the same time while the loss
     is computed. None chooses a number that wastes neither memory nor time.
@@ -116,8 +181,11 @@ class LlamaConfig(Section):
     max_position_embeddings: Tokens = 2048
     rms_norm_eps: Annotated[float, Field(gt=0)] = 1e-6
     rope_theta: Annotated[float, Field(gt=0)] = 10000.0
+    rope_scaling: RopeScaling | None = None
+    qk_norm: bool = False
     tie_word_embeddings: bool = False
     initializer_range: Annotated[float, Field(gt=0, le=1)] = 0.02
+    z_loss: NonNegative = 0.0
     loss_chunk_tokens: PositiveInt | None = None
     attention_dropout: Rate = 0.0
     residual_dropout: Rate = 0.0
@@ -134,6 +202,8 @@ class LlamaConfig(Section):
                 f"num_attention_heads {self.num_attention_heads} is not divisible by num_key_value_heads "
                 f"{self.key_value_heads}"
             )
+        if self.rope_scaling is not None and self.rope_theta <= 1:
+            raise ValueError(f"rope_theta {self.rope_theta:g} must be above 1 if rope_scaling is set")
         if self.head_size % 2:
             raise ValueError(
                 f"head_dim {self.head_size} (default: hidden_size / num_attention_heads) is odd; "

@@ -20,27 +20,40 @@ def inputs(dtype: torch.dtype = torch.float32) -> tuple[Tensor, Tensor, Tensor]:
     return hidden, weight, targets
 
 
-def plain(hidden: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
-    return F.cross_entropy(F.linear(hidden, weight).float(), targets, ignore_index=IGNORE_INDEX)
+def plain(hidden: Tensor, weight: Tensor, targets: Tensor, z_loss: float = 0.0) -> Tensor:
+    logits = F.linear(hidden, weight).float()
+    squares = logits.logsumexp(-1).square()[targets != IGNORE_INDEX]
+    return F.cross_entropy(logits, targets, ignore_index=IGNORE_INDEX) + z_loss * squares.mean()
 
 
 def relative(mine: Tensor, other: Tensor) -> float:
     return ((mine - other).abs().max() / other.abs().max()).item()
 
 
+@pytest.mark.parametrize("z_loss", [0.0, 0.05])
 @pytest.mark.parametrize("chunk", [1, 7, 10, TOKENS, 1000])
-def test_loss_and_gradients_equal_those_of_all_logits(chunk: int) -> None:
+def test_loss_and_gradients_equal_those_of_all_logits(chunk: int, z_loss: float) -> None:
     hidden, weight, targets = inputs()
-    expected = plain(hidden, weight, targets)
+    expected = plain(hidden, weight, targets, z_loss)
     wanted = torch.autograd.grad(expected * 0.3, (hidden, weight))
-    loss = linear_cross_entropy(hidden, weight, targets, chunk)
+    loss = linear_cross_entropy(hidden, weight, targets, chunk, z_loss=z_loss)
     gradients = torch.autograd.grad(loss * 0.3, (hidden, weight))
     assert loss.shape == () and loss.dtype == torch.float32
     assert relative(loss, expected) <= 1e-6
     for mine, other in zip(gradients, wanted, strict=True):
         assert relative(mine, other) <= 1e-6
     with torch.no_grad():
-        assert relative(linear_cross_entropy(hidden, weight, targets, chunk), expected) <= 1e-6
+        assert relative(linear_cross_entropy(hidden, weight, targets, chunk, z_loss=z_loss), expected) <= 1e-6
+
+
+def test_the_z_loss_is_for_training_alone() -> None:
+    hidden, weight, targets = inputs()
+    head = LanguageModelHead(HIDDEN, VOCABULARY, chunk_tokens=7, z_loss=0.05)
+    head.weight = nn.Parameter(weight.detach())
+    labels = F.pad(targets[:-1], (1, 0), value=IGNORE_INDEX)[None]  # the head shifts them back
+    targets = F.pad(targets[:-1], (0, 1), value=IGNORE_INDEX)
+    for training, z_loss in ((True, 0.05), (False, 0.0)):
+        assert relative(head.train(training)(hidden[None], labels), plain(hidden, weight, targets, z_loss)) <= 1e-6
 
 
 def test_in_bfloat16_it_is_no_further_from_the_exact_gradients_than_all_logits_at_once() -> None:
@@ -74,7 +87,11 @@ def test_under_autocast_it_is_the_loss_of_operands_in_its_precision() -> None:
 def test_nothing_to_predict_is_no_number_with_a_zero_gradient() -> None:
     hidden, weight, targets = inputs()
     targets.fill_(IGNORE_INDEX)
-    for loss in (plain(hidden, weight, targets), linear_cross_entropy(hidden, weight, targets, 7)):
+    for loss in (
+        plain(hidden, weight, targets),
+        linear_cross_entropy(hidden, weight, targets, 7),
+        linear_cross_entropy(hidden, weight, targets, 7, z_loss=0.05),
+    ):
         assert loss.isnan()
         assert all(not gradient.any() for gradient in torch.autograd.grad(loss, (hidden, weight)))
 

@@ -35,6 +35,9 @@ MORE = [
     Case(2, 2, 3, model="llama-meta", masking="backward", placement="contiguous"),
     Case(4, 1, 1, 3, model="llama-tied-meta", masking="backward", placement="contiguous", clip=True),
     Case(2, 1, tp=2, model="wide-llama-tied", masking="backward", placement="contiguous", checkpointing="full"),
+    Case(2, 2, 3, 2, model="modern-llama-meta", tp=2, clip=True, optimizer="adamw"),
+    Case(2, 1, neurons=2, model="modern-llama", tp=1, placement="cyclic", checkpointing="selective"),
+    Case(2, 2, 2, neurons=2, model="modern-llama-meta", masking="backward"),
     # Parameters that only some micro-batches use, or some ranks.
     Case(2, 1, 0, 2, model="experts"),
     Case(2, 2, 3, 2, model="experts"),

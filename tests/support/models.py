@@ -128,6 +128,12 @@ def wide_llama(*, tied: bool, device: str = "meta") -> nn.Module:
     return even_llama(tied=tied, device=device, **shape)
 
 
+def modern_llama(*, device: str = "meta") -> nn.Module:
+    """Build a LLaMA for two tensor-parallel ranks, with what newer models have."""
+    scaling = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 8}
+    return even_llama(tied=True, device=device, qk_norm=True, rope_scaling=scaling, z_loss=0.02)
+
+
 def resnet(device: str = "meta") -> nn.Module:
     """Build a thin ResNet-18. Its last stage sees 3 × 3 pixels."""
     from sdp.models.resnet import ResNet, ResNetConfig
@@ -178,6 +184,8 @@ def build(kind: str) -> nn.Module:
         "wide-llama-meta": lambda: wide_llama(tied=False),
         "wide-llama-tied": lambda: wide_llama(tied=True, device="cpu"),
         "wide-llama-tied-meta": lambda: wide_llama(tied=True),
+        "modern-llama": lambda: modern_llama(device="cpu"),
+        "modern-llama-meta": lambda: modern_llama(),
         "experts": experts,
         "experts-by-rank": experts,
         "resnet-meta": resnet,

@@ -162,8 +162,19 @@ def test_a_damaged_checkpoint_is_not_exported(trained_run, tmp_path, capsys):
     assert [path.name for path in tmp_path.iterdir()] == ["run"]
 
 
-@pytest.mark.parametrize("kind", ["bytes", "hf"])
-def test_bytes_and_hugging_face_tokenizers(kind, tmp_path):
+LLAMA3 = {"rope_type": "llama3", "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+SCALED = {"factor": 4.0, "original_max_position_embeddings": 16}
+
+
+@pytest.mark.parametrize(
+    ("kind", "model", "architecture"),
+    [
+        ("bytes", {"rope_scaling": SCALED | LLAMA3, "z_loss": 0.01}, "LlamaForCausalLM"),
+        ("hf", {"rope_scaling": SCALED | {"rope_type": "yarn"}, "qk_norm": True}, "Qwen3ForCausalLM"),
+    ],
+)
+def test_bytes_and_hugging_face_tokenizers(kind, model, architecture, tmp_path):
+    """Also with rotary frequencies for long sequences and normalised heads."""
     name = kind
     if kind == "hf":
         name = f"hf:{save_byte_level(tmp_path / 'tokenizer', texts(), bos_token='<begin>', eos_token='<end>')}"
@@ -180,7 +191,7 @@ def test_bytes_and_hugging_face_tokenizers(kind, tmp_path):
         "model": {
             "name": "llama", "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2,
             "num_attention_heads": 2,
-            "tie_word_embeddings": True, "initializer_range": 0.2,
+            "tie_word_embeddings": True, "initializer_range": 0.2, **model,
         },
         "data": {"path": str(tmp_path / "data"), "sequence_length": 32},
         "training": {"steps": 1, "save_every": 1, "evaluate_batches": 1},
@@ -190,6 +201,7 @@ def test_bytes_and_hugging_face_tokenizers(kind, tmp_path):
     assert main(["export", str(tmp_path / "run"), str(tmp_path / "out")]) == 0
     ours, theirs = load_tokenizer(tmp_path / "data"), transformers.AutoTokenizer.from_pretrained(tmp_path / "out")
     model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out")
+    assert type(model).__name__ == architecture
     assert theirs.eos_token_id == ours.end_of_text == model.config.eos_token_id
     assert model.config.bos_token_id == theirs.bos_token_id == (None if kind == "bytes" else 0)
     assert model.config.vocab_size == len(theirs) == ours.vocab_size

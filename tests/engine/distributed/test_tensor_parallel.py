@@ -45,27 +45,31 @@ def _inputs(dtype: torch.dtype) -> list[torch.Tensor]:
     return [hidden.to(dtype), weight.to(dtype), targets]
 
 
-def _loss_of_parts(dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+def _loss_of_parts(dtype: torch.dtype, z_loss: float) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     ranks = _ranks_of_all()
     hidden, weight, targets = _inputs(dtype)
     part = weight.chunk(ranks.size)[ranks.index].clone().requires_grad_()
     hidden.requires_grad_()
-    loss = linear_cross_entropy(hidden, part, targets, 7, ranks)
+    loss = linear_cross_entropy(hidden, part, targets, 7, ranks, z_loss)
     (3 * loss).backward()
     assert hidden.grad is not None and part.grad is not None and part.grad.dtype == dtype
     with torch.no_grad():
-        return loss.detach(), hidden.grad, part.grad, linear_cross_entropy(hidden, part, targets, 7, ranks)
+        return loss.detach(), hidden.grad, part.grad, linear_cross_entropy(hidden, part, targets, 7, ranks, z_loss)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(("dtype", "z_loss"), [(torch.float32, 0.0), (torch.float32, 0.01), (torch.bfloat16, 0.01)])
 @pytest.mark.parametrize("world", [2, 3])
-def test_cross_entropy_of_parts_equals_that_of_the_whole(ranks: RankPool, world: int, dtype: torch.dtype) -> None:
+def test_cross_entropy_of_parts_equals_that_of_the_whole(
+    ranks: RankPool, world: int, dtype: torch.dtype, z_loss: float
+) -> None:
     hidden, weight, targets = _inputs(dtype)
     wholes = [hidden.requires_grad_(), weight.requires_grad_()]
-    expected = F.cross_entropy(F.linear(hidden, weight).float(), targets)
+    logits = F.linear(hidden, weight).float()
+    expected = F.cross_entropy(logits, targets) + z_loss * logits.logsumexp(-1)[targets >= 0].square().mean()
     (3 * expected).backward()
-    answers = ranks.run(_loss_of_parts, dtype, world=world)
-    tolerance = {torch.float32: 1e-6, torch.bfloat16: 2e-2}[dtype]
+    answers = ranks.run(_loss_of_parts, dtype, z_loss, world=world)
+    exact = RELATIVE if z_loss else 1e-6  # the z-loss multiplies by numbers that are no quarters
+    tolerance = {torch.float32: exact, torch.bfloat16: 2e-2}[dtype]
     for loss, _, _, without_gradient in answers:
         assert loss.dtype == torch.float32
         torch.testing.assert_close(loss, expected.detach(), rtol=1e-6, atol=0)

@@ -22,7 +22,10 @@ from torch import nn
 
 GROUPS = 2
 RELATIVE = 1e-5  # of the largest element, as in the table of equality
-LLAMA = {"num_attention_heads": 6, "num_key_value_heads": 3, "intermediate_size": 15, "vocab_size": models.VOCABULARY}
+LLAMA = {
+    "num_attention_heads": 6, "num_key_value_heads": 3, "intermediate_size": 15, "vocab_size": models.VOCABULARY,
+    "qk_norm": True,
+}  # fmt: skip
 # Of three groups in every branch: some with one holder, some with two, and two branches of which a
 # group has nothing.
 HOLDERS = [[0], [0, 1], [1], [0, 1], [1], [0]] * 3 + [[0], [0], [0], [1], [1], [1]]
@@ -45,7 +48,7 @@ def config(case: Case = Case(GROUPS), **section: Any) -> dict[str, Any]:  # noqa
 def indices(name: str, group: int) -> tuple[int, torch.Tensor] | None:
     """The dimension that is cut in three, and the indices that ``group`` holds of it."""
     layer, branch, projection = (name.split(".") + [""] * 6)[2:5]
-    if branch not in ("self_attn", "mlp"):
+    if branch not in ("self_attn", "mlp") or projection.endswith("norm"):
         return None
     dim = 1 if projection in ("o_proj", "down_proj") else 0
     size = {"mlp": 15, "self_attn": 36 if projection in ("q_proj", "o_proj") else 18}[branch]

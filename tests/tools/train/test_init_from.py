@@ -98,8 +98,8 @@ BAD = {
         "holds no 'model.layers.0.self_attn.q_proj.bias'",
     ),
     "stretched positions": (
-        lambda folder: change_config(folder, rope_parameters={"rope_type": "llama3", "rope_theta": 1.0}),
-        ["--set", "model.name=llama"], "type 'llama3' is not",
+        lambda folder: change_config(folder, rope_parameters={"rope_type": "linear", "factor": 2.0}),
+        ["--set", "model.name=llama"], "rope_scaling.rope_type: input should be 'llama3' or 'yarn'",
     ),
     "another vocabulary": (lambda folder: change_config(folder, vocab_size=577), [], "vocab_size: 577, but the "
                                                                                      "data's tokenizer has 512"),
@@ -149,7 +149,7 @@ def test_a_start_of_transformers_4_and_its_loss(config, exported, tmp_path):
     assert json.loads((tmp_path / "run" / "config.json").read_text())["model"]["rope_theta"] == 5000.0
 
 
-@pytest.mark.parametrize(("family", "dtype"), [("llama3", torch.bfloat16), ("gpt2", torch.float32)])
+@pytest.mark.parametrize(("family", "dtype"), [("llama-yarn", torch.bfloat16), ("gpt2", torch.float32)])
 def test_a_folder_of_any_family_is_trained_and_exported_as_it_was(config, tmp_path, family, dtype):
     """The tensors' names and types and all other files are those of the start."""
     start = given_models.add_tokenizer(given_models.make(tmp_path / "start", family, dtype=dtype))
