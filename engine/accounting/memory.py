@@ -19,6 +19,7 @@ from ..config.method import SyncSection
 from ..config.schema import Config
 from ..distributed.collectives import local_tensor, stored_tensor
 from ..optim.muon import Muon, is_matrix
+from ..optim.small_state import SmallStateAdam
 from ..placement.layout import Layout
 from ..placement.tensor_info import TensorInfo, quantised_row
 from ..stores.store import GroupStore, frozen_copies
@@ -80,8 +81,12 @@ def _predict_partitions(store: Any, stage: int) -> StateBytes:
         rows = quantised_row(info.shape[1:].numel(), kind) if info.is_quantised(kind) else ()
         sizes = [info.shape[0] * row for row in rows]
         copies += sum(-(-size // ranks) for size in sizes) if rows else compute_bytes * -(-info.numel // ranks)
-    partitions = 4 * sum(partition_numel(bundle, stage, fsdp) for bundle in store.bundles)
-    return StateBytes(held + partitions, partitions, partitions * state_tensors(store.optimizer), copies)
+    numel = sum(partition_numel(bundle, stage, fsdp) for bundle in store.bundles)
+    if isinstance(store.optimizer, SmallStateAdam):
+        moments = store.optimizer.state_bytes(numel, None)
+    else:
+        moments = 4 * numel * state_tensors(store.optimizer)
+    return StateBytes(held + 4 * numel, 4 * numel, moments, copies)
 
 
 def measured_state(groups: BetweenGroups, gradient_bytes: int) -> StateBytes:
@@ -160,6 +165,8 @@ def state_bytes(optimizer: Optimizer, layout: Layout, info: TensorInfo, numel: i
     """Return the bytes of the optimizer's state for ``numel`` elements of a parameter."""
     if isinstance(optimizer, Muon):
         return optimizer.state_bytes(numel, is_matrix=is_matrix(info, layout))
+    if isinstance(optimizer, SmallStateAdam):
+        return optimizer.state_bytes(numel, info.part[1:] if len(info.shape) > 1 else None)
     return 4 * numel * state_tensors(optimizer)
 
 

@@ -90,8 +90,9 @@ def load_anchors(
     load(path, weights | dict(random), files, alone=alone)
     _make_inner_state(groups, keys_of_moments(saved) | saved, "optimizer/")
     moments = share.moments()
-    if has_groups(saved):
-        load_means(path, moments, files, alone=alone)
+    if has_groups(saved) or any(Ranks(alone).gather(share.has_other_blocks(saved))):
+        with share.decoded(moments) as targets:
+            load_means(path, targets, files, alone=alone)
     else:
         load(path, moments, files, alone=alone)
     if local is not None:

@@ -15,6 +15,7 @@ from collections.abc import Collection, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
+import torch
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
@@ -83,8 +84,14 @@ def check(path: Path, tensors: Mapping[str, Any], files: Mapping[str, str], *, a
 
 
 def load(
-    path: Path, tensors: dict[str, Any], files: Mapping[str, str], *, alone: bool, names: Collection[str] | None = None
-) -> None:  # fmt: skip
+    path: Path,
+    tensors: dict[str, Any],
+    files: Mapping[str, str],
+    *,
+    alone: bool,
+    names: Collection[str] | None = None,
+    have_read: Collection[str] = (),
+) -> None:
     """Fill ``tensors`` in place from the checkpoint at ``path``. Collective unless ``alone``.
 
     Args:
@@ -94,6 +101,7 @@ def load(
         alone: Whether this process loads by itself.
         names: The names of all tensors of the full model. The ranks must then load everything that
             the checkpoint holds. None: they may load some of its tensors.
+        have_read: The keys that this rank has loaded before.
 
     Raises:
         CheckpointError: On every rank, if the checkpoint is damaged, or belongs to another model or
@@ -105,7 +113,7 @@ def load(
         saved = sorted(reader.read_metadata().state_dict_metadata)
         # Each key takes one bit, because there are thousands of keys on thousands of ranks. The
         # text is hexadecimal, because Python limits the decimal digits of an integer.
-        mine = sum(1 << index for index, key in enumerate(saved) if key in tensors)
+        mine = sum(1 << index for index, key in enumerate(saved) if key in tensors or key in have_read)
         everyones = functools.reduce(operator.or_, (int(bits, 16) for bits in ranks.gather(f"{mine:x}")))
         ranks.agree(_left_out(path, names, [key for index, key in enumerate(saved) if not everyones >> index & 1]))
     try:
@@ -134,6 +142,11 @@ def _obstacle(path: Path, reader: SafeReader, tensors: Mapping[str, Any]) -> str
             return (
                 f"{path}: {key!r} has shape {tuple(entry.size)} there and {tuple(tensor.shape)} here; it belongs to "
                 "another model"
+            )
+        if torch.uint8 in (entry.properties.dtype, tensor.dtype) and entry.properties.dtype != tensor.dtype:
+            return (
+                f"{path}: {key!r} is {entry.properties.dtype} there and {tensor.dtype} here; choose the "
+                "optimizer.params.state_dtype that wrote it"
             )
     return None
 

@@ -20,7 +20,7 @@ from ..optim.param_groups import conflicting_rates, set_rates
 from ..optim.schedules import adapt_state, keep_shared_state, of_another_kind
 from ..stores.store import materialise_state
 from ..sync.between import BetweenGroups
-from .averaged import has_groups
+from .averaged import has_groups, load_means
 from .between_averages import load_between_averages
 from .load import check, keys_in, load
 from .state import SavedState, set_random_state
@@ -162,10 +162,17 @@ def _load_tensors(
         problem = str(error)
     if not has_stepped:
         tensors = {key: tensor for key, tensor in tensors.items() if not key.startswith("optimizer/")}
-    layout = store.layout
+    layout, files, have_read = store.layout, state["files"], set[str]()
     try:
         ranks.agree(problem)
-        load(path, tensors | random, state["files"], alone=ranks.alone, names={*layout.wholes, *layout.buffers})
+        if has_stepped and any(ranks.gather(share.has_other_blocks(saved))):
+            if ranks.rank == 0:
+                log.info("%s: moments are read as numbers, because blocks of optimizer.params.state_dtype differ", path)
+            moments = {key: tensors.pop(key) for key in list(tensors) if key.startswith("optimizer/")}
+            with share.decoded(moments) as targets:
+                have_read = load_means(path, targets, files, alone=ranks.alone)
+        names = {*layout.wholes, *layout.buffers}
+        load(path, tensors | random, files, alone=ranks.alone, names=names, have_read=have_read)
     except CheckpointError:
         if not had_state:
             optimizer_state.clear(optimizer)

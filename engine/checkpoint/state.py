@@ -12,12 +12,17 @@ checkpoint is written between two averages of local steps (``sdp.sync``), the fu
 - ``local/POSITION/buffer/NAME``: the running statistics of each rank.
 
 PIECE is the name of a parameter, or ``NAME@DIM:START`` for a slice that begins at START.
+
+A moment in codes of 8 bits (``optimizer.params.state_dtype``) is saved as it is: its codes under
+KEY, and their scales under ``KEY:s``. Blocks are cut from rows, so a slice of columns has blocks of
+its own. It is a PIECE in every checkpoint.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from typing import Any
+from collections.abc import Collection, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any, NamedTuple
 
 import torch
 from torch.optim import Optimizer
@@ -26,11 +31,21 @@ from ..errors import CheckpointError
 from ..full_model.gather import agree_on_buffers, persistent_buffers
 from ..local_steps import LocalSteps
 from ..optim.optimizer_state import OptimizerState
+from ..optim.small_state import SCALES, Codes
 from ..stores.store import GroupStore, Piece, Stepped
 from ..sync.between import BetweenGroups
 from .storage.dcp import Chunks
 
 Tensors = dict[str, Any]
+
+
+class _Coded(NamedTuple):
+    """A moment in codes, which lies at ``piece`` of its parameter."""
+
+    key: str
+    name: str
+    piece: Piece
+    scales: torch.Tensor
 
 
 class SavedState:
@@ -39,6 +54,7 @@ class SavedState:
     def __init__(self, groups: BetweenGroups):
         self._groups, self._store, self._context = groups, groups.store, groups.context
         self._counts: list[OptimizerState] = []
+        self._coded: dict[str, _Coded] = {}  # by the key of the codes
         self._twins: list[tuple[torch.Tensor, torch.Tensor]] = []  # scalars that slices share: first, and another's
 
     def mesh_shape(self) -> list[int]:
@@ -86,20 +102,63 @@ class SavedState:
             CheckpointError: A part of a parameter has state that is neither a scalar nor of the
                 part's shape.
         """
-        self._counts, self._twins = [], []
+        self._counts, self._twins, self._coded = [], [], {}
         return self._state_of(self._store.optimizer, {key: one.tensor for key, one in self._store.stepped.items()})
 
     def _state_of(self, optimizer: Optimizer, tensors: Mapping[str, torch.Tensor], start: str = "optimizer") -> Tensors:
-        """Return the state that ``optimizer`` has of ``tensors``."""
-        states, found = OptimizerState(optimizer), Tensors()
+        """Return the state that ``optimizer`` has of ``tensors``, by keys that begin with
+        ``start``. Slices have keys of their own if it is that of one group.
+        """
+        states, found, is_local = OptimizerState(optimizer), Tensors(), start.startswith("local/")
+        add = self._add_slices if is_local else self._add_pieces
         self._counts.append(states)
         for key, tensor in tensors.items():
-            for canonical, name, value in self._values(states, optimizer, key, tensor):
-                if value.shape == tensor.shape:
-                    self._add_pieces(found, f"{start}/{{}}/{name}", key, value, only=canonical)
+            values = list(self._values(states, optimizer, key, tensor))
+            scales = {name.removesuffix(SCALES): value for _, name, value in values if name.endswith(SCALES)}
+            for canonical, name, value in values:
+                if name in scales:
+                    self._add_codes(found, start, key, name, value, scales[name], is_local=is_local)
+                elif name.endswith(SCALES):
+                    continue
+                elif value.shape == tensor.shape:
+                    add(found, f"{start}/{{}}/{name}", key, value, only=canonical)
                 else:
                     self._add(found, f"{start}/{canonical}/{name}", value)
         return found
+
+    def _add_codes(
+        self, found: Tensors, start: str, key: str, name: str, codes: torch.Tensor, scales: torch.Tensor, *,
+        is_local: bool,
+    ) -> None:  # fmt: skip
+        """Add a moment in codes, and its scales."""
+        for piece in self._store.pieces(key, codes):
+            slice_name, part = _with_whole_rows(piece, is_local=is_local)
+            saved = f"{start}/{slice_name}/{name}"
+            found[saved] = part
+            shape = torch.Size((part.shape[0], scales.shape[1]))
+            found[saved + SCALES] = Chunks([scales], [(part.offsets[0][0], 0)], shape)
+            self._coded[saved] = _Coded(f"{start}/{piece.info.canonical}/{name}", name, piece, scales)
+
+    def has_other_blocks(self, saved: Collection[str]) -> bool:
+        """Whether moments in codes, here or among the keys ``saved``, have other blocks there."""
+        if not self._coded:
+            return any(key.startswith("optimizer/") and key.endswith(SCALES) for key in saved)
+        return any(key + SCALES not in saved for key in self._coded)
+
+    @contextmanager
+    def decoded(self, tensors: Mapping[str, Any]) -> Iterator[Tensors]:
+        """A context with float32 moments by canonical key in place of those of ``tensors`` that
+        are in codes. It encodes their values at the end.
+        """
+        found = {key: value for key, value in tensors.items() if key.removesuffix(SCALES) not in self._coded}
+        values = {key: torch.zeros_like(coded.piece.tensor, dtype=torch.float32) for key, coded in self._coded.items()}
+        for key, coded in self._coded.items():
+            self._add(found, coded.key, Chunks([values[key]], [coded.piece.offset], coded.piece.info.full_shape))
+        yield found
+        for key, coded in self._coded.items():
+            codes, scales = Codes(coded.name, values[key].device).encode(values.pop(key))
+            coded.piece.tensor.copy_(codes)
+            coded.scales.copy_(scales)
 
     def _values(
         self, states: OptimizerState, optimizer: Optimizer, key: str, tensor: torch.Tensor
@@ -110,7 +169,8 @@ class SavedState:
         group = optimizer.param_groups[one.group] if is_inner and one.group is not None else None
         for canonical in dict.fromkeys(infos[name].canonical for name in one.names):
             for name, value in states.of(tensor, canonical, group).items():
-                if value.dim() and value.shape != tensor.shape and _is_flat_piece(self._store, one):
+                is_whole = not value.dim() or value.shape == tensor.shape or name.endswith(SCALES)
+                if not is_whole and _is_flat_piece(self._store, one):
                     raise CheckpointError(
                         f"the optimizer's {name!r} of {key} does not have the shape of its parameter, so no other "
                         'layout could continue with it; use AdamW or SGD, or sdp.granularity "block"'
@@ -132,7 +192,7 @@ class SavedState:
 
     def of_local_steps(self, local: LocalSteps) -> Tensors:
         """Return what this rank's group has by itself, and the outer state, by key."""
-        self._counts, self._twins = [], []
+        self._counts, self._twins, self._coded = [], [], {}
         found = self.outer(local)
         means, before = local.outer.pending_changes
         for key, mean in means.items():
@@ -140,19 +200,11 @@ class SavedState:
         at = self._context.at
         start, position = f"local/{at.sdp}", f"{at.sdp}.{at.fsdp}.{at.tp}"
         found |= {f"local/{position}/buffer/{name}": buffer for name, buffer in local.own_buffers.items()}
-        states = OptimizerState(self._store.optimizer)
-        self._counts.append(states)
         for kind, tensors in (("model", local.weights), ("error", local.outer.errors), ("before", before)):
             for key, tensor in tensors.items():
                 self._add_slices(found, f"{start}/{kind}/{{}}", key, tensor)
-        for key in local.weights:
-            tensor = self._store.stepped[key].tensor
-            for canonical, name, value in self._values(states, self._store.optimizer, key, tensor):
-                if value.shape == tensor.shape:
-                    self._add_slices(found, f"{start}/optimizer/{{}}/{name}", key, value)
-                else:
-                    self._add(found, f"{start}/optimizer/{canonical}/{name}", value)
-        return found
+        stepped = {key: self._store.stepped[key].tensor for key in local.weights}
+        return found | self._state_of(self._store.optimizer, stepped, f"{start}/optimizer")
 
     # -- parts -------------------------------------------------------------------------------------
 
@@ -165,11 +217,14 @@ class SavedState:
                 part = Chunks([piece.tensor], [piece.offset], piece.info.full_shape)
                 self._add(found, pattern.format(piece.info.canonical), part)
 
-    def _add_slices(self, found: Tensors, pattern: str, key: str, tensor: torch.Tensor) -> None:
+    def _add_slices(
+        self, found: Tensors, pattern: str, key: str, tensor: torch.Tensor, only: str | None = None
+    ) -> None:
         """Add a tensor as parts of parameters, or of slices of them."""
         for piece in self._store.pieces(key, tensor):
-            name, part = _within_slice(piece)
-            self._add(found, pattern.format(name), part)
+            if only is None or piece.info.canonical == only:
+                name, part = _within_slice(piece)
+                self._add(found, pattern.format(name), part)
 
     def _add(self, found: Tensors, key: str, value: Any) -> None:
         """Add a tensor. Parts of one tensor are joined, and of equal scalars the first is kept."""
@@ -230,3 +285,18 @@ def _within_slice(piece: Piece) -> tuple[str, Chunks]:
         return info.canonical, Chunks([piece.tensor], [piece.offset], info.full_shape)
     inside = [at - info.cut.start if dim == info.cut.dim else at for dim, at in enumerate(piece.offset)]
     return f"{info.canonical}@{info.cut.dim}:{info.cut.start}", Chunks([piece.tensor], [inside], info.shape)
+
+
+def _with_whole_rows(piece: Piece, *, is_local: bool) -> tuple[str, Chunks]:
+    """Return the name of the slice of columns, or parameter, and the piece as a part of it.
+
+    With ``is_local``, a slice of rows has a name, too.
+    """
+    info = piece.info
+    if is_local and info.cut is not None and info.cut.dim == 0:
+        return _within_slice(piece)
+    name, shape, offset = info.canonical, list(info.full_shape), list(piece.offset)
+    for dim, size in enumerate(piece.tensor.shape):
+        if dim > 0 and size < shape[dim]:
+            name, shape[dim], offset[dim] = f"{name}@{dim}:{offset[dim]}", size, 0
+    return name, Chunks([piece.tensor], [offset], torch.Size(shape))

@@ -40,6 +40,7 @@ class AdamParams(Section):
     ``adam_w_mode`` means decoupled weight decay. It is the default, also for "Adam".
     ``torch_adam`` is accepted but has no effect, because torch's Adam is used anyway. ``no_decay``
     names parameters without weight decay: "norms", "biases", "embeddings", or patterns of names.
+    ``state_dtype``: how the moments are kept. See :mod:`sdp.engine.optim.small_state`.
     """
 
     lr: NonNegative = 1e-3
@@ -51,6 +52,7 @@ class AdamParams(Section):
     bias_correction: Literal[True] = True
     amsgrad: Literal[False] = False
     no_decay: Sequence[str] = ()
+    state_dtype: Literal["float32", "bfloat16", "int8"] = "float32"
 
 
 class SGDParams(Section):

@@ -22,6 +22,7 @@ from ..distributed.collectives import local_tensor
 from ..errors import ConfigError
 from .muon import build_muon
 from .param_groups import Parameters
+from .small_state import SmallStateAdam
 
 
 def call_closure(closure: Callable[[], Any] | None) -> Any:
@@ -244,6 +245,9 @@ def _build_adam(
     chosen = settings.model_dump(include={"lr", "eps", "weight_decay"})
     chosen["betas"] = (settings.betas[0], settings.betas[1])
     note = ""
+    if settings.state_dtype != "float32":
+        built = SmallStateAdam(parameters, settings.state_dtype, **chosen, decoupled=decoupled)
+        return built, f"{name}: our own, with moments in {settings.state_dtype} and torch's formulas"
     if name == "FusedAdam":
         kernel, reason = apex_kernel(device)
         if kernel is not None:
@@ -259,7 +263,7 @@ def _build_adam(
 
 
 def check_optimizer(config: Config, given: Any) -> None:
-    """Refuse Muon where no rank has whole matrices.
+    """Refuse Muon where no rank has whole matrices, and state in int8 where no rank has whole rows.
 
     Args:
         config: The run's configuration.
@@ -268,7 +272,14 @@ def check_optimizer(config: Config, given: Any) -> None:
     Raises:
         ConfigError: The optimizer cannot be honoured. The message has one line.
     """
-    if given is not None or config.optimizer is None or config.optimizer.type.lower() != "muon":
+    if given is not None or config.optimizer is None:
+        return
+    if config.sdp.engine == "deepspeed" and config.optimizer.params.get("state_dtype") == "int8":
+        raise ConfigError(
+            'optimizer.params.state_dtype: "int8" has a scale for each block of a row, and DeepSpeed\'s ZeRO cuts rows; '
+            'use "bfloat16", or sdp.engine "fsdp2"'
+        )
+    if config.optimizer.type.lower() != "muon":
         return
     obstacle = ('sdp.engine "deepspeed"', 'use "fsdp2"') if config.sdp.engine == "deepspeed" else None
     if config.zero_optimization.offloads:

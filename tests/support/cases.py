@@ -41,7 +41,7 @@ class Case:
     stage: int = 0
     accumulation: int = 1
     clip: bool = False
-    optimizer: Literal["sgd", "momentum", "adamw"] = "sgd"
+    optimizer: Literal["sgd", "momentum", "adamw", "int8", "bfloat16"] = "sgd"
     placement: Literal["mixed", "cyclic", "profile", "full", "balanced", "random", "contiguous", "alone"] = "mixed"
     model: str = "mlp"
     bf16: bool = False
@@ -79,7 +79,7 @@ class Case:
         """Return the configuration as a user writes it."""
         # Larger rates, or a smaller eps, amplify round-off: one unit in the last place of the
         # weights becomes 1e-4.
-        peak = {"sgd": 0.3 if self.model.startswith("mlp") else 0.15, "momentum": 0.1, "adamw": 0.03}[self.optimizer]
+        peak = {"sgd": 0.3 if self.model.startswith("mlp") else 0.15, "momentum": 0.1}.get(self.optimizer, 0.03)
         optimizers = {
             "sgd": {"type": "SGD", "params": {"lr": 0.1}},
             "momentum": {"type": "SGD", "params": {"lr": 0.1, "momentum": 0.9}},
@@ -92,7 +92,7 @@ class Case:
             "train_micro_batch_size_per_gpu": ROWS,
             "gradient_accumulation_steps": self.accumulation,
             "gradient_clipping": CLIP if self.clip else 0.0,
-            "optimizer": optimizers[self.optimizer],
+            "optimizer": optimizers.get(self.optimizer, self._with_small_state(optimizers["adamw"])),
             "scheduler": {"type": "WarmupLR", "params": {"warmup_min_lr": peak / 3, "warmup_max_lr": peak,
                 "warmup_num_steps": 3, "warmup_type": "linear"}},
             "bf16": {"enabled": self.bf16},
@@ -108,6 +108,9 @@ class Case:
                 "lr_scale": self.lr_scale if self.lr_scale in ("none", "auto") else json.loads(self.lr_scale)},
             **sections,
         }  # fmt: skip
+
+    def _with_small_state(self, section: dict[str, Any]) -> dict[str, Any]:
+        return section | {"params": section["params"] | {"state_dtype": self.optimizer}}
 
     def _neurons(self) -> dict[str, Any]:
         if not self.neurons:
