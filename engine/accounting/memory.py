@@ -166,7 +166,7 @@ def state_bytes(optimizer: Optimizer, layout: Layout, info: TensorInfo, numel: i
     if isinstance(optimizer, Muon):
         return optimizer.state_bytes(numel, is_matrix=is_matrix(info, layout))
     if isinstance(optimizer, SmallStateAdam):
-        return optimizer.state_bytes(numel, info.part[1:] if len(info.shape) > 1 else None)
+        return optimizer.state_bytes(numel, info.tp_shape[1:] if len(info.shape) > 1 else None)
     return 4 * numel * state_tensors(optimizer)
 
 

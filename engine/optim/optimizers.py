@@ -276,8 +276,8 @@ def check_optimizer(config: Config, given: Any) -> None:
         return
     if config.sdp.engine == "deepspeed" and config.optimizer.params.get("state_dtype") == "int8":
         raise ConfigError(
-            'optimizer.params.state_dtype: "int8" has a scale for each block of a row, and DeepSpeed\'s ZeRO cuts rows; '
-            'use "bfloat16", or sdp.engine "fsdp2"'
+            'optimizer.params.state_dtype: "int8" has a scale for each block of a row, and ZeRO cuts rows; use '
+            '"bfloat16", or sdp.engine "fsdp2"'
         )
     if config.optimizer.type.lower() != "muon":
         return

@@ -32,7 +32,7 @@ class Codes:
     of those of the decade above it.
 
     Args:
-        key: The moment. Levels of "exp_avg" have both signs, and those of "exp_avg_sq" are positive.
+        key: The moment. Levels of "exp_avg" have both signs, those of "exp_avg_sq" are positive.
         device: The device of the numbers.
     """
 
