@@ -1,9 +1,11 @@
 """A run with a service on this host, whose processes are killed at random.
 
-    python -m lab.service.kills OUT --kills 20 --stops 3 --service-kills 2
+    python -m lab.service.kills OUT --ranks 60 --groups 25 --stops 10 --services 5 --steps 6400
 
-It prints, and writes to OUT/kills.json, what was done and what became of every sample. It fails if
-the run fails, or if a sample was counted twice or lost silently.
+Groups have two ranks. The script kills a rank, a whole group, or the service, or stops a group for
+30 s. The disturbances are spread evenly over the rounds of the run. It prints, and writes to
+OUT/kills.json, what was done and what became of every sample. It fails if the run fails, or if a
+sample was counted twice or lost silently. Without disturbances it is a run to compare with.
 """
 
 from __future__ import annotations
@@ -16,10 +18,14 @@ import signal
 import subprocess
 import sys
 import time
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 CONFIG = Path(__file__).parent / "kills.json"
+EVERY = json.loads(CONFIG.read_text())["sdp"]["sync"]["every"]
+KINDS = {"rank": "kill a rank", "group": "kill a group", "stop": "stop a group for 30 s", "service": "kill the service"}
+STOP_SECONDS = 30.0
 
 
 def processes(run: Path) -> dict[int, list[str]]:
@@ -35,34 +41,52 @@ def processes(run: Path) -> dict[int, list[str]]:
     return found
 
 
-def choose(run: Path, kind: str, rng: random.Random) -> int | None:
-    """Return a process of a run to disturb: the service, or one of a group."""
-    word = "serve" if kind == "service" else "--service"
-    candidates = sorted(pid for pid, words in processes(run).items() if word in words)
-    return rng.choice(candidates) if candidates else None
+def victims(run: Path, kind: str, rng: random.Random) -> list[int]:
+    """Return the processes of a run to disturb: the service, a rank, or the processes of a group."""
+    if kind == "service":
+        return [pid for pid, words in processes(run).items() if "serve" in words]
+    groups = dict[str, list[int]]()
+    for pid, words in sorted(processes(run).items()):
+        if "--service" in words:
+            groups.setdefault(words[words.index("--dump-dir") + 1], []).append(pid)
+    if not groups:
+        return []
+    group = groups[rng.choice(sorted(groups))]
+    return group if kind != "rank" else [rng.choice(group[1:] or group)]  # the first one started the ranks
 
 
-def disturb(run: Path, launcher: subprocess.Popen[bytes], events: list[str], pause: float, rng: random.Random) -> list:
-    """Kill or stop processes until all events have happened or the run has ended."""
+def rounds_of(run: Path) -> int:
+    """Return how many rounds of a run have closed."""
+    lines = (run / "metrics.jsonl").read_text().splitlines()
+    return json.loads(lines[-1])["round"] if lines else 0
+
+
+def send(pids: list[int], number: int) -> None:
+    """Send a signal to those of the processes that still live."""
+    for pid in pids:
+        with suppress(ProcessLookupError):
+            os.kill(pid, number)
+
+
+def disturb(
+    run: Path, launcher: subprocess.Popen[bytes], kinds: list[str], rounds: int, rng: random.Random
+) -> list[dict[str, Any]]:
+    """Kill or stop processes, evenly over the rounds of the run. Returns what was done."""
     done: list[dict[str, Any]] = []
-    started, stopped = time.monotonic(), dict[int, float]()
-    while (events or stopped) and launcher.poll() is None:
-        time.sleep(pause * rng.uniform(0.5, 1.5))
-        for pid in [pid for pid, until in stopped.items() if time.monotonic() >= until]:
-            del stopped[pid]
-            os.kill(pid, signal.SIGCONT)
-        pid = choose(run, events[-1], rng) if events else None
-        if pid is None or pid in stopped:
+    started, stopped = time.monotonic(), list[tuple[float, list[int]]]()
+    while launcher.poll() is None:
+        time.sleep(0.1)
+        while stopped and time.monotonic() >= stopped[0][0]:
+            send(stopped.pop(0)[1], signal.SIGCONT)
+        is_due = len(done) < len(kinds) and rounds_of(run) >= (len(done) + 1) * rounds / (len(kinds) + 1)
+        pids = victims(run, kinds[len(done)], rng) if is_due else []
+        if not pids or any(pid in held for pid in pids for _, held in stopped):
             continue
-        kind = events.pop()
-        try:
-            os.kill(pid, signal.SIGSTOP if kind == "stop" else signal.SIGKILL)
-        except ProcessLookupError:
-            events.append(kind)
-            continue
+        kind = kinds[len(done)]
+        send(pids, signal.SIGSTOP if kind == "stop" else signal.SIGKILL)
         if kind == "stop":
-            stopped[pid] = time.monotonic() + 10.0
-        done.append({"seconds": round(time.monotonic() - started, 1), "what": kind})
+            stopped.append((time.monotonic() + STOP_SECONDS, pids))
+        done.append({"seconds": round(time.monotonic() - started, 1), "round": rounds_of(run), "what": kind})
         print(done[-1], flush=True)
     return done
 
@@ -89,17 +113,15 @@ def main() -> int:
     """Run, disturb, and check."""
     parser = argparse.ArgumentParser()
     parser.add_argument("out", type=Path)
-    parser.add_argument("--kills", type=int, default=20)
-    parser.add_argument("--stops", type=int, default=3)
-    parser.add_argument("--service-kills", type=int, default=2)
-    parser.add_argument("--pause", type=float, default=3.0, help="seconds between two events, on average")
-    parser.add_argument("--steps", type=int, default=1600)
+    for kind in KINDS:
+        parser.add_argument(f"--{kind}s", type=int, default=0, help=f"how often to disturb: {KINDS[kind]}")
+    parser.add_argument("--steps", type=int, default=6400)
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args()
     rng, run = random.Random(args.seed), args.out.absolute() / "run"
-    events = ["group"] * args.kills + ["stop"] * args.stops + ["service"] * args.service_kills
-    rng.shuffle(events)
-    command = [sys.executable, "-m", "sdp", "train", str(CONFIG), "--dump-dir", str(run)]
+    kinds = [kind for kind in KINDS for _ in range(vars(args)[f"{kind}s"])]
+    rng.shuffle(kinds)
+    command = [sys.executable, "-m", "sdp", "train", str(CONFIG), "--nproc", "8", "--dump-dir", str(run)]
     command += ["--set", f"training.steps={args.steps}", f"training.seed={args.seed}"]
     args.out.mkdir(parents=True, exist_ok=True)
     with (args.out / "output.log").open("wb") as output:
@@ -108,12 +130,12 @@ def main() -> int:
             while not (run / "metrics.jsonl").exists() and launcher.poll() is None:
                 time.sleep(0.2)
             started = time.monotonic()
-            done = disturb(run, launcher, events, args.pause, rng)
-            code = launcher.wait(timeout=1800)
+            done = disturb(run, launcher, kinds, args.steps // EVERY, rng)
+            code = launcher.wait()
         finally:
             launcher.terminate()
     result: dict[str, Any] = {"exit_code": code, "seconds": round(time.monotonic() - started), "events": done}
-    result["not_done"] = events
+    result["not_done"] = kinds[len(done) :]
     if code == 0:
         result |= account(run)
     (args.out / "kills.json").write_text(json.dumps(result, indent=1) + "\n")

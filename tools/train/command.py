@@ -116,7 +116,8 @@ def _check_files(config: Config, options: TrainOptions) -> None:
     from ..shared.config_checks import check_names
 
     check_names(config)
-    require_no_other_run(options.dump_dir, resume=options.resume)
+    # A group that is started again goes on with its files.
+    require_no_other_run(options.dump_dir, resume=options.resume or options.service is not None)
     sources = [source.path for source in config.data.sources or ()]
     paths = sources if config.data.path is None else [config.data.path]
     if config.data.name is None and paths:
