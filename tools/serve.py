@@ -42,7 +42,7 @@ from .runs.start_files import keep_start_files
 from .shared.arguments import add_config_arguments, positive_int
 from .shared.files import refuse_link
 from .train.process import set_up_logging
-from .train.service import read_token, settings_of, split_address
+from .train.service import certificates, read_token, settings_of, split_address
 
 log = logging.getLogger("sdp")
 
@@ -73,24 +73,13 @@ def run(args: argparse.Namespace) -> int:
     if config.sdp.sync is None or config.sdp.sync.service is None:
         raise ConfigError(f'{args.config}: has no service; add "sdp": {{"sync": {{"every": 32, "service": {{}}}}}}')
     token, (host, port) = read_token(args.token_file), split_address(args.bind, "--bind")
-    tls = _certificates(args.tls_certificate, args.tls_key)
+    tls = certificates(args.tls_certificate, args.tls_key)
     files = RunFiles(args.dump_dir, resume=True)
     set_up_logging(0, args.dump_dir)
     try:
         return _Service(config, files, args.expect).serve(token, host, port, tls)
     finally:
         files.close()
-
-
-def _certificates(certificate: Path | None, key: Path | None) -> ssl.SSLContext | None:
-    if certificate is None:
-        return None
-    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
-    try:
-        context.load_cert_chain(certificate, key)
-    except (OSError, ssl.SSLError) as error:
-        raise ConfigError(f"--tls-certificate {certificate}: cannot be used ({error}); give it and --tls-key") from None
-    return context
 
 
 class _Service:

@@ -83,6 +83,11 @@ class Client:
         while True:
             try:
                 return await self._post_once(action, content)
+            except aiohttp.ClientSSLError as error:
+                raise ServiceError(
+                    f"{self.address}: no encrypted connection ({shorten(error)}); give the certificate of the service "
+                    "with --tls-ca"
+                ) from None
             except _NO_ANSWER as error:
                 problem = f"the service at {self.address} does not answer"
                 if time.monotonic() > waits_until:

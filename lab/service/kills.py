@@ -42,7 +42,7 @@ def processes(run: Path) -> dict[int, list[str]]:
 
 
 def victims(run: Path, kind: str, rng: random.Random) -> list[int]:
-    """Return the processes of a run to disturb: the service, a rank, or the processes of a group."""
+    """Return the processes to disturb: the service, a rank, or all processes of a group."""
     if kind == "service":
         return [pid for pid, words in processes(run).items() if "serve" in words]
     groups = dict[str, list[int]]()

@@ -49,6 +49,18 @@ def trusted(path: Path | None) -> ssl.SSLContext | None:
         raise ConfigError(f"--tls-ca {path}: cannot be used ({shorten(error)})") from None
 
 
+def certificates(certificate: Path | None, key: Path | None) -> ssl.SSLContext | None:
+    """Return what shows the ``certificate`` of the service, or None for no encryption."""
+    if certificate is None:
+        return None
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    try:
+        context.load_cert_chain(certificate, key)
+    except (OSError, ssl.SSLError) as error:
+        raise ConfigError(f"--tls-certificate {certificate}: cannot be used ({error}); give it and --tls-key") from None
+    return context
+
+
 def settings_of(config: Config) -> dict[str, Any]:
     """Return the settings that the service and all groups must have equal, as JSON."""
     whole = config.resolved()

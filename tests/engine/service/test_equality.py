@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import ssl
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -53,7 +54,9 @@ def config_of(case: Case) -> Config:
 
 
 @contextmanager
-def served(case: Case, port: int = 0) -> Iterator[tuple[ServedRun, str, list[dict[str, Any]]]]:
+def served(
+    case: Case, port: int = 0, tls: ssl.SSLContext | None = None
+) -> Iterator[tuple[ServedRun, str, list[dict[str, Any]]]]:
     """Serve the run of a case in a thread. Gives the run, its address, and the lines of its
     averages.
     """
@@ -77,7 +80,7 @@ def served(case: Case, port: int = 0) -> Iterator[tuple[ServedRun, str, list[dic
             ports.append(port)
             started.set()
 
-        await server.serve("127.0.0.1", port, None, on_start, stop)
+        await server.serve("127.0.0.1", port, tls, on_start, stop)
 
     thread = threading.Thread(target=lambda: asyncio.run(serve()))
     thread.start()

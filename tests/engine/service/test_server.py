@@ -6,28 +6,31 @@ import asyncio
 import contextlib
 import json
 import socket
+import subprocess
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
 import aiohttp
 import pytest
 import torch
-from sdp.engine.errors import ServiceError
+from sdp.engine.errors import ConfigError, ServiceError
 from sdp.engine.service.anchors import Slice
 from sdp.engine.service.client import Client
 from sdp.engine.service.rounds import UnknownMemberError
 from sdp.engine.service.wire import DIGEST, MOST_BYTES, SIGNATURE, TIME, Signer, pack, unpack
 from sdp.tests.engine.service.test_equality import TOKEN, served
 from sdp.tests.support.cases import Case
+from sdp.tools.train.service import certificates, trusted
 
 CASE = Case(2, 1, steps=4, sync='{"every": 2}')
 
 
 @contextlib.contextmanager
-def connection(address: str, token: bytes = TOKEN, wait_seconds: float = 30.0) -> Any:
-    client = Client(address, token, wait_seconds)
+def connection(address: str, token: bytes = TOKEN, wait_seconds: float = 30.0, tls: Any = None) -> Any:
+    client = Client(address, token, wait_seconds, tls)
     try:
         yield client
     finally:
@@ -114,6 +117,38 @@ def test_slices_that_are_not_safetensors_are_refused() -> None:
     for bad in (b"", b"\xff" * 100, good[:-3], good + b"x", (1 << 62).to_bytes(8, "little"), metadata):
         with pytest.raises(ServiceError, match="form of slices"):
             unpack(bad)
+
+
+def test_tls_encrypts_for_groups_that_trust_the_certificate(tmp_path: Path) -> None:
+    for name in ("mine", "another"):
+        words = ["req", "-x509", "-newkey", "rsa:2048", "-nodes", "-days", "2", "-subj", "/CN=service"]
+        files = ["-keyout", tmp_path / f"{name}.key", "-out", tmp_path / f"{name}.pem"]
+        subprocess.run(
+            ["openssl", *words, "-addext", "subjectAltName=IP:127.0.0.1", *files], check=True, capture_output=True
+        )
+    with served(CASE, tls=certificates(tmp_path / "mine.pem", tmp_path / "mine.key")) as (run, address, _):
+        with connection(address, tls=trusted(tmp_path / "mine.pem")) as client:
+            assert client.join(None, {}) == 0
+            anchor = torch.zeros(run.anchors.snapshot()["stem.weight"].shape)
+            client.fetch([(Slice("stem.weight", (0, 0), tuple(anchor.shape)), anchor)])
+            assert torch.equal(anchor, run.anchors.snapshot()["stem.weight"])
+        message = "no encrypted connection .*--tls-ca"
+        with (
+            connection(address, tls=trusted(tmp_path / "another.pem")) as client,
+            pytest.raises(ServiceError, match=message),
+        ):
+            client.join(None, {})
+        with connection(address, wait_seconds=1.0) as client, pytest.raises(ServiceError, match="does not answer"):
+            client.join(None, {})
+    with served(CASE) as (_, address, _), connection(address, tls=trusted(tmp_path / "mine.pem")) as client:
+        with pytest.raises(ServiceError, match=message):
+            client.join(None, {})
+    for make in (
+        lambda: certificates(tmp_path / "mine.pem", tmp_path / "another.key"),
+        lambda: trusted(tmp_path / "x"),
+    ):
+        with pytest.raises(ConfigError, match="cannot be used"):
+            make()
 
 
 def test_settings_must_be_equal() -> None:

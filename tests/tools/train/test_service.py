@@ -58,7 +58,7 @@ def group_processes(run: Path) -> list[int]:
 def test_a_killed_group_and_a_killed_service_come_back(tmp_path: Path) -> None:
     config, run = tmp_path / "run.json", tmp_path / "run"
     config.write_text(json.dumps(CONFIG))
-    launcher = sdp("train", config, "--dump-dir", run)
+    launcher = sdp("train", config, "--nproc", "4", "--dump-dir", run)  # a group of two ranks starts again, too
     try:
         for word, after in (("groups", 2), ("serve", 6)):
             while len(lines_of(run / "metrics.jsonl")) < after:
