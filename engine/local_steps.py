@@ -347,17 +347,16 @@ class LocalTraining:
 
     # -- with a service ----------------------------------------------------------------------------
 
-    def begin(self, micro_batches: int, width: int, data: str) -> int:
-        """Begin to take part in the run of the service, from its anchors. Collective in the group.
+    def enter(self, *, joins: bool) -> int:
+        """Take part in the run of the service, as a new member if it ``joins``, and continue from
+        the anchors. Collective in the group.
 
-        Returns the number of steps that the run has made. For the arguments see
-        :meth:`~sdp.engine.service.steps.Membership.begin`.
+        Returns the number of steps that the run has made.
         """
         assert self.local is not None
-        self.service.begin(micro_batches, width, data)
-        self.local.outer.take(self.local.outer.fragments)
+        self.local.outer.enter(joins=joins)
         self.outer_steps = self.service.closed
-        return self._reached(self._rejoin() if self.service.client.is_lost else 0)
+        return self._reached(0)
 
     def _after_served_step(self, step: int) -> int:
         assert self.local is not None and self._sync is not None
@@ -367,7 +366,7 @@ class LocalTraining:
         outer.steps_since_start += 1
         status = service.poll()
         if status["lost"]:
-            return self._reached(self._rejoin())
+            return self.enter(joins=True)
         if outer.fragment_under_way is not None and outer.steps_since_start >= self._sync.overlap:
             step = self._take_average()
         is_behind = status["closed"] > service.closed or (status["grace"] and status["closed"] == service.closed)
@@ -384,16 +383,9 @@ class LocalTraining:
         outer = self.local.outer
         self.last = self.local.arrive()
         if self.service.client.is_lost:
-            self._rejoin()
-            return self._reached(0)
+            return self.enter(joins=True)
         self.outer_steps = self.service.closed
         return self._reached(outer.steps_since_start if outer.was_accepted else 0)
-
-    def _rejoin(self) -> int:
-        assert self.local is not None
-        self.local.outer.rejoin()
-        self.outer_steps = self.service.closed
-        return 0
 
     def _reached(self, steps: int) -> int:
         """Return the number of the step that is ``steps`` after the newest average."""

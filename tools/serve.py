@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from ..engine.batch.sampler import ResumableBatchSampler
+from ..engine.batch.loader import ResumableLoader
 from ..engine.checkpoint.load import find, keys_in, load
 from ..engine.checkpoint.save import write
 from ..engine.checkpoint.state import weights_of
@@ -33,14 +33,12 @@ from ..engine.service.rounds import ServedRun
 from ..engine.service.server import Server
 from ..launcher.signals import CAUGHT
 from ..models.registry import build_model
-from .report.render import render
 from .runs.dataset import open_corpus
-from .runs.plot import plot_loss
 from .runs.run_config import with_absolute_paths, with_initial_model
-from .runs.run_files import PLOT, RunFiles, read_run
+from .runs.run_files import RunFiles, read_run
 from .runs.start_files import keep_start_files
 from .shared.arguments import add_config_arguments, positive_int
-from .shared.files import refuse_link
+from .train.loop.summary import write_summary
 from .train.process import set_up_logging
 from .train.service import certificates, read_token, settings_of, split_address
 
@@ -95,6 +93,8 @@ class _Service:
         _refuse_buffers(model, self._layout, config.sdp.maskings)
         anchors = Anchors(self._layout, sync, _first_weights(model, config, self._layout))
         self._run = ServedRun(anchors, sync, steps, groups, config.data.tokens_per_sample, expected)
+        loader = ResumableLoader(self._corpus.train, 1, data_ranks=groups, seed=config.training.seed)
+        self._sampler = loader.sampler  # its state is a part of checkpoints
         self._thread, self._saving = ThreadPoolExecutor(1, thread_name_prefix="checkpoint"), Future[Any]()
         self._saving.set_result(None)
         self._saved, self._started, self._signal = 0, time.monotonic(), 0
@@ -170,14 +170,14 @@ class _Service:
         if run.closed == self._saved:
             return
         self._saved = run.closed
-        sampler = ResumableBatchSampler(len(self._corpus.train), 1, 0, 1, config.training.seed)  # pyright: ignore[reportArgumentType]
         sync = {"outer_steps": run.closed, "steps_alone": 0, "under_way": None, "fragments": run.schedule.fragments}
         state = {
             "global_steps": run.step, "global_samples": run.samples, "skipped_steps": 0, "loss_scale": None,
-            "mesh": [config.sdp.groups, 1, 1], "placement": self._layout.placement.to_json(), "learning_rates": {},
+            "mesh": [config.sdp.groups, run.data_ranks, 1], "learning_rates": {},
+            "placement": self._layout.placement.to_json(),
             "settings": {"config": config.resolved(), "options": {}},
             "scheduler": {"last_batch_iteration": run.step - 1} if config.scheduler is not None else None,
-            "loader": sampler.state_at(run.order.end if run.order is not None else 0),
+            "loader": self._sampler.state_at(run.order.end if run.order is not None else 0),
             "client_state": {**self._corpus.identity, "service": run.state_dict()}, "spikes": {}, "sync": sync,
         }  # fmt: skip
         tensors = weights_of(run.anchors.snapshot()) | run.anchors.state()
@@ -207,7 +207,7 @@ class _Service:
         log.info("goes on from %s; %d samples count as skipped", path, run.skipped_samples)
 
     def _write_summary(self) -> None:
-        """Write summary.json and the plot of the loss, and print the report."""
+        """Write summary.json, and print the report."""
         run, placement, seconds = self._run, self._layout.placement, time.monotonic() - self._started
         held = [placement.held_fraction(group) for group in range(placement.groups)]
         parameters = sum(info.numel for info in self._layout.parameters.values())
@@ -220,11 +220,7 @@ class _Service:
             "held_out": {"before": losses[0], "after": losses[-1]},
             "corpus": {"sha256": self._corpus.sha256, "path": str(self._corpus.path)}, "ranks": [],
         }  # fmt: skip
-        self._files.summary(summary)
-        done = read_run(self._dump_dir)
-        refuse_link((self._dump_dir / PLOT).parent)
-        plot_loss([done], self._dump_dir / PLOT)
-        print(render([done]), flush=True)
+        write_summary(self._files, summary)
 
 
 def _first_weights(model: torch.nn.Module, config: Config, layout: Layout) -> dict[str, torch.Tensor]:

@@ -313,7 +313,6 @@ def _refuse_with_service(config: Any) -> None:
             sdp.sync.service.min_groups > sdp.groups, f"there are sdp.groups = {sdp.groups} groups; lower it"
         ),
         "sdp.paths": (sdp.paths is not None, "all groups must read the same data; remove one of the two"),
-        "data.sources": (bool(config.data.sources), "the service deals out one data set; give data.path"),
         "training.steps": (training.steps is None, "the service counts steps; give the length of the run"),
         "training.evaluate_tasks": (
             training.evaluate_tasks is not None, "no group has the full model; use sdp evaluate --tasks"

@@ -10,6 +10,7 @@ import threading
 import time
 from collections.abc import Coroutine, Iterable
 from concurrent.futures import Future
+from contextlib import suppress
 from typing import Any, TypeVar
 
 import aiohttp
@@ -18,8 +19,6 @@ import torch
 from ..errors import ServiceError, shorten
 from ..json_files import parse_json
 from .anchors import Slice
-from .data_order import Share
-from .rounds import UnknownMemberError
 from .wire import MOST_BYTES, NONCE, Part, Signer, fits, messages_of, pack, unpack
 
 log = logging.getLogger("sdp")
@@ -34,6 +33,9 @@ _NO_ANSWER = (aiohttp.ClientError, TimeoutError, OSError)
 class Client:
     """Makes requests from a thread of its own, again and again while the service does not answer.
 
+    A group may be no member any more, because it was dropped or the service has started again. Its
+    requests then have no answer, and the client ``is_lost`` until it joins again.
+
     Args:
         address: HOST:PORT of the service.
         token: the secret of the run.
@@ -43,11 +45,10 @@ class Client:
 
     def __init__(self, address: str, token: bytes, wait_seconds: float, tls: ssl.SSLContext | None = None):
         self.address, self._signer, self._wait_seconds, self._tls = address, Signer(token), wait_seconds, tls
-        self.session = ""
+        self.session, self.is_lost = "", False
         self.status: dict[str, Any] = {}  # the newest answer to a heartbeat
-        self.is_lost = False  # whether the service does not know this session any more
         self._beats = False
-        self._loop = asyncio.new_event_loop()
+        self._loop, self._limit = asyncio.new_event_loop(), asyncio.Semaphore(_TOGETHER)
         self._http: aiohttp.ClientSession | None = None
         threading.Thread(target=self._loop.run_forever, name="service", daemon=True).start()
 
@@ -67,22 +68,23 @@ class Client:
         """Start to do ``work`` in the thread of the connection."""
         return asyncio.run_coroutine_threadsafe(work, self._loop)
 
-    def request(self, action: str, **values: Any) -> Any:
-        """Make a request of JSON and return the answer."""
-        return self.start(self.post(action, {"session": self.session, **values})).result()
+    def request(self, action: str, **values: Any) -> dict[str, Any]:
+        """Make a request of JSON and return the answer. {} if the client is lost."""
+        return self.start(self.post(action, {"session": self.session, **values})).result() or {}
 
     async def post(self, action: str, request: dict[str, Any], slices: bytes = b"") -> Any:
-        """Make a request until it is answered.
+        """Make a request until it is answered. Returns None if this group is not a member any more.
 
         Raises:
-            UnknownMemberError: this group is not a member any more.
             ServiceError: the service refuses, or does not answer for ``wait_seconds``.
         """
         content = json.dumps(request).encode() + (b"\n" + slices if slices else b"")
         waits_until, has_warned = time.monotonic() + self._wait_seconds, False
         while True:
             try:
-                return await self._post_once(action, content)
+                answer = await self._post_once(action, content)
+                self.is_lost = self.is_lost or (answer is None and request["session"] == self.session)
+                return answer
             except aiohttp.ClientSSLError as error:
                 raise ServiceError(
                     f"{self.address}: no encrypted connection ({shorten(error)}); give the certificate of the service "
@@ -107,15 +109,18 @@ class Client:
         async with self._http.post(url, data=content, headers=headers, ssl=self._tls or True) as response:
             if response.status == 401:
                 raise ServiceError(f"the service at {self.address} has another token, or its clock differs by minutes")
-            answer = await _read(response)
+            if (response.content_length or 2 * MOST_BYTES) > MOST_BYTES + (1 << 20):
+                raise ServiceError(f"the answer of {self.address} is too long")
+            answer = await response.read()
             is_answer = response.headers.get(NONCE) == headers[NONCE]
             if not is_answer or not self._signer.is_signed(f"{response.status}", response.headers):
                 raise ServiceError(f"{self.address} is not the service of this run: its answer is not signed")
             if not fits(answer, response.headers):
                 raise aiohttp.ClientPayloadError("the answer is damaged")
+        if response.status == 409:
+            return None
         if response.status != 200:
-            problem = str(parse_json(answer.decode())["error"])
-            raise (UnknownMemberError if response.status == 409 else ServiceError)(problem)
+            raise ServiceError(str(parse_json(answer.decode())["error"]))
         return answer if action == "anchors" else parse_json(answer.decode())
 
     # -- membership --------------------------------------------------------------------------------
@@ -137,24 +142,15 @@ class Client:
             while True:
                 await asyncio.sleep(seconds)
                 session = self.session
-                try:
+                with suppress(*_NO_ANSWER, ServiceError):  # the next request waits, or says what is wrong
                     content = json.dumps({"session": session}).encode()
                     status = await asyncio.wait_for(self._post_once("heartbeat", content), 2 * seconds)
-                    self.status = status if session == self.session else self.status
-                except UnknownMemberError:
-                    self.is_lost = self.is_lost or session == self.session
-                except (*_NO_ANSWER, ServiceError):
-                    pass  # the next request waits for the service, or says what is wrong
+                    if session == self.session:
+                        self.status, self.is_lost = status or {}, self.is_lost or status is None
 
         if not self._beats:
             self.start(beat())
         self._beats = True
-
-    def lease(self, number: int) -> Share:
-        """Return a share of the data by its number. Waits until the run starts."""
-        while (share := self.request("lease", number=number)["share"]) is None:
-            time.sleep(0.1)
-        return Share(*share)
 
     # -- tensors -----------------------------------------------------------------------------------
 
@@ -163,40 +159,23 @@ class Client:
         request = {"session": self.session, "average": average}
 
         async def send_one(message: list[Part]) -> None:
-            await self.post("changes", request, await asyncio.to_thread(pack, message))
+            async with self._limit:
+                await self.post("changes", request, await asyncio.to_thread(pack, message))
 
-        await _together(map(send_one, messages_of(changes)))
+        await asyncio.gather(*map(send_one, messages_of(changes)))
 
     def fetch(self, wanted: Iterable[tuple[Slice, torch.Tensor]], *, pinned: bool = False) -> None:
-        """Fill tensors of the host with the anchors of slices."""
+        """Fill tensors of the host with the anchors of slices, unless the client is lost."""
 
         async def fetch_one(message: list[Part]) -> None:
             request = {"session": self.session, "slices": [piece for piece, *_ in message], "pinned": pinned}
-            found = await asyncio.to_thread(unpack, await self.post("anchors", request))
-            for piece, tensor, _ in message:
+            async with self._limit:
+                answer = await self.post("anchors", request)
+                found = await asyncio.to_thread(unpack, answer) if answer else {}
+            for piece, tensor, _ in message if found else ():
                 tensor.copy_(found[piece])
 
-        parts: Iterable[Part] = ((piece, tensor, "none") for piece, tensor in wanted)
-        self.start(_together(map(fetch_one, messages_of(parts)))).result()
+        async def fetch_all() -> None:
+            await asyncio.gather(*map(fetch_one, messages_of((piece, tensor, "none") for piece, tensor in wanted)))
 
-
-async def _together(works: Iterable[Coroutine[Any, Any, None]]) -> None:
-    """Do a few works at a time."""
-    limit = asyncio.Semaphore(_TOGETHER)
-
-    async def one(work: Coroutine[Any, Any, None]) -> None:
-        async with limit:
-            await work
-
-    await asyncio.gather(*map(one, works))
-
-
-async def _read(response: aiohttp.ClientResponse) -> bytes:
-    """Return the body of an answer. Raises ServiceError if it is too long."""
-    parts, total = list[bytes](), 0
-    async for part in response.content.iter_chunked(1 << 20):
-        parts.append(part)
-        total += len(part)
-        if total > MOST_BYTES + (1 << 20):
-            raise ServiceError("an answer is too long")
-    return b"".join(parts)
+        self.start(fetch_all()).result()

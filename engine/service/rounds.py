@@ -123,6 +123,7 @@ class ServedRun:
         skipped_samples: that were dealt and will not be counted.
         problem: why the run has ended before its last step, or None.
         orphans: the units that no holder delivered, and the average since which.
+        data_ranks: those of the group that began last.
     """
 
     def __init__(
@@ -137,6 +138,7 @@ class ServedRun:
         self.members: dict[str, Member] = {}
         self.order: DataOrder | None = None
         self.closed = self.samples = self.skipped_samples = self.late = 0
+        self.data_ranks = 1
         self.problem: str | None = None
         self.orphans: dict[str, int] = {}
         self._deliveries: list[tuple[Delivery, Facts, int]] = []  # of the open average, with their bytes
@@ -193,11 +195,12 @@ class ServedRun:
 
     # -- requests ----------------------------------------------------------------------------------
 
-    def begin(self, member: Member, micro_batches: int, width: int, now: float) -> int:
+    def begin(self, member: Member, micro_batches: int, width: int, data_ranks: int, now: float) -> int:
         """Let a member take part, which reads ``micro_batches`` of ``width`` samples in a step.
 
         Returns the average whose anchors it fetches.
         """
+        self.data_ranks = data_ranks
         if self.order is None:
             self.order = DataOrder(self.groups, self.schedule.every * micro_batches, width)
         member.begun, self._changed = True, now

@@ -117,15 +117,14 @@ class Server:
         return web.Response(body=content, status=status, headers=headers)
 
     async def _act(self, action: str, body: bytes) -> Answer:
-        if action != "join" and action not in self._actions:
-            raise ServiceError("there is no such request")
         head, _, slices = body.partition(b"\n")  # a line of JSON; slices may follow
         request = parse_json(head.decode())
         if action == "join":
             return self._join(request)
-        return await self._actions[action](
-            {**request, "changes": slices}, self._run.member(request["session"], time.monotonic())
-        )
+        if action not in self._actions:
+            raise ServiceError("there is no such request")
+        member = self._run.member(request["session"], time.monotonic())
+        return await self._actions[action]({**request, "changes": slices}, member)
 
     def _join(self, request: Mapping[str, Any]) -> Answer:
         if request["settings"] != self._settings:
@@ -140,8 +139,8 @@ class Server:
         self._data = self._data or str(request["data"])
         if self._data != request["data"]:
             raise ServiceError("this group has another corpus than the others; give all groups the same data")
-        closed = self._run.begin(member, int(request["micro_batches"]), int(request["width"]), time.monotonic())
-        return {"closed": closed}
+        sizes = (int(request[key]) for key in ("micro_batches", "width", "data_ranks"))
+        return {"closed": self._run.begin(member, *sizes, time.monotonic())}
 
     async def _heartbeat(self, _: Any, member: Member) -> Answer:
         return self._run.status(member)

@@ -6,7 +6,7 @@ import math
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -21,7 +21,7 @@ from ..stores.store import GroupStore, frozen_copies
 from ..sync.outer import Compression, OuterFacts, exchanged, rounded
 from .anchors import Slice
 from .data_order import Share
-from .rounds import Schedule, UnknownMemberError
+from .rounds import Schedule
 
 if TYPE_CHECKING:
     from .client import Client  # imports aiohttp
@@ -41,6 +41,8 @@ class Membership:
         slot: the group's number in the placement.
         closed: the average whose anchors the group has.
         is_renewed: whether the group has joined again, and its data begins anew.
+        start: what it says when it begins to take part: "micro_batches" of a step, the "width" of
+            each in samples, its "data_ranks", and what identifies the "data".
     """
 
     def __init__(self, client: Client, sync: SyncSection, steps: int, settings: dict[str, Any], rank: int):
@@ -48,7 +50,7 @@ class Membership:
         self.client, self._settings, self._rank = client, settings, rank
         self.schedule, self._seconds = Schedule(sync, steps), sync.service.heartbeat_seconds
         self.slot, self.closed, self.is_renewed, self._ranks = -1, 0, False, 1
-        self._start: tuple[int, int, str] = (1, 1, "")  # micro-batches of a step, their samples, the corpus
+        self.start: dict[str, Any] = {}
         self._read = 0  # samples of the steps so far
         self._begin_anew()
 
@@ -65,28 +67,18 @@ class Membership:
         answers = gather_json([self.slot, self.client.session])
         self._ranks, (self.slot, self.client.session) = len(answers), answers[0]
 
-    def begin(self, micro_batches: int, width: int, data: str) -> None:
-        """Take part from now on. Collective in the group.
+    def enter(self, *, joins: bool) -> None:
+        """Take part from now on, with new data. Collective in the group.
 
-        A step of the group has ``micro_batches`` of ``width`` samples of the corpus ``data``.
+        ``joins``: join once more before.
         """
-        self._start = micro_batches, width, data
-        self._enter(joins=False)
-
-    def rejoin(self) -> None:
-        """Join again, and begin with new data. Collective in the group."""
-        self._enter(joins=True)
-        self.is_renewed = True
-
-    def _enter(self, *, joins: bool) -> None:
-        (micro_batches, width, data), closed = self._start, None
+        closed, self.is_renewed = None, joins
         while closed is None:
             if self._rank == 0:
-                with suppress(UnknownMemberError):  # the service has started again: join once more
-                    if joins and self.client.join(self.slot, self._settings) != self.slot:
-                        raise ServiceError(f"slot {self.slot} was given to another group; start this group again")
-                    answer = self.client.request("begin", micro_batches=micro_batches, width=width, data=data)
-                    closed = answer["closed"]
+                if joins and self.client.join(self.slot, self._settings) != self.slot:
+                    raise ServiceError(f"slot {self.slot} was given to another group; start this group again")
+                # No answer if the service has started again. Then join once more.
+                closed = self.client.request("begin", **self.start).get("closed")
             closed, self.client.session = gather_json([closed, self.client.session])[0]
             joins = True
         self.closed, self.client.is_lost = closed, False
@@ -100,21 +92,26 @@ class Membership:
         while count:
             number, offset = divmod(start, self._shares[0].samples) if self._shares else (0, 0)  # all have one size
             while len(self._shares) <= number:
-                self._shares.append(self._lease(len(self._shares)))
+                self._shares.append(self.lease(len(self._shares)))
             length = min(count, self._shares[0].samples - offset)
             yield from self._shares[number].ranges(offset, length)
             start, count = start + length, count - length
 
-    def _lease(self, number: int) -> Share:
-        try:
-            return self.client.lease(number)
-        except UnknownMemberError:  # the group joins again after its next step, and drops what that step learns
-            self.client.is_lost = True
-            return Share(0, self.schedule.every * self._start[0], 0, 1, self._start[1])
+    def lease(self, number: int) -> Share:
+        """Return a share of the data by its number. Waits until the run starts.
+
+        A group that is lost gets any share. It joins again after its next step, and drops what that
+        step learns.
+        """
+        while (share := self.client.request("lease", number=number).get("share")) is None:
+            if self.client.is_lost:
+                return Share(0, self.schedule.every * self.start["micro_batches"], 0, 1, self.start["width"])
+            time.sleep(0.1)
+        return Share(*share)
 
     def note_step(self, loss: float) -> None:
         """Count a step of the group."""
-        batch = self._start[0] * self._start[1]
+        batch = self.start["micro_batches"] * self.start["width"]
         self._read += batch
         self._new_samples += batch
         self._losses += loss * batch if math.isfinite(loss) else 0.0
@@ -126,12 +123,12 @@ class Membership:
         Raises:
             ServiceError: the run has ended because of a problem.
         """
-        status = {"closed": 0, "grace": False, "problem": None, **self.client.status, "lost": self.client.is_lost}
+        status = {"closed": 0, "grace": False, **self.client.status, "lost": self.client.is_lost}
         return _checked(gather_json(status)[0] if self._ranks > 1 else status)
 
     def claim(self, step: int) -> bool:
         """Return whether this group evaluates the full model after ``step``. Collective."""
-        return bool(gather_json(self._rank == 0 and self._ask("claim", step=step).get("mine", False))[0])
+        return bool(gather_json(self._rank == 0 and self.client.request("claim", step=step).get("mine"))[0])
 
     def report(self, line: Mapping[str, Any]) -> bool:
         """Give the service a line of evaluations.jsonl. Collective in the group.
@@ -139,30 +136,19 @@ class Membership:
         Returns whether the line is valid. It is not if the service has started again meanwhile.
         """
         if self._rank == 0 and not self.client.is_lost:
-            self._ask("evaluation", line=dict(line))
+            self.client.request("evaluation", line=dict(line))
         return not any(gather_json(self.client.is_lost))
 
     def leave(self) -> None:
         """Say that the group ends."""
         if self._rank == 0 and not self.client.is_lost:
-            self._ask("leave")
-
-    def _ask(self, action: str, **values: Any) -> dict[str, Any]:
-        """Make a request. Returns nothing if the group is not a member any more."""
-        try:
-            return self.client.request(action, **values)
-        except UnknownMemberError:
-            self.client.is_lost = True
-            return {}
+            self.client.request("leave")
 
     def whole_parts(self, infos: Sequence[TensorInfo], tp: int) -> dict[str, torch.Tensor]:
         """Return the anchors of an evaluation, by name: the part of a tensor-parallel rank."""
         found = {info.name: torch.zeros(info.tp_shape) for info in infos}
-        try:
-            places = (Slice(info.canonical, info.offset(Shard(tp=tp)), tuple(info.tp_shape)) for info in infos)
-            self.client.fetch(zip(places, found.values(), strict=True), pinned=True)
-        except UnknownMemberError:  # the evaluation is not valid
-            self.client.is_lost = True
+        places = (Slice(info.canonical, info.offset(Shard(tp=tp)), tuple(info.tp_shape)) for info in infos)
+        self.client.fetch(zip(places, found.values(), strict=True), pinned=True)
         return found
 
     def deliver(self, fragment: int, changes: Sequence[tuple[Slice, torch.Tensor, Compression]]) -> Future[None]:
@@ -189,12 +175,9 @@ class Membership:
         average, or the client ``is_lost``.
         """
         average, status = self.closed + 1, {"closed": -1, "accepted": 0}
-        try:
-            sending.result()
-            while self._rank == 0 and status["closed"] < average:
-                status = _checked(self.client.request("wait", average=average, seconds=self._seconds))
-        except UnknownMemberError:
-            self.client.is_lost = True
+        sending.result()
+        while self._rank == 0 and not self.client.is_lost and status["closed"] < average:
+            status |= _checked(self.client.request("wait", average=average, seconds=self._seconds))
         answers = gather_json([status["closed"], status["accepted"], self.client.is_lost])
         closed, accepted, _ = answers[0]
         self.client.is_lost = any(lost for *_, lost in answers)
@@ -203,7 +186,7 @@ class Membership:
 
 
 def _checked(status: dict[str, Any]) -> dict[str, Any]:
-    if status["problem"] is not None:
+    if status.get("problem") is not None:
         raise ServiceError(f"the service has ended the run: {status['problem']}")
     return status
 
@@ -300,10 +283,8 @@ class ServedSteps:
             for name, target in targets.items()
             if self._fragments[name] in fragments and target.numel()
         }
-        try:
-            self.service.client.fetch((self._slice(name, value), value) for name, value in wanted.items())
-        except UnknownMemberError:
-            self.service.client.is_lost = True
+        self.service.client.fetch((self._slice(name, value), value) for name, value in wanted.items())
+        if self.service.client.is_lost:
             return
         for name, value in wanted.items():
             target = targets[name]
@@ -315,13 +296,15 @@ class ServedSteps:
                 target.add_(moved)
         self._store.weights_changed()
 
-    def rejoin(self) -> None:
-        """Become a member again, and continue from the anchors. Collective in the group."""
+    def enter(self, *, joins: bool) -> None:
+        """Take part in the run, as a new member if it ``joins``, and continue from the anchors.
+        Collective in the group.
+        """
         self._under_way, is_lost = None, True
         while is_lost:
-            self.service.rejoin()
+            self.service.enter(joins=joins)
             self.take(self.fragments)
-            is_lost = any(gather_json(self.service.client.is_lost))
+            is_lost = joins = any(gather_json(self.service.client.is_lost))
         for error in self.errors.values():
             error.zero_()
 

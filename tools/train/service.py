@@ -68,5 +68,6 @@ def settings_of(config: Config) -> dict[str, Any]:
     settings = {key: whole[key] for key in kept}
     settings["model"] = {key: value for key, value in whole["model"].items() if key != "path"}
     settings |= {"training": {key: whole["training"][key] for key in ("steps", "seed", "loss_weighting")}}
-    settings |= {"data": {"sequence_length": whole["data"]["sequence_length"]}}
+    weights = [source["weight"] for source in whole["data"]["sources"] or ()]
+    settings |= {"data": {"sequence_length": whole["data"]["sequence_length"], "weights": weights}}
     return settings

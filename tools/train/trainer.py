@@ -28,7 +28,7 @@ from ..tasks.harness import LoadedTasks
 from .loop.checkpointer import Checkpointer
 from .loop.evaluator import Evaluator
 from .loop.meter import StepFacts, StepLines, StepMeter
-from .loop.summary import rank_facts, write_summary
+from .loop.summary import rank_facts, run_summary, write_summary
 from .loop.utilisation import Utilisation
 from .observer import MemoryProbe, Observer
 from .process import StopSignals
@@ -274,8 +274,13 @@ class Trainer:
     def _begin_served(self) -> bool:
         """Begin with the anchors of the service. Collective. Returns whether the run has begun."""
         engine, corpus = self._engine, self._corpus
-        width = engine.train_micro_batch_size_per_gpu() * engine.dp_world_size
-        steps = engine.local_training.begin(engine.gradient_accumulation_steps(), width, corpus.sha256)
+        self._service.start = {
+            "micro_batches": engine.gradient_accumulation_steps(),
+            "width": engine.train_micro_batch_size_per_gpu() * engine.dp_world_size,
+            "data_ranks": engine.dp_world_size,
+            "data": corpus.sha256,
+        }
+        steps = engine.local_training.enter(joins=False)
         engine.go_on_after(steps, samples=0, skipped=0)
         if engine.lr_scheduler is not None:
             engine.lr_scheduler.step(steps - 1)
@@ -306,7 +311,7 @@ class Trainer:
         facts = rank_facts(engine, self._last_facts, self._meter.sent_per_step(), self._baseline, peak)
         ranks = engine.gather_facts(facts)
         if self._files is not None:
-            write_summary(self._files, engine, self._corpus, ranks, seconds)
+            write_summary(self._files, run_summary(engine, self._corpus, self._dump_dir, ranks, seconds))
         self._beat.at(engine.global_steps, THE_END, None)
         if self._service is not None:
             self._service.leave()

@@ -123,9 +123,11 @@ def _train_with_a_service(case: Case, address: str) -> tuple[float | None, int]:
     service.slot = group
     service.join()
     engine = sdp.initialize(model=models.build(case.model), config=config, service=service)[0]
-    engine.go_on_after(engine.local_training.begin(case.accumulation, 2 * case.fsdp, "data"), 0, 0)
+    ranks = {"width": 2 * case.fsdp, "data_ranks": case.fsdp}
+    service.start = {"micro_batches": case.accumulation, **ranks, "data": "data"}
+    engine.go_on_after(engine.local_training.enter(joins=False), 0, 0)
     for number in range(case.steps // sync.every):  # waits until all groups have begun
-        service.client.lease(number)
+        service.lease(number)
     for step in range(case.steps):
         one_step(engine, case, step, data_rank=group * case.fsdp + dist.get_rank() // case.tp)
         engine.step()

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from sdp.engine.batch.mixture import MixtureSampler, Source
 from sdp.engine.config.method import SyncSection
 from sdp.engine.config.schema import Config
 from sdp.engine.distributed.mesh import Mesh
@@ -43,7 +44,7 @@ class Clock:
             member = self.run.join(None, self.now)
             assert member is not None
             self.members.append(member)
-            self.run.begin(member, 1, 2, self.now)
+            self.run.begin(member, 1, 2, 1, self.now)
         assert not self.run.tick(self.now)
         return self.members
 
@@ -156,7 +157,7 @@ def test_a_silent_group_is_dropped_and_its_samples_are_skipped() -> None:
     again = clock.run.join(c.slot, clock.now)
     assert again is not None
     assert again.slot == c.slot
-    assert clock.run.begin(again, 1, 2, clock.now) == 1
+    assert clock.run.begin(again, 1, 2, 1, clock.now) == 1
 
 
 def test_a_stopped_service_does_not_drop_its_groups() -> None:
@@ -264,6 +265,17 @@ def test_data_is_dealt_as_without_a_service_and_never_twice() -> None:
     assert [list(share.ranges(0, 8)) for share in shares] == [[(0, 4), (12, 4)], [(4, 4), (16, 4)], [(8, 4), (20, 4)]]
     assert list(shares[1].ranges(2, 4)) == [(6, 2), (16, 2)]
     assert (order.samples, order.end) == (24, 24)
+
+
+def test_a_mixture_is_dealt_as_without_a_service() -> None:
+    sources = [Source("a", "a", 50, 3.0), Source("b", "b", 40, 1.0)]
+    order = DataOrder(3, micro_batches=2, width=4)
+    for slot in range(3):
+        expected = iter(MixtureSampler(sources, 4, slot, 3, seed=0))
+        sampler, share = MixtureSampler(sources, 4, 0, 1, seed=0), order.deal(slot, ())
+        sampler.ranges = share.ranges
+        found = iter(sampler)
+        assert [next(found) for _ in range(2)] == [next(expected) for _ in range(2)]
 
 
 def test_shares_of_absent_and_slow_groups_are_dealt_to_others() -> None:

@@ -32,7 +32,7 @@ _NEEDED = {
     "MPICH": ("mpiexec.mpich", "apt-get install mpich"),
     "Intel MPI": (INTEL_MPIRUN, f"pip install --no-deps --target {Path(sys.prefix) / 'intel-mpi'} impi-rt"),
 }
-# SLURM uses a to d, disturbed runs e to i, test_hosts.py a and j to l.
+# SLURM uses a to d, disturbed runs e to i, test_hosts.py a and j to l, test_service.py a, j and k.
 _NAMES = "abcdefghijkl"
 PAUSE = 0.25  # seconds between two checks of something that takes seconds; the cores have other work
 

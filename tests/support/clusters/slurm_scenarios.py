@@ -3,6 +3,7 @@
 import contextlib
 import os
 import re
+import shlex
 import shutil
 import signal
 import subprocess
@@ -11,6 +12,7 @@ from concurrent.futures import Future
 
 import pytest
 from sdp.tests.support.clusters.hosts import LAUNCH, PAUSE, SCRIPTS, SDP, Hosts, is_rank
+from sdp.tests.support.clusters.served import ServedRun
 from sdp.tests.support.processes import until
 
 PROGRAMS = ("slurmctld", "slurmd", "sbatch", "srun", "munged")
@@ -205,9 +207,32 @@ def jobs_that_do_not_end_well(slurm: Slurm, expected: Future[list[float]]) -> No
     assert slurm.status_without_slurm("late").startswith("timeout")
 
 
+def a_group_of_a_service_is_a_job_that_is_requeued(slurm: Slurm, expected: Future[list[float]]) -> None:
+    run = ServedRun(slurm.hosts, "jobs", 29801)
+    batch = ["sbatch", "--parsable", "--requeue", "--partition", "side", "--open-mode", "append"]
+    jobs = [
+        slurm(*batch, "--output", f"job-{group}.log", "--wrap", shlex.join([*run.group, f"job-{group}"]))
+        for group in range(2)
+    ]
+    run.reach(groups=2)
+    slurm("scontrol", "requeue", jobs[1])  # cancels the job, and puts it into the queue again
+    run.reach(groups=1)
+    run.reach(groups=2)
+    run.check_end([])
+    assert "Restarts=1 " in slurm("scontrol", "show", "job", jobs[1])
+    states = [until(lambda job=job: _ended(slurm, job), SECONDS, 1.0) for job in jobs]
+    assert states == ["COMPLETED"] * 2, [(slurm.hosts.folder / f"job-{group}.log").read_text() for group in range(2)]
+
+
+def _ended(slurm: Slurm, job: str) -> str | None:
+    state = slurm("scontrol", "show", "job", job).partition("JobState=")[2].split()[0]
+    return None if state in ("PENDING", "RUNNING", "COMPLETING") else state
+
+
 STORIES = (
     a_job_that_is_preempted_and_loses_a_rank_ends_as_if_undisturbed_and_one_that_loses_a_node_waits,
     a_job_near_its_time_limit_goes_back_to_the_queue_and_resumes,
     jobs_that_do_not_end_well,
+    a_group_of_a_service_is_a_job_that_is_requeued,
     the_same_losses_inside_the_users_own_srun,
 )

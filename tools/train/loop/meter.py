@@ -166,7 +166,8 @@ class StepLines:
             line["mfu"] = mfu
         if schedule.ends:
             line["masking"] = masking
-        if isinstance(engine.loader.sampler, MixtureSampler):
+        is_served = engine.local_training.service is not None  # this group reads positions of its own
+        if isinstance(engine.loader.sampler, MixtureSampler) and not is_served:
             line["source_samples"] = engine.loader.sampler.counts_at(engine.loader.consumed)
         if config.training.on_spike != "none":
             line |= {"spikes_skipped": engine.spikes.skipped, "rollbacks": engine.spikes.rollbacks}

@@ -25,19 +25,9 @@ from .meter import StepFacts
 WARM_UP_STEPS = 3  # step 1 allocates optimizer state, step 2 is probed, step 3 follows the probe
 
 
-def write_summary(
-    files: RunFiles, engine: SDPEngine, corpus: Corpus, ranks: list[dict[str, Any]], seconds: float
-) -> None:
-    """Write summary.json and the plot of the loss, and print the report. For rank 0 only.
-
-    Args:
-        files: the files of the run.
-        engine: the engine after the last step.
-        corpus: the data of the run.
-        ranks: the :func:`rank_facts` of every rank.
-        seconds: wall time of the training.
-    """
-    files.summary(run_summary(engine, corpus, files.dump_dir, ranks, seconds))
+def write_summary(files: RunFiles, summary: dict[str, Any]) -> None:
+    """Write summary.json and the plot of the loss, and print the report."""
+    files.summary(summary)
     finished = read_run(files.dump_dir)
     for path in (files.dump_dir / PLOT, (files.dump_dir / PLOT).parent):
         refuse_link(path)
@@ -79,7 +69,15 @@ def rank_facts(
 def run_summary(
     engine: SDPEngine, corpus: Corpus, dump_dir: Path, ranks: list[dict[str, Any]], seconds: float
 ) -> dict[str, Any]:
-    """Collect the content of summary.json. For the arguments see :func:`write_summary`."""
+    """Collect the content of summary.json.
+
+    Args:
+        engine: the engine after the last step.
+        corpus: the data of the run.
+        dump_dir: the directory of the run.
+        ranks: the :func:`rank_facts` of every rank.
+        seconds: wall time of the training.
+    """
     layout, config = engine.layout, engine.config
     run = read_run(dump_dir)
     of_model = layout.parameters_at(0).values()  # of one path
