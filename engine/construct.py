@@ -186,3 +186,20 @@ def values_to_give(model: nn.Module, config: Config, layout: Layout) -> list[Mod
         plan = filled_from(plan, fillers_from(WeightFiles(directory), directory, model, layout))
     require_float32(model)
     return plan
+
+
+def first_weights(model: nn.Module, config: Config, layout: Layout) -> dict[str, torch.Tensor]:
+    """Return all weights, by canonical name, with which every run of this configuration starts."""
+    found, names = dict[str, torch.Tensor](), dict[str, list[str]]()
+    for name, infos in layout.wholes.items():
+        found[name] = torch.empty(infos[0].full_shape)
+        names.setdefault(infos[0].path, []).append(name)
+    plan = values_to_give(model, config, layout)
+    for path, parameter in model.named_parameters() if plan is None else ():  # the model has weights already
+        for name in names[path]:
+            found[name].copy_(parameter.detach())
+    for init in plan or ():
+        for path, filler in init.fillers().items():
+            for name in names.get(path, ()):
+                filler(found[name], 0)
+    return found

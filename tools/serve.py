@@ -22,7 +22,7 @@ from ..engine.checkpoint.storage.files import write_durably
 from ..engine.config.load import load_config
 from ..engine.config.method import Masking
 from ..engine.config.schema import Config
-from ..engine.construct import values_to_give
+from ..engine.construct import first_weights
 from ..engine.distributed.agreement import Ranks
 from ..engine.distributed.mesh import Mesh
 from ..engine.errors import CheckpointError, ConfigError, ModelError, ServiceError
@@ -91,7 +91,7 @@ class _Service:
         model = build_model(config.model, **self._corpus.facts)
         self._layout = Layout.of(model, config, Mesh(groups))
         _refuse_buffers(model, self._layout, config.sdp.maskings)
-        anchors = Anchors(self._layout, sync, _first_weights(model, config, self._layout))
+        anchors = Anchors(self._layout, sync, first_weights(model, config, self._layout))
         self._run = ServedRun(anchors, sync, steps, groups, config.data.tokens_per_sample, expected)
         loader = ResumableLoader(self._corpus.train, 1, data_ranks=groups, seed=config.training.seed)
         self._sampler = loader.sampler  # its state is a part of checkpoints
@@ -221,16 +221,6 @@ class _Service:
             "corpus": {"sha256": self._corpus.sha256, "path": str(self._corpus.path)}, "ranks": [],
         }  # fmt: skip
         write_summary(self._files, summary)
-
-
-def _first_weights(model: torch.nn.Module, config: Config, layout: Layout) -> dict[str, torch.Tensor]:
-    """Return the weights with which every run of this configuration starts."""
-    found = {name: torch.empty(infos[0].full_shape) for name, infos in layout.wholes.items()}
-    for init in values_to_give(model, config, layout) or ():
-        for name, fill in init.fillers().items():
-            if name in found:
-                fill(found[name], 0)
-    return found
 
 
 def _refuse_buffers(model: torch.nn.Module, layout: Layout, maskings: tuple[Masking, ...]) -> None:

@@ -68,11 +68,14 @@ class ResumableBatchSampler:
 
     def __iter__(self) -> Iterator[list[int]]:
         while True:
-            start = self.consumed + self.data_rank * self.micro_batch_size
-            ranges = self.ranges(start, self.micro_batch_size)
+            ranges = self.ranges(self._start(), self.micro_batch_size)
             rows = [row for first, count in ranges for row in self._rows(first, count)]
             self.consumed += self.global_batch_size
             yield rows
+
+    def _start(self) -> int:
+        """Return the position of this rank's next sample among those of its loader."""
+        return self.consumed + self.data_rank * self.micro_batch_size
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state at the sampler's own position."""
@@ -156,15 +159,20 @@ class PathSamples:
     Attributes:
         members: for each path, the indices of its samples.
         groups: the number of groups. Group g trains path g mod the paths.
+        alone: the only group that has ranks in this world. None: all have.
     """
 
     members: Sequence[np.ndarray]
     groups: int
+    alone: int | None = None
 
     def rank_of_path(self, data_rank: int, data_ranks: int) -> tuple[int, int, int]:
         """Return the path of a data rank, its number among those of the path, and their count."""
+        count = len(self.members)
+        if self.alone is not None:
+            return self.alone % count, data_rank, data_ranks
         inside = data_ranks // self.groups
-        (group, at), count = divmod(data_rank, inside), len(self.members)
+        group, at = divmod(data_rank, inside)
         return group % count, group // count * inside + at, data_ranks // count
 
 
@@ -180,7 +188,7 @@ class PathSampler(ResumableBatchSampler):
 
     def __init__(self, paths: PathSamples, micro_batch_size: int, data_rank: int, data_ranks: int, seed: int) -> None:
         self.paths = len(paths.members)
-        self.path, self._rank_of_path, _ = paths.rank_of_path(data_rank, data_ranks)
+        self.path, self._rank_of_path, self._ranks_of_path = paths.rank_of_path(data_rank, data_ranks)
         self._members = paths.members[self.path]
         self.samples_of_paths = [len(members) for members in paths.members]
         if 0 in self.samples_of_paths:
@@ -190,12 +198,9 @@ class PathSampler(ResumableBatchSampler):
             )
         super().__init__(sum(self.samples_of_paths), micro_batch_size, data_rank, data_ranks, seed)
 
-    def __iter__(self) -> Iterator[list[int]]:
-        while True:
-            start = self.consumed // self.paths + self._rank_of_path * self.micro_batch_size
-            rows = self._rows(start, self.micro_batch_size)
-            self.consumed += self.global_batch_size
-            yield rows
+    def _start(self) -> int:
+        consumed = self.consumed * self._ranks_of_path // self.data_ranks  # of this path
+        return consumed + self._rank_of_path * self.micro_batch_size
 
     def _rows(self, start: int, count: int) -> list[int]:
         rows: list[int] = []

@@ -312,7 +312,9 @@ def _refuse_with_service(config: Any) -> None:
         "sdp.sync.service.min_groups": (
             sdp.sync.service.min_groups > sdp.groups, f"there are sdp.groups = {sdp.groups} groups; lower it"
         ),
-        "sdp.paths": (sdp.paths is not None, "all groups must read the same data; remove one of the two"),
+        "sdp.paths.on_short": (
+            sdp.paths is not None and sdp.paths.on_short == "end", 'the service deals out the data; use "repeat"'
+        ),
         "training.steps": (training.steps is None, "the service counts steps; give the length of the run"),
         "training.evaluate_tasks": (
             training.evaluate_tasks is not None, "no group has the full model; use sdp evaluate --tasks"

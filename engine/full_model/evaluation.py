@@ -375,24 +375,26 @@ def mean_loss(store: GroupStore, batches: Sequence[Any], weights: Sequence[float
 def routed_loss(store: GroupStore, batches: Sequence[Any], weights: Sequence[float], paths: Sequence[int]) -> float:
     """Weighted mean loss over the batches of all ranks, each run by the groups of its path.
 
-    Collective. Ranks exchange their batches. The data ranks of a path share those of the path.
+    Collective. Ranks exchange their batches. The data ranks of a path share those of the path. With
+    a service, this group runs all paths, one after the other.
     """
     context, mesh, count = store.context, store.layout.mesh, store.layout.paths
-    share, shares = context.at.sdp // count * mesh.fsdp + context.at.fsdp, mesh.data_ranks // count
+    service, share, shares = context.service, context.at.sdp // count * mesh.fsdp + context.at.fsdp, mesh.data_ranks
+    share, shares = (share, shares // count) if service is None else (context.at.fsdp, shares)
     sums = torch.zeros((1, 2), dtype=torch.float64, device=context.device)
     for start in range(0, _common_count(store, batches), CHUNK):
         chunk = slice(start, start + CHUNK) if context.at.tp == 0 else slice(0)  # tensor ranks have equal batches
         facts = list(zip(paths[chunk], weights[chunk], strict=True))
         everything = exchange_batches(batches[chunk], facts, like=batches[0])
-        of_path = [
-            (batch, weight) for batch, (path, weight) in everything if path == store.layout.path_of(context.at.sdp)
-        ]
-        turns = of_path[share::shares]
-        for step in range(-(-len(of_path) // shares)):  # the ranks of a group take equally many steps
-            batch, weight = turns[step] if step < len(turns) else (of_path[0][0], 0.0)
-            loss = loss_of(call_model(store.module, to_device(batch, context.device))).item()
-            if weight:
-                sums += torch.tensor([[loss * weight, weight]], dtype=torch.float64, device=context.device)
+        for path in range(count) if service is not None else [store.layout.path_of(context.at.sdp)]:
+            of_path = [(batch, weight) for batch, (of_batch, weight) in everything if of_batch == path]
+            turns = of_path[share::shares]
+            with service.lent(store, path) if service is not None else nullcontext():
+                for step in range(-(-len(of_path) // shares)):  # the ranks of a group take equally many steps
+                    batch, weight = turns[step] if step < len(turns) else (of_path[0][0], 0.0)
+                    loss = loss_of(call_model(store.module, to_device(batch, context.device))).item()
+                    if weight:
+                        sums += torch.tensor([[loss * weight, weight]], dtype=torch.float64, device=context.device)
     return _mean_over_ranks(store, sums)[0]
 
 

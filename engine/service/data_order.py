@@ -16,7 +16,8 @@ _FREE_AFTER = 2  # blocks: whoever asks gets a share that its group left behind 
 class Share(NamedTuple):
     """Micro-batches of ``width`` samples, from micro-batch ``first`` of the run on.
 
-    Of each micro-batch of all groups it has the part number ``place`` of ``groups``.
+    Of each micro-batch of all groups it has the part number ``place`` of ``groups``. With paths,
+    positions and groups are those of one path.
     """
 
     first: int
@@ -39,10 +40,13 @@ class Share(NamedTuple):
 
 
 class DataOrder:
-    """The shares that were dealt, of ``micro_batches`` × ``width`` samples each."""
+    """The shares that were dealt, of ``micro_batches`` × ``width`` samples each.
 
-    def __init__(self, groups: int, micro_batches: int, width: int):
-        self.groups, self.micro_batches, self.width = groups, micro_batches, width
+    Share g belongs to path g mod ``paths``. Only groups of this path get it.
+    """
+
+    def __init__(self, groups: int, micro_batches: int, width: int, paths: int = 1):
+        self.groups, self.micro_batches, self.width, self.paths = groups, micro_batches, width, paths
         self.first = 0  # the first block that was not dealt completely
         self._dealt: dict[int, set[int]] = {}
 
@@ -53,7 +57,8 @@ class DataOrder:
         """
         newest, block, free = max(self._dealt, default=self.first), self.first, list[int]()
         while not free:
-            left = [index for index in range(self.groups) if index not in self._dealt.get(block, ())]
+            of_path = range(slot % self.paths, self.groups, self.paths)
+            left = [index for index in of_path if index not in self._dealt.get(block, ())]
             others = [index for index in left if index in absent or block <= newest - _FREE_AFTER]
             free = [slot] if slot in left else others
             block += not free
@@ -61,7 +66,8 @@ class DataOrder:
         while len(self._dealt.get(self.first, ())) == self.groups:
             del self._dealt[self.first]
             self.first += 1
-        return Share(block * self.micro_batches, self.micro_batches, free[0], self.groups, self.width)
+        place, groups = free[0] // self.paths, self.groups // self.paths
+        return Share(block * self.micro_batches, self.micro_batches, place, groups, self.width)
 
     @property
     def samples(self) -> int:
@@ -78,13 +84,13 @@ class DataOrder:
     def state_dict(self) -> dict[str, Any]:
         """Return the state as JSON."""
         dealt = {str(block): sorted(indices) for block, indices in self._dealt.items()}
-        sizes = {"groups": self.groups, "micro_batches": self.micro_batches, "width": self.width}
+        sizes = {name: getattr(self, name) for name in ("groups", "micro_batches", "width", "paths")}
         return {**sizes, "first": self.first, "dealt": dealt}
 
     @classmethod
     def from_state(cls, state: Mapping[str, Any]) -> DataOrder:
         """Return the order with the state of :meth:`state_dict`."""
-        found = cls(state["groups"], state["micro_batches"], state["width"])
+        found = cls(state["groups"], state["micro_batches"], state["width"], state["paths"])
         found.first = state["first"]
         found._dealt = {int(block): set(indices) for block, indices in state["dealt"].items()}
         return found

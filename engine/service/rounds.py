@@ -202,7 +202,8 @@ class ServedRun:
         """
         self.data_ranks = data_ranks
         if self.order is None:
-            self.order = DataOrder(self.groups, self.schedule.every * micro_batches, width)
+            paths = self.anchors.layout.paths
+            self.order = DataOrder(self.groups, self.schedule.every * micro_batches, width, paths)
         member.begun, self._changed = True, now
         return self.closed
 

@@ -151,6 +151,28 @@ class Membership:
         self.client.fetch(zip(places, found.values(), strict=True), pinned=True)
         return found
 
+    @contextmanager
+    def lent(self, store: GroupStore, path: int) -> Iterator[None]:
+        """A context in which the weights are the anchors of a ``path`` in an evaluation. Collective
+        in the group.
+        """
+        others, names = store.layout.parameters_at(path), store.layout.parameters
+        lent = {name: info for name in store.stepped if (info := others[names[name].path]).name != name}
+        store.reshard()
+        kept = {name: store.local_weight(name).clone() for name in lent}
+        values = {name: torch.empty(weight.shape) for name, weight in kept.items()}
+        wanted = []
+        for name, value in values.items():
+            (piece,) = store.pieces(name, kept[name])
+            wanted.append((Slice(lent[name].canonical, tuple(piece.offset), tuple(value.shape)), value))
+        self.client.fetch(wanted, pinned=True)
+        _set_weights(store, values)
+        try:
+            yield
+        finally:
+            store.reshard()
+            _set_weights(store, kept)
+
     def deliver(self, fragment: int, changes: Sequence[tuple[Slice, torch.Tensor, Compression]]) -> Future[None]:
         """Start to send a delivery of the next average."""
         average, is_late = self.closed + 1, self.client.status.get("closed", 0) > self.closed
@@ -183,6 +205,13 @@ class Membership:
         self.client.is_lost = any(lost for *_, lost in answers)
         self.closed = self.closed if self.client.is_lost else closed
         return accepted >= average and closed == average and not self.client.is_lost
+
+
+@torch.no_grad()
+def _set_weights(store: GroupStore, values: Mapping[str, torch.Tensor]) -> None:
+    for name, value in values.items():
+        store.local_weight(name).copy_(value)
+    store.weights_changed()
 
 
 def _checked(status: dict[str, Any]) -> dict[str, Any]:

@@ -83,6 +83,13 @@ class Corpus:
     paths: PathSamples | None = None  # of the held-out samples
     router_prefix: int | None = None  # tokens that the router of the paths reads
 
+    def alone(self, group: int) -> Corpus:
+        """Return the same data for a world in which only this group has ranks."""
+        if self.paths is None:
+            return self
+        self.train.paths = replace(self.train.paths, alone=group)  # pyright: ignore[reportAttributeAccessIssue]
+        return replace(self, paths=replace(self.paths, alone=group))
+
 
 def open_corpus(config: Config, dump_dir: Path) -> Corpus:
     """Open the data of a run. Collective.

@@ -85,6 +85,7 @@ def build(config: Config, dump_dir: Path, beat: Heartbeat, service: Membership |
     """
     beat.at(0, "preparing data", None)
     corpus = open_corpus(config, dump_dir)
+    corpus = corpus if service is None else corpus.alone(service.slot)
     beat.at(0, "building the model", config.training.start_timeout)
     memory = PeakMemory(torch.device("cuda" if torch.cuda.is_available() else "cpu"))
     memory.reset()

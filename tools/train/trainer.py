@@ -278,7 +278,7 @@ class Trainer:
             "micro_batches": engine.gradient_accumulation_steps(),
             "width": engine.train_micro_batch_size_per_gpu() * engine.dp_world_size,
             "data_ranks": engine.dp_world_size,
-            "data": corpus.sha256,
+            "data": " ".join([corpus.sha256, corpus.identity.get("router", "")]),
         }
         steps = engine.local_training.enter(joins=False)
         engine.go_on_after(steps, samples=0, skipped=0)

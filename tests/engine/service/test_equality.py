@@ -18,16 +18,14 @@ import torch
 import torch.distributed as dist
 from sdp.engine.config.load import load_config
 from sdp.engine.config.schema import Config
-from sdp.engine.construct import values_to_give
+from sdp.engine.construct import first_weights
 from sdp.engine.distributed.mesh import Mesh
 from sdp.engine.placement.layout import Layout
-from sdp.engine.placement.tensor_info import Shard
 from sdp.engine.service.anchors import Anchors
 from sdp.engine.service.client import Client
 from sdp.engine.service.rounds import ServedRun
 from sdp.engine.service.server import Server
 from sdp.engine.service.steps import Membership
-from sdp.engine.subnetwork.materialise import give_values
 from sdp.tests.support import models
 from sdp.tests.support.cases import Case, engine_of, one_step
 from sdp.tests.support.ranks import RankPool
@@ -44,6 +42,8 @@ CASES = [
          model="wide-llama-tied-meta"),
     Case(2, 2, 0, steps=4, sync='{"every": 2, "fragments": 2, "offload": "cpu"}', masking="backward",
          model="llama-meta"),
+    Case(4, 1, steps=4, paths="2: 1 3", sync='{"every": 2}', model="llama-tied-meta", clip=True),
+    Case(2, 2, 3, steps=4, paths="2: 2", sync='{"every": 2, "fragments": 2}', model="llama-meta", optimizer="adamw"),
 ]  # fmt: skip
 
 
@@ -63,9 +63,8 @@ def served(
     config, model = config_of(case), models.build(case.model)
     assert config.sdp.sync is not None
     layout = Layout.of(model, config, Mesh(case.groups))
-    give_values(model, layout, values_to_give(model, config, layout), torch.device("cpu"), Shard())
-    weights = {name: parameter.detach() for name, parameter in whole_weights(model, layout).items()}
-    run = ServedRun(Anchors(layout, config.sdp.sync, weights), config.sdp.sync, case.steps, case.groups, 1, case.groups)
+    anchors = Anchors(layout, config.sdp.sync, first_weights(model, config, layout))
+    run = ServedRun(anchors, config.sdp.sync, case.steps, case.groups, 1, case.groups)
     lines: list[dict[str, Any]] = []
     started, ports, loops = threading.Event(), [], []
 
@@ -94,11 +93,6 @@ def served(
         thread.join(30)
 
 
-def whole_weights(model: torch.nn.Module, layout: Layout) -> dict[str, torch.Tensor]:
-    """Return the parameters of the full model, which :func:`give_values` may have filled."""
-    return {name: parameter for name, parameter in model.named_parameters() if name in layout.wholes}
-
-
 def _alone(case: Case) -> int:
     """Make this rank's group a world of its own. Returns the group."""
     size = case.fsdp * case.tp
@@ -109,8 +103,10 @@ def _alone(case: Case) -> int:
     return group
 
 
-def _batches(case: Case, ranks: range) -> list[Any]:
-    return [models.micro_batch(case.model, 99, 0, rank) for rank in ranks]
+def _loss(engine: Any, case: Case, ranks: range) -> float:
+    """Return the held-out loss over the batches of some ranks. With paths, each has its own."""
+    batches = [models.micro_batch(case.model, 99, 0, rank) for rank in ranks]
+    return engine.evaluate(batches, paths=[rank % engine.layout.paths for rank in ranks] if case.paths else None)
 
 
 def _train_with_a_service(case: Case, address: str) -> tuple[float | None, int]:
@@ -136,7 +132,7 @@ def _train_with_a_service(case: Case, address: str) -> tuple[float | None, int]:
     if service.claim(case.steps):
         share = case.groups * case.fsdp // case.fsdp
         first = dist.get_rank() // case.tp * share
-        loss = engine.evaluate(_batches(case, range(first, first + share)))
+        loss = _loss(engine, case, range(first, first + share))
         service.report({"step": case.steps, "loss": loss})
     service.leave()
     client.close()
@@ -150,7 +146,7 @@ def _train_by_all_reduce(case: Case) -> tuple[dict[str, torch.Tensor] | None, fl
         one_step(engine, case, step, data_rank=data_rank)
         engine.step()
     engine.finish_round()
-    return engine.full_state_dict(), engine.evaluate(_batches(case, range(data_rank, data_rank + 1)))
+    return engine.full_state_dict(), _loss(engine, case, range(data_rank, data_rank + 1))
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)

@@ -5,16 +5,18 @@ from __future__ import annotations
 import itertools
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from sdp.engine.batch.mixture import MixtureSampler, Source
+from sdp.engine.batch.sampler import PathSampler, PathSamples
 from sdp.engine.config.method import SyncSection
 from sdp.engine.config.schema import Config
 from sdp.engine.distributed.mesh import Mesh
 from sdp.engine.errors import ServiceError
 from sdp.engine.placement.layout import Layout
 from sdp.engine.service.anchors import Anchors, Slice
-from sdp.engine.service.data_order import DataOrder
+from sdp.engine.service.data_order import DataOrder, Share
 from sdp.engine.service.rounds import Facts, Member, Schedule, ServedRun, UnknownMemberError
 from sdp.tests.support import models
 
@@ -276,6 +278,24 @@ def test_a_mixture_is_dealt_as_without_a_service() -> None:
         sampler.ranges = share.ranges
         found = iter(sampler)
         assert [next(found) for _ in range(2)] == [next(expected) for _ in range(2)]
+
+
+def test_a_group_gets_the_data_of_its_path_only() -> None:
+    members = [np.arange(0, 40, 2), np.arange(1, 25, 2)]
+    order, found = DataOrder(4, micro_batches=2, width=4, paths=2), list[list[int]]()
+    for slot in (0, 1, 2, 3, 3, 3):  # group 1 is absent in the second block
+        sampler = PathSampler(PathSamples(members, 4, alone=slot), 4, 0, 1, seed=0)
+        share = order.deal(slot, (1,) if len(found) > 3 else ())
+        sampler.ranges = share.ranges
+        rows = iter(sampler)
+        found.append([row for _ in range(2) for row in next(rows)])
+        assert {row % 2 for row in found[-1]} == {slot % 2}
+    for slot in range(4):
+        rows = iter(PathSampler(PathSamples(members, 4), 4, slot, 4, seed=0))
+        assert found[slot] == [row for _ in range(2) for row in next(rows)]
+    restored = DataOrder.from_state(order.state_dict())
+    assert restored.deal(1, ()) == Share(4, 2, 0, 2, 4)
+    assert (restored.samples, restored.end) == (7 * 8, 3 * 4 * 8)
 
 
 def test_shares_of_absent_and_slow_groups_are_dealt_to_others() -> None:
