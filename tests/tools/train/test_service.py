@@ -58,7 +58,7 @@ def group_processes(run: Path) -> list[int]:
 def test_a_killed_group_and_a_killed_service_come_back(tmp_path: Path) -> None:
     config, run = tmp_path / "run.json", tmp_path / "run"
     config.write_text(json.dumps(CONFIG))
-    launcher = sdp("train", config, "--nproc", "4", "--dump-dir", run)  # a group of two ranks starts again, too
+    launcher = sdp("train", config, "--dump-dir", run)
     try:
         for word, after in (("groups", 2), ("serve", 6)):
             while len(lines_of(run / "metrics.jsonl")) < after:
@@ -113,6 +113,18 @@ def _other_commands_read_it(run: Path, config: Path, tmp_path: Path) -> None:
         assert static.returncode == 0, output
         assert "training: steps" in output
         settings["training"]["steps"] += 4
+
+
+def test_a_group_of_two_ranks_starts_again_in_its_directory(tmp_path: Path, corpus: Path) -> None:
+    config, run = tmp_path / "run.json", tmp_path / "run"
+    config.write_text(json.dumps(CONFIG))
+    run.mkdir()
+    (run / "metrics.jsonl").write_text('{"step": 1}\n')
+    data = ["--set", f"data.path={corpus}", "data.tokenizer=bytes", "sdp.sync.service.wait_seconds=0.1"]
+    words = ["train", config, *data, "--service", "127.0.0.1:1", "--nproc", "2", "--dump-dir", run]
+    output, _ = sdp(*words, env={**os.environ, "SDP_SERVICE_TOKEN": "x" * 20}).communicate(timeout=120)
+    assert "the service at 127.0.0.1:1 does not answer for 0.1 s" in output
+    assert "already holds a run" not in output
 
 
 def test_mistakes_are_one_line(tmp_path: Path) -> None:
