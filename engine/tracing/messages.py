@@ -45,9 +45,20 @@ class Messages:
         return found if self._sync is not None else found + self._between(rank, None)
 
     def of_round(self, rank: int) -> list[Collective]:
-        """Return what ``rank`` sends between groups in a round of local steps."""
-        count = self._sync.fragments if self._sync is not None else 0
+        """Return what ``rank`` sends to other groups in a round of local steps."""
+        count = self._sync.fragments if self._sync is not None and self._sync.service is None else 0
         return [one for fragment in range(count) for one in self._between(rank, fragment)]
+
+    def of_service(self) -> tuple[int, int]:
+        """Return the bytes that the service of the anchors receives and sends in a round."""
+        received = sent = 0
+        for group in range(self._mesh.sdp):
+            for info in self._layout.held(group):
+                if info.trainable and self._sync is not None:
+                    received += sent_nbytes(info.shape, self._sync.compression if len(info.holders) > 1 else "none")
+                    sent += sent_nbytes(info.shape, "none")
+            sent += sum(sent_nbytes(info.shape, "none") for info in self._layout.frozen(group))
+        return received, sent
 
     def in_busiest_step(self, rank: int) -> float:
         """Return the bytes that ``rank`` sends between groups in the step of a round in which it

@@ -201,7 +201,8 @@ def _ranks(
                 known.add(alike)
                 time = step_time(trace.flops, collectives, machine, size.accumulation)
                 if sync is not None:
-                    time = with_outer_steps(time, averages, sync, machine)
+                    served = sum(messages.of_service()) if sync.service is not None else 0
+                    time = with_outer_steps(time, averages, sync, machine, served)
                 every = sync.every if sync is not None else 1
                 communicators = _communicators(layout, layout.mesh.coordinates(rank), (*collectives, *averages))
                 yield RankForecast(rank, collectives, time, communicators, averages, every)

@@ -143,14 +143,17 @@ def step_time(flops: float, collectives: Sequence[Collective], machine: Machine,
 
 
 def with_outer_steps(
-    time: StepTime, collectives: Sequence[Collective], sync: SyncSection, machine: Machine
+    time: StepTime, collectives: Sequence[Collective], sync: SyncSection, machine: Machine, service: float = 0.0
 ) -> StepTime:
     """Add the averages of a round of local steps to the mean step of the round.
+
+    ``service``: the bytes that the service of the anchors receives and sends in a round.
 
     Without overlap nothing hides an average. With it, the average of a fragment travels during the
     next ``overlap`` steps, and what is left then is exposed.
     """
     seconds = sum(machine.seconds(one.sent, machine.link(one.ranks)) for one in collectives)
+    seconds += service / machine.between
     exposed = sync.fragments * max(0.0, seconds / sync.fragments - sync.overlap * time.step)
     return replace(time, outer=seconds / sync.every, step=time.step + exposed / sync.every)
 

@@ -15,6 +15,7 @@ from ...engine.optim.schedules import describe_rates
 from ...engine.placement.layout import Layout
 from ...engine.placement.policies import warnings_of
 from ...engine.tracing.ledger import KINDS
+from ...engine.tracing.messages import Messages
 from ...engine.tracing.step import StepTrace
 from .machine import LINKS, Link, Machine, StepTime
 
@@ -141,6 +142,20 @@ class Forecast:
         return {link: max(sent[link] for sent in everyones) for link in LINKS}
 
     @property
+    def service(self) -> dict[str, float] | None:
+        """What the host of the service does in a round, if all groups live. None without a service.
+
+        "receives" and "sends" are bytes. From the number of "groups" on, the "seconds" are more
+        than those of the computation of a round.
+        """
+        sync, groups = self.config.sdp.sync, self.layout.mesh.sdp
+        if sync is None or sync.service is None:
+            return None
+        received, sent = Messages(self.layout, self.config).of_service()
+        seconds, compute = (received + sent) / self.machine.between, sync.every * self.slowest.time.compute
+        return {"receives": received, "sends": sent, "seconds": seconds, "groups": int(compute / seconds * groups) + 1}
+
+    @property
     def rates(self) -> str | None:
         """The range of the factors of ``sdp.lr_scale``, as text. None if rates are not scaled."""
         optimizer = self.config.optimizer
@@ -165,6 +180,7 @@ class Forecast:
             "step_seconds": self.seconds,
             "samples_per_second": self.samples_per_second,
             "sent_at_most": self.sent_at_most,
+            **({"service": service} if (service := self.service) is not None else {}),
             "placement": placement.guarantees() if placement.units else None,
             "warnings": self.warnings,
             "groups_not_traced": list(self.untraced),

@@ -171,6 +171,13 @@ def _about(plan: Forecast, others: Sequence[Forecast]) -> list[str]:
             )
         if sync.overlap:
             notes.append("The peak includes the changes of a fragment that travel, and its weights at the start.")
+    if (service := plan.service) is not None:
+        notes.append(
+            f"In a round, the service receives {format_bytes(service['receives'])} and sends "
+            f"{format_bytes(service['sends'])}. This takes {format_seconds(service['seconds'])} at "
+            f"{format_rate(plan.machine.between)}. From {service['groups']:,} groups on, it takes longer than the "
+            "computation of a round."
+        )
     if any(other.name == DDP for other in others):
         notes.append(
             "DDP is planned with gradients that are views of its buckets (gradient_as_bucket_view), and in half "

@@ -60,6 +60,26 @@ def test_the_table_says_what_a_round_is(capsys: pytest.CaptureFixture[str]) -> N
     assert "of these, in the busiest step" in capsys.readouterr().out
 
 
+def test_a_plan_with_a_service(capsys: pytest.CaptureFixture[str]) -> None:
+    settings = ['sdp.sync={"every": 16, "service": {}}', "training.save_every=0"]
+    found = _plan(capsys, *settings, "--inter-node", "100mbit")["plan"]
+    held = sum(rank["parameters"] * len(rank["groups_alike"]) for rank in found["ranks"])
+    service, slowest = found["service"], found["slowest"]["seconds"]
+    assert service["receives"] == service["sends"] == held
+    assert service["seconds"] == pytest.approx(2 * held / 12.5e6)
+    assert slowest["outer"] == pytest.approx(service["seconds"] / 16)
+    assert slowest["step"] == pytest.approx(slowest["compute"] + slowest["outer"])
+    groups, each = service["groups"], service["seconds"] / found["mesh"]["sdp"]
+    assert (groups - 1) * each <= 16 * slowest["compute"] < groups * each
+    assert not found["slowest"]["averages_of_a_round"]
+    small = _plan(capsys, 'sdp.sync={"every": 16, "compression": "bf16", "service": {}}', settings[1])["plan"][
+        "service"
+    ]
+    assert (small["receives"], small["sends"]) == (held / 2, held), "every unit has two holders"
+    assert main(["plan", str(QUICKSTART), "--set", *SMALL, *settings]) == 0
+    assert "In a round, the service receives" in capsys.readouterr().out
+
+
 @pytest.mark.parametrize("overlap", [0, 1])
 @pytest.mark.parametrize("masking", ["forward", "backward"])
 def test_the_busiest_step_of_a_round_is_the_one_that_sends_most(
