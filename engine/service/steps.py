@@ -159,7 +159,7 @@ class Membership:
         others, names = store.layout.parameters_at(path), store.layout.parameters
         lent = {name: info for name in store.stepped if (info := others[names[name].path]).name != name}
         store.reshard()
-        kept = {name: store.local_weight(name).clone() for name in lent}
+        kept = {name: local_tensor(store.stepped[name].tensor.detach()).clone() for name in lent}
         values = {name: torch.empty(weight.shape) for name, weight in kept.items()}
         wanted = []
         for name, value in values.items():
@@ -210,7 +210,7 @@ class Membership:
 @torch.no_grad()
 def _set_weights(store: GroupStore, values: Mapping[str, torch.Tensor]) -> None:
     for name, value in values.items():
-        store.local_weight(name).copy_(value)
+        local_tensor(store.stepped[name].tensor.detach()).copy_(value)
     store.weights_changed()
 
 
