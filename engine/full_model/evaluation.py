@@ -272,10 +272,8 @@ class StreamedEvaluation:
 
     def _fetch(self, unit: Unit, block: str) -> None:
         """Get a unit that this group lacks from the service. It has no buffers."""
-        infos = self._store.layout.members.get(unit.name, [])
-        tensors = self._store.context.service.whole_parts(infos, self._store.context.at.tp)
-        tensors = {name: tensor.to(self._store.context.device, self._store.context.compute_dtype)
-                   for name, tensor in tensors.items()}  # fmt: skip
+        context = self._store.context
+        tensors = context.service.whole_units(self._store.layout.members.get(unit.name, []), context)
         if unit.is_block:
             self._guest = {path.removeprefix(f"{block}."): tensor for path, tensor in tensors.items()}
         else:

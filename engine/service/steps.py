@@ -17,7 +17,7 @@ from ..distributed.collectives import local_tensor
 from ..errors import ServiceError
 from ..optim.clip import squared_norm
 from ..placement.tensor_info import Shard, TensorInfo
-from ..stores.store import GroupStore, frozen_copies
+from ..stores.store import GroupStore, RankContext, frozen_copies
 from ..sync.outer import Compression, OuterFacts, exchanged, rounded
 from .anchors import Slice
 from .data_order import Share
@@ -144,12 +144,13 @@ class Membership:
         if self._rank == 0 and not self.client.is_lost:
             self.client.request("leave")
 
-    def whole_parts(self, infos: Sequence[TensorInfo], tp: int) -> dict[str, torch.Tensor]:
-        """Return the anchors of an evaluation, by name: the part of a tensor-parallel rank."""
+    def whole_units(self, infos: Sequence[TensorInfo], context: RankContext) -> dict[str, torch.Tensor]:
+        """Return the anchors of an evaluation by name, those of this tensor-parallel rank."""
         found = {info.name: torch.zeros(info.tp_shape) for info in infos}
-        places = (Slice(info.canonical, info.offset(Shard(tp=tp)), tuple(info.tp_shape)) for info in infos)
+        shard = Shard(tp=context.at.tp)
+        places = (Slice(info.canonical, info.offset(shard), tuple(info.tp_shape)) for info in infos)
         self.client.fetch(zip(places, found.values(), strict=True), pinned=True)
-        return found
+        return {name: tensor.to(context.device, context.compute_dtype) for name, tensor in found.items()}
 
     @contextmanager
     def lent(self, store: GroupStore, path: int) -> Iterator[None]:
