@@ -48,10 +48,11 @@ test: $(VENV)/.installed-test
 lab-test: $(VENV)/.installed-test
 	$(PYTEST) -m "not slow and not cluster" lab/tests
 
-# Accelerate, Trainer, llama.cpp's reader and lm-evaluation-harness. `make test` skips what it lacks.
+# Accelerate, Trainer, llama.cpp's reader, lm-evaluation-harness, and a server of S3. `make test` skips what it lacks.
 test-optional: $(VENV)/.installed-dev
 	$(PYTEST) -m "not full_table and not cluster" tests/engine/test_integrations.py tests/deepspeed_compat \
-	    tests/data/test_llama_cpp.py tests/tools/tasks
+	    tests/data/test_llama_cpp.py tests/tools/tasks tests/engine/test_object_store.py tests/tools/test_object_stores.py \
+	    tests/test_cluster_files.py
 
 dist: $(VENV)/.torch
 	rm -rf dist build/lib build/bdist*

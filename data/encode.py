@@ -63,6 +63,7 @@ class _Arguments:
     end_of_text: int
     directory: str
     held_out: float
+    begin: int | None = None
 
 
 def split_of(document: Document, held_out: float) -> str:
@@ -107,6 +108,7 @@ def encode_documents(
     directory: Path,
     held_out: float,
     workers: int,
+    begin: int | None = None,
 ) -> Iterator[EncodedBatch]:
     """Encode all documents in order.
 
@@ -121,11 +123,12 @@ def encode_documents(
         directory: Where the tokenizer's files are.
         held_out: The fraction of documents that are held out.
         workers: The number of processes; 1 uses only this process.
+        begin: The token that begins a text, or None.
 
     Raises:
         LaunchError: A process died.
     """
-    arguments = _Arguments(json.dumps(spec), end_of_text, str(directory), held_out)
+    arguments = _Arguments(json.dumps(spec), end_of_text, str(directory), held_out, begin)
     batches = _batches(documents)
     if workers == 1:
         with exported(_ONE_THREAD):
@@ -267,7 +270,7 @@ def _encode_batch(arguments: _Arguments, documents: list[Document]) -> EncodedBa
     for document in kept:
         given = document.tokens
         if given is None:
-            parts = (next(encoded), end)
+            parts = (np.concatenate([_begin(arguments), next(encoded)]), end)
         else:  # a document of tokens may end with this token itself
             parts = (given, (end + np.uint32(UNCOUNTED))[: int(given[-1] % UNCOUNTED != arguments.end_of_text)])
         ids.setdefault(split_of(document, arguments.held_out), []).extend(parts)
@@ -284,11 +287,17 @@ def _encode_long(arguments: _Arguments, document: Document) -> Iterator[EncodedB
     """Encode one long document in batches. Only the last batch counts the document."""
     tokenizer = _tokenizer(arguments.spec, arguments.directory)
     split = split_of(document, arguments.held_out)
+    if arguments.begin is not None:
+        yield EncodedBatch({split: _begin(arguments)}, {split: 0}, 0, 0, 0)
     for piece in cut_text(document.text, tokenizer):
         tokens = np.asarray(tokenizer.encode(piece), dtype=np.uint32)
         yield EncodedBatch({split: tokens}, {split: 0}, sum(map(len, _utf8(piece))), 0, 0)
     end = np.asarray([tokenizer.end_of_text], dtype=np.uint32)
     yield EncodedBatch({split: end}, {split: 1}, 0, document.source_bytes, 0)
+
+
+def _begin(arguments: _Arguments) -> np.ndarray:
+    return np.asarray([] if arguments.begin is None else [arguments.begin], dtype=np.uint32)
 
 
 def _utf8(text: str) -> Iterator[bytes]:

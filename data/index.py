@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, Literal
@@ -16,6 +17,7 @@ from .shared.files import HASHING_THREADS, INDEX_FILE, require_regular, sha256_o
 FORMAT = "sdp-token-shards"
 VERSION = 1
 SPLITS = ("train", "held_out")
+SHARDS = re.compile(r".*\.bin|index\.json")  # what a new corpus replaces in an object store
 _DEFAULT = "without --input: of the sources of Python's standard library"
 
 

@@ -35,6 +35,7 @@ from .output import (
 )
 from .sources import MAX_DOCUMENT_BYTES, UNCOUNTED, Document, FileCorpus, Source, expand_inputs
 from .tokenizers import DEFAULT_VOCAB_SIZE, Tokenizer, check_request, make_tokenizer, ready_made
+from .tokenizers.kinds import HuggingFaceTokenizer
 from .writer import ShardWriter
 
 DEFAULT_SHARD_TOKENS = 2**26  # 128 MiB of uint16
@@ -50,7 +51,10 @@ class _Corpus(Protocol):
 
 @dataclass(frozen=True)
 class Settings:
-    """The arguments that decide the tokens. Equal settings and equal corpora give equal shards."""
+    """The arguments that decide the tokens. Equal settings and equal corpora give equal shards.
+
+    An index without ``bos`` and ``separator`` is older than these, and counts as one with None.
+    """
 
     tokenizer: str
     vocab_size: int | None
@@ -58,6 +62,8 @@ class Settings:
     held_out: float
     seed: int
     shard_tokens: int
+    bos: bool | None
+    separator: str | None
 
 
 def prepare(
@@ -73,6 +79,9 @@ def prepare(
     progress: bool = True,
     overwrite: bool = False,
     max_document_bytes: int = MAX_DOCUMENT_BYTES,
+    names: Sequence[str] | None = None,
+    bos: bool = False,
+    separator: str | None = None,
 ) -> dict[str, Any]:
     """Encode a corpus into token shards in ``output``.
 
@@ -97,6 +106,10 @@ def prepare(
         progress: Show a bar, or plain lines if stderr is not a terminal.
         overwrite: Replace other data in ``output``.
         max_document_bytes: The largest size of a document.
+        names: What the index calls the inputs; by default their paths.
+        bos: Whether each text begins with the token of a Hugging Face tokenizer that begins a text.
+        separator: The token of a Hugging Face tokenizer that ends a document, by default its
+            end-of-sequence token.
 
     Returns:
         The index, which is the content of ``index.json``.
@@ -105,12 +118,16 @@ def prepare(
         DataError: The input is bad or too large, a split is empty, or the output has other data.
     """
     check_request(tokenizer, vocab_size)
+    if (bos or separator is not None) and not tokenizer.startswith("hf:"):
+        option = "--bos" if bos else "--separator"
+        raise DataError(f"{option}: a choice for tokenizers of Hugging Face (hf:NAME), and not for {tokenizer}")
     if tokenizer == "sentencepiece" and vocab_size is None:
         vocab_size = DEFAULT_VOCAB_SIZE
-    settings = Settings(tokenizer, vocab_size, text_column, held_out, seed, shard_tokens)
+    settings = Settings(tokenizer, vocab_size, text_column, held_out, seed, shard_tokens, bos or None, separator)
     _check(settings, workers, max_document_bytes)
     directory = Path(output)
-    corpus, names = _open_corpus(inputs, text_column, max_document_bytes)
+    corpus, found = _open_corpus(inputs, text_column, max_document_bytes)
+    names = found if names is None else list(names)
     # Find the user's mistakes before the first line of progress, and before terabytes are hashed.
     first = next(corpus.documents(), None)
     of_tokens = first is not None and first.tokens is not None
@@ -121,7 +138,7 @@ def prepare(
     existing = find_index(directory, vars(settings), overwrite=overwrite)
     if existing is None:
         check_writable(directory)
-    ready = None if existing else ready_made(tokenizer)
+    ready = None if existing else ready_made(tokenizer, separator)
     _say(f"reading {', '.join(names)}{'' if inputs else ', as no input is named'}", progress)
     sources = corpus.sources()
     digest = hashlib.sha256("".join(source.sha256 for source in sources).encode()).hexdigest()
@@ -165,7 +182,8 @@ def _make(
         made.save(directory)
     total_bytes = sum(source.bytes for source in sources)
     documents = _of_one_kind(corpus.documents(), of_tokens=of_tokens)
-    encoded = encode_documents(documents, made.spec(), made.end_of_text, directory, chosen.held_out, workers)
+    begin = made.bos if settings.bos and isinstance(made, HuggingFaceTokenizer) else None
+    encoded = encode_documents(documents, made.spec(), made.end_of_text, directory, chosen.held_out, workers, begin)
     written = _write(directory, _with_progress(encoded, total_bytes, progress), made, settings, of_tokens=of_tokens)
     if written.without_text:
         _say(f"left out {written.without_text:,} document(s) without text (empty or null)", progress)

@@ -51,6 +51,10 @@ class CheckpointError(SDPError):
     """A checkpoint is missing, damaged, foreign or does not match the run."""
 
 
+class StoreError(SDPError, OSError):
+    """An object store does not answer, refuses a request, or lacks its package."""
+
+
 class NonFiniteError(SDPError):
     """The loss or the gradient became NaN or infinite."""
 

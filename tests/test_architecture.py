@@ -20,7 +20,7 @@ ROOT = Path(__file__).parent.parent
 LEVELS = {"engine": 0, "data": 1, "models": 1, "launcher": 1, "tools": 2}
 # A file of engine/ may import its own package and the packages before it.
 ENGINE_ORDER = (
-    "errors", "json_files", "module_paths", "model_interface", "environment", "config", "distributed",
+    "errors", "json_files", "module_paths", "model_interface", "environment", "object_store", "config", "distributed",
     "batch", "placement",
     "optim", "subnetwork", "stores", "sync", "service", "accounting", "full_model", "local_steps", "checkpoint",
     "deepspeed_names", "engine", "check", "construct", "tracing", "initialize", "integrations",

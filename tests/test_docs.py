@@ -2,6 +2,7 @@
 
 import importlib.util
 import re
+import shlex
 from pathlib import Path
 from types import ModuleType
 
@@ -89,3 +90,33 @@ def test_contributing_names_every_package() -> None:
         name for name in sorted(names) if f"`{name}/`" not in text and f"`{name.removeprefix('engine/')}/`" not in text
     ]
     assert not missing, f"CONTRIBUTING.md: add a line for {missing}"
+
+
+def _answers() -> list[str]:
+    """The code in the column of answers of docs/what_people_ask.md."""
+    page = (ROOT / "docs" / "what_people_ask.md").read_text(encoding="utf-8")
+    cells = [line.split(" | ")[-2] for line in page.splitlines() if line.startswith("| ") and line.count(" | ") == 2]
+    return [code for cell in cells for code in re.findall(r"`([^`]+)`", cell)]
+
+
+def test_what_people_ask_names_commands_and_options_that_exist(generate: ModuleType) -> None:
+    commands = [shlex.split(answer) for answer in _answers() if answer.startswith("sdp ")]
+    parsers = generate.command_parsers()
+    assert len(commands) >= 10
+    for _, name, *words in commands:
+        options = [word for word in words if word.startswith("--")]
+        known = {*parsers[name]._option_string_actions}
+        known |= {*parsers["train"]._option_string_actions} if name == "launch" else set()
+        assert [option for option in options if option not in known] == [], f"sdp {name}"
+
+
+def test_what_people_ask_names_keys_that_exist(generate: ModuleType) -> None:
+    sections = {name: set(generate.keys_of(schema)) for name, schema in generate.config_sections()}
+    top = sections[generate.TOP_LEVEL]
+    keys = [answer for answer in _answers() if re.fullmatch(r"[a-z_]+(\.[a-z_]+)*", answer)]
+    keys = [key for key in keys if key not in ("input_ids", "labels", "mfu", "sdp.initialize")]
+    assert len(keys) >= 15
+    for key in keys:
+        section, _, last = key.rpartition(".")
+        known = key in sections or last in (sections.get(section, set()) if section else top)
+        assert known or key == "optimizer.params.no_decay", key

@@ -13,7 +13,7 @@ import os
 import re
 import shutil
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
@@ -30,9 +30,11 @@ from ..engine.accounting.quantities import format_bytes
 from ..engine.checkpoint.load import keys_in, load
 from ..engine.checkpoint.state import weights_of
 from ..engine.checkpoint.storage.files import damaged_file
+from ..engine.environment.process import cache_folder
 from ..engine.errors import CheckpointError, ConfigError, escape
 from ..engine.json_files import read_json_file
 from ..engine.model_interface import get_canonical_name
+from ..engine.object_store import Store, is_url, upload
 from ..models.registry import build_model, huggingface_config
 from .runs import saved_run
 from .runs.dataset import check_router, router_folder
@@ -51,7 +53,7 @@ class ExportOptions:
 
     Attributes:
         choice: which checkpoint.
-        out: the directory to write.
+        out: the directory to write, or its URL in an object store.
         dtype: the type of the written weights. None: that of the model that the run started from,
             or float32.
         max_shard_bytes: the size of the largest file of weights.
@@ -59,7 +61,7 @@ class ExportOptions:
     """
 
     choice: CheckpointChoice
-    out: Path
+    out: str | Path
     dtype: Literal["float32", "bfloat16", "float16"] | None = None
     max_shard_bytes: int = 5_000_000_000
     overwrite: bool = False
@@ -87,7 +89,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         default="hf",
         help="the format: hf writes a model directory for Hugging Face transformers",
     )
-    parser.add_argument("out", metavar="OUT", type=Path, help="the directory to write")
+    parser.add_argument("out", metavar="OUT", help="the directory to write, also s3://…")
     parser.add_argument(
         "--dtype",
         choices=["float32", "bfloat16", "float16"],
@@ -109,13 +111,23 @@ def run(args: argparse.Namespace) -> int:
     Raises an SDPError, and then writes no output directory.
     """
     options = ExportOptions.from_args(args)
-    print(escape(saved_run.use(options.choice, lambda saved: _export(saved, options))))
+    if not is_url(options.out):
+        print(escape(saved_run.use(options.choice, lambda saved: _export(saved, options, Path(options.out)))))
+        return 0
+    url = str(options.out)
+    names = [name.rpartition("/")[2] for name in Store(url).sizes()]
+    _check_names(url, names, overwrite=options.overwrite)
+    cache_folder().mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(prefix="export-", dir=cache_folder()) as made:
+        line = saved_run.use(options.choice, lambda saved: _export(saved, options, Path(made) / "model"))
+        upload(Path(made) / "model", url, "config.json", _WRITTEN)
+    print(escape(line))
     return 0
 
 
-def _export(saved: SavedRun, options: ExportOptions) -> str:
+def _export(saved: SavedRun, options: ExportOptions, out: Path) -> str:
     count = saved.config.sdp.paths.count if saved.config.sdp.paths is not None else 1
-    folders = [path_folder(options.out, path) for path in range(count)] if count > 1 else [options.out]
+    folders = [path_folder(out, path) for path in range(count)] if count > 1 else [out]
     for folder in folders:
         _check_output(folder, overwrite=options.overwrite)
     dtype, limit = getattr(torch, options.dtype) if options.dtype is not None else None, options.max_shard_bytes
@@ -125,7 +137,7 @@ def _export(saved: SavedRun, options: ExportOptions) -> str:
     dtype_name = written.get("dtype", written.get("torch_dtype", "float32"))
     weights = f"{dtype_name} weights in {len(files)} file(s), {size}, and the tokenizer"
     if count > 1:
-        router = _copy_router(saved, options.out)
+        router = _copy_router(saved, out)
         weights += f", in a folder for each of {count} paths; {'the router too' if router else 'there is no router'}"
     return f"{saved.checkpoint} -> {options.out}: {weights}"
 
@@ -286,13 +298,18 @@ def _divide(sizes: Mapping[str, int], limit: int) -> list[list[str]]:
 
 
 def _check_output(out: Path, *, overwrite: bool) -> None:
-    if not out.exists() or (out.is_dir() and not any(out.iterdir())):
+    if out.exists():
+        _check_names(out, [path.name for path in out.iterdir()] if out.is_dir() else [out.name], overwrite=overwrite)
+
+
+def _check_names(out: str | Path, names: Collection[str], *, overwrite: bool) -> None:
+    if not names:
         return
     if not overwrite:
         raise ConfigError(
             f"{out}: exists already; choose another directory, or pass --overwrite to replace an earlier export"
         )
-    if not (out / "config.json").is_file() or not list(out.glob("*.safetensors")):
+    if "config.json" not in names or not any(name.endswith(".safetensors") for name in names):
         raise ConfigError(
             f"{out}: holds other files than an export, and --overwrite does not remove those; choose another directory"
         )

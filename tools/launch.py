@@ -140,7 +140,7 @@ def run(args: argparse.Namespace) -> int:
     if options.launcher in ("local", "slurm"):
         from .runs.run_files import require_no_other_run
 
-        require_no_other_run(train.dump_dir, resume=train.resume)
+        require_no_other_run(train.dump_dir, train.url, resume=train.resume)
     return launch(options, ["train", *words], train.dump_dir, Degrees(config, train.fsdp))
 
 

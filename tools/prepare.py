@@ -5,19 +5,22 @@ from __future__ import annotations
 import argparse
 import contextlib
 import signal
+import tempfile
 import threading
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from ..data.index import load_index
+from ..data.index import SHARDS, load_index
 from ..data.prepare import prepare
 from ..data.shared.files import INDEX_FILE
-from ..data.sources import MAX_DOCUMENT_BYTES
+from ..data.sources import MAX_DOCUMENT_BYTES, SUFFIXES
 from ..data.tokenizers import DEFAULT_VOCAB_SIZE, load_tokenizer
 from ..engine.accounting.quantities import format_bytes
+from ..engine.environment.process import cache_folder
 from ..engine.errors import DataError, escape
+from ..engine.object_store import Store, fetch, fetch_matches, is_url, local_copy, upload
 
 
 @dataclass(frozen=True)
@@ -30,6 +33,8 @@ class PrepareOptions:
         verify: only check what is in the output directory.
         tokenizer: ``sentencepiece``, ``bytes`` or ``hf:NAME``.
         vocab_size: tokens of a trained tokenizer, None for the default.
+        bos: begin each text with the tokenizer's token for that.
+        separator: the token that ends a document, None for the tokenizer's own.
         text_column: the column of .jsonl, .csv, .parquet and .arrow files.
         held_out: the fraction of the documents for evaluation.
         workers: processes, None for one per core.
@@ -46,6 +51,8 @@ class PrepareOptions:
     verify: bool
     tokenizer: str
     vocab_size: int | None
+    bos: bool
+    separator: str | None
     text_column: str
     held_out: float
     workers: int | None
@@ -83,6 +90,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--vocab-size", type=int, metavar="V", help=f"tokens of a trained tokenizer (default: {DEFAULT_VOCAB_SIZE})"
+    )
+    parser.add_argument(
+        "--bos", action="store_true", help="begin each text with the token of hf:NAME that begins a text"
+    )
+    parser.add_argument(
+        "--separator", metavar="TOKEN", help="the token of hf:NAME that ends a document (default: its end of sequence)"
     )
     parser.add_argument(
         "--text-column", default="text", metavar="C", help="the column of .jsonl, .csv, .parquet and .arrow"
@@ -132,18 +145,41 @@ def run(args: argparse.Namespace) -> int:
         from ..data.clusters import check_request  # imports torch
 
         check_request(options.clusters, options.router_prefix, options.sequence_length)
-    with _stopped_by_sigterm():
-        if options.clusters is None or options.input or not (Path(options.output) / INDEX_FILE).exists():
-            index = prepare(options.input, options.output, **options.settings())
+    with _stopped_by_sigterm(), _on_this_host(options) as (inputs, output):
+        if options.clusters is None or options.input or not (output / INDEX_FILE).exists():
+            index = prepare(inputs, output, names=options.input, **options.settings())
             _print_summary(index, options.output)
         if options.clusters is not None and options.sequence_length is not None:
             from ..data.clusters import make_clusters  # it imports torch, which the processes that read do without
 
             found = make_clusters(
-                options.output, options.clusters, options.router_prefix, options.sequence_length, options.seed
+                output, options.clusters, options.router_prefix, options.sequence_length, options.seed
             )
             _print_clusters(found, options)
     return 0
+
+
+@contextlib.contextmanager
+def _on_this_host(options: PrepareOptions) -> Iterator[tuple[list[str] | None, Path]]:
+    """Copy inputs that are in object stores to this host, and the output to its object store."""
+    with contextlib.ExitStack() as copies:
+        inputs = options.input and [*options.input]
+        for number, path in enumerate(inputs or ()):
+            if is_url(path):
+                cache_folder().mkdir(parents=True, exist_ok=True)
+                folder = copies.enter_context(tempfile.TemporaryDirectory(prefix="input-", dir=cache_folder()))
+                files = fetch_matches(path, Path(folder))
+                if not any(file.name.lower().endswith(SUFFIXES) for file in files):
+                    raise DataError(f"{path}: no file of a supported kind is here ({', '.join(SUFFIXES)})")
+                inputs[number : number + 1] = [folder]
+        if not is_url(options.output):
+            yield inputs, Path(options.output)
+            return
+        output = fetch(options.output, INDEX_FILE) or local_copy(options.output)
+        before = Store(options.output).read(INDEX_FILE)
+        yield inputs, output
+        if options.clusters is not None or (output / INDEX_FILE).read_bytes() != before:
+            upload(output, options.output, INDEX_FILE, SHARDS)
 
 
 def _print_clusters(found: dict[str, Any], options: PrepareOptions) -> None:
@@ -177,9 +213,10 @@ def _stopped_by_sigterm() -> Iterator[None]:
 
 
 def _verify(output: str) -> None:
-    index = load_index(output)
-    index.verify(Path(output))
-    tokenizer = load_tokenizer(output)
+    folder = (fetch(output, INDEX_FILE) or local_copy(output)) if is_url(output) else Path(output)
+    index = load_index(folder)
+    index.verify(folder)
+    tokenizer = load_tokenizer(folder)
     if (tokenizer.vocab_size, tokenizer.end_of_text) != (index.vocab_size, index.end_of_text):
         raise DataError(f"{output}: the vocabulary in the index is not that of its tokenizer; prepare the data again")
     print(f"{output}: every shard and the tokenizer are sound")

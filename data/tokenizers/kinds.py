@@ -137,12 +137,17 @@ class SentencePieceTokenizer:
 class HuggingFaceTokenizer:
     """A tokenizer of ``transformers``, from a local directory or from the hub.
 
-    Raises DataError if it cannot be loaded or has no end-of-text token.
+    ``separator`` is the token that ends a document, in place of the tokenizer's own. It is saved
+    with the tokenizer. Raises DataError if the tokenizer cannot be loaded or has no such token.
     """
 
-    def __init__(self, location: str, name: str | None = None) -> None:
+    def __init__(self, location: str, name: str | None = None, separator: str | None = None) -> None:
         self._name = name or location
         self._tokenizer = _load_automatically(location)
+        if separator is not None:
+            if separator not in self._tokenizer.get_vocab():
+                raise DataError(f"--separator: tokenizer {quote(self._name)} has no token {quote(separator)}")
+            self._tokenizer.eos_token = separator
         if self._tokenizer.eos_token_id is None:
             raise DataError(
                 f"tokenizer {quote(self._name)} has no end-of-sequence token, which must separate documents"
@@ -153,6 +158,13 @@ class HuggingFaceTokenizer:
     def encode(self, text: str) -> list[int]:
         # A special token that is spelled out in a text is text. It does not end the document.
         return self._tokenizer.encode(text, add_special_tokens=False, split_special_tokens=True, verbose=False)
+
+    @property
+    def bos(self) -> int:
+        """The token that begins a text. Raises DataError if the tokenizer has none."""
+        if self._tokenizer.bos_token_id is None:
+            raise DataError(f"--bos: tokenizer {quote(self._name)} has no token that begins a text; leave --bos out")
+        return self._tokenizer.bos_token_id
 
     @property
     def begin_of_text(self) -> int:

@@ -57,14 +57,16 @@ def request_of(spec: dict[str, Any]) -> str:
     return f"{_HF_PREFIX}{spec.get('name')}" if spec.get("kind") == "hf" else str(spec.get("kind"))
 
 
-def ready_made(request: str) -> BytesTokenizer | HuggingFaceTokenizer | None:
+def ready_made(request: str, separator: str | None = None) -> BytesTokenizer | HuggingFaceTokenizer | None:
     """Load the tokenizer that ``request`` names, or return None if it must be trained first.
 
-    Raises DataError if it cannot be loaded.
+    ``separator``: the token that ends a document. Raises DataError if it cannot be loaded.
     """
     if request == "sentencepiece":
         return None
-    return BytesTokenizer() if request == "bytes" else HuggingFaceTokenizer(request.removeprefix(_HF_PREFIX))
+    if request == "bytes":
+        return BytesTokenizer()
+    return HuggingFaceTokenizer(request.removeprefix(_HF_PREFIX), separator=separator)
 
 
 def make_tokenizer(request: str, vocab_size: int | None, texts: Iterable[str]) -> Tokenizer:

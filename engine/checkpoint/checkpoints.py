@@ -64,7 +64,7 @@ class Checkpoints:
         same tag is replaced only when the new one is complete.
 
         Args:
-            save_dir: The directory of all checkpoints.
+            save_dir: The directory of all checkpoints, or a URL such as ``s3://bucket/run``.
             tag: The name of this one; default ``step-N``.
             client_state: The caller's own state: JSON values and plain tensors.
             save_latest: Whether a load without a tag finds this checkpoint.
@@ -91,7 +91,7 @@ class Checkpoints:
         state = run_state(engine, self._state, engine.rates_of_parameters(), client.values)
         tensors = self._state.tensors() | self._state.random_state()
         self._saver.save(
-            Path(save_dir), tag, tensors, state, parameters=engine.layout.wholes, keep=keep, keep_every=keep_every,
+            save_dir, tag, tensors, state, parameters=engine.layout.wholes, keep=keep, keep_every=keep_every,
             background=background, files=client.files(), is_newest=save_latest,
         )  # fmt: skip
         return True
@@ -139,7 +139,7 @@ class Checkpoints:
         if not load_module_strict and engine.global_rank == 0:
             log.warning("load_checkpoint: load_module_strict has no effect; a checkpoint must have all weights")
         ranks = Ranks(alone=engine.world_size == 1)
-        found = find_together(Path(load_dir), tag, ranks)
+        found = find_together(load_dir, tag, ranks)
         if found is None:
             if engine.global_rank == 0:
                 log.warning("no checkpoint in %s; starting from the beginning", load_dir)

@@ -22,10 +22,12 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from ..distributed.agreement import Ranks
 from ..errors import CheckpointError
+from ..object_store import is_url
 from ..optim.optimizer_state import COUNT
 from .storage.dcp import SafeReader, _cause, _without_single_process_warning
 from .storage.directory import check_tag, latest, locate
 from .storage.files import STATE, damaged_file, read_state, share_of
+from .storage.remote import fetch_checkpoint, newest
 
 
 def find(directory: Path, tag: str | float | None) -> tuple[Path, dict[str, Any]] | None:
@@ -46,11 +48,23 @@ def find(directory: Path, tag: str | float | None) -> tuple[Path, dict[str, Any]
     return path, read_state(path)
 
 
-def find_together(directory: Path, tag: str | float | None, ranks: Ranks) -> tuple[Path, dict[str, Any]] | None:
+def find_together(directory: str | Path, tag: str | float | None, ranks: Ranks) -> tuple[Path, dict[str, Any]] | None:
     """Call :func:`find` on rank 0 and return its answer on all ``ranks``. Collective.
 
-    Two hosts may see a shared file system in two states, so only one of them looks.
+    Two hosts may see a shared file system in two states, so only one of them looks. If
+    ``directory`` is a URL, each host fetches the checkpoint, and the path is that of the copy.
     """
+    if is_url(directory):
+        url = str(directory)
+        found = ranks.all_or_none(
+            lambda: (check_tag(tag) if tag is not None else newest(url)) if not ranks.rank else None
+        )
+        tag = ranks.gather(found)[0]
+        if tag is None:
+            return None
+        copies, name = ranks.all_or_none(lambda: fetch_checkpoint(url, str(tag))), str(tag)
+        return copies / name, ranks.all_or_none(lambda: read_state(copies / name))
+    directory = Path(directory)
 
     def look() -> list[Any] | None:
         found = find(directory, tag)

@@ -5,8 +5,9 @@ from __future__ import annotations
 import shutil
 import socket
 import time
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -19,11 +20,13 @@ from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 
 from ..distributed.agreement import Ranks
 from ..errors import CheckpointError
+from ..object_store import is_url
 from .storage.dcp import Chunks, PiecewisePlanner, _cause, _without_single_process_warning
 from .storage.directory import make_room, prune, publish
 from .storage.files import PARTIAL, STATE, encode_state, hash_files, is_ours, write_durably
 from .storage.finite import check_finite
 from .storage.metadata import METADATA, MetadataWriter
+from .storage.remote import RemoteTarget
 
 _SHARED_SECONDS = 30.0  # how long a network file system may hide from one host what another wrote
 
@@ -38,11 +41,11 @@ class Saver:
         self._alone, self._device = alone, device
         self._group: dist.ProcessGroup | None = None
         self._thread: ThreadPoolExecutor | None = None
-        self._pending: Future[Path] | None = None
+        self._pending: Future[None] | None = None
 
     def save(
         self,
-        directory: Path,
+        directory: str | Path,
         tag: str,
         tensors: dict[str, Any],
         state: Mapping[str, Any],
@@ -68,18 +71,11 @@ class Saver:
         self.wait()
         encode_state(state)  # report a state that is not JSON now, not in the thread
         check_finite(directory, tensors, parameters, Ranks(self._alone))
+        save = partial(
+            write, directory, tag, keep=keep, keep_every=keep_every, files=files, is_newest=is_newest, state=state
+        )
         if not background:
-            write(
-                directory,
-                tag,
-                tensors,
-                state,
-                Ranks(self._alone),
-                keep=keep,
-                keep_every=keep_every,
-                files=files,
-                is_newest=is_newest,
-            )
+            save(tensors=tensors, ranks=Ranks(self._alone))
             return
         if self._thread is None:
             # A new thread uses the first CUDA device, whichever device its creator uses.
@@ -88,18 +84,7 @@ class Saver:
             # Its collectives must not mix with those of the training loop.
             self._group = None if self._alone else dist.new_group(backend="gloo")  # type: ignore[assignment]
         ranks = Ranks(self._alone, self._group)
-        self._pending = self._thread.submit(
-            write,
-            directory,
-            tag,
-            _copied(tensors),
-            state,
-            ranks,
-            keep=keep,
-            keep_every=keep_every,
-            files=files,
-            is_newest=is_newest,
-        )
+        self._pending = self._thread.submit(save, tensors=_copied(tensors), ranks=ranks)
 
     def wait(self, *, block: bool = True) -> None:
         """Wait for the save in the background, and raise the error if it failed.
@@ -130,7 +115,7 @@ def _copied(tensors: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def write(
-    directory: Path,
+    directory: str | Path,
     tag: str,
     tensors: dict[str, Any],
     state: Mapping[str, Any],
@@ -140,11 +125,11 @@ def write(
     keep_every: int = 0,
     files: Mapping[str, bytes] = MappingProxyType({}),
     is_newest: bool = True,
-) -> Path:
-    """Write the checkpoint ``directory/tag`` and return its path. Collective.
+) -> None:
+    """Write the checkpoint ``directory/tag``. Collective.
 
     Args:
-        directory: The directory of the checkpoints.
+        directory: The directory of the checkpoints, or its URL in an object store.
         tag: The name of the checkpoint.
         tensors: What this rank saves, by key.
         state: The content of ``state.json``, without the hashes of the files.
@@ -164,30 +149,54 @@ def write(
         raise CheckpointError(
             f"save_checkpoint: rank 0 has the tag {tags[0]!r}, rank {other} has {tags[other]!r}; give all ranks one tag"
         )
-    aside = directory / f".{tag}{PARTIAL}"
+    target = RemoteTarget(directory, tag) if is_url(directory) else _Directory(Path(directory), tag)
 
     def finish(digests: dict[str, str]) -> None:
         for name, content in files.items():
-            write_durably(aside / name, content)
-        digests |= hash_files([aside / METADATA, *(aside / name for name in files)])
-        write_durably(aside / STATE, encode_state({**state, "files": digests}))
-        publish(directory, tag, is_newest=is_newest)
+            write_durably(target.aside / name, content)
+        digests |= target.add([target.aside / METADATA, *(target.aside / name for name in files)])
+        target.publish(encode_state({**state, "files": digests}), is_newest=is_newest)
         if keep is not None:
-            prune(directory, keep, tag, keep_every)
+            target.prune(keep, keep_every)
 
-    _on_rank_0(lambda: make_room(directory, tag), ranks)
     try:
-        ranks.agree(refuse_unless_shared(aside, ranks.rank))
-        write_tensors(aside, tensors, ranks)
-        hashes = _attempt(lambda: hash_files(aside.glob(f"__{ranks.rank}_*.distcp")))
+        _on_rank_0(target.make_room, ranks)
+        ranks.agree(_attempt(lambda: target.enter(ranks.rank)))
+        write_tensors(target.aside, tensors, ranks)
+        hashes = _attempt(lambda: target.add(target.aside.glob(f"__{ranks.rank}_*.distcp")))
         everyones = ranks.gather(hashes)
         ranks.agree(hashes if isinstance(hashes, str) else None)
         _on_rank_0(lambda: finish({name: digest for hashes in everyones for name, digest in hashes.items()}), ranks)
-    except CheckpointError:
-        if ranks.rank == 0 and is_ours(aside):
-            shutil.rmtree(aside, ignore_errors=True)  # free the space, because the disk may be full
-        raise
-    return directory / tag
+    finally:
+        target.clean(ranks.rank)
+
+
+class _Directory:
+    """Where a save writes the checkpoint ``tag`` in ``directory``, which all hosts share."""
+
+    def __init__(self, directory: Path, tag: str):
+        self._directory, self._tag = directory, tag
+        self.aside = directory / f".{tag}{PARTIAL}"
+
+    def make_room(self) -> None:
+        make_room(self._directory, self._tag)
+
+    def enter(self, rank: int) -> str | None:
+        return refuse_unless_shared(self.aside, rank)
+
+    def add(self, files: Iterable[Path]) -> dict[str, str]:
+        return hash_files(files)
+
+    def publish(self, state: str, *, is_newest: bool) -> None:
+        write_durably(self.aside / STATE, state)
+        publish(self._directory, self._tag, is_newest=is_newest)
+
+    def prune(self, keep: int, every: int) -> None:
+        prune(self._directory, keep, self._tag, every)
+
+    def clean(self, rank: int) -> None:
+        if rank == 0 and is_ours(self.aside):
+            shutil.rmtree(self.aside, ignore_errors=True)  # free the space, because the disk may be full
 
 
 def write_tensors(aside: Path, tensors: dict[str, Any], ranks: Ranks) -> None:

@@ -17,6 +17,7 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import AfterValidator, Field, PrivateAttr, model_validator
 
 from ..errors import quote
+from ..object_store import is_url
 from .method import CopiesSection, Masking, MaskingSchedule, MaskingSetting, PathsSection, SyncSection
 from .section import (
     NonNegativeInt,
@@ -141,6 +142,8 @@ class DataSection(Section):
             )
         if self.name not in (None, "digits") and self.path is None:
             raise ValueError(f"path is required for {json.dumps(self.name)}: {_WHERE[self.name]}")
+        if self.name is not None and self.path is not None and is_url(self.path):
+            raise ValueError("path: images are read from a directory, not from an object store; copy them to this host")
         if self.name != "folder" and self.image_size is not None:
             raise ValueError(
                 f'image_size is for "folder"; the images of {json.dumps(self.name)} have a size of their own, remove it'

@@ -514,7 +514,7 @@ def _incomplete(launcher: Launcher, missing: Sequence[str]) -> LaunchError:
     return LaunchError(
         f"{launcher.rank} is set ({launcher.source}) but {', '.join(missing)} missing; start through torchrun, mpirun"
         " or srun, set what is missing (MASTER_ADDR is the host of rank 0), or unset all to start without a launcher;"
-        " in each pod of a PyTorchJob start torchrun --nnodes $WORLD_SIZE --node-rank $RANK --nproc-per-node GPUS"
+        " in each pod of a PyTorchJob start torchrun -m sdp train, which reads its variables"
     )
 
 

@@ -49,6 +49,12 @@ def service_token() -> str | None:
     return os.environ.get("SDP_SERVICE_TOKEN")
 
 
+def cache_folder() -> Path:
+    """Return the folder for copies of what is in object stores: SDP_CACHE, or ~/.cache/sdp."""
+    caches = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
+    return Path(os.environ.get("SDP_CACHE") or f"{caches}/sdp").expanduser().absolute()
+
+
 def allocator_settings() -> dict[str, str]:
     """Return glibc settings that make a process's resident memory follow its live tensors on a CPU.
 

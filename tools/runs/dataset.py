@@ -32,7 +32,8 @@ from ...engine.accounting.quantities import format_bytes
 from ...engine.batch.sampler import PathSamples
 from ...engine.config.schema import Config
 from ...engine.distributed.agreement import Ranks
-from ...engine.errors import CheckpointError, ConfigError
+from ...engine.errors import CheckpointError, ConfigError, DataError
+from ...engine.object_store import fetch, is_url, local_copy
 from ..shared.files import refuse_link
 
 log = logging.getLogger("sdp")
@@ -107,9 +108,24 @@ def path_of(config: Config, dump_dir: Path) -> Path:
     """The directory that the run in ``dump_dir`` reads. For a mixture, that of the first source."""
     data = config.data
     if data.sources:
-        return Path(data.sources[0].path)
+        return corpus_folder(data.sources[0].path)
     made_here = data.path is None or data.name in _ARRAYS
-    return dump_dir / "corpus" if made_here else Path(str(data.path))
+    return dump_dir / "corpus" if made_here else corpus_folder(str(data.path))
+
+
+def corpus_folder(path: str) -> Path:
+    """The directory of prepared data, or of the copy of such data in an object store."""
+    return local_copy(path) if is_url(path) else Path(path)
+
+
+def fetch_corpora(config: Config) -> None:
+    """Copy the data that is in object stores to this host. Raises DataError if there is none."""
+    for path in [config.data.path, *(source.path for source in config.data.sources or ())]:
+        if path is not None and is_url(path) and fetch(path, INDEX_FILE) is None:
+            raise DataError(
+                f"{path}: no prepared data here (no {INDEX_FILE}); make it with: sdp prepare --input FILES --output "
+                f"{path}"
+            )
 
 
 def _while_rank_0_works(action: Callable[[], None]) -> None:
@@ -158,7 +174,8 @@ def verify(config: Config, path: Path) -> None:
 
     Raises DataError if a shard is damaged. Images are not checked.
     """
-    for directory in () if config.data.name else [Path(one.path) for one in config.data.sources or ()] or [path]:
+    sources = [corpus_folder(source.path) for source in config.data.sources or ()]
+    for directory in () if config.data.name else sources or [path]:
         index = load_index(directory)
         if index.bytes <= VERIFIED_BYTES:
             index.verify(directory)
@@ -179,7 +196,7 @@ def open_prepared(config: Config, path: Path) -> Corpus:
 
 def _open_tokens(config: Config, path: Path) -> Corpus:
     data, mixed = config.data, config.data.sources or ()
-    paths, weights = [Path(source.path) for source in mixed], [source.weight for source in mixed]
+    paths, weights = [corpus_folder(source.path) for source in mixed], [source.weight for source in mixed]
     train, held_out = (
         MixedTokens(paths, weights, split, data.sequence_length, document_mask=data.document_mask)
         if mixed

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from ...engine.config.schema import Config
+from ...engine.object_store import is_url
 from ...engine.subnetwork.initialisation import refuse_zero_checkpoint
 from ...models.registry import section_from_huggingface
 
@@ -37,16 +38,14 @@ def with_absolute_paths(config: Config) -> Config:
     """
     paths = {"data": ("path", config.data.path), "training": ("init_from", config.training.init_from)}
     changed: dict[str, Any] = {
-        section: getattr(config, section).model_copy(update={key: str(Path(path).absolute())})
+        section: getattr(config, section).model_copy(update={key: _absolute(path)})
         for section, (key, path) in paths.items()
         if path is not None
     }
     if config.model.get("name") == "huggingface":
         changed["model"] = {**config.model, "path": str(Path(config.model["path"]).absolute())}
     if config.data.sources:
-        sources = [
-            source.model_copy(update={"path": str(Path(source.path).absolute())}) for source in config.data.sources
-        ]
+        sources = [source.model_copy(update={"path": _absolute(source.path)}) for source in config.data.sources]
         changed["data"] = config.data.model_copy(update={"sources": sources})
     if config.sdp.paths is not None and config.sdp.paths.router is not None:
         paths = config.sdp.paths.model_copy(update={"router": str(Path(config.sdp.paths.router).absolute())})
@@ -57,3 +56,7 @@ def with_absolute_paths(config: Config) -> Config:
         training = changed.get("training", config.training)
         changed["training"] = training.model_copy(update={"evaluate_tasks": tasks})
     return config.model_copy(update=changed)
+
+
+def _absolute(path: str) -> str:
+    return path if is_url(path) else str(Path(path).absolute())

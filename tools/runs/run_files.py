@@ -18,9 +18,11 @@ from typing import Any, TextIO
 
 from pydantic import BaseModel
 
+from ...data.shared.files import INDEX_FILE
 from ...engine.config.schema import Config
 from ...engine.errors import ConfigError, DataError, shorten
 from ...engine.json_files import parse_json, read_json_file
+from ...engine.object_store import Store, fetch
 from ...engine.placement.placement import Placement
 from ...launcher.restarts import LOCK
 from ..shared.files import WriteError, refuse_link, require_own_file, write_whole
@@ -31,6 +33,8 @@ log = logging.getLogger("sdp")
 CONFIG, PLACEMENT, SUMMARY = "config.json", "placement.json", "summary.json"
 METRICS, EVALUATIONS, RESTARTS = "metrics.jsonl", "evaluations.jsonl", "restarts.jsonl"
 MOST_LINE_BYTES = 16 << 20  # of these two, far more than a run writes
+CORPUS = "corpus"  # data that the run itself prepared
+SENT = (CONFIG, PLACEMENT, SUMMARY, METRICS, EVALUATIONS, RESTARTS)  # to the copy of a run in an object store
 DIRECTORIES = ("checkpoints", "logs", "plots", "profile", "start", "tensorboard", "wandb")
 PLOT = "plots/loss.png"
 
@@ -41,19 +45,20 @@ class RunFiles:
     The directory is locked against a second run until :meth:`close`. Every line reaches the file
     before the call returns, so a killed run loses at most the line being written. NaN and Inf are
     written as null, because JSON has neither. Raises ConfigError if ``dump_dir`` holds a run and
-    ``resume`` is false, if another run is writing to it, or if it cannot be written. Raises
+    ``resume`` is false, if another run is writing to it, or if it cannot be written. The same holds
+    for the copy of the run at ``url`` in an object store. Raises
     WriteError if one of the run's files is a symbolic link. ``dump_dir`` itself and its parents may
     be links.
     """
 
-    def __init__(self, dump_dir: Path, resume: bool):
+    def __init__(self, dump_dir: Path, resume: bool, url: str | None = None):
         self.dump_dir = dump_dir
         self._open: dict[str, TextIO] = {}
         for name in (LOCK, CONFIG, PLACEMENT, SUMMARY, METRICS, EVALUATIONS, RESTARTS):
             require_own_file(dump_dir / name)
         for name in DIRECTORIES:
             refuse_link(dump_dir / name)
-        require_no_other_run(dump_dir, resume=resume)
+        require_no_other_run(dump_dir, url, resume=resume)
         try:
             dump_dir.mkdir(parents=True, exist_ok=True)
             self._lock = (dump_dir / LOCK).open("a")
@@ -192,6 +197,19 @@ def read_run(dump_dir: Path) -> Run:
     )
 
 
+def fetch_files(url: str, dump_dir: Path, *, of_run: bool = True) -> None:
+    """Copy the data that a run has prepared from its copy at ``url`` to ``dump_dir``.
+
+    With ``of_run``, copy its files, too. Raises StoreError.
+    """
+    fetch(f"{url}/{CORPUS}", INDEX_FILE, dump_dir / CORPUS)
+    store = Store(url)
+    names = [name for name in store.sizes() if name in SENT or name.startswith("start/")] if of_run else []
+    for name in names:
+        (dump_dir / name).parent.mkdir(parents=True, exist_ok=True)
+        (dump_dir / name).write_bytes(store.read(name) or b"")
+
+
 def is_model(directory: Path) -> bool:
     """Whether the config.json of ``directory`` is that of a Hugging Face model."""
     try:
@@ -220,8 +238,10 @@ def _lock(file: TextIO, dump_dir: Path) -> None:
         )
 
 
-def require_no_other_run(dump_dir: Path, *, resume: bool) -> None:
-    """Raise ConfigError if ``dump_dir`` holds a run, unless that run is resumed."""
+def require_no_other_run(dump_dir: Path, url: str | None = None, *, resume: bool) -> None:
+    """Raise ConfigError if ``dump_dir`` or ``url`` holds a run, unless that run is resumed."""
+    if url is not None and not resume and Store(url).read(CONFIG) is not None:
+        raise ConfigError(f"{url} already holds a run; pass --resume to continue it or name another --dump-dir")
     try:
         holds_run = _holds_run(dump_dir)
     except OSError as error:

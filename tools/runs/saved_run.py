@@ -17,13 +17,15 @@ from ...data.index import load_index
 from ...data.shared.files import INDEX_FILE
 from ...engine.checkpoint.storage.directory import check_tag, latest, locate
 from ...engine.checkpoint.storage.files import STATE, read_state
+from ...engine.checkpoint.storage.remote import fetch_checkpoint, newest
 from ...engine.config.load import load_config, read_raw
 from ...engine.config.removed import without_removed_keys
 from ...engine.config.schema import Config
 from ...engine.errors import CheckpointError, ConfigError
+from ...engine.object_store import is_url, local_copy
 from ..shared.arguments import add_set_option
-from .dataset import path_of
-from .run_files import CONFIG, is_model
+from .dataset import fetch_corpora, path_of
+from .run_files import CONFIG, fetch_files, is_model
 from .start_files import START
 
 log = logging.getLogger("sdp")
@@ -49,7 +51,9 @@ class CheckpointChoice:
     def from_args(cls, args: argparse.Namespace) -> CheckpointChoice:
         """The choice in what :func:`add_arguments` and the command line have put into ``args``."""
         tag = args.checkpoint if args.step is None else f"step-{args.step}"
-        return cls(args.run, tag, tuple(args.set))
+        if not is_url(args.run):
+            return cls(Path(args.run), tag, tuple(args.set))
+        return cls(*_fetch(args.run.rstrip("/"), tag), tuple(args.set))
 
 
 @dataclass(frozen=True)
@@ -99,7 +103,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     :meth:`CheckpointChoice.from_args` reads them.
     """
     parser.add_argument(
-        "run", metavar="DIR", type=Path, help="the --dump-dir of a run, one of its checkpoints, or a Hugging Face model"
+        "run", metavar="DIR", help="the --dump-dir of a run, one of its checkpoints, or a Hugging Face model"
     )
     which = parser.add_mutually_exclusive_group()
     which.add_argument("--step", metavar="N", type=int, help="the checkpoint of this step (default: the newest)")
@@ -159,6 +163,22 @@ def use(choice: CheckpointChoice, action: Callable[[SavedRun], T], overrides: Se
         )
 
 
+def _fetch(url: str, tag: str | None) -> tuple[Path, str]:
+    """Copy a run and one of its checkpoints to this host. Return its directory and the tag.
+
+    Raises ConfigError if there is no run at ``url``, and CheckpointError if there is no checkpoint.
+    """
+    folder, checkpoints = local_copy(url), f"{url}/checkpoints"
+    fetch_files(url, folder)
+    if not (folder / CONFIG).is_file() or is_model(folder):
+        raise ConfigError(f"{url}: no run of sdp train here; give its --dump-dir, or copy a model to this host")
+    tag = newest(checkpoints) if tag is None else tag
+    if tag is None:
+        raise CheckpointError(f"{url}: this run has no checkpoint; training.save_every sets when one is written")
+    fetch_checkpoint(checkpoints, tag)
+    return folder, tag
+
+
 def _newest(choice: CheckpointChoice) -> Path | None:
     """The newest checkpoint, if ``choice`` does not name one."""
     if choice.tag is not None or not (choice.directory / CONFIG).is_file():
@@ -183,6 +203,7 @@ def _open(dump_dir: Path, checkpoint: Path, choice: CheckpointChoice, overrides:
         config = load_config(config.model_dump(mode="json"), [*overrides, *choice.overrides])
     if config.model.get("name") == "huggingface":  # its folder may be gone
         config = config.model_copy(update={"model": {**config.model, "path": str(dump_dir / START)}})
+    fetch_corpora(config)
     saved = SavedRun(dump_dir, config, checkpoint, state)
     check_data(checkpoint, state, saved.data)
     return saved

@@ -87,6 +87,10 @@ def _serve_and_train(config: Config, options: TrainOptions) -> int:
             "sdp.sync.service: a launcher started this process; start sdp serve, and each group as a launch of its own "
             "with sdp train --service HOST:PORT"
         )
+    if options.url is not None:
+        raise ConfigError(
+            f"--dump-dir {options.url}: a run with sdp.sync.service keeps its files on disk; name a folder"
+        )
     if options.restarts:
         raise ConfigError("--restarts: with sdp.sync.service, the file says how often (sdp.sync.service.restarts)")
     devices = visible_devices()
@@ -117,11 +121,13 @@ def _check_files(config: Config, options: TrainOptions) -> None:
 
     check_names(config)
     # A group that is started again goes on with its files.
-    require_no_other_run(options.dump_dir, resume=options.resume or options.service is not None)
+    require_no_other_run(options.dump_dir, options.url, resume=options.resume or options.service is not None)
     sources = [source.path for source in config.data.sources or ()]
     paths = sources if config.data.path is None else [config.data.path]
     if config.data.name is None and paths:
         from ...data.index import load_index
+        from ..runs.dataset import corpus_folder, fetch_corpora
 
+        fetch_corpora(config)
         for path in paths:
-            load_index(path)
+            load_index(corpus_folder(path))

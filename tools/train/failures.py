@@ -13,20 +13,20 @@ from pathlib import Path
 import torch
 
 from ...engine.accounting.quantities import format_bytes
+from ...engine.checkpoint.storage.remote import describe_newest
 from ...engine.config.schema import Config
 from ...engine.distributed.heartbeat import GONE, Heartbeat
 from ...engine.engine import SDPEngine
 from ...engine.errors import OutOfMemoryError, PeerLostError
 from ..shared.files import NO_ROOM, WriteError
 from ..shared.remedies import remedies
-from .loop.checkpointer import newest_checkpoint
 
 _CPU_ALLOCATOR = "DefaultCPUAllocator"
 
 
 @contextmanager
 def explained(
-    config: Config, beat: Heartbeat, engine: SDPEngine | None = None, *, dump_dir: Path | None = None
+    config: Config, beat: Heartbeat, checkpoints: str | Path, engine: SDPEngine | None = None
 ) -> Iterator[None]:
     """Turn failures of the machine into errors of one line.
 
@@ -46,15 +46,14 @@ def explained(
     except OSError as error:
         if error.errno not in NO_ROOM:
             raise
-        problem: Exception = WriteError.of(error.filename or dump_dir, error)
-        raise _with_newest_checkpoint(problem, dump_dir) from None
+        problem: Exception = WriteError.of(error.filename or checkpoints, error)
+        raise _with_newest_checkpoint(problem, checkpoints) from None
     except WriteError as error:
-        raise _with_newest_checkpoint(error, dump_dir) from None
+        raise _with_newest_checkpoint(error, checkpoints) from None
 
 
-def _with_newest_checkpoint(error: Exception, dump_dir: Path | None) -> WriteError:
-    ending = f"; the newest checkpoint: {newest_checkpoint(dump_dir)}" if dump_dir is not None else ""
-    return WriteError(f"{error}{ending}")
+def _with_newest_checkpoint(error: Exception, checkpoints: str | Path) -> WriteError:
+    return WriteError(f"{error}; the newest checkpoint: {describe_newest(checkpoints)}")
 
 
 def _is_out_of_memory(error: BaseException) -> bool:

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ...engine.environment.detect import Supervision
+from ...engine.object_store import is_url, local_copy
 from ..shared.arguments import Parser, add_config_arguments, positive_int
 
 RESTARTS_HELP = "start again from the newest checkpoint after the loss of a rank or host, N times at most (default: 0)"
@@ -22,6 +23,7 @@ class TrainOptions:
         config: the run's JSON file.
         overrides: everything that changes ``config``, in the form of ``--set``.
         dump_dir: where the run's files go.
+        url: the copy of these files in an object store, or None.
         resume: continue from the newest checkpoint.
         fsdp: ranks that share a group's state, None for all that are left.
         nproc: processes to start, None to count them from the configuration.
@@ -38,6 +40,7 @@ class TrainOptions:
     config: Path
     overrides: tuple[str, ...]
     dump_dir: Path
+    url: str | None = None
     resume: bool = False
     fsdp: int | None = None
     nproc: int | None = None
@@ -50,6 +53,11 @@ class TrainOptions:
     argv: tuple[str, ...] = ()
     above: Supervision | None = None
 
+    @property
+    def checkpoints(self) -> str | Path:
+        """The directory of the checkpoints, or its URL."""
+        return self.dump_dir / "checkpoints" if self.url is None else f"{self.url}/checkpoints"
+
     @classmethod
     def from_args(cls, args: argparse.Namespace) -> TrainOptions:
         """Make the options from the parsed arguments ``args``."""
@@ -57,10 +65,15 @@ class TrainOptions:
         overrides += [f"sdp.groups={args.groups}"] if args.groups else []
         overrides += [f"tensor_parallel.autotp_size={args.tp}"] if args.tp else []
         overrides += [f"training.init_from={json.dumps(str(args.init_from))}"] if args.init_from else []
+        dump_dir, url = Path(args.dump_dir or Path("runs") / args.config.stem), None
+        if args.dump_dir is not None and is_url(args.dump_dir):
+            url = args.dump_dir.rstrip("/")
+            dump_dir = local_copy(f"runs/{url}")
         return cls(
             config=args.config,
             overrides=tuple(overrides),
-            dump_dir=args.dump_dir or Path("runs") / args.config.stem,
+            dump_dir=dump_dir,
+            url=url,
             resume=args.resume,
             fsdp=args.fsdp,
             nproc=args.nproc,
@@ -96,7 +109,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--nproc", metavar="P", type=positive_int, help="processes to start here, if no launcher started any"
     )
     parser.add_argument(
-        "--dump-dir", metavar="DIR", type=Path, help="where the run's files go (default: runs/NAME of CONFIG)"
+        "--dump-dir", metavar="DIR", help="where the run's files go, also s3://… (default: runs/NAME of CONFIG)"
     )
     parser.add_argument(
         "--init-from",

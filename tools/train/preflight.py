@@ -16,13 +16,15 @@ from ...data.image_sets import check_source, facts_of_set
 from ...data.images import check_packages
 from ...engine.batch.loader import evaluation_batches
 from ...engine.batch.size import BatchSize
-from ...engine.checkpoint.storage.directory import latest, locate
+from ...engine.checkpoint.storage.directory import locate
 from ...engine.checkpoint.storage.files import read_state
+from ...engine.checkpoint.storage.remote import fetch_checkpoint, newest
 from ...engine.config.schema import Config
 from ...engine.distributed.mesh import Mesh
 from ...engine.errors import CheckpointError, ConfigError, shorten
 from ...engine.json_files import read_json_file
 from ...engine.model_interface import get_config
+from ...engine.object_store import is_url
 from ...engine.optim.optimizers import make_optimizer
 from ...engine.optim.schedules import build_scheduler
 from ...engine.placement.layout import Layout
@@ -38,7 +40,7 @@ TASKS = "training.evaluate_tasks"
 _SOME_VOCABULARY = 256  # used if the corpus is not prepared yet; the units do not depend on it
 
 
-def check(config: Config, mesh: Mesh, dump_dir: Path, *, resume: bool) -> None:
+def check(config: Config, mesh: Mesh, dump_dir: Path, checkpoints: str | Path, *, resume: bool) -> None:
     """Raise the :class:`~sdp.engine.errors.SDPError` with which a run under ``config`` would fail
     at its start.
 
@@ -67,7 +69,7 @@ def check(config: Config, mesh: Mesh, dump_dir: Path, *, resume: bool) -> None:
         fillers_from(WeightFiles(directory), directory, model, layout)
     _check_optimizer(config)
     if resume:
-        _check_checkpoint(config, dump_dir, corpus)
+        _check_checkpoint(config, dump_dir, checkpoints, corpus)
 
 
 def _check_length(config: Config) -> None:
@@ -123,12 +125,13 @@ def _check_optimizer(config: Config) -> None:
         build_scheduler(config.scheduler.type, config.scheduler.params, optimizer)
 
 
-def _check_checkpoint(config: Config, dump_dir: Path, corpus: Corpus | None) -> None:
+def _check_checkpoint(config: Config, dump_dir: Path, checkpoints: str | Path, corpus: Corpus | None) -> None:
     """Check that the newest checkpoint can be read, and that it has this model and this data."""
-    tag = latest(dump_dir / "checkpoints")
+    tag = newest(checkpoints)
     if tag is None:
         return
-    path = locate(dump_dir / "checkpoints", tag)
+    checkpoints = fetch_checkpoint(str(checkpoints), tag) if is_url(checkpoints) else Path(checkpoints)
+    path = locate(checkpoints, tag)
     state = read_state(path)
     if config.training.steps is not None and state["global_steps"] > config.training.steps:
         raise ConfigError(

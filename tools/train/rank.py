@@ -25,9 +25,9 @@ from ...engine.errors import ConfigError
 from ...engine.initialize import initialize
 from ...engine.service.steps import Membership
 from ...models.registry import build_model
-from ..runs.dataset import Corpus, open_corpus
+from ..runs.dataset import Corpus, fetch_corpora, open_corpus
 from ..runs.run_config import with_absolute_paths, with_initial_model
-from ..runs.run_files import RunFiles
+from ..runs.run_files import RunFiles, fetch_files
 from ..tasks.harness import LoadedTasks
 from . import preflight
 from .check import check_run
@@ -38,6 +38,7 @@ from .options import TrainOptions
 from .process import set_up_logging
 from .profiler import StepProfiler, parse_steps
 from .progress import Progress
+from .remote_files import RemoteFiles
 from .service import read_token, settings_of, split_address, trusted
 from .trainer import Trainer
 
@@ -129,15 +130,18 @@ def run(options: TrainOptions, on_stall: Callable[[str], None]) -> int:
     dump_dir = options.dump_dir
     service = _membership(config, options, rank)
     mesh = mesh_of(config, world_size, None if service is None else 0)
-    preflight.check(config, mesh, dump_dir, resume=options.resume and service is None)
+    if options.url is not None and options.resume:
+        fetch_files(options.url, dump_dir, of_run=rank == 0)
+    fetch_corpora(config)
+    preflight.check(config, mesh, dump_dir, options.checkpoints, resume=options.resume and service is None)
     resume = options.resume or service is not None  # a group that is started again goes on with its files
     if options.check:
-        with started(config, options, rank, world_size, on_stall) as beat, explained(config, beat, dump_dir=dump_dir):
+        with started(config, options, rank, world_size, on_stall) as beat, explained(config, beat, options.checkpoints):
             status = check_run(config, dump_dir, beat)
             if dist.is_initialized():
                 dist.destroy_process_group()
             return status
-    files = RunFiles(dump_dir, resume=resume) if rank == 0 else None
+    files = RunFiles(dump_dir, resume=resume, url=options.url) if rank == 0 else None
     monitors = open_monitors(config, dump_dir, resume=resume) if rank == 0 else None
     section = config.training.evaluate_tasks if rank == 0 else None
     tasks = LoadedTasks.load(section, preflight.TASKS) if section is not None else None  # before a rank waits
@@ -145,7 +149,7 @@ def run(options: TrainOptions, on_stall: Callable[[str], None]) -> int:
         if service is not None:
             service.join()
             log.info("group %d of the run at %s", service.slot, options.service)
-        with explained(config, beat, dump_dir=dump_dir):
+        with explained(config, beat, options.checkpoints):
             corpus, engine, baseline = build(config, dump_dir, beat, service)
         _warn_of_split_groups(engine)
         observers: list[Observer] = [MemoryProbe(engine)] if MemoryProbe.works_with(engine) else []
@@ -155,12 +159,14 @@ def run(options: TrainOptions, on_stall: Callable[[str], None]) -> int:
             counted = "tokens" if config.data.name is None else "images"
             evaluated = "full model" if engine.layout.paths == 1 else "routed"
             observers += [monitors, Progress(config.steps_per_print, counted, evaluated)]
+        if options.url is not None and rank == 0:
+            observers.append(RemoteFiles(options.url, dump_dir))
         trainer = Trainer(
-            config, engine, corpus, dump_dir, baseline=baseline, beat=beat, files=files, observers=observers,
-            tasks=tasks,
+            config, engine, corpus, dump_dir, options.checkpoints, baseline=baseline, beat=beat, files=files,
+            observers=observers, tasks=tasks,
         )  # fmt: skip
         try:
-            with explained(config, beat, engine, dump_dir=dump_dir):
+            with explained(config, beat, options.checkpoints, engine):
                 status = trainer.train(resume=options.resume)
         finally:
             trainer.close()

@@ -16,6 +16,7 @@ from typing import Any
 
 from ...engine.batch.call import loss_of, to_device
 from ...engine.batch.sampler import PathSampler
+from ...engine.checkpoint.storage.remote import describe_newest
 from ...engine.config.schema import Config
 from ...engine.distributed.heartbeat import Heartbeat
 from ...engine.engine import SDPEngine
@@ -47,6 +48,7 @@ class Trainer:
         engine: what ``sdp.initialize`` returned.
         corpus: training and held-out data.
         dump_dir: the directory of the run's files.
+        checkpoints: the directory of the checkpoints, or its URL in an object store.
         baseline: bytes of memory that this process had before the model existed.
         beat: the heartbeat, which knows what this rank does next.
         files: the run's files on the rank that writes them, None on other ranks.
@@ -60,6 +62,7 @@ class Trainer:
         engine: SDPEngine,
         corpus: Corpus,
         dump_dir: Path,
+        checkpoints: str | Path,
         *,
         baseline: int,
         beat: Heartbeat,
@@ -78,7 +81,9 @@ class Trainer:
         self._last_facts: StepFacts | None = None  # what this rank measured in the last step
         self._returned_to, self._returns = -1, 0  # the step of the newest rollback's target, rollbacks to it in a row
         self._evaluator = Evaluator(engine, corpus, beat, tasks)
-        self._checkpoints = Checkpointer(engine, dump_dir, corpus.identity, self._evaluator.recalibrated, beat)
+        self._checkpoints = Checkpointer(
+            engine, dump_dir, checkpoints, corpus.identity, self._evaluator.recalibrated, beat
+        )
 
     def train(self, *, resume: bool) -> int:
         """Run to the last step, from the newest checkpoint if ``resume``. Return the exit code.
@@ -172,7 +177,8 @@ class Trainer:
         except NonFiniteError as error:
             self._record()
             self._checkpoints.settle(block=True)
-            raise NonFiniteError(f"{error}; the last good one: {self._checkpoints.newest()}") from None
+            newest = describe_newest(self._checkpoints.directory)
+            raise NonFiniteError(f"{error}; the last good one: {newest}") from None
         is_first, self._last_facts = self._last_facts is None, self._meter.end()
         if is_first and self._files is not None and self._last_facts.comm:
             sent = Counter[str]()
@@ -226,7 +232,7 @@ class Trainer:
         rollbacks = engine.spikes.rollbacks + 1
         if training.on_spike == "stop":
             self._checkpoints.settle(block=True)
-            raise SpikeError(f"{spike}; the last checkpoint: {self._checkpoints.newest()}") from None
+            raise SpikeError(f"{spike}; the last checkpoint: {describe_newest(self._checkpoints.directory)}") from None
         if not self._checkpoints.roll_back():
             raise SpikeError(f"{spike}; there is no checkpoint to return to") from None
         self._returns = self._returns + 1 if engine.global_steps == self._returned_to else 1

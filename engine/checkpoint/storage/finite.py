@@ -10,12 +10,12 @@ import torch
 
 from ...distributed.agreement import Ranks
 from ...distributed.collectives import local_tensor
-from ...errors import CheckpointError, NonFiniteError
+from ...errors import NonFiniteError
 from .dcp import Chunks
-from .directory import latest, locate
+from .remote import describe_newest
 
 
-def check_finite(directory: Path, tensors: Mapping[str, Any], parameters: Collection[str], ranks: Ranks) -> None:
+def check_finite(directory: str | Path, tensors: Mapping[str, Any], parameters: Collection[str], ranks: Ranks) -> None:
     """Check that all weights that a save would write are finite. Collective.
 
     A finite gradient can still destroy the weights. Buffers are not checked, because a mask may
@@ -34,7 +34,7 @@ def check_finite(directory: Path, tensors: Mapping[str, Any], parameters: Collec
     found = next((name for name in ranks.gather(_first_damaged(tensors, parameters)) if name is not None), None)
     if found is None:
         return
-    newest = ranks.gather(_newest(directory) if ranks.rank == 0 else None)[0]
+    newest = ranks.gather(describe_newest(directory) if ranks.rank == 0 else None)[0]
     raise NonFiniteError(
         f"the weight {found} has values that are NaN or infinite, so no checkpoint is written; "
         f"the newest good checkpoint: {newest}; resume from it with a lower learning rate"
@@ -56,11 +56,3 @@ def _first_damaged(tensors: Mapping[str, Any], parameters: Collection[str]) -> s
         return None
     finite = torch.isfinite(torch.stack(peaks)).tolist()
     return next((name for name, good in zip(names, finite, strict=True) if not good), None)
-
-
-def _newest(directory: Path) -> str:
-    try:
-        tag = latest(directory)
-    except CheckpointError:
-        return f"unknown, {directory} is damaged"
-    return str(locate(directory, tag)) if tag is not None else "none was written"

@@ -8,6 +8,9 @@ import numpy as np
 import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
+from sdp.data import encode
+from sdp.data.index import load_index
+from sdp.data.prepare import prepare
 from sdp.data.tokenizers import (
     BytesTokenizer,
     HuggingFaceTokenizer,
@@ -179,3 +182,35 @@ def test_hugging_face_tokenizer_must_exist_and_end_documents(tmp_path, hf_direct
     (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
     with pytest.raises(DataError, match="has no end-of-sequence token"):
         HuggingFaceTokenizer(str(tmp_path))
+
+
+def test_texts_begin_and_documents_end_with_chosen_tokens(tmp_path, hf_directory, monkeypatch):
+    """Also a long text, which is cut up."""
+    monkeypatch.setattr(encode, "LONG_CHARACTERS", 1000)
+    source = tmp_path / "texts.jsonl"
+    texts = [TEXTS[0], TEXTS[1], TEXTS[0] * 40]
+    source.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
+    directory = save_byte_level(tmp_path / "hf", TEXTS, eos_token="<|endoftext|>", bos_token="<s>", pad_token="<doc>")
+    prepare(
+        [str(source)], tmp_path / "out", f"hf:{directory}", workers=1, progress=False, held_out=0.3, bos=True,
+        separator="<doc>",
+    )  # fmt: skip
+    tokenizer, index = load_tokenizer(tmp_path / "out"), load_index(tmp_path / "out")
+    plain = HuggingFaceTokenizer(str(directory))
+    begin, end = plain.begin_of_text, HuggingFaceTokenizer(str(directory), separator="<doc>").end_of_text
+    assert (index.end_of_text, tokenizer.end_of_text) == (end, end) and end not in (plain.end_of_text, begin)
+    found = []
+    for split in index.splits.values():
+        tokens = np.concatenate([np.fromfile(tmp_path / "out" / shard.file, index.dtype) for shard in split.shards])
+        documents = np.split(tokens, np.flatnonzero(tokens == end) + 1)[:-1]
+        assert split.documents == len(documents)
+        assert all(document[0] == begin and begin not in document[1:] for document in documents)
+        found += [tokenizer.decode(document[1:].tolist()) for document in documents]
+    assert sorted(found) == sorted(texts)
+    with pytest.raises(DataError, match="has no token 'nothing'"):
+        prepare([str(source)], tmp_path / "x", f"hf:{directory}", progress=False, separator="nothing")
+    with pytest.raises(DataError, match="has no token that begins a text; leave --bos out"):
+        prepare([str(source)], tmp_path / "x", f"hf:{hf_directory}", workers=1, progress=False, bos=True, held_out=0.3)
+    with pytest.raises(DataError, match=r"--bos: a choice for .* \(hf:NAME\), and not for bytes"):
+        prepare([str(source)], tmp_path / "x", "bytes", progress=False, bos=True)
+    assert not (tmp_path / "x").exists()

@@ -8,10 +8,12 @@ from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
-from ....engine.checkpoint.storage.directory import LATEST, latest, locate
+from ....engine.checkpoint.storage.directory import LATEST
+from ....engine.checkpoint.storage.remote import newest
 from ....engine.distributed.heartbeat import Heartbeat
 from ....engine.engine import SDPEngine
-from ....engine.errors import CheckpointError
+from ....engine.errors import CheckpointError, StoreError
+from ....engine.object_store import is_url
 from ...shared.files import WriteError
 
 log = logging.getLogger("sdp")
@@ -21,7 +23,9 @@ CHECKPOINT, AWAITING, LOAD = "checkpoint", "waiting for the checkpoint", "loadin
 
 
 class Checkpointer:
-    """Writes ``dump_dir/checkpoints``. A save that fails leaves the checkpoint before it in place.
+    """Writes the checkpoints of a run to ``directory``, which is in ``dump_dir``, or a URL.
+
+    A save that fails leaves the checkpoint before it in place.
 
     ``client_state`` is stored in every checkpoint. ``recalibrated`` gives the context in which the
     model is saved.
@@ -31,19 +35,16 @@ class Checkpointer:
         self,
         engine: SDPEngine,
         dump_dir: Path,
+        directory: str | Path,
         client_state: Mapping[str, Any],
         recalibrated: Callable[[], AbstractContextManager[None]],
         beat: Heartbeat,
     ):
-        self._engine, self._dump_dir, self._beat = engine, dump_dir, beat
+        self._engine, self._dump_dir, self.directory, self._beat = engine, dump_dir, directory, beat
         self._client_state, self._recalibrated = client_state, recalibrated
         self._failures = 0  # saves in a row that failed
         self._is_saving = False  # whether a save in the background has not been waited for
         self._has_directory = False  # whether this run has made or seen its directory of checkpoints
-
-    @property
-    def _directory(self) -> Path:
-        return self._dump_dir / "checkpoints"
 
     @property
     def _training(self) -> Any:
@@ -53,7 +54,7 @@ class Checkpointer:
         """Load the newest checkpoint, if there is one, and apply changed settings. Collective."""
         engine = self._engine
         self._beat.at(0, LOAD, self._training.start_timeout)
-        path, _ = engine.load_checkpoint(self._directory, configured_rates=True)
+        path, _ = engine.load_checkpoint(self.directory, configured_rates=True)
         if path is None:
             return False
         self._has_directory = True
@@ -69,7 +70,7 @@ class Checkpointer:
         self.settle(block=True)
         self._beat.at(engine.global_steps, LOAD, self._training.start_timeout)
         position = engine.loader.state_dict()
-        path, _ = engine.load_checkpoint(self._directory, configured_rates=True)
+        path, _ = engine.load_checkpoint(self.directory, configured_rates=True)
         engine.loader.load_state_dict(position)
         return path is not None
 
@@ -110,7 +111,7 @@ class Checkpointer:
         self._make_directory()
         with self._recalibrated():
             self._engine.save_checkpoint(
-                self._directory,
+                self.directory,
                 client_state=self._client_state,
                 keep=self._training.keep,
                 keep_every=self._training.keep_every,
@@ -134,23 +135,28 @@ class Checkpointer:
 
     def _try_to_make_directory(self) -> str | None:
         """Return why the directory cannot be used, or None."""
-        links = [path for path in (self._directory, self._directory / LATEST) if path.is_symlink()]
+        if is_url(self.directory):
+            return None
+        directory = Path(self.directory)
+        links = [path for path in (directory, directory / LATEST) if path.is_symlink()]
         if links:
             return f"{links[0]}: is a symbolic link, which a run does not follow; remove the link"
-        if self._has_directory and not self._directory.is_dir():
-            return f"{self._directory}: was removed while the run was writing to it; make it again to have checkpoints"
+        if self._has_directory and not directory.is_dir():
+            return f"{directory}: was removed while the run was writing to it; make it again to have checkpoints"
         try:
-            self._directory.mkdir(exist_ok=True)
+            directory.mkdir(exist_ok=True)
         except OSError as error:
-            return f"{self._directory}: cannot be made ({error.strerror})"
+            return f"{directory}: cannot be made ({error.strerror})"
         self._has_directory = True
         return None
 
     def _holds_a_checkpoint(self) -> bool:
         try:
-            return latest(self._directory) is not None
+            return newest(self.directory) is not None
         except CheckpointError:  # the pointer is damaged, so there was one
             return True
+        except StoreError:  # the store does not answer, which is what the save reports
+            return False
 
     def settle(self, *, block: bool) -> None:
         """Report a save in the background that failed. ``block``: wait until it has ended."""
@@ -164,17 +170,3 @@ class Checkpointer:
         except CheckpointError as error:
             self._failures, self._is_saving = self._failures + 1, False
             log.error("WARNING: the last checkpoint was not written: %s; the one before stays, the run goes on", error)
-
-    def newest(self) -> str:
-        """Say where the newest checkpoint is, for a message."""
-        return newest_checkpoint(self._dump_dir)
-
-
-def newest_checkpoint(dump_dir: Path) -> str:
-    """Say where the newest checkpoint of a run is, for a message."""
-    directory = dump_dir / "checkpoints"
-    try:
-        tag = latest(directory)
-    except CheckpointError:
-        return f"unknown, {directory} is damaged"
-    return str(locate(directory, tag)) if tag else "none was written"

@@ -1,0 +1,151 @@
+"""Checkpoints in an object store. Ranks write to a folder of their host and copy their files there.
+
+So hosts need no directory that they share. ``state.json`` is the marker: a checkpoint has it only
+while it is complete.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import shutil
+import tempfile
+from collections.abc import Collection, Iterable
+from pathlib import Path
+
+from ...environment.process import cache_folder
+from ...errors import CheckpointError, StoreError
+from ...json_files import parse_json
+from ...object_store import Store, fetch, is_url
+from .directory import LATEST, check_tag, latest, locate
+from .files import PARTIAL, STATE, hash_files
+
+log = logging.getLogger("sdp")
+
+
+class RemoteTarget:
+    """Where a save writes the checkpoint ``tag`` below ``url``.
+
+    While it is not complete, it has the empty file ``PARTIAL`` and no state. A checkpoint of the
+    same tag is lost when the save begins, because a store cannot rename the new one in one step.
+    """
+
+    aside: Path  # where this rank writes
+
+    def __init__(self, url: str, tag: str):
+        self._store, self._tag = Store(url), tag
+
+    def make_room(self) -> None:
+        """Begin the checkpoint, and remove what interrupted saves have left. For rank 0."""
+        names = self._store.sizes()
+        begun = {name.partition("/")[0] for name in names if name.endswith(f"/{PARTIAL}")}
+        for tag in begun - _complete(names) - {self._tag}:
+            self._remove(tag, names)
+        ours = self._tag in begun | _complete(names)
+        if not ours and any(name.startswith(f"{self._tag}/") for name in names):
+            found = "exists and is not a checkpoint of this engine, so it is not replaced"
+            raise CheckpointError(f"{self._store.url}/{self._tag}: {found}; use another tag")
+        self._store.write(f"{self._tag}/{PARTIAL}", b"")
+        self._store.remove([f"{self._tag}/{STATE}"])
+
+    def enter(self, rank: int) -> str | None:
+        """Make the folder of this rank. Returns None."""
+        cache_folder().mkdir(parents=True, exist_ok=True)
+        self.aside = Path(tempfile.mkdtemp(prefix=f"saving-{self._tag}-{rank}-", dir=cache_folder()))
+        return None
+
+    def add(self, files: Iterable[Path]) -> dict[str, str]:
+        """Copy files to the store, and return their hashes."""
+        files = list(files)
+        for file in files:
+            self._store.put(file, f"{self._tag}/{file.name}")
+        return hash_files(files)
+
+    def publish(self, state: str, *, is_newest: bool) -> None:
+        """Write the state, with which the checkpoint is complete."""
+        self._store.write(f"{self._tag}/{STATE}", state)
+        self._store.remove([f"{self._tag}/{PARTIAL}"])
+        if is_newest:
+            self._store.write(LATEST, json.dumps({"tag": self._tag}))
+
+    def prune(self, keep: int, every: int) -> None:
+        """Remove the checkpoints of the lowest steps, as
+        :func:`~sdp.engine.checkpoint.storage.directory.prune` does.
+        """
+        names = self._store.sizes()
+        others = [tag for tag in _steps(_complete(names)) if tag != self._tag]
+        others = [tag for tag in others if not every or int(tag.removeprefix("step-")) % every]
+        for tag in others[: max(0, len(others) - (keep - 1))]:
+            self._store.write(f"{tag}/{PARTIAL}", b"")
+            self._remove(tag, names)
+
+    def clean(self, rank: int) -> None:
+        """Remove the folder of this rank, which may be ``rank`` 0 or another."""
+        if "aside" in vars(self):
+            shutil.rmtree(self.aside, ignore_errors=True)
+
+    def _remove(self, tag: str, names: Iterable[str]) -> None:
+        files = [name for name in names if name.startswith(f"{tag}/") and not name.endswith(f"/{PARTIAL}")]
+        self._store.remove(sorted(files, key=lambda name: name != f"{tag}/{STATE}"))
+        self._store.remove([f"{tag}/{PARTIAL}"])
+
+
+def describe_newest(directory: str | Path) -> str:
+    """Say where the newest checkpoint of a directory or URL is, for a message."""
+    try:
+        tag = newest(directory)
+    except (CheckpointError, StoreError):
+        return f"unknown, {directory} is damaged or cannot be read"
+    if tag is None:
+        return "none was written"
+    return f"{directory}/{tag}" if is_url(directory) else str(locate(Path(directory), tag))
+
+
+def newest(directory: str | Path) -> str | None:
+    """Return the tag of the newest complete checkpoint of a directory or URL, or None.
+
+    If the pointer of a URL is lost, or names a checkpoint that is not complete, the tag is that of
+    the highest step.
+    """
+    if not is_url(directory):
+        return latest(Path(directory))
+    url = str(directory)
+    store = Store(url)
+    complete, pointer = _complete(store.sizes()), store.read(LATEST)
+    steps = _steps(complete)
+    if pointer is None:
+        return steps[-1] if steps else None
+    try:
+        tag = check_tag(parse_json(pointer.decode())["tag"])
+    except (ValueError, KeyError, TypeError, CheckpointError):
+        remedy = f"remove this file to resume from {steps[-1] if steps else 'the start'}"
+        raise CheckpointError(f"{url}/{LATEST}: cannot be read; {remedy}") from None
+    if tag in complete:
+        return tag
+    if not steps:
+        raise CheckpointError(f"{url}/{tag}: is not complete, and no other is there; remove {LATEST} to start again")
+    log.warning("%s names %s, which is not complete: taking %s", f"{url}/{LATEST}", tag, steps[-1])
+    return steps[-1]
+
+
+def fetch_checkpoint(url: str, tag: str) -> Path:
+    """Copy the checkpoint ``url/tag`` to this host, and return the directory that the copy is in.
+
+    Raises:
+        CheckpointError: There is no such checkpoint, or it is not complete.
+        StoreError: The store does not answer.
+    """
+    copy = fetch(f"{url}/{check_tag(tag)}", STATE)
+    if copy is None:
+        there = ", ".join(sorted(_complete(Store(url).sizes()))) or "none"
+        raise CheckpointError(f"{url}: no complete checkpoint {tag}; found: {there}")
+    return copy.parent
+
+
+def _complete(names: Iterable[str]) -> set[str]:
+    return {tag for tag, _, file in (name.partition("/") for name in names) if file == STATE}
+
+
+def _steps(tags: Collection[str]) -> list[str]:
+    steps = {tag: tag.removeprefix("step-") for tag in tags if tag.startswith("step-")}
+    return sorted((tag for tag in steps if steps[tag].isdecimal()), key=lambda tag: int(steps[tag]))

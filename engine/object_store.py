@@ -1,0 +1,250 @@
+"""Folders in object stores, such as ``s3://bucket/folder``, through fsspec.
+
+A store renames nothing in one step. So a folder there has a marker: the file that is written last
+and removed first. Whoever reads a folder begins with the marker, so half a folder is never used.
+Credentials and endpoints are those of fsspec's own environment.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import logging
+import re
+import shutil
+import time
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, TypeVar
+
+from .environment.process import cache_folder
+from .errors import ConfigError, StoreError, shorten
+
+log = logging.getLogger("sdp")
+
+ATTEMPTS = 4  # of an operation, besides those that the library of a store makes itself
+FIRST_WAIT_SECONDS = 1.0  # before the second attempt; twice as long before each further one
+MOST_BYTES = 1 << 30  # of a file that is read into memory
+FETCHING = ".sdp-fetching"  # holds the marker of the folder that is being fetched
+
+_URL = re.compile(r"[a-z][a-z0-9+.-]*://.")
+_PATTERN = re.compile(r"([^*?\[]*)/([^/]*[*?\[].*)")
+_CUT_URL = re.compile(r"(s3|gs|gcs|az|abfs|file):/[^/]")  # what pathlib makes of a URL
+T = TypeVar("T")
+
+
+def is_url(path: str | Path) -> bool:
+    """Whether ``path`` names a folder in an object store.
+
+    Raises:
+        ConfigError: ``path`` was a URL before it was made a Path, which cannot hold one.
+    """
+    if isinstance(path, Path) and _CUT_URL.match(str(path)):
+        raise ConfigError(f"{path}: was a URL that pathlib.Path has changed; give the URL as text")
+    return isinstance(path, str) and _URL.match(path) is not None
+
+
+class Store:
+    """The files below ``url``. Their names are relative to it.
+
+    Every method raises StoreError if the store does not answer after several attempts.
+    """
+
+    def __init__(self, url: str):
+        self.url = url.rstrip("/")
+        try:
+            from fsspec.core import url_to_fs
+
+            options = {"auto_mkdir": True} if self.url.startswith("file:") else {}
+            self._files, root = url_to_fs(self.url, use_listings_cache=False, **options)
+        except ImportError as error:
+            raise StoreError(
+                f"{url}: a package is missing ({shorten(error)}); pip install 'sdp-engine[object-stores]' has that of "
+                "s3://"
+            ) from None
+        except ValueError as error:
+            raise StoreError(f"{url}: fsspec knows no such store ({shorten(error)})") from None
+        self._root = root.rstrip("/")
+
+    def sizes(self, pattern: str | None = None) -> dict[str, int]:
+        """Return the size of every file, by name, or of those that match a glob pattern.
+
+        If the URL is that of a file, its name is empty.
+        """
+
+        def find() -> dict[str, Any]:
+            if pattern is None:
+                return self._files.find(self._root, detail=True)
+            found = self._files.glob(f"{self._root}/{pattern}", detail=True)
+            return {path: info for path, info in found.items() if info["type"] == "file"}
+
+        found = self._attempt("list", find, {})
+        return {path.removeprefix(self._root).lstrip("/"): info["size"] for path, info in found.items()}
+
+    def read(self, name: str) -> bytes | None:
+        """Return the content of a small file, or None if there is none."""
+
+        def content() -> bytes:
+            if (size := self._files.info(self._path(name))["size"]) > MOST_BYTES:
+                raise StoreError(f"{self.url}/{name}: has {size:,} bytes, and {MOST_BYTES:,} are allowed")
+            return self._files.cat_file(self._path(name))
+
+        return self._attempt(f"read {name} of", content, None)
+
+    def write(self, name: str, content: str | bytes) -> None:
+        """Write a small file in one step."""
+        data = content.encode() if isinstance(content, str) else content
+        self._attempt(f"write {name} to", lambda: self._files.pipe_file(self._path(name), data))
+
+    def put(self, file: Path, name: str) -> None:
+        """Copy a local file to the store, and check its size there."""
+
+        def copy() -> None:
+            self._files.put_file(str(file), self._path(name))
+            found, expected = self._files.info(self._path(name))["size"], file.stat().st_size
+            if found != expected:
+                raise OSError(f"{found:,} bytes arrived instead of {expected:,}")
+
+        self._attempt(f"write {name} to", copy)
+
+    def get(self, name: str, file: Path, size: int) -> None:
+        """Copy a file of ``size`` bytes from the store. The local file appears in one step."""
+        partial = file.with_name(f"{file.name}{FETCHING}")
+        file.parent.mkdir(parents=True, exist_ok=True)
+
+        def copy() -> None:
+            self._files.get_file(self._path(name), str(partial))
+            if (found := partial.stat().st_size) != size:
+                raise OSError(f"{found:,} bytes arrived instead of {size:,}")
+
+        try:
+            self._attempt(f"read {name} of", copy)
+            partial.replace(file)
+        finally:
+            partial.unlink(missing_ok=True)
+
+    def remove(self, names: Iterable[str]) -> None:
+        """Remove files. Those that are gone already are passed over."""
+        for name in names:
+            self._attempt(f"remove {name} from", lambda name=name: self._files.rm_file(self._path(name)), None)
+
+    def _path(self, name: str) -> str:
+        return f"{self._root}/{name}"
+
+    def _attempt(self, what: str, action: Callable[[], T], *missing: Any) -> T:
+        """Return the result of ``action``, which is repeated if it fails.
+
+        ``missing``: the result if the file is not there. Without it, that is an error.
+        """
+        for attempt in range(1, ATTEMPTS + 1):
+            try:
+                return action()
+            except FileNotFoundError as error:
+                if missing:
+                    return missing[0]
+                raise self._failure(what, error) from None
+            except (StoreError, PermissionError) as error:
+                raise self._failure(what, error) from None
+            except Exception as error:  # the libraries of stores have their own classes
+                if attempt == ATTEMPTS or "Credentials" in type(error).__name__:
+                    raise self._failure(what, error) from None
+                log.warning("%s, attempt %d of %d", self._failure(what, error), attempt, ATTEMPTS)
+                time.sleep(FIRST_WAIT_SECONDS * 2 ** (attempt - 1))
+        raise AssertionError("the last attempt returns or raises")
+
+    def _failure(self, what: str, error: Exception) -> StoreError:
+        if isinstance(error, StoreError):
+            return error
+        return StoreError(f"cannot {what} {self.url}: {shorten(str(error).strip() or type(error).__name__)}")
+
+
+def upload(folder: Path, url: str, marker: str, replaced: re.Pattern[str]) -> None:
+    """Copy all files of ``folder`` to ``url``.
+
+    Files in the store whose last name matches ``replaced`` are removed before. Files that are named
+    ``marker`` are removed first and written last, that of the folder itself at the very end.
+    Raises StoreError.
+    """
+
+    def order(name: str) -> tuple[bool, int, str]:
+        """Markers first, those of the folder before those of folders in it."""
+        return name.rpartition("/")[2] != marker, name.count("/"), name
+
+    store = Store(url)
+    store.remove(sorted((name for name in store.sizes() if replaced.fullmatch(name.rpartition("/")[2])), key=order))
+    files = [path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file()]
+    for name in sorted(files, key=order, reverse=True):
+        store.put(folder / name, name)
+
+
+def fetch(url: str, marker: str, folder: Path | None = None) -> Path | None:
+    """Copy the folder at ``url`` to this host, and return the copy. None: its marker is not there.
+
+    The copy is in the cache, or ``folder``. A copy with the same marker is taken as it is. Several
+    processes may call this: one of them copies, and the others wait.
+
+    Raises:
+        StoreError: The store does not answer, or the folder changed while it was copied.
+    """
+    store, folder = Store(url), local_copy(url) if folder is None else folder
+    with _only_one(folder):
+        if (content := store.read(marker)) is None:
+            return None
+        if _content_of(folder / marker) == content:
+            return folder
+        begun = folder / FETCHING
+        if _content_of(begun) != content:  # another version, or nothing
+            shutil.rmtree(folder, ignore_errors=True)
+            folder.mkdir(parents=True)
+            begun.write_bytes(content)
+        sizes = {name: size for name, size in store.sizes().items() if name != marker}
+        log.info("fetching %s to %s: %d files, %.1f MB", store.url, folder, len(sizes), sum(sizes.values()) / 1e6)
+        for name, size in sizes.items():
+            if not _inside(folder, name).is_file():
+                store.get(name, folder / name, size)
+        if store.read(marker) != content:
+            raise StoreError(f"{url}: was written anew while it was read; run the command again")
+        begun.replace(folder / marker)
+    return folder
+
+
+def fetch_matches(url: str, folder: Path) -> list[Path]:
+    """Copy the files of ``url``, which is a file, a folder or a glob pattern, to ``folder``."""
+    found = _PATTERN.fullmatch(url)
+    base, pattern = found.groups() if found else (url.rstrip("/"), None)
+    sizes = Store(base).sizes(pattern)
+    if "" in sizes:
+        base, _, name = base.rpartition("/")
+        sizes = {name: sizes[""]}
+    for name, size in sizes.items():
+        Store(base).get(name, _inside(folder, name), size)
+    return [folder / name for name in sizes]
+
+
+def local_copy(url: str) -> Path:
+    """Return the folder of the cache for the copy of ``url``."""
+    scheme, _, path = url.partition("://")
+    parts = [part for part in path.split("/") if part]
+    if ".." in parts:
+        raise ConfigError(f"{url}: leads out of its folder")
+    return cache_folder().joinpath(scheme, *parts)
+
+
+def _inside(folder: Path, name: str) -> Path:
+    """Return the path of a file, whose name comes from the store, in ``folder``."""
+    if not (folder / name).resolve().is_relative_to(folder.resolve()):
+        raise StoreError(f"{shorten(name)}: this name of a file in the store leads out of its folder")
+    return folder / name
+
+
+def _content_of(file: Path) -> bytes | None:
+    return file.read_bytes() if file.is_file() else None
+
+
+@contextmanager
+def _only_one(folder: Path) -> Iterator[None]:
+    """Let one process of this host at a time change ``folder``."""
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    with folder.with_name(f".{folder.name}.lock").open("a") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        yield

@@ -1,0 +1,121 @@
+"""Runs whose data, checkpoints and exports are in an object store (moto's server of S3)."""
+
+import json
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from sdp.engine import object_store
+from sdp.engine.object_store import Store
+from sdp.tests.support.foreign.object_stores import BUCKET, Fault, FaultyServer, faulty_server
+from sdp.tests.support.small_runs import make_corpus, read_losses, run_sdp, tiny_config, write_config
+
+URL = f"{BUCKET}/corpus"
+
+
+@pytest.fixture(scope="module")
+def running() -> Iterator[FaultyServer]:
+    pytest.importorskip("moto")
+    pytest.importorskip("s3fs").S3FileSystem.clear_instance_cache()
+    with faulty_server() as server:
+        yield server
+
+
+@pytest.fixture
+def server(running: FaultyServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[FaultyServer]:
+    for name, value in {**running.variables(), "SDP_CACHE": str(tmp_path / "cache")}.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(object_store, "FIRST_WAIT_SECONDS", 0.01)
+    yield running
+    running.faults.clear()
+
+
+@pytest.fixture
+def config(server: FaultyServer, tmp_path: Path) -> Path:
+    """The configuration of a small run that reads a corpus in the store."""
+    if Store(URL).read("index.json") is None:
+        (tmp_path / "made").mkdir()
+        make_corpus(tmp_path / "made")
+        for text in (tmp_path / "made").glob("*.txt"):
+            Store(f"{BUCKET}/raw").put(text, text.name)
+        prepared = run_sdp(
+            "prepare", "--input", f"{BUCKET}/raw/*.txt", "--output", URL, "--tokenizer", "bytes", "--held-out", "0.2"
+        )
+        assert prepared.returncode == 0, prepared.stderr
+        index = json.loads(Store(URL).read("index.json") or b"")
+        there = json.loads((tmp_path / "made/shards/index.json").read_bytes())
+        assert index["corpus"]["sha256"] == there["corpus"]["sha256"]
+        assert index["corpus"]["sources"] == [f"{BUCKET}/raw/*.txt"]
+    settings = tiny_config(Path("unused"), groups=2, steps=4)
+    settings["data"]["path"] = URL
+    settings["training"] |= {"save_every": 2, "keep": 2, "evaluate_every": 2}
+    return write_config(settings, tmp_path)
+
+
+def another_host(tmp_path: Path) -> None:
+    """Forget everything that is not in the store."""
+    shutil.rmtree(tmp_path / "cache")
+
+
+def local_losses(config: Path, tmp_path: Path) -> list[float]:
+    """The losses of the same run without an object store."""
+    done = run_sdp("train", config, "--dump-dir", tmp_path / "local")
+    assert done.returncode == 0, done.stderr
+    return read_losses(tmp_path / "local")
+
+
+def test_a_run_goes_on_on_another_host(config: Path, server: FaultyServer, tmp_path: Path) -> None:
+    url = f"{BUCKET}/run"
+    first = run_sdp("train", config, "--dump-dir", url, "--set", "training.steps=2")
+    assert first.returncode == 0, first.stderr
+    refused = run_sdp("train", config, "--dump-dir", url)
+    assert (refused.returncode, refused.stderr) == (
+        2, f"sdp: error: {url} already holds a run; pass --resume to continue it or name another --dump-dir\n"
+    )  # fmt: skip
+    another_host(tmp_path)
+    second = run_sdp("train", config, "--dump-dir", url, "--resume")
+    assert second.returncode == 0, second.stderr
+    assert "training: steps 3 to 4" in second.stderr
+    assert read_losses(tmp_path / "cache/runs" / url.replace("://", "/")) == local_losses(config, tmp_path)
+    files = Store(url).sizes()
+    assert {"config.json", "metrics.jsonl", "summary.json", "checkpoints/step-4/state.json"} <= files.keys()
+
+    another_host(tmp_path)
+    evaluated = run_sdp("evaluate", url, "--json")
+    assert evaluated.returncode == 0, evaluated.stderr
+    result = json.loads(evaluated.stdout)
+    assert result["step"] == 4 and result["loss"] == pytest.approx(result["in_training"], rel=1e-5)
+
+    exported = run_sdp("export", url, f"{BUCKET}/model")
+    assert exported.returncode == 0, exported.stderr
+    assert {"config.json", "model.safetensors"} <= Store(f"{BUCKET}/model").sizes().keys()
+    again = run_sdp("export", url, f"{BUCKET}/model")
+    assert again.returncode == 2 and f"{BUCKET}/model: exists already" in again.stderr
+    assert run_sdp("export", url, f"{BUCKET}/model", "--overwrite").returncode == 0
+
+
+def test_a_run_outlives_a_store_that_is_full_for_a_while(config: Path, server: FaultyServer, tmp_path: Path) -> None:
+    url = f"{BUCKET}/full"
+    server.faults.append(Fault("full", "PUT", "full/checkpoints/step-2/__0"))
+    done = run_sdp("train", config, "--dump-dir", url)
+    assert done.returncode == 0, done.stderr
+    assert "WARNING: no checkpoint at step 2: cannot write the checkpoint: cannot write step-2/__0" in done.stderr
+    assert read_losses(tmp_path / "cache/runs" / url.replace("://", "/")) == local_losses(config, tmp_path)
+    assert [name for name in Store(url).sizes() if "step-2" in name] == []
+
+
+def test_a_store_that_stays_full_ends_the_run_with_one_line(config: Path, server: FaultyServer) -> None:
+    server.faults.append(Fault("full", "PUT", "never/checkpoints"))
+    done = run_sdp("train", config, "--dump-dir", f"{BUCKET}/never", "--set", "training.max_failed_saves=2")
+    assert done.returncode == 2
+    assert "the last 2 checkpoints could not be written" in done.stderr.splitlines()[-1]
+
+
+def test_a_missing_corpus_and_a_missing_run(config: Path, server: FaultyServer) -> None:
+    done = run_sdp("train", config, "--set", f"data.path={BUCKET}/nothing")
+    assert done.returncode == 2 and done.stderr.count("\n") == 1
+    assert f"{BUCKET}/nothing: no prepared data here (no index.json); make it with: sdp prepare" in done.stderr
+    for command in (["evaluate", f"{BUCKET}/nothing"], ["export", f"{BUCKET}/nothing", "out"]):
+        done = run_sdp(*command)
+        assert done.returncode == 2 and f"{BUCKET}/nothing: no run of sdp train here" in done.stderr
