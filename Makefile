@@ -16,11 +16,11 @@ TORCH  ?= torch==2.13.0
 BIN    := $(VENV)/bin
 PIP    := $(BIN)/python -m pip --disable-pip-version-check
 RUN    ?= runs/quickstart
-# Processes that run tests. A file's tests stay in one of them, because they share fixtures. Each process computes with one
-# thread: tests start further processes, which need the cores. tests/conftest.py puts the longest files first, and xdist
-# would sort files by their number of tests. A process that dies ends the run as a failure, and files that have not
-# begun are not run. If xdist replaced it, it would run the file again that killed it.
-WORKERS ?= 2
+# Processes that run tests: three on two cores, because tests often wait for a process, a message or a time limit. A file's
+# tests stay in one of them, because they share fixtures. Each computes with one thread. tests/conftest.py puts the longest
+# files first, and xdist would sort files by their number of tests. A process that dies ends the run as a failure, and files
+# that have not begun are not run. If xdist replaced it, it would run the file again that killed it.
+WORKERS ?= 3
 PYTEST  = OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses $(WORKERS) --dist loadfile --no-loadscope-reorder \
 	--max-worker-restart 0
 # The GPU machine's Python, and its platforms in the words of wheels, which pip takes to the letter.

@@ -14,13 +14,16 @@ if (
 ):  # as a shell has it for its background jobs, and for what those start
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
-# The files that take longest, by processor seconds (lab/log.md). They come first: a file's tests
-# stay in one of the processes that run tests, and others would wait for one that began late.
+# The files that take longest. They come first: a file's tests stay in one of the processes that
+# run tests, and others would wait for one that began late.
 LONGEST_FILES = (
-    "engine/subnetwork/test_compile.py", "tools/train/failures/test_failures.py", "spec/test_equality.py",
-    "engine/checkpoint/test_local_steps.py", "engine/checkpoint/test_layouts.py", "tools/bench/test_side_by_side.py",
-    "engine/stores/deepspeed/test_checkpoint.py", "engine/stores/deepspeed/test_equality.py",
-    "engine/subnetwork/test_neurons_native.py",
+    "tools/train/failures/test_failures.py", "tools/train/test_service.py", "engine/subnetwork/test_compile.py",
+    "spec/test_equality.py", "engine/tracing/test_step.py", "engine/stores/deepspeed/test_equality.py",
+    "engine/checkpoint/test_local_steps.py", "engine/test_scripts_of_torch.py",
+    "engine/stores/deepspeed/test_features.py",
+    "engine/test_deepspeed_package.py", "engine/stores/deepspeed/test_checkpoint.py", "tools/train/test_resume.py",
+    "tools/train/test_train.py", "engine/checkpoint/test_layouts.py", "tools/bench/test_side_by_side.py",
+    "tools/plan/test_fit.py", "engine/distributed/test_call_watch.py", "spec/costs/test_state_bytes.py",
 )  # fmt: skip
 
 

@@ -451,9 +451,16 @@ def _trained_like_torch(engine_name: str, stage: int, groups: int, kind: str) ->
     assert bool(graphs) == (kind != "transposed")
 
 
-@pytest.mark.parametrize("kind", ["transposed", "compiled blocks", "compiled model"])
+ENGINES = [("fsdp2", 0, 2), ("fsdp2", 3, 1), ("deepspeed", 1, 2), ("deepspeed", 3, 1)]
+
+
 @pytest.mark.parametrize(
-    ("engine", "stage", "groups"), [("fsdp2", 0, 2), ("fsdp2", 3, 1), ("deepspeed", 1, 2), ("deepspeed", 3, 1)]
+    ("engine", "stage", "groups", "kind"),
+    [
+        *((*engine, kind) for engine in ENGINES for kind in ("transposed", "compiled blocks")),
+        *((*engine, "compiled model") for engine in ENGINES[:3]),
+        pytest.param(*ENGINES[3], "compiled model", marks=pytest.mark.slow),  # ZeRO 3 compiles in many pieces
+    ],
 )
 def test_compiled_and_transposed_models_train_under_their_names(
     ranks: RankPool, engine: str, stage: int, groups: int, kind: str

@@ -18,15 +18,17 @@ TABLE = [
     Case(2, 1, 0, 2, model="llama-tied"),
     Case(2, 2, 3, 2, model="llama-meta", clip=True),
     Case(2, 2, 1, 3, model="llama", masking="backward", optimizer="adamw"),
-    pytest.param(Case(2, 2, 2, 2, model="llama", optimizer="adamw"), marks=pytest.mark.slow),
     Case(4, 1, model="llama", placement="cyclic", optimizer="momentum"),
     Case(2, 1, 0, 2, neurons=2, model="even-llama", clip=True),
     Case(2, 2, 3, neurons=2, model="even-llama-tied-meta", masking="backward"),
     Case(2, 1, 0, 2, tp=2, model="even-llama", clip=True),
-    pytest.param(Case(2, 2, 3, 2, tp=2, neurons=2, model="wide-llama-tied-meta"), marks=pytest.mark.slow),
     Case(2, 2, 0, 2, model="llama", sync='{"every": 2}', steps=4, clip=True),
     Case(2, 1, 0, 2, model="llama", sync='{"every": 3, "start_after": 2}', steps=5, masking="backward"),
-    pytest.param(Case(2, 2, 3, neurons=2, model="even-llama", sync='{"every": 2}', steps=4), marks=pytest.mark.slow),
+]
+SLOW = [
+    Case(2, 2, 2, 2, model="llama", optimizer="adamw"),
+    Case(2, 2, 3, 2, tp=2, neurons=2, model="wide-llama-tied-meta"),
+    Case(2, 2, 3, neurons=2, model="even-llama", sync='{"every": 2}', steps=4),
 ]
 Run = tuple[list[float], list[float], dict[str, torch.Tensor] | None]
 
@@ -79,8 +81,13 @@ def assert_as_the_oracle(case: Case, runs: list[Run], *, by_labels: bool) -> Non
         torch.testing.assert_close(runs[0][2][name], expected, rtol=0, atol=atol, msg=lambda t, n=name: f"{n}: {t}")
 
 
-@pytest.mark.parametrize("by_labels", [False, True], ids=["given", "tokens"])
-@pytest.mark.parametrize("case", TABLE, ids=str)
+ROWS = [(case, bool(number % 2)) for number, case in enumerate(TABLE)]
+OTHERS = [(case, not by_labels) for case, by_labels in ROWS] + [(case, by) for case in SLOW for by in (False, True)]
+
+
+@pytest.mark.parametrize(
+    ("case", "by_labels"), [*ROWS, *(pytest.param(*row, marks=pytest.mark.slow) for row in OTHERS)], ids=str
+)
 def test_ranks_equal_the_oracle(ranks: RankPool, case: Case, by_labels: bool) -> None:
     runs = ranks.run(_run, case, by_labels, world=case.world)
     assert_as_the_oracle(case, runs, by_labels=by_labels)

@@ -25,33 +25,11 @@ from sdp.tests.support.cases import (
     Case,
     data_rank_of,
     engine_of,
-    native,
     one_step,
 )
 from sdp.tests.support.checkpoints import assert_equal_runs, losses_of, resumed
 from sdp.tests.support.ranks import RankPool
 from torch._subclasses.fake_tensor import FakeTensor
-
-# -- a schedule with one phase, or before its switch, is the constant masking ----------------------
-
-
-@pytest.mark.parametrize("masking", [pytest.param("forward", marks=pytest.mark.slow), "backward"])
-def test_one_phase_is_the_constant_masking(ranks: RankPool, masking: str) -> None:
-    case = Case(2, 2, 3, 2, clip=True, optimizer="adamw", model="llama-tied-meta", masking=masking)
-    plain, alone = native(ranks, case), native(ranks, replace(case, masking=f'[{{"masking": "{masking}"}}]'))
-    other = "backward" if masking == "forward" else "forward"
-    schedule = f'[{{"until": 9, "masking": "{masking}"}}, {{"masking": "{other}"}}]'
-    before = native(ranks, replace(case, masking=schedule))
-    for expected, *others in zip(plain, alone, before, strict=True):
-        for found in others:
-            assert found.losses == expected.losses
-            assert found.norms == expected.norms
-            assert found.traffic == expected.traffic
-            assert found.measured == expected.measured
-            assert (found.after is None) == (expected.after is None)
-            for name, weight in (expected.after or {}).items():
-                assert found.after is not None
-                assert torch.equal(found.after[name], weight), name
 
 
 def _allocated() -> int:

@@ -1,6 +1,7 @@
 """Helpers for tests that start processes."""
 
 import json
+import resource
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -29,3 +30,9 @@ def alive(pid: int) -> bool:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
     except FileNotFoundError:
         return False
+
+
+def limit_addresses(more: int) -> None:
+    """Allow this process, and those that it starts, so many more bytes of addresses than it has."""
+    most = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize() + more
+    resource.setrlimit(resource.RLIMIT_AS, (most, most))

@@ -3,6 +3,7 @@
 import os
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -38,27 +39,48 @@ print("other work is done")
 """
 
 
-@pytest.mark.parametrize(("seconds", "code"), [("1.5", 1), ("60", 0), ("", 0)])
+STUCK_FOR = ("1.5", "60", "")  # seconds that the phase may take
+
+
+@pytest.fixture(scope="module")
+def ended(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, tuple[int, str, str, Path]]]:
+    """Exit code, output, errors and folder of each program. All of them wait at the same time."""
+    environ = dict(os.environ, PYTHONPATH=str(Path(sdp.__path__[0]).parent), PYTHONUNBUFFERED="1")
+    programs = {seconds: (STUCK, "log", seconds) for seconds in STUCK_FOR}
+    programs |= {watch: (AFTER_A_RUN, "where", "log", watch) for watch in ("stopped", "running")}
+    started = {}
+    for name, (program, *words) in programs.items():
+        folder = tmp_path_factory.mktemp("program")
+        command = [sys.executable, "-P", "-c", program, *words]
+        options = {"env": environ, "cwd": folder, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+        started[name] = subprocess.Popen(command, **options), folder
+    try:
+        said = {name: process.communicate(timeout=60) for name, (process, _) in started.items()}
+        yield {name: (process.returncode, *said[name], folder) for name, (process, folder) in started.items()}
+    finally:
+        for process, _ in started.values():
+            process.kill()
+
+
+@pytest.mark.parametrize(("seconds", "expected"), zip(STUCK_FOR, (1, 0, 0), strict=True))
 def test_a_rank_that_is_stuck_in_c_code_ends_and_its_log_has_the_stacks(
-    tmp_path: Path, seconds: str, code: int
+    ended: dict[str, tuple[int, str, str, Path]], seconds: str, expected: int
 ) -> None:
-    environ = dict(os.environ, PYTHONPATH=str(Path(sdp.__path__[0]).parent))
-    words = [sys.executable, "-P", "-c", STUCK, str(tmp_path / "log"), seconds]
-    done = subprocess.run(words, env=environ, capture_output=True, text=True, check=False, timeout=60)
-    assert (done.returncode, done.stdout, done.stderr) == (code, "" if code else "went on\n", "")
-    assert ("most recent call first" in (tmp_path / "log").read_text()) == bool(code)
+    code, printed, errors, folder = ended[seconds]
+    assert (code, printed, errors) == (expected, "" if expected else "went on\n", "")
+    assert ("most recent call first" in (folder / "log").read_text()) == bool(expected)
 
 
 @pytest.mark.parametrize(
-    ("watch", "ended", "said"), [("stopped", 0, "other work is done\n"), ("running", 1, "no progress for 2 s\n")]
+    ("watch", "expected", "said"), [("stopped", 0, "other work is done\n"), ("running", 1, "no progress for 2 s\n")]
 )
-def test_a_watch_that_was_stopped_ends_nothing(tmp_path: Path, watch: str, ended: int, said: str) -> None:
-    environ = dict(os.environ, PYTHONPATH=str(Path(sdp.__path__[0]).parent), PYTHONUNBUFFERED="1")
-    words = [sys.executable, "-P", "-c", AFTER_A_RUN, str(tmp_path / "where"), str(tmp_path / "log"), watch]
-    done = subprocess.run(words, env=environ, capture_output=True, text=True, check=False, timeout=60)
-    assert done.returncode == ended, done.stderr
-    assert done.stdout.endswith(said)
-    where = RankPosition.read(tmp_path / "where")
+def test_a_watch_that_was_stopped_ends_nothing(
+    ended: dict[str, tuple[int, str, str, Path]], watch: str, expected: int, said: str
+) -> None:
+    code, printed, errors, folder = ended[watch]
+    assert code == expected, errors
+    assert printed.endswith(said)
+    where = RankPosition.read(folder / "where")
     assert where is not None
     assert where.phase == "writing lines"
 

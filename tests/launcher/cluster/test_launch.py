@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 import sdp
-from sdp.data.prepare import prepare
 from sdp.launcher.cluster.quoting import decode
 from sdp.tests.support.forks.command import run_forked
+from sdp.tests.support.small_runs import make_corpus, read_losses, tiny_config
 from sdp.tools.cli import main
 
 pytestmark = pytest.mark.usefixtures("folder")
@@ -129,41 +129,22 @@ def test_started_ranks_are_not_launched_again(
     assert "its ranks run sdp train themselves" in capsys.readouterr().err
 
 
-def test_local_run_ends_as_sdp_train_does(folder: Path) -> None:
-    (folder / "texts.jsonl").write_text(
-        "".join(json.dumps({"text": f"a text of number {n} " * 9}) + "\n" for n in range(40))
-    )
-    prepare(
-        [str(folder / "texts.jsonl")], folder / "shards", tokenizer="bytes", held_out=0.2, workers=1, progress=False
-    )
-    model = {
-        "name": "llama", "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 2,
-    }  # fmt: skip
-    config = {
-        "train_micro_batch_size_per_gpu": 2, "sdp": {"groups": 2, "capacity": 0.5},
-        "model": {**model, "max_position_embeddings": 32}, "data": {"path": "shards", "sequence_length": 32},
-        "training": {"steps": 2, "evaluate_batches": 1}, "env": {"GLOO_SOCKET_IFNAME": "lo"},
-    }  # fmt: skip
+def test_local_run_ends_as_sdp_train_does(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    config = tiny_config(make_corpus(folder), groups=2, steps=2) | {"env": {"GLOO_SOCKET_IFNAME": "lo"}}
+    config["data"]["path"] = "shards"
     (folder / "small.json").write_text(json.dumps(config))
-    notebook = {"SLURM_PROCID": "0", "SLURM_LOCALID": "0", "SLURM_NTASKS": "1", "SLURM_STEP_ID": "0"}  # srun jupyter
-    environ = dict(os.environ, PYTHONPATH=str(Path(sdp.__path__[0]).parent), **notebook)
-    head = [PYTHON, "-P", "-m", "sdp"]
-    launched = subprocess.run(
-        [*head, "launch", "--launcher", "local", "--gpus-per-node", "2", "--env", "NCCL_DEBUG=a b", "small.json",
-            "--dump-dir", "one run"],
-        env=environ, capture_output=True, text=True, timeout=240,
-    )  # fmt: skip
+    for name, value in (("PROCID", "0"), ("LOCALID", "0"), ("NTASKS", "1"), ("STEP_ID", "0")):  # of srun jupyter
+        monkeypatch.setenv(f"SLURM_{name}", value)
+    words = ["--launcher", "local", "--gpus-per-node", "2", "--env", "NCCL_DEBUG=a b", "small.json"]
+    launched = run_forked("launch", *words, "--dump-dir", "one run")
     assert launched.returncode == 0, launched.stderr
     assert "2 process(es)" in launched.stderr
     assert "environment of every rank: GLOO_SOCKET_IFNAME=lo NCCL_DEBUG=a b" in launched.stderr
     trained = run_forked("train", "small.json", "--dump-dir", "two")
     assert trained.returncode == 0, trained.stderr
-    losses = [
-        [json.loads(line)["loss"] for line in Path(run, "metrics.jsonl").read_text().splitlines()]
-        for run in ("one run", "two")
-    ]
-    assert len(losses[0]) == 2
-    assert losses[0] == pytest.approx(losses[1], rel=1e-5)
+    losses = read_losses(Path("one run"))
+    assert len(losses) == 2
+    assert losses == pytest.approx(read_losses(Path("two")), rel=1e-5)
 
 
 # What each network needs said beside the address that gloo and NCCL's rendezvous use.

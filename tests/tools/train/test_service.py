@@ -13,6 +13,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from sdp.tests.support.small_runs import run_sdp
+from sdp.tools.cli import main
 
 CONFIG: dict[str, Any] = {
     "train_micro_batch_size_per_gpu": 2,
@@ -92,15 +94,13 @@ def _service(run: Path) -> int:
 
 
 def _other_commands_read_it(run: Path, config: Path, tmp_path: Path) -> None:
-    report = sdp("report", run).communicate(timeout=120)[0]
+    report = run_sdp("report", run).stdout
     assert re.search(r"rounds +15\ngroups alive +\d\nlate deliveries +\d", report), report
     assert re.search(r"a round of group 1 +0\.\d\d MB, \d+\.\d\d s", report), report
-    evaluation = sdp("evaluate", run, "--json")
-    found = json.loads(evaluation.communicate(timeout=120)[0].splitlines()[-1])
+    found = json.loads(run_sdp("evaluate", run, "--json").stdout.splitlines()[-1])
     assert found["loss"] == pytest.approx(found["in_training"], rel=1e-5)
-    export = sdp("export", run, "--to", "hf", tmp_path / "hf")
-    output, _ = export.communicate(timeout=120)
-    assert export.returncode == 0, output
+    export = run_sdp("export", run, "--to", "hf", tmp_path / "hf")
+    assert export.returncode == 0, export.stderr
     settings = json.loads(config.read_text())
     settings["training"]["steps"] = 64
     settings["data"]["path"] = str(run / "corpus")
@@ -108,29 +108,32 @@ def _other_commands_read_it(run: Path, config: Path, tmp_path: Path) -> None:
     for sync in (settings["sdp"]["sync"], None):
         settings["sdp"]["sync"] = sync
         config.write_text(json.dumps(settings))
-        static = sdp("train", config, "--dump-dir", run, "--resume", "--nproc", "2")
-        output, _ = static.communicate(timeout=120)
-        assert static.returncode == 0, output
-        assert "training: steps" in output
+        static = run_sdp("train", config, "--dump-dir", run, "--resume", "--nproc", "2")
+        assert static.returncode == 0, static.stderr
+        assert "training: steps" in static.stderr
         settings["training"]["steps"] += 4
 
 
-def test_a_group_of_two_ranks_starts_again_in_its_directory(tmp_path: Path, corpus: Path) -> None:
+def test_a_group_of_two_ranks_starts_again_in_its_directory(
+    tmp_path: Path, corpus: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     config, run = tmp_path / "run.json", tmp_path / "run"
     config.write_text(json.dumps(CONFIG))
     run.mkdir()
     (run / "metrics.jsonl").write_text('{"step": 1}\n')
     data = ["--set", f"data.path={corpus}", "data.tokenizer=bytes", "sdp.sync.service.wait_seconds=0.1"]
     words = ["train", config, *data, "--service", "127.0.0.1:1", "--nproc", "2", "--dump-dir", run]
-    output, _ = sdp(*words, env={**os.environ, "SDP_SERVICE_TOKEN": "x" * 20}).communicate(timeout=120)
-    assert "the service at 127.0.0.1:1 does not answer for 0.1 s" in output
-    assert "already holds a run" not in output
+    monkeypatch.setenv("SDP_SERVICE_TOKEN", "x" * 20)
+    errors = run_sdp(*words).stderr
+    assert "the service at 127.0.0.1:1 does not answer for 0.1 s" in errors
+    assert "already holds a run" not in errors
 
 
-def test_mistakes_are_one_line(tmp_path: Path) -> None:
+def test_mistakes_are_one_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     config = tmp_path / "run.json"
     config.write_text(json.dumps(CONFIG))
-    environ = {**os.environ, "SDP_SERVICE_TOKEN": ""}
     serve = ["serve", config, "--dump-dir", tmp_path / "run"]
     for words, message in (
         ([*serve, "--bind", "127.0.0.1:0"], "SDP_SERVICE_TOKEN: the token of the service has 0 characters"),
@@ -140,8 +143,8 @@ def test_mistakes_are_one_line(tmp_path: Path) -> None:
         (["train", config, "--set", "sdp.sync.service.min_groups=3"], "there are sdp.groups = 2 groups"),
         (["train", config, "--set", "training.save_every=3"], "the service saves after every round"),
     ):
-        command = sdp(*words, env=environ | ({"SDP_SERVICE_TOKEN": "x" * 20} if words[-1] == "127.0.0.1" else {}))
-        output, _ = command.communicate(timeout=120)
-        assert command.returncode == 2, output
-        assert message in output
-        assert len(output.splitlines()) == 1
+        monkeypatch.setenv("SDP_SERVICE_TOKEN", "x" * 20 if words[-1] == "127.0.0.1" else "")
+        assert main([*map(str, words)]) == 2
+        output, errors = capsys.readouterr()
+        assert message in errors
+        assert (output, errors.count("\n")) == ("", 1)

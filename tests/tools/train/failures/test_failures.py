@@ -11,19 +11,15 @@ import resource
 import shutil
 import signal
 import socket
-import subprocess
-import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
-from sdp.data.prepare import prepare
 from sdp.engine.distributed.heartbeat import RankPosition
 from sdp.tests.support.forks.command import ForkedCommand, forked_rank
-from sdp.tests.support.processes import alive, until
-from sdp.tests.support.small_runs import SMALL_LLAMA, run_sdp
+from sdp.tests.support.processes import alive, limit_addresses, until
+from sdp.tests.support.small_runs import SMALL_LLAMA, make_corpus, run_sdp
 from sdp.tools.cli import main
 
 STEPS, SAVE_EVERY, RANKS = 8, 2, 2
@@ -34,44 +30,30 @@ NUMBERS = itertools.count()
 @pytest.fixture(scope="module")
 def config(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("failures")
-    words = random.Random(0)
-    for number in range(60):
-        (folder / f"{number}.txt").write_text(
-            " ".join(words.choice(["alpha", "beta", "gamma", "delta"]) for _ in range(80))
-        )
-    prepare([str(folder / "*.txt")], folder / "shards", tokenizer="bytes", held_out=0.2, workers=1, progress=False)
     config = {
         "train_batch_size": 8,
         "optimizer": {"type": "AdamW", "params": {"lr": 0.003}},
         "sdp": {"groups": RANKS, "capacity": 0.75},
         "model": dict(SMALL_LLAMA),
-        "data": {"path": str(folder / "shards"), "sequence_length": 32},
+        "data": {"path": str(make_corpus(folder)), "sequence_length": 32},
         "training": {"steps": STEPS, "evaluate_every": 4, "evaluate_batches": 2, "save_every": SAVE_EVERY, "keep": 3},
     }
     (folder / "config.json").write_text(json.dumps(config))
     return folder / "config.json"
 
 
+# What a process does first: it limits its files.
+NO_ROOM = functools.partial(resource.setrlimit, resource.RLIMIT_FSIZE, (200_000, 200_000))
+
+
 class Job:
-    """``sdp train`` as a process of its own, and its ranks.
+    """``sdp train`` as a process of its own, and its ranks. ``prepare`` is called in it first."""
 
-    They are forked. With a limit of addresses they are new interpreters, because forked processes
-    have the memory of their server.
-    """
-
-    def __init__(
-        self, config: Path, dump_dir: Path, *more: str, file_bytes: int | None = None, address_bytes: int | None = None
-    ):
+    def __init__(self, config: Path, dump_dir: Path, *more: str, prepare: Callable[[], None] | None = None):
         self.dump_dir, self.errors = dump_dir, dump_dir.with_name(f"{dump_dir.name}.{next(NUMBERS)}.stderr")
         words = ["train", str(config), "--dump-dir", str(dump_dir), *more]
-        resource_type, most = resource.RLIMIT_FSIZE if file_bytes else resource.RLIMIT_AS, file_bytes or address_bytes
-        limit = functools.partial(resource.setrlimit, resource_type, (most, most)) if most else None
         with Path(os.devnull).open("w") as null, self.errors.open("w") as errors:
-            if address_bytes is None:
-                self.process: Any = ForkedCommand(words, null, errors, prepare=limit)
-            else:
-                command = [sys.executable, "-P", "-m", "sdp", *words]
-                self.process = subprocess.Popen(command, stdout=null, stderr=errors, preexec_fn=limit)
+            self.process = ForkedCommand(words, null, errors, prepare=prepare)
 
     def rank_pid(self, rank: int) -> int:
         def find() -> int | None:
@@ -259,7 +241,7 @@ def test_a_dump_directory_that_is_removed_ends_the_run_with_one_line(config: Pat
 def test_no_room_for_a_checkpoint_does_not_end_the_run(config: Path, tmp_path: Path, undisturbed: list[float]) -> None:
     settings = ["--set", "training.steps=2", "training.async_save=true"]
     assert run_sdp("train", config, "--dump-dir", tmp_path / "run", *settings).returncode == 0
-    code, err = Job(config, tmp_path / "run", "--resume", "--set", "training.async_save=true", file_bytes=200_000).end()
+    code, err = Job(config, tmp_path / "run", "--resume", "--set", "training.async_save=true", prepare=NO_ROOM).end()
     assert code == 0, err
     assert err.count("WARNING") == 3
     assert "the one before stays, the run goes on" in err
@@ -269,13 +251,12 @@ def test_no_room_for_a_checkpoint_does_not_end_the_run(config: Path, tmp_path: P
 
 
 def test_out_of_memory_says_what_would_need_less(config: Path, tmp_path: Path) -> None:
-    # Two of the widest activations, 0.33 GB each, are more than is left of the addresses that each
-    # process has.
+    # Two of the widest activations, 0.33 GB each, and the weights are more than is left.
     much = (
         "--set", "model.intermediate_size=40000", "--set", "train_batch_size=128", "--set",
         "training.evaluate_batches=1",
     )  # fmt: skip
-    code, err = Job(config, tmp_path / "run", *much, address_bytes=1_600_000_000).end()
+    code, err = Job(config, tmp_path / "run", *much, prepare=functools.partial(limit_addresses, 700_000_000)).end()
     assert code == 1
     line = next(line for line in err.splitlines() if "error" in line)
     assert f" on {HOST}, step " in line
@@ -289,7 +270,7 @@ def test_saves_that_fail_again_and_again_end_the_run(config: Path, tmp_path: Pat
     settings = ["--set", "training.steps=2"]
     assert run_sdp("train", config, "--dump-dir", tmp_path / "run", *settings).returncode == 0
     limit = ["--resume", "--set", "training.save_every=1"]
-    code, err = Job(config, tmp_path / "run", *limit, file_bytes=200_000).end()
+    code, err = Job(config, tmp_path / "run", *limit, prepare=NO_ROOM).end()
     assert code == 2, err
     assert err.count("WARNING: no checkpoint") == 3
     assert "the last 3 checkpoints could not be written" in err
