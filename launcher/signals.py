@@ -1,4 +1,4 @@
-"""Signals that a launcher catches while ranks run."""
+"""Signals that a launcher and its ranks catch during a run."""
 
 from __future__ import annotations
 
@@ -9,7 +9,8 @@ from collections.abc import Iterator
 
 GRACE_SECONDS = 10.0  # from a signal to a rank until it is killed
 
-# SIGUSR1 is what SLURM users ask for before a time limit.
+# SIGUSR1 is what SLURM users ask for before a time limit. mpirun passes it on to its ranks without
+# ending them.
 CAUGHT = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
 
 

@@ -39,44 +39,6 @@ from .train.loop.evaluator import Routed
 
 
 @dataclass(frozen=True)
-class EvaluateOptions:
-    """The arguments of ``sdp evaluate``.
-
-    Attributes:
-        choice: which checkpoint.
-        batches: held-out batches per data rank, None for as many as the run itself read.
-        json: print one line of JSON.
-        tasks: tasks of lm-evaluation-harness, None for none.
-        num_fewshot: examples in a prompt, None for those of the task.
-    """
-
-    choice: CheckpointChoice
-    batches: int | None = None
-    json: bool = False
-    tasks: TasksSection | None = None
-    num_fewshot: int | None = None
-
-    @classmethod
-    def from_args(cls, args: argparse.Namespace) -> EvaluateOptions:
-        """The options in what :func:`add_arguments` has put into ``args``. Raises ConfigError."""
-        if args.batches is not None and args.batches < 1:
-            raise ConfigError(f"--batches {args.batches}: at least one batch is needed")
-        tasks = None
-        if args.tasks is not None:
-            wanted = {
-                "tasks": [name for name in args.tasks.split(",") if name],
-                "limit": args.limit,
-                "include_path": args.include_path,
-            }
-            tasks = parse_section(TasksSection, wanted, "--tasks")
-        elif any(value is not None for value in (args.limit, args.num_fewshot, args.include_path)):
-            raise ConfigError("--limit, --num-fewshot and --include-path are for tasks; name some with --tasks")
-        if args.num_fewshot is not None and args.num_fewshot < 0:
-            raise ConfigError(f"--num-fewshot {args.num_fewshot}: a number of examples is 0 or more")
-        return cls(CheckpointChoice.from_args(args), args.batches, args.json, tasks, args.num_fewshot)
-
-
-@dataclass(frozen=True)
 class Evaluation:
     """The result of ``sdp evaluate``.
 
@@ -147,11 +109,25 @@ def run(args: argparse.Namespace) -> int:
 
     Raises an SDPError if the checkpoint or the data cannot be read.
     """
-    options = EvaluateOptions.from_args(args)
-    tasks = LoadedTasks.load(options.tasks, "--tasks", options.num_fewshot) if options.tasks else None
-    result = saved_run.use(options.choice, lambda saved: evaluate(saved, options.batches, tasks), IN_ONE_PROCESS)
-    print(as_json(result) if options.json else escape(_table(result)))
+    if args.batches is not None and args.batches < 1:
+        raise ConfigError(f"--batches {args.batches}: at least one batch is needed")
+    tasks, choice = _load_tasks(args), CheckpointChoice.from_args(args)
+    result = saved_run.use(choice, lambda saved: evaluate(saved, args.batches, tasks), IN_ONE_PROCESS)
+    print(as_json(result) if args.json else escape(_table(result)))
     return 0
+
+
+def _load_tasks(args: argparse.Namespace) -> LoadedTasks | None:
+    """Load the tasks of ``--tasks``, if there are any."""
+    if args.tasks is None:
+        if any(value is not None for value in (args.limit, args.num_fewshot, args.include_path)):
+            raise ConfigError("--limit, --num-fewshot and --include-path are for tasks; name some with --tasks")
+        return None
+    if args.num_fewshot is not None and args.num_fewshot < 0:
+        raise ConfigError(f"--num-fewshot {args.num_fewshot}: a number of examples is 0 or more")
+    names = [name for name in args.tasks.split(",") if name]
+    wanted = {"tasks": names, "limit": args.limit, "include_path": args.include_path}
+    return LoadedTasks.load(parse_section(TasksSection, wanted, "--tasks"), "--tasks", args.num_fewshot)
 
 
 def as_json(result: Evaluation) -> str:

@@ -14,9 +14,8 @@ import re
 import shutil
 import tempfile
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from safetensors import SafetensorError
@@ -45,31 +44,6 @@ from .runs.whole_model import check_exportable
 from .shared.arguments import size_in_bytes
 
 WEIGHTS = "model"
-
-
-@dataclass(frozen=True)
-class ExportOptions:
-    """The arguments of ``sdp export``.
-
-    Attributes:
-        choice: which checkpoint.
-        out: the directory to write, or its URL in an object store.
-        dtype: the type of the written weights. None: that of the model that the run started from,
-            or float32.
-        max_shard_bytes: the size of the largest file of weights.
-        overwrite: replace an earlier export in ``out``.
-    """
-
-    choice: CheckpointChoice
-    out: str | Path
-    dtype: Literal["float32", "bfloat16", "float16"] | None = None
-    max_shard_bytes: int = 5_000_000_000
-    overwrite: bool = False
-
-    @classmethod
-    def from_args(cls, args: argparse.Namespace) -> ExportOptions:
-        """The options in what :func:`add_arguments` has put into ``args``."""
-        return cls(CheckpointChoice.from_args(args), args.out, args.dtype, args.max_shard_size, args.overwrite)
 
 
 # The files of an export: the model's, and those that tokenizers of transformers write.
@@ -110,27 +84,27 @@ def run(args: argparse.Namespace) -> int:
 
     Raises an SDPError, and then writes no output directory.
     """
-    options = ExportOptions.from_args(args)
-    if not is_url(options.out):
-        print(escape(saved_run.use(options.choice, lambda saved: _export(saved, options, Path(options.out)))))
+    choice = CheckpointChoice.from_args(args)
+    if not is_url(args.out):
+        print(escape(saved_run.use(choice, lambda saved: _export(saved, args, Path(args.out)))))
         return 0
-    url = str(options.out)
+    url = str(args.out)
     names = [name.rpartition("/")[2] for name in Store(url).sizes()]
-    _check_names(url, names, overwrite=options.overwrite)
+    _check_names(url, names, overwrite=args.overwrite)
     cache_folder().mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix="export-", dir=cache_folder()) as made:
-        line = saved_run.use(options.choice, lambda saved: _export(saved, options, Path(made) / "model"))
+        line = saved_run.use(choice, lambda saved: _export(saved, args, Path(made) / "model"))
         upload(Path(made) / "model", url, "config.json", _WRITTEN)
     print(escape(line))
     return 0
 
 
-def _export(saved: SavedRun, options: ExportOptions, out: Path) -> str:
+def _export(saved: SavedRun, args: argparse.Namespace, out: Path) -> str:
     count = saved.config.sdp.paths.count if saved.config.sdp.paths is not None else 1
     folders = [path_folder(out, path) for path in range(count)] if count > 1 else [out]
     for folder in folders:
-        _check_output(folder, overwrite=options.overwrite)
-    dtype, limit = getattr(torch, options.dtype) if options.dtype is not None else None, options.max_shard_bytes
+        _check_output(folder, overwrite=args.overwrite)
+    dtype, limit = getattr(torch, args.dtype) if args.dtype is not None else None, args.max_shard_size
     files = [file for path, folder in enumerate(folders) for file in export(saved, folder, dtype, limit, path)]
     size = format_bytes(sum(path.stat().st_size for path in files), "MB", 1)
     written = read_json_file(folders[0] / "config.json")
@@ -139,7 +113,7 @@ def _export(saved: SavedRun, options: ExportOptions, out: Path) -> str:
     if count > 1:
         router = _copy_router(saved, out)
         weights += f", in a folder for each of {count} paths; {'the router too' if router else 'there is no router'}"
-    return f"{saved.checkpoint} -> {options.out}: {weights}"
+    return f"{saved.checkpoint} -> {args.out}: {weights}"
 
 
 def _copy_router(saved: SavedRun, out: Path) -> bool:

@@ -7,7 +7,6 @@ The model is one of transformers, whose ``generate`` does the work.
 from __future__ import annotations
 
 import argparse
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -22,35 +21,6 @@ from .runs import saved_run
 from .runs.saved_run import CheckpointChoice, SavedRun
 from .runs.start_files import has_tokenizer
 from .runs.whole_model import IN_ONE_PROCESS, check_exportable, whole_model
-
-
-@dataclass(frozen=True)
-class GenerateOptions:
-    """The arguments of ``sdp generate``.
-
-    Attributes:
-        choice: which checkpoint or model.
-        prompt: the text to continue.
-        tokens: the largest number of tokens to add.
-        temperature: the temperature of sampling. 0 takes the likeliest token each time, and None
-            does what the model's ``generation_config.json`` says.
-        seed: the seed of the random numbers.
-    """
-
-    choice: CheckpointChoice
-    prompt: str
-    tokens: int = 64
-    temperature: float | None = None
-    seed: int = 0
-
-    @classmethod
-    def from_args(cls, args: argparse.Namespace) -> GenerateOptions:
-        """The options in what :func:`add_arguments` has put into ``args``. Raises ConfigError."""
-        if args.max_new_tokens < 1:
-            raise ConfigError(f"--max-new-tokens {args.max_new_tokens}: at least one token is needed")
-        if args.temperature is not None and not 0 <= args.temperature < 100:
-            raise ConfigError(f"--temperature {args.temperature:g}: give a number from 0; 0 does not sample")
-        return cls(CheckpointChoice.from_args(args), args.prompt, args.max_new_tokens, args.temperature, args.seed)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -74,26 +44,30 @@ def run(args: argparse.Namespace) -> int:
 
     Raises an SDPError if the model or its tokenizer cannot be read.
     """
-    options = GenerateOptions.from_args(args)
-    print(escape(saved_run.use(options.choice, lambda saved: generate(saved, options), IN_ONE_PROCESS)))
+    if args.max_new_tokens < 1:
+        raise ConfigError(f"--max-new-tokens {args.max_new_tokens}: at least one token is needed")
+    if args.temperature is not None and not 0 <= args.temperature < 100:
+        raise ConfigError(f"--temperature {args.temperature:g}: give a number from 0; 0 does not sample")
+    choice = CheckpointChoice.from_args(args)
+    print(escape(saved_run.use(choice, lambda saved: _generate(saved, args), IN_ONE_PROCESS)))
     return 0
 
 
-def generate(saved: SavedRun, options: GenerateOptions) -> str:
+def _generate(saved: SavedRun, args: argparse.Namespace) -> str:
     """Return the prompt with its continuation."""
     check_exportable(saved, "sdp generate")
     if saved.config.sdp.paths is not None and saved.config.sdp.paths.count > 1:
         raise ConfigError(f"sdp generate: {saved.dump_dir} has several paths; take a folder that sdp export writes")
     text = _tokenizer(saved)
     if isinstance(text, HuggingFaceTokenizer):
-        begin, ids = text.begin_of_text, text.encode_prompt(options.prompt)
+        begin, ids = text.begin_of_text, text.encode_prompt(args.prompt)
     else:
-        begin, ids = text.end_of_text, text.encode(options.prompt)
+        begin, ids = text.end_of_text, text.encode(args.prompt)
     with whole_model(saved, _model(saved, text.vocab_size)) as model:
         given = torch.tensor([ids or [begin]], device=model.device)
-        torch.manual_seed(options.seed)
+        torch.manual_seed(args.seed)
         made = model.module.generate(  # type: ignore[operator]
-            given, attention_mask=torch.ones_like(given), **_settings(saved, text, options)
+            given, attention_mask=torch.ones_like(given), **_settings(saved, text, args)
         )
     return text.decode([token for token in made[0].tolist() if token != begin])
 
@@ -111,7 +85,7 @@ def _model(saved: SavedRun, vocab_size: int) -> nn.Module:
     return build_from(huggingface_config(saved.config.model, vocab_size))
 
 
-def _settings(saved: SavedRun, text: Tokenizer, options: GenerateOptions) -> dict[str, Any]:
+def _settings(saved: SavedRun, text: Tokenizer, args: argparse.Namespace) -> dict[str, Any]:
     from transformers import GenerationConfig
 
     settings = GenerationConfig(eos_token_id=text.end_of_text)
@@ -119,8 +93,8 @@ def _settings(saved: SavedRun, text: Tokenizer, options: GenerateOptions) -> dic
         settings = GenerationConfig.from_pretrained(saved.described_in)
     end = settings.eos_token_id
     settings.pad_token_id = end[0] if isinstance(end, list) else end
-    if options.temperature is not None:
-        settings.do_sample = options.temperature > 0
-        settings.temperature = options.temperature or None
-    settings.max_length, settings.max_new_tokens, settings.use_cache = None, options.tokens, True
+    if args.temperature is not None:
+        settings.do_sample = args.temperature > 0
+        settings.temperature = args.temperature or None
+    settings.max_length, settings.max_new_tokens, settings.use_cache = None, args.max_new_tokens, True
     return {"generation_config": settings}

@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import argparse
 import json
-from dataclasses import dataclass
 from pathlib import Path
 
 from ..engine.environment.detect import detect
 from ..engine.errors import ConfigError, LaunchError, shorten
-from ..launcher.cluster.launch import LaunchOptions
 from .shared.arguments import port, positive_int
-from .train.options import RESTARTS_HELP, TrainOptions
+from .train.options import RESTARTS_HELP, parse
 
 _LAUNCHERS = ("local", "deepspeed", "mpirun", "slurm")
 _SBATCH_OPTIONS = ("partition", "account", "qos", "time", "constraint", "cpus-per-task")
@@ -27,43 +25,10 @@ _MEANT_FOR = {
 }  # fmt: skip
 
 
-@dataclass(frozen=True)
-class LaunchArguments:
-    """The arguments of ``sdp launch``.
-
-    Attributes:
-        options: how the processes are started.
-        words: the words for ``sdp train``, without those that ``env`` makes.
-        env: variables for every rank, as ``NAME=VALUE``.
-        status: print the state of the job of this dump directory, and start nothing.
-    """
-
-    options: LaunchOptions
-    words: tuple[str, ...]
-    env: tuple[str, ...]
-    status: Path | None
-
-    @classmethod
-    def from_args(cls, args: argparse.Namespace) -> LaunchArguments:
-        """Take the parsed arguments.
-
-        Raises:
-            ConfigError: an option has no effect under the launcher, or one is missing.
-            LaunchError: a launcher has started this process.
-        """
-        _check(args)
-        names = {name: name.replace("-", "_") for name in _SBATCH_OPTIONS}
-        fields = set(LaunchOptions.__dataclass_fields__) - {"sbatch"}
-        given = {key: value for key, value in vars(args).items() if value is not None and key in fields}
-        sbatch = {option: value for option, name in names.items() if (value := getattr(args, name)) is not None}
-        return cls(LaunchOptions(**given, sbatch=sbatch), tuple(args.words), tuple(args.env), args.status)
-
-    def train_words(self) -> list[str]:
-        """The words for ``sdp train``.
-
-        Raises :class:`ConfigError` if an ``--env`` has another form.
-        """
-        return [*self.words, *(word for setting in self.env for word in ("--set", _env_override(setting)))]
+# Options without a value get these once it is clear that they may be left out.
+_DEFAULTS = {
+    "include": "", "exclude": "", "mpirun": "mpirun", "launcher_args": "", "cpu": False, "signal_seconds": 300,
+}  # fmt: skip
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -123,30 +88,34 @@ def run(args: argparse.Namespace) -> int:
     from ..launcher.degrees import Degrees
     from .shared.config_checks import check_names
 
-    arguments = LaunchArguments.from_args(args)
-    if arguments.status is not None:
-        print(status(arguments.status))
+    _check(args)
+    if args.status is not None:
+        print(status(args.status))
         return 0
-    options, words = arguments.options, arguments.train_words()
-    train = TrainOptions.parse(words)
+    words = [*args.words, *(word for setting in args.env for word in ("--set", _env_override(setting)))]
+    train = parse(words)
     if train.nproc is not None:
         raise ConfigError("--nproc: sdp launch counts the processes itself; give --gpus-per-node before CONFIG")
     if train.restarts:
         raise ConfigError("--restarts: an option of sdp launch here; give it before CONFIG")
-    config = load_config(train.config, train.overrides)
+    config = load_config(train.config, train.set)
     check_names(config)
     # Under these launchers rank 0 has this host's dump directory, and a job would find the mistake
     # after its time in the queue.
-    if options.launcher in ("local", "slurm"):
+    if args.launcher in ("local", "slurm"):
         from .runs.run_files import require_no_other_run
 
         require_no_other_run(train.dump_dir, train.url, resume=train.resume)
-    return launch(options, ["train", *words], train.dump_dir, Degrees(config, train.fsdp))
+    for name, value in _DEFAULTS.items():
+        setattr(args, name, value if getattr(args, name) is None else getattr(args, name))
+    given = {option: getattr(args, option.replace("-", "_")) for option in _SBATCH_OPTIONS}
+    args.sbatch = {option: value for option, value in given.items() if value is not None}
+    return launch(args, ["train", *words], train.dump_dir, Degrees(config, train.fsdp))
 
 
 def _check(args: argparse.Namespace) -> None:
     """Raise ConfigError for an option that has no effect under the launcher, and for what is
-    missing.
+    missing. Raise LaunchError if a launcher has started this process.
     """
     for name, launchers in _MEANT_FOR.items():
         if getattr(args, name) is not None and args.launcher not in launchers:

@@ -8,7 +8,6 @@ import signal
 import tempfile
 import threading
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -22,56 +21,11 @@ from ..engine.environment.process import cache_folder
 from ..engine.errors import DataError, escape
 from ..engine.object_store import Store, fetch, fetch_matches, is_url, local_copy, upload
 
-
-@dataclass(frozen=True)
-class PrepareOptions:
-    """The arguments of ``sdp prepare``.
-
-    Attributes:
-        input: patterns of the files to read, None for the standard library of this Python.
-        output: the directory for shards and tokenizer.
-        verify: only check what is in the output directory.
-        tokenizer: ``sentencepiece``, ``bytes`` or ``hf:NAME``.
-        vocab_size: tokens of a trained tokenizer, None for the default.
-        bos: begin each text with the tokenizer's token for that.
-        separator: the token that ends a document, None for the tokenizer's own.
-        text_column: the column of .jsonl, .csv, .parquet and .arrow files.
-        held_out: the fraction of the documents for evaluation.
-        workers: processes, None for one per core.
-        seed: picks the documents that the tokenizer is trained on.
-        overwrite: replace other data in the output directory.
-        max_document_bytes: refuse a larger document.
-        clusters: into how many clusters a router deals the sequences, None for no router.
-        router_prefix: the tokens of a sequence that the router reads.
-        sequence_length: the tokens of a sequence that is dealt.
-    """
-
-    input: list[str] | None
-    output: str
-    verify: bool
-    tokenizer: str
-    vocab_size: int | None
-    bos: bool
-    separator: str | None
-    text_column: str
-    held_out: float
-    workers: int | None
-    seed: int
-    overwrite: bool
-    max_document_bytes: int
-    clusters: int | None
-    router_prefix: int
-    sequence_length: int | None
-
-    @classmethod
-    def from_args(cls, args: argparse.Namespace) -> PrepareOptions:
-        """The options in what :func:`add_arguments` has put into ``args``."""
-        return cls(**{name: getattr(args, name) for name in cls.__dataclass_fields__})
-
-    def settings(self) -> dict[str, Any]:
-        """The options that :func:`~sdp.data.prepare.prepare` takes under the same names."""
-        others = ("input", "output", "verify", "clusters", "router_prefix", "sequence_length")
-        return {key: value for key, value in asdict(self).items() if key not in others}
+# The options that sdp.data.prepare.prepare takes under the same names.
+_SETTINGS = (
+    "tokenizer", "vocab_size", "bos", "separator", "text_column", "held_out", "workers", "seed", "overwrite",
+    "max_document_bytes",
+)  # fmt: skip
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -135,35 +89,32 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Prepare or verify the data, and print a summary. Raises DataError."""
-    options = PrepareOptions.from_args(args)
-    if options.verify:
-        _verify(options.output)
+    if args.verify:
+        _verify(args.output)
         return 0
-    if options.clusters is not None and options.sequence_length is None:
+    if args.clusters is not None and args.sequence_length is None:
         raise DataError("--clusters: give the tokens of a sequence with --sequence-length, as the training has them")
-    if options.clusters is not None and options.sequence_length is not None:
+    if args.clusters is not None and args.sequence_length is not None:
         from ..data.clusters import check_request  # imports torch
 
-        check_request(options.clusters, options.router_prefix, options.sequence_length)
-    with _stopped_by_sigterm(), _on_this_host(options) as (inputs, output):
-        if options.clusters is None or options.input or not (output / INDEX_FILE).exists():
-            index = prepare(inputs, output, names=options.input, **options.settings())
-            _print_summary(index, options.output)
-        if options.clusters is not None and options.sequence_length is not None:
+        check_request(args.clusters, args.router_prefix, args.sequence_length)
+    with _stopped_by_sigterm(), _on_this_host(args) as (inputs, output):
+        if args.clusters is None or args.input or not (output / INDEX_FILE).exists():
+            index = prepare(inputs, output, names=args.input, **{name: getattr(args, name) for name in _SETTINGS})
+            _print_summary(index, args.output)
+        if args.clusters is not None and args.sequence_length is not None:
             from ..data.clusters import make_clusters  # it imports torch, which the processes that read do without
 
-            found = make_clusters(
-                output, options.clusters, options.router_prefix, options.sequence_length, options.seed
-            )
-            _print_clusters(found, options)
+            found = make_clusters(output, args.clusters, args.router_prefix, args.sequence_length, args.seed)
+            _print_clusters(found, args.clusters)
     return 0
 
 
 @contextlib.contextmanager
-def _on_this_host(options: PrepareOptions) -> Iterator[tuple[list[str] | None, Path]]:
+def _on_this_host(args: argparse.Namespace) -> Iterator[tuple[list[str] | None, Path]]:
     """Copy inputs that are in object stores to this host, and the output to its object store."""
     with contextlib.ExitStack() as copies:
-        inputs = options.input and [*options.input]
+        inputs = args.input and [*args.input]
         for number, path in enumerate(inputs or ()):
             if is_url(path):
                 cache_folder().mkdir(parents=True, exist_ok=True)
@@ -172,17 +123,17 @@ def _on_this_host(options: PrepareOptions) -> Iterator[tuple[list[str] | None, P
                 if not any(file.name.lower().endswith(SUFFIXES) for file in files):
                     raise DataError(f"{path}: no file of a supported kind is here ({', '.join(SUFFIXES)})")
                 inputs[number : number + 1] = [folder]
-        if not is_url(options.output):
-            yield inputs, Path(options.output)
+        if not is_url(args.output):
+            yield inputs, Path(args.output)
             return
-        output = fetch(options.output, INDEX_FILE) or local_copy(options.output)
-        before = Store(options.output).read(INDEX_FILE)
+        output = fetch(args.output, INDEX_FILE) or local_copy(args.output)
+        before = Store(args.output).read(INDEX_FILE)
         yield inputs, output
-        if options.clusters is not None or (output / INDEX_FILE).read_bytes() != before:
-            upload(output, options.output, INDEX_FILE, SHARDS)
+        if args.clusters is not None or (output / INDEX_FILE).read_bytes() != before:
+            upload(output, args.output, INDEX_FILE, SHARDS)
 
 
-def _print_clusters(found: dict[str, Any], options: PrepareOptions) -> None:
+def _print_clusters(found: dict[str, Any], count: int) -> None:
     print("cluster       train  held out  nats a token  typical tokens")
     rows = zip(*found["sizes"].values(), found["losses"], found["tokens"], strict=True)
     for number, (train, held_out, loss, tokens) in enumerate(rows):
@@ -190,7 +141,7 @@ def _print_clusters(found: dict[str, Any], options: PrepareOptions) -> None:
         print(f"{number:<7} {train:>11,} {held_out:>9,} {loss:>13.3f}  {shown}")
     gain = found["loss_of_one"] - found["loss"]
     print(
-        f"router     {options.clusters} models: {found['loss']:.3f} nats a token of held-out prefixes, {abs(gain):.3f} "
+        f"router     {count} models: {found['loss']:.3f} nats a token of held-out prefixes, {abs(gain):.3f} "
         f"{'less' if gain >= 0 else 'more'} than one model for all"
     )
 

@@ -12,7 +12,7 @@ from pathlib import Path
 from sdp.engine.config.load import load_config
 from sdp.engine.errors import ConfigError, SDPError
 from sdp.tools.runs.run_config import with_initial_model
-from sdp.tools.runs.saved_run import CheckpointChoice, find
+from sdp.tools.runs.saved_run import CheckpointChoice, use
 
 from .estimate import FEWEST
 from .measure import measure
@@ -36,7 +36,7 @@ def main(argv: list[str] | None = None) -> int:
         if config.sdp.groups == 1:
             raise ConfigError("sdp.groups 1: the one group has the dense model's gradient; give several groups")
         args.out.mkdir(parents=True, exist_ok=True)
-        saved = find(CheckpointChoice(args.checkpoint)) if args.checkpoint is not None else None
+        saved = use(CheckpointChoice(args.checkpoint), lambda saved: saved) if args.checkpoint is not None else None
         measured = measure(config, args.out, args.batches, same_data=args.same_data, saved=saved)
     except (SDPError, OSError) as error:
         print(f"lab.gradient_bias: error: {error}", file=sys.stderr)

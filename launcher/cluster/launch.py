@@ -9,12 +9,12 @@ import os
 import re
 import shlex
 import sys
+from argparse import Namespace
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Literal
 
 from ...engine.distributed.mesh import split_tensor_group
 from ...engine.environment.process import child_environment, variables_with
@@ -27,7 +27,6 @@ from ..signals import caught_signals
 from . import slurm
 from .commands import (
     SILENT_SECONDS,
-    Flavour,
     Start,
     deepspeed_command,
     flavour_of,
@@ -38,53 +37,6 @@ from .commands import (
 )
 from .hosts import Host, check_host, describe, hosts_that_answer, read_hostfile, select, trim, world_size
 from .watch import pass_on_by, run_watched
-
-
-@dataclass(frozen=True)
-class LaunchOptions:
-    """The options of ``sdp launch``.
-
-    Attributes:
-        launcher: what starts the processes.
-        nodes: how many hosts, None for all of the hostfile.
-        gpus_per_node: ranks on each host, None for all slots.
-        dry_run: print what would be run, and run nothing.
-        hostfile: lines of the form ``worker-0 slots=4``.
-        include: the only hosts and slots to use.
-        exclude: hosts and slots not to use.
-        master_addr: the address at which the hosts reach rank 0, None for the first host.
-        master_port: the port of rank 0, None for 29500.
-        mpi: the MPI that mpirun belongs to, None to ask mpirun.
-        mpirun: mpirun's name or path.
-        python: the interpreter on the hosts, None for this one's path.
-        launcher_args: more options for the launcher itself, as one word.
-        sbatch: options of sbatch, by name.
-        cpu: ask SLURM for no GPUs.
-        container: run the tasks in this image.
-        container_mounts: what is mounted in the container in addition to the working directory.
-        signal_seconds: checkpoint and requeue this long before the time limit.
-        restarts: how often the run starts again after the loss of a rank or a host.
-    """
-
-    launcher: Literal["local", "deepspeed", "mpirun", "slurm"]
-    nodes: int | None = None
-    gpus_per_node: int | None = None
-    dry_run: bool = False
-    hostfile: Path | None = None
-    include: str = ""
-    exclude: str = ""
-    master_addr: str | None = None
-    master_port: int | None = None
-    mpi: Flavour | None = None
-    mpirun: str = "mpirun"
-    python: str | None = None
-    launcher_args: str = ""
-    sbatch: Mapping[str, str] = field(default_factory=dict)
-    cpu: bool = False
-    container: str | None = None
-    container_mounts: str | None = None
-    signal_seconds: int = 300
-    restarts: int = 0
 
 
 def _shortened(*options: str) -> str:
@@ -114,13 +66,13 @@ _RANKS = {
 }
 
 
-def launch(options: LaunchOptions, words: Sequence[str], dump_dir: Path, degrees: Degrees) -> int:
+def launch(options: Namespace, words: Sequence[str], dump_dir: Path, degrees: Degrees) -> int:
     """Start every rank under a launcher, and watch the launcher.
 
     The local launcher replaces this process instead.
 
     Args:
-        options: the arguments of ``sdp launch``.
+        options: the parsed arguments of ``sdp launch``, with their defaults.
         words: ``train`` and the words that follow it.
         dump_dir: where the run's files go.
         degrees: what the number of ranks must fit.
@@ -139,7 +91,6 @@ def launch(options: LaunchOptions, words: Sequence[str], dump_dir: Path, degrees
     start = Start(words, options.python or sys.executable, Path.cwd(), found, _extra(options))
     if options.launcher == "slurm":
         return _slurm(start, options, dump_dir, degrees)
-    assert options.hostfile is not None
     hosts = select(
         read_hostfile(options.hostfile), options.include, options.exclude, options.nodes, options.gpus_per_node
     )
@@ -158,9 +109,8 @@ def launch(options: LaunchOptions, words: Sequence[str], dump_dir: Path, degrees
     return _run_on_hosts(options, start, hosts, dump_dir, degrees)
 
 
-def _command(options: LaunchOptions, start: Start, hosts: Sequence[Host]) -> tuple[list[str], dict[str, str]]:
+def _command(options: Namespace, start: Start, hosts: Sequence[Host]) -> tuple[list[str], dict[str, str]]:
     """Build the command of DeepSpeed's launcher or mpirun, and its variables."""
-    assert options.hostfile is not None
     master = _master(options, hosts)
     if options.launcher == "deepspeed":
         return deepspeed_command(start, hosts, options.hostfile, master)
@@ -168,7 +118,7 @@ def _command(options: LaunchOptions, start: Start, hosts: Sequence[Host]) -> tup
     return mpirun_command(start, hosts, flavour, options.mpirun, master), {}
 
 
-def _run_on_hosts(options: LaunchOptions, start: Start, hosts: Sequence[Host], dump_dir: Path, degrees: Degrees) -> int:
+def _run_on_hosts(options: Namespace, start: Start, hosts: Sequence[Host], dump_dir: Path, degrees: Degrees) -> int:
     """Run on the hosts, and again on those that are left after the loss of a rank or a host."""
     left = list(hosts)
 
@@ -197,7 +147,7 @@ def _run_on_hosts(options: LaunchOptions, start: Start, hosts: Sequence[Host], d
         return run_again(run, options.restarts, received, prepare)
 
 
-def _local(start: Start, options: LaunchOptions, degrees: Degrees) -> int:
+def _local(start: Start, options: Namespace, degrees: Degrees) -> int:
     command = train_command(start)
     if options.gpus_per_node is not None:
         degrees.check(options.gpus_per_node, "--gpus-per-node")
@@ -212,24 +162,12 @@ def _local(start: Start, options: LaunchOptions, degrees: Degrees) -> int:
     return _become(command, start.search_path)
 
 
-def _slurm(start: Start, options: LaunchOptions, dump_dir: Path, degrees: Degrees) -> int:
+def _slurm(start: Start, options: Namespace, dump_dir: Path, degrees: Degrees) -> int:
     nodes, per_node = options.nodes or 1, options.gpus_per_node
-    assert per_node is not None
     degrees.check(nodes * per_node, "--nodes * --gpus-per-node")
     _warn_of_split_groups([f"node {rank // per_node}" for rank in range(nodes * per_node)], degrees)
-    job = slurm.Job(
-        dump_dir.name,
-        nodes,
-        per_node,
-        options.cpu,
-        options.sbatch,
-        options.signal_seconds,
-        options.container,
-        options.container_mounts,
-        options.restarts,
-    )
     folder = dump_dir.absolute() / slurm.FOLDER
-    text = slurm.script(job, start, dump_dir.absolute())
+    text = slurm.script(options, start, dump_dir.absolute())
     command = ["sbatch", "--parsable", str(folder / slurm.SCRIPT)]
     if options.dry_run:
         _print(command, {}, [])
@@ -248,7 +186,7 @@ def _warn_of_split_groups(hosts: Sequence[str], degrees: Degrees) -> None:
         print(f"sdp: WARNING: {problem}", file=sys.stderr, flush=True)
 
 
-def _extra(options: LaunchOptions) -> list[str]:
+def _extra(options: Namespace) -> list[str]:
     """Return the words of ``--launcher-args``."""
     text = options.launcher_args
     if len(text) > _MOST_WORDS:  # shlex takes quadratic time
@@ -268,7 +206,7 @@ def _extra(options: LaunchOptions) -> list[str]:
     return words
 
 
-def _master(options: LaunchOptions, hosts: Sequence[Host]) -> tuple[str, int]:
+def _master(options: Namespace, hosts: Sequence[Host]) -> tuple[str, int]:
     """Return the address and the port of rank 0."""
     given = options.master_addr
     address = check_host(given, "--master-addr") if given is not None else hosts[0].name

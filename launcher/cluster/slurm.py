@@ -15,8 +15,8 @@ import re
 import shlex
 import subprocess
 import time
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from argparse import Namespace
+from collections.abc import Sequence
 from pathlib import Path
 
 from ...engine.distributed.heartbeat import refuse_link
@@ -33,35 +33,8 @@ _EVENT = re.compile(r"\d{1,18} \d{1,18} (submitted|running|requeued|time-limit-n
 _STOPPED = 143  # 128 + SIGTERM: sdp train wrote its checkpoint
 
 
-@dataclass(frozen=True)
-class Job:
-    """A job that SLURM is asked for.
-
-    Attributes:
-        name: the job's name.
-        nodes: how many nodes.
-        per_node: ranks on each node, and GPUs too unless ``on_cpu``.
-        on_cpu: ask for no GPUs.
-        options: options of sbatch, by name.
-        signal_seconds: how long before the time limit the run is told to write a checkpoint.
-        container: run the tasks in this image.
-        container_mounts: what is mounted in the container in addition to the working directory.
-        restarts: how often the job goes back to the queue after the loss of a rank.
-    """
-
-    name: str
-    nodes: int
-    per_node: int
-    on_cpu: bool
-    options: Mapping[str, str]
-    signal_seconds: int
-    container: str | None = None
-    container_mounts: str | None = None
-    restarts: int = 0
-
-
-def script(job: Job, start: Start, dump_dir: Path) -> str:
-    """Write the batch script.
+def script(options: Namespace, start: Start, dump_dir: Path) -> str:
+    """Write the batch script for the arguments of ``sdp launch``.
 
     Raises :class:`LaunchError` for a value that SLURM could read as anything but a single value.
     """
@@ -72,12 +45,12 @@ def script(job: Job, start: Start, dump_dir: Path) -> str:
             "without them"
         )
     asked = {
-        "job-name": re.sub(r"[^A-Za-z0-9_.-]", "_", job.name),
-        "nodes": str(job.nodes),
-        "ntasks-per-node": str(job.per_node),
+        "job-name": re.sub(r"[^A-Za-z0-9_.-]", "_", dump_dir.name),
+        "nodes": str(options.nodes or 1),
+        "ntasks-per-node": str(options.gpus_per_node),
     }
-    asked |= {} if job.on_cpu else {"gpus-per-node": str(job.per_node)}
-    asked |= {**job.options, "signal": f"B:USR1@{job.signal_seconds}", "open-mode": "append"}
+    asked |= {} if options.cpu else {"gpus-per-node": str(options.gpus_per_node)}
+    asked |= {**options.sbatch, "signal": f"B:USR1@{options.signal_seconds}", "open-mode": "append"}
     for name, value in asked.items():
         if not _VALUE.fullmatch(value):
             raise LaunchError(
@@ -96,18 +69,18 @@ def script(job: Job, start: Start, dump_dir: Path) -> str:
         exports="".join(f"export {name}={shlex.quote(value)}\n" for name, value in start.search_path.items()),
         events=shlex.quote(str(folder / EVENTS)),
         folder=shlex.quote(str(folder)),
-        srun=shlex.join([*_srun(job, start, folder), *train_command(start)]),
+        srun=shlex.join([*_srun(options, start, folder), *train_command(start)]),
         stopped=_STOPPED,
-        restarts=job.restarts,
+        restarts=options.restarts,
     )
 
 
-def _srun(job: Job, start: Start, folder: Path) -> list[str]:
+def _srun(options: Namespace, start: Start, folder: Path) -> list[str]:
     words = ["srun", "--kill-on-bad-exit=1", "--open-mode=append", f"--output={folder}/job-%j-rank-%t.log"]
-    if job.container is not None:
-        mounts = ",".join(filter(None, [f"{start.directory}:{start.directory}", job.container_mounts]))
+    if options.container is not None:
+        mounts = ",".join(filter(None, [f"{start.directory}:{start.directory}", options.container_mounts]))
         words += [
-            f"--container-image={job.container}",
+            f"--container-image={options.container}",
             f"--container-mounts={mounts}",
             f"--container-workdir={start.directory}",
         ]

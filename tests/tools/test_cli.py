@@ -1,5 +1,6 @@
 """The command line: exit codes, one-line messages, and which process runs the training."""
 
+import argparse
 import json
 import os
 import subprocess
@@ -16,7 +17,6 @@ from sdp.launcher.fatal_errors import FatalError
 from sdp.tools import cli as command_line
 from sdp.tools.cli import main
 from sdp.tools.train.command import STOP_SECONDS
-from sdp.tools.train.options import TrainOptions
 
 LAUNCHER_VARIABLES = (
     "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "MASTER_ADDR", "MASTER_PORT",
@@ -38,7 +38,7 @@ def training(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
         monkeypatch.delenv(name)
     calls = SimpleNamespace(args=None, started=None, outcome=0)
 
-    def run(options: TrainOptions, on_stall: object) -> int:
+    def run(options: argparse.Namespace, on_stall: object) -> int:
         calls.args = options
         if isinstance(calls.outcome, BaseException):
             raise calls.outcome
@@ -200,7 +200,7 @@ def test_starts_a_process_for_each_group(config: Path, training: SimpleNamespace
     assert main(words) == 0
     assert training.args is None
     assert training.started == (
-        (tuple(words), 4, tmp_path / "run/logs"),
+        (words, 4, tmp_path / "run/logs"),
         {"on_cpu": True, "stop_seconds": STOP_SECONDS, "restarts": 0},
     )
 

@@ -34,7 +34,7 @@ def exported(trained_run, tmp_path_factory) -> Path:
 
 
 def our_model(run: Path, tag: str = "step-4") -> torch.nn.Module:
-    saved = saved_run.find(saved_run.CheckpointChoice(run, tag))
+    saved = saved_run.use(saved_run.CheckpointChoice(run, tag), lambda saved: saved)
     model = Llama(build_model(saved.config.model, load_tokenizer(saved.data).vocab_size).config)
     tensors = {f"model/{name}": parameter.detach() for name, parameter in model.named_parameters()}
     load(saved.checkpoint, tensors, saved.state["files"], alone=True)

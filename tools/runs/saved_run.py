@@ -114,18 +114,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def find(choice: CheckpointChoice, overrides: Sequence[str] = ()) -> SavedRun:
-    """Find the chosen checkpoint.
-
-    ``overrides`` are applied before the user's own. They also replace the keys that only DeepSpeed
-    acts on. Raises ConfigError if the directory does not hold a run, and CheckpointError if the run
-    has no such checkpoint or the checkpoint is damaged.
-    """
-    if is_model(choice.directory):
-        return _open_model(choice, overrides)
-    return _open(*_locate(choice.directory, choice.tag), choice, overrides)
-
-
 def use(choice: CheckpointChoice, action: Callable[[SavedRun], T], overrides: Sequence[str] = ()) -> T:
     """Find the chosen checkpoint and return what ``action`` makes of it.
 
@@ -136,7 +124,8 @@ def use(choice: CheckpointChoice, action: Callable[[SavedRun], T], overrides: Se
     Args:
         choice: which checkpoint.
         action: reads the checkpoint. It may be called more than once.
-        overrides: as in :func:`find`.
+        overrides: are applied before the user's own. They also replace the keys that only DeepSpeed
+            acts on.
 
     Raises:
         ConfigError: the directory does not hold a run.

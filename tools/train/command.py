@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING
 from ...engine.environment.detect import detect, export
 from ...engine.errors import ConfigError
 from ...launcher.fatal_errors import report_fatal
-from .options import TrainOptions
 from .options import add_arguments as add_arguments
+from .options import complete
 
 if TYPE_CHECKING:
     from ...engine.config.schema import Config
@@ -28,8 +28,8 @@ def run(args: argparse.Namespace) -> int:
     from ...engine.config.load import load_config
     from ...launcher.degrees import Degrees, visible_devices
 
-    options = TrainOptions.from_args(args)
-    config = load_config(options.config, options.overrides)
+    options = complete(args)
+    config = load_config(options.config, options.set)
     # Before torch is imported, and for the processes that are started here.
     export({name: str(value) for name, value in config.env.items()})
     degrees = Degrees(config, options.fsdp, alone=options.service is not None)
@@ -77,7 +77,7 @@ def run(args: argparse.Namespace) -> int:
     return run_rank(options, end_stalled)
 
 
-def _serve_and_train(config: Config, options: TrainOptions) -> int:
+def _serve_and_train(config: Config, options: argparse.Namespace) -> int:
     """Start the service of a run and all its groups on this host."""
     from ...launcher.degrees import Degrees, visible_devices
     from ...launcher.served import start_served
@@ -98,7 +98,7 @@ def _serve_and_train(config: Config, options: TrainOptions) -> int:
     _check_files(config, options)
     service = config.sdp.sync.service if config.sdp.sync is not None else None
     assert service is not None
-    words = [str(options.config), *(word for value in options.overrides for word in ("--set", value))]
+    words = [str(options.config), *(word for value in options.set for word in ("--set", value))]
     return start_served(
         words,
         options.dump_dir,
@@ -110,7 +110,7 @@ def _serve_and_train(config: Config, options: TrainOptions) -> int:
     )
 
 
-def _check_files(config: Config, options: TrainOptions) -> None:
+def _check_files(config: Config, options: argparse.Namespace) -> None:
     """Check once that names are known, that the dump directory has no other run, and that no data
     is missing.
 

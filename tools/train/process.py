@@ -1,17 +1,12 @@
-"""What concerns the process of a rank: the handlers of its log, which are the terminal and a file,
-and the signals that end a run after the current step, with a checkpoint.
-"""
+"""The handlers of a rank's log, which are the terminal and a file."""
 
 from __future__ import annotations
 
 import contextlib
 import logging
-import signal
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, TextIO
+from typing import TextIO
 
 from ...engine.errors import escape
 from ..shared.files import WriteError, refuse_link, require_own_file
@@ -79,29 +74,3 @@ class TerminalHandler(logging.StreamHandler[TextIO]):
     def handleError(self, record: logging.LogRecord) -> None:  # noqa: N802  # the name is logging's
         if not isinstance(sys.exc_info()[1], OSError):  # the terminal is gone, and the run goes on
             super().handleError(record)
-
-
-# mpirun passes SIGUSR1 on to its ranks without ending them. SLURM users ask for this signal before
-# a time limit.
-SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1)
-
-
-class StopSignals:
-    """Remembers signals to this rank. ``received`` is the newest one, or 0."""
-
-    def __init__(self) -> None:
-        self.received = 0
-
-    @contextmanager
-    def caught(self) -> Iterator[None]:
-        """Catch the signals while inside. An ignored signal (SIGHUP under nohup) stays ignored."""
-        numbers = [number for number in SIGNALS if signal.getsignal(number) is not signal.SIG_IGN]
-        before = {number: signal.signal(number, self._remember) for number in numbers}
-        try:
-            yield
-        finally:
-            for number, handler in before.items():
-                signal.signal(number, handler)
-
-    def _remember(self, number: int, _: Any) -> None:
-        self.received = number

@@ -4,6 +4,7 @@ and engine, and starts the trainer.
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import logging
 import socket
@@ -34,7 +35,6 @@ from .check import check_run
 from .failures import explained
 from .monitors import open_monitors
 from .observer import MemoryProbe, Observer
-from .options import TrainOptions
 from .process import set_up_logging
 from .profiler import StepProfiler, parse_steps
 from .progress import Progress
@@ -47,7 +47,7 @@ log = logging.getLogger("sdp")
 
 @contextlib.contextmanager
 def started(
-    config: Config, options: TrainOptions, rank: int, world_size: int, on_stall: Callable[[str], None]
+    config: Config, options: argparse.Namespace, rank: int, world_size: int, on_stall: Callable[[str], None]
 ) -> Iterator[Heartbeat]:
     """Open the logs, tell the launcher where this rank is, and join the other ranks. Collective.
 
@@ -112,7 +112,7 @@ def with_loss_weighting(config: Config, corpus: Corpus) -> Config:
     return config.model_copy(update={"training": training})
 
 
-def run(options: TrainOptions, on_stall: Callable[[str], None]) -> int:
+def run(options: argparse.Namespace, on_stall: Callable[[str], None]) -> int:
     """Run this rank's part of a run.
 
     Args:
@@ -124,7 +124,7 @@ def run(options: TrainOptions, on_stall: Callable[[str], None]) -> int:
     """
     profiled = parse_steps(options.profile) if options.profile is not None else None
     # In the form that is written to config.json.
-    config = with_absolute_paths(with_initial_model(load_config(options.config, options.overrides)))
+    config = with_absolute_paths(with_initial_model(load_config(options.config, options.set)))
     environment = detect()
     rank, world_size = (environment.rank, environment.world_size) if environment is not None else (0, 1)
     dump_dir = options.dump_dir
@@ -179,7 +179,7 @@ def run(options: TrainOptions, on_stall: Callable[[str], None]) -> int:
         return status
 
 
-def _membership(config: Config, options: TrainOptions, rank: int) -> Membership | None:
+def _membership(config: Config, options: argparse.Namespace, rank: int) -> Membership | None:
     """Return this rank's connection to the service that keeps the anchors, or None."""
     sync = config.sdp.sync
     if options.service is None:

@@ -21,6 +21,7 @@ from ...engine.config.schema import Config
 from ...engine.distributed.heartbeat import Heartbeat
 from ...engine.engine import SDPEngine
 from ...engine.errors import NonFiniteError, SpikeError
+from ...launcher.signals import caught_signals
 from ...models.registry import vocabulary_of
 from ..runs.dataset import Corpus
 from ..runs.run_files import RunFiles
@@ -32,7 +33,6 @@ from .loop.meter import StepFacts, StepLines, StepMeter
 from .loop.summary import rank_facts, run_summary, write_summary
 from .loop.utilisation import Utilisation
 from .observer import MemoryProbe, Observer
-from .process import StopSignals
 
 log = logging.getLogger("sdp")
 
@@ -74,7 +74,7 @@ class Trainer:
         self._beat, self._files, self._observers, self._baseline = beat, files, observers, baseline
         self._meter = StepMeter(engine, beat)
         self._lines = StepLines(engine, Utilisation(engine, config.data.sequence_length), self._meter)
-        self._signals = StopSignals()
+        self._signals = list[int]()  # that this rank received; they end the run after the step, with a checkpoint
         self._service = engine.local_training.service  # of a run whose anchors a service keeps, or None
         self._steps = config.training.steps or 0 if self._service is None else self._service.schedule.steps
         self._stop_signal = 0  # the signal for which all ranks agreed to stop
@@ -100,7 +100,7 @@ class Trainer:
         for observer in self._observers:
             observer.on_start(start, self._steps)
         started = time.perf_counter()
-        with self._signals.caught():
+        with caught_signals() as self._signals:
             if start == 0:
                 self._evaluate()
                 if training.on_spike == "rollback":
@@ -186,7 +186,7 @@ class Trainer:
                 sent[kind.partition("/")[0]] += nbytes
             listed = ", ".join(f"{nbytes:,} {'for ' * (scope == 'control')}{scope}" for scope, nbytes in sent.items())
             log.info("bytes sent by this rank in step %d: %s", engine.global_steps, listed)
-        self._lines.begin(self._last_facts, self._meter.elapsed(), self._signals.received)
+        self._lines.begin(self._last_facts, self._meter.elapsed(), self._signals[-1] if self._signals else 0)
         self._record(except_newest=engine.local_training.lag)
 
     def _record(self, *, except_newest: int = 0) -> None:
