@@ -5,11 +5,12 @@ be checked without a cluster.
 import re
 import shlex
 import subprocess
+from argparse import Namespace
 from pathlib import Path
 from typing import Any
 
 import pytest
-from sdp.tools.train.options import TrainOptions
+from sdp.tools.train.options import parse
 
 ROOT = Path(__file__).resolve().parents[1]
 CONTAINERS, CLUSTERS = ROOT / "configs/containers", ROOT / "configs/clusters"
@@ -28,11 +29,11 @@ def check_shell(script: str) -> None:
     assert checked.returncode == 0, checked.stderr
 
 
-def options_of(words: list[str]) -> TrainOptions:
+def options_of(words: list[str]) -> Namespace:
     """Parse the command that ``words`` end with, which is sdp train."""
     start = words.index("sdp")
     assert words[start + 1] == "train"
-    return TrainOptions.parse(words[start + 2 :])
+    return parse(words[start + 2 :])
 
 
 def test_the_dockerfile_is_one() -> None:
