@@ -165,6 +165,29 @@ def draw_uniform_holders() -> None:
     save(figure, "uniform_holders/plot")
 
 
+def draw_paths() -> None:
+    """Loss of paths and of the dense model: against the rate, and after prompts of some lengths."""
+    runs, after = read("paths/results")["results"]["runs"], read("paths/prompts")
+    figure, (rates, prompts) = new_figure(9, 3.8, 2)
+    for row, colour in (("dense", GREY), ("paths, half shared", SDP)):
+        start = row.replace(", ", "_").replace(" ", "_") + "-prefix_64-lr"
+        seed0 = {
+            float(name.split("lr")[1].split("-")[0]): name
+            for name in runs
+            if name.startswith(start) and "seed0" in name
+        }
+        rates.plot(sorted(seed0), [runs[seed0[rate]]["loss"] for rate in sorted(seed0)], "o-", color=colour, label=row)
+        best = min(seed0, key=lambda rate: runs[seed0[rate]]["loss"])
+        seeds = [found for name, found in after.items() if name.startswith(f"{start}{best}-")]
+        lengths = ["16", "64", "128"]
+        means = [sum(found[length]["loss"] for found in seeds) / len(seeds) for length in lengths]
+        prompts.plot(lengths, means, "o-", color=colour, label=row)
+    rates.set(title="600 steps, seed 0", xlabel="learning rate", ylabel="held-out loss (nats a byte)", xscale="log")
+    prompts.set(title="After the prompt, best rate", xlabel="bytes of the prompt")
+    rates.legend(frameon=False)
+    save(figure, "paths/plot")
+
+
 def draw_columns(study: str, label: str) -> None:
     """Held-out loss against a number in the names of the columns, and less the smaller dense
     model's.
@@ -285,6 +308,7 @@ def main() -> None:
     draw_instruments()
     draw_workers()
     draw_uniform_holders()
+    draw_paths()
     draw_columns("sizes", "width")
     draw_columns("lengths", "tokens per parameter")
     draw_memory()
