@@ -58,6 +58,13 @@ def merge_moments(answers: list[tuple[Any, ...]]) -> dict[str, torch.Tensor]:
     return {name: tensor for answer in answers for name, tensor in answer[1].items()}
 
 
+def assert_loaded(answers: list[tuple[Any, ...]], weights: Any, moments: dict[str, torch.Tensor]) -> None:
+    """Compare what ranks loaded with what was saved, bit for bit."""
+    for found, saved in ((answers[0][0], weights), (merge_moments(answers), moments)):
+        assert set(found) == set(saved)
+        assert all(torch.equal(found[name], saved[name]) for name in saved)
+
+
 def save_one_step(folder: Path) -> dict[str, torch.Tensor]:
     """Train ALONE for one step, save it, and return the weights."""
     with rank_alone():

@@ -4,11 +4,17 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from sdp.engine.checkpoint.storage import dcp
 from sdp.engine.checkpoint.storage.dcp import PIECE_BYTES, SafeReader
 from sdp.tests.support.cases import Case
-from sdp.tests.support.checkpoints import SOURCE, TENSOR_SOURCES, load_case, merge_moments, train_and_save
+from sdp.tests.support.checkpoints import (
+    SOURCE,
+    TENSOR_SOURCES,
+    assert_loaded,
+    load_case,
+    merge_moments,
+    train_and_save,
+)
 from sdp.tests.support.ranks import RankPool
 
 TARGETS = [
@@ -22,12 +28,7 @@ TARGETS = [
 def test_a_checkpoint_moves_to_any_layout_exactly(ranks: RankPool, saved: Any, target: Case) -> None:
     folder, weights, moments = saved
     answers = ranks.run(load_case, target, folder, world=target.world)
-    state = answers[0][0]
-    assert set(state) == set(weights)
-    assert all(torch.equal(state[name], weights[name]) for name in weights)
-    loaded = merge_moments(answers)
-    assert set(loaded) == set(moments)
-    assert all(torch.equal(loaded[name], moments[name]) for name in moments)
+    assert_loaded(answers, weights, moments)
     assert all(answer[2] == {"note": "kept"} for answer in answers)
 
 
@@ -46,10 +47,7 @@ PAIRS = [
 @pytest.mark.parametrize(("source", "target"), PAIRS, ids=str)
 def test_runs_of_other_regimes_continue_each_other(ranks: RankPool, tmp_path: Path, source: Case, target: Case) -> None:
     saved = ranks.run(train_and_save, source, str(tmp_path), world=source.world)
-    loaded = ranks.run(load_case, target, str(tmp_path), world=target.world)
-    assert all(torch.equal(loaded[0][0][name], value) for name, value in saved[0][0].items())
-    before = {name: tensor for answer in saved for name, tensor in answer[1].items()}
-    assert all(torch.equal(value, before[name]) for name, value in merge_moments(loaded).items())
+    assert_loaded(ranks.run(load_case, target, str(tmp_path), world=target.world), saved[0][0], merge_moments(saved))
 
 
 def _save_in_pieces(case: Case, folder: str, piece_bytes: int) -> tuple[Any, Any]:
@@ -68,9 +66,7 @@ def test_large_tensors_are_written_in_pieces_and_read_as_wholes(ranks: RankPool,
     assert all(chunk.sizes.numel() * itemsize <= limit or chunk.sizes[0] == 1 for chunk, itemsize in chunks)
     assert len(chunks) > 2 * len(tensors)
     loaded = ranks.run(load_case, Case(4, 1, optimizer="adamw"), str(tmp_path), world=4)
-    assert all(torch.equal(loaded[0][0][name], value) for name, value in saved[0][0].items())
-    before = {name: tensor for answer in saved for name, tensor in answer[1].items()}
-    assert all(torch.equal(value, before[name]) for name, value in merge_moments(loaded).items() if name in before)
+    assert_loaded(loaded, saved[0][0], merge_moments(saved))
 
 
 @pytest.mark.parametrize(
@@ -83,9 +79,4 @@ def test_tensor_parallel_parts_become_wholes_and_back(ranks: RankPool, source: C
     for groups, fsdp, tp, stage in [(2, 1, 1, 0), (2, 1, 2, 0), (1, 2, 2, 3), (1, 4, 1, 2)]:
         placement = "cyclic" if groups > 1 else "full"
         target = Case(groups, fsdp, stage, optimizer="adamw", model=source.model, placement=placement, tp=tp)
-        answers = ranks.run(load_case, target, str(tmp_path), world=target.world)
-        assert set(answers[0][0]) == set(weights)
-        assert all(torch.equal(answers[0][0][name], weights[name]) for name in weights), target
-        loaded = merge_moments(answers)
-        assert set(loaded) == set(moments)
-        assert all(torch.equal(loaded[name], moments[name]) for name in moments), target
+        assert_loaded(ranks.run(load_case, target, str(tmp_path), world=target.world), weights, moments)

@@ -10,6 +10,7 @@ import torch
 from sdp.engine.checkpoint.state import SavedState
 from sdp.engine.errors import CheckpointError
 from sdp.tests.support.cases import Case, data_rank_of, engine_of, one_step
+from sdp.tests.support.checkpoints import moments_of
 from sdp.tests.support.ranks import RankPool
 
 OVERLAP = '{"every": 4, "fragments": 2, "overlap": 1, "compression": "int8"}'
@@ -89,22 +90,18 @@ def test_a_save_amid_anchors_is_the_same(ranks: RankPool, tmp_path: Path) -> Non
         assert differing == []
 
 
-def _save_midway(case: Case, folder: str) -> tuple[Any, Any]:
-    """Train two steps, save, and return the full weights and the moments of this rank's group."""
+def _save_midway(case: Case, folder: str) -> dict[str, torch.Tensor] | None:
+    """Train two steps, save, and return the full weights."""
     engine = engine_of(case)
     _train(engine, case, 0, 2)
     engine.save_checkpoint(folder)
-    return engine.full_state_dict(), None
+    return engine.full_state_dict()
 
 
 def _load(case: Case, folder: str) -> tuple[Any, Any]:
     engine = engine_of(case)
     engine.load_checkpoint(folder)
-    return engine.full_state_dict(), {
-        f"{name}/{key}": (value.full_tensor() if hasattr(value, "full_tensor") else value).clone()
-        for name, parameter in engine.parameters_here.items()
-        for key, value in engine.optimizer.state[parameter].items()
-    }
+    return engine.full_state_dict(), moments_of(engine)
 
 
 @pytest.mark.parametrize(
@@ -120,10 +117,10 @@ def test_another_layout_starts_from_the_anchors_with_mean_moments(
     ranks: RankPool, tmp_path: Path, target: Case
 ) -> None:
     source = Case(2, 2, stage=3, optimizer="adamw", sync='{"every": 3}')
-    before = ranks.run(_save_midway, source, str(tmp_path), world=source.world)[0][0]
+    before = ranks.run(_save_midway, source, str(tmp_path), world=source.world)[0]
     answers = ranks.run(_load, target, str(tmp_path), world=target.world)
     assert all(torch.equal(answers[0][0][name], weight) for name, weight in before.items())
-    expected = ranks.run(_moments_of_groups, source, str(tmp_path), world=source.world)
+    expected = [moments for _, moments in ranks.run(_load, source, str(tmp_path), world=source.world)]
     holders: dict[str, list[torch.Tensor]] = {}
     for group in (0, 1):
         for name, value in expected[2 * group].items():
@@ -138,20 +135,10 @@ def test_another_layout_starts_from_the_anchors_with_mean_moments(
     assert seen == set(holders)
 
 
-def _moments_of_groups(case: Case, folder: str) -> dict[str, torch.Tensor]:
-    engine = engine_of(case)
-    engine.load_checkpoint(folder)
-    return {
-        f"{name}/{key}": (value.full_tensor() if hasattr(value, "full_tensor") else value).clone()
-        for name, parameter in engine.parameters_here.items()
-        for key, value in engine.optimizer.state[parameter].items()
-    }
-
-
 def test_a_run_without_local_steps_becomes_one_with_them(ranks: RankPool, tmp_path: Path) -> None:
     """The anchors are the weights, and moments go on."""
     source, target = (Case(2, 1, optimizer="adamw", sync=sync) for sync in ("", '{"every": 3}'))
-    before = ranks.run(_save_midway, source, str(tmp_path), world=2)[0][0]
+    before = ranks.run(_save_midway, source, str(tmp_path), world=2)[0]
     answers = ranks.run(_load, target, str(tmp_path), world=2)
     assert all(torch.equal(answers[0][0][name], weight) for name, weight in before.items())
     assert all(value.abs().sum() > 0 for name, value in answers[0][1].items() if name.endswith("exp_avg_sq"))

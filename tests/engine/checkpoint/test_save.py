@@ -5,12 +5,19 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 import torch.distributed as dist
 from sdp.engine.checkpoint.storage.files import read_state
 from sdp.engine.errors import CheckpointError
 from sdp.tests.support.cases import Case, data_rank_of, engine_of, one_step
-from sdp.tests.support.checkpoints import ALONE, SOURCE, TENSOR_SOURCES, load_case, merge_moments, moments_of
+from sdp.tests.support.checkpoints import (
+    ALONE,
+    SOURCE,
+    TENSOR_SOURCES,
+    assert_loaded,
+    load_case,
+    merge_moments,
+    moments_of,
+)
 from sdp.tests.support.ranks import RankPool
 
 
@@ -45,10 +52,7 @@ def _save_in_the_background(case: Case, folder: str) -> Any:
 @pytest.mark.parametrize("case", [SOURCE, TENSOR_SOURCES[0]], ids=str)
 def test_a_background_save_holds_the_step_at_which_it_began(ranks: RankPool, tmp_path: Path, case: Case) -> None:
     answers = ranks.run(_save_in_the_background, case, str(tmp_path), world=4)
-    loaded = ranks.run(load_case, case, str(tmp_path), world=4)
-    assert all(torch.equal(loaded[0][0][name], value) for name, value in answers[0][0].items())
-    moments = merge_moments(answers)
-    assert all(torch.equal(value, moments[name]) for name, value in merge_moments(loaded).items())
+    assert_loaded(ranks.run(load_case, case, str(tmp_path), world=4), answers[0][0], merge_moments(answers))
 
 
 def _save_without_room(case: Case, folder: str) -> tuple[str, str]:

@@ -66,8 +66,8 @@ def _eager_model(hf: Any, kind: str) -> nn.Module:
     return getattr(hf, f"{name}ForCausalLM")(getattr(hf, f"{name}Config")(**settings))
 
 
-def build(kind: str) -> nn.Module:
-    """Build the model ``kind`` without dropout, with seed 0. Chains have two or three blocks.
+def build(kind: str, blocks: int = 3) -> nn.Module:
+    """Build the model ``kind`` without dropout, with seed 0. Chains have two blocks, or ``blocks``.
 
     The "albert" has one block that it applies four times, the "albert-of-two" applies each of two
     blocks twice.
@@ -75,7 +75,7 @@ def build(kind: str) -> nn.Module:
     hf: Any = importlib.import_module("transformers")
 
     torch.manual_seed(0)
-    layers = _SIZES | {"num_hidden_layers": 3}
+    layers = _SIZES | {"num_hidden_layers": blocks}
     match kind:
         case "torchvision-resnet":
             return TorchvisionResNet()
@@ -84,7 +84,7 @@ def build(kind: str) -> nn.Module:
         case "gpt2":
             quiet = {"resid_pdrop": 0, "embd_pdrop": 0, "attn_pdrop": 0}
             return hf.GPT2LMHeadModel(
-                hf.GPT2Config(vocab_size=WORDS, n_embd=8, n_layer=3, n_head=2, **quiet, **_TOKENS)
+                hf.GPT2Config(vocab_size=WORDS, n_embd=8, n_layer=blocks, n_head=2, **quiet, **_TOKENS)
             )
         case "gptj" | "gpt-neo" | "bloom" | "falcon":
             return _eager_model(hf, kind)
@@ -92,6 +92,10 @@ def build(kind: str) -> nn.Module:
             shared = {"embedding_size": 8, "num_hidden_groups": 2 if kind == "albert-of-two" else 1}
             return hf.AlbertForMaskedLM(
                 hf.AlbertConfig(vocab_size=WORDS, **(layers | {"num_hidden_layers": 4}), **_DRY, **shared)
+            )
+        case "mixtral":
+            return hf.MixtralForCausalLM(
+                hf.MixtralConfig(vocab_size=WORDS, num_key_value_heads=1, num_local_experts=2, **layers)
             )
         case "bert":
             return hf.BertForMaskedLM(hf.BertConfig(vocab_size=WORDS, max_position_embeddings=16, **layers, **_DRY))

@@ -101,29 +101,6 @@ def test_neurons_train_resume_and_go_on_as_blocks(config, tmp_path):
     assert len(read_losses(tmp_path / "whole")) == 7
 
 
-def test_backward_masking_trains_and_resumes(config, tmp_path):
-    command = [
-        "train", write_config(config, tmp_path), "--set", "sdp.masking=backward", "sdp.profile=uniform",
-        "training.evaluate_every=0",
-    ]  # fmt: skip
-    run = ["--dump-dir", tmp_path / "run"]
-    first = run_sdp(*command, "training.steps=3", *run)
-    assert first.returncode == 0, first.stderr
-    assert "masking: units that a group does not hold run from frozen copies" in first.stderr
-    second = run_sdp(*command, *run, "--resume")
-    assert second.returncode == 0, second.stderr
-    assert "frozen copies" in second.stdout
-    ranks = json.loads((tmp_path / "run" / "summary.json").read_text())["ranks"]
-    for rank in ranks:
-        assert rank["state_measured"] == rank["state_predicted"]
-    # Group 0 holds all four blocks, and sends two to group 1.
-    assert [rank["state_measured"]["frozen"] > 0 for rank in ranks] == [False, True]
-    assert ["between groups/broadcast" in rank["comm_bytes_per_step"] for rank in ranks] == [
-        True,
-        False,
-    ]
-
-
 def test_a_resume_counts_tokens_on_and_refuses_fewer_steps(config, tmp_path, capsys):
     config["sdp"] = {"groups": 1}
     config["scheduler"] = None
