@@ -24,7 +24,7 @@ _OF_EVERY_MODULE = frozenset(vars(nn.Module()))
 _PERIOD = 4  # the largest number of blocks in a pattern
 
 
-def _left_out(runs: Sequence[Sequence[str]], blocks: Sequence[str]) -> list[list[list[str]]]:
+def left_out(runs: Sequence[Sequence[str]], blocks: Sequence[str]) -> list[list[list[str]]]:
     """Find the repetitions that need not be traced.
 
     The result has one list for each long sequence of blocks in which a pattern of kinds repeats.
@@ -65,42 +65,42 @@ def _repeats_until(kinds: Sequence[int], start: int, period: int) -> int:
     return end
 
 
-def sequence(model: nn.Module, layout: Layout, group: int) -> tuple[Any, ...]:
-    """Return a hashable description of the blocks that ``group`` runs, in order.
+def describe_blocks(model: nn.Module, layout: Layout, group: int) -> dict[str, Any]:
+    """Return hashable descriptions of the blocks that ``group`` runs or skips, in order.
 
-    Groups with equal descriptions need the same memory and time. ``model`` is the full model.
+    Blocks with equal descriptions need the same memory and time. Of slices, the numbers count that
+    the group holds, whichever these are. A block that the group skips begins with False.
+
+    Args:
+        model: The full model.
+        layout: Its layout.
+        group: The group.
     """
-    run, _ = _kinds(model, layout, group)
-    position = {name: index for index, name in enumerate(layout.blocks)}
-    held: dict[str, Counter[Any]] = {name: Counter() for names in run for name in names}
-    for info in layout.parameters.values():
-        block = next((name for name in parents(info.path) if name in held), None)
-        if block is not None:  # counts the slices that the group holds, whichever they are
-            held[block][info.path.removeprefix(block), info.tp_shape, info.trainable, group in info.holders] += 1
-    ordered = sorted(held, key=lambda name: position[name])
-    return tuple((frozenset(held[name].items()), settings_of(model.get_submodule(name))) for name in ordered)
-
-
-def _kinds(model: nn.Module, layout: Layout, group: int) -> tuple[list[list[str]], list[list[str]]]:
-    """Return the blocks that ``group`` runs and the blocks that it skips.
-
-    Each is a list of lists of identical blocks, in order.
-    """
-    parts: dict[str, list[Any]] = {name: [] for name in layout.blocks}
+    parts: dict[str, Counter[Any]] = {name: Counter() for name in layout.blocks}
     run: set[str] = set()
     for info in layout.parameters.values():
         block = next((name for name in parents(info.path) if name in parts), None)
         if block is not None:
             held = group in info.holders
-            parts[block].append((info.path.removeprefix(block), info.tp_shape, info.trainable, held))
+            parts[block][info.path.removeprefix(block), info.tp_shape, info.trainable, held] += 1
             if held or layout.keeps_frozen or info.cut is not None:
                 run.add(block)
+    return {
+        name: (name in run, frozenset(counts.items()), settings_of(model.get_submodule(name)))
+        for name, counts in parts.items()
+    }
+
+
+def kinds_of(descriptions: Mapping[str, Any]) -> tuple[list[list[str]], list[list[str]]]:
+    """Return the blocks that a group runs and the blocks that it skips.
+
+    Each is a list of lists of identical blocks, in order.
+    """
     kinds: dict[Any, list[str]] = {}
-    for name, signature in parts.items():
-        kinds.setdefault((tuple(signature), settings_of(model.get_submodule(name))), []).append(name)
-    return [names for names in kinds.values() if names[0] in run], [
-        names for names in kinds.values() if names[0] not in run
-    ]
+    for name, description in descriptions.items():
+        kinds.setdefault(description, []).append(name)
+    run = [names for (is_run, *_), names in kinds.items() if is_run]
+    return run, [names for (is_run, *_), names in kinds.items() if not is_run]
 
 
 def settings_of(block: nn.Module) -> str:

@@ -39,7 +39,7 @@ from ..subnetwork.materialise import allocate
 from ..sync.outer import fragments_of
 from .ledger import ACTIVATIONS, COMMUNICATION, GRADIENTS, Ledger, Window
 from .operators import Device, operators_of
-from .repetition import _kinds, _left_out
+from .repetition import describe_blocks, kinds_of, left_out
 
 CPU = torch.device("cpu")
 MICRO_BATCHES = 2  # the most that are traced; all later ones are like the second
@@ -118,9 +118,9 @@ def trace_step(
         )
     config = config.model_copy(update={"training": config.training.model_copy(update={"compile": False})})
     plain, config = config, _with_an_average(config)
-    runs, skipped = _kinds(build(), layout, group)
-    left_out = [] if whole else _left_out(runs, layout.blocks)
-    middles = {name for repetitions in left_out for names in repetitions for name in names}
+    runs, skipped = kinds_of(describe_blocks(build(), layout, group))
+    repeated = [] if whole else left_out(runs, layout.blocks)
+    middles = {name for repetitions in repeated for names in repetitions for name in names}
 
     def run(present: Sequence[str] = ()) -> _Run:
         absent = [[name for name in names if name in middles and name not in present] for names in runs]
@@ -129,7 +129,7 @@ def trace_step(
     # Trace one more repetition of each pattern, between the first ones and the last ones. Every
     # repetition that is left out adds as much as this one.
     with operators_of(device):
-        base, longer = run(), [(run(repetitions[0]), len(repetitions)) for repetitions in left_out]
+        base, longer = run(), [(run(repetitions[0]), len(repetitions)) for repetitions in repeated]
     trace = _extrapolated(base, longer, layout.mesh.rank(group), sum(map(len, runs)))
     return _with_averages_under_way(trace, layout, plain)
 

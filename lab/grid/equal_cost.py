@@ -19,9 +19,8 @@ from pydantic import Field
 from sdp.engine.config.load import load_config
 from sdp.engine.config.method import Masking, MaskingSchedule
 from sdp.engine.config.section import Section
-from sdp.tools.plan.forecast import forecast
+from sdp.tools.plan.forecast import Forecast, forecast
 from sdp.tools.plan.machine import Machine
-from sdp.tools.plan.result import Forecast
 from sdp.tools.shared.quantities import quantity
 
 OPERATIONS = "operations"

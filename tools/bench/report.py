@@ -12,9 +12,8 @@ from typing import Any
 from ...engine.config.schema import Config
 from ...engine.errors import ConfigError
 from ...engine.tracing.operators import device_here
-from ..plan.forecast import forecast
+from ..plan.forecast import Forecast, forecast
 from ..plan.machine import Machine
-from ..plan.result import Forecast
 from ..plan.ways import with_buckets
 from ..shared.files import write_whole
 from ..shared.table import Table, text_row

@@ -22,10 +22,9 @@ from ..runs.run_config import with_initial_model
 from ..shared.arguments import add_config_arguments, require_between_1_and
 from ..shared.quantities import quantity
 from .fit import Fit, find_fit
-from .forecast import forecast
+from .forecast import Forecast, forecast
 from .machine import ACHIEVED, BETWEEN, INSIDE, PEAK_FLOPS, Machine, default_world, fill_nodes, split_evenly
 from .page import write_page
-from .result import Forecast
 from .tables import about_machine, describe_nodes, describe_plan
 from .ways import compare, compare_table, dense_ways, plan_ways, row_json
 

@@ -33,9 +33,8 @@ from ...engine.optim.optimizers import make_optimizer
 from ...engine.placement.layout import Layout
 from ..runs.model_inputs import model_and_batch
 from ..shared.remedies import remedies
-from .forecast import forecast, require_planned
+from .forecast import Forecast, forecast, require_planned
 from .machine import Machine
-from .result import Forecast
 
 MOST_RANKS = 1024  # of a group
 _DEGREES = (1, 2, 4, 8)  # of tensor parallelism, in addition to the configured one

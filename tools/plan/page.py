@@ -13,7 +13,7 @@ from ...engine.errors import ConfigError
 from ...engine.placement.placement import Placement
 from ...engine.tracing.ledger import KINDS
 from ..shared.files import write_whole
-from .result import Forecast
+from .forecast import Forecast
 
 _MOST_GROUPS, _MOST_UNITS = 128, 512  # that are drawn
 _COLOURS = dict(

@@ -12,8 +12,8 @@ from ...engine.distributed.collectives import Collective
 from ...engine.tracing.messages import Messages
 from ..shared.quantities import quantity
 from ..shared.table import Row, Table, bytes_row, plain_row, text_row
+from .forecast import Forecast
 from .machine import LINKS, PEAK_FLOPS, Machine
-from .result import Forecast
 from .ways import DDP
 
 _DEVICES = {

@@ -22,9 +22,8 @@ from ...engine.tracing.ledger import ACTIVATIONS, COMMUNICATION, GRADIENTS
 from ...engine.tracing.step import StepTrace
 from ..runs.model_inputs import model_and_batch
 from ..shared.table import Table, text_row
-from .forecast import MOST_TRACES, forecast, require_planned
+from .forecast import MOST_TRACES, Forecast, forecast, require_planned
 from .machine import LINKS, Machine
-from .result import Forecast
 
 DDP, SMALLER = "DDP", "smaller dense"
 CAPACITY = 0.5  # of SDP, if the configuration is dense

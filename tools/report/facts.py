@@ -59,6 +59,8 @@ class Facts:
     subnetworks_after: float | None
     after_prefix: float | None  # of the tokens that the router of several paths does not read
     tokens_per_second: float | None
+    mfu: float | None
+    flops_per_second: float | None  # of a device
     step_seconds: float | None
     state: dict[str, Spread] = field(default_factory=dict)
     state_deviation: float | None = None
@@ -158,6 +160,8 @@ def facts_of(run: Run) -> Facts:
         subnetworks_after=_mean(of_groups) if paths == 1 else None,
         after_prefix=after.get("loss_after_prefix"),
         tokens_per_second=summary.get("tokens_per_second") or _median(settled, "tokens_per_second"),
+        mfu=_median(settled, "mfu"),
+        flops_per_second=_median(settled, "flops_per_second"),
         step_seconds=_median(settled, "step_seconds"),
         state=_measured_state(ranks),
         state_deviation=_state_deviation(ranks),

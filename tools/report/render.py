@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import asdict
 
+from ...engine.accounting.quantities import format_flops
 from ...engine.errors import MOST_MESSAGE, shorten
 from ..runs.run_files import PLOT, Run
 from ..shared.table import Row, Table, bytes_row, plain_row, text_row
@@ -116,6 +117,8 @@ def _learning(runs: Sequence[Facts], dense: Baseline) -> list[Row]:
         *_tasks(runs),
         Row("speed"),
         plain_row(f"{_counted(runs)}/s", [run.tokens_per_second for run in runs], ",.0f"),
+        plain_row("MFU, of the data sheet's dense peak", [run.mfu for run in runs], ".1%"),
+        text_row("    sustained by a device", [_rate(run.flops_per_second) for run in runs]),
         plain_row("seconds per step", [run.step_seconds for run in runs], ".3f"),
         *(
             plain_row(f"  with {masking} masking", [run.phase_seconds.get(masking) for run in runs], ".3f")
@@ -134,6 +137,10 @@ def _paths(runs: Sequence[Facts]) -> list[Row]:
             known = [mine[path] if path < len(mine) else None for mine in losses]
             rows.append(plain_row(f"path {path} on {what}, after", known, ".4f"))
     return rows
+
+
+def _rate(flops_per_second: float | None) -> str | None:
+    return None if flops_per_second is None else f"{format_flops(flops_per_second)}/s"
 
 
 def _tasks(runs: Sequence[Facts]) -> list[Row]:

@@ -33,6 +33,8 @@ class Line(_Shape):
     accuracy: Number = None
     subnetwork_losses: list[Number] | None = None
     tokens_per_second: Number = None
+    mfu: Number = None
+    flops_per_second: Number = None
     step_seconds: Number = None
     comm_bytes: Number = None
     comm_bytes_by_kind: Numbers = None

@@ -45,6 +45,8 @@ class Progress(Observer):
     def on_step(self, line: Line) -> None:
         step = line["step"]
         texts = {"loss": f"{line['loss']:.4f}", f"{self._counted}/s": f"{line['tokens_per_second']:,.0f}"}
+        if "mfu" in line:
+            texts["MFU"] = f"{line['mfu']:.1%} ({line['flops_per_second'] / 1e12:,.0f} TFLOP/s a device)"
         texts |= {key: _format(line[key]) for key in ("grad_norm", "lr")}
         if self._bar is not None:
             self._bar.set_postfix(texts, refresh=False)

@@ -20,9 +20,8 @@ from sdp.tools.cli import main
 from sdp.tools.plan import command as plan_module
 from sdp.tools.plan import fit as fit_module
 from sdp.tools.plan.fit import Choice, find_fit, own_share, stated_step
-from sdp.tools.plan.forecast import forecast
+from sdp.tools.plan.forecast import Forecast, forecast
 from sdp.tools.plan.machine import Machine, split_evenly
-from sdp.tools.plan.result import Forecast
 from sdp.tools.shared import arguments
 from sdp.tools.train import command as train_command
 

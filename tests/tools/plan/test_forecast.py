@@ -25,9 +25,8 @@ from sdp.engine.tracing.step import StepTrace, trace_step
 from sdp.models.registry import build_model
 from sdp.tests.support.ranks import RankPool
 from sdp.tools.cli import main
-from sdp.tools.plan.forecast import MOST_TRACES, forecast
+from sdp.tools.plan.forecast import MOST_TRACES, Forecast, forecast
 from sdp.tools.plan.machine import Machine
-from sdp.tools.plan.result import Forecast
 from sdp.tools.plan.ways import distributed_data_parallel
 from sdp.tools.runs.model_inputs import model_and_batch
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook

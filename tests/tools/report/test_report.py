@@ -63,6 +63,16 @@ def test_rates_scaled_by_holders_are_named(tmp_path: Path):
     assert "rates of units" not in render([run])
 
 
+def test_the_share_of_the_peak_has_the_sustained_rate_next_to_it(half: Run):
+    assert "MFU" not in render([half]), "unknown on a CPU"
+    lines = [json.loads(line) for line in (half.path / "metrics.jsonl").read_text().splitlines()]
+    known = ({**line, "mfu": 0.53, "flops_per_second": 524.4e12} for line in lines)
+    (half.path / "metrics.jsonl").write_text("".join(f"{json.dumps(line)}\n" for line in known))
+    table = render([read_run(half.path)])
+    assert row(table, "MFU, of the data sheet's dense peak") == ["53.0%"]
+    assert row(table, "sustained by a device") == ["524.4 TFLOP/s"]
+
+
 def test_a_dense_run_is_the_measured_baseline_and_the_last_column(half: Run, dense: Run):
     table = render([dense, half])
     assert table.splitlines()[0].split() == ["half", "dense"]

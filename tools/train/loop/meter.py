@@ -162,8 +162,7 @@ class StepLines:
             "skipped_steps": engine.skipped_steps if is_known else None,
         }
         masking = schedule.at(line["step"])
-        if (mfu := self._utilisation.of(line["tokens_per_second"], masking)) is not None:
-            line["mfu"] = mfu
+        line |= self._utilisation.of(line["tokens_per_second"], masking)
         if schedule.ends:
             line["masking"] = masking
         is_served = engine.local_training.service is not None  # this group reads positions of its own

@@ -20,29 +20,28 @@ from ...shared.device_peaks import nominal_flops
 class Utilisation:
     """Computes the MFU of a run from its tokens per second.
 
-    ``of`` returns None where it is unknown: on a CPU, on a device whose peak is not in the table,
-    in float32, and for a model without ``flops_per_token``.
+    ``of`` returns nothing where the MFU is unknown: on a CPU, on a device whose peak is not in the
+    table, in float32, and for a model without ``flops_per_token``.
     """
 
     def __init__(self, engine: SDPEngine, sequence_length: int):
         flops = get_flops_per_token(engine.module)
-        peak = nominal_flops(engine.device, engine.config.precision)
-        self._share_per_rate: dict[Masking, float] = {}
-        if flops is not None and peak is not None:
+        self._peak = nominal_flops(engine.device, engine.config.precision)
+        self._flops: dict[Masking, float] = {}  # of a device, for each token of the run
+        if flops is not None and self._peak is not None:
+            placement, costs = engine.layout.placement, flops(sequence_length)
             for masking in engine.config.sdp.maskings:
-                per_token = mean_flops_per_token(
-                    flops(sequence_length),
-                    engine.layout.placement,
-                    keeps_frozen=masking == "backward",
-                )
-                self._share_per_rate[masking] = per_token / (engine.world_size * peak)
+                of_group = mean_flops_per_token(costs, placement, keeps_frozen=masking == "backward")
+                self._flops[masking] = of_group / engine.world_size
 
-    def of(self, tokens_per_second: float, masking: Masking) -> float | None:
-        """Return the utilisation at ``tokens_per_second`` of the whole run, 0 … 1, in steps with
-        ``masking``.
+    def of(self, tokens_per_second: float, masking: Masking) -> dict[str, float]:
+        """Return the figures at ``tokens_per_second`` of the whole run, in steps with ``masking``:
+        ``flops_per_second``, the sustained rate of a device, and ``mfu``, its share of the peak.
         """
-        share = self._share_per_rate.get(masking)
-        return None if share is None else share * tokens_per_second
+        if masking not in self._flops or self._peak is None:
+            return {}
+        rate = self._flops[masking] * tokens_per_second
+        return {"mfu": rate / self._peak, "flops_per_second": rate}
 
 
 def mean_flops_per_token(flops: Mapping[str, float], placement: Placement, *, keeps_frozen: bool) -> float:
