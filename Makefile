@@ -9,7 +9,7 @@
 # make gpu-packages what sdp bench --alone needs besides torch, in .gpu, to take to a GPU machine without a network (lab/studies/gpu)
 #
 # Each makes .venv and installs pinned packages first, torch before everything that depends on it. On a machine whose
-# torch is given, use it: make VENV=/path/to/venv TORCH=torch …
+# torch is given, use it: make VENV=/path/to/venv TORCH=torch …  (in NVIDIA's image, a venv with --system-site-packages)
 VENV   ?= .venv
 PYTHON ?= python3
 TORCH  ?= torch==2.13.0
@@ -111,7 +111,7 @@ clean:
 $(VENV)/.torch:
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { echo "Python 3.11 or newer is needed: make PYTHON=python3.11 …" >&2; exit 2; }
 	@$(PYTHON) -c 'import ensurepip' || { echo "The module venv is missing: apt install python3-venv" >&2; exit 2; }
-	$(PYTHON) -m venv $(VENV)
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(PIP) install --quiet "$(TORCH)" setuptools
 	@touch $@
 

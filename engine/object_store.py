@@ -13,6 +13,7 @@ import re
 import shutil
 import time
 from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, TypeVar
@@ -23,6 +24,7 @@ from .errors import ConfigError, StoreError, shorten
 log = logging.getLogger("sdp")
 
 ATTEMPTS = 4  # of an operation, besides those that the library of a store makes itself
+THREADS = 8  # that copy files of a folder to this host
 FIRST_WAIT_SECONDS = 1.0  # before the second attempt; twice as long before each further one
 MOST_BYTES = 1 << 30  # of a file that is read into memory
 FETCHING = ".sdp-fetching"  # holds the marker of the folder that is being fetched
@@ -199,9 +201,9 @@ def fetch(url: str, marker: str, folder: Path | None = None) -> Path | None:
             begun.write_bytes(content)
         sizes = {name: size for name, size in store.sizes().items() if name != marker}
         log.info("fetching %s to %s: %d files, %.1f MB", store.url, folder, len(sizes), sum(sizes.values()) / 1e6)
-        for name, size in sizes.items():
-            if not _inside(folder, name).is_file():
-                store.get(name, folder / name, size)
+        missing = [name for name in sizes if not _inside(folder, name).is_file()]
+        with ThreadPoolExecutor(THREADS) as pool:
+            list(pool.map(lambda name: store.get(name, folder / name, sizes[name]), missing))
         if store.read(marker) != content:
             raise StoreError(f"{url}: was written anew while it was read; run the command again")
         begun.replace(folder / marker)

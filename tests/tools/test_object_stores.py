@@ -9,7 +9,7 @@ import pytest
 from sdp.engine import object_store
 from sdp.engine.object_store import Store
 from sdp.tests.support.foreign.object_stores import BUCKET, Fault, FaultyServer, faulty_server
-from sdp.tests.support.small_runs import make_corpus, read_losses, run_sdp, tiny_config, write_config
+from sdp.tests.support.small_runs import make_corpus, read_losses, read_metrics, run_sdp, tiny_config, write_config
 
 URL = f"{BUCKET}/corpus"
 
@@ -93,6 +93,21 @@ def test_a_run_goes_on_on_another_host(config: Path, server: FaultyServer, tmp_p
     again = run_sdp("export", url, f"{BUCKET}/model")
     assert again.returncode == 2 and f"{BUCKET}/model: exists already" in again.stderr
     assert run_sdp("export", url, f"{BUCKET}/model", "--overwrite").returncode == 0
+
+
+def test_data_that_a_run_prepares_is_copied_too(server: FaultyServer, tmp_path: Path) -> None:
+    url = f"{BUCKET}/prepares"
+    settings = tiny_config(Path("unused"), groups=1, steps=1)
+    settings["data"] = {"tokenizer": "bytes", "sequence_length": 16}
+    settings["training"] |= {"save_every": 1}
+    config = write_config(settings, tmp_path)
+    assert run_sdp("train", config, "--dump-dir", url).returncode == 0
+    another_host(tmp_path)
+    evaluated = run_sdp("evaluate", url, "--batches", "1")
+    assert evaluated.returncode == 0, evaluated.stderr
+    second = run_sdp("train", config, "--dump-dir", url, "--resume", "--set", "training.steps=2")
+    assert second.returncode == 0, second.stderr
+    assert [line["step"] for line in read_metrics(tmp_path / "cache/runs" / url.replace("://", "/"))] == [1, 2]
 
 
 def test_a_run_outlives_a_store_that_is_full_for_a_while(config: Path, server: FaultyServer, tmp_path: Path) -> None:

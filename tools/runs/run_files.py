@@ -197,17 +197,20 @@ def read_run(dump_dir: Path) -> Run:
     )
 
 
-def fetch_files(url: str, dump_dir: Path, *, of_run: bool = True) -> None:
+def fetch_files(url: str, dump_dir: Path, *, of_run: bool = True, goes_on: bool = False) -> None:
     """Copy the data that a run has prepared from its copy at ``url`` to ``dump_dir``.
 
-    With ``of_run``, copy its files, too. Raises StoreError.
+    With ``of_run``, copy its files, too. ``goes_on``: lines that this host has written last stay,
+    as they may not have been copied to the store yet. Raises StoreError.
     """
     fetch(f"{url}/{CORPUS}", INDEX_FILE, dump_dir / CORPUS)
     store = Store(url)
-    names = [name for name in store.sizes() if name in SENT or name.startswith("start/")] if of_run else []
-    for name in names:
-        (dump_dir / name).parent.mkdir(parents=True, exist_ok=True)
-        (dump_dir / name).write_bytes(store.read(name) or b"")
+    for name, size in store.sizes().items() if of_run else ():
+        file = dump_dir / name
+        if (name in SENT or name.startswith("start/")) and not (
+            goes_on and file.suffix == ".jsonl" and file.is_file() and file.stat().st_size > size
+        ):
+            store.get(name, file, size)
 
 
 def is_model(directory: Path) -> bool:

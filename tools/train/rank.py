@@ -131,7 +131,7 @@ def run(options: argparse.Namespace, on_stall: Callable[[str], None]) -> int:
     service = _membership(config, options, rank)
     mesh = mesh_of(config, world_size, None if service is None else 0)
     if options.url is not None and options.resume:
-        fetch_files(options.url, dump_dir, of_run=rank == 0)
+        fetch_files(options.url, dump_dir, of_run=rank == 0, goes_on=True)
     fetch_corpora(config)
     preflight.check(config, mesh, dump_dir, options.checkpoints, resume=options.resume and service is None)
     resume = options.resume or service is not None  # a group that is started again goes on with its files
@@ -160,7 +160,7 @@ def run(options: argparse.Namespace, on_stall: Callable[[str], None]) -> int:
             evaluated = "full model" if engine.layout.paths == 1 else "routed"
             observers += [monitors, Progress(config.steps_per_print, counted, evaluated)]
         if options.url is not None and rank == 0:
-            observers.append(RemoteFiles(options.url, dump_dir))
+            observers.append(RemoteFiles(options.url, dump_dir, config.training.save_every))
         trainer = Trainer(
             config, engine, corpus, dump_dir, options.checkpoints, baseline=baseline, beat=beat, files=files,
             observers=observers, tasks=tasks,

@@ -21,9 +21,13 @@ SECONDS = 60.0  # between two copies of the files that grow
 
 
 class RemoteFiles(Observer):
-    """Copies the files of the run in ``dump_dir`` to ``url``, in a thread of rank 0."""
+    """Copies the files of the run in ``dump_dir`` to ``url``, in a thread of rank 0.
 
-    def __init__(self, url: str, dump_dir: Path):
+    They are copied at every evaluation, with every checkpoint, and after a minute at the latest.
+    """
+
+    def __init__(self, url: str, dump_dir: Path, save_every: int):
+        self._save_every = save_every
         self._store, self._dump_dir, self._sent_at = Store(url), dump_dir, 0.0
         self._thread, self._copying = ThreadPoolExecutor(1, thread_name_prefix="run files"), Future[None]()
         self._copying.set_result(None)
@@ -33,21 +37,28 @@ class RemoteFiles(Observer):
         self._send()
 
     def on_step(self, line: Line) -> None:
-        if self._copying.done() and time.monotonic() > self._sent_at + SECONDS:
+        is_saved = self._save_every and line["step"] % self._save_every == 0
+        if is_saved or (self._copying.done() and time.monotonic() > self._sent_at + SECONDS):
             self._send()
+
+    def on_evaluation(self, line: Line) -> None:
+        self._send()
 
     def close(self) -> None:
         self._send()
         self._thread.shutdown()
 
     def _send(self) -> None:
-        self._copying = self._thread.submit(self._copy)
+        if self._copying.done() or self._copying.running():  # else one waits already
+            self._copying = self._thread.submit(self._copy)
 
     def _copy(self) -> None:
         folder = self._dump_dir
         start = [path.relative_to(folder).as_posix() for path in (folder / START).glob("*")]
         try:
-            if not self._has_corpus and (folder / CORPUS / INDEX_FILE).is_file():
+            index = folder / CORPUS / INDEX_FILE
+            is_new = not self._has_corpus and index.is_file()
+            if is_new and self._store.read(f"{CORPUS}/{INDEX_FILE}") != index.read_bytes():
                 upload(folder / CORPUS, f"{self._store.url}/{CORPUS}", INDEX_FILE, SHARDS)
             self._has_corpus = True
             for name in (*SENT, *start):

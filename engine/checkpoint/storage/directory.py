@@ -10,6 +10,7 @@ import json
 import logging
 import os
 import shutil
+from collections.abc import Iterable
 from numbers import Real
 from pathlib import Path
 from typing import Any, cast
@@ -104,8 +105,13 @@ def step_tags(directory: Path) -> list[str]:
     tags = {path.name for path in directory.glob("step-*") if path.is_dir()}
     hidden = (path for path in directory.glob(f".step-*{REPLACED}") if is_whole(path))
     tags |= {path.name.removeprefix(".").removesuffix(REPLACED) for path in hidden}
-    steps = {tag: tag.removeprefix("step-") for tag in tags}
-    return sorted((tag for tag in tags if steps[tag].isdecimal()), key=lambda tag: int(steps[tag]))
+    return sorted_steps(tags)
+
+
+def sorted_steps(tags: Iterable[str]) -> list[str]:
+    """Return those of the ``tags`` that are named after a step, oldest first."""
+    steps = {tag: tag.removeprefix("step-") for tag in tags if tag.startswith("step-")}
+    return sorted((tag for tag in steps if steps[tag].isdecimal()), key=lambda tag: int(steps[tag]))
 
 
 def prune(directory: Path, keep: int, saved: str, every: int = 0) -> None:
@@ -115,10 +121,15 @@ def prune(directory: Path, keep: int, saved: str, every: int = 0) -> None:
     The checkpoint that was just written, ``saved``, is never removed. A directory that is named
     after a step but is not a checkpoint of this engine stays, and does not count.
     """
-    others = [directory / tag for tag in step_tags(directory) if tag != saved and is_ours(directory / tag)]
-    others = [path for path in others if not every or int(path.name.removeprefix("step-")) % every]
-    for path in others[: max(0, len(others) - (keep - 1))]:
-        shutil.rmtree(path, ignore_errors=True)
+    for tag in surplus([tag for tag in step_tags(directory) if is_ours(directory / tag)], keep, saved, every):
+        shutil.rmtree(directory / tag, ignore_errors=True)
+
+
+def surplus(tags: Iterable[str], keep: int, saved: str, every: int) -> list[str]:
+    """Return which of the ``tags`` :func:`prune` removes."""
+    others = [tag for tag in sorted_steps(tags) if tag != saved]
+    others = [tag for tag in others if not every or int(tag.removeprefix("step-")) % every]
+    return others[: max(0, len(others) - (keep - 1))]
 
 
 def make_room(directory: Path, tag: str) -> Path:

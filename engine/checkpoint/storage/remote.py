@@ -10,14 +10,14 @@ import json
 import logging
 import shutil
 import tempfile
-from collections.abc import Collection, Iterable
+from collections.abc import Iterable
 from pathlib import Path
 
 from ...environment.process import cache_folder
 from ...errors import CheckpointError, StoreError
 from ...json_files import parse_json
 from ...object_store import Store, fetch, is_url
-from .directory import LATEST, check_tag, latest, locate
+from .directory import LATEST, check_tag, latest, locate, sorted_steps, surplus
 from .files import PARTIAL, STATE, hash_files
 
 log = logging.getLogger("sdp")
@@ -73,14 +73,12 @@ class RemoteTarget:
         :func:`~sdp.engine.checkpoint.storage.directory.prune` does.
         """
         names = self._store.sizes()
-        others = [tag for tag in _steps(_complete(names)) if tag != self._tag]
-        others = [tag for tag in others if not every or int(tag.removeprefix("step-")) % every]
-        for tag in others[: max(0, len(others) - (keep - 1))]:
+        for tag in surplus(_complete(names), keep, self._tag, every):
             self._store.write(f"{tag}/{PARTIAL}", b"")
             self._remove(tag, names)
 
     def clean(self, rank: int) -> None:
-        """Remove the folder of this rank, which may be ``rank`` 0 or another."""
+        """Remove the folder of this rank."""
         if "aside" in vars(self):
             shutil.rmtree(self.aside, ignore_errors=True)
 
@@ -112,7 +110,7 @@ def newest(directory: str | Path) -> str | None:
     url = str(directory)
     store = Store(url)
     complete, pointer = _complete(store.sizes()), store.read(LATEST)
-    steps = _steps(complete)
+    steps = sorted_steps(complete)
     if pointer is None:
         return steps[-1] if steps else None
     try:
@@ -144,8 +142,3 @@ def fetch_checkpoint(url: str, tag: str) -> Path:
 
 def _complete(names: Iterable[str]) -> set[str]:
     return {tag for tag, _, file in (name.partition("/") for name in names) if file == STATE}
-
-
-def _steps(tags: Collection[str]) -> list[str]:
-    steps = {tag: tag.removeprefix("step-") for tag in tags if tag.startswith("step-")}
-    return sorted((tag for tag in steps if steps[tag].isdecimal()), key=lambda tag: int(steps[tag]))
