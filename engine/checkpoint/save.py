@@ -149,7 +149,7 @@ def write(
         raise CheckpointError(
             f"save_checkpoint: rank 0 has the tag {tags[0]!r}, rank {other} has {tags[other]!r}; give all ranks one tag"
         )
-    target = RemoteTarget(directory, tag) if is_url(directory) else _Directory(Path(directory), tag)
+    target = RemoteTarget(str(directory), tag) if is_url(directory) else _Directory(Path(directory), tag)
 
     def finish(digests: dict[str, str]) -> None:
         for name, content in files.items():
