@@ -17,7 +17,7 @@ from torch import nn
 from torch.func import functional_call
 from torch.nn.utils import clip_grad_norm_
 
-from .batch.call import call_model, loss_of, target_count
+from .batch.call import call_model, count_targets, loss_of
 from .distributed.agreement import gather_json
 from .engine import SDPEngine
 from .errors import ConfigError
@@ -67,7 +67,7 @@ def check(engine: SDPEngine, batches: Iterable[Any]) -> Checked:
     steps = len(given) // micro
     for step in range(steps):
         mine = given[step * micro : (step + 1) * micro]
-        counts = [float(target_count(engine.module, batch)) for batch in mine]
+        counts = [float(count_targets(engine.module, batch)) for batch in mine]
         everything = [] if why_not else exchange_batches(mine, counts, like=mine[0])
         rates = [float(group["lr"]) for group in engine.store.optimizer.param_groups]
         engine.module.train()

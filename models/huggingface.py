@@ -112,72 +112,43 @@ def _canonical_name(model: Any, conversions: list[Any]) -> Callable[[str], str |
 # "heads" the key/value heads. A dimension such as "3:1" means: queries, keys and values, one after
 # the other.
 _Part = tuple[str, str, Mapping[str, int | str]]
-_GATED: _Part = ("mlp", "width", {"mlp.gate_proj.weight": 0, "mlp.up_proj.weight": 0, "mlp.down_proj.weight": 1})
-_HEADS: _Part = (
-    "self_attn",
-    "heads",
-    {
-        **{f"self_attn.{key}_proj.{kind}": 0 for key in "qkv" for kind in ("weight", "bias")},
-        "self_attn.o_proj.weight": 1,
-    },
-)
-_LLAMA = [_HEADS, _GATED]
+
+
+def _attention(name: str, projections: str, output: str) -> _Part:
+    """Attention in the module ``name``, whose projections and output are layers of their own."""
+    cut = {f"{layer}.{kind}": 0 for layer in projections.split() for kind in ("weight", "bias")}
+    return name, "heads", cut | {f"{output}.weight": 1}
+
+
+def _feed_forward(name: str, first: str, last: str) -> _Part:
+    return name, "width", {f"{first}.weight": 0, f"{first}.bias": 0, f"{last}.weight": 1}
+
+
+_SELF = "self_attn.q_proj self_attn.k_proj self_attn.v_proj"
+_LLAMA: list[_Part] = [
+    _attention("self_attn", _SELF, "self_attn.o_proj"),
+    ("mlp", "width", {"mlp.gate_proj.weight": 0, "mlp.up_proj.weight": 0, "mlp.down_proj.weight": 1}),
+]
 _GPT2: list[_Part] = [
     ("attn", "heads", {"attn.c_attn.weight": "3:1", "attn.c_attn.bias": "3:0", "attn.c_proj.weight": 0}),
     ("mlp", "width", {"mlp.c_fc.weight": 1, "mlp.c_fc.bias": 0, "mlp.c_proj.weight": 0}),
 ]
-_NEOX: list[_Part] = [
-    (
-        "attention",
-        "heads",
-        {"attention.query_key_value.weight": 0, "attention.query_key_value.bias": 0, "attention.dense.weight": 1},
-    ),
-    ("mlp", "width", {"mlp.dense_h_to_4h.weight": 0, "mlp.dense_h_to_4h.bias": 0, "mlp.dense_4h_to_h.weight": 1}),
+_NEOX = [
+    _attention("attention", "attention.query_key_value", "attention.dense"),
+    _feed_forward("mlp", "mlp.dense_h_to_4h", "mlp.dense_4h_to_h"),
 ]
-_OPT: list[_Part] = [
-    (
-        "self_attn",
-        "heads",
-        {
-            **{f"self_attn.{key}_proj.{kind}": 0 for key in "qkv" for kind in ("weight", "bias")},
-            "self_attn.out_proj.weight": 1,
-        },
-    ),
-    ("fc1", "width", {"fc1.weight": 0, "fc1.bias": 0, "fc2.weight": 1}),
+_OPT = [_attention("self_attn", _SELF, "self_attn.out_proj"), _feed_forward("fc1", "fc1", "fc2")]
+_BERT = [
+    _attention("attention", "attention.self.query attention.self.key attention.self.value", "attention.output.dense"),
+    _feed_forward("intermediate", "intermediate.dense", "output.dense"),
 ]
-_BERT: list[_Part] = [
-    (
-        "attention",
-        "heads",
-        {
-            **{f"attention.self.{key}.{kind}": 0 for key in ("query", "key", "value") for kind in ("weight", "bias")},
-            "attention.output.dense.weight": 1,
-        },
-    ),
-    ("intermediate", "width",
-     {"intermediate.dense.weight": 0, "intermediate.dense.bias": 0, "output.dense.weight": 1}),
-]  # fmt: skip
-_ALBERT: list[_Part] = [
-    (
-        "attention",
-        "heads",
-        {
-            **{f"attention.{key}.{kind}": 0 for key in ("query", "key", "value") for kind in ("weight", "bias")},
-            "attention.dense.weight": 1,
-        },
-    ),
-    ("ffn", "width", {"ffn.weight": 0, "ffn.bias": 0, "ffn_output.weight": 1}),
+_ALBERT = [
+    _attention("attention", "attention.query attention.key attention.value", "attention.dense"),
+    _feed_forward("ffn", "ffn", "ffn_output"),
 ]
-_VIT: list[_Part] = [
-    (
-        "attention",
-        "heads",
-        {
-            **{f"attention.{key}_proj.{kind}": 0 for key in "qkv" for kind in ("weight", "bias")},
-            "attention.o_proj.weight": 1,
-        },
-    ),
-    ("mlp", "width", {"mlp.fc1.weight": 0, "mlp.fc1.bias": 0, "mlp.fc2.weight": 1}),
+_VIT = [
+    _attention("attention", "attention.q_proj attention.k_proj attention.v_proj", "attention.o_proj"),
+    _feed_forward("mlp", "mlp.fc1", "mlp.fc2"),
 ]
 # By model_type of the configuration: the end of the name of the list of layers, and the branches of
 # a layer.

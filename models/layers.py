@@ -7,20 +7,16 @@ keeps the same amount again for backward. Here the logits exist for one chunk of
 The gradients of a chunk are computed right after its loss, from the same probabilities. So nothing
 is computed twice (Hsu et al., Liger Kernel, arXiv 2410.10989, section 3.2).
 
-Why not ``torch.nn.functional.linear_cross_entropy``, which torch 2.13 offers? It works in the same
-way, but it is slower, takes more memory, and rounds the loss to bfloat16. It also does not exist in
-torch 2.11, and does not support tensor parallelism. CPU seconds and peak memory of one forward and
-backward pass, with 2,048 tokens, D = 512, V = 32,000, and one thread of an AMD EPYC:
+``torch.nn.functional.linear_cross_entropy`` works in the same way. It does not exist in torch 2.11,
+does not support tensor parallelism, and rounds the loss to bfloat16. With 2,048 tokens, D = 512 and
+V = 32,000, forward and backward took (medians of three rounds of
+``python -m lab.measurements.loss_benchmark``; torch 2.13, one thread of an AMD EPYC):
 
-- float32: this file 2.71 s and 139 MiB, torch 5.50 s and 149 MiB, torch with chunks of the same
-  size 3.82 s and 146 MiB, all logits at once 2.90 s and 693 MiB.
-- bfloat16: this file 1.76 s and 179 MiB, torch 6.74 s and 288 MiB, torch with chunks of the same
-  size 3.67 s and 349 MiB, all logits at once 1.78 s and 670 MiB. The loss is 10.8523 here and in
-  float32, and 10.6875 or 10.8125 in torch. The error of the weight's gradient is 1.8e-3 here and
-  2.5e-3 or 2.0e-3 in torch.
-
-``python -m lab.measurements.loss_benchmark --rounds 3`` printed these figures (medians, torch
-2.13).
+| | float32 | bfloat16 |
+|---|---:|---:|
+| this file | 2.71 s, 139 MiB | 1.76 s, 179 MiB |
+| torch | 5.50 s, 149 MiB | 6.74 s, 288 MiB |
+| all logits at once | 2.90 s, 693 MiB | 1.78 s, 670 MiB |
 
 Letters of shapes: B sequences, S tokens, N = B × S, D hidden size, H attention heads, K key/value
 heads, E head size, V vocabulary.

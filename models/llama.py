@@ -29,6 +29,7 @@ from .layers import (
     has_kernel_for_documents,
 )
 from .sections import LlamaConfig as LlamaConfig  # re-exported
+from .sections import random_options
 
 
 class LlamaRMSNorm(nn.Module):
@@ -224,9 +225,8 @@ class Llama(nn.Module):
         return ["model.layers.*"]
 
     def random_options(self) -> list[str]:
-        """List the options that make training draw random numbers, as ``"model.KEY VALUE"``."""
-        keys = ("attention_dropout", "residual_dropout", "stochastic_depth")
-        return [f"model.{key} {getattr(self.config, key):g}" for key in keys if getattr(self.config, key)]
+        """List the options that make training draw random numbers."""
+        return random_options(self.config)
 
     def neuron_branches(self) -> list[Branch]:
         """List the branches of each layer.

@@ -93,15 +93,14 @@ class SwinConfig(Section):
         return self.embed_dim * 2**stage
 
 
-def random_options(config: ResNetConfig | SwinConfig) -> list[str]:
+def random_options(config: Section) -> list[str]:
     """List the options that make training draw random numbers, as ``"model.KEY VALUE"``."""
-    rates = {key: getattr(config, key, 0.0) for key in ("dropout", "stochastic_depth")}
+    keys = ("dropout", "attention_dropout", "residual_dropout", "stochastic_depth")
+    rates = {key: getattr(config, key, 0.0) for key in keys}
     return [f"model.{key} {rate:g}" for key, rate in rates.items() if rate]
 
 
 Rate = Annotated[float, Field(ge=0, lt=1)]
-
-
 Positive = Annotated[float, Field(gt=0)]
 
 
@@ -129,16 +128,14 @@ class RopeScaling(Section):
 
     @model_validator(mode="after")
     def _fits_the_type(self) -> Self:
-        kinds = {
-            "llama3": ("low_freq_factor", "high_freq_factor"),
-            "yarn": ("attention_factor", "beta_fast", "beta_slow"),
-        }
-        for kind, keys in kinds.items():
-            for key in keys:
-                if kind != self.rope_type and getattr(self, key) is not None:
-                    raise ValueError(f'{key} has no effect with rope_type "{self.rope_type}"; remove it')
-                if kind == self.rope_type == "llama3" and getattr(self, key) is None:
-                    raise ValueError(f'rope_type "llama3" needs {key}; Llama 3 has 1.0 and 4.0 (high_freq_factor)')
+        is_llama = self.rope_type == "llama3"
+        for key in (
+            ("attention_factor", "beta_fast", "beta_slow") if is_llama else ("low_freq_factor", "high_freq_factor")
+        ):
+            if getattr(self, key) is not None:
+                raise ValueError(f'{key} has no effect with rope_type "{self.rope_type}"; remove it')
+        if is_llama and None in (self.low_freq_factor, self.high_freq_factor):
+            raise ValueError('rope_type "llama3" needs low_freq_factor and high_freq_factor; Llama 3 has 1.0 and 4.0')
         low, high = self.turns
         if low >= high:
             raise ValueError(f"the turns of the lower frequencies, {low:g}, must be fewer than of the higher, {high:g}")

@@ -18,7 +18,7 @@ import torch
 from torch import nn
 
 from ..data.clusters import Router, load_router
-from ..engine.batch.call import target_count
+from ..engine.batch.call import count_targets
 from ..engine.batch.loader import evaluation_batches
 from ..engine.batch.size import BatchSize
 from ..engine.config.schema import TasksSection
@@ -165,7 +165,7 @@ def evaluate(saved: SavedRun, limit: int | None = None, tasks: LoadedTasks | Non
         )
     batches = list(_batches(saved, corpus, limit or saved.config.training.evaluate_batches))
     measures, scores, of_paths = dict[str, float](), None, dict[str, Any]()
-    counts = [target_count(built, batch) for batch in batches]
+    counts = [int(count_targets(built, batch)) for batch in batches]
     if corpus.paths is not None:
         loss, of_paths = _evaluate_paths(saved, built, corpus, batches)
     else:

@@ -175,13 +175,6 @@ def logits_of(output: Any) -> torch.Tensor:
     return found
 
 
-def target_count(module: nn.Module, batch: Any) -> int:
-    """Return the number of targets in a batch, which is the weight of its mean loss. See
-    :func:`count_targets`.
-    """
-    return int(count_targets(module, batch))
-
-
 def count_targets(module: nn.Module, batch: Any) -> torch.Tensor:
     """Count the targets in a batch, on the device of its labels.
 

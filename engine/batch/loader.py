@@ -335,9 +335,6 @@ def _length(dataset: Dataset[Any]) -> int:
         ) from None
 
 
-_SAMPLERS = (RandomSampler, SequentialSampler, DistributedSampler)
-
-
 def make_loader(
     data: Any,
     micro_batch_size: int,
@@ -366,13 +363,25 @@ def make_loader(
         DataError: The data set is empty, or is neither map-style nor iterable.
     """
     if isinstance(data, DataLoader):
+        given = "sdp.initialize: training_data is a DataLoader"
         if collate_fn is not None:
-            raise ConfigError("sdp.initialize: training_data is a DataLoader with a collate_fn; leave collate_fn out")
-        _check_batch_size(data, micro_batch_size)
+            raise ConfigError(f"{given} with a collate_fn; leave collate_fn out")
+        if data.batch_size != micro_batch_size:
+            raise ConfigError(
+                f"{given} with batch_size {data.batch_size}, and a rank's micro-batch is {micro_batch_size}; make them "
+                "equal, or give the data set itself"
+            )
         if isinstance(data.dataset, IterableDataset):
-            _check_batches(data)
+            if not data.drop_last:
+                raise ConfigError(
+                    f"{given} of an iterable data set, whose last batch may be short; set its drop_last to True"
+                )
             return StreamLoader(data, micro_batch_size, data_rank, data_ranks, of_batches=True)
-        _check_sampler(data)
+        if not isinstance(data.sampler, RandomSampler | SequentialSampler | DistributedSampler):
+            raise ConfigError(
+                f"{given} with a {type(data.sampler).__name__}, which cannot be shared out among ranks; give the data "
+                "set itself, ordered as you want it"
+            )
         shuffle = getattr(data.sampler, "shuffle", not isinstance(data.sampler, SequentialSampler))
         names = ("worker_init_fn", "multiprocessing_context", "prefetch_factor", "timeout")
         options = {name: getattr(data, name) for name in names if data.num_workers}
@@ -399,27 +408,3 @@ def is_stream(data: Any) -> bool:
         return True
     by_number = hasattr(data, "__getitem__") and hasattr(data, "__len__")
     return isinstance(data, Iterable) and not by_number and not hasattr(data, "sources")
-
-
-def _check_batch_size(loader: DataLoader[Any], micro_batch_size: int) -> None:
-    if loader.batch_size != micro_batch_size:
-        raise ConfigError(
-            f"sdp.initialize: training_data is a DataLoader with batch_size {loader.batch_size}, and a rank's "
-            f"micro-batch is {micro_batch_size}; make them equal, or give the data set itself"
-        )
-
-
-def _check_batches(loader: DataLoader[Any]) -> None:
-    if not loader.drop_last:
-        raise ConfigError(
-            "sdp.initialize: training_data is a DataLoader of an iterable data set, whose last batch may be short; set "
-            "its drop_last to True"
-        )
-
-
-def _check_sampler(loader: DataLoader[Any]) -> None:
-    if not isinstance(loader.sampler, _SAMPLERS):
-        raise ConfigError(
-            f"sdp.initialize: training_data is a DataLoader with a {type(loader.sampler).__name__}, which cannot be "
-            "shared out among ranks; give the data set itself, ordered as you want it"
-        )

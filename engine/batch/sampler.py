@@ -53,6 +53,8 @@ class ResumableBatchSampler:
         self.positions = positions
         # Where in the order of the run this loader's samples are: (first, length). All, by default.
         self.ranges: Callable[[int, int], Iterable[tuple[int, int]]] = lambda start, count: ((start, count),)
+        # Of a path, its samples have an order of their own.
+        self._samples_in_order, self._of_path = num_samples, tuple[int, ...]()
         self._epoch = -1
         self._order: np.ndarray | None = None
 
@@ -60,11 +62,6 @@ class ResumableBatchSampler:
     def global_batch_size(self) -> int:
         """Samples that all data ranks read together in one micro-batch."""
         return self.data_ranks * self.micro_batch_size
-
-    @property
-    def epoch(self) -> int:
-        """The epoch that the next sample belongs to, from 0."""
-        return self.consumed // self.num_samples
 
     def __iter__(self) -> Iterator[list[int]]:
         while True:
@@ -76,10 +73,6 @@ class ResumableBatchSampler:
     def _start(self) -> int:
         """Return the position of this rank's next sample among those of its loader."""
         return self.consumed + self.data_rank * self.micro_batch_size
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return the state at the sampler's own position."""
-        return self.state_at(self.consumed)
 
     def state_at(self, consumed: int) -> dict[str, Any]:
         """Return ``seed``, ``consumed`` and ``num_samples``. They are equal on all data ranks.
@@ -134,8 +127,8 @@ class ResumableBatchSampler:
     def _rows(self, start: int, count: int) -> list[int]:
         rows: list[int] = []
         while count:
-            epoch, offset = divmod(start, self.num_samples)
-            taken = min(count, self.num_samples - offset)
+            epoch, offset = divmod(start, self._samples_in_order)
+            taken = min(count, self._samples_in_order - offset)
             first = epoch * self.num_samples if self.positions else 0
             rows += [first + index for index in self._epoch_order(epoch)[offset : offset + taken].tolist()]
             start, count = start + taken, count - taken
@@ -145,9 +138,10 @@ class ResumableBatchSampler:
         # One epoch is kept, because a rank's positions only grow. It takes 4 bytes per sample up to
         # 2³² samples, and 8 bytes above.
         if self._order is None or self._epoch != epoch:
-            order = np.arange(self.num_samples, dtype=np.uint32 if self.num_samples < 2**32 else np.int64)
+            samples = self._samples_in_order
+            order = np.arange(samples, dtype=np.uint32 if samples < 2**32 else np.int64)
             if self.shuffle:
-                np.random.Generator(np.random.PCG64([self.seed, epoch])).shuffle(order)
+                np.random.Generator(np.random.PCG64([self.seed, *self._of_path, epoch])).shuffle(order)
             self._epoch, self._order = epoch, order
         return self._order
 
@@ -197,24 +191,14 @@ class PathSampler(ResumableBatchSampler):
                 "a shorter sequence length"
             )
         super().__init__(sum(self.samples_of_paths), micro_batch_size, data_rank, data_ranks, seed)
+        self._samples_in_order, self._of_path = len(self._members), (self.path,)
 
     def _start(self) -> int:
         consumed = self.consumed * self._ranks_of_path // self.data_ranks  # of this path
         return consumed + self._rank_of_path * self.micro_batch_size
 
     def _rows(self, start: int, count: int) -> list[int]:
-        rows: list[int] = []
-        for position in range(start, start + count):
-            epoch, offset = divmod(position, len(self._members))
-            rows.append(int(self._members[self._epoch_order(epoch)[offset]]))
-        return rows
-
-    def _epoch_order(self, epoch: int) -> np.ndarray:
-        if self._order is None or self._epoch != epoch:
-            order = np.arange(len(self._members), dtype=np.int64)
-            np.random.Generator(np.random.PCG64([self.seed, self.path, epoch])).shuffle(order)
-            self._epoch, self._order = epoch, order
-        return self._order
+        return self._members[super()._rows(start, count)].tolist()
 
     def state_at(self, consumed: int) -> dict[str, Any]:
         return {**super().state_at(consumed), "samples_of_paths": self.samples_of_paths}

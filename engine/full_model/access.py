@@ -14,7 +14,7 @@ import torch.distributed as dist
 from safetensors import SafetensorError
 from torch import nn
 
-from ..batch.call import checked_weights, target_count
+from ..batch.call import checked_weights, count_targets
 from ..config.schema import Config
 from ..distributed.agreement import Ranks, gather_json, start_max
 from ..distributed.collectives import outside_inference_mode
@@ -85,7 +85,7 @@ class FullModel:
             batches, ids = split_by_path(batches, paths, count, weighted=weights is not None)
         elif count > 1:
             raise ConfigError(f"evaluate: the model has {count} paths; give paths, that of each batch or of each row")
-        counts = [target_count(module, b) for b in batches] if weights is None else checked_weights(weights)
+        counts = [int(count_targets(module, b)) for b in batches] if weights is None else checked_weights(weights)
         if len(counts) != len(batches):
             raise ConfigError(f"evaluate: {len(counts)} weights for {len(batches)} batches; give one for each batch")
         with self._anchored(), self._running():

@@ -31,7 +31,7 @@ from torch.func import functional_call
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.utils._pytree import tree_map
 
-from ..batch.call import call_model, loss_of, map_leaves, target_count, tensors_in, to_device
+from ..batch.call import call_model, count_targets, loss_of, map_leaves, tensors_in, to_device
 from ..distributed.agreement import gather_bytes, gather_json
 from ..distributed.mesh import passes_on
 from ..errors import ConfigError, DataError, ModelError
@@ -357,7 +357,7 @@ def subnetwork_losses(store: GroupStore, batches: Sequence[Any]) -> list[float]:
 
     Collective.
     """
-    weights = [target_count(store.module, batch) for batch in batches]
+    weights = [int(count_targets(store.module, batch)) for batch in batches]
     losses, mesh = _mean_over_ranks(store, _own_sums(store, batches, weights)), store.layout.mesh
     return [losses[group] for group in mesh.groups]
 

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from sdp.engine.batch.call import call_model, loss_of, map_leaves, target_count, tensors_in
+from sdp.engine.batch.call import call_model, count_targets, loss_of, map_leaves, tensors_in
 from sdp.engine.config.method import Masking
 from sdp.engine.errors import ModelError
 from sdp.engine.placement.layout import Layout
@@ -69,7 +69,7 @@ class Workers:
         parts, device = split_rows(batch, self._groups), next(self.model.parameters()).device
         rows, losses = len(tensors_in(parts[0])[0]), []
         # The mean over the groups is the mean over all targets.
-        if not in_turn and len({target_count(self.model, part) for part in parts}) > 1:
+        if not in_turn and len({int(count_targets(self.model, part)) for part in parts}) > 1:
             raise ModelError("the groups' rows have different numbers of targets, so they cannot run in one pass")
         for group, part in enumerate(parts) if in_turn else [(None, batch)]:
             which = torch.arange(self._groups, device=device) if group is None else torch.tensor([group], device=device)
@@ -121,7 +121,7 @@ class Workers:
 def mean_loss(model: nn.Module, batches: Sequence[Any]) -> float:
     """Return the mean loss of the full model over all targets of ``batches``."""
     model.eval()
-    counts = [target_count(model, batch) for batch in batches]
+    counts = [int(count_targets(model, batch)) for batch in batches]
     losses = [loss_of(call_model(model, batch)).item() for batch in batches]  # a batch without targets would have NaN
     model.train()
     return sum(loss * count for loss, count in zip(losses, counts, strict=True)) / sum(counts)

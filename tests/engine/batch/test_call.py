@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import sdp
 import torch
-from sdp.engine.batch.call import call_model, loss_of, target_count, tensors_in, to_device
+from sdp.engine.batch.call import call_model, count_targets, loss_of, tensors_in, to_device
 from sdp.engine.errors import DataError, ModelError
 from torch import nn
 
@@ -111,18 +111,20 @@ def test_targets() -> None:
     tokens = torch.tensor([[1, 2, -100, 4]])
     for causal in (Causal(), GPT2LMHeadModel()):
         # The first position predicts nothing.
-        assert target_count(causal, {"input_ids": tokens, "labels": tokens}) == 2
-        assert target_count(causal, (tokens, tokens)) == 2, "the same model on the same tensors, by position"
+        assert count_targets(causal, {"input_ids": tokens, "labels": tokens}) == 2
+        assert count_targets(causal, (tokens, tokens)) == 2, "the same model on the same tensors, by position"
     for model in (One(), Labelled()):
-        assert target_count(model, {"input_ids": tokens, "labels": tokens}) == 3, "nothing says that labels are shifted"
-        assert target_count(model, (tokens, tokens)) == 3
-    assert target_count(Labelled(), (tokens, torch.tensor([1, -100]))) == 1
-    assert target_count(Tagger(), {"input_ids": tokens, "labels": tokens}) == 3
-    assert target_count(One(), (torch.zeros(3, 2), torch.tensor([1, -100, 0]))) == 2
-    assert target_count(One(), {"x": torch.zeros(3, 2), "y": torch.zeros(3, 4)}) == 12
-    assert target_count(One(), Frozen(X, Y)) == 2
+        assert count_targets(model, {"input_ids": tokens, "labels": tokens}) == 3, (
+            "nothing says that labels are shifted"
+        )
+        assert count_targets(model, (tokens, tokens)) == 3
+    assert count_targets(Labelled(), (tokens, torch.tensor([1, -100]))) == 1
+    assert int(count_targets(Tagger(), {"input_ids": tokens, "labels": tokens})) == 3
+    assert count_targets(One(), (torch.zeros(3, 2), torch.tensor([1, -100, 0]))) == 2
+    assert int(count_targets(One(), {"x": torch.zeros(3, 2), "y": torch.zeros(3, 4)})) == 12
+    assert int(count_targets(One(), Frozen(X, Y))) == 2
     with pytest.raises(DataError, match="no tensor"):
-        target_count(One(), ["text"])
+        int(count_targets(One(), ["text"]))
 
 
 class Defaults(nn.Module):

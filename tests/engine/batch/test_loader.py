@@ -361,8 +361,8 @@ def paths_read(ranks: int, groups: int, batches: int, state: dict | None = None)
     for _ in range(batches):
         for one in samplers:
             read[one.path] += next(rows[one.data_rank])
-    assert len({json.dumps(one.state_dict()) for one in samplers}) == 1
-    return read, samplers[0].state_dict()
+    assert len({json.dumps(one.state_at(one.consumed)) for one in samplers}) == 1
+    return read, samplers[0].state_at(samplers[0].consumed)
 
 
 def test_each_path_reads_its_own_samples_and_all_of_them():

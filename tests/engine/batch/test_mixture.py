@@ -152,7 +152,7 @@ def test_states_that_do_not_fit_are_refused():
     with pytest.raises(CheckpointError, match="the checkpoint read several sources, and this run reads one data set"):
         plain.load_state_dict(state)
     with pytest.raises(CheckpointError, match=r"the checkpoint read one data set, and this run reads data\.sources"):
-        one.load_state_dict(plain.state_dict())
+        one.load_state_dict(plain.state_at(0))
     with pytest.raises(CheckpointError, match="read 700 samples of 's0', which now has 10"):
         MixtureSampler(sources([1.0, 2.0], (10, 90)), 1, 0, 1, 5).load_state_dict(state)
     with pytest.raises(CheckpointError, match="damaged, 'sources' does not have the counts"):
