@@ -168,104 +168,49 @@ def _value_of(text: str, path: str) -> Any:
         raise ConfigError(f"--set {shorten(path)}: {error}") from None
 
 
-def _refuse_with_neurons(config: Config) -> None:
-    if config.sdp.units != "auto":
-        raise ConfigError(
-            'sdp.units: patterns name blocks; with sdp.granularity "neuron" leave it "auto", the model states its '
-            "branches"
-        )
-
-
-def _refuse_with_deepspeed(config: Config) -> None:
-    unavailable = {
-        "tensor_parallel.autotp_size": (
-            config.tensor_parallel.autotp_size > 1,
-            config.tensor_parallel.autotp_size,
-            'use 1, or "fsdp2"',
-        ),
-        "training.compile": (config.training.compile, True, 'use false, or sdp.engine "fsdp2"'),
-        "sdp.branch_scale": (
-            config.sdp.branch_scale != "none",
-            config.sdp.branch_scale,
-            'use "none", or sdp.engine "fsdp2"',
-        ),
-    }
-    for path, (refused, value, remedy) in unavailable.items():
-        if refused:
-            raise ConfigError(
-                f'{path}: {json.dumps(value)} is not available in this version together with sdp.engine "deepspeed"; '
-                f"{remedy}"
-            )
-
-
-def _refuse_precision(config: Config) -> None:
-    if config.fp16.enabled and config.bf16.enabled:
-        raise ConfigError(
-            "fp16.enabled: true together with bf16.enabled; a model computes in one of them, leave one out"
-        )
-
-
-def _refuse_offload(config: Config) -> None:
-    if config.sdp.engine != "fsdp2" or not config.zero_optimization.offloads:
-        return
-    others = {
-        "sdp.sync": config.sdp.sync is not None,
-        "tensor_parallel.autotp_size above 1": config.tensor_parallel.autotp_size > 1,
-    }
-    for other, applies in others.items():
-        if applies:
-            key = "offload_optimizer" if config.zero_optimization.offload_optimizer is not None else "offload_param"
-            raise ConfigError(
-                f'zero_optimization.{key}.device: "cpu" is not available in this version together with {other}; use '
-                '"none"'
-            )
-
-
 def _refuse_unavailable(config: Config) -> None:
     """Raise ConfigError for a setting that this version cannot honour. None is ignored."""
-    sdp = config.sdp
-    _refuse_precision(config)
-    _refuse_offload(config)
+    for refused, message in _problems(config):
+        if refused:
+            raise ConfigError(message)
     refuse_with_sync(config)
     refuse_with_paths(config)
     refuse_with_copies(config)
-    _refuse_lr_scale(config)
-    if sdp.granularity == "neuron":
-        _refuse_with_neurons(config)
-    if sdp.engine == "deepspeed":
-        _refuse_with_deepspeed(config)
-    _refuse_schedule(config)
-    if sdp.branch_scale != "none" and "forward" not in sdp.maskings:
-        raise ConfigError(
-            f'sdp.branch_scale: {json.dumps(sdp.branch_scale)} has no meaning with sdp.masking "backward", where all '
-            'units run; use "none"'
-        )
-    if config.training.compile and config.tensor_parallel.autotp_size > 1:
-        raise ConfigError(
-            "training.compile: true is not available in this version together with tensor_parallel.autotp_size above "
-            "1; use false"
-        )
 
 
-def _refuse_schedule(config: Config) -> None:
-    """Raise ConfigError for a schedule of maskings that is not possible."""
-    schedule = config.masking_schedule
-    if schedule.ends and config.sdp.engine == "deepspeed":
-        raise ConfigError(
+def _problems(config: Config) -> list[tuple[bool, str]]:
+    """List what cannot be combined: whether it is, and what to do then."""
+    sdp, zero, training = config.sdp, config.zero_optimization, config.training
+    tp, schedule, optimizer = config.tensor_parallel.autotp_size, config.masking_schedule, config.optimizer
+    deepspeed, offloads = sdp.engine == "deepspeed", sdp.engine == "fsdp2" and zero.offloads
+    offloaded = "offload_optimizer" if zero.offload_optimizer is not None else "offload_param"
+    offload = f'zero_optimization.{offloaded}.device: "cpu" is not available in this version together with'
+    with_deepspeed = 'is not available in this version together with sdp.engine "deepspeed"; use'
+    return [
+        (config.fp16.enabled and config.bf16.enabled,
+            "fp16.enabled: true together with bf16.enabled; a model computes in one of them, leave one out"),
+        (offloads and sdp.sync is not None, f'{offload} sdp.sync; use "none"'),
+        (offloads and tp > 1, f'{offload} tensor_parallel.autotp_size above 1; use "none"'),
+        (sdp.lr_scale != "none" and optimizer is not None and optimizer.type.lower() == "muon",
+            f'sdp.lr_scale: {json.dumps(sdp.lr_scale)} is not available with optimizer.type '
+            f'"{optimizer and optimizer.type}", whose steps are those of whole matrices; use "none", or AdamW'),
+        (sdp.granularity == "neuron" and sdp.units != "auto",
+            'sdp.units: patterns name blocks; with sdp.granularity "neuron" leave it "auto", the model states its '
+            "branches"),
+        (deepspeed and tp > 1, f'tensor_parallel.autotp_size: {tp} {with_deepspeed} 1, or "fsdp2"'),
+        (deepspeed and training.compile, f'training.compile: true {with_deepspeed} false, or sdp.engine "fsdp2"'),
+        (deepspeed and sdp.branch_scale != "none",
+            f'sdp.branch_scale: "{sdp.branch_scale}" {with_deepspeed} "none", or sdp.engine "fsdp2"'),
+        (deepspeed and bool(schedule.ends),
             'sdp.masking: a schedule is not available with sdp.engine "deepspeed", whose ZeRO knows one order of '
-            'modules; use sdp.engine "fsdp2"'
-        )
-    if schedule.ends and config.sdp.sync is not None:
-        raise ConfigError(
+            'modules; use sdp.engine "fsdp2"'),
+        (bool(schedule.ends) and sdp.sync is not None,
             'sdp.masking: a schedule is not available in this version together with sdp.sync; use "forward" or '
-            '"backward"'
-        )
-
-
-def _refuse_lr_scale(config: Config) -> None:
-    sdp, optimizer = config.sdp, config.optimizer
-    if sdp.lr_scale != "none" and optimizer is not None and optimizer.type.lower() == "muon":
-        raise ConfigError(
-            f'sdp.lr_scale: {json.dumps(sdp.lr_scale)} is not available with optimizer.type "{optimizer.type}", whose '
-            'steps are those of whole matrices; use "none", or AdamW'
-        )
+            '"backward"'),
+        (sdp.branch_scale != "none" and "forward" not in sdp.maskings,
+            f'sdp.branch_scale: "{sdp.branch_scale}" has no meaning with sdp.masking "backward", where all units run; '
+            'use "none"'),
+        (training.compile and tp > 1,
+            "training.compile: true is not available in this version together with tensor_parallel.autotp_size above "
+            "1; use false"),
+    ]  # fmt: skip

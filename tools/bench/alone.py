@@ -13,7 +13,6 @@ import json
 import math
 import platform
 import statistics
-import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 
@@ -27,16 +26,17 @@ from ...engine.distributed.mesh import mesh_of
 from ...engine.engine import SDPEngine
 from ...engine.environment.detect import detect
 from ...engine.errors import ConfigError, LaunchError, NonFiniteError
-from ...engine.initialize import initialize
+from ...engine.initialize import clock, initialize
 from ...engine.model_interface import Constant, Init, Normal, get_flops_per_token, get_parameter_init
+from ..plan.ways import dense_config
 from ..runs.model_inputs import model_and_batch
 from ..shared.device_peaks import nominal_flops
 from ..shared.files import write_whole
 from ..shared.table import Table, bytes_row, plain_row, text_row
 from ..train.loop.utilisation import flops_per_token
+from .measure import WARM_UP, make_batches
 from .report import REPORT, make_folder
 
-WARM_UP = 3  # steps: the first one compiles and allocates
 PRODUCTS, MATRIX = 200, {"cuda": 8192, "cpu": 512}  # of the measured rate of matrix products
 
 
@@ -82,7 +82,7 @@ def run(args: argparse.Namespace, config: Config) -> int:
         raise ConfigError(f'sdp.engine: "{config.sdp.engine}" is not measured alone; add --set sdp.engine=fsdp2')
     make_folder(args.out)
     world = args.nproc or config.sdp.groups * config.tensor_parallel.autotp_size
-    configs = {"SDP": config, "dense": dense(config)}
+    configs = {"SDP": config, "dense": dense_config(config, config.sdp.groups, config.zero_optimization.stage)}
     device = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
     sustained = matmul_rate(device, getattr(torch, config.precision))
     rounds: dict[str, list[Share]] = {name: [] for name in configs}
@@ -96,15 +96,6 @@ def run(args: argparse.Namespace, config: Config) -> int:
     return 0
 
 
-def dense(config: Config) -> Config:
-    """Return the configuration in which every group holds everything."""
-    section = config.sdp.model_copy(
-        update={"capacity": 1.0, "profile": "uniform", "placement": "cyclic", "masking": "forward", "lr_scale": "none",
-                "branch_scale": "none", "granularity": "block", "units": "auto"}
-    )  # fmt: skip
-    return config.model_copy(update={"sdp": section})
-
-
 def measure(config: Config, world: int, steps: int, device: torch.device) -> Share:
     """Measure the share of rank 0 of ``world`` ranks.
 
@@ -113,15 +104,15 @@ def measure(config: Config, world: int, steps: int, device: torch.device) -> Sha
             training.
     """
     with fake_world(0, world), torch._dynamo.config.patch(fail_on_recompile_limit_hit=True):
-        engine = _engine(config)
+        engine, now = _engine(config), clock(device, waits=True)
         step, tokens = _stepper(engine, config)
         for _ in range(WARM_UP):
             _require_training(engine, step())
         seconds = []
         for _ in range(steps):
-            started = _now(device)
+            started = now()
             loss = step()
-            seconds.append(_now(device) - started)
+            seconds.append(now() - started)
             _require_training(engine, loss)
         peak = peak_tensor_bytes(step, engine.module, engine.optimizer, device)
         return Share(
@@ -141,16 +132,11 @@ def matmul_rate(device: torch.device, dtype: torch.dtype) -> float:
     left, right = (torch.randn(size, size, device=device, dtype=dtype) for _ in range(2))
     for _ in range(PRODUCTS // 2):
         torch.mm(left, right)
-    started = _now(device)
+    now = clock(device, waits=True)
+    started = now()
     for _ in range(PRODUCTS):
         torch.mm(left, right)
-    return PRODUCTS * 2 * size**3 / (_now(device) - started)
-
-
-def _now(device: torch.device) -> float:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-    return time.perf_counter()
+    return PRODUCTS * 2 * size**3 / (now() - started)
 
 
 def _engine(config: Config) -> SDPEngine:
@@ -189,24 +175,16 @@ def _stepper(engine: SDPEngine, config: Config) -> tuple[Callable[[], torch.Tens
     """Return a function that makes a training step on random data and returns the loss, and the
     tokens (or images) of a step.
     """
-    micro, accumulation = engine.train_micro_batch_size_per_gpu(), engine.gradient_accumulation_steps()
-    generator = torch.Generator().manual_seed(0)
-    batch = {}
-    for key, like in model_and_batch(config)[1](micro).items():
-        if like.is_floating_point():
-            batch[key] = torch.rand(like.shape, generator=generator).to(engine.device)
-        else:  # two classes or tokens are enough: their number does not change the work
-            batch[key] = torch.randint(2, like.shape, generator=generator, dtype=like.dtype).to(engine.device)
-
-    def micro_step() -> torch.Tensor:
-        loss = engine.backward(engine(batch))
-        engine.step()
-        return loss.detach()
+    batches = make_batches(config, engine.device)
 
     def step() -> torch.Tensor:
-        return [micro_step() for _ in range(accumulation)][-1]
+        losses = []
+        for batch in batches:
+            losses.append(engine.backward(engine(batch)).detach())
+            engine.step()
+        return losses[-1]
 
-    return step, micro * accumulation * config.data.tokens_per_sample
+    return step, engine.train_micro_batch_size_per_gpu() * len(batches) * config.data.tokens_per_sample
 
 
 def _require_training(engine: SDPEngine, loss: torch.Tensor) -> None:

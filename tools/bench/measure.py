@@ -27,7 +27,7 @@ from ...engine.model_interface import get_config
 from ..runs.model_inputs import model_and_batch
 from .methods import DENSE, Runner, build
 
-WARM_UP = 3  # steps: the first one allocates, and DDP rebuilds its buckets in the second
+WARM_UP = 3  # steps: the first one compiles and allocates, and DDP rebuilds its buckets in the second
 LOSS_TOLERANCE = 1e-4  # relative, for the first two steps of methods that must agree
 
 

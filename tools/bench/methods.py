@@ -1,15 +1,14 @@
 """The ways to train a model that ``sdp bench CONFIG`` compares, and one training step of each.
 
-Each method is what a user of its library would run: DDP and FSDP2 are torch's, ZeRO is DeepSpeed's.
-All methods have the same model and weights, optimizer, clipping, fused loss, compiled blocks and
-batch. DiLoCo is the engine's: local steps of the dense model.
+DDP, FSDP2 (which shards as ZeRO-3) and HSDP are what a user of torch would write. DiLoCo is the
+engine's: local steps of the dense model. All methods have the same model and weights, optimizer,
+clipping, fused loss, compiled blocks and batch.
 """
 
 from __future__ import annotations
 
-import importlib.util
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,7 +18,6 @@ from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from torch.nn import functional
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
@@ -30,14 +28,12 @@ from ...engine.config.schema import Config, NamedParams
 from ...engine.construct import values_to_give
 from ...engine.distributed.mesh import mesh_of
 from ...engine.engine import SDPEngine
-from ...engine.environment.detect import alone_if_unlaunched
 from ...engine.errors import ConfigError, SDPError
 from ...engine.initialize import initialize
 from ...engine.model_interface import get_sharding_groups
 from ...engine.optim.optimizers import build_optimizer
 from ...engine.placement.layout import Layout
 from ...engine.placement.tensor_info import Shard
-from ...engine.stores.deepspeed.private import forget_process_groups, load, set_verbosity
 from ...engine.subnetwork.execution import checkpoint_activations, compile_units
 from ...engine.subnetwork.materialise import give_values
 from ..plan.ways import dense_config
@@ -45,16 +41,12 @@ from ..runs.model_inputs import model_and_batch
 
 Batch = Any
 # By method of the dense model, the ZeRO stage with which it is planned.
-DENSE = {"ddp": 0, "fsdp2": 3, "hsdp": 3, "zero2": 2, "zero3": 3, "diloco": 0}
+DENSE = {"ddp": 0, "fsdp2": 3, "hsdp": 3, "diloco": 0}
 SDP = ("sdp", "sdp-forward", "sdp-backward")
 DEFAULT = (*DENSE, *SDP[1:])
 REPLICAS = 2  # of the shards of HSDP
 # Local steps between two averages, as in DiLoCo (Douillard et al., arXiv 2311.08105).
 OUTER_EVERY = 50
-
-# Bytes of a bucket of DDP, and of DeepSpeed, whose default of 5e8 elements is larger than many
-# models.
-_BUCKET = 25 * 2**20
 
 
 def variant(name: str, config: Config, world: int) -> Config:
@@ -93,8 +85,6 @@ def why_not(name: str, config: Config, world: int) -> str | None:
     Raises :class:`ConfigError` for an unknown name.
     """
     changed = variant(name, config, world)
-    if name in ("zero2", "zero3") and importlib.util.find_spec("deepspeed") is None:
-        return 'needs the package deepspeed; pip install "sdp-engine[deepspeed]"'
     if name == "hsdp" and (world % REPLICAS or world == REPLICAS):
         return f"needs an even number of ranks, 4 or more; there are {world}"
     try:
@@ -134,14 +124,7 @@ class Runner:
 
 def build(name: str, config: Config, device: torch.device) -> Runner:
     """Build the method ``name`` from its own configuration (see :func:`variant`). Collective."""
-    if name in SDP or name == "diloco":
-        return _sdp(config)
-    made = _Dense(config, device)
-    if name.startswith("zero"):
-        return made.deepspeed(2 if name == "zero2" else 3)
-    if name in ("fsdp2", "hsdp"):
-        return made.fsdp2(REPLICAS if name == "hsdp" else 1)
-    return made.ddp()
+    return _sdp(config) if name in SDP or name == "diloco" else _dense(name, config, device)
 
 
 def _sdp(config: Config) -> Runner:
@@ -189,26 +172,20 @@ def _sdp(config: Config) -> Runner:
     )
 
 
-class _Dense:
-    """The full model on this rank, with its weights, and the methods that can be made of it."""
-
-    def __init__(self, config: Config, device: torch.device):
-        self.config, self.device = config, device
-        mesh = mesh_of(config, dist.get_world_size())
-        self.batch = BatchSize.resolve(config, mesh)
-        self.model = model_and_batch(config)[0]()
-        layout = Layout.of(self.model, config, mesh)
-        self.blocks = layout.blocks
-        values = values_to_give(self.model, config, layout)
-        checkpoint_activations(self.model, self.blocks, config.activation_checkpointing.mode)
-        if config.training.compile:
-            compile_units(self.model, self.blocks, device)
-        give_values(self.model, layout, values, device, Shard())
-        self.parameters = sum(parameter.numel() for parameter in self.model.parameters())
-
-    def ddp(self) -> Runner:
-        parallel = DistributedDataParallel(self.model, gradient_as_bucket_view=True)
-        buckets: list[Tensor] = []
+def _dense(name: str, config: Config, device: torch.device) -> Runner:
+    """Build the full model under DDP, FSDP2 or HSDP, with the step that a user would write."""
+    world, most = dist.get_world_size(), config.gradient_clipping
+    model = model_and_batch(config)[0]()
+    layout = Layout.of(model, config, mesh_of(config, world))
+    values = values_to_give(model, config, layout)
+    checkpoint_activations(model, layout.blocks, config.activation_checkpointing.mode)
+    if config.training.compile:
+        compile_units(model, layout.blocks, device)
+    give_values(model, layout, values, device, Shard())
+    parameters, buckets = sum(parameter.numel() for parameter in model.parameters()), list[Tensor]()
+    parallel: nn.Module = model
+    if name == "ddp":
+        parallel = DistributedDataParallel(model, gradient_as_bucket_view=True)
 
         def noting(state, bucket):  # no annotations: DDP compares them with classes, but here they are strings
             if bucket.index() == 0:  # DDP replaces the buckets of the first step
@@ -217,88 +194,28 @@ class _Dense:
             return allreduce_hook(state, bucket)
 
         parallel.register_comm_hook(None, noting)
-        optimizer = self._optimizer()
-        return Runner(
-            self.parameters,
-            parallel,
-            optimizer,
-            self._loop(parallel, optimizer, parallel.no_sync),
-            kept=lambda: buckets,
-        )
+    else:
+        shape = (world,) if name == "fsdp2" else (REPLICAS, world // REPLICAS)
+        mesh = init_device_mesh(device.type, shape, mesh_dim_names=("replicate", "shard")[-len(shape) :])
+        for part in (*layout.blocks, *get_sharding_groups(model)):
+            fully_shard(model.get_submodule(part), mesh=mesh)
+        fully_shard(model, mesh=mesh)
+    section = config.optimizer or NamedParams(type="AdamW")
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    optimizer = build_optimizer(section.type, section.params, trained, device)[0]
 
-    def fsdp2(self, replicas: int) -> Runner:
-        """Shard each block, each part that the model asks for, and the rest.
+    def step(batches: Sequence[Batch]) -> Tensor:
+        losses = []
+        for number, batch in enumerate(batches, 1):
+            sends = number == len(batches) or name != "ddp"
+            with nullcontext() if sends else parallel.no_sync():  # type: ignore[operator]
+                loss = loss_of(call_model(parallel, batch))
+                (loss / len(batches)).backward()
+            losses.append(loss.detach())
+        if most > 0:
+            nn.utils.clip_grad_norm_(trained, most)
+        optimizer.step()
+        optimizer.zero_grad()
+        return torch.stack(losses).mean()
 
-        HSDP has several ``replicas``.
-        """
-        world, kind = dist.get_world_size(), self.device.type
-        if replicas == 1:
-            mesh = init_device_mesh(kind, (world,))
-        else:
-            mesh = init_device_mesh(kind, (replicas, world // replicas), mesh_dim_names=("replicate", "shard"))
-        for name in (*self.blocks, *get_sharding_groups(self.model)):
-            fully_shard(self.model.get_submodule(name), mesh=mesh)
-        fully_shard(self.model, mesh=mesh)
-        optimizer = self._optimizer()
-        return Runner(self.parameters, self.model, optimizer, self._loop(self.model, optimizer, nullcontext))
-
-    def deepspeed(self, stage: int) -> Runner:
-        package = load()
-        forget_process_groups()
-        set_verbosity({})
-        bucket = min(self.parameters, _BUCKET // 4)
-        settings = {
-            "train_micro_batch_size_per_gpu": self.batch.micro,
-            "gradient_accumulation_steps": self.batch.accumulation,
-            "gradient_clipping": self.config.gradient_clipping,
-            "zero_optimization": {"stage": stage, "reduce_bucket_size": bucket, "allgather_bucket_size": bucket},
-            "zero_allow_untested_optimizer": True,
-        }
-        plain = functional.linear
-        try:
-            with alone_if_unlaunched():
-                engine = package.initialize(model=self.model, optimizer=self._optimizer(), config=settings)[0]
-            native = functional.linear  # ZeRO 3 replaces it in torch, for all modules of the process
-        finally:
-            functional.linear = plain
-
-        def step(batches: Sequence[Batch]) -> Tensor:
-            losses = []
-            functional.linear = native
-            try:
-                for batch in batches:
-                    loss = loss_of(call_model(engine, batch))
-                    engine.backward(loss)
-                    engine.step()
-                    losses.append(loss.detach())
-            finally:
-                functional.linear = plain
-            return torch.stack(losses).mean()
-
-        return Runner(self.parameters, engine.module, engine.optimizer.optimizer, step)
-
-    def _optimizer(self) -> Optimizer:
-        section = self.config.optimizer or NamedParams(type="AdamW")
-        trained = [parameter for parameter in self.model.parameters() if parameter.requires_grad]
-        return build_optimizer(section.type, section.params, trained, self.device)[0]
-
-    def _loop(
-        self, model: nn.Module, optimizer: Optimizer, no_sync: Callable[[], AbstractContextManager[Any]]
-    ) -> Callable[[Sequence[Batch]], Tensor]:
-        """Make the training step that a user would write."""
-        parameters, most = list(model.parameters()), self.config.gradient_clipping
-
-        def step(batches: Sequence[Batch]) -> Tensor:
-            losses = []
-            for number, batch in enumerate(batches, 1):
-                with nullcontext() if number == len(batches) else no_sync():
-                    loss = loss_of(call_model(model, batch))
-                    (loss / len(batches)).backward()
-                losses.append(loss.detach())
-            if most > 0:
-                nn.utils.clip_grad_norm_(parameters, most)
-            optimizer.step()
-            optimizer.zero_grad()
-            return torch.stack(losses).mean()
-
-        return step
+    return Runner(parameters, parallel, optimizer, step, kept=lambda: buckets)

@@ -48,7 +48,7 @@ def rows_of(
 
     Args:
         facts: What was measured.
-        plans: What was planned. The buffers of DeepSpeed's ZeRO are not planned.
+        plans: What was planned.
         tokens: Tokens (or images) of a step.
     """
     rows = {}
@@ -58,7 +58,7 @@ def rows_of(
         row: dict[str, Any] = {
             **measured,
             "rates": plan.rates,
-            "planned_peak_bytes": None if name.startswith("zero") else plan.worst.trace.peak,
+            "planned_peak_bytes": plan.worst.trace.peak,
             "planned_sent_bytes": max(sum(rank.sent(plan.machine).values()) for rank in plan.ranks),
             "seconds": {"median": median, "least": min(seconds), "most": max(seconds), "rounds": seconds},
             "tokens_per_second": tokens / median,
@@ -85,10 +85,10 @@ def to_markdown(settings: Mapping[str, Any], rows: Mapping[str, Mapping[str, Any
     header = ["M parameters", "peak MB (planned)", "seconds of a step", "speed / DDP", unit, "sent MB, planned"]
     table = []
     for name, row in rows.items():
-        seconds, planned = row["seconds"], row["planned_peak_bytes"]
+        seconds = row["seconds"]
         table.append(text_row(name, [
             f"{row['parameters'] / 1e6:.2f}",
-            f"{row['peak_bytes'] / 1e6:,.1f} ({f'{planned / 1e6:,.1f}' if planned else '–'})",
+            f"{row['peak_bytes'] / 1e6:,.1f} ({row['planned_peak_bytes'] / 1e6:,.1f})",
             f"{seconds['median']:.3f} ({seconds['least']:.3f} … {seconds['most']:.3f})",
             f"{row['speed_over_ddp']:.2f}" if "speed_over_ddp" in row else "–",
             f"{row['tokens_per_second']:,.0f}",

@@ -110,15 +110,6 @@ class Trial:
         assert self.plan is not None and self.need is not None
         return self.plan.seconds, sum(self.plan.sent_at_most.values()), self.need
 
-    @property
-    def shortest(self) -> float:
-        """Seconds of a step that hides all the traffic that can be hidden.
-
-        No ZeRO stage makes the step shorter than this.
-        """
-        assert self.plan is not None
-        return max(rank.time.compute + rank.time.tensor_parallel for rank in self.plan.ranks)
-
 
 @dataclass(frozen=True)
 class Fit:
@@ -216,8 +207,7 @@ class _Search:
         Less recomputation and a lower stage never take longer and never need less memory. (The plan
         may say otherwise, because it also hides traffic behind recomputation; that is ignored.) The
         search starts from the settings that need the least memory. It lowers recomputation as long
-        as the result fits, then the stage. Settings that could not beat the fastest even with all
-        traffic hidden are skipped.
+        as the result fits, then the stage.
         """
         stages = (0,) if ranks == tp else _STAGES  # one rank has nothing to shard
         modes: list[Trial] = []
@@ -230,17 +220,12 @@ class _Search:
                 break
         below = len(stages) - 1
         for found in reversed(modes):
-            if below == 0 or found.shortest > self._fastest():
-                break
             for index in range(below):
                 trial = self._try(replace(found.choice, stage=stages[index]))
                 if trial.plan is not None:
                     yield trial
                     below = index
                     break
-
-    def _fastest(self) -> float:
-        return min((trial.plan.seconds for trial in self.trials if trial.plan is not None), default=math.inf)
 
     def _try(self, choice: Choice) -> Trial:
         trial = self._trial(choice)
