@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import weakref
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -46,6 +47,10 @@ CASES = [
     (Case(4, 1, 1, model="llama-tied-meta", copies=INT8, placement="contiguous", **BACKWARD), "fsdp2"),
     (Case(2, 2, 3, model="even-llama-meta", copies=NF4, placement="contiguous", **BACKWARD), "fsdp2"),
     (Case(2, 2, 1, copies=INT8, **BACKWARD), "deepspeed"),
+    (Case(2, 2, 2, model="llama-meta", copies=NF4, bf16=True, **BACKWARD), "fsdp2"),
+    (Case(2, 2, 2, model="llama", copies=INT8, bf16=True, **BACKWARD), "deepspeed"),
+    (Case(2, 2, 2, neurons=2, model="even-llama", copies=NF4, **BACKWARD), "deepspeed"),
+    (Case(2, 2, 3, neurons=2, model="even-llama", copies=INT8, accumulation=2, clip=True, **BACKWARD), "deepspeed"),
     (Case(2, 2, 3, model="llama-meta", copies=NF4, **BACKWARD), "deepspeed"),
 ]
 
@@ -186,17 +191,36 @@ def test_copies_of_a_fragment_are_those_of_its_anchors(ranks: RankPool) -> None:
         _compare_copies(LOCAL, groups, [answer[step]["copies"] for answer in answers])
 
 
+@pytest.mark.parametrize("kind", [INT8, NF4])
+def test_a_round_of_local_steps_equals_the_oracles(ranks: RankPool, kind: str) -> None:
+    case = replace(LOCAL, sync='{"every": 2}', steps=2, copies=kind)
+    answers = ranks.run(_moments, case, "fsdp2", world=case.world)
+    groups = oracle_of(case)
+    for step in range(case.steps):
+        batches = [[models.micro_batch(case.model, step, 0, rank) for rank in range(case.data_ranks)]]
+        done = groups.step(batches, rate_of(case, step))
+        losses = [answer[step]["loss"] for answer in answers]
+        assert sum(losses) / len(losses) == pytest.approx(done.loss, rel=RELATIVE)
+    before, after = (answers[0][step]["full"] for step in (0, case.steps))
+    for name in dict.fromkeys(piece.canonical for piece in groups.trained.values()):
+        change, expected = after[name] - before[name], groups.full[name] - before[name]
+        assert (change - expected).abs().max() <= 10 * RELATIVE * change.abs().max(), name
+
+
 @pytest.mark.parametrize(
-    "case",
+    ("case", "engine"),
     [
-        Case(2, 2, 3, optimizer="adamw", model="llama-meta", copies=BOTH, **BACKWARD),
-        Case(2, 1, 0, optimizer="adamw", model="even-llama", neurons=2, masking=TO_BACKWARD, copies=NF4),
+        (Case(2, 2, 3, optimizer="adamw", model="llama-meta", copies=BOTH, **BACKWARD), "fsdp2"),
+        (Case(2, 1, 0, optimizer="adamw", model="even-llama", neurons=2, masking=TO_BACKWARD, copies=NF4), "fsdp2"),
+        (Case(2, 2, 2, optimizer="adamw", model="llama-meta", copies=INT8, sync='{"every": 3}', **BACKWARD), "fsdp2"),
+        (Case(2, 2, 2, optimizer="adamw", copies=BOTH, bf16=True, **BACKWARD), "deepspeed"),
+        (Case(2, 2, 3, optimizer="adamw", model="llama-meta", copies=INT8, **BACKWARD), "deepspeed"),
     ],
     ids=str,
 )
-def test_a_resume_equals_the_undisturbed_run(ranks: RankPool, case: Case, tmp_path: Path) -> None:
+def test_a_resume_equals_the_undisturbed_run(ranks: RankPool, case: Case, engine: str, tmp_path: Path) -> None:
     every = 2 if case.copies == BOTH else 1  # between two refreshes it does not
-    answers = ranks.run(resumed, case, str(tmp_path), world=case.world)
+    answers = ranks.run(resumed, case, str(tmp_path), engine, world=case.world)
     assert_equal_runs([(expected[::every], found[::every]) for expected, found in answers])
 
 

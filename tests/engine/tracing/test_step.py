@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterable
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -116,6 +118,23 @@ CASES = {
     "images": (2, config_of(model=RESNET)),
     "mostly-state": (2, config_of(1, stage=2, bf16=True, model=RESNET | {"width": 48})),
 }
+
+
+@pytest.mark.parametrize("name", ["llama_134m", "llama_500m", "llama_1b", "llama_8b_hybrid", "llama_70b_hybrid"])
+def test_messages_of_int8_copies_are_small(name: str) -> None:
+    """At most 0.30 of those in float32, and 0.55 of those in bfloat16."""
+    config = json.loads((Path(__file__).parents[3] / "configs" / f"{name}.json").read_text())
+    world = config["sdp"]["groups"] * config.get("tensor_parallel", {}).get("autotp_size", 1)
+    section = {**config["sdp"], "masking": "backward", "lr_scale": "none"}
+
+    def refreshes(bf16: bool, copies: str) -> int:
+        found = messages_of(config | {"bf16": {"enabled": bf16}, "sdp": section | {"copies": {"dtype": copies}}}, world)
+        ranks = range(0, world, world // config["sdp"]["groups"])
+        return sum(one.nbytes for rank in ranks for one in found.of_step(rank, rank, ()) if one.kind == "broadcast")
+
+    int8 = refreshes(True, "int8")
+    assert 0 < int8 <= 0.30 * refreshes(False, "compute")
+    assert int8 <= 0.55 * refreshes(True, "compute")
 
 
 # Others have what these have: states, sharding, precision, granularity and recomputation.
