@@ -31,9 +31,9 @@ from .subnetwork.materialise import (
     give_values,
     replace_blocks,
     require_float32,
-    slice_neurons,
     take_values_of_rank_0,
 )
+from .subnetwork.neurons import slice_layers
 
 
 def build_store(
@@ -138,7 +138,7 @@ def _cut(
     """Cut ``model`` in place to what this rank has of it. Returns the layout of the result."""
     group, compute_dtype = layout.mesh.coordinates(dist.get_rank()).sdp, getattr(torch, config.precision)
     # 1. Slice neurons. Tensor parallelism splits the slices, so they must exist before it.
-    slice_neurons(model, config, layout, group, compute_dtype)
+    slice_layers(model, layout, group, compute_dtype)
     # 2. Tensor parallelism. It must see every block, because the skeleton of a skipped block is
     # split too.
     if tensor_ranks is not None:

@@ -15,39 +15,6 @@ from .sections import LlamaConfig, RopeScaling
 TYPES = {"llama": "LlamaForCausalLM", "qwen3": "Qwen3ForCausalLM"}
 """The classes of transformers that compute what a LLaMA of ours computes, by model_type."""
 
-_SHARED = (
-    "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads",
-    "max_position_embeddings",
-    "rms_norm_eps", "rope_theta", "tie_word_embeddings", "initializer_range",
-)  # fmt: skip
-
-
-def to_huggingface(config: LlamaConfig) -> dict[str, Any]:
-    """The ``config.json`` of ``LlamaForCausalLM``, or of ``Qwen3ForCausalLM``.
-
-    Defaults that affect results are written out, because they differ between versions.
-    """
-    kind = "qwen3" if config.qk_norm else "llama"
-    rotary: dict[str, Any] = {"rope_type": "default"}
-    if config.rope_scaling is not None:
-        rotary = config.rope_scaling.model_dump(exclude_none=True)
-    return {
-        "architectures": [TYPES[kind]],
-        "model_type": kind,
-        **{key: getattr(config, key) for key in _SHARED},
-        "num_key_value_heads": config.key_value_heads,
-        "head_dim": config.head_size,
-        # transformers 5 reads this; transformers 4 reads rope_scaling and the rope_theta above.
-        "rope_parameters": {**rotary, "rope_theta": config.rope_theta},
-        **({"rope_scaling": rotary} if config.rope_scaling is not None else {}),
-        "hidden_act": "silu",
-        "attention_bias": False,
-        "mlp_bias": False,
-        "attention_dropout": 0.0,
-        "use_cache": True,
-    }
-
-
 _REQUIRED = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
 _OPTIONAL = {
     "max_position_embeddings": 2048,
@@ -63,6 +30,29 @@ _NEUTRAL = {
     "quantization_config": None,
     "use_sliding_window": False,
 }
+
+
+def to_huggingface(config: LlamaConfig) -> dict[str, Any]:
+    """The ``config.json`` of ``LlamaForCausalLM``, or of ``Qwen3ForCausalLM``.
+
+    Defaults that affect results are written out, because they differ between versions.
+    """
+    kind = "qwen3" if config.qk_norm else "llama"
+    rotary: dict[str, Any] = {"rope_type": "default"}
+    if config.rope_scaling is not None:
+        rotary = config.rope_scaling.model_dump(exclude_none=True)
+    return {
+        "architectures": [TYPES[kind]],
+        "model_type": kind,
+        **{key: getattr(config, key) for key in (*_REQUIRED, *_OPTIONAL, "rope_theta")},
+        "num_key_value_heads": config.key_value_heads,
+        "head_dim": config.head_size,
+        # transformers 5 reads this; transformers 4 reads rope_scaling and the rope_theta above.
+        "rope_parameters": {**rotary, "rope_theta": config.rope_theta},
+        **({"rope_scaling": rotary} if config.rope_scaling is not None else {}),
+        **{key: value for key, value in _NEUTRAL.items() if value is not None},
+        "use_cache": True,
+    }
 
 
 def from_huggingface(content: Mapping[str, Any]) -> dict[str, Any]:

@@ -17,7 +17,7 @@ from ..engine.model_interface import get_config
 from . import huggingface, llama_hf
 from .llama import Llama
 from .resnet import ResNet
-from .sections import SECTIONS, HuggingFaceConfig, require_known
+from .sections import SECTIONS, HuggingFaceConfig, LlamaConfig, require_known
 from .swin import Swin
 
 
@@ -29,18 +29,15 @@ class Entry:
         config: The schema of its section.
         build: Builds the model from the section.
         reads: The kind of data that the model reads.
-        to_huggingface: Gives the ``config.json`` of the same model in ``transformers``. It is None
-            if ``transformers`` does not have the model.
     """
 
     config: type[Section]
     build: Callable[[Any], nn.Module]
     reads: Literal["tokens", "images"]
-    to_huggingface: Callable[[Any], dict[str, Any]] | None = None
 
 
 MODELS: Mapping[str, Entry] = {
-    "llama": Entry(SECTIONS["llama"], Llama, "tokens", llama_hf.to_huggingface),
+    "llama": Entry(SECTIONS["llama"], Llama, "tokens"),
     "resnet18": Entry(SECTIONS["resnet18"], ResNet, "images"),
     "swin_t": Entry(SECTIONS["swin_t"], Swin, "images"),
     "huggingface": Entry(SECTIONS["huggingface"], huggingface.build, "tokens"),
@@ -108,13 +105,12 @@ def huggingface_config(section: Mapping[str, Any], vocab_size: int) -> dict[str,
 
     Raises ConfigError if ``transformers`` has no such model.
     """
-    entry, config = _parse(section, {"vocab_size": vocab_size})
-    if entry.to_huggingface is None:
-        known = ", ".join(name for name, other in MODELS.items() if other.to_huggingface is not None)
+    _, config = _parse(section, {"vocab_size": vocab_size})
+    if not isinstance(config, LlamaConfig):
         raise ConfigError(
-            f"model.name: {section['name']!r} has no counterpart in transformers; there is one for: {known}"
+            f"model.name: {section['name']!r} has no counterpart in transformers; there is one for: llama"
         )
-    return entry.to_huggingface(config)
+    return llama_hf.to_huggingface(config)
 
 
 def section_from_huggingface(directory: Path, stated: Mapping[str, Any]) -> dict[str, Any]:

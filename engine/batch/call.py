@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils._pytree import tree_leaves, tree_map
+from torch.utils._pytree import tree_map
 
 from ..errors import ConfigError, DataError, ModelError
 from ..model_interface import shifts_labels
@@ -48,13 +48,13 @@ def map_leaves(function: Callable[[Any], Any], tree: Any) -> Any:
 def tensors_in(tree: Any) -> list[torch.Tensor]:
     """Return the tensors among the leaves of :func:`map_leaves`, in order."""
     found: list[torch.Tensor] = []
-    for leaf in tree_leaves(tree):
+
+    def collect(leaf: Any) -> Any:
         if isinstance(leaf, torch.Tensor):
             found.append(leaf)
-        elif isinstance(leaf, MutableMapping):
-            found += tensors_in(list(leaf.values()))
-        elif is_dataclass(leaf) and not isinstance(leaf, type):
-            found += tensors_in([getattr(leaf, field.name) for field in fields(leaf)])
+        return leaf
+
+    map_leaves(collect, tree)
     return found
 
 

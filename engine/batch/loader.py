@@ -75,10 +75,10 @@ class ResumableLoader:
             self.sampler = ResumableBatchSampler(
                 _length(dataset), micro_batch_size, data_rank, data_ranks, seed, shuffle=shuffle, positions=positions
             )
-        self._collate_fn = collate_fn
-        self._num_workers = num_workers
-        self._worker_options = dict(worker_options or {})
-        self._pin_memory = pin_memory
+        options = dict(worker_options or {})
+        start = _WorkerStart(options.pop("worker_init_fn", None))
+        options |= {"collate_fn": collate_fn, "num_workers": num_workers, "pin_memory": pin_memory}
+        self._options: dict[str, Any] = options | {"worker_init_fn": start}
         self._consumed = 0
         self._generation = 0
         self._source: Iterator[Any] | None = None
@@ -125,16 +125,11 @@ class ResumableLoader:
         self.sampler.consumed = self._consumed
         # Without a generator of its own, the loader would draw from torch's global one when an
         # iteration starts, and a resumed run would differ.
-        start = _WorkerStart(self._worker_options.get("worker_init_fn"))
-        options: dict[str, Any] = self._worker_options | {"worker_init_fn": start}
         batches = DataLoader(
             _SeededReads(self.dataset, self.sampler.seed),
             batch_sampler=_positions(self.sampler),  # pyright: ignore[reportArgumentType]  # any iterable will do
-            collate_fn=self._collate_fn,
-            num_workers=self._num_workers,
-            pin_memory=self._pin_memory,
             generator=torch.Generator().manual_seed(self.sampler.seed),
-            **options,
+            **self._options,
         )
         self._source = iter(_plain_errors(batches))
         while True:
@@ -145,7 +140,7 @@ class ResumableLoader:
 
     def _read(self) -> Any:
         assert self._source is not None
-        with nullcontext() if self._num_workers else _random_state_kept():
+        with nullcontext() if self._options["num_workers"] else _random_state_kept():
             return next(self._source)
 
     def _refuse_stale(self, generation: int) -> None:

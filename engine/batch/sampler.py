@@ -10,6 +10,14 @@ import numpy as np
 
 from ..errors import CheckpointError, DataError, quote
 
+_OF_OTHER_DATA = {
+    "stream": "an iterable data set, this run a map-style one; use the same data",
+    "samples_of_paths": "the data of paths, and this run has none; set sdp.paths as it was, or start a new run from "
+    "the weights with training.init_from",
+    "sources": "several sources, and this run reads one data set; set data.sources as it was",
+}
+"""What is wrong with a state that has a key of another sampler."""
+
 
 class ResumableBatchSampler:
     """Yields lists of data-set indices without end. Its state is valid for any layout.
@@ -90,21 +98,9 @@ class ResumableBatchSampler:
 
         Raises CheckpointError for an incomplete state, and for another data set or seed.
         """
-        if "stream" in state:
-            raise CheckpointError(
-                "data loader state: the checkpoint read an iterable data set, this run a map-style one; use the same "
-                "data"
-            )
-        if "samples_of_paths" in state:
-            raise CheckpointError(
-                "data loader state: the checkpoint read the data of paths, and this run has none; set sdp.paths as it "
-                "was, or start a new run from the weights with training.init_from"
-            )
-        if "sources" in state:
-            raise CheckpointError(
-                "data loader state: the checkpoint read several sources, and this run reads one data set; set "
-                "data.sources as it was"
-            )
+        for key, problem in _OF_OTHER_DATA.items():
+            if key in state:
+                raise CheckpointError(f"data loader state: the checkpoint read {problem}")
         return self._checked_counts(state)
 
     def _checked_counts(self, state: Mapping[str, Any], *, same_samples: bool = True) -> int:

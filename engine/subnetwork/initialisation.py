@@ -275,12 +275,11 @@ class WeightFiles:
             raise ModelError(f"{file}: is not a regular file; download or export the model again")
         try:
             return safe_open(file, framework="pt")
-        except SafetensorError as error:
-            raise ModelError(f"{file}: cannot be read ({shorten(error)}); download or export the model again") from None
         except FileNotFoundError:
             raise ModelError(f"{file}: is missing, though {INDEX} names it; download the model again") from None
-        except OSError as error:
-            raise ModelError(f"{file}: cannot be read ({error.strerror}); download or export the model again") from None
+        except (SafetensorError, OSError) as error:
+            reason = shorten(getattr(error, "strerror", None) or error)
+            raise ModelError(f"{file}: cannot be read ({reason}); download or export the model again") from None
 
     def keys(self) -> list[str]:
         return list(self._tensors)

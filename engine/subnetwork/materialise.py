@@ -15,30 +15,12 @@ from ..placement.layout import Layout
 from ..placement.tensor_info import Shard, TensorInfo
 from .carve import PassThrough, carve, freeze
 from .initialisation import Filler, ModuleInit
-from .neurons import slice_layers
 
 
 def allocate(model: nn.Module, layout: Layout, device: torch.device) -> None:
     """Move a model from the meta device to ``device``, without values, and restore its ties."""
     model.to_empty(device=device)
     restore_ties(model, layout.aliases)
-
-
-def cut(
-    model: nn.Module, config: Config, layout: Layout, group: int, compute_dtype: torch.dtype
-) -> dict[str, PassThrough]:
-    """Cut ``model`` in place to what ``group`` holds, or freeze the rest.
-
-    Returns the pass-throughs of skipped blocks, by name.
-    """
-    slice_neurons(model, config, layout, group, compute_dtype)
-    return replace_blocks(model, config, layout, group, compute_dtype)
-
-
-def slice_neurons(model: nn.Module, config: Config, layout: Layout, group: int, compute_dtype: torch.dtype) -> None:
-    """Cut layers in place to the neurons that ``group`` holds. A no-op if the units are blocks."""
-    if config.sdp.granularity == "neuron":
-        slice_layers(model, layout, group, compute_dtype)
 
 
 def replace_blocks(
@@ -52,9 +34,8 @@ def replace_blocks(
         return {}
     if layout.keeps_frozen:
         freeze(model, layout.units, layout.placement, group, compute_dtype)
-    else:
-        return carve(model, layout.units, layout.placement, group)
-    return {}
+        return {}
+    return carve(model, layout.units, layout.placement, group)
 
 
 def make_float32(model: nn.Module) -> str:

@@ -104,13 +104,6 @@ class Slices:
         pieces = y.split([self.ranges[index][1] - self.ranges[index][0] for index in order], axis)
         return torch.cat([pieces[position] for position in by_part], axis)
 
-    def __str__(self) -> str:
-        kinds = {"": self.held, ", frozen: ": self.frozen}
-        names = [
-            kind + (", ".join(f"{self.key}:{index}" for index in indices)) for kind, indices in kinds.items() if indices
-        ]
-        return f"slices along {self.dim}: {''.join(names) or 'none'}"
-
 
 def multiply(x: Tensor, weight: Tensor, convolution: Settings | None) -> Tensor:
     """A matrix product (features in the last dimension) or a convolution (channels in dimension
@@ -177,9 +170,6 @@ class _Sliced(nn.Module):
     def __init__(self, slices: Mapping[str, Slices]):
         super().__init__()
         self.slices = dict(slices)
-
-    def extra_repr(self) -> str:
-        return "; ".join(map(str, self.slices.values()))
 
 
 class SlicedLinear(_Sliced):
@@ -275,9 +265,6 @@ class SlicedBatchNorm(_BatchNorm):
         if tracks:
             self.running_mean[where], self.running_var[where] = mean, variance  # type: ignore[index, assignment]
         return output
-
-    def extra_repr(self) -> str:
-        return "; ".join(map(str, self.slices.values()))
 
 
 def slice_layers(model: nn.Module, layout: Layout, group: int, dtype: torch.dtype = torch.float32) -> None:

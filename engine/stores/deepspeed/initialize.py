@@ -24,7 +24,8 @@ from ...subnetwork.copies import copy_cheaply
 from ...subnetwork.execution import checkpoint_activations
 from ...subnetwork.given_model import refuse_shapes
 from ...subnetwork.initialisation import ModuleInit
-from ...subnetwork.materialise import cut, give_values, take_values_of_rank_0
+from ...subnetwork.materialise import give_values, replace_blocks, take_values_of_rank_0
+from ...subnetwork.neurons import slice_layers
 from ..store import parameters_of
 from .partitions import bundles_of
 from .private import let_groups_differ, load, separate_process_groups, set_verbosity
@@ -102,10 +103,12 @@ def _cut_and_fill(
     """Cut ``model`` in place to the parts that ``group`` holds, and give it values."""
     if plan is None:
         take_values_of_rank_0(model, device)
-    replaced = cut(model, config, layout, group, getattr(torch, config.precision))
+    compute_dtype = getattr(torch, config.precision)
+    slice_layers(model, layout, group, compute_dtype)
+    replaced = replace_blocks(model, config, layout, group, compute_dtype)
     run = [name for name in layout.blocks if name not in replaced]
     checkpoint_activations(model, run, config.activation_checkpointing.mode)
-    copy_cheaply(model, layout, group, config.sdp.copies, getattr(torch, config.precision))
+    copy_cheaply(model, layout, group, config.sdp.copies, compute_dtype)
     give_values(model, layout, plan, device, Shard(), {info.name for info in layout.frozen(group)})
 
 
