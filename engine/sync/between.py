@@ -7,6 +7,7 @@ It works on a :class:`~sdp.engine.stores.store.GroupStore`, whatever that does i
 from __future__ import annotations
 
 import math
+import operator
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any
 
@@ -22,12 +23,10 @@ from ..distributed.collectives import local_tensor, stored_tensor
 from ..distributed.mesh import Holders
 from ..errors import HolderMismatchError, NonFiniteError, PlacementError
 from ..optim.clip import squared_norm
-from ..placement.layout import Layout
 from ..placement.placement import Placement
-from ..placement.units import SHARED
-from ..stores.store import GroupStore, parameters_of
+from ..stores.store import GroupStore, Stepped, parameters_of
 from ..subnetwork.copies import quantise
-from .gradients import CHANGED, FinalGradients, GradientSync, WeightRefresh, compare_gradients
+from .gradients import CHANGED, FinalGradients, GradientSync, WeightRefresh, compare_gradients, unequal_holders
 
 CHUNK = 1 << 20
 
@@ -63,24 +62,23 @@ def check_holders(
         HolderMismatchError: Two holders differ. It is raised on every rank and names the unit and
             the groups that disagree.
     """
-    layout, context = store.layout, store.context
-    names = [SHARED, *(unit.name for unit in layout.units)]
-    mine = torch.zeros((2, len(names)), dtype=torch.int64, device=context.device)
-    for index, unit in enumerate(names):
-        held = [(key, one) for key, one in store.stepped.items() if one.unit == unit]
-        whole = [(key, one) for key, one in held if not one.is_cut]  # equal on all tensor-parallel ranks
-        for row, members in enumerate((held, whole)):
-            mine[row, index] = checksum(
-                tensor
-                for key, one in members
-                for tensor in (weights.get(key, one.tensor), *_state_of(optimizer, owners.get(key, one.tensor)))
-            )
-    everyones = mine.new_empty((layout.mesh.world_size, *mine.shape))
-    dist.all_gather(list(everyones.unbind()), mine)
-    for index, unit in enumerate(names):
-        holders = layout.everyone if unit == SHARED else layout.placement.holders[index - 1]
-        _compare(layout, unit, holders, everyones[:, 0, index].tolist(), sharded=context.is_sharded)
-        _compare_copies(layout, unit, everyones[:, 1, index].tolist())
+
+    def bits(members: Sequence[tuple[str, Stepped]]) -> int:
+        return checksum(
+            tensor
+            for key, one in members
+            for tensor in (weights.get(key, one.tensor), *_state_of(optimizer, owners.get(key, one.tensor)))
+        )
+
+    found = unequal_holders(store, bits, torch.int64, operator.eq)
+    if found is not None:
+        what, one, other = found
+        raise HolderMismatchError(
+            f"{what}: weights or optimizer state of {other} differ from those of {one}, and holders must stay bitwise "
+            "equal; check whether the script changes weights, gradients, learning rates or optimizer state on some "
+            "ranks only, or steps the optimizer itself; if it does not, check the hardware; then resume from the last "
+            "checkpoint"
+        )
 
 
 def check_placement(placement: Placement, device: torch.device) -> None:
@@ -102,40 +100,6 @@ def check_placement(placement: Placement, device: torch.device) -> None:
 def _state_of(optimizer: Optimizer, parameter: torch.Tensor) -> list[torch.Tensor]:
     state = optimizer.state.get(parameter, {})
     return [value for _, value in sorted(state.items()) if isinstance(value, torch.Tensor) and value.dim()]
-
-
-def _compare(layout: Layout, unit: str, holders: tuple[int, ...], sums: list[int], *, sharded: bool) -> None:
-    mesh = layout.mesh
-    for tp in range(mesh.tp):
-        for group in holders:
-            for fsdp in range(mesh.fsdp):
-                # Without shards, a group's ranks are replicas, which must agree too.
-                first = mesh.rank(holders[0], fsdp if sharded else 0, tp)
-                other = mesh.rank(group, fsdp, tp)
-                if sums[other] != sums[first]:
-                    raise _disagreement(unit, other, group, first, holders[0])
-
-
-def _compare_copies(layout: Layout, unit: str, sums: list[int]) -> None:
-    """Compare the parameters that tensor parallelism does not cut.
-
-    They must be equal on all ranks of one (sdp, fsdp) position.
-    """
-    for first in range(0, layout.mesh.world_size, layout.mesh.tp):
-        for other in range(first + 1, first + layout.mesh.tp):
-            if sums[other] != sums[first]:
-                group = layout.mesh.coordinates(other).sdp
-                raise _disagreement(unit, other, group, first, group)
-
-
-def _disagreement(unit: str, other: int, group: int, first: int, first_group: int) -> HolderMismatchError:
-    what = "the shared part" if unit == SHARED else f"unit {unit!r}"
-    return HolderMismatchError(
-        f"{what}: weights or optimizer state of rank {other} (group {group}) differ from those of rank {first} (group "
-        f"{first_group}), and holders must stay bitwise equal; check whether the script changes weights, gradients, "
-        "learning rates or optimizer state on some ranks only, or steps the optimizer itself; if it does not, check "
-        "the hardware; then resume from the last checkpoint"
-    )
 
 
 class BetweenGroups:

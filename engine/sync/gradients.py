@@ -26,10 +26,9 @@ from ..distributed.collectives import Scope, Traffic, cut_like, local_tensor
 from ..distributed.mesh import Holders, passes_on
 from ..errors import HolderMismatchError, ModelError
 from ..optim.clip import squared_norm
-from ..placement.layout import Layout
 from ..placement.placement import Bucket, Refresh
 from ..placement.units import SHARED
-from ..stores.store import GroupStore
+from ..stores.store import GroupStore, Stepped
 
 AllReduce = Callable[[torch.Tensor, dist.ProcessGroup], Any]
 
@@ -268,6 +267,51 @@ def _version(gradient: torch.Tensor | None) -> int:
     return -1 if gradient is None else gradient._version + local_tensor(gradient)._version
 
 
+def unequal_holders(
+    store: GroupStore,
+    value_of: Callable[[Sequence[tuple[str, Stepped]]], float],
+    dtype: torch.dtype,
+    are_equal: Callable[[float, float], bool],
+) -> tuple[str, str, str] | None:
+    """Find a unit of which two ranks have different values that must have the same. Collective.
+
+    Holders must have the same value. So must the ranks of a group, for what they do not cut.
+
+    Args:
+        store: This rank's share of its group.
+        value_of: Returns this rank's value for tensors of a unit, with their keys.
+        dtype: The dtype of the values.
+        are_equal: Compares two values.
+
+    Returns:
+        The unit and the two ranks, in words, on every rank; None if all are equal.
+    """
+    layout, mesh, device = store.layout, store.layout.mesh, store.context.device
+    names = [SHARED, *(unit.name for unit in layout.units)]
+    mine = torch.zeros((2, len(names)), dtype=dtype, device=device)
+    for index, unit in enumerate(names):
+        held = [(key, one) for key, one in store.stepped.items() if one.unit == unit]
+        mine[0, index] = value_of(held)
+        mine[1, index] = value_of([(key, one) for key, one in held if not one.is_cut])
+    everyones = mine.new_empty((mesh.world_size, *mine.shape))
+    dist.all_gather(list(everyones.unbind()), mine)
+    values = everyones.tolist()
+    for index, unit in enumerate(names):
+        holders = layout.everyone if unit == SHARED else layout.placement.holders[index - 1]
+        for group in holders:
+            for other in mesh.ranks_of(group):
+                at = mesh.coordinates(other)
+                # Without shards, a group's ranks are replicas, which must agree too.
+                first = mesh.rank(holders[0], at.fsdp if store.context.is_sharded else 0, at.tp)
+                peer = mesh.rank(group, at.fsdp)  # has equal copies of what tensor parallelism does not cut
+                for row, one in ((0, first), (1, peer)):
+                    if not are_equal(values[one][row][index], values[other][row][index]):
+                        what = "the shared part" if unit == SHARED else f"unit {unit!r}"
+                        first_group = mesh.coordinates(one).sdp
+                        return what, f"rank {one} (group {first_group})", f"rank {other} (group {group})"
+    return None
+
+
 def compare_gradients(store: GroupStore) -> None:
     """Compare the norms of every unit's gradient across the ranks that must have the same one.
     Collective.
@@ -275,38 +319,20 @@ def compare_gradients(store: GroupStore) -> None:
     Raises:
         HolderMismatchError: Two ranks differ. It is raised on every rank and names the unit.
     """
-    layout, mesh, device = store.layout, store.layout.mesh, store.context.device
-    names, sharded = [SHARED, *(unit.name for unit in layout.units)], store.context.is_sharded
-    mine = torch.zeros((2, len(names)), dtype=torch.float64, device=device)
-    for index, unit in enumerate(names):
-        held = [one for one in store.stepped.values() if one.unit == unit]
-        whole = [one for one in held if not one.is_cut]  # equal on all tensor-parallel ranks
-        for row, members in enumerate((held, whole)):
-            gradients = [one.tensor.grad for one in members if one.tensor.grad is not None]
-            mine[row, index] = squared_norm(gradients, device).sqrt()
-    norms = mine.new_empty((mesh.world_size, *mine.shape))
-    dist.all_gather(list(norms.unbind()), mine)
-    for index, unit in enumerate(names):
-        holders = layout.everyone if unit == SHARED else layout.placement.holders[index - 1]
-        for group in holders:
-            for other in mesh.ranks_of(group):
-                at = mesh.coordinates(other)
-                first = mesh.rank(holders[0], at.fsdp if sharded else 0, at.tp)
-                peer = mesh.rank(group, at.fsdp)  # has equal copies of what tensor parallelism does not cut
-                for row, one in ((0, first), (1, peer)):
-                    a, b = norms[one, row, index].item(), norms[other, row, index].item()
-                    if not abs(a - b) <= _ROUND_OFF * max(a, b):
-                        raise _differs(layout, unit, one, other)
 
+    def norm(members: Sequence[tuple[str, Stepped]]) -> float:
+        gradients = [one.tensor.grad for _, one in members if one.tensor.grad is not None]
+        return squared_norm(gradients, store.context.device).sqrt().item()
 
-def _differs(layout: Layout, unit: str, first: int, other: int) -> HolderMismatchError:
-    what = "the shared part" if unit == SHARED else f"unit {unit!r}"
-    one, two = (f"rank {rank} (group {layout.mesh.coordinates(rank).sdp})" for rank in (first, other))
-    return HolderMismatchError(
-        f"the script changed gradients between engine.backward and engine.step, so that those of {what} differ between "
-        f"{one} and {two}; set gradient_clipping in the configuration instead of torch.nn.utils.clip_grad_norm_, which "
-        "knows the norm of one group's subnetwork only; other changes must be equal on all ranks"
-    )
+    found = unequal_holders(store, norm, torch.float64, lambda a, b: abs(a - b) <= _ROUND_OFF * max(a, b))
+    if found is not None:
+        what, one, other = found
+        raise HolderMismatchError(
+            f"the script changed gradients between engine.backward and engine.step, so that those of {what} differ "
+            f"between {one} and {other}; set gradient_clipping in the configuration instead of "
+            "torch.nn.utils.clip_grad_norm_, which knows the norm of one group's subnetwork only; other changes must "
+            "be equal on all ranks"
+        )
 
 
 class WeightRefresh:
