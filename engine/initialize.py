@@ -30,6 +30,7 @@ from .environment.detect import detect, set_default
 from .environment.process import watch
 from .errors import ConfigError, ModelError
 from .full_model.whole_copy import UncutModel
+from .model_interface import get_random_options
 from .optim.muon import arrange as arrange_muon
 from .optim.optimizers import check_optimizer, make_optimizer, with_torch_kernels
 from .optim.param_groups import freeze_others, groups_here, named_groups, without_decay
@@ -37,7 +38,6 @@ from .optim.schedules import check_steps, scheduler_of
 from .optim.script_optimizers import needs_whole_matrices
 from .placement.layout import Layout
 from .placement.policies import warnings_of
-from .placement.requirements import draws_of
 from .stores.store import GroupStore
 from .subnetwork.given_model import check_given_model, compiled_in_place
 from .subnetwork.initialisation import seed_of
@@ -258,7 +258,7 @@ def initialize(
     _refuse_to_scale(model, settings)
     _refuse_hooks(model, settings, mesh)
     layout = Layout.of(model, settings, mesh).in_phase(settings.masking_schedule.at(1))
-    if draws_of(model):
+    if get_random_options(model):
         torch.manual_seed(seed_of(settings.training.seed, "draws", dist.get_rank()))
     check_placement(layout.placement, device)
     check_equal({"the model's parameters": _parameters(layout)}, device)

@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from ..engine.distributed.heartbeat import open_own_file
-from ..engine.environment.detect import LISTENING_SOCKET, LOOPBACK, free_port, local_environment, publish, set_default
+from ..engine.environment.detect import LISTENING_SOCKET, LOOPBACK, export, free_port, local_environment, set_default
 from ..engine.environment.process import allocator_settings, child_environment, loopback_settings, thread_settings
 from ..engine.errors import LaunchError
 from .fatal_errors import FatalError, described_end, say, show
@@ -85,7 +85,7 @@ def become_single() -> None:
     """Make this process a run of one rank."""
     for name, value in loopback_settings().items():
         set_default(name, value)
-    publish(local_environment(0, 1, free_port()))
+    export(local_environment(0, 1, free_port()).variables())
 
 
 def _start_all(

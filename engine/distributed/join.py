@@ -20,9 +20,9 @@ from ..environment.detect import (
     LAUNCHERS,
     Environment,
     detect,
+    export,
     inherited_socket,
     launcher_serves_store,
-    publish,
     set_default,
 )
 from ..environment.process import announced, loopback_settings
@@ -134,7 +134,7 @@ def join(timeout_seconds: float | None = None) -> torch.device:
     if found is None:
         dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
     else:
-        publish(found)
+        export(found.variables())
         timeout = timedelta(seconds=timeout_seconds) if timeout_seconds is not None else None
         with announced(lambda: _missing(found)):
             store = serve_store(found, timeout or timedelta(minutes=30))

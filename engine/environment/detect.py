@@ -9,7 +9,6 @@ and SLURM 22.05. Those of DeepSpeed are in its ``launcher/cluster/launch.py``.
 from __future__ import annotations
 
 import ipaddress
-import math
 import os
 import re
 import shutil
@@ -20,74 +19,42 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from importlib.util import find_spec
-from itertools import product
 from pathlib import Path
 
 from ..errors import LaunchError, quote
 
-_ITEM = re.compile(r"(?:[^,\[\]]|\[[^\[\]]*\])+")
-_PART = re.compile(r"\[([^\[\]]*)\]|([^\[\]]+)")
-_RANGE = re.compile(r"(\d{1,18})(?:-(\d{1,18}))?")
+_RANGE = r"\d{1,18}(?:-\d{1,18})?"
+_RANGES = re.compile(rf"\[(\d{{1,18}})(?:-\d{{1,18}})?(?:,{_RANGE})*\]")
 _COUNT = re.compile(r"(\d{1,9})(?:\(x(\d{1,18})\))?")
-_MOST = 2**20  # far above every cluster; a longer list would fill the memory
 
 
-def expand_hosts(text: str) -> list[str]:
-    """Return the host names of a list with bracketed ranges, in order. Leading zeros are kept.
-
-    Raises:
-        LaunchError: The brackets or ranges make no sense.
-    """
-    items = _ITEM.findall(text)
-    if not items or ",".join(items) != text:
-        raise LaunchError(f"node list {quote(text)} cannot be read; expected the form n[01-03,7],login")
-    hosts: list[str] = []
-    for item in items:
-        hosts += _expand_item(item, text)
-        _check_length(len(hosts), text)
-    return hosts
-
-
-def expand_counts(text: str) -> list[int]:
-    """Return the numbers of a list in which ``2(x3)`` means 2, 2, 2.
+def first_host(nodes: str) -> str:
+    """Return the first host name of a list with bracketed ranges. Leading zeros are kept.
 
     Raises:
         LaunchError: The list has another form.
     """
-    counts: list[int] = []
-    for item in text.split(","):
+    first = _RANGES.sub(r"\1", nodes).partition(",")[0]
+    if not re.fullmatch(r"[\w.-]+", first):
+        raise LaunchError(f"node list {quote(nodes)} cannot be read; expected the form n[01-03,7],login")
+    return first
+
+
+def tasks_on(host: int, counts: str) -> int | None:
+    """Return the number of tasks on a host, from a list in which ``2(x3)`` means 2, 2, 2.
+
+    Raises:
+        LaunchError: The list has another form.
+    """
+    for item in counts.split(","):
         match = _COUNT.fullmatch(item)
         if not match:
-            raise LaunchError(f"task counts {quote(text)} cannot be read; expected the form 2(x3),1")
-        times = int(match[2] or 1)
-        _check_length(len(counts) + times, text)
-        counts += [int(match[1])] * times
-    return counts
-
-
-def _expand_item(item: str, text: str) -> list[str]:
-    alternatives = [
-        [plain] if plain else [index for span in inner.split(",") for index in _expand_range(span, text)]
-        for inner, plain in _PART.findall(item)
-    ]
-    _check_length(math.prod(map(len, alternatives)), text)
-    return ["".join(parts) for parts in product(*alternatives)]
-
-
-def _expand_range(span: str, text: str) -> list[str]:
-    match = _RANGE.fullmatch(span)
-    if not match or int(match[2] or match[1]) < int(match[1]):
-        raise LaunchError(
-            f"node list {quote(text)} cannot be read at {quote(span)}; expected a number or a range such as 01-03"
-        )
-    first, last = int(match[1]), int(match[2] or match[1])
-    _check_length(last - first + 1, text)
-    return [f"{index:0{len(match[1])}d}" for index in range(first, last + 1)]
-
-
-def _check_length(length: int, text: str) -> None:
-    if length > _MOST:
-        raise LaunchError(f"the list {quote(text)} has more than {_MOST:,} entries; check the variables of SLURM")
+            raise LaunchError(f"task counts {quote(counts)} cannot be read; expected the form 2(x3),1")
+        hosts = int(match[2] or 1)
+        if host < hosts:
+            return int(match[1])
+        host -= hosts
+    return None
 
 
 PARENT_PID = "SDP_PARENT_PID"
@@ -363,24 +330,14 @@ def set_default(name: str, value: str) -> None:
     os.environ.setdefault(name, value)
 
 
-def publish(environment: Environment) -> None:
-    """Set torchrun's variables in this process, for libraries that read them."""
-    os.environ.update(environment.variables())
-
-
 @contextmanager
 def alone_if_unlaunched() -> Iterator[None]:
     """Set the variables of a single-rank world inside this context.
 
     Nothing is set if a launcher started this process.
     """
-    missing = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0"} if detect() is None else {}
-    os.environ.update(missing)
-    try:
+    with exported({"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0"} if detect() is None else {}):
         yield
-    finally:
-        for name in missing:
-            del os.environ[name]
 
 
 def export(settings: Mapping[str, str]) -> None:
@@ -445,8 +402,7 @@ def _local_world_size(launcher: Launcher, environ: Mapping[str, str], host_index
     counts = _first(environ, launcher.tasks_per_node)
     if counts is None or host_index is None:
         return _integer(environ, launcher.local_world_size)
-    tasks = expand_counts(counts)
-    return tasks[host_index] if host_index < len(tasks) else None
+    return tasks_on(host_index, counts)
 
 
 def _master_address(launcher: Launcher, environ: Mapping[str, str], world_size: int, one_host: bool) -> str | None:
@@ -484,7 +440,7 @@ def _first_host(nodes: str, environ: Mapping[str, str]) -> str:
         answer = subprocess.run([scontrol, "show", "hostnames", nodes], capture_output=True, text=True, check=False)
         if answer.returncode == 0 and answer.stdout.strip():
             return answer.stdout.split()[0]
-    return expand_hosts(nodes)[0]
+    return first_host(nodes)
 
 
 def _first(environ: Mapping[str, str], names: Sequence[str]) -> str | None:

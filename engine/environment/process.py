@@ -15,18 +15,12 @@ import atexit
 import gc
 import logging
 import os
-import shutil
 import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-
-
-def search_program(name: str) -> str | None:
-    """Return the path of program ``name``, or None if it is not on the PATH."""
-    return shutil.which(name)
 
 
 def variables_with(prefixes: Sequence[str], environ: Mapping[str, str] | None = None) -> dict[str, str]:

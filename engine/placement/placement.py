@@ -99,12 +99,6 @@ class Placement:
         mean = float(self.loads.mean())
         return float(self.loads.max()) / mean if mean else 1.0
 
-    @property
-    def matrix(self) -> np.ndarray:
-        """0/1 matrix, shape (groups, units): 1 if the group holds the unit."""
-        sets = {holders: index for index, holders in enumerate(self.holder_sets)}
-        return self._members[:, [sets[holders] for holders in self.holders]]
-
     @cached_property
     def _members(self) -> np.ndarray:
         """0/1 matrix, shape (groups, distinct holder sets)."""

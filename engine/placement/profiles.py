@@ -74,15 +74,6 @@ def holder_counts(section: SDPSection, costs: Sequence[int], protected: Set[int]
     return counts
 
 
-def listed_counts(section: SDPSection, units: int, protected: Set[int] = frozenset()) -> list[int] | None:
-    """Return the number of holders of every unit if the profile has one for each, else None.
-
-    Raises the errors of :func:`explicit_profile`.
-    """
-    profile, mean = section.profile, sum(capacities(section))
-    return explicit_profile(section, profile, mean, units, protected) if isinstance(profile, list) else None
-
-
 def shaped_counts(section: SDPSection, mean: float, costs: Sequence[int]) -> list[int]:
     """Return whole numbers of holders that follow the shape ``section.profile``.
 
@@ -93,23 +84,22 @@ def shaped_counts(section: SDPSection, mean: float, costs: Sequence[int]) -> lis
     return _round_to_mean(ideal, costs, section.groups)
 
 
-def explicit_profile(
-    section: SDPSection, profile: list[int], mean: float | None, units: int, protected: Set[int] = frozenset()
-) -> list[int]:
-    """Return the numbers of holders that the configuration lists, after checking them.
+def listed_counts(section: SDPSection, units: int, protected: Set[int] = frozenset()) -> list[int] | None:
+    """Return the numbers of holders that the profile lists, after checking them, or None.
 
     Args:
         section: the section ``sdp`` of the configuration.
-        profile: the listed numbers of holders.
-        mean: the mean number of holders that the capacity asks for. None: it is not checked.
         units: the number of units.
         protected: indices of the units that every group holds.
 
     Raises:
         ConfigError: the list has the wrong length, or a number that is larger than the number of
             groups. Or a protected unit is not held by all groups, or the mean over the other units
-            is not ``mean`` although the capacity is set.
+            is not that of the capacity although the capacity is set.
     """
+    profile, mean = section.profile, sum(capacities(section))
+    if not isinstance(profile, list):
+        return None
     if len(profile) != units:
         raise ConfigError(
             f"sdp.profile: {len(profile)} values are given for {units} units; give one number of holders a unit"
@@ -124,7 +114,7 @@ def explicit_profile(
             )
     free = [k for unit, k in enumerate(profile) if unit not in protected]
     asked = "capacity" in section.model_fields_set
-    if free and asked and mean is not None and abs(sum(free) - mean * len(free)) >= 1:
+    if free and asked and abs(sum(free) - mean * len(free)) >= 1:
         right = sum(free) / len(free)
         raise ConfigError(
             f"sdp.profile: its mean is {right:.3g} holders a unit{' that is not protected' * bool(protected)}, but "

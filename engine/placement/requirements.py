@@ -30,7 +30,7 @@ def require_whole_tensors_if_random(model: nn.Module, mesh: Mesh) -> None:
     Every rank draws its own numbers. Tensor-parallel ranks would need the same numbers for the
     tensors that all of them have.
     """
-    options = draws_of(model)
+    options = get_random_options(model)
     if options and mesh.tp > 1:
         raise ConfigError(f"{options[0]}: tensor-parallel ranks would draw different numbers; set {TP} 1, or remove it")
 
@@ -45,11 +45,6 @@ def require_a_block_in_each_group(placement: Placement, mesh: Mesh) -> None:
             f'sdp.units: "auto" finds one block, {placement.units[0]}, and a group that skips it would have none; use '
             'sdp.masking "backward" or sdp.granularity "neuron"'
         )
-
-
-def draws_of(model: nn.Module) -> list[str]:
-    """Return the options by which ``model`` draws random numbers in training, if it states any."""
-    return get_random_options(model)
 
 
 def require_even(units: Sequence[Unit], cuts: Mapping[str, int | None], ranks: int) -> None:

@@ -10,13 +10,13 @@ from __future__ import annotations
 
 import math
 import os
+import shutil
 import signal
 import subprocess
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
-from sdp.engine.environment.process import search_program
 from sdp.engine.errors import ConfigError, LaunchError
 from sdp.launcher.signals import caught_signals
 from sdp.tools.shared.quantities import parse_bit_rate
@@ -61,7 +61,7 @@ def hosts(count: int) -> Iterator[str]:
     make hosts.
     """
     name = f"sdp{os.getpid()}"
-    if missing := [program for program in ("ip", "tc") if search_program(program) is None]:
+    if missing := [program for program in ("ip", "tc") if shutil.which(program) is None]:
         raise LaunchError(f"hosts need {' and '.join(missing)}, which this machine lacks; install iproute2")
     made: list[str] = []
     with caught_signals() as received:  # a signal must not end this process while it has hosts

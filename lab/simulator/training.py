@@ -19,11 +19,11 @@ from sdp.engine.config.schema import Config
 from sdp.engine.construct import values_to_give
 from sdp.engine.distributed.mesh import Mesh
 from sdp.engine.errors import ConfigError, ModelError, NonFiniteError
+from sdp.engine.model_interface import get_random_options
 from sdp.engine.optim.clip import clip_, squared_norm
 from sdp.engine.optim.optimizers import build_optimizer
 from sdp.engine.optim.schedules import HolderScale, exponent_of, is_decoupled, scheduler_of
 from sdp.engine.placement.layout import Layout
-from sdp.engine.placement.requirements import draws_of
 from sdp.engine.placement.tensor_info import Shard
 from sdp.engine.subnetwork.initialisation import seed_of
 from sdp.engine.subnetwork.materialise import give_values
@@ -159,7 +159,7 @@ class Simulation:
 def with_first_values(config: Config, model: nn.Module, device: torch.device) -> Layout:
     """Place the units of the full ``model``, and give its parameters their first values."""
     layout = Layout.of(model, config, Mesh(config.sdp.groups))
-    if draws_of(model):
+    if get_random_options(model):
         torch.manual_seed(seed_of(config.training.seed, "draws", 0))
     give_values(model, layout, values_to_give(model, config, layout), device, Shard())
     return layout

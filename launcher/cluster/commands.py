@@ -7,13 +7,14 @@ from __future__ import annotations
 
 import re
 import shlex
+import shutil
 import subprocess
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
-from ...engine.environment.process import child_environment, search_program, variables_with
+from ...engine.environment.process import child_environment, variables_with
 from ...engine.errors import LaunchError, quote
 from ..own_command import PACKAGE
 from .hosts import Host, include_text, slots_text, world_size
@@ -197,7 +198,7 @@ def flavour_of(program: str) -> Flavour:
 
 def require(program: str, why: str) -> None:
     """Raise :class:`LaunchError` unless ``program`` is on the PATH."""
-    if search_program(program) is None:
+    if shutil.which(program) is None:
         raise LaunchError(f"{why}: {program} is not on the PATH of this host; install it, or choose another --launcher")
 
 

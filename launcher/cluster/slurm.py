@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import re
 import shlex
+import shutil
 import subprocess
 import time
 from argparse import Namespace
@@ -20,7 +21,6 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from ...engine.distributed.heartbeat import refuse_link
-from ...engine.environment.process import search_program
 from ...engine.errors import LaunchError, quote
 from .commands import Start, train_command
 
@@ -158,7 +158,7 @@ def _asked(job: str) -> str:
         (["sacct", "-j", job, "-n", "-P", "-o", "State"], r"(?m)^([A-Z_]+)"),
         (["scontrol", "show", "job", "-o", job], r"JobState=([A-Z_]+)"),
     ):
-        if search_program(command[0]) is None:
+        if shutil.which(command[0]) is None:
             continue
         answer = subprocess.run(command, capture_output=True, text=True, check=False)
         if answer.returncode == 0 and (states := re.findall(pattern, answer.stdout)):

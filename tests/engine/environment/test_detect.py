@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 from sdp.engine.environment import detect as environment
-from sdp.engine.environment.detect import Environment, detect, expand_counts, expand_hosts, local_environment
+from sdp.engine.environment.detect import Environment, detect, first_host, local_environment, tasks_on
 from sdp.engine.environment.process import search_path_settings, thread_settings, usable_cores
 from sdp.engine.errors import LaunchError
 from sdp.tests.support.forks.command import ForkedScript
@@ -181,39 +181,30 @@ def test_scontrol_is_asked_where_it_is_on_the_path(tmp_path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("text", "hosts"),
+    ("nodes", "host"),
     [
-        ("login", ["login"]),
-        ("n[1-3]", ["n1", "n2", "n3"]),
-        ("n[08-10,12],gpu-a,b7", ["n08", "n09", "n10", "n12", "gpu-a", "b7"]),
-        ("r[1-2]c[1-2].ib", ["r1c1.ib", "r1c2.ib", "r2c1.ib", "r2c2.ib"]),
+        ("login", "login"),
+        ("n[1-3]", "n1"),
+        ("n[08-10,12],gpu-a,b7", "n08"),
+        ("r[1-2]c[3,5].ib", "r1c3.ib"),
+        ("a,,b", "a"),
     ],
 )
-def test_expands_node_lists(text: str, hosts: list[str]) -> None:
-    assert expand_hosts(text) == hosts
+def test_the_first_host_of_a_node_list(nodes: str, host: str) -> None:
+    assert first_host(nodes) == host
 
 
-@pytest.mark.parametrize("text", ["", "n[1-", "n]1[", "n[3-1]", "n[a-b]", "a,,b", "a,"])
-def test_refuses_broken_node_lists(text: str) -> None:
+@pytest.mark.parametrize("nodes", ["", "n[1-", "n]1[", "n[a-b]", ",a", f"n[{'9' * 5000}]"])
+def test_refuses_broken_node_lists(nodes: str) -> None:
     with pytest.raises(LaunchError, match="cannot be read"):
-        expand_hosts(text)
+        first_host(nodes)
 
 
-def test_expands_task_counts() -> None:
-    assert expand_counts("2(x3),1") == [2, 2, 2, 1]
+def test_tasks_of_a_host() -> None:
+    assert [tasks_on(host, "2(x3),1") for host in range(5)] == [2, 2, 2, 1, None]
+    assert tasks_on(10**9, "1(x99999999999)") == 1, "a long list takes no memory"
     with pytest.raises(LaunchError):
-        expand_counts("2(3)")
-
-
-def test_lists_that_would_fill_the_memory_are_refused() -> None:
-    for text in ("1(x99999999999)", "1(x1048576),1"):
-        with pytest.raises(LaunchError, match=r"has more than 1,048,576 entries; check the variables of SLURM"):
-            expand_counts(text)
-    for text in ("n[0-99999999999]", "n[1-2000][1-2000]", "a[1-1048576],b"):
-        with pytest.raises(LaunchError, match=r"has more than 1,048,576 entries; check the variables of SLURM"):
-            expand_hosts(text)
-    with pytest.raises(LaunchError, match="cannot be read"):
-        expand_hosts(f"n[{'9' * 5000}]")
+        tasks_on(0, "2(3)")
 
 
 def test_settings_leave_what_the_user_set() -> None:

@@ -15,7 +15,7 @@ from sdp.engine.placement.policies import make_placement, warnings_of
 from sdp.engine.placement.units import find_units
 from sdp.engine.sync.between import check_placement
 from sdp.models.registry import build_model
-from sdp.tests.support.placements import placed, units
+from sdp.tests.support.placements import matrix_of, placed, units
 
 GOLDEN_RANDOM = ((0, 3), (0, 1), (0, 2), (1, 2), (2, 3), (1, 3))
 GOLDEN_RANDOM_FALLING = ((0, 1, 2, 3), (1, 2, 3), (0, 1), (0,), (3,), (2,))
@@ -67,10 +67,10 @@ def test_equal_units_are_connected_and_fill_every_group(groups: int, count: int,
     assume(held <= count <= held * groups)
     placement = placed(units([7] * count), groups=groups, capacity=held / count, placement=kind, profile="uniform")
     if held > COMMUNICATORS and groups > 5:  # units are bundled, and bundles may not fill every group
-        assert placement.matrix.sum(axis=1).max() <= held
+        assert matrix_of(placement).sum(axis=1).max() <= held
         assert placement.guarantees()["communicators_per_rank"] <= COMMUNICATORS + 1
         return
-    assert set(placement.matrix.sum(axis=1)) == {held}
+    assert set(matrix_of(placement).sum(axis=1)) == {held}
     counts = [len(holders) for holders in placement.holders]
     assert max(counts) - min(counts) <= 1
     assert placement.connected == placement.can_be_connected
@@ -136,7 +136,7 @@ def test_random_follows_the_seed() -> None:
 
 @pytest.mark.parametrize("capacity", [0.25, 0.5])
 def test_every_two_groups_of_a_balanced_placement_share_about_as_many_units(capacity: float) -> None:
-    matrix = placed(units([7] * 24), groups=4, capacity=capacity, placement="balanced", profile="uniform").matrix
+    matrix = matrix_of(placed(units([7] * 24), groups=4, capacity=capacity, placement="balanced", profile="uniform"))
     shared = (matrix @ matrix.T)[np.triu_indices(4, 1)]
     assert shared.max() - shared.min() <= 1 + (capacity == 0.25)
 
@@ -164,7 +164,7 @@ def test_capacity_per_group() -> None:
 def test_protected_units_are_beside_the_capacity() -> None:
     placement = placed(units([50, 7, 7, 7, 7]), groups=2, capacity=0.5, placement="balanced", protect=["layers.0"])
     assert placement.holders[0] == (0, 1)
-    assert placement.matrix.sum(axis=1).tolist() == [3, 3]
+    assert matrix_of(placement).sum(axis=1).tolist() == [3, 3]
     assert placement.loads.max() == 64
     assert placed(units([3]), groups=2, placement="balanced", protect=["layers.0"]).holders == ((0, 1),)
 
