@@ -155,10 +155,10 @@ def export(saved: SavedRun, out: Path, dtype: torch.dtype | None, max_shard_byte
         key: tensor._replace(name=prefix + tensor.name) if f"model/{prefix}{tensor.name}" in keys else tensor
         for key, tensor in tensors.items()
     }
-    partial = None
+    partial = out.parent / f".{out.name}.{os.getpid()}"
     try:
         out.parent.mkdir(parents=True, exist_ok=True)
-        partial = Path(tempfile.mkdtemp(prefix=f".{out.name}.", dir=out.parent))
+        partial.mkdir()
         names = _write_weights(saved.checkpoint, partial, tensors, max_shard_bytes)
         if started is not None:
             _copy_description(saved.dump_dir / START, partial, dtype)
@@ -170,13 +170,11 @@ def export(saved: SavedRun, out: Path, dtype: torch.dtype | None, max_shard_byte
                 kind = str(dtype or torch.float32).removeprefix("torch.")
                 _write_json(partial / "config.json", config | tokens | {"torch_dtype": kind})
                 _write_json(partial / "generation_config.json", tokens)
-        partial.chmod(0o777 & ~_umask())
         _replace(partial, out)
     except (OSError, SafetensorError) as error:
         raise ConfigError(f"{out}: cannot be written ({error})") from None
     finally:
-        if partial is not None:
-            shutil.rmtree(partial, ignore_errors=True)
+        shutil.rmtree(partial, ignore_errors=True)
     return [out / name for name in names]
 
 
@@ -303,12 +301,6 @@ def _replace(new: Path, out: Path) -> None:
             path.unlink()
     for path in sorted(new.iterdir(), key=lambda path: path.name == "config.json"):
         path.replace(out / path.name)
-
-
-def _umask() -> int:
-    mask = os.umask(0)
-    os.umask(mask)
-    return mask
 
 
 def _write_json(path: Path, content: Mapping[str, Any]) -> None:

@@ -139,6 +139,11 @@ def call_model(module: nn.Module, batch: Any) -> Any:
         raise
 
 
+def cast_floats(tree: Any, dtype: torch.dtype) -> Any:
+    """Return ``tree`` with its floating-point tensors in ``dtype``."""
+    return tree_map(lambda x: x.to(dtype) if isinstance(x, torch.Tensor) and x.is_floating_point() else x, tree)
+
+
 def loss_of(output: Any) -> torch.Tensor:
     """Return the scalar loss of a model's output.
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
@@ -14,7 +14,7 @@ import torch.distributed as dist
 from safetensors import SafetensorError
 from torch import nn
 
-from ..batch.call import checked_weights, count_targets
+from ..batch.call import cast_floats, checked_weights, count_targets
 from ..config.schema import Config
 from ..distributed.agreement import Ranks, gather_json, start_max
 from ..distributed.collectives import outside_inference_mode
@@ -90,7 +90,7 @@ class FullModel:
             raise ConfigError(f"evaluate: {len(counts)} weights for {len(batches)} batches; give one for each batch")
         with self._anchored(), self._running():
             loss = self._loss(batches, counts, ids)
-        if math.isnan(loss) and not self._any(counts):
+        if math.isnan(loss) and not start_max([int(any(counts))])()[0]:
             raise DataError(
                 "evaluate: no batch of any rank has a label that counts; give batches with labels, or weights"
             )
@@ -106,10 +106,6 @@ class FullModel:
             if (layout.keeps_frozen and layout.copies.are_exact) or layout.mesh.sdp == 1:
                 return mean_loss(self._store, batches, counts)
             return StreamedEvaluation(self._store, before_turn).run(batches, counts)
-
-    def _any(self, counts: Sequence[float]) -> bool:
-        """Whether any count of any rank is above 0. Collective."""
-        return bool(start_max([int(any(counts))])()[0])
 
     @contextmanager
     def _running(self) -> Iterator[None]:
@@ -218,7 +214,7 @@ class FullModel:
         state, kind = self.full_state_dict(), self._store.context.compute_dtype
         if state is None or kind == torch.float32:
             return state
-        return _cast(state, kind)
+        return cast_floats(state, kind)
 
     def save_pretrained(self, save_directory: str | Path, dtype: torch.dtype | None = None) -> None:
         """Write the whole model's weights to ``save_directory/model.safetensors``. Collective.
@@ -265,7 +261,7 @@ class FullModel:
             module = self._uncut.skeleton
         state, problem = self.full_state_dict(), None
         if state is not None:
-            state = state if dtype is None else _cast(state, dtype)
+            state = state if dtype is None else cast_floats(state, dtype)
             try:
                 if has_adapters:
                     module.save_pretrained(directory, state_dict=state)
@@ -278,10 +274,6 @@ class FullModel:
         Ranks(alone=dist.get_world_size() == 1).agree(problem)
 
 
-def _cast(state: Mapping[str, torch.Tensor], dtype: torch.dtype) -> dict[str, torch.Tensor]:
-    return {name: tensor.to(dtype) if tensor.is_floating_point() else tensor for name, tensor in state.items()}
-
-
 log = logging.getLogger("sdp")
 
 
@@ -289,21 +281,13 @@ def warn_of_partial_state(module: nn.Module, is_partial: Callable[[], bool]) -> 
     """Make ``module.state_dict()`` warn once that it lacks the blocks of other groups, if it
     does.
     """
-    module.register_state_dict_pre_hook(_make_warning(is_partial))
 
-
-def _make_warning(is_partial: Callable[[], bool]) -> Callable[[nn.Module, str, bool], None]:
-    warned = False
-
-    def warn(module: nn.Module, prefix: str, keep_vars: bool) -> None:
-        nonlocal warned
-        if not is_partial():
-            return
-        if not warned:
+    def warn(*_: Any) -> None:
+        if is_partial():
             log.warning(
                 "module.state_dict() has only the subnetwork of this rank's group; engine.full_state_dict() and "
                 "engine.save_pretrained(DIR) give the whole model"
             )
-        warned = True
+            handle.remove()
 
-    return warn
+    handle = module.register_state_dict_pre_hook(warn)

@@ -17,22 +17,22 @@ is the mean and variance of each channel over all of these batches and all ranks
 
 from __future__ import annotations
 
+import pickle
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
+from io import BytesIO
 from typing import Any, Generic, TypeVar
 
 import torch
 import torch.distributed as dist
-from safetensors.torch import load, save
 from torch import nn
 from torch.func import functional_call
 from torch.nn.modules.batchnorm import _BatchNorm
-from torch.utils._pytree import tree_map
 
-from ..batch.call import call_model, count_targets, loss_of, map_leaves, tensors_in, to_device
-from ..distributed.agreement import gather_bytes, gather_json
+from ..batch.call import call_model, cast_floats, count_targets, loss_of, map_leaves, tensors_in, to_device
+from ..distributed.agreement import gather_bytes
 from ..distributed.mesh import passes_on
 from ..errors import ConfigError, DataError, ModelError
 from ..placement.layout import Layout
@@ -156,8 +156,9 @@ def _common_count(store: GroupStore, batches: Sequence[Any]) -> int:
     return most
 
 
-def _mean_over_ranks(store: GroupStore, sums: torch.Tensor) -> list[float]:
+def _mean_over_ranks(store: GroupStore, pairs: Sequence[tuple[float, float]]) -> list[float]:
     """Σ loss·weight / Σ weight from pairs of shape (n, 2), summed over all ranks."""
+    sums = torch.tensor(pairs, dtype=torch.float64, device=store.context.device)
     store.context.all_reduce_control(sums)
     return (sums[:, 0] / sums[:, 1]).tolist()
 
@@ -180,22 +181,19 @@ class StreamedEvaluation:
         steps = _common_count(self._store, batches)
         # A rank with fewer batches repeats its last one with weight 0.
         padded = [*zip(batches, weights, strict=True), *[(batches[-1], 0)] * (steps - len(batches))]
-        sums = torch.zeros((1, 2), dtype=torch.float64, device=self._store.context.device)
-        undo, chunk = self._install(), self._store.context.passes_together or CHUNK
+        total, targets, undo, chunk = 0.0, 0.0, self._install(), self._store.context.passes_together or CHUNK
         try:
             with self._uncompiled_slices():
                 for start in range(0, steps, chunk):
                     passes = [self._pass(batch, weight) for batch, weight in padded[start : start + chunk]]
                     for loss, count in self._lockstep.run(passes, self._stream):
                         if count:  # the mean over no targets is NaN
-                            sums += torch.tensor(
-                                [[loss * count, count]], dtype=torch.float64, device=self._store.context.device
-                            )
+                            total, targets = total + loss * count, targets + count
                     self._dismiss()
         finally:
             self._dismiss()
             undo()
-        return _mean_over_ranks(self._store, sums)[0]
+        return _mean_over_ranks(self._store, [(total, targets)])[0]
 
     def _uncompiled_slices(self) -> AbstractContextManager[Any]:
         """A context that runs sliced blocks uncompiled.
@@ -239,7 +237,7 @@ class StreamedEvaluation:
             self._lockstep.stop(block.name)
             cast = self._store.context.compute_dtype
             if cast != torch.float32:
-                args, kwargs = tree_map(lambda x: x.to(cast) if _is_float(x) else x, (args, kwargs))
+                args, kwargs = cast_floats((args, kwargs), cast)
             return functional_call(block.skeleton, self._guest, args, kwargs)
 
         return forward
@@ -348,17 +346,15 @@ def _streamed_units(layout: Layout) -> dict[str, list[Unit]]:
     return streamed
 
 
-def _is_float(value: Any) -> bool:
-    return isinstance(value, torch.Tensor) and value.is_floating_point()
-
-
 def subnetwork_losses(store: GroupStore, batches: Sequence[Any]) -> list[float]:
     """Token-weighted mean loss of every group's own subnetwork over the batches of its ranks.
 
     Collective.
     """
     weights = [int(count_targets(store.module, batch)) for batch in batches]
-    losses, mesh = _mean_over_ranks(store, _own_sums(store, batches, weights)), store.layout.mesh
+    own, mesh = _own_sums(store, batches, weights), store.layout.mesh
+    pairs = [own if group == store.context.at.sdp else (0.0, 0.0) for group in range(mesh.sdp)]
+    losses = _mean_over_ranks(store, pairs)
     return [losses[group] for group in mesh.groups]
 
 
@@ -367,7 +363,7 @@ def mean_loss(store: GroupStore, batches: Sequence[Any], weights: Sequence[float
 
     Collective.
     """
-    return _mean_over_ranks(store, _own_sums(store, batches, weights).sum(0, keepdim=True))[0]
+    return _mean_over_ranks(store, [_own_sums(store, batches, weights)])[0]
 
 
 def routed_loss(store: GroupStore, batches: Sequence[Any], weights: Sequence[float], paths: Sequence[int]) -> float:
@@ -379,7 +375,7 @@ def routed_loss(store: GroupStore, batches: Sequence[Any], weights: Sequence[flo
     context, mesh, count = store.context, store.layout.mesh, store.layout.paths
     service, share, shares = context.service, context.at.sdp // count * mesh.fsdp + context.at.fsdp, mesh.data_ranks
     share, shares = (share, shares // count) if service is None else (context.at.fsdp, shares)
-    sums = torch.zeros((1, 2), dtype=torch.float64, device=context.device)
+    total = targets = 0.0
     for start in range(0, _common_count(store, batches), CHUNK):
         chunk = slice(start, start + CHUNK) if context.at.tp == 0 else slice(0)  # tensor ranks have equal batches
         facts = list(zip(paths[chunk], weights[chunk], strict=True))
@@ -392,8 +388,8 @@ def routed_loss(store: GroupStore, batches: Sequence[Any], weights: Sequence[flo
                     batch, weight = turns[step] if step < len(turns) else (of_path[0][0], 0.0)
                     loss = loss_of(call_model(store.module, to_device(batch, context.device))).item()
                     if weight:
-                        sums += torch.tensor([[loss * weight, weight]], dtype=torch.float64, device=context.device)
-    return _mean_over_ranks(store, sums)[0]
+                        total, targets = total + loss * weight, targets + weight
+    return _mean_over_ranks(store, [(total, targets)])[0]
 
 
 def exchange_batches(batches: Sequence[Any], facts: Sequence[Any], like: Any) -> list[tuple[Any, Any]]:
@@ -401,32 +397,27 @@ def exchange_batches(batches: Sequence[Any], facts: Sequence[Any], like: Any) ->
 
     Args:
         batches: This rank's batches.
-        facts: What JSON can hold, for each batch.
+        facts: Numbers, strings, or lists of them, for each batch.
         like: A batch with the structure of all batches.
 
     Raises:
-        DataError: A batch has a value that JSON cannot hold.
+        DataError: A batch has another value than tensors, numbers and strings.
     """
-    tensors, others = dict[str, torch.Tensor](), []
-    for batch in batches:
+    content, mine = BytesIO(), []
+    for batch, fact in zip(batches, facts, strict=True):
         leaves = list[Any]()
-        map_leaves(leaves.append, batch)
-        batch_tensors = {
-            f"{len(others)}.{index}": leaf for index, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor)
-        }
-        tensors |= {
-            key: leaf.detach().cpu().clone(memory_format=torch.contiguous_format) for key, leaf in batch_tensors.items()
-        }
-        others.append([None if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves])
-    try:
-        plain = gather_json([list(facts), others])
-    except TypeError as error:
-        raise DataError(f"evaluate: a batch has a value that cannot be sent to its path ({error})") from None
+        map_leaves(leaves.append, to_device(batch, torch.device("cpu"), non_blocking=False))
+        # Of a view, all of the storage would be saved.
+        mine.append(([leaf.detach().clone() if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves], fact))
+    torch.save(mine, content)
     found = []
-    for (their_facts, their_others), data in zip(plain, gather_bytes(save(tensors)), strict=True):
-        theirs = load(data)
-        for number, (fact, leaves) in enumerate(zip(their_facts, their_others, strict=True)):
-            whole = iter([theirs.get(f"{number}.{index}", leaf) for index, leaf in enumerate(leaves)])
+    for data in gather_bytes(content.getvalue()):
+        try:
+            theirs = torch.load(BytesIO(data), weights_only=True)
+        except pickle.UnpicklingError as error:
+            raise DataError(f"evaluate: a batch has a value that cannot be sent to its path ({error})") from None
+        for leaves, fact in theirs:
+            whole = iter(leaves)
             found.append((map_leaves(lambda _, whole=whole: next(whole), like), fact))
     return found
 
@@ -454,17 +445,15 @@ def split_by_path(
         wrong = next((path for path in of_rows if path not in range(count)), None)
         if wrong is not None:
             raise ConfigError(f"evaluate: {wrong!r} is no path; there are paths 0 to {count - 1}")
-        if len(set(of_rows)) == 1:
-            parts, found = [*parts, batch], [*found, of_rows[0]]
-            continue
-        if weighted or len(tensors_in(batch)[0]) != len(of_rows):
+        several = len(set(of_rows)) > 1
+        if several and (weighted or len(tensors_in(batch)[0]) != len(of_rows)):
             raise ConfigError(
                 "evaluate: several paths of a batch need one path for each of its rows, and no weights; give one path "
                 "for the batch"
             )
         for path in sorted(set(of_rows)):
             rows = [row for row, of_row in enumerate(of_rows) if of_row == path]
-            parts.append(map_leaves(partial(_rows, rows=rows, count=len(of_rows)), batch))
+            parts.append(map_leaves(partial(_rows, rows=rows, count=len(of_rows)), batch) if several else batch)
             found.append(path)
     return parts, found
 
@@ -474,19 +463,15 @@ def _rows(leaf: Any, rows: list[int], count: int) -> Any:
     return leaf[rows] if has_rows else leaf
 
 
-def _own_sums(store: GroupStore, batches: Sequence[Any], weights: Sequence[float]) -> torch.Tensor:
-    """This rank's Σ loss·weight and Σ weight in the row of its group, shape (groups, 2)."""
-    steps = _common_count(store, batches)
-    sums = torch.zeros((store.layout.mesh.sdp, 2), dtype=torch.float64, device=store.context.device)
-    for step in range(steps):  # forward has collectives inside the group, so all ranks take equally many steps
+def _own_sums(store: GroupStore, batches: Sequence[Any], weights: Sequence[float]) -> tuple[float, float]:
+    """This rank's Σ loss·weight and Σ weight."""
+    total = 0.0
+    for step in range(_common_count(store, batches)):  # collectives inside the group: all ranks take equally many steps
         batch = batches[min(step, len(batches) - 1)]
         loss = loss_of(call_model(store.module, to_device(batch, store.context.device))).item()
-        count = weights[step] if step < len(batches) else 0
-        if count:
-            sums[store.context.at.sdp] += torch.tensor(
-                [loss * count, count], dtype=torch.float64, device=store.context.device
-            )
-    return sums
+        if step < len(batches) and weights[step]:
+            total += loss * weights[step]
+    return total, sum(weights)
 
 
 @contextmanager

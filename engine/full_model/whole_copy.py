@@ -17,9 +17,9 @@ import torch.distributed as dist
 from safetensors.torch import save_file
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
-from torch.utils._pytree import tree_map
 
 from ..accounting.quantities import format_bytes
+from ..batch.call import cast_floats
 from ..errors import ConfigError, ModelError, OutOfMemoryError, shorten
 from ..model_interface import get_config
 from ..placement.layout import Layout
@@ -134,7 +134,8 @@ class UncutModel:
         with scale.of_full_model(), torch.no_grad():
             _scale(model, layout, scale)
         if dtype != torch.float32:
-            model.register_forward_pre_hook(_cast_to(dtype), with_kwargs=True)
+            cast = lambda _, args, kwargs: cast_floats((args, kwargs), dtype)  # noqa: E731
+            model.register_forward_pre_hook(cast, with_kwargs=True)
         try:
             with scale.of_full_model():
                 yield model.eval()
@@ -221,16 +222,6 @@ def _scale(model: nn.Module, layout: Layout, scale: BranchScale) -> None:
         for part in unit.slices:
             if goes_into_sum(part.parameter, part.dim):
                 part.of(model.get_parameter(part.parameter).data).mul_(scale.factor(unit))
-
-
-def _cast_to(dtype: torch.dtype) -> Any:
-    def cast(_: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[Any, Any]:
-        def convert(value: Any) -> Any:
-            return value.to(dtype) if isinstance(value, torch.Tensor) and value.is_floating_point() else value
-
-        return tree_map(convert, (args, kwargs))
-
-    return cast
 
 
 def write_weights(state: Mapping[str, torch.Tensor], aliases: Mapping[str, str], path: Path) -> None:
