@@ -18,7 +18,7 @@ from .deepspeed_keys import (
     resolve_spellings,
     split_foreign_keys,
 )
-from .method import refuse_with_copies, refuse_with_paths, refuse_with_sync
+from .method import Problems, problems_with_copies, problems_with_paths, problems_with_sync
 from .removed import refuse_removed_keys
 from .schema import Config
 from .section import parse_section
@@ -54,7 +54,10 @@ def load_config(source: str | Path | Mapping[str, Any], overrides: Sequence[str]
     config = parse_section(Config, ours, known_keys=partial(known_keys, root=Config))
     config._hints, config._autos, config._replaces_deepspeed = hints, autos, shards_nothing
     config._deepspeed = for_deepspeed(raw) if to_deepspeed else {}
-    _refuse_unavailable(config)
+    problems = (*_problems(config), *problems_with_sync(config), *problems_with_paths(config))
+    for refused, message in (*problems, *problems_with_copies(config)):
+        if refused:
+            raise ConfigError(message)
     return config
 
 
@@ -168,18 +171,8 @@ def _value_of(text: str, path: str) -> Any:
         raise ConfigError(f"--set {shorten(path)}: {error}") from None
 
 
-def _refuse_unavailable(config: Config) -> None:
-    """Raise ConfigError for a setting that this version cannot honour. None is ignored."""
-    for refused, message in _problems(config):
-        if refused:
-            raise ConfigError(message)
-    refuse_with_sync(config)
-    refuse_with_paths(config)
-    refuse_with_copies(config)
-
-
-def _problems(config: Config) -> list[tuple[bool, str]]:
-    """List what cannot be combined: whether it is, and what to do then."""
+def _problems(config: Config) -> Problems:
+    """List the settings that this version cannot honour together. None is ignored."""
     sdp, zero, training = config.sdp, config.zero_optimization, config.training
     tp, schedule, optimizer = config.tensor_parallel.autotp_size, config.masking_schedule, config.optimizer
     deepspeed, offloads = sdp.engine == "deepspeed", sdp.engine == "fsdp2" and zero.offloads

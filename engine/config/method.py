@@ -161,28 +161,25 @@ class CopiesSection(Section):
         return self.dtype == "compute" and self.refresh_every == 1
 
 
-def refuse_with_copies(config: Any) -> None:
-    """Raise ConfigError for what a Config with cheap copies cannot be combined with."""
-    sdp = config.sdp
-    if sdp.copies.are_exact:
-        return
-    key, value = (
-        ("dtype", sdp.copies.dtype) if sdp.copies.dtype != "compute" else ("refresh_every", sdp.copies.refresh_every)
-    )
-    where = f"sdp.copies.{key}: {json.dumps(value)}"
-    if "backward" not in sdp.maskings:
-        raise ConfigError(
-            f'{where} has no meaning with sdp.masking "forward", which keeps no copies; remove sdp.copies'
-        )
-    if sdp.sync is not None and sdp.copies.refresh_every > 1:
-        raise ConfigError(
-            f"sdp.copies.refresh_every: {sdp.copies.refresh_every} contradicts sdp.sync, which refreshes the copies of "
-            "a unit when it is averaged; use 1"
-        )
-    unavailable = {"training.compile": config.training.compile, "torch_autocast.enabled": config.torch_autocast.enabled}
-    for other, applies in unavailable.items():
-        if applies:
-            raise ConfigError(f"{where} is not available together with {other}; use false there, or remove sdp.copies")
+Problems = list[tuple[bool, str]]  # whether a configuration has the problem, and what to do then
+
+
+def problems_with_copies(config: Any) -> Problems:
+    """List what a Config with cheap copies cannot be combined with."""
+    sdp, copies = config.sdp, config.sdp.copies
+    if copies.are_exact:
+        return []
+    key = "dtype" if copies.dtype != "compute" else "refresh_every"
+    where, remedy = f"sdp.copies.{key}: {json.dumps(getattr(copies, key))}", "use false there, or remove sdp.copies"
+    return [
+        ("backward" not in sdp.maskings,
+            f'{where} has no meaning with sdp.masking "forward", which keeps no copies; remove sdp.copies'),
+        (sdp.sync is not None and copies.refresh_every > 1,
+            f"sdp.copies.refresh_every: {copies.refresh_every} contradicts sdp.sync, which refreshes the copies of a "
+            "unit when it is averaged; use 1"),
+        (config.training.compile, f"{where} is not available together with training.compile; {remedy}"),
+        (config.torch_autocast.enabled, f"{where} is not available together with torch_autocast.enabled; {remedy}"),
+    ]  # fmt: skip
 
 
 Steps = Annotated[int, Field(gt=0, le=2**24)]
@@ -276,41 +273,31 @@ class SyncSection(Section):
         return self
 
 
-def refuse_with_sync(config: Any) -> None:
-    """Raise ConfigError for what a Config with local steps cannot be combined with."""
-    sdp, spikes = config.sdp, config.training.on_spike
-    if sdp.sync is None:
-        return
-    if sdp.engine == "deepspeed":
-        raise ConfigError(
+def problems_with_sync(config: Any) -> Problems:
+    """List what a Config with local steps cannot be combined with."""
+    sdp, sync, training = config.sdp, config.sdp.sync, config.training
+    if sync is None:
+        return []
+    half = "fp16.enabled" if config.fp16.enabled else "torch_autocast.enabled"
+    problems = [
+        (sdp.engine == "deepspeed",
             'sdp.sync: local steps are not available with sdp.engine "deepspeed"; use sdp.engine "fsdp2", or remove '
-            "sdp.sync"
-        )
-    if config.scales_loss:
-        key = "fp16.enabled" if config.fp16.enabled else "torch_autocast.enabled"
-        raise ConfigError(f"{key}: float16 is not available together with sdp.sync; use bf16")
-    if spikes != "none":
-        raise ConfigError(
-            f'training.on_spike: "{spikes}" is not available together with sdp.sync, because it needs an average in '
-            'every step; use "none"'
-        )
-    if sdp.lr_scale != "none":
-        raise ConfigError(
+            "sdp.sync"),
+        (config.scales_loss, f"{half}: float16 is not available together with sdp.sync; use bf16"),
+        (training.on_spike != "none",
+            f'training.on_spike: "{training.on_spike}" is not available together with sdp.sync, because it needs an '
+            'average in every step; use "none"'),
+        (sdp.lr_scale != "none",
             f"sdp.lr_scale: {json.dumps(sdp.lr_scale)} has no meaning with sdp.sync, where the noise of a local step "
-            'does not depend on the holders; use "none"'
-        )
-    if sdp.sync.service is not None:
-        _refuse_with_service(config)
-
-
-def _refuse_with_service(config: Any) -> None:
-    """Raise ConfigError for what a Config with a service cannot be combined with."""
-    sdp, training = config.sdp, config.training
-    reasons = {
-        "sdp.sync.start_after": (sdp.sync.start_after > 0, "groups cannot average in every step; remove it"),
+            'does not depend on the holders; use "none"'),
+    ]  # fmt: skip
+    if sync.service is None:
+        return problems
+    served = {
+        "sdp.sync.start_after": (sync.start_after > 0, "groups cannot average in every step; remove it"),
         "sdp.groups": (sdp.groups < 2, "there is nobody to average with; set it to 2 or more"),
         "sdp.sync.service.min_groups": (
-            sdp.sync.service.min_groups > sdp.groups, f"there are sdp.groups = {sdp.groups} groups; lower it"
+            sync.service.min_groups > sdp.groups, f"there are sdp.groups = {sdp.groups} groups; lower it"
         ),
         "sdp.paths.on_short": (
             sdp.paths is not None and sdp.paths.on_short == "end", 'the service deals out the data; use "repeat"'
@@ -321,9 +308,7 @@ def _refuse_with_service(config: Any) -> None:
         ),
         "training.save_every": (training.save_every > 0, "the service saves after every round; remove it"),
     }  # fmt: skip
-    for key, (applies, why) in reasons.items():
-        if applies:
-            raise ConfigError(f"{key}: with sdp.sync.service {why}")
+    return problems + [(applies, f"{key}: with sdp.sync.service {why}") for key, (applies, why) in served.items()]
 
 
 class PathsSection(Section):
@@ -341,28 +326,29 @@ class PathsSection(Section):
     on_short: Literal["repeat", "end"] = "repeat"
 
 
-def refuse_with_paths(config: Any) -> None:
-    """Raise ConfigError for what a Config with paths cannot be combined with."""
+def problems_with_paths(config: Any) -> Problems:
+    """List what a Config with paths cannot be combined with."""
     sdp = config.sdp
     if sdp.paths is None:
-        return
-    if sdp.granularity != "block":
-        raise ConfigError('sdp.granularity: paths (sdp.paths) have blocks of their own, not neurons; use "block"')
-    if sdp.maskings != ("forward",):
-        raise ConfigError(
-            'sdp.masking: a group runs no unit of another path (sdp.paths), so there is nothing to copy; use "forward"'
-        )
-    for key in ("capacity", "profile", "placement", "protect", "branch_scale"):
-        # Compare with the default, because a run's own configuration file sets every key.
-        if (value := getattr(sdp, key)) != type(sdp).model_fields[key].get_default(call_default_factory=True):
-            raise ConfigError(
-                f"sdp.{key}: {json.dumps(value)} has no meaning with sdp.paths, whose count and own say which group "
-                "holds which unit; remove it"
-            )
-    if config.training.evaluate_tasks is not None:
-        raise ConfigError("training.evaluate_tasks: tasks run one model, and sdp.paths has several; remove it")
-    if sdp.groups % sdp.paths.count:
-        raise ConfigError(
+        return []
+    fields = type(sdp).model_fields
+    # Compare with the defaults, because a run's own configuration file sets every key.
+    given = {
+        key: value
+        for key in ("capacity", "profile", "placement", "protect", "branch_scale")
+        if (value := getattr(sdp, key)) != fields[key].get_default(call_default_factory=True)
+    }
+    return [
+        (sdp.granularity != "block",
+            'sdp.granularity: paths (sdp.paths) have blocks of their own, not neurons; use "block"'),
+        (sdp.maskings != ("forward",),
+            "sdp.masking: a group runs no unit of another path (sdp.paths), so there is nothing to copy; use "
+            '"forward"'),
+        *((True, f"sdp.{key}: {json.dumps(value)} has no meaning with sdp.paths, whose count and own say which group "
+            "holds which unit; remove it") for key, value in given.items()),
+        (config.training.evaluate_tasks is not None,
+            "training.evaluate_tasks: tasks run one model, and sdp.paths has several; remove it"),
+        (sdp.groups % sdp.paths.count > 0,
             f"sdp.groups: {sdp.groups} is not a multiple of sdp.paths.count {sdp.paths.count}, and every path is "
-            "trained by equally many groups; choose a multiple"
-        )
+            "trained by equally many groups; choose a multiple"),
+    ]  # fmt: skip
