@@ -30,7 +30,6 @@ MOST_BYTES = 1 << 30  # of a file that is read into memory
 FETCHING = ".sdp-fetching"  # holds the marker of the folder that is being fetched
 
 _URL = re.compile(r"[a-z][a-z0-9+.-]*://.")
-_PATTERN = re.compile(r"([^*?\[]*)/([^/]*[*?\[].*)")
 _CUT_URL = re.compile(r"(s3|gs|gcs|az|abfs|file):/[^/]")  # what pathlib makes of a URL
 T = TypeVar("T")
 
@@ -68,20 +67,15 @@ class Store:
             raise StoreError(f"{url}: fsspec knows no such store ({shorten(error)})") from None
         self._root = root.rstrip("/")
 
-    def sizes(self, pattern: str | None = None) -> dict[str, int]:
-        """Return the size of every file, by name, or of those that match a glob pattern.
-
-        If the URL is that of a file, its name is empty.
-        """
-
-        def find() -> dict[str, Any]:
-            if pattern is None:
-                return self._files.find(self._root, detail=True)
-            found = self._files.glob(f"{self._root}/{pattern}", detail=True)
-            return {path: info for path, info in found.items() if info["type"] == "file"}
-
-        found = self._attempt("list", find, {})
+    def sizes(self) -> dict[str, int]:
+        """Return the size of every file, by name."""
+        found = self._attempt("list", lambda: self._files.find(self._root, detail=True), {})
         return {path.removeprefix(self._root).lstrip("/"): info["size"] for path, info in found.items()}
+
+    def get_all(self, folder: Path) -> None:
+        """Copy what the URL names, also by a glob pattern, to ``folder``."""
+        folder.mkdir(parents=True, exist_ok=True)
+        self._attempt("read", lambda: self._files.get(self._root, f"{folder}/", recursive=True))
 
     def read(self, name: str) -> bytes | None:
         """Return the content of a small file, or None if there is none."""
@@ -208,19 +202,6 @@ def fetch(url: str, marker: str, folder: Path | None = None) -> Path | None:
             raise StoreError(f"{url}: was written anew while it was read; run the command again")
         begun.replace(folder / marker)
     return folder
-
-
-def fetch_matches(url: str, folder: Path) -> list[Path]:
-    """Copy the files of ``url``, which is a file, a folder or a glob pattern, to ``folder``."""
-    found = _PATTERN.fullmatch(url)
-    base, pattern = found.groups() if found else (url.rstrip("/"), None)
-    sizes = Store(base).sizes(pattern)
-    if "" in sizes:
-        base, _, name = base.rpartition("/")
-        sizes = {name: sizes[""]}
-    for name, size in sizes.items():
-        Store(base).get(name, _inside(folder, name), size)
-    return [folder / name for name in sizes]
 
 
 def local_copy(url: str) -> Path:

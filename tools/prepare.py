@@ -14,12 +14,12 @@ from typing import Any
 from ..data.index import SHARDS, load_index
 from ..data.prepare import prepare
 from ..data.shared.files import INDEX_FILE
-from ..data.sources import MAX_DOCUMENT_BYTES, SUFFIXES
+from ..data.sources import MAX_DOCUMENT_BYTES
 from ..data.tokenizers import DEFAULT_VOCAB_SIZE, load_tokenizer
 from ..engine.accounting.quantities import format_bytes
 from ..engine.environment.process import cache_folder
 from ..engine.errors import DataError, escape
-from ..engine.object_store import Store, fetch, fetch_matches, is_url, local_copy, upload
+from ..engine.object_store import Store, fetch, is_url, local_copy, upload
 
 # The options that sdp.data.prepare.prepare takes under the same names.
 _SETTINGS = (
@@ -113,16 +113,14 @@ def run(args: argparse.Namespace) -> int:
 @contextlib.contextmanager
 def _on_this_host(args: argparse.Namespace) -> Iterator[tuple[list[str] | None, Path]]:
     """Copy inputs that are in object stores to this host, and the output to its object store."""
-    with contextlib.ExitStack() as copies:
-        inputs = args.input and [*args.input]
-        for number, path in enumerate(inputs or ()):
-            if is_url(path):
-                cache_folder().mkdir(parents=True, exist_ok=True)
-                folder = copies.enter_context(tempfile.TemporaryDirectory(prefix="input-", dir=cache_folder()))
-                files = fetch_matches(path, Path(folder))
-                if not any(file.name.lower().endswith(SUFFIXES) for file in files):
-                    raise DataError(f"{path}: no file of a supported kind is here ({', '.join(SUFFIXES)})")
-                inputs[number : number + 1] = [folder]
+    urls = [path for path in args.input or () if is_url(path)]
+    inputs = None if args.input is None else [path for path in args.input if path not in urls]
+    if urls:
+        cache_folder().mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(prefix="input-", dir=cache_folder() if urls else None) as made:
+        for number, url in enumerate(urls):
+            Store(url).get_all(Path(made) / f"{number:04d}")
+        inputs = [*(inputs or ()), made] if urls else inputs
         if not is_url(args.output):
             yield inputs, Path(args.output)
             return

@@ -7,7 +7,6 @@ they are numbered by ascending slots.
 from __future__ import annotations
 
 import contextlib
-import errno
 import re
 import socket
 import subprocess
@@ -18,11 +17,11 @@ from itertools import accumulate
 from pathlib import Path
 
 from ...engine.errors import LaunchError, quote, shorten, suggestion
+from ...engine.json_files import read_text_file
 
 # A shell, pdsh (n[1-3], %h), ssh (-oProxyCommand) and --include must all read a host's name as just
 # a name.
 _HOST = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
-_MOST_BYTES = 16 << 20
 _ANSWER_SECONDS = 10
 _MOST_SLOTS = 2**16  # far above every host; more would fill the memory
 _LINE = re.compile(r"(\S+)\s+slots=(\d+)\s*(?:#.*)?")
@@ -36,17 +35,6 @@ class Host:
     slots: tuple[int, ...]
 
 
-def _read_text(path: Path) -> str:
-    """Return the text in ``path``. Raises OSError or ValueError if it is endless or too large."""
-    if path.exists() and not path.is_file() and path.parent != Path("/dev/fd"):  # as a shell's <(…) is
-        raise OSError(errno.EINVAL, "it is not a regular file", str(path))
-    with path.open("rb") as file:
-        content = file.read(_MOST_BYTES + 1)
-    if len(content) > _MOST_BYTES:
-        raise ValueError(f"it is larger than {_MOST_BYTES >> 20} MiB")
-    return content.decode("utf-8")
-
-
 def read_hostfile(path: Path) -> list[Host]:
     """Read the hosts of a file in DeepSpeed's format, in the order of the file.
 
@@ -54,7 +42,7 @@ def read_hostfile(path: Path) -> list[Host]:
     line's number if a line has another form, or if a host is listed twice.
     """
     try:
-        lines = _read_text(path).splitlines()
+        lines = read_text_file(path).splitlines()
     except (OSError, ValueError) as error:
         raise LaunchError(f"--hostfile {path}: cannot be read ({getattr(error, 'strerror', None) or error})") from None
     hosts: dict[str, Host] = {}

@@ -2,8 +2,10 @@
 
 It completes the environment and becomes ``sdp train``.
 
-The command is ``python -m sdp.launcher.cluster.rank SLOTS HOST:PORT train WORD…``. ``quoting.py``
-encodes its words. DeepSpeed numbers local ranks in another order if hosts differ. mpirun sets
+The command is ``python -m sdp.launcher.cluster.rank SLOTS HOST:PORT train WORD…``. Its words are
+encoded, because DeepSpeed's runner joins a command with spaces, and the remote shell splits it
+again. Encoded words consist of letters, digits and ``_./:,@-``. Every other byte becomes ``+`` and
+two hexadecimal digits. DeepSpeed numbers local ranks in another order if hosts differ. mpirun sets
 neither the master's address nor the visible devices. This process sets the same variables under
 every launcher.
 """
@@ -11,6 +13,7 @@ every launcher.
 from __future__ import annotations
 
 import os
+import re
 import sys
 from collections.abc import Sequence
 from typing import NoReturn
@@ -21,7 +24,27 @@ from ...engine.errors import LaunchError, format_error
 from ..fatal_errors import report_fatal
 from ..own_command import own_command, search_path
 from .hosts import parse_slots
-from .quoting import decode
+
+_OTHER = re.compile(rb"[^A-Za-z0-9_./:,@-]")
+_EMPTY = "+"
+
+
+def encode(word: str) -> str:
+    """Encode a word: ``sdp.groups=4`` becomes ``sdp.groups+3D4``."""
+    return _OTHER.sub(lambda match: b"+%02X" % match[0][0], word.encode(errors="surrogateescape")).decode() or _EMPTY
+
+
+def decode(word: str) -> str:
+    """Undo :func:`encode`."""
+    if word == _EMPTY:
+        return ""
+    plain = re.sub(rb"\+([0-9A-F]{2})", lambda match: bytes([int(match[1], 16)]), word.encode())
+    return plain.decode(errors="surrogateescape")
+
+
+def is_safe(word: str) -> bool:
+    """Whether shells and launchers pass ``word`` on unchanged."""
+    return encode(word) == word and not word.startswith("-")
 
 
 def main(argv: Sequence[str] | None = None) -> NoReturn:

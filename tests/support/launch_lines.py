@@ -3,7 +3,7 @@
 import shlex
 
 import pytest
-from sdp.launcher.cluster.quoting import decode
+from sdp.launcher.cluster.rank import decode
 from sdp.tools.cli import main
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import time
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 
@@ -17,18 +16,16 @@ from .observer import Line, Observer
 
 log = logging.getLogger("sdp")
 
-SECONDS = 60.0  # between two copies of the files that grow
-
 
 class RemoteFiles(Observer):
     """Copies the files of the run in ``dump_dir`` to ``url``, in a thread of rank 0.
 
-    They are copied at every evaluation, with every checkpoint, and after a minute at the latest.
+    They are copied at every evaluation and with every checkpoint.
     """
 
     def __init__(self, url: str, dump_dir: Path, save_every: int):
         self._save_every = save_every
-        self._store, self._dump_dir, self._sent_at = Store(url), dump_dir, 0.0
+        self._store, self._dump_dir = Store(url), dump_dir
         self._thread, self._copying = ThreadPoolExecutor(1, thread_name_prefix="run files"), Future[None]()
         self._copying.set_result(None)
         self._has_corpus = False
@@ -37,8 +34,7 @@ class RemoteFiles(Observer):
         self._send()
 
     def on_step(self, line: Line) -> None:
-        is_saved = self._save_every and line["step"] % self._save_every == 0
-        if is_saved or (self._copying.done() and time.monotonic() > self._sent_at + SECONDS):
+        if self._save_every and line["step"] % self._save_every == 0:
             self._send()
 
     def on_evaluation(self, line: Line) -> None:
@@ -66,4 +62,3 @@ class RemoteFiles(Observer):
                     self._store.write(name, (folder / name).read_bytes())
         except (StoreError, OSError) as error:
             log.warning("WARNING: the files of the run are in %s, but their copy is old: %s", folder, error)
-        self._sent_at = time.monotonic()

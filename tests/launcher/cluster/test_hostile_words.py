@@ -7,7 +7,7 @@ import subprocess
 from pathlib import Path
 
 import pytest
-from sdp.launcher.cluster.quoting import decode
+from sdp.launcher.cluster.rank import decode
 from sdp.tests.support.launch_lines import dry_run
 
 pytestmark = pytest.mark.usefixtures("folder")
