@@ -16,7 +16,7 @@ from typing import Literal
 from ...engine.environment.process import child_environment
 from ...engine.errors import LaunchError, quote
 from ..own_command import PACKAGE
-from .hosts import Host, include_text, slots_text, world_size
+from .hosts import Host, include_text, world_size
 from .rank import encode, is_safe
 
 Flavour = Literal["openmpi", "mpich", "intel"]
@@ -179,5 +179,5 @@ def require(program: str, why: str) -> None:
 
 
 def _rank_command(start: Start, hosts: Sequence[Host], master: tuple[str, int]) -> list[str]:
-    words = [slots_text(hosts), f"{master[0]}:{master[1]}", *start.words]
+    words = [include_text(hosts), f"{master[0]}:{master[1]}", *start.words]
     return [start.python, "-P", "-m", f"{__package__}.rank", *map(encode, words)]

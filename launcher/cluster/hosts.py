@@ -122,17 +122,9 @@ def include_text(hosts: Sequence[Host]) -> str:
     return "@".join(f"{host.name}:{','.join(map(str, host.slots))}" for host in hosts)
 
 
-def slots_text(hosts: Sequence[Host]) -> str:
-    """Write the slots without the hosts' names, such as ``0,1/0,2`` for two hosts.
-
-    A rank finds its host and its device with this text; see :func:`parse_slots`.
-    """
-    return "/".join(",".join(map(str, host.slots)) for host in hosts)
-
-
 def parse_slots(text: str) -> list[list[int]]:
-    """Read what :func:`slots_text` wrote."""
-    return [[int(slot) for slot in host.split(",")] for host in text.split("/")]
+    """Return the slots of each host in what :func:`include_text` wrote."""
+    return [[int(slot) for slot in host.partition(":")[2].split(",")] for host in text.split("@")]
 
 
 def world_size(hosts: Sequence[Host]) -> int:

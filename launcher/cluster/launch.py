@@ -131,7 +131,11 @@ def _local(start: Start, options: Namespace, degrees: Degrees) -> int:
     if options.dry_run:
         _print(command, start.search_path, [])
         return 0
-    return _become(command, start.search_path)
+    sys.stdout.flush()
+    try:
+        os.execvpe(command[0], command, child_environment(start.search_path, {}))
+    except OSError as error:
+        raise LaunchError(f"{command[0]} cannot be started: {error.strerror}") from None
 
 
 def _slurm(start: Start, options: Namespace, dump_dir: Path, degrees: Degrees) -> int:
@@ -183,11 +187,3 @@ def _print(command: Sequence[str], settings: Mapping[str, str], notes: Sequence[
     print(" ".join([*(["env", *variables] if variables else []), shlex.join(command)]))
     for note in notes:
         print(f"# {note}")
-
-
-def _become(command: Sequence[str], settings: Mapping[str, str]) -> int:
-    sys.stdout.flush()
-    try:
-        os.execvpe(command[0], list(command), child_environment(settings, {}))
-    except OSError as error:
-        raise LaunchError(f"{command[0]} cannot be started: {error.strerror}") from None

@@ -2,7 +2,7 @@
 
 It completes the environment and becomes ``sdp train``.
 
-The command is ``python -m sdp.launcher.cluster.rank SLOTS HOST:PORT train WORD…``. Its words are
+The command is ``python -m sdp.launcher.cluster.rank HOSTS HOST:PORT train WORD…``. Its words are
 encoded, because DeepSpeed's runner joins a command with spaces, and the remote shell splits it
 again. Encoded words consist of letters, digits and ``_./:,@-``. Every other byte becomes ``+`` and
 two hexadecimal digits. DeepSpeed numbers local ranks in another order if hosts differ. mpirun sets
@@ -49,10 +49,10 @@ def is_safe(word: str) -> bool:
 
 def main(argv: Sequence[str] | None = None) -> NoReturn:
     """Become this rank. If that is impossible, this process ends."""
-    slots_text, master, *words = map(decode, sys.argv[1:] if argv is None else argv)
+    hosts, master, *words = map(decode, sys.argv[1:] if argv is None else argv)
     address, _, port = master.rpartition(":")
     try:
-        settings = rank_variables(parse_slots(slots_text), address, port)
+        settings = rank_variables(parse_slots(hosts), address, port)
     except LaunchError as error:
         report_fatal(f"sdp: error: {format_error(error)}", error.exit_code, None)
         sys.exit(error.exit_code)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 
 from ...data.index import SHARDS
@@ -18,45 +17,34 @@ log = logging.getLogger("sdp")
 
 
 class RemoteFiles(Observer):
-    """Copies the files of the run in ``dump_dir`` to ``url``, in a thread of rank 0.
+    """Copies the files of the run in ``dump_dir`` to ``url``, on rank 0.
 
     They are copied at every evaluation and with every checkpoint.
     """
 
     def __init__(self, url: str, dump_dir: Path, save_every: int):
-        self._save_every = save_every
-        self._store, self._dump_dir = Store(url), dump_dir
-        self._thread, self._copying = ThreadPoolExecutor(1, thread_name_prefix="run files"), Future[None]()
-        self._copying.set_result(None)
-        self._has_corpus = False
+        self._store, self._dump_dir, self._save_every = Store(url), dump_dir, save_every
 
     def on_start(self, start: int, steps: int) -> None:
-        self._send()
+        index = self._dump_dir / CORPUS / INDEX_FILE
+        if index.is_file() and self._store.read(f"{CORPUS}/{INDEX_FILE}") != index.read_bytes():
+            upload(index.parent, f"{self._store.url}/{CORPUS}", INDEX_FILE, SHARDS)
+        self._copy()
 
     def on_step(self, line: Line) -> None:
         if self._save_every and line["step"] % self._save_every == 0:
-            self._send()
+            self._copy()
 
     def on_evaluation(self, line: Line) -> None:
-        self._send()
+        self._copy()
 
     def close(self) -> None:
-        self._send()
-        self._thread.shutdown()
-
-    def _send(self) -> None:
-        if self._copying.done() or self._copying.running():  # else one waits already
-            self._copying = self._thread.submit(self._copy)
+        self._copy()
 
     def _copy(self) -> None:
         folder = self._dump_dir
         start = [path.relative_to(folder).as_posix() for path in (folder / START).glob("*")]
         try:
-            index = folder / CORPUS / INDEX_FILE
-            is_new = not self._has_corpus and index.is_file()
-            if is_new and self._store.read(f"{CORPUS}/{INDEX_FILE}") != index.read_bytes():
-                upload(folder / CORPUS, f"{self._store.url}/{CORPUS}", INDEX_FILE, SHARDS)
-            self._has_corpus = True
             for name in (*SENT, *start):
                 if (folder / name).is_file():
                     self._store.write(name, (folder / name).read_bytes())

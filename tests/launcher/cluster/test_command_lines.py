@@ -34,7 +34,7 @@ def test_deepspeed(capsys: pytest.CaptureFixture[str]) -> None:
         "--hostfile", "hosts", "--include", "worker-0:0,1@worker-1:1,3", "--force_multi", "--master_addr", "worker-0",
     ]  # fmt: skip
     runner += ["--master_port", "29500", "--no_python", "--no_local_rank", PYTHON, "-P", "-m"]
-    runner += ["sdp.launcher.cluster.rank", "0,1/1,3", "worker-0:29500"]
+    runner += ["sdp.launcher.cluster.rank", "worker-0:0,1@worker-1:1,3", "worker-0:29500"]
     assert command[:3] == [PYTHON, "-m", "deepspeed.launcher.runner"]
     assert command[3 : 3 + len(runner)] == runner
     assert train_words(printed) == ["train", "run.json", "--resume", "--set", 'env.NCCL_DEBUG="INFO"']
@@ -92,7 +92,8 @@ def test_mpich(capsys: pytest.CaptureFixture[str]) -> None:
     assert command[0] == "mpiexec"
     assert hosts[:4] == ["-hosts", "worker-0:2,worker-1:4", "-n", "6"]
     assert hosts[4:] == [
-        PYTHON, "-P", "-m", "sdp.launcher.cluster.rank", "0,1/0,1,2,3", "worker-0:29500", "train", "run.json",
+        PYTHON, "-P", "-m", "sdp.launcher.cluster.rank", "worker-0:0,1@worker-1:0,1,2,3", "worker-0:29500", "train",
+        "run.json",
     ]  # fmt: skip
 
 
@@ -102,7 +103,8 @@ def test_intel_mpi(capsys: pytest.CaptureFixture[str]) -> None:
     first, second = " ".join(command).split(" : ")
     assert "-host worker-0 -n 2 " in first
     assert second.startswith(
-        f"-host worker-1 -n 4 {PYTHON} -P -m sdp.launcher.cluster.rank 0,1/0,1,2,3 worker-0:29500 train run.json"
+        f"-host worker-1 -n 4 {PYTHON} -P -m sdp.launcher.cluster.rank worker-0:0,1@worker-1:0,1,2,3 worker-0:29500 "
+        "train run.json"
     )
 
 

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from sdp.engine.errors import LaunchError
-from sdp.launcher.cluster.hosts import Host, describe, include_text, parse_slots, read_hostfile, select, slots_text
+from sdp.launcher.cluster.hosts import Host, describe, include_text, parse_slots, read_hostfile, select
 from sdp.launcher.cluster.rank import decode, encode, is_safe
 
 THREE = [Host("worker-0", (0, 1, 2, 3)), Host("worker-1", (0, 1, 2, 3)), Host("worker-2", (0, 1))]
@@ -108,7 +108,7 @@ def test_first_nodes_and_slots() -> None:
 def test_ranks_count_through_hosts_and_slots() -> None:
     hosts = select(THREE, exclude="worker-0:0,2@worker-1")
     assert describe(hosts) == ["ranks 0 to 1 on worker-0, devices 1,3", "ranks 2 to 3 on worker-2, devices 0,1"]
-    assert parse_slots(slots_text(hosts)) == [[1, 3], [0, 1]]
+    assert parse_slots(include_text(hosts)) == [[1, 3], [0, 1]]
 
 
 @given(st.text(st.characters(exclude_characters="\0", codec="utf-8")))
