@@ -157,3 +157,14 @@ def test_experts_that_transformers_joins_are_refused_with_a_way_out(tmp_path: Pa
     with pytest.raises(ModelError, match=r"joins '.*experts.*; load it with from_pretrained in a script") as caught:
         sdp.initialize(model=build_model(_section(folder), 96), config=_config(folder))
     assert "\n" not in str(caught.value)
+    plain, batch = theirs(folder).train(), rows(2)  # the way out
+    plain(**batch).loss.backward()
+    torch.optim.SGD(plain.parameters(), RATE).step()
+    config = {key: value for key, value in _config(folder, masking="backward").items() if key != "training"}
+    engine = sdp.initialize(model=theirs(folder).train(), config=config)[0]
+    engine.backward(engine(batch))
+    engine.step()
+    engine.save_pretrained(tmp_path / "out")
+    with torch.no_grad():
+        logits = plain.eval()(batch["input_ids"]).logits
+        torch.testing.assert_close(theirs(tmp_path / "out").eval()(batch["input_ids"]).logits, logits)
