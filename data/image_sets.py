@@ -26,11 +26,11 @@ from typing import Any, BinaryIO
 
 import numpy as np
 
+from ..engine.batch.positioned_file import PositionedFile
 from ..engine.errors import ConfigError, DataError
 from ..engine.json_files import read_json_file
 from .output import writing
-from .shared.array_file import ArrayFile
-from .shared.files import require_regular
+from .shared.files import read_at, require_regular
 
 INDEX_FILE = "images.json"
 FORMAT = "sdp-images"
@@ -45,11 +45,11 @@ Arrays = tuple[np.ndarray, np.ndarray]
 
 @dataclass(frozen=True)
 class ImageIndex:
-    """The index of a prepared set.
+    """The index of a prepared set, or the properties of a folder of images.
 
     ``mean`` and ``std`` have a value for each channel, computed over the training split for pixel
-    values between 0 and 1. ``sha256`` is the hash of all arrays. ``mirrors`` says whether a
-    mirrored image has the same class.
+    values between 0 and 1. ``sha256`` is the hash of all arrays, or of the names of a folder's
+    files. ``mirrors`` says whether a mirrored image has the same class.
     """
 
     name: str
@@ -61,6 +61,11 @@ class ImageIndex:
     sha256: str
     mirrors: bool
     format: str = FORMAT
+
+    @property
+    def crop(self) -> int:
+        """The pixels by which a crop may shift. An image of a folder is cropped when it is read."""
+        return self.image_size // 8 if self.format == FORMAT else 0
 
 
 def prepare_images(name: str, path: Path | None, output: Path) -> ImageIndex:
@@ -176,6 +181,42 @@ def _check_index(index: ImageIndex) -> None:
         raise ValueError("mean and std do not have a value for each channel")
     if not all(isinstance(text, str) for text in texts) or type(index.mirrors) is not bool:
         raise ValueError("name, sha256 or mirrors has another type")
+
+
+class ArrayFile:
+    """An array in a file, read entry by entry.
+
+    Raises DataError if the file is not the array that the index describes, or is cut off.
+    """
+
+    def __init__(self, path: Path, samples: int, dtype: str) -> None:
+        self._path = path
+        remedy = f"remove {path.parent} to have it made again"
+        require_regular(path, remedy)
+        try:
+            with path.open("rb") as file:
+                if (version := np.lib.format.read_magic(file)) != (1, 0):
+                    raise ValueError(f"version {version}")
+                shape, is_fortran, found = np.lib.format.read_array_header_1_0(file)
+                self._start = file.tell()
+            self._file = PositionedFile(path)
+        except (OSError, ValueError, EOFError) as error:
+            raise DataError(f"{path}: cannot be read ({error}); {remedy}") from None
+        if not shape or is_fortran or found != np.dtype(dtype):
+            raise DataError(f"{path}: not an array of {dtype} with a sample in each row; {remedy}")
+        if shape[0] != samples:
+            raise DataError(f"{path}: {shape[0]} samples instead of {samples}; {remedy}")
+        self._shape, self._dtype = shape[1:], found
+        self._size = math.prod(self._shape) * found.itemsize
+        if samples:
+            self[samples - 1]
+
+    def __getitem__(self, item: int) -> np.ndarray:
+        read = read_at(self._file, self._start + item * self._size, self._size)
+        if len(read) < self._size:
+            raise DataError(f"{self._path}: is cut off; remove {self._path.parent} to have it made again")
+        # The copy can be written to, as torch wants it.
+        return np.frombuffer(read, self._dtype).reshape(self._shape).copy()
 
 
 def open_arrays(directory: Path, split: str, index: ImageIndex) -> tuple[ArrayFile, ArrayFile]:

@@ -8,7 +8,6 @@ number of samples and S the pixels per side.
 from __future__ import annotations
 
 import hashlib
-from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -18,7 +17,7 @@ import torch
 from torch.utils.data import Dataset
 
 from ..engine.errors import ConfigError, DataError, quote
-from .image_sets import load_image_index, open_arrays
+from .image_sets import ImageIndex, load_image_index, open_arrays
 from .shared.files import require_regular
 
 IMAGENET_MEAN, IMAGENET_STD = [0.485, 0.456, 0.406], [0.229, 0.224, 0.225]
@@ -28,25 +27,6 @@ _TEST_CROP = 0.875  # fraction of the shorter side; He et al., arXiv 1512.03385,
 _SCALES, _RATIOS = (0.08, 1.0), (3 / 4, 4 / 3)  # Szegedy et al., arXiv 1409.4842, section 6
 
 Sample = tuple[torch.Tensor, int, int]  # uint8 image (C, S, S), label, position
-
-
-@dataclass(frozen=True)
-class Images:
-    """The properties that all splits of a set share.
-
-    ``identity`` is a hash of the arrays, or of the names of a folder's files. ``crop`` is the
-    number of pixels by which a crop may shift. ``mirrors`` says whether images may be mirrored.
-    """
-
-    name: str
-    path: Path
-    num_classes: int
-    image_size: int
-    mean: list[float]
-    std: list[float]
-    identity: str
-    mirrors: bool
-    crop: int
 
 
 class ImageArrays(Dataset[Sample]):
@@ -61,15 +41,10 @@ class ImageArrays(Dataset[Sample]):
     def __init__(self, directory: Path, split: str) -> None:
         index = load_image_index(directory)
         self.images, self.labels = open_arrays(directory, split, index)
-        self._directory, self._split, self.index = directory, split, index
-        self.about = Images(
-            index.name, directory, index.num_classes, index.image_size, index.mean, index.std, index.sha256,
-            index.mirrors,
-            crop=index.image_size // 8,
-        )  # fmt: skip
+        self._directory, self._split, self.about = directory, split, index
 
     def __len__(self) -> int:
-        return self.index.counts[self._split]
+        return self.about.counts[self._split]
 
     def __getitem__(self, position: int) -> Sample:
         item = position % len(self)
@@ -81,7 +56,7 @@ class ImageArrays(Dataset[Sample]):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
-        self.images, self.labels = open_arrays(self._directory, self._split, self.index)
+        self.images, self.labels = open_arrays(self._directory, self._split, self.about)
 
 
 class ImageFolder(Dataset[Sample]):
@@ -110,10 +85,10 @@ class ImageFolder(Dataset[Sample]):
         self.paths = np.array([path for path, _ in files])
         self._labels = np.array([label for _, label in files])
         identity = hashlib.sha256("\n".join(path for path, _ in files).encode()).hexdigest()
-        size = image_size
-        self.about = Images(
-            root.name, root, len(self.classes), size, IMAGENET_MEAN, IMAGENET_STD, identity, mirrors=True, crop=0
-        )
+        self.about = ImageIndex(
+            root.name, len(self.classes), image_size, {split: len(files)}, IMAGENET_MEAN, IMAGENET_STD, identity,
+            mirrors=True, format="folder",
+        )  # fmt: skip
 
     def __len__(self) -> int:
         return len(self._labels)
@@ -217,7 +192,7 @@ class Batches:
     ConfigError if kornia is missing.
     """
 
-    def __init__(self, about: Images, samples: int, seed: int | None = None) -> None:
+    def __init__(self, about: ImageIndex, samples: int, seed: int | None = None) -> None:
         check_packages()
         self.about, self.samples, self.seed = about, samples, seed
 

@@ -34,9 +34,8 @@ from ..engine.service.server import Server
 from ..launcher.signals import CAUGHT
 from ..models.registry import build_model
 from .runs.dataset import open_corpus
-from .runs.run_config import with_absolute_paths, with_initial_model
 from .runs.run_files import RunFiles, read_run
-from .runs.start_files import keep_start_files
+from .runs.start_files import keep_start_files, with_absolute_paths, with_initial_model
 from .shared.arguments import add_config_arguments, positive_int
 from .train.loop.summary import write_summary
 from .train.process import set_up_logging

@@ -14,4 +14,4 @@ from .load import make_tokenizer as make_tokenizer
 from .load import ready_made as ready_made
 from .load import request_of as request_of
 from .load import tokenizer_from_spec as tokenizer_from_spec
-from .train import train_sentencepiece as train_sentencepiece
+from .load import train_sentencepiece as train_sentencepiece

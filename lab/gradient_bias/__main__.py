@@ -11,8 +11,8 @@ from pathlib import Path
 
 from sdp.engine.config.load import load_config
 from sdp.engine.errors import ConfigError, SDPError
-from sdp.tools.runs.run_config import with_initial_model
 from sdp.tools.runs.saved_run import CheckpointChoice, use
+from sdp.tools.runs.start_files import with_initial_model
 
 from .estimate import FEWEST
 from .measure import measure

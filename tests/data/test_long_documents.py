@@ -15,7 +15,7 @@ from sdp.data import encode
 from sdp.data.prepare import prepare
 from sdp.data.sources import decompress_frames, read_documents
 from sdp.data.tokenizers import BytesTokenizer, HuggingFaceTokenizer, SentencePieceTokenizer, long_texts
-from sdp.data.tokenizers.train import train_sentencepiece
+from sdp.data.tokenizers.load import train_sentencepiece
 from sdp.engine.errors import DataError
 from sdp.tests.support.texts import save_byte_level
 from sdp.tools.cli import main

@@ -10,9 +10,9 @@ import pytest
 import torch
 from sdp.data import shards
 from sdp.data.index import Corpus, Index, load_index
+from sdp.data.prepare import ShardWriter
 from sdp.data.shards import TokenDataset
 from sdp.data.tokenizers import load_tokenizer
-from sdp.data.writer import ShardWriter
 from sdp.engine.errors import DataError
 from torch.utils.data import DataLoader
 

@@ -28,7 +28,7 @@ from ...engine.environment.detect import Environment, detect
 from ...engine.errors import ConfigError
 from ...launcher.degrees import visible_devices
 from ...launcher.local import start_local
-from ..runs.run_config import with_initial_model
+from ..runs.start_files import with_initial_model
 from ..shared.arguments import add_config_arguments, require_between_1_and
 from . import alone
 from .measure import measure

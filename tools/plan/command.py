@@ -18,7 +18,7 @@ from ...engine.config.schema import Config
 from ...engine.errors import ConfigError
 from ...engine.tracing.operators import DEVICES, device_here
 from ...launcher.cluster.hosts import read_hostfile
-from ..runs.run_config import with_initial_model
+from ..runs.start_files import with_initial_model
 from ..shared.arguments import add_config_arguments, require_between_1_and
 from ..shared.quantities import quantity
 from .fit import Fit, find_fit

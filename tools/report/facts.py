@@ -11,8 +11,7 @@ from typing import Any
 from ...engine.errors import MOST_MESSAGE, shorten
 from ...engine.optim.schedules import describe_rates
 from ...engine.placement.placement import Placement
-from ..runs.phases import describe_phases, phases_of
-from ..runs.run_files import Run
+from ..runs.run_files import Run, describe_phases, phases_of
 from ..shared.table import Spread
 
 _SERVED = {"rounds": "round", "groups alive": "alive", "late deliveries": "late", "tokens skipped": "skipped_tokens"}

@@ -309,12 +309,12 @@ def _open_images(config: Config, path: Path) -> Corpus:
         train,
         held_out,
         facts={"num_classes": about.num_classes, "image_size": about.image_size},
-        identity={"images": {"name": about.name, "sha256": about.identity}},
+        identity={"images": {"name": about.name, "sha256": about.sha256}},
         path=path,
-        sha256=about.identity,
+        sha256=about.sha256,
         description=f"{about.name} ({len(train):,} images to train on, {len(held_out):,} held out, "
         f"{about.num_classes} classes, {about.image_size} × {about.image_size} pixels, sha256 "
-        f"{about.identity[:12]}…)",
+        f"{about.sha256[:12]}…)",
         calibration=calibration,
         collate=Batches(about, len(train), seed),
         collate_held_out=Batches(about, len(held_out)),

@@ -14,19 +14,18 @@ import os
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Annotated, Any, Literal, TextIO
 
-from pydantic import BaseModel
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from ...data.shared.files import INDEX_FILE
 from ...engine.config.schema import Config
-from ...engine.errors import ConfigError, DataError, shorten
+from ...engine.errors import ConfigError, DataError, quote, shorten
 from ...engine.json_files import parse_json, read_json_file
 from ...engine.object_store import Store, fetch
 from ...engine.placement.placement import Placement
 from ...launcher.restarts import LOCK
 from ..shared.files import WriteError, refuse_link, require_own_file, write_whole
-from .run_shapes import Line, RunConfig, SavedPlacement, Summary, find_wrong_field
 
 log = logging.getLogger("sdp")
 
@@ -148,6 +147,152 @@ class RunFiles:
             write_whole(self.dump_dir / name, text)
         except OSError as error:
             raise WriteError.of(self.dump_dir / name, error) from None
+
+
+# -- the fields that commands depend on, and their types -------------------------------------------
+#
+# A run may come from somebody else, or from another version. So only the keys that are read are
+# checked, and unknown keys are allowed.
+
+_MOST = 1e18  # far above every figure of a run, and small enough for sums and products of figures
+
+Number = Annotated[float, Field(ge=-_MOST, le=_MOST)] | None
+Count = Annotated[int, Field(ge=0, lt=2**63)]
+Numbers = dict[str, Annotated[float, Field(ge=-_MOST, le=_MOST)]] | None
+
+
+class _Shape(BaseModel):
+    model_config = ConfigDict(strict=True, extra="allow")
+
+
+class Line(_Shape):
+    """A line of metrics.jsonl, evaluations.jsonl or restarts.jsonl."""
+
+    step: Count
+    tokens: Count = 0
+    loss: Number = None
+    accuracy: Number = None
+    subnetwork_losses: list[Number] | None = None
+    tokens_per_second: Number = None
+    mfu: Number = None
+    flops_per_second: Number = None
+    step_seconds: Number = None
+    comm_bytes: Number = None
+    comm_bytes_by_kind: Numbers = None
+    spikes_skipped: Count | None = None
+    rollbacks: Count | None = None
+    lost_steps: Count = 0
+    round: Count = 0
+    alive: Count = 0
+    late: Count = 0
+    skipped_tokens: Count = 0
+    by_group: dict[str, Numbers] | None = None
+    orphans: dict[str, Count] | None = None
+
+
+class _Model(_Shape):
+    name: str | None = None
+
+
+class _NamedModel(_Shape):
+    name: str
+    parameters: Count
+
+
+class _Groups(_Shape):
+    groups: Count = 1
+    lr_scale: Literal["none", "auto"] | Annotated[float, Field(ge=0, le=4)] = "none"
+
+
+class _Optimizer(_Shape):
+    type: str = ""
+
+
+class _Data(_Shape):
+    name: str | None = None
+
+
+class _Training(_Shape):
+    steps: Count | None = None
+
+
+class RunConfig(_Shape):
+    """config.json. Commands that need all of it load it as any other configuration."""
+
+    model: _Model | None = None
+    sdp: _Groups | None = None
+    data: _Data | None = None
+    optimizer: _Optimizer | None = None
+    training: _Training | None = None
+
+
+class SavedPlacement(_Shape):
+    """placement.json."""
+
+    groups: Annotated[int, Field(ge=1, le=2**20)]
+    units: list[str]
+    holders: list[list[Count]]
+    costs: list[Count]
+    flops: list[Count] = []
+
+    @model_validator(mode="after")
+    def _check_lengths(self) -> SavedPlacement:
+        lengths = {len(self.units), len(self.holders), len(self.costs), len(self.flops) or len(self.units)}
+        if len(lengths) > 1:
+            raise ValueError("units, holders, costs and flops have different lengths")
+        if any(not held or max(held) >= self.groups for held in self.holders):
+            raise ValueError("a unit has no holder, or a holder that is not a group")
+        return self
+
+
+class _Layout(_Shape):
+    sdp: Count = 1
+    fsdp: Count | None = None
+    tp: Count = 1
+    paths: Count = 1
+
+
+class _HeldOut(_Shape):
+    before: Number = None
+    after: Number = None
+
+
+class _Rank(_Shape):
+    state_measured: dict[str, Count] = {}
+    state_predicted: dict[str, Count] = {}
+    peak_memory_bytes: Number = None
+    baseline_memory_bytes: Number = None
+    peak_tensor_bytes: Number = None
+    comm_bytes_per_step: Numbers = None
+
+
+class Summary(_Shape):
+    """summary.json."""
+
+    steps: Count = 0
+    tokens: Count = 0
+    tokens_per_second: Number = None
+    model: _NamedModel | None = None
+    layout: _Layout | None = None
+    held_out: _HeldOut | None = None
+    device: str = "cpu"
+    dense_state_bytes: Numbers = None
+    ddp_comm_bytes_per_step: Number = None
+    ranks: list[_Rank] | None = None
+
+
+def find_wrong_field(shape: type[BaseModel], data: Mapping[str, Any]) -> str | None:
+    """Describe the first value in ``data`` that does not have the ``shape``, or return None."""
+    try:
+        shape.model_validate(data)
+    except ValidationError as error:
+        first = error.errors(include_url=False)[0]
+        where = ".".join(map(str, first["loc"]))
+        return f"{quote(where)}: {first['msg']}" if where else first["msg"]
+    return None
+
+
+# -- reading ---------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -320,3 +465,39 @@ def _finite(value: Any) -> Any:
     if isinstance(value, Iterable) and not isinstance(value, str):
         return [_finite(entry) for entry in value]
     return value
+
+
+# -- the phases of a run with a schedule of maskings -----------------------------------------------
+
+
+@dataclass(frozen=True)
+class Phase:
+    """Steps in a row with one masking, from ``first`` to ``last``.
+
+    ``tokens``: those of the run before the phase.
+    """
+
+    masking: str
+    first: int
+    last: int
+    tokens: int
+
+
+def phases_of(metrics: Iterable[Mapping[str, Any]]) -> list[Phase]:
+    """Find the phases in the lines of metrics.jsonl. A run with one masking has none."""
+    phases: list[Phase] = []
+    tokens = 0
+    for line in metrics:
+        masking, step = line.get("masking"), line["step"]
+        if masking is not None:
+            if phases and phases[-1].masking == masking:
+                phases[-1] = Phase(masking, phases[-1].first, step, phases[-1].tokens)
+            else:
+                phases.append(Phase(masking, step, step, tokens))
+        tokens = line.get("tokens", tokens)
+    return phases
+
+
+def describe_phases(phases: Iterable[Phase]) -> str | None:
+    """Say at which steps each phase was, or return None if there is none."""
+    return ", then ".join(f"{phase.masking} {phase.first:,}–{phase.last:,}" for phase in phases) or None

@@ -1,7 +1,8 @@
-"""The files of the model that a run starts from. The run keeps those that describe the model.
+"""What a run starts from: its configuration, completed by the model that it starts from, and the
+files that describe that model, which the run keeps.
 
-Later commands need them: an evaluation builds the model again, and an export writes the same files.
-The weights stay where they are.
+Later commands need the files: an evaluation builds the model again, and an export writes the same
+files. The weights stay where they are.
 """
 
 from __future__ import annotations
@@ -10,17 +11,73 @@ import json
 import re
 import shutil
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
+
+from pydantic import BaseModel
 
 from ...engine.config.schema import Config
 from ...engine.errors import ConfigError
 from ...engine.json_files import read_json_file
-from ...engine.subnetwork.initialisation import INDEX, WeightFiles
+from ...engine.object_store import is_url
+from ...engine.subnetwork.initialisation import INDEX, WeightFiles, refuse_zero_checkpoint
+from ...models.registry import section_from_huggingface
 from ..shared.files import WriteError
 
 START = "start"  # below the directory of the run
 TENSORS = "tensors.json"  # name and type of the tensors in the weight files
 DESCRIBES = re.compile(r".*\.(json|txt|model|jinja|tiktoken)")  # configuration, tokenizer, chat template
+
+
+def with_initial_model(config: Config) -> Config:
+    """Complete the model section from the model that the run starts from.
+
+    A model of transformers starts from its own folder. Data that the run itself prepares gets the
+    tokenizer of the folder.
+    """
+    start, model = config.training.init_from, config.model
+    if start is None and model.get("name") == "huggingface":
+        start = model.get("path")
+    if start is None:
+        return config
+    directory = Path(start)
+    refuse_zero_checkpoint(directory)
+    model = section_from_huggingface(directory, model)
+    changed: dict[str, Any] = {"model": model, "training": config.training.model_copy(update={"init_from": start})}
+    if model["name"] == "huggingface" and config.data.takes_default_corpus and config.data.tokenizer is None:
+        changed["data"] = config.data.model_copy(update={"tokenizer": f"hf:{model['path']}"})
+    return config.model_copy(update=changed)
+
+
+def with_absolute_paths(config: Config) -> Config:
+    """Make the paths of the configuration absolute.
+
+    Other commands may read config.json from other directories.
+    """
+    for keys in _PATHS:
+        config = _with_absolute_path(config, *keys.split("."))
+    if config.model.get("name") == "huggingface":
+        model = {**config.model, "path": str(Path(config.model["path"]).absolute())}
+        config = config.model_copy(update={"model": model})
+    if config.data.sources:
+        sources = [_with_absolute_path(source, "path") for source in config.data.sources]
+        config = config.model_copy(update={"data": config.data.model_copy(update={"sources": sources})})
+    return config
+
+
+_PATHS = ("data.path", "training.init_from", "training.evaluate_tasks.include_path", "sdp.paths.router")
+_Section = TypeVar("_Section", bound=BaseModel)
+
+
+def _with_absolute_path(section: _Section, key: str, *rest: str) -> _Section:
+    """Return ``section`` with an absolute path at ``key``, or below it. None and URLs stay."""
+    value = getattr(section, key)
+    if value is None:
+        return section
+    if rest:
+        new = _with_absolute_path(value, *rest)
+    else:
+        new = value if is_url(value) else str(Path(value).absolute())
+    return section.model_copy(update={key: new})
 
 
 def keep_start_files(config: Config, dump_dir: Path) -> None:

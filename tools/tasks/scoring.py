@@ -177,35 +177,19 @@ class Scorer:
             row[: len(request.ids) - 1] = torch.tensor(request.ids[:-1])
         return {"input_ids": ids}
 
-    # -- messages of rank 0 ------------------------------------------------------------------------
-
     @property
     def _is_distributed(self) -> bool:
         return dist.is_initialized() and dist.get_world_size() > 1
 
-    def _broadcast(self, requests: Sequence[Request] | None) -> list[Request] | None:
+    def _broadcast(self, requests: Sequence[Request] | None) -> Sequence[Request] | None:
         """Return rank 0's ``requests`` on every rank. None says that there are no more.
         Collective.
         """
         if not self._is_distributed:
-            return None if requests is None else list(requests)
-        flat = [token for request in requests or () for token in request.ids]
-        header = self._from_rank_0([-1 if requests is None else len(requests), len(flat)])
-        count, tokens = header.tolist()
-        if count < 0:
-            return None
-        sizes = [[len(request.ids), request.scored] for request in requests or ()]
-        spans = self._from_rank_0(sizes, (count, 2)).tolist()
-        ids = self._from_rank_0(flat, (tokens,)).split([length for length, _ in spans])
-        return [Request(row.tolist(), scored) for row, (_, scored) in zip(ids, spans, strict=True)]
-
-    def _from_rank_0(self, values: Any, shape: tuple[int, ...] = (2,)) -> torch.Tensor:
-        tensor = torch.zeros(shape, dtype=torch.int64)
-        if dist.get_rank() == 0:
-            tensor = torch.tensor(values, dtype=torch.int64).reshape(shape)
-        tensor = tensor.to(self._model.device)
-        dist.broadcast(tensor, src=0)
-        return tensor.cpu()
+            return requests
+        message = [requests]
+        dist.broadcast_object_list(message, src=0, device=self._model.device)
+        return message[0]
 
 
 def _score_row(logits: torch.Tensor, request: Request) -> Score:

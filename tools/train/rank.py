@@ -27,8 +27,8 @@ from ...engine.initialize import initialize
 from ...engine.service.steps import Membership
 from ...models.registry import build_model
 from ..runs.dataset import Corpus, fetch_corpora, open_corpus
-from ..runs.run_config import with_absolute_paths, with_initial_model
 from ..runs.run_files import RunFiles, fetch_files
+from ..runs.start_files import with_absolute_paths, with_initial_model
 from ..tasks.harness import LoadedTasks
 from . import preflight
 from .check import check_run

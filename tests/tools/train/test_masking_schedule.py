@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from sdp.tests.support.small_runs import read_losses, read_metrics, run_sdp, write_config
 from sdp.tools.cli import main
-from sdp.tools.runs.phases import describe_phases, phases_of
+from sdp.tools.runs.run_files import describe_phases, phases_of
 
 
 def test_a_schedule_from_the_start_to_a_resume(config: dict, tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
