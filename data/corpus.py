@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import os
 import subprocess
@@ -76,23 +77,12 @@ def _python_sources(root: Path) -> Iterator[tuple[str, bytes]]:
         ]
         for name in names:
             path = Path(directory, name)
-            if path.suffix == ".py" and not name.startswith(_MACHINE_FILE) and _belongs_to(root, path):
-                data = path.read_bytes()
-                if data and _is_utf8(data):
+            # Debian links sitecustomize.py to /etc, where it is a setting of the machine.
+            is_own = path.resolve().is_relative_to(root.resolve())
+            if path.suffix == ".py" and not name.startswith(_MACHINE_FILE) and is_own and (data := path.read_bytes()):
+                with contextlib.suppress(UnicodeDecodeError):  # a file in another encoding is left out
+                    data.decode()
                     yield path.relative_to(root).as_posix(), data
-
-
-def _belongs_to(root: Path, path: Path) -> bool:
-    # Debian links sitecustomize.py to /etc, where it is a setting of the machine.
-    return path.resolve().is_relative_to(root.resolve())
-
-
-def _is_utf8(data: bytes) -> bool:
-    try:
-        data.decode()
-    except UnicodeDecodeError:
-        return False
-    return True
 
 
 def _doc_strings(extensions: Path) -> Iterator[tuple[str, bytes]]:

@@ -19,7 +19,6 @@ import zlib
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
-from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -77,7 +76,15 @@ def prepare_images(name: str, path: Path | None, output: Path) -> ImageIndex:
     if (output / INDEX_FILE).is_file() and load_image_index(output).name == name:
         return load_image_index(output)
     check_source(name, path)
-    splits = _digits() if path is None else _cifar(path, _CIFAR[name])
+    if path is None:
+        splits = _digits()
+    else:
+        layout = _CIFAR[name]
+        content = _read_files(path, layout)
+        splits = {
+            split: _records(path, [(file, content[file]) for file in getattr(layout, split)], layout)
+            for split in SPLITS
+        }
     facts = facts_of_set(name)
     digest = hashlib.sha256()
     with writing(output):
@@ -277,13 +284,6 @@ _CIFAR = {
 }
 
 
-def _cifar(path: Path, layout: _Cifar) -> dict[str, Arrays]:
-    content = _read_files(path, layout)
-    return {
-        split: _records(path, [(name, content[name]) for name in getattr(layout, split)], layout) for split in SPLITS
-    }
-
-
 def _read_files(path: Path, layout: _Cifar, *, first_alone: bool = False) -> dict[str, bytes]:
     """Read the binary files by name.
 
@@ -318,13 +318,8 @@ def _files(path: Path) -> Iterator[tuple[str, Callable[[], bytes]]]:
     require_regular(path, "give CIFAR's archive, or the directory to which it was unpacked")
     with tarfile.open(path) as archive:
         for member in archive:
-            if member.isfile():
-                yield Path(member.name).name, partial(_content, archive, member)
-
-
-def _content(archive: tarfile.TarFile, member: tarfile.TarInfo) -> bytes:
-    file = archive.extractfile(member)
-    return file.read() if file is not None else b""
+            if member.isfile() and (file := archive.extractfile(member)) is not None:
+                yield Path(member.name).name, file.read
 
 
 def _take_binary(layout: _Cifar) -> str:

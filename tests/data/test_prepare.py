@@ -96,7 +96,7 @@ def test_tokenizer_is_trained_on_training_documents_only(tmp_path):
     path = write_json_lines(tmp_path / "a.jsonl")
     quiet([path], tmp_path / "out")
     corpus = sources.FileCorpus((Path(path),), "text")
-    arguments = room.Settings("sentencepiece", 310, "text", 0.2, 0, 1000)
+    arguments = room.Settings("sentencepiece", 310, "text", 0.2, 0, 1000, None, None)
     sample = list(room.sample_texts(corpus, corpus.sources(), arguments))
     assert sample == documents_of(tmp_path / "out", "train")
 
@@ -104,7 +104,7 @@ def test_tokenizer_is_trained_on_training_documents_only(tmp_path):
 def test_tokenizer_sample_is_spread_over_the_files(tmp_path, monkeypatch):
     paths = tuple(Path(write_json_lines(tmp_path / f"{i}.jsonl", [f"{i} {t}" for t in TEXTS])) for i in range(3))
     corpus = sources.FileCorpus(paths, "text")
-    arguments = room.Settings("sentencepiece", 310, "text", 0.01, 0, 1000)
+    arguments = room.Settings("sentencepiece", 310, "text", 0.01, 0, 1000, None, None)
     monkeypatch.setattr(room, "TOKENIZER_SAMPLE_BYTES", 3_000)
     sample = list(room.sample_texts(corpus, corpus.sources(), arguments))
     assert {text[0] for text in sample} == {"0", "1", "2"}

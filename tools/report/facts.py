@@ -165,7 +165,11 @@ def facts_of(run: Run) -> Facts:
         state=_measured_state(ranks),
         state_deviation=_state_deviation(ranks),
         peak_tensors=Spread.of(rank.get("peak_tensor_bytes") for rank in ranks),
-        peak_process=Spread.of(_above_baseline(rank) for rank in ranks),
+        peak_process=Spread.of(
+            max(0, rank["peak_memory_bytes"] - rank["baseline_memory_bytes"])
+            for rank in ranks
+            if None not in (rank.get("peak_memory_bytes"), rank.get("baseline_memory_bytes"))
+        ),
         sent=float(_total(busiest, "comm_bytes_per_step")) if busiest else _median(settled, "comm_bytes"),
         sent_by_kind=dict(busiest.get("comm_bytes_per_step") or last.get("comm_bytes_by_kind") or {}),
         dense_state=dense_state | ({"together": sum(dense_state.values())} if dense_state else {}),
@@ -295,11 +299,6 @@ def _mean(values: Sequence[float | None]) -> float | None:
     """
     known = [value for value in values if value is not None]
     return fmean(known) if known and len(known) == len(values) else None
-
-
-def _above_baseline(rank: Mapping[str, Any]) -> float | None:
-    peak, baseline = rank.get("peak_memory_bytes"), rank.get("baseline_memory_bytes")
-    return None if peak is None or baseline is None else max(0, peak - baseline)
 
 
 def _total(rank: Mapping[str, Any], key: str) -> int:

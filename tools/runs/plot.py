@@ -8,8 +8,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from ..shared.plots import COLOURS, dress, new_figure, plain, save_figure
-from .phases import phases_of
-from .run_files import Run
+from .run_files import Run, phases_of
 
 _SMOOTHED: dict[str, Any] = {"linewidth": 1.8}
 _FULL_MODEL: dict[str, Any] = {

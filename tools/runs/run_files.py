@@ -391,18 +391,15 @@ def require_no_other_run(dump_dir: Path, url: str | None = None, *, resume: bool
     if url is not None and not resume and Store(url).read(CONFIG) is not None:
         raise ConfigError(f"{url} already holds a run; pass --resume to continue it or name another --dump-dir")
     try:
-        holds_run = _holds_run(dump_dir)
+        metrics = dump_dir / METRICS
+        holds_run = metrics.is_file() and metrics.stat().st_size > 0
+        holds_run |= any((dump_dir / "checkpoints").glob("step-*"))
     except OSError as error:
         raise ConfigError(
             f"--dump-dir {shorten(dump_dir)}: cannot be used ({error.strerror}); choose another"
         ) from None
     if not resume and holds_run:
         raise ConfigError(f"{dump_dir} already holds a run; pass --resume to continue it or name another --dump-dir")
-
-
-def _holds_run(dump_dir: Path) -> bool:
-    metrics = dump_dir / METRICS
-    return (metrics.is_file() and metrics.stat().st_size > 0) or any((dump_dir / "checkpoints").glob("step-*"))
 
 
 def _read_object(path: Path, shape: type[BaseModel]) -> dict[str, Any] | None:

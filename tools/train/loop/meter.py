@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, get_args
@@ -24,20 +24,7 @@ from .utilisation import Utilisation
 TIMED = ("data", "forward", "backward", "optimizer")
 
 _KINDS = [f"{scope}/{kind}" for scope in get_args(Scope) for kind in get_args(Kind)]
-_ROW_BYTES = 8 * (3 + len(_KINDS))  # of the message that row() makes
-
-
-def row(signal: int, peak: int, comm: Mapping[str, int]) -> list[int]:
-    """Return the message of a rank after a step, as integers.
-
-    An all-reduce takes the maximum of each integer over the ranks.
-
-    Args:
-        signal: the signal that this rank has received, 0 if none.
-        peak: the peak of memory, in bytes.
-        comm: the bytes that this rank has sent, by "scope/kind".
-    """
-    return [signal, peak, sum(comm.values()), *(comm.get(kind, 0) for kind in _KINDS)]
+_ROW_BYTES = 8 * (3 + len(_KINDS))  # of a step's message: signal, peak and bytes sent, of which all maxima are taken
 
 
 @dataclass
@@ -175,7 +162,8 @@ class StepLines:
             line["loss_scale"] = engine.get_loss_scale()
         if self._times_each:
             line |= facts.seconds
-        most = engine.start_max(row(signal, facts.peak_memory_bytes, facts.comm))
+        sent = [facts.comm.get(kind, 0) for kind in _KINDS]
+        most = engine.start_max([signal, facts.peak_memory_bytes, sum(facts.comm.values()), *sent])
         self._begun.append((line, most, update))
 
     def finished(self, *, except_newest: int = 0) -> Iterator[tuple[dict[str, Any], int]]:
