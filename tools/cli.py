@@ -28,6 +28,7 @@ import signal
 import sys
 import traceback
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any, NoReturn
 
 from ..engine.config.removed import refuse_removed_words
@@ -69,6 +70,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             print(importlib.import_module(".version", __package__).versions())
         else:
             args = _parse(words, above)
+            _refuse_long_names([*vars(args).get("runs", ()), *(vars(args).get(name, "") for name in ("run", "output"))])
             code = module_of(args.command).run(args)
         # Flush here, where the handler below sees that the reader has left, not at interpreter
         # exit.
@@ -101,6 +103,18 @@ def main(argv: Sequence[str] | None = None) -> int:
     except Exception:
         report_fatal(traceback.format_exc().rstrip(), 1, above)
         return 1
+
+
+def _refuse_long_names(paths: Sequence[str | Path]) -> None:
+    """Raise OSError if a name is too long. From Python 3.14 on, pathlib says that it is missing."""
+    for path in paths:
+        try:
+            os.lstat(path)
+        except OSError as error:
+            if error.errno == errno.ENAMETOOLONG:
+                raise
+        except ValueError:  # a NUL; the command refuses it
+            pass
 
 
 def _reader_left() -> bool:
