@@ -14,6 +14,7 @@ import torch.distributed as dist
 from torch import nn
 
 from ...engine.batch.call import logits_of
+from ...engine.distributed.agreement import gather_json
 from ...engine.engine import SDPEngine
 from ...engine.model_interface import get_config
 
@@ -187,9 +188,8 @@ class Scorer:
         """
         if not self._is_distributed:
             return requests
-        message = [requests]
-        dist.broadcast_object_list(message, src=0, device=self._model.device)
-        return message[0]
+        found = gather_json(requests)[0]
+        return None if found is None else [Request(*request) for request in found]
 
 
 def _score_row(logits: torch.Tensor, request: Request) -> Score:
