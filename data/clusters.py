@@ -214,24 +214,15 @@ def train_router(
 
 def _attempt(prefixes: np.ndarray, vocab_size: int, count: int, random: np.random.Generator) -> tuple[float, Router]:
     """Return the log-likelihood of the sample under a router, and the router."""
-    dealt = _start(prefixes, vocab_size, count, random)
-    router, scores, new = _round(prefixes, dealt, vocab_size, count)
-    for _ in range(_ROUNDS):
-        if (new != dealt).mean() < 0.001:
-            break
-        dealt = new
-        router, scores, new = _round(prefixes, dealt, vocab_size, count)
-    return float(scores[np.arange(len(new)), new].sum()), router
-
-
-def _round(
-    prefixes: np.ndarray, dealt: np.ndarray, vocab_size: int, count: int
-) -> tuple[Router, np.ndarray, np.ndarray]:
-    """Return the router that learns from ``dealt``, its log-likelihoods, and how it deals."""
-    router = _fit(prefixes, dealt, vocab_size, count)
-    scores = router.log_likelihoods(prefixes)
-    biases = balancing_biases(scores)
-    return replace(router, biases=biases.astype(np.float32)), scores, (scores + biases).argmax(1)
+    dealt, rounds = _start(prefixes, vocab_size, count, random), 0
+    while True:
+        router = _fit(prefixes, dealt, vocab_size, count)
+        scores = router.log_likelihoods(prefixes)
+        biases = balancing_biases(scores)
+        before, dealt, rounds = dealt, (scores + biases).argmax(1), rounds + 1
+        if (dealt != before).mean() < 0.001 or rounds > _ROUNDS:
+            likelihood = scores[np.arange(len(dealt)), dealt].sum()
+            return float(likelihood), replace(router, biases=biases.astype(np.float32))
 
 
 def _start(prefixes: np.ndarray, vocab_size: int, count: int, random: np.random.Generator) -> np.ndarray:

@@ -12,6 +12,7 @@ import torch
 
 from .config.method import SyncSection
 from .distributed.collectives import local_tensor
+from .full_model.evaluation import with_statistics
 from .full_model.gather import agree_on_buffers, persistent_buffers
 from .optim.clip import clip_
 from .sync.between import BetweenGroups
@@ -225,18 +226,14 @@ class LocalSteps:
         """
         buffers = {n: b for n, b in self._module_buffers().items() if b.is_floating_point()}
         group = self._context.communicators.group
-        kept = {name: buffer.clone() for name, buffer in buffers.items()}
+        means = dict[str, torch.Tensor]()
         if group is not None and buffers:
             flat = torch.cat([buffer.reshape(-1).double() for buffer in buffers.values()])
             self._context.sum_in_group(flat)
-            means = (flat / group.size()).split([buffer.numel() for buffer in buffers.values()])
-            for buffer, mean in zip(buffers.values(), means, strict=True):
-                buffer.copy_(mean.view(buffer.shape))
-        try:
+            parts = (flat / group.size()).split([buffer.numel() for buffer in buffers.values()])
+            means = {name: mean.view(buffers[name].shape) for name, mean in zip(buffers, parts, strict=True)}
+        with with_statistics(buffers, means):
             yield
-        finally:
-            for name, buffer in buffers.items():
-                buffer.copy_(kept[name])
 
     @torch.no_grad()
     def _swap_buffers(self) -> None:

@@ -137,7 +137,7 @@ class FullModel:
         with self._anchored():
             with self._running():
                 statistics = self._statistics(list(batches))
-            with with_statistics(self._store.module, statistics):
+            with with_statistics(dict(self._store.module.named_buffers()), statistics):
                 yield
 
     def _statistics(self, batches: Sequence[Any]) -> Statistics:

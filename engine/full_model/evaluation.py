@@ -156,6 +156,10 @@ def _common_count(store: GroupStore, batches: Sequence[Any]) -> int:
     return most
 
 
+def _loss(store: GroupStore, batch: Any) -> float:
+    return loss_of(call_model(store.module, to_device(batch, store.context.device))).item()
+
+
 def _mean_over_ranks(store: GroupStore, pairs: Sequence[tuple[float, float]]) -> list[float]:
     """Σ loss·weight / Σ weight from pairs of shape (n, 2), summed over all ranks."""
     sums = torch.tensor(pairs, dtype=torch.float64, device=store.context.device)
@@ -169,7 +173,7 @@ class StreamedEvaluation:
     def __init__(self, store: GroupStore, before_turn: Callable[[], None]):
         """``before_turn`` is called each time before one of the passes goes on."""
         self._store = store
-        self._lockstep: Lockstep[tuple[float, float]] = Lockstep(store.context.device, before_turn)
+        self._lockstep: Lockstep[float] = Lockstep(store.context.device, before_turn)
         self._units = _streamed_units(store.layout)
         self._guest: dict[str, torch.Tensor] = {}
         self._hosts: list[Slices] = []  # slices that have guests now
@@ -185,8 +189,11 @@ class StreamedEvaluation:
         try:
             with self._uncompiled_slices():
                 for start in range(0, steps, chunk):
-                    passes = [self._pass(batch, weight) for batch, weight in padded[start : start + chunk]]
-                    for loss, count in self._lockstep.run(passes, self._stream):
+                    parts = padded[start : start + chunk]
+                    losses = self._lockstep.run(
+                        [partial(_loss, self._store, batch) for batch, _ in parts], self._stream
+                    )
+                    for loss, (_, count) in zip(losses, parts, strict=True):
                         if count:  # the mean over no targets is NaN
                             total, targets = total + loss * count, targets + count
                     self._dismiss()
@@ -202,12 +209,6 @@ class StreamedEvaluation:
         """
         sliced = any(not unit.is_block for units in self._units.values() for unit in units)
         return torch.compiler.set_stance("force_eager") if sliced else nullcontext()
-
-    def _pass(self, batch: Any, weight: float) -> Callable[[], tuple[float, float]]:
-        def work() -> tuple[float, float]:
-            return loss_of(call_model(self._store.module, to_device(batch, self._store.context.device))).item(), weight
-
-        return work
 
     def _install(self) -> Callable[[], None]:
         """Make held units stop the passes and absent ones run as guests; return a function to undo
@@ -386,7 +387,7 @@ def routed_loss(store: GroupStore, batches: Sequence[Any], weights: Sequence[flo
             with service.lent(store, path) if service is not None else nullcontext():
                 for step in range(-(-len(of_path) // shares)):  # the ranks of a group take equally many steps
                     batch, weight = turns[step] if step < len(turns) else (of_path[0][0], 0.0)
-                    loss = loss_of(call_model(store.module, to_device(batch, context.device))).item()
+                    loss = _loss(store, batch)
                     if weight:
                         total, targets = total + loss * weight, targets + weight
     return _mean_over_ranks(store, [(total, targets)])[0]
@@ -467,8 +468,7 @@ def _own_sums(store: GroupStore, batches: Sequence[Any], weights: Sequence[float
     """This rank's Σ loss·weight and Σ weight."""
     total = 0.0
     for step in range(_common_count(store, batches)):  # collectives inside the group: all ranks take equally many steps
-        batch = batches[min(step, len(batches) - 1)]
-        loss = loss_of(call_model(store.module, to_device(batch, store.context.device))).item()
+        loss = _loss(store, batches[min(step, len(batches) - 1)])
         if step < len(batches) and weights[step]:
             total += loss * weights[step]
     return total, sum(weights)
@@ -569,16 +569,13 @@ def _recording(norms: Mapping[str, _BatchNorm], moments: Mapping[str, torch.Tens
 
 
 @contextmanager
-def with_statistics(module: nn.Module, statistics: Statistics) -> Iterator[None]:
-    """Give those buffers of ``module`` that ``statistics`` names their values inside the
-    context.
-    """
-    buffers = {name: buffer for name, buffer in module.named_buffers() if name in statistics}
-    kept = {name: buffer.detach().clone() for name, buffer in buffers.items()}
+def with_statistics(buffers: Mapping[str, torch.Tensor], values: Statistics) -> Iterator[None]:
+    """Give those of ``buffers`` that ``values`` names their values inside the context."""
+    kept = {name: buffer.detach().clone() for name, buffer in buffers.items() if name in values}
     try:
-        for name, buffer in buffers.items():
-            buffer.data.copy_(statistics[name])
+        for name in kept:
+            buffers[name].data.copy_(values[name])
         yield
     finally:
-        for name, buffer in buffers.items():
-            buffer.data.copy_(kept[name])  # ``data`` hides this from autograd: a backward pass may still follow
+        for name, value in kept.items():
+            buffers[name].data.copy_(value)  # ``data`` hides this from autograd: a backward pass may still follow
