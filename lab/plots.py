@@ -188,6 +188,33 @@ def draw_paths() -> None:
     save(figure, "paths/plot")
 
 
+def draw_facts() -> None:
+    """Loss after training with one bit a parameter, against the bytes of state of a device."""
+    results = read("facts/results")
+    size = {name.rpartition(" ")[0]: found["state"] / 1e3 for name, found in results["bytes"].items()}
+    losses: dict[str, dict[str, list[float]]] = {}  # by row and rate, seed by seed
+    for key, run in results["runs"].items():
+        name, bits, rate, _ = key.rsplit(" ", 3)
+        if bits == "bits=1.0":
+            losses.setdefault(name, {}).setdefault(rate, []).append(run["loss"])
+    figure, (axes,) = new_figure(7, 4.2, 1)
+    kinds = {"sdp": ("SDP, int8 copies", SDP, "o"), "smaller": ("smaller dense, equal steps", GREY, "s"),
+             "longer": ("smaller dense, equal operations", COLOURS[1], "^"), "dense": ("dense", "black", "D")}  # fmt: skip
+    points: dict[str, list[tuple[float, float]]] = {}
+    for name, rates in losses.items():
+        best = min(rates.values(), key=lambda found: found[0])
+        state = size.get(name.removesuffix(" longer"))
+        if state is not None and len(best) > 1:
+            kind = "longer" if name.endswith(" longer") else name.split()[0]
+            points.setdefault(kind, []).append((state, sum(best) / len(best)))
+    for kind, (label, colour, marker) in kinds.items():
+        xs, ys = zip(*sorted(points[kind]), strict=True)
+        axes.plot(xs, ys, marker=marker, color=colour, label=label)
+    axes.set(yscale="log", xlabel="state of a device, kB", ylabel="loss over all facts, nats")
+    axes.legend(frameon=False)
+    save(figure, "facts/plot")
+
+
 def draw_columns(study: str, label: str) -> None:
     """Held-out loss against a number in the names of the columns, and less the smaller dense
     model's.
@@ -309,6 +336,7 @@ def main() -> None:
     draw_workers()
     draw_uniform_holders()
     draw_paths()
+    draw_facts()
     draw_columns("sizes", "width")
     draw_columns("lengths", "tokens per parameter")
     draw_memory()
