@@ -198,8 +198,8 @@ def draw_facts() -> None:
         if bits == "bits=1.0":
             losses.setdefault(name, {}).setdefault(rate, []).append(run["loss"])
     figure, (axes,) = new_figure(7, 4.2, 1)
-    kinds = {"sdp": ("SDP, int8 copies", SDP, "o"), "smaller": ("smaller dense, equal steps", GREY, "s"),
-             "longer": ("smaller dense, equal operations", COLOURS[1], "^"), "dense": ("dense", "black", "D")}  # fmt: skip
+    kinds = {"sdp": ("SDP, int8 copies", SDP, "o"), "smaller": ("smaller dense, as many steps", GREY, "s"),
+             "longer": ("… as many operations", COLOURS[1], "^"), "dense": ("dense", "black", "D")}  # fmt: skip
     points: dict[str, list[tuple[float, float]]] = {}
     for name, rates in losses.items():
         best = min(rates.values(), key=lambda found: found[0])

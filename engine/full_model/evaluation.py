@@ -17,22 +17,21 @@ is the mean and variance of each channel over all of these batches and all ranks
 
 from __future__ import annotations
 
-import pickle
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
-from io import BytesIO
 from typing import Any, Generic, TypeVar
 
 import torch
 import torch.distributed as dist
+from safetensors.torch import load, save
 from torch import nn
 from torch.func import functional_call
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from ..batch.call import call_model, cast_floats, count_targets, loss_of, map_leaves, tensors_in, to_device
-from ..distributed.agreement import gather_bytes
+from ..distributed.agreement import gather_bytes, gather_json
 from ..distributed.mesh import passes_on
 from ..errors import ConfigError, DataError, ModelError
 from ..placement.layout import Layout
@@ -398,27 +397,32 @@ def exchange_batches(batches: Sequence[Any], facts: Sequence[Any], like: Any) ->
 
     Args:
         batches: This rank's batches.
-        facts: Numbers, strings, or lists of them, for each batch.
+        facts: What JSON can hold, for each batch.
         like: A batch with the structure of all batches.
 
     Raises:
-        DataError: A batch has another value than tensors, numbers and strings.
+        DataError: A batch has a value that JSON cannot hold.
     """
-    content, mine = BytesIO(), []
-    for batch, fact in zip(batches, facts, strict=True):
+    tensors, others = dict[str, torch.Tensor](), []
+    for batch in batches:
         leaves = list[Any]()
-        map_leaves(leaves.append, to_device(batch, torch.device("cpu"), non_blocking=False))
-        # Of a view, all of the storage would be saved.
-        mine.append(([leaf.detach().clone() if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves], fact))
-    torch.save(mine, content)
+        map_leaves(leaves.append, batch)
+        batch_tensors = {
+            f"{len(others)}.{index}": leaf for index, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor)
+        }
+        tensors |= {
+            key: leaf.detach().cpu().clone(memory_format=torch.contiguous_format) for key, leaf in batch_tensors.items()
+        }
+        others.append([None if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves])
+    try:
+        plain = gather_json([list(facts), others])
+    except TypeError as error:
+        raise DataError(f"evaluate: a batch has a value that cannot be sent to its path ({error})") from None
     found = []
-    for data in gather_bytes(content.getvalue()):
-        try:
-            theirs = torch.load(BytesIO(data), weights_only=True)
-        except pickle.UnpicklingError as error:
-            raise DataError(f"evaluate: a batch has a value that cannot be sent to its path ({error})") from None
-        for leaves, fact in theirs:
-            whole = iter(leaves)
+    for (their_facts, their_others), data in zip(plain, gather_bytes(save(tensors)), strict=True):
+        theirs = load(data)
+        for number, (fact, leaves) in enumerate(zip(their_facts, their_others, strict=True)):
+            whole = iter([theirs.get(f"{number}.{index}", leaf) for index, leaf in enumerate(leaves)])
             found.append((map_leaves(lambda _, whole=whole: next(whole), like), fact))
     return found
 
