@@ -23,7 +23,7 @@ from ..network.__main__ import variables
 from ..network.hosts import Link, address, hosts, on_host, shape
 
 CONFIG = Path(__file__).parent / "kills.json"
-GROUPS, EVERY, ROUNDS = 4, 32, 6
+GROUPS, EVERY, ROUNDS = 4, 32, 4
 MODEL = ("hidden_size=128", "intermediate_size=352", "num_hidden_layers=8")  # 1.7 M parameters
 HOW = {"plain": (), "four fragments, overlap 6": ("sdp.sync.fragments=4", "sdp.sync.overlap=6")}
 CAPACITIES = {"SDP": 0.5, "DiLoCo": 1.0}
@@ -75,6 +75,7 @@ def main() -> int:
     parser = argparse.ArgumentParser()
     parser.add_argument("out", type=Path)
     parser.add_argument("--rate", default="100mbit")
+    parser.add_argument("--only", default="", help="only what has this in its name, such as plain")
     args = parser.parse_args()
     out, result = args.out.absolute(), dict[str, Any]()
     corpus = out / "corpus"
@@ -84,18 +85,23 @@ def main() -> int:
     settings = [f"data.path={json.dumps(str(corpus))}", f"sdp.sync.every={EVERY}", f"training.steps={EVERY * ROUNDS}"]
     settings += [f"model.{setting}" for setting in MODEL] + ["sdp.sync.service.grace_seconds=60"]
     settings += ["sdp.sync.service.heartbeat_seconds=10", "training.evaluate_batches=1"]
+    settings += ["train_micro_batch_size_per_gpu=8"]
     with hosts(GROUPS + 1) as name:
         shape(name, GROUPS + 1, Link.parse(args.rate))
         for method, capacity in CAPACITIES.items():
             for how, more in HOW.items():
                 for served in (False, True):
                     label = f"{method}, {how}, {'service' if served else 'all-reduce'}"
+                    if args.only not in label:
+                        continue
                     chosen = [*settings, f"sdp.capacity={capacity}", *more]
                     chosen += [] if served else ["sdp.sync.service=null"]
                     folder = out / label.replace(", ", "-").replace(" ", "-")
                     result[label] = round(seconds_of_a_round(run(name, folder, chosen, served=served)), 2)
                     print(label, result[label], flush=True)
-    (out / "links.json").write_text(json.dumps(result, indent=1) + "\n")
+    file = out / "links.json"
+    before = json.loads(file.read_text()) if file.exists() else {}
+    file.write_text(json.dumps(before | result, indent=1) + "\n")
     return 0
 
 
