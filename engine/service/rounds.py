@@ -79,6 +79,7 @@ class Member:
         facts: what its first rank says of the delivery.
         accepted: the last average to which it has contributed.
         nbytes: the bytes of the slices.
+        pinned: the anchors of the evaluation that it makes. None: it makes none.
     """
 
     slot: int
@@ -92,6 +93,7 @@ class Member:
     facts: Facts | None = None
     accepted: int = 0
     nbytes: int = 0
+    pinned: dict[str, torch.Tensor] | None = None
 
     @property
     def unsettled(self) -> int:
@@ -307,10 +309,11 @@ class ServedRun:
         self._note_orphans(fragment, slots)
         new = sum(facts.new_samples for _, facts, _ in deliveries)
         losses = [facts.loss * facts.new_samples for _, facts, _ in deliveries]
-        groups: dict[str, dict[str, float]] = {}
-        for delivery, facts, nbytes in deliveries:
-            tokens = facts.new_samples * self._tokens_per_sample
-            groups[str(delivery.slot)] = {"tokens": tokens, "seconds": facts.seconds, "bytes": nbytes}
+        tokens = self._tokens_per_sample
+        groups = {
+            str(delivery.slot): {"tokens": facts.new_samples * tokens, "seconds": facts.seconds, "bytes": nbytes}
+            for delivery, facts, nbytes in deliveries
+        }
         seconds, self._closed_at = now - self._closed_at, now
         return {
             "step": self.step,

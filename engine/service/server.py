@@ -51,7 +51,6 @@ class Server:
         self._on_closed, self._on_dealt, self._on_evaluation = on_closed, on_dealt, on_evaluation
         self._closed = asyncio.Event()  # set when the open average closes, and then replaced
         self._evaluated = -1  # the last step for which a group evaluates
-        self._pinned: tuple[str, dict[str, torch.Tensor]] | None = None  # that group's session, and its anchors
         self._refused = 0
         self._data: str | None = None
         self._actions: dict[str, Callable[[Any, Member], Awaitable[Answer]]] = {
@@ -88,7 +87,8 @@ class Server:
                 self._closed = asyncio.Event()
             if run.has_ended:
                 ended_at = ended_at or time.monotonic()
-                if not run.members or (time.monotonic() - ended_at > _AFTER_SECONDS and self._pinned is None):
+                evaluates = any(member.pinned is not None for member in run.members.values())
+                if not run.members or (time.monotonic() - ended_at > _AFTER_SECONDS and not evaluates):
                     return
             await asyncio.sleep(_TICK_SECONDS)
 
@@ -175,10 +175,9 @@ class Server:
         pieces = [slice_of(value) for value in request["slices"]]
         if sum(4 * torch.Size(piece.shape).numel() for piece in pieces) > MOST_BYTES:
             raise ServiceError(f"an answer has at most {MOST_BYTES} bytes; ask for fewer slices")
-        pinned = self._pinned[1] if request["pinned"] and self._pinned is not None else None
 
         def read() -> bytes:
-            found = self._run.anchors.read(pieces, pinned)
+            found = self._run.anchors.read(pieces, member.pinned if request["pinned"] else None)
             return pack((piece, tensor, "none") for piece, tensor in zip(pieces, found, strict=True))
 
         return await asyncio.to_thread(read)
@@ -188,21 +187,15 @@ class Server:
         is_first = int(request["step"]) > self._evaluated
         if is_first:
             self._evaluated = int(request["step"])
-            self._pinned = member.session, await asyncio.to_thread(self._run.anchors.snapshot)
+            member.pinned = await asyncio.to_thread(self._run.anchors.snapshot)
         return {"mine": is_first}
 
     async def _evaluation(self, request: Any, member: Member) -> Answer:
-        if self._unpin(member):
+        if member.pinned is not None:
             self._on_evaluation(request["line"] | {"tokens": self._run.tokens})
+        member.pinned = None
         return {}
 
     async def _leave(self, _: Any, member: Member) -> Answer:
-        self._unpin(member)
         self._run.drop(member.session, "left")
         return {}
-
-    def _unpin(self, member: Member) -> bool:
-        """Forget the anchors of an evaluation. Returns whether the member made it."""
-        is_evaluator = self._pinned is not None and self._pinned[0] == member.session
-        self._pinned = None if is_evaluator else self._pinned
-        return is_evaluator
