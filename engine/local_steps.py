@@ -69,32 +69,28 @@ class LocalSteps:
         store, context = groups.store, groups.context
         self._fragments = fragments_of(store.layout, sync.fragments)
         infos = store.layout.parameters
-        self.outer: Any = (
-            self._served_steps()
-            if context.service is not None
-            else OuterSteps(
-                sync,
-                store.layout.buckets(lambda _: False),
-                self._weight,
-                [name for name in store.stepped if infos[name].trainable],
-                self._fragments,
-                context.communicators.holders,
-                counts=lambda name: context.counts(store.stepped[name]),
-                counts_once=lambda name: context.counts_once(store.stepped[name]),
-                device=context.device,
-                traffic=context.traffic,
-                sum_over_ranks=context.all_reduce_control,
-                clock=context.clock,
-                is_slice=lambda name: infos[name].cut is not None,
-            )
+        self.outer = OuterSteps(
+            sync,
+            store.layout.buckets(lambda _: False) if context.service is None else (),
+            self._weight,
+            [name for name in store.stepped if infos[name].trainable],
+            self._fragments,
+            context.communicators.holders,
+            counts=lambda name: context.counts(store.stepped[name]),
+            counts_once=lambda name: context.counts_once(store.stepped[name]),
+            device=context.device,
+            traffic=context.traffic,
+            sum_over_ranks=context.all_reduce_control,
+            clock=context.clock,
+            is_slice=lambda name: infos[name].cut is not None,
         )
+        self.averages: Any = self.outer  # starts averages, and applies them
+        if context.service is not None:
+            from .service.steps import ServedSteps  # most runs do without
+
+            self.averages = ServedSteps(store, sync, self._fragments, self.outer)
         agree_on_buffers(store)
         self._buffers = {name: buffer.clone() for name, buffer in self._module_buffers().items()}
-
-    def _served_steps(self) -> Any:
-        from .service.steps import ServedSteps  # most runs do without
-
-        return ServedSteps(self._store, self.sync, self._fragments)
 
     def _weight(self, name: str) -> torch.Tensor:
         """Return this rank's part of a parameter. Its memory may change when FSDP2 shards again."""
@@ -152,16 +148,16 @@ class LocalSteps:
 
     def start(self, fragment: int) -> None:
         """Start to average the weights of ``fragment`` among their holders. Collective."""
-        self.outer.start(fragment)
+        self.averages.start(fragment)
 
     def arrive(self) -> OuterFacts:
         """Apply the average that was started. Collective."""
-        fragment = self.outer.fragment_under_way
+        fragment = self.averages.fragment_under_way
         names = [name for name in self._store.layout.buffers if self._fragments[name] == fragment]
         buffers = {name: buffer for name, buffer in self._module_buffers().items() if name in names}
         if names:
             agree_on_buffers(self._store, names)
-        facts = self.outer.arrive()
+        facts = self.averages.arrive()
         for name, buffer in buffers.items():
             self._buffers[name].copy_(buffer)
         changed = [name for name, fragment in self._fragments.items() if fragment == facts.fragment]
@@ -351,24 +347,24 @@ class LocalTraining:
         Returns the number of steps that the run has made.
         """
         assert self.local is not None
-        self.local.outer.enter(joins=joins)
+        self.local.averages.enter(joins=joins)
         self.outer_steps = self.service.closed
         return self._reached(0)
 
     def _after_served_step(self, step: int) -> int:
         assert self.local is not None and self._sync is not None
-        service, outer = self.service, self.local.outer
+        service, averages = self.service, self.local.averages
         newest = self.newest()
         service.note_step(newest.loss if newest is not None else math.nan)
-        outer.steps_since_start += 1
+        averages.steps_since_start += 1
         status = service.poll()
         if status["lost"]:
             return self.enter(joins=True)
-        if outer.fragment_under_way is not None and outer.steps_since_start >= self._sync.overlap:
+        if averages.fragment_under_way is not None and averages.steps_since_start >= self._sync.overlap:
             step = self._take_average()
         is_behind = status["closed"] > service.closed or (status["grace"] and status["closed"] == service.closed)
         is_due = is_behind or step >= service.schedule.due(service.closed + 1)
-        if outer.fragment_under_way is None and service.closed < service.schedule.last and is_due:
+        if averages.fragment_under_way is None and service.closed < service.schedule.last and is_due:
             self.local.start(service.schedule.fragment(service.closed + 1))
             if not self._sync.overlap:
                 step = self._take_average()
@@ -377,12 +373,12 @@ class LocalTraining:
     def _take_average(self) -> int:
         """Wait for the average that was started. Returns the step that the group has reached."""
         assert self.local is not None
-        outer = self.local.outer
+        averages = self.local.averages
         self.last = self.local.arrive()
         if self.service.client.is_lost:
             return self.enter(joins=True)
         self.outer_steps = self.service.closed
-        return self._reached(outer.steps_since_start if outer.was_accepted else 0)
+        return self._reached(averages.steps_since_start if averages.was_accepted else 0)
 
     def _reached(self, steps: int) -> int:
         """Return the number of the step that is ``steps`` after the newest average."""
@@ -402,7 +398,7 @@ class LocalTraining:
             return False
         before = self.outer_steps
         while self.service is not None and self.service.closed < self.service.schedule.last:
-            if local.outer.fragment_under_way is None:
+            if local.averages.fragment_under_way is None:
                 local.start(self.service.schedule.fragment(self.service.closed + 1))
             self._take_average()
         if self.service is not None:

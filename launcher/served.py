@@ -10,6 +10,7 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
+from ..engine.config.schema import Config
 from ..engine.environment.detect import LOOPBACK, free_port
 from ..engine.environment.process import allocator_settings, child_environment, loopback_settings, thread_settings
 from .fatal_errors import say, show
@@ -26,15 +27,11 @@ class _Process:
     """The service (number 0) or a group, which is started again ``restarts`` times in an hour."""
 
     def __init__(self, number: int, words: Sequence[str], environ: dict[str, str], log_dir: Path, restarts: int):
-        self.name = f"group process {number}" if number else "the service"
-        self._number, self._words, self._environ, self._log_dir = number, words, environ, log_dir
-        self._most, self._ends = restarts, list[float]()
+        self.name, log = (f"group process {number}", f"group-{number}") if number else ("the service", "service")
+        self._start = lambda: RankProcess.start(number, [*own_command(), *words], dict(environ), log_dir, name=log)
+        self._number, self._most, self._ends = number, restarts, list[float]()
         self.is_over, self.code = False, 0
         self.rank = self._start()
-
-    def _start(self) -> RankProcess:
-        command, name = [*own_command(), *self._words], f"group-{self._number}" if self._number else "service"
-        return RankProcess.start(self._number, command, dict(self._environ), self._log_dir, name=name)
 
     def look(self) -> None:
         """Start the process again if it has died."""
@@ -56,30 +53,22 @@ class _Process:
         self.rank = self._start()
 
 
-def start_served(
-    words: Sequence[str],
-    dump_dir: Path,
-    groups: int,
-    processes: int,
-    *,
-    on_cpu: bool,
-    makes_corpus: bool,
-    restarts: int,
-) -> int:
+def start_served(config: Config, words: Sequence[str], dump_dir: Path, processes: int, *, on_cpu: bool) -> int:
     """Run a service and its groups on this host, and return the exit code of the whole.
 
     The service keeps this process's terminal. The groups' output is in ``dump_dir/logs``, and their
     files are in ``dump_dir/groups``.
 
     Args:
-        words: the configuration and its overrides.
+        config: the configuration.
+        words: the words that name its file and its overrides.
         dump_dir: the directory of the run.
-        groups: the number of groups.
         processes: the ranks of a group.
         on_cpu: give the ranks glibc's allocator settings for a CPU.
-        makes_corpus: whether the service prepares the corpus in ``dump_dir/corpus``.
-        restarts: how often in an hour the service, or a group, is started again.
     """
+    assert config.sdp.sync is not None and config.sdp.sync.service is not None
+    groups, restarts = config.sdp.groups, config.sdp.sync.service.restarts
+    makes_corpus = config.data.takes_default_corpus and config.data.name is None
     port, log_dir = free_port(), dump_dir / "logs"
     settings = {**search_path(), **thread_settings(groups * processes), "SDP_SERVICE_TOKEN": secrets.token_hex(32)}
     environ = child_environment(settings, loopback_settings() | (allocator_settings() if on_cpu else {}))
@@ -97,9 +86,9 @@ def start_served(
                     for group in range(1, groups + 1):
                         directory = str(dump_dir / "groups" / str(group))
                         started.append(_Process(group, [*train, directory], environ, log_dir, restarts))
-                over = [process for process in started[1:] if process.is_over and process.code]
-                if any(process.code == 2 for process in over) or len(over) == groups:
-                    return _end(started, received, 2 if any(process.code == 2 for process in over) else 1)
+                failed = [process.code for process in started[1:] if process.is_over and process.code]
+                if 2 in failed or len(failed) == groups:
+                    return _end(started, received, 2 if 2 in failed else 1)
                 time.sleep(_POLL_SECONDS)
             if received:
                 say(f"{signal.Signals(received[0]).name} received, ending {len(started)} processes")

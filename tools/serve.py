@@ -9,13 +9,14 @@ import logging
 import ssl
 import time
 from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from ..engine.batch.loader import ResumableLoader
-from ..engine.checkpoint.load import find, keys_in, load
+from ..engine.checkpoint.load import find, load
 from ..engine.checkpoint.save import write
 from ..engine.checkpoint.state import weights_of
 from ..engine.checkpoint.storage.files import write_durably
@@ -155,7 +156,7 @@ class _Service:
     def _write_order(self) -> None:
         """Remember what was dealt, before a group learns of it."""
         assert self._run.order is not None
-        write_durably(self._dump_dir / _ORDER, json.dumps(self._run.order.state_dict()))
+        write_durably(self._dump_dir / _ORDER, json.dumps(asdict(self._run.order)))
 
     # -- checkpoints -------------------------------------------------------------------------------
 
@@ -179,7 +180,7 @@ class _Service:
             "loader": self._sampler.state_at(run.order.end if run.order is not None else 0),
             "client_state": {**self._corpus.identity, "service": run.state_dict()}, "spikes": {}, "sync": sync,
         }  # fmt: skip
-        tensors = weights_of(run.anchors.snapshot()) | run.anchors.state()
+        tensors = _by_key(*run.anchors.snapshot())
         self._saving = self._thread.submit(
             write, self._dump_dir / "checkpoints", f"step-{run.step}", tensors, state, Ranks(True), keep=_KEEP
         )
@@ -195,10 +196,7 @@ class _Service:
         path, state = found
         if "service" not in state["client_state"]:
             raise CheckpointError(f"{path}: was not written by a service; name another --dump-dir")
-        weights = {name: torch.empty(infos[0].full_shape) for name, infos in self._layout.wholes.items()}
-        outer = run.anchors.empty_state(keys_in(path))
-        load(path, weights_of(weights) | outer, state["files"], alone=True)
-        run.anchors.load(weights, outer)
+        load(path, _by_key(run.anchors.weights, run.anchors.momenta), state["files"], alone=True)
         run.load_state_dict(state["client_state"]["service"], dealt)
         self._saved = run.closed
         self._files.restart(run.step)
@@ -220,6 +218,11 @@ class _Service:
             "corpus": {"sha256": self._corpus.sha256, "path": str(self._corpus.path)}, "ranks": [],
         }  # fmt: skip
         write_summary(self._files, summary)
+
+
+def _by_key(weights: dict[str, torch.Tensor], momenta: dict[str, torch.Tensor]) -> dict[str, Any]:
+    """Return weights and momenta by their keys in a checkpoint."""
+    return weights_of(weights) | {f"outer/{name}/momentum_buffer": value for name, value in momenta.items()}
 
 
 def _refuse_buffers(model: torch.nn.Module, layout: Layout, maskings: tuple[Masking, ...]) -> None:

@@ -11,7 +11,6 @@ from torch import nn
 
 from ..config.method import SyncSection
 from ..errors import ServiceError, quote
-from ..optim.optimizer_state import materialise_state
 from ..placement.layout import Layout
 from ..placement.tensor_info import TensorInfo
 from ..sync.outer import fragments_of, make_outer_optimizer
@@ -31,10 +30,10 @@ class Slice(NamedTuple):
 
 
 class Delivery(NamedTuple):
-    """What the group ``slot`` has learned from some tokens: anchor − weights, by slice."""
+    """What the group ``slot`` has learned from some samples: anchor − weights, by slice."""
 
     slot: int
-    tokens: int
+    samples: int
     changes: Mapping[Slice, torch.Tensor]
 
 
@@ -45,19 +44,29 @@ class Anchors:
         layout: the layout of the run, in which every group has one rank.
         sync: the settings.
         values: the first weights by canonical name.
+
+    Attributes:
+        weights: the anchors of the full model by canonical name. They change in place.
+        momenta: the state of the outer optimizer, likewise.
     """
 
     def __init__(self, layout: Layout, sync: SyncSection, values: Mapping[str, torch.Tensor]):
-        self.layout, self._sync, self._infos = layout, sync, layout.parameters
-        self._whole = {name: values[name].detach().to(infos[0].dtype).clone() for name, infos in layout.wholes.items()}
-        # The anchor of a slice of neurons is a view, because each slice has a state of its own.
-        self._tensors = {
-            name: nn.Parameter(self._whole[info.canonical][_box(info).indices()], requires_grad=False)
-            for name, info in self._infos.items()
+        self.layout, self.fragments = layout, fragments_of(layout, sync.fragments)
+        self.weights = {name: values[name].detach().to(infos[0].dtype).clone() for name, infos in layout.wholes.items()}
+        self.momenta: dict[str, torch.Tensor] = {}
+        self._skips = {
+            name for name, info in layout.parameters.items() if sync.single_holder == "skip" and len(info.holders) == 1
         }
-        self.fragments = fragments_of(layout, sync.fragments)
-        trained = [tensor for name, tensor in self._tensors.items() if self._infos[name].trainable]
-        self.optimizer = make_outer_optimizer(sync, trained)
+        # Each slice of neurons steps on its own, so its anchor and its momentum are views.
+        self._tensors: dict[str, nn.Parameter] = {}
+        for name, info in layout.parameters.items():
+            self._tensors[name] = nn.Parameter(self.weights[info.canonical][_box(info).indices()], requires_grad=False)
+        steps = [name for name, info in layout.parameters.items() if info.trainable and name not in self._skips]
+        self.optimizer = make_outer_optimizer(sync, [self._tensors[name] for name in steps])
+        for name in steps if sync.outer_optimizer.params.momentum else ():
+            info = layout.parameters[name]
+            momentum = self.momenta.setdefault(info.canonical, torch.zeros(info.full_shape))
+            self.optimizer.state[self._tensors[name]]["momentum_buffer"] = momentum[_box(info).indices()]
         self._lock = threading.Lock()  # held while anchors change
 
     def info_of(self, piece: Slice) -> TensorInfo:
@@ -77,13 +86,16 @@ class Anchors:
     def read(self, pieces: Iterable[Slice], snapshot: Mapping[str, torch.Tensor] | None = None) -> list[torch.Tensor]:
         """Return copies of the anchors of some slices, or those of an earlier :meth:`snapshot`."""
         with self._lock:
-            whole = self._whole if snapshot is None else snapshot
+            whole = self.weights if snapshot is None else snapshot
             return [whole[piece.name][piece.indices()].clone() for piece in pieces if self.info_of(piece)]
 
-    def snapshot(self) -> dict[str, torch.Tensor]:
-        """Return copies of the weights of the full model, by canonical name."""
+    def snapshot(self) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
+        """Return copies of the weights and the momenta."""
         with self._lock:
-            return {name: tensor.clone() for name, tensor in self._whole.items()}
+            weights, momenta = (
+                {name: tensor.clone() for name, tensor in tensors.items()} for tensors in (self.weights, self.momenta)
+            )
+        return weights, momenta
 
     def check(self, slot: int, fragment: int, changes: Mapping[Slice, torch.Tensor]) -> None:
         """Raise ServiceError unless ``changes`` cover the parameters that the group trains in the
@@ -105,67 +117,26 @@ class Anchors:
     def step(self, fragment: int, deliveries: Sequence[Delivery]) -> None:
         """Let the outer optimizer step on what was delivered of ``fragment``.
 
-        Its gradient is the mean of the changes, weighted by the tokens of the groups.
+        Its gradient is the mean of the changes, weighted by the tokens of the groups. All samples
+        have equally many tokens.
         """
-        parts = [
-            (self.info_of(piece), piece, delivery.tokens, change)
-            for delivery in sorted(deliveries, key=lambda delivery: delivery.slot)
-            for piece, change in delivery.changes.items()
-        ]
-        groups: dict[str, dict[int, int]] = {}
-        for delivery in deliveries:
-            for piece in delivery.changes:
-                groups.setdefault(self.info_of(piece).name, {})[id(delivery)] = delivery.tokens
         gradients: dict[str, torch.Tensor] = {}
-        for info, piece, tokens, change in parts:
-            if info.name not in gradients:  # bfloat16 is added in bfloat16, as by an all-reduce
-                gradients[info.name] = torch.zeros(info.shape, dtype=change.dtype)
-            share = change.float() * (tokens / max(1, sum(groups[info.name].values())))
-            gradients[info.name][piece.indices(_box(info).offset)] += share.to(change.dtype)
+        for delivery in sorted(deliveries, key=lambda delivery: delivery.slot):
+            for piece, change in delivery.changes.items():
+                info = self.info_of(piece)
+                if info.name not in gradients:  # bfloat16 is added in bfloat16, as by an all-reduce
+                    gradients[info.name] = torch.zeros(info.shape, dtype=change.dtype)
+                together = sum(other.samples for other in deliveries if other.slot in info.holders)
+                share = change.float() * (delivery.samples / max(1, together))
+                gradients[info.name][piece.indices(_box(info).offset)] += share.to(change.dtype)
         with self._lock:
             for name, gradient in gradients.items():
-                if self._sync.single_holder == "skip" and len(self._infos[name].holders) == 1:
+                if name in self._skips:
                     self._tensors[name].sub_(gradient)  # its weights become the anchor
                 else:
                     self._tensors[name].grad = gradient.float()
             self.optimizer.step()
             self.optimizer.zero_grad()
-
-    # -- state -------------------------------------------------------------------------------------
-
-    def state(self) -> dict[str, torch.Tensor]:
-        """Return copies of the outer optimizer's momentum by key, as a checkpoint has it.
-
-        Of slices of one parameter that have none yet, it is zero.
-        """
-        found: dict[str, torch.Tensor] = {}
-        with self._lock:
-            for name, info in self._infos.items():
-                if (value := self.optimizer.state.get(self._tensors[name], {}).get(_MOMENTUM)) is not None:
-                    whole = found.setdefault(f"outer/{info.canonical}/{_MOMENTUM}", torch.zeros(info.full_shape))
-                    whole[_box(info).indices()] = value
-        return found
-
-    def empty_state(self, saved: Iterable[str]) -> dict[str, torch.Tensor]:
-        """Return tensors to load those of the ``saved`` keys into that :meth:`state` has."""
-        sizes = {f"outer/{name}/{_MOMENTUM}": infos[0].full_shape for name, infos in self.layout.wholes.items()}
-        return {key: torch.empty(sizes[key]) for key in saved if key in sizes}
-
-    @torch.no_grad()
-    def load(self, weights: Mapping[str, torch.Tensor], state: Mapping[str, torch.Tensor]) -> None:
-        """Take what :meth:`snapshot` and :meth:`state` returned."""
-        materialise_state(self.optimizer)
-        for name, tensor in weights.items():
-            self._whole[name].copy_(tensor)
-        for name, info in self._infos.items():
-            saved = state.get(f"outer/{info.canonical}/{_MOMENTUM}")
-            if saved is None:
-                self.optimizer.state.pop(self._tensors[name], None)
-            elif info.trainable:
-                self.optimizer.state[self._tensors[name]][_MOMENTUM].copy_(saved[_box(info).indices()])
-
-
-_MOMENTUM = "momentum_buffer"  # all that SGD keeps
 
 
 def _box(info: TensorInfo) -> Slice:

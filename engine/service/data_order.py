@@ -7,8 +7,9 @@ present, every group reads what it reads in a run without the service. A share i
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping
-from typing import Any, NamedTuple
+from collections.abc import Collection, Iterator
+from dataclasses import dataclass, field
+from typing import NamedTuple
 
 _FREE_AFTER = 2  # blocks: whoever asks gets a share that its group left behind by this much
 
@@ -39,32 +40,36 @@ class Share(NamedTuple):
             start, count = start + length, count - length
 
 
+@dataclass
 class DataOrder:
     """The shares that were dealt, of ``micro_batches`` × ``width`` samples each.
 
-    Share g belongs to path g mod ``paths``. Only groups of this path get it.
+    Share g belongs to path g mod ``paths``. Only groups of this path get it. All attributes are
+    JSON.
     """
 
-    def __init__(self, groups: int, micro_batches: int, width: int, paths: int = 1):
-        self.groups, self.micro_batches, self.width, self.paths = groups, micro_batches, width, paths
-        self.first = 0  # the first block that was not dealt completely
-        self._dealt: dict[int, set[int]] = {}
+    groups: int
+    micro_batches: int
+    width: int
+    paths: int = 1
+    first: int = 0  # the first block that was not dealt completely
+    dealt: dict[str, list[int]] = field(default_factory=dict)  # by block, from the first on
 
     def deal(self, slot: int, absent: Collection[int]) -> Share:
         """Return the next share for the group ``slot``: its own one of the first block that has it.
 
         Shares of groups that are ``absent``, or far behind, are dealt to whoever asks.
         """
-        newest, block, free = max(self._dealt, default=self.first), self.first, list[int]()
+        newest, block, free = max(map(int, self.dealt), default=self.first), self.first, list[int]()
         while not free:
             of_path = range(slot % self.paths, self.groups, self.paths)
-            left = [index for index in of_path if index not in self._dealt.get(block, ())]
+            left = [index for index in of_path if index not in self.dealt.get(str(block), ())]
             others = [index for index in left if index in absent or block <= newest - _FREE_AFTER]
             free = [slot] if slot in left else others
             block += not free
-        self._dealt.setdefault(block, set()).add(free[0])
-        while len(self._dealt.get(self.first, ())) == self.groups:
-            del self._dealt[self.first]
+        self.dealt.setdefault(str(block), []).append(free[0])
+        while len(self.dealt.get(str(self.first), ())) == self.groups:
+            del self.dealt[str(self.first)]
             self.first += 1
         place, groups = free[0] // self.paths, self.groups // self.paths
         return Share(block * self.micro_batches, self.micro_batches, place, groups, self.width)
@@ -72,25 +77,11 @@ class DataOrder:
     @property
     def samples(self) -> int:
         """The number of samples that were dealt."""
-        shares = self.first * self.groups + sum(map(len, self._dealt.values()))
+        shares = self.first * self.groups + sum(map(len, self.dealt.values()))
         return shares * self.micro_batches * self.width
 
     @property
     def end(self) -> int:
         """The first position after everything that was dealt."""
-        blocks = max(self._dealt, default=self.first - 1) + 1
+        blocks = max(map(int, self.dealt), default=self.first - 1) + 1
         return blocks * self.micro_batches * self.groups * self.width
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return the state as JSON."""
-        dealt = {str(block): sorted(indices) for block, indices in self._dealt.items()}
-        sizes = {name: getattr(self, name) for name in ("groups", "micro_batches", "width", "paths")}
-        return {**sizes, "first": self.first, "dealt": dealt}
-
-    @classmethod
-    def from_state(cls, state: Mapping[str, Any]) -> DataOrder:
-        """Return the order with the state of :meth:`state_dict`."""
-        found = cls(state["groups"], state["micro_batches"], state["width"], state["paths"])
-        found.first = state["first"]
-        found._dealt = {int(block): set(indices) for block, indices in state["dealt"].items()}
-        return found

@@ -65,43 +65,22 @@ class Facts(NamedTuple):
 
 @dataclass
 class Member:
-    """A living group.
+    """A living group."""
 
-    Attributes:
-        slot: its number in the placement.
-        session: a secret that names this membership.
-        seen: when it made its last request.
-        begun: whether it has anchors, so that rounds wait for it.
-        shares: its shares of the data order.
-        settled: the samples of these that were counted, or reported as skipped.
-        changes: the slices of the open average that have arrived.
-        ranks: the ranks that have sent all their slices.
-        facts: what its first rank says of the delivery.
-        accepted: the last average to which it has contributed.
-        nbytes: the bytes of the slices.
-        pinned: the anchors of the evaluation that it makes. None: it makes none.
-    """
-
-    slot: int
-    session: str
-    seen: float
-    begun: bool = False
-    shares: list[Share] = field(default_factory=list)
-    settled: int = 0
-    changes: dict[Slice, torch.Tensor] = field(default_factory=dict)
-    ranks: set[int] = field(default_factory=set)
-    facts: Facts | None = None
-    accepted: int = 0
-    nbytes: int = 0
-    pinned: dict[str, torch.Tensor] | None = None
-
-    @property
-    def unsettled(self) -> int:
-        """The samples that it got, and of which nothing is known yet."""
-        return sum(share.samples for share in self.shares) - self.settled
+    slot: int  # its number in the placement
+    session: str  # a secret that names this membership
+    seen: float  # when it made its last request
+    begun: bool = False  # whether it has anchors, so that rounds wait for it
+    shares: list[Share] = field(default_factory=list)  # of the data order
+    unsettled: int = 0  # samples of these that were neither counted nor reported as skipped
+    changes: dict[Slice, torch.Tensor] = field(default_factory=dict)  # of the open average, as they arrive
+    nbytes: int = 0  # of the changes
+    ranks: set[int] = field(default_factory=set)  # that have sent all their changes
+    facts: Facts | None = None  # what its first rank says of the delivery
+    accepted: int = 0  # the last average to which it has contributed
+    pinned: dict[str, torch.Tensor] | None = None  # the anchors of the evaluation that it makes
 
     def forget_delivery(self) -> None:
-        """Drop the slices that have arrived."""
         self.changes, self.ranks, self.facts, self.nbytes = {}, set(), None, 0
 
 
@@ -118,14 +97,6 @@ class ServedRun:
         tokens_per_sample: the tokens of a sample.
         expected: how many groups the start waits for, up to ``wait_seconds``. None: for those that
             join within ``grace_seconds``.
-
-    Attributes:
-        closed: the number of averages that have closed.
-        samples: that were counted.
-        skipped_samples: that were dealt and will not be counted.
-        problem: why the run has ended before its last step, or None.
-        orphans: the units that no holder delivered, and the average since which.
-        data_ranks: those of the group that began last.
     """
 
     def __init__(
@@ -137,12 +108,13 @@ class ServedRun:
         self.schedule, self._tokens_per_sample = Schedule(sync, steps), tokens_per_sample
         self._expected = expected or groups
         self._patience = sync.service.grace_seconds if expected is None else sync.service.wait_seconds
-        self.members: dict[str, Member] = {}
+        self.members: dict[str, Member] = {}  # by session
         self.order: DataOrder | None = None
-        self.closed = self.samples = self.skipped_samples = self.late = 0
-        self.data_ranks = 1
-        self.problem: str | None = None
-        self.orphans: dict[str, int] = {}
+        self.closed = self.late = 0  # averages, and deliveries that were refused
+        self.samples = self.skipped_samples = 0  # those that were counted, and those that never will be
+        self.data_ranks = 1  # of the group that began last
+        self.problem: str | None = None  # why the run has ended before its last step
+        self.orphans: dict[str, int] = {}  # units that no holder delivered, and the average since which
         self._deliveries: list[tuple[Delivery, Facts, int]] = []  # of the open average, with their bytes
         self._is_closing = self._is_started = False
         self._changed = self._closed_at = -math.inf  # when a group last joined or began, and an average closed
@@ -219,6 +191,7 @@ class ServedRun:
             slots = {one.slot for one in self.members.values()}
             absent = [index for index in range(self.groups) if index not in slots]
             member.shares.append(self.order.deal(member.slot, absent))
+            member.unsettled += member.shares[-1].samples
         return member.shares[number] if self._is_started else None
 
     def receive(self, member: Member, average: int, changes: Mapping[Slice, torch.Tensor], nbytes: int) -> None:
@@ -243,21 +216,19 @@ class ServedRun:
         member.facts = facts if rank == 0 else member.facts
         if len(member.ranks) < ranks or member.facts is None:
             return
-        changes, facts, nbytes = member.changes, member.facts, member.nbytes
+        delivery = Delivery(member.slot, member.facts.samples, member.changes), member.facts, member.nbytes
         member.forget_delivery()
-        self.anchors.check(member.slot, self.schedule.fragment(average), changes)
+        self.anchors.check(member.slot, self.schedule.fragment(average), delivery[0].changes)
         member.accepted = average
-        self.samples += self._settle(member, facts)
-        self._deliveries.append(
-            (Delivery(member.slot, facts.samples * self._tokens_per_sample, changes), facts, nbytes)
-        )  # fmt: skip
+        self.samples += self._settle(member, delivery[1])
+        self._deliveries.append(delivery)
 
     def _is_open(self, average: int) -> bool:
         return average == self.closed + 1 and not self._is_closing and not self.has_ended
 
     def _settle(self, member: Member, facts: Facts) -> int:
         samples = min(facts.new_samples, member.unsettled)
-        member.settled += samples
+        member.unsettled -= samples
         return samples
 
     def status(self, member: Member) -> dict[str, Any]:
@@ -361,5 +332,5 @@ class ServedRun:
         if state is not None:  # a run that goes on does not wait for groups that had died before
             self.closed, self.samples, self.late = state["closed"], state["samples"], state["late"]
             self.orphans, self._patience = dict(state["orphans"]), self._service.grace_seconds
-        self.order = DataOrder.from_state(order) if order is not None else None
+        self.order = DataOrder(**order) if order is not None else None
         self.skipped_samples = (self.order.samples if self.order is not None else 0) - self.samples

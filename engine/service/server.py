@@ -187,7 +187,7 @@ class Server:
         is_first = int(request["step"]) > self._evaluated
         if is_first:
             self._evaluated = int(request["step"])
-            member.pinned = await asyncio.to_thread(self._run.anchors.snapshot)
+            member.pinned, _ = await asyncio.to_thread(self._run.anchors.snapshot)
         return {"mine": is_first}
 
     async def _evaluation(self, request: Any, member: Member) -> Answer:

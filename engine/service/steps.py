@@ -18,7 +18,7 @@ from ..errors import ServiceError
 from ..optim.clip import squared_norm
 from ..placement.tensor_info import Shard, TensorInfo
 from ..stores.store import GroupStore, RankContext, frozen_copies
-from ..sync.outer import Compression, OuterFacts, exchanged, rounded
+from ..sync.outer import Compression, OuterFacts, OuterSteps, rounded
 from .anchors import Slice
 from .data_order import Share
 from .rounds import Schedule
@@ -36,20 +36,17 @@ class Membership:
         steps: the steps of the run.
         settings: what the service and all groups must have equal.
         rank: this rank in the group.
-
-    Attributes:
-        slot: the group's number in the placement.
-        closed: the average whose anchors the group has.
-        is_renewed: whether the group has joined again, and its data begins anew.
-        start: what it says when it begins to take part: "micro_batches" of a step, the "width" of
-            each in samples, its "data_ranks", and what identifies the "data".
     """
 
     def __init__(self, client: Client, sync: SyncSection, steps: int, settings: dict[str, Any], rank: int):
         assert sync.service is not None
         self.client, self._settings, self._rank = client, settings, rank
         self.schedule, self._seconds = Schedule(sync, steps), sync.service.heartbeat_seconds
-        self.slot, self.closed, self.is_renewed, self._ranks = -1, 0, False, 1
+        self.slot, self._ranks = -1, 1  # the group's number in the placement
+        self.closed = 0  # the average whose anchors the group has
+        self.is_renewed = False  # whether the group has joined again, and its data begins anew
+        # What it says when it begins: "micro_batches" of a step, "width" of each in samples,
+        # "data_ranks", and what identifies the "data".
         self.start: dict[str, Any] = {}
         self._read = 0  # samples of the steps so far
         self._begin_anew()
@@ -222,27 +219,21 @@ def _checked(status: dict[str, Any]) -> dict[str, Any]:
 
 
 class ServedSteps:
-    """The anchors of one rank. The service takes the outer steps. It has the methods of
-    :class:`~sdp.engine.sync.outer.OuterSteps` that local steps use.
+    """Lets the service take the outer steps on the anchors of one rank.
 
     Args:
         store: this rank's share of its group.
         sync: the settings.
         fragments: the fragment of each parameter, by name.
+        outer: the anchors. Its outer steps are not used.
     """
 
-    def __init__(self, store: GroupStore, sync: SyncSection, fragments: Mapping[str, int]):
+    def __init__(self, store: GroupStore, sync: SyncSection, fragments: Mapping[str, int], outer: OuterSteps):
         self._store, self._sync, self._fragments, self._context = store, sync, fragments, store.context
-        self.fragments = set(fragments.values())
-        self.service: Membership = store.context.service
-        infos = store.layout.parameters
-        home = self._context.device if sync.offload == "none" else torch.device("cpu")
-        names = [name for name in store.stepped if infos[name].trainable]
-        self.anchors = {name: self._weight(name).to(home, torch.float32, copy=True) for name in names}
-        shared = [name for name in names if sync.compression == "int8" and len(infos[name].holders) > 1]
-        self.errors = {name: torch.zeros_like(self.anchors[name]) for name in shared}
-        self.optimizer = torch.optim.SGD([torch.zeros(0)])  # without state, which the service has
-        self.is_swapped, self.exposed_seconds = False, 0.0
+        self._outer, self.service = outer, store.context.service
+        if sync.compression == "int8":
+            shared = [name for name in outer.anchors if len(store.layout.parameters[name].holders) > 1]
+            outer.errors = {name: torch.zeros_like(outer.anchors[name]) for name in shared}
         self._under_way: tuple[int, dict[str, torch.Tensor], Future[None]] | None = None
         self._norms = torch.zeros(2, dtype=torch.float64, device=self._context.device)
         self.steps_since_start, self.was_accepted = 0, False
@@ -265,8 +256,8 @@ class ServedSteps:
         changes: list[tuple[Slice, torch.Tensor, Compression]] = []
         before: dict[str, torch.Tensor] = {}
         self._norms, self.steps_since_start = torch.zeros_like(self._norms), 0
-        for name in [name for name in self.anchors if self._fragments[name] == fragment]:
-            weight, one, anchor = self._weight(name), self._store.stepped[name], self.anchors[name]
+        for name in [name for name in self._outer.anchors if self._fragments[name] == fragment]:
+            weight, one, anchor = self._weight(name), self._store.stepped[name], self._outer.anchors[name]
             if self._sync.overlap:
                 before[name] = weight.clone()
             if not self._context.counts(one) or not weight.numel():
@@ -274,10 +265,10 @@ class ServedSteps:
             change = anchor.to(weight.device) - weight
             self._norms += torch.stack([squared_norm([value], self._context.device) for value in (change, anchor)])
             kind: Compression = self._sync.compression if len(one.holders) > 1 else "none"
-            if name in self.errors:
-                change, error = change + self.errors[name].to(change.device), torch.empty_like(change)
+            if name in self._outer.errors:
+                change, error = change + self._outer.errors[name].to(change.device), torch.empty_like(change)
                 rounded(change, error, kind)
-                self.errors[name].copy_(error)
+                self._outer.errors[name].copy_(error)
             changes.append((self._slice(name, weight), change.to("cpu", copy=True), kind))
         self._under_way = fragment, before, self.service.deliver(fragment, changes)
 
@@ -294,7 +285,7 @@ class ServedSteps:
         if not self.service.client.is_lost:
             closed = range(first, self.service.closed + 1)
             self.take({self.service.schedule.fragment(average) for average in closed}, before)
-        self.exposed_seconds += self._context.clock() - started
+        self._outer.exposed_seconds += self._context.clock() - started
         self._context.all_reduce_control(self._norms)
         change, anchor = self._norms.sqrt().tolist()
         return OuterFacts(fragment, change / anchor if anchor else 0.0, change)
@@ -306,7 +297,7 @@ class ServedSteps:
         ``before``: with an overlap, the weights when the delivery that was accepted was started.
         """
         before = before if before and self.was_accepted else {}
-        targets = {name: self._weight(name) for name in self.anchors}
+        targets = {name: self._weight(name) for name in self._outer.anchors}
         targets |= {name: local_tensor(copy.detach()) for name, copy in frozen_copies(self._store).items()}
         wanted = {
             name: torch.empty(target.shape)
@@ -320,8 +311,8 @@ class ServedSteps:
             target = targets[name]
             moved = target - before[name] if name in before else None
             target.copy_(value)
-            if name in self.anchors:
-                self.anchors[name].copy_(value)
+            if name in self._outer.anchors:
+                self._outer.anchors[name].copy_(value)
             if moved is not None:  # keep what the group learned while the delivery was under way
                 target.add_(moved)
         self._store.weights_changed()
@@ -333,23 +324,7 @@ class ServedSteps:
         self._under_way, is_lost = None, True
         while is_lost:
             self.service.enter(joins=joins)
-            self.take(self.fragments)
+            self.take(set(self._fragments.values()))
             is_lost = joins = any(gather_json(self.service.client.is_lost))
-        for error in self.errors.values():
+        for error in self._outer.errors.values():
             error.zero_()
-
-    @contextmanager
-    def swapped(self) -> Iterator[None]:
-        """A context in which weights and anchors have exchanged their values."""
-        with exchanged(self, self._weight):
-            yield
-
-    @torch.no_grad()
-    def reset(self) -> None:
-        """Make the anchors equal to the weights."""
-        for name, anchor in self.anchors.items():
-            anchor.copy_(self._weight(name))
-
-    def nbytes(self) -> int:
-        """Return the bytes of anchors and errors."""
-        return sum(tensor.nbytes for tensor in (*self.anchors.values(), *self.errors.values()))

@@ -461,8 +461,13 @@ class OuterSteps:
     @contextmanager
     def swapped(self) -> Iterator[None]:
         """A context in which weights and anchors have exchanged their values."""
-        with exchanged(self, self._weights):
+        _swap(self.anchors, self._weights)
+        self.is_swapped = True
+        try:
             yield
+        finally:
+            self.is_swapped = False
+            _swap(self.anchors, self._weights)
 
     def nbytes(self) -> int:
         """Return the bytes of anchors, outer optimizer state and errors."""
@@ -473,23 +478,6 @@ class OuterSteps:
             *(t for t in state if isinstance(t, torch.Tensor) and t.dim()),
         ]
         return sum(tensor.nbytes for tensor in tensors)
-
-
-@contextmanager
-def exchanged(steps: Any, weights: Callable[[str], torch.Tensor]) -> Iterator[None]:
-    """A context in which the anchors of ``steps`` and the ``weights`` of the same names have
-    exchanged their values.
-    """
-    if steps.is_swapped:
-        yield
-        return
-    _swap(steps.anchors, weights)
-    steps.is_swapped = True
-    try:
-        yield
-    finally:
-        steps.is_swapped = False
-        _swap(steps.anchors, weights)
 
 
 @torch.no_grad()

@@ -96,18 +96,8 @@ def _serve_and_train(config: Config, options: argparse.Namespace) -> int:
     devices = visible_devices()
     processes = Degrees(config, options.fsdp).processes(options.nproc, devices)
     _check_files(config, options)
-    service = config.sdp.sync.service if config.sdp.sync is not None else None
-    assert service is not None
-    words = [str(options.config), *(word for value in options.set for word in ("--set", value))]
-    return start_served(
-        words,
-        options.dump_dir,
-        config.sdp.groups,
-        processes // config.sdp.groups,
-        on_cpu=devices == 0,
-        makes_corpus=config.data.takes_default_corpus and config.data.name is None,
-        restarts=service.restarts,
-    )
+    words = [str(options.config), *(word for value in options.overrides for word in ("--set", value))]
+    return start_served(config, words, options.dump_dir, processes // config.sdp.groups, on_cpu=devices == 0)
 
 
 def _check_files(config: Config, options: argparse.Namespace) -> None:

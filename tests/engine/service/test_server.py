@@ -128,9 +128,9 @@ def test_tls_encrypts_for_groups_that_trust_the_certificate(tmp_path: Path) -> N
     with served(CASE, tls=certificates(tmp_path / "mine.pem", tmp_path / "mine.key")) as (run, address, _):
         with connection(address, tls=trusted(tmp_path / "mine.pem")) as client:
             assert client.join(None, {}) == 0
-            anchor = torch.zeros(run.anchors.snapshot()["stem.weight"].shape)
+            anchor = torch.zeros(run.anchors.weights["stem.weight"].shape)
             client.fetch([(Slice("stem.weight", (0, 0), tuple(anchor.shape)), anchor)])
-            assert torch.equal(anchor, run.anchors.snapshot()["stem.weight"])
+            assert torch.equal(anchor, run.anchors.weights["stem.weight"])
         message = "no encrypted connection .*--tls-ca"
         with (
             connection(address, tls=trusted(tmp_path / "another.pem")) as client,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import os
 import re
@@ -13,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from sdp.data.prepare import prepare
 from sdp.tests.support.small_runs import run_sdp
 from sdp.tools.cli import main
 
@@ -127,6 +129,31 @@ def test_a_group_of_two_ranks_starts_again_in_its_directory(
     errors = run_sdp(*words).stderr
     assert "the service at 127.0.0.1:1 does not answer for 0.1 s" in errors
     assert "already holds a run" not in errors
+
+
+def test_paths_of_two_sources_learn_as_without_a_service(tmp_path: Path, corpus: Path) -> None:
+    lines = [json.dumps({"text": f"{number} {number * number % 997} " * 9}) for number in range(200)]
+    (tmp_path / "numbers.jsonl").write_text("\n".join(lines))
+    prepare([str(tmp_path / "numbers.jsonl")], tmp_path / "numbers", tokenizer="bytes", held_out=0.2, workers=1)
+    settings = copy.deepcopy(CONFIG)
+    settings["data"] = {"sequence_length": 32, "sources": [
+        {"path": str(path), "weight": 1} for path in (corpus, tmp_path / "numbers")
+    ]}  # fmt: skip
+    service = {"quorum": 1.0, "grace_seconds": 60}
+    settings["sdp"] = {"groups": 2, "paths": {"count": 2, "own": ["model.layers.3"]}, "sync": {"every": 4}}
+    settings["training"] |= {"steps": 8, "evaluate_every": 0}
+    found = []
+    for name, words in (("static", ["--nproc", "2"]), ("served", [])):
+        settings["sdp"]["sync"]["service"] = None if words else service
+        (tmp_path / "run.json").write_text(json.dumps(settings))
+        process = sdp("train", tmp_path / "run.json", *words, "--dump-dir", tmp_path / name)
+        output, _ = process.communicate(timeout=240)
+        assert process.returncode == 0, output
+        found.append(lines_of(tmp_path / name / "evaluations.jsonl")[-1])
+    static, served = found
+    for key in ("loss", "single_path_losses", "source_losses"):
+        assert served[key] == pytest.approx(static[key], rel=1e-5), key
+    assert static["single_path_losses"][0] != pytest.approx(static["single_path_losses"][1], rel=1e-3)
 
 
 def test_mistakes_are_one_line(
