@@ -96,7 +96,7 @@ def _serve_and_train(config: Config, options: argparse.Namespace) -> int:
     devices = visible_devices()
     processes = Degrees(config, options.fsdp).processes(options.nproc, devices)
     _check_files(config, options)
-    words = [str(options.config), *(word for value in options.overrides for word in ("--set", value))]
+    words = [str(options.config), *(word for value in options.set for word in ("--set", value))]
     return start_served(config, words, options.dump_dir, processes // config.sdp.groups, on_cpu=devices == 0)
 
 
