@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import secrets
 import signal
-import socket
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -82,7 +81,7 @@ def start_served(config: Config, words: Sequence[str], dump_dir: Path, processes
             while not received and not service.is_over:
                 for process in started:
                     process.look()
-                if len(started) == 1 and _answers(port):  # the service has prepared the data
+                if len(started) == 1 and (dump_dir / "config.json").exists():  # the service has prepared the data
                     for group in range(1, groups + 1):
                         directory = str(dump_dir / "groups" / str(group))
                         started.append(_Process(group, [*train, directory], environ, log_dir, restarts))
@@ -97,14 +96,6 @@ def start_served(config: Config, words: Sequence[str], dump_dir: Path, processes
             for process in started:
                 process.rank.kill()
                 process.rank.forget()
-
-
-def _answers(port: int) -> bool:
-    try:
-        socket.create_connection((LOOPBACK, port), 1.0).close()
-    except OSError:
-        return False
-    return True
 
 
 def _end(started: Sequence[_Process], received: Sequence[int], code: int) -> int:

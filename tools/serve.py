@@ -97,7 +97,7 @@ class _Service:
         self._sampler = loader.sampler  # its state is a part of checkpoints
         self._thread, self._saving = ThreadPoolExecutor(1, thread_name_prefix="checkpoint"), Future[Any]()
         self._saving.set_result(None)
-        self._saved, self._started, self._signal = 0, time.monotonic(), 0
+        self._saved, self._started = 0, time.monotonic()
         self._resume()
         files.write_config(config)
         keep_start_files(config, self._dump_dir)
@@ -105,21 +105,16 @@ class _Service:
 
     def serve(self, token: bytes, host: str, port: int, tls: ssl.SSLContext | None) -> int:
         """Serve until the run has ended or a signal comes. Returns the exit code."""
-        run = self._run
+        run, received = self._run, list[int]()
         server = Server(
             run, token, settings_of(self._config),
             on_closed=self._on_closed, on_dealt=self._write_order, on_evaluation=self._on_evaluation,
         )  # fmt: skip
 
         async def until_end() -> None:
-            stop = asyncio.Event()
-
-            def on_signal(number: int) -> None:
-                self._signal = number
-                stop.set()
-
+            stop, loop = asyncio.Event(), asyncio.get_running_loop()
             for number in CAUGHT:
-                asyncio.get_running_loop().add_signal_handler(number, on_signal, number)
+                loop.add_signal_handler(number, lambda number=number: (received.append(number), stop.set()))
             await server.serve(host, port, tls, lambda chosen: log.info("serving at %s:%d", host, chosen), stop)
 
         try:
@@ -132,7 +127,7 @@ class _Service:
             raise ServiceError(f"{run.problem}; the newest checkpoint: step {run.step}")
         if not run.has_ended:
             log.info("stopped after step %d; start the service again to go on", run.step)
-            return 128 + self._signal
+            return 128 + received[0]
         self._write_summary()
         return 0
 
