@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from sdp.tests.support import models
-from sdp.tests.support.cases import CLIP, ROWS, STEPS, Case, native
+from sdp.tests.support.cases import CLIP, ROWS, STEPS, Case, native, rate_of
 from sdp.tests.support.ranks import RankPool
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
@@ -22,12 +22,6 @@ RELATIVE = 1e-5
 def _optimizer(case: Case, parameters: Any) -> torch.optim.Optimizer:
     params = case.config()["optimizer"]["params"]
     return torch.optim.SGD(parameters, **params) if case.optimizer == "sgd" else torch.optim.AdamW(parameters, **params)
-
-
-def _rates(case: Case) -> list[float]:
-    warmup = case.config()["scheduler"]["params"]
-    low, high = warmup["warmup_min_lr"], warmup["warmup_max_lr"]
-    return [low, *(low + (high - low) * iteration / 3 for iteration in range(STEPS - 1))]
 
 
 def _ddp(case: Case) -> tuple[dict[str, torch.Tensor], list[float], int]:
@@ -44,8 +38,8 @@ def _ddp(case: Case) -> tuple[dict[str, torch.Tensor], list[float], int]:
 
     model.register_comm_hook(None, count)
     optimizer, norms = _optimizer(case, model.parameters()), []
-    for step, rate in enumerate(_rates(case)):
-        optimizer.param_groups[0]["lr"] = rate
+    for step in range(case.steps):
+        optimizer.param_groups[0]["lr"] = rate_of(case, step)
         batches = [models.micro_batch(case.model, step, micro, dist.get_rank()) for micro in range(case.accumulation)]
         for micro, batch in enumerate(batches):
             model.require_backward_grad_sync = micro == case.accumulation - 1
@@ -120,8 +114,8 @@ def _hybrid(case: Case) -> dict[str, torch.Tensor]:
             fully_shard(layer, mesh=meshes[HOLDERS[index]])
     fully_shard(model, mesh=meshes[(0, 1)])
     optimizer = _optimizer(case, model.parameters())
-    for step, rate in enumerate(_rates(case)):
-        optimizer.param_groups[0]["lr"] = rate
+    for step in range(case.steps):
+        optimizer.param_groups[0]["lr"] = rate_of(case, step)
         model(**models.micro_batch(case.model, step, 0, rank)).backward()
         optimizer.step()
         optimizer.zero_grad()

@@ -1,4 +1,6 @@
-"""Modules that a forward pass applies several times, and forward passes with one backward pass."""
+"""Modules that a forward pass applies several times, forward passes with one backward pass, and
+parameters that only some micro-batches use: experts, and one of several heads.
+"""
 
 from __future__ import annotations
 
@@ -9,9 +11,9 @@ import pytest
 import sdp
 import torch
 import torch.nn.functional as F
-from sdp.tests.spec.test_partly_used_parameters import assert_equal_to_plain_torch
 from sdp.tests.support import models
-from sdp.tests.support.cases import Case, assert_same_run, assert_state_as_predicted, native, oracle, oracle_for
+from sdp.tests.support.cases import Case, Result, assert_same_run, assert_state_as_predicted, native, oracle, oracle_for
+from sdp.tests.support.foreign.plain_torch import train_plainly
 from sdp.tests.support.oracle import Oracle
 from sdp.tests.support.ranks import RankPool
 from torch.utils.checkpoint import checkpoint
@@ -30,13 +32,38 @@ def test_fsdp2_equals_the_oracle_and_plain_torch(ranks: RankPool, fsdp: int, mas
     assert_state_as_predicted(ours)
 
 
+BF16 = [*((stage, "experts") for stage in (1, 2)), (3, "experts-by-rank")]
+SLOW = [(0, "experts"), (3, "experts"), (0, "experts-by-rank")]
+
+
 @pytest.mark.parametrize(
-    "case", [Case(2, 2, model=MODEL, bf16=True), Case(2, 1, stage=3, model=MODEL, bf16=True)], ids=str
+    "case",
+    [
+        Case(2, 2, 0, 2, model="experts"),
+        Case(2, 2, 3, 2, model="experts-by-rank"),
+        Case(2, 2, 0, 2, model=MODEL, bf16=True),
+        Case(2, 1, 3, 1, model=MODEL, bf16=True),
+        *(Case(2, 2, stage, 2, model=model, bf16=True) for stage, model in BF16),
+        *(pytest.param(Case(2, 2, stage, 2, model=model, bf16=True), marks=pytest.mark.slow) for stage, model in SLOW),
+    ],
+    ids=str,
 )
-@pytest.mark.parametrize("accumulation", [1, 2])
-def test_bf16_native_equals_plain_torch(ranks: RankPool, case: Case, accumulation: int) -> None:
-    case = Case(**vars(case) | {"accumulation": accumulation})
+def test_native_equals_plain_torch(ranks: RankPool, case: Case) -> None:
     assert_equal_to_plain_torch(native(ranks, case)[0], case)
+
+
+def assert_equal_to_plain_torch(ours: Result, case: Case) -> None:
+    """Compare weights in float32 to 1e-5, and in bf16 to 2 % of what training changed in each.
+
+    bfloat16 keeps 8 bits, so each operation rounds by up to 0.2 %. A gradient goes through about
+    ten of them, whose errors add up like random numbers: 0.6 %.
+    """
+    assert ours.before is not None and ours.after is not None
+    for name, expected in train_plainly(case, ours.rates).items():
+        update = (expected - ours.before[name]).norm().item()
+        error = (ours.after[name] - expected).norm().item()
+        assert error <= (2e-2 * update if case.bf16 else 1e-5 * expected.norm().item()), (name, error, update)
+        assert update > 0, name
 
 
 def configuration(stage: int, bf16: bool, accumulation: int, **section: Any) -> dict[str, Any]:
