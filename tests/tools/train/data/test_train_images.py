@@ -162,11 +162,13 @@ MISTAKES = [
 def test_mistakes_are_found_before_anything_starts(config, tmp_path, changes, message):
     overrides = [f"{key}={json.dumps(value)}" for key, value in changes.items()]
     with pytest.raises(SDPError) as error:
-        preflight.check(load_config(config, overrides), Mesh(2), tmp_path / "run", resume=False)
+        preflight.check(
+            load_config(config, overrides), Mesh(2), tmp_path / "run", tmp_path / "run/checkpoints", resume=False
+        )
     assert str(error.value).startswith(message)
     assert "\n" not in str(error.value)
     assert not (tmp_path / "run").exists()
 
 
 def test_nothing_is_wrong_with_the_configuration_itself(config, tmp_path):
-    preflight.check(load_config(config), Mesh(2), tmp_path / "run", resume=False)
+    preflight.check(load_config(config), Mesh(2), tmp_path / "run", tmp_path / "run/checkpoints", resume=False)

@@ -29,7 +29,7 @@ def test_no_room_is_a_write_error_that_names_the_newest_checkpoint(tmp_path: Pat
         (full, "events.out: cannot be written"),
         (WriteError("metrics.jsonl: full"), "metrics.jsonl: f"),
     ):
-        with pytest.raises(WriteError) as found, explained(cast(Any, None), cast(Any, None), dump_dir=tmp_path):
+        with pytest.raises(WriteError) as found, explained(cast(Any, None), cast(Any, None), tmp_path / "checkpoints"):
             raise error
         assert str(found.value).startswith(start)
         assert str(found.value).endswith(f"; the newest checkpoint: {tmp_path}/checkpoints/step-4")
@@ -37,7 +37,7 @@ def test_no_room_is_a_write_error_that_names_the_newest_checkpoint(tmp_path: Pat
 
 
 def test_another_error_of_the_system_is_not_explained(tmp_path: Path) -> None:
-    with pytest.raises(PermissionError), explained(cast(Any, None), cast(Any, None), dump_dir=tmp_path):
+    with pytest.raises(PermissionError), explained(cast(Any, None), cast(Any, None), tmp_path / "checkpoints"):
         raise PermissionError(errno.EACCES, "no permission", "x")
 
 

@@ -34,7 +34,9 @@ def make_checkpointer(run: Path) -> tuple[Checkpointer, list[Path]]:
         save_checkpoint=lambda directory, **_: saved.append(directory),
         wait_for_checkpoint=lambda **_: None,
     )
-    return Checkpointer(engine, run, {}, contextlib.nullcontext, cast(Any, SimpleNamespace(at=lambda *_: None))), saved
+    return Checkpointer(
+        engine, run, run / "checkpoints", {}, contextlib.nullcontext, cast(Any, SimpleNamespace(at=lambda *_: None))
+    ), saved
 
 
 @pytest.mark.parametrize("link", ["checkpoints", "checkpoints/latest.json"])
