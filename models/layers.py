@@ -139,11 +139,13 @@ def causal_attention(
         key, value = (repeat(heads, "b k s e -> b (k share) s e", share=share) for heads in (key, value))
         grouped = False
     if isinstance(mask, DocumentStarts):
+        batch = len(query)
         # Under autocast, the rotation has made float32 of queries and keys.
-        packed = [rearrange(heads.to(value.dtype), "b h s e -> (b s) h e") for heads in (query, key, value)]
-        lengths = (mask.starts, mask.starts, mask.longest, mask.longest)
-        attended = varlen_attn(*packed, *lengths, window_size=(-1, 0))  # each token sees all before it
-        return rearrange(attended, "(b s) h e -> b h s e", b=len(query))  # type: ignore[arg-type]
+        query, key, value = (rearrange(heads.to(value.dtype), "b h s e -> (b s) h e") for heads in (query, key, value))
+        attended: Any = varlen_attn(
+            query, key, value, mask.starts, mask.starts, mask.longest, mask.longest, window_size=(-1, 0)
+        )  # the window is all that comes before a token
+        return rearrange(attended, "(b s) h e -> b h s e", b=batch)
     return attention(query, key, value, mask, dropout_p=dropout, is_causal=mask is None, enable_gqa=grouped)
 
 

@@ -40,13 +40,8 @@ class Position:
     position: int = 0
 
 
-@dataclass(frozen=True)
-class _Read:
-    """A micro-batch, or None at the end of a pass, with the position after it."""
-
-    batch: Any
-    after: Position
-    ends_pass: bool
+# A micro-batch, or None at the end of a pass; the position after it; whether it ends a pass.
+_Read = tuple[Any, Position, bool]
 
 
 class StreamLoader:
@@ -138,16 +133,15 @@ class StreamLoader:
         self._generation += 1
         generation = self._generation
         while not self._has_ended:
-            read = self._ahead.pop() if self._ahead else self._read()
-            self._handed_out = read.after
-            self._has_ended = read.batch is None and self._is_once
-            if read.batch is not None:
-                yield read.batch
+            batch, self._handed_out, ends_pass = self._ahead.pop() if self._ahead else self._read()
+            self._has_ended = batch is None and self._is_once
+            if batch is not None:
+                yield batch
                 if generation != self._generation:
                     raise RuntimeError(
                         "this iterator ended when its loader was iterated or loaded again; call iter(loader)"
                     )
-            if read.ends_pass and within_pass:
+            if ends_pass and within_pass:
                 return
 
     def _read(self) -> _Read:
@@ -164,7 +158,7 @@ class StreamLoader:
                 self._end_pass()
                 ends_pass = True
                 if self._is_once or self._of_batches or taken == 0:  # a pass of batches starts with rank 0's
-                    return _Read(None, self._read_to, ends_pass)
+                    return None, self._read_to, ends_pass
                 continue
             if first <= taken < first + rows // self._shares:
                 mine.append(sample)
@@ -172,7 +166,7 @@ class StreamLoader:
             self._read_to = replace(self._read_to, position=self._read_to.position + 1)
         consumed = before.consumed + self.micro_batch_size * self._data_ranks
         self._read_to = replace(self._read_to, consumed=consumed)
-        return _Read(mine[0] if self._of_batches else self._collate(mine), self._read_to, ends_pass)
+        return mine[0] if self._of_batches else self._collate(mine), self._read_to, ends_pass
 
     def _started(self) -> Iterator[Any]:
         if self._source is None:

@@ -151,7 +151,8 @@ def copy_cheaply(model: nn.Module, layout: Layout, group: int, section: CopiesSe
                 module.register_parameter(f"{key}:{suffix}", parameter)
         module.copies = Copies(section.dtype, dtype, tails, made)  # type: ignore[assignment]
         kind = type(module)
-        module.__class__ = type(kind.__name__, (kind,), {key: _property_of_copies(key) for key in keys})  # type: ignore[assignment]
+        reads = {key: property(lambda module, key=key: module.copies.read(module, key)) for key in keys}
+        module.__class__ = type(kind.__name__, (kind,), reads)  # type: ignore[assignment]
         if not any(name in layout.blocks for name in (path, *parents(path))):
             outside.append(path)
     for path in (*layout.blocks, *outside):
@@ -169,10 +170,6 @@ def replace_copies(model: nn.Module, layout: Layout, weights: Mapping[str, torch
         copies.exact[key] = weight
         changed.append(copies)
     return changed
-
-
-def _property_of_copies(key: str) -> property:
-    return property(lambda module: module.copies.read(module, key))
 
 
 def _empty(parameter: nn.Parameter, kind: Kind) -> dict[str, nn.Parameter]:
