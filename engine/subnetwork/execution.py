@@ -5,15 +5,15 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Collection, Iterable
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Collection, Iterable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 from typing import Any, Literal
 
 import torch
 import torch.nn.attention.varlen  # makes its operator
 from torch import nn
-from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts, noop_context_fn
+from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts, noop_context_fn
 
 from ..config.schema import Config
 from ..errors import ConfigError
@@ -22,7 +22,7 @@ from ..model_interface import get_config
 log = logging.getLogger("sdp")
 
 # Operators that cost much time to recompute per byte of their results, as in torchtitan.
-_SAVED = {
+_SAVED = [
     torch.ops.aten.mm.default,
     torch.ops.aten.addmm.default,
     torch.ops.aten.bmm.default,
@@ -31,7 +31,7 @@ _SAVED = {
     torch.ops.aten._scaled_dot_product_efficient_attention.default,
     torch.ops.aten._scaled_dot_product_cudnn_attention.default,
     torch.ops.torch_attn._varlen_attn.default,
-}
+]
 
 
 def checkpoint_activations(model: nn.Module, blocks: Iterable[str], mode: Literal["none", "full", "selective"]) -> None:
@@ -54,14 +54,12 @@ def checkpoint_activations(model: nn.Module, blocks: Iterable[str], mode: Litera
 
 
 def _recomputing(block: nn.Module, forward: Callable[..., Any], *, selective: bool) -> Callable[..., Any]:
-    context: dict[str, Any] = (
-        {"context_fn": partial(create_selective_checkpoint_contexts, _policy)} if selective else {}
-    )
+    context: dict[str, Any] = {"context_fn": partial(create_selective_checkpoint_contexts, _SAVED)} if selective else {}
     tracks = next(block.buffers(), None) is not None
 
     def contexts() -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
         running, recomputing = context.get("context_fn", noop_context_fn)()
-        return running, _WithBuffersKept(block, recomputing)
+        return running, _buffers_kept(block, recomputing)
 
     def recomputing_forward(*args: Any, **kwargs: Any) -> Any:
         if not torch.is_grad_enabled():
@@ -75,29 +73,19 @@ def _recomputing(block: nn.Module, forward: Callable[..., Any], *, selective: bo
     return recomputing_forward
 
 
-class _WithBuffersKept(AbstractContextManager[None]):
-    """Runs ``context`` and then restores the block's buffers.
+@contextmanager
+def _buffers_kept(block: nn.Module, context: AbstractContextManager[Any]) -> Iterator[None]:
+    """Run ``context`` and then restore the block's buffers.
 
     A batch must count once in running statistics, and not again when it is recomputed.
     """
-
-    def __init__(self, block: nn.Module, context: AbstractContextManager[Any]):
-        self._buffers, self._context = list(block.buffers()), context
-        self._before: list[torch.Tensor] = []
-
-    def __enter__(self) -> None:
-        self._before = [buffer.detach().clone() for buffer in self._buffers]
-        self._context.__enter__()
-
-    def __exit__(self, *raised: Any) -> bool | None:
-        ended = self._context.__exit__(*raised)
-        for buffer, value in zip(self._buffers, self._before, strict=True):
+    before = [(buffer, buffer.detach().clone()) for buffer in block.buffers()]
+    try:
+        with context:
+            yield
+    finally:
+        for buffer, value in before:
             buffer.data.copy_(value)
-        return ended
-
-
-def _policy(context: Any, operator: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
-    return CheckpointPolicy.MUST_SAVE if operator in _SAVED else CheckpointPolicy.PREFER_RECOMPUTE
 
 
 def autocast_forward(model: nn.Module, config: Config, device: torch.device) -> None:
