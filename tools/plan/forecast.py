@@ -286,8 +286,20 @@ def forecast(
     mesh = mesh_of(config, world)
     size = BatchSize.resolve(config, mesh)
     _require_possible_batch(config, size)
+    if masking is None:
+        masking = "backward" if "backward" in config.sdp.maskings else "forward"
+    phase = config.model_copy(update={"sdp": config.sdp.model_copy(update={"masking": masking})})
+    build, batch = model_and_batch(config)
     try:
-        return _forecast(name, config, machine, mesh, size, autocast, masking or _largest(config), traces)
+        model = build()
+        layout = Layout.of(model, config, mesh).in_phase(masking)
+        alike: dict[Any, list[int]] = {}
+        for group in range(mesh.sdp):
+            run = tuple(block for block in describe_blocks(model, layout, group).values() if block[0])
+            alike.setdefault((_runs(layout, group), run), []).append(group)
+        kinds = _largest_first(layout, list(alike.values()))
+        trace = partial(trace_step, build, phase, layout, batch, autocast=autocast, device=machine.device)
+        traced = {tuple(groups): trace(groups[0]) for groups in kinds[:traces]}
     except RuntimeError as error:
         if "overflow" not in str(error).lower():
             raise
@@ -295,46 +307,6 @@ def forecast(
             f"the model and micro-batch {size.micro:,} are too large: a tensor has more than 2^63 bytes; lower the "
             "sizes"
         ) from None
-
-
-def _largest(config: Config) -> Masking:
-    """The masking of the phase that needs the most memory."""
-    return "backward" if "backward" in config.sdp.maskings else "forward"
-
-
-def _require_possible_batch(config: Config, size: BatchSize) -> None:
-    """Refuse micro-batches that are larger than any device could hold."""
-    side = config.data.image_size or 1
-    tokens = size.micro * (config.data.sequence_length if config.data.name is None else side * side)
-    if tokens > MOST_TOKENS:
-        kind = "tokens" if config.data.name is None else "pixels"
-        raise ConfigError(
-            f"micro-batch {size.micro:,} has {tokens:,} {kind}; a forward pass of at most {MOST_TOKENS:,} is planned: "
-            "lower train_micro_batch_size_per_gpu"
-        )
-
-
-def _forecast(
-    name: str,
-    config: Config,
-    machine: Machine,
-    mesh: Mesh,
-    size: BatchSize,
-    autocast: torch.dtype | None,
-    masking: Masking,
-    traces: int,
-) -> Forecast:
-    build, batch = model_and_batch(config)
-    model = build()
-    layout = Layout.of(model, config, mesh).in_phase(masking)
-    phase = config.model_copy(update={"sdp": config.sdp.model_copy(update={"masking": masking})})
-    alike: dict[Any, list[int]] = {}
-    for group in range(mesh.sdp):
-        run = tuple(block for block in describe_blocks(model, layout, group).values() if block[0])
-        alike.setdefault((_runs(layout, group), run), []).append(group)
-    kinds = _largest_first(layout, list(alike.values()))
-    trace = partial(trace_step, build, phase, layout, batch, autocast=autocast, device=machine.device)
-    traced = {tuple(groups): trace(groups[0]) for groups in kinds[:traces]}
     with_them: dict[tuple[int, ...], list[int]] = {groups: [] for groups in traced}
     reordered, untraced = [], []
     for group in sorted(group for groups in kinds[traces:] for group in groups):
@@ -349,6 +321,18 @@ def _forecast(
         planned.append(GroupForecast(groups, step, tuple(ranks)))
     planned.sort(key=lambda group: -group.trace.peak)
     return Forecast(name, config, layout, size, machine, tuple(planned), tuple(untraced), tuple(reordered))
+
+
+def _require_possible_batch(config: Config, size: BatchSize) -> None:
+    """Refuse micro-batches that are larger than any device could hold."""
+    side = config.data.image_size or 1
+    tokens = size.micro * (config.data.sequence_length if config.data.name is None else side * side)
+    if tokens > MOST_TOKENS:
+        kind = "tokens" if config.data.name is None else "pixels"
+        raise ConfigError(
+            f"micro-batch {size.micro:,} has {tokens:,} {kind}; a forward pass of at most {MOST_TOKENS:,} is planned: "
+            "lower train_micro_batch_size_per_gpu"
+        )
 
 
 def _largest_first(layout: Layout, kinds: list[list[int]]) -> list[list[int]]:
