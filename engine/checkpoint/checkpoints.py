@@ -79,7 +79,7 @@ class Checkpoints:
             HolderMismatchError: Holders of a unit have different weights or optimizer state.
         """
         from .client_state import ClientState
-        from .run_state import run_state
+        from .settings import run_state
         from .storage.directory import check_tag
 
         engine = self._engine

@@ -1,4 +1,7 @@
-"""Writes a checkpoint under a hidden name and then renames it, in the background if asked."""
+"""Writes a checkpoint under a hidden name and then renames it, in the background if asked.
+
+Weights that are NaN or infinite are refused, so that no save prunes a good checkpoint.
+"""
 
 from __future__ import annotations
 
@@ -19,14 +22,14 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 
 from ..distributed.agreement import Ranks
-from ..errors import CheckpointError
+from ..distributed.collectives import local_tensor
+from ..errors import CheckpointError, NonFiniteError
 from ..object_store import is_url
 from .storage.dcp import Chunks, PiecewisePlanner, _cause, _without_single_process_warning
 from .storage.directory import make_room, prune, publish
 from .storage.files import PARTIAL, STATE, encode_state, hash_files, is_ours, write_durably
-from .storage.finite import check_finite
 from .storage.metadata import METADATA, MetadataWriter
-from .storage.remote import RemoteTarget
+from .storage.remote import RemoteTarget, describe_newest
 
 _SHARED_SECONDS = 30.0  # how long a network file system may hide from one host what another wrote
 
@@ -250,3 +253,46 @@ def _attempt(action: Callable[[], Any]) -> Any:
 
 def _cannot_write(error: OSError) -> str:
     return f"cannot write the checkpoint: {error}"
+
+
+def check_finite(directory: str | Path, tensors: Mapping[str, Any], parameters: Collection[str], ranks: Ranks) -> None:
+    """Check that all weights that a save would write are finite. Collective.
+
+    A finite gradient can still destroy the weights. Buffers are not checked, because a mask may
+    hold infinite values. The check costs one reduction per tensor and one wait for the device.
+
+    Args:
+        directory: The directory of the checkpoints; the newest one in it is good.
+        tensors: What this rank saves, by key.
+        parameters: The canonical names of the model's parameters.
+        ranks: The processes that save together.
+
+    Raises:
+        NonFiniteError: On every rank, if a weight is NaN or infinite. The message names the first
+            such parameter and the newest checkpoint.
+    """
+    found = next((name for name in ranks.gather(_first_damaged(tensors, parameters)) if name is not None), None)
+    if found is None:
+        return
+    newest = ranks.gather(describe_newest(directory) if ranks.rank == 0 else None)[0]
+    raise NonFiniteError(
+        f"the weight {found} has values that are NaN or infinite, so no checkpoint is written; "
+        f"the newest good checkpoint: {newest}; resume from it with a lower learning rate"
+    )
+
+
+def _first_damaged(tensors: Mapping[str, Any], parameters: Collection[str]) -> str | None:
+    names, peaks = [], []
+    for name in parameters:
+        value = tensors.get(f"model/{name}")
+        if value is None:
+            continue
+        for part in value.locals if isinstance(value, Chunks) else [local_tensor(value)]:
+            if part.numel() and (part.is_floating_point() or part.is_complex()):
+                names.append(name)
+                # A NaN stays a NaN in a maximum, so one reduction finds both.
+                peaks.append(torch.linalg.vector_norm(part.detach(), ord=float("inf")).double())
+    if not peaks:
+        return None
+    finite = torch.isfinite(torch.stack(peaks)).tolist()
+    return next((name for name, good in zip(names, finite, strict=True) if not good), None)

@@ -26,6 +26,7 @@ from ..distributed.collectives import TensorRanks, Traffic, all_gather_single, l
 from ..errors import ConfigError
 from ..placement.layout import Layout
 from ..placement.tensor_info import TensorInfo
+from .optimizer_state import call_closure
 
 # The iteration's coefficients and its guard against a division by 0 (as in torch.optim.Muon).
 _COEFFICIENTS, _EPS = (3.4445, -4.7750, 2.0315), 1e-7
@@ -112,10 +113,7 @@ class Muon(Optimizer):
 
         A ``closure`` is called before the update, and its result is returned.
         """
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
+        loss = call_closure(closure)
         for group in self.param_groups:
             with_gradient = [parameter for parameter in group["params"] if parameter.grad is not None]
             matrices = [(p, matrix) for p in with_gradient if (matrix := self._matrix(p)) is not None]

@@ -9,7 +9,7 @@ with any of these optimizers.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -87,6 +87,14 @@ class OptimizerState:
             holder[key] = type(holder[key])(tensor.item())
 
 
+def call_closure(closure: Callable[[], Any] | None) -> Any:
+    """Call ``closure`` with gradients enabled, and return its result. None returns None."""
+    if closure is None:
+        return None
+    with torch.enable_grad():
+        return closure()
+
+
 def clear(optimizer: Optimizer) -> None:
     """Return the optimizer's state to that before the first step."""
     optimizer.state.clear()
@@ -105,11 +113,13 @@ def materialise_state(optimizer: Optimizer) -> None:
     gradients = {parameter: parameter.grad for group in optimizer.param_groups for parameter in group["params"]}
     for group in optimizer.param_groups:
         group["lr"] = 0.0
-        for parameter in group["params"]:
-            parameter.grad = torch.zeros_like(parameter)
-    with stepped_by_engine(optimizer):
-        optimizer.step()
-    for parameter, gradient in gradients.items():
-        parameter.grad = gradient
-    for group, rate in zip(optimizer.param_groups, rates, strict=True):
-        group["lr"] = rate
+    for parameter in gradients:
+        parameter.grad = torch.zeros_like(parameter)
+    try:
+        with stepped_by_engine(optimizer):
+            optimizer.step()
+    finally:
+        for parameter, gradient in gradients.items():
+            parameter.grad = gradient
+        for group, rate in zip(optimizer.param_groups, rates, strict=True):
+            group["lr"] = rate

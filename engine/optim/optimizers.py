@@ -21,17 +21,9 @@ from ..config.section import parse_section
 from ..distributed.collectives import local_tensor
 from ..errors import ConfigError
 from .muon import build_muon
+from .optimizer_state import call_closure
 from .param_groups import Parameters
 from .small_state import SmallStateAdam
-
-
-def call_closure(closure: Callable[[], Any] | None) -> Any:
-    """Call ``closure`` with gradients enabled, and return its result. None returns None."""
-    if closure is None:
-        return None
-    with torch.enable_grad():
-        return closure()
-
 
 _ADAMS = ("FusedAdam", "DeepSpeedCPUAdam")
 

@@ -19,6 +19,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from ..distributed.collectives import local_tensor
+from .optimizer_state import call_closure
 
 BLOCK = 256  # numbers of a row that have one scale
 SCALES = ":s"  # the state KEY has codes, and KEY:s has their scales
@@ -116,10 +117,7 @@ class SmallStateAdam(Optimizer):
 
         A ``closure`` is called before the update, and its result is returned.
         """
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
+        loss = call_closure(closure)
         for group in self.param_groups:
             for parameter in group["params"]:
                 if parameter.grad is None:

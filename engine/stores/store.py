@@ -17,6 +17,7 @@ from ..distributed.collectives import TensorRanks, Traffic
 from ..distributed.mesh import Coordinates, Holders, Mesh
 from ..distributed.process_groups import Communicators
 from ..errors import ConfigError
+from ..optim import optimizer_state
 from ..optim.script_optimizers import on_local_tensors, stepped_by_engine
 from ..placement.layout import Layout
 from ..placement.placement import Bucket
@@ -340,20 +341,14 @@ def optimizer_steps(store: GroupStore) -> Iterator[None]:
 
 def materialise_state(store: GroupStore) -> None:
     """Create the optimizer state that the first step would create. No weight changes."""
-    kept = store.optimizer.param_groups
-    tensors = [one for one in store.stepped.values() if one.group is not None]
-    before = [(group, group["params"], group["lr"]) for group in kept]
-    gradients = [one.tensor.grad for one in tensors]
-    for index, group in enumerate(kept):
+    groups = store.optimizer.param_groups
+    kept = [group["params"] for group in groups]
+    for index, group in enumerate(groups):
         # DeepSpeed gives the optimizer its tensors only during a step.
-        group["params"], group["lr"] = [one.tensor for one in tensors if one.group == index], 0.0
-    for one in tensors:
-        one.tensor.grad = torch.zeros_like(one.tensor)
+        group["params"] = [one.tensor for one in store.stepped.values() if one.group == index]
     try:
         with optimizer_steps(store):
-            store.optimizer.step()
+            optimizer_state.materialise_state(store.optimizer)
     finally:
-        for group, members, rate in before:
-            group["params"], group["lr"] = members, rate
-        for one, gradient in zip(tensors, gradients, strict=True):
-            one.tensor.grad = gradient
+        for group, members in zip(groups, kept, strict=True):
+            group["params"] = members

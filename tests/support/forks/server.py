@@ -9,7 +9,7 @@ PRELOADED = (
     "matplotlib.backends.backend_agg",
     "matplotlib.figure",
     "sdp.engine.checkpoint.resume",
-    "sdp.engine.checkpoint.run_state",
+    "sdp.engine.checkpoint.settings",
     "sdp.engine.checkpoint.save",
     "sdp.engine.initialize",
     "sdp.models.llama",
