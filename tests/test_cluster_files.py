@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from sdp.tools.train.options import parse
+from sdp.tools.train.command import parse
 
 ROOT = Path(__file__).resolve().parents[1]
 CONTAINERS, CLUSTERS = ROOT / "configs/containers", ROOT / "configs/clusters"

@@ -9,7 +9,7 @@ from pathlib import Path
 from ..engine.environment.detect import detect
 from ..engine.errors import ConfigError, LaunchError, shorten
 from .shared.arguments import port, positive_int
-from .train.options import RESTARTS_HELP, parse
+from .train.command import RESTARTS_HELP, parse
 
 _LAUNCHERS = ("local", "deepspeed", "mpirun", "slurm")
 _SBATCH_OPTIONS = ("partition", "account", "qos", "time", "constraint", "cpus-per-task")

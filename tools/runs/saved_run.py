@@ -138,8 +138,10 @@ def use(choice: CheckpointChoice, action: Callable[[SavedRun], T], overrides: Se
         try:
             return action(_open(dump_dir, checkpoint, choice, overrides))
         except (CheckpointError, FileNotFoundError) as error:
-            newest = _newest(choice)
-            if newest is not None and newest != checkpoint:
+            newest = checkpoint
+            if choice.tag is None and (choice.directory / CONFIG).is_file():
+                newest = _locate(choice.directory, None)[1]
+            if newest != checkpoint:
                 log.warning("%s cannot be read any more: taking the newer %s", checkpoint, newest)
                 continue
             if checkpoint.is_dir() and isinstance(error, CheckpointError):
@@ -166,13 +168,6 @@ def _fetch(url: str, tag: str | None) -> tuple[Path, str]:
         raise CheckpointError(f"{url}: this run has no checkpoint; training.save_every sets when one is written")
     fetch_checkpoint(checkpoints, tag)
     return folder, tag
-
-
-def _newest(choice: CheckpointChoice) -> Path | None:
-    """The newest checkpoint, if ``choice`` does not name one."""
-    if choice.tag is not None or not (choice.directory / CONFIG).is_file():
-        return None
-    return _locate(choice.directory, None)[1]
 
 
 def _open_model(choice: CheckpointChoice, overrides: Sequence[str]) -> SavedRun:

@@ -36,7 +36,8 @@ def explained(
     try:
         yield
     except (RuntimeError, MemoryError) as error:
-        if _is_out_of_memory(error):
+        # torch raises a class of its own for accelerators, and a RuntimeError for a CPU.
+        if isinstance(error, torch.OutOfMemoryError | MemoryError) or _CPU_ALLOCATOR in str(error):
             raise _out_of_memory(config, str(beat.position), engine) from None
         if (gone := GONE.search(str(error))) is None:
             raise
@@ -56,24 +57,8 @@ def _with_newest_checkpoint(error: Exception, checkpoints: str | Path) -> WriteE
     return WriteError(f"{error}; the newest checkpoint: {describe_newest(checkpoints)}")
 
 
-def _is_out_of_memory(error: BaseException) -> bool:
-    """Check whether ``error`` is a failed allocation.
-
-    torch raises a class of its own for accelerators, and a RuntimeError for a CPU.
-    """
-    return isinstance(error, torch.OutOfMemoryError | MemoryError) or (
-        isinstance(error, RuntimeError) and _CPU_ALLOCATOR in str(error)
-    )
-
-
 def _out_of_memory(config: Config, rank_and_device: str, engine: SDPEngine | None) -> OutOfMemoryError:
-    """Make the error to raise.
-
-    Args:
-        config: the configuration of the run.
-        rank_and_device: the rank and its device, such as "rank 1 on …".
-        engine: the engine, None if memory ran out before the engine was built.
-    """
+    """Make the error to raise. ``engine`` is None if memory ran out before it was built."""
     state = ""
     if engine is not None:
         planned = engine.predicted_state_bytes()

@@ -48,7 +48,10 @@ def check(config: Config, mesh: Mesh, dump_dir: Path, checkpoints: str | Path, *
     placement (on the meta device), optimizer and schedule, the index of the data, and the
     checkpoint to resume from.
     """
-    _check_length(config)
+    if not config.model:
+        raise ConfigError('model: this section is required to train, for example {"name": "llama", …}')
+    if config.training.steps is None:
+        raise ConfigError("training.steps: this key is required to train; give the number of optimizer steps")
     _check_tasks(config)
     batch = BatchSize.resolve(config, mesh)
     if config.data.name is not None:
@@ -70,13 +73,6 @@ def check(config: Config, mesh: Mesh, dump_dir: Path, checkpoints: str | Path, *
     _check_optimizer(config)
     if resume:
         _check_checkpoint(config, dump_dir, checkpoints, corpus)
-
-
-def _check_length(config: Config) -> None:
-    if not config.model:
-        raise ConfigError('model: this section is required to train, for example {"name": "llama", …}')
-    if config.training.steps is None:
-        raise ConfigError("training.steps: this key is required to train; give the number of optimizer steps")
 
 
 def _check_tasks(config: Config) -> None:

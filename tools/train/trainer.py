@@ -30,7 +30,7 @@ from ..tasks.harness import LoadedTasks
 from .loop.checkpointer import Checkpointer
 from .loop.evaluator import Evaluator
 from .loop.meter import StepFacts, StepLines, StepMeter
-from .loop.summary import rank_facts, run_summary, write_summary
+from .loop.summary import run_summary, write_summary
 from .loop.utilisation import Utilisation
 from .observer import MemoryProbe, Observer
 
@@ -314,7 +314,16 @@ class Trainer:
         engine = self._engine
         self._beat.at(engine.global_steps, THE_END, self._config.training.start_timeout)
         peak = next((observer.peak for observer in self._observers if isinstance(observer, MemoryProbe)), None)
-        facts = rank_facts(engine, self._last_facts, self._meter.sent_per_step(), self._baseline, peak)
+        facts = {
+            "rank": engine.global_rank,
+            "group": engine.layout.mesh.coordinates(engine.global_rank).sdp,
+            "state_predicted": engine.predicted_state_bytes().to_json(),
+            "state_measured": engine.measured_state_bytes().to_json(),
+            "peak_memory_bytes": self._last_facts.peak_memory_bytes if self._last_facts else None,
+            "baseline_memory_bytes": self._baseline,
+            "peak_tensor_bytes": peak,
+            "comm_bytes_per_step": self._meter.sent_per_step(),
+        }
         ranks = engine.gather_facts(facts)
         if self._files is not None:
             write_summary(self._files, run_summary(engine, self._corpus, self._dump_dir, ranks, seconds))

@@ -20,7 +20,6 @@ from ...runs.dataset import Corpus
 from ...runs.plot import plot_loss
 from ...runs.run_files import PLOT, RunFiles, read_run
 from ...shared.files import refuse_link
-from .meter import StepFacts
 
 WARM_UP_STEPS = 3  # step 1 allocates optimizer state, step 2 is probed, step 3 follows the probe
 
@@ -38,34 +37,6 @@ def write_summary(files: RunFiles, summary: dict[str, Any]) -> None:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
-def rank_facts(
-    engine: SDPEngine,
-    last: StepFacts | None,
-    sent: dict[str, int],
-    baseline: int,
-    peak_tensors: int | None,
-) -> dict[str, Any]:
-    """Collect state, memory and traffic of one rank.
-
-    Args:
-        engine: the engine after the last step.
-        last: the measurements of the rank in its last step, None if it made none.
-        sent: bytes sent in a step, by kind.
-        baseline: bytes of memory that the process had before the model existed.
-        peak_tensors: peak bytes of live tensors in the probed step, None if no step was probed.
-    """
-    return {
-        "rank": engine.global_rank,
-        "group": engine.layout.mesh.coordinates(engine.global_rank).sdp,
-        "state_predicted": engine.predicted_state_bytes().to_json(),
-        "state_measured": engine.measured_state_bytes().to_json(),
-        "peak_memory_bytes": last.peak_memory_bytes if last else None,
-        "baseline_memory_bytes": baseline,
-        "peak_tensor_bytes": peak_tensors,
-        "comm_bytes_per_step": sent,
-    }
-
-
 def run_summary(
     engine: SDPEngine, corpus: Corpus, dump_dir: Path, ranks: list[dict[str, Any]], seconds: float
 ) -> dict[str, Any]:
@@ -75,7 +46,7 @@ def run_summary(
         engine: the engine after the last step.
         corpus: the data of the run.
         dump_dir: the directory of the run.
-        ranks: the :func:`rank_facts` of every rank.
+        ranks: state, memory and traffic of every rank.
         seconds: wall time of the training.
     """
     layout, config = engine.layout, engine.config
