@@ -103,23 +103,25 @@ def token_losses(run: Path, corpus: Path, rows: Sequence[int]) -> tuple[torch.Te
     A model that reads its cluster as the first token counts as one path for each cluster. The
     losses have the shape (paths, sequences, tokens − 1).
     """
-    saved = saved_run.find(saved_run.CheckpointChoice(run), IN_ONE_PROCESS)
-    section = saved.config.sdp.paths
     about = json.loads((corpus / CLUSTERS / "router.json").read_text(encoding="utf-8"))
     length, size = about["sequence_length"], about["vocab_size"]
     dataset = TokenDataset(corpus, "held_out", length)
     tokens = torch.stack([dataset[row]["input_ids"] for row in rows])
-    vocab_size = TokenDataset(saved.data, "held_out", length).vocab_size
-    clusters, count = vocab_size - size, section.count if section is not None else 1
-    built, found = build_model(saved.config.model, vocab_size=vocab_size), list[torch.Tensor]()
-    for path in range(count):
-        with whole_model(saved, built, path) as model:
-            for cluster in range(max(clusters, 1)):
-                told = torch.full((len(rows), int(clusters > 0)), size + cluster)
-                inputs = torch.cat([told, tokens], 1)
-                parts = [model.target_losses({"input_ids": part, "labels": part}) for part in inputs.split(ROWS)]
-                found.append(torch.cat(parts)[:, told.shape[1] :])
-    return tokens, torch.stack(found)
+
+    def losses(saved: saved_run.SavedRun) -> torch.Tensor:
+        section, vocab_size = saved.config.sdp.paths, TokenDataset(saved.data, "held_out", length).vocab_size
+        clusters, count = vocab_size - size, section.count if section is not None else 1
+        built, found = build_model(saved.config.model, vocab_size=vocab_size), list[torch.Tensor]()
+        for path in range(count):
+            with whole_model(saved, built, path) as model:
+                for cluster in range(max(clusters, 1)):
+                    told = torch.full((len(rows), int(clusters > 0)), size + cluster)
+                    inputs = torch.cat([told, tokens], 1)
+                    parts = [model.target_losses({"input_ids": part, "labels": part}) for part in inputs.split(ROWS)]
+                    found.append(torch.cat(parts)[:, told.shape[1] :])
+        return torch.stack(found)
+
+    return tokens, saved_run.use(saved_run.CheckpointChoice(run), losses, IN_ONE_PROCESS)
 
 
 def with_prompt(router: Router, prompt: int) -> Router:
