@@ -170,8 +170,10 @@ def write(
         everyones = ranks.gather(hashes)
         ranks.agree(hashes if isinstance(hashes, str) else None)
         _on_rank_0(lambda: finish({name: digest for hashes in everyones for name, digest in hashes.items()}), ranks)
-    finally:
+    except CheckpointError:
         target.clean(ranks.rank)
+        raise
+    target.clean(ranks.rank)
 
 
 class _Directory:
