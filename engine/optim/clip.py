@@ -194,51 +194,11 @@ class SpikeDetector:
         self.skipped, self.rollbacks = state.get("skipped", 0), state.get("rollbacks", 0)
 
 
-class SkippedSteps:
-    """The number of steps skipped in a row because a gradient was NaN or infinite.
-
-    Steps at a dynamic loss scale that can still be lowered are excused: they do not count towards
-    the limit.
-    """
-
-    def __init__(self, allowed: int):
-        self._allowed = allowed
-        self.in_a_row = 0
-        self._excused = 0
-        self._groups = "all groups"
-
-    def note(self, skipped: bool, *, excused: bool = False, groups: str = "all groups") -> None:
-        """Count one step.
-
-        A step that was not skipped resets the count. ``groups`` says who skipped it.
-        """
-        self._groups = groups
-        self.in_a_row = self.in_a_row + 1 if skipped else 0
-        self._excused = self._excused + excused if skipped else 0
-
-    def report(self, step: int, norm: float | None, loss_scale: float | None) -> None:
-        """Warn that ``step`` was skipped.
-
-        Raises:
-            NonFiniteError: More steps than allowed were skipped in a row.
-        """
-        counted = self.in_a_row - self._excused
-        if counted > self._allowed:
-            at_scale = "" if loss_scale is None else f" and loss scale {loss_scale:g}"
-            raise NonFiniteError(
-                f"the gradient's norm is {norm} at step {step}{at_scale}, for the {counted}. time in a row "
-                f"(training.max_skips {self._allowed}); the weights are those after step {step - self.in_a_row}: "
-                "lower the learning rate, or resume from an earlier checkpoint"
-            )
-        scale = "" if loss_scale is None else f", the loss scale is now {loss_scale:g}"
-        log.warning(
-            "step %d was skipped by %s: the gradient's norm is %s%s (%d in a row, training.max_skips %d)",
-            *(step, self._groups, norm, scale, counted, self._allowed),
-        )
-
-
 class LastSteps:
     """The loss and norm of the last step, and the number of skipped steps.
+
+    Steps at a dynamic loss scale that can still be lowered are excused: they do not count towards
+    the limit of steps that are skipped in a row.
 
     With local steps (``sdp.sync``), the other groups' part of them arrives later. Reading them then
     waits for it.
@@ -253,8 +213,8 @@ class LastSteps:
         self._local, self._groups = local, groups
         self._loss: float | None = None
         self._norm: float | None = None
-        self._skipped = 0
-        self._in_a_row = SkippedSteps(max_skips)
+        self._skipped = self._in_a_row = self._excused = 0
+        self._max_skips = max_skips
 
     @property
     def loss(self) -> float | None:
@@ -269,7 +229,7 @@ class LastSteps:
     @property
     def was_skipped(self) -> bool:
         newest = self._local.newest()
-        return newest.skipped > 0 if newest is not None else self._in_a_row.in_a_row > 0
+        return newest.skipped > 0 if newest is not None else self._in_a_row > 0
 
     def skipped_until(self, step: int | None = None) -> int:
         """Count the skipped steps up to ``step``, one of the last steps. None: up to the last
@@ -279,8 +239,7 @@ class LastSteps:
 
     def start_at(self, skipped: int) -> None:
         """Continue with ``skipped`` steps, none of them in a row."""
-        self._skipped = skipped
-        self._in_a_row.note(False)
+        self._skipped, self._in_a_row, self._excused = skipped, 0, 0
 
     def note(self, loss: float, norm: float, *, skipped: bool, counts: bool, excused: bool) -> None:
         """Take note of a step of all groups.
@@ -294,12 +253,33 @@ class LastSteps:
         """
         self._loss, self._norm = loss, norm
         self._skipped += skipped
-        self._in_a_row.note(skipped and counts, excused=excused)
+        self._count(skipped and counts, excused=excused)
 
-    def report_skips(self, step: int, loss_scale: float | None) -> None:
-        """Warn if ``step`` was skipped. Raises NonFiniteError after too many in a row."""
-        if self._in_a_row.in_a_row:
-            self._in_a_row.report(step, self._norm, loss_scale)
+    def _count(self, skipped: bool, *, excused: bool = False) -> None:
+        self._in_a_row = self._in_a_row + 1 if skipped else 0
+        self._excused = self._excused + excused if skipped else 0
+
+    def report_skips(self, step: int, loss_scale: float | None, groups: str = "all groups") -> None:
+        """Warn if ``step`` was skipped by ``groups``.
+
+        Raises:
+            NonFiniteError: More steps than allowed were skipped in a row.
+        """
+        if not self._in_a_row:
+            return
+        counted = self._in_a_row - self._excused
+        if counted > self._max_skips:
+            at_scale = "" if loss_scale is None else f" and loss scale {loss_scale:g}"
+            raise NonFiniteError(
+                f"the gradient's norm is {self._norm} at step {step}{at_scale}, for the {counted}. time in a row "
+                f"(training.max_skips {self._max_skips}); the weights are those after step {step - self._in_a_row}: "
+                "lower the learning rate, or resume from an earlier checkpoint"
+            )
+        scale = "" if loss_scale is None else f", the loss scale is now {loss_scale:g}"
+        log.warning(
+            "step %d was skipped by %s: the gradient's norm is %s%s (%d in a row, training.max_skips %d)",
+            *(step, groups, self._norm, scale, counted, self._max_skips),
+        )
 
     def note_local_steps(self) -> list[tuple[int, Any]]:
         """Take note of the local steps whose outcome all ranks know by now, and return them.
@@ -311,6 +291,6 @@ class LastSteps:
         for step, update in known:
             self._loss, self._norm = update.loss, update.norm
             self._skipped += update.skipped > 0
-            self._in_a_row.note(update.skipped > 0, groups=f"{update.skipped} of {self._groups} groups")
-            self.report_skips(step, None)
+            self._count(update.skipped > 0)
+            self.report_skips(step, None, f"{update.skipped} of {self._groups} groups")
         return known
