@@ -20,8 +20,7 @@ from ..optim.param_groups import conflicting_rates, set_rates
 from ..optim.schedules import adapt_state, keep_shared_state, of_another_kind
 from ..stores.store import materialise_state
 from ..sync.between import BetweenGroups
-from .averaged import has_groups, load_means
-from .between_averages import load_between_averages
+from .between_averages import has_groups, load_between_averages, load_means
 from .load import check, keys_in, load
 from .state import SavedState, set_random_state
 
