@@ -139,8 +139,8 @@ class Server:
         self._data = self._data or str(request["data"])
         if self._data != request["data"]:
             raise ServiceError("this group has another corpus than the others; give all groups the same data")
-        sizes = (int(request[key]) for key in ("micro_batches", "width", "data_ranks"))
-        return {"closed": self._run.begin(member, *sizes, time.monotonic())}
+        micro_batches, width, ranks = (int(request[key]) for key in ("micro_batches", "width", "data_ranks"))
+        return {"closed": self._run.begin(member, micro_batches, width, ranks, time.monotonic())}
 
     async def _heartbeat(self, _: Any, member: Member) -> Answer:
         return self._run.status(member)
