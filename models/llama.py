@@ -32,6 +32,13 @@ from .sections import LlamaConfig as LlamaConfig  # re-exported
 from .sections import random_options
 
 
+class LlamaRMSNorm(nn.RMSNorm):
+    """A norm whose output has the dtype of its input, also under autocast."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.rms_norm(x, self.weight.shape, self.weight.to(x.dtype), self.eps)
+
+
 def rotary_frequencies(config: LlamaConfig, device: torch.device) -> tuple[Tensor, float]:
     """The frequency of each pair of elements (E/2), and the factor of the cosines and sines."""
     size, theta, scaling = config.head_size, config.rope_theta, config.rope_scaling
@@ -85,7 +92,7 @@ class LlamaAttention(nn.Module):
         self.v_proj = nn.Linear(config.hidden_size, keys, bias=False)
         self.o_proj = nn.Linear(queries, config.hidden_size, bias=False)
         self.q_norm, self.k_norm = (
-            nn.RMSNorm(self.head_size, config.rms_norm_eps) if config.qk_norm else nn.Identity() for _ in range(2)
+            LlamaRMSNorm(self.head_size, config.rms_norm_eps) if config.qk_norm else nn.Identity() for _ in range(2)
         )
 
     def forward(self, hidden: Tensor, cos: Tensor, sin: Tensor, mask: Mask | None = None) -> Tensor:
@@ -125,8 +132,8 @@ class LlamaDecoderLayer(nn.Module):
         super().__init__()
         self.self_attn = LlamaAttention(config)
         self.mlp = LlamaMLP(config)
-        self.input_layernorm = nn.RMSNorm(config.hidden_size, config.rms_norm_eps)
-        self.post_attention_layernorm = nn.RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.input_layernorm = LlamaRMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.post_attention_layernorm = LlamaRMSNorm(config.hidden_size, config.rms_norm_eps)
         self.dropout, self.survival = config.residual_dropout, survival
 
     def forward(self, hidden: Tensor, cos: Tensor, sin: Tensor, mask: Mask | None = None) -> Tensor:
@@ -150,7 +157,7 @@ class LlamaModel(nn.Module):
         self.layers = nn.ModuleList(
             LlamaDecoderLayer(config, 1 - slope * layer) for layer in range(1, config.num_hidden_layers + 1)
         )
-        self.norm = nn.RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.norm = LlamaRMSNorm(config.hidden_size, config.rms_norm_eps)
 
     def forward(self, input_ids: Tensor, documents: Tensor | None = None) -> Tensor:
         hidden = self.embed_tokens(input_ids)
