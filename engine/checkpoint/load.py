@@ -33,9 +33,8 @@ from .storage.remote import fetch_checkpoint, newest
 def find(directory: Path, tag: str | float | None) -> tuple[Path, dict[str, Any]] | None:
     """Find the checkpoint ``directory/tag`` and return its path and state.
 
-    A ``tag`` of None means the newest checkpoint. The result is then None if there is no
-    checkpoint. Nothing in ``directory`` is changed. If a save that replaces the checkpoint was
-    killed, the path is a hidden one. See :func:`~sdp.engine.checkpoint.storage.directory.locate`.
+    A ``tag`` of None means the newest checkpoint. The result is then None if there is none. If a
+    save that replaces it was killed, the path is a hidden one.
     """
     tag = check_tag(tag) if tag is not None else latest(directory)
     if tag is None and (directory / STATE).exists():
