@@ -5,11 +5,11 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import math
-import os
 import platform
 import random
 import sys
 import time
+from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -19,6 +19,7 @@ import numpy as np
 from tqdm import tqdm
 
 from ..engine.accounting.quantities import format_bytes
+from ..engine.environment.process import usable_cores
 from ..engine.errors import DataError, escape
 from .corpus import standard_library
 from .encode import EncodedBatch, encode_documents, split_of, threshold_of
@@ -125,7 +126,11 @@ def prepare(
     settings = Settings(tokenizer, vocab_size, text_column, held_out, seed, shard_tokens, bos or None, separator)
     _check(settings, workers, max_document_bytes)
     directory = Path(output)
-    corpus, found = _open_corpus(inputs, text_column, max_document_bytes)
+    corpus: _Corpus
+    if inputs is None:
+        corpus, found = standard_library(), [f"the standard library of Python {platform.python_version()}"]
+    else:
+        corpus, found = FileCorpus(expand_inputs(inputs), text_column, max_document_bytes), list(inputs)
     names = found if names is None else list(names)
     # Find the user's mistakes before the first line of progress, and before terabytes are hashed.
     first = next(corpus.documents(), None)
@@ -150,7 +155,7 @@ def prepare(
     with only_writer(directory):
         clear(directory, overwrite=overwrite)
         with nothing_left_on_error(directory, new):
-            processes = workers or _cores()
+            processes = workers or usable_cores()
             index = _make(
                 corpus, names, sources, digest, settings, ready, directory, processes, progress, of_tokens=of_tokens
             )
@@ -183,23 +188,25 @@ def _make(
     documents = _of_one_kind(corpus.documents(), of_tokens=of_tokens)
     begin = made.bos if settings.bos and isinstance(made, HuggingFaceTokenizer) else None
     encoded = encode_documents(documents, made.spec(), made.end_of_text, directory, chosen.held_out, workers, begin)
-    written = _write(directory, _with_progress(encoded, total_bytes, progress), made, settings, of_tokens=of_tokens)
-    if written.without_text:
-        _say(f"left out {written.without_text:,} document(s) without text (empty or null)", progress)
+    splits, counts = _write(
+        directory, _with_progress(encoded, total_bytes, progress), made, settings, of_tokens=of_tokens
+    )
+    if counts["without_text"]:
+        _say(f"left out {counts['without_text']:,} document(s) without text (empty or null)", progress)
     return Index(
         tokenizer=made.spec(),
         vocab_size=made.vocab_size,
         end_of_text=made.end_of_text,
         dtype="uint32" if of_tokens else dtype_name(made.vocab_size),
         masks_labels=of_tokens,
-        splits=written.splits,
+        splits=splits,
         corpus=Corpus(
             sources=names,
             sha256=digest,
             files=len(sources),
             bytes=total_bytes,
-            documents=written.documents,
-            text_bytes=written.text_bytes,
+            documents=counts["documents"],
+            text_bytes=counts["text_bytes"],
         ),
         settings=vars(settings),
     )
@@ -219,12 +226,6 @@ def _check(settings: Settings, workers: int | None, max_document_bytes: int) -> 
         raise DataError(f"a shard must hold at least 1 token, shard_tokens is {settings.shard_tokens}")
     if max_document_bytes < 1:
         raise DataError(f"the largest size of a document must be at least 1 byte, it is {max_document_bytes}")
-
-
-def _open_corpus(inputs: Sequence[str] | None, text_column: str, max_document_bytes: int) -> tuple[_Corpus, list[str]]:
-    if inputs is None:
-        return standard_library(), [f"the standard library of Python {platform.python_version()}"]
-    return FileCorpus(expand_inputs(inputs), text_column, max_document_bytes), list(inputs)
 
 
 def sample_texts(corpus: _Corpus, sources: list[Source], settings: Settings) -> Iterator[str]:
@@ -261,19 +262,6 @@ def quota(sizes: list[int], budget: int) -> float:
             return budget / (len(sizes) - taken)
         budget -= size
     return math.inf
-
-
-@dataclass(frozen=True)
-class _Written:
-    """The splits that were written, and counts of documents and bytes.
-
-    ``without_text`` counts documents that were left out because they are empty.
-    """
-
-    splits: dict[str, Split]
-    documents: int
-    text_bytes: int
-    without_text: int
 
 
 def _of_one_kind(documents: Iterable[Document], *, of_tokens: bool) -> Iterator[Document]:
@@ -316,7 +304,17 @@ class ShardWriter:
         Raises DataError if the file cannot be written.
         """
         with writing(self._directory):
-            self._write(tokens)
+            while len(tokens):
+                if self._file is None:
+                    self._file = self._path(".tmp").open("wb")
+                part, tokens = np.split(tokens, [self._shard_tokens - self._tokens])
+                data = part.astype(self._dtype).tobytes()
+                self._file.write(data)
+                self._sha256.update(data)
+                self._tokens += len(part)
+                self._documents += int((part % UNCOUNTED == self._end_of_text).sum())
+                if self._tokens == self._shard_tokens:
+                    self._close_shard()
 
     def finish(self) -> Split:
         """Close the last shard and describe all of them. There must be at least one document."""
@@ -333,19 +331,6 @@ class ShardWriter:
             self._file = None
         # Do this even if no file is stored: an interrupt may come after the file was made.
         self._path(".tmp").unlink(missing_ok=True)
-
-    def _write(self, tokens: np.ndarray) -> None:
-        while len(tokens):
-            if self._file is None:
-                self._file = self._path(".tmp").open("wb")
-            part, tokens = np.split(tokens, [self._shard_tokens - self._tokens])
-            data = part.astype(self._dtype).tobytes()
-            self._file.write(data)
-            self._sha256.update(data)
-            self._tokens += len(part)
-            self._documents += int((part % UNCOUNTED == self._end_of_text).sum())
-            if self._tokens == self._shard_tokens:
-                self._close_shard()
 
     def _close_shard(self) -> None:
         if self._file is None:
@@ -368,14 +353,16 @@ class ShardWriter:
 
 def _write(
     directory: Path, batches: Iterable[EncodedBatch], tokenizer: Tokenizer, settings: Settings, *, of_tokens: bool
-) -> _Written:
-    """Write all batches. Raises DataError if the disk is full or a split is empty."""
+) -> tuple[dict[str, Split], Counter[str]]:
+    """Write all batches. Return the splits, and the ``documents``, ``text_bytes`` and documents
+    ``without_text``. Raises DataError if the disk is full or a split is empty.
+    """
     dtype = np.dtype("uint32" if of_tokens else dtype_name(tokenizer.vocab_size)).newbyteorder("<")
     writers = {
         split: ShardWriter(directory, split, dtype, settings.shard_tokens, tokenizer.end_of_text) for split in SPLITS
     }
     documents: dict[str, int] = dict.fromkeys(SPLITS, 0)
-    text_bytes = without_text = 0
+    counts = Counter[str]()
     with contextlib.ExitStack() as unfinished:
         for writer in writers.values():
             unfinished.callback(writer.abort)
@@ -388,11 +375,11 @@ def _write(
                     )
                 writers[split].write(tokens)
                 documents[split] += batch.documents[split]
-            text_bytes += batch.text_bytes
-            without_text += batch.without_text
+            counts.update(text_bytes=batch.text_bytes, without_text=batch.without_text)
         _check_splits(documents, settings.held_out)
+        counts["documents"] = sum(documents.values())
         splits = {split: writer.finish() for split, writer in writers.items()}
-    return _Written(splits, sum(documents.values()), text_bytes, without_text)
+    return splits, counts
 
 
 def _check_splits(documents: dict[str, int], held_out: float) -> None:
@@ -433,8 +420,3 @@ def _with_progress(batches: Iterable[EncodedBatch], total_bytes: int, enabled: b
 
 def dtype_name(vocab_size: int) -> Any:
     return "uint16" if vocab_size <= 65535 else "uint32"
-
-
-def _cores() -> int:
-    # The cores that this process may use: SLURM and containers may give fewer than the machine has.
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
