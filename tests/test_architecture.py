@@ -9,6 +9,7 @@ import configparser
 import re
 import subprocess
 import sys
+from collections import defaultdict
 from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
@@ -167,12 +168,13 @@ def test_nothing_imports_the_laboratory() -> None:
     assert not importers
 
 
-def test_every_package_of_the_engine_is_in_the_order() -> None:
-    engine = ROOT / "engine"
-    there = {path.stem for path in engine.glob("*.py")} | {path.parent.name for path in engine.glob("*/__init__.py")}
-    unknown, gone = there - {"__init__", *ENGINE_ORDER}, set(ENGINE_ORDER) - there
-    assert not unknown, f"add {sorted(unknown)} to ENGINE_ORDER, above all that they import"
-    assert not gone, f"remove {sorted(gone)} from ENGINE_ORDER"
+@pytest.mark.parametrize(("name", "order"), [("engine", ENGINE_ORDER), ("launcher", LAUNCHER_ORDER)])
+def test_every_package_is_in_the_order(name: str, order: tuple[str, ...]) -> None:
+    folder = ROOT / name
+    there = {path.stem for path in folder.glob("*.py")} | {path.parent.name for path in folder.glob("*/__init__.py")}
+    unknown, gone = there - {"__init__", *order}, set(order) - there
+    assert not unknown, f"add {sorted(unknown)} to the order of {name}, above all that they import"
+    assert not gone, f"remove {sorted(gone)} from the order of {name}"
 
 
 def test_imports_point_down() -> None:
@@ -180,29 +182,18 @@ def test_imports_point_down() -> None:
     assert not upward, "move what is needed to the lower package, or pass it as an argument:\n" + "\n".join(upward)
 
 
-def test_no_two_files_import_each_other() -> None:
-    reached: dict[Name, set[Name]] = {}
-    for source, target in edges():
-        reached.setdefault(source, set()).add(target)
-    cycles = {frozenset(way): dotted(way) for start in sorted(reached) if (way := cycle_through(start, reached))}
-    assert not cycles, "move what both need to a third file:\n" + "\n".join(cycles.values())
-
-
-def test_no_two_folders_import_each_other() -> None:
+def test_no_two_files_and_no_two_folders_import_each_other() -> None:
     """The files directly in engine/ are not one folder here: ENGINE_ORDER lists them one by one."""
     folders = {path.parent for path in sources()}
-    reached: dict[Name, set[Name]] = {}
-    for source, target in edges():
-        a, b = (name if ROOT.joinpath(*name) in folders else name[:-1] for name in (source, target))
+    files, above = (defaultdict[Name, set[Name]](set) for _ in range(2))
+    for edge in edges():
+        files[edge[0]].add(edge[1])
+        a, b = (name if ROOT.joinpath(*name) in folders else name[:-1] for name in edge)
         if a != b and ("engine",) not in (a, b):
-            reached.setdefault(a, set()).add(b)
-    cycles = {frozenset(way): dotted(way) for start in sorted(reached) if (way := cycle_through(start, reached))}
-    assert not cycles, "move what both folders need to the lower one:\n" + "\n".join(cycles.values())
-
-
-def test_the_order_of_the_launcher_lists_all_of_it() -> None:
-    there = {path.stem for path in (ROOT / "launcher").glob("*.py")} | {"cluster"}
-    assert there - {"__init__"} == set(LAUNCHER_ORDER)
+            above[a].add(b)
+    for reached in (files, above):
+        cycles = {frozenset(way): dotted(way) for start in sorted(reached) if (way := cycle_through(start, reached))}
+        assert not cycles, "move what both need to a third file, below them:\n" + "\n".join(cycles.values())
 
 
 def test_importing_the_package_does_not_import_torch() -> None:

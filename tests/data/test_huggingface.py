@@ -3,13 +3,14 @@
 import copy
 import json
 import random
+from pathlib import Path
 
 import pytest
 import sentencepiece
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from sdp.data.huggingface import SpecialIds, write_tokenizer
-from sdp.data.tokenizers import BytesTokenizer, SentencePieceTokenizer, train_sentencepiece
+from sdp.data.tokenizers import END_OF_TEXT, BytesTokenizer, SentencePieceTokenizer, train_sentencepiece
 
 transformers = pytest.importorskip("transformers")
 WORDS = random.Random(0)
@@ -88,3 +89,25 @@ def test_llama_cpp_reads_pieces_and_scores(tmp_path):
     assert found.encode("def f") == ours.encode("def f"), "no space is added before the text"
     keys = ("add_prefix_space", "legacy", "add_bos_token", "add_eos_token")
     assert [settings[key] for key in keys] == [False] * 4
+
+
+def test_llama_cpps_converter_reads_pieces_scores_and_types(tmp_path: Path) -> None:
+    """In its package ``gguf``."""
+    vocabularies = pytest.importorskip("gguf.vocab", reason="gguf is not installed; the extra 'dev' has it")
+    texts = ["the cat sat on the mat, and the dog sat on the log " * 20, "naïve café: 12 + 34 = 46\n" * 20]
+    trained = train_sentencepiece(texts, 300)
+    write_tokenizer(SentencePieceTokenizer(trained), tmp_path)
+    read = vocabularies.SentencePieceVocab(tmp_path)
+    expected = sentencepiece.SentencePieceProcessor(model_proto=trained)
+    pieces = list(read.all_tokens())
+    assert len(pieces) == expected.vocab_size()
+    assert [piece.decode() for piece, _, _ in pieces] == [expected.id_to_piece(i) for i in range(len(pieces))]
+    assert [score for _, score, _ in pieces] == [expected.get_score(i) for i in range(len(pieces))]
+    words = [(piece.decode(), score) for piece, score, kind in pieces if kind.name == "NORMAL"]
+    assert len({score for _, score in words}) > 10, "a merge without its own score cannot be chosen"
+    assert not any(" " in piece for piece, _ in words)  # spaces are written as sentencepiece does
+    assert any(piece.startswith("\u2581") for piece, _ in words)
+    assert sum(kind.name == "BYTE" for _, _, kind in pieces) == 256
+    special = vocabularies.SpecialVocab(tmp_path, n_vocab=len(pieces))
+    assert special.add_special_token == {"bos": False, "eos": False}
+    assert END_OF_TEXT in {piece.decode() for piece, _, _ in pieces}

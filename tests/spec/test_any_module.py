@@ -66,10 +66,6 @@ _STACKS = {
 }  # fmt: skip
 
 
-def _rows(kind: str, step: int, rank: int) -> dict[str, torch.Tensor]:
-    return make_batch(kind, 100 * step + rank)
-
-
 def _config(kind: str, case: Case, units: str) -> dict[str, Any]:
     """One group holds some blocks, and both hold others. ``units``: how blocks are found."""
     config = case.config()
@@ -95,7 +91,7 @@ def _train(kind: str, case: Case, units: str) -> Trained:
     gradients: dict[str, torch.Tensor] = {}
 
     def batch(step: int) -> dict[str, torch.Tensor]:
-        return _rows(kind, step, dist.get_rank())
+        return make_batch(kind, 100 * step + dist.get_rank())
 
     for step in range(3):
         output = engine(batch(step))
@@ -122,7 +118,7 @@ def _train(kind: str, case: Case, units: str) -> Trained:
 )
 def test_fsdp2_equals_the_oracle(ranks: RankPool, kind: str, case: Case, units: str) -> None:
     oracle = oracle_for(_build(kind), _config(kind, replace(case, checkpointing="none"), units), case.world)
-    rows = [[_rows(kind, step, rank) for rank in range(case.world)] for step in (0, 1, 2, 7)]
+    rows = [[make_batch(kind, 100 * step + rank) for rank in range(case.world)] for step in (0, 1, 2, 7)]
     first, *_ = [oracle.step([batches], 0.1) for batches in rows[:3]]
     gradients = first.gradients
     loss = statistics.mean(map(oracle.evaluate, rows[3]))
@@ -173,7 +169,7 @@ def _cut_in_vain() -> None:
     tied.model.layers[2].mlp.up_proj.weight = tied.model.layers[0].mlp.up_proj.weight
     remedy = r"a tied weight cannot lie in a unit, leave that module out of sdp\.units"
     with pytest.raises(sdp.ModelError, match=rf"model\.layers\.2: .* is tied to 'model\.layers\.0'; {remedy}"):
-        _cut(tied, _rows("llama", 0, 0))
+        _cut(tied, make_batch("llama", 0))
 
     shape: dict[str, Any] = {"embedding_size": 4, "hidden_sizes": [4, 8], "depths": [1, 1], "num_labels": WORDS}
     stages = hf.ResNetForImageClassification(hf.ResNetConfig(**shape))
@@ -200,7 +196,7 @@ def _scalars(case: Case) -> str:
         )[0]
     except sdp.ModelError as error:
         return str(error)
-    engine.backward(engine(_rows("peeking", 0, dist.get_rank())))
+    engine.backward(engine(make_batch("peeking", dist.get_rank())))
     engine.step()
     return "trained"
 

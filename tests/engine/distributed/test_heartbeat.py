@@ -11,6 +11,8 @@ import sdp
 from sdp.engine.distributed.heartbeat import RankPosition
 from sdp.launcher.fatal_errors import FatalError
 
+Ended = dict[str, tuple[int, str, str, Path]]  # exit code, output, errors and folder of each program
+
 # Holds the GIL for some seconds, so that no other thread of Python runs.
 STUCK = """
 import ctypes, sys, time
@@ -39,12 +41,12 @@ print("other work is done")
 """
 
 
-STUCK_FOR = ("1.5", "60", "")  # seconds that the phase may take
+STUCK_FOR = {"1.5": 1, "60": 0, "": 0}  # seconds that the phase may take → exit code
 
 
 @pytest.fixture(scope="module")
-def ended(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, tuple[int, str, str, Path]]]:
-    """Exit code, output, errors and folder of each program. All of them wait at the same time."""
+def ended(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ended]:
+    """All programs wait at the same time."""
     environ = dict(os.environ, PYTHONPATH=str(Path(sdp.__path__[0]).parent), PYTHONUNBUFFERED="1")
     programs = {seconds: (STUCK, "log", seconds) for seconds in STUCK_FOR}
     programs |= {watch: (AFTER_A_RUN, "where", "log", watch) for watch in ("stopped", "running")}
@@ -62,10 +64,8 @@ def ended(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, tuple[
             process.kill()
 
 
-@pytest.mark.parametrize(("seconds", "expected"), zip(STUCK_FOR, (1, 0, 0), strict=True))
-def test_a_rank_that_is_stuck_in_c_code_ends_and_its_log_has_the_stacks(
-    ended: dict[str, tuple[int, str, str, Path]], seconds: str, expected: int
-) -> None:
+@pytest.mark.parametrize(("seconds", "expected"), STUCK_FOR.items())
+def test_a_rank_that_is_stuck_in_c_code_ends_and_its_log_has_stacks(ended: Ended, seconds: str, expected: int) -> None:
     code, printed, errors, folder = ended[seconds]
     assert (code, printed, errors) == (expected, "" if expected else "went on\n", "")
     assert ("most recent call first" in (folder / "log").read_text()) == bool(expected)
@@ -74,9 +74,7 @@ def test_a_rank_that_is_stuck_in_c_code_ends_and_its_log_has_the_stacks(
 @pytest.mark.parametrize(
     ("watch", "expected", "said"), [("stopped", 0, "other work is done\n"), ("running", 1, "no progress for 2 s\n")]
 )
-def test_a_watch_that_was_stopped_ends_nothing(
-    ended: dict[str, tuple[int, str, str, Path]], watch: str, expected: int, said: str
-) -> None:
+def test_a_watch_that_was_stopped_ends_nothing(ended: Ended, watch: str, expected: int, said: str) -> None:
     code, printed, errors, folder = ended[watch]
     assert code == expected, errors
     assert printed.endswith(said)

@@ -1,7 +1,8 @@
-"""Weight decay for some parameters only: weights are those of torch with two parameter groups."""
+"""Weight decay for some parameters only, as with two parameter groups; parameters with names."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -78,3 +79,39 @@ def test_a_pattern_without_a_parameter_is_refused() -> None:
     }
     with pytest.raises(ConfigError, match=r"no_decay: .layer\.\*. fits no parameter"):
         sdp.initialize(model=models.mlp(), config=config)
+
+
+# -- ``model_parameters`` and optimizers that have names -------------------------------------------
+
+PLAIN_CONFIG = {"train_batch_size": 2, "optimizer": {"type": "SGD", "params": {"lr": 0.1}}}
+
+
+@pytest.mark.usefixtures("one_rank")
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        lambda model: {"model_parameters": model.named_parameters()},
+        lambda model: {"model_parameters": list(model.named_parameters())},
+        lambda model: {"model_parameters": {"params": model.parameters()}},
+        lambda model: {"model_parameters": [{"params": model.named_parameters(), "lr": 0.1}]},
+        lambda model: {"model_parameters": [{"params": [pair], "lr": 0.1} for pair in model.named_parameters()]},
+        lambda model: {"optimizer": torch.optim.SGD(model.named_parameters(), lr=0.1)},
+    ],
+    ids=["iterator", "list", "one group", "group of pairs", "groups of pairs", "optimizer"],
+)
+def test_named_parameters_train_as_parameters_do(arguments: Callable[[nn.Module], dict[str, Any]]) -> None:
+    expected = _trained(lambda model: {"model_parameters": model.parameters()})
+    found = _trained(arguments)
+    assert found.keys() == expected.keys()
+    assert all(torch.equal(found[name], expected[name]) for name in expected)
+
+
+def _trained(arguments: Callable[[nn.Module], dict[str, Any]]) -> dict[str, torch.Tensor]:
+    torch.manual_seed(0)
+    model = models.mlp()
+    engine = sdp.initialize(model=model, config=PLAIN_CONFIG, **arguments(model))[0]
+    engine.backward(engine(torch.ones(2, 5), torch.ones(2, 3)))
+    engine.step()
+    state = engine.full_state_dict()
+    assert state is not None
+    return state
