@@ -5,6 +5,7 @@ A command is a list of plain words, which no shell on this host reads.
 
 from __future__ import annotations
 
+import re
 import shlex
 import shutil
 import subprocess
@@ -13,7 +14,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
-from ...engine.environment.process import child_environment
+from ...engine.environment.process import child_environment, variables_with
 from ...engine.errors import LaunchError, quote
 from ..own_command import PACKAGE
 from .hosts import Host, include_text, world_size
@@ -24,6 +25,11 @@ Flavour = Literal["openmpi", "mpich", "intel"]
 # After this many seconds without a sign of life, a host counts as gone.
 SILENT_SECONDS = 30
 _SSH_ALIVE = f"-o ServerAliveInterval={SILENT_SECONDS // 3} -o ServerAliveCountMax=3"
+# DeepSpeed's runner exports variables with these prefixes to its hosts. It puts the values between
+# double quotes at best. There a shell still expands $ and `, and pdsh expands %h, %n and %u.
+_DEEPSPEED_EXPORTS = ("MLFLOW", "PYTHON", "MV2", "UCX", "NCCL", "LD_LIBRARY", "PATH")
+_EXPANDED = re.compile(r"[\"$`\\\n]|%[hnu%]")
+_ENV_LINE = re.compile(r"\s*[A-Za-z_][A-Za-z0-9_]*\s*=.*")
 
 
 @dataclass(frozen=True)
@@ -69,7 +75,7 @@ def deepspeed_command(
         The words of the command, and its variables by name.
 
     Raises:
-        LaunchError: the runner would pass on a path that a remote shell would change.
+        LaunchError: the runner would pass on a value that a remote shell would change.
     """
     for what, path in (("--python", start.python), ("the working directory", str(start.directory))):
         if not is_safe(path):
@@ -77,7 +83,17 @@ def deepspeed_command(
                 f"{what} {quote(path)}: DeepSpeed's runner passes it unquoted to remote shells; use a path of plain "
                 "characters"
             )
+    for word in start.extra:
+        if _EXPANDED.search(word):
+            raise LaunchError(
+                f"--launcher-args {quote(word)}: DeepSpeed's runner passes it through pdsh and remote shells, which "
+                "would change it"
+            )
     environ = child_environment(start.search_path, {})
+    _check_exports(variables_with(_DEEPSPEED_EXPORTS, environ))
+    for folder in (Path.home(), start.directory):
+        # If DS_ENV_FILE is an absolute path, ``folder /`` does not change it.
+        _check_env_file(folder / environ.get("DS_ENV_FILE", ".deepspeed_env"))
     address, port = master
     runner = [start.python, "-m", "deepspeed.launcher.runner", "--hostfile", str(hostfile)]
     runner += [
@@ -181,3 +197,27 @@ def require(program: str, why: str) -> None:
 def _rank_command(start: Start, hosts: Sequence[Host], master: tuple[str, int]) -> list[str]:
     words = [include_text(hosts), f"{master[0]}:{master[1]}", *start.words]
     return [start.python, "-P", "-m", f"{__package__}.rank", *map(encode, words)]
+
+
+def _check_exports(variables: Mapping[str, str]) -> None:
+    for name, value in variables.items():
+        if _EXPANDED.search(value) or not is_safe(name):
+            raise LaunchError(
+                f"{name}={quote(value)}: DeepSpeed's runner exports it through pdsh and remote shells, which would "
+                "change it; unset it, or give NCCL's and UCX's by --env"
+            )
+
+
+def _check_env_file(path: Path) -> None:
+    """Check a file of variables that DeepSpeed's runner reads.
+
+    Raises :class:`LaunchError` if DeepSpeed cannot read a line, or if a shell would change a value.
+    """
+    if not path.is_file():
+        return
+    for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
+        if not _ENV_LINE.fullmatch(line) or _EXPANDED.search(line):
+            raise LaunchError(
+                f'{path}:{number}: {quote(line)}: expected NAME=VALUE without " $ ` \\ %h; DeepSpeed allows no '
+                "comments or blank lines here"
+            )

@@ -6,6 +6,7 @@ The ranks and their arguments are the same under every launcher.
 from __future__ import annotations
 
 import os
+import re
 import shlex
 import sys
 from argparse import Namespace
@@ -38,6 +39,33 @@ from .hosts import Host, check_host, describe, hosts_that_answer, read_hostfile,
 from .watch import pass_on_by, run_watched
 
 
+def _shortened(*options: str) -> str:
+    """Build a pattern for the long ``options``, also if they are cut to three letters or more."""
+    return rf"--({'|'.join(dict.fromkeys(name[:end] for name in options for end in range(3, len(name) + 1)))})"
+
+
+_MOST_WORDS = 2**16  # characters of --launcher-args
+
+# These options of the launchers change how many ranks there are, or on which hosts. They would
+# bypass the checks. sbatch and DeepSpeed accept short options with the value attached, and long
+# options that are shortened.
+_RANKS = {
+    "slurm": re.compile(
+        r"-[Nna].*|"
+        rf"{_shortened('nodes', 'ntasks', 'ntasks-per-node', 'tasks-per-node', 'array', 'gpus-per-node')}(=.*)?"
+    ),
+    "mpirun": re.compile(
+        r"--?(n|np|N|npernode|npersocket|pernode|ppn|perhost|c|H|host|hosts|hostfile|machinefile|machine|f|default-hostfile|rf|rankfile"
+        r"|rr|grr|app|configfile)(=.*)?|:"
+    ),
+    "deepspeed": re.compile(
+        r"-[Hie].*|"
+        rf"{_shortened('num_nodes', 'num_gpus', 'num_accelerators', 'hostfile')}(=.*)?|"
+        rf"{_shortened('include', 'exclude', 'node_rank', 'no_ssh')}(=.*)?"
+    ),
+}
+
+
 def launch(options: Namespace, words: Sequence[str], dump_dir: Path, degrees: Degrees) -> int:
     """Start every rank under a launcher, and watch the launcher.
 
@@ -54,7 +82,7 @@ def launch(options: Namespace, words: Sequence[str], dump_dir: Path, degrees: De
 
     Raises:
         LaunchError: something cannot be started.
-        ConfigError: the number of ranks does not fit.
+        ConfigError: the number of ranks does not fit, or the launcher's own words change it.
     """
     if options.launcher == "local":
         return _local(Start(words, sys.executable, Path.cwd(), search_path()), options, degrees)
@@ -164,10 +192,22 @@ def _warn_of_split_groups(hosts: Sequence[str], degrees: Degrees) -> None:
 
 def _extra(options: Namespace) -> list[str]:
     """Return the words of ``--launcher-args``."""
+    text = options.launcher_args
+    if len(text) > _MOST_WORDS:  # shlex takes quadratic time
+        raise ConfigError(f"--launcher-args: has {len(text):,} characters; give at most {_MOST_WORDS:,}")
     try:
-        return shlex.split(options.launcher_args)
+        words = shlex.split(text)
     except ValueError as error:
-        raise ConfigError(f"--launcher-args {quote(options.launcher_args)}: {error}") from None
+        raise ConfigError(f"--launcher-args {quote(text)}: {error}") from None
+    for word in words:
+        if _RANKS[options.launcher].fullmatch(word):
+            flags = (
+                "--nodes and --gpus-per-node"
+                if options.launcher == "slurm"
+                else "--nodes, --gpus-per-node, --include and --exclude"
+            )
+            raise ConfigError(f"--launcher-args {quote(word)}: the ranks are chosen by {flags}; leave it out")
+    return words
 
 
 def _master(options: Namespace, hosts: Sequence[Host]) -> tuple[str, int]:

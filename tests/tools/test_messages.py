@@ -26,6 +26,8 @@ HOSTILE = "a\x1b]0;title\x07\x9b2J\x00\r\u202eb"
         (["train", "run.json", "--nproc", LONG], "argument --nproc: 'xxx"),
         (["launch", "--launcher", "slurm", "--gpus-per-node", "1", "--env", LONG, "run.json"], "--env xxx"),
         (["launch", "--launcher", "slurm", "--gpus-per-node", "1", "--time", HOSTILE, "run.json"], "--time 'a\\x1b]0;"),
+        (["launch", "--launcher", "slurm", "--gpus-per-node", "1", "--launcher-args", LONG, "run.json"],
+            "--launcher-args: has 500,000 characters"),
         (["launch", "--launcher", "mpirun", "--hostfile", "hosts", "run.json"], "hosts:1: 'xxx"),
         (["launch", "--launcher", "mpirun", "--hostfile", "good", "--include", LONG, "run.json"], "--include xxx"),
         (["launch", "--launcher", "mpirun", "--hostfile", "many", "run.json"], "many:1: slots=20000000 is more than"),
