@@ -184,6 +184,8 @@ def draw_paths() -> None:
         prompts.plot(lengths, means, "o-", color=colour, label=row)
     rates.set(title="600 steps, seed 0", xlabel="learning rate", ylabel="held-out loss (nats a byte)", xscale="log")
     prompts.set(title="After the prompt, best rate", xlabel="bytes of the prompt")
+    rates.set_xticks([0.008, 0.016, 0.032, 0.064], ["0.008", "0.016", "0.032", "0.064"])
+    rates.minorticks_off()
     rates.legend(frameon=False)
     save(figure, "paths/plot")
 
