@@ -123,7 +123,7 @@ def find_index(directory: Path, settings: Mapping[str, Any], *, overwrite: bool)
 def other_data(directory: Path, changed: list[str]) -> DataError:
     """Make the error for an output whose data differs in the settings that ``changed`` names."""
     return DataError(
-        f"{directory} already holds other data ({', '.join(changed)} differ): choose another output, or add --overwrite"
+        f"{directory} holds other data ({', '.join(changed)} changed): choose another output, or add --overwrite"
     )
 
 

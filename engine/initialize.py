@@ -197,8 +197,8 @@ def initialize(
 
     Args:
         args: Parsed arguments that may hold ``deepspeed_config``; see :func:`add_config_arguments`.
-        model: Any module whose units can be found (see ``sdp.units`` of the configuration). It has
-            weights, of which rank 0's are used, or is on the meta device and is initialised from
+        model: Any module whose units can be found (see ``sdp.units`` of the configuration). Rank
+            0's weights are used. A model on the meta device is initialised from
             ``training.seed``. It is cut in place.
         optimizer: An optimizer over the uncut model's parameters, or a function that makes one. The
             function gets a list of this rank's parameters, or groups if ``model_parameters`` are
@@ -214,8 +214,7 @@ def initialize(
         collate_fn: Makes a batch from a list of samples.
         config: A path, a mapping or a Config.
         config_params: Another name for ``config``.
-        service: The group's membership in a run whose anchors a service keeps. ``sdp train`` gives
-            it.
+        service: The group's membership at an anchor service. ``sdp train`` passes it.
 
     Raises:
         SDPError: An argument or a setting cannot be honoured. The message has one line.

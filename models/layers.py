@@ -231,7 +231,7 @@ def linear_cross_entropy(
         targets: Token ids (N). Targets of -100 do not count.
         chunk_tokens: Tokens whose logits exist at the same time.
         ranks: The tensor-parallel ranks. The gradient of ``hidden`` is then this rank's part of it.
-        z_loss: What the mean of ``logsumexp(logits) ** 2`` is multiplied with and added.
+        z_loss: Factor of the mean of ``logsumexp(logits) ** 2``, added to the loss.
 
     Returns:
         The mean loss, a float32 scalar. It is NaN if no target counts; the gradients are then zero.

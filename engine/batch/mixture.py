@@ -31,7 +31,7 @@ class Source:
     Attributes:
         name: How messages and metrics call it.
         key: What identifies it in a checkpoint, such as the hash of its content.
-        samples: The number of its samples. In the data set they follow those of the sources before.
+        samples: The number of its samples. In the data set, they follow earlier sources' samples.
         weight: Its share of the samples that are read, relative to the other weights.
     """
 

@@ -30,8 +30,8 @@ class ResumableBatchSampler:
     sample is left out and no sample is read twice.
 
     ``consumed`` counts the samples that all data ranks have read since the start of the run. With
-    ``positions``, the sampler yields epoch × ``num_samples`` + index, for a data set that gives a
-    sample another form in each epoch. Raises DataError for an empty data set.
+    ``positions``, the sampler yields epoch × ``num_samples`` + index, for a data set that augments
+    samples anew in each epoch. Raises DataError for an empty data set.
     """
 
     def __init__(

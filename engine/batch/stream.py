@@ -274,8 +274,8 @@ class StreamLoader:
         count = position - self._read_to.position
         if count and self._data_rank == 0:
             log.warning(
-                "training_data: %s has no state to load, so %d %s are read and dropped; this is exact if it "
-                "gives the same ones again",
+                "training_data: %s has no state to load, so %d %s are read and dropped; this is exact if its "
+                "order is as before",
                 type(self.stream).__name__, count, self._unit,
             )  # fmt: skip
         for _ in range(count):

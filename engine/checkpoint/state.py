@@ -58,9 +58,7 @@ class SavedState:
         self._twins: list[tuple[torch.Tensor, torch.Tensor]] = []  # scalars that slices share: first, and another's
 
     def mesh_shape(self) -> list[int]:
-        """Return the sizes of the mesh: sdp, fsdp, tp. Random numbers continue only on the same
-        one.
-        """
+        """Return the mesh's sizes: sdp, fsdp, tp. Random states load only on an equal mesh."""
         mesh = self._context.mesh
         return [mesh.sdp, mesh.fsdp, mesh.tp]
 
@@ -147,8 +145,8 @@ class SavedState:
 
     @contextmanager
     def decoded(self, tensors: Mapping[str, Any]) -> Iterator[Tensors]:
-        """A context with float32 moments by canonical key in place of those of ``tensors`` that
-        are in codes. It encodes their values at the end.
+        """A context with ``tensors`` whose encoded moments are replaced by float32 ones, by
+        canonical key. It encodes these at the end.
         """
         found = {key: value for key, value in tensors.items() if key.removesuffix(SCALES) not in self._coded}
         values = {key: torch.zeros_like(coded.piece.tensor, dtype=torch.float32) for key, coded in self._coded.items()}
@@ -236,10 +234,9 @@ class SavedState:
             found[key] = value
 
     def finish_load(self) -> None:
-        """Apply the values that were loaded into the tensors.
+        """Copy loaded values to all slices of a parameter, and to plain numbers.
 
-        Slices of one parameter share some state, such as a step count, and some optimizers keep it
-        as a plain number.
+        Slices share some state, such as a step count. Some optimizers keep it as a plain number.
         """
         for first, other in self._twins:
             if other is not first:

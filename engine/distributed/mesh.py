@@ -71,7 +71,7 @@ class Mesh:
 
     @property
     def groups(self) -> range:
-        """The groups that have ranks."""
+        """The groups in this world."""
         return range(self.sdp) if self.alone is None else range(self.alone, self.alone + 1)
 
     @property

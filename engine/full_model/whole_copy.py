@@ -82,7 +82,7 @@ class UncutModel:
             path: The path whose tensors are sent, if there are several (``sdp.paths``).
 
         Returns:
-            The tensors by their path in the module.
+            The tensors by their name in the module.
 
         Raises:
             ModelError: The user's model cannot be copied.

@@ -321,10 +321,10 @@ def exponent_of(setting: str | float, *, is_sgd: bool) -> float:
 
 
 class HolderScale:
-    """The factor of a unit's learning rate, (k / k̄)^p.
+    """The factor of a unit's learning rate, (holders / mean holders)^p.
 
     Args:
-        placement: the holders of the units, and the units' numbers of parameters.
+        placement: the holders of the units, and their parameter counts.
         exponent: p.
     """
 

@@ -121,10 +121,10 @@ def test_same_preparation_is_not_repeated_and_another_is_refused(tmp_path, capsy
     assert quiet([path], out, progress=True) == first
     assert "already holds this corpus with these settings" in capsys.readouterr().err
     assert {file.name: file.stat().st_mtime_ns for file in out.iterdir()} == before
-    with pytest.raises(DataError, match=r"already holds other data \(held_out differ\): .* --overwrite"):
+    with pytest.raises(DataError, match=r"holds other data \(held_out changed\): .* --overwrite"):
         quiet([path], out, held_out=0.3)
     write_json_lines(tmp_path / "a.jsonl", TEXTS[:40])
-    with pytest.raises(DataError, match=r"other data \(the corpus differ\)"):
+    with pytest.raises(DataError, match=r"other data \(the corpus changed\)"):
         quiet([path], out)
     assert quiet([path], out, overwrite=True)["corpus"]["documents"] == 40
 
