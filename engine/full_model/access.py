@@ -19,7 +19,7 @@ from ..config.schema import Config
 from ..distributed.agreement import Ranks, gather_json, start_max
 from ..distributed.collectives import outside_inference_mode
 from ..distributed.mesh import machine_id
-from ..errors import ConfigError, DataError, ModelError, shorten
+from ..errors import ConfigError, DataError, ModelError, quote, shorten
 from ..subnetwork.carve import Evaluation, warn_of_partial_pass, with_skeletons
 from ..sync.between import BetweenGroups
 from .evaluation import (
@@ -228,8 +228,11 @@ class FullModel:
 
         Raises:
             ModelError: The model has several paths.
+            ConfigError: ``dtype`` is no type of torch.
             CheckpointError: The directory cannot be written.
         """
+        if dtype is not None and not isinstance(dtype, torch.dtype):
+            raise ConfigError(f"save_pretrained: dtype {quote(dtype)} is not one of torch's, such as torch.bfloat16")
         if self._store.layout.paths > 1:
             raise ModelError(
                 "engine.save_pretrained: a folder has one model, and this one has several paths; save what "

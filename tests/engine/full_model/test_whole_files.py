@@ -8,7 +8,7 @@ import sdp
 import torch
 import torch.distributed as dist
 from safetensors.torch import load_file
-from sdp.engine.errors import CheckpointError
+from sdp.engine.errors import CheckpointError, ConfigError
 from sdp.tests.support.cases import Case, said
 from sdp.tests.support.ranks import RankPool
 
@@ -30,6 +30,8 @@ def _save(folder: Path) -> tuple[list[str], int]:
         engine.module.state_dict()
     engine.save_pretrained(folder)
     engine.save_pretrained(folder / "half", dtype=torch.bfloat16)
+    with pytest.raises(ConfigError, match="dtype 'bfloat16' is not one of torch's"):
+        engine.save_pretrained(folder, dtype="bfloat16")  # type: ignore[arg-type]
     engine.save_16bit_model(folder / "16bit", "weights.safetensors")
     state = engine.full_state_dict()
     if dist.get_rank() == 0:
