@@ -285,12 +285,15 @@ def warn_of_partial_state(module: nn.Module, is_partial: Callable[[], bool]) -> 
     does.
     """
 
+    warned = False
+
     def warn(*_: Any) -> None:
-        if is_partial():
+        nonlocal warned
+        if not warned and is_partial():
+            warned = True
             log.warning(
                 "module.state_dict() has only the subnetwork of this rank's group; engine.full_state_dict() and "
                 "engine.save_pretrained(DIR) give the whole model"
             )
-            handle.remove()
 
-    handle = module.register_state_dict_pre_hook(warn)
+    module.register_state_dict_pre_hook(warn)

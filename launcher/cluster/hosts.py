@@ -17,7 +17,7 @@ from itertools import accumulate
 from pathlib import Path
 
 from ...engine.errors import LaunchError, quote, shorten, suggestion
-from ...engine.json_files import read_text_file
+from ...engine.json_files import MOST_BYTES, read_text_file
 
 # A shell, pdsh (n[1-3], %h), ssh (-oProxyCommand) and --include must all read a host's name as just
 # a name.
@@ -42,7 +42,11 @@ def read_hostfile(path: Path) -> list[Host]:
     line's number if a line has another form, or if a host is listed twice.
     """
     try:
-        lines = read_text_file(path).splitlines()
+        if path.parent == Path("/dev/fd"):  # as a shell's <(…) is
+            with path.open(encoding="utf-8") as pipe:
+                lines = pipe.read(MOST_BYTES).splitlines()
+        else:
+            lines = read_text_file(path).splitlines()
     except (OSError, ValueError) as error:
         raise LaunchError(f"--hostfile {path}: cannot be read ({getattr(error, 'strerror', None) or error})") from None
     hosts: dict[str, Host] = {}

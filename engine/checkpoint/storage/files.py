@@ -18,7 +18,7 @@ from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationErr
 from ...errors import CheckpointError, quote, shorten
 from ...json_files import parse_json, read_json_file
 
-FORMAT = 4
+FORMAT = 5
 STATE = "state.json"
 MOST_BYTES = 1 << 30  # of a JSON file; the list of a large model's tensors has tens of megabytes
 PARTIAL = ".sdp-partial"  # a name ends with this while its file or directory is being written

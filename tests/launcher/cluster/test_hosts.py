@@ -135,3 +135,10 @@ def test_a_hostfile_is_a_regular_file_of_bounded_size(tmp_path: Path) -> None:
         file.truncate(65 << 20)
     with pytest.raises(LaunchError, match=r"cannot be read \(the file is larger than 65,536 KiB\)"):
         read_hostfile(tmp_path / "large")
+
+
+def test_the_output_of_a_command_can_be_a_hostfile() -> None:
+    reading, writing = os.pipe()
+    with os.fdopen(writing, "wb") as pipe:
+        pipe.write(b"a slots=2\n")
+    assert read_hostfile(Path(f"/dev/fd/{reading}")) == [Host("a", (0, 1))]
