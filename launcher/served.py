@@ -74,14 +74,15 @@ def start_served(config: Config, words: Sequence[str], dump_dir: Path, processes
     serve = ["serve", *words, "--bind", f"{LOOPBACK}:{port}", "--dump-dir", str(dump_dir), "--expect", str(groups)]
     data = ["--set", f"data.path={json.dumps(str((dump_dir / 'corpus').absolute()))}"] if makes_corpus else []
     train = ["train", *words, *data, "--service", f"{LOOPBACK}:{port}", "--nproc", str(processes), "--dump-dir"]
-    started: list[_Process] = []
+    started, before = list[_Process](), _config_time(dump_dir)
     with caught_signals() as received:
         try:
             started.append(service := _Process(0, serve, environ, log_dir, restarts))
             while not received and not service.is_over:
                 for process in started:
                     process.look()
-                if len(started) == 1 and (dump_dir / "config.json").exists():  # the service has prepared the data
+                # The service has prepared the data. A run that goes on has an older file.
+                if len(started) == 1 and _config_time(dump_dir) != before:
                     for group in range(1, groups + 1):
                         directory = str(dump_dir / "groups" / str(group))
                         started.append(_Process(group, [*train, directory], environ, log_dir, restarts))
@@ -96,6 +97,12 @@ def start_served(config: Config, words: Sequence[str], dump_dir: Path, processes
             for process in started:
                 process.rank.kill()
                 process.rank.forget()
+
+
+def _config_time(dump_dir: Path) -> int:
+    """Return when the service has written config.json, in nanoseconds. 0: never."""
+    file = dump_dir / "config.json"
+    return file.stat().st_mtime_ns if file.exists() else 0
 
 
 def _end(started: Sequence[_Process], received: Sequence[int], code: int) -> int:

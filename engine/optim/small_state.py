@@ -55,14 +55,16 @@ class Codes:
         padded = torch.nn.functional.pad(values.reshape(rows, row), (0, blocks * BLOCK - row))
         padded = padded.view(rows, blocks, BLOCK)
         scales = padded.abs().amax(2)
-        ratios = (padded / scales.clamp(min=torch.finfo(torch.float32).tiny)[:, :, None]).view(rows, -1)[:, :row]
+        ratios = (padded / scales.clamp(min=torch.finfo(torch.float32).tiny)[:, :, None]).view(rows, blocks * BLOCK)[
+            :, :row
+        ]
         codes = torch.bucketize(ratios.contiguous(), self._middles, out_int32=True)
         return codes.to(torch.uint8).view(values.shape), scales
 
     def decode(self, codes: Tensor, scales: Tensor) -> Tensor:
         """Return the float32 values of codes (rows, …) with scales (rows, blocks)."""
         values = self._levels[codes.int()]
-        flat = values.view(codes.shape[0], -1)
+        flat = values.view(len(codes), codes.shape[1:].numel())
         for block, columns in enumerate(flat.split(BLOCK, 1)):
             columns.mul_(scales[:, block, None])
         return values
@@ -127,7 +129,8 @@ class SmallStateAdam(Optimizer):
                     state["step"] = torch.tensor(0.0)
                     self._create(state, parameter)
                 state["step"] += 1
-                self._update(group, parameter, state, state["step"].item())
+                if local_tensor(parameter).numel():  # a rank's shard of a few rows may be empty
+                    self._update(group, parameter, state, state["step"].item())
         return loss
 
     def _create(self, state: dict[str, Any], parameter: Tensor) -> None:

@@ -26,6 +26,7 @@ T = TypeVar("T")
 
 _PAUSE_SECONDS = 0.5  # before a request is made again
 _REQUEST_SECONDS = 300.0
+_ANSWER_BYTES = MOST_BYTES + (1 << 20)  # the most that is read
 _TOGETHER = 4  # requests of a rank at the same time
 _NO_ANSWER = (aiohttp.ClientError, TimeoutError, OSError)
 
@@ -103,18 +104,23 @@ class Client:
     async def _post_once(self, action: str, content: bytes) -> Any:
         if self._http is None:
             limit = aiohttp.ClientTimeout(total=_REQUEST_SECONDS, sock_connect=10.0)
-            self._http = aiohttp.ClientSession(timeout=limit)
+            # An answer that is unpacked here could become gigabytes.
+            plain = {"Accept-Encoding": "identity"}
+            self._http = aiohttp.ClientSession(timeout=limit, headers=plain, auto_decompress=False)
         headers = self._signer.headers(action, content, time.time())
         url = f"http{'s' if self._tls else ''}://{self.address}/{action}"
         async with self._http.post(url, data=content, headers=headers, ssl=self._tls or True) as response:
             if response.status == 401:
                 raise ServiceError(f"the service at {self.address} has another token, or its clock differs by minutes")
-            if (response.content_length or 2 * MOST_BYTES) > MOST_BYTES + (1 << 20):
-                raise ServiceError(f"the answer of {self.address} is too long")
-            answer = await response.read()
             is_answer = response.headers.get(NONCE) == headers[NONCE]
             if not is_answer or not self._signer.is_signed(f"{response.status}", response.headers):
                 raise ServiceError(f"{self.address} is not the service of this run: its answer is not signed")
+            read = bytearray()
+            while part := await response.content.read(_ANSWER_BYTES + 1 - len(read)):
+                read += part
+            if len(read) > _ANSWER_BYTES:
+                raise ServiceError(f"the answer of {self.address} has more than {_ANSWER_BYTES:,} bytes")
+            answer = bytes(read)
             if not fits(answer, response.headers):
                 raise aiohttp.ClientPayloadError("the answer is damaged")
         if response.status == 409:

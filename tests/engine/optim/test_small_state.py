@@ -35,11 +35,11 @@ def _levels(signed: bool) -> list[float]:
 
 
 @pytest.mark.parametrize("key", ["exp_avg", "exp_avg_sq"])
-@pytest.mark.parametrize("shape", [(3, 2 * BLOCK + 7), (2, 5), (4, 3, 3, 3), (1, 1)])
+@pytest.mark.parametrize("shape", [(3, 2 * BLOCK + 7), (2, 5), (4, 3, 3, 3), (1, 1), (0, 5)])
 def test_codes_are_the_nearest_levels(key: str, shape: tuple[int, ...]) -> None:
     values = torch.randn(shape, generator=torch.Generator().manual_seed(1)) ** 3
     values = values if key == "exp_avg" else values.abs()
-    values[0] = 0
+    values[:1] = 0
     levels = torch.tensor(_levels(key == "exp_avg"))
     assert len(levels) == 256
     codes, scales = Codes(key, CPU).encode(values)
@@ -146,6 +146,7 @@ def test_bytes_are_those_of_the_plan(ranks: RankPool, case: Case, engine: str) -
     ("case", "engine"),
     [
         (Case(2, 2, 3, optimizer="int8", model="llama-meta"), "fsdp2"),
+        (Case(1, 4, 3, optimizer="int8"), "fsdp2"),  # a shard of the head is empty
         (Case(2, 1, 0, optimizer="int8", model="even-llama", tp=2, masking=TO_BACKWARD), "fsdp2"),
         (Case(2, 1, 0, optimizer="int8", model="even-llama", neurons=2, sync='{"every": 3}'), "fsdp2"),
         (Case(2, 1, 0, optimizer="int8", model="resnet-meta", sync='{"every": 3}'), "fsdp2"),
@@ -217,6 +218,8 @@ FLOAT32 = Case(2, 1, 0, model="wide-llama-tied-meta", optimizer="adamw")
         (NEURONS, Case(2, 1, 0, neurons=2, tp=2, placement="cyclic", **WIDE), 0.01),
         (Case(1, 2, 3, placement="full", **WIDE), FLOAT32, 0.0),
         (FLOAT32, NEURONS, 0.01),
+        (Case(1, 2, 1, optimizer="int8"), Case(1, 4, 3, optimizer="int8"), 0.0),  # a shard of the head is empty
+        (Case(2, 1, sync='{"every": 4}', optimizer="int8"), Case(1, 4, 3, optimizer="int8"), 0.05),
         (Case(2, 2, 3, sync='{"every": 4}', **WIDE), NEURONS, 0.05),
     ],
     ids=str,

@@ -57,7 +57,7 @@ def post(address: str, path: str, body: bytes, headers: dict[str, str]) -> tuple
     return asyncio.run(work())
 
 
-def test_only_signed_recent_requests_are_answered_and_only_once() -> None:
+def test_only_signed_recent_requests_are_answered_and_only_once(monkeypatch: pytest.MonkeyPatch) -> None:
     with served(CASE) as (run, address, _), connection(address) as client:
         client.join(None, {})
         body = json.dumps({"session": client.session}).encode()
@@ -82,6 +82,9 @@ def test_only_signed_recent_requests_are_answered_and_only_once() -> None:
             pytest.raises(ServiceError, match="another token"),
         ):
             other.join(None, {})
+        monkeypatch.setattr("sdp.engine.service.client._ANSWER_BYTES", 9)
+        with pytest.raises(ServiceError, match="has more than 9 bytes"):
+            client.request("heartbeat")
 
 
 @pytest.mark.parametrize(
