@@ -14,7 +14,7 @@ import shutil
 import time
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -106,18 +106,19 @@ class Store:
     def get(self, name: str, file: Path, size: int) -> None:
         """Copy a file of ``size`` bytes from the store. The local file appears in one step."""
         partial = file.with_name(f"{file.name}{FETCHING}")
-        file.parent.mkdir(parents=True, exist_ok=True)
 
         def copy() -> None:
+            file.parent.mkdir(parents=True, exist_ok=True)
             self._files.get_file(self._path(name), str(partial))
             if (found := partial.stat().st_size) != size:
                 raise OSError(f"{found:,} bytes arrived instead of {size:,}")
+            partial.replace(file)
 
         try:
             self._attempt(f"read {name} of", copy)
-            partial.replace(file)
         finally:
-            partial.unlink(missing_ok=True)
+            with suppress(OSError):
+                partial.unlink()
 
     def remove(self, names: Iterable[str]) -> None:
         """Remove files. Those that are gone already are passed over."""
@@ -157,8 +158,9 @@ class Store:
 def upload(folder: Path, url: str, marker: str, replaced: re.Pattern[str]) -> None:
     """Copy all files of ``folder`` to ``url``.
 
-    Files in the store whose last name matches ``replaced`` are removed before. Files that are named
-    ``marker`` are removed first and written last, that of the folder itself at the very end.
+    Files in the store whose last name matches ``replaced`` are removed before, if they are in
+    ``url`` itself or in a folder that is copied now. Files that are named ``marker`` are removed
+    first and written last, that of the folder itself at the very end.
     Raises StoreError.
     """
 
@@ -167,8 +169,11 @@ def upload(folder: Path, url: str, marker: str, replaced: re.Pattern[str]) -> No
         return name.rpartition("/")[2] != marker, name.count("/"), name
 
     store = Store(url)
-    store.remove(sorted((name for name in store.sizes() if replaced.fullmatch(name.rpartition("/")[2])), key=order))
     files = [path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file()]
+    folders = {"", *(name.rpartition("/")[0] for name in files)}
+    there = [name.rpartition("/") for name in store.sizes()]
+    old = ["".join(parts) for parts in there if parts[0] in folders and replaced.fullmatch(parts[2])]
+    store.remove(sorted(old, key=order))
     for name in sorted(files, key=order, reverse=True):
         store.put(folder / name, name)
 
@@ -180,7 +185,8 @@ def fetch(url: str, marker: str, folder: Path | None = None) -> Path | None:
     processes may call this: one of them copies, and the others wait.
 
     Raises:
-        StoreError: The store does not answer, or the folder changed while it was copied.
+        StoreError: The store does not answer, the folder changed while it was copied, or the copy
+            cannot be written.
     """
     store, folder = Store(url), local_copy(url) if folder is None else folder
     with _only_one(folder):
@@ -195,7 +201,7 @@ def fetch(url: str, marker: str, folder: Path | None = None) -> Path | None:
             begun.write_bytes(content)
         sizes = {name: size for name, size in store.sizes().items() if name != marker}
         log.info("fetching %s to %s: %d files, %.1f MB", store.url, folder, len(sizes), sum(sizes.values()) / 1e6)
-        missing = [name for name in sizes if not _inside(folder, name).is_file()]
+        missing = [name for name in sizes if not inside(folder, name).is_file()]
         with ThreadPoolExecutor(THREADS) as pool:
             list(pool.map(lambda name: store.get(name, folder / name, sizes[name]), missing))
         if store.read(marker) != content:
@@ -213,7 +219,7 @@ def local_copy(url: str) -> Path:
     return cache_folder().joinpath(scheme, *parts)
 
 
-def _inside(folder: Path, name: str) -> Path:
+def inside(folder: Path, name: str) -> Path:
     """Return the path of a file, whose name comes from the store, in ``folder``."""
     if not (folder / name).resolve().is_relative_to(folder.resolve()):
         raise StoreError(f"{shorten(name)}: this name of a file in the store leads out of its folder")
@@ -226,8 +232,13 @@ def _content_of(file: Path) -> bytes | None:
 
 @contextmanager
 def _only_one(folder: Path) -> Iterator[None]:
-    """Let one process of this host at a time change ``folder``."""
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    with folder.with_name(f".{folder.name}.lock").open("a") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
-        yield
+    """Let one process of this host at a time change ``folder``. An OSError becomes a StoreError."""
+    try:
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        with folder.with_name(f".{folder.name}.lock").open("a") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            yield
+    except StoreError:
+        raise
+    except OSError as error:
+        raise StoreError(f"{folder}: cannot be written ({error})") from None

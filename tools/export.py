@@ -13,7 +13,7 @@ import os
 import re
 import shutil
 import tempfile
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -88,13 +88,10 @@ def run(args: argparse.Namespace) -> int:
     if not is_url(args.out):
         print(escape(saved_run.use(choice, lambda saved: _export(saved, args, Path(args.out)))))
         return 0
-    url = str(args.out)
-    names = [name.rpartition("/")[2] for name in Store(url).sizes()]
-    _check_names(url, names, overwrite=args.overwrite)
     cache_folder().mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix="export-", dir=cache_folder()) as made:
         line = saved_run.use(choice, lambda saved: _export(saved, args, Path(made) / "model"))
-        upload(Path(made) / "model", url, "config.json", _WRITTEN)
+        upload(Path(made) / "model", args.out, "config.json", _WRITTEN)
     print(escape(line))
     return 0
 
@@ -103,7 +100,7 @@ def _export(saved: SavedRun, args: argparse.Namespace, out: Path) -> str:
     count = saved.config.sdp.paths.count if saved.config.sdp.paths is not None else 1
     folders = [path_folder(out, path) for path in range(count)] if count > 1 else [out]
     for folder in folders:
-        _check_output(folder, overwrite=args.overwrite)
+        _check_output(args.out, folder.relative_to(out), overwrite=args.overwrite)
     dtype, limit = getattr(torch, args.dtype) if args.dtype is not None else None, args.max_shard_size
     files = [file for path, folder in enumerate(folders) for file in export(saved, folder, dtype, limit, path)]
     size = format_bytes(sum(path.stat().st_size for path in files), "MB", 1)
@@ -269,13 +266,16 @@ def _divide(sizes: Mapping[str, int], limit: int) -> list[list[str]]:
     return shards
 
 
-def _check_output(out: Path, *, overwrite: bool) -> None:
-    if out.exists():
-        _check_names(out, [path.name for path in out.iterdir()] if out.is_dir() else [out.name], overwrite=overwrite)
-
-
-def _check_names(out: str | Path, names: Collection[str], *, overwrite: bool) -> None:
-    if not names:
+def _check_output(place: str, folder: Path, *, overwrite: bool) -> None:
+    """Refuse a ``folder`` of ``place``, which may be a URL, that exists and may not be replaced."""
+    if is_url(place):
+        out = "/".join((place.rstrip("/"), *folder.parts))
+        names = {name.partition("/")[0] for name in Store(out).sizes()}
+        if not names:
+            return
+    elif (out := Path(place) / folder).exists():
+        names = {path.name for path in out.iterdir()} if out.is_dir() else {out.name}
+    else:
         return
     if not overwrite:
         raise ConfigError(

@@ -162,7 +162,20 @@ def _stopped_by_sigterm() -> Iterator[None]:
 
 
 def _verify(output: str) -> None:
-    folder = (fetch(output, INDEX_FILE) or local_copy(output)) if is_url(output) else Path(output)
+    if not is_url(output):
+        _verify_folder(Path(output), output)
+        return
+    cache_folder().mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(prefix="verify-", dir=cache_folder()) as made:  # not the copy in the cache
+        folder = Path(made) / "data"
+        fetch(output, INDEX_FILE, folder)
+        try:
+            _verify_folder(folder, output)
+        except DataError as error:
+            raise DataError(str(error).replace(str(folder), output)) from None
+
+
+def _verify_folder(folder: Path, output: str) -> None:
     index = load_index(folder)
     index.verify(folder)
     tokenizer = load_tokenizer(folder)

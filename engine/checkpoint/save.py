@@ -152,7 +152,9 @@ def write(
         raise CheckpointError(
             f"save_checkpoint: rank 0 has the tag {tags[0]!r}, rank {other} has {tags[other]!r}; give all ranks one tag"
         )
-    target = RemoteTarget(str(directory), tag) if is_url(directory) else _Directory(Path(directory), tag)
+    remote = is_url(directory)
+    target = _attempt(lambda: RemoteTarget(str(directory), tag) if remote else _Directory(Path(directory), tag))
+    ranks.agree(target if isinstance(target, str) else None)
 
     def finish(digests: dict[str, str]) -> None:
         for name, content in files.items():

@@ -80,6 +80,9 @@ def test_a_folder_on_disk_arrives_whole(folder: Path, cache: Path, tmp_path: Pat
     copy = fetch(url, MARKER)
     assert copy == local_copy(url) and copy.is_relative_to(cache)
     assert contents(copy) == contents(folder)
+    (tmp_path / "file").touch()
+    with pytest.raises(StoreError, match="copy: cannot be written"):
+        fetch(url, MARKER, tmp_path / "file" / "copy")
 
 
 @pytest.mark.parametrize(
@@ -104,8 +107,11 @@ def test_a_folder_is_uploaded_marker_last(folder: Path, server: FaultyServer) ->
     assert written == ["empty.bin", "b.bin", "a.bin", "clusters/index.json", "index.json"]
     (folder / "index.json").write_bytes(b"new")
     (folder / "b.bin").unlink()
+    Store(url).write("wiki/c.bin", b"of another corpus")
     server.requests.clear()
     upload(folder, url, MARKER, REPLACED)
+    assert Store(url).read("wiki/c.bin") is not None
+    Store(url).remove(["wiki/c.bin"])
     removed = [path.partition("/marker/")[2] for method, path in server.requests if method == "DELETE"]
     assert removed[:2] == ["index.json", "clusters/index.json"]
     copy = fetch(url, MARKER)
@@ -189,6 +195,7 @@ def test_a_checkpoint_is_saved_loaded_and_pruned(server: FaultyServer, cache: Pa
     assert load_weight(url)[0] is None
     weights = save_steps(url, 1, 2, 3, keep=2, background=background)
     assert {name.partition("/")[0] for name in Store(url).sizes()} == {"step-2", "step-3", "latest.json"}
+    assert not [name for name in Store(url).sizes() if name.endswith(PARTIAL)]
     path, weight = load_weight(url)
     assert path == str(local_copy(url) / "step-3") and torch.equal(weight, weights[3])
     assert torch.equal(load_weight(url, "step-2")[1], weights[2])
@@ -243,12 +250,6 @@ def test_damage_in_the_store_is_found(server: FaultyServer) -> None:
     Store(f"{url}/step-1").write("__0_0.distcp", bytes([content[0] ^ 1]) + content[1:])
     with pytest.raises(CheckpointError, match=r"__0_0\.distcp: damaged, its sha256"):
         load_weight(url)
-
-
-def test_the_marker_of_a_begun_save_is_removed_at_its_end(server: FaultyServer) -> None:
-    url = f"{BUCKET}/begun"
-    save_steps(url, 1)
-    assert f"step-1/{PARTIAL}" not in Store(url).sizes()
 
 
 def _in_own_cache(variables: dict[str, str], case: Case, url: str, caches: str, work: str) -> object:

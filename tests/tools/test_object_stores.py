@@ -70,9 +70,8 @@ def test_a_run_goes_on_on_another_host(config: Path, server: FaultyServer, tmp_p
     first = run_sdp("train", config, "--dump-dir", url, "--set", "training.steps=2")
     assert first.returncode == 0, first.stderr
     refused = run_sdp("train", config, "--dump-dir", url)
-    assert (refused.returncode, refused.stderr) == (
-        2, f"sdp: error: {url} already holds a run; pass --resume to continue it or name another --dump-dir\n"
-    )  # fmt: skip
+    message = f"sdp: error: {url} already holds a run; pass --resume to continue it or name another --dump-dir\n"
+    assert (refused.returncode, refused.stderr) == (2, message)
     another_host(tmp_path)
     second = run_sdp("train", config, "--dump-dir", url, "--resume")
     assert second.returncode == 0, second.stderr
@@ -87,12 +86,11 @@ def test_a_run_goes_on_on_another_host(config: Path, server: FaultyServer, tmp_p
     result = json.loads(evaluated.stdout)
     assert result["step"] == 4 and result["loss"] == pytest.approx(result["in_training"], rel=1e-5)
 
-    exported = run_sdp("export", url, f"{BUCKET}/model")
-    assert exported.returncode == 0, exported.stderr
-    assert {"config.json", "model.safetensors"} <= Store(f"{BUCKET}/model").sizes().keys()
-    again = run_sdp("export", url, f"{BUCKET}/model")
-    assert again.returncode == 2 and f"{BUCKET}/model: exists already" in again.stderr
-    assert run_sdp("export", url, f"{BUCKET}/model", "--overwrite").returncode == 0
+    assert run_sdp("export", url, f"{BUCKET}/models/a").returncode == 0
+    assert {"config.json", "model.safetensors"} <= Store(f"{BUCKET}/models/a").sizes().keys()
+    assert f"{BUCKET}/models/a: exists already" in run_sdp("export", url, f"{BUCKET}/models/a").stderr
+    assert run_sdp("export", url, f"{BUCKET}/models/a", "--overwrite").returncode == 0
+    assert "models: holds other files" in run_sdp("export", url, f"{BUCKET}/models", "--overwrite").stderr
 
 
 def test_data_that_a_run_prepares_is_copied_too(server: FaultyServer, tmp_path: Path) -> None:
@@ -127,10 +125,16 @@ def test_a_store_that_stays_full_ends_the_run_with_one_line(config: Path, server
     assert "the last 2 checkpoints could not be written" in done.stderr.splitlines()[-1]
 
 
-def test_a_missing_corpus_and_a_missing_run(config: Path, server: FaultyServer) -> None:
+def test_missing_data(config: Path, server: FaultyServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert run_sdp("prepare", "--verify", "--output", URL).returncode == 0
     done = run_sdp("train", config, "--set", f"data.path={BUCKET}/nothing")
     assert done.returncode == 2 and done.stderr.count("\n") == 1
     assert f"{BUCKET}/nothing: no prepared data here (no index.json); make it with: sdp prepare" in done.stderr
     for command in (["evaluate", f"{BUCKET}/nothing"], ["export", f"{BUCKET}/nothing", "out"]):
         done = run_sdp(*command)
         assert done.returncode == 2 and f"{BUCKET}/nothing: no run of sdp train here" in done.stderr
+    for name, value in {"RANK": 0, "WORLD_SIZE": 2, "LOCAL_RANK": 0, "LOCAL_WORLD_SIZE": 1, "MASTER_PORT": 1}.items():
+        monkeypatch.setenv(name, str(value))
+    monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
+    done = run_sdp("train", config, "--dump-dir", f"{BUCKET}/own", "--set", "data.path=null")
+    assert done.returncode == 2 and "a run on several hosts cannot make its own data there" in done.stderr

@@ -128,6 +128,16 @@ def fetch_corpora(config: Config) -> None:
             )
 
 
+def refuse_own_data(config: Config, dump_dir: Path, url: str) -> None:
+    """Raise ConfigError if rank 0 would make the data on its host, where others cannot read it."""
+    path = path_of(config, dump_dir)
+    if path == dump_dir / "corpus" and not any((path / name).is_file() for name in _INDEXES):
+        raise ConfigError(
+            f"--dump-dir {url}: a run on several hosts cannot make its own data there; prepare the data first (sdp "
+            "prepare) and give data.path, or name a folder that all hosts share"
+        )
+
+
 def _while_rank_0_works(action: Callable[[], None]) -> None:
     """Run ``action`` in a thread of rank 0.
 

@@ -22,7 +22,7 @@ from ...data.shared.files import INDEX_FILE
 from ...engine.config.schema import Config
 from ...engine.errors import ConfigError, DataError, quote, shorten
 from ...engine.json_files import parse_json, read_json_file
-from ...engine.object_store import Store, fetch
+from ...engine.object_store import Store, fetch, inside
 from ...engine.placement.placement import Placement
 from ...launcher.restarts import LOCK
 from ..shared.files import WriteError, refuse_link, require_own_file, write_whole
@@ -44,10 +44,10 @@ class RunFiles:
     The directory is locked against a second run until :meth:`close`. Every line reaches the file
     before the call returns, so a killed run loses at most the line being written. NaN and Inf are
     written as null, because JSON has neither. Raises ConfigError if ``dump_dir`` holds a run and
-    ``resume`` is false, if another run is writing to it, or if it cannot be written. The same holds
-    for the copy of the run at ``url`` in an object store. Raises
-    WriteError if one of the run's files is a symbolic link. ``dump_dir`` itself and its parents may
-    be links.
+    ``resume`` is false, if another run is writing to it, or if it cannot be written. The copy of
+    the run at ``url`` in an object store has no lock: without ``resume`` it must hold no run, and
+    nothing keeps two runs on two hosts from resuming it at once. Raises WriteError if one of the
+    run's files is a symbolic link. ``dump_dir`` itself and its parents may be links.
     """
 
     def __init__(self, dump_dir: Path, resume: bool, url: str | None = None):
@@ -351,9 +351,9 @@ def fetch_files(url: str, dump_dir: Path, *, of_run: bool = True, goes_on: bool 
     fetch(f"{url}/{CORPUS}", INDEX_FILE, dump_dir / CORPUS)
     store = Store(url)
     for name, size in store.sizes().items() if of_run else ():
-        file = dump_dir / name
+        file = inside(dump_dir, name)
         if (name in SENT or name.startswith("start/")) and not (
-            goes_on and file.suffix == ".jsonl" and file.is_file() and file.stat().st_size > size
+            goes_on and file.suffix == ".jsonl" and file.is_file() and file.stat().st_size >= size
         ):
             store.get(name, file, size)
 

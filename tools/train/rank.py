@@ -26,7 +26,7 @@ from ...engine.errors import ConfigError
 from ...engine.initialize import initialize
 from ...engine.service.steps import Membership
 from ...models.registry import build_model
-from ..runs.dataset import Corpus, fetch_corpora, open_corpus
+from ..runs.dataset import Corpus, fetch_corpora, open_corpus, refuse_own_data
 from ..runs.run_files import RunFiles, fetch_files
 from ..runs.start_files import with_absolute_paths, with_initial_model
 from ..tasks.harness import LoadedTasks
@@ -130,8 +130,12 @@ def run(options: argparse.Namespace, on_stall: Callable[[str], None]) -> int:
     dump_dir = options.dump_dir
     service = _membership(config, options, rank)
     mesh = mesh_of(config, world_size, None if service is None else 0)
+    files = None
     if options.url is not None and options.resume:
+        files = RunFiles(dump_dir, resume=True, url=options.url) if rank == 0 and not options.check else None
         fetch_files(options.url, dump_dir, of_run=rank == 0, goes_on=True)
+    if options.url is not None and environment is not None and environment.local_world_size not in (None, world_size):
+        refuse_own_data(config, dump_dir, options.url)
     fetch_corpora(config)
     preflight.check(config, mesh, dump_dir, options.checkpoints, resume=options.resume and service is None)
     resume = options.resume or service is not None  # a group that is started again goes on with its files
@@ -141,7 +145,8 @@ def run(options: argparse.Namespace, on_stall: Callable[[str], None]) -> int:
             if dist.is_initialized():
                 dist.destroy_process_group()
             return status
-    files = RunFiles(dump_dir, resume=resume, url=options.url) if rank == 0 else None
+    if rank == 0 and files is None:
+        files = RunFiles(dump_dir, resume=resume, url=options.url)
     monitors = open_monitors(config, dump_dir, resume=resume) if rank == 0 else None
     section = config.training.evaluate_tasks if rank == 0 else None
     tasks = LoadedTasks.load(section, preflight.TASKS) if section is not None else None  # before a rank waits
