@@ -77,10 +77,7 @@ def test_only_signed_recent_requests_are_answered_and_only_once(monkeypatch: pyt
         status, answer = post(address, "heartbeat", b"{}", Signer(TOKEN).headers("heartbeat", body, time.time()))
         assert (status, DIGEST in answer["error"]) == (400, True)
         assert len(run.members) == 1
-        with (
-            connection(address, b"another token of a test", 2.0) as other,
-            pytest.raises(ServiceError, match="another token"),
-        ):
+        with connection(address, b"another token", 2.0) as other, pytest.raises(ServiceError, match="another token"):
             other.join(None, {})
         monkeypatch.setattr("sdp.engine.service.client._ANSWER_BYTES", 9)
         with pytest.raises(ServiceError, match="has more than 9 bytes"):
@@ -156,11 +153,7 @@ def test_tls_encrypts_for_groups_that_trust_the_certificate(tmp_path: Path) -> N
 
 def test_settings_must_be_equal() -> None:
     message = r"settings\.x: the service has nothing, this group 1"
-    with (
-        served(CASE) as (_, address, _),
-        connection(address) as client,
-        pytest.raises(ServiceError, match=message),
-    ):
+    with served(CASE) as (_, address, _), connection(address) as client, pytest.raises(ServiceError, match=message):
         client.join(None, {"x": 1})
 
 
