@@ -44,7 +44,6 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def server(running: FaultyServer, cache: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[FaultyServer]:
     for name, value in running.variables().items():
         monkeypatch.setenv(name, value)
-    running.faults.clear()
     yield running
     running.faults.clear()
 
@@ -164,9 +163,6 @@ def test_an_interrupted_copy_goes_on(folder: Path, server: FaultyServer) -> None
     assert not any(method == "GET" and path.endswith("a.bin") for method, path in server.requests)
 
 
-# -- checkpoints -----------------------------------------------------------------------------------
-
-
 def save_steps(url: str, *steps: int, **options: object) -> dict[int, torch.Tensor]:
     """Train ALONE, save the ``steps``, and return a weight of each."""
     weights = {}
@@ -234,15 +230,12 @@ def test_a_lost_pointer_and_one_that_names_no_checkpoint(server: FaultyServer) -
         newest(url)
 
 
-def test_a_folder_of_another_program_is_not_replaced(server: FaultyServer) -> None:
+def test_a_foreign_folder_is_not_replaced_and_damage_is_found(server: FaultyServer) -> None:
     url = f"{BUCKET}/foreign"
     Store(url).write("step-1/notes.txt", b"mine")
     with pytest.raises(CheckpointError, match="step-1: exists and is not a checkpoint of this engine"):
         save_steps(url, 1)
     assert Store(url).sizes() == {"step-1/notes.txt": 4}
-
-
-def test_damage_in_the_store_is_found(server: FaultyServer) -> None:
     url = f"{BUCKET}/damaged"
     save_steps(url, 1)
     content = Store(f"{url}/step-1").read("__0_0.distcp")

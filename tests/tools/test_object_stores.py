@@ -53,11 +53,6 @@ def config(server: FaultyServer, tmp_path: Path) -> Path:
     return write_config(settings, tmp_path)
 
 
-def another_host(tmp_path: Path) -> None:
-    """Forget everything that is not in the store."""
-    shutil.rmtree(tmp_path / "cache")
-
-
 def local_losses(config: Path, tmp_path: Path) -> list[float]:
     """The losses of the same run without an object store."""
     done = run_sdp("train", config, "--dump-dir", tmp_path / "local")
@@ -72,7 +67,7 @@ def test_a_run_goes_on_on_another_host(config: Path, server: FaultyServer, tmp_p
     refused = run_sdp("train", config, "--dump-dir", url)
     message = f"sdp: error: {url} already holds a run; pass --resume to continue it or name another --dump-dir\n"
     assert (refused.returncode, refused.stderr) == (2, message)
-    another_host(tmp_path)
+    shutil.rmtree(tmp_path / "cache")  # as on another host
     second = run_sdp("train", config, "--dump-dir", url, "--resume")
     assert second.returncode == 0, second.stderr
     assert "training: steps 3 to 4" in second.stderr
@@ -80,7 +75,7 @@ def test_a_run_goes_on_on_another_host(config: Path, server: FaultyServer, tmp_p
     files = Store(url).sizes()
     assert {"config.json", "metrics.jsonl", "summary.json", "checkpoints/step-4/state.json"} <= files.keys()
 
-    another_host(tmp_path)
+    shutil.rmtree(tmp_path / "cache")  # as on another host
     evaluated = run_sdp("evaluate", url, "--json")
     assert evaluated.returncode == 0, evaluated.stderr
     result = json.loads(evaluated.stdout)
@@ -100,7 +95,7 @@ def test_data_that_a_run_prepares_is_copied_too(server: FaultyServer, tmp_path: 
     settings["training"] |= {"save_every": 1}
     config = write_config(settings, tmp_path)
     assert run_sdp("train", config, "--dump-dir", url).returncode == 0
-    another_host(tmp_path)
+    shutil.rmtree(tmp_path / "cache")  # as on another host
     evaluated = run_sdp("evaluate", url, "--batches", "1")
     assert evaluated.returncode == 0, evaluated.stderr
     second = run_sdp("train", config, "--dump-dir", url, "--resume", "--set", "training.steps=2")
