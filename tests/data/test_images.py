@@ -88,7 +88,7 @@ def test_cifar_from_its_binary_archive(tmp_path, name, label_bytes, classes, unp
     rows["test_batch.bin" if name == "cifar10" else "test.bin"] = records(2, label_bytes, classes, 9)
     path = cifar(tmp_path / "archive.tar.gz", {file: data.tobytes() for file, data in reversed(rows.items())})
     if unpacked:
-        shutil.unpack_archive(path, tmp_path / "unpacked", filter="data")
+        shutil.unpack_archive(path, tmp_path / "unpacked")
         path = tmp_path / "unpacked"
     index = prepare_images(name, path, tmp_path / "arrays")
     images, labels = arrays_in(tmp_path / "arrays", "train")
