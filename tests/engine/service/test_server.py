@@ -110,8 +110,7 @@ def test_slices_that_are_not_safetensors_are_refused() -> None:
     tensor = Slice("stem.weight", (0, 0), (2, 2)), torch.ones(2, 2)
     good = pack([(*tensor, "none")])
     assert torch.equal(unpack(good)[tensor[0]], tensor[1])
-    half = pack([(*tensor, "int8")])
-    assert torch.allclose(unpack(half)[tensor[0]], tensor[1])
+    assert torch.allclose(unpack(pack([(*tensor, "int8")]))[tensor[0]], tensor[1])
     metadata = good.replace(b"stem.weight", b"stem.weighx").replace(b"[2, 2]", b"[4, 4]", 1)
     for bad in (b"", b"\xff" * 100, good[:-3], good + b"x", (1 << 62).to_bytes(8, "little"), metadata):
         with pytest.raises(ServiceError, match="form of slices"):
@@ -119,7 +118,7 @@ def test_slices_that_are_not_safetensors_are_refused() -> None:
 
 
 def test_tls_encrypts_for_groups_that_trust_the_certificate(tmp_path: Path) -> None:
-    for name in ("mine", "another"):
+    for name in ("mine", "other"):
         words = ["req", "-x509", "-newkey", "rsa:2048", "-nodes", "-days", "2", "-subj", "/CN=service"]
         files = ["-keyout", tmp_path / f"{name}.key", "-out", tmp_path / f"{name}.pem"]
         subprocess.run(
@@ -131,22 +130,19 @@ def test_tls_encrypts_for_groups_that_trust_the_certificate(tmp_path: Path) -> N
             anchor = torch.zeros(run.anchors.weights["stem.weight"].shape)
             client.fetch([(Slice("stem.weight", (0, 0), tuple(anchor.shape)), anchor)])
             assert torch.equal(anchor, run.anchors.weights["stem.weight"])
-        message = "no encrypted connection .*--tls-ca"
-        with (
-            connection(address, tls=trusted(tmp_path / "another.pem")) as client,
-            pytest.raises(ServiceError, match=message),
-        ):
+        why = "no encrypted connection .*--tls-ca"
+        with connection(address, tls=trusted(tmp_path / "other.pem")) as client, pytest.raises(ServiceError, match=why):
             client.join(None, {})
         with connection(address, wait_seconds=1.0) as client, pytest.raises(ServiceError, match="does not answer"):
             client.join(None, {})
     with (
         served(CASE) as (_, address, _),
         connection(address, tls=trusted(tmp_path / "mine.pem")) as client,
-        pytest.raises(ServiceError, match=message),
+        pytest.raises(ServiceError, match=why),
     ):
         client.join(None, {})
     with pytest.raises(ConfigError, match=r"--tls-certificate .* cannot be used"):
-        certificates(tmp_path / "mine.pem", tmp_path / "another.key")
+        certificates(tmp_path / "mine.pem", tmp_path / "other.key")
     with pytest.raises(ConfigError, match=r"--tls-ca .* cannot be used"):
         trusted(tmp_path / "no.pem")
 
