@@ -13,7 +13,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -153,8 +153,9 @@ def write(
             f"save_checkpoint: rank 0 has the tag {tags[0]!r}, rank {other} has {tags[other]!r}; give all ranks one tag"
         )
     remote = is_url(directory)
-    target = _attempt(lambda: RemoteTarget(str(directory), tag) if remote else _Directory(Path(directory), tag))
-    ranks.agree(target if isinstance(target, str) else None)
+    found = _attempt(lambda: RemoteTarget(str(directory), tag) if remote else _Directory(Path(directory), tag))
+    ranks.agree(found if isinstance(found, str) else None)
+    target = cast("RemoteTarget | _Directory", found)
 
     def finish(digests: dict[str, str]) -> None:
         for name, content in files.items():
