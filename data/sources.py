@@ -382,7 +382,7 @@ def _read_parquet(path: Path, column: str, limit: int) -> Iterator[Document]:
         import pyarrow.parquet
 
     try:
-        # Without buffers that are read ahead, a page is in memory at most twice beside the texts.
+        # pyarrow must not read ahead: besides the texts, a page is then in memory at most twice.
         with pyarrow.parquet.ParquetFile(path, pre_buffer=False, buffer_size=_READ_BYTES) as file:
             _check_column(path, file.schema_arrow, column)
             yield from _texts(path, _parquet_arrays(file, column), limit, file.metadata.num_rows)

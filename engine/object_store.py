@@ -205,7 +205,7 @@ def fetch(url: str, marker: str, folder: Path | None = None) -> Path | None:
         with ThreadPoolExecutor(THREADS) as pool:
             list(pool.map(lambda name: store.get(name, folder / name, sizes[name]), missing))
         if store.read(marker) != content:
-            raise StoreError(f"{url}: was written anew while it was read; run the command again")
+            raise StoreError(f"{url}: changed while it was read; run the command again")
         begun.replace(folder / marker)
     return folder
 

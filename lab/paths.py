@@ -1,7 +1,7 @@
-"""What the study of paths needs beside ``python -m lab.grid``.
+"""Corpora and losses for the study of paths.
 
     python -m lab.paths texts OUT DIR…    four kinds of text of this machine, 4 MB each
-    python -m lab.paths tell CORPUS OUT   the corpus, with the cluster as each first token
+    python -m lab.paths label CORPUS OUT  the corpus, with the cluster as each first token
     python -m lab.paths prompts OUT       the losses of a grid's runs after prompts of some lengths
 
 The last one needs the checkpoints of the runs, and adds ``prompts.json`` to the folder of the grid.
@@ -77,7 +77,7 @@ def _is_wanted(path: Path, skipped: Sequence[str]) -> bool:
     return SMALLEST < path.stat().st_size < LARGEST
 
 
-def tell(corpus: Path, out: Path) -> None:
+def label(corpus: Path, out: Path) -> None:
     """Write ``corpus`` to ``out``. The first token of a sequence is its cluster."""
     router = load_router(corpus / CLUSTERS)
     about = json.loads((corpus / CLUSTERS / "router.json").read_text(encoding="utf-8"))
@@ -87,12 +87,12 @@ def tell(corpus: Path, out: Path) -> None:
     for split in SPLITS:
         dataset = TokenDataset(corpus, split, length)
         sequences = np.stack([dataset.read_prefix(item, length) for item in range(len(dataset))])
-        told = np.concatenate([read_clusters(dataset)[:, None].astype(np.int64) + size, sequences], 1)
-        content, name = told.astype("<u2").tobytes(), f"{split}-00000.bin"
+        labelled = np.concatenate([read_clusters(dataset)[:, None].astype(np.int64) + size, sequences], 1)
+        content, name = labelled.astype("<u2").tobytes(), f"{split}-00000.bin"
         (out / name).write_bytes(content)
         shard = index["splits"][split]["shards"][0]
-        shard |= {"file": name, "tokens": told.size, "sha256": hashlib.sha256(content).hexdigest()}
-        index["splits"][split] |= {"tokens": told.size, "shards": [shard]}
+        shard |= {"file": name, "tokens": labelled.size, "sha256": hashlib.sha256(content).hexdigest()}
+        index["splits"][split] |= {"tokens": labelled.size, "shards": [shard]}
     index |= {"vocab_size": size + router.count, "dtype": "uint16"}
     (out / INDEX_FILE).write_text(json.dumps(index), encoding="utf-8")
 
@@ -115,10 +115,10 @@ def token_losses(run: Path, corpus: Path, rows: Sequence[int]) -> tuple[torch.Te
         for path in range(count):
             with whole_model(saved, built, path) as model:
                 for cluster in range(max(clusters, 1)):
-                    told = torch.full((len(rows), int(clusters > 0)), size + cluster)
-                    inputs = torch.cat([told, tokens], 1)
+                    labelled = torch.full((len(rows), int(clusters > 0)), size + cluster)
+                    inputs = torch.cat([labelled, tokens], 1)
                     parts = [model.target_losses({"input_ids": part, "labels": part}) for part in inputs.split(ROWS)]
-                    found.append(torch.cat(parts)[:, told.shape[1] :])
+                    found.append(torch.cat(parts)[:, labelled.shape[1] :])
         return torch.stack(found)
 
     return tokens, saved_run.use(saved_run.CheckpointChoice(run), losses, IN_ONE_PROCESS)
@@ -169,9 +169,9 @@ def main() -> int:
     texts = commands.add_parser("texts")
     texts.add_argument("out", type=Path)
     texts.add_argument("folders", type=Path, nargs="+", help="where documentation and JSON are")
-    told = commands.add_parser("tell")
-    told.add_argument("corpus", type=Path)
-    told.add_argument("out", type=Path)
+    labelled = commands.add_parser("label")
+    labelled.add_argument("corpus", type=Path)
+    labelled.add_argument("out", type=Path)
     after = commands.add_parser("prompts")
     after.add_argument("out", type=Path)
     after.add_argument("--corpus", type=Path, default=Path("corpus"), help="the corpus with the router")
@@ -180,8 +180,8 @@ def main() -> int:
     try:
         if args.command == "texts":
             write_texts(args.out, args.folders)
-        elif args.command == "tell":
-            tell(args.corpus, args.out)
+        elif args.command == "label":
+            label(args.corpus, args.out)
         else:
             prompts(args.out, args.corpus)
     except (SDPError, OSError) as error:

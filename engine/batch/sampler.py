@@ -61,7 +61,7 @@ class ResumableBatchSampler:
         self.positions = positions
         # Where in the order of the run this loader's samples are: (first, length). All, by default.
         self.ranges: Callable[[int, int], Iterable[tuple[int, int]]] = lambda start, count: ((start, count),)
-        # Of a path, its samples have an order of their own.
+        # Each path has an order of its own samples.
         self._samples_in_order, self._of_path = num_samples, tuple[int, ...]()
         self._epoch = -1
         self._order: np.ndarray | None = None

@@ -44,7 +44,7 @@ class Membership:
         self.schedule, self._seconds = Schedule(sync, steps), sync.service.heartbeat_seconds
         self.slot, self._ranks = -1, 1  # the group's number in the placement
         self.closed = 0  # the average whose anchors the group has
-        self.is_renewed = False  # whether the group has joined again, and its data begins anew
+        self.is_renewed = False  # the group has joined again, so its data order starts over
         # What it says when it begins: "micro_batches" of a step, "width" of each in samples,
         # "data_ranks", and what identifies the "data".
         self.start: dict[str, Any] = {}

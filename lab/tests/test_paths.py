@@ -10,7 +10,7 @@ import torch
 from sdp.data.clusters import Router, make_clusters, read_clusters
 from sdp.data.prepare import prepare
 from sdp.data.shards import TokenDataset
-from sdp.lab.paths import after_prompt, tell, with_prompt
+from sdp.lab.paths import after_prompt, label, with_prompt
 
 
 def router_of_two(prefix: int) -> Router:
@@ -47,12 +47,12 @@ def test_a_corpus_that_tells_the_cluster(tmp_path: Path) -> None:
         (tmp_path / f"{number}.txt").write_text(text)
     prepare([str(tmp_path / "*.txt")], tmp_path / "corpus", tokenizer="bytes", held_out=0.2, progress=False)
     make_clusters(tmp_path / "corpus", 2, 16, 32, progress=False)
-    tell(tmp_path / "corpus", tmp_path / "told")
+    label(tmp_path / "corpus", tmp_path / "labelled")
     for split in ("train", "held_out"):
-        plain, told = TokenDataset(tmp_path / "corpus", split, 32), TokenDataset(tmp_path / "told", split, 33)
-        told.verify()
-        assert len(plain) == len(told) and told.vocab_size == plain.vocab_size + 2
+        plain, labelled = TokenDataset(tmp_path / "corpus", split, 32), TokenDataset(tmp_path / "labelled", split, 33)
+        labelled.verify()
+        assert len(plain) == len(labelled) and labelled.vocab_size == plain.vocab_size + 2
         clusters = read_clusters(plain)
         for item in range(len(plain)):
-            first, *rest = told[item]["input_ids"].tolist()
+            first, *rest = labelled[item]["input_ids"].tolist()
             assert (first, rest) == (257 + int(clusters[item]), plain[item]["input_ids"].tolist())
