@@ -22,7 +22,7 @@ from collections.abc import Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from sdp.engine.accounting.memory_probe import peak_tensor_bytes
@@ -32,6 +32,7 @@ from sdp.engine.distributed.fake_world import fake_world
 from sdp.engine.distributed.mesh import mesh_of
 from sdp.engine.initialize import initialize
 from sdp.engine.optim.clip import clip_, squared_norm
+from sdp.engine.optim.small_state import SmallStateAdam
 from sdp.engine.placement.layout import Layout
 from sdp.engine.subnetwork.copies import dequantise, quantise
 
@@ -57,19 +58,22 @@ class Row:
         shape: the model that a device trains, or cuts.
         capacity: 1 for a dense model.
         steps: the number of steps.
+        state_dtype: how the optimizer keeps its moments.
     """
 
     name: str
     shape: Shape
     capacity: float = 1.0
     steps: int = STEPS
+    state_dtype: Literal["float32", "bfloat16", "int8"] = "float32"
 
     def config(self) -> dict[str, Any]:
         """The configuration of the engine, with backward masking and int8 copies."""
         section = {"groups": GROUPS, "capacity": self.capacity, "profile": "uniform"}
         if self.capacity < 1:
             section |= {"masking": "backward", "copies": {"dtype": "int8"}}
-        optimizer = {"type": "AdamW", "params": {"lr": 0.01, "betas": [0.9, 0.95], "weight_decay": 0.0}}
+        params = {"lr": 0.01, "betas": [0.9, 0.95], "weight_decay": 0.0, "state_dtype": self.state_dtype}
+        optimizer = {"type": "AdamW", "params": params}
         return {"train_micro_batch_size_per_gpu": ROWS, "optimizer": optimizer, "sdp": section}
 
     def layout(self) -> Layout:
@@ -84,6 +88,15 @@ def int8_copy(weight: torch.Tensor) -> torch.Tensor:
     return dequantise(*quantise(weight, "int8"), weight.shape[1:], "int8", weight.dtype)
 
 
+def make_optimizer(row: Row, model: Answers, rate: float) -> torch.optim.Optimizer:
+    betas = (0.9, 0.95)
+    if row.state_dtype == "float32":
+        return torch.optim.AdamW(model.parameters(), lr=rate, betas=betas, weight_decay=0.0, foreach=True)
+    return SmallStateAdam(
+        model.parameters(), row.state_dtype, lr=rate, betas=betas, eps=1e-8, weight_decay=0.0, decoupled=True
+    )
+
+
 def train(row: Row, bits: float, rate: float, seed: int) -> dict[str, float]:
     """Train, and return the loss and the accuracy of the full model on all facts."""
     torch.set_num_threads(1)
@@ -92,7 +105,7 @@ def train(row: Row, bits: float, rate: float, seed: int) -> dict[str, float]:
     workers = Workers(model, layout)
     workers.rows.copy = int8_copy
     questions, answers = make_facts(facts_at(bits, PARAMETERS))
-    optimizer = torch.optim.AdamW(model.parameters(), lr=rate, betas=(0.9, 0.95), weight_decay=0.0, foreach=True)
+    optimizer = make_optimizer(row, model, rate)
     order, batch = torch.Generator().manual_seed(50 + seed), GROUPS * ROWS
     numbers = torch.empty(0, dtype=torch.long)
     for step in range(row.steps):
@@ -203,6 +216,7 @@ def operations(row: Row) -> float:
 def rows(results: Results) -> list[Row]:
     """Return all rows. Of two shapes of a smaller model, the one is taken that learns more."""
     found = [Row("dense", Shape())]
+    found += [Row(f"dense, {dtype} moments", Shape(), state_dtype=dtype) for dtype in ("bfloat16", "int8")]
     for capacity in CAPACITIES:
         sdp = Row(f"sdp {capacity}", Shape(), capacity)
         state = results.bytes_of(sdp)["state"]
