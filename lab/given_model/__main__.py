@@ -1,0 +1,7 @@
+"""``python -m lab.given_model OUT``"""
+
+import sys
+
+from .study import main
+
+sys.exit(main())
