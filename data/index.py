@@ -11,6 +11,7 @@ from typing import Any, Literal
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from ..engine.errors import DataError, quote
+from ..engine.files import write_whole
 from ..engine.json_files import read_json_file
 from .shared.files import HASHING_THREADS, INDEX_FILE, require_regular, sha256_of, special_kind
 
@@ -94,9 +95,7 @@ class Index(_Strict):
 
     def save(self, directory: Path) -> None:
         """Write ``index.json`` in one step, so that a directory with an index is complete."""
-        temporary = directory / f"{INDEX_FILE}.tmp"
-        temporary.write_text(json.dumps(self.model_dump(), indent=1) + "\n")
-        temporary.replace(directory / INDEX_FILE)
+        write_whole(directory / INDEX_FILE, json.dumps(self.model_dump(), indent=1) + "\n")
 
     def check_sizes(self, directory: Path) -> None:
         """Check every shard with :meth:`check_size`."""

@@ -13,13 +13,15 @@ from pathlib import Path
 from typing import Any
 
 from ..engine.errors import DataError
+from ..engine.files import PARTIAL
 from .index import SPLITS, Index, load_index
 from .shared.files import INDEX_FILE
 from .tokenizers import tokenizer_from_spec
 from .tokenizers.kinds import HF_DIRECTORY, MODEL_FILE
 
 _SHARD = re.compile(rf"({'|'.join(SPLITS)})-\d{{5,}}\.bin(\.tmp)?")
-_OTHER_FILES = {MODEL_FILE, f"{MODEL_FILE}.tmp", HF_DIRECTORY, f"{INDEX_FILE}.tmp"}
+_DRAFTS = {f".{name}{PARTIAL}" for name in (MODEL_FILE, INDEX_FILE)}
+_OTHER_FILES = {MODEL_FILE, HF_DIRECTORY, *_DRAFTS}
 
 
 @contextlib.contextmanager
@@ -139,5 +141,5 @@ def clear(directory: Path, *, overwrite: bool) -> None:
     with writing(directory):
         (directory / INDEX_FILE).unlink(missing_ok=True)
         for path in directory.iterdir():
-            if _SHARD.fullmatch(path.name) or (path.name in _OTHER_FILES and path.suffix == ".tmp"):
+            if _SHARD.fullmatch(path.name) or path.name in _DRAFTS:
                 path.unlink()

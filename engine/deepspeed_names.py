@@ -5,14 +5,17 @@ from __future__ import annotations
 import csv
 import importlib
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from functools import cached_property
 from pathlib import Path
-from typing import Any, NoReturn
+from types import MappingProxyType
+from typing import Any, NoReturn, Protocol
 
 import torch
 
-from .config.schema import Config, MonitorSection
-from .errors import ConfigError
+from .config.schema import Config, MonitorSection, WandbSection
+from .errors import ConfigError, shorten
+from .files import refuse_link, require_own_file
 
 # Methods of DeepSpeed's engine or of torch's modules that are not offered, with the reason.
 REFUSED = {
@@ -80,11 +83,12 @@ class DeepSpeedMonitor:
 
     def __init__(self, config: Config, *, writes: bool):
         """``writes``: whether this rank writes. Only rank 0 does."""
-        self._writes = writes
-        self._tensorboard, self._csv, self._wandb = config.tensorboard, config.csv_monitor, config.wandb
-        self._writer: Any = None
-        self._run: Any = None  # of Weights & Biases
+        self._config, self._writes = config, writes
         self.enabled = config.tensorboard.enabled or config.csv_monitor.enabled or config.wandb.enabled
+
+    @cached_property
+    def _writers(self) -> list[CurveWriter]:
+        return open_writers(self._config)
 
     def write_step(self, step: int, loss: float, norm: float, rate: float, loss_scale: float | None) -> None:
         """Write the points of a training step."""
@@ -96,40 +100,159 @@ class DeepSpeedMonitor:
     def write_events(self, events: Sequence[tuple[str, Any, int]]) -> None:
         """Write points of curves: the curve's name, the value, and its place on the x axis."""
         for name, value, step in events if self._writes else ():
-            if self._tensorboard.enabled:
-                if self._writer is None:
-                    from torch.utils.tensorboard import SummaryWriter  # takes a second to import
+            for writer in self._writers:
+                writer.write(step, {name: float(value)})
 
-                    self._writer = SummaryWriter(str(_folder(self._tensorboard)))
-                self._writer.add_scalar(name, value, step)
-                self._writer.flush()
-            if self._csv.enabled:
-                self._write_row(name, value, step)
-            if self._wandb.enabled:
-                if self._run is None:
-                    self._run = self._start_run()
-                self._run.log({"step": step, name: float(value)})
 
-    def _start_run(self) -> Any:
+class CurveWriter(Protocol):
+    """Writes curves in the form that one program reads."""
+
+    def write(self, step: int, scalars: Mapping[str, float]) -> None: ...
+
+    def rewind(self) -> None:
+        """The next point replaces those from its step on."""
+        ...
+
+    def close(self) -> None: ...
+
+
+def open_writers(
+    config: Config, folder: Path | None = None, wandb_options: Mapping[str, Any] = MappingProxyType({})
+) -> list[CurveWriter]:
+    """Open what the configuration enables.
+
+    Args:
+        config: Its sections ``tensorboard``, ``csv_monitor`` and ``wandb`` say where curves go.
+        folder: The folder of a run. It has what has no ``output_path``, and new points replace
+            those of an earlier process from the first new step on. None: a script's curves go to
+            ``runs/JOB_NAME``, and new points are added to older ones.
+        wandb_options: Further arguments of ``wandb.init``.
+
+    Raises:
+        ConfigError: A package is missing or refuses to start, or a folder cannot be created.
+    """
+    writers: list[CurveWriter] = []
+    if config.tensorboard.enabled:
+        path = _folder("tensorboard", config.tensorboard, folder)
+        writers.append(_TensorBoard(path, replaces=folder is not None))
+    if config.csv_monitor.enabled:
+        writers.append(_CSV(_folder("csv_monitor", config.csv_monitor, folder), replaces=folder is not None))
+    if config.wandb.enabled:
+        writers.append(_WeightsAndBiases(config.wandb, wandb_options))
+    return writers
+
+
+class _TensorBoard:
+    """Opens its file at the first point."""
+
+    def __init__(self, folder: Path, *, replaces: bool):
+        self._folder, self._replaces = folder, replaces
+        self._open = _import("torch.utils.tensorboard", "tensorboard").SummaryWriter
+        self._writer: Any = None
+
+    def write(self, step: int, scalars: Mapping[str, float]) -> None:
+        if self._writer is None:
+            for path in self._folder.glob("events.out.tfevents*"):
+                refuse_link(path)
+            self._writer = self._open(log_dir=str(self._folder), purge_step=step if self._replaces else None)
+        for tag, value in scalars.items():
+            self._writer.add_scalar(tag, value, step)
+        self._writer.flush()  # otherwise a process that is killed loses the points of two minutes
+
+    def rewind(self) -> None:
+        self.close()
+        self._writer = None
+
+    def close(self) -> None:
+        if self._writer is not None:
+            self._writer.close()
+
+
+class _CSV:
+    """One file per curve, such as ``Train_Samples_lr.csv``.
+
+    The header is "step" and the last part of the tag.
+    """
+
+    def __init__(self, folder: Path, *, replaces: bool):
+        self._folder, self._replaces = folder, replaces
+        self._files: dict[str, tuple[Any, Any]] = {}
+
+    def write(self, step: int, scalars: Mapping[str, float]) -> None:
+        for tag, value in scalars.items():
+            if tag not in self._files:
+                self._files[tag] = self._start(tag, step)
+            file, writer = self._files[tag]
+            writer.writerow([step, value])
+            file.flush()
+
+    def rewind(self) -> None:
+        self.close()
+        self._files.clear()
+
+    def close(self) -> None:
+        for file, _ in self._files.values():
+            file.close()
+
+    def _start(self, tag: str, step: int) -> tuple[Any, Any]:
+        path = self._folder / (tag.replace("/", "_").replace(" ", "_") + ".csv")
+        require_own_file(path)
+        earlier: list[list[str]] = []
+        if self._replaces and path.exists():
+            with path.open(newline="", encoding="utf-8") as file:
+                rows = [row for row in csv.reader(file) if len(row) == 2 and row[0].isdecimal()]
+                earlier = [row for row in rows if int(row[0]) < step]
+        file = path.open("w" if self._replaces else "a", newline="", encoding="utf-8")
+        writer = csv.writer(file)
+        writer.writerows([["step", tag.rpartition("/")[2]], *earlier] if not file.tell() else [])
+        return file, writer
+
+
+class _WeightsAndBiases:
+    """A run of Weights & Biases. ``WANDB_MODE=offline`` keeps it on this machine.
+
+    Steps are values of their own: Weights & Biases would drop points of steps that are made again.
+    """
+
+    def __init__(self, section: WandbSection, options: Mapping[str, Any]):
+        wandb = _import("wandb", "wandb")
         try:
-            wandb: Any = importlib.import_module("wandb")
-        except ImportError:
-            raise ConfigError("wandb: the package is not installed; pip install wandb, or set enabled false") from None
-        wandb_run = wandb.init(project=self._wandb.project, group=self._wandb.group, entity=self._wandb.team)
-        wandb_run.define_metric("*", step_metric="step")
-        return wandb_run
+            self._run = wandb.init(project=section.project, group=section.group, entity=section.team, **options)
+            self._run.define_metric("*", step_metric="step")
+        except wandb.Error as error:
+            reason = " ".join(str(error).split()).rstrip(".")
+            raise ConfigError(f"wandb: {reason}; set WANDB_MODE=offline, or set wandb.enabled to false") from None
 
-    def _write_row(self, name: str, value: Any, step: int) -> None:
-        folder = _folder(self._csv)
-        folder.mkdir(parents=True, exist_ok=True)
-        file = folder / f"{name.replace('/', '_')}.csv"
-        is_new = not file.exists()
-        with file.open("a", newline="", encoding="utf-8") as stream:
-            rows = csv.writer(stream)
-            if is_new:
-                rows.writerow(["step", name.rsplit("/", 1)[-1]])
-            rows.writerow([step, float(value)])
+    def write(self, step: int, scalars: Mapping[str, float]) -> None:
+        self._run.log({"step": step, **scalars})
+
+    def rewind(self) -> None:
+        """A no-op: a run of Weights & Biases cannot go back."""
+
+    def close(self) -> None:
+        self._run.finish()
 
 
-def _folder(section: MonitorSection) -> Path:
-    return Path(section.output_path or "runs") / section.job_name
+def _folder(name: str, section: MonitorSection, folder: Path | None) -> Path:
+    """Create a monitor's folder now, so that a wrong path is found before the first step."""
+    given = section.output_path or ("runs" if folder is None else "")
+    path = Path(given) / section.job_name if given else Path(folder or "") / name.removesuffix("_monitor")
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+    except (OSError, ValueError) as error:  # a NUL in the path raises ValueError
+        key = f"{name}.output_path" if given else name
+        reason = getattr(error, "strerror", None) or error
+        message = f"{key}: {shorten(path)} cannot be created ({reason}); choose another directory"
+        raise ConfigError(message) from None
+    return path
+
+
+def _import(module: str, package: str) -> Any:
+    try:
+        return importlib.import_module(module)
+    except ImportError:
+        message = (
+            f"{package}: the package {package} is not installed; pip install {package}, or set {package}.enabled to "
+            "false"
+        )
+        raise ConfigError(message) from None

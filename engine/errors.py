@@ -7,10 +7,13 @@ and :class:`SpikeError`. A message is one line. It says what is wrong, where, an
 """
 
 import difflib
+import errno
 import re
 from collections.abc import Iterable
 
 MOST_QUOTED = 200  # characters of an input value in a message
+# The disk, the user's quota, or the largest file that a process may write.
+NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 MOST_MESSAGE = 4000  # characters of a message, in case that a value was not shortened
 # Control characters without the line feed and the tab, halves of surrogate pairs, and characters
 # that reverse the direction of the text that follows.
@@ -49,6 +52,16 @@ class LaunchError(SDPError):
 
 class CheckpointError(SDPError):
     """A checkpoint is missing, damaged, foreign or does not match the run."""
+
+
+class WriteError(SDPError):
+    """A file cannot be written, most often because the disk is full."""
+
+    @classmethod
+    def of(cls, path: object, error: OSError) -> "WriteError":
+        """The error for ``path``, with the reason of the operating system."""
+        remedy = "; free space there" if error.errno in NO_ROOM else ""
+        return cls(f"{path}: cannot be written ({error.strerror}){remedy}")
 
 
 class StoreError(SDPError, OSError):

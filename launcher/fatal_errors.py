@@ -20,9 +20,10 @@ import time
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from ..engine.distributed.heartbeat import RankPosition, open_own_file
+from ..engine.distributed.heartbeat import RankPosition
 from ..engine.environment.detect import Supervision, detect
 from ..engine.errors import LaunchError, escape
+from ..engine.files import write_whole
 from ..engine.json_files import read_json_file
 
 PREFIX = "sdp: error: "
@@ -67,13 +68,6 @@ class FatalError:
     def is_loss(self) -> bool:
         """Whether a rank or a host was lost, for all that the rank knows."""
         return self.exit_code != 2 and (self.stalled or not self.is_known)
-
-    def write(self, path: Path) -> None:
-        """Write to ``path`` in one step. A reader sees all of it or nothing."""
-        aside = path.with_suffix(".tmp")
-        with os.fdopen(open_own_file(aside, os.O_WRONLY | os.O_CREAT | os.O_TRUNC), "w", encoding="utf-8") as file:
-            file.write(json.dumps(asdict(self)))
-        aside.replace(path)
 
     @classmethod
     def read(cls, path: Path) -> FatalError | None:
@@ -142,8 +136,9 @@ def report_fatal(
     """
     rank, text = _rank(), escape(text)  # the text may repeat bytes of the input
     if supervision is not None and supervision.error_file is not None:
-        with contextlib.suppress(OSError, LaunchError):  # on a full disk the error is printed instead
-            FatalError(exit_code, text, time.time(), stalled, follows).write(supervision.error_file)
+        with contextlib.suppress(OSError):  # on a full disk the error is printed instead
+            report = FatalError(exit_code, text, time.time(), stalled, follows)
+            write_whole(supervision.error_file, json.dumps(asdict(report)))
             if rank == 0:
                 return
     elif rank > 0 or follows:

@@ -10,10 +10,10 @@ import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from ..engine.distributed.heartbeat import open_own_file
 from ..engine.environment.detect import LISTENING_SOCKET, LOOPBACK, export, free_port, local_environment, set_default
 from ..engine.environment.process import allocator_settings, child_environment, loopback_settings, thread_settings
-from ..engine.errors import LaunchError
+from ..engine.errors import WriteError
+from ..engine.files import open_own_file
 from .fatal_errors import FatalError, described_end, say, show
 from .own_command import own_command, search_path
 from .rank_process import RankProcess
@@ -179,7 +179,7 @@ def _report(failures: Sequence[tuple[RankProcess, FatalError]], suspect: str) ->
     process, failure = min(failures, key=lambda item: _lateness(*item))
     if process.rank == 0 and failure.text:
         with (
-            contextlib.suppress(OSError, LaunchError),
+            contextlib.suppress(OSError, WriteError),
             os.fdopen(open_own_file(process.log), "a", encoding="utf-8") as log,
         ):
             log.write(failure.text.rstrip() + "\n")

@@ -11,9 +11,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from ..engine.distributed.heartbeat import RankPosition, open_own_file, refuse_link
+from ..engine.distributed.heartbeat import RankPosition
 from ..engine.environment.detect import ERROR_FILE, PARENT_PID, POSITION_FILE
 from ..engine.errors import LaunchError
+from ..engine.files import open_own_file, refuse_link
 from .fatal_errors import FatalError
 
 _LAST_LOG_BYTES = 4096
@@ -55,8 +56,8 @@ class RankProcess:
             name: the name of its log without the ending. None: rank-R.
 
         Raises:
-            LaunchError: the process cannot be started, its log cannot be written, or a symbolic
-                link is in place of the log or its directory.
+            LaunchError: the process cannot be started, or its log cannot be written.
+            WriteError: a symbolic link is in place of the log or its directory.
         """
         name = name or f"rank-{rank}"
         log, error_file = log_dir / f"{name}.log", log_dir / f"{name}.{os.getpid()}.error"

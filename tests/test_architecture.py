@@ -21,10 +21,10 @@ ROOT = Path(__file__).parent.parent
 LEVELS = {"engine": 0, "data": 1, "models": 1, "launcher": 1, "tools": 2}
 # A file of engine/ may import its own package and the packages before it.
 ENGINE_ORDER = (
-    "errors", "json_files", "module_paths", "model_interface", "environment", "object_store", "config", "distributed",
-    "batch", "placement",
-    "optim", "subnetwork", "stores", "sync", "service", "accounting", "full_model", "local_steps", "checkpoint",
-    "deepspeed_names", "engine", "check", "construct", "tracing", "initialize", "integrations",
+    "errors", "files", "json_files", "module_paths", "model_interface", "environment", "object_store", "config",
+    "distributed", "batch", "placement", "optim", "subnetwork", "stores", "sync", "service", "accounting", "full_model",
+    "local_steps", "checkpoint", "deepspeed_names", "engine", "check", "construct", "tracing", "initialize",
+    "integrations",
 )  # fmt: skip
 # The same inside tools/. Commands that are not listed are above these and do not import each other.
 TOOLS_ORDER = ("shared", "runs", "report", "tasks", "train", "plan")
@@ -41,7 +41,7 @@ IMPORT_BY_NAME = {
     "tools/cli.py": "the command that was asked for",
     "data/doc_strings.py": "installed packages, whose documentation is a corpus",
     "engine/stores/deepspeed/private.py": "parts of DeepSpeed",
-    "tools/train/monitors.py": "the monitors' packages",
+    "engine/deepspeed_names.py": "the monitors' packages",
 }
 Name = tuple[str, ...]
 

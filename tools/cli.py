@@ -34,10 +34,9 @@ from typing import Any, NoReturn
 from ..engine.config.removed import refuse_removed_words
 from ..engine.environment.detect import Supervision, supervision
 from ..engine.environment.process import leaves_at_once
-from ..engine.errors import PeerLostError, SDPError, format_error, shorten
+from ..engine.errors import NO_ROOM, PeerLostError, SDPError, format_error, shorten
 from ..launcher.fatal_errors import report_fatal, tie_to_parent
 from .shared.arguments import Parser, split_set_values
-from .shared.files import NO_ROOM
 
 
 def entry() -> NoReturn:

@@ -19,7 +19,6 @@ from ..engine.batch.loader import ResumableLoader
 from ..engine.checkpoint.load import find, load
 from ..engine.checkpoint.save import write
 from ..engine.checkpoint.state import weights_of
-from ..engine.checkpoint.storage.files import write_durably
 from ..engine.config.load import load_config
 from ..engine.config.method import Masking
 from ..engine.config.schema import Config
@@ -27,6 +26,7 @@ from ..engine.construct import first_weights
 from ..engine.distributed.agreement import Ranks
 from ..engine.distributed.mesh import Mesh
 from ..engine.errors import CheckpointError, ConfigError, ModelError, ServiceError
+from ..engine.files import write_whole
 from ..engine.json_files import read_json_file
 from ..engine.placement.layout import Layout
 from ..engine.service.anchors import Anchors
@@ -151,7 +151,7 @@ class _Service:
     def _write_order(self) -> None:
         """Remember what was dealt, before a group learns of it."""
         assert self._run.order is not None
-        write_durably(self._dump_dir / _ORDER, json.dumps(asdict(self._run.order)))
+        write_whole(self._dump_dir / _ORDER, json.dumps(asdict(self._run.order)))
 
     # -- checkpoints -------------------------------------------------------------------------------
 

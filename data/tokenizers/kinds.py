@@ -13,6 +13,7 @@ import numpy as np
 import sentencepiece
 
 from ...engine.errors import DataError, quote
+from ...engine.files import write_whole
 
 END_OF_TEXT = "<|endoftext|>"
 SPACE_SYMBOL = "\u2581"  # SentencePiece writes it for a space, and decodes a real one as a space
@@ -126,9 +127,7 @@ class SentencePieceTokenizer:
         return {"kind": "sentencepiece", "file": MODEL_FILE, "sha256": self._sha256}
 
     def save(self, directory: Path) -> None:
-        temporary = directory / f"{MODEL_FILE}.tmp"
-        temporary.write_bytes(self._model)
-        temporary.replace(directory / MODEL_FILE)
+        write_whole(directory / MODEL_FILE, self._model)
 
     def _encode_plain(self, text: str) -> list[int]:
         return self._processor.encode(text, out_type=int)

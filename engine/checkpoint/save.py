@@ -24,10 +24,11 @@ from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 from ..distributed.agreement import Ranks
 from ..distributed.collectives import local_tensor
 from ..errors import CheckpointError, NonFiniteError
+from ..files import PARTIAL, write_whole
 from ..object_store import is_url
 from .storage.dcp import Chunks, PiecewisePlanner, _cause, _without_single_process_warning
 from .storage.directory import make_room, prune, publish
-from .storage.files import PARTIAL, STATE, encode_state, hash_files, is_ours, write_durably
+from .storage.files import STATE, encode_state, hash_files, is_ours
 from .storage.metadata import METADATA, MetadataWriter
 from .storage.remote import RemoteTarget, describe_newest
 
@@ -159,7 +160,7 @@ def write(
 
     def finish(digests: dict[str, str]) -> None:
         for name, content in files.items():
-            write_durably(target.aside / name, content)
+            write_whole(target.aside / name, content)
         digests |= target.add([target.aside / METADATA, *(target.aside / name for name in files)])
         target.publish(encode_state({**state, "files": digests}), is_newest=is_newest)
         if keep is not None:
@@ -196,7 +197,7 @@ class _Directory:
         return hash_files(files)
 
     def publish(self, state: str, *, is_newest: bool) -> None:
-        write_durably(self.aside / STATE, state)
+        write_whole(self.aside / STATE, state)
         publish(self._directory, self._tag, is_newest=is_newest)
 
     def prune(self, keep: int, every: int) -> None:

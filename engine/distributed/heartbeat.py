@@ -12,14 +12,12 @@ from __future__ import annotations
 
 import atexit
 import contextlib
-import errno
 import faulthandler
 import json
 import math
 import os
 import re
 import socket
-import stat
 import sys
 import threading
 import time
@@ -32,37 +30,9 @@ from functools import wraps
 from pathlib import Path
 from typing import Any
 
-from ..errors import LaunchError, PeerLostError
+from ..errors import PeerLostError
+from ..files import open_own_file
 from ..json_files import read_json_file
-
-
-def open_own_file(path: Path, flags: int = os.O_WRONLY | os.O_CREAT | os.O_APPEND) -> int:
-    """Open ``path`` and return the file descriptor. By default, a missing file is created and
-    writes append.
-
-    Raises:
-        LaunchError: ``path`` is a symbolic link, which somebody may have put there to have another
-            file overwritten, or is not a regular file.
-        OSError: ``path`` cannot be opened.
-    """
-    try:
-        # A FIFO without a reader would block.
-        opened = os.open(path, flags | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK, 0o644)
-        if not stat.S_ISREG(os.fstat(opened).st_mode):
-            os.close(opened)
-            raise LaunchError(f"{path}: is not a regular file, and a run writes a file of its own there; remove it")
-        return opened
-    except OSError as error:
-        if error.errno == errno.ELOOP:
-            refuse_link(path)
-        raise
-
-
-def refuse_link(path: Path) -> None:
-    """Raise LaunchError if ``path`` is a symbolic link. Its parents may be links."""
-    if path.is_symlink():
-        raise LaunchError(f"{path}: is a symbolic link, which a run does not follow; remove the link")
-
 
 _LOOK_SECONDS = 0.5
 UNCHANGED_SECONDS = 5.0

@@ -19,10 +19,10 @@ from typing import Annotated, Any
 from pydantic import BaseModel, Field, ValidationError
 from sdp.engine.config.load import load_config
 from sdp.engine.errors import ConfigError
+from sdp.engine.files import write_whole
 from sdp.engine.json_files import JsonError, read_json_file
 from sdp.tools.runs.dataset import open_corpus
 from sdp.tools.runs.run_files import read_run
-from sdp.tools.shared.files import write_whole
 
 from .grid_file import GridRun
 

@@ -20,8 +20,8 @@ from argparse import Namespace
 from collections.abc import Sequence
 from pathlib import Path
 
-from ...engine.distributed.heartbeat import refuse_link
 from ...engine.errors import LaunchError, quote
+from ...engine.files import refuse_link
 from .commands import Start, train_command
 
 FOLDER, SCRIPT, EVENTS = "slurm", "job.sh", "events"

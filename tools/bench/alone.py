@@ -26,12 +26,12 @@ from ...engine.distributed.mesh import mesh_of
 from ...engine.engine import SDPEngine
 from ...engine.environment.detect import detect
 from ...engine.errors import ConfigError, LaunchError, NonFiniteError
+from ...engine.files import write_whole
 from ...engine.initialize import clock, initialize
 from ...engine.model_interface import Constant, Init, Normal, get_flops_per_token, get_parameter_init
 from ..plan.ways import dense_config
 from ..runs.model_inputs import model_and_batch
 from ..shared.device_peaks import nominal_flops
-from ..shared.files import write_whole
 from ..shared.table import Table, bytes_row, plain_row, text_row
 from ..train.loop.utilisation import flops_per_token
 from .measure import WARM_UP, make_batches

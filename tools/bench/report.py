@@ -11,11 +11,11 @@ from typing import Any
 
 from ...engine.config.schema import Config
 from ...engine.errors import ConfigError
+from ...engine.files import write_whole
 from ...engine.tracing.operators import device_here
 from ..plan.forecast import Forecast, forecast
 from ..plan.machine import Machine
 from ..plan.ways import with_buckets
-from ..shared.files import write_whole
 from ..shared.table import Table, text_row
 from .methods import SDP, variant
 

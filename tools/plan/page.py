@@ -4,15 +4,16 @@ what the terminal shows.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from html import escape
 from pathlib import Path
 
 from ...engine.accounting.quantities import format_bytes
 from ...engine.errors import ConfigError
+from ...engine.files import write_whole
 from ...engine.placement.placement import Placement
 from ...engine.tracing.ledger import KINDS
-from ..shared.files import write_whole
 from .forecast import Forecast
 
 _MOST_GROUPS, _MOST_UNITS = 128, 512  # that are drawn
@@ -52,7 +53,11 @@ def write_page(path: Path, plans: Sequence[Forecast], text: str, memory: float |
     )
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        write_whole(path, page)
+        target = Path(os.path.realpath(path))  # a link stays
+        if target.is_file() or not target.exists():
+            write_whole(target, page)
+        else:  # a pipe
+            target.write_text(page, encoding="utf-8")
     except OSError as error:
         raise ConfigError(f"--html {path}: the page cannot be written ({error.strerror})") from None
 

@@ -33,8 +33,8 @@ from ...engine.batch.sampler import PathSamples
 from ...engine.config.schema import Config
 from ...engine.distributed.agreement import Ranks
 from ...engine.errors import CheckpointError, ConfigError, DataError
+from ...engine.files import refuse_link
 from ...engine.object_store import fetch, is_url, local_copy
-from ..shared.files import refuse_link
 
 log = logging.getLogger("sdp")
 

@@ -20,12 +20,12 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_valida
 
 from ...data.shared.files import INDEX_FILE
 from ...engine.config.schema import Config
-from ...engine.errors import ConfigError, DataError, quote, shorten
+from ...engine.errors import ConfigError, DataError, WriteError, quote, shorten
+from ...engine.files import refuse_link, require_own_file, write_whole
 from ...engine.json_files import parse_json, read_json_file
 from ...engine.object_store import Store, fetch, inside
 from ...engine.placement.placement import Placement
 from ...launcher.restarts import LOCK
-from ..shared.files import WriteError, refuse_link, require_own_file, write_whole
 
 log = logging.getLogger("sdp")
 

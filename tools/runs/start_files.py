@@ -16,12 +16,11 @@ from typing import Any, TypeVar
 from pydantic import BaseModel
 
 from ...engine.config.schema import Config
-from ...engine.errors import ConfigError
+from ...engine.errors import ConfigError, WriteError
 from ...engine.json_files import read_json_file
 from ...engine.object_store import is_url
 from ...engine.subnetwork.initialisation import INDEX, WeightFiles, refuse_zero_checkpoint
 from ...models.registry import section_from_huggingface
-from ..shared.files import WriteError
 
 START = "start"  # below the directory of the run
 TENSORS = "tensors.json"  # name and type of the tensors in the weight files

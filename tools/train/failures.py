@@ -17,8 +17,7 @@ from ...engine.checkpoint.storage.remote import describe_newest
 from ...engine.config.schema import Config
 from ...engine.distributed.heartbeat import GONE, Heartbeat
 from ...engine.engine import SDPEngine
-from ...engine.errors import OutOfMemoryError, PeerLostError
-from ..shared.files import NO_ROOM, WriteError
+from ...engine.errors import NO_ROOM, OutOfMemoryError, PeerLostError, WriteError
 from ..shared.remedies import remedies
 
 _CPU_ALLOCATOR = "DefaultCPUAllocator"

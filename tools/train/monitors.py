@@ -7,16 +7,14 @@ The x axis is the optimizer step.
 
 from __future__ import annotations
 
-import csv
-import importlib
 import secrets
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
-from ...engine.config.schema import Config, MonitorSection
-from ...engine.errors import ConfigError, shorten
-from ..shared.files import refuse_link, require_own_file, write_whole
+from ...engine.config.schema import Config
+from ...engine.deepspeed_names import CurveWriter, open_writers
+from ...engine.files import require_own_file, write_whole
 from .observer import Line, Observer
 
 WANDB_ID = "wandb-id.txt"  # in the dump directory
@@ -37,22 +35,10 @@ TRAIN_TAGS = {
 EVAL_TAGS = {"loss": "Eval/loss", "accuracy": "Eval/accuracy", "subnetwork_loss_mean": "Eval/subnetwork_loss_mean"}
 
 
-class Monitor(Protocol):
-    """Writes the curves in the form that one program reads."""
-
-    def write(self, step: int, scalars: dict[str, float]) -> None: ...
-
-    def rewind(self) -> None:
-        """The next point replaces those from its step on."""
-        ...
-
-    def close(self) -> None: ...
-
-
 class Monitors(Observer):
     """All monitors that the configuration enables."""
 
-    def __init__(self, monitors: Sequence[Monitor], *, images: bool = False):
+    def __init__(self, monitors: Sequence[CurveWriter], *, images: bool = False):
         """``images``: whether there are images and no tokens to count."""
         self._monitors, self._images = monitors, images
 
@@ -84,14 +70,11 @@ def open_monitors(config: Config, dump_dir: Path, *, resume: bool = False) -> Mo
     Biases. New points replace older ones from the first step on that it writes. Raises ConfigError
     if a package is missing or refuses to start, or if a directory cannot be created.
     """
-    monitors: list[Monitor] = []
-    if config.tensorboard.enabled:
-        monitors.append(_TensorBoard(_directory("tensorboard", config.tensorboard, dump_dir)))
-    if config.csv_monitor.enabled:
-        monitors.append(_CSV(_directory("csv_monitor", config.csv_monitor, dump_dir)))
+    options: dict[str, Any] = {}
     if config.wandb.enabled:
-        monitors.append(_WeightsAndBiases(config, dump_dir, resume=resume))
-    return Monitors(monitors, images=config.data.name is not None)
+        name, run_id = dump_dir.resolve().name, _wandb_id(dump_dir, resume=resume)
+        options = {"name": name, "dir": str(dump_dir), "config": config.resolved(), "id": run_id, "resume": "allow"}
+    return Monitors(open_writers(config, dump_dir, options), images=config.data.name is not None)
 
 
 def train_scalars(line: Line) -> dict[str, float]:
@@ -112,113 +95,11 @@ def evaluation_scalars(line: Line) -> dict[str, float]:
     return {tag: values[key] for key, tag in EVAL_TAGS.items() if values.get(key) is not None} | scores
 
 
-class _TensorBoard:
-    """Opens its file at the first point.
-
-    From this point on, it replaces the points of an earlier process.
-    """
-
-    def __init__(self, directory: Path):
-        self._directory = directory
-        self._open = _import("torch.utils.tensorboard", "tensorboard").SummaryWriter
-        self._writer: Any = None
-
-    def write(self, step: int, scalars: dict[str, float]) -> None:
-        if self._writer is None:
-            for path in self._directory.glob("events.out.tfevents*"):
-                refuse_link(path)
-            self._writer = self._open(log_dir=str(self._directory), purge_step=step)
-        for tag, value in scalars.items():
-            self._writer.add_scalar(tag, value, step)
-        self._writer.flush()  # otherwise a process that is killed loses the points of two minutes
-
-    def rewind(self) -> None:
-        self.close()
-        self._writer = None
-
-    def close(self) -> None:
-        if self._writer is not None:
-            self._writer.close()
-
-
-class _CSV:
-    """One file per curve, such as ``Train_Samples_lr.csv``.
-
-    The header is "step" and the last part of the tag.
-    """
-
-    def __init__(self, directory: Path):
-        self._directory = directory
-        self._files: dict[str, tuple[Any, Any]] = {}
-
-    def write(self, step: int, scalars: dict[str, float]) -> None:
-        for tag, value in scalars.items():
-            if tag not in self._files:
-                self._files[tag] = self._start(tag, step)
-            file, writer = self._files[tag]
-            writer.writerow([step, value])
-            file.flush()
-
-    def rewind(self) -> None:
-        self.close()
-        self._files.clear()
-
-    def close(self) -> None:
-        for file, _ in self._files.values():
-            file.close()
-
-    def _start(self, tag: str, step: int) -> tuple[Any, Any]:
-        path = self._directory / (tag.replace("/", "_").replace(" ", "_") + ".csv")
-        require_own_file(path)
-        earlier: list[list[str]] = []
-        if path.exists():
-            with path.open(newline="", encoding="utf-8") as file:
-                earlier = [
-                    row for row in csv.reader(file) if len(row) == 2 and row[0].isdecimal() and int(row[0]) < step
-                ]
-        file = path.open("w", newline="", encoding="utf-8")
-        writer = csv.writer(file)
-        writer.writerows([["step", tag.rpartition("/")[2]], *earlier])
-        return file, writer
-
-
-class _WeightsAndBiases:
-    """A run of Weights & Biases. ``WANDB_MODE=offline`` keeps it on this machine.
-
-    The id of the run is in a file of the dump directory, so that a resumed run continues it. Steps
-    are values of their own: Weights & Biases would drop points of steps that are made again.
-    """
-
-    def __init__(self, config: Config, dump_dir: Path, *, resume: bool):
-        section, wandb = config.wandb, _import("wandb", "wandb")
-        try:
-            self._run = wandb.init(
-                project=section.project,
-                group=section.group,
-                entity=section.team,
-                name=dump_dir.resolve().name,
-                dir=str(dump_dir),
-                config=config.resolved(),
-                id=_wandb_id(dump_dir, resume=resume),
-                resume="allow",
-            )
-            self._run.define_metric("*", step_metric="step")
-        except wandb.Error as error:
-            reason = " ".join(str(error).split()).rstrip(".")
-            raise ConfigError(f"wandb: {reason}; set WANDB_MODE=offline, or set wandb.enabled to false") from None
-
-    def write(self, step: int, scalars: dict[str, float]) -> None:
-        self._run.log({"step": step, **scalars})
-
-    def rewind(self) -> None:
-        """A no-op: a run of Weights & Biases cannot go back."""
-
-    def close(self) -> None:
-        self._run.finish()
-
-
 def _wandb_id(dump_dir: Path, *, resume: bool) -> str:
-    """Return the id of the run of Weights & Biases. A run that is not resumed gets a new one."""
+    """Return the id of the run of Weights & Biases. A run that is not resumed gets a new one.
+
+    The id is in a file of the dump directory, so that a resumed run continues it.
+    """
     path = dump_dir / WANDB_ID
     require_own_file(path)
     if resume and path.is_file():
@@ -227,28 +108,3 @@ def _wandb_id(dump_dir: Path, *, resume: bool) -> str:
     chosen = secrets.token_hex(8)
     write_whole(path, f"{chosen}\n")
     return chosen
-
-
-def _directory(name: str, section: MonitorSection, dump_dir: Path) -> Path:
-    """Create a monitor's directory now, so that a wrong path is found before the first step."""
-    given = section.output_path
-    directory = Path(given) / section.job_name if given else dump_dir / name.removesuffix("_monitor")
-    try:
-        directory.mkdir(parents=True, exist_ok=True)
-    except (OSError, ValueError) as error:  # a NUL in the path raises ValueError
-        key = f"{name}.output_path" if given else name
-        reason = getattr(error, "strerror", None) or error
-        message = f"{key}: {shorten(directory)} cannot be created ({reason}); choose another directory"
-        raise ConfigError(message) from None
-    return directory
-
-
-def _import(module: str, package: str) -> Any:
-    try:
-        return importlib.import_module(module)
-    except ImportError:
-        message = (
-            f"{package}: the package {package} is not installed; pip install {package}, or set {package}.enabled to "
-            "false"
-        )
-        raise ConfigError(message) from None

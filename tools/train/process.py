@@ -8,8 +8,8 @@ import sys
 from pathlib import Path
 from typing import TextIO
 
-from ...engine.errors import escape
-from ..shared.files import WriteError, refuse_link, require_own_file
+from ...engine.errors import WriteError, escape
+from ...engine.files import refuse_link, require_own_file
 
 log = logging.getLogger("sdp")
 FILE_ONLY = {"file_only": True}  # extra= of a record that the terminal has in another form

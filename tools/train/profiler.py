@@ -10,8 +10,8 @@ from pathlib import Path
 import torch
 from torch.profiler import ProfilerActivity, profile, schedule
 
-from ...engine.errors import ConfigError, shorten
-from ..shared.files import WriteError, refuse_link
+from ...engine.errors import ConfigError, WriteError, shorten
+from ...engine.files import refuse_link
 from .observer import Observer
 
 log = logging.getLogger("sdp")

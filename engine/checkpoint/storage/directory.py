@@ -16,8 +16,9 @@ from pathlib import Path
 from typing import Any, cast
 
 from ...errors import CheckpointError, quote
+from ...files import PARTIAL, write_whole
 from ...json_files import read_json_file
-from .files import INCOMPLETE, PARTIAL, STATE, encode_state, is_ours, is_plain, is_whole, write_durably
+from .files import INCOMPLETE, STATE, encode_state, is_ours, is_plain, is_whole
 from .metadata import METADATA
 
 log = logging.getLogger("sdp")
@@ -54,7 +55,7 @@ def check_tag(tag: Any) -> str:
 
 def point_to(directory: Path, tag: str) -> None:
     """Make ``tag`` the newest checkpoint."""
-    write_durably(directory / LATEST, json.dumps({"tag": tag}))
+    write_whole(directory / LATEST, json.dumps({"tag": tag}))
 
 
 def locate(directory: Path, tag: str) -> Path:
@@ -154,7 +155,7 @@ def make_room(directory: Path, tag: str) -> Path:
             raise CheckpointError(f"{path}: {found}; move it away")
     partial.mkdir()
     try:
-        write_durably(partial / STATE, encode_state({INCOMPLETE: True}))
+        write_whole(partial / STATE, encode_state({INCOMPLETE: True}))
     except OSError:
         shutil.rmtree(partial, ignore_errors=True)
         raise

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any
@@ -21,7 +20,6 @@ from ...json_files import parse_json, read_json_file
 FORMAT = 5
 STATE = "state.json"
 MOST_BYTES = 1 << 30  # of a JSON file; the list of a large model's tensors has tens of megabytes
-PARTIAL = ".sdp-partial"  # a name ends with this while its file or directory is being written
 INCOMPLETE = "incomplete"  # the state has this key while the checkpoint is being written
 
 _OLDER = "remove this directory to resume from an older checkpoint"
@@ -162,24 +160,6 @@ def _own_state(path: Path) -> dict[str, Any] | None:
     if not isinstance(state, dict) or state.get("format") != FORMAT:
         return None
     return state if state.pop("sha256", None) == _digest(state) else None
-
-
-def write_durably(path: Path, content: str | bytes) -> None:
-    """Write ``content`` to ``path`` in one step and flush it to the disk.
-
-    After a crash the file has its old or its new content, never a mixture.
-    """
-    partial = path.with_name(f".{path.name}{PARTIAL}")
-    partial.unlink(missing_ok=True)
-    try:
-        with partial.open("xb") as file:
-            file.write(content.encode() if isinstance(content, str) else content)
-            file.flush()
-            os.fsync(file.fileno())
-        partial.replace(path)
-    except OSError:
-        partial.unlink(missing_ok=True)
-        raise
 
 
 def hash_files(paths: Iterable[Path]) -> dict[str, str]:

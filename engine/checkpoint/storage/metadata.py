@@ -26,7 +26,7 @@ from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
-from .files import write_durably
+from ...files import write_whole
 
 METADATA = "metadata.json"
 
@@ -63,7 +63,7 @@ class MetadataWriter(FileSystemWriter):
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
         storage_infos = {result.index: result.storage_data for of_rank in results for result in of_rank}
-        write_durably(Path(self.path) / METADATA, json.dumps({"tensors": _encode(metadata, storage_infos)}))
+        write_whole(Path(self.path) / METADATA, json.dumps({"tensors": _encode(metadata, storage_infos)}))
 
 
 def _encode(metadata: Metadata, storage_infos: Mapping[MetadataIndex, _StorageInfo]) -> dict[str, Any]:

@@ -15,10 +15,11 @@ from pathlib import Path
 
 from ...environment.process import cache_folder
 from ...errors import CheckpointError, StoreError
+from ...files import PARTIAL
 from ...json_files import parse_json
 from ...object_store import Store, fetch, is_url
 from .directory import LATEST, check_tag, latest, locate, sorted_steps, surplus
-from .files import PARTIAL, STATE, hash_files
+from .files import STATE, hash_files
 
 log = logging.getLogger("sdp")
 

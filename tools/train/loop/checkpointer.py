@@ -12,9 +12,8 @@ from ....engine.checkpoint.storage.directory import LATEST
 from ....engine.checkpoint.storage.remote import newest
 from ....engine.distributed.heartbeat import Heartbeat
 from ....engine.engine import SDPEngine
-from ....engine.errors import CheckpointError, StoreError
+from ....engine.errors import CheckpointError, StoreError, WriteError
 from ....engine.object_store import is_url
-from ...shared.files import WriteError
 
 log = logging.getLogger("sdp")
 

@@ -15,11 +15,11 @@ import torch
 from ....engine.accounting.memory import state_bytes
 from ....engine.distributed.collectives import sent_bytes
 from ....engine.engine import SDPEngine
+from ....engine.files import refuse_link
 from ...report.render import render
 from ...runs.dataset import Corpus
 from ...runs.plot import plot_loss
 from ...runs.run_files import PLOT, RunFiles, read_run
-from ...shared.files import refuse_link
 
 WARM_UP_STEPS = 3  # step 1 allocates optimizer state, step 2 is probed, step 3 follows the probe
 

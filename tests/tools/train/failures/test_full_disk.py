@@ -13,10 +13,10 @@ from typing import Any, cast
 
 import pytest
 from sdp.engine.environment.detect import Supervision
+from sdp.engine.errors import WriteError
 from sdp.launcher.fatal_errors import report_fatal
 from sdp.tests.support.small_runs import read_metrics, write_config
 from sdp.tools.cli import main
-from sdp.tools.shared.files import WriteError
 from sdp.tools.train.failures import explained
 from sdp.tools.train.process import LogFile
 

@@ -10,11 +10,10 @@ from typing import Any, cast
 
 import pytest
 import torch
-from sdp.engine.distributed.heartbeat import open_own_file
-from sdp.engine.errors import CheckpointError, LaunchError
+from sdp.engine.errors import CheckpointError, LaunchError, WriteError
+from sdp.engine.files import open_own_file
 from sdp.launcher.cluster import slurm
 from sdp.launcher.local import start_local
-from sdp.tools.shared.files import WriteError
 from sdp.tools.train.loop.checkpointer import Checkpointer
 from sdp.tools.train.process import LogFile
 from sdp.tools.train.profiler import StepProfiler
@@ -66,7 +65,7 @@ def test_a_fifo_in_place_of_a_launchers_file_is_refused_without_a_hang(tmp_path:
     path = tmp_path / "rank-1.log"
     os.mkfifo(path)
     reading = os.open(path, os.O_RDONLY | os.O_NONBLOCK) if reader else None
-    with pytest.raises((LaunchError, OSError), match=r"not a regular file|No such device"):
+    with pytest.raises((WriteError, OSError), match=r"not a regular file|No such device"):
         open_own_file(path)
     if reading is not None:
         os.close(reading)
@@ -104,7 +103,7 @@ def test_the_launcher_follows_no_link_among_the_logs(tmp_path: Path, link: str) 
     elsewhere.mkdir()
     (tmp_path / "run" / link).parent.mkdir(parents=True)
     (tmp_path / "run" / link).symlink_to(elsewhere / ("" if link == "logs" else "precious"))
-    with pytest.raises(LaunchError, match=rf"{link}: is a symbolic link"):
+    with pytest.raises(WriteError, match=rf"{link}: is a symbolic link"):
         start_local([], 2, logs, command=["/bin/sh", "-c", "echo output"])
     assert not [*elsewhere.iterdir()]
 
@@ -115,7 +114,7 @@ def test_a_job_follows_no_link(tmp_path: Path, link: str) -> None:
     elsewhere.mkdir()
     (run / link).parent.mkdir(parents=True)
     (run / link).symlink_to(elsewhere / ("" if link == "slurm" else "precious"))
-    with pytest.raises(LaunchError, match=rf"{link}: is a symbolic link"):
+    with pytest.raises(WriteError, match=rf"{link}: is a symbolic link"):
         slurm.submit("text", run)
     assert not [*elsewhere.iterdir()]
 

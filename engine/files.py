@@ -1,0 +1,73 @@
+"""Files of a run: written as a whole or not at all, and not where somebody else put a link."""
+
+from __future__ import annotations
+
+import errno
+import os
+import stat
+from pathlib import Path
+
+from .errors import WriteError
+
+PARTIAL = ".sdp-partial"  # a name ends with this while its file or directory is being written
+
+
+def refuse_link(path: Path) -> None:
+    """Raise WriteError if ``path`` is a symbolic link. Its parents may be links.
+
+    Somebody else may have put a link among the files of a run, to have another file overwritten.
+    """
+    if os.path.islink(path):  # noqa: PTH114  # Path.is_symlink raises an error for a name that is too long
+        raise WriteError(f"{path}: is a symbolic link, which a run does not follow; remove the link")
+
+
+def require_own_file(path: Path) -> None:
+    """Raise WriteError for a link, a directory or a FIFO at ``path``. Opening a FIFO would hang."""
+    refuse_link(path)
+    try:
+        mode = os.lstat(path).st_mode
+    except OSError:
+        return  # opening it gives the reason
+    # Only the administrator can make a device.
+    if not (stat.S_ISREG(mode) or stat.S_ISCHR(mode)):
+        raise WriteError(f"{path}: is not a regular file, and a run writes a file of its own there; remove it")
+
+
+def open_own_file(path: Path, flags: int = os.O_WRONLY | os.O_CREAT | os.O_APPEND) -> int:
+    """Open ``path`` and return the file descriptor. By default, a missing file is created and
+    writes append.
+
+    Raises:
+        WriteError: As :func:`require_own_file`, also if ``path`` changes in between.
+        OSError: ``path`` cannot be opened.
+    """
+    try:
+        # A FIFO without a reader would block.
+        opened = os.open(path, flags | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK, 0o644)
+        if not stat.S_ISREG(os.fstat(opened).st_mode):
+            os.close(opened)
+            raise WriteError(f"{path}: is not a regular file, and a run writes a file of its own there; remove it")
+        return opened
+    except OSError as error:
+        if error.errno == errno.ELOOP:
+            refuse_link(path)
+        raise
+
+
+def write_whole(path: Path, content: str | bytes) -> None:
+    """Write ``content`` to ``path`` in one step and flush it to the disk.
+
+    After a crash, or on a full disk, the file has its old or its new content, never a mixture. A
+    link at ``path`` is replaced. Raises OSError.
+    """
+    partial = path.with_name(f".{path.name}{PARTIAL}")
+    partial.unlink(missing_ok=True)
+    try:
+        with partial.open("xb") as file:
+            file.write(content.encode() if isinstance(content, str) else content)
+            file.flush()
+            os.fsync(file.fileno())
+        partial.replace(path)
+    except BaseException:
+        partial.unlink(missing_ok=True)
+        raise
