@@ -168,14 +168,14 @@ def fuzz_prepare(folder: Path, changes: Any) -> None:
 
 def fuzz_plan(folder: Path, changes: Any) -> None:
     (folder / "run.json").write_bytes(mutate(CONFIG, changes))
-    check("plan", str(folder / "run.json"), "--world", "2", "--alone")
+    check("plan", str(folder / "run.json"), "--world", "2")
 
 
 def fuzz_structure(folder: Path, changes: Any) -> None:
     (folder / "run.json").write_text(json.dumps(with_other_values(json.loads(CONFIG), changes)))
     check("config", str(folder / "run.json"))
     if int(changes[0][0] * 1000) % 8 == 0:
-        check("plan", str(folder / "run.json"), "--world", "2", "--alone")
+        check("plan", str(folder / "run.json"), "--world", "2")
 
 
 def fuzz_other_sections(folder: Path, changes: Any) -> None:
@@ -184,7 +184,7 @@ def fuzz_other_sections(folder: Path, changes: Any) -> None:
     check("config", str(folder / "run.json"))
     check("launch", *ONE_HOST, str(folder / "run.json"))
     if int(changes[0][0] * 1000) % 8 == 0:
-        check("plan", str(folder / "run.json"), "--world", "2", "--alone")
+        check("plan", str(folder / "run.json"), "--world", "2")
 
 
 def fuzz_run_files(folder: Path, changes: Any) -> None:
@@ -234,7 +234,7 @@ def test_what_is_mutated_is_good(tmp_path: Path) -> None:
     (tmp_path / "run.json").write_text(CONFIG)
     for words in (
         ["config", str(tmp_path / "run.json")],
-        ["plan", str(tmp_path / "run.json"), "--world", "2", "--alone"],
+        ["plan", str(tmp_path / "run.json"), "--world", "2"],
     ):
         assert main(words) == 0
     for number, text in enumerate(OTHERS):

@@ -26,7 +26,7 @@ from .forecast import Forecast, forecast
 from .machine import ACHIEVED, BETWEEN, INSIDE, PEAK_FLOPS, Machine, default_world, fill_nodes, split_evenly
 from .page import write_page
 from .tables import about_machine, describe_nodes, describe_plan
-from .ways import compare, compare_table, dense_ways, plan_ways, row_json
+from .ways import compare, compare_table, row_json
 
 PER_NODE = 8
 MOST_RANKS = 2**20
@@ -68,7 +68,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--fit", action="store_true", help="with --device-memory: find the smallest layout that fits, and plan it"
     )
-    parser.add_argument("--alone", action="store_true", help="leave out DDP, FSDP and HSDP of the dense model")
     parser.add_argument(
         "--compare",
         action="store_true",
@@ -95,20 +94,15 @@ def run(args: argparse.Namespace) -> int:
     machine = _machine(args, world)
     name = "SDP" if config.sdp.groups > 1 else "this run"
     plan = forecast(name, config, machine, world) if fit is None else replace(fit.plan, name=name)
-    ways, notes = ({}, []) if args.alone else dense_ways(config, machine, world)
-    others, reasons = plan_ways(ways, machine, world)
-    notes += reasons
-    if config.masking_schedule.ends:
-        plan, phases, note = _other_phases(plan, config, machine, world)
-        others, notes = [*phases, *others], [note, *notes]
-    text = describe_plan(plan, others, notes, f"{world} ranks ({source})")
+    plans, notes = _phases(plan) if config.masking_schedule.ends else ([plan], [])
+    text = describe_plan(plans, notes, f"{world} ranks ({source})")
     if fit is not None:
         tried = (f"tried: {trial}" for trial in fit.trials)
         todo = (f"To {name} it: {command}" for name, command in commands.items())
         text = "\n".join([*tried, "", *fit.reasons, "", text, "", *todo])
     if args.html is not None:
-        write_page(Path(args.html), [plan, *others], text, memory)
-    print(json.dumps(_to_json(plan, others, notes, memory, fit, commands), indent=2) if args.json else text)
+        write_page(Path(args.html), plans, text, memory)
+    print(json.dumps(_to_json(plans, notes, memory, fit, commands), indent=2) if args.json else text)
     if memory is not None:
         _require_fit(plan, args)
     return 0
@@ -125,7 +119,7 @@ def _check(args: argparse.Namespace) -> None:
         raise ConfigError("--gpus-per-node: --hostfile says how many slots a node has; give one of them")
     if args.fit and args.device_memory is None:
         raise ConfigError("--fit: needs --device-memory, for example 80GB")
-    for option, given in (("--fit", args.fit), ("--alone", args.alone), ("--html", args.html is not None)):
+    for option, given in (("--fit", args.fit), ("--html", args.html is not None)):
         if args.compare and given:
             raise ConfigError(f"{option}: is of the plan of one way, and --compare plans many; give one of them")
     if args.html == "":
@@ -177,22 +171,22 @@ def _compare(args: argparse.Namespace, config: Config, world: int, source: str) 
         print(json.dumps(report | ({} if memory is None else {"device_memory": memory}), indent=2))
         return
     print(f"{world} ranks ({source}) on {describe_nodes(machine)}\n\n{compare_table(plans, memory)}\n")
-    print("\n".join(f"- {line}" for line in (*about_machine(machine, config), *notes)))
+    print("\n".join(f"- {line}" for line in (about_machine(machine, config), *notes)))
 
 
-def _other_phases(plan: Forecast, config: Config, machine: Machine, world: int) -> tuple[Forecast, list[Forecast], str]:
-    """Name ``plan`` after its phase of a schedule of maskings, and plan the other phase.
+def _phases(plan: Forecast) -> tuple[list[Forecast], list[str]]:
+    """Return the plan of each masking of a schedule, and a note.
 
-    Returns:
-        The plan, the plan of the other phase, and a sentence about the schedule.
+    ``plan`` is the one of the masking that needs the most memory, which comes first.
     """
-    largest, *others = sorted(config.sdp.maskings)  # "backward" needs the most memory, and comes first
+    config, machine, world = plan.config, plan.machine, plan.layout.mesh.world_size
+    largest, *others = sorted(config.sdp.maskings)  # "backward" needs the most memory
     phases = [forecast(f"{plan.name}, {masking}", config, machine, world, masking=masking) for masking in others]
     note = (
         f"sdp.masking: {config.masking_schedule}. A device needs the peak of {largest} masking. When its phase begins, "
         "all frozen copies are sent once."
     )
-    return replace(plan, name=f"{plan.name}, {largest}"), phases, note
+    return [replace(plan, name=f"{plan.name}, {largest}"), *phases], [note]
 
 
 def _commands(args: argparse.Namespace, fit: Fit) -> dict[str, str]:
@@ -222,19 +216,15 @@ def _require_fit(plan: Forecast, args: argparse.Namespace) -> None:
 
 
 def _to_json(
-    plan: Forecast,
-    others: list[Forecast],
-    notes: list[str],
-    memory: float | None,
-    fit: Fit | None,
-    commands: dict[str, str],
+    plans: list[Forecast], notes: list[str], memory: float | None, fit: Fit | None, commands: dict[str, str]
 ) -> dict[str, Any]:
+    plan, *phases = plans
     report: dict[str, Any] = {
         "world": plan.layout.mesh.world_size,
         "machine": plan.machine.to_json(),
         "parameters": plan.parameters,
         "plan": plan.to_json(),
-        "alternatives": {other.name: other.to_json() for other in others},
+        "other_phases": {phase.name: phase.to_json() for phase in phases},
         "notes": notes,
     }
     if memory is not None:

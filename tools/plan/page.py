@@ -35,7 +35,7 @@ def write_page(path: Path, plans: Sequence[Forecast], text: str, memory: float |
 
     Args:
         path: The file. Its folder is made if it does not exist.
-        plans: The plan, then the plans that it is compared with.
+        plans: The plan, then those of the other phases of a schedule.
         text: What the terminal shows.
         memory: Bytes of a device, drawn as a bar.
 

@@ -14,7 +14,6 @@ from ..shared.quantities import quantity
 from ..shared.table import Row, Table, bytes_row, plain_row, text_row
 from .forecast import Forecast
 from .machine import LINKS, PEAK_FLOPS, Machine
-from .ways import DDP
 
 _DEVICES = {
     "cpu": "a CPU's operators (--device cuda: of a GPU's)",
@@ -22,15 +21,15 @@ _DEVICES = {
 }
 
 
-def describe_plan(plan: Forecast, others: Sequence[Forecast], notes: Sequence[str], world: str) -> str:
-    """Describe a plan next to its alternatives.
+def describe_plan(plans: Sequence[Forecast], notes: Sequence[str], world: str) -> str:
+    """Describe a plan.
 
     Args:
-        plan: The plan of the run.
-        others: Plans that it is compared with, a column each.
+        plans: The plan of the run, and those of the other phases of a schedule, a column each.
         notes: Further notes, after the assumptions.
         world: How many ranks there are, and why.
     """
+    plan = plans[0]
     config, layout, batch = plan.config, plan.layout, plan.batch
     lines = [
         f"{config.model['name']}, {plan.parameters / 1e6:,.2f} M parameters, {config.precision}; "
@@ -41,8 +40,8 @@ def describe_plan(plan: Forecast, others: Sequence[Forecast], notes: Sequence[st
     if layout.units and layout.mesh.sdp > 1:
         lines.append(f"placement: {layout.placement.describe()}")
     lines += [f"warning: {warning}" for warning in plan.warnings]
-    lines += ["", _figures([plan, *others]).text(), "", _collectives(plan), ""]
-    lines += [f"- {note}" for note in (*about_machine(plan.machine, config), *_about(plan, others), *notes)]
+    lines += ["", _figures(plans).text(), "", _collectives(plan), ""]
+    lines += [f"- {note}" for note in (about_machine(plan.machine, config), *_about(plan), *notes)]
     return "\n".join(lines)
 
 
@@ -55,7 +54,6 @@ def _figures(columns: Sequence[Forecast]) -> Table:
     """Return the table of memory, traffic and time, with a column for each plan."""
     worst = [column.worst for column in columns]
     states = [group.trace.state for group in worst]
-    peak_of_ddp = next((column.worst.trace.peak for column in columns if column.name == DDP), None)
     slowest = [column.slowest for column in columns]
     sent = [column.sent_at_most for column in columns]
     flops = [max(group.trace.flops for group in column.groups) for column in columns]
@@ -78,7 +76,7 @@ def _figures(columns: Sequence[Forecast]) -> Table:
         in_bytes("anchors and outer state, on the host", [state.outer_on_host or None for state in states]),
         in_bytes("activations, at most", [group.trace.activations for group in worst]),
         in_bytes("communication buffers, at most", [group.trace.communication or None for group in worst]),
-        in_bytes("peak", [group.trace.peak for group in worst], peak_of_ddp),
+        in_bytes("peak", [group.trace.peak for group in worst]),
         Row("a rank in a step, at most"),
         text_row("  operations, recomputation included", list(map(format_flops, flops))),
         *(in_bytes(f"sent {link}", [traffic[link] for traffic in sent]) for link in LINKS),
@@ -119,7 +117,7 @@ def _collectives(plan: Forecast) -> str:
     return Table([""], lines).without_empty().text().strip("\n") if len(lines) > 1 else "nothing is sent"
 
 
-def about_machine(machine: Machine, config: Config) -> list[str]:
+def about_machine(machine: Machine, config: Config) -> str:
     """Say which speeds a plan assumes."""
     note = (
         f"Speeds are stated, not measured, and latencies are left out: {machine.flops / 1e12:,.0f} TFLOP/s a device, "
@@ -129,10 +127,10 @@ def about_machine(machine: Machine, config: Config) -> list[str]:
     is_default = machine.flops == quantity(PEAK_FLOPS, "FLOP/s", "--peak-flops")
     if config.precision == "float32" and is_default:
         note += " The rate is that of an H100 in bfloat16, but this run computes in float32; give --peak-flops."
-    return [note]
+    return note
 
 
-def _about(plan: Forecast, others: Sequence[Forecast]) -> list[str]:
+def _about(plan: Forecast) -> list[str]:
     """List what the figures assume, and what they leave out. A reader needs both to use them."""
     trace, config, sync = plan.worst.trace, plan.config, plan.config.sdp.sync
     notes = [
@@ -177,10 +175,5 @@ def _about(plan: Forecast, others: Sequence[Forecast]) -> list[str]:
             f"{format_bytes(service['sends'])}. This takes {format_seconds(service['seconds'])} at "
             f"{format_rate(plan.machine.between)}. From {service['groups']:,} groups on, it takes longer than the "
             "computation of a round."
-        )
-    if any(other.name == DDP for other in others):
-        notes.append(
-            "DDP is planned with gradients that are views of its buckets (gradient_as_bucket_view), and in half "
-            "precision with float32 weights under torch.autocast, whose cast copies count as activations."
         )
     return notes

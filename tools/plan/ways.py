@@ -1,4 +1,4 @@
-"""Ways to train one model on the same ranks: those next to a plan, and the rows of ``--compare``.
+"""Ways to train one model on the same ranks: the rows of ``--compare``.
 
 All ways have the ranks, batch, tensor parallelism and recomputation of the configuration. What a
 way learns is not planned.
@@ -6,7 +6,7 @@ way learns is not planned.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -43,38 +43,19 @@ def dense_config(config: Config, groups: int, stage: int, sync: SyncSection | No
 
 
 def dense_ways(config: Config, machine: Machine, world: int) -> tuple[dict[str, Config], list[str]]:
-    """Return the dense model under DDP, FSDP and HSDP, and DiLoCo for a run with local steps.
+    """Return the dense model under DDP, FSDP, HSDP and ZeRO-2.
 
     A note says why HSDP, with a replica on each node, is no way of its own here.
     """
-    nodes, sdp = len(machine.slots), config.sdp
-    ways, notes = {DDP: dense_config(config, 1, 0), "FSDP (ZeRO-3)": dense_config(config, 1, 3)}, []
+    nodes, notes = len(machine.slots), []
+    ways = {DDP: dense_config(config, 1, 0), "FSDP (ZeRO-3)": dense_config(config, 1, 3)}
     if nodes == 1:
         notes.append("HSDP: on one node it is FSDP")
     elif config.tensor_parallel.autotp_size * nodes == world:
         notes.append("HSDP: no two ranks of a node could share the state, so it is DDP")
     else:
         ways["HSDP"] = dense_config(config, nodes, 3)
-    if sdp.sync is not None and sdp.groups > 1:
-        ways["DiLoCo"] = dense_config(config, sdp.groups, config.zero_optimization.stage, sdp.sync)
-    return ways, notes
-
-
-def plan_ways(
-    ways: Mapping[str, Config], machine: Machine, world: int, traces: int = MOST_TRACES
-) -> tuple[list[Forecast], list[str]]:
-    """Plan the ways, and give a line for each that cannot be planned."""
-    planned, notes = [], []
-    for name, config in ways.items():
-        try:
-            planned.append(
-                distributed_data_parallel(config, machine, world)
-                if name == DDP
-                else forecast(name, config, machine, world, traces=traces)
-            )
-        except SDPError as error:
-            notes.append(f"{name}: {error}")
-    return planned, notes
+    return ways | {"ZeRO-2": dense_config(config, 1, 2)}, notes
 
 
 def distributed_data_parallel(config: Config, machine: Machine, world: int) -> Forecast:
@@ -146,8 +127,7 @@ def compare(config: Config, machine: Machine, world: int) -> tuple[list[Forecast
     config, notes = _with_groups(config, machine, world)
     model = model_and_batch(config)[0]()
     layout = Layout.of(model, config, mesh_of(config, world)).in_phase("forward")
-    ways, reasons = dense_ways(_with_sdp(config, sync=None), machine, world)
-    ways["ZeRO-2"] = dense_config(config, 1, 2)
+    ways, reasons = dense_ways(config, machine, world)
     notes += reasons
     if config.sdp.groups > 1:
         most = max(sum(info.numel for info in layout.held(group)) for group in range(layout.mesh.sdp))
@@ -163,8 +143,15 @@ def compare(config: Config, machine: Machine, world: int) -> tuple[list[Forecast
             f"{sync.every} steps."
         )
     traces = 1 if sum(parameter.numel() for parameter in model.parameters()) >= LARGE else MOST_TRACES
-    plans, reasons = plan_ways(ways, machine, world, traces)
-    notes += reasons
+    plans = []
+    for name, way in ways.items():
+        try:
+            if name == DDP:
+                plans.append(distributed_data_parallel(way, machine, world))
+            else:
+                plans.append(forecast(name, way, machine, world, traces=traces))
+        except SDPError as error:
+            notes.append(f"{name}: {error}")
     if not plans:
         raise ConfigError(f"nothing can be planned: {'; '.join(notes)}")
     notes += [
@@ -175,6 +162,10 @@ def compare(config: Config, machine: Machine, world: int) -> tuple[list[Forecast
     ]
     if len(config.sdp.maskings) > 1:
         notes.append("sdp.masking is a schedule: it needs the larger peak of its maskings.")
+    notes.append(
+        "DDP is planned with gradients that are views of its buckets (gradient_as_bucket_view), and in half precision "
+        "with float32 weights under torch.autocast, whose cast copies count as activations."
+    )
     return plans, [*notes, "What each way learns is not planned. `sdp plan` without --compare shows one way in detail."]
 
 

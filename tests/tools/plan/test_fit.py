@@ -128,7 +128,7 @@ def test_nothing_of_its_ranks_is_faster_and_no_fewer_fit(once: Planner) -> None:
 
 def test_what_is_learned_stays(config: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """The samples of a step of the stated world, on as few ranks as will do."""
-    enough = ["--device-memory", "80GB", "--fit", "--alone"]
+    enough = ["--device-memory", "80GB", "--fit"]
     for words, samples in (
         ([], 2 * 4 * 2),
         (["--world", 16], 2 * 4 * 16),
@@ -160,8 +160,8 @@ def test_a_smaller_micro_batch_is_announced(tmp_path: Path, capsys: pytest.Captu
     path.write_text(
         json.dumps({"train_micro_batch_size_per_gpu": 6, "sdp": sdp, "model": model, "data": {"name": "digits"}})
     )
-    needed = peak_of(planned(capsys, path, "--alone", "--set", "activation_checkpointing.mode=full"))
-    report = planned(capsys, path, "--alone", "--device-memory", f"{needed - 1}B", "--fit")
+    needed = peak_of(planned(capsys, path, "--set", "activation_checkpointing.mode=full"))
+    report = planned(capsys, path, "--device-memory", f"{needed - 1}B", "--fit")
     assert report["plan"]["batch"] == {"train": 12, "micro": 3, "accumulation": 1}
     assert any(
         "micro-batch 3 instead of 6, so that a step keeps its 12 samples; batch norm" in reason
@@ -170,10 +170,8 @@ def test_a_smaller_micro_batch_is_announced(tmp_path: Path, capsys: pytest.Captu
 
 
 def test_every_layout_that_was_tried_is_listed(config: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    alone = peak_of(
-        planned(capsys, config, "--alone", "--set", "zero_optimization.stage=0", "activation_checkpointing.mode=full")
-    )
-    assert main(["plan", str(config), "--alone", "--device-memory", f"{alone - 1}B", "--fit"]) == 0
+    alone = peak_of(planned(capsys, config, "--set", "zero_optimization.stage=0", "activation_checkpointing.mode=full"))
+    assert main(["plan", str(config), "--device-memory", f"{alone - 1}B", "--fit"]) == 0
     lines = capsys.readouterr().out.splitlines()
     tried = [line for line in lines if line.startswith("tried: ")]
     assert tried[0].startswith(
@@ -192,8 +190,8 @@ def test_degrees_that_the_layout_refuses_are_named(config: Path, capsys: pytest.
     Every refused degree is named, whichever is in the configuration.
     """
     neurons = ["--set", "sdp.granularity=neuron", "sdp.neuron_groups=2", "tensor_parallel.autotp_size=2"]
-    needed = peak_of(planned(capsys, config, "--alone", *neurons, "activation_checkpointing.mode=full", "--world", 4))
-    report = planned(capsys, config, "--alone", *neurons, "--device-memory", f"{needed}B", "--fit")
+    needed = peak_of(planned(capsys, config, *neurons, "activation_checkpointing.mode=full", "--world", 4))
+    report = planned(capsys, config, *neurons, "--device-memory", f"{needed}B", "--fit")
     assert report["plan"]["mesh"]["tp"] in (1, 2)
     assert any("(fsdp 2 × tp 1)" in trial or "(fsdp 1 × tp 1)" in trial for trial in report["tried"])
     assert main(["plan", str(config), *neurons, "--device-memory", "10kB", "--fit"]) == 2
@@ -259,7 +257,7 @@ def test_samples_alone_say_how_many_a_step_has(config: Path, capsys: pytest.Capt
     }
     assert stated_step(load_config(alone | {"train_batch_size": 48}), 20) == (48, 3)
     config.write_text(json.dumps(alone | {"train_batch_size": 48}))
-    found = planned(capsys, config, "--world", 20, "--device-memory", "80GB", "--fit", "--alone")
+    found = planned(capsys, config, "--world", 20, "--device-memory", "80GB", "--fit")
     assert found["plan"]["batch"] == {"train": 48, "micro": 3, "accumulation": 8}
 
 
@@ -314,7 +312,7 @@ def started_by(command: str) -> tuple[int, Forecast]:
 def test_suggested_commands_make_the_same_layout(config: Path, capsys: pytest.CaptureFixture[str]) -> None:
     given = [
         config, "--set", "data.sequence_length=64", 'sdp.placement="random"', "--gpus-per-node", 8,
-        "--inter-node", "100Gbit", "--alone",
+        "--inter-node", "100Gbit",
     ]  # fmt: skip
     needed = peak_of(planned(capsys, *given))
     report = planned(capsys, *given, "--device-memory", f"{needed // 2}B", "--fit")
@@ -335,12 +333,12 @@ def test_ranks_on_several_nodes_are_the_users_to_start(
 ) -> None:
     hosts = tmp_path / "my hosts"
     hosts.write_text("a slots=1\nb slots=6\n")
-    report = planned(capsys, config, "--hostfile", hosts, "--alone", "--device-memory", "80GB", "--fit")
+    report = planned(capsys, config, "--hostfile", hosts, "--device-memory", "80GB", "--fit")
     assert shlex.split(report["commands"]["train"])[:5] == ["sdp", "train", str(config), "--fsdp", "1"]
     assert "--nproc" not in report["commands"]["train"]
     assert peak_of(planned(capsys, *shlex.split(report["commands"]["plan"])[2:])) == peak_of(report)
 
 
 def test_what_does_not_fit_names_the_search(config: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["plan", str(config), "--world", "8", "--alone", "--device-memory", "1MB"]) == 2
+    assert main(["plan", str(config), "--world", "8", "--device-memory", "1MB"]) == 2
     assert "MB of a device; add --fit to look for a layout that does" in capsys.readouterr().err

@@ -129,7 +129,7 @@ def test_tensor_parallel_ranks_on_two_nodes(tmp_path: Path, capsys: pytest.Captu
     )
     path = tmp_path / "torn.json"
     path.write_text(json.dumps(CONFIG | tp))
-    assert main(["plan", str(path), "--alone", "--world", "4", "--gpus-per-node", "3"]) == 0
+    assert main(["plan", str(path), "--world", "4", "--gpus-per-node", "3"]) == 0
     printed = capsys.readouterr().out
     assert "warning: 1 of 2 tensor-parallel groups cross nodes" in printed
     assert "sent by rank 3, the slowest, in a step" in printed

@@ -37,7 +37,7 @@ def config(tmp_path: Path) -> Path:
 def test_a_page_that_cannot_be_written(config: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "file").touch()
     for path, why in ((tmp_path, "Is a directory"), (tmp_path / "file" / "plan.html", "File exists")):
-        assert main(["plan", str(config), "--alone", "--html", str(path)]) == 2
+        assert main(["plan", str(config), "--html", str(path)]) == 2
         assert capsys.readouterr().err == f"sdp: error: --html {path}: the page cannot be written ({why})\n"
 
 
@@ -51,7 +51,7 @@ def test_a_page_never_replaces_what_it_is_of(config: Path, tmp_path: Path, capsy
         (tmp_path / "link", "the configuration"),
         (hosts, "the hostfile"),
     ):
-        assert main(["plan", str(config), "--alone", "--hostfile", str(hosts), "--html", str(path)]) == 2
+        assert main(["plan", str(config), "--hostfile", str(hosts), "--html", str(path)]) == 2
         assert (
             capsys.readouterr().err
             == f"sdp: error: --html {path}: is {name}, which the page would replace; name another file\n"
@@ -67,7 +67,7 @@ def test_what_was_there_stays_where_a_page_cannot_be_written_whole(
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (4096, hard))  # as a disk that fills up: the page is longer
     try:
-        assert main(["plan", str(config), "--alone", "--html", str(page)]) == 2
+        assert main(["plan", str(config), "--html", str(page)]) == 2
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
     assert capsys.readouterr().err == f"sdp: error: --html {page}: the page cannot be written (File too large)\n"
@@ -87,7 +87,7 @@ def test_the_page_needs_nothing_else(config: Path, tmp_path: Path, capsys: pytes
     )  # fmt: skip
     text = (tmp_path / "new" / "plan.html").read_text()
     assert not any(word in text for word in ("<script", "http", "src=", "@import"))
-    assert text.count('class="bar"') == 3 + 1  # HSDP is FSDP on one node; the device has a bar, too
+    assert text.count('class="bar"') == 1 + 1  # the device has a bar, too
     assert all(f"model.layers.{index}: k = 1" in text for index in range(4))
     printed = capsys.readouterr().out.partition("\n\nIt fits")[0]
     assert "warning: " in printed or "placement: " in printed
@@ -96,7 +96,7 @@ def test_the_page_needs_nothing_else(config: Path, tmp_path: Path, capsys: pytes
 
 def test_the_page_has_the_search(config: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     page = tmp_path / "plan.html"
-    assert main(["plan", str(config), "--alone", "--device-memory", "1GB", "--fit", "--html", str(page)]) == 0
+    assert main(["plan", str(config), "--device-memory", "1GB", "--fit", "--html", str(page)]) == 0
     text, printed = page.read_text(), capsys.readouterr().out
     lines = [line for line in printed.splitlines() if line.startswith(("tried: ", "chosen: ", "To train it: "))]
     assert len(lines) > 2

@@ -9,9 +9,11 @@ from typing import Any
 import pytest
 import torch
 from sdp.engine.accounting.quantities import format_bytes
+from sdp.engine.config.load import load_config
 from sdp.engine.errors import ConfigError
 from sdp.tools.cli import main
 from sdp.tools.plan.machine import Machine, fill_nodes, split_evenly
+from sdp.tools.plan.ways import compare
 from sdp.tools.shared.quantities import quantity
 
 pytestmark = pytest.mark.usefixtures("traced_once")
@@ -46,18 +48,21 @@ def planned(capsys: pytest.CaptureFixture[str], *words: object) -> dict[str, Any
 def test_states_are_those_of_the_layout(config: Path, capsys: pytest.CaptureFixture[str]) -> None:
     report = planned(capsys, config, "--world", 8, "--gpus-per-node", 4)
     assert report["parameters"] == EMBEDDINGS + 4 * LAYER
-    plan, others = report["plan"], report["alternatives"]
-    assert plan["mesh"] == {"sdp": 2, "fsdp": 4, "tp": 1}
-    held = dict.fromkeys(("DDP", "FSDP (ZeRO-3)", "HSDP"), EMBEDDINGS + 4 * LAYER) | {"plan": EMBEDDINGS + 2 * LAYER}
-    shards = {"plan": 4, "DDP": 1, "FSDP (ZeRO-3)": 8, "HSDP": 4}
-    for name, facts in {"plan": plan, **others}.items():
+    assert report["plan"]["mesh"] == {"sdp": 2, "fsdp": 4, "tp": 1}
+    ways, _ = compare(load_config(CONFIG), Machine((4, 4), 1e15, 0.4, 1e11, 1e10), 8)
+    plans = {"plan": report["plan"], **{way.name: way.to_json() for way in ways}}
+    whole = EMBEDDINGS + 4 * LAYER
+    for name, held, shards in (
+        ("plan", EMBEDDINGS + 2 * LAYER, 4), ("DDP", whole, 1), ("FSDP (ZeRO-3)", whole, 8), ("HSDP", whole, 4),
+    ):  # fmt: skip
+        facts = plans[name]
         rank = facts["ranks"][0]
-        assert rank["parameters"] == rank["gradients"] == 4 * held[name] // shards[name], name
+        assert rank["parameters"] == rank["gradients"] == 4 * held // shards, name
         assert rank["optimizer"] == 2 * rank["parameters"]
         assert rank["peak"] == sum(rank["at_peak"].values())
         assert rank["peak"] > rank["parameters"] + rank["optimizer"]
         assert facts["step_seconds"] >= max(rank["seconds"]["compute"], rank["seconds"]["inside"])
-    rank = others["DDP"]["ranks"][0]  # its buckets hold all gradients while activations are at their most
+    rank = plans["DDP"]["ranks"][0]  # its buckets hold all gradients while activations are at their most
     assert rank["peak"] == rank["parameters"] + rank["gradients"] + rank["optimizer"] + rank["at_peak"]["activations"]
     assert rank["activations"] >= rank["at_peak"]["activations"]
 
@@ -69,34 +74,33 @@ def test_a_gpu_keeps_less_for_backward(config: Path, capsys: pytest.CaptureFixtu
     reports = {device: planned(capsys, config, "--world", 4, "--device", device) for device in ("cpu", "cuda")}
     for device, report in reports.items():
         assert report["machine"]["device"] == device
-        assert main(["plan", str(config), "--alone", "--device", device]) == 0
+        assert main(["plan", str(config), "--device", device]) == 0
         assert (
             f"Memory is that of tensors of a {'GPU' if device == 'cuda' else 'CPU'}'s operators"
             in capsys.readouterr().out
         )
-    plans = {device: [report["plan"], *report["alternatives"].values()] for device, report in reports.items()}
-    for on_cpu, on_cuda in zip(plans["cpu"], plans["cuda"], strict=True):
-        cpu, cuda = on_cpu["ranks"][0], on_cuda["ranks"][0]
-        assert cuda["peak"] < cpu["peak"]
-        assert cuda["activations"] < cpu["activations"]
-        assert on_cuda["step_seconds"] == on_cpu["step_seconds"]
-        assert all(cuda[kind] == cpu[kind] for kind in ("parameters", "gradients", "optimizer", "flops", "sent"))
-    fitted = planned(capsys, config, "--device", "cuda", "--device-memory", "1GB", "--fit", "--alone")
+    on_cpu, on_cuda = reports["cpu"]["plan"], reports["cuda"]["plan"]
+    cpu, cuda = on_cpu["ranks"][0], on_cuda["ranks"][0]
+    assert cuda["peak"] < cpu["peak"]
+    assert cuda["activations"] < cpu["activations"]
+    assert on_cuda["step_seconds"] == on_cpu["step_seconds"]
+    assert all(cuda[kind] == cpu[kind] for kind in ("parameters", "gradients", "optimizer", "flops", "sent"))
+    fitted = planned(capsys, config, "--device", "cuda", "--device-memory", "1GB", "--fit")
     assert "--device cuda" in fitted["commands"]["plan"]
-    assert planned(capsys, config, "--alone")["machine"]["device"] == ("cuda" if torch.cuda.is_available() else "cpu")
+    assert planned(capsys, config)["machine"]["device"] == ("cuda" if torch.cuda.is_available() else "cpu")
 
 
 def test_bytes_are_told_apart_by_link(config: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Two groups of four ranks on two nodes: shards stay inside, gradients cross."""
     shard = 4 * (EMBEDDINGS + 2 * LAYER) // 4
-    report = planned(capsys, config, "--world", 8, "--gpus-per-node", 4, "--alone")
+    report = planned(capsys, config, "--world", 8, "--gpus-per-node", 4)
     rank = report["plan"]["ranks"][0]
     shared = 4 * EMBEDDINGS // 4  # every unit has one holder
     assert rank["sent"]["between nodes"] == shared + 2 * 16 * 7 / 8
     assert (
         rank["sent"]["inside a node"] == 3 * shard * 3
     )  # two gathers and a reduce-scatter, three quarters of four shards each
-    assert report["alternatives"] == {}
+    assert report["other_phases"] == {}
 
 
 def test_the_hostfile_says_how_many_ranks_and_which_are_together(
@@ -104,7 +108,7 @@ def test_the_hostfile_says_how_many_ranks_and_which_are_together(
 ) -> None:
     hosts = tmp_path / "hosts"
     hosts.write_text("a slots=2\nb slots=6\n")
-    report = planned(capsys, config, "--hostfile", hosts, "--alone")
+    report = planned(capsys, config, "--hostfile", hosts)
     assert report["world"] == 8
     assert report["machine"]["slots"] == [2, 6]
     links = {
@@ -119,18 +123,18 @@ def test_hosts_without_ranks_do_not_count(config: Path, tmp_path: Path, capsys: 
     """
     hosts = tmp_path / "hosts"
     hosts.write_text("".join(f"{name} slots=4\n" for name in "abcd"))
-    report = planned(capsys, config, "--hostfile", hosts, "--world", 8)
+    report = planned(capsys, config, "--hostfile", hosts, "--world", 8, "--compare")
     assert report["machine"]["slots"] == [4, 4]
-    assert report["alternatives"]["HSDP"]["mesh"] == {"sdp": 2, "fsdp": 4, "tp": 1}
-    report = planned(capsys, config, "--hostfile", hosts, "--world", 4)
+    assert (report["rows"]["HSDP"]["groups"], report["rows"]["HSDP"]["ranks_of_group"]) == (2, 4)
+    report = planned(capsys, config, "--hostfile", hosts, "--world", 4, "--compare")
     assert report["machine"]["slots"] == [4]
-    assert report["notes"] == ["HSDP: on one node it is FSDP"]
+    assert report["notes"][0] == "HSDP: on one node it is FSDP"
 
 
 def test_it_fits_or_it_does_not(config: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["plan", str(config), "--alone", "--device-memory", "80GB"]) == 0
+    assert main(["plan", str(config), "--device-memory", "80GB"]) == 0
     assert "of a device's 80.00 GB are left" in capsys.readouterr().out
-    assert main(["plan", str(config), "--alone", "--device-memory", "1MB"]) == 2
+    assert main(["plan", str(config), "--device-memory", "1MB"]) == 2
     printed = capsys.readouterr()
     assert "expected time of a step" in printed.out
     assert "does not fit: the peak of rank 0 is" in printed.err
@@ -142,7 +146,7 @@ def test_images_and_units_that_differ(tmp_path: Path, capsys: pytest.CaptureFixt
     path = tmp_path / "images.json"
     model = {"name": "resnet18", "stem": "cifar", "width": 8}
     path.write_text(json.dumps({"sdp": {"groups": 2, "capacity": 0.5}, "model": model, "data": {"name": "digits"}}))
-    assert main(["plan", str(path), "--alone", "--set", "train_micro_batch_size_per_gpu=4"]) == 0
+    assert main(["plan", str(path), "--set", "train_micro_batch_size_per_gpu=4"]) == 0
     printed = capsys.readouterr().out
     assert "images/s" in printed
     assert "Groups differ; peaks: rank" in printed
@@ -223,9 +227,9 @@ def test_slots_are_filled_in_their_order() -> None:
 def test_hsdp_that_shards_nothing_is_left_out(
     config: Path, capsys: pytest.CaptureFixture[str], words: list[object]
 ) -> None:
-    report = planned(capsys, config, *words)
-    assert list(report["alternatives"]) == ["DDP", "FSDP (ZeRO-3)"]
-    assert report["notes"] == ["HSDP: no two ranks of a node could share the state, so it is DDP"]
+    report = planned(capsys, config, *words, "--compare")
+    assert list(report["rows"])[:3] == ["DDP", "FSDP (ZeRO-3)", "ZeRO-2"]
+    assert report["notes"][0] == "HSDP: no two ranks of a node could share the state, so it is DDP"
 
 
 @pytest.mark.slow
@@ -248,8 +252,6 @@ def test_seventy_billion_parameters_on_512_devices(capsys: pytest.CaptureFixture
     # 8 FLOP a parameter and token with full recomputation (embeddings look up), attention on top.
     tokens = 16 * 8192
     assert 8 * (held - 128256 * 8192) * tokens / 8 < rank["flops"] < 1.5 * 8 * held * tokens / 8
-    assert list(report["alternatives"]) == ["DDP", "FSDP (ZeRO-3)"]
-    assert report["alternatives"]["DDP"]["ranks"][0]["peak"] > 80e9
 
 
 def test_a_plan_names_the_factors_of_rates_by_holders(config: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -89,10 +89,10 @@ def test_a_plan_has_both_phases(config: dict, tmp_path: Path, capsys: pytest.Cap
     scheduled = json.loads(capsys.readouterr().out)
     plans = {}
     for masking in ("forward", "backward"):
-        assert main(["plan", path, "--world", "2", "--json", "--alone", "--set", f"sdp.masking={masking}"]) == 0
+        assert main(["plan", path, "--world", "2", "--json", "--set", f"sdp.masking={masking}"]) == 0
         plans[masking] = json.loads(capsys.readouterr().out)["plan"]
     assert scheduled["plan"] == plans["backward"], "a device needs the peak of the backward phase"
-    assert scheduled["alternatives"]["SDP, forward"] == plans["forward"]
+    assert scheduled["other_phases"]["SDP, forward"] == plans["forward"]
     assert any("forward to step 3, then backward" in note for note in scheduled["notes"])
     assert main(["plan", path, "--world", "2"]) == 0
     assert "SDP, backward" in capsys.readouterr().out
