@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import math
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -52,7 +53,7 @@ def measure(
     facts: dict[str, dict[str, Any]] = {}
     for name, settings in configs.items():
         _say(f"building {name}")
-        runners[name], facts[name] = build_method(name, settings, batches, device)
+        runners[name], facts[name] = begin(partial(build, name, settings, device), batches, device)
     require_same_losses(facts)
     for name, seconds in take_turns(runners, batches, device, rounds, steps).items():
         facts[name]["seconds"] = seconds
@@ -72,11 +73,11 @@ def take_turns(
     for number in range(rounds):
         _say(f"round {number + 1} of {rounds}")
         for name in list(runners)[:: 1 if number % 2 == 0 else -1]:
-            seconds[name] += _largest([_turn(name, runners[name], batches, steps, device)])
+            seconds[name] += _largest([turn(name, runners[name], batches, steps, device)])
     return seconds
 
 
-def _turn(name: str, runner: Runner, batches: list[Any], steps: int, device: torch.device) -> float:
+def turn(name: str, runner: Runner, batches: list[Any], steps: int, device: torch.device) -> float:
     """Return the seconds of a step on this rank. Collective."""
     steps = -(-steps // runner.round) * runner.round  # whole rounds: any such number of steps has the same averages
     loss, now = runner.step(batches), clock(device, waits=True)
@@ -122,15 +123,16 @@ def _random(like: Tensor, limit: int, generator: torch.Generator) -> Tensor:
     return torch.randint(limit, like.shape, generator=generator)
 
 
-def build_method(name: str, config: Config, batches: list[Any], device: torch.device) -> tuple[Runner, dict[str, Any]]:
-    """Build a method and run its first steps. Collective.
+def begin(make: Callable[[], Runner], batches: list[Any], device: torch.device) -> tuple[Runner, dict[str, Any]]:
+    """Make a method and run its first steps. Collective.
 
     Returns:
         The method, and what is known about it: losses, and the parameters and bytes of the rank
-        that has the most.
+        that has the most. For SDP and DiLoCo also bytes of state, real and planned, and bytes sent
+        between groups in a step.
     """
     others = torch.cuda.memory_allocated(device) if device.type == "cuda" else 0
-    runner = build(name, config, device)
+    runner = make()
     losses = [_mean(runner.step(batches)) for _ in range(WARM_UP)]
     for _ in range(2 * runner.round - WARM_UP if runner.round > 1 else 0):  # averages allocate in the first round
         runner.step(batches)
@@ -142,8 +144,17 @@ def build_method(name: str, config: Config, batches: list[Any], device: torch.de
 
     peak = peak_tensor_bytes(step, runner.module, runner.optimizer, device, kept=runner.kept()) - others
     facts: dict[str, Any] = {"parameters": runner.parameters, "peak_bytes": peak}
-    if runner.counted is not None:
-        facts |= runner.counted(batches)
+    if (engine := runner.engine) is not None:
+        engine.traffic.reset()
+        for _ in range(runner.round):
+            runner.step(batches)
+        sent = engine.traffic.by_kind().items()
+        between = sum(nbytes for kind, nbytes in sent if kind.startswith("between groups"))
+        facts |= {
+            "state_bytes": engine.measured_state_bytes().total,
+            "planned_state_bytes": engine.predicted_state_bytes().total,
+            "between_groups_bytes": round(between / runner.round),
+        }
     return runner, {"losses": losses} | {key: int(_largest([value])[0]) for key, value in facts.items()}
 
 

@@ -107,8 +107,7 @@ class Runner:
         step: Makes one optimizer step on this rank's micro-batches, and returns their mean loss.
         settle: Waits for transfers that a step leaves running.
         round: The number of steps after which the work repeats: of a round of local steps, else 1.
-        counted: For SDP and DiLoCo: makes one more step, and returns bytes of state, real and
-            planned, and bytes sent between groups.
+        engine: The engine of SDP and DiLoCo.
         kept: Tensors that live through every step, apart from parameters and optimizer state.
     """
 
@@ -118,20 +117,21 @@ class Runner:
     step: Callable[[Sequence[Batch]], Tensor]
     settle: Callable[[], None] = lambda: None
     round: int = 1
-    counted: Callable[[Sequence[Batch]], dict[str, int]] | None = None
+    engine: SDPEngine | None = None
     kept: Callable[[], Sequence[Tensor]] = tuple
 
 
 def build(name: str, config: Config, device: torch.device) -> Runner:
     """Build the method ``name`` from its own configuration (see :func:`variant`). Collective."""
-    return _sdp(config) if name in SDP or name == "diloco" else _dense(name, config, device)
-
-
-def _sdp(config: Config) -> Runner:
+    if name not in SDP and name != "diloco":
+        return _dense(name, config, device)
     section = config.sdp.model_copy(update={"check_interval": 0})
-    engine: SDPEngine = initialize(
-        model=model_and_batch(config)[0](), config=config.model_copy(update={"sdp": section})
-    )[0]
+    config = config.model_copy(update={"sdp": section})
+    return of_engine(initialize(model=model_and_batch(config)[0](), config=config)[0])
+
+
+def of_engine(engine: SDPEngine) -> Runner:
+    """Return the method whose steps are those of ``engine``."""
 
     def step(batches: Sequence[Batch]) -> Tensor:
         losses = []
@@ -145,20 +145,7 @@ def _sdp(config: Config) -> Runner:
     def settle() -> None:
         _ = engine.frozen_here  # reading the copies waits for the refresh
 
-    every = section.sync.every if section.sync is not None else 1
-
-    def counted(batches: Sequence[Batch]) -> dict[str, int]:
-        engine.traffic.reset()
-        for _ in range(every):
-            step(batches)
-        sent = engine.traffic.by_kind().items()
-        between = sum(nbytes for kind, nbytes in sent if kind.startswith("between groups"))
-        return {
-            "state_bytes": engine.measured_state_bytes().total,
-            "planned_state_bytes": engine.predicted_state_bytes().total,
-            "between_groups_bytes": round(between / every),
-        }
-
+    sync = engine.config.sdp.sync
     held = engine.layout.held(engine.layout.mesh.coordinates(engine.global_rank).sdp)
     return Runner(
         sum(info.numel for info in held),
@@ -166,8 +153,8 @@ def _sdp(config: Config) -> Runner:
         engine.optimizer,
         step,
         settle,
-        round=every,
-        counted=counted,
+        round=sync.every if sync is not None else 1,
+        engine=engine,
         kept=engine.local_training.tensors_on_device,
     )
 
