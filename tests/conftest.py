@@ -1,5 +1,6 @@
-"""Fixtures of all tests: the pool of ranks, and the folder of the modules that ranks import."""
+"""Fixtures of all tests: the pool of ranks, and a process group of one rank."""
 
+import os
 import signal
 import sys
 from collections.abc import Iterator
@@ -13,6 +14,9 @@ if (
     signal.getsignal(signal.SIGINT) is signal.SIG_IGN
 ):  # as a shell has it for its background jobs, and for what those start
     signal.signal(signal.SIGINT, signal.default_int_handler)
+# A TCPStore asks for the name of each address that connects. If the answer is lost, glibc would
+# wait for five seconds. This is also for the processes that tests start.
+os.environ.setdefault("RES_OPTIONS", "timeout:1 attempts:3")
 
 # The files that take longest. They come first: a file's tests stay in one of the processes that
 # run tests, and others would wait for one that began late.

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import os
 import ssl
 import threading
 from collections.abc import Iterator
@@ -29,6 +28,7 @@ from sdp.engine.service.steps import Membership
 from sdp.tests.support import models
 from sdp.tests.support.cases import Case, engine_of, one_step
 from sdp.tests.support.ranks import RankPool
+from torch.distributed.distributed_c10d import _get_default_store
 
 TOKEN = b"a token of a test"
 PLAIN = '"outer_optimizer": {"type": "SGD", "params": {"lr": 1.0}}'
@@ -97,7 +97,7 @@ def _alone(case: Case) -> int:
     """Make this rank's group a world of its own. Returns the group."""
     size = case.fsdp * case.tp
     group, rank = divmod(dist.get_rank(), size)
-    store = dist.TCPStore("127.0.0.1", int(os.environ["MASTER_PORT"]), is_master=False)
+    store = _get_default_store()
     dist.destroy_process_group()
     dist.init_process_group("gloo", store=dist.PrefixStore(f"group {group}", store), rank=rank, world_size=size)
     return group
