@@ -109,9 +109,9 @@ def _start_all(
 
 def _supervise(ranks: Sequence[RankProcess], received: list[int], grace_seconds: float, stop_seconds: float) -> End:
     """Wait until the ranks have ended, and say why they did if that is a failure."""
-    _wait(ranks, lambda: bool(received) or any(rank.failure() for rank in ranks))
+    wait(ranks, lambda: bool(received) or any(rank.failure() for rank in ranks))
     if not received:
-        _wait(ranks, lambda: bool(received), _SETTLE_SECONDS)
+        wait(ranks, lambda: bool(received), _SETTLE_SECONDS)
     failures = [(rank, failure) for rank in ranks if (failure := rank.failure())]
     suspect = _suspect(ranks) if any(failure.stalled for _, failure in failures) else ""
     # A signal that comes while failed ranks are being ended is not the cause.
@@ -122,7 +122,7 @@ def _supervise(ranks: Sequence[RankProcess], received: list[int], grace_seconds:
     for rank in ranks:
         if not rank.has_ended():
             rank.send_signal(number or signal.SIGTERM)
-    _wait(ranks, lambda: len(received) > known, stop_seconds if received else grace_seconds)
+    wait(ranks, lambda: len(received) > known, stop_seconds if received else grace_seconds)
     _kill(ranks)
     if number:
         # A rank may report that it could not write its checkpoint. That its peers are gone is
@@ -132,7 +132,7 @@ def _supervise(ranks: Sequence[RankProcess], received: list[int], grace_seconds:
     return End(128 + number, is_loss=False) if number and not failures else _report(failures, suspect)
 
 
-def _wait(ranks: Sequence[RankProcess], until: Callable[[], bool], seconds: float = float("inf")) -> None:
+def wait(ranks: Sequence[RankProcess], until: Callable[[], bool], seconds: float = float("inf")) -> None:
     """Return when every rank has ended, when ``until`` holds, or when the time is over."""
     deadline = time.monotonic() + seconds
     while [rank for rank in ranks if not rank.has_ended()]:
@@ -146,7 +146,7 @@ def _kill(ranks: Sequence[RankProcess]) -> None:
     for rank in ranks:
         if not rank.has_ended():
             rank.kill()
-    _wait(ranks, lambda: False)
+    wait(ranks, lambda: False)
 
 
 def _signal_to_a_rank(failures: Sequence[tuple[RankProcess, FatalError]]) -> int:

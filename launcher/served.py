@@ -13,6 +13,7 @@ from ..engine.config.schema import Config
 from ..engine.environment.detect import LOOPBACK, free_port
 from ..engine.environment.process import allocator_settings, child_environment, loopback_settings, thread_settings
 from .fatal_errors import say, show
+from .local import wait
 from .own_command import own_command, search_path
 from .rank_process import RankProcess
 from .signals import caught_signals
@@ -107,12 +108,9 @@ def _config_time(dump_dir: Path) -> int:
 
 def _end(started: Sequence[_Process], received: Sequence[int], code: int) -> int:
     """Let all processes end, and kill those that do not. Returns the exit code."""
-    waits_until, known = time.monotonic() + _STOP_SECONDS, len(received)
+    known = len(received)
     running = [process.rank for process in started if not process.rank.has_ended()]
     for rank in running if code or received else ():
         rank.send_signal(received[0] if received else signal.SIGTERM)
-    while any(not rank.has_ended() for rank in running):
-        if time.monotonic() > waits_until or len(received) > known:
-            break
-        time.sleep(_POLL_SECONDS)
+    wait(running, lambda: len(received) > known, _STOP_SECONDS)
     return 128 + received[0] if received else code

@@ -32,7 +32,7 @@ from ..engine.placement.layout import Layout
 from ..engine.service.anchors import Anchors
 from ..engine.service.rounds import ServedRun
 from ..engine.service.server import Server
-from ..launcher.signals import CAUGHT
+from ..launcher.signals import caught_signals
 from ..models.registry import build_model
 from .runs.dataset import open_corpus
 from .runs.run_files import RunFiles, read_run
@@ -105,20 +105,16 @@ class _Service:
 
     def serve(self, token: bytes, host: str, port: int, tls: ssl.SSLContext | None) -> int:
         """Serve until the run has ended or a signal comes. Returns the exit code."""
-        run, received = self._run, list[int]()
+        run = self._run
         server = Server(
             run, token, settings_of(self._config),
             on_closed=self._on_closed, on_dealt=self._write_order, on_evaluation=self._on_evaluation,
         )  # fmt: skip
-
-        async def until_end() -> None:
-            stop, loop = asyncio.Event(), asyncio.get_running_loop()
-            for number in CAUGHT:
-                loop.add_signal_handler(number, lambda number=number: (received.append(number), stop.set()))
-            await server.serve(host, port, tls, lambda chosen: log.info("serving at %s:%d", host, chosen), stop)
-
         try:
-            asyncio.run(until_end())
+            with caught_signals() as received:
+                asyncio.run(
+                    server.serve(host, port, tls, lambda chosen: log.info("serving at %s:%d", host, chosen), received)
+                )
         except OSError as error:
             raise ConfigError(f"--bind {host}:{port}: cannot listen there ({error.strerror}); choose another") from None
         self._save()

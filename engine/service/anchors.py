@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import threading
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import torch
@@ -12,7 +14,7 @@ from torch import nn
 from ..config.method import SyncSection
 from ..errors import ServiceError, quote
 from ..placement.layout import Layout
-from ..placement.tensor_info import TensorInfo
+from ..placement.tensor_info import Shard, TensorInfo
 from ..sync.outer import fragments_of, make_outer_optimizer
 
 
@@ -29,12 +31,22 @@ class Slice(NamedTuple):
         return tuple(slice(start, start + size) for start, size in zip(starts, self.shape, strict=True))
 
 
-class Delivery(NamedTuple):
-    """What the group ``slot`` has learned from some samples: anchor − weights, by slice."""
+@dataclass
+class Delivery:
+    """What the group ``slot`` has learned, as it arrives.
+
+    ``samples`` counts those since its last delivery of the fragment. ``new_samples`` counts those
+    since its last delivery of any fragment, to which their mean ``loss`` and ``seconds`` belong.
+    """
 
     slot: int
-    samples: int
-    changes: Mapping[Slice, torch.Tensor]
+    changes: dict[Slice, torch.Tensor] = field(default_factory=dict)  # anchor − weights
+    nbytes: int = 0  # of the changes
+    ranks: set[int] = field(default_factory=set)  # that have sent all their changes
+    samples: int = 0
+    new_samples: int = 0
+    loss: float = 0.0
+    seconds: float = 0.0
 
 
 class Anchors:
@@ -92,25 +104,22 @@ class Anchors:
     def snapshot(self) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
         """Return copies of the weights and the momenta."""
         with self._lock:
-            weights, momenta = (
-                {name: tensor.clone() for name, tensor in tensors.items()} for tensors in (self.weights, self.momenta)
-            )
-        return weights, momenta
+            weights = {name: tensor.clone() for name, tensor in self.weights.items()}
+            return weights, {name: tensor.clone() for name, tensor in self.momenta.items()}
 
     def check(self, slot: int, fragment: int, changes: Mapping[Slice, torch.Tensor]) -> None:
         """Raise ServiceError unless ``changes`` cover the parameters that the group trains in the
         fragment, and no others.
         """
-        counted: dict[str, int] = {}
-        for piece in changes:
-            name = self.info_of(piece).name
-            counted[name] = counted.get(name, 0) + torch.Size(piece.shape).numel()
         held = (info for info in self.layout.held(slot) if info.trainable and self.fragments[info.name] == fragment)
         expected = {info.name: info.numel for info in held}
-        for name in {*counted, *expected}:
-            if (found := counted.get(name, 0)) != (most := expected.get(name, 0)):
+        found = Counter[str]()
+        for piece in changes:
+            found[self.info_of(piece).name] += torch.Size(piece.shape).numel()
+        for name in {*found, *expected}:
+            if found[name] != (most := expected.get(name, 0)):
                 raise ServiceError(
-                    f"group {slot} delivers {found} elements of {name} in fragment {fragment}, not {most}"
+                    f"group {slot} delivers {found[name]} elements of {name} in fragment {fragment}, not {most}"
                 )
 
     @torch.no_grad()
@@ -141,7 +150,4 @@ class Anchors:
 
 def _box(info: TensorInfo) -> Slice:
     """Return the place of a parameter, or of a slice of neurons, in the full model's parameter."""
-    offset = [0] * len(info.shape)
-    if info.cut is not None:
-        offset[info.cut.dim] = info.cut.start
-    return Slice(info.canonical, tuple(offset), tuple(info.shape))
+    return Slice(info.canonical, info.offset(Shard()), tuple(info.shape))

@@ -48,17 +48,20 @@ class Client:
         self.address, self._signer, self._wait_seconds, self._tls = address, Signer(token), wait_seconds, tls
         self.session, self.is_lost = "", False
         self.status: dict[str, Any] = {}  # the newest answer to a heartbeat
-        self._beats = False
         self._loop, self._limit = asyncio.new_event_loop(), asyncio.Semaphore(_TOGETHER)
-        self._http: aiohttp.ClientSession | None = None
         threading.Thread(target=self._loop.run_forever, name="service", daemon=True).start()
+        self._http = self.start(self._open()).result()
+
+    async def _open(self) -> aiohttp.ClientSession:
+        limit = aiohttp.ClientTimeout(total=_REQUEST_SECONDS, sock_connect=10.0)
+        # An answer that is unpacked here could become gigabytes.
+        return aiohttp.ClientSession(timeout=limit, headers={"Accept-Encoding": "identity"}, auto_decompress=False)
 
     def close(self) -> None:
         """End the connection."""
 
         async def end() -> None:
-            if self._http is not None:
-                await self._http.close()
+            await self._http.close()
             for task in asyncio.all_tasks() - {asyncio.current_task()}:
                 task.cancel()
 
@@ -102,11 +105,6 @@ class Client:
                 await asyncio.sleep(_PAUSE_SECONDS)
 
     async def _post_once(self, action: str, content: bytes) -> Any:
-        if self._http is None:
-            limit = aiohttp.ClientTimeout(total=_REQUEST_SECONDS, sock_connect=10.0)
-            # An answer that is unpacked here could become gigabytes.
-            plain = {"Accept-Encoding": "identity"}
-            self._http = aiohttp.ClientSession(timeout=limit, headers=plain, auto_decompress=False)
         headers = self._signer.headers(action, content, time.time())
         url = f"http{'s' if self._tls else ''}://{self.address}/{action}"
         async with self._http.post(url, data=content, headers=headers, ssl=self._tls or True) as response:
@@ -115,12 +113,9 @@ class Client:
             is_answer = response.headers.get(NONCE) == headers[NONCE]
             if not is_answer or not self._signer.is_signed(f"{response.status}", response.headers):
                 raise ServiceError(f"{self.address} is not the service of this run: its answer is not signed")
-            read = bytearray()
-            while part := await response.content.read(_ANSWER_BYTES + 1 - len(read)):
-                read += part
-            if len(read) > _ANSWER_BYTES:
+            if response.content_length is None or response.content_length > _ANSWER_BYTES:
                 raise ServiceError(f"the answer of {self.address} has more than {_ANSWER_BYTES:,} bytes")
-            answer = bytes(read)
+            answer = await response.read()
             if not fits(answer, response.headers):
                 raise aiohttp.ClientPayloadError("the answer is damaged")
         if response.status == 409:
@@ -154,9 +149,7 @@ class Client:
                     if session == self.session:
                         self.status, self.is_lost = status or {}, self.is_lost or status is None
 
-        if not self._beats:
-            self.start(beat())
-        self._beats = True
+        self.start(beat())
 
     # -- tensors -----------------------------------------------------------------------------------
 

@@ -12,7 +12,7 @@ import math
 import secrets
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
@@ -50,19 +50,6 @@ class UnknownMemberError(ServiceError):
     """A group is not a member: it was dropped, or the service has started again."""
 
 
-class Facts(NamedTuple):
-    """What a group says of a delivery.
-
-    ``samples`` counts those since its last delivery of the fragment. ``new_samples`` counts those
-    since its last delivery of any fragment, to which their mean ``loss`` and ``seconds`` belong.
-    """
-
-    samples: int
-    new_samples: int
-    loss: float
-    seconds: float
-
-
 @dataclass
 class Member:
     """A living group."""
@@ -70,18 +57,12 @@ class Member:
     slot: int  # its number in the placement
     session: str  # a secret that names this membership
     seen: float  # when it made its last request
+    delivery: Delivery  # of the open average
     begun: bool = False  # whether it has anchors, so that rounds wait for it
     shares: list[Share] = field(default_factory=list)  # of the data order
     unsettled: int = 0  # samples of these that were neither counted nor reported as skipped
-    changes: dict[Slice, torch.Tensor] = field(default_factory=dict)  # of the open average, as they arrive
-    nbytes: int = 0  # of the changes
-    ranks: set[int] = field(default_factory=set)  # that have sent all their changes
-    facts: Facts | None = None  # what its first rank says of the delivery
     accepted: int = 0  # the last average to which it has contributed
     pinned: dict[str, torch.Tensor] | None = None  # the anchors of the evaluation that it makes
-
-    def forget_delivery(self) -> None:
-        self.changes, self.ranks, self.facts, self.nbytes = {}, set(), None, 0
 
 
 class ServedRun:
@@ -115,9 +96,10 @@ class ServedRun:
         self.data_ranks = 1  # of the group that began last
         self.problem: str | None = None  # why the run has ended before its last step
         self.orphans: dict[str, int] = {}  # units that no holder delivered, and the average since which
-        self._deliveries: list[tuple[Delivery, Facts, int]] = []  # of the open average, with their bytes
+        self._deliveries: list[Delivery] = []  # of the open average
         self._is_closing = self._is_started = False
-        self._changed = self._closed_at = -math.inf  # when a group last joined or began, and an average closed
+        self._changed = -math.inf  # when a group last joined or began
+        self._closed_at: float | None = None
         self._ticked = math.inf
         self._grace_ends: float | None = None
         self._too_few_since: float | None = None
@@ -149,7 +131,8 @@ class ServedRun:
         free = [index for index in range(self.groups) if index not in taken]
         if not free:
             return None
-        member = Member(slot if slot in free else free[0], secrets.token_hex(16), now)
+        slot = slot if slot in free else free[0]
+        member = Member(slot, secrets.token_hex(16), now, Delivery(slot))
         self.members[member.session], self._changed = member, now
         log.info("group %d joined, %d of %d live", member.slot, len(self.members), self.groups)
         return member
@@ -199,37 +182,39 @@ class ServedRun:
         if self._is_open(average) and member.accepted < average:
             for piece in changes:
                 self.anchors.info_of(piece)
-            member.changes.update(changes)
-            member.nbytes += nbytes
+            member.delivery.changes.update(changes)
+            member.delivery.nbytes += nbytes
 
-    def deliver(self, member: Member, average: int, rank: int, ranks: int, facts: Facts) -> None:
-        """Note that one of a group's ``ranks`` has sent all its slices. Rank 0 knows the facts."""
+    def deliver(
+        self, member: Member, average: int, rank: int, ranks: int, facts: tuple[int, int, float, float]
+    ) -> None:
+        """Note that one of a group's ``ranks`` has sent all its slices. The facts of rank 0 count:
+        samples, new samples, loss and seconds.
+        """
         if member.accepted >= average:
             return
-        if not self._is_open(average):
-            if rank == 0:
-                self.late += 1
-                self.skipped_samples += self._settle(member, facts)
-            member.forget_delivery()
+        delivery = member.delivery
+        if rank == 0:
+            delivery.samples, delivery.new_samples, delivery.loss, delivery.seconds = facts
+        delivery.ranks.add(rank)
+        is_late = not self._is_open(average)
+        if not is_late and len(delivery.ranks) < ranks:
             return
-        member.ranks.add(rank)
-        member.facts = facts if rank == 0 else member.facts
-        if len(member.ranks) < ranks or member.facts is None:
+        member.delivery = Delivery(member.slot)
+        if not is_late:
+            self.anchors.check(member.slot, self.schedule.fragment(average), delivery.changes)
+        settled = min(delivery.new_samples, member.unsettled)
+        member.unsettled -= settled
+        if is_late:
+            self.late += delivery.samples > 0  # once, with the facts of rank 0
+            self.skipped_samples += settled
             return
-        delivery = Delivery(member.slot, member.facts.samples, member.changes), member.facts, member.nbytes
-        member.forget_delivery()
-        self.anchors.check(member.slot, self.schedule.fragment(average), delivery[0].changes)
         member.accepted = average
-        self.samples += self._settle(member, delivery[1])
+        self.samples += settled
         self._deliveries.append(delivery)
 
     def _is_open(self, average: int) -> bool:
         return average == self.closed + 1 and not self._is_closing and not self.has_ended
-
-    def _settle(self, member: Member, facts: Facts) -> int:
-        samples = min(facts.new_samples, member.unsettled)
-        member.unsettled -= samples
-        return samples
 
     def status(self, member: Member) -> dict[str, Any]:
         """Return the answer to a heartbeat."""
@@ -270,37 +255,35 @@ class ServedRun:
     def begin_close(self) -> tuple[int, list[Delivery]]:
         """Accept no more deliveries. Returns what :meth:`Anchors.step` needs."""
         self._is_closing = True
-        return self.schedule.fragment(self.closed + 1), [delivery for delivery, *_ in self._deliveries]
+        return self.schedule.fragment(self.closed + 1), self._deliveries
 
     def finish_close(self, now: float) -> dict[str, Any]:
         """Close the open average after the outer step. Returns its line of metrics.jsonl."""
         deliveries, self._deliveries = self._deliveries, []
         self.closed, self._is_closing, self._grace_ends = self.closed + 1, False, None
-        fragment, slots = self.schedule.fragment(self.closed), {delivery.slot for delivery, *_ in deliveries}
+        fragment, tokens = self.schedule.fragment(self.closed), self._tokens_per_sample
+        slots = {one.slot for one in deliveries}
         self._note_orphans(fragment, slots)
-        new = sum(facts.new_samples for _, facts, _ in deliveries)
-        losses = [facts.loss * facts.new_samples for _, facts, _ in deliveries]
-        tokens = self._tokens_per_sample
-        groups = {
-            str(delivery.slot): {"tokens": facts.new_samples * tokens, "seconds": facts.seconds, "bytes": nbytes}
-            for delivery, facts, nbytes in deliveries
-        }
-        seconds, self._closed_at = now - self._closed_at, now
+        new = sum(one.new_samples for one in deliveries)
+        seconds, self._closed_at = now - (self._closed_at or now), now
         return {
             "step": self.step,
             "round": -(-self.closed // self.schedule.fragments),
             "fragment": fragment,
             "outer_step": self.closed,
-            "loss": sum(losses) / new if new else None,
+            "loss": sum(one.loss * one.new_samples for one in deliveries) / new if new else None,
             "groups": len(slots),
             "alive": len(self.members),
             "tokens": self.tokens,
             "samples": self.samples,
-            "skipped_tokens": self.skipped_samples * self._tokens_per_sample,
+            "skipped_tokens": self.skipped_samples * tokens,
             "late": self.late,
-            "seconds": seconds if math.isfinite(seconds) else None,
-            "bytes": sum(nbytes for *_, nbytes in deliveries),
-            "by_group": groups,
+            "seconds": seconds or None,
+            "bytes": sum(one.nbytes for one in deliveries),
+            "by_group": {
+                str(one.slot): {"tokens": one.new_samples * tokens, "seconds": one.seconds, "bytes": one.nbytes}
+                for one in deliveries
+            },
             "orphans": dict(self.orphans),
         }
 

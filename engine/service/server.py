@@ -8,7 +8,7 @@ import json
 import logging
 import ssl
 import time
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -17,7 +17,7 @@ from aiohttp import web
 from ..distributed.agreement import first_difference
 from ..errors import ServiceError, shorten
 from ..json_files import parse_json
-from .rounds import Facts, Member, ServedRun, UnknownMemberError
+from .rounds import Member, ServedRun, UnknownMemberError
 from .wire import DIGEST, MOST_BYTES, NONCE, Signer, fits, pack, slice_of, unpack
 
 log = logging.getLogger("sdp")
@@ -60,9 +60,9 @@ class Server:
         }  # fmt: skip
 
     async def serve(
-        self, host: str, port: int, tls: ssl.SSLContext | None, on_start: Callable[[int], None], stop: asyncio.Event
+        self, host: str, port: int, tls: ssl.SSLContext | None, on_start: Callable[[int], None], stop: Sequence[int]
     ) -> None:
-        """Serve until the run has ended and its groups have left, or ``stop`` is set.
+        """Serve until the run has ended and its groups have left, or a signal is in ``stop``.
 
         ``port``: 0 for any. ``on_start`` gets it.
         """
@@ -77,9 +77,9 @@ class Server:
         finally:
             await runner.cleanup()
 
-    async def _tick_until_end(self, stop: asyncio.Event) -> None:
+    async def _tick_until_end(self, stop: Sequence[int]) -> None:
         run, ended_at = self._run, None
-        while not stop.is_set():
+        while not stop:
             if run.tick(time.monotonic()):
                 await asyncio.to_thread(run.anchors.step, *run.begin_close())
                 await asyncio.to_thread(self._on_closed, run.finish_close(time.monotonic()))
@@ -161,7 +161,7 @@ class Server:
 
     async def _deliver(self, request: Any, member: Member) -> Answer:
         samples, new_samples, loss, seconds = request["facts"]
-        facts = Facts(int(samples), int(new_samples), float(loss), float(seconds))
+        facts = int(samples), int(new_samples), float(loss), float(seconds)
         self._run.deliver(member, int(request["average"]), int(request["rank"]), int(request["ranks"]), facts)
         return {}
 

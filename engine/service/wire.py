@@ -27,6 +27,7 @@ from .anchors import Slice
 MESSAGE_BYTES = 16 << 20  # a longer tensor is sent in several messages
 MOST_BYTES = 64 << 20  # of a body
 _WINDOW_SECONDS = 300.0  # by which the clocks of two hosts may differ
+_SCALES = "scales of "  # and the key of a tensor of integers
 TIME, NONCE, DIGEST, SIGNATURE = "X-SDP-Time", "X-SDP-Nonce", "X-SDP-Digest", "X-SDP-Signature"
 
 Part = tuple[Slice, torch.Tensor, Compression]
@@ -91,16 +92,15 @@ def messages_of(parts: Iterable[Part]) -> Iterator[list[Part]]:
 
 
 def pack(parts: Iterable[Part]) -> bytes:
-    """Return slices as safetensors bytes, each in its format."""
-    packed, slices = dict[str, torch.Tensor](), list[Slice]()
-    for number, (piece, tensor, kind) in enumerate(parts):
-        slices.append(piece)
+    """Return slices as safetensors bytes, each in its format and with its place as the key."""
+    packed = dict[str, torch.Tensor]()
+    for piece, tensor, kind in parts:
+        key = json.dumps(piece)
         if kind == "int8":
-            packed[str(number)], packed[f"{number}/scales"] = quantise(tensor)
+            packed[key], packed[_SCALES + key] = quantise(tensor)
         else:
-            packed[str(number)] = tensor.bfloat16() if kind == "bf16" else tensor
-    packed = {key: value.detach().cpu().contiguous() for key, value in packed.items()}
-    return save(packed, metadata={"slices": json.dumps(slices)})
+            packed[key] = tensor.bfloat16() if kind == "bf16" else tensor
+    return save({key: value.detach().cpu().contiguous() for key, value in packed.items()})
 
 
 def unpack(body: bytes) -> dict[Slice, torch.Tensor]:
@@ -110,13 +110,11 @@ def unpack(body: bytes) -> dict[Slice, torch.Tensor]:
         ServiceError: ``body`` has another form.
     """
     try:
-        length = int.from_bytes(body[:8], "little")
-        slices = parse_json(parse_json(body[8 : 8 + length].decode())["__metadata__"]["slices"])
         tensors, found = load(body), {}
-        for number, piece in enumerate(map(slice_of, slices)):
-            tensor = tensors.pop(str(number))
+        for key in [key for key in tensors if not key.startswith(_SCALES)]:
+            piece, tensor = slice_of(parse_json(key)), tensors[key]
             if tensor.dtype == torch.int8:
-                tensor = restore(tensor, tensors.pop(f"{number}/scales"), torch.Size(piece.shape))
+                tensor = restore(tensor, tensors[_SCALES + key], torch.Size(piece.shape))
             if tuple(tensor.shape) != piece.shape or not tensor.is_floating_point():
                 raise ValueError("a tensor does not have the shape of its slice")
             found[piece] = tensor

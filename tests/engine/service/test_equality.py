@@ -66,19 +66,14 @@ def served(
     anchors = Anchors(layout, config.sdp.sync, first_weights(model, config, layout))
     run = ServedRun(anchors, config.sdp.sync, case.steps, case.groups, 1, case.groups)
     lines: list[dict[str, Any]] = []
-    started, ports, loops = threading.Event(), [], []
+    started, ports, stop = threading.Event(), list[int](), list[int]()
+
+    def on_start(port: int) -> None:
+        ports.append(port)
+        started.set()
 
     async def serve() -> None:
-        server = Server(
-            run, TOKEN, {}, on_closed=lines.append, on_dealt=lambda: None, on_evaluation=lambda _: None
-        )  # fmt: skip
-        stop = asyncio.Event()
-        loops.append((asyncio.get_running_loop(), stop))
-
-        def on_start(port: int) -> None:
-            ports.append(port)
-            started.set()
-
+        server = Server(run, TOKEN, {}, on_closed=lines.append, on_dealt=lambda: None, on_evaluation=lambda _: None)
         await server.serve("127.0.0.1", port, tls, on_start, stop)
 
     thread = threading.Thread(target=lambda: asyncio.run(serve()))
@@ -87,9 +82,7 @@ def served(
     try:
         yield run, f"127.0.0.1:{ports[0]}", lines
     finally:
-        loop, stop = loops[0]
-        if thread.is_alive():
-            loop.call_soon_threadsafe(stop.set)
+        stop.append(1)
         thread.join(30)
 
 

@@ -18,7 +18,7 @@ from sdp.engine.errors import ServiceError
 from sdp.engine.placement.layout import Layout
 from sdp.engine.service.anchors import Anchors, Slice
 from sdp.engine.service.data_order import DataOrder, Share
-from sdp.engine.service.rounds import Facts, Member, Schedule, ServedRun, UnknownMemberError
+from sdp.engine.service.rounds import Member, Schedule, ServedRun, UnknownMemberError
 from sdp.tests.support import models
 
 PLACEMENT = {"layers.0": [0, 1], "layers.1": [1, 2], "layers.2": [2]}
@@ -64,7 +64,7 @@ class Clock:
     def deliver(self, member: Member, value: float = 1.0, samples: int = 8) -> None:
         average = self.run.closed + 1
         self.run.receive(member, average, self.changes(member, value), 100)
-        self.run.deliver(member, average, 0, 1, Facts(samples, samples, 2.0, 1.0))
+        self.run.deliver(member, average, 0, 1, (samples, samples, 2.0, 1.0))
 
     def close(self) -> dict[str, Any]:
         """Close the open average, which must be ready."""
@@ -126,7 +126,7 @@ def test_the_grace_begins_with_the_quorum_and_ends_the_average() -> None:
     assert line["groups"] == 2
     assert line["orphans"] == {"layers.2": 1}  # whose only holder did not deliver
     skipped = clock.run.skipped_samples
-    clock.run.deliver(c, 1, 0, 1, Facts(6, 6, 2.0, 1.0))
+    clock.run.deliver(c, 1, 0, 1, (6, 6, 2.0, 1.0))
     status = clock.run.status(c)
     assert (status["accepted"], status["closed"], clock.run.late) == (0, 1, 1)
     assert clock.run.skipped_samples == skipped + 6
@@ -225,10 +225,10 @@ def test_only_whole_deliveries_of_held_units_are_accepted() -> None:
     missing = dict(itertools.islice(changes.items(), 1, None))
     clock.run.receive(a, 1, missing, 1)
     with pytest.raises(ServiceError, match="delivers 0 elements of"):
-        clock.run.deliver(a, 1, 0, 1, Facts(1, 1, 0.0, 0.0))
+        clock.run.deliver(a, 1, 0, 1, (1, 1, 0.0, 0.0))
     clock.run.receive(a, 1, clock.changes(b, 1.0) | changes, 1)
     with pytest.raises(ServiceError, match=r"elements of layers\.1"):
-        clock.run.deliver(a, 1, 0, 1, Facts(1, 1, 0.0, 0.0))
+        clock.run.deliver(a, 1, 0, 1, (1, 1, 0.0, 0.0))
     with pytest.raises(ServiceError, match="is not in the model"):
         clock.run.receive(a, 1, {Slice("stem.weight", (1, 0), (10**9, 1)): torch.zeros(1)}, 1)
 
@@ -238,10 +238,10 @@ def test_every_rank_of_a_group_must_have_sent_its_slices() -> None:
     a, *_ = clock.start()
     first, second = dict(list(clock.changes(a, 1.0).items())[::2]), dict(list(clock.changes(a, 1.0).items())[1::2])
     clock.run.receive(a, 1, first, 1)
-    clock.run.deliver(a, 1, 0, 2, Facts(4, 4, 0.0, 0.0))
+    clock.run.deliver(a, 1, 0, 2, (4, 4, 0.0, 0.0))
     assert a.accepted == 0
     clock.run.receive(a, 1, second, 1)
-    clock.run.deliver(a, 1, 1, 2, Facts(0, 0, 0.0, 0.0))
+    clock.run.deliver(a, 1, 1, 2, (0, 0, 0.0, 0.0))
     assert a.accepted == 1
 
 
