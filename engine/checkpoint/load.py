@@ -69,7 +69,7 @@ def find_together(directory: str | Path, tag: str | float | None, ranks: Ranks) 
         found = find(directory, tag)
         return None if found is None else [str(found[0]), found[1]]
 
-    answer = ranks.from_rank_0(look)
+    answer = ranks.first(ranks.all_or_none(lambda: look() if ranks.rank == 0 else None))
     return None if answer is None else (Path(answer[0]), answer[1])
 
 

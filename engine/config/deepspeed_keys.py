@@ -40,25 +40,6 @@ HINTS = _OF_NO_ENGINE | frozenset(
     """
     dump_state memory_breakdown zero_allow_untested_optimizer zero_force_ds_cpu_optimizer disable_allgather
     disable_python_gc log_level vocabulary_size seq_parallel_communication_data_type dataloader_drop_last
-    zero_optimization.overlap_comm zero_optimization.contiguous_gradients zero_optimization.reduce_scatter
-    zero_optimization.reduce_bucket_size zero_optimization.allgather_bucket_size zero_optimization.allgather_partitions
-    zero_optimization.sub_group_size zero_optimization.round_robin_gradients zero_optimization.ignore_unused_parameters
-    zero_optimization.stage3_max_live_parameters zero_optimization.max_live_parameters
-    zero_optimization.stage3_max_reuse_distance zero_optimization.max_reuse_distance
-    zero_optimization.stage3_prefetch_bucket_size zero_optimization.prefetch_bucket_size
-    zero_optimization.stage3_param_persistence_threshold zero_optimization.param_persistence_threshold
-    zero_optimization.stage3_model_persistence_threshold zero_optimization.model_persistence_threshold
-    zero_optimization.stage3_gather_16bit_weights_on_model_save zero_optimization.gather_16bit_weights_on_model_save
-    zero_optimization.stage3_gather_fp16_weights_on_model_save
-    zero_optimization.stage3_module_granularity_threshold zero_optimization.module_granularity_threshold
-    zero_optimization.stage3_use_all_reduce_for_fetch_params zero_optimization.use_all_reduce_for_fetch_params
-    zero_optimization.stage3_allgather_sequential zero_optimization.allgather_sequential
-    zero_optimization.load_from_fp32_weights zero_optimization.parameter_alignment
-    zero_optimization.use_multi_rank_bucket_allreduce zero_optimization.elastic_checkpoint
-    zero_optimization.memory_efficient_linear zero_optimization.pipeline_loading_checkpoint
-    zero_optimization.override_module_apply zero_optimization.log_trace_cache_warnings
-    zero_optimization.enable_sanity_checks zero_optimization.leaf_module zero_optimization.compute_grad_norm
-    zero_optimization.save_muon_momentum_buffer_in_memory
     fp16.fp16_master_weights_and_grads fp16.auto_cast
     bf16.check_grad_overflow bf16.immediate_grad_update bf16.bf16_master_weights_and_grads bf16.bf16_optimizer_states
     torch_autocast.lower_precision_safe_modules tensor_parallel.tp_overlap_comm tensor_parallel.keep_module_on_host
@@ -68,6 +49,24 @@ HINTS = _OF_NO_ENGINE | frozenset(
     checkpoint.writer checkpoint.parallel_write
     """.split()
 )
+HINTS |= {
+    f"zero_optimization.{key}"
+    for key in """
+    overlap_comm contiguous_gradients reduce_scatter reduce_bucket_size allgather_bucket_size allgather_partitions
+    sub_group_size round_robin_gradients ignore_unused_parameters load_from_fp32_weights parameter_alignment
+    use_multi_rank_bucket_allreduce elastic_checkpoint memory_efficient_linear pipeline_loading_checkpoint
+    override_module_apply log_trace_cache_warnings enable_sanity_checks leaf_module compute_grad_norm
+    save_muon_momentum_buffer_in_memory stage3_gather_fp16_weights_on_model_save
+    """.split()
+}
+HINTS |= {  # DeepSpeed takes these names with and without stage3_
+    f"zero_optimization.{prefix}{key}"
+    for prefix in ("", "stage3_")
+    for key in """
+    max_live_parameters max_reuse_distance prefetch_bucket_size param_persistence_threshold model_persistence_threshold
+    gather_16bit_weights_on_model_save module_granularity_threshold use_all_reduce_for_fetch_params allgather_sequential
+    """.split()
+}
 HINTS |= {
     f"zero_optimization.{section}.{key}"
     for section in ("offload_optimizer", "offload_param")

@@ -73,29 +73,45 @@ class MaskingSchedule:
         """
         if isinstance(setting, str):
             return cls((setting,))
-        ends = tuple(_end_of(index, phase, len(setting), steps) for index, phase in enumerate(setting))
-        for index in range(1, len(setting)):
-            if setting[index].masking == setting[index - 1].masking:
+        ends: list[int] = []
+        for index, (phase, following) in enumerate(zip(setting, [*setting[1:], None], strict=True)):
+            where, until = f"sdp.masking.{index}.until", phase.until
+            stated = shorten(json.dumps(until), 20)
+            if following is None and until is not None:
                 raise ConfigError(
-                    f'sdp.masking.{index}: masking "{setting[index].masking}" is that of the phase before it; join '
-                    "the two"
+                    f"{where}: {stated} ends the last phase, after which no masking is given; remove it, or add a phase"
                 )
-        for index in range(1, len(ends) - 1):
-            if ends[index] <= ends[index - 1]:
+            if following is None:
+                break
+            if until is None:
                 raise ConfigError(
-                    f"sdp.masking.{index}.until: step {shorten(ends[index], 20)} does not come after step "
-                    f"{shorten(ends[index - 1], 20)}, where the phase before it ends; phases are in the order of "
-                    "the run"
+                    f"{where}: this key is required, because another phase follows; give its last step, or a fraction "
+                    "of training.steps"
                 )
-        return cls(tuple(phase.masking for phase in setting), ends[:-1])
+            if isinstance(until, float) and steps is None:
+                raise ConfigError(
+                    f"{where}: {stated} is a fraction of training.steps, which is not set; give the number of a step, "
+                    "or set training.steps"
+                )
+            end = round(until * steps) if isinstance(until, float) and steps is not None else int(until)
+            before = ends[-1] if ends else 0
+            if end <= before or (steps is not None and end >= steps):
+                last = "" if steps is None else f", and before training.steps {shorten(steps, 20)}"
+                raise ConfigError(
+                    f"{where}: {stated} is step {shorten(end, 20)}, which leaves a phase without a step; choose a step "
+                    f"after {shorten(before, 20)}{last}"
+                )
+            if following.masking == phase.masking:
+                raise ConfigError(
+                    f'sdp.masking.{index + 1}: masking "{following.masking}" is that of the phase before it; join the '
+                    "two"
+                )
+            ends.append(end)
+        return cls(tuple(phase.masking for phase in setting), tuple(ends))
 
     def at(self, step: int) -> Masking:
         """Return the masking of a step. Steps are numbered from 1."""
         return self.maskings[sum(step > end for end in self.ends)]
-
-    def switches_after(self, step: int) -> bool:
-        """Return whether the masking changes between ``step`` and the next one."""
-        return step in self.ends
 
     @property
     def starts(self) -> tuple[int, ...]:
@@ -108,41 +124,6 @@ class MaskingSchedule:
             f"{masking} to step {self.ends[index]}" if index < last else masking
             for index, masking in enumerate(self.maskings)
         )
-
-
-def _end_of(index: int, phase: MaskingPhase, count: int, steps: int | None) -> int:
-    """Return the last step of a phase, 0 for the last phase."""
-    where, until = f"sdp.masking.{index}.until", phase.until
-    if index == count - 1:
-        if until is not None:
-            raise ConfigError(
-                f"{where}: {shorten(json.dumps(until), 20)} ends the last phase, after which no masking is given; "
-                "remove it, or add a phase"
-            )
-        return 0
-    if until is None:
-        raise ConfigError(
-            f"{where}: this key is required, because another phase follows; give its last step, or a fraction of "
-            "training.steps"
-        )
-    if isinstance(until, float):
-        if steps is None:
-            raise ConfigError(
-                f"{where}: {until:g} is a fraction of training.steps, which is not set; give the number of a step, or "
-                "set training.steps"
-            )
-        fraction, until = until, round(until * steps)
-        if not 0 < until < steps:
-            raise ConfigError(
-                f"{where}: {fraction:g} of training.steps {shorten(steps, 20)} is step {shorten(until, 20)}, which "
-                "leaves a phase without a step; choose another fraction"
-            )
-    if steps is not None and until >= steps:
-        raise ConfigError(
-            f"{where}: step {shorten(until, 20)} is not before the last step, training.steps {shorten(steps, 20)}, so "
-            "the next phase would never begin; choose an earlier step"
-        )
-    return until
 
 
 class CopiesSection(Section):

@@ -48,24 +48,6 @@ class Ranks:
         """Return every rank's ``value`` (JSON), in rank order."""
         return [json.loads(json.dumps(value))] if self.alone else gather_json(value, self.group)
 
-    def from_rank_0(self, action: Callable[[], T]) -> T:
-        """Call ``action`` on rank 0 only, and return its result (JSON) on every rank.
-
-        Raises:
-            CheckpointError: ``action`` raised it on rank 0.
-        """
-        result: Any = None
-        problem = None
-        if self.rank == 0:
-            try:
-                result = action()
-            except CheckpointError as error:
-                problem = str(error)
-        result, problem = self.gather([result, problem])[0]
-        if problem is not None:
-            raise CheckpointError(problem)
-        return result
-
     def agree(self, problem: str | None) -> None:
         """Raise :class:`CheckpointError` on every rank if any rank has a ``problem``.
 

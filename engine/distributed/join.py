@@ -169,17 +169,12 @@ def init_distributed(
     """Join the processes that a launcher started, like ``deepspeed.init_distributed``.
 
     Rank, world size and master address come from the launcher's variables (torchrun, DeepSpeed, MPI
-    or SLURM).
+    or SLURM). Arguments that are not listed here have no effect.
 
     Args:
         dist_backend: the backend of this machine, or None: "nccl" on CUDA, else "gloo".
-        auto_mpi_discovery: has no effect.
-        distributed_port: has no effect.
-        verbose: has no effect.
         timeout: how long a collective may take. None means torch's default.
         init_method: must be None.
-        dist_init_required: has no effect.
-        config: has no effect.
         rank: must be negative.
         world_size: must be negative.
 

@@ -7,7 +7,7 @@ This module does not import torch, because the launcher uses it before any proce
 from __future__ import annotations
 
 import socket
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -82,10 +82,6 @@ class Mesh:
     def data_ranks(self) -> int:
         """Number of ranks that read different data."""
         return len(self.groups) * self.fsdp
-
-    def data_ranks_of(self, groups: Collection[int]) -> int:
-        """Return the number of data ranks of some SDP groups together."""
-        return len(groups) * self.fsdp
 
     def coordinates(self, rank: int) -> Coordinates:
         data_rank, tp = divmod(rank, self.tp)

@@ -219,7 +219,7 @@ class BetweenGroups:
         for holders in {one.holders for one in self.store.stepped.values()}:
             averaging = (at.sdp,) if self.is_local else holders
             total = sum(of_group[holder] for holder in averaging)
-            self._factors[holders] = mesh.data_ranks_of(averaging) * unit / total if total else 0.0
+            self._factors[holders] = len(averaging) * mesh.fsdp * unit / total if total else 0.0
         self._multiply(self._factors)
         self._final.note(() if self.is_local or mesh.world_size == 1 else self._trained)
         return sum(of_group.values()), mesh.fsdp if self.is_local else mesh.data_ranks

@@ -30,8 +30,8 @@ def test_every_step_has_a_masking(masking: Any, steps: int | None, of_steps: str
     config = _load(masking, steps)
     schedule = config.masking_schedule
     assert "".join(schedule.at(step)[0] for step in range(1, 5)) == of_steps
-    changes = [step for step in range(1, 4) if of_steps[step - 1] != of_steps[step]]
-    assert [step for step in range(1, 5) if schedule.switches_after(step)] == changes
+    changes = [step for step in range(2, 5) if of_steps[step - 2] != of_steps[step - 1]]
+    assert [*schedule.starts] == [1, *changes]
     assert {masking[0] for masking in config.sdp.maskings} == set(of_steps)
     assert load_config(config.resolved()).masking_schedule == schedule
 
@@ -53,12 +53,12 @@ def test_a_single_phase_is_the_plain_value() -> None:
         ([{"masking": "forward"}, BACKWARD], 100, "sdp.masking.0.until: this key is required, because another phase"),
         ([FORWARD, BACKWARD], None, "sdp.masking.0.until: 0.75 is a fraction of training.steps, which is not set"),
         ([FORWARD, {"until": 0.5, "masking": "backward"}, {"masking": "forward"}], 100,
-            "sdp.masking.1.until: step 50 does not come after step 75"),
+            "sdp.masking.1.until: 0.5 is step 50, which leaves a phase without a step; choose a step after 75, and"),
         ([FORWARD, {"until": 75, "masking": "backward"}, {"masking": "forward"}], 100,
-            "sdp.masking.1.until: step 75 does not come after step 75"),
-        ([{"until": 100, "masking": "forward"}, BACKWARD], 100, "sdp.masking.0.until: step 100 is not before the last"),
+            "sdp.masking.1.until: 75 is step 75, which leaves a phase without a step; choose a step after 75, and"),
+        ([{"until": 100, "masking": "forward"}, BACKWARD], 100, "sdp.masking.0.until: 100 is step 100, which leaves"),
         ([{"until": 0.001, "masking": "forward"}, BACKWARD], 100,
-            "sdp.masking.0.until: 0.001 of training.steps 100 is"),
+            "sdp.masking.0.until: 0.001 is step 0, which leaves a phase without a step; choose a step after 0, and"),
         ([{"until": 1.5, "masking": "forward"}, BACKWARD], 100, "sdp.masking.0.until: input should be a valid integer"),
         ([{"until": 0, "masking": "forward"}, BACKWARD], 100, "sdp.masking.0.until: input should be greater than 0"),
         ([{"util": 5, "masking": "forward"}, BACKWARD], 100, "sdp.masking.0.util: unknown key, did you mean until?"),

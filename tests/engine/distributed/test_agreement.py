@@ -112,7 +112,7 @@ def test_how_a_number_is_written_is_no_difference() -> None:
     assert first_difference("a", {"x": 1}, {"x": True}) == ("a.x", "1", "true")
 
 
-def _work_together() -> tuple[list[str], str, Any, str]:
+def _work_together() -> tuple[list[str], str, Any]:
     """What a rank sees of an action that succeeds, of one that fails, and of values."""
     ranks, here = Ranks(alone=False), dist.get_rank()
 
@@ -127,13 +127,13 @@ def _work_together() -> tuple[list[str], str, Any, str]:
         problem = "none"
     except DataError as error:
         problem = str(error)
-    return done, problem, ranks.first(None if here == 0 else here), ranks.from_rank_0(lambda: f"from {here}")
+    return done, problem, ranks.first(None if here == 0 else here)
 
 
 def test_all_ranks_succeed_or_raise_the_first_error(ranks: RankPool) -> None:
-    for rank, (done, problem, first, given) in enumerate(ranks.run(_work_together, world=2)):
+    for rank, (done, problem, first) in enumerate(ranks.run(_work_together, world=2)):
         assert done == [f"done by {rank}"]
-        assert (problem, first, given) == ("rank 1 has no data", 1, "from 0")
+        assert (problem, first) == ("rank 1 has no data", 1)
 
 
 def test_a_process_alone_raises_its_own_error() -> None:
