@@ -8,7 +8,7 @@ import json
 import logging
 import ssl
 import time
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -53,11 +53,6 @@ class Server:
         self._evaluated = -1  # the last step for which a group evaluates
         self._refused = 0
         self._data: str | None = None
-        self._actions: dict[str, Callable[[Any, Member], Awaitable[Answer]]] = {
-            "begin": self._begin, "heartbeat": self._heartbeat, "lease": self._lease, "changes": self._changes,
-            "deliver": self._deliver, "wait": self._wait, "anchors": self._anchors, "claim": self._claim,
-            "evaluation": self._evaluation, "leave": self._leave,
-        }  # fmt: skip
 
     async def serve(
         self, host: str, port: int, tls: ssl.SSLContext | None, on_start: Callable[[int], None], stop: Sequence[int]
@@ -119,14 +114,13 @@ class Server:
     async def _act(self, action: str, body: bytes) -> Answer:
         head, _, slices = body.partition(b"\n")  # a line of JSON; slices may follow
         request = parse_json(head.decode())
-        if action == "join":
-            return self._join(request)
-        if action not in self._actions:
+        answer = getattr(self, f"do_{action}", None)
+        if answer is None:
             raise ServiceError("there is no such request")
-        member = self._run.member(request["session"], time.monotonic())
-        return await self._actions[action]({**request, "changes": slices}, member)
+        member = None if action == "join" else self._run.member(request["session"], time.monotonic())
+        return await answer({**request, "changes": slices}, member)
 
-    def _join(self, request: Mapping[str, Any]) -> Answer:
+    async def do_join(self, request: Any, _: None) -> Answer:
         if request["settings"] != self._settings:
             where, mine, others = first_difference("settings", self._settings, request["settings"])
             raise ServiceError(
@@ -135,17 +129,17 @@ class Server:
         member = self._run.join(request["slot"], time.monotonic())
         return {"session": None} if member is None else {"session": member.session, "slot": member.slot}
 
-    async def _begin(self, request: Any, member: Member) -> Answer:
+    async def do_begin(self, request: Any, member: Member) -> Answer:
         self._data = self._data or str(request["data"])
         if self._data != request["data"]:
             raise ServiceError("this group has another corpus than the others; give all groups the same data")
         micro_batches, width, ranks = (int(request[key]) for key in ("micro_batches", "width", "data_ranks"))
         return {"closed": self._run.begin(member, micro_batches, width, ranks, time.monotonic())}
 
-    async def _heartbeat(self, _: Any, member: Member) -> Answer:
+    async def do_heartbeat(self, _: Any, member: Member) -> Answer:
         return self._run.status(member)
 
-    async def _lease(self, request: Any, member: Member) -> Answer:
+    async def do_lease(self, request: Any, member: Member) -> Answer:
         number, before = int(request["number"]), len(member.shares)
         if number > before:
             raise ServiceError("shares are asked for one after the other")
@@ -154,24 +148,24 @@ class Server:
             self._on_dealt()
         return {"share": share}
 
-    async def _changes(self, request: Any, member: Member) -> Answer:
+    async def do_changes(self, request: Any, member: Member) -> Answer:
         changes = await asyncio.to_thread(unpack, request["changes"])
         self._run.receive(member, int(request["average"]), changes, len(request["changes"]))
         return {}
 
-    async def _deliver(self, request: Any, member: Member) -> Answer:
+    async def do_deliver(self, request: Any, member: Member) -> Answer:
         samples, new_samples, loss, seconds = request["facts"]
         facts = int(samples), int(new_samples), float(loss), float(seconds)
         self._run.deliver(member, int(request["average"]), int(request["rank"]), int(request["ranks"]), facts)
         return {}
 
-    async def _wait(self, request: Any, member: Member) -> Answer:
+    async def do_wait(self, request: Any, member: Member) -> Answer:
         if self._run.closed < int(request["average"]) and not self._run.has_ended:
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(self._closed.wait(), min(60.0, float(request["seconds"])))
         return self._run.status(member)
 
-    async def _anchors(self, request: Any, member: Member) -> Answer:
+    async def do_anchors(self, request: Any, member: Member) -> Answer:
         pieces = [slice_of(value) for value in request["slices"]]
         if sum(4 * torch.Size(piece.shape).numel() for piece in pieces) > MOST_BYTES:
             raise ServiceError(f"an answer has at most {MOST_BYTES} bytes; ask for fewer slices")
@@ -182,7 +176,7 @@ class Server:
 
         return await asyncio.to_thread(read)
 
-    async def _claim(self, request: Any, member: Member) -> Answer:
+    async def do_claim(self, request: Any, member: Member) -> Answer:
         """Let the first group that asks evaluate, on anchors that stay as they are meanwhile."""
         is_first = int(request["step"]) > self._evaluated
         if is_first:
@@ -190,12 +184,12 @@ class Server:
             member.pinned, _ = await asyncio.to_thread(self._run.anchors.snapshot)
         return {"mine": is_first}
 
-    async def _evaluation(self, request: Any, member: Member) -> Answer:
+    async def do_evaluation(self, request: Any, member: Member) -> Answer:
         if member.pinned is not None:
             self._on_evaluation(request["line"] | {"tokens": self._run.tokens})
         member.pinned = None
         return {}
 
-    async def _leave(self, _: Any, member: Member) -> Answer:
+    async def do_leave(self, _: Any, member: Member) -> Answer:
         self._run.drop(member.session, "left")
         return {}

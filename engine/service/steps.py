@@ -106,6 +106,13 @@ class Membership:
             time.sleep(0.1)
         return Share(*share)
 
+    def is_lost(self) -> bool:
+        """Return whether the group is no member any more, because a rank was told so. Collective in
+        the group.
+        """
+        self.client.is_lost = any(gather_json(self.client.is_lost))
+        return self.client.is_lost
+
     def note_step(self, loss: float) -> None:
         """Count a step of the group."""
         batch = self.start["micro_batches"] * self.start["width"]
@@ -121,7 +128,7 @@ class Membership:
             ServiceError: the run has ended because of a problem.
         """
         status = {"closed": 0, "grace": False, **self.client.status, "lost": self.client.is_lost}
-        return _checked(gather_json(status)[0] if self._ranks > 1 else status)
+        return _checked(gather_json(status)[0])
 
     def claim(self, step: int) -> bool:
         """Return whether this group evaluates the full model after ``step``. Collective."""
@@ -134,7 +141,7 @@ class Membership:
         """
         if self._rank == 0 and not self.client.is_lost:
             self.client.request("evaluation", line=dict(line))
-        return not any(gather_json(self.client.is_lost))
+        return not self.is_lost()
 
     def leave(self) -> None:
         """Say that the group ends."""
@@ -159,11 +166,8 @@ class Membership:
         store.reshard()
         kept = {name: local_tensor(store.stepped[name].tensor.detach()).clone() for name in lent}
         values = {name: torch.empty(weight.shape) for name, weight in kept.items()}
-        wanted = []
-        for name, value in values.items():
-            (piece,) = store.pieces(name, kept[name])
-            wanted.append((Slice(lent[name].canonical, tuple(piece.offset), tuple(value.shape)), value))
-        self.client.fetch(wanted, pinned=True)
+        places = (_slice(store, name, kept[name])._replace(name=lent[name].canonical) for name in kept)
+        self.client.fetch(zip(places, values.values(), strict=True), pinned=True)
         _set_weights(store, values)
         try:
             yield
@@ -198,11 +202,10 @@ class Membership:
         sending.result()
         while self._rank == 0 and not self.client.is_lost and status["closed"] < average:
             status |= _checked(self.client.request("wait", average=average, seconds=self._seconds))
-        answers = gather_json([status["closed"], status["accepted"], self.client.is_lost])
-        closed, accepted, _ = answers[0]
-        self.client.is_lost = any(lost for *_, lost in answers)
-        self.closed = self.closed if self.client.is_lost else closed
-        return accepted >= average and closed == average and not self.client.is_lost
+        if self.is_lost():
+            return False
+        self.closed, accepted = gather_json([status["closed"], status["accepted"]])[0]
+        return accepted >= average == self.closed
 
 
 @torch.no_grad()
@@ -210,6 +213,12 @@ def _set_weights(store: GroupStore, values: Mapping[str, torch.Tensor]) -> None:
     for name, value in values.items():
         local_tensor(store.stepped[name].tensor.detach()).copy_(value)
     store.weights_changed()
+
+
+def _slice(store: GroupStore, name: str, tensor: torch.Tensor) -> Slice:
+    """Return the place of this rank's part of a parameter in the full model."""
+    (piece,) = store.pieces(name, tensor)
+    return Slice(piece.info.canonical, tuple(piece.offset), tuple(tensor.shape))
 
 
 def _checked(status: dict[str, Any]) -> dict[str, Any]:
@@ -241,10 +250,6 @@ class ServedSteps:
     def _weight(self, name: str) -> torch.Tensor:
         return local_tensor(self._store.stepped[name].tensor.detach())
 
-    def _slice(self, name: str, tensor: torch.Tensor) -> Slice:
-        (piece,) = self._store.pieces(name, tensor)
-        return Slice(piece.info.canonical, tuple(piece.offset), tuple(tensor.shape))
-
     @property
     def fragment_under_way(self) -> int | None:
         """The fragment that was delivered and whose anchors have not been fetched yet."""
@@ -269,7 +274,7 @@ class ServedSteps:
                 change, error = change + self._outer.errors[name].to(change.device), torch.empty_like(change)
                 rounded(change, error, kind)
                 self._outer.errors[name].copy_(error)
-            changes.append((self._slice(name, weight), change.to("cpu", copy=True), kind))
+            changes.append((_slice(self._store, name, weight), change.to("cpu", copy=True), kind))
         self._under_way = fragment, before, self.service.deliver(fragment, changes)
 
     @torch.no_grad()
@@ -292,7 +297,8 @@ class ServedSteps:
 
     @torch.no_grad()
     def take(self, fragments: set[int], before: Mapping[str, torch.Tensor] | None = None) -> None:
-        """Fetch the anchors of fragments, and let weights and frozen copies continue from them.
+        """Fetch the anchors of fragments, and let weights and frozen copies continue from them,
+        unless the group is lost. Collective in the group.
 
         ``before``: with an overlap, the weights when the delivery that was accepted was started.
         """
@@ -304,8 +310,8 @@ class ServedSteps:
             for name, target in targets.items()
             if self._fragments[name] in fragments and target.numel()
         }
-        self.service.client.fetch((self._slice(name, value), value) for name, value in wanted.items())
-        if self.service.client.is_lost:
+        self.service.client.fetch((_slice(self._store, name, value), value) for name, value in wanted.items())
+        if self.service.is_lost():  # a service that starts again may have answered only some ranks
             return
         for name, value in wanted.items():
             target = targets[name]
@@ -325,6 +331,6 @@ class ServedSteps:
         while is_lost:
             self.service.enter(joins=joins)
             self.take(set(self._fragments.values()))
-            is_lost = joins = any(gather_json(self.service.client.is_lost))
+            is_lost = joins = self.service.client.is_lost
         for error in self._outer.errors.values():
             error.zero_()

@@ -102,20 +102,25 @@ def _loss(engine: Any, case: Case, ranks: range) -> float:
     return engine.evaluate(batches, paths=[rank % engine.layout.paths for rank in ranks] if case.paths else None)
 
 
-def _train_with_a_service(case: Case, address: str) -> tuple[float | None, int]:
-    """Train as one group. Returns the held-out loss, if this group evaluated, and the steps."""
+def _member(case: Case, address: str) -> tuple[Any, Membership]:
+    """Make this rank's group a member of the run."""
     config, group = config_of(case), _alone(case)
-    sync = config.sdp.sync
-    assert sync is not None
-    client = Client(address, TOKEN, 60.0)
-    service = Membership(client, sync, case.steps, {}, dist.get_rank())
+    assert config.sdp.sync is not None
+    service = Membership(Client(address, TOKEN, 60.0), config.sdp.sync, case.steps, {}, dist.get_rank())
     service.slot = group
     service.join()
     engine = sdp.initialize(model=models.build(case.model), config=config, service=service)[0]
     ranks = {"width": 2 * case.fsdp, "data_ranks": case.fsdp}
     service.start = {"micro_batches": case.accumulation, **ranks, "data": "data"}
     engine.go_on_after(engine.local_training.enter(joins=False), 0, 0)
-    for number in range(case.steps // sync.every):  # waits until all groups have begun
+    return engine, service
+
+
+def _train_with_a_service(case: Case, address: str) -> tuple[float | None, int]:
+    """Train as one group. Returns the held-out loss, if this group evaluated, and the steps."""
+    engine, service = _member(case, address)
+    group = service.slot
+    for number in range(case.steps // service.schedule.every):  # waits until all groups have begun
         service.lease(number)
     for step in range(case.steps):
         one_step(engine, case, step, data_rank=group * case.fsdp + dist.get_rank() // case.tp)
@@ -128,8 +133,17 @@ def _train_with_a_service(case: Case, address: str) -> tuple[float | None, int]:
         loss = _loss(engine, case, range(first, first + share))
         service.report({"step": case.steps, "loss": loss})
     service.leave()
-    client.close()
+    service.client.close()
     return loss, engine.global_steps
+
+
+def _fetch_with_an_unknown_rank(case: Case, address: str) -> bool:
+    engine, service = _member(case, address)
+    if dist.get_rank() == 1:
+        service.client.session = "of a service that has ended"
+    engine.local_training.local.averages.take({0})
+    service.client.close()
+    return service.client.is_lost
 
 
 def _train_by_all_reduce(case: Case) -> tuple[dict[str, torch.Tensor] | None, float]:
@@ -160,3 +174,9 @@ def test_a_service_equals_an_all_reduce(ranks: RankPool, case: Case) -> None:
     assert all(line["groups"] == line["alive"] == case.groups for line in lines)
     assert (lines[-1]["step"], lines[-1]["late"], lines[-1]["skipped_tokens"]) == (case.steps, 0, 0)
     assert lines[-1]["samples"] == case.steps * 2 * case.accumulation * case.groups * case.fsdp
+
+
+def test_all_ranks_of_a_group_know_that_it_is_lost(ranks: RankPool) -> None:
+    case = Case(2, 2, 3, steps=4, sync='{"every": 2}')
+    with served(case) as (_, address, _):
+        assert ranks.run(_fetch_with_an_unknown_rank, case, address, world=4) == [True] * 4
