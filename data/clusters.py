@@ -26,11 +26,10 @@ from safetensors.torch import load_file, save_file
 from tqdm import tqdm
 
 from ..engine.errors import DataError
-from ..engine.json_files import read_json_file
 from .index import SPLITS
 from .output import only_writer, writing
 from .shards import TokenDataset
-from .shared.files import require_regular, sha256_of
+from .shared.files import read_index, require_regular, sha256_of
 from .tokenizers import Tokenizer, load_tokenizer
 
 CLUSTERS = "clusters"  # the folder in that of the prepared corpus
@@ -123,13 +122,11 @@ def router_hash(folder: Path) -> str:
 
 def _read_about(folder: Path) -> dict[str, Any]:
     path = folder / ROUTER_FILE
-    require_regular(path, "make it again with: sdp prepare --clusters K")
-    try:
-        return dict(read_json_file(path))
-    except FileNotFoundError:
-        raise DataError(f"{folder}: no router here; make it with: sdp prepare --output DIR --clusters K") from None
-    except (OSError, ValueError, TypeError) as error:
-        raise DataError(f"{path}: cannot be read as JSON ({error}); make it again: sdp prepare --clusters K") from error
+    again = "make it again with: sdp prepare --clusters K"
+    about = read_index(path, "no router here; make it with: sdp prepare --output DIR --clusters K", again)
+    if not isinstance(about, dict):
+        raise DataError(f"{path}: not the description of a router; {again}")
+    return about
 
 
 def check_request(count: int, prefix: int, sequence_length: int) -> None:

@@ -8,6 +8,7 @@ import hashlib
 import json
 import math
 import multiprocessing
+import re
 import signal
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -25,11 +26,16 @@ from ..engine.errors import LaunchError
 from ..engine.json_files import parse_json
 from .sources import UNCOUNTED, Document
 from .tokenizers import Tokenizer, load_encoder, tokenizer_from_spec
-from .tokenizers.long_texts import cut_text
 
 BATCH_CHARACTERS = 1_000_000
 LONG_CHARACTERS = 8_000_000  # longer documents are encoded in pieces, in this process
 _HASHED_CHARACTERS = 2**20
+PIECE_CHARACTERS = 2**18
+_CONTEXT_CHARACTERS = 256
+_CANDIDATES = 8
+
+# Cuts after the end of a line are tried first, then cuts before a space.
+_BOUNDARIES = (re.compile(r"\n(?=\S)"), re.compile(r"(?<=\S)(?= )"))
 _AHEAD_PER_WORKER = 3
 _ONE_THREAD = {"TOKENIZERS_PARALLELISM": "false"}  # per process, because there is a process for each core
 
@@ -129,16 +135,29 @@ def encode_documents(
         LaunchError: A process died.
     """
     arguments = _Arguments(json.dumps(spec), end_of_text, str(directory), held_out, begin)
-    batches = _batches(documents)
-    if workers == 1:
-        with exported(_ONE_THREAD):
-            yield from _encode_here(batches, arguments)
-        return
-    pool = _Workers(workers, arguments)
-    try:
-        yield from _encode_in_pool(pool, batches, workers, arguments)
-    finally:
-        pool.close()
+    with contextlib.ExitStack() as ended:
+        if workers == 1:
+            ended.enter_context(exported(_ONE_THREAD))
+            pool = None
+        else:
+            pool = _Workers(workers, arguments)
+            ended.callback(pool.close)
+        # A bounded window: the reader must not run ahead of the encoders and fill the memory.
+        pending: deque[Future[EncodedBatch]] = deque()
+        for batch in _batches(documents):
+            if len(batch) == 1 and len(batch[0].text) > LONG_CHARACTERS:
+                while pending:
+                    yield pending.popleft().result()
+                yield from _encode_long(arguments, batch.pop())
+            elif pool is None:
+                yield _encode_batch(arguments, batch)
+            else:
+                pending.append(pool.submit(batch))
+                if len(pending) > _AHEAD_PER_WORKER * workers:
+                    yield pending.popleft().result()
+            del batch  # else it would stay in memory while the next one is read
+        while pending:
+            yield pending.popleft().result()
 
 
 class _Workers:
@@ -204,35 +223,6 @@ def _work(connection: Connection, arguments: _Arguments) -> None:
             connection.send(result)
 
 
-def _encode_here(batches: Iterator[list[Document]], arguments: _Arguments) -> Iterator[EncodedBatch]:
-    while batch := next(batches, None):
-        if _is_long(batch):
-            yield from _encode_long(arguments, batch.pop())
-        else:
-            yield _encode_batch(arguments, batch)
-
-
-def _encode_in_pool(
-    pool: _Workers,
-    batches: Iterator[list[Document]],
-    workers: int,
-    arguments: _Arguments,
-) -> Iterator[EncodedBatch]:
-    # A bounded window: the reader must not run ahead of the encoders and fill the memory.
-    pending: deque[Future[EncodedBatch]] = deque()
-    while batch := next(batches, None):
-        if _is_long(batch):
-            while pending:
-                yield pending.popleft().result()
-            yield from _encode_long(arguments, batch.pop())
-            continue
-        pending.append(pool.submit(batch))
-        if len(pending) > _AHEAD_PER_WORKER * workers:
-            yield pending.popleft().result()
-    while pending:
-        yield pending.popleft().result()
-
-
 def _batches(documents: Iterable[Document]) -> Iterator[list[Document]]:
     """Make lists of documents of about equal length. A long document has a list of its own.
 
@@ -255,10 +245,6 @@ def _batches(documents: Iterable[Document]) -> Iterator[list[Document]]:
             batch, characters = [], 0
     if batch:
         yield batch
-
-
-def _is_long(batch: list[Document]) -> bool:
-    return len(batch) == 1 and len(batch[0].text) > LONG_CHARACTERS
 
 
 def _encode_batch(arguments: _Arguments, documents: list[Document]) -> EncodedBatch:
@@ -304,6 +290,53 @@ def _utf8(text: str) -> Iterator[bytes]:
     """Encode ``text`` as UTF-8 in pieces, so that a long text is not copied as a whole."""
     for start in range(0, len(text), _HASHED_CHARACTERS):
         yield text[start : start + _HASHED_CHARACTERS].encode()
+
+
+# A tokenizer needs many times the memory of its input, so a document of hundreds of megabytes is
+# encoded in pieces.
+
+
+def cut_text(text: str, tokenizer: Tokenizer) -> Iterator[str]:
+    """Cut ``text`` into pieces, and yield them in order.
+
+    A cut is made where the text around it has the same tokens as both sides on their own. A piece
+    may have no such position, for example a megabyte of one letter. It is then cut where both sides
+    still decode to the same text. If there is no such position either, the piece gets longer. This
+    happens with tokenizers that add a space to the start of every text.
+    """
+    start, end = 0, PIECE_CHARACTERS
+    while end < len(text):
+        cut = _find_cut(text, end, tokenizer)
+        if cut is not None:
+            yield text[start:cut]
+            start, end = cut, cut
+        end += PIECE_CHARACTERS
+    yield text[start:]
+
+
+def _find_cut(text: str, end: int, tokenizer: Tokenizer) -> int | None:
+    """Find a position for a cut at ``end`` or at most half a piece before it, or return None."""
+    first = end - PIECE_CHARACTERS // 2
+    for boundary in _BOUNDARIES:
+        boundaries = [match.end() for match in boundary.finditer(text, first, end)]
+        for cut in boundaries[: -_CANDIDATES - 1 : -1]:
+            if _keeps_tokens(text, cut, tokenizer):
+                return cut
+    return end if _keeps_text(text, end, tokenizer) else None
+
+
+def _around(text: str, cut: int) -> tuple[str, str]:
+    return text[max(0, cut - _CONTEXT_CHARACTERS) : cut], text[cut : cut + _CONTEXT_CHARACTERS]
+
+
+def _keeps_tokens(text: str, cut: int, tokenizer: Tokenizer) -> bool:
+    left, right = _around(text, cut)
+    return tokenizer.encode(left) + tokenizer.encode(right) == tokenizer.encode(left + right)
+
+
+def _keeps_text(text: str, cut: int, tokenizer: Tokenizer) -> bool:
+    left, right = _around(text, cut)
+    return tokenizer.decode(tokenizer.encode(left) + tokenizer.encode(right)) == left + right
 
 
 @functools.lru_cache(maxsize=1)

@@ -18,18 +18,18 @@ import tarfile
 import zlib
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Annotated, Any, BinaryIO
 
 import numpy as np
+from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from ..engine.batch.positioned_file import PositionedFile
 from ..engine.errors import ConfigError, DataError
-from ..engine.json_files import read_json_file
 from .output import writing
-from .shared.files import read_at, require_regular
+from .shared.files import read_at, read_index, require_regular
 
 INDEX_FILE = "images.json"
 FORMAT = "sdp-images"
@@ -42,8 +42,11 @@ _PICKLES = {"batches.meta", "meta", "train", "test", "test_batch", *(f"data_batc
 Arrays = tuple[np.ndarray, np.ndarray]
 
 
-@dataclass(frozen=True)
-class ImageIndex:
+_Count = Annotated[int, Field(gt=0, lt=2**40)]
+_Finite = Annotated[float, Field(allow_inf_nan=False)]
+
+
+class ImageIndex(BaseModel):
     """The index of a prepared set, or the properties of a folder of images.
 
     ``mean`` and ``std`` have a value for each channel, computed over the training split for pixel
@@ -51,15 +54,23 @@ class ImageIndex:
     files. ``mirrors`` says whether a mirrored image has the same class.
     """
 
+    model_config = ConfigDict(strict=True, extra="forbid", frozen=True)
+
     name: str
-    num_classes: int
-    image_size: int
-    counts: dict[str, int]
-    mean: list[float]
-    std: list[float]
+    num_classes: _Count
+    image_size: _Count
+    counts: dict[str, _Count]
+    mean: list[_Finite]
+    std: list[Annotated[_Finite, Field(gt=0)]]
     sha256: str
     mirrors: bool
     format: str = FORMAT
+
+    @model_validator(mode="after")
+    def _check_channels(self) -> ImageIndex:
+        if len(self.mean) != len(self.std) or len(self.mean) not in (1, 3):
+            raise ValueError("mean and std do not have a value for each channel")
+        return self
 
     @property
     def crop(self) -> int:
@@ -111,7 +122,7 @@ def prepare_images(name: str, path: Path | None, output: Path) -> ImageIndex:
         mirrors=name != "digits",
     )
     with writing(output), _replacing(output / INDEX_FILE) as temporary:
-        temporary.write((json.dumps(asdict(index), indent=1) + "\n").encode())
+        temporary.write((json.dumps(index.model_dump(), indent=1) + "\n").encode())
     return index
 
 
@@ -159,35 +170,15 @@ def check_source(name: str, path: Path | None) -> None:
 def load_image_index(directory: Path) -> ImageIndex:
     """Read the index of a prepared directory. Raises DataError if it is missing or damaged."""
     path = directory / INDEX_FILE
-    require_regular(path, _AGAIN)
+    missing = f"no prepared images here (no {INDEX_FILE}); train on them to have them made"
+    content = read_index(path, missing, _AGAIN)
     try:
-        content = read_json_file(path)
-        if content.get("format") != FORMAT:
-            raise ValueError(f"its format is not {FORMAT!r}")
-        index = ImageIndex(**content)
-        _check_index(index)
+        index = ImageIndex.model_validate(content)
+        if index.format != FORMAT or not {*SPLITS} <= index.counts.keys():
+            raise ValueError(f"its format is not {FORMAT!r}, or a split is missing")
         return index
-    except FileNotFoundError:
-        raise DataError(
-            f"{directory}: no prepared images here (no {INDEX_FILE}); train on them to have them made"
-        ) from None
-    except (OSError, ValueError, TypeError, AttributeError) as error:
-        raise DataError(f"{path}: not an index of images ({error}); {_AGAIN}") from None
-
-
-def _check_index(index: ImageIndex) -> None:
-    """Raise ValueError for values that no index has."""
-    counts = [index.counts.get(split) for split in SPLITS]
-    numbers, moments = [index.num_classes, index.image_size, *counts], [*index.mean, *index.std]
-    texts = [index.name, index.sha256]
-    if not all(type(number) is int and 0 < number < 2**40 for number in numbers):
-        raise ValueError("its numbers are not positive integers")
-    if not all(type(moment) in (int, float) and math.isfinite(moment) for moment in moments) or 0 in index.std:
-        raise ValueError("mean and std are not finite numbers")
-    if len(index.mean) != len(index.std) or len(index.mean) not in (1, 3):
-        raise ValueError("mean and std do not have a value for each channel")
-    if not all(isinstance(text, str) for text in texts) or type(index.mirrors) is not bool:
-        raise ValueError("name, sha256 or mirrors has another type")
+    except ValueError as error:
+        raise DataError(f"{path}: not an index of images ({' '.join(str(error).split())}); {_AGAIN}") from None
 
 
 class ArrayFile:

@@ -86,8 +86,8 @@ class ImageFolder(Dataset[Sample]):
         self._labels = np.array([label for _, label in files])
         identity = hashlib.sha256("\n".join(path for path, _ in files).encode()).hexdigest()
         self.about = ImageIndex(
-            root.name, len(self.classes), image_size, {split: len(files)}, IMAGENET_MEAN, IMAGENET_STD, identity,
-            mirrors=True, format="folder",
+            name=root.name, num_classes=len(self.classes), image_size=image_size, counts={split: len(files)},
+            mean=IMAGENET_MEAN, std=IMAGENET_STD, sha256=identity, mirrors=True, format="folder",
         )  # fmt: skip
 
     def __len__(self) -> int:

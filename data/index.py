@@ -12,8 +12,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_valida
 
 from ..engine.errors import DataError, quote
 from ..engine.files import write_whole
-from ..engine.json_files import read_json_file
-from .shared.files import HASHING_THREADS, INDEX_FILE, require_regular, sha256_of, special_kind
+from .shared.files import HASHING_THREADS, INDEX_FILE, read_index, sha256_of, special_kind
 
 FORMAT = "sdp-token-shards"
 VERSION = 1
@@ -141,13 +140,8 @@ class Index(_Strict):
 def load_index(directory: str | Path) -> Index:
     """Read the index of a prepared directory. Raises DataError if it is missing or damaged."""
     path = Path(directory) / INDEX_FILE
-    require_regular(path, _again(path.parent))
-    try:
-        content = read_json_file(path)
-    except FileNotFoundError:
-        raise DataError(f"{directory}: no prepared data here (no {INDEX_FILE}); {_make(Path(directory))}") from None
-    except (OSError, ValueError) as error:
-        raise DataError(f"{path}: cannot be read as JSON ({error}); {_again(path.parent)}") from error
+    make = f"make it with: sdp prepare --input FILES --output {directory} ({_DEFAULT})"
+    content = read_index(path, f"no prepared data here (no {INDEX_FILE}); {make}", _again(path.parent))
     if not isinstance(content, dict) or content.get("format") != FORMAT:
         raise DataError(f"{path}: not an index of token shards (no format {FORMAT!r})")
     if content.get("version") != VERSION:
@@ -160,10 +154,6 @@ def load_index(directory: str | Path) -> Index:
         first = error.errors()[0]
         where = ".".join(map(str, first["loc"])) or "index"
         raise DataError(f"{path}: {where}: {first['msg']}; {_again(path.parent)}") from error
-
-
-def _make(directory: Path) -> str:
-    return f"make it with: sdp prepare --input FILES --output {directory} ({_DEFAULT})"
 
 
 def _again(directory: Path) -> str:

@@ -138,6 +138,11 @@ def shorten(text: object, most: int = MOST_QUOTED) -> str:
     return f"{kept}… ({left_out:,} more characters)" if left_out > 0 else kept
 
 
+def first_line(error: BaseException) -> str:
+    """Return the first line of what an error says, or the name of its class."""
+    return (str(error).strip().splitlines() or [type(error).__name__])[0]
+
+
 def quote(value: object) -> str:
     """Return ``repr(value)`` for a message, shortened like :func:`shorten`.
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 import contextlib
 import signal
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
 
 GRACE_SECONDS = 10.0  # from a signal to a rank until it is killed
 
@@ -16,29 +17,26 @@ CAUGHT = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
 
 @contextlib.contextmanager
 def caught_signals() -> Iterator[list[int]]:
-    """Collect signals to this process in a list while inside, instead of dying of them.
-
-    A signal that is ignored (SIGHUP under nohup) stays ignored. Outside the main thread, which
-    alone may handle signals, nothing is caught.
-    """
+    """Collect signals to this process in a list while inside, instead of dying of them."""
     received: list[int] = []
-    previous = {}
-    if threading.current_thread() is threading.main_thread():
-        for number in CAUGHT:
-            if signal.getsignal(number) is not signal.SIG_IGN:
-                previous[number] = signal.signal(number, lambda caught, _: received.append(caught))
-    try:
+    with handled(CAUGHT, lambda caught, _: received.append(caught)):
         yield received
-    finally:
-        for number, handler in previous.items():
-            signal.signal(number, handler)
 
 
 @contextlib.contextmanager
-def ignored(number: int) -> Iterator[None]:
-    """Ignore the signal ``number`` while inside. This needs the main thread."""
-    previous = signal.signal(number, signal.SIG_IGN)
+def handled(numbers: Iterable[int], handler: Callable[[int, Any], Any] | signal.Handlers) -> Iterator[None]:
+    """Give signals a handler while inside.
+
+    A signal that is ignored (SIGHUP under nohup) stays ignored. Outside the main thread, which
+    alone may handle signals, nothing changes.
+    """
+    previous = {}
+    if threading.current_thread() is threading.main_thread():
+        for number in numbers:
+            if signal.getsignal(number) is not signal.SIG_IGN:
+                previous[number] = signal.signal(number, handler)
     try:
         yield
     finally:
-        signal.signal(number, previous)
+        for number, before in previous.items():
+            signal.signal(number, before)

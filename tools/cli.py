@@ -23,11 +23,15 @@ import errno
 import importlib
 import logging
 import os
+import platform
 import select
 import signal
 import sys
 import traceback
 from collections.abc import Sequence
+from configparser import ConfigParser
+from importlib.metadata import PackageNotFoundError
+from importlib.metadata import version as installed_version
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -66,7 +70,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         words, code = list(sys.argv[1:] if argv is None else argv), 0
         if words == ["--version"]:
-            print(importlib.import_module(".version", __package__).versions())
+            print(_versions())
         else:
             args = _parse(words, above)
             _refuse_long_names([*vars(args).get("runs", ()), *(vars(args).get(name, "") for name in ("run", "output"))])
@@ -181,6 +185,22 @@ def _parse(argv: list[str], above: Supervision | None) -> argparse.Namespace:
     return parser.parse_args(split_set_values(argv), argparse.Namespace(argv=argv, above=above))
 
 
+def _versions() -> str:
+    """Return the versions of this package and of what it uses, in one line."""
+    # The version in the checkout's setup.cfg, because another release may be installed as well.
+    metadata = ConfigParser()
+    metadata.read(Path(__file__).absolute().parent.parent / "setup.cfg", encoding="utf-8")
+    version = metadata.get("metadata", "version", fallback="") or _version_of("sdp-engine")
+    return f"sdp {version}, Python {platform.python_version()}, torch {_version_of('torch')}"
+
+
+def _version_of(distribution: str) -> str:
+    try:
+        return installed_version(distribution)
+    except PackageNotFoundError:
+        return "not installed"
+
+
 def module_of(command: str) -> Any:
     """Import the module of a command. It has the functions ``add_arguments`` and ``run``."""
     return importlib.import_module(f".{COMMANDS[command][0]}", __package__)
@@ -198,7 +218,7 @@ COMMANDS = {
     "evaluate": ("evaluate", "compute the held-out loss of a checkpoint's full model"),
     "generate": ("generate", "continue a text with a checkpoint's full model"),
     "export": ("export", "write a checkpoint's model and tokenizer for transformers"),
-    "report": ("report.command", "summarise and compare finished runs"),
+    "report": ("report.render", "summarise and compare finished runs"),
 }
 
 

@@ -6,10 +6,9 @@ import argparse
 import contextlib
 import signal
 import tempfile
-import threading
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 from ..data.index import SHARDS, load_index
 from ..data.prepare import prepare
@@ -20,6 +19,7 @@ from ..engine.accounting.quantities import format_bytes
 from ..engine.environment.process import cache_folder
 from ..engine.errors import DataError, escape
 from ..engine.object_store import Store, fetch, is_url, local_copy, upload
+from ..launcher.signals import handled
 
 # The options that sdp.data.prepare.prepare takes under the same names.
 _SETTINGS = (
@@ -98,7 +98,7 @@ def run(args: argparse.Namespace) -> int:
         from ..data.clusters import check_request  # imports torch
 
         check_request(args.clusters, args.router_prefix, args.sequence_length)
-    with _stopped_by_sigterm(), _on_this_host(args) as (inputs, output):
+    with handled((signal.SIGTERM,), _stop), _on_this_host(args) as (inputs, output):
         if args.clusters is None or args.input or not (output / INDEX_FILE).exists():
             index = prepare(inputs, output, names=args.input, **{name: getattr(args, name) for name in _SETTINGS})
             _print_summary(index, args.output)
@@ -144,21 +144,9 @@ def _print_clusters(found: dict[str, Any], count: int) -> None:
     )
 
 
-@contextlib.contextmanager
-def _stopped_by_sigterm() -> Iterator[None]:
-    """Let SIGTERM end the body with an exception, so that workers end and no file is left."""
-
-    def stop(number: int, _: Any) -> None:
-        raise SystemExit(128 + number)
-
-    if threading.current_thread() is not threading.main_thread():  # only that one may handle signals
-        yield
-        return
-    before = signal.signal(signal.SIGTERM, stop)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGTERM, before)
+def _stop(number: int, _: Any) -> NoReturn:
+    """End with an exception after a signal, so that workers end and no file is left."""
+    raise SystemExit(128 + number)
 
 
 def _verify(output: str) -> None:

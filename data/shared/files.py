@@ -5,9 +5,11 @@ from __future__ import annotations
 import hashlib
 import stat
 from pathlib import Path
+from typing import Any
 
 from ...engine.batch.positioned_file import PositionedFile
 from ...engine.errors import DataError
+from ...engine.json_files import read_json_file
 
 INDEX_FILE = "index.json"
 HASHING_THREADS = 4
@@ -37,6 +39,21 @@ def require_regular(path: Path, remedy: str) -> None:
     """Raise DataError if ``path`` exists but is not a regular file. Opening a FIFO would hang."""
     if (kind := special_kind(path)) is not None:
         raise DataError(f"{path}: is not a regular file but {kind}; {remedy}")
+
+
+def read_index(path: Path, missing: str, again: str) -> Any:
+    """Return the JSON in an index.
+
+    Raises DataError, which ends with ``missing`` if there is no such file, and with ``again`` if it
+    cannot be read.
+    """
+    require_regular(path, again)
+    try:
+        return read_json_file(path)
+    except FileNotFoundError:
+        raise DataError(f"{path.parent}: {missing}") from None
+    except (OSError, ValueError) as error:
+        raise DataError(f"{path}: cannot be read as JSON ({error}); {again}") from error
 
 
 def read_at(file: PositionedFile, position: int, count: int) -> bytes:

@@ -12,7 +12,7 @@ from typing import Any, Protocol
 import numpy as np
 import sentencepiece
 
-from ...engine.errors import DataError, quote
+from ...engine.errors import DataError, first_line, quote
 from ...engine.files import write_whole
 
 END_OF_TEXT = "<|endoftext|>"
@@ -241,7 +241,7 @@ def _load_automatically(location: str) -> Any:
             return _load_from_disk_or_hub(AutoTokenizer, location)
     # Versions of the package and of its network library raise different classes.
     except Exception as error:
-        raise DataError(f"tokenizer 'hf:{location}' cannot be loaded: {_first_line(error)}") from error
+        raise DataError(f"tokenizer 'hf:{location}' cannot be loaded: {first_line(error)}") from error
 
 
 def _load_from_disk_or_hub(auto_tokenizer: Any, location: str) -> Any:
@@ -260,7 +260,7 @@ def _load_from_disk_or_hub(auto_tokenizer: Any, location: str) -> Any:
         HfApi().model_info(location, timeout=_HUB_SECONDS)
     except Exception as error:
         raise DataError(
-            f"no such directory, not in the cache, and the hub does not give it ({_first_line(error)})"
+            f"no such directory, not in the cache, and the hub does not give it ({first_line(error)})"
         ) from error
     return auto_tokenizer.from_pretrained(location, trust_remote_code=False)
 
@@ -279,7 +279,3 @@ def _show_errors_only() -> Iterator[None]:
     finally:
         logging.set_verbosity(before[0])
         hub_logging.set_verbosity(before[1])
-
-
-def _first_line(error: Exception) -> str:
-    return (str(error).strip().splitlines() or [type(error).__name__])[0]

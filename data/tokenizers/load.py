@@ -14,8 +14,7 @@ import numpy as np
 import sentencepiece
 
 from ...engine.errors import DataError, quote, shorten
-from ...engine.json_files import read_json_file
-from ..shared.files import INDEX_FILE, require_regular
+from ..shared.files import INDEX_FILE, read_index, require_regular
 from .kinds import (
     END_OF_TEXT,
     HF_DIRECTORY,
@@ -89,12 +88,10 @@ def load_tokenizer(directory: str | Path) -> Tokenizer:
     """
     directory = Path(directory)
     index = directory / INDEX_FILE
-    require_regular(index, "prepare the data again")
-    try:
-        spec = read_json_file(index)["tokenizer"]
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise DataError(f"{index}: not an index of token shards ({error}); run sdp prepare first") from error
-    return tokenizer_from_spec(spec, directory)
+    content = read_index(index, f"no {INDEX_FILE}; run sdp prepare first", "prepare the data again")
+    if not isinstance(content, dict) or not isinstance(content.get("tokenizer"), dict):
+        raise DataError(f"{index}: not an index of token shards; prepare the data again")
+    return tokenizer_from_spec(content["tokenizer"], directory)
 
 
 def tokenizer_from_spec(spec: dict[str, Any], directory: Path) -> Tokenizer:

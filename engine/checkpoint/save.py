@@ -5,10 +5,7 @@ Weights that are NaN or infinite are refused, so that no save prunes a good chec
 
 from __future__ import annotations
 
-import shutil
-import socket
-import time
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
@@ -24,15 +21,12 @@ from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 from ..distributed.agreement import Ranks
 from ..distributed.collectives import local_tensor
 from ..errors import CheckpointError, NonFiniteError
-from ..files import PARTIAL, write_whole
+from ..files import write_whole
 from ..object_store import is_url
-from .storage.dcp import Chunks, PiecewisePlanner, _cause, _without_single_process_warning
-from .storage.directory import make_room, prune, publish
-from .storage.files import STATE, encode_state, hash_files, is_ours
-from .storage.metadata import METADATA, MetadataWriter
+from .storage.dcp import METADATA, Chunks, MetadataWriter, PiecewisePlanner, _cause, _without_single_process_warning
+from .storage.directory import DirectoryTarget
+from .storage.files import encode_state
 from .storage.remote import RemoteTarget, describe_newest
-
-_SHARED_SECONDS = 30.0  # how long a network file system may hide from one host what another wrote
 
 
 class Saver:
@@ -154,9 +148,9 @@ def write(
             f"save_checkpoint: rank 0 has the tag {tags[0]!r}, rank {other} has {tags[other]!r}; give all ranks one tag"
         )
     remote = is_url(directory)
-    found = _attempt(lambda: RemoteTarget(str(directory), tag) if remote else _Directory(Path(directory), tag))
+    found = _attempt(lambda: RemoteTarget(str(directory), tag) if remote else DirectoryTarget(Path(directory), tag))
     ranks.agree(found if isinstance(found, str) else None)
-    target = cast("RemoteTarget | _Directory", found)
+    target = cast("RemoteTarget | DirectoryTarget", found)
 
     def finish(digests: dict[str, str]) -> None:
         for name, content in files.items():
@@ -180,34 +174,6 @@ def write(
     target.clean(ranks.rank)
 
 
-class _Directory:
-    """Where a save writes the checkpoint ``tag`` in ``directory``, which all hosts share."""
-
-    def __init__(self, directory: Path, tag: str):
-        self._directory, self._tag = directory, tag
-        self.aside = directory / f".{tag}{PARTIAL}"
-
-    def make_room(self) -> None:
-        make_room(self._directory, self._tag)
-
-    def enter(self, rank: int) -> str | None:
-        return refuse_unless_shared(self.aside, rank)
-
-    def add(self, files: Iterable[Path]) -> dict[str, str]:
-        return hash_files(files)
-
-    def publish(self, state: str, *, is_newest: bool) -> None:
-        write_whole(self.aside / STATE, state)
-        publish(self._directory, self._tag, is_newest=is_newest)
-
-    def prune(self, keep: int, every: int) -> None:
-        prune(self._directory, keep, self._tag, every)
-
-    def clean(self, rank: int) -> None:
-        if rank == 0 and is_ours(self.aside):
-            shutil.rmtree(self.aside, ignore_errors=True)  # free the space, because the disk may be full
-
-
 def write_tensors(aside: Path, tensors: dict[str, Any], ranks: Ranks) -> None:
     """Write every rank's ``tensors`` to the directory ``aside``. Collective."""
     try:
@@ -221,19 +187,6 @@ def write_tensors(aside: Path, tensors: dict[str, Any], ranks: Ranks) -> None:
             )
     except CheckpointException as error:  # the same on every rank
         raise CheckpointError(f"cannot write the checkpoint: {_cause(error)}") from None
-
-
-def refuse_unless_shared(aside: Path, rank: int) -> str | None:
-    """Return a message if this rank does not see the directory that rank 0 made, else None."""
-    deadline = time.monotonic() + _SHARED_SECONDS
-    while not aside.is_dir():
-        if time.monotonic() > deadline:
-            return (
-                f"rank {rank} on {socket.gethostname()} does not see {aside.parent}, which rank 0 made; checkpoints "
-                "need a directory that all hosts share"
-            )
-        time.sleep(0.1)
-    return None
 
 
 def _on_rank_0(action: Callable[[], Any], ranks: Ranks) -> None:

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from sdp.engine.placement.units import SHARED
-from sdp.tools.shared.plots import COLOURS, SIZE_INCHES, dress, new_figure, save_figure
+from sdp.tools.runs.plot import COLOURS, SIZE_INCHES, dress, new_figure, save_figure
 
 from .estimate import Bias
 from .measure import OVERALL, Measured

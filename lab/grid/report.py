@@ -10,7 +10,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from sdp.tools.shared.plots import COLOURS, SIZE_INCHES, dress, new_figure, plain, save_figure
+from sdp.tools.runs.plot import COLOURS, SIZE_INCHES, dress, new_figure, plain, save_figure
 
 from .equal_cost import compare, comparison_tables, step_costs
 from .grid_file import Grid, GridRun, Settings

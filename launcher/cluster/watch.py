@@ -23,7 +23,7 @@ from typing import IO
 from ...engine.errors import LaunchError
 from ..fatal_errors import names_lost_rank, say
 from ..restarts import End
-from ..signals import CAUGHT, GRACE_SECONDS, ignored
+from ..signals import CAUGHT, GRACE_SECONDS, handled
 
 _POLL_SECONDS = 0.1
 # The start of a line, as mpirun's --tag-output and --timestamp-output or pdsh write it.
@@ -114,7 +114,7 @@ def run_watched(
         LaunchError: the command cannot be started.
     """
     # The launcher has its own process group, so it is in the background of the terminal.
-    with ignored(signal.SIGTTOU):
+    with handled((signal.SIGTTOU,), signal.SIG_IGN):
         try:
             process = subprocess.Popen(
                 command, env=environ, stdin=subprocess.DEVNULL, stderr=subprocess.PIPE, process_group=0

@@ -1,6 +1,5 @@
 """Image sets: what is read is what was written, and random forms can be repeated."""
 
-import dataclasses
 import io
 import itertools
 import json
@@ -217,7 +216,7 @@ def test_held_out_batches_are_normalised_alone(digits):
 
 def mirrored_set(digits: Path) -> ImageArrays:
     dataset = ImageArrays(digits, "train")
-    dataset.about = dataclasses.replace(dataset.about, mirrors=True)
+    dataset.about = dataset.about.model_copy(update={"mirrors": True})
     return dataset
 
 

@@ -14,7 +14,7 @@ import zstandard
 from sdp.data import encode
 from sdp.data.prepare import prepare
 from sdp.data.sources import decompress_frames, read_documents
-from sdp.data.tokenizers import BytesTokenizer, HuggingFaceTokenizer, SentencePieceTokenizer, long_texts
+from sdp.data.tokenizers import BytesTokenizer, HuggingFaceTokenizer, SentencePieceTokenizer
 from sdp.data.tokenizers.load import train_sentencepiece
 from sdp.engine.errors import DataError
 from sdp.tests.support.texts import save_byte_level
@@ -126,11 +126,11 @@ def tokenizers(tmp_path_factory):
 
 @pytest.mark.parametrize("name", ["bytes", "sentencepiece", "hf", "hf with a prefix"])
 def test_pieces_have_the_tokens_of_the_whole(monkeypatch, tokenizers, name):
-    monkeypatch.setattr(long_texts, "PIECE_CHARACTERS", 60)
+    monkeypatch.setattr(encode, "PIECE_CHARACTERS", 60)
     draw, tokenizer = random.Random(1), tokenizers[name]
     for _ in range(20):
         text = "".join(draw.choices([*WORDS, " the", " over", "\n", "12"], k=800))
-        pieces = list(long_texts.cut_text(text, tokenizer))
+        pieces = list(encode.cut_text(text, tokenizer))
         assert "".join(pieces) == text
         assert [token for piece in pieces for token in tokenizer.encode(piece)] == tokenizer.encode(text)
         assert len(pieces) > 5 or name == "hf with a prefix"
@@ -138,9 +138,9 @@ def test_pieces_have_the_tokens_of_the_whole(monkeypatch, tokenizers, name):
 
 @pytest.mark.parametrize("name", ["bytes", "sentencepiece", "hf"])
 def test_a_text_without_any_boundary_is_cut_and_comes_back(monkeypatch, tokenizers, name):
-    monkeypatch.setattr(long_texts, "PIECE_CHARACTERS", 60)
+    monkeypatch.setattr(encode, "PIECE_CHARACTERS", 60)
     tokenizer, text = tokenizers[name], "x" * 1000
-    pieces = list(long_texts.cut_text(text, tokenizer))
+    pieces = list(encode.cut_text(text, tokenizer))
     assert max(map(len, pieces)) <= 60
     assert tokenizer.decode([token for piece in pieces for token in tokenizer.encode(piece)]) == text
 
@@ -152,7 +152,7 @@ def test_shards_are_those_of_documents_in_one_piece(tmp_path, monkeypatch, token
     more = {"tokenizer": tokenizer, "vocab_size": vocab_size}
     whole = prepare(**arguments(path, tmp_path / "whole", **more))
     monkeypatch.setattr(encode, "LONG_CHARACTERS", 1000)
-    monkeypatch.setattr(long_texts, "PIECE_CHARACTERS", 500)
+    monkeypatch.setattr(encode, "PIECE_CHARACTERS", 500)
     cut = prepare(**arguments(path, tmp_path / "cut", **more, workers=workers))
     assert cut == whole
     for file in (tmp_path / "whole").iterdir():

@@ -9,9 +9,9 @@ import pytest
 import torch
 import torch.distributed as dist
 from sdp.engine import object_store
-from sdp.engine.checkpoint.storage.files import PARTIAL
 from sdp.engine.checkpoint.storage.remote import newest
 from sdp.engine.errors import CheckpointError, ConfigError, StoreError
+from sdp.engine.files import PARTIAL
 from sdp.engine.object_store import Store, fetch, is_url, local_copy, upload
 from sdp.tests.support.cases import Case, engine_of, one_step
 from sdp.tests.support.checkpoints import ALONE, SOURCE, merge_moments, moments_of, train_and_save
@@ -226,7 +226,7 @@ def test_a_lost_pointer_and_one_that_names_no_checkpoint(server: FaultyServer) -
     Store(url).remove(["latest.json"])
     assert newest(url) == "step-1"
     Store(url).write("latest.json", '{"tag": "../other"}')
-    with pytest.raises(CheckpointError, match=r"latest\.json: cannot be read; remove this file to resume from step-1"):
+    with pytest.raises(CheckpointError, match=r"json: names '\.\./other', .*; remove this file to resume from step-1"):
         newest(url)
 
 

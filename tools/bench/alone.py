@@ -30,9 +30,8 @@ from ...engine.initialize import clock, initialize
 from ...engine.model_interface import Constant, Init, Normal, get_flops_per_token, get_parameter_init
 from ..plan.ways import dense_config
 from ..runs.model_inputs import model_and_batch
-from ..shared.device_peaks import nominal_flops
 from ..shared.table import Table, bytes_row, plain_row, text_row
-from ..train.loop.utilisation import flops_per_token
+from ..train.loop.utilisation import flops_per_token, nominal_flops
 from .measure import begin, make_batches, turn
 from .methods import of_engine
 from .report import REPORT, make_folder

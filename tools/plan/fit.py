@@ -32,7 +32,7 @@ from ...engine.errors import ConfigError, SDPError
 from ...engine.optim.optimizers import make_optimizer
 from ...engine.placement.layout import Layout
 from ..runs.model_inputs import model_and_batch
-from ..shared.remedies import remedies
+from ..train.failures import remedies
 from .forecast import Forecast, forecast, require_planned
 from .machine import Machine
 

@@ -1,4 +1,4 @@
-"""Draws the loss curves of runs as PNG files."""
+"""Draws the loss curves of runs as PNG files, and says how plots look."""
 
 from __future__ import annotations
 
@@ -7,9 +7,11 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from ..shared.plots import COLOURS, dress, new_figure, plain, save_figure
+from ...engine.errors import ConfigError
 from .run_files import Run, phases_of
 
+SIZE_INCHES, DPI = (10.0, 6.25), 160  # 1600 × 1000 pixels
+COLOURS = ("#0b62a4", "#c8531c", "#2e7d32", "#7b3fa0", "#8a6d00", "#a3195b")
 _SMOOTHED: dict[str, Any] = {"linewidth": 1.8}
 _FULL_MODEL: dict[str, Any] = {
     "marker": "o", "markersize": 8, "markeredgecolor": "white", "markeredgewidth": 1.2, "linewidth": 1.0,
@@ -141,3 +143,53 @@ def _legend(axes: Any, runs: Sequence[Run]) -> None:
 def _ending(run: Run) -> str:
     last = run.evaluations[-1].get("loss") if run.evaluations else None
     return "" if last is None else f" ({last:.3f} at the end)"
+
+
+def new_figure(size: tuple[float, float] = SIZE_INCHES) -> Any:
+    """Return an empty figure of ``size`` in inches. Raises ConfigError if matplotlib is missing.
+
+    The import is here because it takes most of a second, and a run without plots does not need it.
+    pyplot is not used, because it has global state.
+    """
+    try:
+        from matplotlib.backends.backend_agg import FigureCanvasAgg
+        from matplotlib.figure import Figure
+    except ImportError:
+        raise ConfigError("a plot needs the package matplotlib; pip install matplotlib") from None
+    figure = Figure(figsize=size, dpi=DPI, layout="constrained")
+    FigureCanvasAgg(figure)
+    return figure
+
+
+def plain(text: str) -> str:
+    """Return a text of the user for a figure.
+
+    matplotlib takes what is between two ``$`` for a formula.
+    """
+    return text.replace("$", r"\$")
+
+
+def save_figure(figure: Any, path: Path) -> Path:
+    """Write ``figure`` to the PNG ``path`` and return it. Raises ConfigError if that fails."""
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        figure.savefig(path, format="png")
+    except OSError as error:
+        raise ConfigError(f"{path}: the plot cannot be written ({error.strerror})") from None
+    return path
+
+
+def dress(axes: Any, title: str, unit: str, loss: str = "loss, nats per token") -> None:
+    """Give the axes of a plot their title, labels and grid.
+
+    ``unit``: the label of the horizontal axis. ``loss``: that of the vertical one.
+    """
+    axes.set_title(title, fontsize=15, loc="left", pad=12)
+    axes.set_xlabel(unit, fontsize=12)
+    axes.set_ylabel(loss, fontsize=12)
+    axes.tick_params(labelsize=11)
+    axes.grid(True, color="#d9d9d9", linewidth=0.6)
+    axes.set_axisbelow(True)
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.margins(x=0.02)
+    axes.set_xlim(left=0)

@@ -17,7 +17,7 @@ import numpy as np
 
 from ...data.tokenizers import load_tokenizer
 from ...engine.config.schema import TasksSection
-from ...engine.errors import ConfigError, SDPError, shorten, suggestion
+from ...engine.errors import ConfigError, SDPError, first_line, shorten, suggestion
 from .scoring import Scorer
 
 Scores = dict[str, dict[str, float | int | None]]  # task → measure → value, and the number of samples
@@ -183,4 +183,4 @@ def _own_randomness() -> Iterator[None]:
 
 
 def _line(error: Exception) -> str:
-    return f"{type(error).__name__}: {shorten((str(error).strip().splitlines() or [''])[0])}"
+    return f"{type(error).__name__}: {shorten(first_line(error))}"

@@ -34,11 +34,10 @@ from . import preflight
 from .check import check_run
 from .failures import explained
 from .monitors import open_monitors
-from .observer import MemoryProbe, Observer
+from .observer import MemoryProbe, Observer, RemoteFiles
 from .process import set_up_logging
 from .profiler import StepProfiler, parse_steps
 from .progress import Progress
-from .remote_files import RemoteFiles
 from .service import read_token, settings_of, split_address, trusted
 from .trainer import Trainer
 

@@ -10,7 +10,9 @@ import json
 import logging
 import os
 import shutil
-from collections.abc import Iterable
+import socket
+import time
+from collections.abc import Callable, Iterable, Sequence
 from numbers import Real
 from pathlib import Path
 from typing import Any, cast
@@ -18,8 +20,8 @@ from typing import Any, cast
 from ...errors import CheckpointError, quote
 from ...files import PARTIAL, write_whole
 from ...json_files import read_json_file
-from .files import INCOMPLETE, STATE, encode_state, is_ours, is_plain, is_whole
-from .metadata import METADATA
+from .dcp import METADATA
+from .files import INCOMPLETE, STATE, encode_state, hash_files, is_ours, is_plain, is_whole
 
 log = logging.getLogger("sdp")
 
@@ -27,6 +29,7 @@ LATEST = "latest.json"
 MOST_TAG_BYTES = 200  # a name has at most 255 bytes, and hidden names are longer than the tag
 REPLACED = ".sdp-replaced"  # ends the hidden name of a checkpoint that is being replaced
 
+_SHARED_SECONDS = 30.0  # how long a network file system may hide from one host what another wrote
 _OWN_NAMES = (LATEST, STATE, METADATA)
 
 
@@ -53,11 +56,6 @@ def check_tag(tag: Any) -> str:
     raise CheckpointError(f"the tag {quote(tag)} {problem}; use letters, digits and dashes, such as step-100")
 
 
-def point_to(directory: Path, tag: str) -> None:
-    """Make ``tag`` the newest checkpoint."""
-    write_whole(directory / LATEST, json.dumps({"tag": tag}))
-
-
 def locate(directory: Path, tag: str) -> Path:
     """Return the path of the checkpoint ``tag`` in ``directory``.
 
@@ -72,15 +70,32 @@ def locate(directory: Path, tag: str) -> Path:
 def latest(directory: Path) -> str | None:
     """Return the tag of the newest checkpoint in ``directory``, or None if there is none.
 
-    If the pointer is lost, or names a checkpoint that was removed, the checkpoint of the highest
-    step is the newest. :func:`locate` gives its path.
+    :func:`locate` gives its path.
     """
-    tags = step_tags(directory)
-    newest = tags[-1] if tags else None
-    pointer = directory / LATEST
+    return newest_of(
+        directory, lambda: read_json_file(directory / LATEST), step_tags(directory),
+        lambda tag: locate(directory, tag).is_dir(),
+    )  # fmt: skip
+
+
+def newest_of(
+    place: str | Path, read: Callable[[], Any], steps: Sequence[str], is_there: Callable[[str], bool]
+) -> str | None:
+    """Return the tag of the newest of the checkpoints at ``place``, or None if there is none.
+
+    If the pointer is lost, or names a checkpoint that is not there, the checkpoint of the highest
+    step is the newest.
+
+    Args:
+        place: The directory of the checkpoints, or its URL.
+        read: Returns the content of the pointer.
+        steps: The tags of the checkpoints that are named after a step, oldest first.
+        is_there: Whether there is a checkpoint with a tag.
+    """
+    newest, pointer = steps[-1] if steps else None, f"{place}/{LATEST}"
     remedy = f"remove this file to resume from {newest or 'the start'}"
     try:
-        tag = read_json_file(pointer)["tag"]
+        tag = read()["tag"]
     except FileNotFoundError:
         return newest
     except (OSError, ValueError, KeyError, TypeError):
@@ -92,11 +107,11 @@ def latest(directory: Path) -> str | None:
     except CheckpointError:
         found = f"names {quote(tag)}, which is not a checkpoint of this directory"
         raise CheckpointError(f"{pointer}: {found}; {remedy}") from None
-    if locate(directory, tag).is_dir():
+    if is_there(tag):
         return tag
     if newest is None:
         found = "is gone, and no other checkpoint is there"
-        raise CheckpointError(f"{directory / tag}: {found}; remove {pointer} to start again")
+        raise CheckpointError(f"{place}/{tag}: {found}; remove {pointer} to start again")
     log.warning("%s names %s, which is gone: taking %s", pointer, tag, newest)
     return newest
 
@@ -115,67 +130,89 @@ def sorted_steps(tags: Iterable[str]) -> list[str]:
     return sorted((tag for tag in steps if steps[tag].isdecimal()), key=lambda tag: int(steps[tag]))
 
 
-def prune(directory: Path, keep: int, saved: str, every: int = 0) -> None:
-    """Remove the checkpoints of the lowest steps until ``keep`` are left, besides multiples of
-    ``every``.
-
-    The checkpoint that was just written, ``saved``, is never removed. A directory that is named
-    after a step but is not a checkpoint of this engine stays, and does not count.
-    """
-    for tag in surplus([tag for tag in step_tags(directory) if is_ours(directory / tag)], keep, saved, every):
-        shutil.rmtree(directory / tag, ignore_errors=True)
-
-
 def surplus(tags: Iterable[str], keep: int, saved: str, every: int) -> list[str]:
-    """Return which of the ``tags`` :func:`prune` removes."""
+    """Return the tags of checkpoints that a save removes: those of the lowest steps, until ``keep``
+    are left, besides multiples of ``every`` and the one that was just ``saved``.
+    """
     others = [tag for tag in sorted_steps(tags) if tag != saved]
     others = [tag for tag in others if not every or int(tag.removeprefix("step-")) % every]
     return others[: max(0, len(others) - (keep - 1))]
 
 
-def make_room(directory: Path, tag: str) -> Path:
-    """Make the hidden directory for the checkpoint ``tag``. Only a save may call this.
+class DirectoryTarget:
+    """Where a save writes the checkpoint ``tag`` in ``directory``, which all hosts share.
 
-    Returns its path. First it cleans up after saves that were killed. A replaced checkpoint gets
-    its name back, and half-written checkpoints are removed.
-
-    Raises:
-        CheckpointError: An entry that this engine did not write has one of the needed names.
+    It is written under a hidden name. Then it gets its name, in place of an earlier checkpoint of
+    the same tag.
     """
-    directory.mkdir(parents=True, exist_ok=True)
-    _restore_replaced(directory)
-    _remove_leftovers(directory)
-    final, partial, replaced = directory / tag, directory / f".{tag}{PARTIAL}", directory / f".{tag}{REPLACED}"
-    if os.path.lexists(final) and not is_whole(final):
-        found = "exists and is not a whole checkpoint of this engine, so it is not replaced"
-        raise CheckpointError(f"{final}: {found}; move it away or use another tag")
-    for path in (partial, replaced):
-        if os.path.lexists(path):
-            found = "exists and is not a checkpoint of this engine, so it is not removed"
-            raise CheckpointError(f"{path}: {found}; move it away")
-    partial.mkdir()
-    try:
-        write_whole(partial / STATE, encode_state({INCOMPLETE: True}))
-    except OSError:
-        shutil.rmtree(partial, ignore_errors=True)
-        raise
-    return partial
 
+    def __init__(self, directory: Path, tag: str):
+        self._directory, self._tag = directory, tag
+        self._final, self._replaced = directory / tag, directory / f".{tag}{REPLACED}"
+        self.aside = directory / f".{tag}{PARTIAL}"  # where all ranks write
 
-def publish(directory: Path, tag: str, *, is_newest: bool = True) -> None:
-    """Rename the directory of :func:`make_room` to ``tag``, and make it the newest checkpoint.
+    def make_room(self) -> None:
+        """Make the hidden directory, after cleaning up what saves that were killed have left.
 
-    It replaces an earlier checkpoint of the same tag. Unless ``is_newest``, the pointer to the
-    newest checkpoint stays as it is.
-    """
-    final, partial, replaced = directory / tag, directory / f".{tag}{PARTIAL}", directory / f".{tag}{REPLACED}"
-    if is_whole(final):
-        final.rename(replaced)
-    partial.rename(final)
-    if is_newest:
-        point_to(directory, tag)
-    if is_whole(replaced):
-        shutil.rmtree(replaced, ignore_errors=True)
+        A replaced checkpoint gets its name back, and half-written checkpoints are removed.
+
+        Raises:
+            CheckpointError: An entry that this engine did not write has one of the needed names.
+        """
+        self._directory.mkdir(parents=True, exist_ok=True)
+        _restore_replaced(self._directory)
+        _remove_leftovers(self._directory)
+        if os.path.lexists(self._final) and not is_whole(self._final):
+            found = "exists and is not a whole checkpoint of this engine, so it is not replaced"
+            raise CheckpointError(f"{self._final}: {found}; move it away or use another tag")
+        for path in (self.aside, self._replaced):
+            if os.path.lexists(path):
+                found = "exists and is not a checkpoint of this engine, so it is not removed"
+                raise CheckpointError(f"{path}: {found}; move it away")
+        self.aside.mkdir()
+        try:
+            write_whole(self.aside / STATE, encode_state({INCOMPLETE: True}))
+        except OSError:
+            shutil.rmtree(self.aside, ignore_errors=True)
+            raise
+
+    def enter(self, rank: int) -> str | None:
+        """Return a message if this rank does not see the directory that rank 0 made, else None."""
+        deadline = time.monotonic() + _SHARED_SECONDS
+        while not self.aside.is_dir():
+            if time.monotonic() > deadline:
+                return (
+                    f"rank {rank} on {socket.gethostname()} does not see {self._directory}, which rank 0 made; "
+                    "checkpoints need a directory that all hosts share"
+                )
+            time.sleep(0.1)
+        return None
+
+    def add(self, files: Iterable[Path]) -> dict[str, str]:
+        """Return the hashes of files that were written aside."""
+        return hash_files(files)
+
+    def publish(self, state: str, *, is_newest: bool) -> None:
+        """Write the state and give the checkpoint its name. ``is_newest``: point to it."""
+        write_whole(self.aside / STATE, state)
+        if is_whole(self._final):
+            self._final.rename(self._replaced)
+        self.aside.rename(self._final)
+        if is_newest:
+            write_whole(self._directory / LATEST, json.dumps({"tag": self._tag}))
+        if is_whole(self._replaced):
+            shutil.rmtree(self._replaced, ignore_errors=True)
+
+    def prune(self, keep: int, every: int) -> None:
+        """Remove checkpoints as :func:`surplus` says. What is not this engine's does not count."""
+        tags = [tag for tag in step_tags(self._directory) if is_ours(self._directory / tag)]
+        for tag in surplus(tags, keep, self._tag, every):
+            shutil.rmtree(self._directory / tag, ignore_errors=True)
+
+    def clean(self, rank: int) -> None:
+        """Remove a half-written checkpoint, because the disk may be full."""
+        if rank == 0 and is_ours(self.aside):
+            shutil.rmtree(self.aside, ignore_errors=True)
 
 
 def _restore_replaced(directory: Path) -> None:

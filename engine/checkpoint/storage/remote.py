@@ -7,21 +7,19 @@ while it is complete.
 from __future__ import annotations
 
 import json
-import logging
 import shutil
 import tempfile
 from collections.abc import Iterable
 from pathlib import Path
+from typing import Any
 
 from ...environment.process import cache_folder
 from ...errors import CheckpointError, StoreError
 from ...files import PARTIAL
 from ...json_files import parse_json
 from ...object_store import Store, fetch, is_url
-from .directory import LATEST, check_tag, latest, locate, sorted_steps, surplus
+from .directory import LATEST, check_tag, latest, locate, newest_of, sorted_steps, surplus
 from .files import STATE, hash_files
-
-log = logging.getLogger("sdp")
 
 
 class RemoteTarget:
@@ -70,9 +68,7 @@ class RemoteTarget:
             self._store.write(LATEST, json.dumps({"tag": self._tag}))
 
     def prune(self, keep: int, every: int) -> None:
-        """Remove the checkpoints of the lowest steps, as
-        :func:`~sdp.engine.checkpoint.storage.directory.prune` does.
-        """
+        """Remove checkpoints as :func:`~sdp.engine.checkpoint.storage.directory.surplus` says."""
         names = self._store.sizes()
         for tag in surplus(_complete(names), keep, self._tag, every):
             self._store.write(f"{tag}/{PARTIAL}", b"")
@@ -101,30 +97,18 @@ def describe_newest(directory: str | Path) -> str:
 
 
 def newest(directory: str | Path) -> str | None:
-    """Return the tag of the newest complete checkpoint of a directory or URL, or None.
-
-    If the pointer of a URL is lost, or names a checkpoint that is not complete, the tag is that of
-    the highest step.
-    """
+    """Return the tag of the newest complete checkpoint of a directory or URL, or None."""
     if not is_url(directory):
         return latest(Path(directory))
-    url = str(directory)
-    store = Store(url)
+    store = Store(str(directory))
     complete, pointer = _complete(store.sizes()), store.read(LATEST)
-    steps = sorted_steps(complete)
-    if pointer is None:
-        return steps[-1] if steps else None
-    try:
-        tag = check_tag(parse_json(pointer.decode())["tag"])
-    except (ValueError, KeyError, TypeError, CheckpointError):
-        remedy = f"remove this file to resume from {steps[-1] if steps else 'the start'}"
-        raise CheckpointError(f"{url}/{LATEST}: cannot be read; {remedy}") from None
-    if tag in complete:
-        return tag
-    if not steps:
-        raise CheckpointError(f"{url}/{tag}: is not complete, and no other is there; remove {LATEST} to start again")
-    log.warning("%s names %s, which is not complete: taking %s", f"{url}/{LATEST}", tag, steps[-1])
-    return steps[-1]
+
+    def read() -> Any:
+        if pointer is None:
+            raise FileNotFoundError
+        return parse_json(pointer.decode())
+
+    return newest_of(store.url, read, sorted_steps(complete), complete.__contains__)
 
 
 def fetch_checkpoint(url: str, tag: str) -> Path:

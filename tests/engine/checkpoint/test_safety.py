@@ -10,7 +10,7 @@ import pytest
 import sdp
 import torch.distributed as dist
 from sdp.engine.checkpoint import save
-from sdp.engine.checkpoint.storage.directory import latest
+from sdp.engine.checkpoint.storage.directory import DirectoryTarget, latest
 from sdp.engine.checkpoint.storage.files import is_ours, is_whole, read_state
 from sdp.engine.errors import CheckpointError
 from sdp.tests.support.cases import engine_of
@@ -168,7 +168,7 @@ def test_a_directory_that_is_removed_during_a_save_is_not_made_again(
     small: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     engine = engine_of(ALONE)
-    monkeypatch.setattr(save, "refuse_unless_shared", lambda *_: shutil.rmtree(small))
+    monkeypatch.setattr(DirectoryTarget, "enter", lambda *_: shutil.rmtree(small))
     with pytest.raises(CheckpointError, match="it was removed while the checkpoint was written"):
         engine.save_checkpoint(small, "step-2")
     assert not small.exists()

@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 from sdp.engine.accounting.quantities import format_bytes, format_flops, format_seconds, unit_for
 from sdp.engine.errors import ConfigError
+from sdp.tools.runs.plot import new_figure, save_figure
 from sdp.tools.shared.arguments import port, require_between_1_and, size_in_bytes, split_set_values
-from sdp.tools.shared.plots import new_figure, save_figure
 from sdp.tools.shared.quantities import parse_bit_rate, parse_size
 
 
