@@ -79,7 +79,7 @@ def shaped_counts(section: SDPSection, mean: float, costs: Sequence[int]) -> lis
 
     Their mean, weighted by ``costs``, is as near to ``mean`` as possible.
     """
-    # "auto" is the best rule known so far; see docs/specification.md.
+    # "auto" is the best rule known so far; see docs/specification_placement.md.
     ideal = [mean] * len(costs) if section.profile == "uniform" else _depth_profile(section.groups, mean, costs)
     return _round_to_mean(ideal, costs, section.groups)
 
