@@ -94,7 +94,7 @@ def test_steps_are_adams_on_rounded_moments(kind: str, sharded: bool, decoupled:
 
 @pytest.mark.parametrize(("kind", "most"), [("int8", 0.02), ("bfloat16", 0.01)])
 def test_losses_stay_near_those_of_float32(kind: str, most: float) -> None:
-    """300 steps of a network that learns a function of 16 numbers; docs/specification_steps.md has figures."""
+    """300 steps on a function of 16 numbers. docs/specification_steps.md has figures."""
 
     def losses(state_dtype: str, seed: int) -> float:
         torch.manual_seed(seed)
