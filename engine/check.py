@@ -1,7 +1,7 @@
 """Checks a combination of model, settings and machine in a few steps.
 
 The holders of each unit must have equal weights after every step. If every group holds the whole
-model, the weights must also be those of a plain torch loop over the batches of all ranks.
+model, the weights must also equal the weights of a plain torch loop over the batches of all ranks.
 """
 
 from __future__ import annotations
@@ -23,21 +23,21 @@ from .engine import SDPEngine
 from .errors import ConfigError
 from .full_model.evaluation import exchange_batches
 
-TOLERANCE = {"float32": 1e-3, "bfloat16": 0.2, "float16": 0.2}  # of the norm of a step's changes
+TOLERANCE = {"float32": 1e-3, "bfloat16": 0.2, "float16": 0.2}  # relative to the norm of a step's changes
 
 
 @dataclass(frozen=True)
 class Checked:
-    """What a check found. It is equal on all ranks.
+    """The result of a check, equal on all ranks.
 
     Attributes:
         steps: how many steps were taken.
-        difference: the norm of the difference from plain torch's weights, relative to that of the
-            change that the steps made. None if the two were not compared.
-        norm_difference: the largest relative difference of the gradient's norm. Adam hides a wrong
-            scale of the gradient, which shows here.
-        why_not: why they were not compared.
-        worst: the parameter that differs most, relative to its own change.
+        difference: the norm of the difference from plain torch's weights, divided by the norm of
+            the change that the steps made. None if there was no comparison.
+        norm_difference: the largest relative difference of the gradient's norm. It shows a wrong
+            scale of the gradient, which Adam's weights would not show.
+        why_not: why there was no comparison.
+        worst: the parameter that differs most, relative to its change.
     """
 
     steps: int
@@ -89,11 +89,11 @@ def _why_not_compared(engine: SDPEngine) -> str:
     if layout.paths > 1 or config.sdp.granularity == "neuron" or config.sdp.sync is not None:
         return "plain torch has no paths, slices of neurons or local steps"
     if any(len(info.holders) < layout.mesh.sdp for info in layout.parameters.values()):
-        return "groups hold parts of the model, which plain torch does not train; capacity 1.0 is compared"
+        return "groups hold only some units, and plain torch trains all of them; only capacity 1.0 can be compared"
     if not optimizer.__module__.startswith("torch.optim") or optimizer.__name__ == "Muon":
         return f"{optimizer.__name__} is not an optimizer of torch"
     if layout.mesh.tp > 1:
-        return "tensor-parallel ranks share out rows, which batches of plain torch do not know"
+        return "tensor-parallel ranks divide the rows of a batch, and plain torch does not"
     return ""
 
 
@@ -123,7 +123,9 @@ class _Plain:
         )
 
     def step(self, batches: Sequence[tuple[Any, float]], rates: Sequence[float], norm: float) -> None:
-        """Step on the batches of all ranks, each with its number of labels; compare ``norm``."""
+        """Take a step with the batches of all ranks, weighted by their numbers of labels, and
+        compare ``norm``.
+        """
         by_tokens = self._engine.config.training.loss_weighting == "tokens"
         weights = [count if by_tokens else 1.0 for _, count in batches]
         for group, rate in zip(self._optimizer.param_groups, rates, strict=True):
@@ -145,7 +147,9 @@ class _Plain:
         return call_model(_Called(self._model, cast), batch)
 
     def compare(self, state: Mapping[str, torch.Tensor]) -> tuple[str, float]:
-        """Return the parameter that differs most, and the relative difference of all."""
+        """Return the parameter that differs most, and the relative difference of all parameters
+        together.
+        """
         differences, changes = dict[str, float](), dict[str, float]()
         for name, parameter in self._named.items():
             differences[name] = float((state[name].float() - parameter.detach()).norm())
@@ -156,7 +160,7 @@ class _Plain:
 
 
 class _Called(nn.Module):
-    """A model that computes with other tensors than its parameters."""
+    """A model that computes with given tensors in place of its parameters."""
 
     def __init__(self, model: nn.Module, tensors: Mapping[str, torch.Tensor]):
         super().__init__()

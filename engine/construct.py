@@ -43,12 +43,11 @@ def build_store(
 
     Args:
         model: the full model, with weights or on the meta device.
-        config: the run's configuration. It must not name the DeepSpeed engine, which has its own
-            function.
+        config: the run's configuration. The DeepSpeed engine has another function.
         layout: the layout of ``model`` on the mesh.
         device: the device of this rank.
-        plan: the initial values, from :func:`values_to_give`. None keeps the model's weights: rank
-            0's on all ranks.
+        plan: the initial values, from :func:`values_to_give`. None: all ranks get the weights that
+            the model has on rank 0.
 
     Returns:
         A store whose parameters have values. Frozen copies have none yet.
@@ -102,10 +101,10 @@ def shard_model(
         config: the run's configuration.
         layout: the layout of ``model`` on the mesh.
         device: the device of this rank.
-        skeleton: the uncut model without weights. With a schedule of maskings, blocks are built
-            again from it at the border of a phase.
-        prepare: changes the model once its tensors have their local shapes, and returns the layout
-            of the changed model. The tracer leaves out repeated blocks this way.
+        skeleton: the uncut model without weights. With a schedule of maskings, a new phase builds
+            blocks from it.
+        prepare: called when tensors have their local shapes. It may change the model, and returns
+            the layout of the changed model. The tracer uses it to leave out repeated blocks.
     """
     traffic, scale, group = Traffic(), BranchScale(layout), tensor_group(layout.mesh)
     at = layout.mesh.coordinates(dist.get_rank())
@@ -135,7 +134,7 @@ def _cut(
     scale: BranchScale,
     prepare: Callable[[nn.Module, Layout], Layout] | None = None,
 ) -> Layout:
-    """Cut ``model`` in place to what this rank has of it. Returns the layout of the result."""
+    """Cut ``model`` in place to this rank's part. Returns the layout of the result."""
     group, compute_dtype = layout.mesh.coordinates(dist.get_rank()).sdp, getattr(torch, config.precision)
     # 1. Slice neurons. Tensor parallelism splits the slices, so they must exist before it.
     slice_layers(model, layout, group, compute_dtype)
@@ -154,7 +153,7 @@ def _cut(
     # it.
     run = [name for name in layout.blocks if name not in replaced]
     checkpoint_activations(model, run, config.activation_checkpointing.mode)
-    # 6. Frozen copies that cost little. A block that is recomputed makes them again as it runs.
+    # 6. Quantised frozen copies. Recomputing a block also converts its copies again.
     copy_cheaply(model, layout, group, config.sdp.copies, compute_dtype)
     # 7. Compile block by block. FSDP2's hooks must stay outside the compiled graphs.
     if config.training.compile:
@@ -173,8 +172,8 @@ def values_to_give(model: nn.Module, config: Config, layout: Layout) -> list[Mod
     on_meta = [name for name, parameter in model.named_parameters() if parameter.is_meta]
     if on_meta and len(on_meta) < len(layout.by_path):
         raise ModelError(
-            f"parameter {on_meta[0]!r} is on the meta device but others have values; build the model wholly on one of "
-            "the two"
+            f"parameter {on_meta[0]!r} is on the meta device but other parameters have values; build the whole model "
+            "on the meta device, or the whole model with values"
         )
     plan = plan_initialisation(model, config.training.seed) if on_meta else None
     if config.training.init_from is not None:

@@ -22,8 +22,8 @@ REFUSED = {
     "train_batch": "pipelines are not supported; call engine(batch), engine.backward(loss) and engine.step()",
     "eval_batch": "pipelines are not supported; call engine.evaluate(batches)",
     "register_comm_hook": "gradients are averaged among holders, so a hook of torch's DDP does not apply",
-    "offload_states": "states stay where they are; give zero_optimization.offload_optimizer in the configuration",
-    "reload_states": "states stay where they are; give zero_optimization.offload_optimizer in the configuration",
+    "offload_states": "states cannot be moved in a run; give zero_optimization.offload_optimizer in the configuration",
+    "reload_states": "states cannot be moved in a run; give zero_optimization.offload_optimizer in the configuration",
     "allreduce_gradients": "backward() averages the gradients at the accumulation boundary",
     "load_module_state_dict": "groups hold parts of the model; give the weights to sdp.initialize, or use "
     "load_checkpoint",
@@ -34,7 +34,7 @@ REFUSED = {
 
 
 def refuse_call(name: str, *_: Any, **__: Any) -> NoReturn:
-    """Raise ConfigError: the engine does not have this method of DeepSpeed."""
+    """Raise ConfigError for a method of DeepSpeed's engine that this engine does not have."""
     raise ConfigError(f"engine.{name}: {REFUSED[name]}")
 
 
@@ -43,7 +43,8 @@ def refuse_other_place(method: str, asked: Iterable[Any], device: torch.device, 
 
     Args:
         method: The engine's method.
-        asked: Devices, types, and tensors that have both. Other values have no effect.
+        asked: The arguments of the call: devices, types, or tensors, which have both. Others have
+            no effect.
         device: The device of the engine.
         dtype: The type that the model computes in.
     """
@@ -71,14 +72,13 @@ class ThroughputTimer:
         self.epoch_count += 1
 
     def avg_samples_per_sec(self) -> float:
-        """Samples of all ranks per second since the engine was made."""
+        """Samples per second of all ranks together, since the engine was made."""
         return self.global_samples / (time.perf_counter() - self._start)
 
 
 class DeepSpeedMonitor:
-    """``engine.monitor``: writes a script's curves, as DeepSpeed's monitor does.
-
-    The sections ``tensorboard``, ``csv_monitor`` and ``wandb`` of the configuration say where.
+    """``engine.monitor`` writes curves of a script, as DeepSpeed's monitor does. The configuration
+    chooses the files with ``tensorboard``, ``csv_monitor`` and ``wandb``.
     """
 
     def __init__(self, config: Config, *, writes: bool):
@@ -98,7 +98,9 @@ class DeepSpeedMonitor:
         self.write_events([(name, value, step) for name, value in points.items()])
 
     def write_events(self, events: Sequence[tuple[str, Any, int]]) -> None:
-        """Write points of curves: the curve's name, the value, and its place on the x axis."""
+        """Write points of curves: the name of the curve, the value, and the position on the x
+        axis.
+        """
         for name, value, step in events if self._writes else ():
             for writer in self._writers:
                 writer.write(step, {name: float(value)})

@@ -42,9 +42,9 @@ log = logging.getLogger("sdp")
 class SDPEngine:
     """Trains a group's subnetwork: ``loss = engine(batch); engine.backward(loss); engine.step()``.
 
-    :func:`sdp.initialize` makes it. ``step`` acts at the accumulation boundary, as in DeepSpeed.
-    Names that the engine does not have are the model's. What concerns the full model is described
-    at :class:`~sdp.engine.full_model.access.FullModel`, and what concerns checkpoints at
+    :func:`sdp.initialize` makes it. ``step`` acts at the accumulation boundary, as in DeepSpeed. A
+    name that the engine does not have is looked up in the model. The engine also has the methods of
+    :class:`~sdp.engine.full_model.access.FullModel` and
     :class:`~sdp.engine.checkpoint.checkpoints.Checkpoints`.
     """
 
@@ -103,7 +103,9 @@ class SDPEngine:
         self._optimized = OptimizedParameters(store.parameters, known, self.layout, store.optimizer, self.global_rank)
 
     def __getattr__(self, name: str) -> Any:
-        """Return the model's attribute, as DeepSpeed does, for a name that the engine lacks."""
+        """Return the model's attribute for a name that the engine does not have, as DeepSpeed
+        does.
+        """
         if name.startswith("__") or "store" not in self.__dict__:
             raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
         if hasattr(type(self), name):
@@ -122,8 +124,9 @@ class SDPEngine:
         return self.forward(*args, **kwargs)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """The model's result. A single mapping or tuple is spread over ``forward``'s arguments.
-        If the model is on a GPU, tensors that are not there are copied to it, as FSDP2 does."""
+        """The model's result. A single mapping or tuple is spread over ``forward``'s arguments. If
+        the model is on a GPU, other tensors are copied to it, as FSDP2 does.
+        """
         if self.device.type != "cpu" and any(part.device != self.device for part in tensors_in((args, kwargs))):
             with outside_inference_mode():
                 # The script may fill the same page-locked memory again after the call.
@@ -142,7 +145,8 @@ class SDPEngine:
         *,
         weight: float | torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """Accumulate the gradients of ``loss``, this rank's mean, and return the divided loss.
+        """Accumulate the gradients of ``loss``, the mean of this rank. Returns the loss divided by
+        the accumulation steps.
 
         At the accumulation boundary, gradients are averaged inside the group and among holders
         while this pass still runs.
@@ -153,24 +157,25 @@ class SDPEngine:
             scale_wrt_gas: Divide by the accumulation steps, as DeepSpeed does.
             weight: How much this loss counts, usually its number of labels. The gradient of a unit
                 is Σ weight·∂loss / Σ weight over all micro-batches of the step on the ranks of its
-                holders. A loss of weight 0 counts nothing, and one without a weight counts 1, or
-                with ``training.loss_weighting`` "tokens" its labels. If one rank gives weights in a
-                step, all must.
+                holders. A loss with weight 0 does not count. The default is 1, or the number of
+                labels if ``training.loss_weighting`` is "tokens". If one rank gives weights in a
+                step, all ranks must.
 
         Raises:
-            ConfigError: ``retain_graph`` is True, the loss has no gradient, or ``weight`` cannot be
-                honoured.
+            ConfigError: ``retain_graph`` is True, the loss has no gradient, or ``weight``
+                contradicts another setting.
             DataError: All weights of a step are 0.
         """
         if retain_graph:
             raise ConfigError(
-                "backward: retain_graph is impossible: gradients are reduced as the graph is freed; add the losses up"
+                "backward: retain_graph is not possible, because gradients are reduced while the graph is freed; "
+                "call backward once, with the sum of the losses"
             )
         scalar = loss_of(loss)
         if not scalar.requires_grad:
             raise ConfigError(
-                "backward: the loss has no gradient: it was computed without one, or from frozen parameters alone; "
-                "call model.train() before, leave torch.no_grad(), and set requires_grad"
+                "backward: the loss has no gradient: it was computed in torch.no_grad() or in evaluation mode, or "
+                "only from frozen parameters; call model.train() before, leave torch.no_grad(), and set requires_grad"
             )
         boundary = self.is_gradient_accumulation_boundary() and self._syncing
         scaled = scalar / self._batch.accumulation if scale_wrt_gas else scalar
@@ -185,7 +190,9 @@ class SDPEngine:
             if boundary:
                 total, ranks = self.groups.weigh_gradients(weights.total(), weights.unit)
                 if not total and not self.groups.is_local:
-                    raise DataError("no micro-batch of this step has a label that counts; leave such a step out")
+                    raise DataError(
+                        "no micro-batch of this step has a label that counts; do not take a step with such batches"
+                    )
                 weights.note_all(total, ranks)
         self._reduced = boundary
         self._losses.append(scalar.detach())
@@ -194,7 +201,8 @@ class SDPEngine:
         return scaled
 
     def _weight_of(self, weight: Any, *, scale_wrt_gas: bool) -> tuple[LossWeights, torch.Tensor] | None:
-        """Return the weights of the step and that of a micro-batch, or None if losses have none.
+        """Return the weights of the step so far, and the weight of this micro-batch. None: losses
+        have no weights.
 
         Raises ConfigError if the weight cannot be honoured.
         """
@@ -219,13 +227,14 @@ class SDPEngine:
     def step(self, lr_kwargs: Mapping[str, Any] | None = None) -> None:
         """At the accumulation boundary, clip, update the weights and advance the schedule.
 
-        Elsewhere only the micro-batch is counted. If any group's gradient norm is NaN or infinite,
-        all skip the step and count it: weights, optimizer state and schedule are unchanged.
+        Before the boundary, only the micro-batch is counted. If the gradient norm of any group is
+        NaN or infinite, all groups skip the step: weights, optimizer state and schedule stay, and
+        the step counts as skipped.
 
         Raises:
             SpikeError: The step is a spike, and ``training.on_spike`` is "rollback" or "stop".
-            NonFiniteError: More than ``training.max_skips`` steps in a row were skipped. Those at a
-                dynamic loss scale above its minimum do not count.
+            NonFiniteError: More than ``training.max_skips`` steps in a row were skipped. A step
+                does not count while a dynamic loss scale is above its minimum.
         """
         if lr_kwargs:
             raise ConfigError("step: lr_kwargs cannot be honoured; leave lr_scheduler out, and step it in the script")
@@ -248,7 +257,7 @@ class SDPEngine:
         loss, count = torch.stack(self._losses).double().mean(), None
         if self._weights:
             loss, count = self._weights.weighted_loss(), self._weights.total().item()
-            if not groups.is_local:  # the mean of the ranks' values shall be the weighted mean
+            if not groups.is_local:  # so that the mean over the ranks is the weighted mean
                 loss = loss * (self.layout.mesh.data_ranks / self._weights.all)
         max_norm = self.config.gradient_clipping
         if groups.local is not None:
@@ -311,7 +320,7 @@ class SDPEngine:
                 self.groups.enter_phase(masking)
 
     def go_on_after(self, steps: int, samples: int, skipped: int) -> None:
-        """Count on from a checkpoint of this many steps, and enter the phase of the next one.
+        """Set the counters to those of a checkpoint, and enter the phase of the next step.
         Collective.
         """
         self.global_steps, self.global_samples = steps, samples
@@ -320,7 +329,9 @@ class SDPEngine:
         self._use_masking()
 
     def forget_micro_batches(self) -> None:
-        """Drop the gradients and the losses since the last step, which is then made again."""
+        """Drop the gradients and the losses since the last step. The caller repeats these
+        micro-batches.
+        """
         self._begin_step()
         self.groups.forget_gradients()
 
@@ -332,8 +343,8 @@ class SDPEngine:
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drop all gradients.
 
-        Between the micro-batches of a step this has no effect, as in DeepSpeed: the engine drops
-        the gradients after each step itself. ``optimizer.zero_grad`` is this method, too.
+        Between the micro-batches of a step this has no effect, as in DeepSpeed: after each step,
+        the engine itself drops the gradients. ``optimizer.zero_grad`` is this method, too.
         """
         if self._is_accumulating:
             if self.global_rank == 0 and not self._zeroed_in_vain:
@@ -352,8 +363,9 @@ class SDPEngine:
         return (self.micro_steps + 1) % self._batch.accumulation == 0
 
     def set_gradient_accumulation_boundary(self, is_boundary: bool | None) -> None:
-        """Say whether the next micro-batches are the last before a step. None: the engine counts.
-        Losses are divided by ``gradient_accumulation_steps`` in any case, as in DeepSpeed."""
+        """Say whether the next micro-batch is the last one before a step. None: the engine counts.
+        Losses are always divided by ``gradient_accumulation_steps``, as in DeepSpeed.
+        """
         self._own_boundary = is_boundary
         if is_boundary is None:  # as if all earlier steps had accumulated as many micro-batches
             self.micro_steps = self.global_steps * self._batch.accumulation
@@ -368,9 +380,9 @@ class SDPEngine:
             self._syncing = True
 
     def finish_round(self) -> bool:
-        """With local steps: average what groups learned since the last average. Collective.
+        """With local steps: average all weights that changed since the last average. Collective.
 
-        Call it after a run's last step. Returns whether anything was averaged.
+        Call this after the last step of a run. Returns whether anything was averaged.
         """
         return self.local_training.finish(self.global_steps)
 
@@ -381,18 +393,19 @@ class SDPEngine:
     ) -> float:
         """The weighted mean loss of the full model over the batches of all ranks. Collective.
 
-        Holders send the units that this group lacks, one at a time for a chunk of batches. Under
-        backward masking nothing is sent. Running statistics are those of :meth:`full_state_dict`.
-        Each rank needs at least one batch. Their numbers may differ.
+        Holders send the units that this group does not hold, one after the other, for several
+        batches at a time. Under backward masking nothing is sent. Running statistics are those of
+        :meth:`full_state_dict`. Each rank needs at least one batch. Numbers of batches may differ.
 
         Args:
             batches: This rank's batches.
-            weights: A number from 0 for each batch. By default the number of labels not -100,
-                without the first of a row if the model shifts them (docs/your_model.md).
-            paths: With ``sdp.paths``, the path of each batch, or a list with that of each row.
+            weights: A number ≥ 0 for each batch. By default the number of labels that are not -100,
+                without the first label of a row if the model shifts labels (docs/evaluation.md).
+            paths: With ``sdp.paths``, the path of each batch, or for each batch a list with the
+                path of each row.
 
         Raises:
-            ConfigError: Weights or paths are not possible, or there are not as many as batches.
+            ConfigError: Weights or paths are not valid, or their number is not that of the batches.
             DataError: All weights are 0.
         """
         loss = self._full.evaluate(list(batches), weights, paths)
@@ -409,7 +422,7 @@ class SDPEngine:
 
     @property
     def deepspeed(self) -> Any:
-        """DeepSpeed's own engine of this group. Raises AttributeError with FSDP2."""
+        """The engine of the package DeepSpeed for this group. Raises AttributeError with FSDP2."""
         found = getattr(self.store, "deepspeed", None)
         if found is None:
             raise AttributeError(f"sdp.engine {self.config.sdp.engine!r} has no engine of DeepSpeed")
@@ -417,7 +430,7 @@ class SDPEngine:
 
     @property
     def runs_subnetwork(self) -> bool:
-        """Whether :attr:`module` runs only a part of the model, in this group or in another one."""
+        """Whether the :attr:`module` of any group runs only a part of the model."""
         return self._full.is_partial
 
     @property
@@ -431,7 +444,8 @@ class SDPEngine:
 
     @property
     def exposed_reduction_seconds(self) -> float:
-        """Seconds since the start of reductions between groups that backward did not hide.
+        """Seconds that this rank has waited for reductions between groups, after backward had
+        ended.
 
         On CUDA they are known only with ``wall_clock_breakdown``.
         """
@@ -487,21 +501,27 @@ class SDPEngine:
             self.groups.check_holders(local.outer.optimizer, local.anchors, local.outer.anchors)
 
     def get_global_grad_norm(self) -> float | None:
-        """The norm of the last step's full averaged gradient before clipping. None before a step.
-        With local steps: the mean over the groups, for which this waits, as :meth:`get_loss`."""
+        """The norm of the full averaged gradient in the last step, before clipping. None before a
+        step. With local steps, this waits for the other groups and returns the mean of their
+        norms.
+        """
         return self.last_steps.norm
 
     def get_loss(self) -> float | None:
-        """The last step's mean loss over micro-batches and ranks. None before the first step."""
+        """The mean loss of the last step over micro-batches and ranks. None before the first
+        step.
+        """
         return self.last_steps.loss
 
     @property
     def skipped_steps(self) -> int:
-        """Steps skipped for a NaN or infinite gradient; with local steps, of any group."""
+        """The number of steps that were skipped for a NaN or infinite gradient (with local steps,
+        of any group).
+        """
         return self.last_steps.skipped_until()
 
     def skipped_until(self, step: int) -> int:
-        """:attr:`skipped_steps` after ``step``, one of the last steps."""
+        """:attr:`skipped_steps` as it was after ``step``, one of the last steps."""
         return self.last_steps.skipped_until(step)
 
     @property
@@ -510,7 +530,9 @@ class SDPEngine:
         return self.last_steps.was_skipped
 
     def get_loss_scale(self) -> float | None:
-        """The factor of the next step's losses (``fp16``). None without loss scaling."""
+        """The factor by which losses of the next step are multiplied (``fp16``). None without loss
+        scaling.
+        """
         return None if self.loss_scaler is None else self.loss_scaler.cur_scale
 
     def get_lr(self) -> list[float]:
@@ -520,7 +542,7 @@ class SDPEngine:
     def rates_of_parameters(self) -> dict[str, float]:
         """The learning rate of every trained parameter of the full model, on all ranks. Collective.
 
-        Raises ConfigError if ranks have different rates for one parameter.
+        Raises ConfigError if two ranks have different rates for the same parameter.
         """
         rates = named_rates(self.store.optimizer, self.groups.names_of_param_groups())
         return rates if self.world_size == 1 else agree_on_rates(rates, list(self.layout.wholes), self.device)
@@ -547,26 +569,32 @@ class SDPEngine:
         return self.config.wall_clock_breakdown
 
     def predicted_state_bytes(self) -> StateBytes:
-        """Parameter, gradient, optimizer and frozen bytes of this rank, by the placement."""
+        """Bytes of parameters, gradients, optimizer state and frozen copies of this rank, as
+        predicted from the placement.
+        """
         return predicted_state(self.store, self.config)
 
     def measured_state_bytes(self) -> StateBytes:
-        """Bytes of this rank's tensors as they are now. Gradients count as at the last step."""
+        """The same bytes, measured on this rank's tensors. Gradients count as they were in the last
+        step.
+        """
         return measured_state(self.groups, self._gradient_bytes)
 
     # -- names of DeepSpeed and torch --------------------------------------------------------------
 
     def train(self, mode: bool = True) -> Self:
-        """Set the model's mode. In evaluation too, :attr:`module` is this group's subnetwork."""
+        """Set the model's mode. In evaluation mode, :attr:`module` is still this group's
+        subnetwork.
+        """
         self.module.train(mode)
         return self
 
     eval = functools.partialmethod(train, False)
 
     def to(self, *args: Any, **kwargs: Any) -> Self:
-        """Do nothing if the model may stay as it is: the engine has put it on its device.
+        """Do nothing, because the engine has already put the model on its device.
 
-        Raises ConfigError if another device or another floating-point type is asked for.
+        Raises ConfigError if the arguments name another device or another floating-point type.
         """
         refuse_other_place(
             "to", [*args, kwargs.get("device"), kwargs.get("dtype")], self.device, self.store.context.compute_dtype

@@ -1,4 +1,4 @@
-"""Exceptions whose class says whose fault an error is.
+"""Exceptions. The class says whether the user or the program made the mistake.
 
 The user can correct most of these errors, and the command line then ends with exit code 2. Six
 classes end with exit code 1, because the program failed: :class:`HolderMismatchError`,
@@ -14,7 +14,7 @@ from collections.abc import Iterable
 MOST_QUOTED = 200  # characters of an input value in a message
 # The disk, the user's quota, or the largest file that a process may write.
 NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
-MOST_MESSAGE = 4000  # characters of a message, in case that a value was not shortened
+MOST_MESSAGE = 4000  # characters of a message, if a value in it was not shortened
 # Control characters without the line feed and the tab, halves of surrogate pairs, and characters
 # that reverse the direction of the text that follows.
 _UNPRINTABLE = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u2028\u2029\u202a-\u202e\u2066-\u2069\ud800-\udfff]")
@@ -35,7 +35,7 @@ class ConfigError(SDPError):
 
 
 class PlacementError(SDPError):
-    """No placement meets the configuration, or a named placement breaks a guarantee."""
+    """No placement fits the configuration, or the placement in the configuration is not allowed."""
 
 
 class ModelError(SDPError):
@@ -51,7 +51,7 @@ class LaunchError(SDPError):
 
 
 class CheckpointError(SDPError):
-    """A checkpoint is missing, damaged, foreign or does not match the run."""
+    """A checkpoint is missing, damaged, of another format, or does not match the run."""
 
 
 class WriteError(SDPError):
@@ -90,7 +90,9 @@ class OutOfMemoryError(SDPError):
 
 
 class PeerLostError(SDPError):
-    """Another rank is gone, so this rank cannot continue. The other rank has the cause."""
+    """Another rank has ended, so this rank cannot continue. The log of the other rank has the
+    cause.
+    """
 
     exit_code = 1
 
@@ -158,9 +160,7 @@ def quote(value: object) -> str:
 
 
 def format_error(error: BaseException) -> str:
-    """Return the message of ``error`` as one printable line, which an extreme input cannot
-    flood.
-    """
+    """Return the message of ``error`` as one printable line of limited length."""
     text = escape(" ".join(str(error).split()))
     left_out = len(text) - MOST_MESSAGE
     if left_out <= 0:

@@ -48,8 +48,8 @@ from .sync.between import check_placement
 def clock(device: torch.device, *, waits: bool) -> Callable[[], float]:
     """Return a function that gives the time in seconds, as ``time.perf_counter`` does.
 
-    On CUDA, if ``waits`` is true, the function first waits until the work queued so far is done. It
-    waits for the current stream alone, so that communication on other streams still overlaps.
+    On CUDA, if ``waits`` is true, the function first waits for the work in the current stream. It
+    does not wait for communication in other streams.
     """
     if device.type != "cuda" or not waits:
         return time.perf_counter
@@ -68,7 +68,7 @@ log = logging.getLogger("sdp")
 
 
 def announce(engine: SDPEngine, optimizer_note: str) -> None:
-    """Print each decision that was made for the user, and its reason.
+    """Print each decision that was made for the user, with the reason.
 
     ``optimizer_note``: the line about the optimizer.
     """
@@ -88,7 +88,7 @@ def announce(engine: SDPEngine, optimizer_note: str) -> None:
 
 
 def announce_hints(config: Config) -> None:
-    """Print DeepSpeed's keys in the file that have no effect, some with the reason."""
+    """Print the keys of DeepSpeed that have no effect, some of them with the reason."""
     plain = [path for path in config.hints if path not in HINT_SECTIONS and path not in IGNORED_BY_DEEPSPEED]
     if plain:
         log.info("accepted without effect (performance hints for DeepSpeed): %s", ", ".join(plain))
@@ -123,7 +123,7 @@ def _warn_of_settings_without_effect(config: Config, layout: Layout) -> None:
 def _announce_placement(config: Config, layout: Layout) -> None:
     if config.sdp.paths is not None:
         count = sum(bool(unit.prefix) for unit in layout.units) // layout.paths
-        log.info("paths: %d, each with %d of the %d blocks for itself; group g trains path g mod %d",
+        log.info("paths: %d, each with %d of the %d blocks of its own; group g trains path g mod %d",
                  layout.paths, count, len(layout.blocks), layout.paths)  # fmt: skip
     if layout.units:
         log.info("placement: %s", layout.placement.describe())
@@ -132,15 +132,15 @@ def _announce_placement(config: Config, layout: Layout) -> None:
 
 
 def _announce_sharing(engine: SDPEngine) -> None:
-    """The messages that groups exchange in addition to gradients, or instead of them."""
+    """Print which messages groups exchange in addition to gradients, or instead of gradients."""
     config, layout = engine.config, engine.layout
     if config.masking_schedule.ends:
         log.info("masking: %s", config.masking_schedule)
     if layout.refreshes:
         ways = {(refresh.source, refresh.members) for refresh in layout.refreshes}
         most = max(sum(group in members for _, members in ways) for group in layout.everyone)
-        log.info("masking: units that a group does not hold run from frozen copies, which holders refresh after each "
-                 "step (at most %d more communicators per rank)", most)  # fmt: skip
+        log.info("masking: a group runs frozen copies of units that it does not hold; holders refresh the copies "
+            "after each step (at most %d more communicators per rank)", most)  # fmt: skip
     if (scale := engine.rate_scale) is not None:
         log.info(
             "rates: sdp.lr_scale %s multiplies the learning rates of units by %s",
@@ -173,7 +173,7 @@ def _announce_batch(engine: SDPEngine) -> None:
     )
 
 
-# Models that an engine has cut.
+# Models that were passed to sdp.initialize.
 _initialized: weakref.WeakSet[nn.Module] = weakref.WeakSet()
 
 
@@ -197,12 +197,12 @@ def initialize(
 
     Args:
         args: Parsed arguments that may hold ``deepspeed_config``; see :func:`add_config_arguments`.
-        model: Any module whose units can be found (see ``sdp.units`` of the configuration). Rank
-            0's weights are used. A model on the meta device is initialised from
-            ``training.seed``. It is cut in place.
-        optimizer: An optimizer over the uncut model's parameters, or a function that makes one. The
-            function gets a list of this rank's parameters, or groups if ``model_parameters`` are
-            groups. By default the configuration decides.
+        model: Any module whose units can be found (see ``sdp.units`` of the configuration). All
+            ranks get rank 0's weights. A model on the meta device is initialised from
+            ``training.seed``. The model is changed in place.
+        optimizer: An optimizer of the uncut model's parameters, or a function that makes an
+            optimizer. The function gets a list of this rank's parameters, or parameter groups if
+            ``model_parameters`` are groups. By default the configuration decides.
         model_parameters: The parameters or parameter groups to train; by default all.
         training_data: A map-style data set, an iterable one, an iterator, or a DataLoader. Each
             data rank reads samples of its own. The loader ends with every epoch; see docs/data.md.
@@ -214,7 +214,7 @@ def initialize(
         collate_fn: Makes a batch from a list of samples.
         config: A path, a mapping or a Config.
         config_params: Another name for ``config``.
-        service: The group's membership at an anchor service. ``sdp train`` passes it.
+        service: The group's connection to an anchor service. Only ``sdp train`` passes it.
 
     Raises:
         SDPError: An argument or a setting cannot be honoured. The message has one line.
@@ -316,7 +316,7 @@ def _finish(
         engine.calls = CallWatch()
         watch_calls(engine)
         weakref.finalize(engine, engine.calls.stop).atexit = False  # at its exit a rank says so
-    check_equal({"the samples of training_data, which the loader shares out": samples}, device)
+    check_equal({"the samples of training_data": samples}, device)
     engine.rates_of_parameters()
     if engine.global_rank == 0:
         announce(engine, note)
@@ -332,8 +332,8 @@ def _checked(model: Any) -> nn.Module:
     model = compiled_in_place(model)
     if model in _initialized:
         raise ModelError(
-            "sdp.initialize was called twice on one model, which the first call has cut; use its engine, or build "
-            "the model again"
+            "sdp.initialize was called twice on the same model, which the first call has changed; use the engine of "
+            "the first call, or build the model again"
         )
     check_given_model(model)
     return model
@@ -356,27 +356,26 @@ def _make_whole(model: nn.Module) -> None:
     count = make_whole(model)
     if dist.get_rank() == 0:
         log.warning(
-            "weights: DeepSpeed's zero.Init had partitioned %d parameters; every rank has them whole until the model "
-            "is cut. To build a model that does not fit into memory, use the meta device", count
+            "weights: DeepSpeed's zero.Init had partitioned %d parameters; now every rank has all of them until the "
+            "model is cut. If they do not fit into memory, build the model on the meta device", count
         )  # fmt: skip
 
 
 def _refuse_to_scale(model: nn.Module, config: Config) -> None:
-    """Raise ConfigError if ``sdp.branch_scale`` would scale the wrong side of a weight."""
+    """Raise ConfigError if ``sdp.branch_scale`` would scale the wrong dimension of a weight."""
     if config.sdp.branch_scale == "none" or config.sdp.granularity != "neuron":
         return
     for name, module in model.named_modules():
         if getattr(module, "has_inputs_first", False):
             raise ConfigError(
-                f'sdp.branch_scale: "{config.sdp.branch_scale}" is not available with {name}, whose weight has inputs '
-                'as rows; use "none", or sdp.granularity "block"'
+                f'sdp.branch_scale: "{config.sdp.branch_scale}" is not available with {name}, whose weight '
+                'has a row for each input; use "none", or sdp.granularity "block"'
             )
 
 
 def _refuse_hooks(model: nn.Module, config: Config, mesh: Mesh) -> None:
-    """Raise ModelError if a parameter has hooks, and shards or slices would replace the parameter.
-
-    The hooks would not run, and nothing would say so.
+    """Raise ModelError if a parameter with hooks would be replaced by shards or slices. Its hooks
+    would silently not run.
     """
     zero = config.zero_optimization
     shards = mesh.shards(zero.stage) > 1 or config.precision != "float32" or zero.offloads
@@ -398,7 +397,9 @@ def _refuse_hooks(model: nn.Module, config: Config, mesh: Mesh) -> None:
 
 
 def _refuse_parts(config: Config, optimizer: str) -> None:
-    """Raise ConfigError if an optimizer that needs whole matrices would get parts of them."""
+    """Raise ConfigError if an optimizer that needs whole matrices would get only shards or
+    slices.
+    """
     reasons = {
         'zero_optimization.stage 1 to 3 of sdp.engine "deepspeed"': config.sdp.engine == "deepspeed"
         and config.zero_optimization.stage > 0,
@@ -408,8 +409,8 @@ def _refuse_parts(config: Config, optimizer: str) -> None:
     for reason, applies in reasons.items():
         if applies:
             raise ConfigError(
-                f"optimizer: {optimizer} needs whole matrices, which {reason} cuts; change that, or take an optimizer "
-                "that steps on single elements, such as AdamW"
+                f"optimizer: {optimizer} needs whole matrices, but {reason} cuts them; change that setting, or use "
+                "an optimizer that steps on single elements, such as AdamW"
             )
 
 
@@ -422,7 +423,7 @@ def _check_service(config: Config, service: Any) -> None:
 
 
 def _check_scheduler(scheduler: Any, optimizer: Any) -> None:
-    """Raise ConfigError for a scheduler that sets the rates of an optimizer that is not used."""
+    """Raise ConfigError if the scheduler belongs to an optimizer that is not used."""
     steered = getattr(scheduler, "optimizer", None)
     if steered is not None and steered is not optimizer and steered is not getattr(optimizer, "optimizer", None):
         raise ConfigError(
@@ -465,7 +466,8 @@ def _settings_of_all(config: Config) -> dict[str, Any]:
         del settings["training"][key]
     ours = settings["zero_optimization"]
     theirs = config.deepspeed.get("zero_optimization", {})
-    # The device of offload decides when averages are sent. The other offload settings may differ.
+    # Averages are sent at another time with offload, so its device must be the same on all ranks.
+    # Other settings of offload may differ.
     keys = ("offload_optimizer", "offload_param")
     devices = {key: {"device": (ours[key] or {}).get("device", "none")} for key in keys}
     of_theirs = {key: value for key, value in theirs.items() if key not in keys}

@@ -25,17 +25,17 @@ from .initialize import initialize
 class AcceleratedEngine:
     """An SDP engine in the form that Accelerate and the Trainer expect of DeepSpeed's engine.
 
-    Other names are those of the engine, and of the model. In evaluation mode, the full model runs:
-    it is gathered before the first batch and freed when training goes on.
+    Other names are looked up in the engine and in the model. In evaluation mode, the full model
+    runs. It is gathered before the first batch, and freed when training continues.
     """
 
     def __init__(self, engine: SDPEngine, config: dict[str, Any], deepspeed_engine: type):
-        """``deepspeed_engine`` is the class that this object stands for."""
+        """``deepspeed_engine`` is the class of DeepSpeed's engine."""
         self.engine, self.config = engine, config
         self._deepspeed_engine = deepspeed_engine
         self._full: nn.Module | None = None
         self._gathered = ExitStack()
-        weakref.finalize(self, self._gathered.close)  # at the latest before Python takes its modules apart
+        weakref.finalize(self, self._gathered.close)  # at the latest before Python unloads its modules
         if engine.runs_subnetwork or len(engine.config.sdp.maskings) > 1:
             engine.evaluation.is_replaced = True
             self._replace_forward(engine.module)
@@ -43,7 +43,9 @@ class AcceleratedEngine:
 
     @property
     def __class__(self) -> type:  # type: ignore[override]
-        """DeepSpeed's class: ``isinstance`` tells Accelerate that the model is in ``module``."""
+        """DeepSpeed's class. Accelerate calls ``isinstance`` and then looks for the model in
+        ``module``.
+        """
         return self._deepspeed_engine
 
     def __getattr__(self, name: str) -> Any:
@@ -110,11 +112,11 @@ class AcceleratedEngine:
 
 
 def install() -> None:
-    """Make Accelerate and the Trainer train with SDP where DeepSpeed's configuration has a section
-    ``sdp``.
+    """Let Accelerate and the Trainer use SDP if DeepSpeed's configuration has a section ``sdp``.
 
-    Call it once, before ``Accelerator(...)`` or ``TrainingArguments(...)``. A configuration without
-    the section still goes to DeepSpeed. A script's own calls of DeepSpeed stay as they are.
+    Call this once, before ``Accelerator(...)`` or ``TrainingArguments(...)``. A configuration
+    without the section is still passed to DeepSpeed. Calls of DeepSpeed in the script itself do not
+    change.
 
     Raises:
         ConfigError: accelerate or deepspeed is not installed.
@@ -151,20 +153,20 @@ def _prepare(of_accelerate: Any, deepspeed: Any) -> Any:
 
 
 def _require_deepspeed(accelerator: Any) -> None:
-    """Raise ConfigError if Accelerate has a configuration of DeepSpeed and does not use it."""
+    """Raise ConfigError if Accelerate ignores its configuration of DeepSpeed."""
     from accelerate.utils import DistributedType, parse_flag_from_env
 
     kind = accelerator.distributed_type
     if parse_flag_from_env("ACCELERATE_USE_DEEPSPEED") and kind != DistributedType.DEEPSPEED:
         raise ConfigError(
-            f"sdp.integrations: Accelerate ignores the configuration of DeepSpeed and trains with {kind.value}, so SDP "
-            "would be left out; leave cpu=True and ACCELERATE_USE_CPU out, and on CPUs pass "
+            f"sdp.integrations: Accelerate ignores the configuration of DeepSpeed and trains with {kind.value}, so "
+            "SDP would not run; remove cpu=True and ACCELERATE_USE_CPU, and on CPUs pass "
             'kwargs_handlers=[InitProcessGroupKwargs(backend="gloo")] to Accelerator'
         )
 
 
 def _require_all_ranks() -> None:
-    """Raise ConfigError if Accelerate shares samples among fewer processes than SDP."""
+    """Raise ConfigError if Accelerate was started with fewer processes than SDP."""
     from accelerate.state import PartialState
 
     environment, known = detect(), PartialState().num_processes

@@ -1,7 +1,7 @@
 """Read JSON that somebody else wrote, within limits, with one clear error.
 
 The standard library raises RecursionError for deep values and an unclear ValueError for long
-numbers, and it accepts half a surrogate pair, which no output can print later.
+numbers. It accepts half a surrogate pair, which cannot be printed later.
 """
 
 from __future__ import annotations

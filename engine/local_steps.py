@@ -1,4 +1,6 @@
-"""Local steps (``sdp.sync``): groups step on their own, and average their weights now and then."""
+"""Local steps (``sdp.sync``): groups step on their own, and average their weights every few
+steps.
+"""
 
 from __future__ import annotations
 
@@ -24,8 +26,8 @@ class LocalUpdate(NamedTuple):
 
     Attributes:
         loss: the mean loss of all ranks.
-        norm: the mean of the groups' gradient norms before clipping, without those of groups that
-            skipped.
+        norm: the mean of the gradient norms before clipping, over the groups that did not skip the
+            step.
         skipped: the number of groups that skipped the step, because their gradient is NaN or
             infinite.
     """
@@ -36,10 +38,11 @@ class LocalUpdate(NamedTuple):
 
 
 class PendingUpdate:
-    """The outcome of a local step. The other groups' part of it may still be under way.
+    """The outcome of a local step. Messages of other groups may not have arrived yet.
 
     Args:
-        receive: waits for the other groups and returns the outcome. It is called once.
+        receive: a function that waits for the other groups and returns the outcome. It is called
+            once.
     """
 
     def __init__(self, receive: Callable[[], LocalUpdate]):
@@ -47,7 +50,7 @@ class PendingUpdate:
         self._received: LocalUpdate | None = None
 
     def wait(self) -> LocalUpdate:
-        """Return the outcome. Waits until every group has sent its share."""
+        """Return the outcome. Waits for the messages of all groups."""
         if self._received is None:
             self._received = self._receive()
         return self._received
@@ -56,8 +59,8 @@ class PendingUpdate:
 class LocalSteps:
     """The local steps of one rank: inner steps, outer steps, and the anchors.
 
-    Batch norm's running statistics have anchors too: those of a unit are averaged in its outer
-    step.
+    Running statistics of batch norm have anchors too. Those of a unit are averaged when the unit
+    takes an outer step.
 
     Attributes:
         sync: the settings.
@@ -86,14 +89,16 @@ class LocalSteps:
         )
         self.averages: Any = self.outer  # starts averages, and applies them
         if context.service is not None:
-            from .service.steps import ServedSteps  # most runs do without
+            from .service.steps import ServedSteps  # most runs do not need it
 
             self.averages = ServedSteps(store, sync, self._fragments, self.outer)
         agree_on_buffers(store)
         self._buffers = {name: buffer.clone() for name, buffer in self._module_buffers().items()}
 
     def _weight(self, name: str) -> torch.Tensor:
-        """Return this rank's part of a parameter. Its memory may change when FSDP2 shards again."""
+        """Return this rank's shard of a parameter. FSDP2 may move the shard to other memory
+        later.
+        """
         return local_tensor(self._store.stepped[name].tensor.detach())
 
     def _module_buffers(self) -> dict[str, torch.Tensor]:
@@ -102,7 +107,7 @@ class LocalSteps:
     # -- steps -------------------------------------------------------------------------------------
 
     def step(self, loss: torch.Tensor, scheduler: Any, max_norm: float, count: float | None = None) -> PendingUpdate:
-        """Clip by the norm of this group's gradient, and take a step of its own. Collective.
+        """Clip by the norm of this group's gradient, and step without other groups. Collective.
 
         A group whose norm is NaN or infinite leaves its weights and optimizer state as they are.
 
@@ -136,7 +141,7 @@ class LocalSteps:
         return PendingUpdate(receive)
 
     def _summary(self, loss: float, norm: float, count: float | None) -> list[float]:
-        """Return what this rank adds to the sums from which the outcome of a step follows."""
+        """Return this rank's terms of the sums from which the outcome of a step is computed."""
         mesh, at = self._context.mesh, self._context.at
         share = 1 / len(mesh.groups) if at.fsdp == 0 and at.tp == 0 else 0.0  # of the groups
         return [
@@ -168,8 +173,8 @@ class LocalSteps:
 
     @property
     def anchors(self) -> Mapping[str, torch.Tensor]:
-        """The weights of trained parameters after the last average, by name; equal at all
-        holders.
+        """The weights of trained parameters after the last average, by name. All holders have equal
+        values.
         """
         return (
             {name: self._weight(name) for name in self.outer.anchors} if self.outer.is_swapped else self.outer.anchors
@@ -193,7 +198,7 @@ class LocalSteps:
         return self._buffers if self.outer.is_swapped else self._module_buffers()
 
     def reset(self) -> None:
-        """Make the present weights the anchors. Outer state stays."""
+        """Copy the present weights to the anchors. The state of the outer optimizer stays."""
         self.outer.reset()
         for name, buffer in self._module_buffers().items():
             self._buffers[name].copy_(buffer)
@@ -244,7 +249,8 @@ class LocalTraining:
 
     Attributes:
         outer_steps: the outer steps since the start of the run. A round has one for each fragment.
-        last: what the outer step after the last step did. None if there was none.
+        last: the result of the outer step that followed the last step. None if there was no outer
+            step.
     """
 
     def __init__(self, groups: BetweenGroups, sync: SyncSection | None):
@@ -257,25 +263,24 @@ class LocalTraining:
 
     @property
     def lag(self) -> int:
-        """How many steps the other groups' part of a step's outcome may take to arrive.
-
-        No step waits for a message that was sent in the same step, because over a slow link that
-        would cost more than the step. A message may queue behind an average, which has ``overlap``
-        steps. So the outcome of a step is needed ``overlap`` + 1 steps later.
+        """After how many steps the outcome of a step is needed. No step waits for a message that
+        was sent in the same step, because over a slow link this would take longer than the step. A
+        message may have to wait for an average, which may take ``overlap`` steps. So the result is
+        ``overlap`` + 1.
         """
         return 0 if self._sync is None or self.service is not None else self._sync.overlap + 1
 
     def add(self, step: int, update: PendingUpdate) -> None:
-        """Keep the outcome of ``step`` until the other groups' part has arrived."""
+        """Keep the outcome of ``step`` until the messages of other groups have arrived."""
         self._pending.append((step, update))
 
     def arrived(self, *, except_newest: int = 0) -> Iterator[tuple[int, LocalUpdate]]:
         """Return outcomes in the order of their steps, and forget them.
 
-        All ranks do so after the same step, so that they decide the same.
+        All ranks call this after the same step, so that all decide in the same way.
 
         Args:
-            except_newest: how many of the newest outcomes may still be under way.
+            except_newest: how many of the newest outcomes are not returned yet.
         """
         while len(self._pending) > except_newest:
             step, update = self._pending.popleft()
@@ -303,7 +308,7 @@ class LocalTraining:
         return self._groups.local
 
     def follow(self, steps: int) -> None:
-        """Prepare for the step after ``steps``. Collective where groups begin to step on their own.
+        """Prepare for the step after ``steps``. Collective if local steps begin there.
 
         The weights of all holders must be equal then.
         """
@@ -317,8 +322,8 @@ class LocalTraining:
     def after_step(self, step: int, schedule: Any = None) -> int:
         """Start and apply the averages that are due after ``step``. Collective.
 
-        Returns the number of the step. With a service, a group that is behind leaves steps out, and
-        the ``schedule`` of the learning rate does so too.
+        Returns the number of the step. With a service, a group that is late skips steps, and so
+        does its ``schedule`` of the learning rate.
         """
         self.last = None
         if self.service is not None:
@@ -341,8 +346,8 @@ class LocalTraining:
     # -- with a service ----------------------------------------------------------------------------
 
     def enter(self, *, joins: bool) -> int:
-        """Take part in the run of the service, as a new member if it ``joins``, and continue from
-        the anchors. Collective in the group.
+        """Take part in the run of the service, and continue from the anchors. If ``joins``, the
+        group is new. Collective in the group.
 
         Returns the number of steps that the run has made.
         """
@@ -388,7 +393,7 @@ class LocalTraining:
     def finish(self, step: int) -> bool:
         """Average every fragment that has changed since its last average. Collective.
 
-        Call it after the last step of a run, so that the anchors contain all steps.
+        Call this after the last step of a run, so that the anchors contain all steps.
 
         Returns:
             Whether anything was averaged.
@@ -425,9 +430,8 @@ class LocalTraining:
         return max(self._rounds.steps_alone(step, fragment) for fragment in self._rounds.fragments)
 
     def metrics(self) -> dict[str, Any]:
-        """Return what the outer step after the last step did, for metrics.jsonl.
-
-        Empty if there was none.
+        """Return the metrics of the outer step that followed the last step, for metrics.jsonl.
+        Empty if there was no outer step.
         """
         if self.last is None:
             return {}
@@ -439,7 +443,9 @@ class LocalTraining:
         }
 
     def tensors_on_device(self) -> list[torch.Tensor]:
-        """Return anchors, outer state and errors, unless they are offloaded to the host."""
+        """Return anchors, outer state and rounding errors, unless they are offloaded to the
+        host.
+        """
         local = self.local
         if local is None or local.sync.offload == "cpu":
             return []
@@ -476,7 +482,8 @@ class LocalTraining:
         Args:
             state: the result of :meth:`state_dict`.
             steps: the steps of the checkpoint.
-            in_round: whether groups go on with weights of their own. If not, they have the anchors.
+            in_round: whether groups continue with different weights, in the middle of a round. If
+                not, they continue with the anchors.
         """
         self.outer_steps = (state or {}).get("outer_steps", 0)
         self._averaged_at, self.last = -1 if in_round else steps, None
@@ -487,7 +494,9 @@ class LocalTraining:
             self._arrive()  # with these settings no later step would apply it
 
     def anchored(self) -> AbstractContextManager[None]:
-        """A context in which the module is the full model's part: the anchors."""
+        """A context in which the module has the weights of the full model, which are the
+        anchors.
+        """
         local = self.local
         return nullcontext() if local is None else local.anchored()
 

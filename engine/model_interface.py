@@ -1,9 +1,9 @@
 """What a model may declare about itself, and how the engine reads it.
 
 :class:`ModelHooks` lists every hook. All of them are optional: a plain ``torch.nn.Module`` works
-without any, and each hook that a model has makes one more feature available. The engine never
-reads a hook from the model directly. It calls the ``get_…`` functions of this file. The
-types that hooks return are here too, so a model needs no other import from the engine.
+without any, and each hook that a model has makes one more feature available. The engine reads hooks
+only through the ``get_…`` functions of this file. The types that hooks return are here too, so a
+model needs no other import from the engine.
 """
 
 from __future__ import annotations
@@ -79,7 +79,8 @@ Init = Normal | Constant | Uniform | Table
 
 @dataclass(frozen=True)
 class Whole:
-    """Tensor parallelism: every rank has all parameters and works on its part of the sequence.
+    """Tensor parallelism: every rank has all parameters of the module, and runs it on a part of the
+    sequence.
 
     This is for norms. Their gradients are summed over the ranks.
     """
@@ -89,7 +90,7 @@ class Whole:
 
 @dataclass(frozen=True)
 class Gather:
-    """Tensor parallelism: the module gets its first argument gathered along the sequence."""
+    """Tensor parallelism: the first argument of the module is gathered along the sequence."""
 
     dims = None
 
@@ -109,8 +110,8 @@ class Column:
 class Row:
     """Tensor parallelism: the input features of a linear layer without a bias are cut.
 
-    They are cut like the output features of the layer before. The outputs are summed over the
-    ranks and cut along the sequence.
+    The cut is that of the output features of the layer before. Outputs are summed over the ranks
+    and cut along the sequence.
     """
 
     dims = 1
@@ -146,14 +147,14 @@ class ModelHooks(Protocol):
     def unit_patterns(self) -> list[str]:
         """Module paths of the blocks that are units; ``*`` stands for one path component.
 
-        Without it, ``sdp.units = "auto"`` takes the blocks of all chains; see docs/your_model.md.
+        Without this hook, ``sdp.units = "auto"`` takes the blocks of all chains; see docs/units.md.
         """
         ...
 
     def unit_flops(self) -> Mapping[str, int]:
         """Floating-point operations of a forward pass of one sample, by unit name.
 
-        Without it, placements weigh units by their numbers of parameters.
+        Without this hook, placements weigh units by their numbers of parameters.
         """
         ...
 
@@ -167,15 +168,16 @@ class ModelHooks(Protocol):
     def tensor_parallel_plan(self) -> Mapping[str, Style]:
         """How tensor parallelism cuts each module, by module pattern.
 
-        Hidden states between these modules are cut along the sequence. A degree above 1 needs it.
+        Hidden states between these modules are cut along the sequence.
+        ``tensor_parallel.autotp_size`` above 1 needs this hook.
         """
         ...
 
     def parameter_init(self, name: str) -> Init:
         """How the parameter or buffer of this canonical name is initialised.
 
-        Without it, a model on the meta device is initialised by ``_init_weights`` (Hugging Face's
-        convention) or by each module's ``reset_parameters`` (torch's convention).
+        Without this hook, a model on the meta device is initialised by ``_init_weights`` (Hugging
+        Face's convention) or by each module's ``reset_parameters`` (torch's convention).
 
         Raises:
             ModelError: The model has no tensor of this name.
@@ -183,20 +185,19 @@ class ModelHooks(Protocol):
         ...
 
     def canonical_name(self, key: str) -> str | None:
-        """The tensor that ``key`` of a weight file belongs to; None for a key to ignore.
+        """The name of the model's tensor for ``key`` of a weight file. None: the key is ignored.
 
-        Without it, the keys of a file are the names of the model's tensors.
+        Without this hook, a key must equal the name of the tensor.
         """
         ...
 
     def sharding_groups(self) -> list[str]:
-        """Paths of modules outside the units that are sharded on their own."""
+        """Paths of modules outside the units, each of which is sharded by itself."""
         ...
 
     def random_options(self) -> list[str]:
-        """The options by which training draws random numbers, as ``"model.KEY VALUE"``.
-
-        Each rank draws its own numbers, so tensor parallelism is refused for such a model.
+        """The options with which training draws random numbers, as ``"model.KEY VALUE"``. Each rank
+        draws numbers of its own, so tensor parallelism is refused with such options.
         """
         ...
 
@@ -210,7 +211,7 @@ class ModelHooks(Protocol):
 
 HOOKS = tuple(name for name in vars(ModelHooks) if not name.startswith("_"))
 
-# Packages whose classes are not checked for misspelt hooks: nobody wrote those for SDP.
+# Packages whose classes are not checked for misspelt hooks, because they were not written for SDP.
 _LIBRARIES = {*"builtins torch torchvision transformers timm diffusers peft accelerate lightning".split()}
 
 # The least similarity (difflib) of a misspelt hook. "num_flops_per_token" has 0.88.
@@ -218,11 +219,9 @@ _NEAR_MISS = 0.9
 
 
 def check_hooks(model: nn.Module) -> None:
-    """Refuse a model that defines a misspelt hook, which would otherwise be ignored silently.
-
-    A misspelt hook is a public method, or a function set on the model, whose name nearly equals
-    that of a hook that the model does not have. Methods of torch, transformers and similar
-    libraries do not count.
+    """Refuse a model with a misspelt hook, which would otherwise be ignored silently. A method
+    counts as a misspelt hook if its name is similar to that of a hook that the model does not have.
+    It is public, and not defined by torch, transformers or a similar library.
 
     Raises:
         ModelError: The model has such a method.
@@ -231,8 +230,8 @@ def check_hooks(model: nn.Module) -> None:
     for name in _own_methods(model):
         if close := difflib.get_close_matches(name.lower(), missing, n=1, cutoff=_NEAR_MISS):
             raise ModelError(
-                f"{type(model).__name__}.{name}: SDP does not read this name, did you mean {close[0]}? Rename it: "
-                f"to {close[0]} if SDP should read it, else to a name that differs more"
+                f"{type(model).__name__}.{name}: SDP does not read this name, did you mean {close[0]}? "
+                f"If so, rename it to {close[0]}; if not, choose a less similar name"
             )
 
 
@@ -262,7 +261,7 @@ def get_parameter_init(model: nn.Module) -> Callable[[str], Init] | None:
 
 
 def get_canonical_name(model: nn.Module) -> Callable[[str], str | None]:
-    """The model's method ``canonical_name``; by default, a key is the name itself."""
+    """The model's method ``canonical_name``, or a function that returns the key itself."""
     return _find_method(model, "canonical_name") or (lambda key: key)
 
 
@@ -282,11 +281,10 @@ def get_flops_per_token(model: nn.Module) -> Callable[[int], Mapping[str, float]
 
 
 def shifts_labels(model: nn.Module) -> bool:
-    """Whether the model says that its loss compares each position with the next label.
-
-    ``loss_type`` says it, as in Hugging Face's models: "ForCausalLM". There, a decoder "for
-    conditional generation" has this loss too, and so have language models with another name, whose
-    ``loss_type`` is None.
+    """Whether the model's loss compares each position with the next label. If it does,
+    ``loss_type`` is "ForCausalLM", as in Hugging Face's models. Of Hugging Face's models, decoders
+    "for conditional generation" have this loss too, and so have language models whose ``loss_type``
+    is None.
     """
     missing = object()
     kind = getattr(model, "loss_type", missing)

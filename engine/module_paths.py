@@ -9,9 +9,8 @@ from .errors import ModelError, PlacementError, suggestion
 
 
 def resolve_name(name: str, known: Iterable[str]) -> str:
-    """Find the module or unit that ``name`` means.
-
-    ``name`` is a whole path, or an ending of exactly one path ("layers.0").
+    """Find the module or unit with this name: a whole path, or the end of exactly one path
+    ("layers.0").
 
     Raises:
         PlacementError: no path matches, or several do.

@@ -1,8 +1,8 @@
 """Folders in object stores, such as ``s3://bucket/folder``, through fsspec.
 
-A store renames nothing in one step. So a folder there has a marker: the file that is written last
-and removed first. Whoever reads a folder begins with the marker, so half a folder is never used.
-Credentials and endpoints are those of fsspec's own environment.
+A store cannot rename a folder in one step. So a folder has a marker: a file that is written last
+and removed first. A reader begins with the marker, so an incomplete folder is never used. fsspec
+reads credentials and endpoints from the environment.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ from .errors import ConfigError, StoreError, shorten
 
 log = logging.getLogger("sdp")
 
-ATTEMPTS = 4  # of an operation, besides those that the library of a store makes itself
-THREADS = 8  # that copy files of a folder to this host
+ATTEMPTS = 4  # attempts of an operation, besides those that the library of a store makes itself
+THREADS = 8  # threads that copy files of a folder to this host
 FIRST_WAIT_SECONDS = 1.0  # before the second attempt; twice as long before each further one
-MOST_BYTES = 1 << 30  # of a file that is read into memory
+MOST_BYTES = 1 << 30  # the largest file that is read into memory
 FETCHING = ".sdp-fetching"  # holds the marker of the folder that is being fetched
 
 _URL = re.compile(r"[a-z][a-z0-9+.-]*://.")
-_CUT_URL = re.compile(r"(s3|gs|gcs|az|abfs|file):/[^/]")  # what pathlib makes of a URL
+_CUT_URL = re.compile(r"(s3|gs|gcs|az|abfs|file):/[^/]")  # how pathlib writes a URL
 T = TypeVar("T")
 
 
@@ -38,7 +38,7 @@ def is_url(path: str | Path) -> bool:
     """Whether ``path`` names a folder in an object store.
 
     Raises:
-        ConfigError: ``path`` was a URL before it was made a Path, which cannot hold one.
+        ConfigError: ``path`` is a Path that was made from a URL.
     """
     if isinstance(path, Path) and _CUT_URL.match(str(path)):
         raise ConfigError(f"{path}: was a URL that pathlib.Path has changed; give the URL as text")
@@ -60,8 +60,8 @@ class Store:
             self._files, root = url_to_fs(self.url, use_listings_cache=False, **options)
         except ImportError as error:
             raise StoreError(
-                f"{url}: a package is missing ({shorten(error)}); pip install 'sdp-engine[object-stores]' has that of "
-                "s3://"
+                f"{url}: a package is missing ({shorten(error)}); for s3://, run pip install "
+                "'sdp-engine[object-stores]'"
             ) from None
         except ValueError as error:
             raise StoreError(f"{url}: fsspec knows no such store ({shorten(error)})") from None
@@ -73,7 +73,7 @@ class Store:
         return {path.removeprefix(self._root).lstrip("/"): info["size"] for path, info in found.items()}
 
     def get_all(self, folder: Path) -> None:
-        """Copy what the URL names, also by a glob pattern, to ``folder``."""
+        """Copy the files that the URL names to ``folder``. The URL may have a glob pattern."""
         folder.mkdir(parents=True, exist_ok=True)
         self._attempt("read", lambda: self._files.get(self._root, f"{folder}/", recursive=True))
 
@@ -104,7 +104,7 @@ class Store:
         self._attempt(f"write {name} to", copy)
 
     def get(self, name: str, file: Path, size: int) -> None:
-        """Copy a file of ``size`` bytes from the store. The local file appears in one step."""
+        """Copy a file of ``size`` bytes from the store. The local file is never incomplete."""
         partial = file.with_name(f"{file.name}{FETCHING}")
 
         def copy() -> None:
@@ -121,7 +121,7 @@ class Store:
                 partial.unlink()
 
     def remove(self, names: Iterable[str]) -> None:
-        """Remove files. Those that are gone already are passed over."""
+        """Remove files. Missing files are no error."""
         for name in names:
             self._attempt(f"remove {name} from", lambda name=name: self._files.rm_file(self._path(name)), None)
 
@@ -131,7 +131,7 @@ class Store:
     def _attempt(self, what: str, action: Callable[[], T], *missing: Any) -> T:
         """Return the result of ``action``, which is repeated if it fails.
 
-        ``missing``: the result if the file is not there. Without it, that is an error.
+        ``missing``: the result if the file is not there. By default, a missing file is an error.
         """
         for attempt in range(1, ATTEMPTS + 1):
             try:
@@ -158,14 +158,13 @@ class Store:
 def upload(folder: Path, url: str, marker: str, replaced: re.Pattern[str]) -> None:
     """Copy all files of ``folder`` to ``url``.
 
-    Files in the store whose last name matches ``replaced`` are removed before, if they are in
-    ``url`` itself or in a folder that is copied now. Files that are named ``marker`` are removed
-    first and written last, that of the folder itself at the very end.
-    Raises StoreError.
+    First, old files are removed: those whose name matches ``replaced``, in ``url`` and in its
+    folders that are copied now. Files named ``marker`` are removed first and written last. The
+    marker of ``url`` itself is the very last file. Raises StoreError.
     """
 
     def order(name: str) -> tuple[bool, int, str]:
-        """Markers first, those of the folder before those of folders in it."""
+        """Sort markers first, and a marker of a folder before markers of its subfolders."""
         return name.rpartition("/")[2] != marker, name.count("/"), name
 
     store = Store(url)
@@ -179,10 +178,10 @@ def upload(folder: Path, url: str, marker: str, replaced: re.Pattern[str]) -> No
 
 
 def fetch(url: str, marker: str, folder: Path | None = None) -> Path | None:
-    """Copy the folder at ``url`` to this host, and return the copy. None: its marker is not there.
-
-    The copy is in the cache, or ``folder``. A copy with the same marker is taken as it is. Several
-    processes may call this: one of them copies, and the others wait.
+    """Copy the folder at ``url`` to this host, and return the path of the copy. None: the folder
+    has no marker. The copy is in the cache, or in ``folder`` if given. An earlier copy with the
+    same marker is used again. If several processes call this, one of them copies, and the others
+    wait.
 
     Raises:
         StoreError: The store does not answer, the folder changed while it was copied, or the copy
@@ -215,14 +214,14 @@ def local_copy(url: str) -> Path:
     scheme, _, path = url.partition("://")
     parts = [part for part in path.split("/") if part]
     if ".." in parts:
-        raise ConfigError(f"{url}: leads out of its folder")
+        raise ConfigError(f"{url}: leads out of the folder")
     return cache_folder().joinpath(scheme, *parts)
 
 
 def inside(folder: Path, name: str) -> Path:
-    """Return the path of a file, whose name comes from the store, in ``folder``."""
+    """Return the path in ``folder`` of a file of the store, whose name is not trusted."""
     if not (folder / name).resolve().is_relative_to(folder.resolve()):
-        raise StoreError(f"{shorten(name)}: this name of a file in the store leads out of its folder")
+        raise StoreError(f"{shorten(name)}: this name of a file in the store leads out of the folder")
     return folder / name
 
 
@@ -232,7 +231,9 @@ def _content_of(file: Path) -> bytes | None:
 
 @contextmanager
 def _only_one(folder: Path) -> Iterator[None]:
-    """Let one process of this host at a time change ``folder``. An OSError becomes a StoreError."""
+    """A context in which no other process of this host changes ``folder``. An OSError becomes a
+    StoreError.
+    """
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
         with folder.with_name(f".{folder.name}.lock").open("a") as lock:

@@ -1,9 +1,9 @@
 """DeepSpeed's keys: other spellings, "auto", the settings that DeepSpeed itself reads, and the keys
 that we do not act on.
 
-The latter are performance hints, which may be ignored, and settings with a neutral value. Settings
-that change the results must not be ignored. Keys and defaults: DeepSpeed 0.19,
-docs/_pages/config-json.md, and earlier versions for keys that public files still have.
+Performance hints may be ignored. A setting that changes the results may not be ignored, so only its
+neutral value is accepted. Keys and defaults are those of DeepSpeed 0.19
+(docs/_pages/config-json.md). Public files still have some keys of earlier versions.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from ..errors import ConfigError, shorten, suggestion
 
 DEEPSPEED_CLIPS_AT = 1.0  # DeepSpeed's gradient_clipping if the file does not set it
 
-# Hints that DeepSpeed 0.19.8 does not know (any more), or that we apply ourselves. It does not get
+# Hints that DeepSpeed 0.19.8 does not know, or that we apply ourselves. DeepSpeed does not get
 # them.
 _OF_NO_ENGINE = frozenset(
     """
@@ -74,7 +74,7 @@ HINTS |= {
     "fast_init ratio super_offload cpuadam_cores_perc".split()
 }
 
-# Sections that have no effect here, whatever is in them: by section, the reason, which is logged.
+# Sections that have no effect here, with the reason, which is logged.
 HINT_SECTIONS: dict[str, str] = {
     "aio": "it tunes reads and writes of NVMe disks",
     "compile": "it acts when the script calls engine.compile()",
@@ -82,13 +82,14 @@ HINT_SECTIONS: dict[str, str] = {
     "sparse_attention": "a model of DeepSpeed's SparseSelfAttention reads it, which DeepSpeed has removed",
     "hybrid_engine": "it makes generation faster",
     "pipeline": "it acts on a PipelineModule, which does not exist here",
-    "flops_profiler": 'it measures; sdp.engine "deepspeed" has it',
-    "comms_logger": 'it measures; sdp.engine "deepspeed" has it',
+    "flops_profiler": 'it measures, and only sdp.engine "deepspeed" has it',
+    "comms_logger": 'it measures, and only sdp.engine "deepspeed" has it',
     "data_efficiency": "random-ltd acts when the script calls DeepSpeed's convert_to_random_ltd",
 }
 
-# Keys of public files that DeepSpeed ignores, because they are not its own or are in the wrong
-# section. They have no effect here either; the log says so. By path, what to write instead.
+# Keys of public files that DeepSpeed ignores, because it does not know them or they are in the
+# wrong section. They have no effect here either, and the log says so. The value says what to write
+# instead.
 _BELOW_ZERO = "DeepSpeed reads it in zero_optimization only, and ignores it here; move it there"
 IGNORED_BY_DEEPSPEED: dict[str, str] = {
     "offload_optimizer": f"{_BELOW_ZERO}. So far nothing is offloaded",
@@ -103,8 +104,8 @@ IGNORED_BY_DEEPSPEED: dict[str, str] = {
 
 CURRICULUM = "data_efficiency.data_sampling.curriculum_learning.enabled"
 
-# Settings that change the results and that we cannot honour: the values that are accepted,
-# DeepSpeed's neutral one first, and why no other value is.
+# Settings that change the results and that we cannot honour. A value has the accepted values,
+# DeepSpeed's neutral one first, and the reason why other values are refused.
 _FLOAT32 = "gradients are averaged in float32, and master weights are float32"
 _ONE_GROUP = "it arranges the ranks of one data-parallel job; sdp.groups and zero_optimization.stage do so here"
 _QUANTISED = "what ranks send is not quantised here"
@@ -177,8 +178,8 @@ HONOURED_BY_DEEPSPEED: dict[str, tuple[Any, ...]] = {
     "zero_optimization.offload_param.device": ("none", None),
 }
 
-# Why the DeepSpeed engine cannot honour a setting. Without a reason here, that of REFUSED holds.
-_OTHER_SHARDS = "a rank's shards would no longer be those of the other holders' ranks, with which they are averaged"
+# Why the DeepSpeed engine cannot honour a setting, if the reason in REFUSED does not hold for it.
+_OTHER_SHARDS = "the shards of a rank would differ from the other holders' shards, with which they are averaged"
 _ROUNDED = "the gradients that holders average would be rounded differently in every group"
 _NOT_BUILT = "DeepSpeed would change the model or its schedule inside one group only"
 WHY_NOT_DEEPSPEED: dict[str, str] = {
@@ -191,7 +192,7 @@ WHY_NOT_DEEPSPEED: dict[str, str] = {
     "zero_optimization.zero_quantized_gradients": _ROUNDED,
     "zero_optimization.offload_optimizer.device": "a group's shards must be in memory to be averaged; offload to "
     '"cpu"',
-    "zero_optimization.offload_param.device": "parameters on a host or disk are not followed between groups; offload "
+    "zero_optimization.offload_param.device": "parameters on a host or disk cannot be averaged between groups; offload "
     'the optimizer, or use sdp.engine "fsdp2"',
     "communication_data_type": _ROUNDED,
     "elasticity.enabled": "the number of groups is fixed for a run",
@@ -204,7 +205,8 @@ WHY_NOT_DEEPSPEED: dict[str, str] = {
     "torch_autocast.enabled": f'{_ROUNDED}; use sdp.engine "fsdp2", or bf16',
 }
 
-# What DeepSpeed 0.19.8 refuses even with a neutral value, or does not know. It does not get them.
+# Keys that DeepSpeed 0.19.8 refuses even with a neutral value, or does not know. They are not
+# passed to DeepSpeed.
 _REMOVED = frozenset(
     """
     compression_training nebula amp quantize_training eigenvalue sparse_attention elasticity
@@ -276,8 +278,8 @@ def resolve_spellings(raw: dict[str, Any]) -> dict[str, Any]:
 
 
 def _without_equal_norm(params: dict[str, Any], raw: dict[str, Any]) -> dict[str, Any]:
-    """Return the optimizer's ``params`` without a ``max_grad_norm`` that says what
-    gradient_clipping says.
+    """Return the optimizer's ``params`` without a ``max_grad_norm`` that equals
+    gradient_clipping.
     """
     same = params.get("max_grad_norm") in (0, raw.get("gradient_clipping"))
     return {key: value for key, value in params.items() if key != "max_grad_norm" or not same}
@@ -315,10 +317,10 @@ def drop_autos(raw: dict[str, Any], is_known: Callable[[str], bool]) -> tuple[di
 
     Args:
         raw: The configuration file.
-        is_known: Whether the schema has a key with this path. Other keys stay, and are errors.
+        is_known: Whether the schema has a key with this path. Unknown keys are not removed.
 
     Returns:
-        The file, and the paths of these keys.
+        The file, and the paths of the removed keys.
     """
     dropped: list[str] = []
 
@@ -347,7 +349,7 @@ def split_foreign_keys(raw: dict[str, Any], *, deepspeed: bool = False) -> tuple
         deepspeed: Whether the DeepSpeed engine runs. It gets the removed keys.
 
     Returns:
-        ``raw`` without these keys, and those of the removed hints that have no effect.
+        ``raw`` without these keys, and the paths of the removed hints that have no effect.
 
     Raises:
         ConfigError: A setting would change the results, and the engine cannot honour it.
@@ -362,7 +364,7 @@ def split_foreign_keys(raw: dict[str, Any], *, deepspeed: bool = False) -> tuple
 def for_deepspeed(raw: dict[str, Any]) -> dict[str, Any]:
     """Return the part of the file that DeepSpeed reads.
 
-    Our own sections are left out, the settings that we act on ourselves, and keys that DeepSpeed
+    The result lacks our own sections, the settings that we apply ourselves, and keys that DeepSpeed
     does not know any more.
     """
     theirs = {key: copy.deepcopy(value) for key, value in raw.items() if key not in _OURS and value is not None}

@@ -135,8 +135,8 @@ def _refuse_gpt_neox(raw: Mapping[str, Any]) -> None:
     theirs = next((key for key in raw if key.replace("_", "-") in _GPT_NEOX), None)
     if theirs is not None:
         raise ConfigError(
-            f"{theirs}: this is a key of GPT-NeoX, whose files describe a model for GPT-NeoX alone; "
-            "put DeepSpeed's keys into a file of their own"
+            f"{theirs}: this is a key of GPT-NeoX, whose files also describe a model; write a file with DeepSpeed's "
+            "keys only"
         )
 
 
@@ -152,7 +152,9 @@ def _apply_override(raw: dict[str, Any], override: str) -> None:
     value = _value_of(text, path)
     *parents, key = path.strip().split(".")
     if len(parents) >= MOST_DEPTH // 2:  # the value may be nested, too
-        raise ConfigError(f"--set {shorten(override)}: the key has {len(parents) + 1} parts, and no key has so many")
+        raise ConfigError(
+            f"--set {shorten(override)}: the key has {len(parents) + 1} components, and no key has so many"
+        )
     section = raw
     for parent in parents:
         section = section.setdefault(parent, {})
@@ -172,7 +174,7 @@ def _value_of(text: str, path: str) -> Any:
 
 
 def _problems(config: Config) -> Problems:
-    """List the settings that this version cannot honour together. None is ignored."""
+    """List the settings that this version cannot combine. None of them is ignored."""
     sdp, zero, training = config.sdp, config.zero_optimization, config.training
     tp, schedule, optimizer = config.tensor_parallel.autotp_size, config.masking_schedule, config.optimizer
     deepspeed, offloads = sdp.engine == "deepspeed", sdp.engine == "fsdp2" and zero.offloads
@@ -181,15 +183,15 @@ def _problems(config: Config) -> Problems:
     with_deepspeed = 'is not available in this version together with sdp.engine "deepspeed"; use'
     return [
         (config.fp16.enabled and config.bf16.enabled,
-            "fp16.enabled: true together with bf16.enabled; a model computes in one of them, leave one out"),
+            "fp16.enabled: true together with bf16.enabled; a model computes in one of them, remove the other"),
         (offloads and sdp.sync is not None, f'{offload} sdp.sync; use "none"'),
         (offloads and tp > 1, f'{offload} tensor_parallel.autotp_size above 1; use "none"'),
         (sdp.lr_scale != "none" and optimizer is not None and optimizer.type.lower() == "muon",
             f'sdp.lr_scale: {json.dumps(sdp.lr_scale)} is not available with optimizer.type '
-            f'"{optimizer and optimizer.type}", whose steps are those of whole matrices; use "none", or AdamW'),
+            f'"{optimizer and optimizer.type}", which steps on whole matrices, not on units; use "none", or AdamW'),
         (sdp.granularity == "neuron" and sdp.units != "auto",
-            'sdp.units: patterns name blocks; with sdp.granularity "neuron" leave it "auto", the model states its '
-            "branches"),
+            'sdp.units: patterns name blocks; with sdp.granularity "neuron" leave it "auto", because the '
+            "model itself names its branches"),
         (deepspeed and tp > 1, f'tensor_parallel.autotp_size: {tp} {with_deepspeed} 1, or "fsdp2"'),
         (deepspeed and training.compile, f'training.compile: true {with_deepspeed} false, or sdp.engine "fsdp2"'),
         (deepspeed and sdp.branch_scale != "none",

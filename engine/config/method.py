@@ -1,5 +1,5 @@
-"""``sdp.masking``, which may be a schedule, ``sdp.sync``: groups that average their weights every
-few steps (local steps), and ``sdp.paths``.
+"""The settings ``sdp.masking`` (which may be a schedule), ``sdp.copies``, ``sdp.sync`` (local
+steps) and ``sdp.paths``.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ Masking = Literal["forward", "backward"]
 
 
 def _refuse_whole_run(value: Any) -> Any:
-    """Refuse 1.0, which is the whole run as a fraction and the first step as a number."""
+    """Refuse 1.0: as a fraction it means the whole run, and as a number the first step."""
     if isinstance(value, float) and value == 1.0:
-        raise ValueError("1.0 would be the whole run; give a fraction below 1, or 1 for the first step")
+        raise ValueError("1.0 would mean the whole run; give a fraction below 1, or 1 for the first step")
     return value
 
 
@@ -62,11 +62,11 @@ class MaskingSchedule:
 
     @classmethod
     def of(cls, setting: Masking | Sequence[MaskingPhase], steps: int | None) -> MaskingSchedule:
-        """Resolve ``sdp.masking``.
+        """Return the schedule that ``sdp.masking`` means.
 
         Args:
             setting: The value of the key.
-            steps: ``training.steps``, of which ``until`` may be a fraction. None if it is not set.
+            steps: The value of ``training.steps``, None if it is not set.
 
         Raises:
             ConfigError: The phases are not possible. The message names the phase by its index.
@@ -129,8 +129,9 @@ class MaskingSchedule:
 class CopiesSection(Section):
     """The frozen copies of backward masking.
 
-    ``dtype``: "compute" is the precision of the computation. "int8" and "nf4" are blocks of 64
-    numbers with one scale. ``refresh_every``: copies get the holders' weights after so many steps.
+    ``dtype``: "compute" is the precision of the computation. "int8" and "nf4" have one scale for
+    each block of 64 numbers. ``refresh_every``: after how many steps copies get the holders'
+    weights again.
     """
 
     dtype: Literal["compute", "int8", "nf4"] = "compute"
@@ -142,7 +143,7 @@ class CopiesSection(Section):
         return self.dtype == "compute" and self.refresh_every == 1
 
 
-Problems = list[tuple[bool, str]]  # whether a configuration has the problem, and what to do then
+Problems = list[tuple[bool, str]]  # whether a configuration has the problem, and the remedy
 
 
 def problems_with_copies(config: Any) -> Problems:
@@ -169,7 +170,7 @@ Steps = Annotated[int, Field(gt=0, le=2**24)]
 class OuterSGDParams(Section):
     """Parameters of the outer SGD, as in torch.
 
-    Without any of them, those of DiLoCo (arXiv 2311.08105) hold.
+    If none is given, all are those of DiLoCo (arXiv 2311.08105).
     """
 
     lr: NonNegative = 0.7
@@ -196,12 +197,12 @@ class OuterSGD(Section):
 class ServiceSection(Section):
     """A service keeps the anchors, and groups may come and go.
 
-    ``quorum``: the fraction of the living groups that must have delivered before the grace begins.
-    ``grace_seconds``: how long a round then waits for the other groups, and how long the start of a
-    run waits for the next group. ``heartbeat_seconds``: how often a group says that it lives. It is
-    dropped after two missed heartbeats. ``wait_seconds``: how long a group waits for a service that
-    does not answer. ``min_groups``: the run ends when fewer groups live for ``grace_seconds``, or
-    none for ``wait_seconds``.
+    ``quorum``: the grace period of a round begins when this fraction of the living groups has
+    delivered. ``grace_seconds``: how long a round then waits for the other groups, and how long the
+    start of a run waits for the next group. ``heartbeat_seconds``: how often a group says that it
+    lives. It is dropped after two missed heartbeats. ``wait_seconds``: how long a group waits for a
+    service that does not answer. ``min_groups``: the run ends when fewer groups live for
+    ``grace_seconds``, or none for ``wait_seconds``.
     ``restarts``: how often in an hour the local launcher starts a group that has died.
     """
 
@@ -218,10 +219,11 @@ class SyncSection(Section):
 
     ``every``: the number H of steps in a round. ``start_after``: the number of steps at the start
     that average gradients in every step. ``outer_optimizer``: how the mean change of the holders
-    moves the anchor of a unit. ``single_holder``: what happens to a unit with one holder. "outer"
-    treats it like the others; "skip" makes its weights the anchor. ``fragments``: the number of
-    parts that are averaged at different steps of a round. It divides ``every``. ``overlap``: the
-    number of steps during which an average may be under way, less than ``every`` / ``fragments``.
+    moves the anchor of a unit. ``single_holder``: what happens to a unit with one holder. "outer":
+    it takes outer steps, like other units. "skip": its weights become the anchor. ``fragments``:
+    the number of parts that are averaged at different steps of a round. It divides ``every``.
+    ``overlap``: the number of steps during which an average may be under way, less than ``every`` /
+    ``fragments``.
     ``compression``: the format in which changes are sent. "int8" has one scale per row and keeps
     the error for the next round. ``offload``: "cpu" keeps the anchors and the state of the outer
     optimizer in the host's memory. ``service``: a service keeps the anchors, and groups may come
@@ -269,19 +271,19 @@ def problems_with_sync(config: Any) -> Problems:
             f'training.on_spike: "{training.on_spike}" is not available together with sdp.sync, because it needs an '
             'average in every step; use "none"'),
         (sdp.lr_scale != "none",
-            f"sdp.lr_scale: {json.dumps(sdp.lr_scale)} has no meaning with sdp.sync, where the noise of a local step "
-            'does not depend on the holders; use "none"'),
+            f"sdp.lr_scale: {json.dumps(sdp.lr_scale)} has no meaning with sdp.sync, where no step averages over "
+            'holders; use "none"'),
     ]  # fmt: skip
     if sync.service is None:
         return problems
     served = {
         "sdp.sync.start_after": (sync.start_after > 0, "groups cannot average in every step; remove it"),
-        "sdp.groups": (sdp.groups < 2, "there is nobody to average with; set it to 2 or more"),
+        "sdp.groups": (sdp.groups < 2, "there is no group to average with; set it to 2 or more"),
         "sdp.sync.service.min_groups": (
             sync.service.min_groups > sdp.groups, f"there are sdp.groups = {sdp.groups} groups; lower it"
         ),
         "sdp.paths.on_short": (
-            sdp.paths is not None and sdp.paths.on_short == "end", 'the service deals out the data; use "repeat"'
+            sdp.paths is not None and sdp.paths.on_short == "end", 'the service assigns data to groups; use "repeat"'
         ),
         "training.steps": (training.steps is None, "the service counts steps; give the length of the run"),
         "training.evaluate_tasks": (
@@ -297,8 +299,8 @@ class PathsSection(Section):
 
     The model of the configuration is one path. ``own``: patterns of units. Each path has these
     units for itself, and all paths share everything else. ``router``: the folder of the router that
-    deals the sequences, None for that of ``data.path``. ``on_short``: whether a path with fewer
-    sequences repeats them, or the run ends with the first path that has none left.
+    assigns sequences to paths. None: the one in ``data.path``. ``on_short``: what happens when a
+    path has read all of its sequences. "repeat": it reads them again. "end": the run ends.
     """
 
     count: RankCount

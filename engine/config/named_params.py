@@ -17,9 +17,9 @@ from .section import Beta, NonNegative, NonNegativeInt, PositiveInt, Section, pa
 
 Betas = Annotated[Sequence[Beta], Field(min_length=2, max_length=2)]
 Ratio = Annotated[float, Field(ge=0, le=1)]
-Rates = NonNegative | list[NonNegative]  # one rate for all parameter groups, or one for each
+Rates = NonNegative | list[NonNegative]  # one rate for all parameter groups, or one per group
 
-_NO_COMPRESSION = "it compresses what ranks send inside its own step, and DeepSpeed has removed it"
+_NO_COMPRESSION = "its step sends compressed gradients between ranks, and DeepSpeed has removed it"
 _OUT_OF_SCOPE = "it is not available here; make it yourself and pass it as optimizer="
 # Optimizers of DeepSpeed that are refused, by the name in lower case.
 _REFUSED = {
@@ -40,7 +40,7 @@ class AdamParams(Section):
     ``adam_w_mode`` means decoupled weight decay. It is the default, also for "Adam".
     ``torch_adam`` is accepted but has no effect, because torch's Adam is used anyway. ``no_decay``
     names parameters without weight decay: "norms", "biases", "embeddings", or patterns of names.
-    ``state_dtype``: how the moments are kept. See :mod:`sdp.engine.optim.small_state`.
+    ``state_dtype``: the type in which moments are stored. See :mod:`sdp.engine.optim.small_state`.
     """
 
     lr: NonNegative = 1e-3
@@ -131,7 +131,7 @@ class WSDParams(Section):
         if self.warmup_num_steps + self.decay_num_steps > self.total_num_steps:
             raise ValueError(
                 f"warmup_num_steps {self.warmup_num_steps} + decay_num_steps {self.decay_num_steps} "
-                f"exceed total_num_steps {self.total_num_steps}"
+                f"exceed total_num_steps {self.total_num_steps}; raise total_num_steps, or lower one of them"
             )
         return self
 
@@ -152,7 +152,8 @@ SCHEDULES: Mapping[str, type[Section]] = {
 
 
 def check_optimizer_params(type: str, params: Mapping[str, Any]) -> str:
-    """Check the ``optimizer`` section, and return the name of its type as we write it.
+    """Check the ``optimizer`` section, and return the name of the type with our upper and lower
+    case.
 
     Raises:
         ConfigError: The type or a key is unknown, or a value has the wrong type.

@@ -1,5 +1,5 @@
-"""What earlier versions had and this one does not: keys, values, commands and options, each with
-what to use instead.
+"""Keys, values, commands and options that this version does not have any more, each with what to
+use instead.
 
 The page ``docs/changes.md`` is written from these tables.
 """
@@ -18,7 +18,7 @@ _RESTARTS = "sdp train --restarts N starts a run again after a loss"
 # The path of a key, and what to use instead.
 KEYS: dict[str, str] = {
     "sdp.elastic": _RESTARTS,
-    "sdp.group_sizes": "groups have equal sizes; leave the ranks out that do not fill a group",
+    "sdp.group_sizes": "groups have equal sizes; leave out the ranks that do not fill a group",
     "sdp.profile.noise": 'use "depth" or "uniform", which holders by noise did not beat',
     "sdp.survive": _RESTARTS,
     "sdp.sync.outer_optimizer.params.weight_decay": "remove it; the optimizer of the groups decays the weights",
@@ -29,8 +29,8 @@ KEYS: dict[str, str] = {
     "training.noise_scale_interval": "remove it; no setting depends on the gradient noise",
 }
 
-# The path of a key with a value that it no longer takes, and what to use instead.
-# Text is compared without upper and lower case.
+# A key with a value that this version does not accept any more, and what to use instead. Upper and
+# lower case of a text do not matter.
 VALUES: dict[tuple[str, str | bool], str] = {
     ("optimizer.params.bias_correction", False): "use true, or pass an optimizer of your own as optimizer=",
     ("optimizer.type", "Lamb"): 'use "AdamW", or pass an optimizer of your own as optimizer=',
@@ -88,7 +88,7 @@ def refuse_removed_keys(raw: Mapping[str, Any]) -> None:
 def without_removed_keys(raw: dict[str, Any]) -> dict[str, Any]:
     """Return the configuration that a finished run wrote, without keys that this version removed.
 
-    Such a file has every key. What a removed key said about training does not matter any more.
+    Such a file has every key. After the run, the removed keys do not matter.
     """
     kept = copy.deepcopy(raw)
     for path in KEYS:

@@ -57,7 +57,8 @@ ALLOWED: dict[str, tuple[str, ...]] = {
     ),
 }  # fmt: skip
 
-# Of these, the ones that load a library, or name a file or a program.
+# These are refused even if a pattern of ALLOWED matches: they load a library, or name a file or a
+# program.
 REFUSED = ("*PLUGIN*", "*FILE*", "*_PATH*", "*_DIR*", "*_LIB*", "*_CONF_FILE", "*_PIPE*")
 
 
@@ -94,12 +95,13 @@ class DataSection(Section):
     ``sources``: several directories of token shards, in place of ``path``, which are mixed by
     weight.
     ``path``: the token shards. Without it, the sources of Python's standard library are prepared.
-    ``document_mask``: attention does not cross the borders of documents in a sample.
-    ``tokenizer`` (None: sentencepiece) and ``vocab_size`` say how. Shards at ``path`` must have
+    ``document_mask``: attention does not cross the borders of documents in a sample. ``tokenizer``
+    (None: sentencepiece) and ``vocab_size``: how text is prepared. Shards at ``path`` must have
     been prepared with the same values.
     ``name``: "digits" comes with scikit-learn. "cifar10" and "cifar100" are read from their binary
-    archive at ``path``. "folder" has one directory of images per class in ``path``, and reads
-    squares of ``image_size`` pixels (224). ``augment``: crop and mirror the images at random.
+    archive at ``path``. "folder" has one directory of images per class in ``path``. Its images are
+    resized to ``image_size`` × ``image_size`` pixels (224). ``augment``: crop and mirror the images
+    at random.
     """
 
     name: Literal["digits", "cifar10", "cifar100", "folder"] | None = None
@@ -138,7 +140,7 @@ class DataSection(Section):
             raise ValueError("sources: every weight is 0; give at least one source a larger weight")
         if self.name == "digits" and self.path is not None:
             raise ValueError(
-                'path has no meaning for "digits", which scikit-learn brings; remove it, or name another set'
+                'path has no meaning for "digits", which scikit-learn contains; remove it, or name another data set'
             )
         if self.name not in (None, "digits") and self.path is None:
             raise ValueError(f"path is required for {json.dumps(self.name)}: {_WHERE[self.name]}")
@@ -152,7 +154,7 @@ class DataSection(Section):
 
     @property
     def takes_default_corpus(self) -> bool:
-        """Whether the run prepares the default corpus, because nothing is named."""
+        """Whether the run prepares the default corpus, because no data is named."""
         return self.name is None and self.path is None and self.sources is None
 
     @property
@@ -172,9 +174,9 @@ class TasksSection(Section):
     """Tasks of lm-evaluation-harness on the full model, while a run trains.
 
     ``tasks``: names of tasks or groups, such as "hellaswag". They may compare log-likelihoods, but
-    not generate text. ``every``: number of steps. 0 evaluates them after the last step only.
-    ``limit``: the first documents of each task; all by default. ``include_path``: a directory with
-    task files of your own. A task file may name Python code, which then runs.
+    not generate text. ``every``: number of steps between evaluations. 0: only after the last step.
+    ``limit``: how many documents of each task are used; all by default. ``include_path``: a
+    directory with task files of your own. A task file may name Python code, which then runs.
     """
 
     tasks: Annotated[list[str], Field(min_length=1)]
@@ -186,8 +188,8 @@ class TasksSection(Section):
 class TrainingSection(Section):
     """The length of the run, and how often it evaluates and saves.
 
-    ``evaluate_every``, ``save_every``: numbers of steps. 0 evaluates only before the first step and
-    after the last, and saves only when a signal ends the run.
+    ``evaluate_every``: number of steps. 0: only before the first step and after the last.
+    ``save_every``: number of steps. 0: only when a signal ends the run.
     ``evaluate_tasks``: tasks of lm-evaluation-harness.
     ``max_failed_saves``: how many saves in a row may fail before the run ends.
     ``max_skips``: how many steps in a row may be skipped for a gradient that is NaN or infinite.
@@ -195,15 +197,15 @@ class TrainingSection(Section):
     "skip" leaves the update out. "rollback" returns to the last checkpoint, from which the run
     continues with other data. "stop" ends the run. A spike is more than ``spike_sigma`` standard
     deviations above the mean of the last ``spike_window`` steps.
-    ``loss_weighting``: how the losses of ranks and micro-batches make one gradient. "tokens" weighs
-    each by the number of labels that its loss counts, "ranks" weighs all equally, as DDP does. By
-    default ``sdp train`` takes "tokens" if the data mask labels, and a script's
-    ``engine.backward(loss, weight=n)`` decides.
+    ``loss_weighting``: how the losses of ranks and micro-batches make one gradient. "tokens": the
+    weight of a loss is its number of labels. "ranks": all losses have the same weight, as in DDP.
+    The default of ``sdp train`` is "tokens" if the data mask labels. In a script, the default
+    weight is that of ``engine.backward(loss, weight=n)``.
     ``start_timeout``: seconds for the start with the first step, or for an evaluation.
-    ``save_timeout``: seconds for a save. ``step_timeout``: seconds for a part of a later step. Any
-    collective may take the longest of the three.
+    ``save_timeout``: seconds for a save. ``step_timeout``: seconds for a part of a later step. The
+    time limit of a collective is the longest of the three.
     ``init_from``: a directory with the first weights, from Hugging Face.
-    ``compile``: compile the units with ``torch.compile``. ``deterministic``: let torch take
+    ``compile``: compile the units with ``torch.compile``. ``deterministic``: torch uses
     deterministic algorithms only.
     """
 
@@ -280,15 +282,15 @@ class FP16Section(Section):
 class OffloadSection(Section):
     """DeepSpeed's ``offload_optimizer`` or ``offload_param``: keep a part of the state on the host.
 
-    On a GPU, its memory is page-locked, so that copies overlap with computation.
+    With a GPU, the host's memory is page-locked, so that copies overlap with computation.
     """
 
     device: Literal["none", "cpu"] = "none"
 
 
 class ZeroSection(Section):
-    """The state that an SDP group shards: 0 nothing, 1 optimizer, 2 also gradients, 3 also
-    parameters.
+    """What the ranks of an SDP group shard. Stage 0: nothing. 1: optimizer state. 2: also
+    gradients. 3: also parameters.
     """
 
     stage: Literal[0, 1, 2, 3] = 0
@@ -309,8 +311,8 @@ class ZeroSection(Section):
 class TorchAutocastSection(Section):
     """DeepSpeed's ``torch_autocast``: run the forward pass under ``torch.autocast``.
 
-    ``dtype``: the type of the operations that autocast lowers. Parameters, gradients and the
-    averages stay float32.
+    ``dtype``: the type in which autocast computes. Parameters, gradients and the averages stay
+    float32.
     """
 
     enabled: bool = False
@@ -324,7 +326,9 @@ class TensorParallelSection(Section):
 
 
 class ActivationCheckpointingSection(Section):
-    """Which activations to recompute. "selective" keeps matrix products and attention."""
+    """Which activations to recompute. "selective" recomputes everything except matrix products and
+    attention.
+    """
 
     mode: Literal["none", "full", "selective"] = "none"
 
@@ -347,7 +351,7 @@ class WandbSection(Section):
 
 
 class SDPSection(Section):
-    """Subnetwork Data Parallelism: which group of ranks holds which part of the model.
+    """Subnetwork Data Parallelism: which group of ranks holds which units of the model.
 
     ``masking``: how a group treats a unit that it does not hold. With "forward" the unit is absent
     from the forward and the backward pass. With "backward" the group runs a frozen copy of the
@@ -358,8 +362,8 @@ class SDPSection(Section):
     ``profile``: how many groups hold each unit. The number falls with depth, is uniform, or is
     given for each unit. Its mean follows from ``capacity``.
     ``branch_scale``: a factor for what a unit adds to its input, under forward masking. If k of N
-    groups hold it, the factor is N / k in training ("train"). For "eval" it is k / N, in
-    evaluations of the full model.
+    groups hold the unit, "train" means a factor of N / k in training, and "eval" a factor of k / N
+    in evaluations of the full model.
     ``sync``: local steps. Groups average their weights every few steps, not their gradients in
     every step.
     ``lr_scale``: a unit's learning rate is multiplied by (k / mean k) to this power, where k is its
@@ -407,7 +411,7 @@ class Config(Section):
     """A whole run. The documentation explains each key; ``sdp config --schema`` prints the schema.
 
     ``env``: environment variables for NCCL, UCX, gloo and others. Every rank sets them before it
-    loads these libraries. They replace the values of the rank's environment.
+    loads these libraries. They replace variables of the same name.
     """
 
     train_batch_size: Samples | None = None
@@ -452,7 +456,9 @@ class Config(Section):
 
     @property
     def scales_loss(self) -> bool:
-        """Whether a part of the run computes in float16, whose gradients need a loss scale."""
+        """Whether the run computes in float16, fully or in part, so that gradients need a loss
+        scale.
+        """
         return self.fp16.enabled or self.autocast_dtype == "float16"
 
     @property
@@ -467,21 +473,21 @@ class Config(Section):
 
     @property
     def deepspeed(self) -> dict[str, Any]:
-        """A copy of the settings that DeepSpeed reads, if ``sdp.engine`` is "deepspeed"."""
+        """A copy of the settings that DeepSpeed gets if ``sdp.engine`` is "deepspeed"."""
         return copy.deepcopy(self._deepspeed)
 
     def resolved(self) -> dict[str, Any]:
-        """Return every setting, DeepSpeed's own included, as JSON that starts the same run."""
+        """Return all settings, also those of DeepSpeed, as JSON that starts the same run."""
         return _completed(self.model_dump(mode="json"), self._deepspeed)
 
     def without_monitors(self) -> Config:
-        """Return a copy without monitors, for a run that writes them itself."""
+        """Return a copy without monitors, for a caller that writes the curves itself."""
         off = MonitorSection()
         return self.model_copy(update={"tensorboard": off, "csv_monitor": off, "wandb": WandbSection()})
 
     @property
     def autos(self) -> tuple[str, ...]:
-        """The keys of DeepSpeed that are "auto" in the file, for which defaults apply."""
+        """The keys of DeepSpeed with the value "auto" in the file. Their defaults apply."""
         return self._autos
 
     @property

@@ -94,7 +94,8 @@ def parse_section(
         # Otherwise report the deepest problem, which says most.
         problems = [(_path_in(raw, problem["loc"]), problem) for problem in error.errors()]
         location, problem = max(problems, key=lambda pair: (pair[1]["type"] == "extra_forbidden", len(pair[0])))
-        # A union reports one problem per alternative. Name them all, as each suggests a fix.
+        # A union reports one problem per alternative. Name all of them, because each suggests a
+        # fix.
         ways = [_message(other) for where, other in problems if where == location]
         candidates = known_keys(location[:-1]) if known_keys else list(schema.model_fields)
         where = ".".join(([path] if path else []) + [shorten(key) for key in location])
@@ -128,7 +129,7 @@ def _explain(problem: Any, where: str, ways: Sequence[str], known: Sequence[str]
     Args:
         problem: The problem, as pydantic gives it.
         where: The path of the key.
-        ways: The messages of all alternatives of a union.
+        ways: The messages for all types that a value may have (a union).
         known: The keys of the same section.
         homes: The paths of keys of the same name in other sections.
     """

@@ -1,4 +1,6 @@
-"""The full model, seen from a rank that has a part of it: evaluation, copies, its whole state."""
+"""Access to the full model on a rank that has only a part: evaluation, copies, and the whole
+state.
+"""
 
 from __future__ import annotations
 
@@ -39,17 +41,16 @@ from .whole_copy import UncutModel, check_room, free_bytes, write_configuration,
 
 
 class FullModel:
-    """What one rank does with the full model.
-
-    In local steps, the full model is the anchors. The engine has these methods, too.
+    """Evaluates, copies and saves the full model. Every rank has an object of this class, and the
+    engine has these methods, too. With local steps, the full model consists of the anchors.
 
     Args:
-        groups: what this rank has.
+        groups: the state of this rank.
         config: the configuration.
         uncut: the model before it was cut. None if every rank has the full model.
 
     Attributes:
-        evaluation: knows who runs the module in evaluation mode.
+        evaluation: chooses what the module runs in evaluation mode.
     """
 
     def __init__(self, groups: BetweenGroups, config: Config, uncut: UncutModel | None = None):
@@ -62,7 +63,7 @@ class FullModel:
 
     @property
     def is_partial(self) -> bool:
-        """Whether the module of any group runs only a part of the model, or copies that differ from
+        """Whether the module of any group lacks units of the model, or runs copies that differ from
         it.
         """
         layout = self._store.layout
@@ -84,7 +85,9 @@ class FullModel:
         if paths is not None:
             batches, ids = split_by_path(batches, paths, count, weighted=weights is not None)
         elif count > 1:
-            raise ConfigError(f"evaluate: the model has {count} paths; give paths, that of each batch or of each row")
+            raise ConfigError(
+                f"evaluate: the model has {count} paths; give paths=, with the path of each batch or of each row"
+            )
         counts = [int(count_targets(module, b)) for b in batches] if weights is None else checked_weights(weights)
         if len(counts) != len(batches):
             raise ConfigError(f"evaluate: {len(counts)} weights for {len(batches)} batches; give one for each batch")
@@ -113,7 +116,9 @@ class FullModel:
             yield
 
     def evaluate_subnetworks(self, batches: Iterable[Any]) -> list[float]:
-        """Mean loss per token of each group's subnetwork, over its ranks' batches. Collective."""
+        """The mean loss per token of each group's subnetwork, over the batches of the group's
+        ranks. Collective.
+        """
         local = self._groups.local
         self._groups.finish_refresh()
         if local is None:
@@ -126,10 +131,10 @@ class FullModel:
     def recalibrated(self, batches: Iterable[Any]) -> Iterator[None]:
         """A context in which batch norms have the full model's running statistics. Collective.
 
-        Use it to evaluate, save or export the full model. A pass of the full model over ``batches``
-        of training data, as many on each rank, measures the statistics. Afterwards each rank has
-        its subnetwork's own ones again. Without batch norm nothing happens, and neither with paths,
-        which run as they were trained.
+        Use this to evaluate, save or export the full model. The statistics are measured in a pass
+        of the full model over ``batches`` of training data. All ranks need the same number of
+        batches. After the context, each rank has the statistics of its subnetwork again. Nothing
+        happens if the model has no batch norm, or has paths.
         """
         if self._store.layout.paths > 1 or not tracks_statistics(self._store.layout.buffers):
             yield
@@ -150,12 +155,12 @@ class FullModel:
     def full_model(self, dtype: torch.dtype | None = None, path: int | None = None) -> Iterator[nn.Module]:
         """A context with a copy of the full model in evaluation mode, on every rank. Collective.
 
-        The copy is an ordinary module with the weights of this moment. Each rank may call it when
-        it likes, for example to generate text. The end of the context frees its memory.
+        The copy is an ordinary module with the present weights. Each rank may call the copy at any
+        time, for example to generate text. The end of the context frees the memory.
 
         Args:
             dtype: The type of the parameters; by default, that of the computation.
-            path: Which path the copy is, if there are several (``sdp.paths``).
+            path: The path that is copied, if there are several (``sdp.paths``).
 
         Raises:
             OutOfMemoryError: The copy does not fit on every rank.
@@ -178,8 +183,8 @@ class FullModel:
     def generate(self, *args: Any, **kwargs: Any) -> Any:
         """Call the full model's ``generate``. Collective. Arguments may differ between ranks.
 
-        If groups run only a part of the model, the full model is gathered for this call. To call it
-        several times, use :meth:`full_model`.
+        If groups run only a part of the model, each call gathers the full model. For several calls,
+        use :meth:`full_model`.
 
         Raises:
             OutOfMemoryError: The full model does not fit on every rank.
@@ -197,8 +202,8 @@ class FullModel:
     def full_state_dict(self) -> dict[str, torch.Tensor] | None:
         """Whole weights and persistent buffers by canonical name, on rank 0's CPU. Collective.
 
-        Other ranks get None. Tied parameters appear under each of their names. Parameters cross
-        the network one at a time.
+        Other ranks get None. A tied parameter is there under each of its names. Parameters are sent
+        one at a time.
         """
         with outside_inference_mode(), self._anchored():
             streamed = ((name, tensor) for name, tensor in self._stream() if tensor is not None)
@@ -235,18 +240,17 @@ class FullModel:
             raise ConfigError(f"save_pretrained: dtype {quote(dtype)} is not one of torch's, such as torch.bfloat16")
         if self._store.layout.paths > 1:
             raise ModelError(
-                "engine.save_pretrained: a folder has one model, and this one has several paths; save what "
-                "engine.full_model(path=…) gives"
+                "engine.save_pretrained: the model has several paths, and a folder has one model; save each path "
+                "with engine.full_model(path=…)"
             )
         self._write(Path(save_directory), "model.safetensors", dtype)
 
     def save_16bit_model(
         self, save_dir: str | Path, save_filename: str = "model.safetensors", exclude_frozen_parameters: bool = False
     ) -> bool:
-        """Write the model in the precision of the computation. Collective.
-
-        A name that ends in .bin, .pt or .pth gets a file for ``torch.load``, as DeepSpeed writes
-        it, and any other name gets safetensors. ``exclude_frozen_parameters`` must be False.
+        """Write the model in the precision of the computation. Collective. If the name ends in
+        .bin, .pt or .pth, the file is for ``torch.load``, as DeepSpeed's is. Otherwise the format
+        is safetensors. ``exclude_frozen_parameters`` must be False.
         """
         if exclude_frozen_parameters:
             raise ConfigError("save_16bit_model: exclude_frozen_parameters must be False: the file has all weights")
@@ -260,7 +264,7 @@ class FullModel:
         """
         module: Any = self._store.module
         has_adapters = any(kind.__module__.partition(".")[0] == "peft" for kind in type(module).__mro__)
-        if has_adapters and self._uncut is not None:  # PEFT would leave out adapters that this rank lacks
+        if has_adapters and self._uncut is not None:  # PEFT would leave out adapters that this rank does not have
             module = self._uncut.skeleton
         state, problem = self.full_state_dict(), None
         if state is not None:
@@ -281,9 +285,7 @@ log = logging.getLogger("sdp")
 
 
 def warn_of_partial_state(module: nn.Module, is_partial: Callable[[], bool]) -> None:
-    """Make ``module.state_dict()`` warn once that it lacks the blocks of other groups, if it
-    does.
-    """
+    """Make ``module.state_dict()`` warn once if it lacks blocks that only other groups hold."""
 
     warned = False
 

@@ -1,8 +1,8 @@
-"""Evaluates the full model: holders stream units to the ranks that lack them.
+"""Evaluates the full model: holders send their units to the other groups, one after the other.
 
 A chunk of batches goes through the units together. Every batch of the chunk is computed up to a
-unit, the unit is broadcast once for all of them, and they continue. Memory holds one guest unit (or
-the missing slices of one block) at a time, and the hidden states of the chunk.
+unit. Then the unit is broadcast once, and all batches continue. Memory holds the hidden states of
+the chunk and one received unit at a time (a guest), or the missing slices of one block.
 
 The batches run in lockstep. Each forward pass stops before a unit, and all continue once every pass
 has arrived there. This works for any model, however its forward is written. Each pass has a thread
@@ -46,7 +46,7 @@ T = TypeVar("T")
 
 
 class _Aborted(BaseException):
-    """Ends the waiting passes after another pass failed."""
+    """Raised in waiting passes after another pass has failed."""
 
 
 class _Pass(Generic[T]):
@@ -62,7 +62,7 @@ class Lockstep(Generic[T]):
     """Runs passes. A pass calls :meth:`stop` with a unit's name before it runs the unit."""
 
     def __init__(self, device: torch.device, before_turn: Callable[[], None]):
-        """``before_turn`` is called in the main thread each time before a pass continues."""
+        """``before_turn`` is called in the main thread, each time before a pass continues."""
         self._device, self._before_turn = device, before_turn
         self._current: _Pass[T] | None = None
         self._aborted = False
@@ -176,13 +176,12 @@ class StreamedEvaluation:
         self._units = _streamed_units(store.layout)
         self._guest: dict[str, torch.Tensor] = {}
         self._hosts: list[Slices] = []  # slices that have guests now
-        # Copies whose exact values are present now, by block. Those of "" stay for a chunk.
         self._exact: dict[str, list[Copies]] = {}
 
     def run(self, batches: Sequence[Any], weights: Sequence[float]) -> float:
         """Mean loss over the batches of all ranks, weighted by ``weights``."""
         steps = _common_count(self._store, batches)
-        # A rank with fewer batches repeats its last one with weight 0.
+        # A rank with fewer batches repeats its last batch with weight 0.
         padded = [*zip(batches, weights, strict=True), *[(batches[-1], 0)] * (steps - len(batches))]
         total, targets, undo, chunk = 0.0, 0.0, self._install(), self._store.context.passes_together or CHUNK
         try:
@@ -204,14 +203,14 @@ class StreamedEvaluation:
     def _uncompiled_slices(self) -> AbstractContextManager[Any]:
         """A context that runs sliced blocks uncompiled.
 
-        Guest slices come and go, and compiled blocks would need a graph for every set of slices.
+        The set of guest slices changes, and compiled blocks would need a graph for every set.
         """
         sliced = any(not unit.is_block for units in self._units.values() for unit in units)
         return torch.compiler.set_stance("force_eager") if sliced else nullcontext()
 
     def _install(self) -> Callable[[], None]:
-        """Make held units stop the passes and absent ones run as guests; return a function to undo
-        it.
+        """Let passes stop before held units, and run absent units as guests. Returns a function
+        that undoes this.
         """
         handles = []
         for name in self._units:
@@ -245,7 +244,7 @@ class StreamedEvaluation:
     def _stream(self, name: str) -> None:
         """Broadcast a block's units from their first holders.
 
-        Shards are broadcast between groups. Each group that lacks a unit then gathers its shards.
+        Shards are broadcast between groups. Then each group without the unit gathers the shards.
         """
         store = self._store
         self._dismiss(everything=False)  # earlier guests are no longer needed
@@ -269,7 +268,7 @@ class StreamedEvaluation:
                 self._lend(tensors)
 
     def _fetch(self, unit: Unit, block: str) -> None:
-        """Get a unit that this group lacks from the service. It has no buffers."""
+        """Get a unit that this group does not hold from the service. The unit has no buffers."""
         context = self._store.context
         tensors = context.service.whole_units(self._store.layout.members.get(unit.name, []), context)
         if unit.is_block:
@@ -295,8 +294,8 @@ class StreamedEvaluation:
             self._hosts.pop().guests.clear()
 
     def _unit_shard(self, unit: Unit, source: int) -> torch.Tensor:
-        """The unit's padded shards, joined, in compute precision; uninitialised except at the
-        source.
+        """The unit's padded shards in one tensor, in compute precision. Only the source has values
+        in it.
         """
         store = self._store
         infos = store.layout.members.get(unit.name, [])
@@ -359,7 +358,7 @@ def subnetwork_losses(store: GroupStore, batches: Sequence[Any]) -> list[float]:
 
 
 def mean_loss(store: GroupStore, batches: Sequence[Any], weights: Sequence[float]) -> float:
-    """Weighted mean loss over the batches of all ranks, which each run the full model.
+    """Weighted mean loss over the batches of all ranks. Each rank must have the full model.
 
     Collective.
     """
@@ -367,10 +366,9 @@ def mean_loss(store: GroupStore, batches: Sequence[Any], weights: Sequence[float
 
 
 def routed_loss(store: GroupStore, batches: Sequence[Any], weights: Sequence[float], paths: Sequence[int]) -> float:
-    """Weighted mean loss over the batches of all ranks, each run by the groups of its path.
-
-    Collective. Ranks exchange their batches. The data ranks of a path share those of the path. With
-    a service, this group runs all paths, one after the other.
+    """Weighted mean loss over the batches of all ranks. The groups of a path run the batches of
+    this path. Collective. Ranks exchange their batches, and the batches of a path are divided among
+    the path's data ranks. With a service, this group runs all paths, one after the other.
     """
     context, mesh, count = store.context, store.layout.mesh, store.layout.paths
     service, share, shares = context.service, context.at.sdp // count * mesh.fsdp + context.at.fsdp, mesh.data_ranks
@@ -393,11 +391,11 @@ def routed_loss(store: GroupStore, batches: Sequence[Any], weights: Sequence[flo
 
 
 def exchange_batches(batches: Sequence[Any], facts: Sequence[Any], like: Any) -> list[tuple[Any, Any]]:
-    """Return the batches of all ranks, each with its fact. Collective.
+    """Return the batches of all ranks, each with one of ``facts``. Collective.
 
     Args:
         batches: This rank's batches.
-        facts: What JSON can hold, for each batch.
+        facts: A JSON value for each batch.
         like: A batch with the structure of all batches.
 
     Raises:
@@ -417,7 +415,9 @@ def exchange_batches(batches: Sequence[Any], facts: Sequence[Any], like: Any) ->
     try:
         plain = gather_json([list(facts), others])
     except TypeError as error:
-        raise DataError(f"evaluate: a batch has a value that cannot be sent to its path ({error})") from None
+        raise DataError(
+            f"evaluate: a batch has a value that cannot be sent to the ranks of its path ({error})"
+        ) from None
     found = []
     for (their_facts, their_others), data in zip(plain, gather_bytes(save(tensors)), strict=True):
         theirs = load(data)
@@ -430,13 +430,14 @@ def exchange_batches(batches: Sequence[Any], facts: Sequence[Any], like: Any) ->
 def split_by_path(
     batches: Sequence[Any], paths: Iterable[Any], count: int, *, weighted: bool
 ) -> tuple[list[Any], list[int]]:
-    """Return batches that have one path each, and their paths.
+    """Divide batches such that each has one path. Returns the batches and their paths.
 
     Args:
         batches: The batches.
         paths: The path of each batch, or of each of its rows.
         count: The number of paths.
-        weighted: Whether batches have weights, which nobody could divide among rows.
+        weighted: Whether batches have weights. A weight cannot be divided among the rows of a
+            batch.
 
     Raises:
         ConfigError: The paths do not fit the batches.
@@ -449,12 +450,12 @@ def split_by_path(
         of_rows = [ids] if isinstance(ids, int) else list(ids)
         wrong = next((path for path in of_rows if path not in range(count)), None)
         if wrong is not None:
-            raise ConfigError(f"evaluate: {wrong!r} is no path; there are paths 0 to {count - 1}")
+            raise ConfigError(f"evaluate: path {wrong!r} does not exist; there are paths 0 to {count - 1}")
         several = len(set(of_rows)) > 1
         if several and (weighted or len(tensors_in(batch)[0]) != len(of_rows)):
             raise ConfigError(
-                "evaluate: several paths of a batch need one path for each of its rows, and no weights; give one path "
-                "for the batch"
+                "evaluate: a batch with several paths needs a path for each row, and must have no weight; give one "
+                "path for the whole batch"
             )
         for path in sorted(set(of_rows)):
             rows = [row for row, of_row in enumerate(of_rows) if of_row == path]
@@ -482,7 +483,7 @@ def _own_sums(store: GroupStore, batches: Sequence[Any], weights: Sequence[float
 def in_eval_mode(module: nn.Module) -> Iterator[None]:
     """A context in which ``module`` is in evaluation mode.
 
-    Afterwards each submodule has its own mode again.
+    Afterwards each submodule has its earlier mode again.
     """
     modes = [(part, part.training) for part in module.modules()]
     module.eval()
@@ -555,7 +556,8 @@ def _record_into(total: torch.Tensor) -> Callable[[nn.Module, tuple[torch.Tensor
 
 @contextmanager
 def _recording(norms: Mapping[str, _BatchNorm], moments: Mapping[str, torch.Tensor]) -> Iterator[None]:
-    """Make the norms use batch statistics inside the context, and add these to ``moments``.
+    """A context in which the norms use the statistics of each batch, which are added to
+    ``moments``.
 
     The norms' own running statistics do not change.
     """
@@ -574,7 +576,7 @@ def _recording(norms: Mapping[str, _BatchNorm], moments: Mapping[str, torch.Tens
 
 @contextmanager
 def with_statistics(buffers: Mapping[str, torch.Tensor], values: Statistics) -> Iterator[None]:
-    """Give those of ``buffers`` that ``values`` names their values inside the context."""
+    """A context in which the ``buffers`` that are named in ``values`` have these values."""
     kept = {name: buffer.detach().clone() for name, buffer in buffers.items() if name in values}
     try:
         for name in kept:

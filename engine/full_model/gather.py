@@ -9,9 +9,9 @@ averaged only when they are read or saved: in evaluation, the full state and che
 equals that of averaging after every step, because no step reads them and an update, (1 - m) · old +
 m · batch, is linear in them.
 
-Two kinds of entries receive the mean and do not count in it. Some belong to ranks that run a unit
-as a frozen copy, the others to neurons that a group lacks. Buffers that are not floating-point
-(counts of batches) are taken from the first rank of the first holder.
+Two kinds of entries get the mean but do not count in the mean: entries of a unit that a rank runs
+from a frozen copy, and entries of neurons that a group does not hold. Buffers that are not
+floating-point (counts of batches) are taken from the first rank of the first holder.
 """
 
 from __future__ import annotations
@@ -111,7 +111,7 @@ def persistent_buffers(store: GroupStore) -> dict[str, torch.Tensor]:
 
 
 def held_entries(layout: Layout, group: int, device: torch.device) -> dict[str, torch.Tensor]:
-    """Per floating-point buffer of the full model, a mask of the entries that ``group`` holds.
+    """For each floating-point buffer of the full model, a mask of the entries that ``group`` holds.
 
     Entries of the shared part count as held. A mask has the shape of the buffer.
     """
@@ -131,7 +131,7 @@ class BufferMean:
     """
 
     def __init__(self, buffers: Mapping[str, TensorInfo], device: torch.device):
-        """``buffers`` are those to average. The same on all ranks."""
+        """``buffers`` are the buffers to average, the same on all ranks."""
         shapes = {name: info.shape for name, info in buffers.items() if info.dtype.is_floating_point}
         self._shapes = shapes
         total = sum(shape.numel() for shape in shapes.values())
@@ -139,7 +139,7 @@ class BufferMean:
         self._sums = torch.zeros((2, total), dtype=torch.float64, device=device)
 
     def add(self, buffers: Mapping[str, torch.Tensor], held: Mapping[str, torch.Tensor]) -> None:
-        """Add a rank's buffers, where its group holds them (see :func:`held_entries`)."""
+        """Add the entries of a rank's buffers that its group holds (see :func:`held_entries`)."""
         for name, sums in zip(self._shapes, self._split(), strict=True):
             if name in buffers:
                 counts = held[name].view(-1)
@@ -148,7 +148,7 @@ class BufferMean:
                 sums[1] += counts
 
     def over(self, all_reduce: Callable[[torch.Tensor], None]) -> BufferMean:
-        """Sum over all ranks; ``all_reduce`` sums float64 values in place."""
+        """Sum over all ranks. ``all_reduce`` is a function that sums float64 values in place."""
         if self._sums.numel():
             all_reduce(self._sums)
         return self

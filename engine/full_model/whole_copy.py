@@ -1,7 +1,7 @@
 """A copy of the full model with all weights, on every rank, and the files of the whole model.
 
-The copy is an ordinary module, without shards and pass-throughs. So ranks may call it
-independently of each other, as often as they like. Generation of text needs that.
+The copy is an ordinary module, without shards and skipped blocks. So each rank may call the copy as
+often as necessary, without the other ranks. Generation of text needs this.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from ..subnetwork.branch_scale import BranchScale
 from ..subnetwork.initialisation import ModuleInit
 
 _MEMORY = Path("/proc/meminfo")
-_SPARE = 0.9  # the share of the free memory that a copy may take: activations need some, too
+_SPARE = 0.9  # the fraction of the free memory that a copy may take, because activations need memory, too
 
 
 class UncutModel:
@@ -42,8 +42,8 @@ class UncutModel:
         Args:
             model: The full model, with weights or on the meta device.
             layout: The layout of the run.
-            plan: The initial values of a model on the meta device. Buffers that no checkpoint has
-                are computed by it.
+            plan: The initial values of a model on the meta device. It also computes buffers that no
+                checkpoint has.
         """
         self._layout, self._plan = layout, plan or ()
         self._skeleton: nn.Module | None = None
@@ -91,7 +91,7 @@ class UncutModel:
         self.skeleton  # noqa: B018  raises
         layout, path = self._layout, 0 if path is None and self._layout.paths == 1 else path
         if path is None or path not in range(layout.paths):
-            raise ConfigError(f"full_model: path {path!r} is no path; give one from 0 to {layout.paths - 1}")
+            raise ConfigError(f"full_model: path {path!r} does not exist; give one from 0 to {layout.paths - 1}")
         infos = (layout.parameters_at(path) | layout.buffers_at(path)).values()  # group P trains path P
         paths = {info.canonical: info.path for info in infos}
         wanted = ((name, tensor) for name, tensor in tensors if name in paths)
@@ -99,7 +99,9 @@ class UncutModel:
 
     @property
     def skeleton(self) -> nn.Module:
-        """The copy without values, with all modules. Raises ModelError if there is none."""
+        """All modules of the copy, without values. Raises ModelError if the model cannot be
+        copied.
+        """
         if self._skeleton is None:
             raise ModelError(
                 f"full_model: this model cannot be copied ({self._obstacle}); load engine.full_state_dict() into "
@@ -111,12 +113,12 @@ class UncutModel:
     def filled(
         self, values: dict[str, torch.Tensor], dtype: torch.dtype, device: torch.device, layout: Layout
     ) -> Iterator[nn.Module]:
-        """Give a copy of the full model in evaluation mode.
+        """Return a copy of the full model in evaluation mode.
 
         Args:
             values: The result of :meth:`gather`. The copy takes these tensors, and the mapping is
                 emptied.
-            dtype: The type of floating-point parameters. Floating-point inputs get it, too.
+            dtype: The type of floating-point parameters and of floating-point inputs.
             device: Where the copy is.
             layout: The layout of the present phase, which says whether branches are scaled.
         """
@@ -143,9 +145,7 @@ class UncutModel:
             model.to("meta")  # free the memory, even if the caller keeps the model
 
     def _computed_buffers(self, skeleton: nn.Module, device: torch.device) -> dict[str, torch.Tensor]:
-        """Return the buffers that are neither parameters nor saved, of a model that was on the meta
-        device.
-        """
+        """Return the buffers that are not saved, of a model that was on the meta device."""
         saved = self._layout.buffers_at(0)
         buffers = dict(skeleton.named_buffers())
         missing = {name: buffer for name, buffer in buffers.items() if buffer.is_meta and name not in saved}
@@ -212,7 +212,9 @@ def _on_every_rank(
 
 
 def _scale(model: nn.Module, layout: Layout, scale: BranchScale) -> None:
-    """Apply the factors of the full model: to blocks as they run, and to the weights of neurons."""
+    """Apply ``sdp.branch_scale`` for the full model: to the outputs of blocks, and to the weights
+    of neurons.
+    """
     if layout.branch_scale == "none" or layout.keeps_frozen:
         return
     if all(unit.is_block for unit in layout.units):
@@ -225,11 +227,11 @@ def _scale(model: nn.Module, layout: Layout, scale: BranchScale) -> None:
 
 
 def write_weights(state: Mapping[str, torch.Tensor], aliases: Mapping[str, str], path: Path) -> None:
-    """Write ``state`` as safetensors, or for ``torch.load`` if the name of ``path`` asks for that.
+    """Write ``state`` as safetensors, or for ``torch.load`` if ``path`` ends in .bin, .pt or .pth.
 
     Args:
         state: The whole model.
-        aliases: The other names of tied tensors, with the name that they have first. Safetensors
+        aliases: The second and further names of tied tensors, each with the first name. Safetensors
             refuses tied tensors, and models tie them again when they load.
         path: The file.
     """

@@ -81,4 +81,4 @@ def _subnetworks() -> str:
 
 
 def test_holders_are_compared_at_any_capacity(ranks: RankPool) -> None:
-    assert all("capacity 1.0 is compared" in text for text in ranks.run(_subnetworks, world=2))
+    assert all("only capacity 1.0 can be compared" in text for text in ranks.run(_subnetworks, world=2))

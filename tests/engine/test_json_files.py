@@ -44,7 +44,7 @@ def test_bad_overrides_are_refused(value: str) -> None:
 
 
 def test_an_override_of_an_endless_key_is_refused() -> None:
-    with pytest.raises(ConfigError, match="the key has 2001 parts, and no key has so many"):
+    with pytest.raises(ConfigError, match="the key has 2001 components, and no key has so many"):
         load_config({"sdp": {"groups": 1}}, ["x" + ".y" * 2000 + "=1"])
 
 

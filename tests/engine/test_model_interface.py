@@ -56,7 +56,7 @@ def test_a_hook_that_is_not_a_method_is_refused(value: Any) -> None:
 def test_a_misspelt_hook_is_refused(hook: str) -> None:
     swapped = hook[:3] + hook[4] + hook[3] + hook[5:]
     for name in (hook[:-1], hook + "s", hook.replace("_", "", 1), swapped):
-        with pytest.raises(ModelError, match=rf"Net\.{name}: .*did you mean {hook}\? Rename it"):
+        with pytest.raises(ModelError, match=rf"Net\.{name}: .*did you mean {hook}\? If so, rename it"):
             check_hooks(net_with(name, method))
 
 

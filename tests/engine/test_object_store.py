@@ -87,7 +87,10 @@ def test_a_folder_on_disk_arrives_whole(folder: Path, cache: Path, tmp_path: Pat
 @pytest.mark.parametrize(
     ("url", "message"),
     [
-        ("gs://bucket/run", r"gs://bucket/run: a package is missing \(.*gcsfs.*\); pip install .*object-stores"),
+        (
+            "gs://bucket/run",
+            r"gs://bucket/run: a package is missing \(.*gcsfs.*\); for s3://, run pip install .*object-stores",
+        ),
         ("foo://bucket/run", r"foo://bucket/run: fsspec knows no such store \(Protocol not known: foo\)"),
     ],
 )

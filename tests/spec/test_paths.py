@@ -236,10 +236,10 @@ def test_an_evaluation_needs_the_paths(ranks: RankPool) -> None:
     expected = [
         "evaluate: the model has 2 paths; give paths",
         "evaluate: 2 paths for 1 batches",
-        "evaluate: 2 is no path; there are paths 0 to 1",
-        "evaluate: several paths of a batch need one path for each of its rows",
-        "evaluate: several paths of a batch need one path for each of its rows, and no weights",
-        "full_model: path None is no path; give one from 0 to 1",
+        "evaluate: path 2 does not exist; there are paths 0 to 1",
+        "evaluate: a batch with several paths needs a path for each row",
+        "evaluate: a batch with several paths needs a path for each row, and must have no weight",
+        "full_model: path None does not exist; give one from 0 to 1",
     ]
     assert all(message.startswith(start) for message, start in zip(messages, expected, strict=True))
 

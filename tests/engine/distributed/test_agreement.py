@@ -62,7 +62,7 @@ def _start(kind: str, engine: str) -> str:
         ("model", "the model's parameters.head.bias.shape: rank 0 has [3], rank 1 has [4]; "),
         ("frozen", "the model's parameters.head.bias.is trained: rank 0 has true, rank 1 has false; "),
         ("rate", "the learning rate of stem.weight: ranks have different values, from 0.1 to 0.2; "),
-        ("data", "the samples of training_data, which the loader shares out: rank 0 has 24, rank 1 has 12; "),
+        ("data", "the samples of training_data: rank 0 has 24, rank 1 has 12; "),
         ("offload", 'zero_optimization.offload_optimizer.device: rank 0 has "none", rank 1 has "cpu"; '),
         ("placement", ""),  # in another order
         ("own affairs", ""),

@@ -91,7 +91,7 @@ def test_falls_back_where_torch_has_no_fused_kernel():
         ("AdamWW", {}, 'optimizer.type: unknown optimizer "AdamWW", did you mean AdamW?'),
         ("Rprop", {}, 'optimizer.type: unknown optimizer "Rprop"; known: AdamW, Adam, FusedAdam, SGD, Muon'),
         ("OneBitAdam", {"freeze_step": 9},
-            'optimizer.type: "OneBitAdam" cannot be honoured: it compresses what ranks send'),
+            'optimizer.type: "OneBitAdam" cannot be honoured: its step sends compressed gradients'),
         ("MuAdam", {},
             'optimizer.type: "MuAdam" cannot be honoured: it is not available here; make it yourself and pass it'),
         ("AdamW", {"bettas": [0.9, 0.95]}, "optimizer.params.bettas: unknown key, did you mean betas?"),

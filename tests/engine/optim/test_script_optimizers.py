@@ -140,12 +140,12 @@ def test_on_shards_the_result_is_torch_s_or_one_line(ranks: RankPool, name: str,
             assert "needs whole matrices, and cannot step on shards; use zero_optimization.stage 0" in message
             assert "\n" not in message
     for message in ranks.run(_message, name, "deepspeed", stage, 1, world=2):
-        assert 'needs whole matrices, which zero_optimization.stage 1 to 3 of sdp.engine "deepspeed" cuts' in message
+        assert 'needs whole matrices, but zero_optimization.stage 1 to 3 of sdp.engine "deepspeed" cuts' in message
 
 
 def test_slices_of_neurons_are_refused(ranks: RankPool) -> None:
     (message,) = ranks.run(_neurons, world=1)
-    assert 'Lars needs whole matrices, which sdp.granularity "neuron" cuts' in message
+    assert 'Lars needs whole matrices, but sdp.granularity "neuron" cuts' in message
 
 
 def _neurons() -> str:

@@ -135,7 +135,7 @@ def test_a_check_trains_nothing(config: dict, tmp_path: Path) -> None:
     )
     assert equal.startswith("every group holds the whole model: equals plain torch: weights to ")
     assert held.startswith("as configured: 3 steps")
-    assert "capacity 1.0 is compared" in not_compared
+    assert "only capacity 1.0 can be compared" in not_compared
     assert [path.name for path in (tmp_path / "run").iterdir()] == ["logs"]
 
 
