@@ -123,9 +123,7 @@ class _Plain:
         )
 
     def step(self, batches: Sequence[tuple[Any, float]], rates: Sequence[float], norm: float) -> None:
-        """Take a step with the batches of all ranks, weighted by their numbers of labels, and
-        compare ``norm``.
-        """
+        """Take a step with the batches of all ranks, weighted by labels, and compare ``norm``."""
         by_tokens = self._engine.config.training.loss_weighting == "tokens"
         weights = [count if by_tokens else 1.0 for _, count in batches]
         for group, rate in zip(self._optimizer.param_groups, rates, strict=True):
@@ -147,9 +145,7 @@ class _Plain:
         return call_model(_Called(self._model, cast), batch)
 
     def compare(self, state: Mapping[str, torch.Tensor]) -> tuple[str, float]:
-        """Return the parameter that differs most, and the relative difference of all parameters
-        together.
-        """
+        """Return the parameter that differs most, and the relative difference of all together."""
         differences, changes = dict[str, float](), dict[str, float]()
         for name, parameter in self._named.items():
             differences[name] = float((state[name].float() - parameter.detach()).norm())

@@ -98,9 +98,7 @@ class DeepSpeedMonitor:
         self.write_events([(name, value, step) for name, value in points.items()])
 
     def write_events(self, events: Sequence[tuple[str, Any, int]]) -> None:
-        """Write points of curves: the name of the curve, the value, and the position on the x
-        axis.
-        """
+        """Write points of curves: the curve's name, the value, and the position on the x axis."""
         for name, value, step in events if self._writes else ():
             for writer in self._writers:
                 writer.write(step, {name: float(value)})

@@ -103,9 +103,7 @@ class SDPEngine:
         self._optimized = OptimizedParameters(store.parameters, known, self.layout, store.optimizer, self.global_rank)
 
     def __getattr__(self, name: str) -> Any:
-        """Return the model's attribute for a name that the engine does not have, as DeepSpeed
-        does.
-        """
+        """Return the model's attribute if the engine has none of this name, as DeepSpeed does."""
         if name.startswith("__") or "store" not in self.__dict__:
             raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
         if hasattr(type(self), name):
@@ -303,7 +301,6 @@ class SDPEngine:
             self.monitor.write_step(step, loss, norm, self.get_lr()[0], self.get_loss_scale())
 
     def _count_step(self) -> None:
-        """Count a step that was taken, or that all groups skipped."""
         self._begin_step()
         self.global_steps += 1
         self.global_samples += self._batch.train
@@ -320,18 +317,14 @@ class SDPEngine:
                 self.groups.enter_phase(masking)
 
     def go_on_after(self, steps: int, samples: int, skipped: int) -> None:
-        """Set the counters to those of a checkpoint, and enter the phase of the next step.
-        Collective.
-        """
+        """Continue the counts of a checkpoint, and enter the phase of the next step. Collective."""
         self.global_steps, self.global_samples = steps, samples
         self.micro_steps = steps * self._batch.accumulation
         self.last_steps.start_at(skipped)
         self._use_masking()
 
     def forget_micro_batches(self) -> None:
-        """Drop the gradients and the losses since the last step. The caller repeats these
-        micro-batches.
-        """
+        """Drop gradients and losses since the last step. The caller repeats these micro-batches."""
         self._begin_step()
         self.groups.forget_gradients()
 
@@ -508,16 +501,12 @@ class SDPEngine:
         return self.last_steps.norm
 
     def get_loss(self) -> float | None:
-        """The mean loss of the last step over micro-batches and ranks. None before the first
-        step.
-        """
+        """The mean loss of the last step over micro-batches and ranks. None before a step."""
         return self.last_steps.loss
 
     @property
     def skipped_steps(self) -> int:
-        """The number of steps that were skipped for a NaN or infinite gradient (with local steps,
-        of any group).
-        """
+        """How many steps were skipped for a NaN or infinite gradient (local steps: of any group)."""
         return self.last_steps.skipped_until()
 
     def skipped_until(self, step: int) -> int:
@@ -530,9 +519,7 @@ class SDPEngine:
         return self.last_steps.was_skipped
 
     def get_loss_scale(self) -> float | None:
-        """The factor by which losses of the next step are multiplied (``fp16``). None without loss
-        scaling.
-        """
+        """The loss scale of the next step (``fp16``). None without loss scaling."""
         return None if self.loss_scaler is None else self.loss_scaler.cur_scale
 
     def get_lr(self) -> list[float]:
@@ -569,23 +556,17 @@ class SDPEngine:
         return self.config.wall_clock_breakdown
 
     def predicted_state_bytes(self) -> StateBytes:
-        """Bytes of parameters, gradients, optimizer state and frozen copies of this rank, as
-        predicted from the placement.
-        """
+        """Bytes of state on this rank, predicted from the placement."""
         return predicted_state(self.store, self.config)
 
     def measured_state_bytes(self) -> StateBytes:
-        """The same bytes, measured on this rank's tensors. Gradients count as they were in the last
-        step.
-        """
+        """Bytes of state on this rank, measured. Gradients count as they were in the last step."""
         return measured_state(self.groups, self._gradient_bytes)
 
     # -- names of DeepSpeed and torch --------------------------------------------------------------
 
     def train(self, mode: bool = True) -> Self:
-        """Set the model's mode. In evaluation mode, :attr:`module` is still this group's
-        subnetwork.
-        """
+        """Set the model's mode. In evaluation mode, :attr:`module` stays this group's subnetwork."""
         self.module.train(mode)
         return self
 

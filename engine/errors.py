@@ -90,9 +90,7 @@ class OutOfMemoryError(SDPError):
 
 
 class PeerLostError(SDPError):
-    """Another rank has ended, so this rank cannot continue. The log of the other rank has the
-    cause.
-    """
+    """Another rank has ended, so this rank cannot continue. The log of that rank has the cause."""
 
     exit_code = 1
 

@@ -374,9 +374,7 @@ def _refuse_to_scale(model: nn.Module, config: Config) -> None:
 
 
 def _refuse_hooks(model: nn.Module, config: Config, mesh: Mesh) -> None:
-    """Raise ModelError if a parameter with hooks would be replaced by shards or slices. Its hooks
-    would silently not run.
-    """
+    """Raise ModelError for a parameter whose hooks would be lost with shards or slices."""
     zero = config.zero_optimization
     shards = mesh.shards(zero.stage) > 1 or config.precision != "float32" or zero.offloads
     reasons = {
@@ -397,9 +395,7 @@ def _refuse_hooks(model: nn.Module, config: Config, mesh: Mesh) -> None:
 
 
 def _refuse_parts(config: Config, optimizer: str) -> None:
-    """Raise ConfigError if an optimizer that needs whole matrices would get only shards or
-    slices.
-    """
+    """Raise ConfigError if an optimizer of whole matrices would get only shards or slices."""
     reasons = {
         'zero_optimization.stage 1 to 3 of sdp.engine "deepspeed"': config.sdp.engine == "deepspeed"
         and config.zero_optimization.stage > 0,

@@ -43,9 +43,7 @@ class AcceleratedEngine:
 
     @property
     def __class__(self) -> type:  # type: ignore[override]
-        """DeepSpeed's class. Accelerate calls ``isinstance`` and then looks for the model in
-        ``module``.
-        """
+        """DeepSpeed's class, for ``isinstance``: Accelerate then finds the model in ``module``."""
         return self._deepspeed_engine
 
     def __getattr__(self, name: str) -> Any:

@@ -1,6 +1,4 @@
-"""Local steps (``sdp.sync``): groups step on their own, and average their weights every few
-steps.
-"""
+"""Local steps (``sdp.sync``): groups step alone, and average their weights every few steps."""
 
 from __future__ import annotations
 
@@ -96,9 +94,7 @@ class LocalSteps:
         self._buffers = {name: buffer.clone() for name, buffer in self._module_buffers().items()}
 
     def _weight(self, name: str) -> torch.Tensor:
-        """Return this rank's shard of a parameter. FSDP2 may move the shard to other memory
-        later.
-        """
+        """Return this rank's shard of a parameter. FSDP2 may move the shard in memory later."""
         return local_tensor(self._store.stepped[name].tensor.detach())
 
     def _module_buffers(self) -> dict[str, torch.Tensor]:
@@ -173,9 +169,7 @@ class LocalSteps:
 
     @property
     def anchors(self) -> Mapping[str, torch.Tensor]:
-        """The weights of trained parameters after the last average, by name. All holders have equal
-        values.
-        """
+        """The weights of trained parameters after the last average, by name; equal at all holders."""
         return (
             {name: self._weight(name) for name in self.outer.anchors} if self.outer.is_swapped else self.outer.anchors
         )
@@ -430,9 +424,7 @@ class LocalTraining:
         return max(self._rounds.steps_alone(step, fragment) for fragment in self._rounds.fragments)
 
     def metrics(self) -> dict[str, Any]:
-        """Return the metrics of the outer step that followed the last step, for metrics.jsonl.
-        Empty if there was no outer step.
-        """
+        """Return metrics of the outer step after the last step. Empty if there was none."""
         if self.last is None:
             return {}
         return {
@@ -443,9 +435,7 @@ class LocalTraining:
         }
 
     def tensors_on_device(self) -> list[torch.Tensor]:
-        """Return anchors, outer state and rounding errors, unless they are offloaded to the
-        host.
-        """
+        """Return anchors, outer state and rounding errors, if they are not offloaded to the host."""
         local = self.local
         if local is None or local.sync.offload == "cpu":
             return []
@@ -494,9 +484,7 @@ class LocalTraining:
             self._arrive()  # with these settings no later step would apply it
 
     def anchored(self) -> AbstractContextManager[None]:
-        """A context in which the module has the weights of the full model, which are the
-        anchors.
-        """
+        """A context in which the module has the weights of the full model: the anchors."""
         local = self.local
         return nullcontext() if local is None else local.anchored()
 

@@ -231,9 +231,7 @@ def _content_of(file: Path) -> bytes | None:
 
 @contextmanager
 def _only_one(folder: Path) -> Iterator[None]:
-    """A context in which no other process of this host changes ``folder``. An OSError becomes a
-    StoreError.
-    """
+    """A context in which no other process changes ``folder``. OSError becomes StoreError."""
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
         with folder.with_name(f".{folder.name}.lock").open("a") as lock:

@@ -104,7 +104,6 @@ def measure(task: Task, capacity: float, granularity: str, masking: str) -> dict
 
 
 def _placed(task: Task, *variant: Any) -> tuple[dict[str, Any], Layout]:
-    """Place the units in a balanced way if they allow that, else cyclically."""
 
     def placed(placement: str) -> tuple[dict[str, Any], Layout]:
         config = task.config(*variant, placement)
@@ -166,7 +165,6 @@ def report(rows: Mapping[str, Sequence[Mapping[str, Any]]]) -> tuple[str, bool]:
 
 
 def _deviation(planned: int, measured: int) -> float:
-    """How far the measurement is from the plan, as a fraction of the plan."""
     return measured / planned - 1 if planned else float(measured > 0)
 
 

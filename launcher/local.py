@@ -142,7 +142,6 @@ def wait(ranks: Sequence[RankProcess], until: Callable[[], bool], seconds: float
 
 
 def _kill(ranks: Sequence[RankProcess]) -> None:
-    """Kill the ranks that still run, and wait until they have ended."""
     for rank in ranks:
         if not rank.has_ended():
             rank.kill()

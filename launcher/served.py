@@ -101,7 +101,6 @@ def start_served(config: Config, words: Sequence[str], dump_dir: Path, processes
 
 
 def _config_time(dump_dir: Path) -> int:
-    """Return when the service has written config.json, in nanoseconds. 0: never."""
     file = dump_dir / "config.json"
     return file.stat().st_mtime_ns if file.exists() else 0
 

@@ -355,7 +355,6 @@ def _chunk_loss(
 
 
 def _add_product(total: Tensor, left: Tensor, right: Tensor) -> None:
-    """Add ``left @ right`` to ``total``, which is float32."""
     if right.dtype == torch.float32:
         total.addmm_(left, right)
     else:

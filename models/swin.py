@@ -231,7 +231,6 @@ class Swin(nn.Module):
         return flops
 
     def _branch_flops(self) -> dict[str, int]:
-        """Count the operations of :meth:`unit_flops` by the paths of attention and feed-forward."""
         config, flops = self.config, {}
         side, window = (config.image_size or 224) // config.patch_size, config.window_size
         for stage, depth in enumerate(config.depths):

@@ -118,7 +118,6 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _load_tasks(args: argparse.Namespace) -> LoadedTasks | None:
-    """Load the tasks of ``--tasks``, if there are any."""
     if args.tasks is None:
         if any(value is not None for value in (args.limit, args.num_fewshot, args.include_path)):
             raise ConfigError("--limit, --num-fewshot and --include-path are for tasks; name some with --tasks")
@@ -241,7 +240,6 @@ def _log_weights(router: Router, batch: dict[str, Any]) -> torch.Tensor:
 
 
 def _means(sums: torch.Tensor, counts: torch.Tensor) -> list[float | None]:
-    """Return means, and None for those over nothing."""
     return [mean if math.isfinite(mean) else None for mean in (sums / counts).tolist()]
 
 
@@ -253,7 +251,6 @@ def _run_tasks(tasks: LoadedTasks, saved: SavedRun, model: WholeModel) -> Scores
 
 
 def _mesh_of(saved: SavedRun) -> Mesh:
-    """The mesh of the run that wrote the checkpoint."""
     return Mesh(*saved.state["mesh"][:3])
 
 

@@ -79,7 +79,6 @@ def _tokenizer(saved: SavedRun) -> Tokenizer:
 
 
 def _model(saved: SavedRun, vocab_size: int) -> nn.Module:
-    """Build the model of ``saved`` as one of transformers, on the meta device."""
     if saved.config.model["name"] == "huggingface":
         return build_model(saved.config.model)
     return build_from(huggingface_config(saved.config.model, vocab_size))

@@ -212,7 +212,6 @@ class _Service:
 
 
 def _by_key(weights: dict[str, torch.Tensor], momenta: dict[str, torch.Tensor]) -> dict[str, Any]:
-    """Return weights and momenta by their keys in a checkpoint."""
     return weights_of(weights) | {f"outer/{name}/momentum_buffer": value for name, value in momenta.items()}
 
 

@@ -101,20 +101,17 @@ class MixtureSampler(ResumableBatchSampler):
         return rows
 
     def _advanced(self, anchor: _Anchor, position: int) -> _Anchor:
-        """Return the anchor of the block that contains ``position``."""
         while anchor.position + BLOCK <= position:
             parts = _apportion(self._shares, anchor.counted)
             anchor = _Anchor(anchor.position + BLOCK, anchor.read + parts, anchor.counted + parts)
         return anchor
 
     def _sources_in_block(self, anchor: _Anchor) -> np.ndarray:
-        """Return the index of the source at each position of the block."""
         order = np.repeat(np.arange(len(self.sources)), _apportion(self._shares, anchor.counted))
         np.random.Generator(np.random.PCG64([self.seed, anchor.position])).shuffle(order)
         return order
 
     def _make_indices(self, anchor: _Anchor) -> np.ndarray:
-        """Return the index of the sample at each position of the block."""
         chosen = self._sources_in_block(anchor)
         indices = np.empty(len(chosen), dtype=np.int64)
         for source in range(len(self.sources)):

@@ -79,7 +79,6 @@ class ResumableBatchSampler:
             yield rows
 
     def _start(self) -> int:
-        """Return the position of this rank's next sample among those of its loader."""
         return self.consumed + self.data_rank * self.micro_batch_size
 
     def state_at(self, consumed: int) -> dict[str, Any]:

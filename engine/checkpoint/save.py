@@ -203,7 +203,6 @@ def _on_rank_0(action: Callable[[], Any], ranks: Ranks) -> None:
 
 
 def _attempt(action: Callable[[], Any]) -> Any:
-    """Return the result of ``action``, or the text of its OSError."""
     try:
         return action()
     except OSError as error:

@@ -120,7 +120,6 @@ def log_changes(path: Path, changes: Sequence[str], step: int, *, configured_rat
 
 
 def _values(config: Any, prefix: str = "") -> dict[str, str]:
-    """Return the values of a configuration as JSON, by the path of their keys. None is left out."""
     found: dict[str, str] = {}
     for key, value in _mapping(config).items():
         if key == "sources" and isinstance(value, list):

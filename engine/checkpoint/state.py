@@ -81,7 +81,6 @@ class SavedState:
         return self.weights() | (weights_of(buffers) if to_load else self._buffers(buffers)) | self.moments()
 
     def _buffers(self, buffers: Mapping[str, torch.Tensor]) -> Tensors:
-        """Return the buffers that this rank saves, by key."""
         layout, rank = self._store.layout, self._context.rank
         first = {name: layout.mesh.rank(layout.buffers[name].holders[0]) for name in buffers}
         return weights_of({name: buffer for name, buffer in buffers.items() if first[name] == rank})
@@ -128,7 +127,6 @@ class SavedState:
         self, found: Tensors, start: str, key: str, name: str, codes: torch.Tensor, scales: torch.Tensor, *,
         is_local: bool,
     ) -> None:  # fmt: skip
-        """Add a moment in codes, and its scales."""
         for piece in self._store.pieces(key, codes):
             slice_name, part = _with_whole_rows(piece, is_local=is_local)
             saved = f"{start}/{slice_name}/{name}"
@@ -161,7 +159,6 @@ class SavedState:
     def _values(
         self, states: OptimizerState, optimizer: Optimizer, key: str, tensor: torch.Tensor
     ) -> Iterator[tuple[str, str, torch.Tensor]]:
-        """Yield canonical name, key and value of the state of a tensor."""
         one, infos = self._store.stepped[key], self._store.layout.parameters
         is_inner = optimizer is self._store.optimizer
         group = optimizer.param_groups[one.group] if is_inner and one.group is not None else None
@@ -209,7 +206,6 @@ class SavedState:
     def _add_pieces(
         self, found: Tensors, pattern: str, key: str, tensor: torch.Tensor, only: str | None = None
     ) -> None:
-        """Add a tensor as parts of the full model's parameters."""
         for piece in self._store.pieces(key, tensor):
             if only is None or piece.info.canonical == only:
                 part = Chunks([piece.tensor], [piece.offset], piece.info.full_shape)
@@ -218,7 +214,6 @@ class SavedState:
     def _add_slices(
         self, found: Tensors, pattern: str, key: str, tensor: torch.Tensor, only: str | None = None
     ) -> None:
-        """Add a tensor as parts of parameters, or of slices of them."""
         for piece in self._store.pieces(key, tensor):
             if only is None or piece.info.canonical == only:
                 name, part = _within_slice(piece)

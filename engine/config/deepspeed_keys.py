@@ -278,9 +278,7 @@ def resolve_spellings(raw: dict[str, Any]) -> dict[str, Any]:
 
 
 def _without_equal_norm(params: dict[str, Any], raw: dict[str, Any]) -> dict[str, Any]:
-    """Return the optimizer's ``params`` without a ``max_grad_norm`` that equals
-    gradient_clipping.
-    """
+    """Return the optimizer's ``params`` without a ``max_grad_norm`` equal to gradient_clipping."""
     same = params.get("max_grad_norm") in (0, raw.get("gradient_clipping"))
     return {key: value for key, value in params.items() if key != "max_grad_norm" or not same}
 
@@ -413,7 +411,6 @@ def _filter(section: dict[str, Any], prefix: str, hints: list[str], deepspeed: b
 
 
 def _is_switched_off(value: Any) -> bool:
-    """Whether ``value`` is a section with ``"enabled": false``."""
     return isinstance(value, dict) and value.get("enabled") is False
 
 

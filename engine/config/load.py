@@ -62,13 +62,11 @@ def load_config(source: str | Path | Mapping[str, Any], overrides: Sequence[str]
 
 
 def _stage_of(raw: Mapping[str, Any]) -> Any:
-    """Return ``zero_optimization.stage`` of a file that was not validated yet."""
     section = raw.get("zero_optimization")
     return section.get("stage", 0) if isinstance(section, Mapping) else 0
 
 
 def _is_known(path: str) -> bool:
-    """Whether the schema has a key with this path."""
     *parents, key = path.split(".")
     return key in known_keys(parents, Config)
 
@@ -164,7 +162,6 @@ def _apply_override(raw: dict[str, Any], override: str) -> None:
 
 
 def _value_of(text: str, path: str) -> Any:
-    """Parse ``text`` as JSON. Return it unchanged if it is not JSON."""
     try:
         return parse_json(text)
     except JsonError as error:

@@ -115,7 +115,6 @@ def refuse_removed_words(arguments: Sequence[str]) -> None:
 
 
 def _find(raw: Any, path: str) -> tuple[bool, Any]:
-    """Return whether the configuration has the key ``path``, and its value."""
     for part in path.split("."):
         if not isinstance(raw, Mapping) or part not in raw:
             return False, None

@@ -289,9 +289,7 @@ class OffloadSection(Section):
 
 
 class ZeroSection(Section):
-    """What the ranks of an SDP group shard. Stage 0: nothing. 1: optimizer state. 2: also
-    gradients. 3: also parameters.
-    """
+    """What a group shards. 0: nothing. 1: optimizer state. 2: also gradients. 3: also parameters."""
 
     stage: Literal[0, 1, 2, 3] = 0
     offload_optimizer: OffloadSection | None = None
@@ -326,9 +324,7 @@ class TensorParallelSection(Section):
 
 
 class ActivationCheckpointingSection(Section):
-    """Which activations to recompute. "selective" recomputes everything except matrix products and
-    attention.
-    """
+    """Which activations to recompute. "selective": all but matrix products and attention."""
 
     mode: Literal["none", "full", "selective"] = "none"
 
@@ -456,9 +452,7 @@ class Config(Section):
 
     @property
     def scales_loss(self) -> bool:
-        """Whether the run computes in float16, fully or in part, so that gradients need a loss
-        scale.
-        """
+        """Whether a part of the run computes in float16, so that gradients need a loss scale."""
         return self.fp16.enabled or self.autocast_dtype == "float16"
 
     @property

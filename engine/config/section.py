@@ -104,7 +104,6 @@ def parse_section(
 
 
 def _homes(schema: type[BaseModel], key: str, prefix: str = "") -> list[str]:
-    """Return the paths below ``schema`` that end in ``key``."""
     matches = [f"{prefix}{key}"] if key in schema.model_fields else []
     inner = ((name, field.annotation) for name, field in schema.model_fields.items())
     sections = ((name, kind) for name, kind in inner if isinstance(kind, type) and issubclass(kind, BaseModel))

@@ -218,13 +218,11 @@ def _same(first: Any, second: Any) -> bool:
 
 
 def _error_named(name: str, text: str) -> SDPError:
-    """Return the error of another rank, from its class's name and its message."""
     kind = getattr(errors, name, None)
     return kind(text) if isinstance(kind, type) and issubclass(kind, SDPError) else SDPError(text)
 
 
 def _highest(rows: Sequence[Sequence[float]], dtype: torch.dtype, device: torch.device) -> list[list[Any]]:
-    """Return the element-wise maximum over all ranks."""
     values = torch.tensor(rows, dtype=dtype, device=device)
     if dist.is_initialized():
         dist.all_reduce(values, op=dist.ReduceOp.MAX)

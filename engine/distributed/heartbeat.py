@@ -237,7 +237,6 @@ class CallWatch:
             self._store.set(str(position.rank), f"{position.phase} after step {position.step}")
 
     def _everyone(self) -> str:
-        """Where all ranks stand, in words."""
         self._publish(self._beat.position)
         ranks: dict[str, list[int]] = defaultdict(list)
         deadline = time.monotonic() + _ANSWER_SECONDS

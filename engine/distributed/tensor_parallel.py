@@ -50,7 +50,6 @@ def parameter_cuts(model: nn.Module, ranks: int) -> dict[str, int | None]:
 
 
 def _resolved(model: nn.Module) -> dict[str, Style]:
-    """Return the style of each module path in the plan."""
     plan = get_tensor_parallel_plan(model)
     if plan is None:
         raise ModelError(f"{type(model).__name__} states no tensor_parallel_plan(), so it cannot be cut; set {TP} to 1")

@@ -1,6 +1,4 @@
-"""Access to the full model on a rank that has only a part: evaluation, copies, and the whole
-state.
-"""
+"""The full model on a rank that has only a part: evaluation, copies, and the whole state."""
 
 from __future__ import annotations
 
@@ -63,9 +61,7 @@ class FullModel:
 
     @property
     def is_partial(self) -> bool:
-        """Whether the module of any group lacks units of the model, or runs copies that differ from
-        it.
-        """
+        """Whether the module of any group lacks units, or runs copies that differ from the model."""
         layout = self._store.layout
         partial = any(len(holders) < layout.mesh.sdp for holders in layout.placement.holders)
         return partial and not (layout.keeps_frozen and layout.copies.are_exact) and layout.paths == 1
@@ -116,9 +112,7 @@ class FullModel:
             yield
 
     def evaluate_subnetworks(self, batches: Iterable[Any]) -> list[float]:
-        """The mean loss per token of each group's subnetwork, over the batches of the group's
-        ranks. Collective.
-        """
+        """Mean loss per token of each group's subnetwork, over the group's batches. Collective."""
         local = self._groups.local
         self._groups.finish_refresh()
         if local is None:

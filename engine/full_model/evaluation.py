@@ -209,9 +209,7 @@ class StreamedEvaluation:
         return torch.compiler.set_stance("force_eager") if sliced else nullcontext()
 
     def _install(self) -> Callable[[], None]:
-        """Let passes stop before held units, and run absent units as guests. Returns a function
-        that undoes this.
-        """
+        """Let passes stop at held units, and run absent units as guests. The result undoes this."""
         handles = []
         for name in self._units:
             module = self._store.module.get_submodule(name)
@@ -277,7 +275,6 @@ class StreamedEvaluation:
             self._lend(tensors)
 
     def _lend(self, slices: dict[str, torch.Tensor]) -> None:
-        """Give guest slices of neurons to their layers."""
         for name, tensor in slices.items():
             parameter, _, index = name.rpartition(":")
             path, _, key = parameter.rpartition(".")
@@ -294,9 +291,7 @@ class StreamedEvaluation:
             self._hosts.pop().guests.clear()
 
     def _unit_shard(self, unit: Unit, source: int) -> torch.Tensor:
-        """The unit's padded shards in one tensor, in compute precision. Only the source has values
-        in it.
-        """
+        """The unit's padded shards in compute precision, in one tensor. Only the source has values."""
         store = self._store
         infos = store.layout.members.get(unit.name, [])
         if store.context.at.sdp == source:
@@ -337,7 +332,6 @@ class StreamedEvaluation:
 
 
 def _streamed_units(layout: Layout) -> dict[str, list[Unit]]:
-    """The units that some groups lack, by block, in the order of the model."""
     streamed: dict[str, list[Unit]] = {}
     for unit in layout.units:
         if len(layout.placement.holders[unit.index]) < layout.mesh.sdp:
@@ -470,7 +464,6 @@ def _rows(leaf: Any, rows: list[int], count: int) -> Any:
 
 
 def _own_sums(store: GroupStore, batches: Sequence[Any], weights: Sequence[float]) -> tuple[float, float]:
-    """This rank's Σ loss·weight and Σ weight."""
     total = 0.0
     for step in range(_common_count(store, batches)):  # collectives inside the group: all ranks take equally many steps
         loss = _loss(store, batches[min(step, len(batches) - 1)])

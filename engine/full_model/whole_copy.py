@@ -99,9 +99,7 @@ class UncutModel:
 
     @property
     def skeleton(self) -> nn.Module:
-        """All modules of the copy, without values. Raises ModelError if the model cannot be
-        copied.
-        """
+        """The modules of the copy, without values. Raises ModelError if the model cannot be copied."""
         if self._skeleton is None:
             raise ModelError(
                 f"full_model: this model cannot be copied ({self._obstacle}); load engine.full_state_dict() into "
@@ -212,9 +210,7 @@ def _on_every_rank(
 
 
 def _scale(model: nn.Module, layout: Layout, scale: BranchScale) -> None:
-    """Apply ``sdp.branch_scale`` for the full model: to the outputs of blocks, and to the weights
-    of neurons.
-    """
+    """Apply ``sdp.branch_scale`` to the full model: to outputs of blocks, or weights of neurons."""
     if layout.branch_scale == "none" or layout.keeps_frozen:
         return
     if all(unit.is_block for unit in layout.units):

@@ -101,7 +101,6 @@ class Schedule(ABC):
                 group["lr"] = rate
 
     def _per_group(self, rates: float | list[float], key: str) -> list[float]:
-        """Return a rate for each parameter group."""
         if not isinstance(rates, list):
             return [rates] * len(self.base_lrs)
         if len(rates) != len(self.base_lrs):
@@ -391,7 +390,6 @@ class ScaledRates:
         optimizer.param_groups = split
 
     def _join(self, optimizer: Optimizer, *_: Any) -> None:
-        """Restore the parameter groups."""
         assert self._whole is not None
         for part in optimizer.param_groups:
             if "step" in part:  # some optimizers count steps in the group

@@ -167,7 +167,6 @@ class SmallStateAdam(Optimizer):
             weight.addcdiv_(first, denominator, value=-rate / (1 - beta1**steps))
 
     def _read(self, at: Mapping[str, Tensor], key: str) -> Tensor:
-        """Return a moment as a float32 tensor of its own."""
         if key + SCALES in at:
             return self._codes_of(key, at[key]).decode(at[key], at[key + SCALES])
         return at[key].to(torch.float32, copy=True)

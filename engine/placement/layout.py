@@ -379,7 +379,6 @@ def _prefixed(slices: Sequence[Slice], prefix: str) -> tuple[Slice, ...]:
 
 
 def _without(units: Sequence[Unit], names: Mapping[str, str]) -> list[Unit]:
-    """Return ``units`` without those that ``names`` has. Refuse if none is left."""
     left = [unit for unit in units if unit.name not in names]
     if not left:
         reasons = "; ".join(f"{name} {reason}" for name, reason in names.items())

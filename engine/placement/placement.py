@@ -108,7 +108,6 @@ class Placement:
         return members
 
     def _sums(self, values: tuple[int, ...]) -> np.ndarray:
-        """Return the sum of ``values`` over the units of each group. The sum is exact below 2⁵³."""
         of_set: Counter[Holders] = Counter()
         for holders, value in zip(self.holders, values, strict=True):
             of_set[holders] += value

@@ -155,7 +155,6 @@ def _explicit_holders(section: SDPSection, names: Sequence[str]) -> tuple[Holder
 
 
 def _protected(protect: Sequence[str], names: Sequence[str]) -> set[int]:
-    """Indices of the units that every group must hold."""
     protected = set()
     for name in protect:
         try:

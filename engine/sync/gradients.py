@@ -199,7 +199,6 @@ class GradientSync:
 
 
 def _fill_with_zeros(parameters: Sequence[torch.Tensor]) -> None:
-    """Give a zero gradient to each parameter that has none."""
     for parameter in parameters:
         if parameter.grad is None:
             parameter.grad = torch.zeros_like(parameter, dtype=parameter.grad_dtype)
@@ -400,7 +399,6 @@ class WeightRefresh:
                 pending.append((work, tensor))  # the tensor must live until it is sent
 
     def _tensors(self, name: str, weights: Mapping[str, torch.Tensor], *, sends: bool) -> Sequence[torch.Tensor]:
-        """Return what is sent of a parameter, or where it is received."""
         if name not in self._quantised:
             local = local_tensor(self._parameters[name].detach())
             if not sends:

@@ -352,7 +352,6 @@ class OuterSteps:
         return OuterFacts(fragment, drift / anchor if anchor else 0.0, gradient)
 
     def _means(self, average: Average) -> list[torch.Tensor]:
-        """Wait for the mean changes of a bucket."""
         started = self._clock()
         means = average.means() or self._changes(average.names)
         self.exposed_seconds += self._clock() - started
@@ -362,7 +361,6 @@ class OuterSteps:
         return len(holders) == 1 and self._sync.single_holder == "skip"
 
     def _changes(self, names: Sequence[str]) -> list[torch.Tensor]:
-        """Return anchor - weights, the change of this group."""
         return [self.anchors[name].to(self._device) - self._weights(name) for name in names]
 
     def _step(self, average: Average, means: list[torch.Tensor]) -> None:

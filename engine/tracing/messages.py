@@ -114,7 +114,6 @@ class Messages:
         return sums
 
     def _of(self, fragment: int | None, infos: Iterable[TensorInfo]) -> Iterator[TensorInfo]:
-        """Yield the parameters that are trained, and belong to a fragment."""
         return (i for i in infos if i.trainable and (fragment is None or self._fragments[i.name] == fragment))
 
     @cached_property
@@ -122,7 +121,6 @@ class Messages:
         return fragments_of(self._layout, self._sync.fragments if self._sync is not None else 1)
 
     def _among(self, kind: Kind, groups: Holders, at: Coordinates) -> tuple[int, ...]:
-        """Return the ranks of ``groups`` with which the rank at ``at`` exchanges."""
         # If nothing is sharded, the ranks of one group average among themselves too.
         everywhere = kind != "broadcast" and self._shards == 1
         positions = range(self._mesh.fsdp) if everywhere else (at.fsdp,)

@@ -146,7 +146,6 @@ def _with_an_average(config: Config) -> Config:
 
 
 def _with_averages_under_way(trace: StepTrace, layout: Layout, config: Config) -> StepTrace:
-    """Add the changes of a fragment that is under way, and the weights at its start."""
     sync, shards = config.sdp.sync, layout.mesh.shards(config.zero_optimization.stage)
     if sync is None or not sync.overlap:
         return trace

@@ -150,7 +150,6 @@ def _parts_by_unit(layout: Layout) -> dict[str, list[Slice]]:
 
 
 def _of(part: Slice, gradients: Mapping[str, Tensor]) -> Tensor:
-    """Take the elements of ``part`` out of ``gradients``, as a flat tensor."""
     gradient = gradients[part.parameter]
     if part.dim is None:
         return gradient.flatten()
@@ -160,7 +159,6 @@ def _of(part: Slice, gradients: Mapping[str, Tensor]) -> Tensor:
 
 
 def _gram(vectors: Sequence[Tensor]) -> Tensor:
-    """Compute the inner products of the flat ``vectors`` with each other, in float64."""
     gram = torch.zeros(len(vectors), len(vectors), dtype=torch.float64)
     for pieces in zip(*(vector.split(_ELEMENTS) for vector in vectors), strict=True):
         rows = torch.stack([piece.double() for piece in pieces])
@@ -192,7 +190,6 @@ def estimate(products: Products) -> Bias:
 
 
 def _mean_of_pairs(gram: Tensor) -> float:
-    """Average the products of different batches. This is the unbiased estimate of ‖B‖²."""
     batches = len(gram)
     return float(gram.sum() - gram.trace()) / (batches * (batches - 1))
 

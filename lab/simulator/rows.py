@@ -100,7 +100,6 @@ class BlockRows:
 
 
 def _length(leaf: Any) -> int:
-    """The length of a tensor's first dimension, -1 for anything else."""
     return leaf.shape[0] if isinstance(leaf, Tensor) and leaf.dim() else -1
 
 
@@ -116,7 +115,6 @@ class _Plain(nn.Module):
 
 
 def _join(outputs: Sequence[Any], order: Tensor) -> Any:
-    """Join the outputs for some rows and for the others, with the rows in ``order``."""
     first, structure = tree_flatten(outputs[0])
     second, _ = tree_flatten(outputs[1])
     joined = [

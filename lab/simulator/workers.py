@@ -65,7 +65,6 @@ class Workers:
         return sum(losses) / len(losses)
 
     def _backward(self, batch: Any, batches: int, *, in_turn: bool) -> list[float]:
-        """Add the gradients of all groups to ``grad``."""
         parts, device = split_rows(batch, self._groups), next(self.model.parameters()).device
         rows, losses = len(tensors_in(parts[0])[0]), []
         # The mean over the groups is the mean over all targets.

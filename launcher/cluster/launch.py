@@ -110,7 +110,6 @@ def launch(options: Namespace, words: Sequence[str], dump_dir: Path, degrees: De
 
 
 def _command(options: Namespace, start: Start, hosts: Sequence[Host]) -> tuple[list[str], dict[str, str]]:
-    """Build the command of DeepSpeed's launcher or mpirun, and its variables."""
     master = _master(options, hosts)
     if options.launcher == "deepspeed":
         return deepspeed_command(start, hosts, options.hostfile, master)
@@ -211,7 +210,6 @@ def _extra(options: Namespace) -> list[str]:
 
 
 def _master(options: Namespace, hosts: Sequence[Host]) -> tuple[str, int]:
-    """Return the address and the port of rank 0."""
     given = options.master_addr
     address = check_host(given, "--master-addr") if given is not None else hosts[0].name
     if len(hosts) > 1 and (address == "localhost" or address.startswith("127.")):
@@ -222,7 +220,6 @@ def _master(options: Namespace, hosts: Sequence[Host]) -> tuple[str, int]:
 
 
 def _print(command: Sequence[str], settings: Mapping[str, str], notes: Sequence[str]) -> None:
-    """Print the command as a shell reads it, then ``notes`` as comments."""
     variables = [f"{name}={shlex.quote(value)}" for name, value in settings.items()]
     print(" ".join([*(["env", *variables] if variables else []), shlex.join(command)]))
     for note in notes:

@@ -159,7 +159,6 @@ def begin(make: Callable[[], Runner], batches: list[Any], device: torch.device) 
 
 
 def _largest(values: Sequence[float]) -> list[float]:
-    """Return the largest of each value over all ranks. Collective."""
     totals = torch.tensor(values, dtype=torch.float64)
     dist.all_reduce(totals, op=dist.ReduceOp.MAX)
     return totals.tolist()

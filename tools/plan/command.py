@@ -162,7 +162,6 @@ def _machine(args: argparse.Namespace, world: int) -> Machine:
 
 
 def _compare(args: argparse.Namespace, config: Config, world: int, source: str) -> None:
-    """Print the plans of all ways to train, a row each."""
     machine, memory = _machine(args, world), args.device_memory
     plans, notes = compare(config, machine, world)
     if args.json:
@@ -190,7 +189,6 @@ def _phases(plan: Forecast) -> tuple[list[Forecast], list[str]]:
 
 
 def _commands(args: argparse.Namespace, fit: Fit) -> dict[str, str]:
-    """The commands that train and plan the layout of ``--fit``. Each rank runs the first one."""
     mesh, overrides = fit.plan.layout.mesh, [f"{key}={value}" for key, value in fit.choice.overrides().items()]
     start_here = ["--nproc", str(mesh.world_size)] if len(fit.plan.machine.slots) == 1 else []
     train = ["sdp", "train", str(args.config), "--fsdp", str(mesh.fsdp), *start_here, "--set", *args.set, *overrides]

@@ -242,7 +242,6 @@ def _rates(run: Run) -> str | None:
 
 
 def _tasks(run: Run) -> dict[str, float | None]:
-    """Return the newest score of each task, by the names of the task and of the measure."""
     scores: dict[str, float | None] = {}
     for line in run.evaluations:
         for task, measures in (line.get("tasks") or {}).items():

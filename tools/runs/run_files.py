@@ -443,7 +443,6 @@ def _read_lines(path: Path) -> list[dict[str, Any]]:
 
 
 def _parse_line(line: bytes) -> dict[str, Any]:
-    """Return a line of a JSONL file as an object. Raises ValueError."""
     if len(line) > MOST_LINE_BYTES:
         raise ValueError(f"it is longer than {MOST_LINE_BYTES >> 20} MiB")
     entry = parse_json(line.decode())

@@ -74,6 +74,5 @@ def _parse(text: str, unit: str, *, unit_needed: bool, any_case: bool = False) -
 
 
 def _factor(text: str, *, any_case: bool) -> float | None:
-    """The factor of a prefix, or None if there is none of this name."""
     known = {prefix.lower() if any_case else prefix: factor for prefix, factor in PREFIXES.items()}
     return known.get(text.lower() if any_case else text)

@@ -170,7 +170,6 @@ class Scorer:
         return found
 
     def _padded(self, requests: Sequence[Request]) -> dict[str, torch.Tensor]:
-        """Return the batch of ``requests``, with zeros after shorter ones. The model is causal."""
         longest = max((len(request.ids) - 1 for request in requests), default=1)
         width = -(-longest // self._model.multiple) * self._model.multiple
         ids = torch.zeros(max(1, len(requests)), width, dtype=torch.int64)
@@ -193,7 +192,6 @@ class Scorer:
 
 
 def _score_row(logits: torch.Tensor, request: Request) -> Score:
-    """Score one row of ``logits`` (tokens, vocabulary), in float32."""
     end = len(request.ids) - 1
     likely = logits[end - request.scored : end].float().log_softmax(-1)
     wanted = torch.tensor(request.ids[-request.scored :], device=likely.device)

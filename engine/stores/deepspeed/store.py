@@ -199,7 +199,6 @@ class DeepSpeedStore:
         self._note_weights()
 
     def _partitions(self, key: str) -> Iterator[tuple[str, torch.Tensor]]:
-        """Yield the partition of every parameter of a bundle under ZeRO 3, with padding."""
         one = self.stepped[key]
         sizes = [stored_tensor(self.parameters[name]).numel() for name in one.names]
         yield from zip(one.names, one.tensor.detach().split(sizes), strict=True)
