@@ -506,7 +506,9 @@ class SDPEngine:
 
     @property
     def skipped_steps(self) -> int:
-        """How many steps were skipped for a NaN or infinite gradient (local steps: of any group)."""
+        """How many steps were skipped for a NaN or infinite gradient (local steps: of any
+        group).
+        """
         return self.last_steps.skipped_until()
 
     def skipped_until(self, step: int) -> int:
@@ -566,7 +568,9 @@ class SDPEngine:
     # -- names of DeepSpeed and torch --------------------------------------------------------------
 
     def train(self, mode: bool = True) -> Self:
-        """Set the model's mode. In evaluation mode, :attr:`module` stays this group's subnetwork."""
+        """Set the model's mode. In evaluation mode, :attr:`module` stays this group's
+        subnetwork.
+        """
         self.module.train(mode)
         return self
 

@@ -169,7 +169,9 @@ class LocalSteps:
 
     @property
     def anchors(self) -> Mapping[str, torch.Tensor]:
-        """The weights of trained parameters after the last average, by name; equal at all holders."""
+        """The weights of trained parameters after the last average, by name; equal at all
+        holders.
+        """
         return (
             {name: self._weight(name) for name in self.outer.anchors} if self.outer.is_swapped else self.outer.anchors
         )
@@ -435,7 +437,9 @@ class LocalTraining:
         }
 
     def tensors_on_device(self) -> list[torch.Tensor]:
-        """Return anchors, outer state and rounding errors, if they are not offloaded to the host."""
+        """Return anchors, outer state and rounding errors, if they are not offloaded to the
+        host.
+        """
         local = self.local
         if local is None or local.sync.offload == "cpu":
             return []
