@@ -506,9 +506,7 @@ class SDPEngine:
 
     @property
     def skipped_steps(self) -> int:
-        """How many steps were skipped for a NaN or infinite gradient (local steps: of any
-        group).
-        """
+        """How many steps were skipped for a NaN or Inf gradient (local steps: by any group)."""
         return self.last_steps.skipped_until()
 
     def skipped_until(self, step: int) -> int:
@@ -568,9 +566,7 @@ class SDPEngine:
     # -- names of DeepSpeed and torch --------------------------------------------------------------
 
     def train(self, mode: bool = True) -> Self:
-        """Set the model's mode. In evaluation mode, :attr:`module` stays this group's
-        subnetwork.
-        """
+        """Set the model's mode. Also in evaluation, :attr:`module` is this group's subnetwork."""
         self.module.train(mode)
         return self
 

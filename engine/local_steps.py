@@ -437,9 +437,7 @@ class LocalTraining:
         }
 
     def tensors_on_device(self) -> list[torch.Tensor]:
-        """Return anchors, outer state and rounding errors, if they are not offloaded to the
-        host.
-        """
+        """Return anchors, outer state and rounding errors, unless they are on the host."""
         local = self.local
         if local is None or local.sync.offload == "cpu":
             return []

@@ -289,9 +289,7 @@ class OffloadSection(Section):
 
 
 class ZeroSection(Section):
-    """What a group shards. 0: nothing. 1: optimizer state. 2: also gradients. 3: also
-    parameters.
-    """
+    """What a group shards. 0: nothing. 1: optimizer state. 2: also gradients. 3: and parameters."""
 
     stage: Literal[0, 1, 2, 3] = 0
     offload_optimizer: OffloadSection | None = None

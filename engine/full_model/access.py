@@ -61,9 +61,7 @@ class FullModel:
 
     @property
     def is_partial(self) -> bool:
-        """Whether the module of any group lacks units, or runs copies that differ from the
-        model.
-        """
+        """Whether the module of any group lacks units, or runs copies that differ from it."""
         layout = self._store.layout
         partial = any(len(holders) < layout.mesh.sdp for holders in layout.placement.holders)
         return partial and not (layout.keeps_frozen and layout.copies.are_exact) and layout.paths == 1

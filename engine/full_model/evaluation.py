@@ -291,9 +291,7 @@ class StreamedEvaluation:
             self._hosts.pop().guests.clear()
 
     def _unit_shard(self, unit: Unit, source: int) -> torch.Tensor:
-        """The unit's padded shards in compute precision, in one tensor. Only the source has
-        values.
-        """
+        """The unit's padded shards in compute precision, joined. Only the source has values."""
         store = self._store
         infos = store.layout.members.get(unit.name, [])
         if store.context.at.sdp == source:

@@ -99,9 +99,7 @@ class UncutModel:
 
     @property
     def skeleton(self) -> nn.Module:
-        """The modules of the copy, without values. Raises ModelError if the model cannot be
-        copied.
-        """
+        """The modules of the copy, without values. Raises ModelError if it cannot be made."""
         if self._skeleton is None:
             raise ModelError(
                 f"full_model: this model cannot be copied ({self._obstacle}); load engine.full_state_dict() into "
