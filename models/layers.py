@@ -87,10 +87,15 @@ def has_kernel_for_documents(hidden: Tensor, head_size: int) -> bool:
 
     It is flash attention: half precision on CUDA, with heads of up to 256 elements, a multiple of
     8. Its memory is linear in the sequence. The dense mask takes a byte per pair of tokens.
+
+    A plan of a GPU has fake tensors on the CPU, for which it registers the kernel.
     """
     precision = autocast_precision(hidden) or hidden.dtype
-    if not hidden.is_cuda or head_size % 8:
+    if head_size % 8 or head_size > 256 or precision not in (torch.float16, torch.bfloat16):
         return False
+    if not hidden.is_cuda:
+        has_kernel = torch._C._dispatch_has_kernel_for_dispatch_key
+        return hidden.is_cpu and has_kernel("aten::_flash_attention_forward", "CPU")
     head = hidden.new_empty(1, 1, 8, head_size, dtype=precision)
     return torch.backends.cuda.can_use_flash_attention(
         torch.backends.cuda.SDPAParams(head, head, head, None, 0.0, True, False)

@@ -13,6 +13,7 @@ from math import prod
 from typing import Any
 
 import torch
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.distributed.tensor._sharding_prop import ShardingPropagator
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
@@ -147,7 +148,11 @@ class Ledger(TorchDispatchMode):
         # For example, the norm of the gradient is read. Any number will do.
         if func is torch.ops.aten._local_scalar_dense.default:
             return 1.0 if args[0].is_floating_point() else 1
-        result = func(*args, **kwargs)
+        if func is torch.ops.aten.nonzero.default and isinstance(args[0], FakeTensor):
+            # The number of documents is unknown, and at most that of the tokens.
+            result = args[0].new_empty(args[0].numel(), args[0].dim(), dtype=torch.int64)
+        else:
+            result = func(*args, **kwargs)
         tensors = [*_tensors_in(args), *_tensors_in(kwargs.values()), *_tensors_in((result,))]
         # A skeleton on the meta device, which is run to learn its structure, does not count.
         if tensors and tensors[-1].device.type == self._device:
@@ -215,9 +220,13 @@ def _flops(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any
     packet = func.overloadpacket
     if packet is torch.ops.aten.addmm_:  # torch only knows the operator that makes a new tensor
         packet = torch.ops.aten.addmm
+    name = packet.__name__
+    if name == "_varlen_attn":  # as if each sequence were one document
+        return 4 * prod(args[0].shape) * args[6]
+    if name == "_varlen_attn_backward":
+        return 10 * prod(args[1].shape) * args[9]
     if packet in flop_registry:
         return flop_registry[packet](*args, **kwargs, out_val=result)
-    name = packet.__name__
     if name == "_scaled_dot_product_flash_attention_for_cpu":
         return _attention_flops(args[0], args[2])
     if name == "_scaled_dot_product_flash_attention_for_cpu_backward":

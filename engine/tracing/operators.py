@@ -2,8 +2,8 @@
 
 They are those that torch runs on the kind of device that a plan is for. Fake tensors are always on
 the CPU, because a torch built without CUDA cannot differentiate tensors of another device. Among
-the operators of the models here, only RMSNorm differs between the devices. The tensors that it
-keeps for backward are not the same on both.
+the operators of the models here, two differ between the devices: RMSNorm keeps other tensors for
+backward, and only a GPU has attention of documents without a mask.
 """
 
 from __future__ import annotations
@@ -33,15 +33,17 @@ def operators_of(device: Device) -> Iterator[None]:
 
     torch uses the kernel if the device has one. So this context registers a kernel for the CPU. The
     formula for its derivative (tools/autograd/derivatives.yaml) and its shapes are torch's own. The
-    kernel never runs. Real tensors raise RuntimeError.
+    kernel never runs. Real tensors raise RuntimeError. Models look in the same way for flash
+    attention, which has documents of different lengths (sdp.models.layers).
     """
     if device == "cpu":
         yield
         return
     with torch.library._scoped_library("aten", "IMPL") as library:
-        library.impl("_fused_rms_norm", _shapes_alone, "CPU")
+        for operator in ("_fused_rms_norm", "_flash_attention_forward"):
+            library.impl(operator, _shapes_alone, "CPU")
         yield
 
 
 def _shapes_alone(*_: Any) -> Any:
-    raise RuntimeError("RMSNorm of real tensors amid a trace, which has the shapes of a CUDA kernel and no kernel")
+    raise RuntimeError("an operator of real tensors amid a trace, which has the shapes of a CUDA kernel and no kernel")

@@ -1,20 +1,20 @@
 """Attention of no heads, as a group computes it that holds none of a layer's, and of documents.
 
 The kernel for documents exists on CUDA alone. On a CPU, the tests put attention of one document
-after the other in its place, and so check what is given to the kernel and what is made of its
-result; torch's own function is called with tensors that have only shapes.
+after the other in its place. torch's own function calls it, forward and backward.
 """
 
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
-from sdp.models import layers
 from sdp.models.layers import attention, causal_attention, document_mask, document_starts, has_kernel_for_documents
 from sdp.models.llama import Llama, LlamaConfig
-from torch._subclasses.fake_tensor import FakeTensorMode
+from sdp.tests.support.foreign.flash_attention import flash_attention_on_cpu
 from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
@@ -74,15 +74,10 @@ DOCUMENTS = torch.tensor([[0, 0, 0, 1, 2, 2, 2, 2], [4, 4, 4, 4, 4, 4, 5, 5]])
 STARTS = [0, 3, 4, 8, 14, 16]
 
 
-def one_by_one(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, starts: torch.Tensor, same: torch.Tensor,
-    longest: int, _: int, *, window_size: tuple[int, int],
-) -> torch.Tensor:  # fmt: skip
-    """What torch documents of its attention of variable length: (N, H, E), causal with (-1, 0)."""
-    assert window_size == (-1, 0) and torch.equal(starts, same) and starts.dtype == torch.int32
-    assert max(starts.diff()) <= longest and query.shape == key.shape == value.shape
-    parts = zip(*(heads.transpose(0, 1).split(starts.diff().tolist(), 1) for heads in (query, key, value)), strict=True)
-    return torch.cat([F.scaled_dot_product_attention(*part, is_causal=True) for part in parts], 1).transpose(0, 1)
+@pytest.fixture
+def flash_attention() -> Iterator[None]:
+    with flash_attention_on_cpu():
+        yield
 
 
 def test_starts_of_documents() -> None:
@@ -90,13 +85,13 @@ def test_starts_of_documents() -> None:
     assert document_starts(DOCUMENTS[:, :1]).starts.tolist() == [0, 1, 2]
 
 
+@pytest.mark.usefixtures("flash_attention")
 @pytest.mark.parametrize("kept", [1, 2, 4])
-def test_documents_by_their_starts_equal_the_dense_mask(kept: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(layers, "varlen_attn", one_by_one)
+def test_documents_by_their_starts_equal_the_dense_mask(kept: int) -> None:
     results = []
     for mask in (document_mask(DOCUMENTS), document_starts(DOCUMENTS)):
         torch.manual_seed(0)
-        heads = [torch.randn(2, number, 8, 6, dtype=torch.float64, requires_grad=True) for number in (4, kept, kept)]
+        heads = [torch.randn(2, number, 8, 8, dtype=torch.float64, requires_grad=True) for number in (4, kept, kept)]
         attended = causal_attention(*heads, mask=mask)
         attended.square().sum().backward()
         results.append([attended, *(part.grad for part in heads)])
@@ -104,34 +99,33 @@ def test_documents_by_their_starts_equal_the_dense_mask(kept: int, monkeypatch: 
         torch.testing.assert_close(starts, dense, rtol=1e-9, atol=1e-12)
 
 
+class OperatorsOfFlashAttention(TorchDispatchMode):
+    """Collects the types of the heads that torch's operators are given."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.kinds: list[tuple[str, set[torch.dtype]]] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if "varlen" in str(func):
+            self.kinds.append((func.__name__, {heads.dtype for heads in args[:3]}))
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.usefixtures("flash_attention")
 @pytest.mark.parametrize("autocast", [False, True])
-def test_the_model_gives_the_kernel_half_precision(autocast: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_model_gives_the_kernel_half_precision(autocast: bool) -> None:
     """Under autocast, the rotation has made float32 of queries and keys."""
-    monkeypatch.setattr("sdp.models.llama.has_kernel_for_documents", lambda *_: True)
     torch.manual_seed(0)
     shape = {"num_hidden_layers": 1, "num_attention_heads": 2, "num_key_value_heads": 1, "qk_norm": True}
     model = Llama(LlamaConfig(vocab_size=9, hidden_size=16, intermediate_size=8, initializer_range=0.5, **shape))
     model = model if autocast else model.bfloat16()
-    kinds: list[set[torch.dtype]] = []
-
-    def kernel(*tensors: Any, **options: Any) -> torch.Tensor:
-        kinds.append({heads.dtype for heads in tensors[:3]})
-        return one_by_one(*tensors, **options)
-
-    monkeypatch.setattr(layers, "varlen_attn", kernel)
-    with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
-        assert model(DOCUMENTS, documents=DOCUMENTS).dtype == torch.bfloat16
-    assert kinds == [{torch.bfloat16}]
-
-
-def test_torchs_function_takes_what_it_is_given() -> None:
-    starts = document_starts(DOCUMENTS)
-    with FakeTensorMode(allow_non_fake_inputs=True):
-        heads = [torch.empty(2, number, 8, 16, dtype=torch.bfloat16, requires_grad=True) for number in (4, 2, 2)]
-        attended = causal_attention(*heads, mask=starts)
-        assert (attended.shape, attended.dtype) == ((2, 4, 8, 16), torch.bfloat16)
-        attended.sum().backward()
-        assert all(part.grad is not None and part.grad.shape == part.shape for part in heads)
+    with torch.autocast("cpu", torch.bfloat16, enabled=autocast), OperatorsOfFlashAttention() as seen:
+        logits = model(DOCUMENTS, documents=DOCUMENTS)
+        logits.float().square().mean().backward()
+    half = {torch.bfloat16}
+    assert seen.kinds == [("_varlen_attn.default", half), ("_varlen_attn_backward.default", half)]
+    assert logits.dtype == torch.bfloat16 and all(part.grad is not None for part in model.parameters())
 
 
 def test_no_heads_of_documents() -> None:

@@ -1,5 +1,8 @@
-"""Plans of a GPU's operators, against a real step whose norms keep what CUDA's keep."""
+"""Plans of a GPU's operators, against a real step whose norms keep what CUDA's keep, and whose
+attention of documents needs no mask.
+"""
 
+from contextlib import nullcontext
 from functools import partial
 from typing import Any
 
@@ -12,9 +15,10 @@ from sdp.engine.config.load import load_config
 from sdp.engine.distributed.fake_world import fake_world
 from sdp.engine.distributed.mesh import mesh_of
 from sdp.engine.placement.layout import Layout
-from sdp.engine.tracing.operators import Device, operators_of
+from sdp.engine.tracing.operators import DEVICES, Device, operators_of
 from sdp.engine.tracing.step import StepTrace, trace_step
 from sdp.models.registry import build_model
+from sdp.tests.support.foreign.flash_attention import flash_attention_on_cpu
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 LLAMA = {
@@ -28,9 +32,10 @@ CONFIG = {
 }  # fmt: skip
 
 
-def _batch(samples: int) -> dict[str, torch.Tensor]:
-    tokens = torch.zeros(samples, 64, dtype=torch.int64)
-    return {"input_ids": tokens, "labels": tokens}
+def _batch(samples: int, length: int = 64, documents: int = 0) -> dict[str, torch.Tensor]:
+    tokens = torch.zeros(samples, length, dtype=torch.int64)
+    batch = {"input_ids": tokens, "labels": tokens}
+    return batch | ({"documents": torch.arange(length).expand(samples, length) // documents} if documents else {})
 
 
 def _kept_by(device: Device, dtype: torch.dtype) -> tuple[str, list[tuple[tuple[int, ...], torch.dtype]]]:
@@ -94,26 +99,28 @@ class _RowByRow(torch.autograd.Function):
         return into_hidden, into_weight.to(weight.dtype), None
 
 
-def _traced(config: dict[str, Any], device: Device) -> StepTrace:
+def _traced(config: dict[str, Any], device: Device, **batch: int) -> StepTrace:
     settings, build = load_config(config), partial(build_model, config["model"])
-    return trace_step(build, settings, Layout.of(build(), settings, mesh_of(settings, 2)), _batch, 0, device=device)
+    layout = Layout.of(build(), settings, mesh_of(settings, 2))
+    return trace_step(build, settings, layout, partial(_batch, **batch), 0, device=device)
 
 
 @pytest.mark.parametrize(
-    ("bf16", "checkpointing"), [(False, "none"), pytest.param(True, "selective", marks=pytest.mark.slow)]
+    ("bf16", "checkpointing", "documents"),
+    [(False, "none", 0), (True, "none", 8), pytest.param(True, "selective", 8, marks=pytest.mark.slow)],
 )
-def test_a_step_with_such_norms_is_as_planned_of_a_gpu(
-    bf16: bool, checkpointing: str, monkeypatch: pytest.MonkeyPatch
+def test_a_step_with_such_operators_is_as_planned_of_a_gpu(
+    bf16: bool, checkpointing: str, documents: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     config = CONFIG | {"bf16": {"enabled": bf16}, "activation_checkpointing": {"mode": checkpointing}}
-    on_cpu, on_cuda = _traced(config, "cpu"), _traced(config, "cuda")
+    on_cpu, on_cuda = (_traced(config, device, documents=documents) for device in DEVICES)
     assert (on_cuda.state, on_cuda.flops) == (on_cpu.state, on_cpu.flops)
     monkeypatch.setattr(F, "rms_norm", lambda hidden, _, weight, eps: _RowByRow.apply(hidden, weight, eps))
-    with fake_world(0, 2):
+    with fake_world(0, 2), flash_attention_on_cpu() if documents else nullcontext():
         engine, optimizer, *_ = sdp.initialize(model=build_model(LLAMA), config=config)
 
         def step() -> None:
-            engine.backward(engine(_batch(4)))
+            engine.backward(engine(_batch(4, documents=documents)))
             engine.step()
 
         step()
@@ -121,3 +128,13 @@ def test_a_step_with_such_norms_is_as_planned_of_a_gpu(
     assert on_cuda.peak == pytest.approx(measured, rel=0.01)
     if checkpointing == "none":  # of selective recomputation the peak of so small a model lies elsewhere
         assert on_cpu.peak > 1.05 * measured
+
+
+def test_documents_take_memory_linear_in_the_sequence_on_a_gpu_alone() -> None:
+    config = CONFIG | {"bf16": {"enabled": True}, "model": LLAMA | {"num_hidden_layers": 2, "num_key_value_heads": 2}}
+    for device in DEVICES:
+        traces = [_traced(config, device, length=tokens, documents=8) for tokens in (256, 512, 1024)]
+        first, second, third = (trace.at_peak["activations"] for trace in traces)
+        more = (third - second) - 2 * (second - first)
+        # The mask has a byte per pair of tokens of 4 sequences, at least.
+        assert more == 0 if device == "cuda" else more >= 4 * (1024**2 - 3 * 512**2 + 2 * 256**2)
