@@ -48,7 +48,7 @@ test: $(VENV)/.installed-test
 lab-test: $(VENV)/.installed-test
 	$(PYTEST) -m "not slow and not cluster" lab/tests
 
-# Accelerate, Trainer, llama.cpp's reader, lm-evaluation-harness, and a server of S3. `make test` skips what it lacks.
+# Accelerate, Trainer, llama.cpp's reader, lm-evaluation-harness, and servers of S3 and Google's storage. `make test` skips what it lacks.
 test-optional: $(VENV)/.installed-dev
 	$(PYTEST) -m "not full_table and not cluster" tests/engine/test_integrations.py tests/deepspeed_compat \
 	    tests/data/test_huggingface.py tests/tools/tasks tests/engine/test_object_store.py tests/tools/test_object_stores.py \

@@ -1,4 +1,4 @@
-"""Runs whose data, checkpoints and exports are in an object store (moto's server of S3)."""
+"""Runs whose data, checkpoints and exports are in an object store."""
 
 import json
 import shutil
@@ -8,17 +8,13 @@ from pathlib import Path
 import pytest
 from sdp.engine import object_store
 from sdp.engine.object_store import Store
-from sdp.tests.support.foreign.object_stores import BUCKET, Fault, FaultyServer, faulty_server
+from sdp.tests.support.foreign.object_stores import Fault, FaultyServer, faulty_server
 from sdp.tests.support.small_runs import make_corpus, read_losses, read_metrics, run_sdp, tiny_config, write_config
-
-URL = f"{BUCKET}/corpus"
 
 
 @pytest.fixture(scope="module")
-def running() -> Iterator[FaultyServer]:
-    pytest.importorskip("moto")
-    pytest.importorskip("s3fs").S3FileSystem.clear_instance_cache()
-    with faulty_server() as server:
+def running(request: pytest.FixtureRequest) -> Iterator[FaultyServer]:
+    with faulty_server(getattr(request, "param", "s3")) as server:
         yield server
 
 
@@ -34,21 +30,30 @@ def server(running: FaultyServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatc
 @pytest.fixture
 def config(server: FaultyServer, tmp_path: Path) -> Path:
     """The configuration of a small run that reads a corpus in the store."""
-    if Store(URL).read("index.json") is None:
+    url = f"{server.bucket}/corpus"
+    if Store(url).read("index.json") is None:
         (tmp_path / "made").mkdir()
         make_corpus(tmp_path / "made")
         for text in (tmp_path / "made").glob("*.txt"):
-            Store(f"{BUCKET}/raw").put(text, text.name)
+            Store(f"{server.bucket}/raw").put(text, text.name)
         prepared = run_sdp(
-            "prepare", "--input", f"{BUCKET}/raw/*.txt", "--output", URL, "--tokenizer", "bytes", "--held-out", "0.2"
+            "prepare",
+            "--input",
+            f"{server.bucket}/raw/*.txt",
+            "--output",
+            url,
+            "--tokenizer",
+            "bytes",
+            "--held-out",
+            "0.2",
         )
         assert prepared.returncode == 0, prepared.stderr
-        index = json.loads(Store(URL).read("index.json") or b"")
+        index = json.loads(Store(url).read("index.json") or b"")
         there = json.loads((tmp_path / "made/shards/index.json").read_bytes())
         assert index["corpus"]["sha256"] == there["corpus"]["sha256"]
-        assert index["corpus"]["sources"] == [f"{BUCKET}/raw/*.txt"]
+        assert index["corpus"]["sources"] == [f"{server.bucket}/raw/*.txt"]
     settings = tiny_config(Path("unused"), groups=2, steps=4)
-    settings["data"]["path"] = URL
+    settings["data"]["path"] = url
     settings["training"] |= {"save_every": 2, "keep": 2, "evaluate_every": 2}
     return write_config(settings, tmp_path)
 
@@ -60,8 +65,9 @@ def local_losses(config: Path, tmp_path: Path) -> list[float]:
     return read_losses(tmp_path / "local")
 
 
+@pytest.mark.parametrize("running", ["s3", "gs"], indirect=True)
 def test_a_run_goes_on_on_another_host(config: Path, server: FaultyServer, tmp_path: Path) -> None:
-    url = f"{BUCKET}/run"
+    url = f"{server.bucket}/run"
     first = run_sdp("train", config, "--dump-dir", url, "--set", "training.steps=2")
     assert first.returncode == 0, first.stderr
     refused = run_sdp("train", config, "--dump-dir", url)
@@ -81,15 +87,15 @@ def test_a_run_goes_on_on_another_host(config: Path, server: FaultyServer, tmp_p
     result = json.loads(evaluated.stdout)
     assert result["step"] == 4 and result["loss"] == pytest.approx(result["in_training"], rel=1e-5)
 
-    assert run_sdp("export", url, f"{BUCKET}/models/a").returncode == 0
-    assert {"config.json", "model.safetensors"} <= Store(f"{BUCKET}/models/a").sizes().keys()
-    assert f"{BUCKET}/models/a: exists already" in run_sdp("export", url, f"{BUCKET}/models/a").stderr
-    assert run_sdp("export", url, f"{BUCKET}/models/a", "--overwrite").returncode == 0
-    assert "models: holds other files" in run_sdp("export", url, f"{BUCKET}/models", "--overwrite").stderr
+    assert run_sdp("export", url, f"{server.bucket}/models/a").returncode == 0
+    assert {"config.json", "model.safetensors"} <= Store(f"{server.bucket}/models/a").sizes().keys()
+    assert f"{server.bucket}/models/a: exists already" in run_sdp("export", url, f"{server.bucket}/models/a").stderr
+    assert run_sdp("export", url, f"{server.bucket}/models/a", "--overwrite").returncode == 0
+    assert "models: holds other files" in run_sdp("export", url, f"{server.bucket}/models", "--overwrite").stderr
 
 
 def test_data_that_a_run_prepares_is_copied_too(server: FaultyServer, tmp_path: Path) -> None:
-    url = f"{BUCKET}/prepares"
+    url = f"{server.bucket}/prepares"
     settings = tiny_config(Path("unused"), groups=1, steps=1)
     settings["data"] = {"tokenizer": "bytes", "sequence_length": 16}
     settings["training"] |= {"save_every": 1}
@@ -104,7 +110,7 @@ def test_data_that_a_run_prepares_is_copied_too(server: FaultyServer, tmp_path: 
 
 
 def test_a_run_outlives_a_store_that_is_full_for_a_while(config: Path, server: FaultyServer, tmp_path: Path) -> None:
-    url = f"{BUCKET}/full"
+    url = f"{server.bucket}/full"
     server.faults.append(Fault("full", "PUT", "full/checkpoints/step-2/__0"))
     done = run_sdp("train", config, "--dump-dir", url)
     assert done.returncode == 0, done.stderr
@@ -115,21 +121,21 @@ def test_a_run_outlives_a_store_that_is_full_for_a_while(config: Path, server: F
 
 def test_a_store_that_stays_full_ends_the_run_with_one_line(config: Path, server: FaultyServer) -> None:
     server.faults.append(Fault("full", "PUT", "never/checkpoints"))
-    done = run_sdp("train", config, "--dump-dir", f"{BUCKET}/never", "--set", "training.max_failed_saves=2")
+    done = run_sdp("train", config, "--dump-dir", f"{server.bucket}/never", "--set", "training.max_failed_saves=2")
     assert done.returncode == 2
     assert "the last 2 checkpoints could not be written" in done.stderr.splitlines()[-1]
 
 
 def test_missing_data(config: Path, server: FaultyServer, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert run_sdp("prepare", "--verify", "--output", URL).returncode == 0
-    done = run_sdp("train", config, "--set", f"data.path={BUCKET}/nothing")
+    assert run_sdp("prepare", "--verify", "--output", f"{server.bucket}/corpus").returncode == 0
+    done = run_sdp("train", config, "--set", f"data.path={server.bucket}/nothing")
     assert done.returncode == 2 and done.stderr.count("\n") == 1
-    assert f"{BUCKET}/nothing: no prepared data here (no index.json); make it with: sdp prepare" in done.stderr
-    for command in (["evaluate", f"{BUCKET}/nothing"], ["export", f"{BUCKET}/nothing", "out"]):
+    assert f"{server.bucket}/nothing: no prepared data here (no index.json); make it with: sdp prepare" in done.stderr
+    for command in (["evaluate", f"{server.bucket}/nothing"], ["export", f"{server.bucket}/nothing", "out"]):
         done = run_sdp(*command)
-        assert done.returncode == 2 and f"{BUCKET}/nothing: no run of sdp train here" in done.stderr
+        assert done.returncode == 2 and f"{server.bucket}/nothing: no run of sdp train here" in done.stderr
     for name, value in {"RANK": 0, "WORLD_SIZE": 2, "LOCAL_RANK": 0, "LOCAL_WORLD_SIZE": 1, "MASTER_PORT": 1}.items():
         monkeypatch.setenv(name, str(value))
     monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
-    done = run_sdp("train", config, "--dump-dir", f"{BUCKET}/own", "--set", "data.path=null")
+    done = run_sdp("train", config, "--dump-dir", f"{server.bucket}/own", "--set", "data.path=null")
     assert done.returncode == 2 and "a run on several hosts cannot make its own data there" in done.stderr

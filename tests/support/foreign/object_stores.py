@@ -1,8 +1,11 @@
-"""A real S3 server on this host (moto's), behind a proxy that breaks requests on demand."""
+"""Real servers of S3 (moto's) and of Google's storage (gcp-storage-emulator) on this host, behind a
+proxy that breaks requests on demand.
+"""
 
 from __future__ import annotations
 
 import http.client
+import re
 import socket
 import threading
 import time
@@ -10,9 +13,12 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from typing import Literal
+from typing import Any, Literal
+from urllib.parse import unquote
 
-BUCKET = "s3://bucket"
+import pytest
+
+Scheme = Literal["s3", "gs"]
 
 
 @dataclass
@@ -22,8 +28,8 @@ class Fault:
     Attributes:
         kind: "cut" closes the connection in the middle of the body, "full" answers 507, "broken"
             503, and "slow" waits before the request is passed on.
-        method: such as PUT.
-        word: a part of the path.
+        method: such as PUT, also of Google's uploads.
+        word: a part of the path, which ends with the name of an uploaded file.
         times: how many requests are broken.
         seen: how many have been.
     """
@@ -39,12 +45,19 @@ class Fault:
 class FaultyServer:
     """The address of the proxy, and its faults, which a test may change at any time."""
 
-    endpoint: str
+    scheme: Scheme
+    endpoint: str = ""
     faults: list[Fault] = field(default_factory=list)
     requests: list[tuple[str, str]] = field(default_factory=list)
 
+    @property
+    def bucket(self) -> str:
+        return f"{self.scheme}://bucket"
+
     def variables(self) -> dict[str, str]:
         """What the environment of a process must have to use the server."""
+        if self.scheme == "gs":  # without the look at the bucket's kind, which asks Google itself
+            return {"STORAGE_EMULATOR_HOST": self.endpoint, "GCSFS_EXPERIMENTAL_ZB_HNS_SUPPORT": "false"}
         return {
             "AWS_ENDPOINT_URL_S3": self.endpoint, "AWS_ACCESS_KEY_ID": "test", "AWS_SECRET_ACCESS_KEY": "test",
             "AWS_DEFAULT_REGION": "us-east-1", "AWS_MAX_ATTEMPTS": "1", "AWS_EC2_METADATA_DISABLED": "true",
@@ -52,33 +65,58 @@ class FaultyServer:
 
 
 @contextmanager
-def faulty_server() -> Iterator[FaultyServer]:
+def _store(scheme: Scheme) -> Iterator[tuple[str, int]]:
+    """Start a server with an empty bucket. Skip the test where a package is missing."""
+    if scheme == "s3":
+        pytest.importorskip("s3fs").S3FileSystem.clear_instance_cache()  # of another module's server
+        behind: Any = pytest.importorskip("moto.server").ThreadedMotoServer("127.0.0.1", 0, verbose=False)
+        behind.start()
+        host, port = behind.get_host_and_port()
+        connection = http.client.HTTPConnection(host, port, timeout=60)
+        connection.request("PUT", "/bucket")
+        assert connection.getresponse().status == 200
+    else:
+        pytest.importorskip("gcsfs").GCSFileSystem.clear_instance_cache()
+        emulator: Any = pytest.importorskip("gcp_storage_emulator.server")
+        behind = emulator.create_server("127.0.0.1", 0, in_memory=True, default_bucket="bucket")
+        behind.start()
+        host, port = behind._api._httpd.server_address
+    try:
+        yield host, port
+    finally:
+        behind.stop()
+
+
+@contextmanager
+def faulty_server(scheme: Scheme = "s3") -> Iterator[FaultyServer]:
     """Start the server, with an empty bucket, and the proxy."""
-    from moto.server import ThreadedMotoServer
+    with _store(scheme) as (host, port), _proxy(FaultyServer(scheme), host, port) as server:
+        yield server
 
-    behind = ThreadedMotoServer(ip_address="127.0.0.1", port=0, verbose=False)
-    behind.start()
-    host, port = behind.get_host_and_port()
-    server = FaultyServer("")
 
+@contextmanager
+def _proxy(server: FaultyServer, host: str, port: int) -> Iterator[FaultyServer]:
     class Proxy(BaseHTTPRequestHandler):
         protocol_version = "HTTP/1.1"
 
         def _handle(self) -> None:
-            server.requests.append((self.command, self.path))
+            length = int(self.headers.get("Content-Length", 0))
+            body, method, path = self.rfile.read(min(length, 400)), self.command, unquote(self.path.partition("?")[0])
+            if method == "POST" and (name := re.search(rb'"name": ?"([^"]+)"', body)):  # Google's uploads
+                method, path = "PUT", f"{path}/{name[1].decode()}"
+            server.requests.append((method, path))
             fault = next(
                 (fault for fault in server.faults
-                 if fault.method == self.command and fault.word in self.path and fault.seen < fault.times), None
+                 if fault.method == method and fault.word in path and fault.seen < fault.times), None
             )  # fmt: skip
-            length = int(self.headers.get("Content-Length", 0))
             if fault is not None:
                 fault.seen += 1
             if fault is not None and fault.kind == "cut":
-                self.rfile.read(length // 2)
+                self.rfile.read(max(length // 2 - len(body), 0))
                 self.connection.shutdown(socket.SHUT_RDWR)
                 self.close_connection = True
                 return
-            body = self.rfile.read(length)
+            body += self.rfile.read(length - len(body))
             if fault is not None and fault.kind in ("full", "broken"):
                 self._answer(507 if fault.kind == "full" else 503, {}, b"")
                 return
@@ -110,10 +148,6 @@ def faulty_server() -> Iterator[FaultyServer]:
     threading.Thread(target=proxy.serve_forever, daemon=True).start()
     server.endpoint = f"http://127.0.0.1:{proxy.server_address[1]}"
     try:
-        connection = http.client.HTTPConnection(host, port, timeout=60)
-        connection.request("PUT", "/bucket")
-        assert connection.getresponse().status == 200
         yield server
     finally:
         proxy.shutdown()
-        behind.stop()
