@@ -61,7 +61,10 @@ def _backward(
 @contextmanager
 def flash_attention_on_cpu() -> Iterator[None]:
     """Give the CPU these operators inside this context."""
-    with torch.library._scoped_library("aten", "IMPL") as library:
-        library.impl("_flash_attention_forward", _forward, "CPU")
-        library.impl("_flash_attention_backward", _backward, "CPU")
+    library = torch.library.Library("aten", "IMPL")
+    library.impl("_flash_attention_forward", _forward, "CPU")
+    library.impl("_flash_attention_backward", _backward, "CPU")
+    try:
         yield
+    finally:
+        del library

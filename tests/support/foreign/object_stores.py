@@ -17,6 +17,7 @@ from typing import Any, Literal
 from urllib.parse import unquote
 
 import pytest
+from sdp.engine.environment.detect import free_port
 
 Scheme = Literal["s3", "gs"]
 
@@ -78,9 +79,9 @@ def _store(scheme: Scheme) -> Iterator[tuple[str, int]]:
     else:
         pytest.importorskip("gcsfs").GCSFileSystem.clear_instance_cache()
         emulator: Any = pytest.importorskip("gcp_storage_emulator.server")
-        behind = emulator.create_server("127.0.0.1", 0, in_memory=True, default_bucket="bucket")
+        host, port = "127.0.0.1", free_port()
+        behind = emulator.create_server(host, port, in_memory=True, default_bucket="bucket")
         behind.start()
-        host, port = behind._api._httpd.server_address
     try:
         yield host, port
     finally:
