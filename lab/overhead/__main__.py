@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import argparse
 import sys
 
 from sdp.engine.errors import SDPError
+from sdp.tools.shared.arguments import Parser
 
 from . import compare
 from .options import PlainOptions, add_plain_arguments
@@ -13,7 +13,7 @@ from .options import PlainOptions, add_plain_arguments
 
 def main(argv: list[str] | None = None) -> int:
     """Time the comparisons and print them. Returns 0, or the exit code of a mistake."""
-    parser = argparse.ArgumentParser(prog="python -m lab.overhead", description=compare.__doc__)
+    parser = Parser(prog="python -m lab.overhead", description=compare.__doc__)
     add_plain_arguments(parser)
     try:
         return compare.run(PlainOptions.from_args(parser.parse_args(argv)))

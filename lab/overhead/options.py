@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import argparse
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 from sdp.engine.errors import ConfigError
-from sdp.tools.shared.arguments import require_between_1_and
+from sdp.tools.shared.arguments import positive_int
 
 # Default, largest value and meaning of the numbers of the comparison without CONFIG.
 _NUMBERS = {
@@ -51,10 +52,7 @@ class PlainOptions:
     @classmethod
     def from_args(cls, args: argparse.Namespace) -> PlainOptions:
         """Take the parsed arguments. Raises :class:`ConfigError` for a number out of range."""
-        numbers = {
-            name: require_between_1_and(most, _option(name), getattr(args, name))
-            for name, (_, most, _) in _NUMBERS.items()
-        }
+        numbers = {name: getattr(args, name) for name in _NUMBERS}
         options = cls(**numbers, capacity=args.capacity, compile=args.compile, deepspeed=args.deepspeed, json=args.json)
         if options.weights > _MOST_ELEMENTS:
             raise ConfigError(
@@ -81,8 +79,9 @@ class PlainOptions:
 
 def add_plain_arguments(parser: argparse._ActionsContainer) -> None:
     """Declare the options of the comparison without CONFIG."""
-    for name, (default, _, text) in _NUMBERS.items():
-        parser.add_argument(_option(name), type=int, default=default, metavar="N", help=f"{text} (default: {default})")
+    for name, (default, most, text) in _NUMBERS.items():
+        number, shown = partial(positive_int, most=most), f"{text} (default: {default})"
+        parser.add_argument(_option(name), type=number, default=default, metavar="N", help=shown)
     parser.add_argument(
         "--compile", action="store_true", help="also time the engine with compiled units (training.compile)"
     )

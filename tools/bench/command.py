@@ -13,6 +13,7 @@ import sys
 import warnings
 from collections.abc import Sequence
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +30,7 @@ from ...engine.errors import ConfigError
 from ...launcher.degrees import visible_devices
 from ...launcher.local import start_local
 from ..runs.start_files import with_initial_model
-from ..shared.arguments import add_config_arguments, require_between_1_and
+from ..shared.arguments import add_config_arguments, positive_int
 from . import alone
 from .measure import measure
 from .methods import DEFAULT, SDP, variant, why_not
@@ -46,12 +47,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--alone", action="store_true", help="measure one rank's share on one device: memory, tokens/s, MFU"
     )
-    parser.add_argument("--nproc", metavar="P", type=int, help="ranks to start here (default: sdp.groups)")
+    ranks, turns = (partial(positive_int, most=most) for most in (_MOST_RANKS, _MOST))
+    parser.add_argument("--nproc", metavar="P", type=ranks, help="ranks to start here (default: sdp.groups)")
     parser.add_argument(
         "--methods", metavar="A,B,…", help=f"some of {', '.join((*DEFAULT, 'sdp'))} (default: all but the last)"
     )
-    parser.add_argument("--rounds", metavar="N", type=int, default=5, help="turns of every method (default: 5)")
-    parser.add_argument("--steps", metavar="N", type=int, default=2, help="timed steps of a turn (default: 2)")
+    parser.add_argument("--rounds", metavar="N", type=turns, default=5, help="turns of every method (default: 5)")
+    parser.add_argument("--steps", metavar="N", type=turns, default=2, help="timed steps of a turn (default: 2)")
     parser.add_argument(
         "--out", metavar="DIR", type=Path, default=DEFAULT_OUT,
         help=f"folder for report.md and report.json (default: {DEFAULT_OUT})",
@@ -63,10 +65,6 @@ def run(args: argparse.Namespace) -> int:
 
     Raises an :class:`SDPError` for what cannot be compared.
     """
-    for option, value, most in (("nproc", args.nproc, _MOST_RANKS), ("rounds", args.rounds, _MOST),
-                                ("steps", args.steps, _MOST)):  # fmt: skip
-        if value is not None:
-            require_between_1_and(most, f"--{option}", value)
     if args.alone and args.methods is not None:
         raise ConfigError("--methods: --alone measures the dense model, and SDP as CONFIG says; leave it out")
     environment = detect()

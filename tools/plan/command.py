@@ -7,7 +7,7 @@ from __future__ import annotations
 import argparse
 import json
 import shlex
-from dataclasses import replace
+from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -19,11 +19,11 @@ from ...engine.errors import ConfigError
 from ...engine.tracing.operators import DEVICES, device_here
 from ...launcher.cluster.hosts import read_hostfile
 from ..runs.start_files import with_initial_model
-from ..shared.arguments import add_config_arguments, require_between_1_and
+from ..shared.arguments import add_config_arguments, positive_int
 from ..shared.quantities import quantity
 from .fit import Fit, find_fit
 from .forecast import Forecast, forecast
-from .machine import ACHIEVED, BETWEEN, INSIDE, PEAK_FLOPS, Machine, default_world, fill_nodes, split_evenly
+from .machine import ACHIEVED, BETWEEN, INSIDE, PEAK_FLOPS, Machine, default_world, fill_nodes
 from .page import write_page
 from .tables import about_machine, describe_nodes, describe_plan
 from .ways import compare, compare_table, row_json
@@ -42,12 +42,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_config_arguments(parser, "the JSON file of the run")
     parser.add_argument(
         "--world",
-        type=int,
+        type=partial(positive_int, most=MOST_RANKS),
         metavar="N",
         help="ranks (default: the slots of the hostfile, else the fewest that CONFIG allows)",
     )
     parser.add_argument("--hostfile", type=Path, metavar="FILE", help="nodes and their slots, in DeepSpeed's format")
-    parser.add_argument("--gpus-per-node", type=int, metavar="N", help=f"ranks of a node (default: {PER_NODE})")
+    parser.add_argument(
+        "--gpus-per-node", type=partial(positive_int, most=MOST_RANKS), metavar="N",
+        help=f"ranks of a node (default: {PER_NODE})",
+    )  # fmt: skip
     parser.add_argument(
         "--device",
         choices=DEVICES,
@@ -81,17 +84,19 @@ def run(args: argparse.Namespace) -> int:
     """Plan the run, print the plan, and say whether it fits. Raises :class:`ConfigError` if not."""
     _check(args)
     config = with_initial_model(load_config(args.config, args.set))
-    world, source = _ranks(args, config)
+    slots = tuple(len(host.slots) for host in read_hostfile(args.hostfile)) if args.hostfile is not None else ()
+    world, source = _ranks(args, config, slots)
+    machine_of = partial(_machine, args, slots)
     if args.compare:
-        _compare(args, config, world, source)
+        _compare(args, config, machine_of(world), f"{world} ranks ({source})")
         return 0
     fit, commands, memory = None, {}, args.device_memory
     if args.fit:
         bounded = args.world is not None or args.hostfile is not None
-        fit = find_fit(config, memory, partial(_machine, args), world, bounded=bounded)
+        fit = find_fit(config, memory, machine_of, world, bounded=bounded)
         config, world, source = fit.plan.config, fit.plan.layout.mesh.world_size, "the fewest that fit"
         commands = _commands(args, fit)
-    machine = _machine(args, world)
+    machine = machine_of(world)
     name = "SDP" if config.sdp.groups > 1 else "this run"
     plan = forecast(name, config, machine, world) if fit is None else replace(fit.plan, name=name)
     plans, notes = _phases(plan) if config.masking_schedule.ends else ([plan], [])
@@ -110,9 +115,6 @@ def run(args: argparse.Namespace) -> int:
 
 def _check(args: argparse.Namespace) -> None:
     """Raise :class:`ConfigError` for values that mean nothing."""
-    for option, value in (("--world", args.world), ("--gpus-per-node", args.gpus_per_node)):
-        if value is not None:
-            require_between_1_and(MOST_RANKS, option, value)
     if not 0 < args.achieved <= 1:
         raise ConfigError(f"--achieved {args.achieved}: expected a fraction above 0, up to 1")
     if args.hostfile is not None and args.gpus_per_node is not None:
@@ -130,46 +132,41 @@ def _check(args: argparse.Namespace) -> None:
             raise ConfigError(f"--html {page}: is {name}, which the page would replace; name another file")
 
 
-def _ranks(args: argparse.Namespace, config: Config) -> tuple[int, str]:
+def _ranks(args: argparse.Namespace, config: Config, slots: tuple[int, ...]) -> tuple[int, str]:
     """The number of ranks, and where it comes from.
 
     Raises :class:`ConfigError` where there are too many.
     """
     if args.world is not None:
         return args.world, "--world"
-    if args.hostfile is not None:
-        world, source = sum(len(host.slots) for host in read_hostfile(args.hostfile)), str(args.hostfile)
-    else:
-        world, source = default_world(config)
+    world, source = (sum(slots), str(args.hostfile)) if slots else default_world(config)
     if world > MOST_RANKS:
         raise ConfigError(f"{world:,} ranks ({source}): too many; the planner takes up to {MOST_RANKS:,}")
     return world, source
 
 
-def _machine(args: argparse.Namespace, world: int) -> Machine:
+def _machine(args: argparse.Namespace, slots: tuple[int, ...], world: int) -> Machine:
     """The nodes, devices and links that ``world`` ranks run on.
 
-    Raises :class:`ConfigError` where the hostfile has too few slots.
+    Raises :class:`ConfigError` where the hostfile has too few ``slots``.
     """
-    slots = split_evenly(world, args.gpus_per_node or PER_NODE)
-    if args.hostfile is not None:
-        given = tuple(len(host.slots) for host in read_hostfile(args.hostfile))
-        if sum(given) < world:
-            raise ConfigError(f"--world {world}: {args.hostfile} has {sum(given)} slots")
-        slots = fill_nodes(given, world)
+    per_node = args.gpus_per_node or PER_NODE
+    slots = slots or (per_node,) * -(-world // per_node)
+    if sum(slots) < world:
+        raise ConfigError(f"--world {world}: {args.hostfile} has {sum(slots)} slots")
     device = args.device or device_here()
-    return Machine(slots, args.peak_flops, args.achieved, args.intra_node, args.inter_node, device)
+    return Machine(fill_nodes(slots, world), args.peak_flops, args.achieved, args.intra_node, args.inter_node, device)
 
 
-def _compare(args: argparse.Namespace, config: Config, world: int, source: str) -> None:
-    machine, memory = _machine(args, world), args.device_memory
+def _compare(args: argparse.Namespace, config: Config, machine: Machine, ranks: str) -> None:
+    world, memory = sum(machine.slots), args.device_memory
     plans, notes = compare(config, machine, world)
     if args.json:
         rows = {plan.name: row_json(plan, memory) for plan in plans}
-        report = {"world": world, "machine": machine.to_json(), "rows": rows, "notes": notes}
+        report = {"world": world, "machine": asdict(machine), "rows": rows, "notes": notes}
         print(json.dumps(report | ({} if memory is None else {"device_memory": memory}), indent=2))
         return
-    print(f"{world} ranks ({source}) on {describe_nodes(machine)}\n\n{compare_table(plans, memory)}\n")
+    print(f"{ranks} on {describe_nodes(machine)}\n\n{compare_table(plans, memory)}\n")
     print("\n".join(f"- {line}" for line in (about_machine(machine, config), *notes)))
 
 
@@ -219,7 +216,7 @@ def _to_json(
     plan, *phases = plans
     report: dict[str, Any] = {
         "world": plan.layout.mesh.world_size,
-        "machine": plan.machine.to_json(),
+        "machine": asdict(plan.machine),
         "parameters": plan.parameters,
         "plan": plan.to_json(),
         "other_phases": {phase.name: phase.to_json() for phase in phases},

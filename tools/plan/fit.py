@@ -27,7 +27,7 @@ from ...engine.accounting.memory import predict_state_bytes
 from ...engine.accounting.quantities import format_bytes, format_seconds
 from ...engine.batch.size import BatchSize
 from ...engine.config.schema import Config
-from ...engine.distributed.mesh import mesh_of
+from ...engine.distributed.mesh import mesh_of, split_tensor_group
 from ...engine.errors import ConfigError, SDPError
 from ...engine.optim.optimizers import make_optimizer
 from ...engine.placement.layout import Layout
@@ -237,7 +237,7 @@ class _Search:
         machine = self.machine_of(world)
         try:
             micro, accumulation = own_share(self.samples, self.micro, world // tp)
-            if any(machine.link(range(first, first + tp)) == "between nodes" for first in range(0, world, tp)):
+            if split_tensor_group(machine.hosts, tp) is not None:
                 raise ConfigError("tensor-parallel ranks would be on two nodes")
             choice = replace(choice, micro=micro, accumulation=accumulation)
             config = choice.applied(self.config)

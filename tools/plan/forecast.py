@@ -18,7 +18,7 @@ from ...engine.config.method import Masking
 from ...engine.config.named_params import check_named_params
 from ...engine.config.schema import Config
 from ...engine.distributed.collectives import Collective
-from ...engine.distributed.mesh import Coordinates, Mesh, mesh_of
+from ...engine.distributed.mesh import Coordinates, mesh_of, split_tensor_group
 from ...engine.errors import ConfigError
 from ...engine.module_paths import parents
 from ...engine.optim.schedules import describe_rates
@@ -68,11 +68,8 @@ class RankForecast:
             "sent": self.sent(machine),
             "collectives": [_collective_json(machine, one) for one in self.collectives],
             "seconds": asdict(self.time),
-            **(
-                {"averages_of_a_round": [_collective_json(machine, one) for one in self.averages], "every": self.every}
-                if self.every > 1 or self.averages
-                else {}
-            ),
+            "averages_of_a_round": [_collective_json(machine, one) for one in self.averages],
+            "every": self.every,
         }
 
 
@@ -183,7 +180,8 @@ class Forecast:
         placed = []
         if placement.units and mesh.sdp > 1:
             placed = warnings_of(self.config.sdp, placement) + self.layout.warnings()
-        return placed + _torn_neighbours(mesh, self.machine)
+        torn = split_tensor_group(self.machine.hosts, mesh.tp)
+        return placed if torn is None else [*placed, torn]
 
     def to_json(self) -> dict[str, Any]:
         mesh, placement, slowest = self.layout.mesh, self.layout.placement, self.slowest
@@ -195,7 +193,7 @@ class Forecast:
             "step_seconds": self.seconds,
             "samples_per_second": self.samples_per_second,
             "sent_at_most": self.sent_at_most,
-            **({"service": service} if (service := self.service) is not None else {}),
+            "service": self.service,
             "placement": placement.guarantees() if placement.units else None,
             "warnings": self.warnings,
             "groups_not_traced": list(self.untraced),
@@ -230,21 +228,6 @@ def _collective_json(machine: Machine, one: Collective) -> dict[str, Any]:
         "buffer_bytes": one.nbytes,
         "sent_bytes": one.sent,
     }
-
-
-def _torn_neighbours(mesh: Mesh, machine: Machine) -> list[str]:
-    """Warn of tensor-parallel ranks on several nodes: they exchange activations in every block."""
-    if mesh.tp == 1:
-        return []
-    everyone = mesh.all_neighbours()
-    torn = [ranks for ranks in everyone if machine.link(ranks) == "between nodes"]
-    if not torn:
-        return []
-    return [
-        f"{len(torn)} of {len(everyone)} tensor-parallel groups cross nodes, for example ranks {torn[0][0]} to "
-        f"{torn[0][-1]}: activations are sent between nodes in every block; choose a tensor_parallel.autotp_size "
-        f"that divides the ranks of every node (it is {mesh.tp})"
-    ]
 
 
 def require_planned(config: Config) -> None:

@@ -4,13 +4,12 @@ are.
 
 from __future__ import annotations
 
-from bisect import bisect_right
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import accumulate
-from typing import Any, Literal
+from typing import Literal
 
 from ...engine.config.method import SyncSection
 from ...engine.config.schema import Config
@@ -50,23 +49,16 @@ class Machine:
 
         The ranks of a node follow one another, so the first and the last rank decide.
         """
-        return LINKS[bisect_right(self._ends, ranks[0]) != bisect_right(self._ends, ranks[-1])]
-
-    @cached_property
-    def _ends(self) -> list[int]:
-        return list(accumulate(self.slots))
+        return LINKS[self.hosts[ranks[0]] != self.hosts[ranks[-1]]]
 
     def seconds(self, nbytes: float, link: Link) -> float:
         """Seconds that one rank takes to send ``nbytes``."""
         return nbytes / (self.inside if link == "inside a node" else self.between)
 
-    def to_json(self) -> dict[str, Any]:
-        return asdict(self)
-
-
-def split_evenly(world: int, per_node: int) -> tuple[int, ...]:
-    """Split ``world`` ranks over nodes of ``per_node`` ranks. The last node gets the remainder."""
-    return tuple(min(per_node, world - first) for first in range(0, world, per_node))
+    @cached_property
+    def hosts(self) -> list[str]:
+        """The node of each rank."""
+        return [f"node {node}" for node, slots in enumerate(self.slots) for _ in range(slots)]
 
 
 def fill_nodes(slots: Sequence[int], world: int) -> tuple[int, ...]:

@@ -35,23 +35,13 @@ def add_set_option(parser: argparse._ActionsContainer, help_text: str = SET_HELP
     parser.add_argument("--set", metavar="SECTION.KEY=VALUE", action="append", default=[], help=help_text)
 
 
-def positive_int(text: str) -> int:
-    """The argparse type of a whole number above zero."""
-    if not text.isdecimal() or len(text) > 18 or int(text) == 0:
+def positive_int(text: str, most: int = 10**18 - 1) -> int:
+    """The argparse type of a whole number from 1 to ``most``."""
+    if not text.isdecimal() or not text.strip("0"):
         raise argparse.ArgumentTypeError(f"{quote(text)} is not a positive whole number")
+    if len(text) > 18 or int(text) > most:
+        raise argparse.ArgumentTypeError(f"{shorten(text)} is too large; the most is {most:,}")
     return int(text)
-
-
-def require_between_1_and(most: int, option: str, value: int) -> int:
-    """Return the ``value`` of ``option``.
-
-    Raises :class:`ConfigError` if it is below 1 or above ``most``.
-    """
-    if value < 1:
-        raise ConfigError(f"{option}: {value} is not a positive whole number")
-    if value > most:
-        raise ConfigError(f"{option}: {value} is too large; the most is {most:,}")
-    return value
 
 
 def port(text: str) -> int:

@@ -108,7 +108,7 @@ def test_the_terminal_shows_every_timing(outcome: tuple[str, dict[str, Any]]) ->
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["--repeats", "0"], "--repeats: 0 is not a positive whole number"),
+        (["--repeats", "0"], "--repeats: '0' is not a positive whole number"),
         (["--capacity", "0.1"], "every unit needs at least one"),
         (["--heads", "3"], "hidden_size 16 is not divisible by num_attention_heads 3"),
     ],

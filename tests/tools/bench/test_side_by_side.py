@@ -150,7 +150,7 @@ def test_methods_with_local_steps_are_timed_by_whole_rounds(ranks: RankPool) -> 
         (["--methods", "hsdp", "--nproc", "2", "--set", "sdp.groups=2"],
             "--methods hsdp: needs an even number of ranks"),
         (["--set", "sdp.capacity=0.05"], "4 ranks leave nothing of SDP to compare: sdp.capacity: 0.05 × 4 groups"),
-        (["--rounds", "0"], "--rounds: 0 is not a positive whole number"),
+        (["--rounds", "0"], "--rounds: '0' is not a positive whole number"),
         (["--alone", "--methods", "ddp"], "--methods: --alone measures the dense model, and SDP as CONFIG says"),
         (
             ["--alone", "--set", "sdp.engine=deepspeed", "zero_optimization.stage=1"],

@@ -21,7 +21,7 @@ from sdp.tools.plan import command as plan_module
 from sdp.tools.plan import fit as fit_module
 from sdp.tools.plan.fit import Choice, find_fit, own_share, stated_step
 from sdp.tools.plan.forecast import Forecast, forecast
-from sdp.tools.plan.machine import Machine, split_evenly
+from sdp.tools.plan.machine import Machine, fill_nodes
 from sdp.tools.shared import arguments
 from sdp.tools.train import command as train_command
 
@@ -82,7 +82,7 @@ def peak_of(report: dict[str, Any]) -> int:
 
 
 def machine(world: int) -> Machine:
-    return Machine(split_evenly(world, 4), 1e12, 0.5, 1e9, 1e8)  # slow links: traffic is not hidden
+    return Machine(fill_nodes((4,) * world, world), 1e12, 0.5, 1e9, 1e8)  # slow links: traffic is not hidden
 
 
 def all_layouts(config: Config, ranks: int, samples: int, micro: int) -> Iterator[Config]:

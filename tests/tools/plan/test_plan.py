@@ -12,7 +12,7 @@ from sdp.engine.accounting.quantities import format_bytes
 from sdp.engine.config.load import load_config
 from sdp.engine.errors import ConfigError
 from sdp.tools.cli import main
-from sdp.tools.plan.machine import Machine, fill_nodes, split_evenly
+from sdp.tools.plan.machine import Machine, fill_nodes
 from sdp.tools.plan.ways import compare
 from sdp.tools.shared.quantities import quantity
 
@@ -157,7 +157,7 @@ def test_images_and_units_that_differ(tmp_path: Path, capsys: pytest.CaptureFixt
     ("words", "message"),
     [
         (["--world", "3"], "world size 3 is not divisible by sdp.groups 2"),
-        (["--world", "0"], "--world: 0 is not a positive whole number"),
+        (["--world", "0"], "--world: '0' is not a positive whole number"),
         (["--device-memory", "eighty"], "--device-memory eighty: expected a number with a unit, such as 80GB"),
         (["--device-memory", "80"], "--device-memory 80: expected a number with a unit, such as 80GB"),
         (["--device-memory", ""], "--device-memory '': expected a number with a unit, such as 80GB"),
@@ -204,7 +204,7 @@ def test_bytes_in_decimal_units() -> None:
 
 
 def test_links() -> None:
-    machine = Machine(split_evenly(10, 4), 1, 1, 1, 1)
+    machine = Machine(fill_nodes((4,) * 3, 10), 1, 1, 1, 1)
     assert machine.slots == (4, 4, 2)
     assert machine.link((0, 3)) == machine.link((8, 9)) == "inside a node"
     assert machine.link((3, 4)) == machine.link((0, 9)) == "between nodes"

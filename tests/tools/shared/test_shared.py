@@ -7,7 +7,7 @@ import pytest
 from sdp.engine.accounting.quantities import format_bytes, format_flops, format_seconds, unit_for
 from sdp.engine.errors import ConfigError
 from sdp.tools.runs.plot import new_figure, save_figure
-from sdp.tools.shared.arguments import port, require_between_1_and, size_in_bytes, split_set_values
+from sdp.tools.shared.arguments import port, positive_int, size_in_bytes, split_set_values
 from sdp.tools.shared.quantities import parse_bit_rate, parse_size
 
 
@@ -53,11 +53,10 @@ def test_times_and_operations_have_no_exponent() -> None:
 
 
 def test_a_number_has_a_bound() -> None:
-    assert [require_between_1_and(9, "--steps", value) for value in (1, 9)] == [1, 9]
-    with pytest.raises(ConfigError, match="--steps: 0 is not a positive whole number"):
-        require_between_1_and(9, "--steps", 0)
-    with pytest.raises(ConfigError, match="--steps: 10 is too large; the most is 9"):
-        require_between_1_and(9, "--steps", 10)
+    assert [positive_int(text, 9) for text in ("1", "09")] == [1, 9]
+    for text, problem in (("0", "'0' is not a positive"), ("-1", "is not a positive"), ("10", "10 is too large; the")):
+        with pytest.raises(argparse.ArgumentTypeError, match=problem):
+            positive_int(text, 9)
 
 
 @pytest.mark.parametrize("text", ["0", "70000", "-1", "http"])
