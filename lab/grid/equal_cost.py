@@ -74,8 +74,8 @@ def _operations(plan: Forecast, groups: int) -> float:
     """Operations of a step of all groups. Groups that were not traced count as the mean of the
     others.
     """
-    traced = sum(len(one.groups) for one in plan.groups)
-    return sum(len(one.groups) * one.trace.flops for one in plan.groups) * groups / traced
+    traced = [(len({*one.groups} - {*plan.untraced}), one.trace.flops) for one in plan.groups]
+    return sum(count * flops for count, flops in traced) * groups / sum(count for count, _ in traced)
 
 
 def _phases(setting: Any, steps: int | None) -> list[tuple[Masking, float]]:

@@ -88,7 +88,6 @@ class Trial:
         need: Bytes that it needs. None if the engine refuses the layout.
         plan: Its plan, if it fits.
         state_only: ``need`` is the state alone.
-        of_the_degrees: Any settings with the same degrees would be refused too.
     """
 
     choice: Choice
@@ -96,7 +95,6 @@ class Trial:
     need: int | None = None
     plan: Forecast | None = None
     state_only: bool = False
-    of_the_degrees: bool = False
 
     def __str__(self) -> str:
         return f"{self.choice}: {self.why}"
@@ -213,11 +211,10 @@ class _Search:
         modes: list[Trial] = []
         for mode in reversed(_MODES):
             trial = self._try(Choice(ranks, tp, stages[-1], mode))
-            if trial.plan is not None:
-                modes.append(trial)
-                yield trial
-            elif trial.need is not None or trial.of_the_degrees:
+            if trial.plan is None:
                 break
+            modes.append(trial)
+            yield trial
         below = len(stages) - 1
         for found in reversed(modes):
             for index in range(below):
@@ -242,11 +239,8 @@ class _Search:
             choice = replace(choice, micro=micro, accumulation=accumulation)
             config = choice.applied(self.config)
             state = _most_state(config, world)
-        except SDPError as error:
-            return Trial(choice, str(error), of_the_degrees=True)
-        if state > self.memory:
-            return Trial(choice, f"does not fit: the state alone is {self._excess(state)}", state, state_only=True)
-        try:
+            if state > self.memory:
+                return Trial(choice, f"does not fit: the state alone is {self._excess(state)}", state, state_only=True)
             plan = forecast("this layout", config, machine, world)
         except SDPError as error:
             return Trial(choice, str(error))

@@ -88,10 +88,6 @@ class GroupForecast:
     trace: StepTrace
     ranks: tuple[RankForecast, ...]
 
-    @property
-    def slowest(self) -> RankForecast:
-        return max(self.ranks, key=lambda rank: rank.time.step)
-
 
 @dataclass(frozen=True)
 class Forecast:
@@ -104,9 +100,8 @@ class Forecast:
         batch: Samples of a step.
         machine: Where it runs.
         groups: The groups that differ, the one with the highest peak first.
-        untraced: Groups that run something else, of which nothing is known here.
-        reordered: Groups that run as much as a traced group, in an order that was not traced.
-            ``groups`` includes them.
+        untraced: Groups that run something else, which was not traced. They count as groups that
+            run what the first of ``groups`` does.
     """
 
     name: str
@@ -116,7 +111,6 @@ class Forecast:
     machine: Machine
     groups: tuple[GroupForecast, ...]
     untraced: tuple[int, ...] = ()
-    reordered: tuple[int, ...] = ()
 
     @property
     def parameters(self) -> int:
@@ -197,7 +191,6 @@ class Forecast:
             "placement": placement.guarantees() if placement.units else None,
             "warnings": self.warnings,
             "groups_not_traced": list(self.untraced),
-            "groups_in_another_order": list(self.reordered),
             "slowest": {"rank": slowest.rank, **slowest.to_json(self.machine)},
             "ranks": [self._rank_json(group) for group in self.groups],
         }
@@ -290,20 +283,13 @@ def forecast(
             f"the model and micro-batch {size.micro:,} are too large: a tensor has more than 2^63 bytes; lower the "
             "sizes"
         ) from None
-    with_them: dict[tuple[int, ...], list[int]] = {groups: [] for groups in traced}
-    reordered, untraced = [], []
-    for group in sorted(group for groups in kinds[traces:] for group in groups):
-        as_much = [groups for groups in traced if _runs(layout, groups[0]) == _runs(layout, group)]
-        (reordered if as_much else untraced).append(group)
-        if as_much:
-            with_them[max(as_much, key=lambda groups: traced[groups].peak)].append(group)
+    untraced = tuple(sorted(group for groups in kinds[traces:] for group in groups))
     planned, messages = [], Messages(layout, phase)
-    for first, step in traced.items():
-        groups = (*first, *with_them[first])
-        ranks = _ranks(step, config, layout, size, machine, messages, groups)
-        planned.append(GroupForecast(groups, step, tuple(ranks)))
-    planned.sort(key=lambda group: -group.trace.peak)
-    return Forecast(name, config, layout, size, machine, tuple(planned), tuple(untraced), tuple(reordered))
+    for groups, step in sorted(traced.items(), key=lambda pair: -pair[1].peak):
+        members = groups if planned else (*groups, *untraced)
+        ranks = _ranks(step, config, layout, size, machine, messages, members)
+        planned.append(GroupForecast(members, step, tuple(ranks)))
+    return Forecast(name, config, layout, size, machine, tuple(planned), untraced)
 
 
 def _require_possible_batch(config: Config, size: BatchSize) -> None:

@@ -149,12 +149,9 @@ def _about(plan: Forecast) -> list[str]:
         notes.append(f"Groups differ; peaks: {'; '.join(f'rank {rank} {peak}' for rank, peak in peaks.items())}.")
     if plan.untraced:
         groups = ", ".join(map(str, plan.untraced))
-        notes.append(f"Not traced, and not in these figures: groups {groups}, which run other combinations of units.")
-    if plan.reordered:
-        groups = ", ".join(map(str, plan.reordered))
         notes.append(
-            f"Groups {groups} run as much as a traced group, in another order. They are given its peak; their own may "
-            "differ by a few per cent."
+            f"Groups {groups} run other units, or the same in another order, and were not traced. They hold no more "
+            "than the traced ones, and are given the largest of their peaks; their own may differ."
         )
     if plan.rates is not None:
         scale = config.sdp.lr_scale

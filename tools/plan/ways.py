@@ -158,7 +158,7 @@ def compare(config: Config, machine: Machine, world: int) -> tuple[list[Forecast
         f"{plan.name}: {others} groups run other units, or the same in another order, than those that were traced; "
         "their peaks may differ."
         for plan in plans
-        if (others := len(plan.untraced) + len(plan.reordered))
+        if (others := len(plan.untraced))
     ]
     if len(config.sdp.maskings) > 1:
         notes.append("sdp.masking is a schedule: it needs the larger peak of its maskings.")
@@ -219,11 +219,7 @@ def compare_table(plans: Sequence[Forecast], memory: float | None) -> str:
 
 
 def row_json(plan: Forecast, memory: float | None) -> dict[str, Any]:
-    """Return the figures of a row.
-
-    ``others`` are the groups that run other units, or the same in another order, than those that
-    were traced.
-    """
+    """Return the figures of a row. ``others`` are the groups that were not traced."""
     mesh, peak = plan.layout.mesh, plan.worst.trace.peak
     return {
         "name": plan.name,
@@ -234,6 +230,6 @@ def row_json(plan: Forecast, memory: float | None) -> dict[str, Any]:
         "peak": peak,
         "seconds": plan.seconds,
         "sent": plan.sent_at_most,
-        "others": len(plan.untraced) + len(plan.reordered),
+        "others": len(plan.untraced),
         **({} if memory is None else {"fits": peak <= memory}),
     }

@@ -158,24 +158,21 @@ def test_peaks_are_each_groups_own(layers: int, sdp: dict[str, Any]) -> None:
             whole=True).peak for group in range(sdp["groups"])
     }  # fmt: skip
     assert len(set(of_groups.values())) > 1
-    assert not plan.reordered
+    assert not plan.untraced
 
 
-def test_groups_in_another_order_are_named() -> None:
-    held = {f"model.layers.{layer}": [int(layer >= 2)] for layer in range(4)}
-    plan = planned((2,), 1, sdp={"groups": 2, "masking": "backward", "placement": held})
-    assert [group.groups for group in plan.groups] == [(1, 0)]  # the late one first
-    assert plan.reordered == (0,)
-    assert plan.to_json()["groups_in_another_order"] == [0]
+@pytest.mark.parametrize(
+    ("held", "first"),
+    [([[0], [0], [1], [1]], 1), ([[1], [1], [1], [0, 1]], 1)],
+    ids=["in another order", "other units"],
+)
+def test_groups_that_are_not_traced_are_named(held: list[list[int]], first: int) -> None:
+    placement = {f"model.layers.{layer}": holders for layer, holders in enumerate(held)}
+    plan = planned((2,), 1, sdp={"groups": 2, "masking": "backward", "placement": placement})
+    assert [group.groups for group in plan.groups] == [(first, 1 - first)]  # the late one, or the larger one
+    assert plan.untraced == (1 - first,)
+    assert plan.to_json()["groups_not_traced"] == [1 - first]
     assert {rank.rank for rank in plan.groups[0].ranks} <= {0, 1}
-
-
-def test_groups_that_are_not_traced_are_named() -> None:
-    held = {f"model.layers.{layer}": [1] if layer < 3 else [0, 1] for layer in range(4)}
-    plan = planned((2,), 1, sdp={"groups": 2, "placement": held})
-    assert [group.groups for group in plan.groups] == [(1,)]
-    assert plan.untraced == (0,)
-    assert plan.to_json()["groups_not_traced"] == [0]
 
 
 # -- DDP in half precision -------------------------------------------------------------------------
