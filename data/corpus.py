@@ -17,15 +17,7 @@ from ..engine.json_files import parse_json
 from .sources import Document, Source
 
 # Tests are a third to two thirds of an installation, and many contain broken text on purpose.
-_SKIPPED_DIRECTORIES = {
-    "__pycache__",
-    "dist-packages",
-    "idle_test",
-    "lib-dynload",
-    "site-packages",
-    "test",
-    "tests",
-}
+_SKIPPED_DIRECTORIES = {"__pycache__", "dist-packages", "idle_test", "lib-dynload", "site-packages", "test", "tests"}
 _MACHINE_DIRECTORY = "config-"  # build settings of this machine
 _MACHINE_FILE = "_sysconfigdata"
 _DOC_STRINGS = "doc-strings/"

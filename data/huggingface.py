@@ -31,12 +31,7 @@ _TOKENIZER_CONFIG = {
 }
 
 # Our SentencePiece models are trained without a space before the text, and no token begins a text.
-_SENTENCEPIECE_CONFIG = {
-    "add_prefix_space": False,
-    "legacy": False,
-    "add_bos_token": False,
-    "add_eos_token": False,
-}
+_SENTENCEPIECE_CONFIG = {"add_prefix_space": False, "legacy": False, "add_bos_token": False, "add_eos_token": False}
 
 
 @dataclass(frozen=True)

@@ -339,10 +339,7 @@ class ShardWriter:
         self._path(".tmp").replace(self._path())
         self._shards.append(
             Shard(
-                file=self._path().name,
-                tokens=self._tokens,
-                documents=self._documents,
-                sha256=self._sha256.hexdigest(),
+                file=self._path().name, tokens=self._tokens, documents=self._documents, sha256=self._sha256.hexdigest()
             )
         )
         self._file, self._tokens, self._documents, self._sha256 = None, 0, 0, hashlib.sha256()

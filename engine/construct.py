@@ -26,13 +26,7 @@ from .subnetwork.branch_scale import BranchScale
 from .subnetwork.copies import copy_cheaply
 from .subnetwork.execution import autocast_forward, checkpoint_activations, compile_units
 from .subnetwork.initialisation import ModuleInit, WeightFiles, filled_from, fillers_from, plan_initialisation
-from .subnetwork.materialise import (
-    fill,
-    give_values,
-    replace_blocks,
-    require_float32,
-    take_values_of_rank_0,
-)
+from .subnetwork.materialise import fill, give_values, replace_blocks, require_float32, take_values_of_rank_0
 from .subnetwork.neurons import slice_layers
 
 

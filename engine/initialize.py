@@ -143,9 +143,7 @@ def _announce_sharing(engine: SDPEngine) -> None:
             "after each step (at most %d more communicators per rank)", most)  # fmt: skip
     if (scale := engine.rate_scale) is not None:
         log.info(
-            "rates: sdp.lr_scale %s multiplies the learning rates of units by %s",
-            config.sdp.lr_scale,
-            scale.describe(),
+            "rates: sdp.lr_scale %s multiplies the learning rates of units by %s", config.sdp.lr_scale, scale.describe()
         )
     if config.sdp.sync is not None:
         log.info("sync: %s", engine.local_training.describe())

@@ -34,13 +34,7 @@ from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 from torch.nn.attention.varlen import varlen_attn
 
-from ..engine.distributed.collectives import (
-    TensorRanks,
-    autocast_precision,
-    gather_vocabulary,
-    log_softmax,
-    own_ids,
-)
+from ..engine.distributed.collectives import TensorRanks, autocast_precision, gather_vocabulary, log_softmax, own_ids
 
 
 def document_mask(documents: Tensor) -> Tensor:

@@ -83,10 +83,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 130
     except SDPError as error:
         report_fatal(
-            "sdp: error: " + format_error(error),
-            error.exit_code,
-            above,
-            follows=isinstance(error, PeerLostError),
+            "sdp: error: " + format_error(error), error.exit_code, above, follows=isinstance(error, PeerLostError)
         )
         return error.exit_code
     except BrokenPipeError:

@@ -112,13 +112,7 @@ def _nbytes(tensors: Iterable[torch.Tensor]) -> int:
 
 
 def predict_state_bytes(
-    layout: Layout,
-    rank: int,
-    optimizer: Optimizer,
-    *,
-    shards: int,
-    compute_bytes: int,
-    sync: SyncSection | None = None,
+    layout: Layout, rank: int, optimizer: Optimizer, *, shards: int, compute_bytes: int, sync: SyncSection | None = None
 ) -> StateBytes:
     """Predict the state of ``rank`` from the placement.
 

@@ -220,11 +220,7 @@ def evaluation_batches(
     starts = range(data_rank * micro_batch_size, len(rows), data_ranks * micro_batch_size)
     indices = [rows[start : start + micro_batch_size] for start in starts]
     return DataLoader(
-        dataset,
-        batch_sampler=indices,
-        collate_fn=collate_fn,
-        num_workers=num_workers,
-        generator=torch.Generator(),
+        dataset, batch_sampler=indices, collate_fn=collate_fn, num_workers=num_workers, generator=torch.Generator()
     )
 
 

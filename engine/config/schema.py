@@ -118,13 +118,7 @@ class DataSection(Section):
     @model_validator(mode="after")
     def _fits_together(self) -> Self:
         of_tokens, of_images = (
-            (
-                "sources",
-                "sequence_length",
-                "document_mask",
-                "tokenizer",
-                "vocab_size",
-            ),
+            ("sources", "sequence_length", "document_mask", "tokenizer", "vocab_size"),
             ("image_size", "augment"),
         )
         for key in of_images if self.name is None else of_tokens:

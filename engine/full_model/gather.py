@@ -64,10 +64,7 @@ def stream_full_state(store: GroupStore) -> Iterator[tuple[str, torch.Tensor | N
     it to rank 0. Only one parameter is in memory at a time.
     """
     buffers = persistent_buffers(store)
-    for name, infos in (
-        *store.layout.wholes.items(),
-        *((name, [info]) for name, info in store.layout.buffers.items()),
-    ):
+    for name, infos in (*store.layout.wholes.items(), *((name, [info]) for name, info in store.layout.buffers.items())):
         if infos[0].cut is None:
             yield name, _to_rank_0(store, infos[0], buffers)
             continue

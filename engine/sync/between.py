@@ -45,10 +45,7 @@ def checksum(tensors: Iterable[torch.Tensor]) -> int:
 
 
 def check_holders(
-    store: GroupStore,
-    optimizer: Optimizer,
-    weights: Mapping[str, torch.Tensor],
-    owners: Mapping[str, torch.Tensor],
+    store: GroupStore, optimizer: Optimizer, weights: Mapping[str, torch.Tensor], owners: Mapping[str, torch.Tensor]
 ) -> None:
     """Compare every unit's weights and optimizer state bitwise across its holders. Collective.
 

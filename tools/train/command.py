@@ -65,10 +65,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--dump-dir", metavar="DIR", help="where the run's files go, also s3://… (default: runs/NAME of CONFIG)"
     )
     parser.add_argument(
-        "--init-from",
-        metavar="DIR",
-        type=Path,
-        help="start from the Hugging Face model in DIR (training.init_from)",
+        "--init-from", metavar="DIR", type=Path, help="start from the Hugging Face model in DIR (training.init_from)"
     )
     parser.add_argument(
         "--resume", action="store_true", help="continue from the newest checkpoint in the dump directory"
@@ -87,9 +84,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="train nothing: take 3 steps that are compared with plain torch, and 3 in which holders are compared",
     )
     parser.add_argument(
-        "--service",
-        metavar="HOST:PORT",
-        help="be one group of the run whose anchors this service keeps (sdp serve)",
+        "--service", metavar="HOST:PORT", help="be one group of the run whose anchors this service keeps (sdp serve)"
     )
     parser.add_argument(
         "--token-file", metavar="FILE", type=Path, help="the secret of the service (default: SDP_SERVICE_TOKEN)"
