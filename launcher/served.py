@@ -57,14 +57,8 @@ def start_served(config: Config, words: Sequence[str], dump_dir: Path, processes
     """Run a service and its groups on this host, and return the exit code of the whole.
 
     The service keeps this process's terminal. The groups' output is in ``dump_dir/logs``, and their
-    files are in ``dump_dir/groups``.
-
-    Args:
-        config: the configuration.
-        words: the words that name its file and its overrides.
-        dump_dir: the directory of the run.
-        processes: the ranks of a group.
-        on_cpu: give the ranks glibc's allocator settings for a CPU.
+    files are in ``dump_dir/groups``. The ``words`` name the configuration's file and its overrides,
+    and ``processes`` is the number of ranks of a group.
     """
     assert config.sdp.sync is not None and config.sdp.sync.service is not None
     groups, restarts = config.sdp.groups, config.sdp.sync.service.restarts

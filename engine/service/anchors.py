@@ -52,14 +52,8 @@ class Delivery:
 class Anchors:
     """The weights of the full model after the last outer step, and the outer optimizer.
 
-    Args:
-        layout: the layout of the run, in which every group has one rank.
-        sync: the settings.
-        values: the first weights by canonical name.
-
-    Attributes:
-        weights: the anchors of the full model by canonical name. They change in place.
-        momenta: the state of the outer optimizer, likewise.
+    In the ``layout`` every group has one rank. The anchors ``weights`` and the state ``momenta`` of
+    the outer optimizer are by canonical name, and change in place.
     """
 
     def __init__(self, layout: Layout, sync: SyncSection, values: Mapping[str, torch.Tensor]):

@@ -37,11 +37,8 @@ class Client:
     A group may be no member any more, because it was dropped or the service has started again. Its
     requests then have no answer, and the client ``is_lost`` until it joins again.
 
-    Args:
-        address: HOST:PORT of the service.
-        token: the secret of the run.
-        wait_seconds: how long to wait for a service that does not answer.
-        tls: the certificates to trust. None: no encryption.
+    A service that does not answer is waited for up to ``wait_seconds``. Without ``tls``, the
+    certificates to trust, nothing is encrypted.
     """
 
     def __init__(self, address: str, token: bytes, wait_seconds: float, tls: ssl.SSLContext | None = None):

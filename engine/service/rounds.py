@@ -68,16 +68,8 @@ class Member:
 class ServedRun:
     """The members of a run, its open average, its data and its counters.
 
-    Every method that takes ``now`` gets the seconds of one clock.
-
-    Args:
-        anchors: the anchors.
-        sync: the settings, with a service.
-        steps: the steps of the run.
-        groups: the number of slots.
-        tokens_per_sample: the tokens of a sample.
-        expected: how many groups the start waits for, up to ``wait_seconds``. None: for those that
-            join within ``grace_seconds``.
+    Every method that takes ``now`` gets the seconds of one clock. The start waits for ``expected``
+    groups, up to ``wait_seconds``. None: for those that join within ``grace_seconds``.
     """
 
     def __init__(

@@ -30,15 +30,10 @@ Answer = dict[str, Any] | bytes
 
 
 class Server:
-    """Serves a run until it has ended.
+    """Serves a run until it has ended. All groups must have equal ``settings`` (JSON).
 
-    Args:
-        run: the run.
-        token: the secret that groups share with the service.
-        settings: what all groups must have equal, as JSON.
-        on_closed: called after each average with its line of metrics.jsonl.
-        on_dealt: called when samples were dealt, before the group learns which.
-        on_evaluation: called with a line of evaluations.jsonl.
+    ``on_closed`` gets a line of metrics.jsonl after each average, and ``on_evaluation`` a line of
+    evaluations.jsonl. ``on_dealt`` is called before a group learns which samples it was dealt.
     """
 
     def __init__(

@@ -28,14 +28,8 @@ if TYPE_CHECKING:
 
 
 class Membership:
-    """A group's membership in a served run, on one of its ranks. All ranks make the same calls.
-
-    Args:
-        client: this rank's connection.
-        sync: the settings, with a service.
-        steps: the steps of the run.
-        settings: what the service and all groups must have equal.
-        rank: this rank in the group.
+    """A group's membership in a served run, on its rank number ``rank``. All ranks make the same
+    calls. ``settings`` are what the service and all groups must have equal.
     """
 
     def __init__(self, client: Client, sync: SyncSection, steps: int, settings: dict[str, Any], rank: int):
@@ -228,13 +222,9 @@ def _checked(status: dict[str, Any]) -> dict[str, Any]:
 
 
 class ServedSteps:
-    """Lets the service take the outer steps on the anchors of one rank.
+    """Lets the service take the outer steps on the anchors of one rank, in place of ``outer``.
 
-    Args:
-        store: this rank's share of its group.
-        sync: the settings.
-        fragments: the fragment of each parameter, by name.
-        outer: the anchors. Its outer steps are not used.
+    ``fragments`` has the fragment of each parameter by name.
     """
 
     def __init__(self, store: GroupStore, sync: SyncSection, fragments: Mapping[str, int], outer: OuterSteps):
