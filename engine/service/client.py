@@ -79,13 +79,10 @@ class Client:
         Raises:
             ServiceError: the service refuses, or does not answer for ``wait_seconds``.
         """
-        content = json.dumps(request).encode() + (b"\n" + slices if slices else b"")
         waits_until, has_warned = time.monotonic() + self._wait_seconds, False
         while True:
             try:
-                answer = await self._post_once(action, content)
-                self.is_lost = self.is_lost or (answer is None and request["session"] == self.session)
-                return answer
+                return await self._post_once(action, request, slices)
             except aiohttp.ClientSSLError as error:
                 raise ServiceError(
                     f"{self.address}: no encrypted connection ({shorten(error)}); give the certificate of the service "
@@ -101,7 +98,8 @@ class Client:
                 has_warned = True
                 await asyncio.sleep(_PAUSE_SECONDS)
 
-    async def _post_once(self, action: str, content: bytes) -> Any:
+    async def _post_once(self, action: str, request: dict[str, Any], slices: bytes = b"") -> Any:
+        content = json.dumps(request).encode() + (b"\n" + slices if slices else b"")
         headers = self._signer.headers(action, content, time.time())
         url = f"http{'s' if self._tls else ''}://{self.address}/{action}"
         async with self._http.post(url, data=content, headers=headers, ssl=self._tls or True) as response:
@@ -116,6 +114,7 @@ class Client:
             if not fits(answer, response.headers):
                 raise aiohttp.ClientPayloadError("the answer is damaged")
         if response.status == 409:
+            self.is_lost = self.is_lost or request["session"] == self.session
             return None
         if response.status != 200:
             raise ServiceError(str(parse_json(answer.decode())["error"]))
@@ -141,10 +140,9 @@ class Client:
                 await asyncio.sleep(seconds)
                 session = self.session
                 with suppress(*_NO_ANSWER, ServiceError):  # the next request waits, or says what is wrong
-                    content = json.dumps({"session": session}).encode()
-                    status = await asyncio.wait_for(self._post_once("heartbeat", content), 2 * seconds)
-                    if session == self.session:
-                        self.status, self.is_lost = status or {}, self.is_lost or status is None
+                    beating = self._post_once("heartbeat", {"session": session})
+                    status = await asyncio.wait_for(beating, 2 * seconds)
+                    self.status = status if status and session == self.session else self.status
 
         self.start(beat())
 

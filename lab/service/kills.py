@@ -123,6 +123,7 @@ def main() -> int:
     rng.shuffle(kinds)
     command = [sys.executable, "-m", "sdp", "train", str(CONFIG), "--nproc", "8", "--dump-dir", str(run)]
     command += ["--set", f"training.steps={args.steps}", f"training.seed={args.seed}"]
+    command += [f"scheduler.params.total_num_steps={args.steps}"]
     args.out.mkdir(parents=True, exist_ok=True)
     with (args.out / "output.log").open("wb") as output:
         launcher = subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT)
