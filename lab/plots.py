@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from pathlib import Path
+from statistics import mean
 from typing import Any
 
 from matplotlib.axes import Axes
@@ -166,27 +167,37 @@ def draw_uniform_holders() -> None:
 
 
 def draw_paths() -> None:
-    """Loss of paths and of the dense model: against the rate, and after prompts of some lengths."""
-    runs, after = read("paths/results")["results"]["runs"], read("paths/prompts")
-    figure, (rates, prompts) = new_figure(9, 3.8, 2)
-    for row, colour in (("dense", GREY), ("paths, half shared", SDP)):
-        start = row.replace(", ", "_").replace(" ", "_") + "-prefix_64-lr"
-        seed0 = {
-            float(name.split("lr")[1].split("-")[0]): name
-            for name in runs
-            if name.startswith(start) and "seed0" in name
-        }
-        rates.plot(sorted(seed0), [runs[seed0[rate]]["loss"] for rate in sorted(seed0)], "o-", color=colour, label=row)
-        best = min(seed0, key=lambda rate: runs[seed0[rate]]["loss"])
-        seeds = [found for name, found in after.items() if name.startswith(f"{start}{best}-")]
+    """Loss against the rate and the prompt, and how far each row is ahead of the dense model."""
+    after, by_row = read("paths/prompts"), dict[str, dict[float, dict[int, dict[str, Any]]]]()
+    for name, found in after.items():
+        row, _, rest = name.partition("-prefix_64-lr")
+        rate, _, seed = rest.partition("-seed")
+        by_row.setdefault(row, {}).setdefault(float(rate), {})[int(seed)] = found
+    best = {row: min(rates.values(), key=lambda seeds: seeds[0]["64"]["loss"]) for row, rates in by_row.items()}
+    figure, (rates, prompts, leads) = new_figure(13, 3.8, 3)
+    for row, colour in (("dense", GREY), ("paths_half_shared", SDP)):
+        tried, label = sorted(by_row[row]), row.replace("paths_", "paths, ").replace("_", " ")
+        losses = [by_row[row][rate][0]["64"]["loss"] for rate in tried]
+        rates.plot(tried, losses, "o-", color=colour, label=label)
         lengths = ["16", "64", "128"]
-        means = [sum(found[length]["loss"] for found in seeds) / len(seeds) for length in lengths]
-        prompts.plot(lengths, means, "o-", color=colour, label=row)
-    rates.set(title="600 steps, seed 0", xlabel="learning rate", ylabel="held-out loss (nats a byte)", xscale="log")
-    prompts.set(title="After the prompt, best rate", xlabel="bytes of the prompt")
+        means = [mean([found[length]["loss"] for found in best[row].values()]) for length in lengths]
+        prompts.plot(lengths, means, "o-", color=colour, label=label)
+    rates.set(
+        title="After 64 bytes, seed 0", xlabel="learning rate", ylabel="held-out loss (nats a byte)", xscale="log"
+    )
+    prompts.set(title="Mean of the seeds, best rate", xlabel="bytes of the prompt")
     rates.set_xticks([0.008, 0.016, 0.032, 0.064], ["0.008", "0.016", "0.032", "0.064"])
     rates.minorticks_off()
     rates.legend(frameon=False)
+    dense = best.pop("dense")
+    ahead = {
+        row.replace("_", " "): [dense[seed]["64"]["loss"] - found["64"]["loss"] for seed, found in seeds.items()]
+        for row, seeds in best.items()
+    }
+    for row in sorted(ahead, key=lambda row: mean(ahead[row])):
+        leads.plot(ahead[row], [row] * len(ahead[row]), "o", color=SDP)
+    leads.axvline(0, color=GREY)
+    leads.set(title="Ahead of dense, each seed", xlabel="nats a byte after 64 bytes")
     save(figure, "paths/plot")
 
 
