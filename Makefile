@@ -51,7 +51,7 @@ lab-test: $(VENV)/.installed-test
 # Accelerate, Trainer, llama.cpp's reader, lm-evaluation-harness, and servers of S3 and Google's storage. `make test` skips what it lacks.
 test-optional: $(VENV)/.installed-dev
 	$(PYTEST) -m "not full_table and not cluster" tests/engine/test_integrations.py tests/deepspeed_compat \
-	    tests/data/test_huggingface.py tests/tools/tasks tests/engine/test_object_store.py tests/tools/test_object_stores.py \
+	    tests/data/test_huggingface.py tests/tools/test_tasks.py tests/engine/test_object_store.py tests/tools/test_object_stores.py \
 	    tests/test_cluster_files.py
 
 dist: $(VENV)/.torch

@@ -27,7 +27,7 @@ from sdp.engine.config.method import (
     SyncSection,
 )
 from sdp.engine.config.named_params import SCHEDULES, AdamParams, MuonParams, SGDParams
-from sdp.engine.config.schema import Config, TasksSection
+from sdp.engine.config.schema import Config
 from sdp.engine.config.section import Section
 from sdp.models.registry import MODELS
 from sdp.tools import cli
@@ -109,8 +109,6 @@ def config_sections() -> Iterator[tuple[str, type[Section]]]:
             yield "sdp.sync.outer_optimizer.params", OuterSGDParams
             yield "sdp.sync.service", ServiceSection
             yield "sdp.paths", PathsSection
-        if name == "training":
-            yield "training.evaluate_tasks", TasksSection
     yield "optimizer (AdamW, Adam, FusedAdam)", AdamParams
     yield "optimizer (SGD)", SGDParams
     yield "optimizer (Muon)", MuonParams
@@ -162,7 +160,6 @@ _INTRODUCTIONS = {
     "zero_optimization": "How a group shards its state among its own ranks.\n\n",
     "data": "What to train on. [Data](data.md) and [Images](images.md) have examples.\n\n",
     "training": "Length of the run, evaluation, checkpoints and time limits. `sdp train` reads them.\n\n",
-    "training.evaluate_tasks": "Tasks of lm-evaluation-harness. [Evaluation](evaluation.md) has an example.\n\n",
     "optimizer": '`{"type": NAME, "params": {…}}`. Upper and lower case of the name do not matter.\n',
     "scheduler": '`{"type": NAME, "params": {…}}`.\n',
     "model": '`{"name": NAME, …}`. Your own model is trained [from Python](your_model.md).\n',

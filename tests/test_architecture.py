@@ -27,7 +27,7 @@ ENGINE_ORDER = (
     "integrations",
 )  # fmt: skip
 # The same inside tools/. Commands that are not listed are above these and do not import each other.
-TOOLS_ORDER = ("shared", "runs", "report", "tasks", "train", "plan")
+TOOLS_ORDER = ("shared", "runs", "report", "tasks", "export", "train", "plan")
 LAUNCHER_ORDER = (
     "own_command", "signals", "degrees", "fatal_errors", "restarts", "rank_process",
     "local", "served", "cluster",

@@ -48,7 +48,7 @@ OTHERS = [
         {"sdp": {"sync": SYNC}},
         {"sdp": {"masking": MASKING}},
         {"sdp": {"lr_scale": 0.5, "profile": [2, 2, 1, 1]}, "training": {"save_every": 2}},
-        {"data": SOURCES, "training": {"evaluate_tasks": {"tasks": ["x"], "limit": 3}, "on_spike": "skip"}},
+        {"data": SOURCES, "training": {"on_spike": "skip"}},
     )
 ]
 UNITS = [f"model.layers.{unit}" for unit in range(4)]

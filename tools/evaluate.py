@@ -9,9 +9,11 @@ from __future__ import annotations
 import argparse
 import json
 import math
+import tempfile
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from itertools import chain
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -21,21 +23,23 @@ from ..data.clusters import Router, load_router
 from ..engine.batch.call import count_targets
 from ..engine.batch.loader import evaluation_batches
 from ..engine.batch.size import BatchSize
-from ..engine.config.schema import TasksSection
-from ..engine.config.section import parse_section
 from ..engine.distributed.mesh import Mesh
+from ..engine.environment.process import cache_folder
 from ..engine.errors import ConfigError, escape
+from ..engine.model_interface import get_config
 from ..models.layers import IGNORE_INDEX
 from ..models.registry import build_model
+from .export import export
 from .runs import saved_run
 from .runs.dataset import Corpus, dealt, open_prepared, router_folder, verify
 from .runs.run_files import read_run
 from .runs.saved_run import CheckpointChoice, SavedRun
-from .runs.whole_model import IN_ONE_PROCESS, WholeModel, whole_model
+from .runs.whole_model import IN_ONE_PROCESS, whole_model
 from .shared.table import Row, Table, plain_row
-from .tasks.harness import LoadedTasks, Scores
-from .tasks.scoring import FullModel, Scorer, max_length
+from .tasks import LoadedTasks, Scores
 from .train.loop.evaluator import Routed
+
+_LARGEST_FILE = 5 * 10**9  # bytes of an exported file
 
 
 @dataclass(frozen=True)
@@ -124,9 +128,11 @@ def _load_tasks(args: argparse.Namespace) -> LoadedTasks | None:
         return None
     if args.num_fewshot is not None and args.num_fewshot < 0:
         raise ConfigError(f"--num-fewshot {args.num_fewshot}: a number of examples is 0 or more")
-    names = [name for name in args.tasks.split(",") if name]
-    wanted = {"tasks": names, "limit": args.limit, "include_path": args.include_path}
-    return LoadedTasks.load(parse_section(TasksSection, wanted, "--tasks"), "--tasks", args.num_fewshot)
+    if args.limit is not None and args.limit < 1:
+        raise ConfigError(f"--limit {args.limit}: at least one document is needed")
+    if not (names := [name for name in args.tasks.split(",") if name]):
+        raise ConfigError("--tasks: names no task; give some, such as hellaswag,arc_easy")
+    return LoadedTasks.load(names, args.limit, args.num_fewshot, args.include_path)
 
 
 def as_json(result: Evaluation) -> str:
@@ -156,14 +162,15 @@ def evaluate(saved: SavedRun, limit: int | None = None, tasks: LoadedTasks | Non
     corpus = dealt(saved.config, open_prepared(saved.config, saved.data))
     verify(saved.config, saved.data)
     built = build_model(saved.config.model, **corpus.facts)
-    most = max_length(built, saved.config.data.sequence_length)
-    if saved.is_model and saved.config.data.sequence_length > most:
+    config = get_config(built)
+    most = getattr(config, "max_position_embeddings", None) or getattr(config, "n_positions", None)
+    if saved.is_model and most is not None and saved.config.data.sequence_length > most:
         raise ConfigError(
             f"data.sequence_length: {saved.config.data.sequence_length}, but {saved.dump_dir} reads at most {most} "
             f"tokens; lower it with --set data.sequence_length={most}"
         )
     batches = list(_batches(saved, corpus, limit or saved.config.training.evaluate_batches))
-    measures, scores, of_paths = dict[str, float](), None, dict[str, Any]()
+    measures, of_paths = dict[str, float](), dict[str, Any]()
     counts = [int(count_targets(built, batch)) for batch in batches]
     if corpus.paths is not None:
         loss, of_paths = _evaluate_paths(saved, built, corpus, batches)
@@ -174,7 +181,6 @@ def evaluate(saved: SavedRun, limit: int | None = None, tasks: LoadedTasks | Non
                 name: model.mean_loss([{**batch, "measure": name} for batch in batches], counts)
                 for name in corpus.measures
             }
-            scores = _run_tasks(tasks, saved, model) if tasks is not None else None
     written = () if saved.is_model else read_run(saved.dump_dir).evaluations
     losses = [line.get("loss") for line in written if line["step"] == saved.step]
     return Evaluation(
@@ -188,7 +194,7 @@ def evaluate(saved: SavedRun, limit: int | None = None, tasks: LoadedTasks | Non
         perplexity=None if measures else math.exp(min(loss, 700.0)),
         accuracy=measures.get("accuracy"),
         in_training=losses[-1] if losses else None,
-        tasks=scores,
+        tasks=None if tasks is None else _run_tasks(tasks, saved),
         **of_paths,
     )
 
@@ -243,11 +249,15 @@ def _means(sums: torch.Tensor, counts: torch.Tensor) -> list[float | None]:
     return [mean if math.isfinite(mean) else None for mean in (sums / counts).tolist()]
 
 
-def _run_tasks(tasks: LoadedTasks, saved: SavedRun, model: WholeModel) -> Scores:
-    longest = max_length(model.module, saved.config.data.sequence_length)
+def _run_tasks(tasks: LoadedTasks, saved: SavedRun) -> Scores:
+    """Evaluate the tasks on an export of the model."""
     micro = BatchSize.resolve(saved.config, _mesh_of(saved)).micro
-    scorer = Scorer(FullModel(model.module, model.mean_loss, longest, micro, model.device))
-    return scorer.lead(lambda: tasks.run(scorer, saved.data))
+    if saved.is_model:
+        return tasks.run(saved.dump_dir, micro)
+    cache_folder().mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(prefix="export-", dir=cache_folder()) as made:
+        export(saved, Path(made) / "model", torch.float32, _LARGEST_FILE)
+        return tasks.run(Path(made) / "model", micro)
 
 
 def _mesh_of(saved: SavedRun) -> Mesh:

@@ -171,16 +171,13 @@ class HuggingFaceTokenizer:
         begin = self._tokenizer.bos_token_id
         return self.end_of_text if begin is None else begin
 
-    def encode_prompt(self, text: str, *, add_special_tokens: bool | None = None) -> list[int]:
-        """Token ids of a prompt, as lm-evaluation-harness makes them.
+    def encode_prompt(self, text: str) -> list[int]:
+        """Token ids of a prompt, in which special tokens may be spelled out.
 
-        The tokenizer adds the tokens that it adds by itself, and special tokens may be spelled out.
-        ``add_special_tokens`` None: unless ``text`` has the first one already.
+        The tokenizer adds what it adds by itself, unless ``text`` begins with the first of it.
         """
-        if add_special_tokens is None:
-            begin = self._tokenizer.decode(self.begin_of_text)
-            add_special_tokens = not (begin and text.startswith(begin))
-        return self._tokenizer.encode(text, add_special_tokens=add_special_tokens, verbose=False)
+        begin = self._tokenizer.decode(self.begin_of_text)
+        return self._tokenizer.encode(text, add_special_tokens=not (begin and text.startswith(begin)), verbose=False)
 
     def encode_batch(self, texts: Sequence[str]) -> list[np.ndarray]:
         backend = getattr(self._tokenizer, "backend_tokenizer", None)

@@ -286,9 +286,6 @@ def problems_with_sync(config: Any) -> Problems:
             sdp.paths is not None and sdp.paths.on_short == "end", 'the service assigns data to groups; use "repeat"'
         ),
         "training.steps": (training.steps is None, "the service counts steps; give the length of the run"),
-        "training.evaluate_tasks": (
-            training.evaluate_tasks is not None, "no group has the full model; use sdp evaluate --tasks"
-        ),
         "training.save_every": (training.save_every > 0, "the service saves after every round; remove it"),
     }  # fmt: skip
     return problems + [(applies, f"{key}: with sdp.sync.service {why}") for key, (applies, why) in served.items()]
@@ -329,8 +326,6 @@ def problems_with_paths(config: Any) -> Problems:
             '"forward"'),
         *((True, f"sdp.{key}: {json.dumps(value)} has no meaning with sdp.paths, whose count and own say which group "
             "holds which unit; remove it") for key, value in given.items()),
-        (config.training.evaluate_tasks is not None,
-            "training.evaluate_tasks: tasks run one model, and sdp.paths has several; remove it"),
         (sdp.groups % sdp.paths.count > 0,
             f"sdp.groups: {sdp.groups} is not a multiple of sdp.paths.count {sdp.paths.count}, and every path is "
             "trained by equally many groups; choose a multiple"),

@@ -23,7 +23,7 @@ KEYS: dict[str, str] = {
     "sdp.survive": _RESTARTS,
     "sdp.sync.outer_optimizer.params.weight_decay": "remove it; the optimizer of the groups decays the weights",
     "data.verify": "remove it; shards of at most 4 GB are hashed at the start, and sdp prepare --verify hashes any",
-    "training.evaluate_tasks.num_fewshot": "write num_fewshot into the file of the task",
+    "training.evaluate_tasks": "run sdp evaluate DIR --tasks NAME,… on the run's directory, also while the run trains",
     "training.recalibrate_batches": "remove it; 8 batches per rank measure batch norm's statistics",
     "training.tokens": "use training.steps, the tokens divided by train_batch_size and data.sequence_length",
     "training.noise_scale_interval": "remove it; no setting depends on the gradient noise",

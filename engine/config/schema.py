@@ -164,27 +164,11 @@ _WHERE = {
 }
 
 
-class TasksSection(Section):
-    """Tasks of lm-evaluation-harness on the full model, while a run trains.
-
-    ``tasks``: names of tasks or groups, such as "hellaswag". They may compare log-likelihoods, but
-    not generate text. ``every``: number of steps between evaluations. 0: only after the last step.
-    ``limit``: how many documents of each task are used; all by default. ``include_path``: a
-    directory with task files of your own. A task file may name Python code, which then runs.
-    """
-
-    tasks: Annotated[list[str], Field(min_length=1)]
-    every: NonNegativeInt = 0
-    limit: PositiveInt | None = None
-    include_path: PathText | None = None
-
-
 class TrainingSection(Section):
     """The length of the run, and how often it evaluates and saves.
 
     ``evaluate_every``: number of steps. 0: only before the first step and after the last.
     ``save_every``: number of steps. 0: only when a signal ends the run.
-    ``evaluate_tasks``: tasks of lm-evaluation-harness.
     ``max_failed_saves``: how many saves in a row may fail before the run ends.
     ``max_skips``: how many steps in a row may be skipped for a gradient that is NaN or infinite.
     ``on_spike``: what happens to a step whose loss or gradient norm is a spike, before its update.
@@ -206,7 +190,6 @@ class TrainingSection(Section):
     steps: PositiveInt | None = None
     evaluate_every: NonNegativeInt = 0
     evaluate_batches: PositiveInt = 8
-    evaluate_tasks: TasksSection | None = None
     save_every: NonNegativeInt = 0
     keep: PositiveInt = 2
     keep_every: NonNegativeInt = 0

@@ -52,24 +52,15 @@ metric_list:
   - metric: perplexity
   - metric: acc
 """,
-    "own_generation": """\
-output_type: generate_until
-doc_to_text: '{{question}}'
-doc_to_target: '{{choices[answer]}}'
-generation_kwargs:
-  until: ['.']
-metric_list:
-  - metric: exact_match
-""",
 }
 
 
 def write_tasks(folder: Path) -> list[str]:
-    """Write tasks; return the names of those that compare log-likelihoods."""
+    """Write tasks; return their names."""
     folder.mkdir(parents=True, exist_ok=True)
     for name, task in _TASKS.items():
         rows = [{"text": text} for text in TEXTS] if name == "own_text" else QUESTIONS
         data = folder / f"{name}.jsonl"
         data.write_text("".join(json.dumps(row) + "\n" for row in rows))
         (folder / f"{name}.yaml").write_text(_COMMON.format(name=name, data=data) + task)
-    return [name for name in _TASKS if name != "own_generation"]
+    return list(_TASKS)

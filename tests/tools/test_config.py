@@ -72,7 +72,6 @@ def test_sections_that_something_else_completes_are_taken(
         ("data", {"path": "a\0b"}),
         ("data", {"path": None, "sources": [{"path": "a\0b", "weight": 1}]}),
         ("training", {"init_from": "a\0b"}),
-        ("training", {"evaluate_tasks": {"tasks": ["x"], "include_path": "a\0b"}}),
     ],
 )
 def test_a_path_with_nul_is_one_line(

@@ -35,7 +35,6 @@ class Facts:
     - ``peak_tensors``: the peak bytes of live tensors in a probed step.
     - ``peak_process``: the peak bytes of the process, less its bytes before the model existed.
     - ``sent`` and ``sent_by_kind``: the bytes that the busiest rank sends per step.
-    - ``tasks``: scores of lm-evaluation-harness.
     - ``path_losses``: with several paths, the loss of each on the samples that are dealt to it.
     - ``single_path_losses``: the loss of each path on all samples.
     """
@@ -77,7 +76,6 @@ class Facts:
     rates: str | None = None  # the factors of the units' learning rates, with sdp.lr_scale
     masking: str | None = None  # the steps of each phase, with a schedule of maskings
     phase_seconds: dict[str, float] = field(default_factory=dict)  # of a step with each masking of a schedule
-    tasks: dict[str, float | None] = field(default_factory=dict)  # "task, measure" → the newest score
     path_losses: list[float | None] = field(default_factory=list)
     single_path_losses: list[float | None] = field(default_factory=list)
 
@@ -182,7 +180,6 @@ def facts_of(run: Run) -> Facts:
         rates=_rates(run),
         masking=describe_phases(phases_of(run.metrics)),
         phase_seconds=_phase_seconds(settled),
-        tasks=_tasks(run),
         path_losses=[_mean(of_groups[path::paths]) for path in range(paths)] if paths > 1 else [],
         single_path_losses=after.get("single_path_losses") or [],
     )
@@ -239,14 +236,6 @@ def _rates(run: Run) -> str | None:
         return None
     rates = describe_rates(setting, _section(run, "optimizer").get("type", ""), placement)
     return re.sub(r" \(\d+ holders?\)", "", rates) if rates else None  # a column is narrow
-
-
-def _tasks(run: Run) -> dict[str, float | None]:
-    scores: dict[str, float | None] = {}
-    for line in run.evaluations:
-        for task, measures in (line.get("tasks") or {}).items():
-            scores |= {f"{task}, {name}": value for name, value in measures.items() if name != "samples"}
-    return scores
 
 
 def _evaluations(run: Run) -> tuple[Mapping[str, Any], Mapping[str, Any]]:

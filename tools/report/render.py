@@ -147,7 +147,6 @@ def _learning(runs: Sequence[Facts], dense: Baseline) -> list[Row]:
         plain_row("mean of subnetworks, after", [run.subnetworks_after for run in runs], ".4f"),
         *_paths(runs),
         plain_row("full model's accuracy", [run.accuracy_after for run in runs], ".2%"),
-        *_tasks(runs),
         Row("speed"),
         plain_row(f"{_counted(runs)}/s", [run.tokens_per_second for run in runs], ",.0f"),
         plain_row("MFU, of the data sheet's dense peak", [run.mfu for run in runs], ".1%"),
@@ -174,12 +173,6 @@ def _paths(runs: Sequence[Facts]) -> list[Row]:
 
 def _rate(flops_per_second: float | None) -> str | None:
     return None if flops_per_second is None else f"{format_flops(flops_per_second)}/s"
-
-
-def _tasks(runs: Sequence[Facts]) -> list[Row]:
-    names = dict.fromkeys(name for run in runs for name in run.tasks)
-    rows = [plain_row(name, [run.tasks.get(name) for run in runs], ",.4g") for name in names]
-    return [Row("tasks, full model"), *rows] if rows else []
 
 
 def _memory(runs: Sequence[Facts], dense: Baseline) -> list[Row]:

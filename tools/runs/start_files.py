@@ -63,7 +63,7 @@ def with_absolute_paths(config: Config) -> Config:
     return config
 
 
-_PATHS = ("data.path", "training.init_from", "training.evaluate_tasks.include_path", "sdp.paths.router")
+_PATHS = ("data.path", "training.init_from", "sdp.paths.router")
 _Section = TypeVar("_Section", bound=BaseModel)
 
 

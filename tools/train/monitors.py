@@ -86,13 +86,7 @@ def evaluation_scalars(line: Line) -> dict[str, float]:
     """Return the points of the curves for a line of evaluations.jsonl."""
     losses = line.get("subnetwork_losses") or []
     values = {**line, "subnetwork_loss_mean": sum(losses) / len(losses) if losses else None}
-    scores = {
-        f"Eval/tasks/{task}/{measure}": value
-        for task, measures in (line.get("tasks") or {}).items()
-        for measure, value in measures.items()
-        if value is not None and measure != "samples"
-    }
-    return {tag: values[key] for key, tag in EVAL_TAGS.items() if values.get(key) is not None} | scores
+    return {tag: values[key] for key, tag in EVAL_TAGS.items() if values.get(key) is not None}
 
 
 def _wandb_id(dump_dir: Path, *, resume: bool) -> str:

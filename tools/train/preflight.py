@@ -33,9 +33,6 @@ from ...models.registry import build_model, changed_key
 from ..runs.dataset import Corpus, check_router, open_prepared, path_of, router_folder
 from ..runs.run_files import CONFIG
 from ..runs.saved_run import check_data
-from ..tasks.harness import check_installed
-
-TASKS = "training.evaluate_tasks"
 
 _SOME_VOCABULARY = 256  # used if the corpus is not prepared yet; the units do not depend on it
 
@@ -52,7 +49,6 @@ def check(config: Config, mesh: Mesh, dump_dir: Path, checkpoints: str | Path, *
         raise ConfigError('model: this section is required to train, for example {"name": "llama", …}')
     if config.training.steps is None:
         raise ConfigError("training.steps: this key is required to train; give the number of optimizer steps")
-    _check_tasks(config)
     batch = BatchSize.resolve(config, mesh)
     if config.data.name is not None:
         check_packages(config.data.name)
@@ -73,14 +69,6 @@ def check(config: Config, mesh: Mesh, dump_dir: Path, checkpoints: str | Path, *
     _check_optimizer(config)
     if resume:
         _check_checkpoint(config, dump_dir, checkpoints, corpus)
-
-
-def _check_tasks(config: Config) -> None:
-    if config.training.evaluate_tasks is None:
-        return
-    if config.data.name is not None:
-        raise ConfigError(f"{TASKS}: tasks are for language models, and {config.data.name} are images; remove it")
-    check_installed(TASKS)
 
 
 def _facts_to_come(config: Config) -> dict[str, int]:

@@ -72,9 +72,6 @@ class Progress(Observer):
             f"step {line['step']}: held-out loss {line['loss']:.4f}{accuracy} ({self._evaluated}),"
             f" {sum(losses) / len(losses):.4f} (mean of the groups' own subnetworks)"
         )
-        for task, measures in line.get("tasks", {}).items():
-            scores = ", ".join(f"{name} {_format(value)}" for name, value in measures.items())
-            self._print(f"step {line['step']}: task {task}: {scores}")
 
     def _print(self, text: str, *, in_bar: bool = False) -> None:
         """Log ``text``, and print it on a line of its own, unless a bar shows the same. A bar stays

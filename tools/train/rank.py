@@ -29,7 +29,6 @@ from ...models.registry import build_model
 from ..runs.dataset import Corpus, fetch_corpora, open_corpus, refuse_own_data
 from ..runs.run_files import RunFiles, fetch_files
 from ..runs.start_files import with_absolute_paths, with_initial_model
-from ..tasks.harness import LoadedTasks
 from . import preflight
 from .check import check_run
 from .failures import explained
@@ -147,8 +146,6 @@ def run(options: argparse.Namespace, on_stall: Callable[[str], None]) -> int:
     if rank == 0 and files is None:
         files = RunFiles(dump_dir, resume=resume, url=options.url)
     monitors = open_monitors(config, dump_dir, resume=resume) if rank == 0 else None
-    section = config.training.evaluate_tasks if rank == 0 else None
-    tasks = LoadedTasks.load(section, preflight.TASKS) if section is not None else None  # before a rank waits
     with started(config, options, rank, world_size, on_stall) as beat:
         if service is not None:
             service.join()
@@ -167,7 +164,7 @@ def run(options: argparse.Namespace, on_stall: Callable[[str], None]) -> int:
             observers.append(RemoteFiles(options.url, dump_dir, config.training.save_every))
         trainer = Trainer(
             config, engine, corpus, dump_dir, options.checkpoints, baseline=baseline, beat=beat, files=files,
-            observers=observers, tasks=tasks,
+            observers=observers,
         )  # fmt: skip
         try:
             with explained(config, beat, options.checkpoints, engine):

@@ -26,7 +26,6 @@ from ...models.registry import vocabulary_of
 from ..runs.dataset import Corpus
 from ..runs.run_files import RunFiles
 from ..runs.start_files import keep_start_files
-from ..tasks.harness import LoadedTasks
 from .loop.checkpointer import Checkpointer
 from .loop.evaluator import Evaluator
 from .loop.meter import StepFacts, StepLines, StepMeter
@@ -53,7 +52,6 @@ class Trainer:
         beat: the heartbeat, which knows what this rank does next.
         files: the run's files on the rank that writes them, None on other ranks.
         observers: the observers of the loop on this rank.
-        tasks: the tasks of ``training.evaluate_tasks`` on rank 0, None on other ranks.
     """
 
     def __init__(
@@ -68,7 +66,6 @@ class Trainer:
         beat: Heartbeat,
         files: RunFiles | None = None,
         observers: Sequence[Observer] = (),
-        tasks: LoadedTasks | None = None,
     ):
         self._config, self._engine, self._corpus, self._dump_dir = config, engine, corpus, dump_dir
         self._beat, self._files, self._observers, self._baseline = beat, files, observers, baseline
@@ -80,7 +77,7 @@ class Trainer:
         self._stop_signal = 0  # the signal for which all ranks agreed to stop
         self._last_facts: StepFacts | None = None  # what this rank measured in the last step
         self._returned_to, self._returns = -1, 0  # the step of the newest rollback's target, rollbacks to it in a row
-        self._evaluator = Evaluator(engine, corpus, beat, tasks)
+        self._evaluator = Evaluator(engine, corpus, beat)
         self._checkpoints = Checkpointer(
             engine, dump_dir, checkpoints, corpus.identity, self._evaluator.recalibrated, beat
         )

@@ -6,7 +6,6 @@ import math
 import time
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from functools import partial
 from itertools import chain
 from typing import Any
 
@@ -15,13 +14,10 @@ from torch.utils.data import Dataset, Subset
 
 from ....engine.batch.loader import evaluation_batches, evaluation_rows
 from ....engine.batch.sampler import PathSamples
-from ....engine.distributed.agreement import Ranks
 from ....engine.distributed.heartbeat import Heartbeat
 from ....engine.engine import SDPEngine
 from ....engine.full_model.evaluation import tracks_statistics
 from ...runs.dataset import Corpus
-from ...tasks.harness import LoadedTasks, Scores
-from ...tasks.scoring import FullModel, Scorer
 
 # Phases. A rank that waits for files does not hang.
 EVALUATION, READING = "evaluation", "reading samples"
@@ -78,13 +74,10 @@ class _InTurn:
 
 
 class Evaluator:
-    """Reads this rank's share of the held-out data, the same at each evaluation.
+    """Reads this rank's share of the held-out data, the same at each evaluation."""
 
-    ``tasks`` are those of ``training.evaluate_tasks`` on rank 0, and None on other ranks.
-    """
-
-    def __init__(self, engine: SDPEngine, corpus: Corpus, beat: Heartbeat, tasks: LoadedTasks | None = None):
-        self._engine, self._corpus, self._beat, self._tasks = engine, corpus, beat, tasks
+    def __init__(self, engine: SDPEngine, corpus: Corpus, beat: Heartbeat):
+        self._engine, self._corpus, self._beat = engine, corpus, beat
         limit, paths, mesh = engine.config.training.evaluate_batches, corpus.paths, engine.layout.mesh
         self._held_out = self._batches(corpus.held_out if paths is None else Routed(corpus.held_out, paths), limit)
         self._own: Any = None  # with paths, held-out samples of this rank's path
@@ -100,17 +93,12 @@ class Evaluator:
     def is_due(self, step: int, *, is_last: bool) -> bool:
         """Whether to evaluate after ``step``."""
         every = self._engine.config.training.evaluate_every
-        return is_last or bool(every and step % every == 0) or self._tasks_are_due(step, is_last=is_last)
-
-    def _tasks_are_due(self, step: int, *, is_last: bool) -> bool:
-        section = self._engine.config.training.evaluate_tasks
-        return section is not None and step > 0 and (is_last or bool(section.every and step % section.every == 0))
+        return is_last or bool(every and step % every == 0)
 
     def evaluate(self, *, is_last: bool = False) -> dict[str, Any]:
         """Compute the losses of the full model and of every group's own subnetwork. Collective.
 
-        The result has the keys of evaluations.jsonl. On rank 0, it also has the scores of tasks if
-        they are due.
+        The result has the keys of evaluations.jsonl.
         """
         engine = self._engine
         started = time.perf_counter()
@@ -131,12 +119,9 @@ class Evaluator:
                 for path, (name, part) in enumerate(sources.items())
             }
             routed = {} if paths is None else self._routed(batches, paths, is_last=is_last)
-            scores = self._run_tasks() if self._tasks_are_due(engine.global_steps, is_last=is_last) else {}
         measures = {**(measures or {"perplexity": math.exp(min(loss, 700.0))}), **routed}
         if by_source:
             measures = {**measures, "source_losses": by_source}
-        if scores:
-            measures = {**measures, "tasks": scores}
         return {"loss": loss, **measures, "subnetwork_losses": losses, "seconds": time.perf_counter() - started}
 
     def _routed(self, batches: list[Any], paths: list[Any], *, is_last: bool) -> dict[str, Any]:
@@ -152,24 +137,6 @@ class Evaluator:
                 engine.evaluate(batches, paths=[path] * len(batches)) for path in range(engine.layout.paths)
             ]
         return found
-
-    def _run_tasks(self) -> Scores:
-        """Return the scores of all tasks on rank 0, and nothing on other ranks. Collective."""
-        engine = self._engine
-
-        def show_progress() -> None:
-            self._beat.at(engine.global_steps, "evaluation of tasks", engine.config.training.start_timeout)
-
-        show_progress()
-        scorer = Scorer(FullModel.of_engine(engine), show_progress)
-
-        def work() -> Scores:
-            if (tasks := self._tasks) is not None:
-                return scorer.lead(partial(tasks.run, scorer, self._corpus.path))
-            scorer.follow()
-            return {}
-
-        return Ranks(alone=engine.world_size == 1).all_or_none(work)
 
     def recalibrated(self) -> AbstractContextManager[None]:
         """Give batch norms the full model's statistics while inside. Collective."""

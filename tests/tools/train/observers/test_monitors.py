@@ -157,6 +157,4 @@ def test_the_curves_of_a_line():
         "Eval/loss": 3.0,
         "Eval/subnetwork_loss_mean": 4.0,
     }
-    tasks = {"hellaswag": {"acc": 0.5, "perplexity": None, "samples": 100}}
-    assert evaluation_scalars({"loss": 3.0, "tasks": tasks}) == {"Eval/loss": 3.0, "Eval/tasks/hellaswag/acc": 0.5}
     assert evaluation_scalars({"loss": 3.0}) == {"Eval/loss": 3.0}

@@ -1,1 +1,0 @@
-"""Tasks of lm-evaluation-harness (EleutherAI) on the full model, in training and afterwards."""
