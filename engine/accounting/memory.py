@@ -57,11 +57,9 @@ class StateBytes:
 
 def predicted_state(store: GroupStore, config: Config) -> StateBytes:
     """Predict the state of this rank from the placement."""
-    stage, mesh = config.zero_optimization.stage, store.layout.mesh
     if config.sdp.engine == "deepspeed":
-        return _predict_partitions(store, stage)
-    options = {"shards": mesh.shards(stage), "compute_bytes": config.compute_bytes, "sync": config.sdp.sync}
-    return predict_state_bytes(store.layout, store.context.rank, store.optimizer, **options)
+        return _predict_partitions(store, config.zero_optimization.stage)
+    return predict_state_bytes(store.layout, store.context.rank, store.optimizer, config)
 
 
 def _predict_partitions(store: Any, stage: int) -> StateBytes:
@@ -111,29 +109,21 @@ def _nbytes(tensors: Iterable[torch.Tensor]) -> int:
     return sum(local_tensor(tensor.detach()).nbytes for tensor in tensors)
 
 
-def predict_state_bytes(
-    layout: Layout, rank: int, optimizer: Optimizer, *, shards: int, compute_bytes: int, sync: SyncSection | None = None
-) -> StateBytes:
+def predict_state_bytes(layout: Layout, rank: int, optimizer: Optimizer, config: Config) -> StateBytes:
     """Predict the state of ``rank`` from the placement.
 
     A rank has float32 master weights, gradients and optimizer state for the parameters that its
-    group holds. It also has the group's frozen copies.
-
-    Args:
-        layout: Which group holds which parameters.
-        rank: The rank.
-        optimizer: The optimizer, which determines the number of state tensors.
-        shards: The number of shards into which parameters and copies are cut.
-        compute_bytes: Bytes per element of a frozen copy that is not quantised.
-        sync: The settings of local steps, if there are any.
+    group holds. It also has the group's frozen copies. ``optimizer`` determines the number of state
+    tensors.
     """
-    at = layout.mesh.coordinates(rank)
+    at, sync = layout.mesh.coordinates(rank), config.sdp.sync
+    shards = layout.mesh.shards(config.zero_optimization.stage)
     index = at.fsdp if shards > 1 else 0
     held = [(info, info.shard_numel(shards, index)) for info in layout.held(at.sdp)]
     kept = 4 * sum(numel for _, numel in held)
     trained = 4 * sum(numel for info, numel in held if info.trainable)
     kind = layout.copies.dtype
-    copies = sum(info.copy_nbytes(kind, compute_bytes, shards, index) for info in layout.frozen(at.sdp))
+    copies = sum(info.copy_nbytes(kind, config.compute_bytes, shards, index) for info in layout.frozen(at.sdp))
     outer = 0 if sync is None else predict_outer_bytes(sync, [(info, numel) for info, numel in held if info.trainable])
     on_host = outer if sync is not None and sync.offload == "cpu" else 0
     optimizer_bytes = sum(state_bytes(optimizer, layout, info, numel) for info, numel in held if info.trainable)

@@ -225,8 +225,6 @@ ALIASES: dict[str, str] = {"bfloat16": "bf16"}
 
 # DeepSpeed's schedules. It compares names with upper and lower case; we do not.
 SCHEDULES = ("WarmupLR", "WarmupDecayLR", "WarmupCosineLR")
-
-
 _NEVER = 2**40  # a number of steps that no run reaches
 _COMMENTS = ("_", "#", "//")  # a key that starts like this is a comment
 

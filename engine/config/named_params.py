@@ -18,18 +18,12 @@ from .section import Beta, NonNegative, NonNegativeInt, PositiveInt, Section, pa
 Betas = Annotated[Sequence[Beta], Field(min_length=2, max_length=2)]
 Ratio = Annotated[float, Field(ge=0, le=1)]
 Rates = NonNegative | list[NonNegative]  # one rate for all parameter groups, or one per group
-
 _NO_COMPRESSION = "its step sends compressed gradients between ranks, and DeepSpeed has removed it"
 _OUT_OF_SCOPE = "it is not available here; make it yourself and pass it as optimizer="
 # Optimizers of DeepSpeed that are refused, by the name in lower case.
 _REFUSED = {
-    "onebitadam": f'{_NO_COMPRESSION}; use "Adam"',
-    "zerooneadam": f'{_NO_COMPRESSION}; use "Adam"',
-    "onebitlamb": f'{_NO_COMPRESSION}; use "Adam"',
-    "muadam": _OUT_OF_SCOPE,
-    "muadamw": _OUT_OF_SCOPE,
-    "musgd": _OUT_OF_SCOPE,
-    "adagrad": _OUT_OF_SCOPE,
+    **dict.fromkeys(("onebitadam", "zerooneadam", "onebitlamb"), f'{_NO_COMPRESSION}; use "Adam"'),
+    **dict.fromkeys(("muadam", "muadamw", "musgd", "adagrad"), _OUT_OF_SCOPE),
 }
 
 

@@ -75,8 +75,6 @@ def _check_name(name: str) -> str:
 
 
 VariableName = Annotated[str, AfterValidator(_check_name)]
-
-
 VariableValue = Annotated[str, Field(pattern=r"^[^\x00]*$")] | int
 
 

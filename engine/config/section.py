@@ -18,29 +18,19 @@ def _take_whole_float(value: Any) -> Any:
 
 
 Whole = BeforeValidator(_take_whole_float)
-
 PositiveInt = Annotated[int, Field(gt=0), Whole]
-
 NonNegativeInt = Annotated[int, Field(ge=0), Whole]
 
 # These bounds are far above every real run. Without them, one digit too many overflows torch's
 # 64-bit sizes, or builds lists that fill the memory of the machine.
 Layers = Annotated[int, Field(gt=0, le=2**16)]
-
 Width = Annotated[int, Field(gt=0, le=2**24)]
-
 Tokens = Annotated[int, Field(ge=2, le=2**24)]  # of a sample; one token alone has no next token to predict
-
 Pixels = Annotated[int, Field(gt=0, le=2**16)]
-
 Samples = Annotated[int, Field(gt=0, le=2**32), Whole]
-
 RankCount = Annotated[int, Field(gt=0, le=2**20)]
-
 NonNegative = Annotated[float, Field(ge=0)]
-
 Beta = Annotated[float, Field(ge=0, lt=1)]
-
 Seed = Annotated[int, Field(ge=0, lt=2**63)]  # the range that torch's generators accept
 
 
@@ -55,8 +45,6 @@ def _as_path(text: str) -> str:
 
 
 PathText = Annotated[str, AfterValidator(_as_path)]
-
-
 KeyPath = tuple[str, ...]
 
 

@@ -13,14 +13,8 @@ from ..placement.layout import Layout
 
 # If a pattern of blocks repeats, its first and last repetitions are traced, and one between them.
 _FIRST, _LAST = 2, 2
-
-
 _MANY = 8  # a repeating sequence of at most this many blocks is traced completely
-
-
 _OF_EVERY_MODULE = frozenset(vars(nn.Module()))
-
-
 _PERIOD = 4  # the largest number of blocks in a pattern
 
 

@@ -225,11 +225,8 @@ def _run(
             if (local := engine.local_training.local) is not None:
                 materialise_state(local.outer.optimizer)
             ledger, sent = watched_step(engine, layout.blocks, middles, batch, autocast)
-    shards = layout.mesh.shards(config.zero_optimization.stage)
     return _Run(
-        state=predict_state_bytes(
-            full, rank, optimizer, shards=shards, compute_bytes=config.compute_bytes, sync=config.sdp.sync
-        ),
+        state=predict_state_bytes(full, rank, optimizer, config),
         windows=ledger.windows,
         flops=ledger.flops,
         sent=_of_all_micro_batches(sent, size.accumulation),

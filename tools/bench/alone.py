@@ -10,10 +10,10 @@ from __future__ import annotations
 import argparse
 import gc
 import json
-import platform
 import statistics
 from collections.abc import Callable, Mapping
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -21,7 +21,6 @@ import torch
 from ...engine.config.schema import Config
 from ...engine.distributed.collectives import local_tensor
 from ...engine.distributed.fake_world import fake_world
-from ...engine.distributed.mesh import mesh_of
 from ...engine.engine import SDPEngine
 from ...engine.environment.detect import detect
 from ...engine.errors import ConfigError, LaunchError, NonFiniteError
@@ -34,7 +33,7 @@ from ..shared.table import Table, bytes_row, plain_row, text_row
 from ..train.loop.utilisation import flops_per_token, nominal_flops
 from .measure import begin, make_batches, turn
 from .methods import of_engine
-from .report import REPORT, make_folder
+from .report import REPORT, make_folder, settings_of
 
 PRODUCTS, MATRIX = 200, {"cuda": 8192, "cpu": 512}  # of the measured rate of matrix products
 
@@ -57,7 +56,8 @@ def run(args: argparse.Namespace, config: Config) -> int:
             gc.collect()
             if device.type == "cuda":
                 torch.cuda.empty_cache()
-    _report(args, config, world, rounds, sustained, nominal_flops(device, config.precision))
+    settings = settings_of(args, config, world, device)
+    _report(args.out, settings, rounds, sustained, nominal_flops(device, config.precision))
     return 0
 
 
@@ -156,15 +156,14 @@ def _joined(rounds: list[dict[str, Any]], rates: Mapping[str, float | None]) -> 
 
 
 def _report(
-    args: argparse.Namespace,
-    config: Config,
-    world: int,
+    folder: Path,
+    settings: dict[str, Any],
     rounds: dict[str, list[dict[str, Any]]],
     sustained: float,
     nominal: float | None,
 ) -> None:
     """Print the table, and write the report whole or not at all."""
-    unit = "tokens/s" if config.data.name is None else "images/s"
+    unit = "tokens/s" if settings["tokens_per_sample"] > 1 else "images/s"
     rates = {"mfu": nominal, "mfu_of_sustained": sustained}
     shares = {name: _joined(of_rounds, rates) for name, of_rounds in rounds.items()}
     ours, dense = shares["SDP"], shares["dense"]
@@ -185,14 +184,9 @@ def _report(
         plain_row("MFU, of the data sheet's dense peak", column("mfu"), ".1%"),
         plain_row("    of measured matrix products", column("mfu_of_sustained"), ".1%"),
     ]
-    device = torch.cuda.get_device_name() if torch.cuda.is_available() else f"cpu ({platform.machine()})"
-    settings = {
-        "config": str(args.config), "model": config.model, "sdp": config.sdp.model_dump(mode="json"), "world": world,
-        "mesh": str(mesh_of(config, world)), "device": device, "torch": torch.__version__,
-        "precision": config.precision, "nominal_flops_per_second": nominal,
-        "matmul_flops_per_second": sustained, "rounds": args.rounds, "steps": args.steps,
-    }  # fmt: skip
-    print(f"rank 0 of {world}, alone on {device}; collectives return at once, so speeds are upper bounds")
+    settings |= {"nominal_flops_per_second": nominal, "matmul_flops_per_second": sustained}
+    share = f"rank 0 of {settings['world']}, alone on {settings['device']}"
+    print(f"{share}; collectives return at once, so speeds are upper bounds")
     print(Table(list(shares), rows).without_empty().without_last_ratios().text(), flush=True)
     content = {"settings": settings, "shares": shares, "speed_over_dense": ratios}
-    write_whole(args.out / REPORT, json.dumps(content, indent=2) + "\n")
+    write_whole(folder / REPORT, json.dumps(content, indent=2) + "\n")

@@ -8,23 +8,17 @@ from __future__ import annotations
 
 import argparse
 import logging
-import platform
 import sys
 import warnings
 from collections.abc import Sequence
-from dataclasses import asdict
 from functools import partial
 from pathlib import Path
-from typing import Any
 
-import torch
 import torch.distributed as dist
 
-from ...engine.batch.size import BatchSize
 from ...engine.config.load import load_config
 from ...engine.config.schema import Config
 from ...engine.distributed.join import join
-from ...engine.distributed.mesh import mesh_of
 from ...engine.environment.detect import Environment, detect
 from ...engine.errors import ConfigError
 from ...launcher.degrees import visible_devices
@@ -34,7 +28,7 @@ from ..shared.arguments import add_config_arguments, positive_int
 from . import alone
 from .measure import measure
 from .methods import DEFAULT, SDP, variant, why_not
-from .report import REPORT, make_folder, plan_methods, rows_of, write_report
+from .report import REPORT, make_folder, plan_methods, rows_of, settings_of, write_report
 
 DEFAULT_OUT = Path("runs/bench")
 _MOST = 2**20  # rounds or steps
@@ -90,7 +84,7 @@ def run(args: argparse.Namespace) -> int:
     facts = measure(configs, config, device, args.rounds, args.steps)
     dist.destroy_process_group()
     if is_first:
-        settings = _settings(args, config, world, device)
+        settings = settings_of(args, config, world, device)
         rows = rows_of(facts, plans, settings["batch"]["train"] * settings["tokens_per_sample"])
         write_report(args.out, settings, rows)
         print(f"sdp bench: the report is in {args.out}", file=sys.stderr, flush=True)
@@ -151,22 +145,3 @@ def choose_methods(asked: Sequence[str] | None, config: Config, world: int, *, s
     for name, reason in refused.items() if speaks else ():
         print(f"sdp bench: {name} is left out: {reason}", file=sys.stderr)
     return [name for name in reasons if name not in refused]
-
-
-def _settings(args: argparse.Namespace, config: Config, world: int, device: torch.device) -> dict[str, Any]:
-    return {
-        "config": str(args.config),
-        "model": config.model,
-        "world": world,
-        "groups": config.sdp.groups,
-        "batch": asdict(BatchSize.resolve(config, mesh_of(config, world))),
-        "tokens_per_sample": config.data.tokens_per_sample,
-        "activation_checkpointing": config.activation_checkpointing.mode,
-        "compile": config.training.compile,
-        "rounds": args.rounds,
-        "steps_per_turn": args.steps,
-        "dtype": "float32",
-        "device": torch.cuda.get_device_name() if device.type == "cuda" else f"cpu ({platform.machine()})",
-        "threads": torch.get_num_threads(),
-        "torch": torch.__version__,
-    }

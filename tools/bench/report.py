@@ -2,14 +2,21 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
+import platform
 import statistics
 from collections.abc import Mapping, Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+import torch
+
+from ...engine.batch.size import BatchSize
 from ...engine.config.schema import Config
+from ...engine.distributed.mesh import mesh_of
 from ...engine.errors import ConfigError
 from ...engine.files import write_whole
 from ...engine.tracing.operators import device_here
@@ -30,6 +37,26 @@ def make_folder(folder: Path) -> None:
         raise ConfigError(f"--out {folder}: cannot be made ({error.strerror})") from None
     if not os.access(folder, os.W_OK | os.X_OK):
         raise ConfigError(f"--out {folder}: cannot be written")
+
+
+def settings_of(args: argparse.Namespace, config: Config, world: int, device: torch.device) -> dict[str, Any]:
+    """Return what the report says of its run."""
+    return {
+        "config": str(args.config),
+        "model": config.model,
+        "sdp": config.sdp.model_dump(mode="json"),
+        "world": world,
+        "batch": asdict(BatchSize.resolve(config, mesh_of(config, world))),
+        "tokens_per_sample": config.data.tokens_per_sample,
+        "activation_checkpointing": config.activation_checkpointing.mode,
+        "compile": config.training.compile,
+        "precision": config.precision,
+        "rounds": args.rounds,
+        "steps": args.steps,
+        "device": torch.cuda.get_device_name() if device.type == "cuda" else f"cpu ({platform.machine()})",
+        "threads": torch.get_num_threads(),
+        "torch": torch.__version__,
+    }
 
 
 def plan_methods(names: Sequence[str], config: Config, world: int) -> dict[str, Forecast]:
@@ -98,10 +125,10 @@ def to_markdown(settings: Mapping[str, Any], rows: Mapping[str, Mapping[str, Any
         f"# {s['config']}: {s['world']} ranks side by side",
         "",
         f"{json.dumps(s['model'])}; {batch['micro']} × {batch['accumulation']} × {s['tokens_per_sample']} {unit[:-2]} "
-        f"a rank and step; {s['dtype']}, recomputation {s['activation_checkpointing']}, "
+        f"a rank and step; {s['precision']}, recomputation {s['activation_checkpointing']}, "
         f"{'compiled' if s['compile'] else 'not compiled'}; {s['device']}, {s['threads']} thread(s) a rank, torch "
         f"{s['torch']}.",
-        f"Seconds: median (least … most) of {s['rounds']} interleaved rounds of {s['steps_per_turn']} steps. Speed: "
+        f"Seconds: median (least … most) of {s['rounds']} interleaved rounds of {s['steps']} steps. Speed: "
         "median of the ratios of the rounds.",
         "",
         Table(header, table).markdown(),

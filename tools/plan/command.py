@@ -186,7 +186,7 @@ def _phases(plan: Forecast) -> tuple[list[Forecast], list[str]]:
 
 
 def _commands(args: argparse.Namespace, fit: Fit) -> dict[str, str]:
-    mesh, overrides = fit.plan.layout.mesh, [f"{key}={value}" for key, value in fit.choice.overrides().items()]
+    mesh, overrides = fit.plan.layout.mesh, fit.choice.overrides
     start_here = ["--nproc", str(mesh.world_size)] if len(fit.plan.machine.slots) == 1 else []
     train = ["sdp", "train", str(args.config), "--fsdp", str(mesh.fsdp), *start_here, "--set", *args.set, *overrides]
     given = (word for word in args.argv if word != "--fit")

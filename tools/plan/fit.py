@@ -17,7 +17,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
 
 import torch
 from torch import nn
@@ -26,6 +25,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from ...engine.accounting.memory import predict_state_bytes
 from ...engine.accounting.quantities import format_bytes, format_seconds
 from ...engine.batch.size import BatchSize
+from ...engine.config.load import load_config
 from ...engine.config.schema import Config
 from ...engine.distributed.mesh import mesh_of, split_tensor_group
 from ...engine.errors import ConfigError, SDPError
@@ -61,21 +61,18 @@ class Choice:
 
     def applied(self, config: Config) -> Config:
         """Return ``config`` with these settings. The samples of a step stay the same."""
-        changed: dict[str, Any] = {}
-        for key, value in self.overrides().items():
-            section, _, name = key.rpartition(".")
-            changed[section or name] = getattr(config, section).model_copy(update={name: value}) if section else value
-        return config.model_copy(update=changed)
+        return load_config(config.resolved(), self.overrides)
 
-    def overrides(self) -> dict[str, int | str]:
-        """The settings as keys and values of ``--set``."""
-        return {
-            "train_micro_batch_size_per_gpu": self.micro,
-            "gradient_accumulation_steps": self.accumulation,
-            "zero_optimization.stage": self.stage,
-            "tensor_parallel.autotp_size": self.tp,
-            "activation_checkpointing.mode": self.mode,
-        }
+    @property
+    def overrides(self) -> list[str]:
+        """The settings as values of ``--set``."""
+        return [
+            f"train_micro_batch_size_per_gpu={self.micro}",
+            f"gradient_accumulation_steps={self.accumulation}",
+            f"zero_optimization.stage={self.stage}",
+            f"tensor_parallel.autotp_size={self.tp}",
+            f"activation_checkpointing.mode={self.mode}",
+        ]
 
 
 @dataclass(frozen=True)
@@ -165,8 +162,10 @@ def find_fit(config: Config, memory: float, machine_of: Callable[[int], Machine]
             assert best.plan is not None
             return Fit(best.choice, best.plan, tuple(search.trials), tuple(_reasons(best, search)))
     closest = closest_of(search.trials)
-    less = "; ".join(remedies(closest.choice.applied(config)))
-    said = "" if closest.need is None else f"; closest: {closest}; what would need less memory: {less}"
+    said = ""
+    if closest.need is not None:
+        less = "; ".join(remedies(closest.choice.applied(config)))
+        said = f"; closest: {closest}; what would need less memory: {less}"
     refused = list({(trial.choice.tp, trial.why): str(trial) for trial in search.trials if trial.need is None}.values())
     also = f"; refused: {'; '.join(refused[:3])}" if refused else ""
     raise ConfigError(f"--fit: no layout of up to {max(counts)} ranks a group fits {format_bytes(memory)}{said}{also}")
@@ -302,9 +301,4 @@ def _most_state(config: Config, world: int) -> int:
     layout = Layout.of(model_and_batch(config)[0](), config, mesh)
     placeholder = [{"params": [nn.Parameter(torch.zeros(1))]}]
     optimizer, _ = make_optimizer(config.optimizer, None, placeholder, torch.device("cpu"), grouped=True)
-    options: dict[str, Any] = {
-        "shards": mesh.shards(config.zero_optimization.stage),
-        "compute_bytes": config.compute_bytes,
-        "sync": config.sdp.sync,
-    }
-    return max(predict_state_bytes(layout, mesh.rank(group), optimizer, **options).total for group in range(mesh.sdp))
+    return max(predict_state_bytes(layout, mesh.rank(group), optimizer, config).total for group in range(mesh.sdp))

@@ -25,7 +25,7 @@ LOCAL = CONFIG | {"sdp": CONFIG["sdp"] | {"sync": {"every": 4, "fragments": 2, "
 SETTINGS = {
     "config": "tiny.json", "model": MODEL, "world": 4, "batch": {"train": 8, "micro": 2, "accumulation": 1},
     "tokens_per_sample": 16,
-    "activation_checkpointing": "none", "compile": False, "rounds": 2, "steps_per_turn": 1, "dtype": "float32",
+    "activation_checkpointing": "none", "compile": False, "rounds": 2, "steps": 1, "precision": "float32",
     "device": "cpu",
     "threads": 1, "torch": torch.__version__,
 }  # fmt: skip
