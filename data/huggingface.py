@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -34,21 +33,14 @@ _TOKENIZER_CONFIG = {
 _SENTENCEPIECE_CONFIG = {"add_prefix_space": False, "legacy": False, "add_bos_token": False, "add_eos_token": False}
 
 
-@dataclass(frozen=True)
-class SpecialIds:
-    """Special ids for a model's configuration. ``begin`` is None if no token begins a text."""
-
-    begin: int | None
-    end: int
-
-
-def write_tokenizer(tokenizer: Tokenizer, directory: Path) -> SpecialIds:
+def write_tokenizer(tokenizer: Tokenizer, directory: Path) -> tuple[int | None, int]:
     """Write the files that ``AutoTokenizer.from_pretrained(directory)`` reads.
 
+    Returns the ids of the tokens that begin a text, None if there is none, and that end a document.
     Raises DataError if the kind of ``tokenizer`` is unknown.
     """
     if isinstance(tokenizer, HuggingFaceTokenizer):
-        return SpecialIds(tokenizer.save_pretrained(directory), tokenizer.end_of_text)
+        return tokenizer.save_pretrained(directory), tokenizer.end_of_text
     if isinstance(tokenizer, SentencePieceTokenizer):
         pieces = list(tokenizer.pieces())
         vocabulary = {piece.text: number for number, piece in enumerate(pieces)}
@@ -70,7 +62,7 @@ def write_tokenizer(tokenizer: Tokenizer, directory: Path) -> SpecialIds:
     )
     of_sentencepiece = _SENTENCEPIECE_CONFIG if isinstance(tokenizer, SentencePieceTokenizer) else {}
     _write(directory / "tokenizer_config.json", _TOKENIZER_CONFIG | of_sentencepiece)
-    return SpecialIds(None, tokenizer.end_of_text)
+    return None, tokenizer.end_of_text
 
 
 def _merges(scores: Mapping[str, float], vocabulary: Mapping[str, int]) -> Iterator[tuple[str, str]]:

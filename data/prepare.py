@@ -13,7 +13,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import IO, Any, Protocol
+from typing import IO, Any
 
 import numpy as np
 from tqdm import tqdm
@@ -21,7 +21,7 @@ from tqdm import tqdm
 from ..engine.accounting.quantities import format_bytes
 from ..engine.environment.process import usable_cores
 from ..engine.errors import DataError, escape
-from .corpus import standard_library
+from .corpus import StandardLibrary, standard_library
 from .encode import EncodedBatch, encode_documents, split_of, threshold_of
 from .index import SPLITS, Corpus, Index, Shard, Split
 from .output import (
@@ -41,12 +41,6 @@ from .tokenizers.kinds import HuggingFaceTokenizer
 DEFAULT_SHARD_TOKENS = 2**26  # 128 MiB of uint16
 TOKENIZER_SAMPLE_BYTES = 64 * 2**20
 _PLAIN_LINE_SECONDS = 5.0
-
-
-class _Corpus(Protocol):
-    def sources(self) -> list[Source]: ...
-
-    def documents(self, piece: int | None = None) -> Iterator[Document]: ...
 
 
 @dataclass(frozen=True)
@@ -126,7 +120,7 @@ def prepare(
     settings = Settings(tokenizer, vocab_size, text_column, held_out, seed, shard_tokens, bos or None, separator)
     _check(settings, workers, max_document_bytes)
     directory = Path(output)
-    corpus: _Corpus
+    corpus: StandardLibrary | FileCorpus
     if inputs is None:
         corpus, found = standard_library(), [f"the standard library of Python {platform.python_version()}"]
     else:
@@ -165,7 +159,7 @@ def prepare(
 
 
 def _make(
-    corpus: _Corpus,
+    corpus: StandardLibrary | FileCorpus,
     names: list[str],
     sources: list[Source],
     digest: str,
@@ -228,7 +222,7 @@ def _check(settings: Settings, workers: int | None, max_document_bytes: int) -> 
         raise DataError(f"the largest size of a document must be at least 1 byte, it is {max_document_bytes}")
 
 
-def sample_texts(corpus: _Corpus, sources: list[Source], settings: Settings) -> Iterator[str]:
+def sample_texts(corpus: StandardLibrary | FileCorpus, sources: list[Source], settings: Settings) -> Iterator[str]:
     """Choose the training documents that the tokenizer learns from.
 
     They come from all files and have about TOKENIZER_SAMPLE_BYTES in total.

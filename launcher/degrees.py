@@ -58,12 +58,6 @@ class Degrees:
         """
         if processes > _MOST_RANKS:
             raise LaunchError(f"{processes} processes ({source}) are more than the {_MOST_RANKS:,} of the largest run")
-        self._check_grid(processes, source)
-        if self.groups > 1 and not isinstance(self.config.sdp.placement, dict):
-            capacities(self.config.sdp)
-        BatchSize.resolve(self.config, mesh_of(self.config, processes, 0 if self.alone else None))
-
-    def _check_grid(self, processes: int, source: str) -> None:
         factors = f"groups {self.groups} (sdp.groups) * tp {self.tp} (tensor_parallel.autotp_size)"
         if self.fsdp is not None and processes != self.groups * self.fsdp * self.tp:
             raise LaunchError(
@@ -75,6 +69,9 @@ class Degrees:
                 f"{processes} processes ({source}) are not a multiple of {factors} = {self.groups * self.tp}; change "
                 "one of them"
             )
+        if self.groups > 1 and not isinstance(self.config.sdp.placement, dict):
+            capacities(self.config.sdp)
+        BatchSize.resolve(self.config, mesh_of(self.config, processes, 0 if self.alone else None))
 
     def processes(self, nproc: int | None, devices: int) -> int:
         """The number of processes to start on this host: ``nproc``, else one per device, else the

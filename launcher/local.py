@@ -115,7 +115,9 @@ def _supervise(ranks: Sequence[RankProcess], received: list[int], grace_seconds:
     failures = [(rank, failure) for rank in ranks if (failure := rank.failure())]
     suspect = _suspect(ranks) if any(failure.stalled for _, failure in failures) else ""
     # A signal that comes while failed ranks are being ended is not the cause.
-    number = received[0] if received else _signal_to_a_rank(failures)
+    # Ranks that one of them tells to stop end with 128 + its signal, with a checkpoint.
+    codes = {failure.exit_code for _, failure in failures}
+    number = received[0] if received else next((number for number in CAUGHT if codes == {128 + number}), 0)
     if received:
         say(f"{signal.Signals(number).name} received, ending {len(ranks)} processes (again: kill them)")
     known = len(received)
@@ -146,16 +148,6 @@ def _kill(ranks: Sequence[RankProcess]) -> None:
         if not rank.has_ended():
             rank.kill()
     wait(ranks, lambda: False)
-
-
-def _signal_to_a_rank(failures: Sequence[tuple[RankProcess, FatalError]]) -> int:
-    """The signal for which the ranks stopped the run together, with a checkpoint, or 0.
-
-    Ranks that one of them tells to stop end with 128 + its signal.
-    """
-    codes = {failure.exit_code for _, failure in failures}
-    numbers = [number for number in CAUGHT if codes == {128 + number}]
-    return numbers[0] if numbers else 0
 
 
 def _suspect(ranks: Sequence[RankProcess]) -> str:

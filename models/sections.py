@@ -10,6 +10,8 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import Field, model_validator
 
+from ..engine.config.named_params import check_named_params
+from ..engine.config.schema import Config
 from ..engine.config.section import (
     Layers,
     NonNegative,
@@ -265,3 +267,16 @@ def check_section(section: Mapping[str, Any], init_from: str | None) -> None:
     schema = SECTIONS[require_known(name)]
     if init_from is None or not fields.keys() <= schema.model_fields.keys():
         parse_section(schema, fields, "model")
+
+
+def check_names(config: Config) -> None:
+    """Check the sections whose keys depend on a name: optimizer, scheduler and model.
+
+    Only the command line does this. A script may pass its own optimizer, and then the section has
+    no effect.
+
+    Raises:
+        ConfigError: A name or a key is unknown, or a value has the wrong type.
+    """
+    check_named_params(config.optimizer, config.scheduler)
+    check_section(config.model, config.training.init_from)

@@ -6,8 +6,8 @@ import argparse
 import json
 
 from ..engine.errors import ConfigError
+from ..models.sections import check_names
 from .shared.arguments import add_config_arguments
-from .shared.config_checks import check_names
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -19,11 +19,10 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..data.clusters import Router, load_router
+from ..data.clusters import load_router
 from ..engine.batch.call import count_targets
 from ..engine.batch.loader import evaluation_batches
 from ..engine.batch.size import BatchSize
-from ..engine.distributed.mesh import Mesh
 from ..engine.environment.process import cache_folder
 from ..engine.errors import ConfigError, escape
 from ..engine.model_interface import get_config
@@ -208,7 +207,9 @@ def _evaluate_paths(
     folder = router_folder(saved.config, saved.data)
     router = load_router(folder) if folder is not None else None
     clusters = [batch.pop("path") for batch in batches]
-    weights = [] if router is None else [_log_weights(router, batch) for batch in batches]
+    # The logarithms of the router's weights of the paths for each row, (rows, paths).
+    scores = [] if router is None else [router.scores(batch["input_ids"].numpy()) for batch in batches]
+    weights = [torch.from_numpy(of_batch).log_softmax(1).float() for of_batch in scores]
     ensemble = [torch.full(batch["labels"][:, 1:].shape, -math.inf) for batch in batches]
     sums, counts = torch.zeros(2, count, count, dtype=torch.float64), torch.zeros(2, count)  # all, and after the prefix
     for path in range(count):
@@ -240,18 +241,13 @@ def _evaluate_paths(
     return float(sums[0].trace() / counts[0].sum()), found
 
 
-def _log_weights(router: Router, batch: dict[str, Any]) -> torch.Tensor:
-    """Return the logarithms of the router's weights of the paths for each row, (rows, paths)."""
-    return torch.from_numpy(router.scores(batch["input_ids"].numpy())).log_softmax(1).float()
-
-
 def _means(sums: torch.Tensor, counts: torch.Tensor) -> list[float | None]:
     return [mean if math.isfinite(mean) else None for mean in (sums / counts).tolist()]
 
 
 def _run_tasks(tasks: LoadedTasks, saved: SavedRun) -> Scores:
     """Evaluate the tasks on an export of the model."""
-    micro = BatchSize.resolve(saved.config, _mesh_of(saved)).micro
+    micro = BatchSize.resolve(saved.config, saved.mesh).micro
     if saved.is_model:
         return tasks.run(saved.dump_dir, micro)
     cache_folder().mkdir(parents=True, exist_ok=True)
@@ -260,13 +256,9 @@ def _run_tasks(tasks: LoadedTasks, saved: SavedRun) -> Scores:
         return tasks.run(Path(made) / "model", micro)
 
 
-def _mesh_of(saved: SavedRun) -> Mesh:
-    return Mesh(*saved.state["mesh"][:3])
-
-
 def _batches(saved: SavedRun, corpus: Corpus, limit: int) -> Iterator[Any]:
     """The micro-batches that the data ranks of the run would read, one rank after the other."""
-    mesh = _mesh_of(saved)
+    mesh = saved.mesh
     micro = BatchSize.resolve(saved.config, mesh).micro
     loaders = (
         evaluation_batches(

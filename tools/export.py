@@ -160,8 +160,8 @@ def export(saved: SavedRun, out: Path, dtype: torch.dtype | None, max_shard_byte
         if started is not None:
             _copy_description(saved.dump_dir / START, partial, dtype)
         if not has_tokenizer(partial):
-            special = write_tokenizer(tokenizer, partial)
-            tokens = {"bos_token_id": special.begin, "eos_token_id": special.end}
+            begin, end = write_tokenizer(tokenizer, partial)
+            tokens = {"bos_token_id": begin, "eos_token_id": end}
             if started is None:
                 config = huggingface_config(saved.config.model, tokenizer.vocab_size)
                 kind = str(dtype or torch.float32).removeprefix("torch.")

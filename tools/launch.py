@@ -86,7 +86,7 @@ def run(args: argparse.Namespace) -> int:
     from ..launcher.cluster.launch import launch
     from ..launcher.cluster.slurm import status
     from ..launcher.degrees import Degrees
-    from .shared.config_checks import check_names
+    from ..models.sections import check_names
 
     _check(args)
     if args.status is not None:

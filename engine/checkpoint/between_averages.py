@@ -62,7 +62,7 @@ def load_between_averages(
         _make_inner_state(groups, saved, f"local/{groups.context.at.sdp}/optimizer/")
         local.outer.restart(position["under_way"])
         buffers = weights_of(local.anchor_buffers)
-        load(path, share.anchors(local) | buffers | share.of_local_steps(local) | random, files, alone=alone)
+        load(path, share.weights(local) | buffers | share.of_local_steps(local) | random, files, alone=alone)
         share.finish_load()
         return position["steps_alone"] > 0 or position["under_way"] is not None
     if ranks.rank == 0 and has_groups(saved):

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from ..distributed.agreement import Ranks
 from ..distributed.collectives import outside_inference_mode
 from ..errors import ConfigError
-from ..optim.param_groups import named_rates
+from ..optim.param_groups import named_rates, set_rates
 
 if TYPE_CHECKING:
     from .save import Saver
@@ -131,7 +131,7 @@ class Checkpoints:
         from .client_state import read_client_state
         from .load import find_together
         from .resume import check_weights, resume
-        from .settings import describe_changes, log_changes, settings_to_save, use_configured_rates
+        from .settings import describe_changes, log_changes, settings_to_save
 
         if custom_load_fn is not None:
             raise ConfigError("load_checkpoint: a script's own custom_load_fn is not supported; leave it out")
@@ -164,8 +164,10 @@ class Checkpoints:
         engine.spikes.load_state_dict(state["spikes"])
         engine.local_training.load_state_dict(state["sync"], state["global_steps"], in_round=in_round)
         engine.go_on_after(state["global_steps"], state["global_samples"], state["skipped_steps"])
-        if configured_rates:
-            use_configured_rates(optimizer, names, configured, engine.lr_scheduler)
+        if configured_rates and engine.lr_scheduler is not None:
+            engine.lr_scheduler.step(engine.lr_scheduler.last_batch_iteration)
+        elif configured_rates:
+            set_rates(optimizer, names, configured)
         if engine.global_rank == 0:
             if engine.lr_scheduler is None and state["scheduler"] is not None:
                 kept = "configured" if configured_rates else "saved"

@@ -26,7 +26,7 @@ from ..object_store import is_url
 from ..optim.optimizer_state import COUNT
 from .storage.dcp import SafeReader, _cause, _without_single_process_warning
 from .storage.directory import check_tag, latest, locate
-from .storage.files import STATE, damaged_file, read_state, share_of
+from .storage.files import STATE, damaged_file, read_state
 from .storage.remote import fetch_checkpoint, newest
 
 
@@ -55,21 +55,18 @@ def find_together(directory: str | Path, tag: str | float | None, ranks: Ranks) 
     """
     if is_url(directory):
         url = str(directory)
-        found = ranks.all_or_none(
-            lambda: (check_tag(tag) if tag is not None else newest(url)) if not ranks.rank else None
-        )
-        tag = ranks.gather(found)[0]
-        if tag is None:
+        chosen = (lambda: check_tag(tag) if tag is not None else newest(url)) if ranks.rank == 0 else lambda: None
+        name = ranks.first(ranks.all_or_none(chosen))
+        if name is None:
             return None
-        copies, name = ranks.all_or_none(lambda: fetch_checkpoint(url, str(tag))), str(tag)
-        return copies / name, ranks.all_or_none(lambda: read_state(copies / name))
-    directory = Path(directory)
+        path = ranks.all_or_none(lambda: fetch_checkpoint(url, name)) / name
+        return path, ranks.all_or_none(lambda: read_state(path))
 
     def look() -> list[Any] | None:
-        found = find(directory, tag)
+        found = find(Path(directory), tag) if ranks.rank == 0 else None
         return None if found is None else [str(found[0]), found[1]]
 
-    answer = ranks.first(ranks.all_or_none(lambda: look() if ranks.rank == 0 else None))
+    answer = ranks.first(ranks.all_or_none(look))
     return None if answer is None else (Path(answer[0]), answer[1])
 
 
@@ -91,7 +88,8 @@ def check(path: Path, tensors: Mapping[str, Any], files: Mapping[str, str], *, a
     :func:`load`.
     """
     ranks, reader = Ranks(alone), SafeReader(path)
-    ranks.agree(damaged_file(path, share_of(files, ranks.rank, ranks.count)))
+    share = sorted(files)[ranks.rank :: ranks.count]  # this divides the reading among ranks
+    ranks.agree(damaged_file(path, {name: files[name] for name in share}))
     ranks.agree(_obstacle(path, reader, tensors))
     return reader
 

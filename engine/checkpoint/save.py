@@ -10,7 +10,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, cast
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -49,11 +49,8 @@ class Saver:
         state: Mapping[str, Any],
         *,
         parameters: Collection[str],
-        keep: int | None,
-        keep_every: int = 0,
         background: bool,
-        files: Mapping[str, bytes] = MappingProxyType({}),
-        is_newest: bool = True,
+        **options: Any,
     ) -> None:
         """Write a checkpoint with :func:`write`, after the save before it has ended. Collective.
 
@@ -61,6 +58,7 @@ class Saver:
             parameters: The canonical names of the model's parameters, which must be finite.
             background: Whether to return once the tensors are copied. :meth:`wait` then raises the
                 error of the save.
+            options: Further arguments of :func:`write`.
 
         Raises:
             NonFiniteError: One of the ``parameters`` is NaN or infinite. Nothing is written then.
@@ -69,9 +67,7 @@ class Saver:
         self.wait()
         encode_state(state)  # report a state that is not JSON now, not in the thread
         check_finite(directory, tensors, parameters, Ranks(self._alone))
-        save = partial(
-            write, directory, tag, keep=keep, keep_every=keep_every, files=files, is_newest=is_newest, state=state
-        )
+        save = partial(write, directory, tag, state=state, **options)
         if not background:
             save(tensors=tensors, ranks=Ranks(self._alone))
             return
@@ -147,10 +143,21 @@ def write(
         raise CheckpointError(
             f"save_checkpoint: rank 0 has the tag {tags[0]!r}, rank {other} has {tags[other]!r}; give all ranks one tag"
         )
-    remote = is_url(directory)
-    found = _attempt(lambda: RemoteTarget(str(directory), tag) if remote else DirectoryTarget(Path(directory), tag))
-    ranks.agree(found if isinstance(found, str) else None)
-    target = cast("RemoteTarget | DirectoryTarget", found)
+
+    def together(action: Callable[[], Any], *, on_rank_0: bool = False) -> Any:
+        """Let every rank, or only rank 0, act. If that fails on any, all ranks raise the error."""
+
+        def act() -> Any:
+            try:
+                return action() if ranks.rank == 0 or not on_rank_0 else None
+            except OSError as error:
+                raise CheckpointError(f"cannot write the checkpoint: {error}") from None
+
+        return ranks.all_or_none(act)
+
+    target: RemoteTarget | DirectoryTarget = together(
+        lambda: RemoteTarget(str(directory), tag) if is_url(directory) else DirectoryTarget(Path(directory), tag)
+    )
 
     def finish(digests: dict[str, str]) -> None:
         for name, content in files.items():
@@ -161,13 +168,12 @@ def write(
             target.prune(keep, keep_every)
 
     try:
-        _on_rank_0(target.make_room, ranks)
-        ranks.agree(_attempt(lambda: target.enter(ranks.rank)))
+        together(target.make_room, on_rank_0=True)
+        together(lambda: target.enter(ranks.rank))
         write_tensors(target.aside, tensors, ranks)
-        hashes = _attempt(lambda: target.add(target.aside.glob(f"__{ranks.rank}_*.distcp")))
-        everyones = ranks.gather(hashes)
-        ranks.agree(hashes if isinstance(hashes, str) else None)
-        _on_rank_0(lambda: finish({name: digest for hashes in everyones for name, digest in hashes.items()}), ranks)
+        everyones = ranks.gather(together(lambda: target.add(target.aside.glob(f"__{ranks.rank}_*.distcp"))))
+        hashes = {name: digest for found in everyones for name, digest in found.items()}
+        together(lambda: finish(hashes), on_rank_0=True)
     except CheckpointError:
         target.clean(ranks.rank)
         raise
@@ -187,30 +193,6 @@ def write_tensors(aside: Path, tensors: dict[str, Any], ranks: Ranks) -> None:
             )
     except CheckpointException as error:  # the same on every rank
         raise CheckpointError(f"cannot write the checkpoint: {_cause(error)}") from None
-
-
-def _on_rank_0(action: Callable[[], Any], ranks: Ranks) -> None:
-    """Run ``action`` on rank 0 while the others wait. If it fails, every rank raises the error."""
-    problem = None
-    if ranks.rank == 0:
-        try:
-            action()
-        except OSError as error:
-            problem = _cannot_write(error)
-        except CheckpointError as error:
-            problem = str(error)
-    ranks.agree(problem)
-
-
-def _attempt(action: Callable[[], Any]) -> Any:
-    try:
-        return action()
-    except OSError as error:
-        return _cannot_write(error)
-
-
-def _cannot_write(error: OSError) -> str:
-    return f"cannot write the checkpoint: {error}"
 
 
 def check_finite(directory: str | Path, tensors: Mapping[str, Any], parameters: Collection[str], ranks: Ranks) -> None:

@@ -12,7 +12,6 @@ from torch.optim import Optimizer
 
 from ..config.schema import Config
 from ..errors import shorten
-from ..optim.param_groups import set_rates
 from ..optim.schedules import keep_shared_state
 from .state import SavedState
 
@@ -88,23 +87,6 @@ def describe_changes(saved: Mapping[str, Any], present: Mapping[str, Any], names
             for key in _OPTIONS:
                 pairs.setdefault(key, (json.dumps(_mapping(before).get(key)), json.dumps(after.get(key))))
     return [f"{shorten(key)}: {shorten(was)} → {shorten(now)}" for key, (was, now) in pairs.items() if was != now]
-
-
-def use_configured_rates(
-    optimizer: Optimizer, names: Sequence[Sequence[str]], configured: Mapping[str, float], scheduler: Any
-) -> None:
-    """Replace the checkpoint's learning rates by those of the configuration for the next step.
-
-    Args:
-        optimizer: The optimizer, with the rates of the checkpoint.
-        names: For each parameter group, the canonical names of its parameters.
-        configured: The rates before the checkpoint was loaded.
-        scheduler: The schedule of this engine at the loaded step, or None.
-    """
-    if scheduler is not None:
-        scheduler.step(scheduler.last_batch_iteration)
-    else:
-        set_rates(optimizer, names, configured)
 
 
 def log_changes(path: Path, changes: Sequence[str], step: int, *, configured_rates: bool) -> None:

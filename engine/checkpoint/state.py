@@ -74,7 +74,7 @@ class SavedState:
         local = self._groups.local
         if local is not None and not to_load:
             # Between two averages of local steps, the full model is the anchors.
-            return self.anchors(local) | self._buffers(local.anchor_buffers) | self.of_local_steps(local)
+            return self.weights(local) | self._buffers(local.anchor_buffers) | self.of_local_steps(local)
         if not to_load:
             agree_on_buffers(self._store)
         buffers = persistent_buffers(self._store)
@@ -85,11 +85,13 @@ class SavedState:
         first = {name: layout.mesh.rank(layout.buffers[name].holders[0]) for name in buffers}
         return weights_of({name: buffer for name, buffer in buffers.items() if first[name] == rank})
 
-    def weights(self) -> Tensors:
-        """Return the weights by key, ``model/NAME``."""
-        found = Tensors()
+    def weights(self, local: LocalSteps | None = None) -> Tensors:
+        """Return the weights of the full model by key, ``model/NAME``. With local steps, they are
+        the anchors, and what is not trained.
+        """
+        found, anchors = Tensors(), local.anchors if local is not None else {}
         for key, one in self._store.stepped.items():
-            self._add_pieces(found, "model/{}", key, one.tensor.detach())
+            self._add_pieces(found, "model/{}", key, anchors.get(key, one.tensor).detach())
         return found
 
     def moments(self) -> Tensors:
@@ -107,7 +109,6 @@ class SavedState:
         ``start``. Slices have keys of their own if it is that of one group.
         """
         states, found, is_local = OptimizerState(optimizer), Tensors(), start.startswith("local/")
-        add = self._add_slices if is_local else self._add_pieces
         self._counts.append(states)
         for key, tensor in tensors.items():
             values = list(self._values(states, optimizer, key, tensor))
@@ -118,7 +119,7 @@ class SavedState:
                 elif name.endswith(SCALES):
                     continue
                 elif value.shape == tensor.shape:
-                    add(found, f"{start}/{{}}/{name}", key, value, only=canonical)
+                    self._add_pieces(found, f"{start}/{{}}/{name}", key, value, canonical, slices=is_local)
                 else:
                     self._add(found, f"{start}/{canonical}/{name}", value)
         return found
@@ -174,13 +175,6 @@ class SavedState:
 
     # -- local steps -------------------------------------------------------------------------------
 
-    def anchors(self, local: LocalSteps) -> Tensors:
-        """Return the weights of the full model by key: anchors, and what is not trained."""
-        found = Tensors()
-        for key, one in self._store.stepped.items():
-            self._add_pieces(found, "model/{}", key, local.anchors.get(key, one.tensor).detach())
-        return found
-
     def outer(self, local: LocalSteps) -> Tensors:
         """Return the state of the outer optimizer by key."""
         return self._state_of(local.outer.optimizer, local.outer.anchors, "outer")
@@ -197,26 +191,20 @@ class SavedState:
         found |= {f"local/{position}/buffer/{name}": buffer for name, buffer in local.own_buffers.items()}
         for kind, tensors in (("model", local.weights), ("error", local.outer.errors), ("before", before)):
             for key, tensor in tensors.items():
-                self._add_slices(found, f"{start}/{kind}/{{}}", key, tensor)
+                self._add_pieces(found, f"{start}/{kind}/{{}}", key, tensor, slices=True)
         stepped = {key: self._store.stepped[key].tensor for key in local.weights}
         return found | self._state_of(self._store.optimizer, stepped, f"{start}/optimizer")
 
     # -- parts -------------------------------------------------------------------------------------
 
     def _add_pieces(
-        self, found: Tensors, pattern: str, key: str, tensor: torch.Tensor, only: str | None = None
-    ) -> None:
+        self, found: Tensors, pattern: str, key: str, tensor: torch.Tensor, only: str | None = None, *,
+        slices: bool = False,
+    ) -> None:  # fmt: skip
+        """Add a tensor as parts of the full model's parameters, or of ``slices`` of them."""
         for piece in self._store.pieces(key, tensor):
             if only is None or piece.info.canonical == only:
-                part = Chunks([piece.tensor], [piece.offset], piece.info.full_shape)
-                self._add(found, pattern.format(piece.info.canonical), part)
-
-    def _add_slices(
-        self, found: Tensors, pattern: str, key: str, tensor: torch.Tensor, only: str | None = None
-    ) -> None:
-        for piece in self._store.pieces(key, tensor):
-            if only is None or piece.info.canonical == only:
-                name, part = _within_slice(piece)
+                name, part = _within_slice(piece) if slices else _within_whole(piece)
                 self._add(found, pattern.format(name), part)
 
     def _add(self, found: Tensors, key: str, value: Any) -> None:
@@ -270,11 +258,16 @@ def _is_flat_piece(store: GroupStore, one: Stepped) -> bool:
     return len(infos) > 1 or infos[0].tp_dim is not None or infos[0].cut is not None
 
 
+def _within_whole(piece: Piece) -> tuple[str, Chunks]:
+    """Return the name of the parameter, and the piece as a part of it."""
+    return piece.info.canonical, Chunks([piece.tensor], [piece.offset], piece.info.full_shape)
+
+
 def _within_slice(piece: Piece) -> tuple[str, Chunks]:
     """Return the name of the slice, or parameter, and the piece as a part of it."""
     info = piece.info
     if info.cut is None:
-        return info.canonical, Chunks([piece.tensor], [piece.offset], info.full_shape)
+        return _within_whole(piece)
     inside = [at - info.cut.start if dim == info.cut.dim else at for dim, at in enumerate(piece.offset)]
     return f"{info.canonical}@{info.cut.dim}:{info.cut.start}", Chunks([piece.tensor], [inside], info.shape)
 

@@ -90,7 +90,12 @@ def deepspeed_command(
                 "would change it"
             )
     environ = child_environment(start.search_path, {})
-    _check_exports(variables_with(_DEEPSPEED_EXPORTS, environ))
+    for name, value in variables_with(_DEEPSPEED_EXPORTS, environ).items():
+        if _EXPANDED.search(value) or not is_safe(name):
+            raise LaunchError(
+                f"{name}={quote(value)}: DeepSpeed's runner exports it through pdsh and remote shells, which would "
+                "change it; unset it, or give NCCL's and UCX's by --env"
+            )
     for folder in (Path.home(), start.directory):
         # If DS_ENV_FILE is an absolute path, ``folder /`` does not change it.
         _check_env_file(folder / environ.get("DS_ENV_FILE", ".deepspeed_env"))
@@ -197,15 +202,6 @@ def require(program: str, why: str) -> None:
 def _rank_command(start: Start, hosts: Sequence[Host], master: tuple[str, int]) -> list[str]:
     words = [include_text(hosts), f"{master[0]}:{master[1]}", *start.words]
     return [start.python, "-P", "-m", f"{__package__}.rank", *map(encode, words)]
-
-
-def _check_exports(variables: Mapping[str, str]) -> None:
-    for name, value in variables.items():
-        if _EXPANDED.search(value) or not is_safe(name):
-            raise LaunchError(
-                f"{name}={quote(value)}: DeepSpeed's runner exports it through pdsh and remote shells, which would "
-                "change it; unset it, or give NCCL's and UCX's by --env"
-            )
 
 
 def _check_env_file(path: Path) -> None:

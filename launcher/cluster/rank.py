@@ -13,10 +13,10 @@ every launcher.
 from __future__ import annotations
 
 import os
-import re
 import sys
 from collections.abc import Sequence
 from typing import NoReturn
+from urllib.parse import quote, unquote
 
 from ...engine.environment.detect import PARENT_PID, detect, export
 from ...engine.environment.process import child_environment, thread_settings
@@ -25,21 +25,17 @@ from ..fatal_errors import report_fatal
 from ..own_command import own_command, search_path
 from .hosts import parse_slots
 
-_OTHER = re.compile(rb"[^A-Za-z0-9_./:,@-]")
 _EMPTY = "+"
 
 
 def encode(word: str) -> str:
     """Encode a word: ``sdp.groups=4`` becomes ``sdp.groups+3D4``."""
-    return _OTHER.sub(lambda match: b"+%02X" % match[0][0], word.encode(errors="surrogateescape")).decode() or _EMPTY
+    return quote(word, safe="/:,@", errors="surrogateescape").replace("~", "%7E").replace("%", "+") or _EMPTY
 
 
 def decode(word: str) -> str:
     """Undo :func:`encode`."""
-    if word == _EMPTY:
-        return ""
-    plain = re.sub(rb"\+([0-9A-F]{2})", lambda match: bytes([int(match[1], 16)]), word.encode())
-    return plain.decode(errors="surrogateescape")
+    return "" if word == _EMPTY else unquote(word.replace("+", "%"), errors="surrogateescape")
 
 
 def is_safe(word: str) -> bool:

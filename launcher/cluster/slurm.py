@@ -57,11 +57,14 @@ def script(options: Namespace, start: Start, dump_dir: Path) -> str:
                 f"--{name} {quote(value)}: not a value that SLURM could know; letters, digits and _.,:=@+/[]()&|*!- "
                 "are allowed"
             )
+    for word in start.extra:
+        if not word.startswith("-") or not _VALUE.fullmatch(word):
+            raise LaunchError(f"--launcher-args {quote(word)}: for slurm, options of sbatch in the form --name=value")
     lines = [f"#SBATCH --{name}={value}" for name, value in asked.items()]
     lines += [
         "#SBATCH --requeue",
         f'#SBATCH --output="{folder}/job-%j.log"',
-        *(f"#SBATCH {word}" for word in _checked_extra(start.extra)),
+        *(f"#SBATCH {word}" for word in start.extra),
     ]
     return _TEMPLATE.format(
         options="\n".join(lines),
@@ -84,13 +87,6 @@ def _srun(options: Namespace, start: Start, folder: Path) -> list[str]:
             f"--container-mounts={mounts}",
             f"--container-workdir={start.directory}",
         ]
-    return words
-
-
-def _checked_extra(words: Sequence[str]) -> Sequence[str]:
-    for word in words:
-        if not word.startswith("-") or not _VALUE.fullmatch(word):
-            raise LaunchError(f"--launcher-args {quote(word)}: for slurm, options of sbatch in the form --name=value")
     return words
 
 

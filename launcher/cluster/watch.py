@@ -45,15 +45,8 @@ class _Ending:
         self.since: float | None = None
         self.reason = ""  # of the first rank that said one
         self._stream = stream
-        self._thread = threading.Thread(target=self._forward, daemon=True)
-        self._thread.start()
-
-    def finish(self, seconds: float) -> None:
-        """Wait at most ``seconds`` for the rest of the stream.
-
-        A process that was left behind may hold the stream open.
-        """
-        self._thread.join(seconds)
+        self.thread = threading.Thread(target=self._forward, daemon=True)
+        self.thread.start()
 
     def _forward(self) -> None:
         for line in self._stream:
@@ -139,7 +132,7 @@ def run_watched(
                 say(f"{command[0]} still waits for a host {seconds:g} s after the job's end: killed")
                 return End(128 + received[0], is_loss=False) if received else End(1, is_loss=True)
             time.sleep(_POLL_SECONDS)
-        ending.finish(_POLL_SECONDS * 10)
+        ending.thread.join(_POLL_SECONDS * 10)  # a process that was left behind may hold the stream open
     code = process.returncode
     # 1 and 2 are the codes of a failed sdp. MPICH may return 0 after a signal, whatever its ranks
     # return.

@@ -9,7 +9,7 @@ import pytest
 import sentencepiece
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from sdp.data.huggingface import SpecialIds, write_tokenizer
+from sdp.data.huggingface import write_tokenizer
 from sdp.data.tokenizers import END_OF_TEXT, BytesTokenizer, SentencePieceTokenizer, train_sentencepiece
 
 transformers = pytest.importorskip("transformers")
@@ -29,7 +29,7 @@ def pair(request, tmp_path_factory):
     folder = tmp_path_factory.mktemp("tokenizer")
     texts, size = CORPORA[request.param]
     ours = SentencePieceTokenizer(train_sentencepiece(texts, size)) if texts else BytesTokenizer()
-    assert write_tokenizer(ours, folder) == SpecialIds(None, ours.end_of_text)
+    assert write_tokenizer(ours, folder) == (None, ours.end_of_text)
     (folder / "config.json").write_text(json.dumps({"model_type": "llama"}))
     return ours, transformers.AutoTokenizer.from_pretrained(folder), texts
 

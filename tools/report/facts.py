@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from statistics import fmean, median
 from typing import Any
@@ -15,14 +15,14 @@ from ..runs.run_files import Run, describe_phases, phases_of
 from ..shared.table import Spread
 
 _SERVED = {"rounds": "round", "groups alive": "alive", "late deliveries": "late", "tokens skipped": "skipped_tokens"}
-STATE_PARTS = (
-    "parameters",
-    "gradients",
-    "optimizer",
-    "frozen",  # for backward masking
-    "outer",  # for local steps: anchors, and the state of the outer optimizer
-)
-WARM_UP_STEPS = 3  # left out of medians, because allocators and caches settle in them
+STATE_PARTS = {
+    "parameters": "parameters",
+    "gradients": "gradients",
+    "optimizer": "optimizer state",
+    "frozen": "frozen copies",  # for backward masking
+    "outer": "anchors and outer state",  # for local steps
+}  # in summary.json, and their names in a report
+WARM_UP_STEPS = 3  # left out of medians: 1 allocates optimizer state, 2 is probed, 3 follows the probe
 
 
 @dataclass(frozen=True)
@@ -255,11 +255,8 @@ def _median(lines: Sequence[Mapping[str, Any]], key: str) -> float | None:
 
 def _phase_seconds(lines: Sequence[Mapping[str, Any]]) -> dict[str, float]:
     """Find the median seconds of a step with each masking of a schedule."""
-    maskings = sorted({line["masking"] for line in lines if "masking" in line})
-    found = {
-        masking: _median([line for line in lines if line.get("masking") == masking], "step_seconds")
-        for masking in maskings
-    }
+    by_masking = {name: [line for line in lines if line.get("masking") == name] for name in ("backward", "forward")}
+    found = {masking: _median(of_phase, "step_seconds") for masking, of_phase in by_masking.items()}
     return {masking: seconds for masking, seconds in found.items() if seconds is not None}
 
 
@@ -294,11 +291,9 @@ def _total(rank: Mapping[str, Any], key: str) -> int:
 
 
 def _measured_state(ranks: Sequence[Mapping[str, Any]]) -> dict[str, Spread]:
-    parts: dict[str, Callable[[Mapping[str, Any]], float]] = {
-        part: lambda state, part=part: state.get(part, 0) for part in STATE_PARTS
-    }
-    parts["together"] = lambda state: sum(state.get(part, 0) for part in STATE_PARTS)
-    spreads = {part: Spread.of(value(rank["state_measured"]) for rank in ranks) for part, value in parts.items()}
+    states = [{part: rank["state_measured"].get(part, 0) for part in STATE_PARTS} for rank in ranks]
+    spreads = {part: Spread.of(state[part] for state in states) for part in STATE_PARTS}
+    spreads["together"] = Spread.of(sum(state.values()) for state in states)
     return {
         part: spread
         for part, spread in spreads.items()

@@ -13,7 +13,7 @@ from ...engine.errors import MOST_MESSAGE, escape, shorten
 from ..runs.plot import plot_loss
 from ..runs.run_files import PLOT, Run, read_run
 from ..shared.table import Row, Table, bytes_row, plain_row, text_row
-from .facts import Baseline, Facts, facts_of_all, find_baseline
+from .facts import STATE_PARTS, Baseline, Facts, facts_of_all, find_baseline
 
 WIDTH = 100  # columns
 
@@ -177,17 +177,9 @@ def _rate(flops_per_second: float | None) -> str | None:
 
 def _memory(runs: Sequence[Facts], dense: Baseline) -> list[Row]:
     base, predicted = dense.run, dense.known and not dense.measured
-    parts = {
-        "parameters": "parameters",
-        "gradients": "gradients",
-        "optimizer": "optimizer state",
-        "frozen": "frozen copies",
-        "outer": "anchors and outer state",
-    }
-    parts |= {"together": "together"}
     state = [
-        bytes_row(parts[p], [run.state.get(p) for run in runs], dense.state.get(p), show_baseline=predicted)
-        for p in parts
+        bytes_row(label, [run.state.get(part) for run in runs], dense.state.get(part), show_baseline=predicted)
+        for part, label in {**STATE_PARTS, "together": "together"}.items()
     ]
     process = "peak allocated on the GPU ²" if _on_cuda(runs) else "peak of resident memory ²"
     return [

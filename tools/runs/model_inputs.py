@@ -12,7 +12,7 @@ from ...data.image_sets import facts_of_set
 from ...data.tokenizers import DEFAULT_VOCAB_SIZE, BytesTokenizer
 from ...engine.config.schema import Config
 from ...engine.errors import ConfigError
-from ...models.registry import MODELS, build_model
+from ...models.registry import build_model
 from .dataset import FOLDER_IMAGE_SIZE, open_prepared, path_of
 
 
@@ -24,7 +24,7 @@ def model_and_batch(config: Config) -> tuple[Callable[[], nn.Module], Callable[[
     """
     if not config.model:
         raise ConfigError('model: this section is required to plan, for example {"name": "llama", …}')
-    facts = _facts(config)
+    facts = facts_of(config)
     build = lambda: build_model(config.model, **facts)  # noqa: E731
     if config.data.name is None:
         tokens = config.data.sequence_length
@@ -43,7 +43,7 @@ def model_and_batch(config: Config) -> tuple[Callable[[], nn.Module], Callable[[
     return build, of_images
 
 
-def _facts(config: Config) -> dict[str, int]:
+def facts_of(config: Config) -> dict[str, int]:
     """The sizes that the model must fit: those of the data if it exists, else those of the
     configuration.
     """
@@ -54,9 +54,6 @@ def _facts(config: Config) -> dict[str, int]:
     if (data.path is not None or data.sources) and path.is_dir():
         return open_prepared(config, path).facts
     if data.name is None:
-        entry = MODELS.get(str(model.get("name")))
-        if entry is not None and entry.reads != "tokens":
-            raise ConfigError(f'data.name: {model["name"]} reads {entry.reads}; name them, for example "digits"')
         if model.get("name") == "huggingface":
             return {}
         fixed = BytesTokenizer.vocab_size if data.tokenizer == "bytes" else None

@@ -21,6 +21,7 @@ from ...engine.checkpoint.storage.remote import fetch_checkpoint, newest
 from ...engine.config.load import load_config, read_raw
 from ...engine.config.removed import without_removed_keys
 from ...engine.config.schema import Config
+from ...engine.distributed.mesh import Mesh
 from ...engine.errors import CheckpointError, ConfigError
 from ...engine.object_store import is_url, local_copy
 from ..shared.arguments import add_set_option
@@ -77,6 +78,11 @@ class SavedRun:
     @property
     def step(self) -> int:
         return self.state["global_steps"]
+
+    @property
+    def mesh(self) -> Mesh:
+        """The mesh of the run that wrote the checkpoint."""
+        return Mesh(*self.state["mesh"][:3])
 
     @property
     def data(self) -> Path:
@@ -236,18 +242,11 @@ def _locate(directory: Path, tag: str | None) -> tuple[Path, Path]:
             raise ConfigError(f"{directory} is one checkpoint; give the directory of the run to choose {tag} in it")
         dump_dir = directory.absolute().parent.parent
         if not (dump_dir / CONFIG).is_file():
-            raise ConfigError(
-                f"{directory}: a script wrote this checkpoint, not sdp train, so the model is unknown (no "
-                f"{dump_dir / CONFIG}); call engine.load_checkpoint and engine.full_state_dict() in the script to get "
-                "its weights"
-            )
+            raise _written_by_a_script(directory, "this checkpoint", dump_dir)
         return dump_dir, directory
     if not (directory / CONFIG).is_file():
         if latest(directory) is not None:
-            raise ConfigError(
-                f"{directory}: a script wrote these checkpoints, not sdp train, so the model is unknown; "
-                "call engine.load_checkpoint and engine.full_state_dict() in the script to get their weights"
-            )
+            raise _written_by_a_script(directory, "these checkpoints", directory)
         found = f"no {CONFIG} in it" if directory.is_dir() else "no such directory"
         raise ConfigError(
             f"{directory}: neither a run nor a checkpoint of a run ({found}); give the --dump-dir of sdp train"
@@ -261,3 +260,10 @@ def _locate(directory: Path, tag: str | None) -> tuple[Path, Path]:
         there = ", ".join(sorted(path.name for path in checkpoints.glob("[!.]*") if path.is_dir())) or "none"
         raise CheckpointError(f"{checkpoints}: no checkpoint {tag}; found: {there}")
     return directory, checkpoint
+
+
+def _written_by_a_script(directory: Path, what: str, dump_dir: Path) -> ConfigError:
+    return ConfigError(
+        f"{directory}: a script wrote {what}, not sdp train, so the model is unknown (no {dump_dir / CONFIG}); call "
+        "engine.load_checkpoint and engine.full_state_dict() in the script to get the weights"
+    )

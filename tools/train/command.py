@@ -178,8 +178,8 @@ def _check_files(config: Config, options: argparse.Namespace) -> None:
 
     Without this check every rank would find these mistakes, but only after it has imported torch.
     """
+    from ...models.sections import check_names
     from ..runs.run_files import require_no_other_run
-    from ..shared.config_checks import check_names
 
     check_names(config)
     # A group that is started again goes on with its files.

@@ -42,17 +42,12 @@ def explained(
         raise PeerLostError(
             f"{beat.position}: another rank is gone ({gone[0]}); its log or its launcher says why"
         ) from None
-    except OSError as error:
-        if error.errno not in NO_ROOM:
-            raise
-        problem: Exception = WriteError.of(error.filename or checkpoints, error)
-        raise _with_newest_checkpoint(problem, checkpoints) from None
-    except WriteError as error:
-        raise _with_newest_checkpoint(error, checkpoints) from None
-
-
-def _with_newest_checkpoint(error: Exception, checkpoints: str | Path) -> WriteError:
-    return WriteError(f"{error}; the newest checkpoint: {describe_newest(checkpoints)}")
+    except (OSError, WriteError) as error:
+        if isinstance(error, OSError):
+            if error.errno not in NO_ROOM:
+                raise
+            error = WriteError.of(error.filename or checkpoints, error)
+        raise WriteError(f"{error}; the newest checkpoint: {describe_newest(checkpoints)}") from None
 
 
 def _out_of_memory(config: Config, rank_and_device: str, engine: SDPEngine | None) -> OutOfMemoryError:
@@ -86,11 +81,11 @@ def remedies(config: Config) -> list[str]:
         found.append("a smaller train_micro_batch_size_per_gpu with more gradient_accumulation_steps")
     if config.zero_optimization.stage < 3:
         found.append("zero_optimization.stage 3 with more ranks per group (shares the state among them)")
-    if config.sdp.groups > 1 and not isinstance(config.sdp.placement, dict) and _lowest(config) < _capacity(config):
-        found.append(
-            f"an sdp.capacity below {_capacity(config):g} (down to {_lowest(config):g} with {config.sdp.groups} groups)"
-        )
-    if config.sdp.groups == 1:
+    groups, capacity = config.sdp.groups, config.sdp.capacity
+    most = max(capacity) if isinstance(capacity, list) else capacity
+    if groups > 1 and not isinstance(config.sdp.placement, dict) and 1 / groups < most:
+        found.append(f"an sdp.capacity below {most:g} (down to {1 / groups:g} with {groups} groups)")
+    if groups == 1:
         found.append("several sdp.groups with a capacity below 1")
     if config.compute_bytes == 4:
         found.append("bf16.enabled (halves activations)")
@@ -99,12 +94,3 @@ def remedies(config: Config) -> list[str]:
     elif config.data.name == "folder":
         found.append("a smaller data.image_size")
     return found
-
-
-def _capacity(config: Config) -> float:
-    capacity = config.sdp.capacity
-    return max(capacity) if isinstance(capacity, list) else capacity
-
-
-def _lowest(config: Config) -> float:
-    return 1 / config.sdp.groups

@@ -12,7 +12,7 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from ...data.image_sets import check_source, facts_of_set
+from ...data.image_sets import check_source
 from ...data.images import check_packages
 from ...engine.batch.loader import evaluation_batches
 from ...engine.batch.size import BatchSize
@@ -31,10 +31,9 @@ from ...engine.placement.layout import Layout
 from ...engine.subnetwork.initialisation import WeightFiles, fillers_from
 from ...models.registry import build_model, changed_key
 from ..runs.dataset import Corpus, check_router, open_prepared, path_of, router_folder
+from ..runs.model_inputs import facts_of
 from ..runs.run_files import CONFIG
 from ..runs.saved_run import check_data
-
-_SOME_VOCABULARY = 256  # used if the corpus is not prepared yet; the units do not depend on it
 
 
 def check(config: Config, mesh: Mesh, dump_dir: Path, checkpoints: str | Path, *, resume: bool) -> None:
@@ -56,7 +55,9 @@ def check(config: Config, mesh: Mesh, dump_dir: Path, checkpoints: str | Path, *
     corpus = (
         None if path == dump_dir / "corpus" else open_prepared(config, path)
     )  # the files that are made for the run do not exist yet
-    model = build_model(config.model, **(corpus.facts if corpus is not None else _facts_to_come(config)))
+    if corpus is None and config.data.name is not None:
+        check_source(config.data.name, Path(config.data.path) if config.data.path is not None else None)
+    model = build_model(config.model, **(corpus.facts if corpus is not None else facts_of(config)))
     if config.data.name is None:
         _check_sequence(config, model)
     if corpus is not None:
@@ -69,17 +70,6 @@ def check(config: Config, mesh: Mesh, dump_dir: Path, checkpoints: str | Path, *
     _check_optimizer(config)
     if resume:
         _check_checkpoint(config, dump_dir, checkpoints, corpus)
-
-
-def _facts_to_come(config: Config) -> dict[str, int]:
-    """Return the sizes that the model must fit, for data that is prepared after the start."""
-    data = config.data
-    if data.name is None and config.model.get("name") == "huggingface":
-        return {}
-    if data.name is None:
-        return {"vocab_size": data.vocab_size or config.model.get("vocab_size") or _SOME_VOCABULARY}
-    check_source(data.name, Path(data.path) if data.path is not None else None)
-    return facts_of_set(data.name)
 
 
 def _check_sequence(config: Config, model: nn.Module) -> None:

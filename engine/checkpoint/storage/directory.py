@@ -176,17 +176,16 @@ class DirectoryTarget:
             shutil.rmtree(self.aside, ignore_errors=True)
             raise
 
-    def enter(self, rank: int) -> str | None:
-        """Return a message if this rank does not see the directory that rank 0 made, else None."""
+    def enter(self, rank: int) -> None:
+        """Raise CheckpointError if this rank does not see the directory that rank 0 made."""
         deadline = time.monotonic() + _SHARED_SECONDS
         while not self.aside.is_dir():
             if time.monotonic() > deadline:
-                return (
+                raise CheckpointError(
                     f"rank {rank} on {socket.gethostname()} does not see {self._directory}, which rank 0 made; "
                     "checkpoints need a directory that all hosts share"
                 )
             time.sleep(0.1)
-        return None
 
     def add(self, files: Iterable[Path]) -> dict[str, str]:
         """Return the hashes of files that were written aside."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -186,12 +186,6 @@ def damaged_file(path: Path, expected: Mapping[str, str]) -> str | None:
         if found != digest:
             return f"{path / name}: damaged, its sha256 is {found[:12]}… instead of {digest[:12]}…; {_OLDER}"
     return None
-
-
-def share_of(files: Mapping[str, str], part: int, parts: int) -> dict[str, str]:
-    """Return every ``parts``-th file from ``part`` on. This divides the reading among ranks."""
-    names: Sequence[str] = sorted(files)[part::parts]
-    return {name: files[name] for name in names}
 
 
 def _digest(state: Mapping[str, Any]) -> str:

@@ -47,11 +47,10 @@ class RemoteTarget:
         self._store.write(f"{self._tag}/{PARTIAL}", b"")
         self._store.remove([f"{self._tag}/{STATE}"])
 
-    def enter(self, rank: int) -> str | None:
-        """Make the folder of this rank. Returns None."""
+    def enter(self, rank: int) -> None:
+        """Make the folder of this rank."""
         cache_folder().mkdir(parents=True, exist_ok=True)
         self.aside = Path(tempfile.mkdtemp(prefix=f"saving-{self._tag}-{rank}-", dir=cache_folder()))
-        return None
 
     def add(self, files: Iterable[Path]) -> dict[str, str]:
         """Copy files to the store, and return their hashes."""

@@ -10,6 +10,7 @@ from typing import Any
 
 from ....engine.checkpoint.storage.directory import LATEST
 from ....engine.checkpoint.storage.remote import newest
+from ....engine.distributed.agreement import Ranks
 from ....engine.distributed.heartbeat import Heartbeat
 from ....engine.engine import SDPEngine
 from ....engine.errors import CheckpointError, StoreError, WriteError
@@ -125,29 +126,29 @@ class Checkpointer:
             CheckpointError: On all ranks, if the directory or its pointer is a symbolic link, or if
                 the directory was removed during the run. It is not made again.
         """
-        problem = self._try_to_make_directory() if self._engine.global_rank == 0 else None
-        problem, run_is_gone = self._engine.gather_facts([problem, not self._dump_dir.is_dir()])[0]
-        if run_is_gone:
-            raise WriteError(f"{self._dump_dir}: was removed while the run was writing to it")
-        if problem is not None:
-            raise CheckpointError(problem)
 
-    def _try_to_make_directory(self) -> str | None:
-        """Return why the directory cannot be used, or None."""
-        if is_url(self.directory):
-            return None
-        directory = Path(self.directory)
-        links = [path for path in (directory, directory / LATEST) if path.is_symlink()]
-        if links:
-            return f"{links[0]}: is a symbolic link, which a run does not follow; remove the link"
-        if self._has_directory and not directory.is_dir():
-            return f"{directory}: was removed while the run was writing to it; make it again to have checkpoints"
-        try:
-            directory.mkdir(exist_ok=True)
-        except OSError as error:
-            return f"{directory}: cannot be made ({error.strerror})"
-        self._has_directory = True
-        return None
+        def make() -> None:
+            if not self._dump_dir.is_dir():
+                raise WriteError(f"{self._dump_dir}: was removed while the run was writing to it")
+            if is_url(self.directory):
+                return
+            directory, problem = Path(self.directory), None
+            links = [path for path in (directory, directory / LATEST) if path.is_symlink()]
+            if links:
+                problem = f"{links[0]}: is a symbolic link, which a run does not follow; remove the link"
+            elif self._has_directory and not directory.is_dir():
+                problem = f"{directory}: was removed while the run was writing to it; make it again to have checkpoints"
+            else:
+                try:
+                    directory.mkdir(exist_ok=True)
+                except OSError as error:
+                    problem = f"{directory}: cannot be made ({error.strerror})"
+            if problem is not None:
+                raise CheckpointError(problem)
+            self._has_directory = True
+
+        engine = self._engine
+        Ranks(alone=engine.world_size == 1).all_or_none(lambda: make() if engine.global_rank == 0 else None)
 
     def _holds_a_checkpoint(self) -> bool:
         try:

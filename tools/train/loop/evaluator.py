@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from itertools import chain
 from typing import Any
@@ -63,16 +63,6 @@ def without_prefix(batch: dict[str, Any], prefix: int) -> dict[str, Any]:
     return {**batch, "labels": labels}
 
 
-class _InTurn:
-    """Several loaders, one after the other."""
-
-    def __init__(self, loaders: list[Iterable[Any]]):
-        self._loaders = loaders
-
-    def __iter__(self) -> Iterator[Any]:
-        return chain.from_iterable(self._loaders)
-
-
 class Evaluator:
     """Reads this rank's share of the held-out data, the same at each evaluation."""
 
@@ -80,7 +70,7 @@ class Evaluator:
         self._engine, self._corpus, self._beat = engine, corpus, beat
         limit, paths, mesh = engine.config.training.evaluate_batches, corpus.paths, engine.layout.mesh
         self._held_out = self._batches(corpus.held_out if paths is None else Routed(corpus.held_out, paths), limit)
-        self._own: Any = None  # with paths, held-out samples of this rank's path
+        self._own: list[Any] | None = None  # with paths, held-out samples of this rank's path
         if paths is not None:
             path, share, shares = paths.rank_of_path(mesh.data_rank(engine.global_rank), mesh.data_ranks)
             members = paths.members[path].tolist()
@@ -103,9 +93,9 @@ class Evaluator:
         engine = self._engine
         started = time.perf_counter()
         self._beat.at(engine.global_steps, READING, engine.config.training.start_timeout)
-        batches, sources = list(self._held_out), {name: list(part) for name, part in self._sources.items()}
+        batches, sources = _read(self._held_out), {name: _read(part) for name, part in self._sources.items()}
         paths = None if self._corpus.paths is None else [batch.pop("path") for batch in batches]
-        own_batches = batches if self._own is None else list(self._own)
+        own_batches = batches if self._own is None else _read(self._own)
         self._beat.at(engine.global_steps, EVALUATION, engine.config.training.start_timeout)
         losses = engine.evaluate_subnetworks(own_batches)
         with self.recalibrated():
@@ -150,22 +140,25 @@ class Evaluator:
         if not tracks_statistics(self._engine.layout.buffers):
             return []
         self._beat.at(self._engine.global_steps, READING, self._engine.config.training.start_timeout)
-        return list(self._batches(self._corpus.calibration or self._corpus.train, CALIBRATION_BATCHES, drop_last=True))
+        return _read(self._batches(self._corpus.calibration or self._corpus.train, CALIBRATION_BATCHES, drop_last=True))
 
     def _batches(
         self, samples: Any, limit: int | None, *, drop_last: bool = False, share: tuple[int, int] | None = None
-    ) -> Any:
+    ) -> list[Any]:
+        """Return loaders of batches, which are read one after the other."""
         engine = self._engine
         mesh = engine.layout.mesh
         if mesh.alone is not None and share is None:  # this group alone evaluates, and reads the shares of all
-            shares = [(group * mesh.data_ranks + mesh.data_rank(engine.global_rank), mesh.sdp * mesh.data_ranks)
-                      for group in range(mesh.sdp)]  # fmt: skip
-            return _InTurn([self._batches(samples, limit, drop_last=drop_last, share=pair) for pair in shares])
+            found = list[Any]()
+            for group in range(mesh.sdp):
+                pair = (group * mesh.data_ranks + mesh.data_rank(engine.global_rank), mesh.sdp * mesh.data_ranks)
+                found += self._batches(samples, limit, drop_last=drop_last, share=pair)
+            return found
         rank, ranks = share or (mesh.data_rank(engine.global_rank), mesh.data_ranks)
         micro, drop_last = engine.train_micro_batch_size_per_gpu(), drop_last or engine.config.data.name is None
         if isinstance(samples, Routed):
             samples = samples.by_path(evaluation_rows(len(samples), ranks * micro, limit, drop_last=drop_last), micro)
-        return evaluation_batches(
+        loader = evaluation_batches(
             samples,
             micro,
             data_rank=rank,
@@ -175,3 +168,8 @@ class Evaluator:
             num_workers=engine.config.data.num_workers,
             drop_last=drop_last,
         )
+        return [loader]
+
+
+def _read(loaders: list[Any]) -> list[Any]:
+    return list(chain.from_iterable(loaders))

@@ -16,12 +16,11 @@ from ....engine.accounting.memory import state_bytes
 from ....engine.distributed.collectives import sent_bytes
 from ....engine.engine import SDPEngine
 from ....engine.files import refuse_link
+from ...report.facts import WARM_UP_STEPS
 from ...report.render import render
 from ...runs.dataset import Corpus
 from ...runs.plot import plot_loss
 from ...runs.run_files import PLOT, RunFiles, read_run
-
-WARM_UP_STEPS = 3  # step 1 allocates optimizer state, step 2 is probed, step 3 follows the probe
 
 
 def write_summary(files: RunFiles, summary: dict[str, Any]) -> None:
