@@ -1,6 +1,6 @@
 """Bytes of parameters, gradients and optimizer state.
 
-They are predicted from the placement, and counted in the tensors that exist.
+They can be predicted from the placement, and measured on the tensors of a rank.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class StateBytes:
 
     ``frozen`` counts the copies of parameters that the rank does not train. ``outer`` counts what
     local steps keep between averages: anchors, the state of the outer optimizer, and the errors of
-    compression. ``outer_on_host`` is the part of it that is offloaded to the host's memory.
+    compression. ``outer_on_host`` is the part of ``outer`` that is in the host's memory.
     """
 
     parameters: int
@@ -51,7 +51,7 @@ class StateBytes:
         return self.parameters + self.gradients + self.optimizer + self.frozen + self.outer - self.outer_on_host
 
     def to_json(self) -> dict[str, int]:
-        """Return all fields by name. Those of local steps are left out if they are 0."""
+        """Return all fields by name. Fields of local steps are left out if they are 0."""
         return {key: value for key, value in asdict(self).items() if value or not key.startswith("outer")}
 
 
@@ -65,8 +65,7 @@ def predicted_state(store: GroupStore, config: Config) -> StateBytes:
 def _predict_partitions(store: Any, stage: int) -> StateBytes:
     """Predict the state of this rank under DeepSpeed.
 
-    Weights are the model's own, in compute precision, and ZeRO's float32 partitions with their
-    padding.
+    Weights are the model's tensors in compute precision, and ZeRO's padded float32 partitions.
     """
     from ..stores.deepspeed.partitions import partition_numel  # deepspeed is optional
 
@@ -92,7 +91,7 @@ def measured_state(groups: BetweenGroups, gradient_bytes: int) -> StateBytes:
 
     Args:
         groups: What this rank has.
-        gradient_bytes: Bytes of the gradients, counted before the step that freed them.
+        gradient_bytes: Bytes of the gradients, counted before the step freed them.
     """
     store, local = groups.store, groups.local
     held = {id(parameter): stored_tensor(parameter) for parameter in store.parameters.values()}
@@ -131,11 +130,11 @@ def predict_state_bytes(layout: Layout, rank: int, optimizer: Optimizer, config:
 
 
 def predict_outer_bytes(sync: SyncSection, trained: Sequence[tuple[TensorInfo, int]]) -> int:
-    """Return the bytes of anchors, outer optimizer state and errors, for parameters with their
-    local numbers.
+    """Return the bytes of anchors, outer optimizer state and rounding errors.
 
-    A parameter that keeps its weights has no state, but a slice has, for the checkpoint of the
-    whole parameter.
+    ``trained`` has the parameters with their local numbers of elements. A parameter with "skip"
+    (``single_holder``) has no state. A slice has, because checkpoints have the whole parameter's
+    state.
     """
     shared = sum(numel for info, numel in trained if len(info.holders) > 1)
     everything = sum(numel for _, numel in trained)
@@ -174,8 +173,8 @@ class PeakMemory:
     including the heaps of the interpreter and the libraries. :meth:`reset` resets the kernel's
     high-water mark if the kernel allows it.
 
-    On a CPU, start processes with glibc's thresholds set (``allocator_settings``). Otherwise freed
-    memory stays resident.
+    On a CPU, start processes with the variables of ``allocator_settings``. Otherwise glibc keeps
+    freed memory resident.
     """
 
     def __init__(self, device: torch.device):
@@ -189,7 +188,7 @@ class PeakMemory:
         try:
             self._clear.write_text("5")  # resets VmHWM (proc(5))
         except OSError:
-            return  # the peak is then that of the process's whole life, so it is never too low
+            return  # then the peak is that of the whole process, so it is never too low
 
     def read(self) -> int:
         """Return the peak in bytes."""

@@ -59,7 +59,7 @@ def peak_tensor_bytes(
 def watched_peak(
     module: nn.Module, optimizer: Optimizer, device: torch.device, *, kept: Iterable[torch.Tensor] = ()
 ) -> Iterator[Callable[[], int]]:
-    """A context for a training step, which gives the function that returns its peak.
+    """A context for a training step. Yields a function that returns the peak of the step.
 
     For the arguments and the result see :func:`peak_tensor_bytes`.
     """
@@ -88,11 +88,10 @@ def _state_tensors(module: nn.Module, optimizer: Optimizer) -> Iterator[torch.Te
 
 
 class LiveStorages(TorchDispatchMode):
-    """Knows every live storage on ``device`` that an operator has touched.
+    """Records every live storage on ``device`` that an operator has used.
 
-    ``torch.distributed._tools.MemTracker`` counts the same. (Its "parameters" include FSDP2's
-    gathered copies.) But it refuses a module that is called twice in a step, and gradient
-    accumulation does that.
+    ``torch.distributed._tools.MemTracker`` counts the same. But it refuses a module that is called
+    twice in a step, as in gradient accumulation.
     """
 
     def __init__(self, device: torch.device):
@@ -122,7 +121,7 @@ class LiveStorages(TorchDispatchMode):
 
         The peak can have changed only if a storage is new or has grown.
         """
-        grown = [self._notice(tensor) for tensor in tensors]  # a list: every tensor must be noticed
+        grown = [self._notice(tensor) for tensor in tensors]  # a list, so that no tensor is left out
         if any(grown):
             self.peak = max(self.peak, self._live_bytes())
 
@@ -167,9 +166,9 @@ class LiveStorages(TorchDispatchMode):
 def _inside_a_collective() -> bool:
     """Return whether a function of ``torch.distributed`` called the running operator.
 
-    Such operators need not be watched. The function's inputs and outputs are seen where they are
+    Such operators are not watched. Inputs and outputs of the function were recorded when they were
     made. All other tensors belong to the communication library: gloo's reduce-scatter copies its
-    input, which NCCL's does not.
+    input, and NCCL's does not.
     """
     frame = sys._getframe(2)
     while frame is not None:

@@ -18,9 +18,7 @@ PREFIXES = {
 
 
 def format_bytes(nbytes: float, unit: str = "", digits: int = 2) -> str:
-    """Print bytes in ``unit``; by default in the largest decimal unit of which there is at least
-    one: ``1.50 GB``.
-    """
+    """Print bytes in ``unit``, by default in the largest unit that fits: ``1.50 GB``."""
     if unit:
         return f"{nbytes / PREFIXES[unit.removesuffix('B')]:,.{digits}f} {unit}"
     factor, unit = unit_for(nbytes)
@@ -28,7 +26,7 @@ def format_bytes(nbytes: float, unit: str = "", digits: int = 2) -> str:
 
 
 def unit_for(nbytes: float, *, binary: bool = False) -> tuple[int, str]:
-    """The largest unit of which ``nbytes`` has at least one: its bytes, and its name."""
+    """The largest unit that is not larger than ``nbytes``: its bytes, and its name."""
     step, names = (1024, BINARY_UNITS) if binary else (1000, DECIMAL_UNITS)
     power = 0
     while power + 1 < len(names) and nbytes >= step ** (power + 1):
@@ -54,7 +52,7 @@ def format_flops(operations: float) -> str:
 
 
 def _significant(number: float) -> str:
-    """At most four significant digits, but all digits before the point, and no exponent."""
+    """Round to four significant digits, but keep all digits before the point."""
     before = math.floor(math.log10(number)) if number > 0 else 0
     text = f"{number:,.{max(0, 3 - before)}f}"
     return text.rstrip("0").removesuffix(".") if "." in text else text

@@ -25,8 +25,8 @@ IGNORED_LABEL = -100  # torch's and Hugging Face's ignore_index
 def map_leaves(function: Callable[[Any], Any], tree: Any) -> Any:
     """Apply ``function`` to the leaves of a tree.
 
-    A tree is a torch pytree. Dataclasses and mappings of any class, such as Hugging Face's
-    BatchEncoding, are trees here too. torch treats each of them as one leaf.
+    A tree is a torch pytree. Dataclasses, and mappings of any class such as Hugging Face's
+    BatchEncoding, are trees here too. For torch, each of these is one leaf.
     """
 
     def leaf(found: Any) -> Any:
@@ -72,7 +72,7 @@ def _bind(module: nn.Module, batch: Any) -> tuple[tuple[Any, ...], dict[str, Any
     elif isinstance(batch, tuple | list):
         any_number = any(p.kind is p.VAR_POSITIONAL for p in parameters)
         needed = sum(p.default is p.empty for p in positional)
-        # A list of texts may be the one argument.
+        # A list of texts may be the only argument.
         fits = needed <= len(batch) <= len(positional) and bool(tensors_in(batch))
         if fits or (needed > 1 and len(batch) <= len(positional)) or (any_number and (needed > 1 or not positional)):
             return tuple(batch), {}
@@ -82,8 +82,8 @@ def _bind(module: nn.Module, batch: Any) -> tuple[tuple[Any, ...], dict[str, Any
 def _surplus(signature: inspect.Signature, batch: Mapping[Any, Any]) -> list[str]:
     """Return the keys of ``batch`` that ``forward`` does not take.
 
-    The result is empty unless the batch has all keys that ``forward`` requires. If it has them, the
-    mapping was probably meant to be spread by name.
+    The result is empty if the batch lacks a key that ``forward`` requires, because then the mapping
+    is probably one argument.
     """
     parameters = signature.parameters.values()
     required = {
@@ -93,7 +93,7 @@ def _surplus(signature: inspect.Signature, batch: Mapping[Any, Any]) -> list[str
 
 
 def _fitted(module: nn.Module, batch: Any) -> tuple[tuple[Any, ...], dict[str, Any], Mapping[str, Any]]:
-    """Return the arguments for ``module.forward``, and all of them by name.
+    """Return the arguments for ``module.forward``, as they are passed and by name.
 
     Raises DataError if the batch does not fit.
     """
@@ -119,15 +119,16 @@ def _forward_of(module: nn.Module) -> str:
 def call_model(module: nn.Module, batch: Any) -> Any:
     """Call ``module`` with one batch.
 
-    - A mapping is spread by name if ``forward`` takes all of its keys, and if the mapping has all
-      keys that ``forward`` requires.
-    - A tuple or list with tensors is spread by position if its length fits the positional
-      parameters of ``forward``: ``(x, y)`` for ``forward(x, targets=None)``, but not for
-      ``forward(batch)``. Without tensors it is spread if one argument is not enough.
-    - Anything else is passed as one argument, as with DeepSpeed's engine.
+    - Entries of a mapping are passed by name if ``forward`` takes all of these names, and if no
+      required name is missing.
+    - Items of a tuple or list with tensors are passed by position if ``forward`` takes so many
+      positional arguments: ``(x, y)`` for ``forward(x, targets=None)``, but not for
+      ``forward(batch)``. Items without tensors are passed by position only if ``forward`` requires
+      several arguments.
+    - Anything else is passed as one argument, as in DeepSpeed.
 
     Raises:
-        DataError: the batch fits in none of these ways.
+        DataError: the batch cannot be passed in any of these ways.
     """
     args, kwargs, _ = _fitted(module, batch)
     surplus = _surplus(inspect.signature(module.forward), batch) if not kwargs and isinstance(batch, Mapping) else []
@@ -135,7 +136,7 @@ def call_model(module: nn.Module, batch: Any) -> Any:
         return module(*args, **kwargs)
     except (TypeError, AttributeError) as error:  # a mapping where a tensor is expected
         if surplus:
-            raise DataError(f"{_too_much(module, surplus)} (as the one argument that it might be: {error})") from error
+            raise DataError(f"{_too_much(module, surplus)} (and passing it as one argument fails: {error})") from error
         raise
 
 
@@ -186,9 +187,8 @@ def count_targets(module: nn.Module, batch: Any) -> torch.Tensor:
     The targets are the elements of ``forward``'s ``labels`` that are not ignored. Without labels,
     they are the elements of the batch's last tensor that are not ignored.
 
-    The first position of token labels (2-D, integer) does not count if the model says that it
-    shifts them inside: by ``module.loss_type`` "ForCausalLM", or as a model of transformers for
-    causal language modelling.
+    The first position of token labels (2-D, integer) does not count if the model shifts labels:
+    ``module.loss_type`` is "ForCausalLM", or it is a causal language model of transformers.
     """
     labels = _fitted(module, batch)[2].get("labels")
     if labels is None and isinstance(batch, Mapping):
@@ -206,12 +206,12 @@ def count_targets(module: nn.Module, batch: Any) -> torch.Tensor:
 
 
 def checked_weights(weights: Iterable[Any]) -> list[float]:
-    """Return ``weights`` as numbers. Raises ConfigError for one that is not finite, or below 0."""
+    """Return ``weights`` as numbers. Raises ConfigError if one is infinite, NaN or negative."""
     numbers = [float(weight) for weight in weights]
     wrong = next((number for number in numbers if not 0 <= number < math.inf), None)
     if wrong is not None:
         raise ConfigError(
-            f"the weight {wrong:g} of a loss must be a finite number from 0; give the number of its labels"
+            f"the weight {wrong:g} of a loss must be finite and not negative; give the number of its labels"
         )
     return numbers
 
@@ -219,7 +219,7 @@ def checked_weights(weights: Iterable[Any]) -> list[float]:
 def to_device(batch: Any, device: torch.device, *, non_blocking: bool = True) -> Any:
     """Return the batch with every tensor on ``device``.
 
-    With ``non_blocking``, page-locked memory of the batch may still be read after the return.
+    With ``non_blocking``, page-locked memory is perhaps still being read after the return.
     """
     return map_leaves(
         lambda leaf: leaf.to(device, non_blocking=non_blocking) if isinstance(leaf, torch.Tensor) else leaf, batch
@@ -231,7 +231,7 @@ def count_labels(module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, 
 
     Args:
         module: The model.
-        args: The arguments of its ``forward``, or the batch alone.
+        args: The arguments of ``module.forward``, or only the batch.
         kwargs: Further arguments by name.
     """
     batch: Any = args[0] if len(args) == 1 and not kwargs else args
@@ -244,10 +244,10 @@ class LossWeights:
     """The weights of the micro-batches of the present step, and their losses.
 
     Attributes:
-        unit: A power of two near the mean weight. Gradients are computed in this unit, so that
-            they do not overflow in half precision. No result depends on it.
-        all: Σ n over all ranks that average their gradients, from the end of the last backward pass
-            of a step.
+        unit: A power of two near the mean weight. Weights are divided by it, so that gradients do
+            not overflow in half precision. No result depends on it.
+        all: Σ n over all ranks that average their gradients. It is known when the last backward
+            pass of a step ends.
     """
 
     def __init__(self) -> None:
@@ -262,17 +262,19 @@ class LossWeights:
         """Return the script's ``weight`` as a float64 scalar.
 
         Raises:
-            ConfigError: It is not a number from 0.
+            ConfigError: It is not a finite number, or is negative.
         """
         if isinstance(weight, torch.Tensor) and weight.numel() == 1:
             return weight.detach().to(device).double().reshape(())
         numbers = checked_weights(weight if isinstance(weight, list | tuple) else [weight])
         if len(numbers) != 1:
-            raise ConfigError(f"backward: weight has {len(numbers)} numbers; give the one of this rank's loss")
+            raise ConfigError(
+                f"backward: weight has {len(numbers)} numbers; give one number, the weight of this rank's loss"
+            )
         return torch.tensor(numbers[0], dtype=torch.float64, device=device)
 
     def begin_after(self, losses: Sequence[torch.Tensor], accumulation: int) -> None:
-        """Let earlier micro-batches of this step weigh 1.
+        """Give earlier micro-batches of this step the weight 1.
 
         ``losses``: their mean losses. Gradients were computed in the unit ``accumulation``.
         """
@@ -301,6 +303,6 @@ class LossWeights:
             self._next_unit = 2.0 ** round(math.log2(total / (ranks * len(self._weights))))
 
     def clear(self) -> None:
-        """Forget the micro-batches. The next step computes in the unit of this one's weights."""
+        """Forget the micro-batches. The next step has a unit that is near their mean weight."""
         self._weights, self._losses = [], []
         self.unit = self._next_unit

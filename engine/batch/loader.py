@@ -1,5 +1,5 @@
-"""Reads a map-style data set endlessly on many data ranks, with a state of a few integers, and
-chooses how the ``training_data`` of a script is read and shared out among data ranks.
+"""Reads a map-style data set endlessly on many data ranks, with a state of a few integers. Also
+chooses how the ``training_data`` of a script is read and divided among data ranks.
 """
 
 from __future__ import annotations
@@ -32,22 +32,22 @@ from .stream import StreamLoader
 
 
 class ResumableLoader:
-    """Yields one data rank's micro-batches without end. Its state counts what was *handed out*.
+    """Yields one data rank's micro-batches without end. The state counts *yielded* batches.
 
     Worker processes and :meth:`fetch_ahead` read batches ahead. These batches are not in the state,
-    so a resumed run reads them again. Each ``iter()`` continues after the last batch handed out,
-    and ends all earlier iterators.
+    so a resumed run reads them again. A new ``iter()`` continues after the last batch that was
+    yielded, and ends all earlier iterators.
 
     ``dataset`` is any map-style data set, the same on every data rank. If its ``reads_positions``
-    is true, it is asked for epoch × length + index. If it has ``sources``, a sequence of
-    :class:`~sdp.engine.batch.mixture.Source`, they are mixed by their weights. If it has a
-    :class:`~sdp.engine.batch.sampler.PathSamples` as ``paths``, a rank reads those of its path.
-    ``collate_fn``, ``num_workers`` and ``pin_memory`` are as in torch's ``DataLoader``, and so are
-    ``worker_options``, by name. Raises DataError for an empty data set.
+    is true, its index is epoch × length + number of the sample. If it has ``sources``, a sequence
+    of :class:`~sdp.engine.batch.mixture.Source`, they are mixed by their weights. If it has a
+    :class:`~sdp.engine.batch.sampler.PathSamples` as ``paths``, a rank reads only the samples of
+    its path. ``collate_fn``, ``num_workers``, ``pin_memory`` and the dict ``worker_options`` are
+    those of torch's ``DataLoader``. Raises DataError for an empty data set.
 
-    What ``dataset`` and ``collate_fn`` draw at random depends on the seed and on the position of
-    the batch in the order of the run. So epochs and ranks draw different numbers, a resumed run
-    draws those of the undisturbed one, and the number of workers changes nothing.
+    Random numbers in ``dataset`` and ``collate_fn`` depend on the seed and on the position of the
+    batch in the run. So epochs and ranks draw different numbers, a resumed run draws the same
+    numbers as an undisturbed run, and the number of workers changes nothing.
     """
 
     def __init__(
@@ -86,7 +86,7 @@ class ResumableLoader:
 
     @property
     def consumed(self) -> int:
-        """Samples of all data ranks that were handed out since the start of the run."""
+        """How many samples all data ranks together have yielded since the start of the run."""
         return self._consumed
 
     @property
@@ -133,7 +133,7 @@ class ResumableLoader:
         )
         self._source = iter(_plain_errors(batches))
         while True:
-            self._refuse_stale(generation)  # before it reads: all iterators share the sampler
+            self._refuse_stale(generation)  # before reading, because all iterators share the sampler
             batch = self._ahead.pop() if self._ahead else self._read()
             self._consumed += self.sampler.global_batch_size
             yield batch
@@ -148,9 +148,9 @@ class ResumableLoader:
             raise RuntimeError("this iterator ended when its loader was iterated or loaded again; call iter(loader)")
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the sampler's state after the batches that were handed out.
+        """Return the sampler's state after the batches that were yielded.
 
-        It is equal on all data ranks.
+        The state is equal on all data ranks.
         """
         return self.sampler.state_at(self._consumed)
 
@@ -209,9 +209,9 @@ def evaluation_batches(
 
     Every data rank gets the same number of batches. The samples are spread evenly over the data
     set, so that a ``limit`` does not select only its first documents. Which samples are selected
-    depends on ``data_ranks × micro_batch_size`` and ``limit`` alone. Without a ``limit``, fewer
-    samples than one global micro-batch are left out. If ``drop_last`` is False, they follow unless
-    the ``limit`` is reached: then the last batch of a rank is smaller, or is missing.
+    depends only on ``data_ranks × micro_batch_size`` and ``limit``. Samples that do not fill a last
+    global micro-batch are left out. If ``drop_last`` is False and the ``limit`` is not reached,
+    they are read too: then the last batch of a rank is smaller, or is missing.
 
     ``limit`` is the largest number of batches per data rank. Raises DataError if the data set has
     less than one batch per data rank.
@@ -227,7 +227,7 @@ def evaluation_batches(
 def evaluation_rows(samples: int, global_batch: int, limit: int | None = None, *, drop_last: bool = True) -> list[int]:
     """Return the samples that :func:`evaluation_batches` reads, over all data ranks."""
     if limit is not None and limit < 1:
-        raise ValueError(f"limit must be at least 1 batch, it is {limit}")
+        raise ValueError(f"limit must be at least 1 batch, but is {limit}")
     batches = samples // global_batch
     if batches < 1:
         raise DataError(
@@ -241,7 +241,7 @@ def evaluation_rows(samples: int, global_batch: int, limit: int | None = None, *
 
 
 class _SeededReads(Dataset[Any]):
-    """Reads a batch with random numbers that follow from ``seed`` and the batch's position."""
+    """Reads a batch with random numbers that depend on ``seed`` and the batch's position."""
 
     def __init__(self, dataset: Dataset[Any], seed: int) -> None:
         self.dataset, self.seed = dataset, seed
@@ -259,8 +259,9 @@ class _SeededReads(Dataset[Any]):
 def _positions(sampler: ResumableBatchSampler) -> Iterator[tuple[int, list[int]]]:
     """Yield the position of each batch in the order of the run, and its indices.
 
-    This is no method of the loader. Otherwise the loader would be part of a cycle, and the garbage
-    collector would close the workers' queues before it ends the workers: 5 s for each.
+    This is not a method of the loader. As a method, it would make a reference cycle, and the
+    garbage collector would close the workers' queues before it ends the workers, which takes 5 s
+    each.
     """
     for indices in sampler:
         first = sampler.consumed - sampler.global_batch_size + sampler.data_rank * sampler.micro_batch_size
@@ -268,10 +269,10 @@ def _positions(sampler: ResumableBatchSampler) -> Iterator[tuple[int, list[int]]
 
 
 class _WorkerStart:
-    """Shows a new worker process the user's data set, and calls the user's ``worker_init_fn``.
+    """Prepares a new worker process, and calls the user's ``worker_init_fn``.
 
-    The worker ends when the rank ends, however that ends. torch looks for another parent process,
-    which is wrong under the start method "forkserver", where the parent is the fork server.
+    The worker ends when the rank ends, for whatever reason. torch itself watches the parent
+    process, which under the start method "forkserver" is not the rank.
     """
 
     def __init__(self, function: Callable[[int], object] | None) -> None:
@@ -296,7 +297,7 @@ def _end_with_rank() -> None:
 
 @contextmanager
 def _random_state_kept() -> Iterator[None]:
-    """A context whose random draws leave the generators of torch (CPU), NumPy and Python alone."""
+    """A context after which the generators of torch (CPU), NumPy and Python are as before."""
     states = torch.get_rng_state(), np.random.get_state(), random.getstate()
     try:
         yield
@@ -342,8 +343,8 @@ def make_loader(
     Args:
         data: A map-style data set, an iterable, an iterator, or a DataLoader.
         micro_batch_size: Samples per micro-batch of this rank.
-        data_rank: This rank's number among those that read different data.
-        data_ranks: How many of them there are.
+        data_rank: The number of this data rank.
+        data_ranks: The number of data ranks.
         seed: The seed of the order in which a map-style data set is read.
         collate_fn: Makes a batch from a list of samples.
         num_workers: Processes that read ahead.
@@ -359,8 +360,8 @@ def make_loader(
             raise ConfigError(f"{given} with a collate_fn; leave collate_fn out")
         if data.batch_size != micro_batch_size:
             raise ConfigError(
-                f"{given} with batch_size {data.batch_size}, and a rank's micro-batch is {micro_batch_size}; make them "
-                "equal, or give the data set itself"
+                f"{given} with batch_size {data.batch_size}, but a rank's micro-batch is {micro_batch_size}; make "
+                "them equal, or give the data set itself"
             )
         if isinstance(data.dataset, IterableDataset):
             if not data.drop_last:
@@ -370,8 +371,8 @@ def make_loader(
             return StreamLoader(data, micro_batch_size, data_rank, data_ranks, of_batches=True)
         if not isinstance(data.sampler, RandomSampler | SequentialSampler | DistributedSampler):
             raise ConfigError(
-                f"{given} with a {type(data.sampler).__name__}, which cannot be shared out among ranks; give the data "
-                "set itself, ordered as you want it"
+                f"{given} with a {type(data.sampler).__name__}, which cannot be divided among ranks; give the data "
+                "set itself, in the order that you want"
             )
         shuffle = getattr(data.sampler, "shuffle", not isinstance(data.sampler, SequentialSampler))
         names = ("worker_init_fn", "multiprocessing_context", "prefetch_factor", "timeout")
@@ -394,7 +395,7 @@ def make_loader(
 
 
 def is_stream(data: Any) -> bool:
-    """Whether ``data`` can be iterated, but has no samples by number."""
+    """Whether ``data`` can be iterated but not indexed."""
     if isinstance(data, IterableDataset):
         return True
     by_number = hasattr(data, "__getitem__") and hasattr(data, "__len__")

@@ -1,9 +1,9 @@
-"""Mixes several sources of samples by their weights. The mixture resumes exactly and may change.
+"""Mixes several sources of samples by their weights. A resumed run may change the weights.
 
-The positions of a run are divided into blocks. A block has from each source the number of samples
-that brings the source closest to its share. Within a block the sources are in random order, so that
-every data rank sees all of them. Each source has an order of its own, which no weight changes. So
-within an epoch of a source, none of its samples is read twice, whatever the weights are.
+The positions of a run are divided into blocks. In each block, the numbers of samples are chosen
+such that the total of every source is as close as possible to its share. Within a block the sources
+are in random order, so that every data rank reads all of them. The order of samples in a source
+does not depend on the weights. So within an epoch of a source, no sample is read twice.
 """
 
 from __future__ import annotations
@@ -29,10 +29,10 @@ class Source:
     """A part of a data set.
 
     Attributes:
-        name: How messages and metrics call it.
-        key: What identifies it in a checkpoint, such as the hash of its content.
-        samples: The number of its samples. In the data set, they follow earlier sources' samples.
-        weight: Its share of the samples that are read, relative to the other weights.
+        name: The name in messages and metrics.
+        key: The identity in a checkpoint, such as the hash of the content.
+        samples: The number of samples. In the data set, they follow those of earlier sources.
+        weight: The share of the samples that are read, relative to the other weights.
     """
 
     name: str
@@ -59,10 +59,10 @@ class _Anchor:
 class MixtureSampler(ResumableBatchSampler):
     """Yields indices into the concatenation of ``sources``, in the proportions of their weights.
 
-    After any number of whole blocks, the count of a source differs from its share by less than the
-    number of sources. A checkpoint has the counts of each source by its key. If weights differ from
-    the checkpoint's, or sources were added or removed, the new proportions hold from the next
-    sample on, and each source continues after its last sample.
+    After each block, the count of a source differs from its share by less than the number of
+    sources. A checkpoint has the counts of each source by its key. If weights differ from the
+    checkpoint's, or sources were added or removed, the new proportions hold from the next sample
+    on, and each source continues after its last sample.
 
     Raises DataError if a source has no samples.
     """
@@ -81,8 +81,8 @@ class MixtureSampler(ResumableBatchSampler):
         self._offsets = np.cumsum([0, *(source.samples for source in self.sources)])
         zeros = np.zeros(len(self.sources), dtype=np.int64)
         self._saved = _Anchor(0, zeros, zeros)  # at the last call of state_at
-        self._anchor, self._indices = self._saved, np.empty(0, dtype=np.int64)  # the block that is read
-        self._removed: dict[str, dict[str, Any]] = {}  # entries of the state for sources that this run lacks
+        self._anchor, self._indices = self._saved, np.empty(0, dtype=np.int64)  # the block that is being read
+        self._removed: dict[str, dict[str, Any]] = {}  # entries of the state for sources that this run does not have
         self._orders: dict[int, tuple[int, np.ndarray]] = {}
 
     # -- reading -----------------------------------------------------------------------------------
@@ -128,7 +128,7 @@ class MixtureSampler(ResumableBatchSampler):
         if self._orders.get(source, (-1,))[0] != epoch:
             samples, key = self.sources[source].samples, self.sources[source].key
             order = np.arange(samples, dtype=np.uint32 if samples < 2**32 else np.int64)
-            # The order depends on the source's key, not on its place in the list, which may change.
+            # The order depends on the source's key. Its position in the list may change.
             source_seed = int.from_bytes(hashlib.sha256(key.encode()).digest()[:8], "big")
             np.random.Generator(np.random.PCG64([self.seed, source_seed, epoch])).shuffle(order)
             self._orders[source] = (epoch, order)
@@ -164,7 +164,7 @@ class MixtureSampler(ResumableBatchSampler):
                 self.sources, self._shares, self._saved.read, self._saved.counted, strict=True
             )
         }
-        # The order of the sources decides who is first in a tie.
+        # If remainders are equal, the order of the sources decides.
         order = [source.key for source in self.sources]
         state = super().state_at(consumed)
         return {**state, "block": self._saved.position, "order": order, "sources": {**self._removed, **entries}}
@@ -179,8 +179,8 @@ class MixtureSampler(ResumableBatchSampler):
         entries, order = state.get("sources"), state.get("order")
         if not isinstance(entries, Mapping):
             raise CheckpointError(
-                "data loader state: the checkpoint read one data set, and this run reads data.sources; set data.path "
-                "as it was, or start a new run from the weights with training.init_from"
+                "data loader state: the checkpoint was written with data.path, but this run has data.sources; set "
+                "data.path again, or start a new run from the weights with training.init_from"
             )
         good = isinstance(order, list) and all(_is_entry(entries.get(key)) for key in {*order, *entries})
         if not good or type(state.get("block")) is not int or not 0 <= state["block"] <= consumed:
@@ -190,7 +190,7 @@ class MixtureSampler(ResumableBatchSampler):
             if saved != source.samples:
                 raise CheckpointError(
                     f"data loader state: the checkpoint read {saved:,} samples of {quote(source.name)}, which now has "
-                    f"{source.samples:,}; use the same sequence length, or start a new run"
+                    f"{source.samples:,} samples; use the same sequence length, or start a new run"
                 )
         return consumed
 
@@ -229,9 +229,9 @@ class MixtureSampler(ResumableBatchSampler):
 
 
 def _apportion(shares: np.ndarray, counted: np.ndarray) -> np.ndarray:
-    """Return how many samples of each source the next block has; together ``BLOCK``.
+    """Return how many of the ``BLOCK`` samples of the next block come from each source.
 
-    The whole parts of what each source lacks come first, then one more for the largest remainders.
+    Each source gets the whole part of what it lacks. The rest goes to the largest remainders.
     """
     lacking = shares * (counted.sum() + BLOCK) - counted
     parts = np.floor(np.maximum(lacking, 0)).astype(np.int64)

@@ -10,15 +10,15 @@ from pathlib import Path
 class PositionedFile:
     """A file that is read at any position, also by worker processes that inherit it.
 
-    A memory map of a file that is cut off during the run would end the process by SIGBUS, which
-    names no file. Here the read is short, on every launcher. A removed file can still be read.
+    If a file is cut off during the run, a memory map would end the process by SIGBUS, which does
+    not name the file. Here, a read returns fewer bytes. A removed file can still be read.
 
     Raises OSError if the file cannot be opened.
     """
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        # The flag matters only if somebody puts a FIFO in place of the file.
+        # The flag matters only if a FIFO has replaced the file.
         descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
         self._descriptor = descriptor
         weakref.finalize(self, os.close, descriptor)
@@ -29,7 +29,7 @@ class PositionedFile:
         return os.fstat(self._descriptor).st_size
 
     def read(self, position: int, count: int) -> bytes:
-        """Return ``count`` bytes, or fewer if the file ends before. Raises OSError."""
+        """Return ``count`` bytes, or fewer at the end of the file. Raises OSError."""
         parts: list[bytes] = []
         # The kernel returns at most 2 GiB at a time.
         while count and (part := os.pread(self._descriptor, count, position)):

@@ -1,4 +1,4 @@
-"""The order in which a run reads the samples of a data set, and this rank's share of it."""
+"""The order in which a run reads the samples of a data set, and which samples a rank reads."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ import numpy as np
 from ..errors import CheckpointError, DataError, quote
 
 _OF_OTHER_DATA = {
-    "stream": "an iterable data set, this run a map-style one; use the same data",
-    "samples_of_paths": "the data of paths, and this run has none; set sdp.paths as it was, or start a new run from "
+    "stream": "an iterable data set, but this run has a map-style one; use the same data",
+    "samples_of_paths": "the data of paths, but this run has no paths; set sdp.paths again, or start a new run from "
     "the weights with training.init_from",
-    "sources": "several sources, and this run reads one data set; set data.sources as it was",
+    "sources": "several sources, but this run reads one data set; set data.sources again",
 }
 """What is wrong with a state that has a key of another sampler."""
 
@@ -48,7 +48,7 @@ class ResumableBatchSampler:
         if num_samples < 1:
             raise DataError("the data set has no samples; give it more data or a shorter sequence length")
         if micro_batch_size < 1 or not 0 <= data_rank < data_ranks:
-            raise ValueError(f"no data rank {data_rank} of {data_ranks} with micro-batch {micro_batch_size}")
+            raise ValueError(f"there is no data rank {data_rank} of {data_ranks} with micro-batch {micro_batch_size}")
         if seed < 0 or consumed < 0:
             raise ValueError(f"seed ({seed}) and consumed ({consumed}) must not be negative")
         self.num_samples = num_samples
@@ -59,9 +59,9 @@ class ResumableBatchSampler:
         self.shuffle = shuffle
         self.consumed = consumed
         self.positions = positions
-        # Where in the order of the run this loader's samples are: (first, length). All, by default.
+        # This loader's samples in the order of the run: (first, length). By default all.
         self.ranges: Callable[[int, int], Iterable[tuple[int, int]]] = lambda start, count: ((start, count),)
-        # Each path has an order of its own samples.
+        # Each path orders its samples independently.
         self._samples_in_order, self._of_path = num_samples, tuple[int, ...]()
         self._epoch = -1
         self._order: np.ndarray | None = None
@@ -95,7 +95,7 @@ class ResumableBatchSampler:
     def checked_position(self, state: Mapping[str, Any]) -> int:
         """Return the ``consumed`` of ``state``, which any layout may have written.
 
-        Raises CheckpointError for an incomplete state, and for another data set or seed.
+        Raises CheckpointError if the state is incomplete, or has another data set or seed.
         """
         for key, problem in _OF_OTHER_DATA.items():
             if key in state:
@@ -106,16 +106,16 @@ class ResumableBatchSampler:
         for key in ("seed", "consumed", "num_samples"):
             value = state.get(key)
             if type(value) is not int or not 0 <= value < 2**63:
-                raise CheckpointError(f"data loader state: {key!r} must be an integer from 0, it is {quote(value)}")
+                raise CheckpointError(f"data loader state: {key!r} must be an integer ≥ 0, but is {quote(value)}")
         if same_samples and state["num_samples"] != self.num_samples:
             raise CheckpointError(
-                f"data loader state: the checkpoint read a data set of {state['num_samples']:,} samples, this one has"
-                f" {self.num_samples:,}; use the same data and sequence length, or start a new run"
+                f"data loader state: the checkpoint read a data set of {state['num_samples']:,} samples, but this one "
+                f"has {self.num_samples:,}; use the same data and sequence length, or start a new run"
             )
         if state["seed"] != self.seed:
             raise CheckpointError(
-                f"data loader state: the checkpoint shuffled with seed {state['seed']}, this run with {self.seed};"
-                f" set the seed to {state['seed']}, or start a new run"
+                f"data loader state: the checkpoint shuffled with seed {state['seed']}, but this run has seed "
+                f"{self.seed}; set the seed to {state['seed']}, or start a new run"
             )
         return state["consumed"]
 
@@ -130,8 +130,8 @@ class ResumableBatchSampler:
         return rows
 
     def _epoch_order(self, epoch: int) -> np.ndarray:
-        # One epoch is kept, because a rank's positions only grow. It takes 4 bytes per sample up to
-        # 2³² samples, and 8 bytes above.
+        # Only one epoch is kept in memory, because positions only grow. It takes 4 bytes per
+        # sample, or 8 bytes above 2³² samples.
         if self._order is None or self._epoch != epoch:
             samples = self._samples_in_order
             order = np.arange(samples, dtype=np.uint32 if samples < 2**32 else np.int64)
@@ -147,8 +147,8 @@ class PathSamples:
 
     Attributes:
         members: for each path, the indices of its samples.
-        groups: the number of groups. Group g trains path g mod the paths.
-        alone: the only group that has ranks in this world. None: all have.
+        groups: the number of groups. Group g trains path g mod the number of paths.
+        alone: the only group that has ranks in this world. None: all groups have.
     """
 
     members: Sequence[np.ndarray]
@@ -156,7 +156,7 @@ class PathSamples:
     alone: int | None = None
 
     def rank_of_path(self, data_rank: int, data_ranks: int) -> tuple[int, int, int]:
-        """Return the path of a data rank, its number among those of the path, and their count."""
+        """Return a data rank's path, its number among the path's data ranks, and their count."""
         count = len(self.members)
         if self.alone is not None:
             return self.alone % count, data_rank, data_ranks
@@ -168,9 +168,9 @@ class PathSamples:
 class PathSampler(ResumableBatchSampler):
     """Yields to each data rank the samples of its group's path only.
 
-    Each path has a sample order of its own, which the replicas of the path share out as
-    :class:`ResumableBatchSampler` does. All paths read equally many samples. One with fewer samples
-    begins its next epoch earlier. ``consumed`` counts the samples of all paths together.
+    Each path has a sample order of its own. The data ranks of the path divide it as in
+    :class:`ResumableBatchSampler`. All paths read equally many samples. A path with fewer samples
+    begins the next epoch earlier. ``consumed`` counts the samples of all paths together.
 
     Raises DataError if a path has no samples.
     """
@@ -201,7 +201,8 @@ class PathSampler(ResumableBatchSampler):
     def checked_position(self, state: Mapping[str, Any]) -> int:
         if state.get("samples_of_paths") != self.samples_of_paths:
             raise CheckpointError(
-                f"data loader state: the checkpoint read paths of {quote(state.get('samples_of_paths'))} samples, and "
-                f"this run reads {self.samples_of_paths}; use the same sdp.paths and clusters, or start a new run"
+                f"data loader state: the paths of the checkpoint had {quote(state.get('samples_of_paths'))} samples, "
+                f"but those of this run have {self.samples_of_paths}; use the same sdp.paths and clusters, or start "
+                "a new run"
             )
         return self._checked_counts(state)

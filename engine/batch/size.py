@@ -28,10 +28,10 @@ class BatchSize:
 
     @classmethod
     def resolve(cls, config: Config, mesh: Mesh) -> BatchSize:
-        """Derive the values that the configuration does not give, by DeepSpeed's rules.
+        """Compute the values that the configuration does not give, by DeepSpeed's rules.
 
         Raises:
-            ConfigError: The values contradict each other. The message has all factors and sources.
+            ConfigError: The values contradict each other. The message names all factors.
         """
         train = config.train_batch_size
         if train is not None and mesh.alone is not None:  # each group has an equal share of the samples

@@ -1,9 +1,10 @@
-"""Reads an iterable data set on many data ranks, each its own rows.
+"""Reads an iterable data set on many data ranks. Each keeps different samples.
 
 The *order* of a run is the first pass over the data set, then the second one, and so on. One global
 micro-batch is the next ``data_ranks × micro_batch_size`` samples of that order. Every data rank
-reads all of them and keeps its own rows, so the data set must give every rank the same samples in
-the same order. A map-style data set is cheaper: there, a rank reads only its own samples.
+reads all samples and keeps only some of them, so the data set must give every rank the same samples
+in the same order. A map-style data set costs less, because a rank reads only the samples that it
+keeps.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ class Position:
     Attributes:
         consumed: Samples of all data ranks since the start of the run.
         epoch: The number of the pass, from 0.
-        position: What was taken from this pass: samples, or batches of a DataLoader.
+        position: How many samples, or batches of a DataLoader, were read in this pass.
     """
 
     consumed: int = 0
@@ -40,7 +41,8 @@ class Position:
     position: int = 0
 
 
-# A micro-batch, or None at the end of a pass; the position after it; whether it ends a pass.
+# A micro-batch (None at the end of a pass), the position after it, and whether it is the last of a
+# pass.
 _Read = tuple[Any, Position, bool]
 
 
@@ -48,13 +50,12 @@ class StreamLoader:
     """Yields one data rank's micro-batches of an iterable data set. It never shuffles.
 
     If the data set has ``state_dict`` and ``load_state_dict``, a resumed run continues from its
-    state. Otherwise, the run reads and drops the samples of this pass that were read before. An
-    iterable is read again when it ends; its ``set_epoch``, if it has one, is called before each
-    pass. An iterator is read once. The samples that do not fill its last global micro-batch are
-    left out.
+    state. Otherwise, the run reads and drops the earlier samples of this pass. An iterable is read
+    again when it ends, and before each pass its ``set_epoch`` is called if it has one. An iterator
+    is read once. Samples that do not fill its last global micro-batch are left out.
 
-    A data set whose ``reads_own_share`` is true gives this rank's samples only. As the shares of
-    ranks may differ in length, such a loader has no epochs and does not end.
+    If ``reads_own_share`` of the data set is true, it yields only samples of this rank. As ranks
+    may have different numbers of samples, such a loader has no epochs and does not end.
     """
 
     def __init__(
@@ -72,11 +73,11 @@ class StreamLoader:
         Args:
             stream: An iterable, or an iterator.
             micro_batch_size: Samples per micro-batch of this rank.
-            data_rank: Which rows this rank keeps.
-            data_ranks: How many ranks share the samples out.
+            data_rank: The number of this data rank. It chooses the samples that the rank keeps.
+            data_ranks: The number of data ranks.
             collate_fn: Makes a batch from a list of samples. By default torch's.
-            of_batches: The stream has ready batches of ``micro_batch_size`` samples, as a
-                DataLoader gives them. The data ranks take turns.
+            of_batches: Whether the stream yields batches of ``micro_batch_size`` samples, as a
+                DataLoader does. The data ranks take the batches in turn.
         """
         self.stream = stream
         self.micro_batch_size = micro_batch_size
@@ -93,7 +94,7 @@ class StreamLoader:
         self._keeps_state = self._has_state and not (self._has_own_share and data_ranks > 1)
         self._source: Iterator[Any] | None = None
         self._read_to = self._handed_out = Position()
-        self._state: Any = None  # of the data set, before the batch that was read ahead
+        self._state: Any = None  # state of the data set, before the batch that was read ahead
         self._ahead: list[_Read] = []
         self._has_ended = False
         self._generation = 0
@@ -109,7 +110,7 @@ class StreamLoader:
         return self._handed_out.epoch
 
     def __iter__(self) -> Iterator[Any]:
-        """Yield micro-batches, pass after pass. An iterator ends with its samples."""
+        """Yield micro-batches, pass after pass, or until an iterator ends."""
         return self._batches(within_pass=False)
 
     def epoch_batches(self) -> Iterator[Any]:
@@ -120,7 +121,7 @@ class StreamLoader:
         return self._batches(within_pass=not self._has_own_share)
 
     def batches_left(self) -> int:
-        """Raise TypeError, because nobody knows the length of a stream."""
+        """Raise TypeError, because the length of a stream is unknown."""
         raise TypeError(f"{type(self.stream).__name__} is an iterable data set, so its loader has no length")
 
     def fetch_ahead(self) -> None:
@@ -145,7 +146,7 @@ class StreamLoader:
                 return
 
     def _read(self) -> _Read:
-        """Read one global micro-batch. At the end of a pass with no sample left over, read none."""
+        """Read one global micro-batch, or none if the pass has ended exactly."""
         mine: list[Any] = []
         taken, ends_pass = 0, False
         rows = self._shares * (1 if self._of_batches else self.micro_batch_size)
@@ -157,7 +158,7 @@ class StreamLoader:
             except StopIteration:
                 self._end_pass()
                 ends_pass = True
-                if self._is_once or self._of_batches or taken == 0:  # a pass of batches starts with rank 0's
+                if self._is_once or self._of_batches or taken == 0:  # a pass of batches starts with the batch of rank 0
                     return None, self._read_to, ends_pass
                 continue
             if first <= taken < first + rows // self._shares:
@@ -176,17 +177,17 @@ class StreamLoader:
         return self._source
 
     def _end_pass(self) -> None:
-        """Go to the next pass. Raise DataError where that cannot give a batch."""
+        """Go to the next pass. Raise DataError if it cannot have a batch."""
         name = type(self.stream).__name__
         if self._read_to.position < self._shares and (self._of_batches or self._read_to.position == 0):
             raise DataError(
-                f"training_data: {name} gave {self._read_to.position} {self._unit} in a pass, and {self._shares} ranks "
-                "share them out; give it more data"
+                f"training_data: {name} has only {self._read_to.position} {self._unit} in a pass, for {self._shares} "
+                "ranks; give it more data"
             )
         if self._is_once and self._has_own_share:
             raise DataError(
-                f"training_data: this rank's share, the iterator {name}, ended after {self._read_to.position} samples, "
-                "and other ranks may have more; give an iterable that can be read again"
+                f"training_data: the iterator {name} of this rank ended after {self._read_to.position} samples, and "
+                "other ranks may have more; give an iterable that can be read again"
             )
         self._source = None
         if not self._is_once:
@@ -197,7 +198,7 @@ class StreamLoader:
         return f"batches of {self.micro_batch_size}" if self._of_batches else "samples"
 
     def _state_of_stream(self) -> Any:
-        """The state of the data set after what was read, if JSON can hold it. Otherwise None."""
+        """The present state of the data set, or None if JSON cannot hold the state."""
         if not self._keeps_state or self._source is None:
             return None
         state = copy.deepcopy(self.stream.state_dict())  # type: ignore[attr-defined]
@@ -216,7 +217,7 @@ class StreamLoader:
         return None
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the position after the batches that were handed out.
+        """Return the position after the batches that were yielded.
 
         It is equal on all data ranks.
         """
@@ -228,34 +229,34 @@ class StreamLoader:
         """Raise CheckpointError if the run cannot continue after ``state``."""
         if "stream" not in state:
             raise CheckpointError(
-                "data loader state: the checkpoint read a map-style data set, this run an iterable one; use the same "
-                "data"
+                "data loader state: the checkpoint read a map-style data set, but this run has an iterable one; use "
+                "the same data"
             )
         for key in _COUNTS:
             value = state.get(key)
             if type(value) is not int or not 0 <= value < 2**63:
-                raise CheckpointError(f"data loader state: {key!r} must be an integer from 0, it is {quote(value)}")
+                raise CheckpointError(f"data loader state: {key!r} must be an integer ≥ 0, but is {quote(value)}")
         if state["stream"] != self._unit:
             raise CheckpointError(
-                f"data loader state: the checkpoint counts {quote(state['stream'])}, this run {self._unit}; use the "
-                "same kind of training_data and the same micro-batch"
+                f"data loader state: the checkpoint counts {quote(state['stream'])}, but this run counts "
+                f"{self._unit}; use the same kind of training_data and the same micro-batch"
             )
         shares = self._data_ranks if self._has_own_share else None
         if state.get("share_of") != shares:
             raise CheckpointError(
-                f"data loader state: the checkpoint read with shares of {quote(state.get('share_of'))} data ranks, "
-                f"this run with {shares}; a data set with reads_own_share resumes on the same number of data ranks only"
+                f"data loader state: the checkpoint was written with {quote(state.get('share_of'))} data ranks, but "
+                f"this run has {shares}; a data set with reads_own_share resumes only on the same number of data ranks"
             )
         if self._is_once and state["position"] < self._read_to.position:
             raise CheckpointError(
-                f"data loader state: the checkpoint is at sample {state['position']} of an iterator that was read to "
-                f"{self._read_to.position}, and an iterator cannot go back; give an iterable that can be read again"
+                f"data loader state: the checkpoint is at sample {state['position']}, but the iterator was already "
+                f"read to sample {self._read_to.position} and cannot go back; give an iterable that can be read again"
             )
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue after ``state``.
 
-        Raises CheckpointError if it does not fit, or if the data set has fewer samples.
+        Raises CheckpointError if the state does not fit, or the data set has fewer samples.
         """
         self.check_state(state)
         self._generation += 1
@@ -274,8 +275,8 @@ class StreamLoader:
         count = position - self._read_to.position
         if count and self._data_rank == 0:
             log.warning(
-                "training_data: %s has no state to load, so %d %s are read and dropped; this is exact if its "
-                "order is as before",
+                "training_data: %s has no load_state_dict, so %d %s are read and dropped; this is exact only if the "
+                "order is the same as before",
                 type(self.stream).__name__, count, self._unit,
             )  # fmt: skip
         for _ in range(count):
@@ -284,5 +285,5 @@ class StreamLoader:
             except StopIteration:
                 raise CheckpointError(
                     f"data loader state: the checkpoint read {position} {self._unit} in a pass over the data set, "
-                    f"{type(self.stream).__name__} has fewer; use the same data"
+                    f"but {type(self.stream).__name__} has fewer; use the same data"
                 ) from None

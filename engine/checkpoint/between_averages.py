@@ -1,9 +1,8 @@
 """Loads checkpoints of runs with local steps (``sdp.sync``): groups have weights of their own.
 
-A layout that did not write the checkpoint cannot continue each group. It continues from the
-anchors, with the optimizer state as the mean over the holders. Moments in codes of 8 bits whose
-blocks another layout has cut are read in the same way, also if groups did not train on their own:
-as numbers.
+Only the layout that wrote the checkpoint can continue each group. Another layout continues from the
+anchors, and from the mean of the holders' optimizer state. This file also reads moments in codes of
+8 bits if another layout had other blocks, with or without local steps: the codes are decoded.
 """
 
 from __future__ import annotations
@@ -46,10 +45,10 @@ def load_between_averages(
 ) -> bool:
     """Load a checkpoint if it, or this run, is in the middle of a round of local steps.
 
-    Returns whether groups go on with weights of their own.
+    Returns whether groups continue with different weights, in the middle of a round.
     """
     local: LocalSteps | None = groups.local
-    # As JSON text, in which a tuple is a list.
+    # compared as JSON text, because JSON turns tuples into lists
     placements = groups.store.layout.placement.to_json(), state["placement"]
     ours, there = (json.dumps(placement, sort_keys=True) for placement in placements)
     same = state["mesh"] == share.mesh_shape() and ours == there
@@ -67,8 +66,8 @@ def load_between_averages(
         return position["steps_alone"] > 0 or position["under_way"] is not None
     if ranks.rank == 0 and has_groups(saved):
         log.warning(
-            "%s: was written between two averages, under another layout or other settings of sdp.sync, so each group "
-            "starts from the anchors with the mean of the holders' moments; this drops %d inner steps",
+            "%s: was written in the middle of a round, under another layout or other settings of sdp.sync, so each "
+            "group starts from the anchors with the mean of the holders' moments; %d inner steps are lost",
             path, position["steps_alone"],
         )  # fmt: skip
     load_anchors(path, files, groups, share, saved, random, alone=alone)
@@ -85,13 +84,13 @@ def load_anchors(
     *,
     alone: bool,
 ) -> None:
-    """Fill what this rank has as after an average: weights from the anchors, and inner moments with
-    the means of the groups that saved them. Collective unless ``alone``.
+    """Load the state after an average: weights become the anchors, and inner moments the means of
+    the groups that saved them. Collective unless ``alone``.
 
     Args:
         path: The checkpoint, written under any layout, with or without local steps.
         files: The hash of each of the checkpoint's files by name.
-        groups: What this rank has. It may have no local steps.
+        groups: The state of this rank. It may have no local steps.
         share: This rank's share of a checkpoint. Its weights and buffers are filled in place.
         saved: The keys of the checkpoint's tensors.
         random: Generator states to fill.
@@ -117,9 +116,7 @@ def load_anchors(
 
 
 def _make_inner_state(groups: BetweenGroups, saved: set[str], start: str) -> None:
-    """Create the optimizer state of the parameters for which the checkpoint has some, and only of
-    those.
-    """
+    """Create optimizer state for the parameters that have state in the checkpoint."""
     tensors = {key: one.tensor for key, one in groups.store.stepped.items()}
     _make_state(groups, groups.store.optimizer, tensors, saved, start, lambda: materialise_state(groups.store))
 
@@ -153,7 +150,7 @@ def _make_state(
 
 
 class _Source(NamedTuple):
-    """A piece of a state tensor that one group saved. ``moment``: its name, if it is in codes."""
+    """A piece of a state tensor that one group saved. ``moment``: the name of a moment in codes."""
 
     key: str
     group: int
@@ -168,7 +165,7 @@ def has_groups(keys: set[str]) -> bool:
 
 
 def keys_of_moments(keys: set[str]) -> set[str]:
-    """Return the keys ``optimizer/NAME/KEY`` whose means the checkpoint has."""
+    """Return the keys ``optimizer/NAME/KEY`` for which :func:`load_means` finds values."""
     found = set()
     for match in filter(None, map(_KEY.fullmatch, keys)):
         cut = _SLICE.fullmatch(match[2])
@@ -190,12 +187,13 @@ def load_means(path: Path, targets: Mapping[str, Any], files: Mapping[str, str],
         The keys that this rank has read.
 
     Raises:
-        CheckpointError: On every rank, if it has no such state.
+        CheckpointError: On every rank, if the checkpoint has no such state.
     """
     sources = _sources(SafeReader(path).read_metadata().state_dict_metadata)
     missing = next((key for key in targets if key not in sources), None)
     Ranks(alone).agree(
-        f"{path}: holds no {missing!r}; it was written for another optimizer, choose the configuration that wrote it"
+        f"{path}: has no {missing!r}; it was written for another optimizer, use the configuration of the run that "
+        "wrote it"
         if missing else None
     )  # fmt: skip
     groups = sorted({source.group for pieces in sources.values() for source in pieces})
@@ -206,7 +204,7 @@ def load_means(path: Path, targets: Mapping[str, Any], files: Mapping[str, str],
         for tensor in held.locals if isinstance(held, Chunks) else ():
             tensor.zero_()
     done = set[str]()
-    for group in groups:  # one after the other, so that memory holds one group's state at a time
+    for group in groups:  # one after the other, so that memory holds the state of one group at a time
         wanted: dict[str, Any] = {}
         boxes: list[tuple[torch.Tensor, Callable[[], torch.Tensor], torch.Tensor]] = []
         for key, target in targets.items():
@@ -237,7 +235,7 @@ def load_means(path: Path, targets: Mapping[str, Any], files: Mapping[str, str],
 
 
 def _reader(wanted: dict[str, Any], source: _Source, at: list[int], like: torch.Tensor) -> Callable[[], torch.Tensor]:
-    """Add to what is ``wanted`` of a source the box at ``at``, and return what gives its values."""
+    """Add the box at ``at`` of a source to ``wanted``. Returns a function that gives its values."""
 
     def want(key: str, piece: Chunks) -> None:
         wanted[key] = wanted[key].joined(piece) if key in wanted else piece
@@ -246,7 +244,7 @@ def _reader(wanted: dict[str, Any], source: _Source, at: list[int], like: torch.
         read = torch.zeros_like(like, memory_format=torch.contiguous_format)
         want(source.key, Chunks([read], [at], torch.Size(source.sizes)))
         return lambda: read
-    # Only whole rows can be decoded. Two boxes may need the same ones.
+    # Only whole rows can be decoded. Two boxes may need the same rows.
     blocks = -(-torch.Size(source.sizes[1:]).numel() // BLOCK)
     rows, first = len(like), torch.Size((at[0], *(0 for _ in at[1:])))
     known = wanted.get(source.key)
@@ -266,7 +264,7 @@ def _reader(wanted: dict[str, Any], source: _Source, at: list[int], like: torch.
 
 
 def _sources(metadata: Mapping[str, Any]) -> dict[str, list[_Source]]:
-    """Return what the groups saved, by the key of the full tensor."""
+    """Return the pieces that groups saved, by the key of the full tensor."""
     found: dict[str, list[_Source]] = {}
     for key, entry in metadata.items():
         match = _KEY.fullmatch(key)
@@ -283,7 +281,7 @@ def _sources(metadata: Mapping[str, Any]) -> dict[str, list[_Source]]:
 
 
 def _overlap(offset: tuple[int, ...], shape: tuple[int, ...], source: _Source) -> tuple[slice, ...] | None:
-    """Return the indices of a local tensor at ``offset`` that ``source`` has, or None."""
+    """Return the indices of a local tensor at ``offset`` that ``source`` can fill, or None."""
     box = []
     for at, size, start, length in zip(offset, shape, source.start, source.sizes, strict=True):
         first, last = max(at, start), min(at + size, start + length)

@@ -1,6 +1,5 @@
-"""The checkpoints of an engine: what is saved, and what a load sets.
-
-The first save or load imports what reads and writes files. Most runs of a script need none of it.
+"""The checkpoints of an engine: which state is saved and loaded. The modules that read and write
+files are imported by the first save or load, because many scripts need none.
 """
 
 from __future__ import annotations
@@ -60,19 +59,19 @@ class Checkpoints:
     ) -> bool:
         """Write weights, optimizer, schedule and data position to ``save_dir/tag``. Collective.
 
-        Holders are compared first, because a unit is written once. An earlier checkpoint of the
-        same tag is replaced only when the new one is complete.
+        First, holders are compared, because only one of them writes a unit. An earlier checkpoint
+        of the same tag is replaced when the new one is complete.
 
         Args:
             save_dir: The directory of all checkpoints, or a URL such as ``s3://bucket/run``.
-            tag: The name of this one; default ``step-N``.
-            client_state: The caller's own state: JSON values and plain tensors.
+            tag: The name of this checkpoint. Default: ``step-N``.
+            client_state: State of the caller: JSON values and plain tensors.
             save_latest: Whether a load without a tag finds this checkpoint.
-            exclude_frozen_parameters: Has no effect but a warning. A checkpoint has all weights.
-            keep: Keep only this many of the checkpoints that are named after steps,
-            keep_every: and all of steps that are multiples of this. 0: no others.
-            background: Return when all is copied to host memory; write while training continues.
-                :meth:`wait_for_checkpoint` raises the error of a save that failed.
+            exclude_frozen_parameters: Only prints a warning. A checkpoint has all weights.
+            keep: How many checkpoints to keep, of those that are named after steps. None: all.
+            keep_every: Also keep checkpoints of steps that are multiples of this. 0: none.
+            background: Return when the state is copied to host memory, and write while training
+                continues. If the save fails, :meth:`wait_for_checkpoint` raises the error.
 
         Raises:
             CheckpointError: Nothing could be written, or ``client_state`` has other values.
@@ -97,7 +96,7 @@ class Checkpoints:
         return True
 
     def wait_for_checkpoint(self, *, block: bool = True) -> None:
-        """End a background save and raise its error. Without ``block``, only if it is done."""
+        """Wait for a background save, and raise its error. Without ``block``, do not wait."""
         if "_saver" in vars(self):
             self._saver.wait(block=block)
 
@@ -116,17 +115,18 @@ class Checkpoints:
     ) -> tuple[str | None, dict[str, Any]]:
         """Continue from ``load_dir/tag`` (default: the newest) of any layout. Collective.
 
-        Learning rates are the checkpoint's, as in DeepSpeed, or with ``configured_rates`` the
-        configured ones. ``load_module_only`` loads weights and buffers alone. Without
-        ``load_optimizer_states``, the optimizer starts again. Rank 0 logs all settings that differ.
+        Learning rates are those of the checkpoint, as in DeepSpeed, or with ``configured_rates``
+        those of the configuration. With ``load_module_only``, only weights and buffers are loaded.
+        Without ``load_optimizer_states``, the optimizer starts with empty state. Rank 0 logs all
+        settings that differ.
 
         Returns:
-            The checkpoint's path and the client state. Without a checkpoint and without a tag:
-            ``(None, {})``, with a warning.
+            The checkpoint's path and the client state. If no ``tag`` is given and there is no
+            checkpoint: ``(None, {})``, with a warning.
 
         Raises:
-            CheckpointError: The checkpoint is damaged, or of another model, optimizer or data set,
-                or ``load_dir`` is itself a checkpoint.
+            CheckpointError: The checkpoint is damaged, or belongs to another model, optimizer or
+                data set, or ``load_dir`` is itself a checkpoint.
         """
         from .client_state import read_client_state
         from .load import find_together
@@ -134,7 +134,7 @@ class Checkpoints:
         from .settings import describe_changes, log_changes, settings_to_save
 
         if custom_load_fn is not None:
-            raise ConfigError("load_checkpoint: a script's own custom_load_fn is not supported; leave it out")
+            raise ConfigError("load_checkpoint: custom_load_fn is not supported; leave it out")
         engine, saved_state = self._engine, self._state
         if not load_module_strict and engine.global_rank == 0:
             log.warning("load_checkpoint: load_module_strict has no effect; a checkpoint must have all weights")
@@ -153,7 +153,7 @@ class Checkpoints:
         names, optimizer = groups.names_of_param_groups(), engine.store.optimizer
         configured = named_rates(optimizer, names)
         state = state if load_lr_scheduler_states else {**state, "scheduler": None}
-        if engine.config.sdp.sync is not None:  # what follows drops the state of the present round
+        if engine.config.sdp.sync is not None:  # this drops the state of the present round
             state = check_weights(path, state, saved_state, ranks)
         engine.local_training.follow(state["global_steps"])
         in_round = resume(
@@ -171,7 +171,9 @@ class Checkpoints:
         if engine.global_rank == 0:
             if engine.lr_scheduler is None and state["scheduler"] is not None:
                 kept = "configured" if configured_rates else "saved"
-                log.warning("%s: has a scheduler's state, and this run has no schedule: the %s rates hold", path, kept)
+                log.warning(
+                    "%s: has the state of a scheduler, but this run has no schedule; the %s rates apply", path, kept
+                )
             changes = describe_changes(state["settings"], settings_to_save(engine.config, optimizer, names), names)
             log_changes(path, changes, engine.global_steps, configured_rates=configured_rates)
         return str(path), client

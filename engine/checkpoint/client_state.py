@@ -1,7 +1,6 @@
-"""Stores the caller's own state: JSON values, and plain tensors in a safetensors file.
-
-What a load returns equals what was saved. So a value that JSON would change, such as a tuple, is
-refused, and so is everything that would need a pickle.
+"""Stores the state that a caller gives: JSON values, and plain tensors in a safetensors file. A
+load returns exactly the saved values. So values that JSON would change, such as tuples, are
+refused. Values that need a pickle are refused, too.
 """
 
 from __future__ import annotations
@@ -29,16 +28,16 @@ _REMEDY = "give numbers, text, lists, dicts with text as keys, and dense real te
 
 
 class ClientState:
-    """The caller's own state in the form that a checkpoint stores.
+    """The caller's state in the form that a checkpoint stores.
 
     Attributes:
-        values: JSON values, with null in the place of each tensor.
-        tensors: Copies of the tensors in host memory. The key is the place: the keys and indices on
-            the way to the tensor, as a JSON list.
+        values: JSON values, with null in place of each tensor.
+        tensors: Copies of the tensors in host memory. A key is the JSON list of the keys and
+            indices that lead to the tensor.
     """
 
     def __init__(self, state: Mapping[str, Any] | None):
-        """Divide ``state``. Raises CheckpointError that names the first value that is refused."""
+        """Divide ``state``. Raises CheckpointError, which names the first value that is refused."""
         self.tensors: dict[str, torch.Tensor] = {}
         try:
             self.values: dict[str, Any] = self._divide(dict(state or {}), [])
@@ -46,7 +45,7 @@ class ClientState:
             raise CheckpointError("client_state: is nested too deep for JSON; give flatter values") from None
 
     def files(self) -> dict[str, bytes]:
-        """Return the file of tensors: its name and content. Empty if there are no tensors."""
+        """Return the file of tensors: name and content. Empty if there are no tensors."""
         return {CLIENT_TENSORS: save(self.tensors)} if self.tensors else {}
 
     def _divide(self, value: Any, place: list[Any]) -> Any:
@@ -88,8 +87,7 @@ def _type_of(value: Any) -> str:
 
 
 def read_client_state(path: Path, state: Mapping[str, Any], ranks: Ranks) -> dict[str, Any]:
-    """Return the caller's own state from the checkpoint at ``path``. Tensors are on the CPU.
-    Collective.
+    """Return the caller's state in the checkpoint at ``path``. Tensors are on the CPU. Collective.
 
     Args:
         path: The directory of the checkpoint.
@@ -121,5 +119,5 @@ def _read_tensors(file: Path, digest: str | None) -> dict[str, torch.Tensor]:
     if len(content) > _MOST_BYTES:
         raise ValueError(f"it is larger than {_MOST_BYTES >> 30} GiB")
     if hashlib.sha256(content).hexdigest() != digest:
-        raise ValueError("its sha256 is another")
+        raise ValueError("its sha256 is wrong")
     return load(content)

@@ -1,9 +1,9 @@
 """Finds and loads checkpoints, whatever the layout that wrote them.
 
 Checkpoints use the canonical names of the full model. ``torch.distributed.checkpoint`` (DCP) writes
-and reads the tensors. Every rank writes its own shards, and equal copies of several holders are
-written once. ``metadata.json`` lists the tensors. ``state.json`` has the rest, and a hash of every
-file. A checkpoint is written under a hidden name and then renamed. So a tag never names half a
+and reads the tensors. Every rank writes its shards, and only one of several holders writes a unit.
+``metadata.json`` lists the tensors. ``state.json`` has everything else, and a hash of every file. A
+checkpoint is written under a hidden name and then renamed. So a tag never names an incomplete
 checkpoint.
 """
 
@@ -33,13 +33,13 @@ from .storage.remote import fetch_checkpoint, newest
 def find(directory: Path, tag: str | float | None) -> tuple[Path, dict[str, Any]] | None:
     """Find the checkpoint ``directory/tag`` and return its path and state.
 
-    A ``tag`` of None means the newest checkpoint. The result is then None if there is none. If a
-    save that replaces it was killed, the path is a hidden one.
+    If ``tag`` is None, find the newest checkpoint, or return None if there is none. The path is a
+    hidden one if a save was killed while it replaced the checkpoint.
     """
     tag = check_tag(tag) if tag is not None else latest(directory)
     if tag is None and (directory / STATE).exists():
         raise CheckpointError(
-            f"{directory}: is a checkpoint itself; name the directory it is in, with the tag {directory.name!r}"
+            f"{directory}: is itself a checkpoint; give the directory that contains it, with the tag {directory.name!r}"
         )
     if tag is None:
         return None
@@ -50,7 +50,7 @@ def find(directory: Path, tag: str | float | None) -> tuple[Path, dict[str, Any]
 def find_together(directory: str | Path, tag: str | float | None, ranks: Ranks) -> tuple[Path, dict[str, Any]] | None:
     """Call :func:`find` on rank 0 and return its answer on all ``ranks``. Collective.
 
-    Two hosts may see a shared file system in two states, so only one of them looks. If
+    Two hosts may see different states of a shared file system, so only rank 0 looks. If
     ``directory`` is a URL, each host fetches the checkpoint, and the path is that of the copy.
     """
     if is_url(directory):
@@ -146,35 +146,36 @@ def _obstacle(path: Path, reader: SafeReader, tensors: Mapping[str, Any]) -> str
         entry = saved.get(key)
         if not isinstance(entry, TensorStorageMetadata):
             return (
-                f"{path}: holds no {key!r}; it was written for another model or optimizer, choose the configuration "
+                f"{path}: has no {key!r}; it was written for another model or optimizer, use the configuration "
                 "that wrote it"
             )
         if tuple(entry.size) != tuple(tensor.shape):
             return (
-                f"{path}: {key!r} has shape {tuple(entry.size)} there and {tuple(tensor.shape)} here; it belongs to "
+                f"{path}: {key!r} has shape {tuple(entry.size)} in the checkpoint, and {tuple(tensor.shape)} in this "
+                "run; it belongs to "
                 "another model"
             )
         if torch.uint8 in (entry.properties.dtype, tensor.dtype) and entry.properties.dtype != tensor.dtype:
             return (
-                f"{path}: {key!r} is {entry.properties.dtype} there and {tensor.dtype} here; choose the "
+                f"{path}: {key!r} is {entry.properties.dtype} in the checkpoint, and {tensor.dtype} in this run; "
+                "choose the "
                 "optimizer.params.state_dtype that wrote it"
             )
     return None
 
 
 def _left_out(path: Path, names: Collection[str], unread: Iterable[str]) -> str | None:
-    """Return a message if a tensor that no rank would load must not be left out, else None.
-
-    ``unread`` lists the tensors that no rank would load. Weights that are not in ``names`` must not
-    be left out, and neither must optimizer state. Step counts may be, as some optimizers have none.
+    """Return a message if a tensor of the checkpoint would be lost, else None. ``unread`` lists the
+    tensors that no rank would load. Weights that are not in ``names``, and optimizer state, must
+    not be lost. Step counts may be, because some optimizers have none.
     """
-    other = "it was written for another {}, choose the configuration that wrote it"
+    other = "it was written for another {}, use the configuration of the run that wrote it"
     for key in unread:
         if key.startswith("model/") and key.removeprefix("model/") not in names:
-            return f"{path}: holds {key!r}, which this model does not have; {other.format('model')}"
+            return f"{path}: has {key!r}, which this model does not have; {other.format('model')}"
         if key.startswith("optimizer/") and key.rpartition("/")[2] != COUNT:
             return (
-                f"{path}: holds {key!r}, which this optimizer does not keep from its first step on; "
+                f"{path}: has {key!r}, which this optimizer does not have after its first step; "
                 f"{other.format('optimizer, or with that parameter trained')}, or start another run from its weights"
             )
     return None

@@ -1,7 +1,4 @@
-"""Continues from a checkpoint, in a sequence of named steps.
-
-Nothing in the run changes before all parts of the checkpoint are known to fit.
-"""
+"""Continues from a checkpoint. All of its parts are checked before the run changes."""
 
 from __future__ import annotations
 
@@ -31,8 +28,8 @@ def check_weights(path: Path, state: Mapping[str, Any], share: SavedState, ranks
     """Check that no file is damaged, and that the weights and buffers fit. Collective.
 
     Returns:
-        The checkpoint's ``state.json`` without the hashes of files, so that no load checks them
-        again.
+        The checkpoint's ``state.json`` without the hashes of files, so that loads do not check the
+        files again.
     """
     weights = {key: tensor for key, tensor in share.tensors(to_load=True).items() if key.startswith("model/")}
     check(path, weights, state["files"], alone=ranks.alone)
@@ -53,14 +50,14 @@ def resume(
 ) -> bool:
     """Load the whole state of a training run from a checkpoint. Collective.
 
-    The state is the weights, the optimizer's state, the random numbers, the loss scale, the
-    schedule and the position in the data. Without ``with_optimizer``, it is the weights, the
-    schedule and the position in the data.
+    The state consists of the weights, the optimizer's state, the random numbers, the loss scale,
+    the schedule and the position in the data. Without ``with_optimizer``, only weights, schedule
+    and position in the data are loaded.
 
     Args:
         path: The checkpoint, written under any layout.
         state: Its ``state.json``.
-        groups: What this rank has: its store with the model and the optimizer, and local steps.
+        groups: The state of this rank: the store with model and optimizer, and the local steps.
         share: This rank's share of a checkpoint. It is filled in place.
         scheduler: The learning-rate schedule, or None.
         loader: The loader of the training data, or None.
@@ -69,7 +66,7 @@ def resume(
         with_optimizer: Whether the optimizer's state is loaded.
 
     Returns:
-        Whether groups go on with weights of their own, in the middle of a round of local steps.
+        Whether groups continue with different weights, in the middle of a round of local steps.
 
     Raises:
         CheckpointError: On every rank, if the checkpoint is damaged or does not fit this run.
@@ -86,8 +83,8 @@ def resume(
     if not with_optimizer:
         if in_groups:
             raise CheckpointError(
-                f"{path}: weights cannot be loaded without the optimizer's state between two averages of sdp.sync; "
-                "load all of it"
+                f"{path}: was written in the middle of a round of sdp.sync, so weights cannot be loaded without the "
+                "optimizer's state; load both"
             )
         weights = {key: tensor for key, tensor in share.tensors(to_load=True).items() if key.startswith("model/")}
         load(path, weights, state["files"], alone=ranks.alone)
@@ -101,8 +98,8 @@ def resume(
     every = groups.store.layout.copies.refresh_every
     if state["global_steps"] % every and ranks.rank == 0:
         log.info(
-            "%s: sdp.copies.refresh_every: copies have the weights of step %d now, and %d later; a run that was not "
-            "interrupted has older ones", path, state["global_steps"], every
+            "%s: sdp.copies.refresh_every: now copies have the weights of step %d, %d steps after the last refresh; "
+            "a run without interruption has older copies", path, state["global_steps"], every
         )  # fmt: skip
     set_random_state(random)
     if with_optimizer and scaler is not None:
@@ -120,7 +117,7 @@ def _refuse_what_does_not_fit(path: Path, state: Mapping[str, Any], scheduler: A
         loader.check_state(state["loader"])
     if scheduler is not None and of_another_kind(state["scheduler"], scheduler.state_dict()):
         raise CheckpointError(
-            f"{path}: has the state of another kind of learning-rate scheduler; take the one that wrote it"
+            f"{path}: has the state of another kind of learning-rate scheduler; use the kind that wrote it"
         )
 
 
@@ -129,7 +126,7 @@ def _random_numbers(
 ) -> dict[str, torch.Tensor]:
     """Return the generator states to load.
 
-    There are none if another mesh wrote the checkpoint, because random numbers belong to a rank.
+    There are none if another mesh wrote the checkpoint, because each rank has its random numbers.
     """
     same = state["mesh"] == share.mesh_shape()
     random = {key: value for key, value in share.random_state().items() if same and key in saved}
@@ -187,8 +184,9 @@ def _continue_schedule(
 ) -> None:
     saved = state["scheduler"]
     if scheduler is not None and saved is not None:
-        # If the optimizer has groups of its own, the schedule's depend on the units held here.
+        # If a script's optimizer has parameter groups, those of the schedule depend on the held
+        # units.
         shared = saved if groups.context.user_groups is None else keep_shared_state(saved)
         scheduler.load_state_dict(adapt_state(shared, scheduler.state_dict()))
     elif scheduler is not None and logs:
-        log.warning("%s: has no scheduler's state, and this run has a schedule, which begins at its first step", path)
+        log.warning("%s: has no state of a scheduler, so the schedule of this run begins at its first step", path)

@@ -1,6 +1,5 @@
-"""Writes a checkpoint under a hidden name and then renames it, in the background if asked.
-
-Weights that are NaN or infinite are refused, so that no save prunes a good checkpoint.
+"""Writes a checkpoint under a hidden name and then renames it, also in the background. Weights that
+are NaN or infinite are refused. Otherwise bad checkpoints could replace the last good one.
 """
 
 from __future__ import annotations
@@ -128,9 +127,9 @@ def write(
         tensors: What this rank saves, by key.
         state: The content of ``state.json``, without the hashes of the files.
         ranks: The processes that save together.
-        keep: How many checkpoints to keep, the new one included. None keeps all.
-        keep_every: Besides these, keep those of steps that are multiples of it. 0: none.
-        files: The content of further files, by name. Rank 0's are written.
+        keep: How many checkpoints to keep, including the new one. None: all.
+        keep_every: Also keep checkpoints of steps that are multiples of this. 0: none.
+        files: The content of further files, by name. Those of rank 0 are written.
         is_newest: Whether a load without a tag finds this checkpoint.
 
     Raises:
@@ -141,7 +140,8 @@ def write(
     if len(set(tags)) > 1:
         other = next(rank for rank, tag in enumerate(tags) if tag != tags[0])
         raise CheckpointError(
-            f"save_checkpoint: rank 0 has the tag {tags[0]!r}, rank {other} has {tags[other]!r}; give all ranks one tag"
+            f"save_checkpoint: rank 0 has the tag {tags[0]!r}, but rank {other} has {tags[other]!r}; give all ranks "
+            "the same tag"
         )
 
     def together(action: Callable[[], Any], *, on_rank_0: bool = False) -> Any:
@@ -208,8 +208,8 @@ def check_finite(directory: str | Path, tensors: Mapping[str, Any], parameters: 
         ranks: The processes that save together.
 
     Raises:
-        NonFiniteError: On every rank, if a weight is NaN or infinite. The message names the first
-            such parameter and the newest checkpoint.
+        NonFiniteError: On every rank, if a weight is NaN or infinite. The message names this
+            parameter and the newest checkpoint.
     """
     found = next((name for name in ranks.gather(_first_damaged(tensors, parameters)) if name is not None), None)
     if found is None:

@@ -1,4 +1,4 @@
-"""What a checkpoint says of a run besides its tensors, and how its settings differ from others."""
+"""The part of a checkpoint that is not tensors, and how its settings differ from this run's."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ def describe_changes(saved: Mapping[str, Any], present: Mapping[str, Any], names
 
     Args:
         saved: The result of :func:`settings_to_save` in the checkpoint.
-        present: The same of this run.
+        present: The result of :func:`settings_to_save` in this run.
         names: For each parameter group of this run, the canonical names of its parameters.
     """
     old, new = _values(saved.get("config")), _values(present["config"])
@@ -97,7 +97,7 @@ def log_changes(path: Path, changes: Sequence[str], step: int, *, configured_rat
     elif changes:
         log.warning(
             "%s was written with other settings (checkpoint → configured): %s; the checkpoint's learning rates apply "
-            "until a schedule sets others, all else is as configured", path, "; ".join(changes),
+            "until a schedule sets others, everything else is as configured", path, "; ".join(changes),
         )  # fmt: skip
 
 

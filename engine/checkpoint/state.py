@@ -1,21 +1,21 @@
 """This rank's share of a checkpoint's tensors.
 
-State has canonical names. Random number states have names with the rank's coordinates. If the
-checkpoint is written between two averages of local steps (``sdp.sync``), the full model
-(``model/NAME``) is the anchors, so any layout can read it. Besides, there are
+Keys contain canonical names. Keys of random number states contain the rank's coordinates. In the
+middle of a round of local steps (``sdp.sync``), the full model (``model/NAME``) consists of the
+anchors, so any layout can read it. Then there are also these keys:
 
-- ``outer/NAME/KEY``: the state of the outer optimizer, and ``under_way/NAME``: changes that have
-  been averaged and are not applied yet. They are equal at all holders.
+- ``outer/NAME/KEY``: the state of the outer optimizer. ``under_way/NAME``: changes that are
+  averaged but not applied yet. Both are equal at all holders.
 - ``local/GROUP/model/PIECE`` and ``local/GROUP/optimizer/PIECE/KEY``: the weights and the optimizer
-  state of each group. ``local/GROUP/before/PIECE`` and ``local/GROUP/error/PIECE`` are the weights
-  at the start of an average under way, and what compression has not sent.
+  state of each group. ``local/GROUP/before/PIECE``: the weights at the start of an average under
+  way. ``local/GROUP/error/PIECE``: the rounding errors of compression.
 - ``local/POSITION/buffer/NAME``: the running statistics of each rank.
 
 PIECE is the name of a parameter, or ``NAME@DIM:START`` for a slice that begins at START.
 
-A moment in codes of 8 bits (``optimizer.params.state_dtype``) is saved as it is: its codes under
-KEY, and their scales under ``KEY:s``. Blocks are cut from rows, so a slice of columns has blocks of
-its own. It is a PIECE in every checkpoint.
+A moment in codes of 8 bits (``optimizer.params.state_dtype``) is saved without decoding: the codes
+under KEY, and the scales under ``KEY:s``. Blocks are cut from rows, so a slice of columns has other
+blocks than the whole parameter. In every checkpoint, such a slice is a PIECE.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ Tensors = dict[str, Any]
 
 
 class _Coded(NamedTuple):
-    """A moment in codes, which lies at ``piece`` of its parameter."""
+    """A moment in codes, of the ``piece`` of a parameter."""
 
     key: str
     name: str
@@ -55,7 +55,7 @@ class SavedState:
         self._groups, self._store, self._context = groups, groups.store, groups.context
         self._counts: list[OptimizerState] = []
         self._coded: dict[str, _Coded] = {}  # by the key of the codes
-        self._twins: list[tuple[torch.Tensor, torch.Tensor]] = []  # scalars that slices share: first, and another's
+        self._twins: list[tuple[torch.Tensor, torch.Tensor]] = []  # scalars that slices share: the first, another
 
     def mesh_shape(self) -> list[int]:
         """Return the mesh's sizes: sdp, fsdp, tp. Random states load only on an equal mesh."""
@@ -65,10 +65,9 @@ class SavedState:
     def tensors(self, *, to_load: bool = False) -> Tensors:
         """Return weights, persistent buffers and optimizer state, by key.
 
-        Each is a part of the full model's tensor. Frozen copies are left out. Before a save,
-        buffers (running statistics) become those of the full model on all ranks, and only the first
-        holder saves them. With ``to_load``, every rank returns its buffers, so that they can be
-        filled.
+        Each is a part of a tensor of the full model. Frozen copies are left out. Before a save, all
+        ranks get the buffers (running statistics) of the full model, and only the first holder
+        saves them. With ``to_load``, every rank returns its buffers, so that they can be filled.
         """
         self._groups.reshard()
         local = self._groups.local
@@ -98,16 +97,13 @@ class SavedState:
         """Return the optimizer's state by key, ``optimizer/NAME/KEY``.
 
         Raises:
-            CheckpointError: A part of a parameter has state that is neither a scalar nor of the
-                part's shape.
+            CheckpointError: State of a slice or shard is neither a scalar nor of the same shape.
         """
         self._counts, self._twins, self._coded = [], [], {}
         return self._state_of(self._store.optimizer, {key: one.tensor for key, one in self._store.stepped.items()})
 
     def _state_of(self, optimizer: Optimizer, tensors: Mapping[str, torch.Tensor], start: str = "optimizer") -> Tensors:
-        """Return the state that ``optimizer`` has of ``tensors``, by keys that begin with
-        ``start``. Slices have keys of their own if it is that of one group.
-        """
+        """Return the state of ``tensors`` in ``optimizer``, by keys that begin with ``start``."""
         states, found, is_local = OptimizerState(optimizer), Tensors(), start.startswith("local/")
         self._counts.append(states)
         for key, tensor in tensors.items():
@@ -137,15 +133,15 @@ class SavedState:
             self._coded[saved] = _Coded(f"{start}/{piece.info.canonical}/{name}", name, piece, scales)
 
     def has_other_blocks(self, saved: Collection[str]) -> bool:
-        """Whether moments in codes, here or among the keys ``saved``, have other blocks there."""
+        """Whether moments in codes have other blocks in this run than under the keys ``saved``."""
         if not self._coded:
             return any(key.startswith("optimizer/") and key.endswith(SCALES) for key in saved)
         return any(key + SCALES not in saved for key in self._coded)
 
     @contextmanager
     def decoded(self, tensors: Mapping[str, Any]) -> Iterator[Tensors]:
-        """A context with ``tensors`` whose encoded moments are replaced by float32 ones, by
-        canonical key. It encodes these at the end.
+        """A context in which encoded moments of ``tensors`` are float32, and are encoded at the
+        end.
         """
         found = {key: value for key, value in tensors.items() if key.removesuffix(SCALES) not in self._coded}
         values = {key: torch.zeros_like(coded.piece.tensor, dtype=torch.float32) for key, coded in self._coded.items()}
@@ -169,7 +165,8 @@ class SavedState:
                 if not is_whole and _is_flat_piece(self._store, one):
                     raise CheckpointError(
                         f"the optimizer's {name!r} of {key} does not have the shape of its parameter, so no other "
-                        'layout could continue with it; use AdamW or SGD, or sdp.granularity "block"'
+                        "layout could load it"
+                        '; use AdamW or SGD, or sdp.granularity "block"'
                     )
                 yield canonical, name, value
 
@@ -180,7 +177,7 @@ class SavedState:
         return self._state_of(local.outer.optimizer, local.outer.anchors, "outer")
 
     def of_local_steps(self, local: LocalSteps) -> Tensors:
-        """Return what this rank's group has by itself, and the outer state, by key."""
+        """Return the state of this rank's group and the outer state, by key."""
         self._counts, self._twins, self._coded = [], [], {}
         found = self.outer(local)
         means, before = local.outer.pending_changes
@@ -208,7 +205,7 @@ class SavedState:
                 self._add(found, pattern.format(name), part)
 
     def _add(self, found: Tensors, key: str, value: Any) -> None:
-        """Add a tensor. Parts of one tensor are joined, and of equal scalars the first is kept."""
+        """Add a tensor. Parts of one tensor are joined. Of equal scalars, the first one stays."""
         if isinstance(value, Chunks) and key in found:
             found[key] = found[key].joined(value)
         elif key in found:
@@ -217,9 +214,8 @@ class SavedState:
             found[key] = value
 
     def finish_load(self) -> None:
-        """Copy loaded values to all slices of a parameter, and to plain numbers.
-
-        Slices share some state, such as a step count. Some optimizers keep it as a plain number.
+        """Copy loaded values to all slices of a parameter, and to plain numbers. Slices share some
+        state, such as the step count, which some optimizers store as a plain number.
         """
         for first, other in self._twins:
             if other is not first:
@@ -229,9 +225,8 @@ class SavedState:
         self._store.weights_changed()
 
     def random_state(self) -> dict[str, torch.Tensor]:
-        """Return the states of this rank's generators, under names with the rank's coordinates.
-
-        A checkpoint would keep only one state if several ranks used the same name.
+        """Return the states of this rank's generators, by keys with the rank's coordinates. With
+        equal keys, a checkpoint would contain the state of only one rank.
         """
         at = self._context.at
         position = f"{at.sdp}.{at.fsdp}.{at.tp}"
@@ -253,7 +248,7 @@ def weights_of(tensors: Mapping[str, torch.Tensor]) -> dict[str, Any]:
 
 
 def _is_flat_piece(store: GroupStore, one: Stepped) -> bool:
-    """Whether a tensor is only a part of a parameter, apart from FSDP2's own cuts."""
+    """Whether a tensor is only a part of a parameter, even without FSDP2's sharding."""
     infos = [store.layout.parameters[name] for name in one.names]
     return len(infos) > 1 or infos[0].tp_dim is not None or infos[0].cut is not None
 
@@ -264,7 +259,7 @@ def _within_whole(piece: Piece) -> tuple[str, Chunks]:
 
 
 def _within_slice(piece: Piece) -> tuple[str, Chunks]:
-    """Return the name of the slice, or parameter, and the piece as a part of it."""
+    """Return the name of the slice (or parameter), and the position of the piece in the slice."""
     info = piece.info
     if info.cut is None:
         return _within_whole(piece)
@@ -273,10 +268,7 @@ def _within_slice(piece: Piece) -> tuple[str, Chunks]:
 
 
 def _with_whole_rows(piece: Piece, *, is_local: bool) -> tuple[str, Chunks]:
-    """Return the name of the slice of columns, or parameter, and the piece as a part of it.
-
-    With ``is_local``, a slice of rows has a name, too.
-    """
+    """As :func:`_within_slice`, but rows count as a slice only with ``is_local``."""
     info = piece.info
     if is_local and info.cut is not None and info.cut.dim == 0:
         return _within_slice(piece)

@@ -1,8 +1,8 @@
-"""How ranks agree on small values before any of them waits for another in a larger collective.
+"""Ranks agree on small values, before they wait for each other in a larger collective.
 
 All of these functions are collectives: every rank must call them, in the same order. Without a
-process group they answer for this process alone. Values are sent as JSON, never as pickles:
-unpickling another rank's data can run code.
+process group, this process is the only rank. Values are sent as JSON, not as pickles, because
+unpickling can run code.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ _REMEDY = "start all ranks with the same configuration, model and data"
 
 @dataclass(frozen=True)
 class Ranks:
-    """The processes that work on something together, such as a checkpoint or the data of a run.
+    """Processes that work together, for example on a checkpoint or on the data of a run.
 
     Attributes:
         alone: whether this process works by itself.
-        group: the process group of the others; None means all ranks.
+        group: the process group. None means all ranks.
     """
 
     alone: bool
@@ -66,10 +66,10 @@ class Ranks:
     def all_or_none(self, action: Callable[[], T]) -> T:
         """Call ``action`` on every rank and return this rank's result.
 
-        A rank that fails by itself would leave the others waiting in a collective.
+        If only one rank failed, the others would wait for it in the next collective.
 
         Raises:
-            SDPError: on every rank, if ``action`` raised one on any. It is the first, in rank
+            SDPError: on every rank, if ``action`` raised it on one of them: the first one in rank
                 order.
         """
         result, error = None, None
@@ -156,7 +156,7 @@ def check_equal(facts: Mapping[str, Any], device: torch.device) -> None:
 
 
 def find_differences(texts: Sequence[str], device: torch.device) -> list[bool]:
-    """Return, for each of the ``texts``, whether any two ranks have different ones.
+    """Return, for each of the ``texts``, whether two ranks have different texts.
 
     Ranks compare hashes of 60 bits.
     """
@@ -166,7 +166,7 @@ def find_differences(texts: Sequence[str], device: torch.device) -> list[bool]:
 
 
 def agree_on_rates(rates: Mapping[str, float], names: Sequence[str], device: torch.device) -> dict[str, float]:
-    """Combine the learning rates that each rank has into those of the full model.
+    """Combine the learning rates of all ranks into those of the full model.
 
     Args:
         rates: this rank's learning rates, by parameter.
@@ -189,7 +189,7 @@ def agree_on_rates(rates: Mapping[str, float], names: Sequence[str], device: tor
 
 
 def normalise(fact: Any) -> str:
-    """Return ``fact`` as JSON text in which equal numbers are written the same way: 0.0 as 0."""
+    """Return ``fact`` as JSON text. Equal numbers have equal text: 0.0 becomes 0."""
 
     def number(text: str) -> float:
         return int(float(text)) if float(text).is_integer() else float(text)
@@ -198,7 +198,7 @@ def normalise(fact: Any) -> str:
 
 
 def first_difference(path: str, first: Any, second: Any) -> tuple[str, str, str]:
-    """Find where two JSON values differ. Return the path, and each value's text there."""
+    """Find the first difference of two JSON values. Return its path, and the two texts there."""
     if isinstance(first, dict) and isinstance(second, dict):
         key = next(
             key
@@ -230,7 +230,7 @@ def _highest(rows: Sequence[Sequence[float]], dtype: torch.dtype, device: torch.
 
 
 def _device_of(group: dist.ProcessGroup | None) -> torch.device:
-    """Return the device on which the group's collectives take tensors.
+    """Return the device of the tensors that the group's collectives take.
 
     This is the CPU if a backend for it exists, else this rank's GPU.
     """

@@ -1,17 +1,16 @@
-"""What ranks send each other: bytes, counted where they are sent; the local part of a tensor; and
-differentiable collectives among tensor-parallel ranks, on plain tensors.
+"""Messages between ranks: counts of bytes, local parts of tensors, and differentiable collectives
+of plain tensors among tensor-parallel ranks.
 
 The bytes are those of ring algorithms over n ranks (as in nccl-tests' "bus bandwidth"). In an
 all-reduce a rank sends 2(n − 1)/n of the buffer. In a reduce-scatter or an all-gather a rank sends
 (n − 1)/n of the whole buffer. A broadcast goes round the ring from its source, and every rank
-except the last sends the buffer once. So n − 1 copies are sent, which is the least that any
-algorithm can send.
+except the last sends the buffer once. So n − 1 copies are sent, and no algorithm can send fewer.
 
 Between the modules that tensor parallelism cuts, hidden states are cut along the sequence
 (Korthikanti et al., arXiv 2205.05198). A module whose output features are cut has a gather before
-it. A module whose input features are cut has a reduce-scatter after it. Each of the two
-collectives is the other's backward. Logits are never gathered for the loss (Shoeybi et al., arXiv
-1909.08053, section 3).
+it. A module whose input features are cut has a reduce-scatter after it. In backward, a gather
+becomes a reduce-scatter, and a reduce-scatter a gather. Logits are never gathered for the loss
+(Shoeybi et al., arXiv 1909.08053, section 3).
 
 Letters in shapes: B sequences, S tokens, V vocabulary, D hidden features, T tensor-parallel ranks,
 N rows of logits.
@@ -41,27 +40,24 @@ def local_tensor(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def stored_tensor(parameter: torch.Tensor) -> torch.Tensor:
-    """Return what this rank has in memory of a parameter: under ZeRO 3 its partition, else
-    ``parameter`` itself.
-    """
+    """Return a parameter's part in this rank's memory: ZeRO 3's partition, else ``parameter``."""
     return getattr(parameter, "ds_tensor", parameter)
 
 
 def cut_like(local: torch.Tensor, tensor: DTensor) -> DTensor:
     """Return ``local`` as this rank's shard of a DTensor that is cut like ``tensor``.
 
-    The shard stays on its device. ``DTensor.from_local`` would move it to the device of the mesh,
-    but shards of offloaded parameters are in the host's memory.
+    The shard stays on its device. ``DTensor.from_local`` would move an offloaded shard from the
+    host's memory to the device of the mesh.
     """
     return DTensor(local, tensor._spec, requires_grad=False)
 
 
 @contextmanager
 def outside_inference_mode() -> Iterator[None]:
-    """A context without gradients inside ``torch.inference_mode()``, and a no-op elsewhere.
-
-    Sharded engines gather parameters into memory that they keep. A later pass of training could not
-    use tensors that were made in inference mode.
+    """A context that replaces ``torch.inference_mode()`` by ``torch.no_grad()``, if it is on. FSDP2
+    and ZeRO gather parameters into tensors that they use again. A training pass could not use
+    tensors that were made in inference mode.
     """
     if not torch.is_inference_mode_enabled():
         yield
@@ -105,7 +101,7 @@ class Collective(NamedTuple):
     def sent(self) -> float:
         """Bytes that one rank sends.
 
-        For a broadcast, this is the whole buffer, which the rank sends first or passes on.
+        In a broadcast, this is the whole buffer, which the rank sends as the source or forwards.
         """
         return sent_bytes(self.kind, self.nbytes, len(self.ranks))
 
@@ -156,10 +152,9 @@ reduce_scatter_single: Callable[..., Any] = getattr(dist, "reduce_scatter_single
 
 @dataclass(frozen=True)
 class TensorRanks:
-    """The ranks among which a model's matrices are cut, seen from the rank ``index`` of ``size``.
-
-    Without ``group``, and on the meta device, shapes are right and nothing is sent. So one rank can
-    probe a skeleton on its own.
+    """The tensor-parallel ranks. This rank has the number ``index`` of ``size``. Without ``group``,
+    and on the meta device, results have the right shapes and nothing is sent. So one rank can find
+    out the shapes of a model alone.
     """
 
     group: dist.ProcessGroup | None
@@ -168,7 +163,7 @@ class TensorRanks:
     traffic: Traffic
 
     def __deepcopy__(self, memo: Any) -> TensorRanks:
-        """Return the ranks of a copied skeleton, which sends nothing."""
+        """Return ranks that send nothing, for a copy of a model."""
         return replace(self, group=None)
 
     def _sends(self, kind: Kind, whole: Tensor) -> bool:
@@ -255,8 +250,7 @@ def autocast_precision(tensor: Tensor) -> torch.dtype | None:
 def gather_sequence(part: Tensor, ranks: TensorRanks) -> Tensor:
     """Gather the sequence: (B, S/T, …) → (B, S, …).
 
-    Under autocast the result has autocast's precision. The linear layers that follow would cast to
-    it.
+    Under autocast, the result has the precision to which the next linear layers would cast it.
     """
     precision = autocast_precision(part)
     if precision is not None:
@@ -273,7 +267,7 @@ def scatter_sequence(whole: Tensor, ranks: TensorRanks) -> Tensor:
     if whole.shape[SEQUENCE] % ranks.size:
         raise ModelError(
             f"a sequence of {whole.shape[SEQUENCE]} tokens cannot be cut among tensor_parallel.autotp_size = "
-            f"{ranks.size} ranks; make its length a multiple of {ranks.size}"
+            f"{ranks.size} ranks; choose a length that is a multiple of {ranks.size}"
         )
     return _ScatterSequence.apply(whole, ranks)  # type: ignore[return-value]
 
@@ -309,7 +303,7 @@ def own_ids(ids: Tensor, part: int, ranks: TensorRanks) -> tuple[Tensor, Tensor]
         ranks: the ranks among which the vocabulary is cut.
 
     Returns:
-        The positions, 0 for the ids of other ranks, and a mask that is true for this rank's ids.
+        The positions (0 for ids of other ranks), and a mask that is true for ids of this rank.
     """
     vocabulary = part * ranks.size
     if not ids.is_meta:  # otherwise such an id would silently count as zero; no wait on CUDA

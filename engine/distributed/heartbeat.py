@@ -1,11 +1,11 @@
 """Records where a rank is in its run, and ends a rank that makes no progress.
 
-A thread of the rank watches it. A call that holds the GIL lets no such thread run. A thread of
-Python's ``faulthandler``, which needs no GIL, then ends the process.
+A thread of the rank watches the main thread. No Python thread can run during a call that holds the
+GIL. Then a thread of ``faulthandler``, which needs no GIL, ends the process.
 
-A script can let one rank alone make a call that all must make. Then :class:`CallWatch` says which
-rank stands where. ``sdp train`` watches its phases itself. torch is imported only by
-:class:`CallWatch`, because the launcher does without torch.
+In a script, one rank may make a call that the other ranks do not make. Then :class:`CallWatch`
+prints in which call every rank is. ``sdp train`` watches its phases itself. Only :class:`CallWatch`
+imports torch, because the launcher must not need torch.
 """
 
 from __future__ import annotations
@@ -37,8 +37,8 @@ from ..json_files import read_json_file
 _LOOK_SECONDS = 0.5
 UNCHANGED_SECONDS = 5.0
 _REPORT_SECONDS = 10.0
-STUCK_SECONDS = _REPORT_SECONDS + 5.0  # faulthandler gives the rank's own thread this much more time
-_RECORD_BYTES = 256  # all records have the same size, because each one overwrites the one before
+STUCK_SECONDS = _REPORT_SECONDS + 5.0  # faulthandler waits so many seconds longer than the Python thread
+_RECORD_BYTES = 256  # all records have the same size, because each one overwrites the last one
 
 
 @dataclass(frozen=True)
@@ -48,8 +48,8 @@ class RankPosition:
     Attributes:
         rank: the number of the rank.
         host: the name of its host.
-        step: the optimizer step that it is in or after.
-        phase: what it does, in words.
+        step: the number of the present or last optimizer step.
+        phase: the present activity, in words.
         since: when the phase began, in seconds since the epoch.
     """
 
@@ -64,7 +64,7 @@ class RankPosition:
 
     @classmethod
     def read(cls, path: Path) -> RankPosition | None:
-        """Return what a rank last wrote to ``path``, or None."""
+        """Return the last position that a rank wrote to ``path``, or None."""
         try:
             return cls(**read_json_file(path, most_bytes=1 << 16))
         except (OSError, ValueError, TypeError):
@@ -72,7 +72,7 @@ class RankPosition:
 
 
 class Heartbeat:
-    """Watches the training loop, which says what it does next and how many seconds that may take.
+    """Watches the training loop, which announces each phase and how many seconds it may take.
 
     If a phase takes longer, the stacks of all threads are appended to ``log``, ``on_stall`` is
     called with a message, and the process ends. This works even if the file system hangs.
@@ -105,19 +105,19 @@ class Heartbeat:
 
     @property
     def position(self) -> RankPosition:
-        """Where the rank is."""
+        """The present position."""
         return self._position
 
     def at(self, step: int, phase: str, seconds: float | None) -> None:
-        """The rank begins ``phase`` of ``step``, which may take ``seconds`` (None: any time)."""
+        """Begin ``phase`` of ``step``, which may take ``seconds`` (None: any time)."""
         self._position = RankPosition(self._rank, self._host, step, phase, time.time())
         self._started, self._seconds = time.monotonic(), seconds
         if self._file is not None:
-            with contextlib.suppress(OSError):  # on a full disk only the message for a hang suffers
+            with contextlib.suppress(OSError):  # on a full disk, only the message after a hang lacks the position
                 os.pwrite(self._file, json.dumps(asdict(self._position)).ljust(_RECORD_BYTES).encode(), 0)
 
     def stop(self) -> None:
-        """Watch no longer: the process goes on with other work after the run."""
+        """Stop watching, because the process does other work after the run."""
         self._stopped.set()
         if self._thread is not threading.current_thread():
             self._thread.join()
@@ -166,8 +166,8 @@ _CALLS = {
     ),
 }  # fmt: skip
 _ANSWER_SECONDS = UNCHANGED_SECONDS + 1.5
-# Messages of gloo and NCCL if the process at the other end is gone. Some messages name its address
-# at the start or at the end.
+# Messages of gloo and NCCL if the process at the other end is gone. Some messages begin or end with
+# its address.
 _ADDRESS = r"\[[0-9a-fA-F.:]+\]:\d+"
 GONE = re.compile(
     rf"({_ADDRESS}: )?(Connection (reset|closed) by (remote )?peer|Broken pipe)( {_ADDRESS})?|ncclRemoteError"
@@ -179,8 +179,8 @@ _SILENT = re.compile(r"Timed out waiting \d+ms|collective operation timeout")
 class CallWatch:
     """Watches the calls of an engine until :meth:`stop`.
 
-    A rank that waits writes where it stands to the store of the process group. A rank that fails,
-    or that waits for longer than its call may take, reads where all ranks stand.
+    A rank that waits writes its position to the store of the process group. A rank that fails, or
+    that waits for longer than the call may take, reads the positions of all ranks.
     """
 
     def __init__(self) -> None:
@@ -189,7 +189,7 @@ class CallWatch:
 
         self._is_inside, self._world_size = False, dist.get_world_size()
         store: Any = _get_default_store()
-        # A client of its own: a rank may wait in the other one for minutes.
+        # A separate client, because the rank may wait in the other client for minutes.
         self._store = dist.PrefixStore("sdp/calls", store.clone())
         self._store.set_timeout(timedelta(seconds=_ANSWER_SECONDS))
         self._beat = Heartbeat(dist.get_rank(), None, None, self._on_stall, self._publish)
@@ -203,11 +203,11 @@ class CallWatch:
 
     @contextmanager
     def inside(self, engine: Any, call: str, seconds: float) -> Iterator[None]:
-        """A context for a call, which may take ``seconds``. Inner calls are parts of the outer one.
+        """A context for a call, which may take ``seconds``. Calls inside a call are not watched.
 
         Raises:
-            PeerLostError: Another rank did not answer, or is gone. The message says who stands
-                where.
+            PeerLostError: Another rank did not answer, or is gone. The message has the positions of
+                all ranks.
         """
         if self._is_inside:
             yield
@@ -219,7 +219,7 @@ class CallWatch:
         except RuntimeError as error:
             if (lost := GONE.search(str(error)) or _SILENT.search(str(error))) is None:
                 raise
-            atexit.unregister(self._at_exit)  # the others shall know the call, and not the end of the script
+            atexit.unregister(self._at_exit)  # other ranks need the name of the call, and not "end of the script"
             raise PeerLostError(f"{self._beat.position}: {lost[0]}: {self._everyone()}") from error
         finally:
             self._is_inside = False
@@ -255,9 +255,7 @@ class CallWatch:
 
 
 def watch_calls(engine: Any) -> None:
-    """Let ``engine.calls`` watch the calls of an engine that wait for other ranks, unless it is
-    None.
-    """
+    """Let ``engine.calls`` (if not None) watch the engine's calls that wait for other ranks."""
     for limit, calls in _CALLS.items():
         for call in calls:
             setattr(engine, call, _watched(engine, call, getattr(engine, call), limit))

@@ -1,7 +1,6 @@
-"""Join the processes that a launcher started, through a store on one address only.
-
-torch's own store listens on all interfaces, and accepts whoever connects. Here rank 0 listens on
-the address that the ranks were given. In a run on one host that is 127.0.0.1.
+"""Join the processes that a launcher started, through a store that listens on one address only.
+torch's store would listen on all interfaces, and accept every connection. Here, rank 0 listens only
+on the address that all ranks know. In a run on one host, this is 127.0.0.1.
 """
 
 from __future__ import annotations
@@ -30,14 +29,14 @@ from ..errors import ConfigError, LaunchError
 
 log = logging.getLogger("sdp")
 
-_PREFIX = "default_pg"  # torch's own prefix: other ranks come to this store through env://
+_PREFIX = "default_pg"  # torch's prefix, because other ranks use this store through env://
 
 
 def serve_store(found: Environment, timeout: timedelta) -> dist.Store | None:
-    """The store of this rank, or None if torch makes it by ``env://``.
+    """The store of this rank, or None if torch makes the store by ``env://``.
 
     Args:
-        found: what the launcher told this process.
+        found: the ranks and addresses that the launcher gave this process.
         timeout: how long rank 0 waits for the other ranks.
 
     Raises:
@@ -62,9 +61,7 @@ def serve_store(found: Environment, timeout: timedelta) -> dist.Store | None:
 
 
 def _inherited(found: Environment) -> socket.socket | None:
-    """The socket that the launcher handed over, unless the ranks were given another address
-    since.
-    """
+    """The socket from the launcher, unless the ranks have another address."""
     handle = inherited_socket()
     if handle is None:
         return None
@@ -77,9 +74,7 @@ def _inherited(found: Environment) -> socket.socket | None:
 
 
 def _bound(found: Environment) -> socket.socket | None:
-    """A socket on the master address, or None if that cannot be the address of rank 0 for all
-    ranks.
-    """
+    """A socket on the master address. None: other ranks could not reach rank 0 there."""
     where = f"{found.master_addr}:{found.master_port}"
     try:
         family, _, _, _, address = socket.getaddrinfo(
@@ -121,7 +116,7 @@ def join(timeout_seconds: float | None = None) -> torch.device:
         LaunchError: the launcher's variables are incomplete, or the port of rank 0 is in use.
     """
     cuda = torch.cuda.is_available()
-    if dist.is_initialized():  # the user's own script did this, and it also chose its device
+    if dist.is_initialized():  # the script has already done this, and also chosen its device
         return torch.device("cuda", torch.cuda.current_device()) if cuda else torch.device("cpu")
     found = detect()
     if found is None or found.local_world_size == found.world_size:
@@ -145,7 +140,7 @@ def join(timeout_seconds: float | None = None) -> torch.device:
 
 
 def _missing(found: Environment) -> str:
-    """Say what ``found`` waits for."""
+    """Describe which ranks ``found`` waits for."""
     launcher = next(launcher for launcher in LAUNCHERS if launcher.source == found.source)
     return (
         f"rank {found.rank} of {found.world_size} ({launcher.rank} of {found.source}) waits at {found.master_addr}:"
@@ -182,14 +177,15 @@ def init_distributed(
         The device of this rank.
 
     Raises:
-        ConfigError: ``dist_backend`` is not the backend of this machine, or ranks are given by
-            hand.
+        ConfigError: ``dist_backend`` is not the backend of this machine, or ranks are given as
+            arguments.
         LaunchError: the launcher's variables are incomplete.
     """
     expected = "nccl" if torch.cuda.is_available() else "gloo"
     if dist_backend not in (None, expected):
         raise ConfigError(
-            f"init_distributed: dist_backend {dist_backend!r} is not this machine's; leave it out, or give {expected!r}"
+            f"init_distributed: dist_backend {dist_backend!r} is not available on this machine; leave it out, or "
+            f"give {expected!r}"
         )
     if init_method is not None or rank >= 0 or world_size >= 0:
         raise ConfigError(

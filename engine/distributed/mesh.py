@@ -44,8 +44,8 @@ class Mesh:
         sdp: number of SDP groups.
         fsdp: data ranks per group.
         tp: tensor-parallel ranks.
-        alone: the only group that has ranks in this world, if groups know each other only through
-            a service. None: all have.
+        alone: the only group in this world of ranks, if groups are connected only by a service.
+            None: all groups are in this world.
     """
 
     sdp: int
@@ -127,7 +127,7 @@ class Mesh:
 
 
 def mesh_of(config: Config, world_size: int, alone: int | None = None) -> Mesh:
-    """Return the mesh of a run in ``world_size`` processes, or of the group ``alone`` in them.
+    """Return the mesh of a run in ``world_size`` processes, which may be only the group ``alone``.
 
     Raises:
         ConfigError: the world size does not fit the groups and the tensor parallelism.
@@ -144,7 +144,7 @@ _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 def machine_id() -> str:
     """Return an identifier of this running machine.
 
-    It is unique, unlike host names. The host name is the fallback.
+    The identifier is unique, unlike host names. The fallback is the host name.
     """
     try:
         return _BOOT_ID.read_text(encoding="ascii").strip()
@@ -153,7 +153,7 @@ def machine_id() -> str:
 
 
 def unique_host_names(hosts: Sequence[tuple[str, str]]) -> list[str]:
-    """Return, for each rank, a host name that no other machine has. Machines may share a host name.
+    """Return a unique host name for each rank, even if several machines have the same name.
 
     Args:
         hosts: for each rank, its host name and :func:`machine_id`.
@@ -180,7 +180,7 @@ def split_tensor_group(hosts: Sequence[str], tp: int) -> str | None:
         if len(crossed := list(dict.fromkeys(hosts[first : first + tp]))) > 1:
             return (
                 f"tensor parallelism of {tp} ranks crosses the network: ranks {first} to {first + tp - 1} are on "
-                f"{' and '.join(crossed)}, and wait for each other's activations in every layer, forward and backward; "
-                "choose a tensor_parallel.autotp_size that divides the ranks of each host"
+                f"{' and '.join(crossed)}, and every layer waits for activations from the other host; choose a "
+                "tensor_parallel.autotp_size that divides the number of ranks of each host"
             )
     return None

@@ -1,4 +1,4 @@
-"""The process groups that are made from the grid of ranks."""
+"""The process groups of the grid of ranks."""
 
 from __future__ import annotations
 
@@ -15,10 +15,9 @@ from .mesh import Holders, Mesh
 
 
 def new_group(ranks: list[int], **more: Any) -> dist.ProcessGroup:
-    """Create a process group. Its collectives may take as long as those of the world.
-
-    torch would give it a default of its own, whatever the world has. It still does so if the
-    world's backend does not tell its timeout.
+    """Create a process group with the time limit of the world. torch would use its default,
+    whatever the limit of the world is. It still does if the world's backend does not tell the
+    limit.
 
     Args:
         ranks: its ranks.
@@ -52,8 +51,7 @@ def tensor_group(mesh: Mesh) -> dist.ProcessGroup | None:
 def _backend() -> str | None:
     """Return the backend for new groups, or None for the backend of the world.
 
-    It is given to every group, because otherwise each group opens gloo connections in addition to
-    NCCL's.
+    Without a backend, each new group would also open gloo connections, in addition to NCCL's.
     """
     return "nccl" if torch.cuda.is_available() and "nccl" in dist.get_backend_config() else None
 
@@ -61,9 +59,8 @@ def _backend() -> str | None:
 def rank_lists(
     mesh: Mesh, holder_sets: Iterable[Holders], *, replicate_inside: bool
 ) -> Iterator[tuple[Holders, list[int]]]:
-    """Yield each list of ranks that average something together, with their SDP groups.
-
-    They come in world order. All groups are always a holder set. A rank alone has no list.
+    """Yield each list of ranks that average together, with their SDP groups. The order is that of
+    the world. The set of all groups is always included. A single rank has no list.
 
     Args:
         mesh: the grid of ranks.
@@ -89,15 +86,15 @@ class Communicators:
             average among themselves in the same all-reduce as the holders.
         fsdp: the ranks that shard this group's state. It contains only this rank if FSDP2 wraps
             parameters that are not sharded.
-        holders: for each holder set, the ranks that average its gradients. Absent if only this rank
-            does.
-        refresh: for a source group and the groups that take part, the ranks at this rank's position
-            in them. The source sends frozen copies. Each source has its own communicator: a
-            communicator runs its operations one by one, and a network link carries both directions
-            at once.
-        group: for local steps, all ranks of this rank's SDP group. None if it is alone in it.
+        holders: for each holder set, the ranks that average its gradients. Sets with only this rank
+            are absent.
+        refresh: for a source group and the groups that take part, the ranks at this rank's
+            position. The source sends new weights for frozen copies. Each source has a communicator
+            of its own, because a communicator runs operations one by one, and a link can send in
+            both directions at once.
+        group: for local steps, all ranks of this rank's SDP group. None if this is the only rank.
         replicas: for local steps, the ranks that average gradients inside this group. None if the
-            group's state is sharded, or if this rank is alone.
+            group's state is sharded, or has only one rank.
     """
 
     mesh: Mesh
@@ -130,8 +127,8 @@ class Communicators:
             mesh: the grid of ranks.
             holder_sets: the holder sets of the placement.
             replicate_inside: whether nothing is sharded (ZeRO stage 0).
-            alone: whether FSDP2 wraps parameters that are not sharded. It then gets a process group
-                of this rank alone, which overlaps no other.
+            alone: whether FSDP2 wraps parameters that are not sharded. Then FSDP2 gets a process
+                group with only this rank.
             refreshes: for each message of frozen copies, the source group and the groups that take
                 part.
             local_steps: whether groups take steps on their own (``sdp.sync``).
@@ -139,7 +136,7 @@ class Communicators:
         self = cls(mesh, dist.get_rank(), replicate_inside)
         at = mesh.coordinates(self.rank)
         made: dict[tuple[int, ...], dist.ProcessGroup] = {tuple(range(mesh.world_size)): dist.group.WORLD}  # type: ignore[dict-item]
-        if local_steps:  # control messages use the world; they must not wait for averages that are under way
+        if local_steps:  # control messages use the group of the world, so that they do not wait for averages
             made.clear()
 
         def group_of(ranks: list[int]) -> dist.ProcessGroup:
@@ -157,7 +154,7 @@ class Communicators:
                         self.fsdp = made_group
         if alone:
             self.fsdp = new_group([self.rank], backend=_backend(), use_local_synchronization=True)
-        together = mesh.alone is None  # else groups have no ranks in common with this world
+        together = mesh.alone is None  # otherwise the other groups have no ranks in this world
         lists = rank_lists(mesh, holder_sets, replicate_inside=replicate_inside) if together else ()
         for holders, ranks in lists:
             made_group = group_of(ranks)

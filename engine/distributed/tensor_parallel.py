@@ -2,8 +2,8 @@
 
 A model states ``tensor_parallel_plan()``: module patterns (``*`` matches one path component) → a
 style, which says how the module is cut. Between these modules, hidden states are cut along the
-sequence. Parts are plain tensors. So the code that shards a group's state (FSDP2, ZeRO) can cut
-them further without knowing about tensor parallelism.
+sequence. Parts are plain tensors. So FSDP2 or ZeRO can shard them further, and need no code for
+tensor parallelism.
 """
 
 from __future__ import annotations
@@ -43,16 +43,14 @@ def parameter_cuts(model: nn.Module, ranks: int) -> dict[str, int | None]:
         _require_plain(path, model.get_submodule(path), style)
     missing = next((name for name in canonical.values() if name not in cuts), None)
     if missing is not None:
-        raise ModelError(
-            f"{missing}: tensor_parallel_plan() says nothing about it; add its module there, or set {TP} to 1"
-        )
+        raise ModelError(f"{missing}: is not in tensor_parallel_plan(); add its module there, or set {TP} to 1")
     return cuts
 
 
 def _resolved(model: nn.Module) -> dict[str, Style]:
     plan = get_tensor_parallel_plan(model)
     if plan is None:
-        raise ModelError(f"{type(model).__name__} states no tensor_parallel_plan(), so it cannot be cut; set {TP} to 1")
+        raise ModelError(f"{type(model).__name__} has no tensor_parallel_plan(), so it cannot be cut; set {TP} to 1")
     modules = dict(model.named_modules(remove_duplicate=False))
     matched = {pattern: match_patterns(modules, [pattern], "tensor_parallel_plan()") for pattern in plan}
     return {path: style for pattern, style in plan.items() for path in modules if path in matched[pattern]}
@@ -83,7 +81,7 @@ def _require_plain(path: str, module: nn.Module, style: Style) -> None:
 
 
 def parallelise(model: nn.Module, cuts: Mapping[str, int | None], ranks: TensorRanks) -> None:
-    """Cut ``model`` in place for this rank, and make its modules exchange their data.
+    """Cut ``model`` in place for this rank, and add the collectives between its modules.
 
     The model may be on the meta device or have values.
     """

@@ -1,7 +1,7 @@
 """Detects the rank, world size, host and master address of this process, from the variables that a
 launcher set.
 
-Each launcher has one row. A row has a predicate if the rank variable alone does not identify the
+Each launcher has one row. A row has a predicate if the variable of the rank does not identify the
 launcher. The names were observed in real starts of torchrun (torch 2.13), Open MPI 4.1, MPICH 4.0
 and SLURM 22.05. Those of DeepSpeed are in its ``launcher/cluster/launch.py``.
 """
@@ -90,11 +90,10 @@ class Launcher:
 
 
 def _srun_started(environ: Mapping[str, str]) -> bool:
-    """Return whether this is a task of ``srun``.
-
-    A batch script, an ``salloc`` shell and the shell of ``srun --pty`` are not. The batch script
-    has SLURM_PROCID=0 too, but no step. Every ``srun`` inside an interactive shell inherits
-    SLURM_PTY_PORT. So the variable indicates a shell only if the step has a single task.
+    """Return whether this is a task of ``srun``. A batch script, an ``salloc`` shell and the shell
+    of ``srun --pty`` do not count. The batch script has SLURM_PROCID=0 too, but no step. Every
+    ``srun`` inside an interactive shell inherits SLURM_PTY_PORT. So the variable indicates a shell
+    only if the step has a single task.
     """
     step = environ.get("SLURM_STEP_ID") or environ.get("SLURM_STEPID") or ""
     if not step.isdigit() or int(step) >= _FIRST_SPECIAL_STEP:
@@ -167,10 +166,8 @@ LAUNCHERS = (
 
 @dataclass(frozen=True)
 class Supervision:
-    """The facts that an SDP launcher gives to a process that it starts.
-
-    ``parent_pid`` is the launcher's process id. The process reports its own fatal error in
-    ``error_file``.
+    """The facts that an SDP launcher gives to a process that it starts. ``parent_pid`` is the
+    launcher's process id. The process writes its fatal error to ``error_file``.
     """
 
     parent_pid: int
@@ -178,7 +175,7 @@ class Supervision:
 
 
 def supervision() -> Supervision | None:
-    """Return what the SDP launcher told this process, or None if its parent is not an SDP launcher.
+    """Return the facts from the SDP launcher, or None if the parent is not an SDP launcher.
 
     The launcher's id is removed from the environment, because programs that a rank starts have
     another parent.
@@ -196,8 +193,8 @@ def position_file() -> Path | None:
 def inherited_socket() -> int | None:
     """Return the file descriptor of the socket on which rank 0 serves the store.
 
-    Returns None if the launcher handed no socket over. The variable is removed, because programs
-    that the rank starts do not inherit the socket.
+    Returns None if the launcher gave no socket. The variable is removed, because programs that the
+    rank starts do not inherit the socket.
     """
     handle = os.environ.pop(LISTENING_SOCKET, "")
     return int(handle) if handle.isdigit() else None
@@ -234,8 +231,8 @@ class Environment:
 
     @property
     def is_alone(self) -> bool:
-        """Whether another launcher started this process alone, as SLURM a notebook, and Kubernetes
-        a pod. The process can then start ranks on its host.
+        """Whether a launcher started only this process, for example SLURM a notebook, or Kubernetes
+        a pod. Then this process may start ranks on its host.
         """
         return self.world_size == 1 and self.source != "sdp"
 
@@ -254,10 +251,10 @@ class Environment:
 
 
 def detect(environ: Mapping[str, str] | None = None) -> Environment | None:
-    """Read what a launcher told this process. Returns None if no launcher started it.
+    """Read the launcher's variables. Returns None if no launcher started this process.
 
-    MPI ranks that are told no master agree on one through mpi4py, if it is installed. The first
-    call is then collective.
+    If MPI ranks have no master address, they agree on one through mpi4py if it is installed. Then
+    the first call is collective.
 
     Args:
         environ: The variables. None: those of this process.
@@ -276,8 +273,8 @@ def detect(environ: Mapping[str, str] | None = None) -> Environment | None:
         leftovers = [name for name in launcher.traces if environ.get(name)]
         if leftovers and not environ.get(launcher.rank):
             raise LaunchError(
-                f"{' and '.join(leftovers)} set but {launcher.rank} missing: no launcher sets only these;"
-                f" unset {'it' if len(leftovers) == 1 else 'them'}, or start through torchrun, mpirun or srun"
+                f"{' and '.join(leftovers)} set but {launcher.rank} missing: no launcher sets only these variables; "
+                f"unset {'it' if len(leftovers) == 1 else 'them'}, or start through torchrun, mpirun or srun"
             )
     return None
 
@@ -288,9 +285,8 @@ def _ask_mpi_for_the_master() -> None:
     This happens only if MPI started this process and neither variable is set. MPI that is
     initialised here is finalised at once, so that no rank waits in MPI after another one failed.
 
-    Nothing is set if mpi4py finds no MPI library. The same holds if it finds another MPI than the
-    launcher's, because each rank is then a world of its own. Ranks on a single host agree without
-    these variables.
+    Nothing is set if mpi4py finds no MPI library, or another MPI than the launcher's: then each
+    rank is a world of its own. Ranks on a single host do not need these variables.
     """
     launcher = next(
         (launcher for launcher in LAUNCHERS if os.environ.get(launcher.rank) and launcher.started(os.environ)), None
@@ -461,8 +457,8 @@ def _check_range(launcher: Launcher, rank: int, world_size: int, local_rank: int
         raise LaunchError(f"{launcher.rank}={rank} but {_either(launcher.world_size)}={world_size}: ranks count from 0")
     if local_world_size is not None and not local_rank < local_world_size <= world_size:
         raise LaunchError(
-            f"local rank {local_rank} of {local_world_size} processes on this host, in a world of {world_size},"
-            f" contradict each other; the {launcher.source} variables come from two different starts"
+            f"local rank {local_rank} of {local_world_size} processes on this host, in a world of {world_size}, "
+            f"contradict each other; the {launcher.source} variables are from two different starts"
         )
 
 

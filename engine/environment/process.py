@@ -1,12 +1,11 @@
-"""The processes of a run: the environment variables that a launcher gives to them, what a long wait
-is for, and how they end.
+"""The processes of a run: their environment variables, messages during a long wait, and their end.
 
-A process that used gloo can crash at interpreter exit. gloo's worker threads may still be
-releasing tensors, which needs the GIL. A thread that asks for the GIL during finalisation aborts
-the process ("terminate called without an active exception"). This happens although the work is
-done and written (github.com/pytorch/pytorch/issues/190489, /pull/179291). The command line knows
-its exit code and leaves without finalising the interpreter. The exit code of a user's script is
-not known before its end, so its threads get time to finish instead.
+A process that used gloo can crash at interpreter exit. gloo's worker threads may still be releasing
+tensors, which needs the GIL. A thread that asks for the GIL during finalisation aborts the process
+("terminate called without an active exception"). This happens although the work is done and written
+(github.com/pytorch/pytorch/issues/190489, /pull/179291). The command line knows its exit code, so
+it exits without finalising the interpreter. The exit code of a user's script is known only at the
+end, so its threads get time to finish.
 """
 
 from __future__ import annotations
@@ -62,7 +61,7 @@ def allocator_settings() -> dict[str, str]:
 def loopback_settings() -> dict[str, str]:
     """Return variables with which gloo and NCCL listen on the loopback interface only.
 
-    They are for a run on one host. Neither library asks who connects.
+    They are for a run on one host, because both libraries accept every connection.
     """
     interface = "lo0" if sys.platform == "darwin" else "lo"
     return {"GLOO_SOCKET_IFNAME": interface, "NCCL_SOCKET_IFNAME": interface}
@@ -113,7 +112,7 @@ def watch() -> None:
 
 
 def leaves_at_once() -> None:
-    """Declare that this process does not finalise its interpreter, so that it waits for nothing."""
+    """Declare that this process exits without finalising the interpreter, so it need not wait."""
     global _watched
     _watched = True
 
@@ -146,9 +145,8 @@ def announced(reason: Callable[[], str | None]) -> Iterator[None]:
 
 
 def compiler_locks() -> str | None:
-    """Name the locks under which ``torch.utils.cpp_extension`` compiles, or None if there is none.
-
-    A process that was killed leaves its lock behind, and later ones wait for it without end.
+    """Name the locks of ``torch.utils.cpp_extension``, or None if there is none. If a process was
+    killed, its lock remains, and later processes wait for the lock without end.
     """
     root = Path(os.environ.get("TORCH_EXTENSIONS_DIR") or "~/.cache/torch_extensions").expanduser()
     ages = {lock: time.time() - lock.stat().st_mtime for lock in root.glob("**/lock")}

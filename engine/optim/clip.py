@@ -1,10 +1,10 @@
-"""What the norm of a step's gradient decides: clipping, the loss scale of float16 (fixed, or
-dynamic by DeepSpeed's rules), and which steps are skipped or spikes.
+"""Decisions from the norm of a step's gradient: clipping, the loss scale of float16 (fixed, or
+dynamic by DeepSpeed's rules), skipped steps, and spikes.
 
 The global norm counts every parameter once, however many ranks hold or shard it. A step is a spike
 if its loss or its gradient's norm lies more than ``sigma`` standard deviations above the mean of
-the last ``window`` steps (OLMo-core, ``SkipStepOptimizer``). A spike stays in the window. So a
-loss that stays high is the new normal after some steps, and training goes on.
+the last ``window`` steps (OLMo-core, ``SkipStepOptimizer``). A spike stays in the window. So if the
+loss stays high, steps are no longer spikes after a while, and training continues.
 """
 
 from __future__ import annotations
@@ -43,11 +43,11 @@ def clip_(gradients: Sequence[torch.Tensor], norm: float, max_norm: float) -> No
 
 
 class LossScaler:
-    """The factor of the losses, which keeps small gradients of float16 from becoming 0.
+    """Multiplies losses by a factor, so that small gradients in float16 do not become 0.
 
     A dynamic scale is halved after ``hysteresis`` overflows, and doubled after
     ``loss_scale_window`` steps without one. The names and rules are those of DeepSpeed's
-    ``DynamicLossScaler``. Every rank has one, and they stay equal because all ranks skip the same
+    ``DynamicLossScaler``. Every rank has a scaler. All stay equal, because all ranks skip the same
     steps.
     """
 
@@ -94,7 +94,7 @@ class LossScaler:
         return {key: getattr(self, key) for key in self._SAVED} if self.is_dynamic else None
 
     def load_state_dict(self, state: Mapping[str, Any] | None) -> None:
-        """Continue from a result of :meth:`state_dict`, or from that of DeepSpeed.
+        """Continue from a result of :meth:`state_dict`, or of DeepSpeed's scaler.
 
         A fixed scale stays.
         """
@@ -109,10 +109,10 @@ _FEWEST_STEPS = 20  # with fewer steps, the standard deviation is too uncertain
 
 
 class SpikeDetector:
-    """Judges one step after the other. All ranks see the same numbers, so they decide the same.
+    """Decides for each step whether it is a spike. All ranks decide in the same way.
 
-    NaN and infinite values are not judged. They are handled elsewhere, and they would make the mean
-    of the window NaN.
+    NaN and infinite values are never spikes. They are handled elsewhere, and are not in the window,
+    whose mean would be NaN.
 
     Attributes:
         skipped: The steps that were skipped because of a spike.
@@ -128,13 +128,13 @@ class SpikeDetector:
         self.rollbacks = 0
 
     def check(self, step: int, loss: float, norm: float, before_error: Callable[[], None]) -> bool:
-        """Judge a step before its update.
+        """Decide about a step before its update.
 
         Args:
             step: The number of the step.
             loss: Its loss.
             norm: The norm of its gradient before clipping.
-            before_error: Called before SpikeError is raised. It drops the gradients.
+            before_error: Called before SpikeError is raised, to drop the gradients.
 
         Returns:
             Whether the update must be left out.
@@ -186,7 +186,7 @@ class SpikeDetector:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue from ``state``.
 
-        An empty mapping, which a run without a policy saves, starts again.
+        With an empty mapping, which a run without a policy saves, start again.
         """
         for name, values in self._history.items():
             values.clear()
@@ -197,16 +197,14 @@ class SpikeDetector:
 class LastSteps:
     """The loss and norm of the last step, and the number of skipped steps.
 
-    Steps at a dynamic loss scale that can still be lowered are excused: they do not count towards
-    the limit of steps that are skipped in a row.
-
-    With local steps (``sdp.sync``), the other groups' part of them arrives later. Reading them then
-    waits for it.
+    A skipped step does not count towards the limit of skipped steps in a row if a dynamic loss
+    scale can still be lowered (it is excused). With local steps (``sdp.sync``), results of other
+    groups arrive later. Then reading waits for them.
 
     Args:
         local: the local steps of the run (:class:`~sdp.engine.local_steps.LocalTraining`).
         groups: the number of groups.
-        max_skips: the most steps that may be skipped in a row.
+        max_skips: how many steps may be skipped in a row.
     """
 
     def __init__(self, local: Any, groups: int, max_skips: int):
@@ -232,24 +230,22 @@ class LastSteps:
         return newest.skipped > 0 if newest is not None else self._in_a_row > 0
 
     def skipped_until(self, step: int | None = None) -> int:
-        """Count the skipped steps up to ``step``, one of the last steps. None: up to the last
-        one.
-        """
+        """Count the skipped steps up to ``step``, one of the last steps. None: all."""
         return self._skipped + self._local.skipped_steps(step)
 
     def start_at(self, skipped: int) -> None:
-        """Continue with ``skipped`` steps, none of them in a row."""
+        """Set the number of skipped steps, and start to count anew how many are in a row."""
         self._skipped, self._in_a_row, self._excused = skipped, 0, 0
 
     def note(self, loss: float, norm: float, *, skipped: bool, counts: bool, excused: bool) -> None:
-        """Take note of a step of all groups.
+        """Record a step of all groups.
 
         Args:
             loss: the mean loss of all ranks.
             norm: the norm of the full model's gradient.
             skipped: whether all groups skipped the step.
-            counts: whether a skipped step counts as one in a row.
-            excused: whether it does not count towards the limit of skipped steps.
+            counts: whether a skipped step increases the number of skipped steps in a row.
+            excused: whether it does not count towards ``max_skips``.
         """
         self._loss, self._norm = loss, norm
         self._skipped += skipped
@@ -282,7 +278,7 @@ class LastSteps:
         )
 
     def note_local_steps(self) -> list[tuple[int, Any]]:
-        """Take note of the local steps whose outcome all ranks know by now, and return them.
+        """Record the local steps whose outcome has arrived at all ranks, and return them.
 
         Raises:
             NonFiniteError: A group has skipped too many steps in a row.

@@ -1,9 +1,9 @@
 """Muon for the matrices of the blocks, and AdamW for the rest (Jordan et al.; Liu et al., arXiv
 2502.16982).
 
-Muon makes the momentum of a matrix orthogonal, which needs the whole matrix. A rank that has a
-shard gathers the momentum of each matrix once per step, in the precision of the iteration. It
-computes the step of the whole matrix and keeps its own part. The formulas are those of
+Muon makes the momentum of a matrix orthogonal, which needs the whole matrix. Once per step, the
+ranks gather the momentum of each sharded matrix, in the precision of the iteration. Each rank
+computes the step of the whole matrix, and applies it to its shard. The formulas are those of
 ``torch.optim.Muon``, which takes whole matrices only.
 """
 
@@ -51,12 +51,12 @@ class Muon(Optimizer):
     Until :meth:`arrange` is called, all parameters with two dimensions are matrices.
 
     Args:
-        parameters: Iterable[Any] or parameter groups, as plain tensors or DTensors.
+        parameters: Parameters or parameter groups, as plain tensors or DTensors.
         lr: The learning rate of matrices.
         momentum: The decay rate of the momentum of matrices.
         nesterov: Whether the step looks ahead along the momentum.
         ns_steps: The number of Newton-Schulz iterations that make a matrix orthogonal.
-        ns_dtype: Their precision.
+        ns_dtype: The precision of these iterations.
         adjust_lr_fn: "match_rms_adamw" makes steps as long as AdamW's, so that one rate serves
             both. "original" is the rule of Muon's author.
         weight_decay: The decoupled weight decay of all parameters.
@@ -89,13 +89,13 @@ class Muon(Optimizer):
         self._adam_ratio = 1.0 if adam_lr is None or lr == 0 else adam_lr / lr
         self._matrices: dict[int, Matrix] | None = None  # by the id of the parameter
         self._traffic = Traffic()
-        self.gathers = 0  # of matrices inside the group, since the start
+        self.gathers = 0  # of gathered matrices, since the start
         super().__init__(
             parameters, {"lr": lr, "momentum": momentum, "weight_decay": weight_decay, "betas": betas, "eps": eps}
         )
 
     def arrange(self, matrices: Mapping[nn.Parameter, Matrix], traffic: Traffic) -> None:
-        """Say which parameters are matrices and how this rank holds them.
+        """Set which parameters are matrices, and how they are cut.
 
         ``traffic`` counts the gathers.
         """
@@ -109,7 +109,7 @@ class Muon(Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
-        """Update every parameter that has a gradient. Collective where matrices are sharded.
+        """Update every parameter that has a gradient. Collective if matrices are sharded.
 
         A ``closure`` is called before the update, and its result is returned.
         """
@@ -138,7 +138,7 @@ class Muon(Optimizer):
     def _gathered(
         self, group: dict[str, Any], matrices: Sequence[tuple[nn.Parameter, Matrix]]
     ) -> Iterator[tuple[nn.Parameter, Matrix, Tensor]]:
-        """Yield the momentum of each whole matrix. The next one is gathered meanwhile."""
+        """Yield the momentum of each whole matrix, while the next one is gathered."""
         ahead: tuple[nn.Parameter, Matrix, Callable[[], Tensor]] | None = None
         for parameter, matrix in matrices:
             launched = (parameter, matrix, self._gather_rows(parameter, self._update_momentum(group, parameter)))
@@ -149,9 +149,7 @@ class Muon(Optimizer):
             yield ahead[0], ahead[1], _join_columns(ahead[1], ahead[2]())
 
     def _update_momentum(self, group: dict[str, Any], parameter: nn.Parameter) -> Tensor:
-        """Update the momentum, and return the matrix to make orthogonal, as far as this rank has
-        it.
-        """
+        """Update the momentum. Returns this rank's part of the matrix to make orthogonal."""
         state, factor = self.state[parameter], group["momentum"]
         if not state:
             state["momentum_buffer"] = torch.zeros_like(parameter, dtype=self.state_dtype)
@@ -255,7 +253,7 @@ def build_muon(
         ns_dtype=getattr(torch, settings.ns_dtype),
         state_dtype=getattr(torch, settings.state_dtype),
     )
-    return optimizer, f"{name}: our own for sharded matrices, with torch.optim.Muon's formulas; AdamW for the rest"
+    return optimizer, f"{name}: SDP's own, for sharded matrices, with torch.optim.Muon's formulas; AdamW for the rest"
 
 
 def is_matrix(info: TensorInfo, layout: Layout) -> bool:

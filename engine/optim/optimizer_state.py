@@ -24,10 +24,9 @@ COUNT = "step"
 class OptimizerState:
     """The state of ``optimizer`` as tensors.
 
-    Loading a checkpoint fills these tensors. :meth:`write_back` then returns the values that stand
-    for plain numbers to the optimizer. From a parameter group only the step count is kept, because
-    most other numbers there are settings from the configuration. A count under another name is
-    lost.
+    Loading a checkpoint fills these tensors. Then :meth:`write_back` copies plain numbers back to
+    the optimizer. Of a parameter group, only the step count is saved, because most other numbers
+    there are settings. A count under another name is lost.
     """
 
     def __init__(self, optimizer: Optimizer):
@@ -59,15 +58,15 @@ class OptimizerState:
                 found[key] = self._number(state, key, canonical, self._of_group(key, value, group))
             elif value is not None:
                 raise CheckpointError(
-                    f"the optimizer's {key!r} of {canonical} is a {type(value).__name__}; a checkpoint keeps tensors "
-                    "and numbers: use an optimizer whose state is made of these"
+                    f"the optimizer's {key!r} of {canonical} is a {type(value).__name__}; a checkpoint can store "
+                    "only tensors and numbers; use an optimizer with such state"
                 )
         if state and COUNT not in state and isinstance(group.get(COUNT), int | float):
             found[COUNT] = self._number(group, COUNT, canonical, group[COUNT])
         return found
 
     def _of_group(self, key: str, value: float, group: Mapping[str, Any]) -> float:
-        """Return the step count that holds for the whole ``group``.
+        """Return the step count of the whole ``group``.
 
         DeepSpeed's FusedAdam launches one kernel per group, and raises only the count of the last
         parameter. Values under other keys are returned unchanged.
@@ -82,7 +81,7 @@ class OptimizerState:
         return tensor
 
     def write_back(self) -> None:
-        """Copy the values that stand for plain numbers from their tensors back to the optimizer."""
+        """Copy plain numbers from their tensors back to the optimizer."""
         for holder, key, tensor in self._numbers:
             holder[key] = type(holder[key])(tensor.item())
 
@@ -96,7 +95,7 @@ def call_closure(closure: Callable[[], Any] | None) -> Any:
 
 
 def clear(optimizer: Optimizer) -> None:
-    """Return the optimizer's state to that before the first step."""
+    """Remove the optimizer's state, as before the first step."""
     optimizer.state.clear()
     for group in optimizer.param_groups:
         group.pop(COUNT, None)

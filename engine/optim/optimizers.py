@@ -29,13 +29,11 @@ _ADAMS = ("FusedAdam", "DeepSpeedCPUAdam")
 
 
 def with_torch_kernels(given: Any) -> Any:
-    """Return torch's Adam or AdamW in place of DeepSpeed's, and anything else as it is.
-
-    Both optimizers have the same parameter groups from then on, so a schedule of ``given`` sets the
-    rates of the result.
+    """Return torch's Adam or AdamW in place of DeepSpeed's, and other optimizers unchanged. The
+    result has the parameter groups of ``given``, so a schedule of ``given`` also sets its rates.
 
     Raises:
-        ConfigError: It is another optimizer of DeepSpeed, or has settings that torch's does not.
+        ConfigError: It is another optimizer of DeepSpeed, or torch's does not have its settings.
     """
     kind = type(given)
     if not isinstance(given, torch.optim.Optimizer) or not kind.__module__.startswith("deepspeed."):
@@ -208,12 +206,12 @@ def make_optimizer(
             over the uncut model, whose groups are replaced, or a function that makes an optimizer.
         param_groups: The parameter groups of this rank.
         device: The device of the parameters.
-        grouped: Whether a ``given`` function gets the groups. If not, it gets the list of
-            parameters of the only group, as with DeepSpeed.
-        arrangement: How the parameters are arranged. This text ends the line.
+        grouped: Whether a ``given`` function gets parameter groups. If not, it gets a list of
+            parameters, as with DeepSpeed.
+        arrangement: A text about the parameter groups, for the end of the line.
 
     Returns:
-        The optimizer, and a line that says which one it is.
+        The optimizer, and a line that names it.
     """
     if isinstance(given, Optimizer):
         given.param_groups.clear()
@@ -239,7 +237,7 @@ def _build_adam(
     note = ""
     if settings.state_dtype != "float32":
         built = SmallStateAdam(parameters, settings.state_dtype, **chosen, decoupled=decoupled)
-        return built, f"{name}: our own, with moments in {settings.state_dtype} and torch's formulas"
+        return built, f"{name}: SDP's implementation, with moments in {settings.state_dtype} and torch's formulas"
     if name == "FusedAdam":
         kernel, reason = apex_kernel(device)
         if kernel is not None:
@@ -255,7 +253,7 @@ def _build_adam(
 
 
 def check_optimizer(config: Config, given: Any) -> None:
-    """Refuse Muon where no rank has whole matrices, and state in int8 where no rank has whole rows.
+    """Refuse Muon if no rank has whole matrices, and int8 moments if no rank has whole rows.
 
     Args:
         config: The run's configuration.
@@ -279,7 +277,7 @@ def check_optimizer(config: Config, given: Any) -> None:
     if obstacle is not None:
         raise ConfigError(
             f'optimizer.type: "{config.optimizer.type}" gathers matrices on the device, which is not possible '
-            f"with {obstacle[0]}; {obstacle[1]}, or take AdamW"
+            f"with {obstacle[0]}; {obstacle[1]}, or use AdamW"
         )
 
 

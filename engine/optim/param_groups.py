@@ -33,8 +33,8 @@ def named_groups(
     if isinstance(optimizer, Optimizer):
         if optimizer.state:
             raise ConfigError(
-                "sdp.initialize: the optimizer has stepped before, or makes state as it is made, as Adagrad does; "
-                "give one without state"
+                "sdp.initialize: the optimizer already has state, from earlier steps or (as Adagrad) from the start; "
+                "give an optimizer without state"
             )
         given: list[Any] = optimizer.param_groups
     elif model_parameters is not None:
@@ -65,10 +65,10 @@ def named_groups(
 def without_decay(
     param_groups: list[dict[str, Any]], model: nn.Module, patterns: Sequence[str]
 ) -> list[dict[str, Any]]:
-    """Return the groups with those parameters split off that ``patterns`` exempts from decay.
+    """Return the groups, with separate groups for parameters that ``patterns`` exempts from decay.
 
     Args:
-        param_groups: Groups that list canonical names, with options of the user's.
+        param_groups: Groups that list canonical names, with the user's options.
         model: The uncut model.
         patterns: "norms" (all of a module whose class has Norm in its name), "biases" (names that
             end in bias), "embeddings" (all of torch's Embedding), or patterns of names with ``*``.
@@ -120,7 +120,7 @@ def groups_here(
 ) -> list[dict[str, Any]]:
     """Return the groups with the parameters, or slices of them, that this rank holds.
 
-    A group may become empty. It is kept, so that all ranks have the same groups.
+    Empty groups are kept, so that all ranks have the same groups.
     """
     groups = []
     for group in param_groups:
@@ -157,14 +157,14 @@ def conflicting_rates(names: Sequence[Sequence[str]], rates: Mapping[str, float]
         other = next((name for name in known if rates[name] != rates[known[0]]), None)
         if other is not None:
             return (
-                f"has the learning rate {rates[known[0]]:g} for {known[0]} and {rates[other]:g} for {other}, which are "
-                "in one group of this optimizer; make its parameter groups as they were"
+                f"has the learning rate {rates[known[0]]:g} for {known[0]} and {rates[other]:g} for {other}, which "
+                "are in one group of this optimizer; make the same parameter groups as in the run that saved"
             )
     return None
 
 
 def set_rates(optimizer: Optimizer, names: Sequence[Sequence[str]], rates: Mapping[str, float]) -> None:
-    """Set the learning rate of each parameter group. A group without a known rate keeps its own.
+    """Set the learning rate of each parameter group. A group without a known rate stays as it is.
 
     Args:
         optimizer: The optimizer.

@@ -1,14 +1,15 @@
 """Learning-rate schedules (three of DeepSpeed, by name, and WSD), and the scale of a unit's rate.
 
-DeepSpeed's schedules give DeepSpeed 0.19.8's values at every step, also at the first ones. The rate
-that is set on construction is used in the first optimizer step. The first ``step()`` sets the rate
-of iteration 0, which is used in the second optimizer step.
+DeepSpeed's schedules have the values of DeepSpeed 0.19.8 at every step, also at the first ones. The
+rate that is set on construction is used in the first optimizer step. The first ``step()`` sets the
+rate of iteration 0, which is used in the second optimizer step.
 
 ``sdp.lr_scale`` scales a unit's rate by its number of holders. The mean of k gradients has a k-th
-of the noise of one, so units with many holders can take larger steps. A unit with k of N groups as
-holders gets the rate times (k / k̄)^p. k̄ is the mean number of holders, weighted by parameters. The
-shared part keeps its rate. Decoupled weight decay is not scaled. The optimizer sees the scaled
-rates only during its step. Schedules, checkpoints and logs have the rates of the configuration.
+of the noise of one gradient, so units with many holders can take larger steps. A unit with k of N
+groups as holders gets the rate times (k / k̄)^p. k̄ is the mean number of holders, weighted by
+parameters. The shared part keeps its rate. Decoupled weight decay is not scaled. The optimizer sees
+the scaled rates only during its step. Schedules, checkpoints and logs have the rates of the
+configuration.
 """
 
 from __future__ import annotations
@@ -77,7 +78,7 @@ class Schedule(ABC):
         self._set_rates()
 
     def state_dict(self) -> dict[str, int]:
-        """Return all that a restart needs in addition to the configuration."""
+        """Return the state that a restart needs in addition to the configuration."""
         return {"last_batch_iteration": self.last_batch_iteration}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -164,7 +165,7 @@ class WarmupDecayLR(WarmupLR):
 
 
 class WarmupCosineLR(_Warmup):
-    """Raises the rate to the optimizer's own, then decays it to ``cos_min_ratio`` of that rate.
+    """Raises the rate to the optimizer's rate, then decays it to ``cos_min_ratio`` of this rate.
 
     The decay has the shape of half a cosine.
     """
@@ -248,7 +249,7 @@ def build_scheduler(type: str, params: Mapping[str, Any], optimizer: Optimizer) 
 def keep_shared_state(state: Mapping[str, Any]) -> dict[str, Any]:
     """Return a scheduler's ``state`` without its lists per parameter group, such as ``base_lrs``.
 
-    It is for parameter groups that differ between ranks. The states of nested schedulers are kept.
+    Parameter groups may differ between ranks. The states of nested schedulers are kept.
     """
     kept = {key: value for key, value in state.items() if not isinstance(value, list | tuple) or _of_schedulers(value)}
     return {
@@ -305,7 +306,7 @@ def scheduler_of(config: Config, given: Any, optimizer: Optimizer) -> Any:
 
 
 ADAM_LIKE, SGD_LIKE = 0.5, 1.0
-DECOUPLED = ("AdamW", "Lion", "Adafactor", "Muon")  # classes of torch and DeepSpeed that have no flag for it
+DECOUPLED = ("AdamW", "Lion", "Adafactor", "Muon")  # classes of torch and DeepSpeed without a flag for decoupled decay
 
 
 def exponent_of(setting: str | float, *, is_sgd: bool) -> float:

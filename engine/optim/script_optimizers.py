@@ -1,5 +1,5 @@
-"""What the engine must know of a script's optimizer: who steps it, what it trains, and whether its
-step depends on whole matrices, as that of Adafactor, LARS and SOAP does.
+"""Checks of a script's optimizer: who calls its step, which parameters it trains, and whether it
+needs whole matrices, as Adafactor, LARS and SOAP do.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ _SHAPE, _CUT, _STEPS = (6, 4), 10, 3
 def refuse_steps_of_script(optimizer: Optimizer) -> None:
     """Make ``optimizer.step()`` raise ConfigError outside :func:`stepped_by_engine`.
 
-    Without gradients nothing would happen, so such a call is no error. Scripts that keep
-    ``optimizer.step()`` after ``engine.step()`` make one.
+    A call without gradients is no error, because it has no effect. Scripts that keep
+    ``optimizer.step()`` after ``engine.step()`` make such calls.
     """
 
     def check(optimizer: Optimizer, *_: Any) -> None:
@@ -64,8 +64,8 @@ class OptimizedParameters:
 
     Args:
         parameters: this rank's parameters by name.
-        known: the names of those that the optimizer has.
-        layout: the layout of the run, by which the first holder warns.
+        known: the names of the parameters that the optimizer has.
+        layout: the layout of the run. Only the first holder of a parameter warns.
         optimizer: the optimizer.
         rank: this rank.
     """
@@ -105,7 +105,8 @@ class OptimizedParameters:
         mine = [name for name in names if mesh.rank(infos[name].holders[0]) == self._rank]
         if mine:
             log.warning(
-                "%s: these parameters %s, so they will not move; unfreeze them before sdp.initialize, and give them "
+                "%s: these parameters %s, so their values will not change; unfreeze them before sdp.initialize, and "
+                "give them "
                 "to the optimizer", shortened(mine), what
             )  # fmt: skip
 
@@ -121,10 +122,10 @@ def shortened(names: Iterable[str], most: int = 3) -> str:
 
 
 def needs_whole_matrices(optimizer: Optimizer) -> bool:
-    """Return whether a parameter moves otherwise if it is cut into flat parts.
+    """Return whether a step changes a parameter in another way if it is cut into flat parts.
 
-    A copy of the optimizer steps on a small matrix, and another one on two parts of it. False if no
-    copy can be made.
+    One copy of the optimizer steps on a small matrix, and another copy on two parts of the matrix.
+    False if the optimizer cannot be copied.
     """
     try:
         return any(_moves_otherwise(optimizer, group) for group in optimizer.param_groups)

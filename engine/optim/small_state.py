@@ -4,9 +4,9 @@
   of 0.999 it could not fall in bfloat16.
 - "int8": both moments of a tensor with two or more dimensions are codes of 8 bits, with a float32
   scale for each block of a row. The 256 levels of a code are those of dynamic quantisation
-  (Dettmers et al., arXiv 2110.02861), as in torchao and bitsandbytes. There, blocks are cut from
-  the flat shard of a rank, so that a checkpoint fits that sharding only. Blocks of rows fit
-  every sharding of rows.
+  (Dettmers et al., arXiv 2110.02861), as in torchao and bitsandbytes. Those libraries cut blocks
+  from the flat shard of a rank, so a checkpoint fits only one sharding. Here, blocks are cut from
+  rows, so they fit every sharding of rows.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ from torch.optim import Optimizer
 from ..distributed.collectives import local_tensor
 from .optimizer_state import call_closure
 
-BLOCK = 256  # numbers of a row that have one scale
+BLOCK = 256  # numbers of a row with the same scale
 SCALES = ":s"  # the state KEY has codes, and KEY:s has their scales
-_AT_ONCE = 2**22  # elements that are float32 at a time in a step
+_AT_ONCE = 2**22  # how many elements are float32 at the same time in a step
 
 
 class Codes:
@@ -71,13 +71,13 @@ class Codes:
 
 
 class SmallStateAdam(Optimizer):
-    """Adam with the formulas of ``torch.optim.AdamW``, on moments that take fewer bytes.
+    """Adam with the formulas of ``torch.optim.AdamW`` and moments in fewer bytes.
 
-    A step computes in float32 with a part of the rows at a time.
+    A step computes in float32, with only some of the rows at a time.
 
     Args:
         parameters: Parameters or parameter groups, as plain tensors or DTensors.
-        state_dtype: How moments are kept.
+        state_dtype: The type in which moments are stored.
         lr: The learning rate.
         betas: The decay rates of the moments.
         eps: The term in the denominator.

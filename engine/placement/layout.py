@@ -29,11 +29,11 @@ from .units import SHARED, Slice, Unit, add_ends, find_neuron_units, find_units,
 class Layout:
     """Mesh, units, placement and the tables of the full model's parameters and persistent buffers.
 
-    The tables are in the model's order. If units are groups of neurons, the slices of a parameter
-    replace it in ``parameters``.
+    The tables are in the model's order. If units are groups of neurons, ``parameters`` has the
+    slices of a parameter in its place.
 
-    A tensor has a canonical name, and a path in the module of each group that holds it. They are
-    equal, unless groups have different tensors at one path. :meth:`parameters_at` and
+    A tensor has a canonical name, and a path in the module of each group that holds it. Name and
+    path are equal, unless groups have different tensors at the same path. :meth:`parameters_at` and
     :meth:`buffers_at` map the paths in a group's module to tensors.
 
     Attributes:
@@ -42,11 +42,11 @@ class Layout:
             themselves, unless units are groups of neurons.
         keeps_frozen: whether a group keeps frozen copies of the units that it does not hold
             (backward masking), instead of skipping these units. With a schedule of maskings, this
-            is true if any phase does so, and :meth:`in_phase` returns the layout of a phase.
+            is true if any phase has backward masking, and :meth:`in_phase` returns the layout of a
+            phase.
         copies: how frozen copies are kept.
-        branch_scale: when units are scaled. Only forward masking scales them.
-        not_units: blocks that "auto" found and left out, because no group could skip them → the
-            reason.
+        branch_scale: the setting ``sdp.branch_scale``. Only forward masking scales units.
+        not_units: blocks that "auto" left out, because no group could skip them → the reason.
         paths: number of paths. Group g trains path g mod ``paths``. A path has a tensor
             ``paths.P.NAME`` of its own at NAME in the module, or shares the tensor NAME.
     """
@@ -83,7 +83,7 @@ class Layout:
                 not_units = find_unskippable(model, [unit.name for unit in units])
                 units = _without(units, not_units)
             if mesh.sdp > 1 and not units and section.paths is None:
-                raise ConfigError("sdp.units: [] leaves groups nothing to hold a part of; name modules, or remove it")
+                raise ConfigError("sdp.units: with [] there is no unit to place; name modules, or remove the key")
             blocks = tuple(unit.name for unit in units)
             if section.placement == "contiguous" and section.units == "auto" and section.maskings == ("backward",):
                 units = add_ends(model, units)
@@ -123,7 +123,7 @@ class Layout:
         return layout if section.paths is None else layout._with_paths(section.paths)
 
     def _with_paths(self, section: PathsSection) -> Layout:
-        """Return the layout of several paths, of which this one is the only one.
+        """Return the layout with several paths, made from this layout of one path.
 
         Raises:
             ModelError: a pattern matches no unit, or a unit has a tensor under two names.
@@ -183,8 +183,8 @@ class Layout:
     def without(self, blocks: Collection[str]) -> Layout:
         """Return the layout of the model without these blocks.
 
-        If the blocks are units, their parameters stay in the table, without holders. They separate
-        the shared parameters before and after them, which are not reduced together.
+        If the blocks are units, their parameters stay in the table, without holders. Shared
+        parameters before and after such a block are not reduced together.
         """
 
         def is_left(name: str) -> bool:
@@ -226,8 +226,8 @@ class Layout:
     def parameters_at(self, group: int) -> dict[str, TensorInfo]:
         """Return the parameter, or slice, at each path in the module of ``group``.
 
-        At a path where the group holds nothing, it is the first tensor of any group there. All
-        tensors at a path have the same shape and the same cuts.
+        If the group holds no tensor at a path, the result has the first tensor that any group has
+        there. All tensors at a path have the same shape and the same cuts.
         """
         return _by_path(self.parameters.values(), group)
 
@@ -236,9 +236,8 @@ class Layout:
         return _by_path(self.buffers.values(), group)
 
     def slices(self) -> Iterator[tuple[Slice, Holders]]:
-        """Yield the slices that have holders of their own, with these holders.
-
-        The rest of a parameter, which no slice covers, has the holders of the parameter.
+        """Yield the slices with their holders. Elements of a parameter that are in no slice have
+        the holders of the parameter.
         """
         return (
             (part, self.placement.holders[unit.index])
@@ -257,8 +256,8 @@ class Layout:
 
     @cached_property
     def by_path(self) -> dict[str, list[TensorInfo]]:
-        """Path of a parameter in the uncut module → the tensors, or slices, that groups have there,
-        in the model's order.
+        """Path in the uncut module → the parameters or slices that groups have there, in the
+        model's order.
         """
         found: dict[str, list[TensorInfo]] = {}
         for info in self.parameters.values():
@@ -278,14 +277,12 @@ class Layout:
         return (info for info in self.parameters.values() if self.keeps_frozen and group not in info.holders)
 
     def block_of(self, unit: Unit) -> str:
-        """Return the block that the unit is, or that contains its slices. "" if it is outside of
-        blocks.
-        """
+        """Return the block that is the unit, or that contains its slices. "": none."""
         return next((name for name in self.blocks if unit.path == name or unit.path.startswith(f"{name}.")), "")
 
     def warnings(self) -> list[str]:
-        """Return warnings: blocks that all groups share, and a group that holds most of the
-        model. Paths share what the configuration says, so nothing is a surprise.
+        """Return warnings: blocks that all groups share, and a group that holds most of the model.
+        With paths there are no warnings, because the configuration names the shared units.
         """
         if self.paths > 1:
             return []
@@ -294,7 +291,7 @@ class Layout:
 
     @cached_property
     def refreshes(self) -> tuple[Refresh, ...]:
-        """The messages that bring all frozen copies up to date, in the order of the units."""
+        """The messages that refresh all frozen copies, in the order of the units."""
         if not self.keeps_frozen:
             return ()
         refreshes = []
@@ -344,7 +341,7 @@ def _branch(info: TensorInfo) -> str:
 def _together(info: TensorInfo) -> str:
     """Return a key that is equal for parameters whose gradients may be sent together.
 
-    Whole parameters of one unit may be, and slices of one branch that have the same holders.
+    These are whole parameters of one unit, or slices of one branch with the same holders.
     """
     return f"{_branch(info)} {info.holders}" if info.cut else info.unit
 
@@ -392,7 +389,7 @@ def _without(units: Sequence[Unit], names: Mapping[str, str]) -> list[Unit]:
 def _units_if_any(model: nn.Module) -> list[Unit]:
     """Find the units of a dense run, or return an empty list.
 
-    In a dense run units only decide how FSDP2 groups parameters, so a model needs none.
+    In a dense run, units only decide how FSDP2 groups parameters, so a model needs no units.
     """
     try:
         return find_units(model, "auto")

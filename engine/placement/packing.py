@@ -1,4 +1,4 @@
-"""Gives units to groups that have room, for the balanced and the random placement.
+"""Assigns units to groups that have room, for the balanced and the random placement.
 
 Every rank computes the placement by itself, and all ranks must get the same result. So all values
 are integers, all sorts are stable, and nothing depends on the time, on hashes of strings or on the
@@ -21,9 +21,9 @@ from .placement import COMMUNICATORS
 from .profiles import capacities, listed_counts, shaped_counts
 
 _NEVER = np.iinfo(np.int64).max
-_LOOKED_AT = 1500  # edges on either side that the search for a connecting exchange looks at
+_LOOKED_AT = 1500  # edges per side in the search for an exchange that connects groups
 _LIGHTEST = 16  # number of lightest groups that may take over work from the slowest group
-_EXCHANGED_CELLS = 10_000_000  # limit of groups × units × exchanges when a filling is levelled
+_EXCHANGED_CELLS = 10_000_000  # limit of groups × units × exchanges in the search for an equal load
 _ROUNDS = 10  # rounds of shuffling
 
 
@@ -106,9 +106,9 @@ def _bundles(
 ) -> list[list[int]]:
     """Bundle units that share their holders, into bundles of about equal cost.
 
-    There are so few bundles that a rank takes part in about ``COMMUNICATORS`` holder sets. A listed
-    profile bundles units with equal k. A profile that falls with depth bundles neighbours. Any
-    other profile deals the largest units first.
+    The number of bundles is so small that a rank is in about ``COMMUNICATORS`` holder sets. A
+    listed profile bundles units with equal k, and a profile that falls with depth bundles
+    neighbours. Otherwise, the largest units are distributed first.
     """
     wanted = min(len(free), max(1, round(COMMUNICATORS / largest)))
     if len(free) == wanted or 2 ** (section.groups - 1) <= COMMUNICATORS:
@@ -133,9 +133,8 @@ def _bundles(
 
 
 def _dealt(units: Sequence[int], weight: dict[int, int], bundles: int) -> list[list[int]]:
-    """Deal units to bundles: the heaviest unit first, each to the lightest bundle.
-
-    Among equally light bundles, the one with the fewest units gets it, then the first.
+    """Assign units to bundles: the heaviest unit first, each to the lightest bundle. Of equally
+    light bundles, the one with the fewest units gets the unit, then the first bundle.
     """
     made: list[list[int]] = [[] for _ in range(bundles)]
     lightest = [(0, 0, index) for index in range(bundles)]
@@ -154,9 +153,8 @@ def _packings(
     room_for: Sequence[float],
     listed: Sequence[int] | None,
 ) -> Iterator[Packing]:
-    """Yield the packing that is asked for, then packings that want fewer holders for all units.
-
-    Fewer holders for all units are better than too few for the units that are placed last.
+    """Yield the requested packing, then packings with fewer holders for all units. These are better
+    than too few holders for the units that are placed last.
     """
     sizes = [sum(costs[unit] for unit in bundle) for bundle in bundles]
     works = [sum(work[unit] for unit in bundle) for bundle in bundles]
@@ -181,8 +179,8 @@ def _rooms(room_for: Sequence[float], total: int) -> np.ndarray:
 def _filling(packing: Packing, *, balance: bool) -> np.ndarray:
     """Return the best of the greedy fillings.
 
-    The best filling covers every unit, then lacks the fewest of the wanted holders. For ``balance``
-    it then has the fastest slowest group.
+    The criteria, in this order: every unit has a holder; the fewest of the wanted holders are
+    missing; with ``balance``, the slowest group has the least work.
     """
 
     def badness(held: np.ndarray) -> tuple[int, int, int]:
@@ -219,7 +217,7 @@ def _require_room(
     share = packing.size[unit] / max(1, packing.size.sum())
     raise PlacementError(
         f"sdp.capacity: the groups have no room {asked} next to the other units ({share:.1%} of the units' "
-        f"parameters); {_capacity_that_fits(packing, needed, room_for)} would do, or cut the model into smaller units "
+        f"parameters); use {_capacity_that_fits(packing, needed, room_for)}, or cut the model into smaller units "
         '(sdp.granularity "neuron"), or let all groups hold it (sdp.protect)'
     )
 
@@ -241,7 +239,7 @@ def holders_of(held: np.ndarray) -> tuple[Holders, ...]:
 
 
 def fill(packing: Packing, *, in_rounds: bool, by_work: bool, balance: bool = False) -> np.ndarray:
-    """Give units to groups, the largest units first.
+    """Assign units to groups, the largest units first.
 
     Each unit goes to the groups with the most room, or with the least work if ``by_work``. A unit
     that finds no room gets fewer holders.
@@ -249,10 +247,11 @@ def fill(packing: Packing, *, in_rounds: bool, by_work: bool, balance: bool = Fa
     Args:
         packing: the room of the groups and the demands of the units.
         in_rounds: every unit gets its first holder before any unit gets its second.
-        by_work: whether work decides first, and room among groups with equal work.
-        balance: of equal units, the last one comes first. Under forward masking, its holders then
-            reach it together in backward. Of equal groups, those come first that share the fewest
-            units with the unit's other holders. This connects the groups.
+        by_work: whether the group with the least work comes first, and only of those with equal
+            work the one with the most room.
+        balance: of equal units, the last one comes first, so that its holders reach it at the same
+            time in backward. Of equal groups, those come first that share the fewest units with
+            the unit's other holders. This connects the groups.
     """
     groups, units = len(packing.room), len(packing.size)
     tie = -np.arange(units) if balance else np.arange(units)
@@ -285,9 +284,8 @@ def fill(packing: Packing, *, in_rounds: bool, by_work: bool, balance: bool = Fa
 
 
 def _level(packing: Packing, held: np.ndarray) -> np.ndarray:
-    """Exchange units between the slowest group and light groups, as long as that helps.
-
-    An exchange helps if it makes the slower group of the pair faster.
+    """Exchange units between the slowest group and light groups, as long as the slower group of the
+    pair becomes faster.
     """
     held, groups = held.copy(), np.arange(len(held))
     for _ in range(min(8 * len(groups), 1 + _EXCHANGED_CELLS // held.size)):
@@ -307,10 +305,10 @@ def _level(packing: Packing, held: np.ndarray) -> np.ndarray:
 def connect(packing: Packing, held: np.ndarray) -> np.ndarray:
     """Connect the groups through units, and keep the number of holders of every unit.
 
-    One exchange joins two parts of the graph. An edge (group, unit) that closes a cycle can move to
-    another part without splitting its own. The edge that comes back in exchange stays connected to
-    both parts. While there are several parts, Σk ≥ groups + units − 1 ensures that such an edge
-    exists. The groups' room may still forbid every exchange.
+    One exchange joins two components of the graph. An edge (group, unit) on a cycle can move to
+    another component without splitting its own. The edge that comes back stays connected to both
+    components. While there are several components, such an edge exists if Σk ≥ groups + units − 1.
+    The groups' room may still forbid every exchange.
     """
     held = held.copy()
     if held.sum() < sum(held.shape) - 1:
@@ -320,7 +318,7 @@ def connect(packing: Packing, held: np.ndarray) -> np.ndarray:
         if parts == 1:
             return held
         spare, partners = spare[:_LOOKED_AT], _partners(held, np.ones(len(held), dtype=bool))
-        # Each part contributes some partners, so that no part is overlooked.
+        # Each component contributes some partners, so that no component is left out.
         first = part_of[spare[0, 0]]
         order = [first, *(part for part in range(min(parts, 64)) if part != first)]
         partners = np.vstack([partners[part_of[partners[:, 0]] == part][:_LOOKED_AT] for part in order])
@@ -333,8 +331,7 @@ def connect(packing: Packing, held: np.ndarray) -> np.ndarray:
 
 def _partners(held: np.ndarray, groups: np.ndarray) -> np.ndarray:
     """Return what can come back in an exchange: pairs (group, unit) of some groups, shape (n, 2).
-
-    The pairs (group, −1) come first. Such a group takes a unit without giving one.
+    Pairs (group, −1) come first: such a group gets a unit and gives none.
 
     Args:
         held: the filling.
@@ -347,7 +344,7 @@ def _partners(held: np.ndarray, groups: np.ndarray) -> np.ndarray:
 def _best_exchange(
     packing: Packing, held: np.ndarray, given: np.ndarray, taken: np.ndarray, forbidden: np.ndarray
 ) -> tuple[int, int, int, int, int] | None:
-    """Find the exchange that fits and after which the slower of the two groups is fastest.
+    """Find the exchange that fits and leaves the least work for the slower of the two groups.
 
     Args:
         packing: the room of the groups and the demands of the units.
@@ -381,15 +378,15 @@ def _exchange(held: np.ndarray, one: int, other: int, given: int, taken: int) ->
 
 
 def _components(held: np.ndarray) -> tuple[int, np.ndarray, np.ndarray]:
-    """Find the connected parts of the group–unit graph.
+    """Find the connected components of the group–unit graph.
 
     Returns:
-        The number of parts, the part of every group, and the edges (n, 2) that a spanning forest
-            does not need.
+        The number of components, the component of every group, and the edges (n, 2) that a spanning
+        forest does not need.
     """
     groups, units = held.shape
     spare = held.copy()
-    last = np.full(units, -1)  # the part of each unit: the last group that joined it
+    last = np.full(units, -1)  # the component of each unit: the last group that joined it
     for group in range(groups):
         members = np.flatnonzero(held[group])
         parts, first = np.unique(last[members], return_index=True)

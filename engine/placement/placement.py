@@ -1,4 +1,4 @@
-"""Which SDP group holds which unit: the data and its guarantees. ``policies.py`` makes placements.
+"""Which SDP group holds which unit: the data and the guarantees. ``policies.py`` makes placements.
 
 A unit u has the holders H_u, and k_u = |H_u| ≥ 1. All groups hold the shared part (Singh et al.,
 arXiv 2507.09029, and this project's own choices, see docs/specification.md).
@@ -22,8 +22,8 @@ import numpy as np
 from ..distributed.mesh import Holders, passes_on
 from ..errors import PlacementError
 
-COMMUNICATORS = 16  # limit per rank if holder sets are drawn; NCCL's buffers cost tens of MB each
-WAYS = 4  # communicators per group up to which holders share the sending that one could do alone
+COMMUNICATORS = 16  # limit per rank if holder sets are computed; NCCL's buffers cost tens of MB for each
+WAYS = 4  # up to so many communicators per group, the holders of a unit share the sending
 
 
 @dataclass(frozen=True)
@@ -67,8 +67,8 @@ class Placement:
                 raise PlacementError(f"sdp.placement: {unit!r} names a group twice: {list(holders)}")
             if min(holders) < 0 or max(holders) >= self.groups:
                 raise PlacementError(
-                    f"sdp.placement: {unit!r} is given to group {max(holders)}, but sdp.groups is {self.groups} "
-                    "(groups count from 0)"
+                    f"sdp.placement: {unit!r} has the holder {max(holders)}, but sdp.groups is {self.groups} (groups "
+                    "count from 0)"
                 )
 
     @cached_property
@@ -149,13 +149,12 @@ class Placement:
     def deliveries(self) -> dict[Holders, tuple[Delivery, ...]]:
         """Holder set → how its units' weights reach the groups without them (backward masking).
 
-        Holder sets that contain all groups are absent. The holders of a set share the work: each
-        sends to its own part of the receiving groups. If there are more holders than receivers,
-        those with the fewest parameters to send so far do it. All units of a set have the same
-        deliveries. Where possible, a holder sends to groups that it already sends to, so that units
-        share communicators. If this would give more than ``WAYS`` deliveries per group, a single
-        holder of the set sends to all other groups. It is one that has the fewest parameters to
-        send so far.
+        Holder sets that contain all groups are absent. The receiving groups are divided among the
+        holders of a set. If there are more holders than receivers, the holders with the fewest
+        parameters to send so far are chosen. All units of a set have the same deliveries. If
+        possible, a holder sends to groups that it already sends to, so that units share
+        communicators. If this would give more than ``WAYS`` deliveries per group, a single holder
+        of the set sends to all other groups: the one with the fewest parameters to send so far.
         """
         sends, costs = Counter[int](), Counter[Holders]()
         known: defaultdict[int, list[frozenset[int]]] = defaultdict(list)  # by source
@@ -167,7 +166,7 @@ class Placement:
             sources = sorted(holders, key=lambda group: sends[group])[: len(receivers)]
             sources.sort(
                 key=lambda group: all(to.intersection(holders) for to in known[group])
-            )  # those that already send to groups without the units come first
+            )  # holders that already send to groups without the units come first
             ways = _shared_out(sources, receivers, known)
             if sum(to not in known[source] for source, to in ways) + sum(map(len, known.values())) > WAYS * self.groups:
                 ways = [(min(holders, key=lambda group: sends[group]), frozenset(receivers))]
@@ -201,7 +200,7 @@ class Placement:
             )
         empty = np.flatnonzero(self._sums((1,) * len(self.units)) == 0).tolist()
         if empty:
-            notes.append(f"groups {empty} hold no unit and train the shared part alone")
+            notes.append(f"groups {empty} hold no unit and train only the shared part")
         most = int(self._communicators.max())
         if most > 4 * COMMUNICATORS:
             notes.append(
@@ -259,10 +258,9 @@ def _shared_out(
     sources: Sequence[int], receivers: Sequence[int], known: Mapping[int, Sequence[frozenset[int]]]
 ) -> list[tuple[int, frozenset[int]]]:
     """Divide ``receivers`` among ``sources``, in parts of equal size, plus or minus one.
-
-    ``receivers`` is sorted. A source gets a part that is ``known`` for it, if possible. Otherwise
-    it gets the receivers that come next after it. In a cyclic placement these are the same for many
-    holder sets.
+    ``receivers`` is sorted. If possible, a source gets a part that is already ``known`` for the
+    source. Otherwise it gets the next receivers in the ring. In a cyclic placement, these are the
+    same for many holder sets.
     """
     ways, waiting = [], list(receivers)
     for position, source in enumerate(sources):
@@ -302,7 +300,7 @@ def plan_buckets(
     """Plan the buckets of the full model's trainable parameters, in launch order.
 
     The last parameter comes first, because backward makes gradients in this order. Parameters that
-    ``comes_last`` selects come after all others. Otherwise the others would have to wait for them.
+    ``comes_last`` selects come after all others. Otherwise all other parameters would have to wait.
     Neighbours of one unit share a bucket up to 1 / ``BUCKETS`` of the unit. This limit is at least
     ``LEAST_BYTES`` and at most ``MOST_BYTES``. A parameter is never split. Every rank computes the
     same list.
@@ -311,8 +309,8 @@ def plan_buckets(
         numels: parameter name → number of elements, in the model's order.
         holders_of: returns the groups that hold a parameter.
         unit_of: returns the unit of a parameter.
-        comes_last: whether a gradient is ready only at the very end. FSDP2 delivers the gradients
-            of the root's own parameters then.
+        comes_last: whether a gradient is ready only at the very end. At the end, FSDP2 delivers the
+            gradients of parameters that are in no wrapped module.
     """
     buckets: list[Bucket] = []
     size, last = 0, None

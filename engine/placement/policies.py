@@ -1,4 +1,4 @@
-"""The placement policies: make the placement that a configuration asks for.
+"""The placement policies make the placement of a configuration.
 
 Every rank computes the placement by itself. So nothing here may depend on the time, on hashes of
 strings or on the order of a set.
@@ -23,12 +23,12 @@ from .placement import Placement, list_groups
 from .profiles import capacities, holder_counts
 from .units import Unit
 
-MOST_HELD = 0.75  # the share of a model's parameters above which a warning says what a group holds
+MOST_HELD = 0.75  # if a group holds a larger fraction of the model's parameters, a warning says so
 MOST_LISTED = 5  # names in a warning
 
 
 def make_placement(section: SDPSection, units: Sequence[Unit]) -> Placement:
-    """Make the placement that the section ``sdp`` of a configuration asks for.
+    """Make the placement of the section ``sdp`` of a configuration.
 
     Raises:
         ConfigError: the capacity, the profile or a protected unit is not valid.
@@ -50,26 +50,24 @@ def make_placement(section: SDPSection, units: Sequence[Unit]) -> Placement:
 
 
 def _require_connected(named: Placement) -> None:
-    """Raise :class:`PlacementError` if named holders leave groups apart without need.
-
-    This is the case if the same number of holders suffices to connect all groups. Placements that
-    are made here stay unconnected only if the groups' room forbids every exchange. Then a connected
-    placement was not found, and a warning says that the groups are not connected.
+    """Raise :class:`PlacementError` if named holders do not connect all groups, although the same
+    number of holders could. A placement that is made here may be unconnected if the groups' room
+    forbids every exchange. Then there is only a warning.
     """
     if named.connected or not named.can_be_connected:
         return
     one, other = (list_groups(part) for part in named.components()[:2])
     raise PlacementError(
-        f"sdp.placement: groups {one} and groups {other} hold no unit in common, though {named.links_needed} holders "
-        f"of units connect all groups, and there are {named.links}; give a unit holders among both"
+        f"sdp.placement: groups {one} and groups {other} have no unit in common, although {named.links_needed} "
+        f"holders of units could connect all groups, and there are {named.links}; give a unit holders in both"
     )
 
 
 def warnings_of(section: SDPSection, placement: Placement) -> list[str]:
     """Return what a user should know about the placement that was made.
 
-    This includes a warning if groups hold very different shares, because a policy looks only at the
-    number of units. Paths place units as the configuration says.
+    This includes a warning if groups hold very different shares, because a policy may look only at
+    the number of units. With paths, the configuration places the units.
     """
     if section.paths is not None:
         return []
@@ -100,7 +98,7 @@ def warn_of_left_out(reasons: Mapping[str, str]) -> list[str]:
 def warn_of_large_share(numels: Mapping[str, int], units: Sequence[Unit], placement: Placement) -> list[str]:
     """Return a warning if a group holds most of the model, with what all groups share.
 
-    It advises further units only if a shared part has modules inside, which an embedding has not.
+    It suggests more units only if a shared module has modules inside. (An embedding has none.)
 
     Args:
         numels: number of elements of each parameter of the full model.
@@ -149,7 +147,7 @@ def _explicit_holders(section: SDPSection, names: Sequence[str]) -> tuple[Holder
     for name in (names[unit] for unit in sorted(_protected(section.protect, names))):
         if len(given[name]) < section.groups:
             raise PlacementError(
-                f"sdp.protect: {name!r} is protected, but sdp.placement gives it to groups {list(given[name])} only"
+                f"sdp.protect: {name!r} is protected, but in sdp.placement only groups {list(given[name])} hold it"
             )
     return tuple(given[name] for name in names)
 
@@ -199,10 +197,10 @@ def _one_capacity(section: SDPSection) -> Sequence[float]:
 def _cyclic(section: SDPSection, costs: Sequence[int], work: Sequence[int], protected: set[int]) -> tuple[Holders, ...]:
     """Give unit i to k_i neighbours in the ring of groups.
 
-    Under the uniform profile and a listed one, the neighbours start at group i. If there are more
-    groups than units, the starts are spread over the ring. If k falls with depth, they start after
-    the last holder of the unit before. Dealt in this way, the groups hold the same number of units,
-    plus or minus one. Exchanges follow if the result would not connect the groups.
+    With the uniform profile and with a listed one, the neighbours start at group i. If there are
+    more groups than units, the starts are spread over the ring. If k falls with depth, they start
+    after the last holder of the unit before, so all groups hold the same number of units, plus or
+    minus one. If the result does not connect the groups, units are exchanged.
     """
     _one_capacity(section)
     groups, counts = section.groups, holder_counts(section, costs, protected)

@@ -1,7 +1,4 @@
-"""How many groups hold a unit.
-
-Capacities and profiles give the number of holders k_u of every unit.
-"""
+"""How many groups hold a unit: the number of holders k_u follows from capacities and profiles."""
 
 from __future__ import annotations
 
@@ -95,7 +92,7 @@ def listed_counts(section: SDPSection, units: int, protected: Set[int] = frozens
     Raises:
         ConfigError: the list has the wrong length, or a number that is larger than the number of
             groups. Or a protected unit is not held by all groups, or the mean over the other units
-            is not that of the capacity although the capacity is set.
+            contradicts ``sdp.capacity``.
     """
     profile, mean = section.profile, sum(capacities(section))
     if not isinstance(profile, list):
@@ -109,8 +106,8 @@ def listed_counts(section: SDPSection, units: int, protected: Set[int] = frozens
     for unit in sorted(protected):
         if profile[unit] != section.groups:
             raise ConfigError(
-                f"sdp.profile: {profile[unit]} holders are listed for unit {unit} (from 0), which sdp.protect gives "
-                f"to all groups; list {section.groups} there"
+                f"sdp.profile: {profile[unit]} holders are listed for unit {unit} (counted from 0), but all groups "
+                f"hold it because of sdp.protect; list {section.groups} there"
             )
     free = [k for unit, k in enumerate(profile) if unit not in protected]
     asked = "capacity" in section.model_fields_set
@@ -160,7 +157,7 @@ def _depth_profile(groups: int, mean: float, costs: Sequence[int]) -> list[float
 def _round_to_mean(ideal: Sequence[float], costs: Sequence[int], groups: int) -> list[int]:
     """Round ``ideal`` to whole numbers of holders, and keep its cost-weighted mean.
 
-    The mean is as near as whole units allow.
+    The mean is as close as whole numbers allow.
     """
     counts, carry = [], 0.0
     for k, cost in zip(ideal, costs, strict=True):

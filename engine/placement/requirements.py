@@ -1,4 +1,4 @@
-"""The requirements of a layout: units that it can cut evenly, and random numbers that agree."""
+"""Requirements of a layout: units that can be cut evenly, and equal random numbers."""
 
 from __future__ import annotations
 
@@ -18,17 +18,17 @@ def require_inside(units: Sequence[Unit], blocks: Sequence[str]) -> None:
     for unit in units:
         if not any(unit.name.startswith(f"{block}.") for block in blocks):
             raise ModelError(
-                f'{unit.name}: lies in none of the blocks that "auto" finds '
-                f"({', '.join(blocks) or 'there are none'}); branches of neurons "
-                "must lie in the model's blocks (unit_patterns())"
+                f'{unit.name}: is in none of the blocks that "auto" finds '
+                f"({', '.join(blocks) or 'there are none'}); branches of neurons must be in the model's blocks "
+                "(unit_patterns())"
             )
 
 
 def require_whole_tensors_if_random(model: nn.Module, mesh: Mesh) -> None:
     """Raise ConfigError for tensor parallelism with a model that states ``random_options()``.
 
-    Every rank draws its own numbers. Tensor-parallel ranks would need the same numbers for the
-    tensors that all of them have.
+    Every rank draws numbers of its own. Tensor-parallel ranks would need equal numbers for tensors
+    that all of them have.
     """
     options = get_random_options(model)
     if options and mesh.tp > 1:
@@ -53,9 +53,9 @@ def require_even(units: Sequence[Unit], cuts: Mapping[str, int | None], ranks: i
         for part in unit.slices:
             if part.dim is not None and part.dim != cuts[part.parameter]:
                 raise ModelError(
-                    f"{part.parameter}: neurons lie along dimension {part.dim}, and tensor_parallel_plan() does not "
-                    "cut it there; cut "
-                    f'it so, set {TP} to 1, or use sdp.granularity "block"'
+                    f"{part.parameter}: neurons lie along dimension {part.dim}, but tensor_parallel_plan() does not "
+                    f"cut it there; change the plan, set {TP} to 1"
+                    f', or use sdp.granularity "block"'
                 )
         if unit.neurons % ranks:
             raise ModelError(

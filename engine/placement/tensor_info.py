@@ -8,7 +8,7 @@ import torch
 
 from ..distributed.mesh import Holders
 
-QUANTISED_BLOCK = 64  # numbers of a row that have one scale
+QUANTISED_BLOCK = 64  # numbers of a row with the same scale
 
 
 def quantised_row(numel: int, kind: str) -> tuple[int, int]:
@@ -18,7 +18,7 @@ def quantised_row(numel: int, kind: str) -> tuple[int, int]:
 
 @dataclass(frozen=True)
 class Shard:
-    """The part of its parameters' elements that a rank holds.
+    """Which part of a parameter's elements a rank holds.
 
     Attributes:
         count: number of shards into which the rows are divided.
@@ -66,8 +66,8 @@ class TensorInfo:
             of them has the whole tensor.
         tp: number of tensor-parallel ranks.
         cut: the position of a slice in its parameter. None if the tensor is not a slice.
-        prefix: what ``name`` has before the tensor's path in a group's module. Groups may have
-            tensors with different names at one path.
+        prefix: the part of ``name`` before the tensor's path in a group's module. Groups may have
+            tensors with different names at the same path.
     """
 
     name: str
@@ -83,12 +83,12 @@ class TensorInfo:
 
     @property
     def canonical(self) -> str:
-        """The name of the full model's parameter that this is, or is a slice of."""
+        """The name of the full model's parameter, also if this is only a slice of it."""
         return self.cut.name if self.cut else self.name
 
     @property
     def path(self) -> str:
-        """The path in the uncut module of the tensor that this is, or is a slice of."""
+        """The path of the tensor in the uncut module, also if this is only a slice of it."""
         return self.canonical.removeprefix(self.prefix)
 
     @property
@@ -142,12 +142,12 @@ class TensorInfo:
         return (last - first) * sum(quantised_row(self.tp_shape[1:].numel(), kind))
 
     def is_quantised(self, kind: str) -> bool:
-        """Whether copies of this kind are quantised: of matrices they are, of biases not."""
+        """Whether copies of this kind are quantised. Only matrices are."""
         return kind != "compute" and len(self.shape) >= 2 and self.dtype.is_floating_point
 
     def padded_shard_numel(self, shards: int) -> int:
         """Return the number of elements of a shard in a gather.
 
-        There, all shards are padded to the size of the first one.
+        For a gather, all shards are padded to the size of the first shard.
         """
         return self.shard_numel(shards, 0)

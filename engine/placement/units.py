@@ -3,8 +3,8 @@
 A unit is a list of (canonical parameter, dimension, index ranges). A block unit has whole
 parameters. A group of hidden neurons has a slice of each projection of its branch.
 
-If a model does not state its units, they are its residual blocks, without those that no group can
-skip. They are found in chains: runs of blocks of one class in a ModuleList, Sequential or
+If a model does not state its units, the units are its residual blocks, except for blocks that no
+group can skip. They are found in chains: runs of blocks of one class in a ModuleList, Sequential or
 ModuleDict.
 """
 
@@ -34,10 +34,11 @@ MAKES_A_TABLE = "has an embedding that the other blocks of its chain use"
 def find_blocks(model: nn.Module) -> set[str]:
     """Find the blocks of all chains in ``model``, for example of an encoder and a decoder.
 
-    Chains may nest. If the blocks inside a chain's modules have most of its parameters, the modules
-    are stages, and the inner blocks count. A residual block has a norm and at least two matrices.
-    So layers of a block are not blocks. Experts never count. If the model has no such blocks, the
-    longest run of modules that have layers counts, and all runs of the same class.
+    Chains may nest. If blocks inside the modules of a chain have most of the chain's parameters,
+    these modules are stages, and the inner blocks count. A residual block has a norm and at least
+    two matrices, so a layer of a block is not a block. Experts never count. If the model has no
+    such blocks, the longest run of modules with layers counts, and all other runs of the same
+    class.
 
     If there are no chains, residual blocks that are alone in a container count. The model may apply
     such a block several times, as ALBERT does.
@@ -67,10 +68,10 @@ def find_blocks(model: nn.Module) -> set[str]:
 def find_unskippable(model: nn.Module, names: Sequence[str]) -> dict[str, str]:
     """Find blocks of ``names`` that cannot be skipped. Returns the reason by name.
 
-    A block is found by its modules, because the shapes of the inputs are not known yet. A
-    convolution shows that a block changes the shape, unless the block equals a neighbour: equal
-    blocks in a row keep the shape. An embedding that only some blocks of a chain have is a table
-    that the other blocks use, such as the position bias of T5.
+    The search looks only at modules, because the shapes of inputs are not known yet. A convolution
+    shows that a block changes the shape, unless the block equals a neighbour: equal blocks in a row
+    keep the shape. If only some blocks of a chain have an embedding, the other blocks use its
+    output, such as the position bias of T5.
     """
     found: dict[str, str] = {}
     for _, run in groupby(names, key=lambda name: name.rpartition(".")[0]):
@@ -90,8 +91,8 @@ def find_unskippable(model: nn.Module, names: Sequence[str]) -> dict[str, str]:
 class _Search:
     """A search for the chains of modules that ``is_block`` selects.
 
-    ``lone`` says whether a module counts that is alone in its container. It counts only if its
-    class is in another chain, too.
+    ``lone``: whether a module that is alone in its container counts, if its class is also in
+    another chain.
     """
 
     def __init__(self, is_block: Callable[[nn.Module], bool], *, lone: bool = True):
@@ -134,7 +135,7 @@ def _runs(module: nn.Module) -> Iterator[list[tuple[str, nn.Module]]]:
 
 
 def _longest_run(model: nn.Module) -> list[str]:
-    """Return the longest run of neighbours of one class that have layers. The first of equals."""
+    """Return the (first) longest run of neighbours of one class that have layers."""
     best: list[str] = []
     for name, module in model.named_modules():
         for run in _runs(module):
@@ -219,9 +220,7 @@ class Slice:
     index: int = 0
 
     def of(self, tensor: Tensor) -> Tensor:
-        """The view of ``tensor``, which has the shape of the parameter, at the one range of this
-        slice.
-        """
+        """The view of ``tensor`` (of the parameter's shape) at the only range of this slice."""
         assert self.dim is not None
         ((first, last),) = self.ranges
         return tensor.narrow(self.dim, first, last - first)
@@ -240,7 +239,7 @@ class Unit:
             (``unit_flops()``: unit name → FLOPs).
         buffers: parts of persistent buffers that belong to a group of neurons.
         neurons: number of neurons in a group of neurons. 0 for a block.
-        prefix: what canonical names have before the path in a group's module.
+        prefix: the part of canonical names before the path in a group's module.
     """
 
     index: int
@@ -272,7 +271,7 @@ def goes_into_sum(parameter: str, dim: int | None) -> bool:
 
 
 def find_neuron_units(model: nn.Module, groups: int) -> list[Unit]:
-    """Slice each branch that ``model`` states into ``groups`` groups of neurons.
+    """Slice each branch that ``model`` declares into ``groups`` groups of neurons.
 
     The model states its branches in ``neuron_branches()``. The neurons of a group are neighbours. A
     branch with fewer neurons than ``groups`` is sliced into single neurons.
@@ -345,9 +344,8 @@ def find_units(model: nn.Module, patterns: str | Sequence[str], explicit: Iterab
 
 
 def add_ends(model: nn.Module, blocks: Sequence[Unit]) -> list[Unit]:
-    """Return the units ``blocks`` with those of the embeddings before and the head after them.
-
-    These are layers with matrices. A tied pair is one unit, at the place of the first.
+    """Return the units ``blocks``, with units for the embeddings before and the head after them.
+    These are layers with matrices. A tied pair is one unit, at the place of the first one.
     """
     modules = dict(model.named_modules())
     order = {path: index for index, path in enumerate(modules)}
@@ -384,8 +382,8 @@ def _refuse_two_places(modules: Mapping[str, nn.Module], names: Sequence[str]) -
     if several:
         others = [name for name in names if len(places[id(modules[name])]) == 1]
         raise ModelError(
-            f"sdp.units: {'; '.join(' and '.join(paths) + ' are one module' for paths in several)}, and a unit has one "
-            f"place; so that all groups share the module, set sdp.units to the others: {json.dumps(others)}"
+            f"sdp.units: {'; '.join(' and '.join(paths) + ' are one module' for paths in several)}, and a unit has "
+            f"only one place; let all groups share this module: set sdp.units to {json.dumps(others)}"
         )
 
 
@@ -409,8 +407,8 @@ def _units(model: nn.Module, modules: Mapping[str, nn.Module], names: Sequence[s
             f"{name}: its parameter {parameter!r} is tied to {other!r}" for (name, other), parameter in tied.items()
         )
         raise ModelError(
-            f"{pairs}; a tied weight cannot lie in a unit, leave that module out of sdp.units so that it is shared by "
-            "all groups"
+            f"{pairs}; a tied weight cannot be in a unit; leave that module out of sdp.units, so that all groups "
+            "share it"
         )
     outside = {id(p) for path, m in modules.items() if not _inside(path, names) for p in m.parameters(recurse=False)}
     leaving = {owner[key]: canonical[key] for key in owner if key in outside}
@@ -419,7 +417,7 @@ def _units(model: nn.Module, modules: Mapping[str, nn.Module], names: Sequence[s
             f"{name}: its parameter {parameter!r} is tied to a module outside the unit"
             for name, parameter in leaving.items()
         )
-        raise ModelError(f"{pairs}; leave the unit out of sdp.units so that it is shared by all groups")
+        raise ModelError(f"{pairs}; leave the unit out of sdp.units, so that all groups share it")
     return units
 
 
@@ -428,8 +426,5 @@ def _inside(path: str, names: Iterable[str]) -> bool:
 
 
 def unit_of_parameters(units: Iterable[Unit]) -> dict[str, Unit]:
-    """Map each canonical parameter to the unit that has the whole of it.
-
-    Other parameters are absent.
-    """
+    """Map each canonical parameter to the unit that contains it completely. Others are absent."""
     return {part.parameter: unit for unit in units for part in unit.slices if part.dim is None}

@@ -167,7 +167,7 @@ def _cut_in_vain() -> None:
 
     tied: Any = _build("llama")
     tied.model.layers[2].mlp.up_proj.weight = tied.model.layers[0].mlp.up_proj.weight
-    remedy = r"a tied weight cannot lie in a unit, leave that module out of sdp\.units"
+    remedy = r"a tied weight cannot be in a unit; leave that module out of sdp\.units"
     with pytest.raises(sdp.ModelError, match=rf"model\.layers\.2: .* is tied to 'model\.layers\.0'; {remedy}"):
         _cut(tied, make_batch("llama", 0))
 

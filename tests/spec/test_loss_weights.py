@@ -206,7 +206,7 @@ def _refused() -> list[str]:
 def test_weights_that_cannot_be_honoured_are_one_line(ranks: RankPool) -> None:
     (messages,) = ranks.run(_refused, world=1)
     expected = [
-        "from 0", "from 0", "weight has 2 numbers", "contradicts", "no micro-batch of this step",
+        "not negative", "not negative", "weight has 2 numbers", "contradicts", "no micro-batch of this step",
     ]  # fmt: skip
     for message, part in zip(messages, expected, strict=True):
         assert part in message

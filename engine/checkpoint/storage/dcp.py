@@ -1,8 +1,9 @@
 """Adapts torch.distributed.checkpoint (DCP) to our checkpoints.
 
-It adds metadata in JSON, parts of tensors, and pieces of bounded size. DCP itself stores the list
-of a checkpoint's tensors as a pickle, and reading a pickle can run code. So :class:`MetadataWriter`
-writes the same list as JSON, to ``metadata.json``. Tensor files are DCP's own.
+The additions are metadata in JSON, parts of tensors, and pieces of limited size. DCP itself stores
+the list of a checkpoint's tensors as a pickle, and reading a pickle can run code. So
+:class:`MetadataWriter` writes the same list as JSON, to ``metadata.json``. Tensor files are DCP's
+own.
 """
 
 from __future__ import annotations
@@ -133,7 +134,7 @@ class SafeReader(FileSystemReader):
         self._metadata: Metadata | None = None
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
-        """Return the metadata, which are read once. Raises CheckpointError if they are damaged."""
+        """Return the metadata, which is read only once. Raises CheckpointError if it is damaged."""
         if self._metadata is None:
             path = Path(self.path)
             files = read_state(path)["files"]
@@ -147,9 +148,8 @@ class SafeReader(FileSystemReader):
 
 
 class Chunks(torch.Tensor):
-    """A placeholder for a tensor of shape ``whole``, of which this rank has pieces.
-
-    The pieces ``locals`` begin at ``offsets`` of the tensor. A part supports no computation.
+    """A placeholder for a tensor of shape ``whole``, of which this rank has some pieces. The pieces
+    ``locals`` begin at ``offsets`` of the tensor. Nothing can be computed with it.
     """
 
     locals: list[torch.Tensor]
@@ -162,7 +162,7 @@ class Chunks(torch.Tensor):
         return part
 
     def joined(self, other: Chunks) -> Chunks:
-        """Return one part with the pieces of both, which belong to the same tensor."""
+        """Return a placeholder with the pieces of both, which belong to the same tensor."""
         return Chunks([*self.locals, *other.locals], [*self.offsets, *other.offsets], self.shape)
 
     @classmethod
@@ -201,16 +201,13 @@ class Chunks(torch.Tensor):
         )
 
 
-# Reading a piece takes twice its size in memory. Sharding a 70B model over 512 ranks makes more
-# pieces than this limit does.
+# Reading a piece takes twice its size in memory. If a 70B model is sharded over 512 ranks, most
+# shards are smaller than this limit.
 PIECE_BYTES = 8 * 2**20
 
 
 class PiecewisePlanner(DefaultSavePlanner):
-    """DCP's planner, which also cuts every chunk along its rows into pieces.
-
-    A piece has at most ``PIECE_BYTES`` bytes, or one row if a row is larger.
-    """
+    """DCP's planner, which also cuts chunks into pieces of rows of ``PIECE_BYTES`` bytes."""
 
     def create_local_plan(self) -> SavePlan:
         plan = super().create_local_plan()

@@ -1,7 +1,6 @@
 """A directory of checkpoints: their names, the pointer to the newest, and what a save may remove.
-
-The directory may have entries of other programs. So only a save renames or removes a directory,
-and only one that this engine wrote.
+The directory may have entries of other programs. So a directory is renamed or removed only by a
+save, and only if this engine wrote it.
 """
 
 from __future__ import annotations
@@ -27,18 +26,17 @@ log = logging.getLogger("sdp")
 
 LATEST = "latest.json"
 MOST_TAG_BYTES = 200  # a name has at most 255 bytes, and hidden names are longer than the tag
-REPLACED = ".sdp-replaced"  # ends the hidden name of a checkpoint that is being replaced
+REPLACED = ".sdp-replaced"  # the end of the hidden name of a checkpoint that is being replaced
 
-_SHARED_SECONDS = 30.0  # how long a network file system may hide from one host what another wrote
+_SHARED_SECONDS = 30.0  # for how long a network file system may not show the files of other hosts
 _OWN_NAMES = (LATEST, STATE, METADATA)
 
 
 def check_tag(tag: Any) -> str:
-    """Return ``tag`` as text, if it can name a checkpoint's directory. A number becomes text, as in
-    DeepSpeed.
+    """Return ``tag`` as text, also if it is a number, as in DeepSpeed.
 
     Raises:
-        CheckpointError: ``tag`` is not a name that a checkpoint's directory may have.
+        CheckpointError: ``tag`` cannot be the name of a checkpoint's directory.
     """
     is_number = isinstance(tag, Real) and not isinstance(tag, bool)  # numpy's numbers, too
     if is_number and -(2**63) < cast(float, tag) < 2**63:
@@ -60,8 +58,7 @@ def locate(directory: Path, tag: str) -> Path:
     """Return the path of the checkpoint ``tag`` in ``directory``.
 
     A save that replaces a checkpoint first gives the old one a hidden name. If the save was killed
-    before the new checkpoint had its name, the old one still has the hidden name. This function
-    then returns the hidden path.
+    before the new checkpoint got its name, this function returns the hidden path of the old one.
     """
     path, hidden = directory / tag, directory / f".{tag}{REPLACED}"
     return hidden if not os.path.lexists(path) and is_whole(hidden) else path
@@ -105,14 +102,14 @@ def newest_of(
             raise CheckpointError("not text")
         check_tag(tag)
     except CheckpointError:
-        found = f"names {quote(tag)}, which is not a checkpoint of this directory"
+        found = f"names {quote(tag)}, which is not a checkpoint in this directory"
         raise CheckpointError(f"{pointer}: {found}; {remedy}") from None
     if is_there(tag):
         return tag
     if newest is None:
         found = "is gone, and no other checkpoint is there"
         raise CheckpointError(f"{place}/{tag}: {found}; remove {pointer} to start again")
-    log.warning("%s names %s, which is gone: taking %s", pointer, tag, newest)
+    log.warning("%s names %s, which is gone; using %s", pointer, tag, newest)
     return newest
 
 
@@ -125,7 +122,7 @@ def step_tags(directory: Path) -> list[str]:
 
 
 def sorted_steps(tags: Iterable[str]) -> list[str]:
-    """Return those of the ``tags`` that are named after a step, oldest first."""
+    """Return the ``tags`` that name a step, the oldest first."""
     steps = {tag: tag.removeprefix("step-") for tag in tags if tag.startswith("step-")}
     return sorted((tag for tag in steps if steps[tag].isdecimal()), key=lambda tag: int(steps[tag]))
 

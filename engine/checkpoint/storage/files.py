@@ -1,7 +1,7 @@
-"""The files of one checkpoint: its state, its hashes, and how they are read and written safely.
+"""The files of one checkpoint: the state, the hashes, and safe ways to read and write them.
 
-A checkpoint may come from somebody else. So nothing in it is unpickled, sizes are limited, and no
-name in it may lead out of its directory.
+A checkpoint may come from somebody else. So nothing is unpickled, sizes are limited, and no name
+may lead out of the directory.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from ...json_files import parse_json, read_json_file
 
 FORMAT = 5
 STATE = "state.json"
-MOST_BYTES = 1 << 30  # of a JSON file; the list of a large model's tensors has tens of megabytes
+MOST_BYTES = 1 << 30  # largest JSON file; for a large model, the list of tensors has tens of megabytes
 INCOMPLETE = "incomplete"  # the state has this key while the checkpoint is being written
 
 _OLDER = "remove this directory to resume from an older checkpoint"
@@ -58,7 +58,7 @@ class _Sync(BaseModel):
 
 
 class _State(BaseModel):
-    """What ``state.json`` has besides its format and its hash."""
+    """The content of ``state.json`` without the format and the hash."""
 
     model_config = ConfigDict(strict=True)
 
@@ -87,7 +87,7 @@ def encode_state(state: Mapping[str, Any]) -> str:
     try:
         whole = {"format": FORMAT, **state}
         text = json.dumps({**whole, "sha256": _digest(whole)}, indent=1)
-        parse_json(text)  # refuse now what no load could read
+        parse_json(text)  # refuse values that no load could read
         return text
     except (TypeError, ValueError, RecursionError) as error:
         raise CheckpointError(
@@ -99,8 +99,8 @@ def read_state(path: Path) -> dict[str, Any]:
     """Read ``state.json`` of the checkpoint at ``path``.
 
     Raises:
-        CheckpointError: The file is missing or damaged, or another version or an unfinished save
-            wrote it.
+        CheckpointError: The file is missing or damaged, or was written by another version or by a
+            save that did not finish.
     """
     file = path / STATE
     try:
@@ -119,7 +119,7 @@ def read_state(path: Path) -> dict[str, Any]:
     if INCOMPLETE in state:
         raise CheckpointError(f"{path}: the save that wrote it did not finish; {_OLDER}")
     if state.pop("sha256", None) != _digest(state):
-        raise CheckpointError(f"{file}: damaged, its content is not what was written; {_OLDER}")
+        raise CheckpointError(f"{file}: damaged, the content is not what was written; {_OLDER}")
     try:
         _State.model_validate(state)
     except ValidationError as error:

@@ -1,7 +1,6 @@
-"""Checkpoints in an object store. Ranks write to a folder of their host and copy their files there.
-
-So hosts need no directory that they share. ``state.json`` is the marker: a checkpoint has it only
-while it is complete.
+"""Checkpoints in an object store. Ranks write to a folder of their host and copy the files to the
+store. So hosts need no shared directory. ``state.json`` is the marker: only a complete checkpoint
+has it.
 """
 
 from __future__ import annotations
@@ -25,8 +24,9 @@ from .files import STATE, hash_files
 class RemoteTarget:
     """Where a save writes the checkpoint ``tag`` below ``url``.
 
-    While it is not complete, it has the empty file ``PARTIAL`` and no state. A checkpoint of the
-    same tag is lost when the save begins, because a store cannot rename the new one in one step.
+    An incomplete checkpoint has the empty file ``PARTIAL`` and no state. An earlier checkpoint of
+    the same tag is removed when the save begins, because a store cannot rename the new one in one
+    step.
     """
 
     aside: Path  # where this rank writes
@@ -35,7 +35,7 @@ class RemoteTarget:
         self._store, self._tag = Store(url), tag
 
     def make_room(self) -> None:
-        """Begin the checkpoint, and remove what interrupted saves have left. For rank 0."""
+        """Begin the checkpoint, and remove files of interrupted saves. Only rank 0 calls this."""
         names = self._store.sizes()
         begun = {name.partition("/")[0] for name in names if name.endswith(f"/{PARTIAL}")}
         for tag in begun - _complete(names) - {self._tag}:
@@ -60,7 +60,7 @@ class RemoteTarget:
         return hash_files(files)
 
     def publish(self, state: str, *, is_newest: bool) -> None:
-        """Write the state, with which the checkpoint is complete."""
+        """Write the state. Then the checkpoint is complete."""
         self._store.write(f"{self._tag}/{STATE}", state)
         self._store.remove([f"{self._tag}/{PARTIAL}"])
         if is_newest:
@@ -85,7 +85,7 @@ class RemoteTarget:
 
 
 def describe_newest(directory: str | Path) -> str:
-    """Say where the newest checkpoint of a directory or URL is, for a message."""
+    """Describe the newest checkpoint of a directory or URL, for a message."""
     try:
         tag = newest(directory)
     except (CheckpointError, StoreError):
@@ -111,7 +111,7 @@ def newest(directory: str | Path) -> str | None:
 
 
 def fetch_checkpoint(url: str, tag: str) -> Path:
-    """Copy the checkpoint ``url/tag`` to this host, and return the directory that the copy is in.
+    """Copy the checkpoint ``url/tag`` to this host. Returns the directory that contains the copy.
 
     Raises:
         CheckpointError: There is no such checkpoint, or it is not complete.

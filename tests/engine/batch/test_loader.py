@@ -150,11 +150,11 @@ def test_fetching_ahead_is_one_read_of_the_data():
 @pytest.mark.parametrize(
     ("state", "message"),
     [
-        ({"seed": 3, "consumed": 0, "num_samples": 9}, "a data set of 9 samples, this one has 10"),
+        ({"seed": 3, "consumed": 0, "num_samples": 9}, "a data set of 9 samples, but this one has 10"),
         ({"seed": 4, "consumed": 0, "num_samples": 10}, "shuffled with seed 4, this run with 3"),
         ({"seed": 3, "num_samples": 10}, "'consumed' must be an integer"),
         ({"seed": 3, "consumed": "8", "num_samples": 10}, "'consumed' must be an integer"),
-        ({"seed": 3, "consumed": -1, "num_samples": 10}, "must be an integer from 0, it is -1"),
+        ({"seed": 3, "consumed": -1, "num_samples": 10}, "must be an integer ≥ 0, but is -1"),
     ],
 )
 def test_foreign_state_is_refused(state, message):
@@ -377,7 +377,7 @@ def test_paths_resume_on_another_number_of_replicas_and_ranks():
     first, state = paths_read(8, 4, 2)
     then, _ = paths_read(4, 4, 4, json.loads(json.dumps(state)))
     assert {path: first[path] + then[path] for path in whole} == whole
-    with pytest.raises(CheckpointError, match="the checkpoint read the data of paths, and this run has none"):
+    with pytest.raises(CheckpointError, match="the checkpoint read the data of paths, but this run has no paths"):
         sampler(30, 1, 0, 1).load_state_dict(state)
     with pytest.raises(CheckpointError, match=r"use the same sdp\.paths and clusters"):
         PathSampler(PathSamples([np.arange(30)], 1), 1, 0, 1, seed=5).load_state_dict(state)

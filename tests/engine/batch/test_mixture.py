@@ -149,9 +149,9 @@ def test_the_state_of_a_loader_does_not_count_what_was_read_ahead(workers):
 def test_states_that_do_not_fit_are_refused():
     one, plain = sampler([1.0, 2.0]), ResumableBatchSampler(SAMPLES[0] + SAMPLES[1], 1, 0, 1, seed=5)
     state = one.state_at(10)
-    with pytest.raises(CheckpointError, match="the checkpoint read several sources, and this run reads one data set"):
+    with pytest.raises(CheckpointError, match="the checkpoint read several sources, but this run reads one data set"):
         plain.load_state_dict(state)
-    with pytest.raises(CheckpointError, match=r"the checkpoint read one data set, and this run reads data\.sources"):
+    with pytest.raises(CheckpointError, match=r"written with data\.path, but this run has data\.sources"):
         one.load_state_dict(plain.state_at(0))
     with pytest.raises(CheckpointError, match="read 700 samples of 's0', which now has 10"):
         MixtureSampler(sources([1.0, 2.0], (10, 90)), 1, 0, 1, 5).load_state_dict(state)

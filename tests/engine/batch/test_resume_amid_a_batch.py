@@ -78,5 +78,5 @@ def test_what_was_accumulated_goes_with_a_load_and_stays_if_it_is_refused(
     for expected, found in ranks.run(_loaded, case, engine, str(tmp_path / "loaded"), world=2):
         _assert_same(expected, found)
     for message, expected, found in ranks.run(_refused, case, engine, str(tmp_path / "refused"), world=2):
-        assert "holds no 'optimizer/" in message
+        assert "has no 'optimizer/" in message
         _assert_same(expected, found)

@@ -61,11 +61,11 @@ def _refused(optimizer: str, model: str, folder: str, engine: str = "fsdp2", sta
 @pytest.mark.parametrize(
     ("saved", "loaded", "message"),
     [
-        (("adamw", "mlp"), ("adamw", "mlp-of-3"), "holds 'model/layers.3.{}', which this model does not have"),
-        (("adamw", "mlp-of-3"), ("adamw", "mlp"), "holds no 'model/layers.3.{}'"),
-        (("adamw", "mlp"), ("sgd", "mlp"), "holds 'optimizer/{}/exp_avg', which this optimizer does not keep"),
-        (("momentum", "mlp"), ("adamw", "mlp"), "holds no 'optimizer/{}/step'"),
-        (("sgd", "mlp"), ("adamw", "mlp"), "holds no 'optimizer/{}/"),
+        (("adamw", "mlp"), ("adamw", "mlp-of-3"), "has 'model/layers.3.{}', which this model does not have"),
+        (("adamw", "mlp-of-3"), ("adamw", "mlp"), "has no 'model/layers.3.{}'"),
+        (("adamw", "mlp"), ("sgd", "mlp"), "has 'optimizer/{}/exp_avg', which this optimizer does not have"),
+        (("momentum", "mlp"), ("adamw", "mlp"), "has no 'optimizer/{}/step'"),
+        (("sgd", "mlp"), ("adamw", "mlp"), "has no 'optimizer/{}/"),
         (("sgd", "mlp"), ("sgd", "mlp"), ""),
     ],
 )
@@ -130,7 +130,7 @@ def _of_24_samples(folder: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("tag", "message"), [("step-0", "'model/layers.3."), ("step-2", "a data set of 24 samples, this one has 48")]
+    ("tag", "message"), [("step-0", "'model/layers.3."), ("step-2", "a data set of 24 samples, but this one has 48")]
 )
 def test_a_refusal_changes_nothing(ranks: RankPool, tmp_path: Path, tag: str, message: str) -> None:
     ranks.run(_of_24_samples, str(tmp_path), world=2)
@@ -158,7 +158,7 @@ def _freezing(folder: str) -> str:
 
 def test_state_of_what_is_frozen_now_is_not_dropped(ranks: RankPool, tmp_path: Path) -> None:
     for message in ranks.run(_freezing, str(tmp_path), world=2):
-        assert "holds 'optimizer/layers.0." in message
+        assert "has 'optimizer/layers.0." in message
         assert "or with that parameter trained" in message
 
 
@@ -201,7 +201,8 @@ def test_every_layer_keeps_its_learning_rate(ranks: RankPool, tmp_path: Path, gr
 
 def test_a_checkpoint_in_place_of_its_directory_is_said(small: Path) -> None:
     with pytest.raises(
-        CheckpointError, match=r"step-1: is a checkpoint itself; name the directory it is in, with the tag 'step-1'"
+        CheckpointError,
+        match=r"step-1: is itself a checkpoint; give the directory that contains it, with the tag 'step-1'",
     ):
         engine_of(ALONE).load_checkpoint(small / "step-1")
 

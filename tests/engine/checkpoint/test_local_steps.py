@@ -189,5 +189,5 @@ def test_a_refusal_changes_nothing_in_a_round(ranks: RankPool, tmp_path: Path, w
         file.write_bytes(content)
     target = replace(case, sync=f'{{"every": 2, "start_after": {start_after}}}')
     for error, changed in ranks.run(_refused, target, str(tmp_path), "step-2", world=2):
-        assert ("damaged" if what == "damaged" else "holds no 'model/layers.3.") in error
+        assert ("damaged" if what == "damaged" else "has no 'model/layers.3.") in error
         assert changed == []

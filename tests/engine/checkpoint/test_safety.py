@@ -261,7 +261,7 @@ def test_a_pointer_to_nothing_falls_back_and_says_so(small: Path, caplog: pytest
     engine.save_checkpoint(small, "step-9")
     shutil.rmtree(small / "step-9")
     assert engine.load_checkpoint(small)[0] == f"{small}/step-1"
-    assert "step-9, which is gone: taking step-1" in caplog.text
+    assert "step-9, which is gone; using step-1" in caplog.text
     shutil.rmtree(small / "step-1")
     with pytest.raises(CheckpointError, match="step-9: is gone"):
         engine.load_checkpoint(small)
@@ -278,7 +278,7 @@ def save_with_its_own_tag(folder: str) -> str:
 
 
 def test_different_tags_are_refused_on_every_rank(ranks: RankPool, tmp_path: Path) -> None:
-    expected = "save_checkpoint: rank 0 has the tag 'tag-0', rank 1 has 'tag-1'; give all ranks one tag"
+    expected = "save_checkpoint: rank 0 has the tag 'tag-0', but rank 1 has 'tag-1'; give all ranks the same tag"
     assert ranks.run(save_with_its_own_tag, str(tmp_path), world=2) == [expected] * 2
     assert not list(tmp_path.iterdir())
 

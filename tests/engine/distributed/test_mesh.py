@@ -55,7 +55,7 @@ def test_a_group_on_several_hosts(slots: list[int], tp: int, said: str) -> None:
     problem = split_tensor_group([f"n{host}" for host, count in enumerate(slots) for _ in range(count)], tp)
     assert problem is not None
     assert said in problem
-    assert "activations in every layer" in problem
+    assert "every layer waits for activations" in problem
 
 
 def test_machines_of_one_name_are_several_hosts() -> None:

@@ -192,7 +192,7 @@ def test_a_sequence_that_does_not_divide() -> None:
 def test_a_model_without_a_plan() -> None:
     config = load_config(Case(2, 1, tp=2).config())
     with pytest.raises(
-        ModelError, match=r"Mlp states no tensor_parallel_plan\(\), so it cannot be cut; set .*autotp_size to 1"
+        ModelError, match=r"Mlp has no tensor_parallel_plan\(\), so it cannot be cut; set .*autotp_size to 1"
     ):
         Layout.of(models.mlp(), config, Mesh(2, 1, 2))
 
@@ -220,7 +220,7 @@ WORKING: dict[str, Style] = {"embed": Vocabulary(), "up": Column(), "down": Whol
             {"embde": Gather()},
             r"tensor_parallel_plan\(\): 'embde' matches no module of the model, did you mean embed\?",
         ),
-        ({"up": None}, r"up\.weight: tensor_parallel_plan\(\) says nothing about it"),
+        ({"up": None}, r"up\.weight: is not in tensor_parallel_plan\(\)"),
     ],
 )
 def test_plans_that_cannot_be_carried_out(change: dict[str, Any], message: str) -> None:

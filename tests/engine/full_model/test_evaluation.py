@@ -169,7 +169,7 @@ def test_weights_that_cannot_be_honoured_are_one_line() -> None:
     with pytest.raises(ConfigError, match=r"^evaluate: 2 weights for 1 batches; give one for each batch$"):
         engine.evaluate([labelled(8, 0)], [1, 2])
     for weight in (-1.0, float("nan"), float("inf")):
-        with pytest.raises(ConfigError, match="must be a finite number from 0; give the number"):
+        with pytest.raises(ConfigError, match="must be finite and not negative; give the number"):
             engine.evaluate([labelled(8, 0)], [weight])
     with pytest.raises(DataError, match=r"^evaluate: no batch of any rank has a label that counts"):
         engine.evaluate([labelled(0, 0)])

@@ -81,7 +81,7 @@ def test_a_state_that_is_made_early_changes_nothing() -> None:
     materialise_state(optimizer)
     for before, after in zip(network().parameters(), model.parameters(), strict=True):
         assert torch.equal(before, after)
-    assert line.startswith("Muon: our own for sharded matrices")
+    assert line.startswith("Muon: SDP's own, for sharded matrices")
 
 
 CASES = [

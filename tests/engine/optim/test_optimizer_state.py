@@ -100,6 +100,6 @@ def test_other_state_is_refused() -> None:
     optimizer = torch.optim.SGD([parameter])
     optimizer.state[parameter] = {"history": [1, 2], "unused": None}
     with pytest.raises(
-        CheckpointError, match=r"'history' of layer\.weight is a list; a checkpoint keeps tensors and numbers"
+        CheckpointError, match=r"'history' of layer\.weight is a list; a checkpoint can store only tensors and numbers"
     ):
         OptimizerState(optimizer).of(parameter, "layer.weight")

@@ -112,7 +112,7 @@ def _refused(folder: str, kind: str) -> tuple[str, bool]:
     [
         ("scheduler", "has the state of another kind of learning-rate scheduler"),
         ("stairs", "has the state of another kind of learning-rate scheduler"),
-        ("merged", "which are in one group of this optimizer; make its parameter groups as they were"),
+        ("merged", "which are in one group of this optimizer; make the same parameter groups as"),
     ],
 )
 def test_what_cannot_go_on_is_refused_and_changes_nothing(

@@ -189,8 +189,8 @@ def test_profile_auto_is_the_best_rule_known() -> None:
             r"no room to hold 'layers.0' at all .* \(76.9% of the units' parameters\); 0.78\d would do"),
         ({"placement": {"layers.0": [0, 1], "layers.1": [1, 0], "layers.2": [2, 3], "layers.3": [3, 2]}},
             PlacementError,
-            r"sdp.placement: groups \[0, 1\] and groups \[2, 3\] hold no unit in common, though 7 holders of units "
-            r"connect all groups, and there are 8; give a unit holders among both"),
+            r"sdp.placement: groups \[0, 1\] and groups \[2, 3\] have no unit in common, although 7 holders of units "
+            r"could connect all groups, and there are 8; give a unit holders in both"),
         ({"capacity": 0.6, "profile": [4, 2, 1, 1, 4], "placement": "random"}, PlacementError,
             "no room for all 4 holders of 'layers.0'"),
     ],

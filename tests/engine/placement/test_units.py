@@ -109,7 +109,7 @@ def test_a_refusal_names_all_offenders() -> None:
     for index in (2, 3):
         tied.get_submodule(f"layers.{index}.up").weight = tied.get_parameter("layers.0.up.weight")
     pairs = [f"layers.{index}: its parameter 'layers.0.up.weight' is tied to 'layers.0'" for index in (2, 3)]
-    with pytest.raises(ModelError, match=f"^{'; '.join(pairs)}; a tied weight cannot lie in a unit"):
+    with pytest.raises(ModelError, match=f"^{'; '.join(pairs)}; a tied weight cannot be in a unit"):
         names(tied)
     leaving = models.mlp()
     leaving.copies = nn.ModuleList(nn.Linear(models.HIDDEN, models.WIDTH) for _ in range(2))

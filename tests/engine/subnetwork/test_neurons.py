@@ -207,7 +207,7 @@ def layout_of(model: nn.Module, **section: Any) -> Layout:
 
 
 def test_a_branch_outside_of_the_blocks() -> None:
-    with pytest.raises(ModelError, match=r"mlp.neurons.0: lies in none of the blocks"):
+    with pytest.raises(ModelError, match=r"mlp.neurons.0: is in none of the blocks"):
         layout_of(NoBlocks(), placement="cyclic", capacity=0.5)
 
 

@@ -163,7 +163,7 @@ def test_images_and_units_that_differ(tmp_path: Path, capsys: pytest.CaptureFixt
         (["--device-memory", ""], "--device-memory '': expected a number with a unit, such as 80GB"),
         (["--inter-node", "100"], "--inter-node 100: expected a number with a unit, such as 50GB/s or 400Gbit"),
         (["--achieved", "1.5"], "--achieved 1.5: expected a fraction"),
-        (["--set", "sdp.units=[]"], "sdp.units: [] leaves groups nothing to hold a part of"),
+        (["--set", "sdp.units=[]"], "sdp.units: with [] there is no unit to place"),
         (
             ["--set", "train_batch_size=1", "gradient_accumulation_steps=1"],
             "train_batch_size 1 (from the configuration) is not",

@@ -84,7 +84,7 @@ BAD = [
     ({"sdp.groups": 2, "sdp.capacity": 0.25}, "use a capacity of at least 0.5"),
     ({"sdp.units": ["model.layer.*"]}, "matches no module"),
     ({"sdp.placement": {}}, "sdp.placement"),
-    ({"sdp.placement": {"layers.0": [0, 2]}}, "is given to group 2"),
+    ({"sdp.placement": {"layers.0": [0, 2]}}, "has the holder 2"),
     ({"sdp.groups": 2, "train_batch_size": 7}, "data ranks 2 (sdp.groups 2 × fsdp 1)"),
     ({"model.vocab_size": 512}, "model.vocab_size: 512, but the data's tokenizer has 257"),
     ({"data.vocab_size": 512}, "was prepared with a vocabulary of 257"),

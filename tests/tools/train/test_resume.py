@@ -27,7 +27,7 @@ def test_a_resume_without_a_schedule_takes_the_configured_rate(config: dict, tmp
     assert third.returncode == 0, third.stderr
     assert 'scheduler.type: unset → "WSD", from step 5 on' in third.stderr
     fourth = run_sdp("train", write_config(config, tmp_path), *dump, "--resume", "--set", "training.steps=6")
-    assert "this run has no schedule: the configured rates hold" in fourth.stderr
+    assert "this run has no schedule; the configured rates apply" in fourth.stderr
     assert read_metrics(tmp_path / "run")[-1]["lr"] == 0.003
 
 

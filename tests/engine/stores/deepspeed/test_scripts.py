@@ -109,7 +109,7 @@ def test_config_arguments() -> None:
 
 
 def test_what_a_script_may_not_ask_for_is_one_line() -> None:
-    with pytest.raises(ConfigError, match="dist_backend 'mpi' is not this machine's"):
+    with pytest.raises(ConfigError, match="dist_backend 'mpi' is not available on this machine"):
         sdp.init_distributed("mpi")
     with pytest.raises(ConfigError, match="come from the launcher's variables"):
         sdp.init_distributed(timeout=timedelta(seconds=5), rank=0, world_size=1)
