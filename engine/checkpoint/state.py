@@ -140,9 +140,7 @@ class SavedState:
 
     @contextmanager
     def decoded(self, tensors: Mapping[str, Any]) -> Iterator[Tensors]:
-        """A context in which encoded moments of ``tensors`` are float32, and are encoded at the
-        end.
-        """
+        """A context with encoded moments of ``tensors`` in float32. At the end they are encoded."""
         found = {key: value for key, value in tensors.items() if key.removesuffix(SCALES) not in self._coded}
         values = {key: torch.zeros_like(coded.piece.tensor, dtype=torch.float32) for key, coded in self._coded.items()}
         for key, coded in self._coded.items():

@@ -236,8 +236,7 @@ class Layout:
         return _by_path(self.buffers.values(), group)
 
     def slices(self) -> Iterator[tuple[Slice, Holders]]:
-        """Yield the slices with their holders. Elements of a parameter that are in no slice have
-        the holders of the parameter.
+        """Yield the slices with their holders. Elements in no slice have the parameter's holders.
         """
         return (
             (part, self.placement.holders[unit.index])
@@ -256,9 +255,7 @@ class Layout:
 
     @cached_property
     def by_path(self) -> dict[str, list[TensorInfo]]:
-        """Path in the uncut module → the parameters or slices that groups have there, in the
-        model's order.
-        """
+        """Path in the uncut module → the parameters or slices there, in the model's order."""
         found: dict[str, list[TensorInfo]] = {}
         for info in self.parameters.values():
             found.setdefault(info.path, []).append(info)

@@ -284,9 +284,7 @@ def fill(packing: Packing, *, in_rounds: bool, by_work: bool, balance: bool = Fa
 
 
 def _level(packing: Packing, held: np.ndarray) -> np.ndarray:
-    """Exchange units between the slowest group and light groups, as long as the slower group of the
-    pair becomes faster.
-    """
+    """Exchange units between the slowest and light groups, while the slower one gets faster."""
     held, groups = held.copy(), np.arange(len(held))
     for _ in range(min(8 * len(groups), 1 + _EXCHANGED_CELLS // held.size)):
         load = packing.loads(held)
