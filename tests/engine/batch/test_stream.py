@@ -201,7 +201,7 @@ def test_what_cannot_be_honoured_is_refused_in_one_line(data, options, message):
 
 @pytest.mark.parametrize("data", [Counting(0), iter(())])
 def test_an_empty_stream_is_an_error(data):
-    with pytest.raises(DataError, match="gave 0 samples"):
+    with pytest.raises(DataError, match="has only 0 samples"):
         read(StreamLoader(data, 2))
 
 

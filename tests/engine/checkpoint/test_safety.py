@@ -289,7 +289,7 @@ WRONG_TAGS = ["../x", "/etc", "a/b", "..", "", ".hidden", "latest.json", None, 3
 @pytest.mark.parametrize("tag", WRONG_TAGS, ids=str)
 def test_the_pointer_names_an_entry_of_its_directory(small: Path, tag: Any) -> None:
     (small / "latest.json").write_text(json.dumps({"tag": tag}))
-    assert "which is not a checkpoint of this directory; remove this file to resume from step-1" in refusal_of_load(
+    assert "which is not a checkpoint in this directory; remove this file to resume from step-1" in refusal_of_load(
         small
     )
 

@@ -46,7 +46,7 @@ def _check_capacities(capacity: list[float], costs: list[int], kind: Any, profil
     except PlacementError as error:
         assert "\n" not in str(error)
         assert "the groups have no room" in str(error)
-        suggested = str(error).split("units' parameters); ")[1].split(" would do")[0]
+        suggested = str(error).split("units' parameters); use ")[1].split(",")[0]
         larger = [float(part) for part in suggested.strip("[]").split(", ")]
         placed(these, **{**values, "capacity": larger * (len(capacity) // len(larger))})
         return
@@ -186,7 +186,7 @@ def test_profile_auto_is_the_best_rule_known() -> None:
         ({"capacity": [0.5, 1.0, 1.0, 1.0], "placement": "cyclic"}, ConfigError,
             'needs one capacity for all groups: .* sdp.placement "balanced"'),
         ({"capacity": 0.3}, PlacementError,
-            r"no room to hold 'layers.0' at all .* \(76.9% of the units' parameters\); 0.78\d would do"),
+            r"no room to hold 'layers.0' at all .* \(76.9% of the units' parameters\); use 0.78\d, or"),
         ({"placement": {"layers.0": [0, 1], "layers.1": [1, 0], "layers.2": [2, 3], "layers.3": [3, 2]}},
             PlacementError,
             r"sdp.placement: groups \[0, 1\] and groups \[2, 3\] have no unit in common, although 7 holders of units "
@@ -281,7 +281,7 @@ RESNET = {"name": "resnet18", "stem": "cifar", "num_classes": 10, "image_size": 
 def test_resnet_blocks_that_cannot_be_balanced() -> None:
     these = find_units(build_model(RESNET), "auto")
     with pytest.raises(
-        PlacementError, match=r"no room to hold 'layer4.1' at all .*74.4%.* 0.755 would do.*\"neuron\".*sdp.protect"
+        PlacementError, match=r"no room to hold 'layer4.1' at all .*74.4%.* use 0.755, or.*\"neuron\".*sdp.protect"
     ):
         placed(these, groups=4, capacity=0.5, placement="balanced")
     section = SDPSection(groups=4, capacity=0.5, profile="uniform")

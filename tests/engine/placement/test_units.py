@@ -138,7 +138,7 @@ def test_explicit_names_and_endings() -> None:
 def test_tied_weights_cannot_lie_in_units() -> None:
     same_block = models.mlp()
     same_block.layers[2] = same_block.layers[1]
-    with pytest.raises(ModelError, match=r"layers.1 and layers.2 are one module, and a unit has one place"):
+    with pytest.raises(ModelError, match=r"layers.1 and layers.2 are one module, and a unit has only one place"):
         names(same_block)
     earlier = nn.Module()
     earlier.first = nn.Linear(models.WIDTH, models.HIDDEN)
