@@ -236,7 +236,9 @@ class Layout:
         return _by_path(self.buffers.values(), group)
 
     def slices(self) -> Iterator[tuple[Slice, Holders]]:
-        """Yield the slices with their holders. Elements in no slice have the parameter's holders."""
+        """Yield the slices with their holders. Elements in no slice have the parameter's
+        holders.
+        """
         return (
             (part, self.placement.holders[unit.index])
             for unit in self.units
