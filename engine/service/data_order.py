@@ -7,45 +7,30 @@ present, every group reads what it reads in a run without the service. A share i
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
 
 _FREE_AFTER = 2  # blocks: whoever asks gets a share that its group left behind by this much
 
 
-class Share(NamedTuple):
-    """Micro-batches of ``width`` samples, from micro-batch ``first`` of the run on.
-
-    Of each micro-batch of all groups it has the part number ``place`` of ``groups``. With paths,
-    positions and groups are those of one path.
+def ranges(share: Sequence[int], width: int, start: int, count: int) -> Iterator[tuple[int, int]]:
+    """Yield (first position, length) of ``count`` samples from ``start`` on, in shares whose
+    micro-batches have ``width`` samples.
     """
-
-    first: int
-    micro_batches: int
-    place: int
-    groups: int
-    width: int
-
-    @property
-    def samples(self) -> int:
-        return self.micro_batches * self.width
-
-    def ranges(self, start: int, count: int) -> Iterator[tuple[int, int]]:
-        """Yield (first position, length) of ``count`` samples of the share from ``start`` on."""
-        while count:
-            micro, offset = divmod(start, self.width)
-            length = min(count, self.width - offset)
-            yield ((self.first + micro) * self.groups + self.place) * self.width + offset, length
-            start, count = start + length, count - length
+    while count:
+        micro, offset = divmod(start, width)
+        length = min(count, width - offset)
+        yield share[micro] + offset, length
+        start, count = start + length, count - length
 
 
 @dataclass
 class DataOrder:
     """The shares that were dealt, of ``micro_batches`` × ``width`` samples each.
 
-    Share g belongs to path g mod ``paths``. Only groups of this path get it. All attributes are
-    JSON.
+    A share is a list of the first positions of its micro-batches. Share g belongs to path g mod
+    ``paths``. Only groups of this path get it, and it has positions in the order of this path. All
+    attributes are JSON.
     """
 
     groups: int
@@ -55,7 +40,7 @@ class DataOrder:
     first: int = 0  # the first block that was not dealt completely
     dealt: dict[str, list[int]] = field(default_factory=dict)  # by block, from the first on
 
-    def deal(self, slot: int, absent: Collection[int]) -> Share:
+    def deal(self, slot: int, absent: Collection[int]) -> list[int]:
         """Return the next share for the group ``slot``: its own one of the first block that has it.
 
         Shares of groups that are ``absent``, or far behind, are dealt to whoever asks.
@@ -72,7 +57,8 @@ class DataOrder:
             del self.dealt[str(self.first)]
             self.first += 1
         place, groups = free[0] // self.paths, self.groups // self.paths
-        return Share(block * self.micro_batches, self.micro_batches, place, groups, self.width)
+        first = block * self.micro_batches
+        return [((first + micro) * groups + place) * self.width for micro in range(self.micro_batches)]
 
     @property
     def samples(self) -> int:

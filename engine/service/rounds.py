@@ -19,7 +19,7 @@ import torch
 from ..config.method import SyncSection
 from ..errors import ServiceError
 from .anchors import Anchors, Delivery, Slice
-from .data_order import DataOrder, Share
+from .data_order import DataOrder
 
 log = logging.getLogger("sdp")
 
@@ -59,7 +59,7 @@ class Member:
     seen: float  # when it made its last request
     delivery: Delivery  # of the open average
     begun: bool = False  # whether it has anchors, so that rounds wait for it
-    shares: list[Share] = field(default_factory=list)  # of the data order
+    shares: list[list[int]] = field(default_factory=list)  # of the data order
     unsettled: int = 0  # samples of these that were neither counted nor reported as skipped
     accepted: int = 0  # the last average to which it has contributed
     pinned: dict[str, torch.Tensor] | None = None  # the anchors of the evaluation that it makes
@@ -156,7 +156,7 @@ class ServedRun:
         member.begun, self._changed = True, now
         return self.closed
 
-    def lease(self, member: Member, number: int) -> Share | None:
+    def lease(self, member: Member, number: int) -> list[int] | None:
         """Return a member's share of the data by its number, from 0. None: the run has not started.
 
         The ranks of a group ask one after the other, and all get the same.
@@ -166,7 +166,7 @@ class ServedRun:
             slots = {one.slot for one in self.members.values()}
             absent = [index for index in range(self.groups) if index not in slots]
             member.shares.append(self.order.deal(member.slot, absent))
-            member.unsettled += member.shares[-1].samples
+            member.unsettled += len(member.shares[-1]) * self.order.width
         return member.shares[number] if self._is_started else None
 
     def receive(self, member: Member, average: int, changes: Mapping[Slice, torch.Tensor], nbytes: int) -> None:

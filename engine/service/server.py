@@ -141,7 +141,8 @@ class Server:
         share = self._run.lease(member, number)
         if len(member.shares) > before:
             self._on_dealt()
-        return {"share": share}
+        assert self._run.order is not None
+        return {"share": share, "width": self._run.order.width}
 
     async def do_changes(self, request: Any, member: Member) -> Answer:
         changes = await asyncio.to_thread(unpack, request["changes"])

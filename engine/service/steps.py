@@ -20,7 +20,7 @@ from ..placement.tensor_info import Shard, TensorInfo
 from ..stores.store import GroupStore, RankContext, frozen_copies
 from ..sync.outer import Compression, OuterFacts, OuterSteps, rounded
 from .anchors import Slice
-from .data_order import Share
+from .data_order import ranges
 from .rounds import Schedule
 
 if TYPE_CHECKING:
@@ -46,7 +46,8 @@ class Membership:
         self._begin_anew()
 
     def _begin_anew(self) -> None:
-        self._shares, self._first = list[Share](), self._read  # the group's samples before the shares
+        self._share, self._width, self._leased = list[int](), 0, 0  # of the data order
+        self._first = self._read  # the group's samples before them
         self._samples = [0] * self.schedule.fragments  # since the last delivery of each fragment
         self._new_samples, self._losses, self._since = 0, 0.0, time.monotonic()
 
@@ -80,25 +81,23 @@ class Membership:
         sample ``start`` on.
         """
         start -= self._first
-        while count:
-            number, offset = divmod(start, self._shares[0].samples) if self._shares else (0, 0)  # all have one size
-            while len(self._shares) <= number:
-                self._shares.append(self.lease(len(self._shares)))
-            length = min(count, self._shares[0].samples - offset)
-            yield from self._shares[number].ranges(offset, length)
-            start, count = start + length, count - length
+        while len(self._share) * self._width < start + count:
+            self.lease()
+        yield from ranges(self._share, self._width, start, count)
 
-    def lease(self, number: int) -> Share:
-        """Return a share of the data by its number. Waits until the run starts.
+    def lease(self) -> None:
+        """Get one more share of the data. Waits until the run starts.
 
-        A group that is lost gets any share. It joins again after its next step, and drops what that
-        step learns.
+        A group that is lost gets any samples. It joins again after its next step, and drops what
+        that step learns.
         """
-        while (share := self.client.request("lease", number=number).get("share")) is None:
+        while (answer := self.client.request("lease", number=self._leased)).get("share") is None:
             if self.client.is_lost:
-                return Share(0, self.schedule.every * self.start["micro_batches"], 0, 1, self.start["width"])
+                answer = {"share": [0], "width": self._width or self.start["width"]}
+                break
             time.sleep(0.1)
-        return Share(*share)
+        self._share += answer["share"]
+        self._width, self._leased = answer["width"], self._leased + 1
 
     def is_lost(self) -> bool:
         """Return whether the group is no member any more, because a rank was told so. Collective in

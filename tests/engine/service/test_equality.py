@@ -120,8 +120,8 @@ def _train_with_a_service(case: Case, address: str) -> tuple[float | None, int]:
     """Train as one group. Returns the held-out loss, if this group evaluated, and the steps."""
     engine, service = _member(case, address)
     group = service.slot
-    for number in range(case.steps // service.schedule.every):  # waits until all groups have begun
-        service.lease(number)
+    for _ in range(case.steps // service.schedule.every):  # waits until all groups have begun
+        service.lease()
     for step in range(case.steps):
         one_step(engine, case, step, data_rank=group * case.fsdp + dist.get_rank() // case.tp)
         engine.step()
