@@ -26,10 +26,10 @@ from safetensors.torch import load_file, save_file
 from tqdm import tqdm
 
 from ..engine.errors import DataError
+from .files import read_index, require_regular, sha256_of
 from .index import SPLITS
 from .output import only_writer, writing
 from .shards import TokenDataset
-from .shared.files import read_index, require_regular, sha256_of
 from .tokenizers import Tokenizer, load_tokenizer
 
 CLUSTERS = "clusters"  # the folder in that of the prepared corpus

@@ -28,8 +28,8 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from ..engine.batch.positioned_file import PositionedFile
 from ..engine.errors import ConfigError, DataError
+from .files import read_at, read_index, require_regular
 from .output import writing
-from .shared.files import read_at, read_index, require_regular
 
 INDEX_FILE = "images.json"
 FORMAT = "sdp-images"

@@ -17,8 +17,8 @@ import torch
 from torch.utils.data import Dataset
 
 from ..engine.errors import ConfigError, DataError, quote
+from .files import require_regular
 from .image_sets import ImageIndex, load_image_index, open_arrays
-from .shared.files import require_regular
 
 IMAGENET_MEAN, IMAGENET_STD = [0.485, 0.456, 0.406], [0.229, 0.224, 0.225]
 SUFFIXES = {".jpg", ".jpeg", ".png", ".webp", ".bmp", ".tif", ".tiff"}

@@ -12,7 +12,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_valida
 
 from ..engine.errors import DataError, quote
 from ..engine.files import write_whole
-from .shared.files import HASHING_THREADS, INDEX_FILE, read_index, sha256_of, special_kind
+from .files import HASHING_THREADS, INDEX_FILE, read_index, sha256_of, special_kind
 
 FORMAT = "sdp-token-shards"
 VERSION = 1

@@ -14,10 +14,9 @@ from typing import Any
 
 from ..engine.errors import DataError
 from ..engine.files import PARTIAL
+from .files import INDEX_FILE
 from .index import SPLITS, Index, load_index
-from .shared.files import INDEX_FILE
-from .tokenizers import tokenizer_from_spec
-from .tokenizers.kinds import HF_DIRECTORY, MODEL_FILE
+from .tokenizers import HF_DIRECTORY, MODEL_FILE, tokenizer_from_spec
 
 _SHARD = re.compile(rf"({'|'.join(SPLITS)})-\d{{5,}}\.bin(\.tmp)?")
 _DRAFTS = {f".{name}{PARTIAL}" for name in (MODEL_FILE, INDEX_FILE)}

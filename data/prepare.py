@@ -35,8 +35,7 @@ from .output import (
     writing,
 )
 from .sources import MAX_DOCUMENT_BYTES, UNCOUNTED, Document, FileCorpus, Source, expand_inputs
-from .tokenizers import DEFAULT_VOCAB_SIZE, Tokenizer, check_request, make_tokenizer, ready_made
-from .tokenizers.kinds import HuggingFaceTokenizer
+from .tokenizers import DEFAULT_VOCAB_SIZE, HuggingFaceTokenizer, Tokenizer, check_request, make_tokenizer, ready_made
 
 DEFAULT_SHARD_TOKENS = 2**26  # 128 MiB of uint16
 TOKENIZER_SAMPLE_BYTES = 64 * 2**20

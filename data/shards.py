@@ -17,8 +17,8 @@ from ..engine.batch.mixture import Source
 from ..engine.batch.positioned_file import PositionedFile
 from ..engine.batch.sampler import PathSamples
 from ..engine.errors import DataError
+from .files import read_at
 from .index import Index, load_index
-from .shared.files import read_at
 from .sources import IGNORED_LABEL, UNCOUNTED
 
 MOST_OPEN = 256  # shards; a process often may have no more than 1,024 open files

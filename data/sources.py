@@ -26,7 +26,7 @@ import zstandard
 
 from ..engine.environment.detect import exported
 from ..engine.errors import DataError, quote, shorten
-from .shared.files import HASHING_THREADS, sha256_of, special_kind
+from .files import HASHING_THREADS, sha256_of, special_kind
 
 TEXT_SUFFIXES = (".txt", ".md", ".py")
 CSV, PARQUET, ARROW = ".csv", ".parquet", ".arrow"

@@ -32,9 +32,9 @@ from typing import Any
 import numpy as np
 import torch
 from sdp.data.clusters import CLUSTERS, Router, load_router, read_clusters
+from sdp.data.files import INDEX_FILE
 from sdp.data.index import SPLITS
 from sdp.data.shards import TokenDataset
-from sdp.data.shared.files import INDEX_FILE
 from sdp.engine.batch.call import call_model, loss_of
 from sdp.engine.batch.loader import ResumableLoader
 from sdp.engine.config.load import load_config

@@ -15,8 +15,7 @@ from ..engine.environment.process import allocator_settings, child_environment, 
 from ..engine.errors import WriteError
 from ..engine.files import open_own_file
 from .fatal_errors import FatalError, described_end, say, show
-from .own_command import own_command, search_path
-from .rank_process import RankProcess
+from .rank_process import RankProcess, own_command, search_path
 from .restarts import End, run_again
 from .signals import CAUGHT, GRACE_SECONDS, caught_signals
 

@@ -1,11 +1,15 @@
-"""One rank as a process of this host: start it, look at it, find out why it ended."""
+"""One rank as a process of this host: start it, look at it, find out why it ended. And how to start
+this very package in another process.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import os
 import signal
+import site
 import subprocess
+import sys
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -13,10 +17,12 @@ from pathlib import Path
 
 from ..engine.distributed.heartbeat import RankPosition
 from ..engine.environment.detect import ERROR_FILE, PARENT_PID, POSITION_FILE
+from ..engine.environment.process import search_path_settings
 from ..engine.errors import LaunchError
 from ..engine.files import open_own_file, refuse_link
 from .fatal_errors import FatalError
 
+PACKAGE = __name__.partition(".")[0]  # ``sdp``
 _LAST_LOG_BYTES = 4096
 
 
@@ -159,3 +165,23 @@ def _has_exited(process: subprocess.Popen[bytes]) -> bool:
     if not hasattr(os, "waitid"):  # macOS before Python 3.13
         return process.poll() is not None
     return os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None
+
+
+def own_command() -> list[str]:
+    """The command that runs this package's command line."""
+    # -P: a folder "sdp" in the working directory must not be imported in place of this package.
+    return [sys.executable, "-P", "-m", PACKAGE]
+
+
+def search_path() -> dict[str, str]:
+    """The variables under which a child process imports this very package.
+
+    A child finds an installed package, editable or not, without help. If this process found the
+    package on its search path, the child needs the folder above the package on PYTHONPATH.
+    site-packages must not be put there, because PYTHONPATH goes before the standard library.
+    """
+    package = Path(__file__).absolute().parent.parent
+    installed = [*site.getsitepackages(), site.getusersitepackages()]
+    if package.name != PACKAGE or str(package.parent) in installed:
+        return {}
+    return search_path_settings(package.parent)

@@ -14,8 +14,7 @@ from ..engine.environment.detect import LOOPBACK, free_port
 from ..engine.environment.process import allocator_settings, child_environment, loopback_settings, thread_settings
 from .fatal_errors import say, show
 from .local import wait
-from .own_command import own_command, search_path
-from .rank_process import RankProcess
+from .rank_process import RankProcess, own_command, search_path
 from .signals import caught_signals
 
 _POLL_SECONDS = 0.1

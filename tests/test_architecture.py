@@ -29,8 +29,7 @@ ENGINE_ORDER = (
 # The same inside tools/. Commands that are not listed are above these and do not import each other.
 TOOLS_ORDER = ("shared", "runs", "report", "tasks", "export", "train", "plan")
 LAUNCHER_ORDER = (
-    "own_command", "signals", "degrees", "fatal_errors", "restarts", "rank_process",
-    "local", "served", "cluster",
+    "signals", "degrees", "fatal_errors", "restarts", "rank_process", "local", "served", "cluster",
 )  # fmt: skip
 # Inside engine/stores/. The stores themselves are not listed: they do not import each other.
 STORES_ORDER = ("store",)

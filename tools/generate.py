@@ -12,8 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..data.tokenizers import load_tokenizer
-from ..data.tokenizers.kinds import HuggingFaceTokenizer, Tokenizer
+from ..data.tokenizers import HuggingFaceTokenizer, Tokenizer, load_tokenizer
 from ..engine.errors import ConfigError, escape
 from ..models.huggingface import build_from
 from ..models.registry import build_model, huggingface_config

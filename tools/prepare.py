@@ -10,9 +10,9 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NoReturn
 
+from ..data.files import INDEX_FILE
 from ..data.index import SHARDS, load_index
 from ..data.prepare import prepare
-from ..data.shared.files import INDEX_FILE
 from ..data.sources import MAX_DOCUMENT_BYTES
 from ..data.tokenizers import DEFAULT_VOCAB_SIZE, load_tokenizer
 from ..engine.accounting.quantities import format_bytes

@@ -16,7 +16,7 @@ from typing import Literal
 
 from ...engine.environment.process import child_environment, variables_with
 from ...engine.errors import LaunchError, quote
-from ..own_command import PACKAGE
+from ..rank_process import PACKAGE
 from .hosts import Host, include_text, world_size
 from .rank import encode, is_safe
 

@@ -21,7 +21,7 @@ from ...engine.environment.process import child_environment, variables_with
 from ...engine.errors import ConfigError, LaunchError, quote
 from ..degrees import Degrees, visible_devices
 from ..fatal_errors import say
-from ..own_command import search_path
+from ..rank_process import search_path
 from ..restarts import End, await_lock, on_fewer_ranks, run_again
 from ..signals import caught_signals
 from . import slurm

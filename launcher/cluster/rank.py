@@ -22,7 +22,7 @@ from ...engine.environment.detect import PARENT_PID, detect, export
 from ...engine.environment.process import child_environment, thread_settings
 from ...engine.errors import LaunchError, format_error
 from ..fatal_errors import report_fatal
-from ..own_command import own_command, search_path
+from ..rank_process import own_command, search_path
 from .hosts import parse_slots
 
 _EMPTY = "+"

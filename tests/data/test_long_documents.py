@@ -14,8 +14,7 @@ import zstandard
 from sdp.data import encode
 from sdp.data.prepare import prepare
 from sdp.data.sources import decompress_frames, read_documents
-from sdp.data.tokenizers import BytesTokenizer, HuggingFaceTokenizer, SentencePieceTokenizer
-from sdp.data.tokenizers.load import train_sentencepiece
+from sdp.data.tokenizers import BytesTokenizer, HuggingFaceTokenizer, SentencePieceTokenizer, train_sentencepiece
 from sdp.engine.errors import DataError
 from sdp.tests.support.texts import save_byte_level
 from sdp.tools.cli import main

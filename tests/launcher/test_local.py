@@ -288,10 +288,10 @@ import sys
 from pathlib import Path
 sys.path.insert(0, {PACKAGE_FOLDER!r})
 import sdp
-from sdp.launcher import local, own_command
+from sdp.launcher import local, rank_process
 show = "import sdp, sdp.tools.cli; print(sdp.__path__[0])"
 print(sdp.__path__[0], flush=True)
-sys.exit(local.start_local([], 1, Path("logs"), command=[*own_command.own_command()[:2], "-c", show])
+sys.exit(local.start_local([], 1, Path("logs"), command=[*rank_process.own_command()[:2], "-c", show])
     or local.start_local(["--version"], 1, Path("logs")))
 """
     environ = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}

@@ -30,7 +30,7 @@ from ...engine.model_interface import Constant, Init, Normal, get_flops_per_toke
 from ..plan.ways import dense_config
 from ..runs.model_inputs import model_and_batch
 from ..shared.table import Table, bytes_row, plain_row, text_row
-from ..train.loop.utilisation import flops_per_token, nominal_flops
+from ..train.loop.meter import flops_per_token, nominal_flops
 from .measure import begin, make_batches, turn
 from .methods import of_engine
 from .report import REPORT, make_folder, settings_of

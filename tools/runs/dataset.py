@@ -20,13 +20,13 @@ import torch.distributed as dist
 from torch.utils.data import Dataset
 
 from ...data.clusters import CLUSTERS, load_router, read_clusters, router_hash
+from ...data.files import INDEX_FILE
 from ...data.image_sets import INDEX_FILE as IMAGE_INDEX
 from ...data.image_sets import prepare_images
 from ...data.images import Batches, ImageArrays, ImageFolder
 from ...data.index import load_index
 from ...data.prepare import prepare
 from ...data.shards import MixedTokens, TokenDataset
-from ...data.shared.files import INDEX_FILE
 from ...data.tokenizers import request_of
 from ...engine.accounting.quantities import format_bytes
 from ...engine.batch.sampler import PathSamples

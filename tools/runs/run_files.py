@@ -18,7 +18,7 @@ from typing import Annotated, Any, Literal, TextIO
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
-from ...data.shared.files import INDEX_FILE
+from ...data.files import INDEX_FILE
 from ...engine.config.schema import Config
 from ...engine.errors import ConfigError, DataError, WriteError, quote, shorten
 from ...engine.files import refuse_link, require_own_file, write_whole

@@ -11,10 +11,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
+from ...data.files import INDEX_FILE
 from ...data.image_sets import INDEX_FILE as IMAGE_INDEX
 from ...data.image_sets import load_image_index
 from ...data.index import load_index
-from ...data.shared.files import INDEX_FILE
 from ...engine.checkpoint.storage.directory import check_tag, latest, locate
 from ...engine.checkpoint.storage.files import STATE, read_state
 from ...engine.checkpoint.storage.remote import fetch_checkpoint, newest

@@ -32,11 +32,9 @@ from ..runs.start_files import with_absolute_paths, with_initial_model
 from . import preflight
 from .check import check_run
 from .failures import explained
-from .monitors import open_monitors
-from .observer import MemoryProbe, Observer, RemoteFiles
+from .observer import MemoryProbe, Observer, Progress, RemoteFiles, open_monitors
 from .process import set_up_logging
 from .profiler import StepProfiler, parse_steps
-from .progress import Progress
 from .service import read_token, settings_of, split_address, trusted
 from .trainer import Trainer
 

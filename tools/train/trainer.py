@@ -28,9 +28,8 @@ from ..runs.run_files import RunFiles
 from ..runs.start_files import keep_start_files
 from .loop.checkpointer import Checkpointer
 from .loop.evaluator import Evaluator
-from .loop.meter import StepFacts, StepLines, StepMeter
+from .loop.meter import StepFacts, StepLines, StepMeter, Utilisation
 from .loop.summary import run_summary, write_summary
-from .loop.utilisation import Utilisation
 from .observer import MemoryProbe, Observer
 
 log = logging.getLogger("sdp")

@@ -1,1 +1,1 @@
-"""What both training loops use: one rank's run, measurements, evaluations, checkpoints, summary."""
+"""Parts of the training loop: measurements, evaluations, checkpoints and the summary of a run."""

@@ -6,7 +6,7 @@ import pytest
 import torch
 from sdp.engine.placement.placement import Placement
 from sdp.models.llama import Llama, LlamaConfig
-from sdp.tools.train.loop.utilisation import Utilisation, mean_flops_per_token
+from sdp.tools.train.loop.meter import Utilisation, mean_flops_per_token
 
 FLOPS = {"layers.0": 10.0, "layers.1": 20.0, "shared": 5.0}
 BLOCKS = Placement(2, ("layers.0", "layers.1"), ((0,), (0, 1)), (7, 7))

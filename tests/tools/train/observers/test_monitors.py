@@ -12,7 +12,7 @@ from sdp.engine.config.load import load_config
 from sdp.engine.errors import ConfigError
 from sdp.tests.support.small_runs import STEPS, read_losses, read_tensorboard, write_config
 from sdp.tools.cli import main
-from sdp.tools.train.monitors import evaluation_scalars, open_monitors, train_scalars
+from sdp.tools.train.observer import evaluation_scalars, open_monitors, train_scalars
 
 LOSS = "Train/Samples/train_loss"
 

@@ -10,7 +10,7 @@ import termios
 
 import pytest
 from sdp.launcher.fatal_errors import say
-from sdp.tools.train.progress import Progress
+from sdp.tools.train.observer import Progress
 
 
 def train(total: int = 5, start: int = 0, every: int = 2) -> None:

@@ -7,9 +7,9 @@ import stat
 from pathlib import Path
 from typing import Any
 
-from ...engine.batch.positioned_file import PositionedFile
-from ...engine.errors import DataError
-from ...engine.json_files import read_json_file
+from ..engine.batch.positioned_file import PositionedFile
+from ..engine.errors import DataError
+from ..engine.json_files import read_json_file
 
 INDEX_FILE = "index.json"
 HASHING_THREADS = 4
