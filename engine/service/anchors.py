@@ -33,16 +33,17 @@ class Slice(NamedTuple):
 
 @dataclass
 class Delivery:
-    """What the group ``slot`` has learned, as it arrives.
+    """The changes of the group ``slot``, as they arrive.
 
-    ``samples`` counts those since its last delivery of the fragment. ``new_samples`` counts those
-    since its last delivery of any fragment, to which their mean ``loss`` and ``seconds`` belong.
+    ``samples``: how many the group has read since its last delivery of the fragment.
+    ``new_samples``: since its last delivery of any fragment. ``loss`` (the mean) and ``seconds``
+    belong to these.
     """
 
     slot: int
     changes: dict[Slice, torch.Tensor] = field(default_factory=dict)  # anchor − weights
     nbytes: int = 0  # of the changes
-    ranks: set[int] = field(default_factory=set)  # that have sent all their changes
+    ranks: set[int] = field(default_factory=set)  # ranks that have sent all changes
     samples: int = 0
     new_samples: int = 0
     loss: float = 0.0
@@ -73,7 +74,7 @@ class Anchors:
             info = layout.parameters[name]
             momentum = self.momenta.setdefault(info.canonical, torch.zeros(info.full_shape))
             self.optimizer.state[self._tensors[name]]["momentum_buffer"] = momentum[_box(info).indices()]
-        self._lock = threading.Lock()  # held while anchors change
+        self._lock = threading.Lock()  # locked while anchors change
 
     def info_of(self, piece: Slice) -> TensorInfo:
         """Return the parameter, or the slice of neurons, in which ``piece`` lies.
@@ -90,7 +91,7 @@ class Anchors:
         raise ServiceError(f"{quote(piece.name)} at {piece.offset} with shape {piece.shape} is not in the model")
 
     def read(self, pieces: Iterable[Slice], snapshot: Mapping[str, torch.Tensor] | None = None) -> list[torch.Tensor]:
-        """Return copies of the anchors of some slices, or those of an earlier :meth:`snapshot`."""
+        """Return copies of some slices of the anchors, or of an earlier :meth:`snapshot`."""
         with self._lock:
             whole = self.weights if snapshot is None else snapshot
             return [whole[piece.name][piece.indices()].clone() for piece in pieces if self.info_of(piece)]
@@ -102,9 +103,7 @@ class Anchors:
             return weights, {name: tensor.clone() for name, tensor in self.momenta.items()}
 
     def check(self, slot: int, fragment: int, changes: Mapping[Slice, torch.Tensor]) -> None:
-        """Raise ServiceError unless ``changes`` cover the parameters that the group trains in the
-        fragment, and no others.
-        """
+        """Raise ServiceError unless ``changes`` fit the parameters that the group trains."""
         held = (info for info in self.layout.held(slot) if info.trainable and self.fragments[info.name] == fragment)
         expected = {info.name: info.numel for info in held}
         found = Counter[str]()
@@ -113,15 +112,15 @@ class Anchors:
         for name in {*found, *expected}:
             if found[name] != (most := expected.get(name, 0)):
                 raise ServiceError(
-                    f"group {slot} delivers {found[name]} elements of {name} in fragment {fragment}, not {most}"
+                    f"group {slot} delivers {found[name]} elements of {name} in fragment {fragment} instead of {most}"
                 )
 
     @torch.no_grad()
     def step(self, fragment: int, deliveries: Sequence[Delivery]) -> None:
-        """Let the outer optimizer step on what was delivered of ``fragment``.
+        """Let the outer optimizer step on the deliveries of ``fragment``.
 
-        Its gradient is the mean of the changes, weighted by the tokens of the groups. All samples
-        have equally many tokens.
+        The gradient is the mean of the changes, weighted by the tokens of the groups. All samples
+        have the same number of tokens.
         """
         gradients: dict[str, torch.Tensor] = {}
         for delivery in sorted(deliveries, key=lambda delivery: delivery.slot):
@@ -135,7 +134,7 @@ class Anchors:
         with self._lock:
             for name, gradient in gradients.items():
                 if name in self._skips:
-                    self._tensors[name].sub_(gradient)  # its weights become the anchor
+                    self._tensors[name].sub_(gradient)  # the holder's weights become the anchor
                 else:
                     self._tensors[name].grad = gradient.float()
             self.optimizer.step()

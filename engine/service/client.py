@@ -24,18 +24,17 @@ from .wire import MOST_BYTES, NONCE, Part, Signer, fits, messages_of, pack, unpa
 log = logging.getLogger("sdp")
 T = TypeVar("T")
 
-_PAUSE_SECONDS = 0.5  # before a request is made again
+_PAUSE_SECONDS = 0.5  # seconds before a request is made again
 _REQUEST_SECONDS = 300.0
-_ANSWER_BYTES = MOST_BYTES + (1 << 20)  # the most that is read
+_ANSWER_BYTES = MOST_BYTES + (1 << 20)  # the largest answer that is read
 _TOGETHER = 4  # requests of a rank at the same time
 _NO_ANSWER = (aiohttp.ClientError, TimeoutError, OSError)
 
 
 class Client:
-    """Makes requests from a thread of its own, again and again while the service does not answer.
-
-    A group may be no member any more, because it was dropped or the service has started again. Its
-    requests then have no answer, and the client ``is_lost`` until it joins again.
+    """Makes requests in a thread, and repeats them while the service does not answer. A group may
+    have lost its membership, because it was dropped or the service has started again. Then requests
+    have no answer, and the client ``is_lost`` until it joins again.
 
     A service that does not answer is waited for up to ``wait_seconds``. Without ``tls``, the
     certificates to trust, nothing is encrypted.
@@ -66,7 +65,7 @@ class Client:
         self._loop.call_soon_threadsafe(self._loop.stop)
 
     def start(self, work: Coroutine[Any, Any, T]) -> Future[T]:
-        """Start to do ``work`` in the thread of the connection."""
+        """Start ``work`` in the thread of the connection."""
         return asyncio.run_coroutine_threadsafe(work, self._loop)
 
     def request(self, action: str, **values: Any) -> dict[str, Any]:
@@ -74,7 +73,8 @@ class Client:
         return self.start(self.post(action, {"session": self.session, **values})).result() or {}
 
     async def post(self, action: str, request: dict[str, Any], slices: bytes = b"") -> Any:
-        """Make a request until it is answered. Returns None if this group is not a member any more.
+        """Repeat a request until it is answered. Returns None if this group is not a member any
+        more.
 
         Raises:
             ServiceError: the service refuses, or does not answer for ``wait_seconds``.
@@ -104,10 +104,10 @@ class Client:
         url = f"http{'s' if self._tls else ''}://{self.address}/{action}"
         async with self._http.post(url, data=content, headers=headers, ssl=self._tls or True) as response:
             if response.status == 401:
-                raise ServiceError(f"the service at {self.address} has another token, or its clock differs by minutes")
+                raise ServiceError(f"the service at {self.address} has another token, or the clocks differ by minutes")
             is_answer = response.headers.get(NONCE) == headers[NONCE]
             if not is_answer or not self._signer.is_signed(f"{response.status}", response.headers):
-                raise ServiceError(f"{self.address} is not the service of this run: its answer is not signed")
+                raise ServiceError(f"{self.address} is not the service of this run, because its answer is not signed")
             if response.content_length is None or response.content_length > _ANSWER_BYTES:
                 raise ServiceError(f"the answer of {self.address} has more than {_ANSWER_BYTES:,} bytes")
             answer = await response.read()
@@ -123,17 +123,17 @@ class Client:
     # -- membership --------------------------------------------------------------------------------
 
     def join(self, slot: int | None, settings: dict[str, Any]) -> int:
-        """Become a member. Returns the slot. Waits until one is free."""
+        """Become a member, and return the slot. Waits until a slot is free."""
         waits_until = time.monotonic() + self._wait_seconds
         while (answer := self.request("join", slot=slot, settings=settings))["session"] is None:
             if time.monotonic() > waits_until:
-                raise ServiceError(f"all groups of the run at {self.address} live already (sdp.groups)")
+                raise ServiceError(f"the run at {self.address} already has all of its groups (sdp.groups)")
             time.sleep(_PAUSE_SECONDS)
         self.session, self.is_lost, self.status = answer["session"], False, {}
         return int(answer["slot"])
 
     def beat_every(self, seconds: float) -> None:
-        """Say every few seconds that this group lives, and keep the answers."""
+        """Send a heartbeat every few seconds, and keep the answers."""
 
         async def beat() -> None:
             while True:
@@ -159,7 +159,7 @@ class Client:
         await asyncio.gather(*map(send_one, messages_of(changes)))
 
     def fetch(self, wanted: Iterable[tuple[Slice, torch.Tensor]], *, pinned: bool = False) -> None:
-        """Fill tensors of the host with the anchors of slices, unless the client is lost."""
+        """Fill tensors on the host with slices of the anchors, unless the client is lost."""
 
         async def fetch_one(message: list[Part]) -> None:
             request = {"session": self.session, "slices": [piece for piece, *_ in message], "pinned": pinned}

@@ -1,8 +1,7 @@
-"""Deals the order of the data to groups that come and go.
-
-The positions of a run's data order are divided into blocks. A block has what all groups read in one
-round, and share g of it has what group g reads if all groups are present. So with all groups
-present, every group reads what it reads in a run without the service. A share is dealt once.
+"""Assigns the data to groups that come and go. The positions of a run's data order are divided into
+blocks. A block has the samples that all groups read in one round. Share g of a block has the
+samples that group g reads if all groups are present. So with all groups present, every group reads
+the same samples as in a run without the service. A share is assigned only once.
 """
 
 from __future__ import annotations
@@ -10,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 
-_FREE_AFTER = 2  # blocks: whoever asks gets a share that its group left behind by this much
+_FREE_AFTER = 2  # if a group is so many blocks behind, its shares are assigned to other groups
 
 
 def ranges(share: Sequence[int], width: int, start: int, count: int) -> Iterator[tuple[int, int]]:
@@ -26,7 +25,7 @@ def ranges(share: Sequence[int], width: int, start: int, count: int) -> Iterator
 
 @dataclass
 class DataOrder:
-    """The shares that were dealt, of ``micro_batches`` × ``width`` samples each.
+    """The shares that were assigned, of ``micro_batches`` × ``width`` samples each.
 
     A share is a list of the first positions of its micro-batches. Share g belongs to path g mod
     ``paths``. Only groups of this path get it, and it has positions in the order of this path. All
@@ -37,7 +36,7 @@ class DataOrder:
     micro_batches: int
     width: int
     paths: int = 1
-    first: int = 0  # the first block that was not dealt completely
+    first: int = 0  # the first block with shares that are not assigned yet
     dealt: dict[str, list[int]] = field(default_factory=dict)  # by block, from the first on
 
     def deal(self, slot: int, absent: Collection[int]) -> list[int]:
@@ -62,12 +61,12 @@ class DataOrder:
 
     @property
     def samples(self) -> int:
-        """The number of samples that were dealt."""
+        """The number of samples that were assigned."""
         shares = self.first * self.groups + sum(map(len, self.dealt.values()))
         return shares * self.micro_batches * self.width
 
     @property
     def end(self) -> int:
-        """The first position after everything that was dealt."""
+        """The first position after all assigned samples."""
         blocks = max(map(int, self.dealt), default=self.first - 1) + 1
         return blocks * self.micro_batches * self.groups * self.width

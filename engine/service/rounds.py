@@ -1,4 +1,4 @@
-"""The rounds of a run whose groups come and go. It knows the time only as an argument.
+"""The rounds of a run whose groups come and go. The time is always an argument.
 
 Averages are numbered 1, 2, … Average k is of fragment −k mod P and is due after step k·H/P. A group
 begins to wait for average k + 1 only when it has the anchors of average k. So one average is open
@@ -25,7 +25,7 @@ log = logging.getLogger("sdp")
 
 
 class Schedule:
-    """When averages, which count from 1, are due in a run of at least ``steps`` steps."""
+    """When averages (numbered from 1) are due, in a run of at least ``steps`` steps."""
 
     def __init__(self, sync: SyncSection, steps: int):
         self.every, self.fragments = sync.every, sync.fragments
@@ -62,13 +62,13 @@ class Member:
     shares: list[list[int]] = field(default_factory=list)  # of the data order
     unsettled: int = 0  # samples of these that were neither counted nor reported as skipped
     accepted: int = 0  # the last average to which it has contributed
-    pinned: dict[str, torch.Tensor] | None = None  # the anchors of the evaluation that it makes
+    pinned: dict[str, torch.Tensor] | None = None  # the anchors of its evaluation
 
 
 class ServedRun:
     """The members of a run, its open average, its data and its counters.
 
-    Every method that takes ``now`` gets the seconds of one clock. The start waits for ``expected``
+    ``now`` is always the time of the same clock, in seconds. The start waits for ``expected``
     groups, up to ``wait_seconds``. None: for those that join within ``grace_seconds``.
     """
 
@@ -84,10 +84,10 @@ class ServedRun:
         self.members: dict[str, Member] = {}  # by session
         self.order: DataOrder | None = None
         self.closed = self.late = 0  # averages, and deliveries that were refused
-        self.samples = self.skipped_samples = 0  # those that were counted, and those that never will be
+        self.samples = self.skipped_samples = 0  # samples that were counted, and samples that were skipped
         self.data_ranks = 1  # of the group that began last
         self.problem: str | None = None  # why the run has ended before its last step
-        self.orphans: dict[str, int] = {}  # units that no holder delivered, and the average since which
+        self.orphans: dict[str, int] = {}  # units that no holder delivered, with the number of the first such average
         self._deliveries: list[Delivery] = []  # of the open average
         self._is_closing = self._is_started = False
         self._changed = -math.inf  # when a group last joined or began
@@ -113,7 +113,7 @@ class ServedRun:
     # -- members -----------------------------------------------------------------------------------
 
     def join(self, slot: int | None, now: float) -> Member | None:
-        """Add a group, in the slot that it asks for if that is free, else in the first free one.
+        """Add a group, in the requested slot if it is free, else in the first free one.
 
         Returns the member, or None if no slot is free. Raises ServiceError if the run has ended.
         """
@@ -130,14 +130,14 @@ class ServedRun:
         return member
 
     def member(self, session: str, now: float) -> Member:
-        """Return a member that makes a request. Raises UnknownMemberError."""
+        """Return the member that makes a request. Raises UnknownMemberError."""
         if session not in self.members:
             raise UnknownMemberError("this group is not a member any more; it must join again")
         self.members[session].seen = now
         return self.members[session]
 
     def drop(self, session: str, why: str) -> None:
-        """Remove a member. What it read and did not deliver counts as skipped."""
+        """Remove a member. Samples that it read and did not deliver count as skipped."""
         member = self.members.pop(session)
         self.skipped_samples += member.unsettled
         log.info("group %d %s, %d of %d live", member.slot, why, len(self.members), self.groups)
@@ -145,9 +145,8 @@ class ServedRun:
     # -- requests ----------------------------------------------------------------------------------
 
     def begin(self, member: Member, micro_batches: int, width: int, data_ranks: int, now: float) -> int:
-        """Let a member take part, which reads ``micro_batches`` of ``width`` samples in a step.
-
-        Returns the average whose anchors it fetches.
+        """Let a member take part. It reads ``micro_batches`` of ``width`` samples in a step.
+        Returns the number of the average whose anchors it must fetch.
         """
         self.data_ranks = data_ranks
         if self.order is None:
@@ -170,7 +169,7 @@ class ServedRun:
         return member.shares[number] if self._is_started else None
 
     def receive(self, member: Member, average: int, changes: Mapping[Slice, torch.Tensor], nbytes: int) -> None:
-        """Keep slices of a delivery. A slice that comes again replaces the first one."""
+        """Keep slices of a delivery. If a slice is sent again, it replaces the first one."""
         if self._is_open(average) and member.accepted < average:
             for piece in changes:
                 self.anchors.info_of(piece)
@@ -180,8 +179,8 @@ class ServedRun:
     def deliver(
         self, member: Member, average: int, rank: int, ranks: int, facts: tuple[int, int, float, float]
     ) -> None:
-        """Note that one of a group's ``ranks`` has sent all its slices. The facts of rank 0 count:
-        samples, new samples, loss and seconds.
+        """Record that one of a group's ``ranks`` has sent all its slices. Only the ``facts`` of
+        rank 0 count: samples, new samples, loss and seconds.
         """
         if member.accepted >= average:
             return
@@ -216,7 +215,9 @@ class ServedRun:
     # -- time --------------------------------------------------------------------------------------
 
     def tick(self, now: float) -> bool:
-        """Drop groups that are gone, and begin the grace. Returns whether to close the average."""
+        """Drop groups that are gone, begin the grace period. Returns whether the average is
+        over.
+        """
         service, was_stopped = self._service, now - self._ticked > self._service.heartbeat_seconds
         self._ticked = now
         for session, member in list(self.members.items()):
@@ -245,7 +246,7 @@ class ServedRun:
             self.problem = f"{count} groups live, fewer than sdp.sync.service.min_groups = {fewest}"
 
     def begin_close(self) -> tuple[int, list[Delivery]]:
-        """Accept no more deliveries. Returns what :meth:`Anchors.step` needs."""
+        """Accept no more deliveries. Returns the arguments of :meth:`Anchors.step`."""
         self._is_closing = True
         return self.schedule.fragment(self.closed + 1), self._deliveries
 
@@ -289,7 +290,7 @@ class ServedRun:
                     log.info("unit %s is trained again", unit)
             elif unit not in self.orphans:
                 self.orphans[unit] = self.closed
-                log.warning("unit %s: none of its holders %s delivered; it keeps its anchor", unit, groups)
+                log.warning("unit %s: none of its holders %s delivered; its anchor stays as it is", unit, groups)
 
     # -- state -------------------------------------------------------------------------------------
 
@@ -300,11 +301,10 @@ class ServedRun:
         return {"closed": self.closed, "samples": self.samples, "late": self.late, "orphans": dict(self.orphans)}
 
     def load_state_dict(self, state: Mapping[str, Any] | None, order: Mapping[str, Any] | None) -> None:
-        """Go on from a checkpoint (None: from the start) and the newest state of the data order.
-
-        What was dealt and is not counted in the checkpoint counts as skipped.
+        """Continue from a checkpoint (None: from the start) and the newest state of the data order.
+        Samples that were assigned and are not counted in the checkpoint count as skipped.
         """
-        if state is not None:  # a run that goes on does not wait for groups that had died before
+        if state is not None:  # a continued run does not wait for groups that had failed before
             self.closed, self.samples, self.late = state["closed"], state["samples"], state["late"]
             self.orphans, self._patience = dict(state["orphans"]), self._service.grace_seconds
         self.order = DataOrder(**order) if order is not None else None

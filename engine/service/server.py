@@ -119,7 +119,8 @@ class Server:
         if request["settings"] != self._settings:
             where, mine, others = first_difference("settings", self._settings, request["settings"])
             raise ServiceError(
-                f"{where}: the service has {shorten(mine)}, this group {shorten(others)}; they must agree"
+                f"{where}: the service has {shorten(mine)}, but this group has {shorten(others)}; use the same "
+                "configuration"
             )
         member = self._run.join(request["slot"], time.monotonic())
         return {"session": None} if member is None else {"session": member.session, "slot": member.slot}
@@ -127,7 +128,7 @@ class Server:
     async def do_begin(self, request: Any, member: Member) -> Answer:
         self._data = self._data or str(request["data"])
         if self._data != request["data"]:
-            raise ServiceError("this group has another corpus than the others; give all groups the same data")
+            raise ServiceError("this group has another corpus than the other groups; give all groups the same data")
         micro_batches, width, ranks = (int(request[key]) for key in ("micro_batches", "width", "data_ranks"))
         return {"closed": self._run.begin(member, micro_batches, width, ranks, time.monotonic())}
 
@@ -164,7 +165,7 @@ class Server:
     async def do_anchors(self, request: Any, member: Member) -> Answer:
         pieces = [slice_of(value) for value in request["slices"]]
         if sum(4 * torch.Size(piece.shape).numel() for piece in pieces) > MOST_BYTES:
-            raise ServiceError(f"an answer has at most {MOST_BYTES} bytes; ask for fewer slices")
+            raise ServiceError(f"an answer has at most {MOST_BYTES} bytes; request fewer slices")
 
         def read() -> bytes:
             found = self._run.anchors.read(pieces, member.pinned if request["pinned"] else None)
@@ -173,7 +174,7 @@ class Server:
         return await asyncio.to_thread(read)
 
     async def do_claim(self, request: Any, member: Member) -> Answer:
-        """Let the first group that asks evaluate, on anchors that stay as they are meanwhile."""
+        """Let the first group that asks evaluate the model, on a copy of the anchors."""
         is_first = int(request["step"]) > self._evaluated
         if is_first:
             self._evaluated = int(request["step"])

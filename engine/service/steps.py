@@ -52,7 +52,7 @@ class Membership:
         self._new_samples, self._losses, self._since = 0, 0.0, time.monotonic()
 
     def join(self) -> None:
-        """Get a slot, and say from now on that the group lives. Collective in the group."""
+        """Get a slot, and begin to send heartbeats. Collective in the group."""
         if self._rank == 0:
             self.slot = self.client.join(self.slot if self.slot >= 0 else None, self._settings)
             self.client.beat_every(self._seconds)
@@ -60,10 +60,7 @@ class Membership:
         self._ranks, (self.slot, self.client.session) = len(answers), answers[0]
 
     def enter(self, *, joins: bool) -> None:
-        """Take part from now on, with new data. Collective in the group.
-
-        ``joins``: join once more before.
-        """
+        """Take part, with new data. Collective in the group. ``joins``: join again first."""
         closed, self.is_renewed = None, joins
         while closed is None:
             if self._rank == 0:
@@ -100,9 +97,7 @@ class Membership:
         self._width, self._leased = answer["width"], self._leased + 1
 
     def is_lost(self) -> bool:
-        """Return whether the group is no member any more, because a rank was told so. Collective in
-        the group.
-        """
+        """Whether a rank's request was refused, as not from a member. Collective in the group."""
         self.client.is_lost = any(gather_json(self.client.is_lost))
         return self.client.is_lost
 
@@ -128,16 +123,15 @@ class Membership:
         return bool(gather_json(self._rank == 0 and self.client.request("claim", step=step).get("mine"))[0])
 
     def report(self, line: Mapping[str, Any]) -> bool:
-        """Give the service a line of evaluations.jsonl. Collective in the group.
-
-        Returns whether the line is valid. It is not if the service has started again meanwhile.
+        """Send the service a line of evaluations.jsonl. Collective in the group. Returns whether
+        the line is valid. It is not valid if the service has started again meanwhile.
         """
         if self._rank == 0 and not self.client.is_lost:
             self.client.request("evaluation", line=dict(line))
         return not self.is_lost()
 
     def leave(self) -> None:
-        """Say that the group ends."""
+        """Tell the service that the group ends."""
         if self._rank == 0 and not self.client.is_lost:
             self.client.request("leave")
 
@@ -188,8 +182,8 @@ class Membership:
     def await_close(self, sending: Future[None]) -> bool:
         """Wait until the next average has closed. Collective in the group.
 
-        Returns whether it contains this group's delivery. Afterwards :attr:`closed` is the newest
-        average, or the client ``is_lost``.
+        Returns whether the average contains this group's delivery. Afterwards :attr:`closed` is the
+        newest average, or the client ``is_lost``.
         """
         average, status = self.closed + 1, {"closed": -1, "accepted": 0}
         sending.result()
@@ -246,7 +240,7 @@ class ServedSteps:
 
     @torch.no_grad()
     def start(self, fragment: int) -> None:
-        """Deliver what the group has learned of ``fragment``, in the background."""
+        """Deliver the group's changes of ``fragment``, in the background."""
         changes: list[tuple[Slice, torch.Tensor, Compression]] = []
         before: dict[str, torch.Tensor] = {}
         self._norms, self.steps_since_start = torch.zeros_like(self._norms), 0
@@ -268,9 +262,8 @@ class ServedSteps:
 
     @torch.no_grad()
     def arrive(self) -> OuterFacts:
-        """Take the anchors of every fragment that has closed meanwhile. Collective in the group.
-
-        If the group was late, its progress in these fragments is lost.
+        """Take the anchors of every fragment that has been averaged meanwhile. Collective in the
+        group. If the group was late, its progress in these fragments is lost.
         """
         assert self._under_way is not None, "a delivery is started before it arrives"
         (fragment, before, sending), self._under_way = self._under_way, None

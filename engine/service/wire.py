@@ -1,4 +1,4 @@
-"""What groups and the service send each other: signed HTTP requests, and slices as safetensors.
+"""Messages between groups and the service: signed HTTP requests, with slices as safetensors.
 
 Nothing is unpickled, and sizes are limited. A request is signed with the shared token (HMAC-SHA256
 over its path, time, nonce and the hash of its body), so its body is read only if the signature is
@@ -26,7 +26,7 @@ from .anchors import Slice
 
 MESSAGE_BYTES = 16 << 20  # a longer tensor is sent in several messages
 MOST_BYTES = 64 << 20  # of a body
-_WINDOW_SECONDS = 300.0  # by which the clocks of two hosts may differ
+_WINDOW_SECONDS = 300.0  # by how many seconds the clocks of two hosts may differ
 _SCALES = "scales of "  # and the key of a tensor of integers
 TIME, NONCE, DIGEST, SIGNATURE = "X-SDP-Time", "X-SDP-Nonce", "X-SDP-Digest", "X-SDP-Signature"
 
@@ -50,11 +50,11 @@ class Signer:
         return hmac.new(self._token, signed.encode(), hashlib.sha256).hexdigest()
 
     def is_signed(self, path: str, headers: Mapping[str, str]) -> bool:
-        """Whether the headers were made by somebody who has the token."""
+        """Whether the headers are signed with the token."""
         return hmac.compare_digest(self._sign(path, headers).encode(), headers.get(SIGNATURE, "").encode())
 
     def accepts(self, path: str, headers: Mapping[str, str], now: float) -> bool:
-        """Whether a request is signed, recent, and not the copy of an earlier one."""
+        """Whether a request is signed, recent, and not a copy of an earlier request."""
         if not self.is_signed(path, headers):
             return False
         sent, nonce = float(headers[TIME]), headers[NONCE]
@@ -67,7 +67,7 @@ class Signer:
 
 
 def fits(body: bytes, headers: Mapping[str, str]) -> bool:
-    """Whether a body is the one that was signed."""
+    """Whether the signature belongs to this body."""
     return hmac.compare_digest(hashlib.sha256(body).hexdigest().encode(), headers.get(DIGEST, "").encode())
 
 
@@ -92,7 +92,7 @@ def messages_of(parts: Iterable[Part]) -> Iterator[list[Part]]:
 
 
 def pack(parts: Iterable[Part]) -> bytes:
-    """Return slices as safetensors bytes, each in its format and with its place as the key."""
+    """Return slices as safetensors bytes. The key of a tensor is the position of the slice."""
     packed = dict[str, torch.Tensor]()
     for piece, tensor, kind in parts:
         key = json.dumps(piece)

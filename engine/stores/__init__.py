@@ -1,1 +1,1 @@
-"""What is inside a group: this rank's share of the group's subnetwork. It knows no other group."""
+"""The inside of a group: this rank's share of the subnetwork, without other groups."""

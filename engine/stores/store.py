@@ -1,4 +1,4 @@
-"""What everything above needs of the share of a group's subnetwork that one rank has."""
+"""The interface of a store: one rank's share of a group's subnetwork."""
 
 from __future__ import annotations
 
@@ -35,7 +35,8 @@ class Stepped(NamedTuple):
         names: the parameters, or slices of them, in it.
         group: the index of its parameter group in the optimizer. None if the optimizer does not
             have it.
-        is_cut: whether tensor parallelism cuts it. If not, all tensor-parallel ranks have the same.
+        is_cut: whether tensor parallelism cuts the tensor. If not, all tensor-parallel ranks have
+            equal copies.
     """
 
     tensor: torch.Tensor
@@ -73,7 +74,7 @@ class Messages:
 
 
 class DeviceMessages(Messages):
-    """Sends tensors from a device, because NCCL cannot send those in the host's memory."""
+    """Sends tensors through the device, because NCCL cannot send tensors in the host's memory."""
 
     def __init__(self, device: torch.device):
         self._device = device
@@ -110,15 +111,15 @@ class _Staged:
 
 @dataclass
 class RankContext:
-    """Where a rank is, with whom it communicates, and what it has sent.
+    """A rank's position in the mesh, its process groups, and the bytes that it has sent.
 
     Attributes:
         rank: in the world.
         at: its coordinates in the mesh.
         mesh: the mesh.
-        device: on which it computes.
-        stage: of ZeRO.
-        compute_dtype: of forward and backward.
+        device: the device on which it computes.
+        stage: the ZeRO stage.
+        compute_dtype: the dtype of forward and backward.
         communicators: its process groups.
         traffic: the bytes that it has sent.
         tensor_ranks: its tensor-parallel ranks. None without tensor parallelism.
@@ -127,15 +128,16 @@ class RankContext:
         buckets: the gradients that are averaged in one message, in the order of all ranks. The
             names are keys of :attr:`GroupStore.stepped`.
         messages: starts messages between groups.
-        awaits_blocks: whether a block may wait for its refreshed copies when it runs. If not, they
-            are awaited at once.
-        user_groups: for each parameter group of the optimizer, the index of the user's one. None if
-            they are the same.
+        awaits_blocks: whether a block waits for refreshed copies only when it runs. If not, all
+            copies are awaited at once.
+        user_groups: for each parameter group of the optimizer, the index of the user's parameter
+            group. None: the groups are the user's.
         user_group_count: the number of the user's groups, if they are not.
-        needs_whole_matrices: whether the optimizer's step depends on them.
-        passes_together: how many forward passes of an evaluation may take turns. None: any number.
-        shard_of_copy: returns what this rank has of a frozen tensor of which the holder's
-            :meth:`GroupStore.local_weight` is whole.
+        needs_whole_matrices: whether the optimizer's step depends on whole matrices.
+        passes_together: how many forward passes of an evaluation may run interleaved. None: any
+            number.
+        shard_of_copy: returns this rank's shard of a frozen tensor, from the holder's whole
+            :meth:`GroupStore.local_weight`.
         gather_stream: returns the stream on which a block's shards are gathered, or None.
         clock: measures the time spent waiting, in seconds.
         service: the group's membership in a run whose anchors a service keeps
@@ -169,7 +171,7 @@ class RankContext:
 
     @property
     def is_sharded(self) -> bool:
-        """Whether the ranks of a group have different elements. If not, they have equal copies."""
+        """Whether the ranks of a group have different elements, and not equal copies."""
         return self.mesh.shards(self.stage) > 1
 
     def counts(self, stepped: Stepped) -> bool:
@@ -213,7 +215,7 @@ class Averages(Protocol):
     """Averages gradients among holders, during a backward pass."""
 
     def arm(self) -> None:
-        """Begin: average gradients as they become ready."""
+        """Begin to average gradients as they become ready."""
         ...
 
     def abandon(self) -> None:
@@ -228,8 +230,8 @@ class Averages(Protocol):
 class GroupStore(Protocol):
     """The share of a group's subnetwork that one rank has: weights, gradients, optimizer.
 
-    It computes, reduces gradients inside the group, and steps. Everything that concerns several
-    groups is done once, above it (:mod:`sdp.engine.sync`).
+    A store computes, reduces gradients inside the group, and steps. Everything between groups is in
+    :mod:`sdp.engine.sync`, for all stores.
     """
 
     layout: Layout  # in the present phase of a schedule of maskings
@@ -240,7 +242,7 @@ class GroupStore(Protocol):
 
     @property
     def stepped(self) -> Mapping[str, Stepped]:
-        """What the optimizer steps on, and the held parameters that it does not have, by key."""
+        """The tensors that the optimizer steps on, and held parameters that it does not have."""
         ...
 
     def forward(self, call: Callable[[nn.Module, Any], Any], batch: Any) -> Any:
@@ -248,22 +250,19 @@ class GroupStore(Protocol):
         ...
 
     def backward(self, loss: torch.Tensor, averages: Averages | None) -> None:
-        """Accumulate gradients. In the last micro-batch of a step there are ``averages``, and then
-        ``grad`` of all of :attr:`stepped` is the average.
-
-        They average what is the mean over the group's data ranks already. Where nothing is sharded
-        (stage 0), it is this rank's own gradient: averages also cover the ranks of a group then.
+        """Accumulate gradients. In the last micro-batch of a step, ``averages`` is given;
+        afterwards ``grad`` of all :attr:`stepped` is the average. The input of ``averages`` is the
+        mean over the group's data ranks. If nothing is sharded (stage 0), it is the gradient of
+        this rank, and ``averages`` also cover the ranks of the group.
         """
         ...
 
     def step(self) -> None:
-        """Let the optimizer step with the present gradients, and the model compute with the
-        result.
-        """
+        """Let the optimizer step with the present gradients, and update the model's weights."""
         ...
 
     def zero_grad(self) -> None:
-        """Drop all gradients, accumulated ones of earlier micro-batches too."""
+        """Drop all gradients, also those of earlier micro-batches."""
         ...
 
     def reshard(self) -> None:
@@ -271,9 +270,8 @@ class GroupStore(Protocol):
         ...
 
     def evaluating(self, *, full_model: bool) -> AbstractContextManager[Callable[[], None]]:
-        """A context without gradients in which several forward passes may take turns.
-
-        It gives a function to call before each turn. ``full_model``: whether guests run, too.
+        """A context without gradients in which several forward passes may run interleaved. Yields a
+        function to call before a pass continues. ``full_model``: whether guests run, too.
         """
         ...
 
@@ -288,13 +286,13 @@ class GroupStore(Protocol):
         ...
 
     def weights_changed(self) -> None:
-        """Make the model compute with the values of :attr:`stepped`, after something else wrote
-        them. Collective in the group.
+        """Update the model after :attr:`stepped` was changed from outside. Collective in the
+        group.
         """
         ...
 
     def enter_phase(self, layout: Layout) -> None:
-        """Build the blocks again of which the group does not hold everything, as ``layout`` says.
+        """Build blocks that the group does not hold completely again, for ``layout``.
 
         Parameters that the group holds stay the same objects. The values of copies are undefined.
         """
@@ -323,7 +321,7 @@ def optimizer_steps(store: GroupStore) -> Iterator[None]:
     """A context in which torch's optimizer may step on :attr:`GroupStore.stepped`.
 
     Raises:
-        ConfigError: It needs whole matrices and cannot step on shards.
+        ConfigError: The optimizer needs whole matrices and cannot step on shards.
     """
     optimizer, needs_whole = store.optimizer, store.context.needs_whole_matrices
     is_whole = needs_whole and store.context.shards == 1

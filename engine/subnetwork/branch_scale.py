@@ -1,7 +1,7 @@
 """``sdp.branch_scale``: scales what a unit adds to its input.
 
 If k of N groups hold a unit, the unit adds on average k / N of what it adds in the full model.
-There are two ways to make both equal on average:
+There are two ways to correct for this:
 
 - "train" multiplies by N / k wherever a part of the model runs: in training, and when a group's own
   subnetwork is evaluated.
@@ -58,12 +58,12 @@ class BranchScale:
             slices.factors = {index: self.factor(unit) for index, unit in units.items()}
 
     def use(self, layout: Layout) -> None:
-        """Scale as ``layout`` says from now on. It is the layout of a phase of the run."""
+        """From now on, use the scales of ``layout``, which is the layout of a phase."""
         self._layout = layout
         self._switch(full=self._full)
 
     def install(self, model: nn.Module) -> None:
-        """Scale the blocks of ``model`` that are units (guests too) and its slices of neurons.
+        """Scale the blocks of ``model`` that are units, also as guests, and slices of neurons.
 
         Slices of the same parameters in an earlier model are forgotten.
         """

@@ -1,7 +1,7 @@
 """Carves a group's subnetwork out of a model.
 
-Each block that the group does not hold is replaced by a pass-through without parameters, which has
-the same path, and which returns its input in the form in which the block returns its result.
+Each block that the group does not hold is replaced by a pass-through without parameters, at the
+same path. It returns its input in the form of the block's result.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ NO_WEIGHTS = "a skipped block has no attention weights to return"
 
 
 class Structure(NamedTuple):
-    """What a block returns: a tree, the leaf that is its hidden state, and leaves that are inputs.
+    """The form of a block's result: a tree, the leaf with the hidden state, and leaves with inputs.
 
     ``others`` has the name of the input by the index of the leaf. Further leaves are None.
     ``has_weights``: whether attention weights are among these.
@@ -72,9 +72,8 @@ def read_structure(
 
 
 def _are_attention_weights(leaf: torch.Tensor, hidden: torch.Tensor, signature: inspect.Signature) -> bool:
-    """Whether ``leaf`` is (batch, heads, tokens, keys), of a block that can be asked for it.
-
-    Such blocks often return it without being asked.
+    """Whether ``leaf`` is attention weights (batch, heads, tokens, keys), for which a caller of the
+    block can ask. Such blocks often return them without a request.
     """
     if ASKS_FOR_WEIGHTS not in signature.parameters or leaf.dim() != 4 or hidden.dim() != 3:
         return False
@@ -82,7 +81,7 @@ def _are_attention_weights(leaf: torch.Tensor, hidden: torch.Tensor, signature: 
 
 
 def _cannot_skip(reasons: Iterable[str]) -> ModelError:
-    """The refusal of all blocks that cannot be skipped, each with its reason."""
+    """The error about all blocks that cannot be skipped, with the reasons."""
     found = list(dict.fromkeys(reasons))
     it, them = ("it cannot", "it") if len(found) == 1 else ("they cannot", "them")
     return ModelError(
@@ -111,20 +110,20 @@ def hidden_state(
         return [*tensors, *in_order, *named.values()][0]
     if named:
         raise ModelError(
-            f"{name}: its forward does not say which of {', '.join(named)} is the hidden state; name it as a "
-            "parameter of forward, or leave the block out of sdp.units"
+            f"{name}: it is unclear which argument of forward is the hidden state: {', '.join(named)}; make it a "
+            "named parameter of forward, or leave the block out of sdp.units"
         )
     raise ModelError(f"{name}: was called without a tensor, so it cannot be skipped; leave it out of sdp.units")
 
 
 class PassThrough(nn.Module):
-    """Replaces a block that is not held: only its skip connection is left.
+    """Takes the place of a block that is not held: only the skip connection remains.
 
     It returns its input in the structure that the block would return. Other inputs that the block
     would return unchanged, such as the position bias of T5, are returned, too. Attention weights
-    that nobody has asked for are None. To learn the structure it keeps the block's skeleton on the
-    meta device, which takes no memory and is not part of the module tree. The skeleton also runs
-    the block as a guest when the full model is evaluated.
+    are None. The block's skeleton on the meta device shows the form of the result. It takes no
+    memory, and is not in the module tree. The skeleton also runs the block as a guest when the full
+    model is evaluated.
 
     Attributes are those of the block, including children and parameters. They have shapes and
     dtypes but no values.
@@ -157,14 +156,13 @@ class PassThrough(nn.Module):
     def collect_refusals(self, refusals: list[str] | None) -> None:
         """Add the reason to ``refusals`` if the block cannot be skipped, instead of raising it.
 
-        The forward pass then goes on with zeros, so that it finds other such blocks. None: raise it
-        at once.
+        Then the forward pass continues with zeros, to find other such blocks. None: raise at once.
         """
         self._refusals = refusals
 
     @property
     def has_learned(self) -> bool:
-        """Whether the first call has shown what the block returns."""
+        """Whether the form of the block's result is known from the first call."""
         return self._structure is not None
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
@@ -196,7 +194,7 @@ class PassThrough(nn.Module):
     def _try(
         self, signature: inspect.Signature, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[Any, dict[str, Any]]:
-        """Run the skeleton on zeros. Return what it returns, and its inputs by name."""
+        """Run the skeleton on zeros. Returns the result, and the inputs by name."""
         try:
             return self._run(self.skeleton, "meta", signature, args, kwargs)
         except Exception as on_meta:
@@ -209,7 +207,7 @@ class PassThrough(nn.Module):
                 return self._run(block, "cpu", signature, args, kwargs)
             except Exception as error:
                 reason = " ".join(f"{type(error).__name__}: {error}".split())
-                reason = f"{self.name}: what it returns cannot be learned by running it on zeros ({reason[:200]})"
+                reason = f"{self.name}: the form of its result is unknown, because it fails on zeros ({reason[:200]})"
                 raise _cannot_skip([*(self._refusals or ()), reason]) from on_meta
 
     @staticmethod
@@ -276,10 +274,10 @@ def with_skeletons(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
 
 
 def refuse_together(model: nn.Module, blocks: Collection[PassThrough]) -> None:
-    """Let the first forward pass of ``model`` collect all blocks that cannot be skipped before it
-    raises.
+    """Let the first forward pass of ``model`` find all blocks that cannot be skipped.
 
-    The error is raised at the end of the pass. ``blocks`` are those of one group.
+    One error about all of them is raised at the end of the pass. ``blocks``: the blocks of one
+    group.
     """
     if not blocks:
         return
@@ -312,7 +310,7 @@ def freeze(model: nn.Module, units: Sequence[Unit], placement: Placement, group:
 
 
 class Evaluation:
-    """Knows who runs the module in evaluation mode.
+    """Records what runs in the module's evaluation mode.
 
     Attributes:
         is_running: Whether the engine itself evaluates now.
@@ -334,7 +332,7 @@ class Evaluation:
 
 
 def warn_of_partial_pass(module: nn.Module, evaluation: Evaluation, is_partial: Callable[[], bool]) -> None:
-    """Make a forward pass in evaluation mode warn once that it runs a subnetwork, if it does.
+    """Make a forward pass in evaluation mode warn once if it runs only a subnetwork.
 
     This covers ``engine(batch)`` after ``engine.eval()``, and ``module.generate(...)``. The passes
     of ``engine.evaluate`` do not warn.

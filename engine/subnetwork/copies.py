@@ -1,8 +1,8 @@
-"""Frozen copies that cost little (``sdp.copies``): quantised, or refreshed every few steps.
+"""Frozen copies that need less memory or traffic (``sdp.copies``): quantised, or refreshed rarely.
 
 A quantised copy of a weight ``KEY`` is two frozen parameters of its module: ``KEY:q`` has numbers
-of few bits, and ``KEY:s`` has the bytes of a float16 scale for each block of 64 numbers. The module
-reads ``KEY``, which is made from them whenever it is read. So a copy exists in compute precision
+of few bits, and ``KEY:s`` has the bytes of a float16 scale for each block of 64 numbers. When the
+module reads ``KEY``, the value is computed from these two. So a copy exists in compute precision
 only while an operation uses it.
 """
 
@@ -89,10 +89,10 @@ class Copies:
         kind: How they are quantised.
         dtype: Compute precision.
         tails: The shape of a row of each quantised weight, by key.
-        made: The values of copies that the model has made.
+        made: The present values of the model's copies in compute precision.
 
     Attributes:
-        exact: Exact weights by key, which the module uses instead of copies for now.
+        exact: Exact weights by key, which the module presently uses in place of copies.
     """
 
     def __init__(self, kind: Kind, dtype: torch.dtype, tails: Mapping[str, torch.Size], made: Made):
@@ -115,7 +115,7 @@ class Copies:
 
 
 def copy_cheaply(model: nn.Module, layout: Layout, group: int, section: CopiesSection, dtype: torch.dtype) -> None:
-    """Let the frozen copies of ``model`` be as ``sdp.copies`` says. Their values stay undefined.
+    """Make the frozen copies of ``model`` those of ``sdp.copies``. Values stay undefined.
 
     Call this once the model is cut for tensor parallelism, and before it is sharded.
 
@@ -161,7 +161,7 @@ def copy_cheaply(model: nn.Module, layout: Layout, group: int, section: CopiesSe
 
 
 def replace_copies(model: nn.Module, layout: Layout, weights: Mapping[str, torch.Tensor]) -> list[Copies]:
-    """Let modules use exact ``weights`` instead of their copies, and return what has them now."""
+    """Let modules use exact ``weights`` in place of copies. Returns the changed objects."""
     aliases = {alias: weights[name] for alias, name in layout.aliases.items() if name in weights}
     changed = []
     for name, weight in {**weights, **aliases}.items():
@@ -185,9 +185,8 @@ def _empty(parameter: nn.Parameter, kind: Kind) -> dict[str, nn.Parameter]:
 
 
 def _making_again(forward: Callable[..., Any], made: Made) -> Callable[..., Any]:
-    """Let autograd keep no copy in compute precision for backward, but make the copy again there.
-
-    A block that is recomputed in backward makes its copies again anyway.
+    """Let autograd compute a copy again in backward, and not save it in compute precision. A block
+    that is recomputed in backward does this anyway.
     """
 
     def pack(tensor: torch.Tensor) -> Any:

@@ -1,6 +1,4 @@
-"""How a rank's modules run: activation checkpointing of units, ``torch_autocast``, and
-``training.compile``.
-"""
+"""Activation checkpointing of units, ``torch_autocast``, and ``training.compile``."""
 
 from __future__ import annotations
 
@@ -77,7 +75,7 @@ def _recomputing(block: nn.Module, forward: Callable[..., Any], *, selective: bo
 def _buffers_kept(block: nn.Module, context: AbstractContextManager[Any]) -> Iterator[None]:
     """Run ``context`` and then restore the block's buffers.
 
-    A batch must count once in running statistics, and not again when it is recomputed.
+    A recomputation must not count a batch in running statistics a second time.
     """
     before = [(buffer, buffer.detach().clone()) for buffer in block.buffers()]
     try:
@@ -110,7 +108,7 @@ def compile_units(
         model: The model.
         blocks: Paths of the blocks.
         device: Where the blocks run.
-        sliced: The blocks may have slices with different indices. Those need graphs of their own.
+        sliced: Whether blocks may have slices with different indices, which need separate graphs.
         phases: How many sets of slices a block has during the run.
 
     Raises:

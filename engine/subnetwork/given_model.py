@@ -1,4 +1,4 @@
-"""Checks a model before it is cut, and undoes what would hide its parameters."""
+"""Checks a model before it is cut, and removes wrappers that hide its parameters."""
 
 from __future__ import annotations
 
@@ -14,10 +14,8 @@ from ..placement.layout import Layout
 
 
 def compiled_in_place(model: nn.Module) -> nn.Module:
-    """Return ``model`` with every result of ``torch.compile`` in it replaced by the module that was
-    compiled, whose calls stay compiled.
-
-    Parameters then have the names that they have without ``torch.compile``.
+    """Return ``model`` without the wrappers of ``torch.compile``. Calls of the modules stay
+    compiled. Parameters have the same names as without ``torch.compile``.
     """
     for parent in list(model.modules()):
         for name, child in parent._modules.items():
@@ -67,13 +65,14 @@ def check_given_model(model: nn.Module) -> None:
 def refuse_shapes(layout: Layout) -> None:
     """Raise ModelError for a parameter that cannot be cut into shards.
 
-    It looks at the full model's parameters, so that all ranks raise.
+    The full model's parameters are checked, so that all ranks raise.
     """
     for name, info in layout.parameters.items():
         if 0 in info.shape:
             raise ModelError(f"parameter {name!r} of shape {tuple(info.shape)} has no elements to shard; remove it")
         if not info.shape:
             raise ModelError(
-                f"parameter {name!r} has no dimension that could be sharded; give it shape (1,), or set "
-                'sdp.engine to "fsdp2", zero_optimization.stage to 0 and bf16.enabled to false'
+                f"parameter {name!r} has no dimension that could be sharded; give it the shape (1,), or set "
+                "sdp.engine"
+                ' to "fsdp2", zero_optimization.stage to 0 and bf16.enabled to false'
             )

@@ -6,9 +6,9 @@ the blocks that it overlaps, and holders agree without a broadcast.
 
 Other models run their ``_init_weights`` (Hugging Face), ``init_weights(buffer_device)``
 (torchtitan, later ``init_states(buffer_device)``) or ``reset_parameters`` (torch), module by
-module, with a generator of the module's own. ``_init_weights`` of the enclosing modules runs too,
-because they may have rules for the module's tensors. torchtitan's function is that of the outermost
-module: it runs once for every module, and does nothing to tensors on the meta device.
+module, with a separate generator for each module. ``_init_weights`` of enclosing modules runs too,
+because they may have rules for the module's tensors. torchtitan's function belongs to the outermost
+module. It runs once for every module, and ignores tensors on the meta device.
 
 Initial values may also come from safetensors files. A rank reads only the rows that it holds.
 """
@@ -43,7 +43,7 @@ Filler = Callable[[torch.Tensor, int], None]
 
 
 def seed_of(*parts: object) -> int:
-    """A 63-bit seed from the text of the parts. It is the same on all machines."""
+    """A 63-bit seed from the text of the parts, the same on all machines."""
     digest = hashlib.sha256("/".join(map(str, parts)).encode()).digest()
     return int.from_bytes(digest[:8], "little") >> 1
 
@@ -85,7 +85,7 @@ def fill_rows(out: torch.Tensor, start: int, shape: torch.Size, init: Init, seed
 
 @dataclass(frozen=True)
 class ModuleInit:
-    """The initialisation of one module's own tensors: canonical names, and a function for
+    """The initialisation of the tensors of one module: canonical names, and a function for
     fillers.
     """
 
@@ -94,11 +94,10 @@ class ModuleInit:
 
 
 def plan_initialisation(model: nn.Module, seed: int) -> list[ModuleInit]:
-    """One :class:`ModuleInit` for every module of ``model`` with parameters or buffers of its own.
-
-    Call it before the model is sharded, and make the fillers after that. ``model`` may be on the
+    """One :class:`ModuleInit` for every module of ``model`` that itself has parameters or buffers.
+    Call this before the model is sharded, and make the fillers afterwards. ``model`` may be on the
     meta device. Full parameters are in memory only as long as a module's fillers. Tied parameters
-    appear once. Raises ModelError if nothing says how a parameter is initialised.
+    appear once. Raises ModelError if there is no rule for a parameter.
     """
     rule = get_parameter_init(model)
     skeleton = None if rule is not None else _skeleton(model, {})
@@ -130,7 +129,7 @@ def _rule_fillers(shapes: dict[str, torch.Size], rules: dict[str, Init], seed: i
 def _resets(skeleton: nn.Module, path: str, name: str) -> list[Callable[[], Any]]:
     """The functions that initialise the tensors of the module at ``path``, in order.
 
-    Hugging Face models have rules for the module and for the modules around it, which come later:
+    In Hugging Face models, first the rule of the module runs, then those of the modules around it:
     GPT-2's attention scales its projection. Models of torchtitan have one rule for the whole model.
     Other modules have ``reset_parameters``.
     """
@@ -153,8 +152,8 @@ def _resets(skeleton: nn.Module, path: str, name: str) -> list[Callable[[], Any]
         return [chain[-1].reset_parameters]  # type: ignore[list-item]
     kind = type(chain[-1]).__name__
     raise ModelError(
-        f"{path or kind}: nothing says how {name!r} is initialised; give {kind} a "
-        "reset_parameters(), or build the model with its weights instead of on the meta device"
+        f"{path or kind}: there is no rule to initialise {name!r}; give {kind} a reset_parameters(), or build the "
+        "model with its weights instead of on the meta device"
     )
 
 
@@ -179,7 +178,7 @@ def _module_fillers(
                 reset()
             except NotImplementedError as error:  # torch raises it for values of a meta tensor
                 raise ModelError(
-                    f"{names[0]}: its initialisation reads other modules' values, which are not in memory "
+                    f"{names[0]}: its initialisation reads values of other modules, which are not in memory "
                     f"({str(error).splitlines()[0]}); build the model with its weights instead of on the meta device"
                 ) from error
     values = _own_tensors(module)
@@ -233,8 +232,8 @@ _FLOATS = {"F64", "F32", "F16", "BF16"}
 class WeightFiles:
     """The tensors in ``directory``: one safetensors file, or several with an index.
 
-    Nothing is read before :meth:`fill` needs it. Raises ModelError if there are no files or they
-    cannot be read.
+    Data is read only when :meth:`fill` needs it. Raises ModelError if files are missing or cannot
+    be read.
     """
 
     def __init__(self, directory: Path):
@@ -261,8 +260,8 @@ class WeightFiles:
         pickles = sorted(path.name for path in self.directory.glob("*.bin"))
         if pickles:
             raise ModelError(
-                f"{self.directory}: holds its weights as {pickles[0]}, a pickle, which can run code and is not read; "
-                "convert it where it is trusted: load it with transformers and save_pretrained it again"
+                f"{self.directory}: the weights are in {pickles[0]}, a pickle, which can run code and is not read; "
+                "if you trust it, load it with transformers, and save it with save_pretrained"
             )
         raise ModelError(
             f"{self.directory}: no {WHOLE} and no {INDEX} there; give the directory of a model in Hugging Face's format"
@@ -292,11 +291,11 @@ class WeightFiles:
         """The reason why the tensor ``key`` cannot be the value of ``info``, or None."""
         shape, dtype = tuple(self._tensors[key].get_shape()), self._tensors[key].get_dtype()
         if shape != tuple(info.full_shape):
-            return f"has shape {shape} there and {tuple(info.full_shape)} here"
+            return f"has shape {shape} in the files, and {tuple(info.full_shape)} in the model"
         if info.dtype.is_floating_point and dtype not in _FLOATS:
             return (
-                f"is {dtype} there, which is not a plain floating-point format; training cannot start "
-                "from quantised models"
+                f"is {dtype} in the files, which is not a plain floating-point format; training cannot start from "
+                "quantised models"
             )
         return None
 
@@ -309,7 +308,7 @@ class WeightFiles:
 def fillers_from(files: WeightFiles, directory: Path, model: nn.Module, layout: Layout) -> dict[str, Filler]:
     """Fillers of all parameters and persistent buffers of ``model``, by path, from open ``files``.
 
-    ``directory`` is the user's, for messages; converted files are in another one. The model's hook
+    ``directory`` is used in messages. Converted files are in another directory. The model's hook
     ``canonical_name`` says which tensor a key belongs to. Raises ModelError unless files and model
     have the same tensors.
     """
@@ -323,7 +322,10 @@ def fillers_from(files: WeightFiles, directory: Path, model: nn.Module, layout: 
     for name, names in names_of.items():
         key = next((keys[other] for other in names if other in keys), None)
         if key is None:
-            raise ModelError(f"training.init_from: {directory} holds no {name!r}; it is of another model")
+            raise ModelError(
+                f"training.init_from: {directory} has no {name!r}, so it is of another model; give the "
+                "directory of this model"
+            )
         info = layout.by_path[name][0] if name in layout.by_path else buffers[name]
         if (obstacle := files.obstacle(key, info)) is not None:
             raise ModelError(f"training.init_from: {directory}: {key!r} {obstacle}")
@@ -331,17 +333,14 @@ def fillers_from(files: WeightFiles, directory: Path, model: nn.Module, layout: 
     unknown = keys.keys() - {name for names in names_of.values() for name in names}
     if unknown:
         raise ModelError(
-            f"training.init_from: {directory} holds {keys[min(unknown)]!r}, which this model does not have; it is of "
-            "another model"
+            f"training.init_from: {directory} has {keys[min(unknown)]!r}, which this model does not have, so it is "
+            "of another model; give the directory of this model"
         )
     return fillers
 
 
 def filled_from(plan: Sequence[ModuleInit], fillers: dict[str, Filler]) -> list[ModuleInit]:
-    """``plan`` with these ``fillers`` instead of its own.
-
-    A module is only initialised if it has tensors without a filler.
-    """
+    """``plan`` with these ``fillers``. A module is only initialised if a tensor has no filler."""
 
     def merged(init: ModuleInit) -> dict[str, Filler]:
         given = {name: fillers[name] for name in init.names if name in fillers}
@@ -357,7 +356,7 @@ def refuse_zero_checkpoint(directory: Path) -> None:
     found = next((path for pattern in ("", "*/") for path in directory.glob(f"{pattern}*_optim_states.pt")), None)
     if found is not None:
         raise ModelError(
-            f"{directory}: is a checkpoint of DeepSpeed ({found.name}), a pickle, which can run code and is not read; "
-            "convert it where it is trusted: run its zero_to_fp32.py, load the result into the model, save that with "
+            f"{directory}: is a checkpoint of DeepSpeed ({found.name}), a pickle, which can run code and is not "
+            "read; if you trust it, run its zero_to_fp32.py, load the result into the model, save that with "
             "save_pretrained, and give the new folder"
         )

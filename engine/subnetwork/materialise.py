@@ -41,8 +41,8 @@ def replace_blocks(
 def make_float32(model: nn.Module) -> str:
     """Convert bfloat16 and float16 tensors of ``model`` to float32, in place.
 
-    Parameters stay the same objects, so an optimizer keeps them. The result says what was done. It
-    is empty if nothing was.
+    Parameters stay the same objects, so an optimizer still has them. Returns a text for the log,
+    empty if nothing was converted.
     """
     kinds: dict[torch.dtype, int] = {}
     for tensor in (*model.parameters(), *model.buffers()):
@@ -122,8 +122,7 @@ def fill(tensors: Mapping[str, torch.Tensor], layout: Layout, plan: Sequence[Mod
 def _fill(local: torch.Tensor, fill: Filler, info: TensorInfo | None, shard: Shard) -> None:
     """Give ``local`` its elements of the full tensor.
 
-    If it is cut along another dimension than the rows, its rows exist with all columns for a
-    moment.
+    If it is cut along another dimension than the rows, whole rows are in memory for a moment.
     """
     if info is None:  # a buffer
         fill(local, 0)

@@ -1,4 +1,4 @@
-"""Groups of hidden neurons on a rank: layers that have some slices of their parameters.
+"""Groups of hidden neurons on a rank: layers with only some slices of their parameters.
 
 :func:`slice_layers` replaces the layers of a branch (:class:`~.model_interface.Branch`), which
 names its parameters and the dimension of each along which its neurons lie.
@@ -41,8 +41,8 @@ class Slices:
         ranges: The half-open range of indices in the full parameter, by slice.
         held: The slices that the group trains.
         frozen: Frozen copies, whose gradients are not computed.
-        parts: How many times the neurons occur along ``dim`` (3 for queries, keys, values). Slices
-            of one part have consecutive numbers.
+        parts: How often each neuron occurs along ``dim`` (3 times for queries, keys, values).
+            Slices of one part have consecutive numbers.
         guests: More slices, present while the full model is evaluated.
         factors: Multipliers for the inputs of a slice (``dim`` 1); 1 by default.
     """
@@ -82,9 +82,7 @@ class Slices:
         return torch.cat(ranges) if ranges else torch.empty(0, dtype=torch.long, device=device)
 
     def scaled(self, x: Tensor, axis: int, weights: Sequence[Tensor]) -> Tensor:
-        """Multiply ``x``, whose ``axis`` is the input of the present ``weights``, by their
-        factors.
-        """
+        """Multiply ``x`` by the factors of the slices. Its ``axis`` is the input of ``weights``."""
         if all(factor == 1.0 for factor in self.factors.values()) or not weights:
             return x
         parts = [
@@ -94,7 +92,7 @@ class Slices:
         return x * torch.cat(parts).view([-1 if dim == axis % x.dim() else 1 for dim in range(x.dim())])
 
     def in_parts(self, y: Tensor, axis: int) -> Tensor:
-        """Sort ``y``, whose ``axis`` is the output of the slices, by part; the order within a part
+        """Sort the ``axis`` of ``y``, the slices' output, by part. The order within a part
         stays.
         """
         order, size = self.order, len(self.ranges) // self.parts
@@ -189,8 +187,8 @@ class SlicedLinear(_Sliced):
         slices = self.slices["weight"]
         weights = slices.tensors(self)
         if not weights:
-            # An empty result that depends on x: earlier layers get zero gradients, which FSDP2
-            # reduces as on other ranks.
+            # An empty result that depends on x, so that earlier layers get zero gradients. FSDP2
+            # reduces them as on other ranks.
             y = F.linear(x, x.new_zeros((0, x.shape[-1]) if slices.dim == 0 else (self.out_features, 0)))
             return y if self.bias is None else y + self.bias
         y = multiply_slices(slices.scaled(x, -1, weights), None, slices, weights)

@@ -1,4 +1,4 @@
-"""The one layer between groups.
+"""Everything between groups.
 
 It averages gradients among holders, refreshes frozen copies and compares holders.
 """

@@ -1,7 +1,7 @@
 """What happens between groups in a step: averages of gradients, the norm, refreshes of copies, and
 the check that holders never drift.
 
-It works on a :class:`~sdp.engine.stores.store.GroupStore`, whatever that does inside the group.
+It works with any :class:`~sdp.engine.stores.store.GroupStore`.
 """
 
 from __future__ import annotations
@@ -52,8 +52,8 @@ def check_holders(
     Args:
         store: This rank's share of its group.
         optimizer: The optimizer, whose state is compared too.
-        weights: Compared in place of the store's tensors of the same keys.
-        owners: The tensors to which the state of the same keys belongs, if not those of the store.
+        weights: Compared in place of the store's tensors with the same keys.
+        owners: The tensors that have the optimizer state, by key, if these are not the store's.
 
     Raises:
         HolderMismatchError: Two holders differ. It is raised on every rank and names the unit and
@@ -72,9 +72,8 @@ def check_holders(
         what, one, other = found
         raise HolderMismatchError(
             f"{what}: weights or optimizer state of {other} differ from those of {one}, and holders must stay bitwise "
-            "equal; check whether the script changes weights, gradients, learning rates or optimizer state on some "
-            "ranks only, or steps the optimizer itself; if it does not, check the hardware; then resume from the last "
-            "checkpoint"
+            "equal; check whether the script changes weights, gradients, learning rates or optimizer state on only "
+            "some ranks, or calls optimizer.step(); if not, check the hardware; then resume from the last checkpoint"
         )
 
 
@@ -127,13 +126,13 @@ class BetweenGroups:
         self._counted = [one.tensor for one in trained if context.counts_once(one)]
         self._counted_in_group = [one.tensor for one in trained if context.counts(one)]
         self._final = FinalGradients()
-        self._factors: dict[Holders, float] = {}  # by which gradients were multiplied, if losses have weights
+        self._factors: dict[Holders, float] = {}  # the factor of the gradients, if losses have weights
         self._hooks: list[RemovableHandle] = []
-        self._finite: dict[str, torch.Tensor] = {}  # whether the scales are that this rank sent last
+        self._finite: dict[str, torch.Tensor] = {}  # whether the scales are finite that this rank sent last
         self._prepare_refresh()
 
     def _make_inner_sync(self) -> GradientSync:
-        """Make what averages the gradients of local steps, among this group's replicas only."""
+        """Prepare averages of gradients in local steps, which cover only this group's replicas."""
         context = self.context
         replicas, holder_sets = context.communicators.replicas, {bucket.holders for bucket in context.buckets}
         groups = dict.fromkeys(holder_sets, replicas) if replicas is not None else {}
@@ -142,7 +141,7 @@ class BetweenGroups:
         )
 
     def _prepare_refresh(self) -> None:
-        """Make what refreshes the frozen copies of this phase, for which blocks wait."""
+        """Prepare refreshes of this phase's frozen copies. Blocks wait for their copies."""
         module, layout, context = self.store.module, self.store.layout, self.context
         everything = parameters_of(module, layout, context.at.sdp)
         weights = {name: stored_tensor(parameter) for name, parameter in everything.items()}
@@ -159,7 +158,7 @@ class BetweenGroups:
             self._hooks.append(module.get_submodule(name).register_forward_pre_hook(wait, prepend=True))
 
     def _quantise(self, name: str, weight: torch.Tensor | None) -> Sequence[torch.Tensor]:
-        """Quantise what this rank sends of a held parameter. ``weight`` replaces the parameter."""
+        """Quantise this rank's shard of a held parameter, or ``weight`` in its place."""
         layout, context = self.store.layout, self.context
         weight = self.store.local_weight(name) if weight is None else weight.detach().to(context.device)
         q, s = quantise(weight, layout.copies.dtype)
@@ -173,7 +172,7 @@ class BetweenGroups:
 
     @property
     def exposed_seconds(self) -> float:
-        """Seconds since the start that averages of gradients lasted longer than backward."""
+        """Seconds that this rank has waited for averages of gradients after backward."""
         others = [self._inner, self.local and self.local.outer]
         return self._sync.exposed_seconds + sum(other.exposed_seconds for other in others if other is not None)
 
@@ -184,7 +183,8 @@ class BetweenGroups:
 
         At the ``boundary`` every gradient becomes the average.
 
-        It is g_u = Σ_{w∈H_u} Σ_f ∂ℓ_{w,f}/∂θ_u / (k_u·F), and in local steps that of the group.
+        The average is g_u = Σ_{w∈H_u} Σ_f ∂ℓ_{w,f}/∂θ_u / (k_u·F). In local steps, it is the mean
+        over the group.
         """
         self._multiply({holders: 1 / factor for holders, factor in self._factors.items() if factor})
         self._factors = {}
@@ -198,7 +198,7 @@ class BetweenGroups:
 
         Args:
             weight: Σ n of this rank in this step, a float64 scalar.
-            unit: What the weights of the losses were divided by.
+            unit: The number by which the weights of the losses were divided.
 
         Returns:
             Σ n over the ranks that average, and how many data ranks these are.
@@ -241,14 +241,15 @@ class BetweenGroups:
     def norm_and_loss(self, loss: torch.Tensor, loss_scale: float = 1.0) -> tuple[float, float]:
         """Return the norm of the full model's gradient, and the mean of the ranks' ``loss``.
 
-        Collective. The same on every rank: one message, and one wait of the host, for both.
+        Collective, and equal on every rank. Both need only one message and one wait of the host.
 
         Args:
             loss: this rank's loss, a float64 scalar.
-            loss_scale: what the gradients are still multiplied by.
+            loss_scale: the factor that is still in the gradients.
 
         Raises:
-            HolderMismatchError: The script changed gradients, not equally at all holders.
+            HolderMismatchError: The script changed gradients in different ways at different
+                holders.
             NonFiniteError: A weight has become too large for a quantised copy.
         """
         norm = squared_norm([t.grad for t in self._counted if t.grad is not None], self.context.device)
@@ -266,12 +267,12 @@ class BetweenGroups:
         return math.sqrt(squared), mean_loss
 
     def prepare_step(self) -> None:
-        """Call this before the store steps. Copies of other groups get the old weights."""
+        """Call this before the store steps. Refreshes under way still send the old weights."""
         self._final.forget()  # DeepSpeed frees gradients while it steps
         self.finish_refresh()
 
     def reshard(self) -> None:
-        """Bring every parameter into its sharded form, after copies that are under way."""
+        """Bring every parameter into its sharded form, after refreshes that are under way."""
         self._refresh.finish()
         self.store.reshard()
 
@@ -286,8 +287,8 @@ class BetweenGroups:
     def refresh(self, names: Collection[str], weights: Mapping[str, torch.Tensor] | None = None) -> None:
         """Start to send weights of ``names`` to the frozen copies of other groups. Collective.
 
-        ``weights`` are sent in place of the parameters of the same names. Each copy is awaited when
-        it is needed.
+        ``weights`` are sent in place of the parameters of the same names. A block waits for its
+        copies when it needs them.
         """
         if self.store.layout.keeps_frozen:
             self._refresh.start(names, weights)
@@ -295,7 +296,7 @@ class BetweenGroups:
                 self._refresh.finish()
 
     def refresh_trained(self) -> None:
-        """Send what an update has changed. Collective."""
+        """Send the weights that an update has changed. Collective."""
         self.refresh([name for name, info in self.store.layout.parameters.items() if info.trainable])
 
     def refresh_all(self, weights: Mapping[str, torch.Tensor] | None = None) -> None:
@@ -330,7 +331,8 @@ class BetweenGroups:
             self._refresh.finish()
 
     def enter_phase(self, masking: Masking) -> None:
-        """Skip the units that a group does not hold, or run frozen copies of them. Collective.
+        """Change the masking: skip units that a group does not hold, or run frozen copies.
+        Collective.
 
         Weights and optimizer state stay.
         """
@@ -373,7 +375,7 @@ class BetweenGroups:
     def learning_rates(self) -> list[float]:
         """Return the learning rate of each of the user's parameter groups, for the next step.
 
-        A group without parameters on this rank has the first group's rate.
+        A parameter group without parameters on this rank gets the rate of the first group.
         """
         rates = [group["lr"] for group in self.store.optimizer.param_groups]
         groups, count = self.context.user_groups, self.context.user_group_count

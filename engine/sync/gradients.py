@@ -1,12 +1,12 @@
 """Averages gradient shards among the holders of a unit, overlapped with backward.
 
 A bucket is a sequence of parameters with one holder set. At the accumulation boundary, a bucket is
-reduced as soon as the last of its gradients is ready. The gradients are divided by the number of
-ranks into one buffer, which replaces them, so that no second copy remains. Then an asynchronous
+reduced as soon as the last of its gradients is ready. Gradients divided by the number of ranks are
+written to one buffer, which replaces them. So there is no second copy. Then an asynchronous
 all-reduce starts.
 
-Buckets are launched in one global order, that of backward, even if autograd computes gradients in
-another order. So every communicator sees the same sequence on all of its ranks.
+Buckets are launched in the order of backward, even if autograd computes gradients in another order.
+So every communicator sees the same sequence on all of its ranks.
 
 After a step, the frozen copies of weights that other groups train are refreshed.
 """
@@ -66,7 +66,7 @@ class PendingBucket:
         self._buffer = self._work = None
 
     def mark_ready(self) -> None:
-        """Note that one more gradient is computed. Raises ModelError if there is one too many."""
+        """Record that one more gradient is computed. Raises ModelError if there are too many."""
         if self._missing == 0:
             raise ModelError(
                 "a forward pass uses a module several times inside reentrant checkpoints, and its gradient is complete "
@@ -243,7 +243,7 @@ _ROUND_OFF = 1e-6
 class FinalGradients:
     """The gradients at the end of the last backward pass of a step.
 
-    A change through ``gradient.data`` is not noticed.
+    Changes through ``gradient.data`` are not detected.
     """
 
     def __init__(self) -> None:
@@ -258,7 +258,7 @@ class FinalGradients:
         self._seen = []
 
     def are_changed(self) -> bool:
-        """Return whether some of them are other tensors now, or were changed in place."""
+        """Return whether gradients were replaced or changed in place."""
         return any(p.grad is not gradient or _version(p.grad) != version for p, gradient, version in self._seen)
 
 
@@ -272,9 +272,8 @@ def unequal_holders(
     dtype: torch.dtype,
     are_equal: Callable[[float, float], bool],
 ) -> tuple[str, str, str] | None:
-    """Find a unit of which two ranks have different values that must have the same. Collective.
-
-    Holders must have the same value. So must the ranks of a group, for what they do not cut.
+    """Find a unit whose values differ between two ranks, although they must be equal. Collective.
+    They must be equal at all holders, and on the ranks of a group for tensors that are not cut.
 
     Args:
         store: This rank's share of its group.
@@ -302,7 +301,7 @@ def unequal_holders(
                 at = mesh.coordinates(other)
                 # Without shards, a group's ranks are replicas, which must agree too.
                 first = mesh.rank(holders[0], at.fsdp if store.context.is_sharded else 0, at.tp)
-                peer = mesh.rank(group, at.fsdp)  # has equal copies of what tensor parallelism does not cut
+                peer = mesh.rank(group, at.fsdp)  # has equal copies of tensors that tensor parallelism does not cut
                 for row, one in ((0, first), (1, peer)):
                     if not are_equal(values[one][row][index], values[other][row][index]):
                         what = "the shared part" if unit == SHARED else f"unit {unit!r}"
@@ -312,7 +311,7 @@ def unequal_holders(
 
 
 def compare_gradients(store: GroupStore) -> None:
-    """Compare the norms of every unit's gradient across the ranks that must have the same one.
+    """Compare the norm of every unit's gradient between ranks that must have equal ones.
     Collective.
 
     Raises:
@@ -328,23 +327,23 @@ def compare_gradients(store: GroupStore) -> None:
         what, one, other = found
         raise HolderMismatchError(
             f"the script changed gradients between engine.backward and engine.step, so that those of {what} differ "
-            f"between {one} and {other}; set gradient_clipping in the configuration instead of "
-            "torch.nn.utils.clip_grad_norm_, which knows the norm of one group's subnetwork only; other changes must "
-            "be equal on all ranks"
+            f"between {one} and {other}; set gradient_clipping in the configuration, because "
+            "torch.nn.utils.clip_grad_norm_ computes the norm of only one group's subnetwork; other changes must be "
+            "equal on all ranks"
         )
 
 
 class WeightRefresh:
     """Updates this rank's frozen copies with the holders' weights.
 
-    It also sends this rank's weights to the copies of other ranks. FSDP2 cuts the first dimension
-    in the same way in all groups. So the shards align, and each shard is received in its final
+    It also sends this rank's weights to copies of other ranks. FSDP2 cuts the first dimension in
+    the same way in all groups. So shards match, and each shard is received directly into its
     memory.
 
     Args:
         refreshes: all refreshes of the layout, in one order on all ranks.
         parameters: this rank's parameters, held and frozen, by canonical name.
-        communicators: by source and members. One is absent if this rank is not a member.
+        communicators: by source and members. Those without this rank are absent.
         traffic: counts the bytes sent.
         dtype: the dtype of the frozen copies. Weights are cast to it before they are sent.
         broadcast: starts to send the tensor of the member ``source``.

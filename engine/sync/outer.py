@@ -1,5 +1,4 @@
-"""Local steps: when groups average their weights, the anchors, and the outer steps that average
-what groups learned.
+"""Local steps: the schedule of averages, the anchors, and the outer steps.
 
 A round has H steps (``sdp.sync.every``). The units are divided into P fragments. Fragment p is
 averaged after the steps t with (t + p·H/P) mod H = 0, where t counts from 1 after ``start_after``
@@ -15,8 +14,8 @@ The holders of a unit send the changes of its weights in one of these formats:
 - "bf16": bfloat16, summed by an all-reduce.
 - "int8": integers with one float32 scale per row. An all-reduce cannot add integers of different
   scales, so every holder gathers the integers of all holders and adds them in one order. So all
-  holders get the same bits. The difference between a change and what was sent of it is the holder's
-  error. It adds the error to its next change (error feedback, arXiv 1901.09847).
+  holders get the same bits. A holder adds the rounding error of a change to its next change (error
+  feedback, arXiv 1901.09847).
 """
 
 from __future__ import annotations
@@ -81,7 +80,7 @@ class ReducedExchange:
 class GatheredExchange:
     """Gathers the tensors of all ranks as integers with scales, and adds them in rank order.
 
-    ``errors`` become the differences between the tensors and what is sent.
+    ``errors`` become the rounding errors of the tensors.
     """
 
     def __init__(
@@ -144,7 +143,7 @@ def _rows(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def rounded(tensor: torch.Tensor, error: torch.Tensor | None, compression: Compression) -> torch.Tensor:
-    """Return ``tensor`` as the other holders receive it. Updates ``error`` for "int8"."""
+    """Return the value of ``tensor`` that other holders receive. Updates ``error`` for "int8"."""
     if compression == "bf16":
         return tensor.bfloat16().float()
     if compression == "int8":
@@ -259,9 +258,10 @@ class OuterSteps:
         names: the trained parameters that this rank holds.
         fragments: the fragment of each parameter, by name.
         communicators: by holder set, the ranks that average. Absent if only this rank does.
-        counts: whether this rank counts its part of a parameter in norms over one copy of each
-            unit.
-        counts_once: whether this rank counts its part in norms over one copy of each parameter.
+        counts: whether this rank counts its shard of a parameter in norms in which each unit counts
+            once.
+        counts_once: whether this rank counts its shard in norms in which each parameter counts
+            once.
         device: the device of the weights.
         traffic: counts the bytes sent.
         sum_over_ranks: sums a few float64 values over all ranks, in place.
@@ -364,9 +364,7 @@ class OuterSteps:
         return [self.anchors[name].to(self._device) - self._weights(name) for name in names]
 
     def _step(self, average: Average, means: list[torch.Tensor]) -> None:
-        """Let the outer optimizer step on the anchors of a bucket, and the group continue from
-        them.
-        """
+        """Let the outer optimizer step on a bucket's anchors, from which the group continues."""
         if average.keeps_weights:
             slices = [self.anchors[name] for name in average.names if self._is_slice(name)]
             self._step_optimizer(slices, [torch.zeros_like(anchor) for anchor in slices])
@@ -378,7 +376,7 @@ class OuterSteps:
                 anchor, weight = self.anchors[name], self._weights(name)
                 if average.before is None:
                     weight.copy_(anchor)
-                else:  # keep what the group learned while the average was under way
+                else:  # keep the changes of the group while the average was under way
                     weight.copy_(anchor.to(self._device) + (weight - average.before[index]))
         average.before, average.changes = None, []
 
@@ -390,9 +388,7 @@ class OuterSteps:
             anchor.grad = None
 
     def _squared_norms(self, average: Average, means: list[torch.Tensor]) -> torch.Tensor:
-        """Return this rank's part of three squared norms: of the holders' moves, the anchors, the
-        outer gradient.
-        """
+        """Return this rank's terms of the squared norms of drift, anchors and outer gradient."""
         names = average.names
         starts = average.before or [self._weights(name) for name in names]
         counted = [index for index, name in enumerate(names) if self._counts(name)]
@@ -417,9 +413,7 @@ class OuterSteps:
 
     @property
     def pending_changes(self) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
-        """By name: the mean changes that arrived and are not yet applied, and the weights when they
-        were sent.
-        """
+        """By name: mean changes that are not applied yet, and the weights when they were sent."""
         self.settle()
         means: dict[str, torch.Tensor] = {}
         before: dict[str, torch.Tensor] = {}
@@ -430,10 +424,8 @@ class OuterSteps:
 
     @torch.no_grad()
     def restart(self, fragment: int | None) -> None:
-        """Prepare to load a state. The average of the ``fragment`` is under way in it
-        (None: of none).
-
-        The tensors of :attr:`pending_changes` are then filled in place.
+        """Prepare to load a state in which the average of ``fragment`` is under way (None: no
+        average). Then the tensors of :attr:`pending_changes` are filled in place.
         """
         self._under_way = None
         if fragment is not None:
@@ -512,7 +504,7 @@ class Average:
     def means(self) -> list[torch.Tensor]:
         """Wait for the average, and return the mean changes of the holders.
 
-        The list is empty if this group is the only holder and nothing is late: its changes then are
+        The list is empty if this group is the only holder and nothing is late. Then its changes are
         computed when they are needed.
         """
         if self.exchange is not None:

@@ -51,7 +51,7 @@ class Window:
             self.most[kind] = max(self.most[kind], live[kind])
 
     def plus(self, other: Window, before: Window, times: int) -> Window:
-        """Return this window, changed ``times`` times as ``other`` differs from ``before``."""
+        """Return this window plus ``times`` times the difference of ``other`` and ``before``."""
         sums = []
         for name in ("at_peak", "most", "combined"):
             mine, its, old = (getattr(window, name) for window in (self, other, before))
@@ -67,7 +67,7 @@ class _Entry:
 
 
 class Ledger(TorchDispatchMode):
-    """Knows every storage on ``device`` that an operator has touched inside this context.
+    """Records every storage on ``device`` that an operator has used inside this context.
 
     ``memory_probe.py`` does the same for real tensors. The ledger updates its sums when a storage
     appears, changes its size or is freed. The step of a large model makes too many storages to
@@ -93,7 +93,7 @@ class Ledger(TorchDispatchMode):
         self._window.notice(self._live)
 
     def know(self, tensors: Iterable[torch.Tensor], kind: str) -> None:
-        """Set the kind of these tensors, whatever it was before."""
+        """Set the kind of these tensors."""
         for tensor in tensors:
             self._notice(tensor)
             entry = self._entries[id(tensor.untyped_storage())]
@@ -154,7 +154,7 @@ class Ledger(TorchDispatchMode):
         else:
             result = func(*args, **kwargs)
         tensors = [*_tensors_in(args), *_tensors_in(kwargs.values()), *_tensors_in((result,))]
-        # A skeleton on the meta device, which is run to learn its structure, does not count.
+        # A skeleton on the meta device, which runs only to show a result's form, does not count.
         if tensors and tensors[-1].device.type == self._device:
             self.flops += _flops(func, args, kwargs, result)
         grown = [self._notice(tensor) for tensor in tensors]  # a list: every tensor must be noticed

@@ -71,7 +71,7 @@ def test_a_misuse_is_one_line(ranks: RankPool) -> None:
     assert "parameter 'weight' is complex (torch.complex64)" in found["complex"]
     assert "all parameters are frozen" in found["frozen"]
     assert "all parameters are frozen" in found["none trained"]
-    assert "called twice on one model" in found["twice"]
+    assert "called twice on the same model" in found["twice"]
     assert not any("\n" in message for message in found.values())
 
 

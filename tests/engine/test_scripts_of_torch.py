@@ -109,7 +109,7 @@ def _clipped_above_zero(stage: int) -> tuple[str, int]:
 def test_a_script_that_clips_above_zero_is_refused(ranks: RankPool, stage: int) -> None:
     """ZeRO keeps the gradients elsewhere, so torch's function would find none and do nothing."""
     for message, count in ranks.run(_clipped_above_zero, stage, world=2):
-        assert message.startswith("parameters(): between engine.backward and engine.step the gradients are in")
+        assert message.startswith("parameters(): between engine.backward and engine.step, parameters have no gradients")
         assert "set gradient_clipping in the configuration" in message
         assert count == len(list(models.mlp().parameters()))
 
@@ -379,7 +379,7 @@ def _lost_hooks(stage: int) -> list[str]:
 def test_hooks_and_whole_weights_on_shards_are_refused_by_name(ranks: RankPool, stage: int) -> None:
     for before, after, state in ranks.run(_lost_hooks, stage, world=2):
         assert before.startswith("parameter 'stem.weight' has a hook, which zero_optimization.stage 1 to 3")
-        assert after.startswith("parameter 'head.weight' has a hook, which FSDP2 does not run on a shard")
+        assert after.startswith("parameter 'head.weight' has a hook, which FSDP2 would not run")
         assert state.startswith("engine.module.load_state_dict: stem.weight is a shard here")
 
 
@@ -496,7 +496,10 @@ def _refused(engine: str, stage: int, groups: int, kind: str) -> str:
 @pytest.mark.parametrize(
     ("kind", "message"),
     [
-        ("scalar", "parameter 'layers.1.scale' has no dimension that could be sharded; give it shape (1,), or set "),
+        (
+            "scalar",
+            "parameter 'layers.1.scale' has no dimension that could be sharded; give it the shape (1,), or ",
+        ),
         ("empty", "parameter 'layers.1.nothing' of shape (0, 4) has no elements to shard; remove it"),
         ("sparse", "table has sparse gradients, which are not averaged; make it with sparse=False"),
         ("DDP", "the model is wrapped in DistributedDataParallel, which would average gradients a second time"),
@@ -522,6 +525,6 @@ def _shared_twice() -> None:
 
 def test_a_block_at_two_places_can_be_shared_by_all_groups(ranks: RankPool) -> None:
     for line in ranks.run(_refused, "fsdp2", 0, 2, "twice", world=2):
-        assert line.startswith("sdp.units: layers.0 and layers.3 are one module, and a unit has one place; ")
+        assert line.startswith("sdp.units: layers.0 and layers.3 are one module, and a unit has only one place; ")
         assert line.endswith('set sdp.units to ["layers.1", "layers.2"]')
     ranks.run(_shared_twice, world=2)

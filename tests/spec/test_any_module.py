@@ -205,6 +205,6 @@ def _scalars(case: Case) -> str:
 def test_parameters_without_a_dimension(ranks: RankPool, case: Case) -> None:
     """FSDP2 cannot shard them; every rank says so, whether it holds them or not."""
     messages = ranks.run(_scalars, case, world=case.world)
-    refused = "parameter 'blocks.3.scale' has no dimension that could be sharded; give it shape (1,)"
+    refused = "parameter 'blocks.3.scale' has no dimension that could be sharded; give it the shape (1,)"
     for message in messages:
         assert message.startswith(refused if case.stage or case.bf16 else "trained")

@@ -1,6 +1,4 @@
-"""Checks that DeepSpeed does what SDP expects: its partitions, the parameters that it reduces, and
-what a script may read.
-"""
+"""Checks of DeepSpeed's partitions and reductions, and of what a script may read."""
 
 from __future__ import annotations
 
@@ -26,9 +24,7 @@ def check_partitions(
     stage: int,
     ranks: int,
 ) -> None:
-    """Raise ModelError unless DeepSpeed partitioned the parameters of each bundle, in order, into
-    the expected sizes.
-    """
+    """Raise ModelError unless DeepSpeed's partitions have the expected order and sizes."""
     sizes = [partition_numel(bundle, stage, ranks) for bundle in bundles]
     is_right = [master.numel() for master in masters] == sizes
     for bundle in bundles:
@@ -43,13 +39,13 @@ def check_partitions(
 
 
 class PendingGradients:
-    """Refuses that a script reads parameters while ZeRO has gradients for the next step.
+    """Refuses to give a script the parameters while ZeRO has gradients for the next step.
 
-    The gradients are in partitions of ZeRO, so a function of torch, such as one that clips, would
-    find none and do nothing.
+    The gradients are in partitions of ZeRO. So a function of torch, for example to clip, would find
+    no gradients and do nothing.
 
     Attributes:
-        exist: whether the gradients of a step are ready, and the step was not taken.
+        exist: whether gradients are ready for a step that is not taken yet.
     """
 
     def __init__(self, module: nn.Module):
@@ -58,8 +54,8 @@ class PendingGradients:
         def checked(*args: Any, **kwargs: Any) -> Any:
             if self.exist:
                 raise ModelError(
-                    "parameters(): between engine.backward and engine.step the gradients are in partitions of "
-                    "DeepSpeed's ZeRO, and parameters have none; to clip, set gradient_clipping in the configuration; "
+                    "parameters(): between engine.backward and engine.step, parameters have no gradients, because "
+                    "DeepSpeed's ZeRO has them; to clip, set gradient_clipping in the configuration; "
                     'to change gradients in the script, use sdp.engine "fsdp2" at stage 0'
                 )
             return parameters(*args, **kwargs)
@@ -71,9 +67,9 @@ class UsedParameters:
     """Which trained parameters each micro-batch of a step used on this rank.
 
     Under ZeRO, DeepSpeed computes wrong gradients without an error if not all of them are used, as
-    with experts. It adds up the gradients of different parameters if the ranks of a group use
-    different ones. With offload it keeps the gradient of an earlier step for a parameter that a
-    micro-batch does not use.
+    with experts. If the ranks of a group use different parameters, it adds gradients of different
+    parameters. With offload, a parameter that a micro-batch does not use keeps the gradient of an
+    earlier step.
 
     Args:
         parameters: the trained parameters by canonical name.
@@ -106,7 +102,7 @@ class UsedParameters:
         self._checksum = 0
 
     def end_micro_batch(self) -> None:
-        """Note what the backward pass that just ended used."""
+        """Record which parameters the last backward pass used."""
         used = bytes(self._used)
         self._used[:] = bytes(len(used))
         self._checksum = zlib.crc32(used, self._checksum)
@@ -128,9 +124,7 @@ class UsedParameters:
         return [float(self._weight * (self._checksum >> 8)), float(self._must_stay_equal and self._changed)]
 
     def check(self, sums: Sequence[float]) -> None:
-        """Raise ModelError, on all ranks that summed, unless the sums of :meth:`differences` are
-        zero.
-        """
+        """Raise ModelError, on all ranks, unless the sums of :meth:`differences` are zero."""
         between_ranks, between_micro_batches = sums
         unused = f" (for example {self._unused!r})" if self._unused is not None else ""
         if between_ranks:

@@ -31,7 +31,7 @@ from .partitions import bundles_of
 from .private import let_groups_differ, load, separate_process_groups, set_verbosity
 from .store import DeepSpeedStore
 
-# What DeepSpeed does not get. SDP builds the optimizer and the schedule, and writes the monitors.
+# Sections that are not passed to DeepSpeed: SDP builds optimizer and schedule, and writes monitors.
 _APPLIED_HERE = ("optimizer", "scheduler", "data_types", "tensorboard", "wandb")
 
 
@@ -119,7 +119,7 @@ def _settings(config: Config, batch: BatchSize, layout: Layout) -> dict[str, Any
     if stage < 3 and not config.zero_optimization.offloads:
         zero["compute_grad_norm"] = False  # DeepSpeed's norm would be that of the group alone
     if stage == 3 and layout.refreshes:
-        zero["stage3_param_persistence_threshold"] = 0  # frozen copies that stay gathered would not be refreshed
+        zero["stage3_param_persistence_threshold"] = 0  # if frozen copies stayed gathered, they would not be refreshed
     if stage == 3:
         let_groups_differ()
     settings = {key: value for key, value in given.items() if key not in _APPLIED_HERE} | {
@@ -151,7 +151,7 @@ def _build(
     except (AssertionError, ValueError, NotImplementedError) as error:
         reason = " ".join(str(error).split())[:300] or type(error).__name__
         raise ConfigError(
-            f'sdp.engine "deepspeed": DeepSpeed refuses its configuration ({reason}); change what it names'
+            f'sdp.engine "deepspeed": DeepSpeed refuses its configuration ({reason}); change the setting that it names'
         ) from error
 
 
@@ -207,13 +207,13 @@ def _scheduler(config: Config, given: Any, optimizer: Optimizer, options: Sequen
             except (TypeError, ValueError) as error:
                 raise ConfigError(
                     f"lr_scheduler: {shorten(error)}; DeepSpeed has {len(optimizer.param_groups)} parameter groups, "
-                    'one for each unit: give one rule for all of them, or use sdp.engine "fsdp2"'
+                    'one for each unit; give one rule for all of them, or use sdp.engine "fsdp2"'
                 ) from error
         if len(getattr(given, "base_lrs", optimizer.param_groups)) != len(optimizer.param_groups):
             raise ConfigError(
                 f"lr_scheduler: the {type(given).__name__} given has rates for {len(given.base_lrs)} parameter "
                 f"groups, and DeepSpeed has {len(optimizer.param_groups)}, one for each unit; pass a function that "
-                "makes it from the optimizer"
+                "makes the schedule from the optimizer"
             )
         return given
     if config.scheduler is None:

@@ -1,4 +1,4 @@
-"""Where ZeRO puts a unit's elements.
+"""Which elements of a unit are in which partition of ZeRO.
 
 Each of DeepSpeed's parameter groups is a *bundle*: the parameters of one unit. ZeRO 1 and 2 join a
 bundle's parameters end to end and partition the result. ZeRO 3 partitions every parameter by
@@ -42,8 +42,8 @@ class Bundle:
 def bundles_of(layout: Layout, param_groups: Sequence[Mapping[str, Any]]) -> list[Bundle]:
     """Return the parameters that DeepSpeed partitions together, in one order on all ranks.
 
-    Each of the user's parameter groups is split by unit. With one SDP group they stay as they are,
-    so that a schedule which was made for them fits.
+    Each of the user's parameter groups is split by unit. With one SDP group they are not split, so
+    that a schedule for them fits.
     """
     collected: dict[tuple[str, int], list[str]] = {}
     for options, group in enumerate(param_groups):
@@ -68,7 +68,7 @@ def bundles_of(layout: Layout, param_groups: Sequence[Mapping[str, Any]]) -> lis
 
 
 def untrained(layout: Layout, name: str) -> Bundle:
-    """Return a parameter that the optimizer does not have, as a bundle of its own."""
+    """Return a bundle with one parameter that the optimizer does not have."""
     info = layout.parameters[name]
     return Bundle(info.unit, 0, info.holders, (name,), (info.numel,))
 
@@ -83,10 +83,10 @@ def partition_numel(bundle: Bundle, stage: int, ranks: int) -> int:
 def pieces_of(
     bundle: Bundle, flat: torch.Tensor, layout: Layout, *, stage: int, ranks: int, rank: int
 ) -> Iterator[Piece]:
-    """Yield the elements of a partition as boxes of the full model's parameters, without padding.
+    """Yield the elements of a partition, without padding, as boxes of the full model's parameters.
 
     Args:
-        bundle: what is partitioned.
+        bundle: the parameters that are partitioned.
         flat: the partition, or a tensor of the same size, such as a moment.
         layout: the layout of the full model.
         stage: of ZeRO.

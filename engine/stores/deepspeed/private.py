@@ -28,8 +28,8 @@ log = logging.getLogger("sdp")
 TESTED = ("0.19.8",)
 _BETWEEN_GROUPS = "sdp_between_groups"  # the name in the tables of DeepSpeed's communication logger
 
-# The names that are no part of DeepSpeed's documented interface: by module, and of the optimizer of
-# ZeRO by stage. Besides, a parameter of ZeRO 3 has ``ds_id`` and ``ds_tensor``.
+# Names outside DeepSpeed's documented interface: by module, and of ZeRO's optimizer by stage. A
+# parameter of ZeRO 3 also has ``ds_id`` and ``ds_tensor``.
 NAMES = {
     "deepspeed.ops": ("__compatible_ops__",),
     "deepspeed.comm.comm": ("cdb",),
@@ -67,7 +67,7 @@ def load() -> Any:
         _require(deepspeed, found, names, module)
     if deepspeed.__version__ not in TESTED:
         log.warning(
-            "DeepSpeed %s was not tested (tested: %s), but it has all names that sdp needs",
+            "DeepSpeed %s was not tested (tested: %s), but has all names that sdp needs",
             deepspeed.__version__,
             ", ".join(TESTED),
         )
@@ -77,9 +77,7 @@ def load() -> Any:
 
 
 def keep_gloo() -> None:
-    """Keep DeepSpeed from compiling C++ at its start, for minutes: a collective in shared memory,
-    which gloo replaces.
-    """
+    """Keep DeepSpeed from compiling a collective in C++ for minutes. gloo takes its place."""
     importlib.import_module("deepspeed.ops").__compatible_ops__["deepspeed_shm_comm"] = False
 
 
@@ -92,9 +90,8 @@ def use_default_process_group() -> None:
 
 
 def _count_devices_once() -> None:
-    """Keep the number of "devices" of a CPU, for which DeepSpeed's ZeRO 3 asks in each step.
-
-    It would start ``numactl`` each time, which also makes torch repeat its warnings.
+    """Cache the number of "devices" of a CPU, which DeepSpeed's ZeRO 3 needs in each step.
+    Otherwise it would start ``numactl`` each time, and torch would repeat warnings.
     """
     accelerator: Any = importlib.import_module("deepspeed.accelerator").get_accelerator()
     if not torch.cuda.is_available() and "device_count" not in vars(accelerator):
@@ -102,7 +99,7 @@ def _count_devices_once() -> None:
 
 
 def set_verbosity(file: Mapping[str, Any]) -> None:
-    """Show DeepSpeed's own log lines if the configuration ``file`` asks for any."""
+    """Show log lines of DeepSpeed if the configuration ``file`` asks for them."""
     asked = any((file.get(section) or {}).get("enabled") for section in ("comms_logger", "flops_profiler"))
     asked = asked or bool(file.get("wall_clock_breakdown")) or "steps_per_print" in file
     logging.getLogger("DeepSpeed").setLevel(logging.INFO if asked else logging.WARNING)
@@ -125,9 +122,9 @@ def _unsupported(deepspeed: Any, name: str) -> ConfigError:
 
 
 def forget_process_groups() -> None:
-    """Drop what an earlier DeepSpeed engine left in this process.
+    """Drop the process groups of an earlier DeepSpeed engine in this process.
 
-    Its process groups may be destroyed or belong to another layout.
+    They may be destroyed, or belong to another layout.
     """
     importlib.import_module("deepspeed.comm.comm").cdb = None  # type: ignore[attr-defined]
     importlib.reload(importlib.import_module("deepspeed.utils.groups"))
@@ -138,8 +135,8 @@ def forget_process_groups() -> None:
 def separate_process_groups() -> Iterator[None]:
     """A context in which DeepSpeed builds an engine over the process groups of one SDP group.
 
-    DeepSpeed keeps process groups in global variables. Those from before are put back at the end:
-    a script may give another model to DeepSpeed itself, which averages over all ranks.
+    DeepSpeed keeps process groups in global variables. At the end, the earlier ones are restored,
+    because a script may train another model with DeepSpeed alone, over all ranks.
     """
     groups = importlib.import_module("deepspeed.utils.groups")
     before = dict(vars(groups))
@@ -151,22 +148,21 @@ def separate_process_groups() -> Iterator[None]:
 
 
 def restore_linear() -> None:
-    """Give torch its own ``linear`` again, if an earlier engine with ZeRO 3 replaced it.
+    """Restore torch's ``linear``, if an earlier engine with ZeRO 3 replaced it.
 
     DeepSpeed's function accepts less, such as no nested tensors, and changes the order in which
     gradients become ready. If only some ranks of a group had such an engine before, the ranks would
     reduce different parameters together.
     """
-    # Another library may have replaced it later. That patch stays.
+    # If another library has replaced the function later, that one stays.
     if torch.nn.functional.linear.__module__.startswith("deepspeed."):
         native: Any = torch._C
         torch.nn.functional.linear = native._nn.linear
 
 
 def make_whole(model: nn.Module) -> int:
-    """Give parameters that DeepSpeed's ``zero.Init`` has partitioned their values again.
-
-    They stay the same objects. transformers partitions a model in ``from_pretrained`` if an
+    """Restore the values of parameters that DeepSpeed's ``zero.Init`` has partitioned. Parameters
+    stay the same objects. transformers partitions a model in ``from_pretrained`` if an
     ``HfDeepSpeedConfig``, or ``TrainingArguments``, has stage 3. Collective.
 
     Returns:
@@ -178,7 +174,7 @@ def make_whole(model: nn.Module) -> int:
         for parameter in partitioned:
             with zero.GatheredParameters([parameter]):
                 values = parameter.data.clone()
-            vars(parameter).clear()  # what DeepSpeed has attached to it
+            vars(parameter).clear()  # attributes that DeepSpeed has added
             parameter.data = values
         restore_linear()
         # Torch caches its constructors when a device context is first used. Inside zero.Init, those
@@ -190,8 +186,8 @@ def make_whole(model: nn.Module) -> int:
 def let_groups_differ() -> None:
     """Switch off ZeRO 3's comparison of parameters with those of rank 0 of the world.
 
-    Rank 0 may be in another group, which has other modules. Inside a group, all ranks have the
-    same.
+    Rank 0 may be in another group, which has other modules. Inside a group, all ranks have the same
+    modules.
     """
     for module, names in NAMES.items():
         if names == ("assert_ints_same_as_other_ranks",):
@@ -237,7 +233,7 @@ class Zero:
         offloads: whether the partitions are in the host's memory.
 
     Raises:
-        ConfigError: DeepSpeed has replaced ``optimizer``, or lacks a name.
+        ConfigError: DeepSpeed has replaced ``optimizer``, or does not have a name that is needed.
     """
 
     def __init__(self, zero: Any, optimizer: Optimizer, stage: int, *, offloads: bool):
@@ -253,10 +249,10 @@ class Zero:
         self.masters: list[torch.Tensor] = list(groups)
 
     def take_gradients(self) -> None:
-        """Make the reduced gradients of a step, flat and in float32, the ``grad`` of the
-        partitions.
+        """Set ``grad`` of the partitions to the reduced gradients of a step, flat and in
+        float32.
         """
-        if self._offloads:  # they are there, once the copies have arrived
+        if self._offloads:  # wait until the copies have arrived
             if torch.cuda.is_available():
                 torch.cuda.synchronize()
             return
@@ -276,9 +272,8 @@ class Zero:
             self._zero.averaged_gradients[index], master.grad = [master.grad], None
 
     def drop_gradients(self) -> None:
-        """Drop the gradients of all micro-batches.
-
-        DeepSpeed's ``zero_grad`` keeps those that ZeRO has reduced already.
+        """Drop all gradients. DeepSpeed's ``zero_grad`` does not drop gradients that are
+        reduced.
         """
         zero = self._zero
         zero.zero_grad()
@@ -297,7 +292,7 @@ class Zero:
         zero.micro_step_id = -1  # the next micro-batch overwrites the sums in host memory
 
     def update_model(self) -> None:
-        """Copy the partitions of ZeRO 1 or 2 to the model, after something else changed them.
+        """Copy the partitions of ZeRO 1 or 2 to the model, after they were changed from outside.
 
         Collective in the group.
         """
@@ -305,10 +300,9 @@ class Zero:
 
 
 def offsets_in_partition(parameters: Sequence[nn.Parameter]) -> list[int]:
-    """Return where each parameter of a bundle begins in ZeRO's flat tensor, from the first one.
-
-    At stages 1 and 2 this tensor has the whole parameters, at stage 3 this rank's partitions of
-    them. -1: the parameter is elsewhere.
+    """Return the offset of each parameter of a bundle in ZeRO's flat tensor, from the first one. At
+    stages 1 and 2 this tensor has whole parameters, at stage 3 this rank's partitions. -1: the
+    parameter is not in this tensor.
     """
     tensors = [stored_tensor(parameter) for parameter in parameters]
     storage = tensors[0].untyped_storage().data_ptr()

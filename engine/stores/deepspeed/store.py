@@ -34,7 +34,7 @@ class DeepSpeedStore:
         engine: DeepSpeed's engine over the group, of the model that was cut to this rank's part.
         optimizer: torch's optimizer, with one parameter group for each bundle that the group holds.
         layout: the layout of the run.
-        bundles: those of the full model. DeepSpeed has the ones that the group holds.
+        bundles: the bundles of the full model. DeepSpeed has those that the group holds.
         config: the configuration.
         device: the device of this rank.
         communicators: the process groups of this rank.
@@ -124,8 +124,9 @@ class DeepSpeedStore:
         unfrozen = [name for name, parameter in self._frozen.items() if parameter.requires_grad]
         if unfrozen and torch.is_grad_enabled():
             raise ModelError(
-                f"{shortened(unfrozen)}: these parameters were frozen in sdp.initialize, and the script unfroze them; "
-                "DeepSpeed's ZeRO has no partitions for them, so they cannot move; unfreeze them before sdp.initialize"
+                f"{shortened(unfrozen)}: these parameters were frozen in sdp.initialize, and the script unfroze them "
+                "later; DeepSpeed's ZeRO has no partitions for them, so their values cannot change; unfreeze them "
+                "before sdp.initialize"
             )
         with outside_inference_mode():
             return call(_Called(self.deepspeed), batch)
@@ -223,8 +224,9 @@ class DeepSpeedStore:
         changed = next((name for name, then in self._versions.items() if parameters[name]._version != then), "")
         if changed:
             raise ModelError(
-                f"the script changed the weights of {changed} after sdp.initialize, and DeepSpeed's ZeRO steps on "
-                "float32 copies of its own, so the next step would undo the change; change them before sdp.initialize, "
+                f"the script changed the weights of {changed} after sdp.initialize, but DeepSpeed's ZeRO steps on "
+                "its float32 copies, so the next step would undo the change; change the weights before "
+                "sdp.initialize, "
                 'call engine.load_checkpoint, or use sdp.engine "fsdp2"'
             )
 

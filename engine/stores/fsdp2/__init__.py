@@ -1,1 +1,1 @@
-"""The native store: FSDP2 inside a group, or plain parameters where nothing is sharded or cast."""
+"""The native store: FSDP2 inside a group, or plain parameters if nothing is sharded or cast."""

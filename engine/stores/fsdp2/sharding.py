@@ -1,8 +1,6 @@
-"""Applies FSDP2 to a rank's model: which modules are sharded on their own, and how.
-
-Here is also the access to FSDP2's internals: its collectives, which are counted, and its
-unreduced gradients. Passes of a sharded module that FSDP2 would follow wrongly, without an error
-or with one about memory, are refused.
+"""Applies FSDP2 to a rank's model: which modules are sharded one by one, and how. This file also
+accesses FSDP2's internals: collectives, whose bytes are counted, and unreduced gradients. Forward
+passes for which FSDP2 would compute wrong results, or end with an unclear error, are refused.
 """
 
 from __future__ import annotations
@@ -26,7 +24,7 @@ from ...errors import ConfigError, ModelError
 
 
 class CountingAllGather(DefaultAllGather):
-    """FSDP2's default all-gather, counted by the size of its output."""
+    """FSDP2's default all-gather. It counts the bytes of the output."""
 
     def __init__(self, traffic: Traffic):
         self._traffic = traffic
@@ -39,7 +37,7 @@ class CountingAllGather(DefaultAllGather):
 
 
 class CountingReduceScatter(DefaultReduceScatter):
-    """FSDP2's default reduce-scatter, counted by the size of its input."""
+    """FSDP2's default reduce-scatter. It counts the bytes of the input."""
 
     def __init__(self, traffic: Traffic):
         self._traffic = traffic
@@ -81,11 +79,10 @@ def drop_unreduced_gradients(module: FSDPModule) -> None:
 
 
 def zero_missing_gradients(root: nn.Module) -> None:
-    """Give zeros to parameters below ``root`` that earlier micro-batches of this step did not use.
-
-    With mixed precision, FSDP2 keeps the gradients of earlier micro-batches in float32. It fails if
-    the last micro-batch uses a parameter for the first time, because that gradient is in compute
-    precision.
+    """Give zero gradients to parameters below ``root`` that earlier micro-batches did not use. With
+    mixed precision, FSDP2 keeps the gradients of earlier micro-batches in float32. If the last
+    micro-batch uses a parameter for the first time, its gradient is in compute precision, and FSDP2
+    fails.
     """
     for module in root.modules():
         for parameter in _parameters(module) if isinstance(module, FSDPModule) else ():
@@ -98,9 +95,9 @@ def zero_missing_gradients(root: nn.Module) -> None:
 
 @contextmanager
 def root_stays_gathered(root: nn.Module, *, reshards: bool, at_end: Callable[[], None]) -> Iterator[None]:
-    """A context in which the root's own parameters stay gathered after a forward pass.
-
-    ``reshards`` is whether they are sharded after a forward pass elsewhere. ``at_end`` shards them.
+    """A context in which parameters of the root itself stay gathered after a forward pass.
+    ``reshards``: whether they are normally sharded after a forward pass. ``at_end``: whether to
+    shard them at the end.
     """
     if not isinstance(root, FSDPModule):
         yield
@@ -120,9 +117,8 @@ def unreduced_gradients(module: FSDPModule) -> list[torch.Tensor]:
 
 
 def forget_root(root: nn.Module) -> None:
-    """Let FSDP2 look for the sharded modules below ``root`` again when it runs next.
-
-    FSDP2 must know all of them when it runs first.
+    """Let FSDP2 look for sharded modules in ``root`` again, which it does in the first pass
+    only.
     """
     for module in root.modules():
         if isinstance(module, FSDPModule):
@@ -144,7 +140,7 @@ def parameter_groups(module: FSDPModule) -> list[Any]:
 
 
 def refuse_hidden_results(module: nn.Module, name: str) -> None:
-    """Make ``module`` raise ModelError if it returns tensors where FSDP2 does not look.
+    """Make ``module`` raise ModelError if it returns tensors in objects that FSDP2 does not search.
 
     FSDP2 gathers the parameters again when the gradient of a result arrives.
 
@@ -160,8 +156,8 @@ def refuse_hidden_results(module: nn.Module, name: str) -> None:
         for leaf in tree_leaves(result):
             if any(id(tensor) not in seen for tensor in _tensors_inside(leaf)):
                 raise ModelError(
-                    f"{name or 'the model'} returns tensors in a {type(leaf).__name__}, where FSDP2 does not find "
-                    "them; return a tensor, or tensors in a tuple, list or dict"
+                    f"{name or 'the model'} returns tensors in a {type(leaf).__name__}, which FSDP2 does not search; "
+                    "return a tensor, or tensors in a tuple, list or dict"
                 )
 
     module.register_forward_hook(check)
@@ -177,7 +173,7 @@ def refuse_inference_mode(model: nn.Module) -> None:
     def check(*_: Any) -> None:
         if torch.is_inference_mode_enabled():
             raise ModelError(
-                "engine.module is called inside torch.inference_mode(), and FSDP2 could not train afterwards; call "
+                "engine.module is called inside torch.inference_mode(), after which FSDP2 cannot train; call "
                 "engine(batch), or use torch.no_grad()"
             )
 
@@ -189,7 +185,7 @@ def refuse_hooks(parameters: Mapping[str, nn.Parameter]) -> None:
     hooked = next((name for name, parameter in parameters.items() if parameter._backward_hooks), None)
     if hooked is not None:
         raise ModelError(
-            f"parameter {hooked!r} has a hook, which FSDP2 does not run on a shard; use "
+            f"parameter {hooked!r} has a hook, which FSDP2 would not run; use "
             "register_post_accumulate_grad_hook, or change the gradient inside the model"
         )
 
@@ -202,7 +198,8 @@ def refuse_whole_state(model: nn.Module) -> None:
             value = state.get(prefix + name)
             if isinstance(parameter, DTensor) and isinstance(value, torch.Tensor) and not isinstance(value, DTensor):
                 raise ModelError(
-                    f"engine.module.load_state_dict: {name} is a shard here, and the state has it whole; load the "
+                    f"engine.module.load_state_dict: {name} is a shard here, but the state has the whole tensor; "
+                    "load the "
                     "weights before sdp.initialize, or call engine.load_checkpoint"
                 )
 
@@ -226,16 +223,16 @@ def _tensors_of(leaves: list[Any]) -> list[torch.Tensor]:
     return [leaf for leaf in leaves if isinstance(leaf, torch.Tensor) and leaf.requires_grad]
 
 
-# What this file reads or replaces of FSDP2's groups of parameters.
+# Attributes of FSDP2's parameter groups that this file reads or replaces.
 _NAMES = "post_backward finalize_backward fsdp_params reduce_grads _training_state".split()
 
 
 class ModuleUses:
     """Watches the uses of one module.
 
-    With several shards, all gradients of the module are reduced, those of unused parameters as
-    zeros. FSDP2 leaves them out. If ranks use different parameters, it would add up the gradients
-    of different ones, without an error.
+    With several shards, all gradients of the module are reduced. Unused parameters have zeros.
+    FSDP2 itself leaves out unused parameters. So if ranks use different parameters, it would add
+    gradients of different parameters, without an error.
 
     Args:
         module: The module, to which FSDP2 is applied.
@@ -257,7 +254,7 @@ class ModuleUses:
         self.name, self.sharded = name, sharded
         self.is_used = False  # in the newest forward pass
         self._groups = groups
-        self._forwards = 0  # with gradients, since the last backward pass
+        self._forwards = 0  # forward passes with gradients, since the last backward pass
         self._held_back: list[Any] = []
         self._ended: list[Any] = []
         module.register_forward_pre_hook(self._begin, prepend=True)  # before FSDP2's own
@@ -272,7 +269,7 @@ class ModuleUses:
             group.reduce_grads = False
 
     def end_backward(self) -> None:
-        """Reduce what was not reduced during the backward pass."""
+        """Reduce gradients that were not reduced during the backward pass."""
         self._forwards = 0
         for group in self._held_back:
             group.reduce_grads = True
@@ -316,10 +313,9 @@ class ModuleUses:
 
 @contextmanager
 def nothing_left_out(uses: Sequence[ModuleUses]) -> Iterator[None]:
-    """A context for a forward pass that shall use every sharded module.
-
-    The ranks of a group gather and reduce in the order of their passes. If they left out different
-    modules, as layer drop does, FSDP2 would mix the parameters of different ones, without an error.
+    """A context for a forward pass that must use every sharded module. The ranks of a group gather
+    and reduce in the order of their passes. If they left out different modules (layer drop), FSDP2
+    would mix the parameters of different modules, without an error.
 
     Raises:
         ModelError: The pass left out a module.
@@ -330,8 +326,8 @@ def nothing_left_out(uses: Sequence[ModuleUses]) -> Iterator[None]:
     left_out = [use for use in uses if use.sharded and not use.is_used]
     if left_out and len(left_out) < len(uses):
         raise ModelError(
-            f"a forward pass left out {left_out[0].name!r}, and the ranks of a group gather sharded parameters "
-            "together; run all blocks in each pass, or use zero_optimization.stage 0"
+            f"a forward pass left out {left_out[0].name!r}, but the ranks of a group must gather the same sharded "
+            "parameters; run all blocks in each pass, or use zero_optimization.stage 0"
         )
 
 
@@ -345,9 +341,8 @@ def shard(
     offload: OffloadPolicy,
     traffic: Traffic,
 ) -> list[ModuleUses]:
-    """Shard the modules ``names`` of ``model``, each on its own.
-
-    Returns what watches the uses of each module.
+    """Shard each of the modules ``names`` of ``model``. Returns a watcher of the uses of each
+    module.
 
     Args:
         model: The rank's model.

@@ -39,7 +39,7 @@ from .sharding import (
 
 
 class ShardHome:
-    """The memory of this rank's sharded parameters, gradients and optimizer state.
+    """Where this rank's sharded parameters, gradients and optimizer state are.
 
     With ``offload_optimizer`` or ``offload_param`` this is the host's memory. FSDP2 copies a
     parameter to the device before it gathers it, and a reduced gradient to the host. The optimizer
@@ -47,7 +47,7 @@ class ShardHome:
 
     Attributes:
         device: the device of the shards.
-        offloads: whether it is the host instead of the rank's own device.
+        offloads: whether this is the host and not the rank's device.
         messages: sends shards to other groups.
     """
 
@@ -87,9 +87,8 @@ class TensorSums:
         self._are_sums = False
 
     def before_backward(self) -> None:
-        """Make the gradients shares again.
-
-        Another backward pass before the same step adds this rank's shares to them.
+        """Undo the sums, because another backward pass of the same step adds this rank's
+        gradients.
         """
         for parameter in self._parameters if self._are_sums else ():
             if parameter.grad is not None:
@@ -97,9 +96,8 @@ class TensorSums:
         self._are_sums = False
 
     def make(self) -> None:
-        """Sum the gradients, which all exist, in the order of the ranks. Collective.
-
-        A collective may sum in another order on another group. A fixed order keeps the copies
+        """Sum the gradients, all of which must exist, in the order of the ranks. Collective. A
+        collective may sum in different orders in different groups. A fixed order keeps the copies
         bitwise equal on all holders.
         """
         gradients = [local_tensor(parameter.grad) for parameter in self._parameters]  # type: ignore[arg-type]
@@ -120,7 +118,7 @@ class Fsdp2Store:
     """One rank's subnetwork under FSDP2. See :class:`~sdp.engine.stores.store.GroupStore`.
 
     The model must already be cut to this rank's part. It may be on the meta device. Call
-    :meth:`ready` after the parameters got their values.
+    :meth:`ready` when the parameters have values.
 
     Args:
         model: the model.
@@ -130,7 +128,7 @@ class Fsdp2Store:
         tensor_ranks: the tensor-parallel ranks, or None.
         traffic: counts the bytes sent.
         scale: the scales of branches.
-        rebuild: builds the model again for the layout of a phase, cut, with values of buffers only.
+        rebuild: builds the cut model again for the layout of a phase, with values of buffers only.
     """
 
     optimizer: Optimizer = None  # type: ignore[assignment]  # until it is made
@@ -194,7 +192,7 @@ class Fsdp2Store:
             refuse_shapes(layout)
             refuse_inference_mode(model)
             refuse_whole_state(model)
-        # Of the shared part, the model asks for some modules on their own.
+        # The model may name modules of the shared part that are sharded separately.
         self._shard([*layout.blocks, *get_sharding_groups(model), ""])
 
     def _shard(self, names: Iterable[str]) -> None:
@@ -215,13 +213,13 @@ class Fsdp2Store:
     def _comes_last(self, name: str) -> bool:
         """Return whether FSDP2 reduces a parameter only at the end of backward.
 
-        These are the parameters of the root: those that no wrapped module has.
+        These are the parameters of the root, which are in no wrapped module.
         """
         wrapped = tuple(f"{path}." for path in (*get_sharding_groups(self.module), *self.layout.blocks))
         return self._uses_fsdp and not self.layout.parameters[name].path.startswith(wrapped)
 
     def ready(self) -> None:
-        """Find the parameters. Call this once, after they got values."""
+        """Find the parameters. Call this once, when they have values."""
         infos, sdp = self.layout.parameters, self.context.at.sdp
         everything = parameters_of(self.module, self.layout, sdp)
         self.parameters = {name: p for name, p in everything.items() if name in infos and sdp in infos[name].holders}
@@ -231,7 +229,7 @@ class Fsdp2Store:
 
     @property
     def shard(self) -> Shard:
-        """Which elements of its parameters this rank has."""
+        """Which elements of the parameters this rank has."""
         at, shards = self.context.at, self.context.shards
         return Shard(shards, at.fsdp if shards > 1 else 0, at.tp)
 

@@ -151,7 +151,7 @@ def test_fetching_ahead_is_one_read_of_the_data():
     ("state", "message"),
     [
         ({"seed": 3, "consumed": 0, "num_samples": 9}, "a data set of 9 samples, but this one has 10"),
-        ({"seed": 4, "consumed": 0, "num_samples": 10}, "shuffled with seed 4, this run with 3"),
+        ({"seed": 4, "consumed": 0, "num_samples": 10}, "shuffled with seed 4, but this run has seed 3"),
         ({"seed": 3, "num_samples": 10}, "'consumed' must be an integer"),
         ({"seed": 3, "consumed": "8", "num_samples": 10}, "'consumed' must be an integer"),
         ({"seed": 3, "consumed": -1, "num_samples": 10}, "must be an integer ≥ 0, but is -1"),

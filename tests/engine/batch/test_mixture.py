@@ -157,7 +157,7 @@ def test_states_that_do_not_fit_are_refused():
         MixtureSampler(sources([1.0, 2.0], (10, 90)), 1, 0, 1, 5).load_state_dict(state)
     with pytest.raises(CheckpointError, match="damaged, 'sources' does not have the counts"):
         one.load_state_dict({**state, "sources": {"key0": {"read": "x"}}})
-    with pytest.raises(CheckpointError, match="shuffled with seed 5, this run with 6"):
+    with pytest.raises(CheckpointError, match="shuffled with seed 5, but this run has seed 6"):
         sampler([1.0, 2.0], seed=6).load_state_dict(state)
     with pytest.raises(DataError, match="the source s1 has no samples"):
         MixtureSampler(sources([1.0, 2.0], (10, 0)), 1, 0, 1, 5)

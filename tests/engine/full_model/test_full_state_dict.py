@@ -181,5 +181,5 @@ def test_wrong_parameters_and_optimizers() -> None:
     used = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     model(**models.micro_batch("mlp", 0, 0, 0)).backward()
     used.step()
-    with pytest.raises(sdp.ConfigError, match="has stepped before"):
+    with pytest.raises(sdp.ConfigError, match="already has state"):
         sdp.initialize(model=model, config=config, optimizer=used)

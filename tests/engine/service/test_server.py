@@ -148,7 +148,7 @@ def test_tls_encrypts_for_groups_that_trust_the_certificate(tmp_path: Path) -> N
 
 
 def test_settings_must_be_equal() -> None:
-    message = r"settings\.x: the service has nothing, this group 1"
+    message = r"settings\.x: the service has nothing, but this group has 1"
     with served(CASE) as (_, address, _), connection(address) as client, pytest.raises(ServiceError, match=message):
         client.join(None, {"x": 1})
 

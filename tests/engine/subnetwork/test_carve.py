@@ -141,7 +141,7 @@ def test_the_hidden_state_is_the_first_parameter_of_forward() -> None:
     assert stand_in(x, mask) is x
     assert PassThrough("layers.0", Keywords())(hidden=x, n=3) is x
     with pytest.raises(
-        ModelError, match=r"layers.0: its forward does not say which of mask, hidden is the hidden state"
+        ModelError, match=r"layers.0: it is unclear which argument of forward is the hidden state: mask, hidden;"
     ):
         PassThrough("layers.0", Keywords())(mask=mask, hidden=x)
 
@@ -188,7 +188,7 @@ def test_blocks_that_cannot_run_on_the_meta_device() -> None:
     assert all(tensor.is_meta for tensor in (*stand_in.skeleton.parameters(), *stand_in.skeleton.buffers()))
     assert torch.equal(torch.get_rng_state(), before)
     message = (
-        r"^layers.1: what it returns cannot be learned by running it on zeros \(ValueError: two lines\), so it cannot "
+        r"^layers.1: the form of its result is unknown, .* on zeros \(ValueError: two lines\), so it cannot "
         r"be skipped"
     )
     with pytest.raises(ModelError, match=message):

@@ -174,17 +174,17 @@ def test_models_that_cannot_be_initialised() -> None:
     with torch.device("meta"):
         lawless = nn.Sequential(Lawless(), Lawless())
     with pytest.raises(
-        sdp.ModelError, match=r"nothing says how '0.scale' is initialised; give Lawless a reset_parameters"
+        sdp.ModelError, match=r"there is no rule to initialise '0.scale'; give Lawless a reset_parameters"
     ):
         sdp.initialize(model=lawless, config=config)
     with torch.device("meta"):
         copies = Copies(nn.Linear(2, 2), nn.Linear(2, 2))
-    message = r"^0.weight: its initialisation reads other modules' values, .*; build the model with its weights"
+    message = r"^0.weight: its initialisation reads values of other modules, .*; build the model with its weights"
     with pytest.raises(sdp.ModelError, match=message):
         sdp.initialize(model=copies, config=config)
     half = models.mlp()
     half.head.to_empty(device="meta")
-    with pytest.raises(sdp.ModelError, match=r"'head.weight' is on the meta device but others have values"):
+    with pytest.raises(sdp.ModelError, match=r"'head.weight' is on the meta device but other parameters have values"):
         sdp.initialize(model=half, config=config)
     with pytest.raises(
         sdp.ModelError, match=r"'stem.weight' is torch.float64; master weights are float32: call model.float"

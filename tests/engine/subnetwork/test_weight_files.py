@@ -135,14 +135,14 @@ def test_layouts_of_keys(tmp_path: Path, layout: str) -> None:
 
 REFUSED = {
     "missing": (lambda t: {name: v for name, v in t.items() if "2.mlp.up" not in name},
-        "holds no 'model.layers.2.mlp.up_proj.weight'"),
+        "has no 'model.layers.2.mlp.up_proj.weight'"),
     "untied head missing": (lambda t: {name: v for name, v in t.items() if "lm_head" not in name},
-        "holds no 'lm_head.weight'"),
+        "has no 'lm_head.weight'"),
     "another shape": (lambda t: t | {"model.norm.weight": torch.ones(11)},
-        "'model.norm.weight' has shape (11,) there and (10,) here"),
+        "'model.norm.weight' has shape (11,) in the files, and (10,) in the model"),
     "one more": (lambda t: t | {"model.layers.0.self_attn.q_proj.bias": torch.ones(12)},
         "q_proj.bias', which this model does not have"),
-    "quantised": (lambda t: t | {"model.norm.weight": torch.ones(10, dtype=torch.int8)}, "is I8 there"),
+    "quantised": (lambda t: t | {"model.norm.weight": torch.ones(10, dtype=torch.int8)}, "is I8 in the files"),
 }  # fmt: skip
 
 

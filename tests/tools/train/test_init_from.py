@@ -95,7 +95,7 @@ BAD = {
     ),
     "a missing bias": (
         lambda folder: change_config(folder, attention_bias=True), [],
-        "holds no 'model.layers.0.self_attn.q_proj.bias'",
+        "has no 'model.layers.0.self_attn.q_proj.bias'",
     ),
     "stretched positions": (
         lambda folder: change_config(folder, rope_parameters={"rope_type": "linear", "factor": 2.0}),
@@ -103,8 +103,7 @@ BAD = {
     ),
     "another vocabulary": (lambda folder: change_config(folder, vocab_size=577), [], "vocab_size: 577, but the "
                                                                                      "data's tokenizer has 512"),
-    "another shape": (lambda folder: change_config(folder, intermediate_size=49), [], "has shape (48, 32) there and "
-                                                                                      "(49, 32) here"),
+    "another shape": (lambda folder: change_config(folder, intermediate_size=49), [], "shape (48, 32) in the files"),
     "a pickle": (only_a_pickle, [], "pytorch_model.bin, a pickle"),
 }  # fmt: skip
 
