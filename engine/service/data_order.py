@@ -40,9 +40,9 @@ class DataOrder:
     dealt: dict[str, list[int]] = field(default_factory=dict)  # by block, from the first on
 
     def deal(self, slot: int, absent: Collection[int]) -> list[int]:
-        """Return the next share for the group ``slot``: its own one of the first block that has it.
+        """Return the next share for the group ``slot``: its share of the first block with it.
 
-        Shares of groups that are ``absent``, or far behind, are dealt to whoever asks.
+        Shares of groups that are ``absent`` or far behind are assigned to any group.
         """
         newest, block, free = max(map(int, self.dealt), default=self.first), self.first, list[int]()
         while not free:

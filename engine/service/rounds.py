@@ -60,7 +60,7 @@ class Member:
     delivery: Delivery  # of the open average
     begun: bool = False  # whether it has anchors, so that rounds wait for it
     shares: list[list[int]] = field(default_factory=list)  # of the data order
-    unsettled: int = 0  # samples of these that were neither counted nor reported as skipped
+    unsettled: int = 0  # samples in shares, neither counted nor skipped yet
     accepted: int = 0  # the last average to which it has contributed
     pinned: dict[str, torch.Tensor] | None = None  # the anchors of its evaluation
 
