@@ -132,6 +132,11 @@ class Client:
         self.session, self.is_lost, self.status = answer["session"], False, {}
         return int(answer["slot"])
 
+    def leave(self) -> None:
+        """Say that the group ends. It ends also if the service has ended before."""
+        with suppress(*_NO_ANSWER, ServiceError):
+            self.start(self._post_once("leave", {"session": self.session})).result()
+
     def beat_every(self, seconds: float) -> None:
         """Send a heartbeat every few seconds, and keep the answers."""
 

@@ -78,6 +78,7 @@ class ServedRun:
     ):  # fmt: skip
         assert sync.service is not None
         self.anchors, self._service, self.groups = anchors, sync.service, groups
+        self.wait_seconds = sync.service.wait_seconds
         self.schedule, self._tokens_per_sample = Schedule(sync, steps), tokens_per_sample
         self._expected = expected or groups
         self._patience = sync.service.grace_seconds if expected is None else sync.service.wait_seconds

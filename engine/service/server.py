@@ -24,7 +24,6 @@ log = logging.getLogger("sdp")
 
 _TICK_SECONDS = 0.02
 _BODY_SECONDS = 120.0  # until the body of a request must have arrived
-_AFTER_SECONDS = 30.0  # how long the groups of a run that has ended may take to leave
 
 Answer = dict[str, Any] | bytes
 
@@ -76,9 +75,9 @@ class Server:
                 self._closed.set()
                 self._closed = asyncio.Event()
             if run.has_ended:
-                ended_at = ended_at or time.monotonic()
+                ended_at = ended_at or time.monotonic()  # its living groups may be in a long step, or evaluate
                 evaluates = any(member.pinned is not None for member in run.members.values())
-                if not run.members or (time.monotonic() - ended_at > _AFTER_SECONDS and not evaluates):
+                if not run.members or (time.monotonic() - ended_at > run.wait_seconds and not evaluates):
                     return
             await asyncio.sleep(_TICK_SECONDS)
 

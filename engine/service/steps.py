@@ -133,7 +133,7 @@ class Membership:
     def leave(self) -> None:
         """Tell the service that the group ends."""
         if self._rank == 0 and not self.client.is_lost:
-            self.client.request("leave")
+            self.client.leave()
 
     def whole_units(self, infos: Sequence[TensorInfo], context: RankContext) -> dict[str, torch.Tensor]:
         """Return the anchors of an evaluation by name, those of this tensor-parallel rank."""
