@@ -6,6 +6,7 @@ import json
 import os
 import shutil
 import tarfile
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,7 @@ from sdp.data.images import Batches, ImageArrays, ImageFolder
 from sdp.engine.batch.loader import ResumableLoader, evaluation_batches
 from sdp.engine.errors import DataError
 
-pytest.importorskip("kornia")
+pytestmark = pytest.mark.skipif(not find_spec("kornia"), reason="extra 'vision'")
 
 
 @pytest.fixture(scope="module")

@@ -443,6 +443,7 @@ def only_parameters(result: Result, model: str) -> Result:
     """Return the result without buffers."""
     names = dict(models.build(model).named_parameters(remove_duplicate=False))
     before, after = (
-        state and {name: state[name] for name in state if name in names} for state in (result.before, result.after)
+        state and {name: value for name, value in state.items() if re.sub(r"^paths\.\d+\.", "", name) in names}
+        for state in (result.before, result.after)
     )
     return replace(result, before=before, after=after)

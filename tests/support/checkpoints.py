@@ -143,22 +143,28 @@ def losses_of(engine: Any, case: Case, steps: range) -> list[float]:
     return losses
 
 
-def resumed(case: Case, folder: str, name: str = "fsdp2") -> tuple[list[Any], list[Any]]:
-    """What an undisturbed run gives, and what engines give that start from its checkpoints."""
+def resumed(case: Case, folder: str, name: str = "fsdp2", every: int = 1) -> tuple[list[Any], list[Any]]:
+    """What an undisturbed run gives, and what engines give that start from its checkpoints.
+
+    It saves after each ``every`` steps: with a schedule in both phases and at the switch, with
+    local steps amid a round and at its end.
+    """
     engine, expected, found = make_engine(case, name), [], []
     losses: list[float] = []
-    for step in range(SCHEDULED_STEPS):
-        if step:
+    steps = SCHEDULED_STEPS if case.sync or case.masking.startswith("[") else 3
+    starts = range(every, steps, every)
+    for step in range(steps):
+        if step in starts:
             engine.save_checkpoint(folder, tag=f"before-{step + 1}")
         losses += losses_of(engine, case, range(step, step + 1))
     end = engine.full_state_dict()
-    for start in range(1, SCHEDULED_STEPS):  # in both phases, and at the switch
+    for start in starts:
         other = make_engine(case, name)
         if start % 2:  # it was in the last phase before
-            losses_of(other, case, range(SCHEDULED_STEPS - 1))
+            losses_of(other, case, range(steps - 1))
         other.load_checkpoint(folder, tag=f"before-{start + 1}")
         expected.append((losses[2 * start :], end))
-        found.append((losses_of(other, case, range(start, SCHEDULED_STEPS)), other.full_state_dict()))
+        found.append((losses_of(other, case, range(start, steps)), other.full_state_dict()))
     return expected, found
 
 

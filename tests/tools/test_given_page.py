@@ -7,13 +7,12 @@ from __future__ import annotations
 import json
 import re
 import shlex
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
 from sdp.tests.support.foreign.given_models import add_tokenizer, make
+from sdp.tests.support.forks.command import ForkedScript
 from sdp.tests.support.small_runs import run_sdp
 
 transformers = pytest.importorskip("transformers", reason="transformers is not installed; the extra 'dev' has it")
@@ -53,7 +52,7 @@ def test_the_page_works(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None
             assert (Path("my-model-2") / path.name).read_bytes() == path.read_bytes()
 
 
-def test_the_script_trains_adapters(tmp_path: Path) -> None:
+def test_the_script_trains_adapters(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     peft = pytest.importorskip("peft")
     (script,) = (block for language, block in BLOCKS if language == "python")
     folder = add_tokenizer(make(tmp_path / "my-model", "llama3", dtype=torch.bfloat16))
@@ -61,10 +60,11 @@ def test_the_script_trains_adapters(tmp_path: Path) -> None:
     (tmp_path / "notes.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     arguments = ["--input", tmp_path / "notes.jsonl", "--output", tmp_path / "data", "--tokenizer", f"hf:{folder}"]
     assert run_sdp("prepare", *arguments, "--workers", 1).returncode == 0
-    command = [sys.executable, "-P", "-c", script]
-    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=240, check=False)
-    assert done.returncode == 0, done.stderr
-    expect(re.findall(r"^\$ python adapters.py\n(.*)$", PAGE.read_text(), re.MULTILINE)[0], done.stdout)
+    (tmp_path / "adapters.py").write_text(script)
+    monkeypatch.chdir(tmp_path)
+    code, printed = ForkedScript(tmp_path / "adapters.py").end(timeout=240)
+    assert code == 0, printed
+    expect(re.findall(r"^\$ python adapters.py\n(.*)$", PAGE.read_text(), re.MULTILINE)[0], printed)
     base = transformers.AutoModelForCausalLM.from_pretrained(folder)
     tokens = torch.arange(12).view(2, 6)
     before = base(input_ids=tokens).logits.detach().clone()

@@ -299,7 +299,7 @@ def _run_rank(
     """Be a rank, whose parent is the process ``command``."""
     os.setpgid(0, 0)
     os.chdir(folder)
-    _prctl(_PR_SET_NAME, f"sdp-rank {environ['RANK']}".encode())
+    _prctl(_PR_SET_NAME, f"sdp-rank {environ.get('RANK', '')}".encode())
     while os.getppid() != command:
         time.sleep(0.0005)
     # A descriptor below could be one of the files that the rank gets.

@@ -4,7 +4,8 @@ import functools
 import multiprocessing
 from typing import Any
 
-# None of them may start a thread. A process imports everything else when it needs it.
+# None of them may start a thread. A process imports everything else when it needs it. What is not
+# installed is left out.
 PRELOADED = (
     "matplotlib.backends.backend_agg",
     "matplotlib.figure",
@@ -21,6 +22,8 @@ PRELOADED = (
     "sdp.tools.train.rank",
     "torch._dynamo",
     "torch._inductor.compile_fx",  # DeepSpeed compiles a function when it is imported
+    "s3fs",
+    "transformers.models.llama.modeling_llama",
 )
 
 

@@ -146,9 +146,8 @@ def test_paths_of_two_sources_learn_as_without_a_service(tmp_path: Path, corpus:
     for name, words in (("static", ["--nproc", "2"]), ("served", [])):
         settings["sdp"]["sync"]["service"] = None if words else service
         (tmp_path / "run.json").write_text(json.dumps(settings))
-        process = sdp("train", tmp_path / "run.json", *words, "--dump-dir", tmp_path / name)
-        output, _ = process.communicate(timeout=240)
-        assert process.returncode == 0, output
+        done = run_sdp("train", tmp_path / "run.json", *words, "--dump-dir", tmp_path / name)
+        assert done.returncode == 0, done.stderr
         found.append(lines_of(tmp_path / name / "evaluations.jsonl")[-1])
     static, served = found
     for key in ("loss", "single_path_losses", "source_losses"):

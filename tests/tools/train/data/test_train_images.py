@@ -4,6 +4,7 @@ import io
 import json
 import math
 import tarfile
+from importlib.util import find_spec
 from pathlib import Path
 
 import numpy as np
@@ -15,8 +16,7 @@ from sdp.tests.support.small_runs import run_sdp
 from sdp.tools.cli import main
 from sdp.tools.train import preflight
 
-pytest.importorskip("kornia")
-pytest.importorskip("sklearn")
+pytestmark = pytest.mark.skipif(not (find_spec("kornia") and find_spec("sklearn")), reason="extra 'vision'")
 
 
 @pytest.fixture
