@@ -139,9 +139,6 @@ class Traffic:
             totals[f"{scope}/{kind}"] += sent_bytes(kind, nbytes, len(ranks))  # type: ignore[assignment]
         return {name: round(total) for name, total in sorted(totals.items())}
 
-    def total(self) -> int:
-        return sum(self.by_kind().values())
-
 
 SEQUENCE = 1  # the dimension of tokens in (B, S, …)
 

@@ -11,9 +11,7 @@ from __future__ import annotations
 import ipaddress
 import os
 import re
-import shutil
 import socket
-import subprocess
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -408,7 +406,7 @@ def _master_address(launcher: Launcher, environ: Mapping[str, str], world_size: 
     if world_size == 1 or (one_host and not launcher.names_master):
         return LOOPBACK
     nodes = _first(environ, launcher.node_list)
-    return _first_host(nodes, environ) if nodes else None
+    return first_host(nodes) if nodes else None
 
 
 def _master_port(launcher: Launcher, environ: Mapping[str, str], world_size: int, one_host: bool) -> int | None:
@@ -427,16 +425,6 @@ def _master_port(launcher: Launcher, environ: Mapping[str, str], world_size: int
         # steps that share a host.
         return 10000 + zlib.crc32(".".join(job).encode()) % 20000
     return _DEFAULT_PORT if one_host else None
-
-
-def _first_host(nodes: str, environ: Mapping[str, str]) -> str:
-    """Return the first host of SLURM's node list. Uses ``scontrol`` if it is on the PATH."""
-    scontrol = shutil.which("scontrol", path=environ.get("PATH", ""))
-    if scontrol:
-        answer = subprocess.run([scontrol, "show", "hostnames", nodes], capture_output=True, text=True, check=False)
-        if answer.returncode == 0 and answer.stdout.strip():
-            return answer.stdout.split()[0]
-    return first_host(nodes)
 
 
 def _first(environ: Mapping[str, str], names: Sequence[str]) -> str | None:

@@ -97,7 +97,13 @@ def _counters() -> list[Any]:
         engine.backward(engine(models.micro_batch("mlp", 0, micro, dist.get_rank())))
         engine.step()
         seen.append(
-            (boundary, engine.traffic.total() > 0, engine.global_steps, engine.micro_steps, engine.global_samples)
+            (
+                boundary,
+                sum(engine.traffic.by_kind().values()) > 0,
+                engine.global_steps,
+                engine.micro_steps,
+                engine.global_samples,
+            )
         )
     facts = (engine.train_batch_size(), engine.train_micro_batch_size_per_gpu(), engine.gradient_accumulation_steps())
     return [seen, facts, engine.world_size, engine.global_rank == dist.get_rank()]

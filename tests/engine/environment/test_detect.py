@@ -2,7 +2,6 @@
 
 import dataclasses
 import os
-import stat
 import sys
 import types
 from pathlib import Path
@@ -165,19 +164,6 @@ def test_variables_describe_the_same_place() -> None:
     found = detect(TORCHRUN)
     assert found is not None
     assert detect(found.variables()) == found
-
-
-def test_scontrol_is_asked_where_it_is_on_the_path(tmp_path) -> None:
-    script = tmp_path / "scontrol"
-    script.write_text('#!/bin/sh\n[ "$1 $2 $3" = "show hostnames n[1-2]" ] && printf "real1\\nreal2\\n"\n')
-    script.chmod(script.stat().st_mode | stat.S_IXUSR)
-    found = detect({**SRUN, "PATH": str(tmp_path)})
-    assert found is not None
-    assert found.master_addr == "real1"
-    script.write_text("#!/bin/sh\nexit 1\n")
-    found = detect({**SRUN, "PATH": str(tmp_path)})
-    assert found is not None
-    assert found.master_addr == "n1"
 
 
 @pytest.mark.parametrize(
