@@ -80,7 +80,8 @@ class LoadedTasks:
             for task in self.tasks["tasks"].values():
                 task.set_fewshot_seed(seed=_SEEDS[2])
             try:
-                model = HFLM(pretrained=str(folder), dtype="float32", device=device, batch_size=batch_size)
+                make_model: Any = HFLM  # its decorator hides the parameters
+                model = make_model(pretrained=str(folder), dtype="float32", device=device, batch_size=batch_size)
                 results: Any = evaluate(model, self.tasks, limit=self.limit, bootstrap_iters=0, log_samples=False)
             except (ArithmeticError, LookupError, TypeError, ValueError, AttributeError) as error:
                 raise ConfigError(f"--tasks: the harness failed ({_line(error)}); remove the task") from error
