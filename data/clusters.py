@@ -1,11 +1,11 @@
-"""Deals the sequences of a prepared corpus into clusters, by a router that reads a prefix.
+"""Assigns the sequences of a prepared corpus to clusters, by a router that reads a prefix.
 
-The router is one bigram model of tokens per cluster, and a bias per cluster. A prefix belongs to
-the cluster whose model finds it most likely. The models and the clusters are found together by
-expectation-maximisation on a sample (as in SMALLTALK LM, arXiv 2410.03529, with smaller models):
-each model learns from the prefixes that were dealt to it, then all prefixes are dealt again. The
-biases keep the clusters equally large. The start is k-means on the counts of tokens, and the most
-likely of several attempts is taken.
+For each cluster, the router has a bigram model of tokens, and a bias. A prefix belongs to the
+cluster whose model gives it the highest likelihood. The models and the clusters are found together
+by expectation-maximisation on a sample (as in SMALLTALK LM, arXiv 2410.03529, with smaller models):
+each model learns from the prefixes of its cluster, then all prefixes are assigned again. The biases
+keep the clusters equally large. The first clusters are those of k-means on the counts of tokens. Of
+several attempts, the one with the highest likelihood is used.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from .output import only_writer, writing
 from .shards import TokenDataset
 from .tokenizers import Tokenizer, load_tokenizer
 
-CLUSTERS = "clusters"  # the folder in that of the prepared corpus
+CLUSTERS = "clusters"  # folder in the directory of the prepared corpus
 ROUTER_FILE, WEIGHTS_FILE = "router.json", "model.safetensors"
 SAMPLE = 2**15  # prefixes from which the router learns
 _BUCKETS = 2**18  # of pairs of tokens; with more pairs than that, several share a bucket by a hash
@@ -49,8 +49,7 @@ class Router:
     """Chooses a cluster for the first tokens of a text.
 
     Attributes:
-        prefix: how many tokens it reads.
-        vocab_size: of its tokenizer.
+        prefix: the number of tokens that the router reads.
         pairs: (clusters, buckets) float32, the log of the counts of pairs of tokens.
         firsts: (clusters, vocab_size) float32, the log of the counts of the first of a pair.
         biases: (clusters,) float32, added to the log-likelihood of a whole prefix.
@@ -111,12 +110,14 @@ def load_router(folder: str | Path) -> Router:
         if sizes != wanted or router.prefix < 2:
             raise ValueError(f"tables of {sizes}, not of {wanted}")
     except Exception as error:  # safetensors has errors of its own
-        raise DataError(f"{folder}: no sound router ({error}); make it again with: sdp prepare --clusters K") from error
+        raise DataError(
+            f"{folder}: the router is missing or damaged ({error}); make it again with: sdp prepare --clusters K"
+        ) from error
     return router
 
 
 def router_hash(folder: Path) -> str:
-    """Return the sha256 of a router's weights. Equal hashes deal sequences to the same paths."""
+    """Return the sha256 of a router's weights. With equal hashes, sequences have equal paths."""
     return sha256_of(folder / WEIGHTS_FILE)
 
 
@@ -130,27 +131,26 @@ def _read_about(folder: Path) -> dict[str, Any]:
 
 
 def check_request(count: int, prefix: int, sequence_length: int) -> None:
-    """Raise DataError if no corpus could be dealt so."""
+    """Raise DataError if no corpus could have such clusters."""
     if not 2 <= count <= _MOST:
-        raise DataError(f"the number of clusters must be from 2 to {_MOST}, it is {count}")
+        raise DataError(f"the number of clusters must be from 2 to {_MOST}, but is {count}")
     if not 2 <= prefix <= sequence_length:
-        raise DataError(f"the router's prefix must be from 2 to the sequence length {sequence_length}, it is {prefix}")
+        raise DataError(f"the router's prefix must be from 2 to the sequence length {sequence_length}, but is {prefix}")
 
 
 def make_clusters(
     directory: str | Path, count: int, prefix: int, sequence_length: int, seed: int = 0, progress: bool = True
 ) -> dict[str, Any]:
-    """Train a router on a prepared corpus, deal every sequence, and write both to its ``clusters``.
-
-    Equal arguments give equal clusters. A folder of clusters that is there already is replaced.
+    """Train a router on a prepared corpus, assign every sequence, and write both to ``clusters``.
+    Equal arguments give equal clusters. An existing folder of clusters is replaced.
 
     Args:
         directory: The prepared corpus.
         count: The number of clusters.
         prefix: The tokens of a sequence that the router reads.
         sequence_length: The tokens of a sequence, ``data.sequence_length`` of the training.
-        seed: Picks the sample and the noise.
-        progress: Show what is done.
+        seed: The seed of the sample and of the noise.
+        progress: Whether to show progress.
 
     Returns:
         ``sizes`` by split, ``losses`` (nats per token of held-out prefixes under the model of their
@@ -245,7 +245,7 @@ def _on_sphere(points: np.ndarray) -> np.ndarray:
 
 
 def balancing_biases(scores: np.ndarray) -> np.ndarray:
-    """Return the biases (clusters,) with which argmax deals the rows of ``scores`` evenly."""
+    """Return the biases (clusters,) with which argmax divides the rows of ``scores`` evenly."""
     rows, count = scores.shape
     biases = np.zeros(count)
     step = float(np.abs(scores - scores.mean(1, keepdims=True)).mean()) + 1e-9
@@ -354,11 +354,11 @@ def read_clusters(dataset: TokenDataset, folder: Path | None = None) -> np.ndarr
     length = about.get("sequence_length")
     if length != dataset.sequence_length:
         raise DataError(
-            f"{folder}: clusters of sequences of {length} tokens, and data.sequence_length is "
+            f"{folder}: the clusters are of sequences of {length} tokens, but data.sequence_length is "
             f"{dataset.sequence_length}; {again}"
         )
     if about.get("corpus") != _tokens_of(dataset):
-        raise DataError(f"{folder}: the clusters of another corpus; {again}")
+        raise DataError(f"{folder}: has the clusters of another corpus; {again}")
     require_regular(path, again)
     recorded = about.get("splits", {}).get(dataset.split, {}).get("sha256")
     if not path.is_file() or sha256_of(path) != recorded:

@@ -1,4 +1,4 @@
-"""Documents to token arrays, in several processes. The result does not depend on their number."""
+"""Documents to token arrays, in several processes. Their number does not change the result."""
 
 from __future__ import annotations
 
@@ -83,8 +83,8 @@ def split_of(document: Document, held_out: float) -> str:
 def threshold_of(documents: Iterable[Document], held_out: float) -> float:
     """Return the fraction for :func:`split_of` with which both splits have a document.
 
-    This is ``held_out``, unless a small corpus by chance has no document on one side of it. Then
-    the document that is nearest to ``held_out`` goes to the other side.
+    The result is ``held_out``, unless a split of a small corpus would be empty by chance. Then the
+    document that is nearest to the limit is moved to this split.
     """
     lowest, highest = math.inf, -math.inf
     for document in documents:
@@ -191,8 +191,8 @@ class _Workers:
             result = connection.recv()
         except (EOFError, OSError) as error:
             raise LaunchError(
-                "a worker process ended unexpectedly (out of memory, or a calling script without"
-                ' `if __name__ == "__main__"`): try fewer workers; 1 needs no process'
+                "a worker process ended unexpectedly (out of memory, or a calling script without "
+                '`if __name__ == "__main__"`); use fewer workers, or 1, which starts no process'
             ) from error
         finally:
             self._idle.put(connection)
@@ -299,10 +299,10 @@ def _utf8(text: str) -> Iterator[bytes]:
 def cut_text(text: str, tokenizer: Tokenizer) -> Iterator[str]:
     """Cut ``text`` into pieces, and yield them in order.
 
-    A cut is made where the text around it has the same tokens as both sides on their own. A piece
-    may have no such position, for example a megabyte of one letter. It is then cut where both sides
-    still decode to the same text. If there is no such position either, the piece gets longer. This
-    happens with tokenizers that add a space to the start of every text.
+    A cut is made where the tokens of the text around it equal those of both sides separately. If
+    there is no such position, as in a megabyte of one letter, a piece is cut where both sides still
+    decode to the same text. If there is none either, the piece becomes longer. This happens with
+    tokenizers that add a space to the start of every text.
     """
     start, end = 0, PIECE_CHARACTERS
     while end < len(text):

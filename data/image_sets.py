@@ -128,7 +128,7 @@ def prepare_images(name: str, path: Path | None, output: Path) -> ImageIndex:
 
 @contextmanager
 def _replacing(path: Path) -> Iterator[BinaryIO]:
-    """A context with a file that takes the place of ``path`` when it is complete.
+    """A context with a new file, which replaces ``path`` when it is complete.
 
     Several runs may write the same set at the same time.
     """

@@ -62,8 +62,8 @@ class ImageArrays(Dataset[Sample]):
 class ImageFolder(Dataset[Sample]):
     """A folder with one directory of images per class. Images are decoded when they are read.
 
-    A sample is a square of ``image_size`` pixels in RGB. With a ``seed``, every epoch takes another
-    part of the image; without one, its middle is taken.
+    A sample is a square of ``image_size`` pixels in RGB. With a ``seed``, every epoch has another
+    part of the image. Without a seed, it is the middle of the image.
 
     ``root`` has ``train/CLASS/…`` and ``val/CLASS/…`` (or ``test``, ``held_out``), or only
     ``CLASS/…``. In the second case a tenth is held out, chosen by the files' names.
@@ -126,7 +126,7 @@ def _files_of(root: Path, split: str) -> tuple[list[str], list[tuple[str, int]]]
         raise DataError(f"{classes_in}: {len(classes)} directories of classes; two or more are needed")
     base = next((root / name for name in folders[split] if (root / name).is_dir()), None) if is_split else root
     if base is None:
-        raise DataError(f"{root}: has train/, but neither val/ nor test/ to hold out")
+        raise DataError(f"{root}: has train/, but neither val/ nor test/ for evaluation; add one of them")
     strangers = sorted(
         {path.name for path in base.iterdir() if path.is_dir() and not path.name.startswith(".")} - set(classes)
     )
@@ -188,8 +188,8 @@ class Batches:
     """Collates samples to ``{"images": (B, 3, S, S), "labels": (B,)}``.
 
     Images are float32 and normalised. With a ``seed``, they are cropped and mirrored at random.
-    ``samples`` is the data set's length, which splits a position into epoch and index. Raises
-    ConfigError if kornia is missing.
+    ``samples`` is the data set's length, by which a position is divided into epoch and index.
+    Raises ConfigError if kornia is missing.
     """
 
     def __init__(self, about: ImageIndex, samples: int, seed: int | None = None) -> None:

@@ -17,7 +17,7 @@ from .files import HASHING_THREADS, INDEX_FILE, read_index, sha256_of, special_k
 FORMAT = "sdp-token-shards"
 VERSION = 1
 SPLITS = ("train", "held_out")
-SHARDS = re.compile(r".*\.bin|index\.json")  # what a new corpus replaces in an object store
+SHARDS = re.compile(r".*\.bin|index\.json")  # files in an object store that a new corpus replaces
 _DEFAULT = "without --input: of the sources of Python's standard library"
 
 
@@ -146,7 +146,8 @@ def load_index(directory: str | Path) -> Index:
         raise DataError(f"{path}: not an index of token shards (no format {FORMAT!r})")
     if content.get("version") != VERSION:
         raise DataError(
-            f"{path}: version {quote(content.get('version'))}, this program reads {VERSION}; {_again(path.parent)}"
+            f"{path}: version {quote(content.get('version'))}, but this program reads version {VERSION}; "
+            f"{_again(path.parent)}"
         )
     try:
         return Index.model_validate(content)

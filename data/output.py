@@ -25,9 +25,8 @@ _OTHER_FILES = {MODEL_FILE, HF_DIRECTORY, *_DRAFTS}
 
 @contextlib.contextmanager
 def writing(directory: Path) -> Iterator[None]:
-    """Turn an OSError of the body into a DataError that names ``directory``.
-
-    An example of such an error is a full disk.
+    """A context that turns an OSError, such as a full disk, into a DataError that names
+    ``directory``.
     """
     try:
         yield
@@ -49,11 +48,11 @@ def only_writer(directory: Path) -> Iterator[None]:
             fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             raise DataError(
-                f"{directory}: another sdp prepare is writing here: wait for it, or choose another output"
+                f"{directory}: another sdp prepare is writing here; wait until it ends, or choose another output"
             ) from None
         except OSError as error:  # some network file systems do not support locks
             print(
-                f"{directory} cannot be locked ({error.strerror}): let no other sdp prepare write here",
+                f"{directory} cannot be locked ({error.strerror}); make sure that no other sdp prepare writes here",
                 file=sys.stderr,
                 flush=True,
             )
@@ -66,8 +65,8 @@ def only_writer(directory: Path) -> Iterator[None]:
 def nothing_left_on_error(directory: Path, new_directories: list[Path]) -> Iterator[None]:
     """Remove what the body wrote to ``directory`` if it fails or is interrupted.
 
-    ``new_directories`` (innermost first) did not exist before this run. They are removed if they
-    are empty then.
+    ``new_directories`` (innermost first) did not exist before this run. Afterwards, empty ones are
+    removed.
     """
     before = {path.name for path in directory.iterdir()}
     try:
@@ -100,7 +99,7 @@ def check_writable(directory: Path) -> None:
 def find_index(directory: Path, settings: Mapping[str, Any], *, overwrite: bool) -> Index | None:
     """Read the index in ``directory`` if its data was made with these settings.
 
-    Returns None if there is no index, or if ``overwrite`` lets other or damaged data be replaced.
+    Returns None if there is no index, or if ``overwrite`` allows to replace other or damaged data.
 
     Raises:
         DataError: There is other or damaged data, and ``overwrite`` is not given.
@@ -124,18 +123,20 @@ def find_index(directory: Path, settings: Mapping[str, Any], *, overwrite: bool)
 def other_data(directory: Path, changed: list[str]) -> DataError:
     """Make the error for an output whose data differs in the settings that ``changed`` names."""
     return DataError(
-        f"{directory} holds other data ({', '.join(changed)} changed): choose another output, or add --overwrite"
+        f"{directory} has data that was made in another way ({', '.join(changed)} changed); choose another output, "
+        "or add --overwrite"
     )
 
 
 def clear(directory: Path, *, overwrite: bool) -> None:
-    """Remove what an earlier or interrupted run left. The index is removed first.
+    """Remove the files of an earlier or interrupted run. The index is removed first.
 
     Raises DataError if another run has written an index since this run began.
     """
     if (directory / INDEX_FILE).exists() and not overwrite:
         raise DataError(
-            f"{directory}: another sdp prepare has finished here meanwhile; run the command again to compare"
+            f"{directory}: another sdp prepare has written data here meanwhile; run the command again to compare "
+            "with it"
         )
     with writing(directory):
         (directory / INDEX_FILE).unlink(missing_ok=True)

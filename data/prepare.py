@@ -44,9 +44,8 @@ _PLAIN_LINE_SECONDS = 5.0
 
 @dataclass(frozen=True)
 class Settings:
-    """The arguments that decide the tokens. Equal settings and equal corpora give equal shards.
-
-    An index without ``bos`` and ``separator`` is older than these, and counts as one with None.
+    """The arguments that determine the tokens. Equal settings and equal corpora give equal shards.
+    An older index has no ``bos`` and no ``separator``, which then count as None.
     """
 
     tokenizer: str
@@ -79,10 +78,10 @@ def prepare(
     """Encode a corpus into token shards in ``output``.
 
     An output that already has the same corpus with the same settings stays as it is. After an
-    error, nothing that this call wrote is left. At most three times the longest document is in
-    memory, plus a constant. In .parquet it is the largest page, which has at least a document. This
-    does not hold if a Hugging Face tokenizer cannot cut a document, and a text with characters
-    beyond U+FFFF needs four bytes for each.
+    error, nothing that this call wrote is left. The memory is at most three times the longest
+    document (in .parquet: the largest page), plus a constant. It is more if a Hugging Face
+    tokenizer cannot cut a document, and for texts with characters beyond U+FFFF, which need four
+    bytes for each character.
 
     Args:
         inputs: Files, folders and glob patterns, of the kinds in ``SUFFIXES``. None means Python's
@@ -90,16 +89,16 @@ def prepare(
         output: The directory for shards, tokenizer and index.
         tokenizer: ``sentencepiece`` (trained here, on training documents), ``bytes`` or
         ``hf:NAME``.
-        vocab_size: Tokens of a trained tokenizer. The other tokenizers have their own.
+        vocab_size: Tokens of a trained tokenizer. The size of other tokenizers is fixed.
         text_column: The key or column of the text in .jsonl, .csv, .parquet and .arrow files.
         held_out: The fraction of documents in the split ``held_out``, chosen by a hash.
         workers: Processes, by default one per core. The result does not depend on it.
-        seed: Picks the documents that the tokenizer is trained on.
+        seed: The seed by which documents are chosen to train the tokenizer.
         shard_tokens: The largest number of tokens in a file.
         progress: Show a bar, or plain lines if stderr is not a terminal.
         overwrite: Replace other data in ``output``.
         max_document_bytes: The largest size of a document.
-        names: What the index calls the inputs; by default their paths.
+        names: The names of the inputs in the index. By default, their paths.
         bos: Whether each text begins with the token of a Hugging Face tokenizer that begins a text.
         separator: The token of a Hugging Face tokenizer that ends a document, by default its
             end-of-sequence token.
@@ -113,7 +112,10 @@ def prepare(
     check_request(tokenizer, vocab_size)
     if (bos or separator is not None) and not tokenizer.startswith("hf:"):
         option = "--bos" if bos else "--separator"
-        raise DataError(f"{option}: a choice for tokenizers of Hugging Face (hf:NAME), and not for {tokenizer}")
+        raise DataError(
+            f"{option}: has an effect only with a tokenizer of Hugging Face (hf:NAME), not with "
+            f"{tokenizer}; leave it out"
+        )
     if tokenizer == "sentencepiece" and vocab_size is None:
         vocab_size = DEFAULT_VOCAB_SIZE
     settings = Settings(tokenizer, vocab_size, text_column, held_out, seed, shard_tokens, bos or None, separator)
@@ -140,7 +142,7 @@ def prepare(
     sources = corpus.sources()
     digest = hashlib.sha256("".join(source.sha256 for source in sources).encode()).hexdigest()
     if existing is not None and existing.corpus.sha256 == digest:
-        _say(f"{directory} already holds this corpus with these settings: nothing to do", progress)
+        _say(f"{directory} already has this corpus with these settings; nothing to do", progress)
         return existing.model_dump()
     if existing is not None and not overwrite:
         raise other_data(directory, ["the corpus"])
@@ -212,19 +214,19 @@ def _say(line: str, progress: bool) -> None:
 
 def _check(settings: Settings, workers: int | None, max_document_bytes: int) -> None:
     if not 0 < settings.held_out < 1:
-        raise DataError(f"the held-out fraction must lie between 0 and 1, it is {settings.held_out}")
+        raise DataError(f"the held-out fraction must be between 0 and 1, but is {settings.held_out}")
     if workers is not None and workers < 1:
-        raise DataError(f"the number of workers must be at least 1, it is {workers}")
+        raise DataError(f"the number of workers must be at least 1, but is {workers}")
     if settings.shard_tokens < 1:
-        raise DataError(f"a shard must hold at least 1 token, shard_tokens is {settings.shard_tokens}")
+        raise DataError(f"shard_tokens must be at least 1, but is {settings.shard_tokens}")
     if max_document_bytes < 1:
-        raise DataError(f"the largest size of a document must be at least 1 byte, it is {max_document_bytes}")
+        raise DataError(f"max_document_bytes must be at least 1, but is {max_document_bytes}")
 
 
 def sample_texts(corpus: StandardLibrary | FileCorpus, sources: list[Source], settings: Settings) -> Iterator[str]:
     """Choose the training documents that the tokenizer learns from.
 
-    They come from all files and have about TOKENIZER_SAMPLE_BYTES in total.
+    They are from all files, and together have about TOKENIZER_SAMPLE_BYTES.
     """
     order = list(range(len(sources)))
     random.Random(settings.seed).shuffle(order)
@@ -258,11 +260,12 @@ def quota(sizes: list[int], budget: int) -> float:
 
 
 def _of_one_kind(documents: Iterable[Document], *, of_tokens: bool) -> Iterator[Document]:
-    """Pass the documents on. Raises DataError if some have tokens and others have text."""
+    """Yield the documents. Raises DataError if some have tokens and others have text."""
     for document in documents:
         if not document.is_empty and (document.tokens is not None) != of_tokens:
             raise DataError(
-                "some documents are text and some are input_ids; prepare them apart, and mix them with data.sources"
+                "some documents are text and some are input_ids; prepare them in two directories, and mix these with "
+                "data.sources"
             )
         yield document
         del document  # free its memory before the next one is read
@@ -271,7 +274,7 @@ def _of_one_kind(documents: Iterable[Document], *, of_tokens: bool) -> Iterator[
 class ShardWriter:
     """Cuts a stream of tokens into ``SPLIT-NNNNN.bin`` files of at most ``shard_tokens`` tokens.
 
-    A file has its name only once it is complete. ``dtype`` is a little-endian unsigned NumPy type.
+    A file gets its name when it is complete. ``dtype`` is a little-endian unsigned NumPy type.
     """
 
     def __init__(self, directory: Path, split: str, dtype: np.dtype, shard_tokens: int, end_of_text: int) -> None:
@@ -375,23 +378,23 @@ def _write(
 def _check_splits(documents: dict[str, int], held_out: float) -> None:
     total = sum(documents.values())
     if not total:
-        raise DataError("the corpus is empty: none of its files holds a document with text")
+        raise DataError("the corpus is empty, because no file has a document with text; give other files")
     if total < len(documents):
         raise DataError(
-            f"the corpus is one document, and each of the splits {' and '.join(documents)} needs one; give more (a "
+            f"the corpus is one document, but each of the splits {' and '.join(documents)} needs one; give more (a "
             ".txt file is one document, a .jsonl file has one per line, under the key text)"
         )
     for split, count in documents.items():
         if not count:
             raise DataError(
-                f"the split {split!r} is empty: {total:,} document(s) with {held_out:g} held out leave it none, and "
-                "equal documents share a split; give more different documents (a .txt file is one) or "
+                f"the split {split!r} is empty: with {held_out:g} of {total:,} document(s) held out, it gets none "
+                "(equal documents are in the same split); give more different documents (a .txt file is one) or "
                 f"{'raise' if split == 'held_out' else 'lower'} --held-out"
             )
 
 
 def _with_progress(batches: Iterable[EncodedBatch], total_bytes: int, enabled: bool) -> Iterator[EncodedBatch]:
-    """Pass the batches on and show how many bytes of the sources are done, in a bar or in lines."""
+    """Yield the batches, and show how many bytes of the sources are done, in a bar or in lines."""
     if enabled and sys.stderr.isatty():
         with tqdm(total=total_bytes, unit="B", unit_scale=True, desc="encoding") as bar:
             for batch in batches:

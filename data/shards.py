@@ -21,19 +21,19 @@ from .files import read_at
 from .index import Index, load_index
 from .sources import IGNORED_LABEL, UNCOUNTED
 
-MOST_OPEN = 256  # shards; a process often may have no more than 1,024 open files
+MOST_OPEN = 256  # open shards; a process often may have only 1,024 open files
 
 
 class TokenDataset(Dataset[dict[str, torch.Tensor]]):
     """Sample ``i`` is tokens ``[i × L, (i + 1) × L)`` of a split, with L = ``sequence_length``.
 
     A sample is ``{"input_ids": (L,), "labels": (L,)}``. Both are int64. They are equal, except that
-    labels that do not count are -100: the model shifts the labels, as Hugging Face's models do.
+    labels that do not count are -100. The model shifts the labels, as Hugging Face's models do.
     With ``document_mask``, ``"documents": (L,)`` numbers the documents in the sample; an
     end-of-text token belongs to the document that it ends. A sample may span documents and shards.
     Tokens after the last whole sample are not read.
 
-    ``paths`` says which samples belong to which of the run's paths, if it has several.
+    ``paths``: which samples belong to which path, if the run has several.
 
     The constructor checks that every shard exists and has the right size. A shard that is cut off
     later is found when it is read. Raises DataError if a shard is missing or damaged, if the split
@@ -42,11 +42,11 @@ class TokenDataset(Dataset[dict[str, torch.Tensor]]):
 
     def __init__(self, directory: str | Path, split: str, sequence_length: int, *, document_mask: bool = False) -> None:
         if sequence_length < 1:
-            raise DataError(f"the sequence length must be at least 1, it is {sequence_length}")
+            raise DataError(f"the sequence length must be at least 1, but is {sequence_length}")
         self.directory = Path(directory)
         self.index: Index = load_index(directory)
         if split not in self.index.splits:
-            raise DataError(f"{directory}: no split {split!r}, there are {', '.join(self.index.splits)}")
+            raise DataError(f"{directory}: has no split {split!r}; there are {', '.join(self.index.splits)}")
         self.index.check_sizes(self.directory)
         self.split = split
         self.paths: PathSamples | None = None
@@ -62,7 +62,7 @@ class TokenDataset(Dataset[dict[str, torch.Tensor]]):
         shards = self.index.splits[split].shards
         self._ends = list(itertools.accumulate(shard.tokens for shard in shards))
         self._dtype = np.dtype(self.index.dtype).newbyteorder("<")
-        self._open: dict[int, PositionedFile] = {}  # the one that was opened first comes first
+        self._open: dict[int, PositionedFile] = {}  # in the order in which they were opened
 
     def __len__(self) -> int:
         return self.tokens // self.sequence_length
@@ -115,7 +115,7 @@ class TokenDataset(Dataset[dict[str, torch.Tensor]]):
         read = read_at(file, offset * width, count * width)
         if len(read) < count * width:
             self.index.check_size(self.directory, about)
-            raise DataError(f"{file.path}: was cut off while it was in use, and is whole again; start the run again")
+            raise DataError(f"{file.path}: was cut off while it was in use, and is complete now; start the run again")
         return np.frombuffer(read, dtype=self._dtype)
 
     def _file(self, shard: int) -> PositionedFile:
@@ -140,8 +140,8 @@ class TokenDataset(Dataset[dict[str, torch.Tensor]]):
 class MixedTokens(Dataset[dict[str, torch.Tensor]]):
     """The samples of one split of all sources, one source after the other.
 
-    The loader reads ``sources`` and mixes them, unless ``paths`` are set. A source is identified by
-    the hash of its corpus, so a directory may be moved during a run.
+    The loader mixes ``sources``, unless ``paths`` are set. A source is identified by the hash of
+    the corpus, so a resumed run finds a directory that was moved.
 
     Args:
         paths: The directories of the sources.
@@ -202,7 +202,5 @@ def _refuse_unlike(parts: Sequence[TokenDataset]) -> None:
     for part in parts:
         key = part.index.corpus.sha256
         if key in seen:
-            raise DataError(
-                f"data.sources: {seen[key]} and {part.directory} hold the same corpus, named twice; name it once"
-            )
+            raise DataError(f"data.sources: {seen[key]} and {part.directory} have the same corpus; name it only once")
         seen[key] = part.directory

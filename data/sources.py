@@ -1,7 +1,7 @@
 """Documents from text, JSON lines (plain, .gz, .zst), .csv, .parquet and .arrow files.
 
-Errors name the file and the line or row. At most about two copies of a document are in memory while
-it is read (three of a page of .parquet), and one when it is handed out (two of .parquet).
+Errors name the file and the line or row. While a document is read, at most about two copies are in
+memory (three of a page of .parquet). Afterwards there is one copy (two of .parquet).
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ SUFFIXES = (
     ARROW,
 )
 MAX_DOCUMENT_BYTES = 2**30
-UNCOUNTED = 2**31  # is added to a token whose label does not count
+UNCOUNTED = 2**31  # added to a token whose label does not count
 IGNORED_LABEL = -100  # torch's and Hugging Face's ignore_index
 _ONE_OBJECT = "give one JSON object per line"
 _READ_BYTES = 2**17
@@ -104,14 +104,14 @@ class FileCorpus:
 def expand_inputs(patterns: Sequence[str]) -> tuple[Path, ...]:
     """List the files that match the glob patterns (``**`` descends), sorted, each once.
 
-    The name of an existing file is not a pattern. A folder gives all files of supported kinds in
-    it and below, without hidden ones.
+    The name of an existing file is not a pattern. A folder stands for all files of supported kinds
+    in it and in its subfolders, without hidden ones.
 
     Raises DataError if a pattern matches nothing, or something that is neither a file of a
     supported kind nor a directory.
     """
     if not patterns:
-        raise DataError("no input is named: give at least one file or pattern")
+        raise DataError("no input is named; give at least one file or pattern")
     found: dict[Path, Path] = {}
     for pattern in patterns:
         if "\0" in pattern:
@@ -174,7 +174,7 @@ def _suffix(path: Path) -> str:
     for suffix in SUFFIXES:
         if path.name.lower().endswith(suffix):
             return suffix
-    raise DataError(f"{path}: this kind of file is not read; supported are {', '.join(SUFFIXES)}")
+    raise DataError(f"{path}: files of this kind cannot be read; supported are {', '.join(SUFFIXES)}")
 
 
 def _describe(path: Path) -> Source:
@@ -183,7 +183,7 @@ def _describe(path: Path) -> Source:
 
 
 def _too_long(where: str, limit: int) -> DataError:
-    return DataError(f"{where}: a document of more than {limit:,} bytes; cut it up, or raise --max-document-bytes")
+    return DataError(f"{where}: a document has more than {limit:,} bytes; divide it, or raise --max-document-bytes")
 
 
 def _read_text(path: Path, limit: int) -> Iterator[Document]:
@@ -303,7 +303,7 @@ def _content_of_line(line: bytearray, column: str, where: str) -> str | np.ndarr
     if text is None:
         return ""
     if not isinstance(text, str):
-        raise DataError(f"{where}: {quote(column)} must be a string, it is {type(text).__name__}")
+        raise DataError(f"{where}: {quote(column)} must be a string, but is {type(text).__name__}")
     try:
         if not text.isascii():
             text.encode()
@@ -313,24 +313,24 @@ def _content_of_line(line: bytearray, column: str, where: str) -> str | np.ndarr
 
 
 def _marked_tokens(row: dict[str, Any], where: str) -> np.ndarray:
-    """Return a line's ``input_ids``, and mark those whose ``labels`` are -100.
-
-    The first one is marked too, because no token before it predicts it.
+    """Return a line's ``input_ids``, with marks on those whose ``labels`` are -100. The first token
+    is marked too, because no earlier token predicts it.
     """
     ids, labels = (np.asarray(row.get(key, row["input_ids"])) for key in ("input_ids", "labels"))
     if ids.dtype.kind != "i" or ids.ndim != 1 or ids.min() < 0 or ids.max() >= UNCOUNTED:
-        raise DataError(f"{where}: 'input_ids' must be a list of token ids, at least one; ids are integers from 0")
+        raise DataError(f"{where}: 'input_ids' must be a list of one or more token ids, which are integers ≥ 0")
     if labels.dtype.kind != "i" or labels.shape != ids.shape:
         raise DataError(f"{where}: 'labels' must be a list of integers, as long as 'input_ids'")
     if 0 in (row.get("attention_mask") or ()):
         raise DataError(
-            f"{where}: 'attention_mask' hides some of 'input_ids'; leave these out, sequences are not padded"
+            f"{where}: 'attention_mask' hides some of 'input_ids'; leave these tokens out, because sequences are not "
+            "padded"
         )
     wrong = np.flatnonzero((labels != ids) & (labels != IGNORED_LABEL))
     if len(wrong):
         at = int(wrong[0])
         raise DataError(
-            f"{where}: label {at} is {labels[at]}, but token {at} is {ids[at]}; a label is the token at its own "
+            f"{where}: label {at} is {labels[at]}, but token {at} is {ids[at]}; a label is the token at the same "
             f"position, or {IGNORED_LABEL} if it does not count (the model itself shifts the labels)"
         )
     uncounted = labels == IGNORED_LABEL
@@ -368,7 +368,8 @@ def _read_csv(path: Path, column: str, limit: int) -> Iterator[Document]:
             for row in rows:
                 if row and len(row) != len(names):
                     raise DataError(
-                        f"{path}, line {rows.line_num}: {len(row)} columns, the first line has {len(names)}"
+                        f"{path}, line {rows.line_num}: has {len(row)} columns, but the first line has {len(names)}; "
+                        "repair the file"
                     )
                 size, consumed = consumed, 0
                 yield Document(row[at] if row else "", size)
@@ -437,14 +438,13 @@ def _check_column(path: Path, schema: Any, column: str) -> None:
     kind = schema.field(column).type
     kind = kind.value_type if pyarrow.types.is_dictionary(kind) else kind
     if kind not in (pyarrow.string(), pyarrow.large_string(), pyarrow.string_view(), pyarrow.null()):
-        raise DataError(f"{path}: column {quote(column)} must hold strings, it holds {kind}")
+        raise DataError(f"{path}: column {quote(column)} must contain strings, but contains {kind}")
 
 
 def _texts(path: Path, arrays: Iterator[Any], limit: int, rows: int | None = None) -> Iterator[Document]:
-    """Read arrays of large_string. Each of ``rows`` has an equal share of the file's bytes.
-
-    Without ``rows``, a row has the bytes of its text. A text is copied out of arrow's memory once,
-    which ``as_py`` does twice.
+    """Read arrays of large_string. Each of ``rows`` counts for an equal part of the file's bytes.
+    Without ``rows``, a row counts for the bytes of its text. A text is copied only once from
+    arrow's memory; ``as_py`` would copy it twice.
     """
     bytes_per_row = rows and path.stat().st_size / rows
     row = 0

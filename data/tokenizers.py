@@ -20,7 +20,7 @@ from ..engine.files import write_whole
 from .files import INDEX_FILE, read_index, require_regular
 
 END_OF_TEXT = "<|endoftext|>"
-SPACE_SYMBOL = "\u2581"  # SentencePiece writes it for a space, and decodes a real one as a space
+SPACE_SYMBOL = "\u2581"  # SentencePiece's sign for a space; in a text, it is decoded as a space
 MODEL_FILE = "tokenizer.model"
 HF_DIRECTORY = "tokenizer"
 _HUB_SECONDS = 10.0
@@ -63,7 +63,8 @@ class Tokenizer(Protocol):
 class Piece:
     """A token of a SentencePiece model.
 
-    Two neighbours may be merged into a ``mergeable`` piece. The best ``score`` is merged first.
+    Two neighbours may be merged into a ``mergeable`` piece. Pieces with the best ``score`` come
+    first.
     """
 
     text: str
@@ -143,8 +144,9 @@ class SentencePieceTokenizer:
 class HuggingFaceTokenizer:
     """A tokenizer of ``transformers``, from a local directory or from the hub.
 
-    ``separator`` is the token that ends a document, in place of the tokenizer's own. It is saved
-    with the tokenizer. Raises DataError if the tokenizer cannot be loaded or has no such token.
+    ``separator`` is the token that ends a document, in place of the end-of-sequence token. It is
+    saved with the tokenizer. Raises DataError if the tokenizer cannot be loaded or has no such
+    token.
     """
 
     def __init__(self, location: str, name: str | None = None, separator: str | None = None) -> None:
@@ -162,7 +164,8 @@ class HuggingFaceTokenizer:
         self.end_of_text: int = self._tokenizer.eos_token_id
 
     def encode(self, text: str) -> list[int]:
-        # A special token that is spelled out in a text is text. It does not end the document.
+        # If a text contains the spelling of a special token, this is text. It does not end the
+        # document.
         return self._tokenizer.encode(text, add_special_tokens=False, split_special_tokens=True, verbose=False)
 
     @property
@@ -179,9 +182,8 @@ class HuggingFaceTokenizer:
         return self.end_of_text if begin is None else begin
 
     def encode_prompt(self, text: str) -> list[int]:
-        """Token ids of a prompt, in which special tokens may be spelled out.
-
-        The tokenizer adds what it adds by itself, unless ``text`` begins with the first of it.
+        """Token ids of a prompt, in which special tokens may be written as text. The tokenizer adds
+        its usual special tokens, unless ``text`` already begins with the first of them.
         """
         begin = self._tokenizer.decode(self.begin_of_text)
         return self._tokenizer.encode(text, add_special_tokens=not (begin and text.startswith(begin)), verbose=False)
@@ -297,10 +299,10 @@ def check_request(request: str, vocab_size: int | None) -> None:
     if request not in ("bytes", "sentencepiece") and not request.startswith(_HF_PREFIX):
         raise DataError(f"unknown tokenizer {quote(request)}: choose sentencepiece, bytes or hf:NAME")
     if request == _HF_PREFIX:
-        raise DataError("hf: must be followed by a directory or a name on the hub, as in hf:gpt2")
+        raise DataError("hf: must be followed by a directory or a name on the hub, such as hf:gpt2")
     if request == "sentencepiece" and vocab_size is not None and vocab_size <= _SMALLEST_VOCABULARY:
         raise DataError(
-            f"the vocabulary size must be more than {_SMALLEST_VOCABULARY}, since every byte is a token; it is "
+            f"the vocabulary size must be more than {_SMALLEST_VOCABULARY}, because every byte is a token, but is "
             f"{vocab_size}"
         )
     if request == "bytes" and vocab_size not in (None, BytesTokenizer.vocab_size):
@@ -312,14 +314,14 @@ def check_request(request: str, vocab_size: int | None) -> None:
 
 
 def request_of(spec: dict[str, Any]) -> str:
-    """Return the request that led to a tokenizer with this ``spec()``."""
+    """Return the name (``data.tokenizer``) of a tokenizer with this ``spec()``."""
     return f"{_HF_PREFIX}{spec.get('name')}" if spec.get("kind") == "hf" else str(spec.get("kind"))
 
 
 def ready_made(request: str, separator: str | None = None) -> BytesTokenizer | HuggingFaceTokenizer | None:
     """Load the tokenizer that ``request`` names, or return None if it must be trained first.
 
-    ``separator``: the token that ends a document. Raises DataError if it cannot be loaded.
+    ``separator``: the token that ends a document. Raises DataError if loading fails.
     """
     if request == "sentencepiece":
         return None
@@ -377,8 +379,8 @@ def tokenizer_from_spec(spec: dict[str, Any], directory: Path) -> Tokenizer:
 
 
 def load_encoder(spec: dict[str, Any], directory: Path) -> Callable[[Sequence[str]], list[np.ndarray]]:
-    """Return the ``encode_batch`` of the tokenizer that ``spec()`` described, loaded as fast as
-    possible.
+    """Return ``encode_batch`` of the tokenizer that ``spec()`` described, loaded in the fastest
+    way.
 
     Raises DataError if the files do not match the description.
     """
@@ -444,7 +446,9 @@ def train_sentencepiece(texts: Iterable[str], vocab_size: int) -> bytes:
 
 
 def _record_failure(texts: Iterable[str], failures: list[BaseException]) -> Iterator[str]:
-    """Pass ``texts`` on and record their exception, which the trainer replaces by its own error."""
+    """Yield ``texts`` and record their exception, because the trainer replaces it by another
+    error.
+    """
     try:
         yield from texts
     except BaseException as error:
@@ -467,8 +471,8 @@ def _cut_into_lines(texts: Iterable[str]) -> Iterator[str]:
 def _explain(message: str, vocab_size: int) -> str:
     if found := re.search(r"value <= (\d+)", message):
         return (
-            f"the corpus is too small for a SentencePiece vocabulary of {vocab_size:,}: it gives {found[1]} tokens;"
-            f" use --vocab-size {found[1]} or less, --tokenizer bytes, or more text"
+            f"the corpus is too small for a SentencePiece vocabulary of {vocab_size:,}: it has only {found[1]} "
+            f"tokens; use --vocab-size {found[1]} or less, --tokenizer bytes, or more text"
         )
     if found := re.search(r"required_chars\. \d+ vs (\d+)", message):
         return (
@@ -476,7 +480,7 @@ def _explain(message: str, vocab_size: int) -> str:
         )
     if "sentences_.empty()" in message:
         return (
-            "the corpus is empty, or all of it is held out (equal documents share a split): no text to train a "
-            "SentencePiece tokenizer on; give more different documents"
+            "there is no text to train a SentencePiece tokenizer, because the corpus is empty or all of it is held "
+            "out (equal documents are in the same split); give more different documents"
         )
     return f"SentencePiece could not be trained with {vocab_size:,} tokens: {message}"

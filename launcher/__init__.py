@@ -1,1 +1,1 @@
-"""Starts the processes of a run, on this host or on many; knows no command."""
+"""Starts the processes of a run, on this host or on many hosts."""

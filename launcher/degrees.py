@@ -1,6 +1,4 @@
-"""How many processes a run takes. Its degrees of parallelism, its batch and the visible devices
-decide.
-"""
+"""The number of processes of a run, from degrees of parallelism, batch and visible devices."""
 
 from __future__ import annotations
 
@@ -23,7 +21,7 @@ class Degrees:
     """The degrees of parallelism of a run.
 
     Attributes:
-        config: has the groups and the tensor-parallel degree.
+        config: the configuration, with the groups and the tensor-parallel degree.
         fsdp: the value of ``--fsdp``, None for world size / (groups * tp).
         alone: whether the processes are one group of the run.
     """
@@ -42,17 +40,17 @@ class Degrees:
 
     @property
     def fewest(self) -> int:
-        """The fewest processes that make a whole grid."""
+        """The fewest processes that fill the grid of ranks."""
         return self.groups * (self.fsdp or 1) * self.tp
 
     def check(self, processes: int, source: str) -> None:
         """Check that ``processes``, a number that comes from ``source``, fits the run.
 
-        The ranks would find a mistake only after they have started, or after they have waited in a
-        queue.
+        Without this check, ranks would find a mistake only after their start, perhaps after hours
+        in a queue.
 
         Raises:
-            LaunchError: the processes do not make a whole grid. The message has every factor.
+            LaunchError: the processes do not fill the grid of ranks. The message has every factor.
             ConfigError: the samples of a step do not divide equally, or the groups cannot have the
                 capacity.
         """

@@ -1,8 +1,8 @@
 """A started rank ends with its parent, and reports a fatal error to its launcher once.
 
-A job of many ranks fails with one message. Under the local launcher a rank writes its error to a
-file, and the launcher prints the one that came first. Under another launcher ranks above 0 wait
-before they print their error, because rank 0 may print the same. Every rank waits before it prints
+A job of many ranks fails with one message. Under the local launcher, a rank writes its error to a
+file, and the launcher prints the first error. Under another launcher, ranks above 0 wait before
+they print their error, because rank 0 may print the same one. Every rank waits before it prints
 that another rank is gone, so that the cause comes first.
 """
 
@@ -28,7 +28,7 @@ from ..engine.json_files import read_json_file
 
 PREFIX = "sdp: error: "
 _PR_SET_PDEATHSIG = 1
-# Why a rank may have got a signal that nobody sent on purpose.
+# Possible causes of a signal that no user sent.
 _REASONS = {
     "SIGKILL": ", perhaps for lack of memory",
     "SIGBUS": ", perhaps because a file that it reads was cut short (sdp prepare --verify) or /dev/shm is full",
@@ -44,11 +44,11 @@ class FatalError:
     """Why a rank ends.
 
     Attributes:
-        exit_code: the exit code that it is about to have.
+        exit_code: the exit code with which the rank will end.
         text: the text for the user.
         time: when it failed, in seconds since the epoch.
-        stalled: whether it made no progress, which may be another rank's fault.
-        follows: whether it ends because another rank is gone.
+        stalled: whether the rank made no progress, perhaps because of another rank.
+        follows: whether the rank ends because another rank is gone.
     """
 
     exit_code: int
@@ -59,14 +59,12 @@ class FatalError:
 
     @property
     def is_known(self) -> bool:
-        """Whether the rank itself said in one line what is wrong, and it is more than the loss of
-        another rank.
-        """
+        """Whether the rank reported the cause in one line, other than the loss of another rank."""
         return self.text.startswith(PREFIX) and not self.follows
 
     @property
     def is_loss(self) -> bool:
-        """Whether a rank or a host was lost, for all that the rank knows."""
+        """Whether a rank or a host was lost, as far as this rank knows."""
         return self.exit_code != 2 and (self.stalled or not self.is_known)
 
     @classmethod
@@ -81,7 +79,7 @@ class FatalError:
 def show(text: str) -> None:
     """Print a text on the terminal (stderr), without control characters.
 
-    If the terminal is gone, the run goes on, and ends as it should.
+    If the terminal is gone, the run continues normally.
     """
     if sys.stderr is not None:
         with contextlib.suppress(OSError):
@@ -94,12 +92,12 @@ def say(text: str) -> None:
 
 
 def names_lost_rank(reason: str) -> bool:
-    """Whether the last words of a rank may mean that a rank or a host was lost."""
+    """Whether the message of a rank may mean that a rank or a host was lost."""
     return ": no progress for " in reason or ": another rank is gone " in reason
 
 
 def described_end(rank: int, exit_code: int, position: RankPosition | None) -> str:
-    """How a process of this host ended, in words. An ``exit_code`` below zero is a signal."""
+    """Describe how a process of this host ended. An ``exit_code`` below zero is a signal."""
     if exit_code >= 0:
         how = f"ended with exit code {exit_code}"
     else:
@@ -125,11 +123,11 @@ def tie_to_parent(parent_pid: int) -> None:
 def report_fatal(
     text: str, exit_code: int, supervision: Supervision | None, *, stalled: bool = False, follows: bool = False
 ) -> None:
-    """Tell the user why this process ends, once for all ranks.
+    """Print why this process ends, once for all ranks.
 
     Args:
         text: the text for the user.
-        exit_code: the exit code that this process is about to have.
+        exit_code: the exit code with which this process will end.
         supervision: the launcher of this package that started this process, or None.
         stalled: see :class:`FatalError`.
         follows: see :class:`FatalError`.

@@ -37,9 +37,9 @@ def start_local(
     restarts: int = 0,
     command: Sequence[str] | None = None,
 ) -> int:
-    """Run ``sdp`` in several processes on this host, and return the exit code of the whole.
+    """Run ``sdp`` in several processes on this host, and return the exit code of the run.
 
-    Rank 0 keeps this process's terminal. The output of rank R > 0 is appended to
+    Rank 0 writes to this process's terminal. The output of rank R > 0 is appended to
     ``log_dir/rank-R.log``. If a rank fails, or this process gets SIGINT, SIGTERM, SIGHUP or
     SIGUSR1, the other ranks get a signal, and are killed if they do not end. A second signal kills
     them at once.
@@ -50,8 +50,8 @@ def start_local(
         log_dir: the directory of the logs.
         on_cpu: give the ranks glibc's allocator settings for a CPU.
         grace_seconds: from the signal to the ranks until they are killed.
-        stop_seconds: the same after a signal to this process, so that a checkpoint can be written.
-            None: ``grace_seconds``.
+        stop_seconds: the same time after a signal to this process, so that there is time for a
+            checkpoint. None: ``grace_seconds``.
         restarts: how often a run that loses a rank starts again from its newest checkpoint.
         command: what to run in place of ``python -m sdp``.
 
@@ -81,7 +81,7 @@ def start_local(
 
 
 def become_single() -> None:
-    """Make this process a run of one rank."""
+    """Set the variables of a run with one rank in this process."""
     for name, value in loopback_settings().items():
         set_default(name, value)
     export(local_environment(0, 1, free_port()).variables())
@@ -107,7 +107,7 @@ def _start_all(
 
 
 def _supervise(ranks: Sequence[RankProcess], received: list[int], grace_seconds: float, stop_seconds: float) -> End:
-    """Wait until the ranks have ended, and say why they did if that is a failure."""
+    """Wait until the ranks have ended, and print the cause of a failure."""
     wait(ranks, lambda: bool(received) or any(rank.failure() for rank in ranks))
     if not received:
         wait(ranks, lambda: bool(received), _SETTLE_SECONDS)
@@ -150,9 +150,8 @@ def _kill(ranks: Sequence[RankProcess]) -> None:
 
 
 def _suspect(ranks: Sequence[RankProcess]) -> str:
-    """Which rank probably hangs, in words.
-
-    Ranks wait for each other, so another one may have reported it.
+    """Describe which rank probably hangs. It may be another rank than the one that reported,
+    because ranks wait for each other.
     """
     stopped = [process for process in ranks if process.is_stopped()]
     if stopped:
@@ -163,7 +162,7 @@ def _suspect(ranks: Sequence[RankProcess]) -> str:
 
 
 def _report(failures: Sequence[tuple[RankProcess, FatalError]], suspect: str) -> End:
-    """Say in one message which rank failed first, and why. Return how the whole run ended."""
+    """Print in one message which rank failed first, and why. Returns how the run ended."""
     if not failures:
         return End(0, is_loss=False)
     process, failure = min(failures, key=lambda item: _lateness(*item))
@@ -188,9 +187,9 @@ def _report(failures: Sequence[tuple[RankProcess, FatalError]], suspect: str) ->
 def _lateness(process: RankProcess, failure: FatalError) -> tuple[bool, bool, float, int]:
     """A key that sorts causes before consequences.
 
-    A rank that was killed from outside is a cause, except by SIGABRT: communication libraries end a
-    process that way when its peer is gone. A user's mistake is a cause too. Among the others the
-    first report counts.
+    A rank that was killed from outside is a cause. An exception is SIGABRT, with which
+    communication libraries end a process when its peer is gone. A user's mistake is a cause too. Of
+    the other ranks, the first report counts.
     """
     killed = failure.exit_code < 0 and failure.exit_code != -signal.SIGABRT
     return not killed, failure.exit_code != 2, failure.time, process.rank

@@ -1,5 +1,5 @@
-"""One rank as a process of this host: start it, look at it, find out why it ended. And how to start
-this very package in another process.
+"""One rank as a process of this host: its start, its state, and the cause of its end. And how to
+start this very package in another process.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _LAST_LOG_BYTES = 4096
 class RankProcess:
     """A started process.
 
-    ``log_start``: the byte of the log, which is appended to, where this run begins.
+    ``log_start``: the position in the log, to which runs append, at which this run begins.
     """
 
     rank: int
@@ -90,19 +90,14 @@ class RankProcess:
             raise LaunchError(f"rank {rank} cannot be started with its log in {log_dir}: {error}") from None
 
     def has_ended(self) -> bool:
-        """Whether the process has ended.
-
-        If so, everything that it left in its process group is killed.
-        """
+        """Whether the process has ended. If so, other processes of its process group are killed."""
         if self.process.returncode is None and _has_exited(self.process):
             self.kill()  # before the process is reaped: after that its group id may belong to another
             self.process.wait()
         return self.process.returncode is not None
 
     def failure(self) -> FatalError | None:
-        """Why it failed, from its own report, which may come before its end, or from its exit
-        status.
-        """
+        """Why the process failed, from its report (also before its end) or from its exit status."""
         code = self.process.returncode
         if code == 0:
             return None
@@ -112,12 +107,12 @@ class RankProcess:
         return FatalError(code, self._last_log_line(), time.time())
 
     def report(self) -> FatalError | None:
-        """The error that it reported itself, or None."""
+        """The error that the process reported, or None."""
         return FatalError.read(self.error_file)
 
     @property
     def position(self) -> RankPosition | None:
-        """Where in the run it said that it is."""
+        """The last reported position in the run."""
         return RankPosition.read(self.position_file)
 
     def is_stopped(self) -> bool:
@@ -129,7 +124,9 @@ class RankProcess:
         return status.rpartition(")")[2].split()[0] in ("T", "t")
 
     def send_signal(self, number: int) -> None:
-        """Send the process a signal. One that is stopped (SIGSTOP, Ctrl-Z) goes on first."""
+        """Send the process a signal. If the process is stopped (SIGSTOP, Ctrl-Z), continue it
+        first.
+        """
         self.process.send_signal(number)
         self.process.send_signal(signal.SIGCONT)
 
@@ -139,7 +136,7 @@ class RankProcess:
             os.killpg(self.process.pid, signal.SIGKILL)
 
     def forget(self) -> None:
-        """Remove the files through which it talked to the launcher."""
+        """Remove the files through which the process reported to the launcher."""
         for path in (self.error_file, self.position_file):
             with contextlib.suppress(OSError):
                 path.unlink(missing_ok=True)
@@ -156,7 +153,7 @@ class RankProcess:
                 size = log.seek(0, os.SEEK_END)
                 log.seek(max(self.log_start, size - _LAST_LOG_BYTES))
                 lines = log.read().decode(errors="replace").split("\n")
-        except OSError:  # somebody removed the directory
+        except OSError:  # the directory was removed
             return ""
         return next((line.strip() for line in reversed(lines) if line.strip()), "")
 

@@ -41,13 +41,13 @@ def run_again(
     received: Sequence[int],
     prepare: Callable[[], Sequence[str]] = list,
 ) -> int:
-    """Run to the end, start again after each loss, and return the exit code of the whole.
+    """Run to the end, start again after each loss, and return the last exit code.
 
     A run is not started again after a mistake of the user, or after a signal.
 
     Args:
         start: runs with more words for ``sdp train``.
-        restarts: how often the run may start again, in all.
+        restarts: how often the run may start again in all.
         received: the signals to this process.
         prepare: called before a restart. It returns more words for ``sdp train``.
     """
@@ -74,7 +74,7 @@ def run_again(
 def await_lock(dump_dir: Path, received: Sequence[int]) -> None:
     """Wait until no process writes the files of the run, or until a signal comes.
 
-    A rank on a host that is gone notices that only after some time.
+    A rank may notice only after some time that another host is gone.
     """
     waits_until = time.monotonic() + _LOCK_SECONDS
     while not received and time.monotonic() < waits_until:
@@ -89,15 +89,13 @@ def await_lock(dump_dir: Path, received: Sequence[int]) -> None:
 
 
 def on_fewer_ranks(degrees: Degrees, started: int, left: int) -> tuple[int, list[str]]:
-    """Return with how many ranks a run goes on, and the words for ``sdp train`` that say so.
+    """Return with how many ranks a run continues, and the further arguments of ``sdp train``.
 
     The fsdp and tp degrees and the batch of a step stay. The number of groups becomes as large as
     the ranks allow, but not larger than before.
 
     Args:
-        degrees: those with which the run was started first.
-        started: the ranks with which it was started first.
-        left: the ranks that are left.
+        degrees: the degrees of the first start.
 
     Raises:
         LaunchError: the ranks are too few, or a setting depends on the number of groups.
@@ -109,18 +107,18 @@ def on_fewer_ranks(degrees: Degrees, started: int, left: int) -> tuple[int, list
     if groups == sdp.groups:
         return started, []
     if groups == 0:
-        raise LaunchError(f"{left} ranks are left, and a group has {size} (fsdp * tp)")
+        raise LaunchError(f"{left} ranks are left, but a group has {size} (fsdp * tp)")
     for key, depends in (
         ("sdp.placement", isinstance(sdp.placement, dict)),
         ("sdp.capacity", isinstance(sdp.capacity, list)),
     ):
         if depends:
-            raise LaunchError(f"{key} is given for each of {sdp.groups} groups, and the ranks left make {groups}")
+            raise LaunchError(f"{key} is given for each of {sdp.groups} groups, but only {groups} groups are left")
     batch, data_ranks = BatchSize.resolve(config, mesh_of(config, started)), groups * size // degrees.tp
     accumulation, rest = divmod(batch.train, batch.micro * data_ranks)
     if rest:
         raise LaunchError(
-            f"train_batch_size {batch.train} does not divide by train_micro_batch_size_per_gpu {batch.micro} * "
+            f"train_batch_size {batch.train} is not a multiple of train_micro_batch_size_per_gpu {batch.micro} * "
             f"{data_ranks} data ranks that are left"
         )
     settings = {

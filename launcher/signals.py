@@ -17,7 +17,7 @@ CAUGHT = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
 
 @contextlib.contextmanager
 def caught_signals() -> Iterator[list[int]]:
-    """Collect signals to this process in a list while inside, instead of dying of them."""
+    """A context that collects signals to this process in a list. They do not end the process."""
     received: list[int] = []
     with handled(CAUGHT, lambda caught, _: received.append(caught)):
         yield received
@@ -25,10 +25,8 @@ def caught_signals() -> Iterator[list[int]]:
 
 @contextlib.contextmanager
 def handled(numbers: Iterable[int], handler: Callable[[int, Any], Any] | signal.Handlers) -> Iterator[None]:
-    """Give signals a handler while inside.
-
-    A signal that is ignored (SIGHUP under nohup) stays ignored. Outside the main thread, which
-    alone may handle signals, nothing changes.
+    """A context with a handler of signals. An ignored signal (SIGHUP under nohup) stays ignored.
+    Nothing changes outside the main thread, because only that thread may handle signals.
     """
     previous = {}
     if threading.current_thread() is threading.main_thread():

@@ -1,8 +1,8 @@
 """Models of transformers, which are not written for SDP.
 
 :func:`build` makes the model of a folder. :func:`declare_neuron_branches` says where the neurons of
-a model are, for ``sdp.granularity`` "neuron", and makes two of its layers work with a part of the
-neurons. Names and shapes of all parameters stay as they are.
+a model are, for ``sdp.granularity`` "neuron", and changes two kinds of layers so that they work
+with a part of the neurons. Names and shapes of all parameters stay as they are.
 """
 
 from __future__ import annotations
@@ -69,14 +69,14 @@ def build(section: HuggingFaceConfig) -> nn.Module:
     try:
         config = AutoConfig.from_pretrained(directory, local_files_only=True, trust_remote_code=False)
         model = AutoModelForCausalLM.from_config(config, dtype=torch.float32, trust_remote_code=False)
-    except Exception as error:  # each kind of model has checks of its own
+    except Exception as error:  # each kind of model has checks
         raise ConfigError(
             f"model.path: {directory}: transformers builds no causal language model of type "
             f"{json.dumps(content['model_type'])} ({shorten(str(error).strip().splitlines()[0])})"
         ) from None
     finally:
         logging.set_verbosity(verbosity)
-    config.use_cache = False  # training never reads keys and values again
+    config.use_cache = False  # training does not need cached keys and values
     object.__setattr__(model, "canonical_name", _canonical_name(model, get_model_conversion_mapping(model)))
     return model
 
@@ -99,8 +99,8 @@ def _canonical_name(model: Any, conversions: list[Any]) -> Callable[[str], str |
         name, converted = rename_source_key(key, renamings, converters, prefix, kept)
         if converted is not None:
             raise ModelError(
-                f"training.init_from: {kind} joins {key!r} with other tensors of its files, which are not read in "
-                "parts; load it with from_pretrained in a script, and give the model to sdp.initialize"
+                f"training.init_from: {kind} joins {key!r} with other tensors of its files, which cannot be read "
+                "separately; load it with from_pretrained in a script, and give the model to sdp.initialize"
             )
         return None if name in computed or (name not in kept and ignored.search(key)) else name
 
@@ -174,7 +174,7 @@ def declare_neuron_branches(model: nn.Module) -> nn.Module:
 
     Call it before :func:`sdp.initialize`. Attention is cut by key/value heads, and the feed-forward
     by hidden units. With GPT-2, ``sdp.branch_scale`` other than "none" is refused: its layers store
-    their weights the other way around.
+    weights with inputs and outputs exchanged.
 
     Raises:
         ModelError: The branches of this kind of model are not known here.

@@ -38,7 +38,7 @@ from ..engine.distributed.collectives import TensorRanks, autocast_precision, ga
 
 
 def document_mask(documents: Tensor) -> Tensor:
-    """Return which tokens (B, 1, S, S) a token sees: the earlier ones of its own document, and
+    """Return to which tokens (B, 1, S, S) a token attends: the earlier ones of its document, and
     itself.
 
     ``documents`` (B, S) numbers the documents of each sequence. Positions need not restart at a
@@ -99,9 +99,9 @@ def has_kernel_for_documents(hidden: Tensor, head_size: int) -> bool:
 def attention(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None = None, **options: Any) -> Tensor:
     """Compute torch's ``scaled_dot_product_attention``, or nothing if there are no heads.
 
-    A group that holds none of a layer's heads computes attention of no heads. On CUDA, torch 2.11
-    then ends the process by a division by zero, or returns an undefined tensor. torch 2.13 returns
-    an empty result (seen on a CPU), as this function does.
+    A group that holds no head of a layer computes attention of no heads. On CUDA, torch 2.11 then
+    ends the process by a division by zero, or returns an undefined tensor. torch 2.13 returns an
+    empty result (seen on a CPU), as this function does.
 
     Args:
         query: (..., H, S, E).
@@ -175,14 +175,14 @@ CHUNK_LOGITS = 2**24  # 64 MiB in float32
 class LanguageModelHead(nn.Linear):
     """Hidden states to logits over the vocabulary, or with labels to the loss.
 
-    Its parameter is that of an ``nn.Linear`` without bias. Under tensor parallelism
+    The parameter is that of an ``nn.Linear`` without bias. Under tensor parallelism
     (``tensor_ranks``), this rank has some rows of the weight and its part of the logits.
 
     ``chunk_tokens`` is the number of tokens whose logits exist at the same time. By default these
     are 64 MiB of float32 logits, but at least as many tokens as the hidden size. Every chunk adds
     to a gradient of (V, D) elements, which for fewer tokens would cost more than their logits.
 
-    ``z_loss`` is the coefficient of :func:`linear_cross_entropy`. It is for training alone.
+    ``z_loss`` is the coefficient of :func:`linear_cross_entropy`. It is used only in training.
     """
 
     def __init__(self, hidden_size: int, vocab_size: int, chunk_tokens: int | None = None, z_loss: float = 0.0) -> None:
@@ -229,7 +229,8 @@ def linear_cross_entropy(
         weight: The head's weight (V, D). With ``ranks``, this rank's part of the rows.
         targets: Token ids (N). Targets of -100 do not count.
         chunk_tokens: Tokens whose logits exist at the same time.
-        ranks: The tensor-parallel ranks. The gradient of ``hidden`` is then this rank's part of it.
+        ranks: The tensor-parallel ranks. With them, the gradient of ``hidden`` is only this rank's
+            term of the sum.
         z_loss: Factor of the mean of ``logsumexp(logits) ** 2``, added to the loss.
 
     Returns:

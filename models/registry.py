@@ -116,9 +116,9 @@ def huggingface_config(section: Mapping[str, Any], vocab_size: int) -> dict[str,
 def section_from_huggingface(directory: Path, stated: Mapping[str, Any]) -> dict[str, Any]:
     """Make the ``model`` section for the ``config.json`` in ``directory``.
 
-    A model that this package has itself becomes that model, unless the section names
-    "huggingface". The section must agree with ``stated``. Raises ConfigError with the key that
-    differs, or with the setting that the named model does not support.
+    If this package has the same model, the section names it, unless it already names "huggingface".
+    The section must not contradict ``stated``. Raises ConfigError with the key that differs, or
+    with the setting that the named model does not support.
     """
     path = directory / "config.json"
     given = {"name": "huggingface", "path": str(directory.absolute())}
@@ -165,7 +165,7 @@ def _entry(name: object) -> Entry:
     return MODELS[require_known(name)]
 
 
-MOST_PADDING = 1024  # rows by which models' vocabularies are larger than their tokenizers'
+MOST_PADDING = 1024  # how many more rows a model's vocabulary often has than its tokenizer's
 _KIND = {"vocab_size": "tokens", "num_classes": "images", "image_size": "images"}
 _ABOUT = {
     "vocab_size": "the data's tokenizer has",
@@ -175,7 +175,7 @@ _ABOUT = {
 
 
 def is_padded(stated: int, tokens: int) -> bool:
-    """Whether a model's vocabulary is a tokenizer's with some rows more, which no text has."""
+    """Whether a model's vocabulary is the tokenizer's with a few unused rows."""
     return tokens < stated <= tokens + min(MOST_PADDING, tokens // 8)
 
 
@@ -187,7 +187,8 @@ def _agreed(key: str, stated: object, data: int, prepare: str | None = None) -> 
         remedy = f"remove model.{key} to take the data's"
         if prepare is not None:
             raise ConfigError(
-                f"model.{key}: {stated}, but {_ABOUT[key]} {data}; prepare the data with the model's own one: {prepare}"
+                f"model.{key}: {stated}, but {_ABOUT[key]} {data}; prepare the data with the model's tokenizer: "
+                f"{prepare}"
             )
         if key == "vocab_size":
             remedy = f"prepare the data with the tokenizer that this model was meant for, or, for a new model, {remedy}"

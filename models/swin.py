@@ -40,7 +40,7 @@ class WindowAttention(nn.Module):
     """Self-attention inside windows of M × M patches.
 
     Every second block shifts the windows by half a window, and wraps them around the image's edges.
-    Patches that are neighbours only because of the shift do not see each other. Scores have a
+    Patches that are neighbours only because of the shift do not attend to each other. Scores have a
     learned bias by relative position.
     """
 

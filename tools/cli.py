@@ -7,7 +7,7 @@ Exit codes:
 - 1: the program failed.
 - 2: the user made a mistake. The message is one line, without a traceback.
 - 130: the command was interrupted.
-- 141: nobody reads the output any more.
+- 141: the reader of the output has ended, as in ``sdp plan … | head``.
 
 A command is imported only when it is used. ``sdp --help``, ``sdp config`` and ``sdp launch`` do not
 import torch. ``sdp train`` does not import it either before it has checked its arguments, unless it
@@ -118,7 +118,7 @@ def _refuse_long_names(paths: Sequence[str | Path]) -> None:
 
 
 def _reader_left() -> bool:
-    """Check whether nobody reads standard output any more, as in ``sdp plan … | head``.
+    """Check whether the reader of standard output has ended, as in ``sdp plan … | head``.
 
     If so, the rest of the output is discarded.
     """

@@ -57,14 +57,14 @@ class Evaluation:
         accuracy: of a classifier.
         in_training: the loss that the run itself measured at this step, if it did.
         tasks: the scores of lm-evaluation-harness, by task.
-        path_losses: with several paths, the loss of each on the samples that are dealt to it, None
-            without samples.
-        cluster_losses: of each path on the samples that are dealt to path 0, to path 1 …
-        single_path_losses: of each path on all samples.
+        path_losses: with several paths, the loss of each path on the samples of its cluster, None
+            if the cluster is empty.
+        cluster_losses: the loss of each path on the samples of cluster 0, of cluster 1 …
+        single_path_losses: the loss of each path on all samples.
         loss_after_prefix: the loss of the tokens that the router does not read.
-        single_path_losses_after_prefix: of each path on these tokens of all samples.
-        ensemble_loss_after_prefix: of the mean prediction of all paths, with the weights that the
-            router gives them for the prefix.
+        single_path_losses_after_prefix: the same, for each path on all samples.
+        ensemble_loss_after_prefix: the same, for the mean prediction of all paths, with the weights
+            that the router gives them for the prefix.
     """
 
     checkpoint: str
@@ -113,7 +113,7 @@ def run(args: argparse.Namespace) -> int:
     Raises an SDPError if the checkpoint or the data cannot be read.
     """
     if args.batches is not None and args.batches < 1:
-        raise ConfigError(f"--batches {args.batches}: at least one batch is needed")
+        raise ConfigError(f"--batches {args.batches}: give 1 or more")
     tasks, choice = _load_tasks(args), CheckpointChoice.from_args(args)
     result = saved_run.use(choice, lambda saved: evaluate(saved, args.batches, tasks), IN_ONE_PROCESS)
     print(as_json(result) if args.json else escape(_table(result)))
@@ -126,27 +126,24 @@ def _load_tasks(args: argparse.Namespace) -> LoadedTasks | None:
             raise ConfigError("--limit, --num-fewshot and --include-path are for tasks; name some with --tasks")
         return None
     if args.num_fewshot is not None and args.num_fewshot < 0:
-        raise ConfigError(f"--num-fewshot {args.num_fewshot}: a number of examples is 0 or more")
+        raise ConfigError(f"--num-fewshot {args.num_fewshot}: give 0 or more")
     if args.limit is not None and args.limit < 1:
-        raise ConfigError(f"--limit {args.limit}: at least one document is needed")
+        raise ConfigError(f"--limit {args.limit}: give 1 or more")
     if not (names := [name for name in args.tasks.split(",") if name]):
-        raise ConfigError("--tasks: names no task; give some, such as hellaswag,arc_easy")
+        raise ConfigError("--tasks: no task is named; give one or more, such as hellaswag,arc_easy")
     return LoadedTasks.load(names, args.limit, args.num_fewshot, args.include_path)
 
 
 def as_json(result: Evaluation) -> str:
-    """Return ``result`` as one line of JSON.
-
-    A loss that is NaN or infinite becomes null, which JSON has no numbers for.
-    """
+    """Return ``result`` as one line of JSON. A loss that is NaN or infinite becomes null."""
     values = asdict(result)
     unknown = {key: None for key, value in values.items() if isinstance(value, float) and not math.isfinite(value)}
     return json.dumps(values | unknown, allow_nan=False)
 
 
 def evaluate(saved: SavedRun, limit: int | None = None, tasks: LoadedTasks | None = None) -> Evaluation:
-    """Evaluate the full model of ``saved`` on the batches that the run itself reads, at most
-    ``limit`` per data rank. Then evaluate ``tasks``.
+    """Evaluate the full model of ``saved`` on the held-out batches of the run, at most ``limit``
+    per data rank. Then evaluate ``tasks``.
 
     Raises ConfigError if there are tasks and the run trained on images.
     """
@@ -155,8 +152,8 @@ def evaluate(saved: SavedRun, limit: int | None = None, tasks: LoadedTasks | Non
     count = saved.config.sdp.paths.count if saved.config.sdp.paths is not None else 1
     if tasks is not None and count > 1:
         raise ConfigError(
-            f"--tasks: tasks run one model, and {saved.dump_dir} has several paths; evaluate an exported path "
-            "(sdp export)"
+            f"--tasks: tasks need one model, but {saved.dump_dir} has several paths; evaluate an exported path (sdp "
+            "export)"
         )
     corpus = dealt(saved.config, open_prepared(saved.config, saved.data))
     verify(saved.config, saved.data)

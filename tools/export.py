@@ -114,7 +114,7 @@ def _export(saved: SavedRun, args: argparse.Namespace, out: Path) -> str:
 
 
 def _copy_router(saved: SavedRun, out: Path) -> bool:
-    """Copy the router that dealt the data of paths. Return whether there is one."""
+    """Copy the router of the paths. Return whether there is one."""
     folder = router_folder(saved.config, saved.data)
     if folder is None or not folder.is_dir():
         return False
@@ -131,9 +131,9 @@ def export(saved: SavedRun, out: Path, dtype: torch.dtype | None, max_shard_byte
     """Write the model and the tokenizer of ``saved`` to ``out``, and return the files of the
     weights. With several paths (``sdp.paths``), it is the model of ``path``.
 
-    A run that started from a model in this format gets the names and types of its tensors, and its
-    other files as they are. The earlier content of ``out`` is replaced once everything is written.
-    Raises ConfigError and CheckpointError.
+    If the run started from a model in this format, the export has the names and types of that
+    model's tensors, and copies of its other files. The earlier content of ``out`` is replaced once
+    everything is written. Raises ConfigError and CheckpointError.
     """
     out = out.resolve()
     if saved.is_model:
@@ -283,15 +283,13 @@ def _check_output(place: str, folder: Path, *, overwrite: bool) -> None:
         )
     if "config.json" not in names or not any(name.endswith(".safetensors") for name in names):
         raise ConfigError(
-            f"{out}: holds other files than an export, and --overwrite does not remove those; choose another directory"
+            f"{out}: has files that are not from an export, which --overwrite does not remove; choose another directory"
         )
 
 
 def _replace(new: Path, out: Path) -> None:
     """Move the files of the directory ``new`` to ``out``, in place of those of an earlier export.
-
-    Other files in ``out`` stay. The directory has no config.json, and so is no model, until all
-    files are there.
+    Other files in ``out`` stay. config.json comes last, so an incomplete directory is not a model.
     """
     if not out.exists():
         new.rename(out)

@@ -46,7 +46,7 @@ def run(args: argparse.Namespace) -> int:
     if args.max_new_tokens < 1:
         raise ConfigError(f"--max-new-tokens {args.max_new_tokens}: at least one token is needed")
     if args.temperature is not None and not 0 <= args.temperature < 100:
-        raise ConfigError(f"--temperature {args.temperature:g}: give a number from 0; 0 does not sample")
+        raise ConfigError(f"--temperature {args.temperature:g}: give 0 or more; 0 takes the likeliest token")
     choice = CheckpointChoice.from_args(args)
     print(escape(saved_run.use(choice, lambda saved: _generate(saved, args), IN_ONE_PROCESS)))
     return 0
@@ -56,7 +56,9 @@ def _generate(saved: SavedRun, args: argparse.Namespace) -> str:
     """Return the prompt with its continuation."""
     check_exportable(saved, "sdp generate")
     if saved.config.sdp.paths is not None and saved.config.sdp.paths.count > 1:
-        raise ConfigError(f"sdp generate: {saved.dump_dir} has several paths; take a folder that sdp export writes")
+        raise ConfigError(
+            f"sdp generate: {saved.dump_dir} has several paths; run sdp export, and give the folder of one path"
+        )
     text = _tokenizer(saved)
     if isinstance(text, HuggingFaceTokenizer):
         begin, ids = text.begin_of_text, text.encode_prompt(args.prompt)

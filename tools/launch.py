@@ -25,7 +25,7 @@ _MEANT_FOR = {
 }  # fmt: skip
 
 
-# Options without a value get these once it is clear that they may be left out.
+# Defaults, which are set after the check for options without effect.
 _DEFAULTS = {
     "include": "", "exclude": "", "mpirun": "mpirun", "launcher_args": "", "cpu": False, "signal_seconds": 300,
 }  # fmt: skip
@@ -81,7 +81,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Check the words for ``sdp train`` once, here, and start it on every rank."""
+    """Check the arguments of ``sdp train`` once, and start it on every rank."""
     from ..engine.config.load import load_config
     from ..launcher.cluster.launch import launch
     from ..launcher.cluster.slurm import status
@@ -95,9 +95,9 @@ def run(args: argparse.Namespace) -> int:
     words = [*args.words, *(word for setting in args.env for word in ("--set", _env_override(setting)))]
     train = parse(words)
     if train.nproc is not None:
-        raise ConfigError("--nproc: sdp launch counts the processes itself; give --gpus-per-node before CONFIG")
+        raise ConfigError("--nproc: sdp launch chooses the number of processes; give --gpus-per-node before CONFIG")
     if train.restarts:
-        raise ConfigError("--restarts: an option of sdp launch here; give it before CONFIG")
+        raise ConfigError("--restarts: this is an option of sdp launch; give it before CONFIG")
     config = load_config(train.config, train.set)
     check_names(config)
     # Under these launchers rank 0 has this host's dump directory, and a job would find the mistake
@@ -114,8 +114,8 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _check(args: argparse.Namespace) -> None:
-    """Raise ConfigError for an option that has no effect under the launcher, and for what is
-    missing. Raise LaunchError if a launcher has started this process.
+    """Raise ConfigError for options that are missing, or have no effect under the launcher. Raise
+    LaunchError if a launcher has started this process.
     """
     for name, launchers in _MEANT_FOR.items():
         if getattr(args, name) is not None and args.launcher not in launchers:
@@ -131,11 +131,13 @@ def _check(args: argparse.Namespace) -> None:
     if args.launcher in _HOSTS and args.hostfile is None:
         raise ConfigError(f"--launcher {args.launcher} needs --hostfile FILE with lines of the form: worker-0 slots=4")
     if args.launcher == "slurm" and args.gpus_per_node is None:
-        raise ConfigError("--launcher slurm needs --gpus-per-node G: that many ranks start on each node")
+        raise ConfigError("--launcher slurm needs --gpus-per-node G, the number of ranks on each node")
     if not args.words:
         raise ConfigError("the following arguments are required: CONFIG; see sdp launch --help")
     if (started := detect()) is not None and not started.is_alone:
-        raise LaunchError(f"{started.source} started this process already: its ranks run sdp train themselves")
+        raise LaunchError(
+            f"{started.source} has started this process; use sdp train here, which becomes one of its ranks"
+        )
 
 
 def _env_override(setting: str) -> str:

@@ -44,7 +44,7 @@ from .train.service import certificates, read_token, settings_of, split_address
 
 log = logging.getLogger("sdp")
 
-_ORDER = "data_order.json"  # what was dealt; it changes between checkpoints
+_ORDER = "data_order.json"  # the state of the data order, which changes between checkpoints
 _KEEP = 2  # checkpoints
 
 
@@ -122,7 +122,7 @@ class _Service:
         if run.problem is not None:
             raise ServiceError(f"{run.problem}; the newest checkpoint: step {run.step}")
         if not run.has_ended:
-            log.info("stopped after step %d; start the service again to go on", run.step)
+            log.info("stopped after step %d; start the service again to continue", run.step)
             return 128 + received[0]
         self._write_summary()
         return 0
@@ -145,7 +145,7 @@ class _Service:
         log.info("step %d: held-out loss %.4f (full model)", line["step"], line["loss"] or float("nan"))
 
     def _write_order(self) -> None:
-        """Remember what was dealt, before a group learns of it."""
+        """Save which data is assigned, before the group is told."""
         assert self._run.order is not None
         write_whole(self._dump_dir / _ORDER, json.dumps(asdict(self._run.order)))
 
@@ -192,7 +192,7 @@ class _Service:
         self._saved = run.closed
         self._files.restart(run.step)
         self._files.truncate_after(run.step, outer_step=run.closed)
-        log.info("goes on from %s; %d samples count as skipped", path, run.skipped_samples)
+        log.info("continues from %s; %d samples count as skipped", path, run.skipped_samples)
 
     def _write_summary(self) -> None:
         """Write summary.json, and print the report."""
@@ -216,11 +216,11 @@ def _by_key(weights: dict[str, torch.Tensor], momenta: dict[str, torch.Tensor]) 
 
 
 def _refuse_buffers(model: torch.nn.Module, layout: Layout, maskings: tuple[Masking, ...]) -> None:
-    """Raise ModelError for a model whose buffers the service would have to keep."""
+    """Raise ModelError for a model with buffers, which the service does not keep."""
     blocks = tuple(f"{name}." for name in layout.blocks)
     guests = [name for name, _ in model.named_buffers() if name.startswith(blocks) and "forward" in maskings]
     if found := [*layout.buffers, *guests]:
         raise ModelError(
-            f"{found[0]}: is a buffer, which sdp.sync.service does not keep; take a model without batch norm, or "
+            f"{found[0]}: is a buffer, which sdp.sync.service does not keep; use a model without batch norm, or "
             "remove sdp.sync.service"
         )

@@ -22,7 +22,7 @@ from .rank import encode, is_safe
 
 Flavour = Literal["openmpi", "mpich", "intel"]
 
-# After this many seconds without a sign of life, a host counts as gone.
+# After this many seconds without an answer, a host counts as gone.
 SILENT_SECONDS = 30
 _SSH_ALIVE = f"-o ServerAliveInterval={SILENT_SECONDS // 3} -o ServerAliveCountMax=3"
 # DeepSpeed's runner exports variables with these prefixes to its hosts. It puts the values between
@@ -52,7 +52,7 @@ class Start:
 
 
 def train_command(start: Start) -> list[str]:
-    """Build one rank's command for a launcher that itself sets all variables that a rank needs."""
+    """Build the command of a rank for a launcher that sets all variables that a rank needs."""
     return [start.python, "-P", "-m", PACKAGE, *start.words]
 
 
@@ -75,7 +75,7 @@ def deepspeed_command(
         The words of the command, and its variables by name.
 
     Raises:
-        LaunchError: the runner would pass on a value that a remote shell would change.
+        LaunchError: a remote shell would change a value that the runner passes on.
     """
     for what, path in (("--python", start.python), ("the working directory", str(start.directory))):
         if not is_safe(path):
@@ -94,7 +94,7 @@ def deepspeed_command(
         if _EXPANDED.search(value) or not is_safe(name):
             raise LaunchError(
                 f"{name}={quote(value)}: DeepSpeed's runner exports it through pdsh and remote shells, which would "
-                "change it; unset it, or give NCCL's and UCX's by --env"
+                "change the value; unset the variable, or give variables of NCCL and UCX with --env"
             )
     for folder in (Path.home(), start.directory):
         # If DS_ENV_FILE is an absolute path, ``folder /`` does not change it.
@@ -123,9 +123,10 @@ def deepspeed_command(
 def stop_command(hosts: Sequence[Host], master: tuple[str, int], number: int) -> list[str]:
     """Build the command that sends a signal to every rank of a run under DeepSpeed's runner.
 
-    It reaches all hosts at the same time. DeepSpeed's runner itself answers Ctrl-C with ``pkill``
-    of all DeepSpeed runs of the user there, before they can write a checkpoint. The ranks are the
-    children of DeepSpeed's process on a host, whose command has the address of this run's rank 0.
+    It reaches all hosts at the same time. After Ctrl-C, DeepSpeed's runner itself would end all
+    DeepSpeed runs of the user on these hosts with ``pkill``, before they can write a checkpoint.
+    The ranks are the children of DeepSpeed's process on a host, whose command has the address of
+    this run's rank 0.
 
     Args:
         hosts: the hosts and slots of the run.
@@ -189,7 +190,7 @@ def flavour_of(program: str) -> Flavour:
         if mark in said:
             return flavour
     raise LaunchError(
-        f"{program} --version tells neither Open MPI nor MPICH nor Intel MPI; name it: --mpi openmpi | mpich | intel"
+        f"{program} --version names neither Open MPI nor MPICH nor Intel MPI; name it: --mpi openmpi | mpich | intel"
     )
 
 

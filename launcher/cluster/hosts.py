@@ -101,10 +101,10 @@ def select(
         LaunchError: a host or slot is unknown, both ways are used at once, or nothing is left.
     """
     if include and exclude:
-        raise LaunchError("--include and --exclude exclude each other; give one")
+        raise LaunchError("--include and --exclude cannot be combined; give one of them")
     if (include or exclude) and (nodes or per_node):
         raise LaunchError(
-            "--nodes and --gpus-per-node do not go with --include or --exclude; give the slots in the one or the other"
+            "--nodes and --gpus-per-node cannot be combined with --include or --exclude; use one of the two ways"
         )
     if include or exclude:
         named = _parse_filter(include or exclude, hosts, "--include" if include else "--exclude")
@@ -114,7 +114,7 @@ def select(
         }
         chosen = [Host(name, tuple(slots)) for name, slots in keep.items() if slots]
         if not chosen:
-            raise LaunchError(f"--exclude {shorten(exclude)}: leaves no slot of the hostfile")
+            raise LaunchError(f"--exclude {shorten(exclude)}: no slot of the hostfile remains; exclude less")
         return chosen
     if nodes is not None and nodes > len(hosts):
         raise LaunchError(f"--nodes {nodes}: the hostfile names {len(hosts)} hosts")

@@ -69,20 +69,20 @@ _RANKS = {
 def launch(options: Namespace, words: Sequence[str], dump_dir: Path, degrees: Degrees) -> int:
     """Start every rank under a launcher, and watch the launcher.
 
-    The local launcher replaces this process instead.
+    The local launcher replaces this process.
 
     Args:
         options: the parsed arguments of ``sdp launch``, with their defaults.
         words: ``train`` and the words that follow it.
         dump_dir: where the run's files go.
-        degrees: what the number of ranks must fit.
+        degrees: the degrees of parallelism that the number of ranks must fit.
 
     Returns:
         The exit code.
 
     Raises:
         LaunchError: something cannot be started.
-        ConfigError: the number of ranks does not fit, or the launcher's own words change it.
+        ConfigError: the number of ranks does not fit, or ``--launcher-args`` would change it.
     """
     if options.launcher == "local":
         return _local(Start(words, sys.executable, Path.cwd(), search_path()), options, degrees)
@@ -118,7 +118,7 @@ def _command(options: Namespace, start: Start, hosts: Sequence[Host]) -> tuple[l
 
 
 def _run_on_hosts(options: Namespace, start: Start, hosts: Sequence[Host], dump_dir: Path, degrees: Degrees) -> int:
-    """Run on the hosts, and again on those that are left after the loss of a rank or a host."""
+    """Run on the hosts, and again on the remaining hosts after the loss of a rank or a host."""
     left = list(hosts)
 
     def run(words: Sequence[str]) -> End:
@@ -205,7 +205,7 @@ def _extra(options: Namespace) -> list[str]:
                 if options.launcher == "slurm"
                 else "--nodes, --gpus-per-node, --include and --exclude"
             )
-            raise ConfigError(f"--launcher-args {quote(word)}: the ranks are chosen by {flags}; leave it out")
+            raise ConfigError(f"--launcher-args {quote(word)}: the ranks are chosen by {flags}; leave this word out")
     return words
 
 

@@ -44,7 +44,7 @@ def is_safe(word: str) -> bool:
 
 
 def main(argv: Sequence[str] | None = None) -> NoReturn:
-    """Become this rank. If that is impossible, this process ends."""
+    """Become this rank, or end with an error."""
     hosts, master, *words = map(decode, sys.argv[1:] if argv is None else argv)
     address, _, port = master.rpartition(":")
     try:
@@ -73,7 +73,7 @@ def rank_variables(slots: Sequence[Sequence[int]], address: str, port: str) -> d
     export({"MASTER_ADDR": address, "MASTER_PORT": port})
     environment = detect()
     if environment is None:
-        raise LaunchError("no launcher's variables found; this command is for sdp launch alone, use sdp train")
+        raise LaunchError("found no variables of a launcher; only sdp launch runs this command, use sdp train")
     total = sum(map(len, slots))
     if environment.world_size != total:
         raise LaunchError(
@@ -86,7 +86,7 @@ def rank_variables(slots: Sequence[Sequence[int]], address: str, port: str) -> d
         raise LaunchError(
             f"{environment.source} gave rank {environment.rank} the local rank {environment.local_rank}, but {local}"
             f" on host number {node} was planned:"
-            " give hosts their slots in the hostfile alone, without mapping options in --launcher-args"
+            " set the slots of hosts only in the hostfile, without mapping options in --launcher-args"
         )
     return {
         "MASTER_ADDR": address,

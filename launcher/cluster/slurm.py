@@ -1,4 +1,4 @@
-"""SLURM: writes and submits the batch script of a run, and tells the state of its job.
+"""SLURM: writes and submits the batch script of a run, and reads the state of its job.
 
 The run's directory gets a folder ``slurm`` with these files:
 
@@ -36,7 +36,7 @@ _STOPPED = 143  # 128 + SIGTERM: sdp train wrote its checkpoint
 def script(options: Namespace, start: Start, dump_dir: Path) -> str:
     """Write the batch script for the arguments of ``sdp launch``.
 
-    Raises :class:`LaunchError` for a value that SLURM could read as anything but a single value.
+    Raises :class:`LaunchError` for a value that SLURM could read as several options.
     """
     folder = dump_dir / FOLDER
     if re.search(r'[%\\"\n]', str(folder)):
@@ -145,7 +145,7 @@ def _read_regular(path: Path) -> str:
 
 
 def _asked(job: str) -> str:
-    """Ask SLURM for the state of a job, in SLURM's words. Empty if SLURM does not know the job.
+    """Return the state of a job in SLURM's words. Empty if SLURM does not know the job.
 
     The accounting is asked first, then the controller, which knows a job only for some minutes
     after its end.

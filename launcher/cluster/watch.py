@@ -1,7 +1,7 @@
 """Runs a launcher for several hosts and watches it.
 
-A signal leaves the ranks time for a checkpoint, and the launcher ends when its job has ended.
-Without this, Open MPI's ``mpirun`` kills ranks one second after SIGTERM. It also waits without
+After a signal, the ranks have time for a checkpoint. The launcher ends when its job has ended.
+Without this file, Open MPI's ``mpirun`` kills ranks one second after SIGTERM. It also waits without
 limit for its daemon on every host, even if the host is gone. It has no time-out for this. Its
 keep-alive does not help while data is in flight to that host. The ssh sessions that it opens do not
 help either.
@@ -39,7 +39,7 @@ PassOn = Callable[[subprocess.Popen[bytes], int, bool], object]
 
 
 class _Ending:
-    """Forwards the standard error of a process, and notes when a line says that the job ends."""
+    """Forwards the standard error of a process, and records when a line says that the job ends."""
 
     def __init__(self, stream: IO[bytes]):
         self.since: float | None = None
@@ -70,7 +70,7 @@ def pass_on_by_mpirun(process: subprocess.Popen[bytes], number: int, at_once: bo
 
 
 def pass_on_by(stop: Callable[[int], Sequence[str]], environ: Mapping[str, str]) -> PassOn:
-    """Pass a signal on with the command ``stop(number)``, without the help of the launcher."""
+    """Pass a signal on with the command ``stop(number)``, and not through the launcher."""
     quiet = subprocess.DEVNULL
     return lambda _, number, at_once: subprocess.Popen(
         stop(signal.SIGKILL if at_once else number), env=environ, stdin=quiet, stdout=quiet, process_group=0
@@ -95,13 +95,12 @@ def run_watched(
     Args:
         command: the command of the launcher.
         environ: the environment of the launcher.
-        seconds: the launcher is killed this long after it said that the job ends, or after a second
-            signal.
+        seconds: the launcher is killed so long after it printed that the job ends, or after a
+            second signal.
         received: the signals to this process, see :func:`~sdp.launcher.signals.caught_signals`.
         pass_on: passes a signal on to the ranks.
-        ends_ranks: end ranks through ``pass_on`` some seconds after the job was said to end. This
-            is for a launcher that does not end ranks which do not end themselves, such as a stopped
-            one.
+        ends_ranks: whether to end ranks through ``pass_on`` some seconds after the end of the job.
+            This is for launchers that do not end ranks that hang, such as stopped ones.
 
     Raises:
         LaunchError: the command cannot be started.
@@ -129,7 +128,7 @@ def run_watched(
             if ended > seconds:
                 os.killpg(process.pid, signal.SIGKILL)
                 process.wait()
-                say(f"{command[0]} still waits for a host {seconds:g} s after the job's end: killed")
+                say(f"{command[0]} still waited for a host {seconds:g} s after the end of the job, and was killed")
                 return End(128 + received[0], is_loss=False) if received else End(1, is_loss=True)
             time.sleep(_POLL_SECONDS)
         ending.thread.join(_POLL_SECONDS * 10)  # a process that was left behind may hold the stream open

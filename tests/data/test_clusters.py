@@ -106,7 +106,7 @@ def test_arguments_that_do_not_fit(corpus: Path, arguments: tuple[int, int, int]
 
 
 def test_other_or_damaged_clusters_are_one_line(corpus: Path, tmp_path: Path) -> None:
-    with pytest.raises(DataError, match=r"clusters of sequences of 32 tokens, and data\.sequence_length is 16"):
+    with pytest.raises(DataError, match=r"the clusters are of sequences of 32 tokens, but data\.sequence_length is 16"):
         read_clusters(TokenDataset(corpus, "train", 16))
     dataset = TokenDataset(corpus, "train", LENGTH)
     with pytest.raises(DataError, match="no router here"):
@@ -119,7 +119,7 @@ def test_other_or_damaged_clusters_are_one_line(corpus: Path, tmp_path: Path) ->
     (tmp_path / "router.json").write_text(json.dumps(about | {"corpus": "0"}))
     with pytest.raises(DataError, match="the clusters of another corpus"):
         read_clusters(dataset, tmp_path)
-    with pytest.raises(DataError, match="no sound router"):
+    with pytest.raises(DataError, match="the router is missing or damaged"):
         load_router(tmp_path)
 
 

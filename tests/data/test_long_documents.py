@@ -182,7 +182,7 @@ def write_document(path, size: int) -> None:
 )
 def test_a_document_over_the_limit_is_refused(tmp_path, name, where):
     write_document(tmp_path / name, 5000)
-    with pytest.raises(DataError, match=rf"{where}: a document of more than 4,000 bytes; .*--max-document-bytes"):
+    with pytest.raises(DataError, match=rf"{where}: a document has more than 4,000 bytes; .*--max-document-bytes"):
         list(read_documents(tmp_path / name, max_document_bytes=4000))
     assert max(len(document.text) for document in read_documents(tmp_path / name, max_document_bytes=6000)) == 5000
 
@@ -193,7 +193,7 @@ def test_the_command_names_the_file_and_leaves_nothing(tmp_path, monkeypatch, ca
     command = "prepare --input a.jsonl.zst --output new/out --workers 1 --tokenizer bytes --max-document-bytes"
     assert main([*command.split(), "4000"]) == 2
     printed = capsys.readouterr().err
-    assert printed.splitlines()[-1].startswith("sdp: error: a.jsonl.zst, line 11: a document of more than 4,000 bytes")
+    assert printed.splitlines()[-1].startswith("sdp: error: a.jsonl.zst, line 11: a document has more than 4,000 bytes")
     assert [path.name for path in tmp_path.iterdir()] == ["a.jsonl.zst"]
     assert main([*command.split(), "0"]) == 2
     assert main([*command.split(), "6000"]) == 0

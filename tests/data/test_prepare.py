@@ -119,9 +119,9 @@ def test_same_preparation_is_not_repeated_and_another_is_refused(tmp_path, capsy
     first = quiet([path], out)
     before = {file.name: file.stat().st_mtime_ns for file in out.iterdir()}
     assert quiet([path], out, progress=True) == first
-    assert "already holds this corpus with these settings" in capsys.readouterr().err
+    assert "already has this corpus with these settings" in capsys.readouterr().err
     assert {file.name: file.stat().st_mtime_ns for file in out.iterdir()} == before
-    with pytest.raises(DataError, match=r"holds other data \(held_out changed\): .* --overwrite"):
+    with pytest.raises(DataError, match=r"data that was made in another way .*held_out changed.* --overwrite"):
         quiet([path], out, held_out=0.3)
     write_json_lines(tmp_path / "a.jsonl", TEXTS[:40])
     with pytest.raises(DataError, match=r"other data \(the corpus changed\)"):
@@ -160,11 +160,13 @@ def test_empty_corpus(tmp_path, tokenizer):
 def test_empty_split_says_what_to_do(tmp_path):
     path = write_json_lines(tmp_path / "one.jsonl", TEXTS[:1])
     with pytest.raises(
-        DataError, match=r"the corpus is one document, and each of the splits train and held_out needs one; give more"
+        DataError, match=r"the corpus is one document, but each of the splits train and held_out needs one; give more"
     ):
         quiet([path], tmp_path / "out", held_out=0.5)
     path = write_json_lines(tmp_path / "same.jsonl", TEXTS[:1] * 40)
-    with pytest.raises(DataError, match=r"40 document.* equal documents share a split; give more different documents"):
+    with pytest.raises(
+        DataError, match=r"40 document.* equal documents are in the same split.*; give more different"
+    ):
         quiet([path], tmp_path / "out", held_out=0.5)
     assert not (tmp_path / "out").exists()
 
@@ -199,7 +201,7 @@ def test_two_at_once_are_refused(tmp_path):
         quiet([path], out)
     assert not list(out.iterdir())
     quiet([path], out)
-    with pytest.raises(DataError, match="another sdp prepare has finished here meanwhile"):
+    with pytest.raises(DataError, match="another sdp prepare has written data here meanwhile"):
         clear(out, overwrite=False)
     assert load_tokenizer(out).vocab_size == 257
 
@@ -228,11 +230,11 @@ def test_interrupted_run_is_silent_and_can_be_repeated(tmp_path):
         (["--tokenizer", "gpt2"], "unknown tokenizer 'gpt2'"),
         (["--tokenizer", "hf:./nothing"], "tokenizer 'hf:./nothing' cannot be loaded"),
         (["--vocab-size", "260"], "the vocabulary size must be more than 260"),
-        (["--workers", "0"], "at least 1, it is 0"),
+        (["--workers", "0"], "at least 1, but is 0"),
         (["--output", "a.jsonl"], "a.jsonl: cannot be written: "),
         (["--output", "a.jsonl/out"], "a.jsonl/out: cannot be written: "),
-        (["--held-out", "1"], "the held-out fraction must lie between 0 and 1"),
-        (["--held-out", "0"], "must lie between 0 and 1, it is 0"),
+        (["--held-out", "1"], "the held-out fraction must be between 0 and 1"),
+        (["--held-out", "0"], "must be between 0 and 1, but is 0"),
     ],
 )
 def test_mistakes_are_one_line_and_leave_nothing(tmp_path, monkeypatch, capsys, arguments, message):

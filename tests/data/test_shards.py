@@ -156,7 +156,7 @@ def test_bad_requests(tmp_path, tokens):
         TokenDataset(tmp_path, "held_out", 4)
     with pytest.raises(DataError, match="37 tokens, fewer than one sequence of 38"):
         TokenDataset(tmp_path, "train", 38)
-    with pytest.raises(DataError, match="at least 1, it is 0"):
+    with pytest.raises(DataError, match="at least 1, but is 0"):
         TokenDataset(tmp_path, "train", 0)
     with pytest.raises(DataError, match=r"no prepared data here .* make it with: sdp prepare --input FILES --output"):
         TokenDataset(tmp_path / "nothing", "train", 4)

@@ -77,7 +77,7 @@ def test_half_a_surrogate_pair_is_replaced(tmp_path):
         ("a.jsonl", b'{"text": "a"}\n\n[1]\n', r"line 3: a JSON object is expected, this is a list"),
         ("a.jsonl", b'{"body": "a", "id": 1}\n',
             r"line 1: no column 'text' \(there are: body, id\); choose one with --te"),
-        ("a.jsonl", b'{"text": 5}\n', r"line 1: 'text' must be a string, it is int"),
+        ("a.jsonl", b'{"text": 5}\n', r"line 1: 'text' must be a string, but is int"),
         ("a.jsonl", b'{"text": "\xff"}\n', r"line 1: not text in UTF-8 \(byte 10\); convert the file"),
         ("a.jsonl", '{"text": "a"}\n{"text": "b"}\n'.encode("utf-16"), r"line 1: not text in UTF-8"),
         ("a.json", b'[{"text": "a"}]', r"this is a list; give one JSON object per line \(jq"),
@@ -130,7 +130,7 @@ def test_parquet_columns_are_checked(tmp_path):
     write_parquet(path, ["a", "b"])
     with pytest.raises(DataError, match=r"a\.parquet: no column 'body' \(there are: id, text\)"):
         texts_of(path, "body")
-    with pytest.raises(DataError, match="column 'id' must hold strings, it holds int64"):
+    with pytest.raises(DataError, match="column 'id' must contain strings, but contains int64"):
         texts_of(path, "id")
     pyarrow.parquet.write_table(pyarrow.table([["a"], ["b"]], names=["text", "text"]), path)
     with pytest.raises(DataError, match="2 columns are named 'text'"):
@@ -166,7 +166,7 @@ def test_bad_inputs_are_named(tmp_path):
     (tmp_path / "a.xml").write_text("x")
     with pytest.raises(DataError, match=r"no file matches '.*\*\.jsonl'"):
         expand_inputs([f"{tmp_path}/*.jsonl"])
-    with pytest.raises(DataError, match=r"a\.xml: this kind of file is not read; supported are \.txt"):
+    with pytest.raises(DataError, match=r"a\.xml: files of this kind cannot be read; supported are \.txt"):
         expand_inputs([f"{tmp_path}/*"])
     with pytest.raises(DataError, match="no file of a supported kind in this folder"):
         expand_inputs([str(tmp_path)])
@@ -200,7 +200,7 @@ def test_csv(tmp_path):
     assert texts_of(path) == texts
     assert sum(document.source_bytes for document in read_documents(path)) == path.stat().st_size
     for content, match in [
-        (b"id,text\n1\n", r"a\.csv, line 2: 1 columns, the first line has 2"),
+        (b"id,text\n1\n", r"a\.csv, line 2: has 1 columns, but the first line has 2"),
         (b'id,text\n1,"open\n', r"a\.csv, line 2: not readable as CSV \(unexpected end of data\)"),
         (b"id,text\n1,\xff\n", r"a\.csv, line 2: not text in UTF-8"),
         (b"id,body\n1,x\n", r"a\.csv: no column 'text' \(there are: id, body\)"),
@@ -220,7 +220,7 @@ def test_a_folder_that_datasets_saved(tmp_path):
         stream.write_table(table, max_chunksize=3)
     (path,) = expand_inputs([str(tmp_path)])
     assert texts_of(path) == ["a", "", "", "b"]
-    with pytest.raises(DataError, match="column 'number' must hold strings, it holds int64"):
+    with pytest.raises(DataError, match="column 'number' must contain strings, but contains int64"):
         texts_of(path, "number")
     path.write_bytes(path.read_bytes()[:100])
     with pytest.raises(DataError, match="not a readable Arrow stream"):

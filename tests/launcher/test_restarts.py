@@ -63,12 +63,12 @@ def test_no_restart_after_a_signal(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_what_makes_a_restart_impossible_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:
     def prepare() -> list[str]:
-        raise LaunchError("3 ranks are left, and a group has 4")
+        raise LaunchError("3 ranks are left, but a group has 4")
 
     assert run_again(Lives(LOST).start, 3, [], prepare) == 1
     assert capsys.readouterr().err.splitlines() == [
         "sdp: restart 1 of 3 from the newest checkpoint in 0.01 s",
-        "sdp: error: the run is not started again: 3 ranks are left, and a group has 4",
+        "sdp: error: the run is not started again: 3 ranks are left, but a group has 4",
     ]
 
 
@@ -119,9 +119,9 @@ def test_degrees_and_batch_stay_on_fewer_ranks(
 @pytest.mark.parametrize(
     ("given", "left", "message"),
     [
-        (degrees(2), 1, "1 ranks are left, and a group has 2 (fsdp * tp)"),
-        (degrees(4, train=16), 3, "train_batch_size 16 does not divide by train_micro_batch_size_per_gpu 1 * 3 data"),
-        (degrees(4, placement={"layers.0": [0, 1]}), 3, "sdp.placement is given for each of 4 groups, and the ranks"),
+        (degrees(2), 1, "1 ranks are left, but a group has 2 (fsdp * tp)"),
+        (degrees(4, train=16), 3, "train_batch_size 16 is not a multiple of train_micro_batch_size_per_gpu 1 * 3 data"),
+        (degrees(4, placement={"layers.0": [0, 1]}), 3, "sdp.placement is given for each of 4 groups, but only"),
         (degrees(4, capacity=[1.0, 0.5, 0.5, 1.0], placement="balanced"), 3, "sdp.capacity is given for each of 4"),
         (degrees(4, capacity=0.25), 2, "sdp.capacity: 0.25 × 2 groups = 0.5 holders a unit, and every unit needs at"),
         (degrees(4, capacity=0.25), 1, "sdp.capacity: 0.25 × 1 groups = 0.25 holders a unit"),

@@ -170,12 +170,12 @@ def test_a_damaged_held_out_shard_has_no_loss(trained_run, tmp_path, capsys):
         (["run", "--step", "3"], "no checkpoint step-3; found: step-2, step-4"),
         (["run/checkpoints/step-2", "--step", "2"], "is one checkpoint"),
         (["unsaved"], "this run has no checkpoint"),
-        (["llama"], "llama: a model without a run has no data of its own; name prepared data with --set data.path"),
+        (["llama"], "llama: a model without a run has no data; name prepared data with --set data.path"),
         (["llama", "--step", "2"], "llama is a model without checkpoints; leave step-2 out"),
         (["alone/checkpoints/step-4"], "a script wrote this checkpoint, not sdp train"),
         (["run", "--set", "data.path=nowhere"], "nowhere: no prepared data here"),
         (["run", "--set", "model.hidden_size=64"], "it belongs to another model"),
-        (["run", "--batches", "0"], "at least one batch"),
+        (["run", "--batches", "0"], "give 1 or more"),
     ],
 )
 def test_what_cannot_be_evaluated_is_one_line(trained_run, tmp_path, monkeypatch, capsys, arguments, message):

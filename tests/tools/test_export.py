@@ -134,7 +134,7 @@ def test_shards_dtype_and_overwriting(trained_run, exported, tmp_path, capsys):
     [
         (["nowhere", "OUT"], "nowhere: neither a run nor a checkpoint of a run"),
         (["run", "OUT", "--checkpoint", "step-9"], "no checkpoint step-9; found: step-2, step-4"),
-        (["run", "run", "--overwrite"], "holds other files than an export"),
+        (["run", "run", "--overwrite"], "has files that are not from an export"),
         (["run", "OUT", "--to", "gguf"], "invalid choice: 'gguf'"),
         (["run", "OUT", "--max-shard-size", "lots"], "'lots' is not a size"),
         (["run", "OUT", "--set", "data.path=nowhere"], "sdp prepare"),

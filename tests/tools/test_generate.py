@@ -78,7 +78,7 @@ def test_what_cannot_be_done_is_one_line(folder: Path, tmp_path: Path, capsys: p
     cases = {
         ("generate", pickled, PROMPT): "pytorch_model.bin, a pickle, which can run code and is not read",
         ("generate", folder, PROMPT, "--max-new-tokens", 0): "at least one token is needed",
-        ("generate", folder, PROMPT, "--temperature", -1): "--temperature -1: give a number from 0",
+        ("generate", folder, PROMPT, "--temperature", -1): "--temperature -1: give 0 or more",
         ("generate", tmp_path, PROMPT): "neither a run nor a checkpoint of a run",
         ("export", folder, tmp_path / "out"): "is a model of transformers already",
     }

@@ -91,7 +91,7 @@ def test_a_run_goes_on_on_another_host(config: Path, server: FaultyServer, tmp_p
     assert {"config.json", "model.safetensors"} <= Store(f"{server.bucket}/models/a").sizes().keys()
     assert f"{server.bucket}/models/a: exists already" in run_sdp("export", url, f"{server.bucket}/models/a").stderr
     assert run_sdp("export", url, f"{server.bucket}/models/a", "--overwrite").returncode == 0
-    assert "models: holds other files" in run_sdp("export", url, f"{server.bucket}/models", "--overwrite").stderr
+    assert "models: has files that are not" in run_sdp("export", url, f"{server.bucket}/models", "--overwrite").stderr
 
 
 def test_data_that_a_run_prepares_is_copied_too(server: FaultyServer, tmp_path: Path) -> None:
@@ -138,4 +138,4 @@ def test_missing_data(config: Path, server: FaultyServer, monkeypatch: pytest.Mo
         monkeypatch.setenv(name, str(value))
     monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
     done = run_sdp("train", config, "--dump-dir", f"{server.bucket}/own", "--set", "data.path=null")
-    assert done.returncode == 2 and "a run on several hosts cannot make its own data there" in done.stderr
+    assert done.returncode == 2 and "a run on several hosts cannot prepare data there" in done.stderr

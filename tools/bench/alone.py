@@ -1,8 +1,8 @@
 """``sdp bench CONFIG --alone``: one rank's share of a run on one device, dense and SDP in turns.
 
 The other ranks do not exist (torch's fake process group: collectives return at once). So memory is
-exact, and the speed is an upper bound: that of a network that hides all traffic. In every round,
-each of the two is built, warmed up, timed and removed, in alternating order.
+exact, and the speed is an upper bound, as if communication took no time. In every round, each of
+the two is built, warmed up, timed and removed, in alternating order.
 """
 
 from __future__ import annotations
@@ -80,7 +80,7 @@ def measure(name: str, config: Config, world: int, steps: int, device: torch.dev
         assert engine is not None
         if engine.skipped_steps:
             raise NonFiniteError(
-                f"{name}: {engine.skipped_steps} steps were skipped, so what was timed is not training; lower "
+                f"{name}: {engine.skipped_steps} steps were skipped, so the time is not that of training; lower "
                 "optimizer.params.lr"
             )
         tokens = engine.train_micro_batch_size_per_gpu() * len(batches) * config.data.tokens_per_sample
@@ -144,9 +144,8 @@ def _flops_per_step(engine: SDPEngine, config: Config, tokens: int) -> float | N
 
 
 def _joined(rounds: list[dict[str, Any]], rates: Mapping[str, float | None]) -> dict[str, Any]:
-    """Join the rounds of one share: the seconds of all, the largest peak, and the speeds.
-
-    ``rates``: operations a second, by the name of the model FLOPs utilisation that they give.
+    """Join the rounds of one share: all seconds, the largest peak, and the speeds. ``rates``:
+    operations per second for a model FLOPs utilisation of 1, by its name.
     """
     seconds, peaks = ([facts[key] for facts in rounds] for key in ("seconds", "peak_bytes"))
     share, median = rounds[0] | {"seconds": seconds, "peak_bytes": max(peaks)}, statistics.median(seconds)

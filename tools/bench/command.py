@@ -1,7 +1,6 @@
-"""``sdp bench CONFIG``: ways to train a model, measured side by side on the machines at hand.
-
-Every rank holds all methods and lets them take turns (``measure.py``). ``--alone`` measures one
-rank's share instead (``alone.py``).
+"""``sdp bench CONFIG``: ways to train a model, measured side by side on your machines. Every rank
+holds all methods and runs them in turn (``measure.py``). ``--alone`` measures one rank's share
+instead (``alone.py``).
 """
 
 from __future__ import annotations
@@ -60,7 +59,9 @@ def run(args: argparse.Namespace) -> int:
     Raises an :class:`SDPError` for what cannot be compared.
     """
     if args.alone and args.methods is not None:
-        raise ConfigError("--methods: --alone measures the dense model, and SDP as CONFIG says; leave it out")
+        raise ConfigError(
+            "--methods: --alone always measures the dense model, and SDP with CONFIG; leave --methods out"
+        )
     environment = detect()
     is_first = environment is None or environment.rank == 0
     if is_first and (args.out / REPORT).exists():
@@ -101,7 +102,7 @@ def _check(
     """
     if config.bf16.enabled:
         raise ConfigError(
-            "bf16.enabled: methods are compared in float32, where all compute the same; add --set bf16.enabled=false"
+            "bf16.enabled: methods are compared in float32, in which all compute the same; add --set bf16.enabled=false"
         )
     if config.tensor_parallel.autotp_size > 1:
         raise ConfigError(
@@ -111,7 +112,7 @@ def _check(
     if config.sdp.engine != "fsdp2":
         raise ConfigError(f'sdp.engine: "{config.sdp.engine}" is not compared; add --set sdp.engine=fsdp2')
     if config.sdp.groups == 1:
-        raise ConfigError("sdp.groups: 1 group has nothing of SDP to compare; add --set sdp.groups=4")
+        raise ConfigError("sdp.groups: with 1 group, SDP is the dense model; add --set sdp.groups=4")
     world = environment.world_size if environment is not None else args.nproc or config.sdp.groups
     asked = None if args.methods is None else list(dict.fromkeys(args.methods.split(",")))
     names = choose_methods(asked, config, world, speaks=speaks)

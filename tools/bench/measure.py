@@ -1,4 +1,4 @@
-"""Measures methods in turns on the same ranks, so that a busy machine slows all of them.
+"""Measures methods in turn on the same ranks, so that a busy machine slows all of them.
 
 A turn begins with a step that is not timed (caches, running transfers); then ``steps`` steps are
 timed together. Rounds alternate between forward and reverse order. The seconds of a turn are those
@@ -35,7 +35,7 @@ LOSS_TOLERANCE = 1e-4  # relative, for the first two steps of methods that must 
 def measure(
     configs: Mapping[str, Config], config: Config, device: torch.device, rounds: int, steps: int
 ) -> dict[str, dict[str, Any]]:
-    """Build every method, and let them take turns. Collective.
+    """Build every method, and time them in turn. Collective.
 
     Args:
         configs: The configuration of each method.
@@ -93,7 +93,7 @@ def turn(name: str, runner: Runner, batches: list[Any], steps: int, device: torc
     # Collective: without it, the other ranks would wait for a rank that has ended.
     if _largest([float(not finite)]) != [0.0]:
         raise NonFiniteError(
-            f"{name}: the loss or the weights are NaN or infinite after a turn, so its seconds compare nothing; lower "
+            f"{name}: the loss or the weights are NaN or infinite after a turn, so its seconds mean nothing; lower "
             "optimizer.params.lr, or set gradient_clipping"
         )
     return seconds
@@ -171,9 +171,8 @@ def _mean(loss: Tensor) -> float:
 
 
 def require_same_losses(facts: Mapping[str, Mapping[str, Any]]) -> None:
-    """Raise RuntimeError if methods that must make the same steps have different losses.
-
-    Their times would compare nothing. These are the dense methods without local steps.
+    """Raise RuntimeError if methods that must make the same steps have different losses. These are
+    the dense methods without local steps. With different losses, their times cannot be compared.
     """
     same = {name: found["losses"][:2] for name, found in facts.items() if name in DENSE and name != "diloco"}
     for name, losses in same.items():
@@ -183,8 +182,8 @@ def require_same_losses(facts: Mapping[str, Mapping[str, Any]]) -> None:
             for mine, theirs in zip(losses, expected, strict=True)
         ):
             raise RuntimeError(
-                f"{name} has losses {losses} in its first steps, and {first} has {expected}: they did not do the same "
-                "work"
+                f"{name} has losses {losses} in its first steps, and {first} has {expected}: they did not compute "
+                "the same"
             )
 
 

@@ -114,7 +114,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _check(args: argparse.Namespace) -> None:
-    """Raise :class:`ConfigError` for values that mean nothing."""
+    """Raise :class:`ConfigError` for impossible values."""
     if not 0 < args.achieved <= 1:
         raise ConfigError(f"--achieved {args.achieved}: expected a fraction above 0, up to 1")
     if args.hostfile is not None and args.gpus_per_node is not None:
@@ -123,13 +123,15 @@ def _check(args: argparse.Namespace) -> None:
         raise ConfigError("--fit: needs --device-memory, for example 80GB")
     for option, given in (("--fit", args.fit), ("--html", args.html is not None)):
         if args.compare and given:
-            raise ConfigError(f"{option}: is of the plan of one way, and --compare plans many; give one of them")
+            raise ConfigError(
+                f"{option}: plans one way to train, and --compare plans many; give one of the two options"
+            )
     if args.html == "":
         raise ConfigError('--html "": expected the name of a file, such as plan.html')
     for name, path in (("the configuration", args.config), ("the hostfile", args.hostfile)):
         page = args.html and Path(args.html)
         if page and path is not None and page.exists() and path.exists() and page.samefile(path):
-            raise ConfigError(f"--html {page}: is {name}, which the page would replace; name another file")
+            raise ConfigError(f"--html {page}: the page would replace {name}; name another file")
 
 
 def _ranks(args: argparse.Namespace, config: Config, slots: tuple[int, ...]) -> tuple[int, str]:
@@ -173,14 +175,14 @@ def _compare(args: argparse.Namespace, config: Config, machine: Machine, ranks: 
 def _phases(plan: Forecast) -> tuple[list[Forecast], list[str]]:
     """Return the plan of each masking of a schedule, and a note.
 
-    ``plan`` is the one of the masking that needs the most memory, which comes first.
+    ``plan`` is the plan of the masking that needs the most memory. It comes first.
     """
     config, machine, world = plan.config, plan.machine, plan.layout.mesh.world_size
     largest, *others = sorted(config.sdp.maskings)  # "backward" needs the most memory
     phases = [forecast(f"{plan.name}, {masking}", config, machine, world, masking=masking) for masking in others]
     note = (
-        f"sdp.masking: {config.masking_schedule}. A device needs the peak of {largest} masking. When its phase begins, "
-        "all frozen copies are sent once."
+        f"sdp.masking: {config.masking_schedule}. A device needs the peak of {largest} masking. When a phase with it "
+        "begins, all frozen copies are sent once."
     )
     return [replace(plan, name=f"{plan.name}, {largest}"), *phases], [note]
 
@@ -199,8 +201,8 @@ def _require_fit(plan: Forecast, args: argparse.Namespace) -> None:
     if peak > memory:
         raise ConfigError(
             f"{args.config}: does not fit: the peak of rank {plan.worst.trace.rank} is {format_bytes(peak)}, "
-            f"{format_bytes(peak - memory)} more than the {format_bytes(memory)} of a device; add --fit to look for a "
-            "layout that does"
+            f"{format_bytes(peak - memory)} more than the {format_bytes(memory)} of a device; add --fit to find a "
+            "layout that fits"
         )
     if not args.json:
         known = ", as far as groups were traced" if plan.untraced else ""

@@ -1,15 +1,15 @@
 """Finds the smallest layout of a run that fits a device's memory.
 
-The search takes as few ranks per group as possible. Among their settings it takes those with the
-shortest planned step.
+The search takes as few ranks per group as possible. Of the settings with this number, it takes
+those with the shortest planned step.
 
 - What stays: groups, capacity, masking and the samples of a step. They decide what is learned.
 - What changes: the degrees of sharding and of tensor parallelism, the ZeRO stage, recomputation,
   and how the samples of a step are split into micro-batches.
 
-A layout is first judged by its state, whose size is known at once, then by tracing its step.
-Degrees of tensor parallelism are 1, 2, 4, 8 and the configured one. Ranks per group are powers of
-two and their products with the configured degree, and all ranks that there are.
+First, the state of a layout must fit, whose size is known at once. Then its step is traced. Degrees
+of tensor parallelism are 1, 2, 4, 8 and the configured one. Ranks per group are powers of two,
+their products with the configured degree, and the largest possible number.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ _STAGES = (1, 2, 3)  # in the same order
 
 @dataclass(frozen=True)
 class Choice:
-    """The settings of one layout. ``micro`` is 0 if samples cannot be shared equally."""
+    """The settings of one layout. ``micro`` is 0 if samples cannot be divided equally."""
 
     ranks: int  # of each group
     tp: int
@@ -98,9 +98,8 @@ class Trial:
 
     @property
     def cost(self) -> tuple[float, float, float]:
-        """How layouts that fit are compared: seconds of a step, then bytes sent, then memory.
-
-        Layouts that hide all their traffic have equal seconds.
+        """The order of layouts that fit: seconds of a step, then bytes sent, then memory. Layouts
+        whose traffic fully overlaps with computation have equal seconds.
         """
         assert self.plan is not None and self.need is not None
         return self.plan.seconds, sum(self.plan.sent_at_most.values()), self.need
@@ -113,8 +112,8 @@ class Fit:
     Attributes:
         choice: The settings that were chosen.
         plan: Their plan.
-        trials: Everything that was tried, in order.
-        reasons: What was chosen, and what else changes with it.
+        trials: All layouts that were tried, in order.
+        reasons: Lines that say what was chosen, and what else changes.
     """
 
     choice: Choice
@@ -129,10 +128,10 @@ def find_fit(config: Config, memory: float, machine_of: Callable[[int], Machine]
     Args:
         config: The run.
         memory: Bytes of a device.
-        machine_of: The machine of so many ranks.
-        world: Ranks of the run as configured. They say how many samples a step has if
-            ``train_batch_size`` does not.
-        bounded: Use no more than ``world`` ranks.
+        machine_of: Returns the machine for a number of ranks.
+        world: The configured number of ranks. Without ``train_batch_size``, it determines the
+            samples of a step.
+        bounded: Whether to use at most ``world`` ranks.
 
     Raises:
         ConfigError: Nothing fits, or there are fewer ranks than groups.
@@ -147,7 +146,7 @@ def find_fit(config: Config, memory: float, machine_of: Callable[[int], Machine]
     if (config.train_batch_size or 0) % groups:
         raise ConfigError(
             f"--fit: train_batch_size {config.train_batch_size:,} is not a multiple of sdp.groups {groups}, so no "
-            "number of ranks shares it equally; change one of them"
+            "number of ranks can divide it equally; change one of them"
         )
     samples, micro = stated_step(config, world)
     search = _Search(config, memory, machine_of, samples, micro)
@@ -172,7 +171,7 @@ def find_fit(config: Config, memory: float, machine_of: Callable[[int], Machine]
 
 
 def _reasons(best: Trial, search: _Search) -> Iterator[str]:
-    """Say what was chosen, and how it changes the micro-batch."""
+    """Describe the choice, and the change of the micro-batch."""
     choice = best.choice
     yield (
         f"chosen: {choice}: of the layouts with the fewest ranks that fit, the one with the shortest step "
@@ -183,13 +182,13 @@ def _reasons(best: Trial, search: _Search) -> Iterator[str]:
         norm = any(isinstance(module, _BatchNorm) for module in model.modules())
         yield (
             f"micro-batch {choice.micro} instead of {search.micro}, so that a step keeps its {search.samples:,} samples"
-            + ("; batch norm takes its statistics from micro-batches, so they change" if norm else "")
+            + ("; batch norm computes statistics of micro-batches, so they change" if norm else "")
         )
 
 
 @dataclass
 class _Search:
-    """Tries layouts, and remembers what came of them."""
+    """Tries layouts, and remembers the results."""
 
     config: Config
     memory: float
@@ -199,12 +198,10 @@ class _Search:
     trials: list[Trial] = field(default_factory=list)
 
     def fitting(self, ranks: int, tp: int) -> Iterator[Trial]:
-        """Yield the settings with these degrees that fit and could be the fastest.
-
-        Less recomputation and a lower stage never take longer and never need less memory. (The plan
-        may say otherwise, because it also hides traffic behind recomputation; that is ignored.) The
-        search starts from the settings that need the least memory. It lowers recomputation as long
-        as the result fits, then the stage.
+        """Yield the settings with these degrees that fit and could be the fastest. The search
+        starts with the settings that need the least memory. As long as the result fits, it lowers
+        first recomputation, then the stage: both make a step faster and need more memory. (In the
+        plan, recomputation may hide traffic. This is ignored.)
         """
         stages = (0,) if ranks == tp else _STAGES  # one rank has nothing to shard
         modes: list[Trial] = []
@@ -255,10 +252,7 @@ class _Search:
 
 
 def closest_of(trials: Sequence[Trial]) -> Trial:
-    """Return the trial that misses by the least, preferably by a traced peak.
-
-    If the engine refuses all of them, return the first.
-    """
+    """Return the trial that is closest to fitting, preferably with a traced peak, or the first."""
     misses = [trial for trial in trials if trial.need is not None]
     return min(misses, key=lambda trial: (trial.state_only, trial.need or 0)) if misses else trials[0]
 
@@ -266,8 +260,8 @@ def closest_of(trials: Sequence[Trial]) -> Trial:
 def stated_step(config: Config, world: int) -> tuple[int, int]:
     """Return the samples of a step that ``config`` gives for ``world`` ranks, and the micro-batch.
 
-    Ranks that do not fill the grid are left out. If ``config`` gives no micro-batch, so are ranks
-    that cannot share its samples equally. Raises :class:`ConfigError`.
+    Ranks that do not fill the grid are left out. If ``config`` gives no micro-batch, ranks among
+    which samples cannot be divided equally are left out, too. Raises :class:`ConfigError`.
     """
     if config.train_batch_size is not None and config.train_micro_batch_size_per_gpu is not None:
         return config.train_batch_size, config.train_micro_batch_size_per_gpu  # for any number of ranks
@@ -284,19 +278,19 @@ def stated_step(config: Config, world: int) -> tuple[int, int]:
 def own_share(samples: int, micro: int, data_ranks: int) -> tuple[int, int]:
     """Return the micro-batch and the accumulation of each of ``data_ranks``.
 
-    The configured micro-batch stays, or becomes the next smaller one that divides a rank's samples.
-    Raises :class:`ConfigError` if the samples cannot be shared equally.
+    The micro-batch is the configured one, or the next smaller one that divides a rank's samples.
+    Raises :class:`ConfigError` if samples cannot be divided equally.
     """
     per_rank, rest = divmod(samples, data_ranks)
     if rest or per_rank < 1:
-        raise ConfigError(f"the {samples:,} samples of a step cannot be shared equally among {data_ranks} data ranks")
+        raise ConfigError(f"the {samples:,} samples of a step cannot be divided equally among {data_ranks} data ranks")
     small = [number for number in range(1, math.isqrt(per_rank) + 1) if per_rank % number == 0]
     micro = max(size for number in small for size in (number, per_rank // number) if size <= micro)
     return micro, per_rank // micro
 
 
 def _most_state(config: Config, world: int) -> int:
-    """Bytes of state of the rank that has the most, computed without a trace."""
+    """Bytes of state of the rank that has the most, without a trace."""
     mesh = mesh_of(config, world)
     layout = Layout.of(model_and_batch(config)[0](), config, mesh)
     placeholder = [{"params": [nn.Parameter(torch.zeros(1))]}]

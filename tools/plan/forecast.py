@@ -31,7 +31,7 @@ from ...engine.tracing.step import StepTrace, trace_step
 from ..runs.model_inputs import model_and_batch
 from .machine import LINKS, Link, Machine, StepTime, step_time, with_outer_steps
 
-MOST_TRACES = 8  # of groups that run different things
+MOST_TRACES = 8  # of groups that run different units
 MOST_TOKENS = 2**26  # in a forward pass of a rank; an image counts its pixels
 
 
@@ -80,8 +80,8 @@ class GroupForecast:
     Attributes:
         groups: Their numbers.
         trace: The step of the first rank of the first group. All groups need its memory.
-        ranks: The traced rank first. Among ranks that send the same over the same kinds of links,
-            only one is listed.
+        ranks: The traced rank first. Of ranks that send the same over the same kinds of links, only
+            one is listed.
     """
 
     groups: tuple[int, ...]
@@ -96,12 +96,12 @@ class Forecast:
     Attributes:
         name: The heading of its column.
         config: The configuration that was planned.
-        layout: Which rank holds what.
+        layout: Which group holds which unit.
         batch: Samples of a step.
         machine: Where it runs.
-        groups: The groups that differ, the one with the highest peak first.
-        untraced: Groups that run something else, which was not traced. They count as groups that
-            run what the first of ``groups`` does.
+        groups: The different groups, the one with the highest peak first.
+        untraced: Groups with other units that were not traced. Their figures are those of the first
+            of ``groups``.
     """
 
     name: str
@@ -143,16 +143,15 @@ class Forecast:
 
     @property
     def sent_at_most(self) -> dict[Link, float]:
-        """By kind of link, the bytes of a step of the rank that sends the most over it."""
+        """For each kind of link, the bytes of a step of the rank that sends the most over it."""
         everyones = [rank.sent(self.machine) for rank in self.ranks]
         return {link: max(sent[link] for sent in everyones) for link in LINKS}
 
     @property
     def service(self) -> dict[str, float] | None:
-        """What the host of the service does in a round, if all groups live. None without a service.
-
-        "receives" and "sends" are bytes. From the number of "groups" on, the "seconds" are more
-        than those of the computation of a round.
+        """The traffic of the service's host in a round with all groups. None without a service.
+        "receives" and "sends" are bytes, and "seconds" the time for both. With "groups" or more
+        groups, it is longer than the computation of a round.
         """
         sync, groups = self.config.sdp.sync, self.layout.mesh.sdp
         if sync is None or sync.service is None:
@@ -252,7 +251,7 @@ def forecast(
         autocast: Run the forward pass under ``torch.autocast`` in this precision.
         masking: With a schedule of maskings, the phase to plan. Default: the one that needs the
             most memory.
-        traces: At most so many of the groups that run different things are traced.
+        traces: How many of the groups with different units are traced at most.
 
     Raises:
         SDPError: The run would end with this error.
@@ -323,10 +322,7 @@ def _largest_first(layout: Layout, kinds: list[list[int]]) -> list[list[int]]:
 
 
 def _runs(layout: Layout, group: int) -> Any:
-    """A hashable description of a group's state and time.
-
-    It counts the units of each kind that the group holds, and those that it casts and sends.
-    """
+    """Count the units of each kind that a group holds, and those that it casts and sends."""
     units = Counter(
         (tuple(info.tp_shape for info in members), group in members[0].holders) for members in layout.members.values()
     )

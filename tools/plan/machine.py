@@ -45,9 +45,8 @@ class Machine:
     device: Device = "cpu"
 
     def link(self, ranks: Sequence[int]) -> Link:
-        """The slowest link of a collective among ``ranks``, which ascend.
-
-        The ranks of a node follow one another, so the first and the last rank decide.
+        """The slowest link of a collective among ``ranks`` (ascending). A node has consecutive
+        ranks, so only the first and the last rank matter.
         """
         return LINKS[self.hosts[ranks[0]] != self.hosts[ranks[-1]]]
 
@@ -74,17 +73,16 @@ def fill_nodes(slots: Sequence[int], world: int) -> tuple[int, ...]:
 class StepTime:
     """Expected seconds of one rank's step.
 
-    All parts of the traffic count in full, before any overlap. Only ``step`` takes the overlap into
-    account.
+    All traffic is counted without overlap, except in ``step``.
 
     Attributes:
         compute: Computation.
-        tensor_parallel: Collectives among tensor-parallel ranks, which nothing overlaps.
+        tensor_parallel: Collectives among tensor-parallel ranks, which never overlap.
         inside: Traffic inside groups: gathers and reduce-scatters of weights, and the gradients of
             norms among tensor-parallel ranks.
         between: Averages of gradients between groups.
         refresh: Weights sent to frozen copies.
-        step: Computation, and the traffic that computation does not hide.
+        step: Computation, and traffic that does not overlap with computation.
         outer: With local steps, averages of weights between groups and refreshed copies, per step.
     """
 
@@ -100,16 +98,16 @@ class StepTime:
 def step_time(flops: float, collectives: Sequence[Collective], machine: Machine, accumulation: int) -> StepTime:
     """Estimate the step of a rank that computes ``flops`` and takes part in ``collectives``.
 
-    Computation is the number of operations over the achieved rate: a third of it forward, two
-    thirds backward, whatever is recomputed or frozen. Traffic is bytes over the speed of the link,
-    without latencies.
+    Computation is the number of operations divided by the achieved rate. A third of it is forward,
+    two thirds are backward, also with recomputation or frozen copies. Traffic is bytes over the
+    speed of the link, without latencies.
 
     Tensor-parallel traffic is never hidden, and hides nothing. Other traffic overlaps computation,
     one transfer at a time on each kind of link:
 
     - Refreshes run during the forward pass of the first micro-batch, after the update before it.
     - Averages between groups run during the backward pass of the last micro-batch.
-    - Traffic inside groups runs during the computation that the other two leave free.
+    - Traffic inside groups runs during the rest of the computation.
 
     The traffic that does not fit into its time is exposed. The exposed seconds of both kinds of
     link add up.
@@ -141,8 +139,8 @@ def with_outer_steps(
 
     ``service``: the bytes that the service of the anchors receives and sends in a round.
 
-    Without overlap nothing hides an average. With it, the average of a fragment travels during the
-    next ``overlap`` steps, and what is left then is exposed.
+    Without ``overlap``, an average overlaps with no computation. With it, an average may take the
+    next ``overlap`` steps, and only longer transfers are exposed.
     """
     seconds = sum(machine.seconds(one.sent, machine.link(one.ranks)) for one in collectives)
     seconds += service / machine.between
@@ -151,7 +149,7 @@ def with_outer_steps(
 
 
 def default_world(config: Config) -> tuple[int, str]:
-    """The fewest ranks that the configuration allows, and what says so."""
+    """The fewest ranks that the configuration allows, and the settings that determine them."""
     groups, tp = config.sdp.groups, config.tensor_parallel.autotp_size
     train, micro = config.train_batch_size, config.train_micro_batch_size_per_gpu
     if train is not None and micro is not None and config.gradient_accumulation_steps is not None:

@@ -118,7 +118,7 @@ def _collectives(plan: Forecast) -> str:
 
 
 def about_machine(machine: Machine, config: Config) -> str:
-    """Say which speeds a plan assumes."""
+    """Describe which speeds a plan assumes."""
     note = (
         f"Speeds are stated, not measured, and latencies are left out: {machine.flops / 1e12:,.0f} TFLOP/s a device, "
         f"of which a model achieves {machine.achieved:.0%}; a rank sends {format_rate(machine.inside)} "
@@ -131,16 +131,16 @@ def about_machine(machine: Machine, config: Config) -> str:
 
 
 def _about(plan: Forecast) -> list[str]:
-    """List what the figures assume, and what they leave out. A reader needs both to use them."""
+    """List what the figures assume, and what they leave out."""
     trace, config, sync = plan.worst.trace, plan.config, plan.config.sdp.sync
     notes = [
-        f"Memory is that of tensors of {_DEVICES[plan.machine.device]}. The device's context, "
-        "the workspaces of libraries and the buffers of the communication library come on top."
+        f"Memory is that of tensors, with {_DEVICES[plan.machine.device]}. The device's context, the workspaces of "
+        "libraries and the buffers of the communication library need more."
     ]
     if trace.traced_blocks < trace.blocks:
         notes.append(
-            f"{trace.traced_blocks} of {trace.blocks} blocks were traced. Further blocks of the same pattern each add "
-            "as much as one of these."
+            f"{trace.traced_blocks} of {trace.blocks} blocks were traced. Each further block of the same pattern "
+            "counts as one of these."
         )
     if config.training.compile:
         notes.append("Blocks are traced as if they were not compiled; compiled blocks need less.")
@@ -151,7 +151,7 @@ def _about(plan: Forecast) -> list[str]:
         groups = ", ".join(map(str, plan.untraced))
         notes.append(
             f"Groups {groups} run other units, or the same in another order, and were not traced. They hold no more "
-            "than the traced ones, and are given the largest of their peaks; their own may differ."
+            "than the traced groups, and count with the largest peak of these; their real peak may differ."
         )
     if plan.rates is not None:
         scale = config.sdp.lr_scale
@@ -165,7 +165,7 @@ def _about(plan: Forecast) -> list[str]:
                 f"The first {sync.start_after} steps average gradients in every step, and are not in these figures."
             )
         if sync.overlap:
-            notes.append("The peak includes the changes of a fragment that travel, and its weights at the start.")
+            notes.append("The peak includes the changes of a fragment under way, and its weights at the start.")
     if (service := plan.service) is not None:
         notes.append(
             f"In a round, the service receives {format_bytes(service['receives'])} and sends "

@@ -1,7 +1,7 @@
 """Ways to train one model on the same ranks: the rows of ``--compare``.
 
-All ways have the ranks, batch, tensor parallelism and recomputation of the configuration. What a
-way learns is not planned.
+All ways have the ranks, batch, tensor parallelism and recomputation of the configuration. The plan
+does not say what a way learns.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from .forecast import MOST_TRACES, Forecast, forecast, require_planned
 from .machine import LINKS, Machine
 
 DDP, SMALLER = "DDP", "smaller dense"
-CAPACITY = 0.5  # of SDP, if the configuration is dense
+CAPACITY = 0.5  # capacity of SDP, if the configuration is dense
 EVERY = 32  # steps of a round, if the configuration has no local steps
 LARGE = 10**9  # parameters, from which only the group that holds most is traced for a row
 # By model, the key of its section that a smaller model lowers.
@@ -45,7 +45,7 @@ def dense_config(config: Config, groups: int, stage: int, sync: SyncSection | No
 def dense_ways(config: Config, machine: Machine, world: int) -> tuple[dict[str, Config], list[str]]:
     """Return the dense model under DDP, FSDP, HSDP and ZeRO-2.
 
-    A note says why HSDP, with a replica on each node, is no way of its own here.
+    A note says why HSDP (a replica on each node) has no row, if it is the same as another way.
     """
     nodes, notes = len(machine.slots), []
     ways = {DDP: dense_config(config, 1, 0), "FSDP (ZeRO-3)": dense_config(config, 1, 3)}
@@ -74,9 +74,9 @@ def distributed_data_parallel(config: Config, machine: Machine, world: int) -> F
 def with_buckets(plan: Forecast) -> Forecast:
     """Return ``plan`` with the memory of torch's DDP.
 
-    DDP's gradients are views of buckets that live through the whole step; the engine's gradients,
-    which were traced, come and go. The gradients of earlier micro-batches are not sent, and exist
-    next to the buckets.
+    DDP's gradients are views of buckets, which exist during the whole step. The traced engine frees
+    gradients earlier. Gradients of earlier micro-batches are not sent, and exist in addition to the
+    buckets.
     """
 
     def whole(trace: StepTrace) -> StepTrace:
@@ -133,12 +133,12 @@ def compare(config: Config, machine: Machine, world: int) -> tuple[list[Forecast
         most = max(sum(info.numel for info in layout.held(group)) for group in range(layout.mesh.sdp))
         stage, sync = config.zero_optimization.stage, config.sdp.sync or SyncSection(every=EVERY)
         if (small := smaller_dense(config, most)) is None:
-            notes.append(f"{SMALLER}: no smaller size of this model is known that has at most {most:,} parameters")
+            notes.append(f"{SMALLER}: this model has no smaller size with at most {most:,} parameters")
         else:
             ways[SMALLER] = dense_config(small, config.sdp.groups, stage)
         ways |= {"DiLoCo": dense_config(config, config.sdp.groups, stage, sync), **_sdp_ways(config, sync)}
         notes.append(
-            f"DiLoCo, the smaller dense model (with at most the parameters of a group under forward masking) and SDP "
+            "DiLoCo, the smaller dense model (with at most the parameters of a group under forward masking) and SDP "
             f"have sdp.groups {config.sdp.groups} and zero_optimization.stage {stage}. Local steps average every "
             f"{sync.every} steps."
         )
@@ -161,12 +161,15 @@ def compare(config: Config, machine: Machine, world: int) -> tuple[list[Forecast
         if (others := len(plan.untraced))
     ]
     if len(config.sdp.maskings) > 1:
-        notes.append("sdp.masking is a schedule: it needs the larger peak of its maskings.")
+        notes.append("sdp.masking is a schedule, which needs the larger peak of its maskings.")
     notes.append(
         "DDP is planned with gradients that are views of its buckets (gradient_as_bucket_view), and in half precision "
         "with float32 weights under torch.autocast, whose cast copies count as activations."
     )
-    return plans, [*notes, "What each way learns is not planned. `sdp plan` without --compare shows one way in detail."]
+    return plans, [
+        *notes,
+        "The plan does not say what each way learns. `sdp plan` without --compare shows one way in detail.",
+    ]
 
 
 def _with_groups(config: Config, machine: Machine, world: int) -> tuple[Config, list[str]]:

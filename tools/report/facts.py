@@ -35,7 +35,7 @@ class Facts:
     - ``peak_tensors``: the peak bytes of live tensors in a probed step.
     - ``peak_process``: the peak bytes of the process, less its bytes before the model existed.
     - ``sent`` and ``sent_by_kind``: the bytes that the busiest rank sends per step.
-    - ``path_losses``: with several paths, the loss of each on the samples that are dealt to it.
+    - ``path_losses``: with several paths, the loss of each path on the samples of its cluster.
     - ``single_path_losses``: the loss of each path on all samples.
     """
 
@@ -72,7 +72,7 @@ class Facts:
     rollbacks: int | None = None
     served: dict[str, str] = field(default_factory=dict)  # with a service: rounds, groups and what was lost
     restarts: int = 0
-    lost_steps: int = 0  # made again after a restart
+    lost_steps: int = 0  # repeated after a restart
     rates: str | None = None  # the factors of the units' learning rates, with sdp.lr_scale
     masking: str | None = None  # the steps of each phase, with a schedule of maskings
     phase_seconds: dict[str, float] = field(default_factory=dict)  # of a step with each masking of a schedule

@@ -1,8 +1,4 @@
-"""The data of a run: tokens or images that the configuration names, or the sources of Python's
-standard library.
-
-Data without a path is prepared on first use.
-"""
+"""The data of a run: tokens or images, by default Python's standard library as text."""
 
 from __future__ import annotations
 
@@ -96,7 +92,7 @@ def open_corpus(config: Config, dump_dir: Path) -> Corpus:
     """Open the data of a run. Collective.
 
     Rank 0 prepares the default corpus, or arrays of images, in ``dump_dir/corpus``. It also
-    verifies token shards. If any rank finds a mistake, all ranks raise DataError or ConfigError.
+    verifies token shards. If one rank finds a mistake, all ranks raise DataError or ConfigError.
     """
     path = path_of(config, dump_dir)
     ranks = Ranks(alone=not dist.is_initialized())
@@ -105,7 +101,7 @@ def open_corpus(config: Config, dump_dir: Path) -> Corpus:
 
 
 def path_of(config: Config, dump_dir: Path) -> Path:
-    """The directory that the run in ``dump_dir`` reads. For a mixture, that of the first source."""
+    """The directory of the data of the run in ``dump_dir``. Of a mixture, the first source."""
     data = config.data
     if data.sources:
         return corpus_folder(data.sources[0].path)
@@ -129,11 +125,11 @@ def fetch_corpora(config: Config) -> None:
 
 
 def refuse_own_data(config: Config, dump_dir: Path, url: str) -> None:
-    """Raise ConfigError if rank 0 would make the data on its host, where others cannot read it."""
+    """Raise ConfigError if rank 0 would prepare data where other hosts cannot read it."""
     path = path_of(config, dump_dir)
     if path == dump_dir / "corpus" and not any((path / name).is_file() for name in _INDEXES):
         raise ConfigError(
-            f"--dump-dir {url}: a run on several hosts cannot make its own data there; prepare the data first (sdp "
+            f"--dump-dir {url}: a run on several hosts cannot prepare data there; prepare the data first (sdp "
             "prepare) and give data.path, or name a folder that all hosts share"
         )
 
@@ -169,7 +165,7 @@ def _make_ready(config: Config, path: Path) -> None:
     if data.name is not None:
         return
     if data.takes_default_corpus:
-        log.info("data.path is not set: taking the sources of Python's standard library")
+        log.info("data.path is not set: using the sources of Python's standard library")
         prepare(
             None,
             path,
@@ -247,7 +243,7 @@ def _open_tokens(config: Config, path: Path) -> Corpus:
 
 
 def router_folder(config: Config, data: Path) -> Path | None:
-    """Return the folder of the router that deals ``data`` to the paths of a run, or None."""
+    """Return the folder of the router that assigns ``data`` to the paths of a run, or None."""
     paths = config.sdp.paths
     if paths is None or paths.count == 1 or config.data.sources:
         return None
@@ -259,13 +255,13 @@ def check_router(folder: Path, state: Mapping[str, Any], checkpoint: Path) -> No
     saved = state["client_state"].get("router")
     if saved is not None and saved != router_hash(folder):
         raise CheckpointError(
-            f"{checkpoint}: the paths were trained with another router than that in {folder}; put that one back, or "
-            "name its folder in sdp.paths.router"
+            f"{checkpoint}: the paths were trained with another router than the one in {folder}; name the folder of "
+            "the old router in sdp.paths.router"
         )
 
 
 def dealt(config: Config, corpus: Corpus) -> Corpus:
-    """Deal the samples to the paths of a run that has several."""
+    """Assign the samples to the paths of a run with several paths."""
     section, groups = config.sdp.paths, config.sdp.groups
     if section is None or section.count == 1:
         return corpus
@@ -274,10 +270,12 @@ def dealt(config: Config, corpus: Corpus) -> Corpus:
         if len(train.parts) != section.count:
             raise ConfigError(
                 f"sdp.paths.count: {section.count}, but data.sources has {len(train.parts)} sources; name one source "
-                "for each path, or one corpus that sdp prepare --clusters has dealt (data.path)"
+                "for each path, or use data.path with a corpus that was prepared with --clusters"
             )
         if len({source.weight for source in train.sources}) > 1:
-            raise ConfigError("data.sources: weights differ, and every path reads equally much; set them equal")
+            raise ConfigError(
+                "data.sources: weights differ, but every path reads the same number of samples; set equal weights"
+            )
         of_train, of_held_out = (
             [np.arange(end - len(part), end) for part, end in zip(mixed.parts, mixed.ends, strict=True)]
             for mixed in (train, held_out)
@@ -285,14 +283,14 @@ def dealt(config: Config, corpus: Corpus) -> Corpus:
         train.paths = PathSamples(of_train, groups)
         return replace(corpus, paths=PathSamples(of_held_out, groups))
     if not isinstance(train, TokenDataset) or not isinstance(held_out, TokenDataset):
-        raise ConfigError("sdp.paths: images have no clusters that paths could read; sdp.initialize takes any data")
+        raise ConfigError("sdp.paths: images cannot be assigned to paths; use tokens, or a script with sdp.initialize")
     folder = router_folder(config, train.directory)
     assert folder is not None
     router = load_router(folder)
     if router.count != section.count:
         raise ConfigError(
-            f"sdp.paths.count: {section.count}, but the router in {folder} deals {router.count} clusters; make as many "
-            "with sdp prepare --clusters, or change the count"
+            f"sdp.paths.count: {section.count}, but the router in {folder} has {router.count} clusters; make as many "
+            "as paths with sdp prepare --clusters, or change the count"
         )
     clusters = {dataset.split: read_clusters(dataset, folder) for dataset in (train, held_out)}
     train.paths, paths = (

@@ -20,7 +20,7 @@ def model_and_batch(config: Config) -> tuple[Callable[[], nn.Module], Callable[[
     """Return two functions: one builds the model, the other a micro-batch of zeros with the given
     number of samples.
 
-    Prepared data is read if it exists already. Raises ConfigError.
+    Prepared data is read if it exists. Raises ConfigError.
     """
     if not config.model:
         raise ConfigError('model: this section is required to plan, for example {"name": "llama", …}')
@@ -44,9 +44,7 @@ def model_and_batch(config: Config) -> tuple[Callable[[], nn.Module], Callable[[
 
 
 def facts_of(config: Config) -> dict[str, int]:
-    """The sizes that the model must fit: those of the data if it exists, else those of the
-    configuration.
-    """
+    """The sizes that the model must fit: of the data if it exists, else of the configuration."""
     data, model = config.data, config.model
     if data.name in ("digits", "cifar10", "cifar100"):
         return facts_of_set(data.name)

@@ -25,11 +25,11 @@ def load_paths(folder: str | Path, device: str | torch.device = "cpu") -> Paths:
     """Return the paths that ``sdp export`` wrote to ``folder``.
 
     Args:
-        folder: The folder, which has a folder for each path, and the router if the run had one.
+        folder: The folder with a folder for each path, and the router if the run had one.
         device: Where models are loaded to.
 
     Raises:
-        ConfigError: It has no paths.
+        ConfigError: The folder has no paths.
         DataError: The router is damaged.
     """
     folder = Path(folder)
@@ -47,7 +47,8 @@ def load_paths(folder: str | Path, device: str | torch.device = "cpu") -> Paths:
 class Paths:
     """Models of transformers that share blocks, and the router.
 
-    A model is loaded when it is needed first, and stays. :func:`load_paths` makes this.
+    A model is loaded when it is first needed, and stays in memory. :func:`load_paths` makes this
+    object.
 
     Args:
         folder: The folder of the export.
@@ -75,7 +76,7 @@ class Paths:
             ModelError: The model cannot be loaded.
         """
         if path not in range(self.count):
-            raise ConfigError(f"{self.folder}: {path!r} is no path; there are paths 0 to {self.count - 1}")
+            raise ConfigError(f"{self.folder}: path {path!r} does not exist; there are paths 0 to {self.count - 1}")
         if path not in self._models:
             from transformers import AutoModelForCausalLM
 
@@ -92,14 +93,16 @@ class Paths:
 
         Raises:
             ConfigError: There is no router.
-            DataError: The text has fewer than two tokens, from which nothing can be told.
+            DataError: The text has fewer than two tokens, which is too little for the router.
         """
         if self.router is None:
-            raise ConfigError(f"{self.folder}: has no router, because each path read a source; name the path")
+            raise ConfigError(
+                f"{self.folder}: has no router, because each path was trained on one source; name the path"
+            )
         tokens = self.tokenizer(text, add_special_tokens=False)["input_ids"]  # as the corpus was made
         if len(tokens) < 2:
             raise DataError(
-                "load_paths: the router needs a text of two tokens or more; give more of it, or name a path"
+                "load_paths: the router needs a text of two tokens or more; give a longer text, or name a path"
             )
         return int(self.router.route(np.array([tokens]))[0])
 

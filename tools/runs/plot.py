@@ -164,7 +164,7 @@ def new_figure(size: tuple[float, float] = SIZE_INCHES) -> Any:
 def plain(text: str) -> str:
     """Return a text of the user for a figure.
 
-    matplotlib takes what is between two ``$`` for a formula.
+    For matplotlib, text between two ``$`` is a formula.
     """
     return text.replace("$", r"\$")
 

@@ -31,7 +31,7 @@ log = logging.getLogger("sdp")
 
 CONFIG, PLACEMENT, SUMMARY = "config.json", "placement.json", "summary.json"
 METRICS, EVALUATIONS, RESTARTS = "metrics.jsonl", "evaluations.jsonl", "restarts.jsonl"
-MOST_LINE_BYTES = 16 << 20  # of these two, far more than a run writes
+MOST_LINE_BYTES = 16 << 20  # limits of these two files, far above what a run writes
 CORPUS = "corpus"  # data that the run itself prepared
 SENT = (CONFIG, PLACEMENT, SUMMARY, METRICS, EVALUATIONS, RESTARTS)  # to the copy of a run in an object store
 DIRECTORIES = ("checkpoints", "logs", "plots", "profile", "start", "tensorboard", "wandb")
@@ -45,9 +45,9 @@ class RunFiles:
     before the call returns, so a killed run loses at most the line being written. NaN and Inf are
     written as null, because JSON has neither. Raises ConfigError if ``dump_dir`` holds a run and
     ``resume`` is false, if another run is writing to it, or if it cannot be written. The copy of
-    the run at ``url`` in an object store has no lock: without ``resume`` it must hold no run, and
-    nothing keeps two runs on two hosts from resuming it at once. Raises WriteError if one of the
-    run's files is a symbolic link. ``dump_dir`` itself and its parents may be links.
+    the run at ``url`` in an object store has no lock. Without ``resume``, there must be no run. Two
+    hosts could resume the same run at the same time. Raises WriteError if one of the run's files is
+    a symbolic link. ``dump_dir`` itself and its parents may be links.
     """
 
     def __init__(self, dump_dir: Path, resume: bool, url: str | None = None):
@@ -92,7 +92,7 @@ class RunFiles:
         self._replace(SUMMARY, data)
 
     def restart(self, step: int) -> None:
-        """Note that the run goes on from ``step``, and how many steps are made again."""
+        """Record that the run continues from ``step``, and how many steps are repeated."""
         last = max((line["step"] for line in _read_lines(self.dump_dir / METRICS)), default=0)
         if last:
             self._append(RESTARTS, {"step": step, "lost_steps": max(0, last - step)})
@@ -345,8 +345,8 @@ def read_run(dump_dir: Path) -> Run:
 def fetch_files(url: str, dump_dir: Path, *, of_run: bool = True, goes_on: bool = False) -> None:
     """Copy the data that a run has prepared from its copy at ``url`` to ``dump_dir``.
 
-    With ``of_run``, copy its files, too. ``goes_on``: lines that this host has written last stay,
-    as they may not have been copied to the store yet. Raises StoreError.
+    With ``of_run``, also copy the files of the run. ``goes_on``: the newest lines of this host
+    stay, because the store may not have them yet. Raises StoreError.
     """
     fetch(f"{url}/{CORPUS}", INDEX_FILE, dump_dir / CORPUS)
     store = Store(url)
@@ -363,7 +363,7 @@ def is_model(directory: Path) -> bool:
     try:
         found = read_json_file(directory / CONFIG)
     except (OSError, ValueError):
-        return False  # whoever reads it says what is wrong
+        return False  # the reader of the file says what is wrong
     return isinstance(found, dict) and "model_type" in found
 
 
@@ -376,11 +376,11 @@ def _lock(file: TextIO, dump_dir: Path) -> None:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
         raise ConfigError(
-            f"{dump_dir}: another run is writing here at this moment; wait for it, or name another --dump-dir"
+            f"{dump_dir}: another run is writing here; wait until it ends, or name another --dump-dir"
         ) from None
     except OSError as error:
         log.warning(
-            "%s: its file system has no locks (%s), so nothing keeps a second run from writing there too",
+            "%s: its file system has no locks (%s), so make sure that no second run writes there",
             dump_dir,
             error.strerror,
         )

@@ -1,6 +1,4 @@
-"""What a user names by a directory: a checkpoint and the run that wrote it, or a model of
-transformers.
-"""
+"""A directory that a user names: a checkpoint and its run, or a model of transformers."""
 
 from __future__ import annotations
 
@@ -50,7 +48,7 @@ class CheckpointChoice:
 
     @classmethod
     def from_args(cls, args: argparse.Namespace) -> CheckpointChoice:
-        """The choice in what :func:`add_arguments` and the command line have put into ``args``."""
+        """Read the choice from the parsed arguments of :func:`add_arguments`."""
         tag = args.checkpoint if args.step is None else f"step-{args.step}"
         if not is_url(args.run):
             return cls(Path(args.run), tag, tuple(args.set))
@@ -89,7 +87,7 @@ class SavedRun:
         """The directory of the run's prepared data. Raises ConfigError for a model without data."""
         if self.is_model and self.config.data.takes_default_corpus:
             raise ConfigError(
-                f"{self.dump_dir}: a model without a run has no data of its own; name prepared data with --set "
+                f"{self.dump_dir}: a model without a run has no data; name prepared data with --set "
                 f"data.path=DATA (sdp prepare --tokenizer hf:{self.dump_dir})"
             )
         return path_of(self.config, self.dump_dir)
@@ -121,17 +119,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def use(choice: CheckpointChoice, action: Callable[[SavedRun], T], overrides: Sequence[str] = ()) -> T:
-    """Find the chosen checkpoint and return what ``action`` makes of it.
-
-    The run may still be training, and a save removes old checkpoints. If the newest checkpoint was
-    asked for and it is removed meanwhile, ``action`` starts again with the checkpoint that is the
-    newest by then.
+    """Find the chosen checkpoint and return the result of ``action``. The run may still be
+    training, and a save removes old checkpoints. If the newest checkpoint was chosen and is removed
+    meanwhile, ``action`` starts again with the checkpoint that is now the newest.
 
     Args:
         choice: which checkpoint.
         action: reads the checkpoint. It may be called more than once.
-        overrides: are applied before the user's own. They also replace the keys that only DeepSpeed
-            acts on.
+        overrides: changes of the configuration, applied before those of the user. They also replace
+            keys that only DeepSpeed acts on.
 
     Raises:
         ConfigError: the directory does not hold a run.
@@ -148,7 +144,7 @@ def use(choice: CheckpointChoice, action: Callable[[SavedRun], T], overrides: Se
             if choice.tag is None and (choice.directory / CONFIG).is_file():
                 newest = _locate(choice.directory, None)[1]
             if newest != checkpoint:
-                log.warning("%s cannot be read any more: taking the newer %s", checkpoint, newest)
+                log.warning("%s cannot be read any more; using the newer %s", checkpoint, newest)
                 continue
             if checkpoint.is_dir() and isinstance(error, CheckpointError):
                 raise
@@ -211,7 +207,9 @@ def check_data(checkpoint: Path, state: Mapping[str, Any], data: Path, name: str
     trained_with, images = (state["client_state"].get(key) for key in ("tokenizer", "images"))
     has_names = images is None or (isinstance(images, dict) and images.keys() >= {"name", "sha256"})
     if not has_names or not isinstance(trained_with, dict | None):
-        raise CheckpointError(f"{checkpoint}: damaged, its client state does not describe the data; take another one")
+        raise CheckpointError(
+            f"{checkpoint}: damaged, its client state does not describe the data; use another checkpoint"
+        )
     if trained_with is not None and (data / INDEX_FILE).is_file():
         found = load_index(data).tokenizer
         if found != trained_with:
@@ -221,7 +219,8 @@ def check_data(checkpoint: Path, state: Mapping[str, Any], data: Path, name: str
             )
     if images is not None and name not in (None, "folder", images["name"]):
         raise CheckpointError(
-            f"{checkpoint}: was trained with images of {images['name']!r}, but data.name is {name!r}; set it back"
+            f"{checkpoint}: was trained with images of {images['name']!r}, but data.name is {name!r}; set data.name "
+            "back"
         )
     if images is not None and (data / IMAGE_INDEX).is_file():
         index = load_image_index(data)

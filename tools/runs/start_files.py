@@ -1,5 +1,5 @@
-"""What a run starts from: its configuration, completed by the model that it starts from, and the
-files that describe that model, which the run keeps.
+"""The start of a run: the configuration, completed by the model that the run starts from, and
+copies of the files that describe the model.
 
 Later commands need the files: an evaluation builds the model again, and an export writes the same
 files. The weights stay where they are.
@@ -30,8 +30,8 @@ DESCRIBES = re.compile(r".*\.(json|txt|model|jinja|tiktoken)")  # configuration,
 def with_initial_model(config: Config) -> Config:
     """Complete the model section from the model that the run starts from.
 
-    A model of transformers starts from its own folder. Data that the run itself prepares gets the
-    tokenizer of the folder.
+    A model of transformers starts from the weights in its folder. If the run prepares data, it uses
+    the tokenizer in the folder.
     """
     start, model = config.training.init_from, config.model
     if start is None and model.get("name") == "huggingface":
@@ -80,7 +80,7 @@ def _with_absolute_path(section: _Section, key: str, *rest: str) -> _Section:
 
 
 def keep_start_files(config: Config, dump_dir: Path) -> None:
-    """Copy the files that describe the model, as they are. A no-op for a run that starts anew.
+    """Copy the files that describe the model. A no-op for a run with new weights.
 
     Raises WriteError if they cannot be written.
     """
@@ -102,9 +102,8 @@ def keep_start_files(config: Config, dump_dir: Path) -> None:
 
 
 def kept_tensors(dump_dir: Path) -> dict[str, Any] | None:
-    """Return name and type of each tensor in the files that the run started from.
-
-    None: the run started anew. Raises ConfigError if the file is damaged.
+    """Return name and type of each tensor in the files that the run started from. None: the run had
+    new weights. Raises ConfigError if the file is damaged.
     """
     path = dump_dir / START / TENSORS
     if not path.is_file():

@@ -36,7 +36,7 @@ IN_ONE_PROCESS = (
 
 
 def check_exportable(saved: SavedRun, command: str) -> None:
-    """Raise ConfigError if transformers cannot compute what the full model of ``saved`` does."""
+    """Raise ConfigError if transformers cannot compute the full model of ``saved``."""
     if saved.config.sdp.branch_scale == "eval" and saved.config.sdp.groups > 1:
         raise ConfigError(
             f'{command}: {saved.dump_dir} was trained with sdp.branch_scale "eval", and transformers cannot scale '
@@ -59,7 +59,7 @@ class WholeModel:
 
     @torch.no_grad()
     def mean_loss(self, batches: Sequence[Any], weights: Sequence[float]) -> float:
-        """The weighted mean of the losses. Batches that weigh nothing are left out."""
+        """The weighted mean of the losses. Batches with weight 0 are left out."""
         total = weight = 0.0
         for batch, count in zip(batches, weights, strict=True):
             if count:  # the mean over no targets is NaN
@@ -83,7 +83,7 @@ class WholeModel:
 def whole_model(saved: SavedRun, model: nn.Module, path: int = 0) -> Iterator[WholeModel]:
     """Give ``model``, which is on the meta device, the weights of ``saved``, in one process.
 
-    With several paths (``sdp.paths``), they are those of ``path``.
+    With several paths (``sdp.paths``), the weights of ``path``.
     """
     config = saved.config
     layout = Layout.of(model, config, Mesh(config.sdp.groups))

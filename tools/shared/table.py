@@ -12,7 +12,7 @@ from ...engine.accounting.quantities import unit_for
 
 @dataclass(frozen=True)
 class Spread:
-    """The same quantity on the rank where it is smallest and where it is largest."""
+    """The smallest and the largest value of a quantity among the ranks."""
 
     smallest: float
     largest: float
@@ -50,7 +50,7 @@ class Row:
 
 
 def text_row(label: str, values: Sequence[str | None]) -> Row:
-    """Words, compared with nothing."""
+    """A row of words, without ratios."""
     return Row(label, tuple(Cell(value or "") for value in values))
 
 
@@ -73,9 +73,7 @@ def bytes_row(
     label: str, values: Sequence[Quantity], baseline: float | None = None, *,
     show_baseline: bool = False, decimal: bool = False, per: str = "",
 ) -> Row:  # fmt: skip
-    """Bytes in the unit that suits the row's largest: KiB, MiB … for memory, kB, MB … (``decimal``)
-    for what is sent.
-    """
+    """Bytes in the unit of the largest value: KiB, MiB …, or with ``decimal`` kB, MB …"""
     spreads = [Spread(value, value) if isinstance(value, int | float) else value for value in values]
     largest = max(
         [spread.largest for spread in spreads if spread] + ([baseline or 0] if show_baseline else []), default=0
@@ -107,7 +105,7 @@ class Table:
     rows: Sequence[Row]
 
     def without_empty(self) -> Table:
-        """Without rows in which nothing is known, and headings of nothing."""
+        """Return the table without empty rows, and without headings of no rows."""
         rows: list[Row] = []
         for row in self.rows:
             if row.heading and rows and rows[-1].heading:
@@ -117,7 +115,7 @@ class Table:
         return Table(self.header, rows[:-1] if rows and rows[-1].heading else rows)
 
     def without_last_ratios(self) -> Table:
-        """For a last column that is itself what the others are compared with."""
+        """Return the table without ratios in the last column, which is the baseline."""
         rows = [Row(row.label, (*row.cells[:-1], Cell(row.cells[-1].value))) if row.cells else row for row in self.rows]
         return Table(self.header, rows)
 

@@ -1,4 +1,4 @@
-"""``sdp train CONFIG --check``: steps that show whether a combination of settings is right."""
+"""``sdp train CONFIG --check``: compares steps with plain torch, and holders with each other."""
 
 from __future__ import annotations
 

@@ -32,7 +32,7 @@ def parse(words: Sequence[str]) -> argparse.Namespace:
 
 
 def complete(args: argparse.Namespace) -> argparse.Namespace:
-    """Put everything that changes the configuration into ``args.set``, and set the places of the
+    """Move all options that change the configuration to ``args.set``, and set the paths of the
     run's files.
 
     ``dump_dir`` is the folder on this host, ``url`` its copy in an object store or None, and
@@ -128,13 +128,13 @@ def run(args: argparse.Namespace) -> int:
     else:
         if options.nproc not in (None, environment.world_size):
             raise ConfigError(
-                f"--nproc {options.nproc}: {environment.source} started {environment.world_size} processes; leave it "
-                "out"
+                f"--nproc {options.nproc}: {environment.source} has already started {environment.world_size} "
+                "processes; leave --nproc out"
             )
         if options.restarts and environment.source != "sdp":
             raise ConfigError(
-                f"--restarts {options.restarts}: {environment.source} started this process, and would have to start "
-                "it again; use sdp launch --restarts"
+                f"--restarts {options.restarts}: {environment.source} started this process, so only it could start "
+                "the run again; use sdp launch --restarts"
             )
         degrees.check(environment.world_size, environment.source)
     from .rank import run as run_rank  # imports torch
@@ -156,15 +156,15 @@ def _serve_and_train(config: Config, options: argparse.Namespace) -> int:
 
     if detect() is not None:
         raise ConfigError(
-            "sdp.sync.service: a launcher started this process; start sdp serve, and each group as a launch of its own "
-            "with sdp train --service HOST:PORT"
+            "sdp.sync.service: a launcher started this process; start sdp serve, and then each group with sdp train "
+            "--service HOST:PORT"
         )
     if options.url is not None:
         raise ConfigError(
-            f"--dump-dir {options.url}: a run with sdp.sync.service keeps its files on disk; name a folder"
+            f"--dump-dir {options.url}: the files of a run with sdp.sync.service must be on disk; name a folder"
         )
     if options.restarts:
-        raise ConfigError("--restarts: with sdp.sync.service, the file says how often (sdp.sync.service.restarts)")
+        raise ConfigError("--restarts: with sdp.sync.service, set sdp.sync.service.restarts in place of this option")
     devices = visible_devices()
     processes = Degrees(config, options.fsdp).processes(options.nproc, devices)
     _check_files(config, options)
@@ -173,8 +173,8 @@ def _serve_and_train(config: Config, options: argparse.Namespace) -> int:
 
 
 def _check_files(config: Config, options: argparse.Namespace) -> None:
-    """Check once that names are known, that the dump directory has no other run, and that no data
-    is missing.
+    """Check that names are known, that the dump directory has no other run, and that no data is
+    missing.
 
     Without this check every rank would find these mistakes, but only after it has imported torch.
     """

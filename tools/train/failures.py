@@ -1,7 +1,7 @@
 """Turns failures of the machine into errors of one line.
 
-Where memory ran out, the message says what fills it and which settings need less. The figures are
-those that the placement predicts.
+If memory runs out, the message says what fills it and which settings need less. The figures are
+predicted from the placement.
 """
 
 from __future__ import annotations
@@ -62,8 +62,8 @@ def _out_of_memory(config: Config, rank_and_device: str, engine: SDPEngine | Non
             "buffers."
         )
     return OutOfMemoryError(
-        f"{rank_and_device}: out of memory.{state} To need less: {'; '.join(remedies(config))}."
-        " What each would need: sdp plan"
+        f"{rank_and_device}: out of memory.{state} These need less memory: {'; '.join(remedies(config))}. sdp plan "
+        "says how much each needs"
     )
 
 
@@ -72,7 +72,7 @@ def _size(nbytes: int) -> str:
 
 
 def remedies(config: Config) -> list[str]:
-    """Settings that lower memory and are not used yet, those that cost the least first."""
+    """Settings that need less memory and are not used yet, those with the lowest cost first."""
     found = []
     if config.activation_checkpointing.mode == "none":
         found.append('activation_checkpointing.mode "selective" or "full" (recomputes activations)')

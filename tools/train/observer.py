@@ -68,7 +68,7 @@ PROBED_STEP = 2  # the first step allocates optimizer state; the steps after it 
 
 
 class MemoryProbe(Observer):
-    """Runs one step under the probe. ``peak`` is the result in bytes, first None.
+    """Runs one step under the probe. ``peak`` is the result in bytes, None before.
 
     It is step ``PROBED_STEP``. With a schedule of maskings, it is the first later step with
     backward masking, which needs the most memory.
@@ -132,7 +132,9 @@ class RemoteFiles(Observer):
                 if (folder / name).is_file():
                     self._store.write(name, (folder / name).read_bytes())
         except (StoreError, OSError) as error:
-            log.warning("WARNING: the files of the run are in %s, but their copy is old: %s", folder, error)
+            log.warning(
+                "WARNING: the newest files of the run are only in %s, because they cannot be copied: %s", folder, error
+            )
 
 
 # -- curves for TensorBoard, CSV files and Weights & Biases ----------------------------------------
@@ -190,8 +192,8 @@ def open_monitors(config: Config, dump_dir: Path, *, resume: bool = False) -> Mo
 
     An empty ``output_path`` means ``tensorboard`` and ``csv`` in ``dump_dir``. When a run is
     resumed (``resume``), its curves continue in the same files and in the same run of Weights &
-    Biases. New points replace older ones from the first step on that it writes. Raises ConfigError
-    if a package is missing or refuses to start, or if a directory cannot be created.
+    Biases. Points of repeated steps are replaced. Raises ConfigError if a package is missing or
+    refuses to start, or if a directory cannot be created.
     """
     options: dict[str, Any] = {}
     if config.wandb.enabled:
@@ -236,8 +238,8 @@ class Progress(Observer):
     """Shows the loss, the speed and the learning rate of the newest step.
 
     Without a terminal it prints a line every ``steps_per_print`` steps, and one for the last step.
-    A terminal of unknown width gets these lines, too. If standard error is gone, as after a lost
-    connection, nothing is shown any more, and the run goes on.
+    A terminal of unknown width gets these lines, too. If standard error is closed, for example
+    after a lost connection, the run continues without output.
     """
 
     def __init__(self, steps_per_print: int, counted: str = "tokens", evaluated: str = "full model"):

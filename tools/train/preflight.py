@@ -1,7 +1,4 @@
-"""Finds the user's mistakes before training starts.
-
-At that time no process waits for another process, and nothing was written.
-"""
+"""Finds the user's mistakes before training starts and before files are written."""
 
 from __future__ import annotations
 
@@ -77,12 +74,12 @@ def _check_sequence(config: Config, model: nn.Module) -> None:
     if limit is not None and config.data.sequence_length > limit:
         raise ConfigError(
             f"data.sequence_length: {config.data.sequence_length} is more than model.max_position_embeddings = "
-            f"{limit}; lower the former or raise the latter"
+            f"{limit}; lower the first or raise the second"
         )
     if config.data.document_mask and "documents" not in inspect.signature(model.forward).parameters:
         raise ConfigError(
             f"data.document_mask: the model {config.model.get('name')!r} cannot keep documents apart; set it to "
-            'false, or take "llama"'
+            'false, or use the model "llama"'
         )
     tp = config.tensor_parallel.autotp_size
     if config.data.sequence_length % tp:
@@ -110,7 +107,7 @@ def _check_checkpoint(config: Config, dump_dir: Path, checkpoints: str | Path, c
     if config.training.steps is not None and state["global_steps"] > config.training.steps:
         raise ConfigError(
             f"training.steps: {config.training.steps}, but {path} is from step {state['global_steps']}; raise "
-            "training.steps to train on"
+            "training.steps to continue"
         )
     check_data(path, state, path_of(config, dump_dir), config.data.name)
     if corpus is not None and not config.data.sources:  # a source of a mixture has its counts by its hash
@@ -118,7 +115,7 @@ def _check_checkpoint(config: Config, dump_dir: Path, checkpoints: str | Path, c
         if config.data.name is None and saved != corpus.sha256:
             raise CheckpointError(
                 f"{path}: was trained with another corpus (sha256 {shorten(saved, 12)}) than {corpus.path} holds "
-                f"({corpus.sha256[:12]}…); use the data of that run, or start another run from its weights with "
+                f"({corpus.sha256[:12]}…); use the data of that run, or start a new run from its weights with "
                 "training.init_from"
             )
     router = router_folder(config, path_of(config, dump_dir))
@@ -135,11 +132,12 @@ def _check_checkpoint(config: Config, dump_dir: Path, checkpoints: str | Path, c
         TypeError,
     ) as error:  # the file is damaged or has another version
         raise ConfigError(
-            f"{file}: its model cannot be compared with this run's ({error}); move it away to resume without that"
+            f"{file}: its model cannot be compared with this run's ({error}); move the file away to resume without "
+            "this comparison"
         ) from None
     if changed is not None:
         key, new, old = changed
         raise ConfigError(
-            f"model.{key}: {json.dumps(new)}, but {file} has {json.dumps(old)}, with which {path} was trained; set it "
-            "back, or start another run from these weights with sdp export and --init-from"
+            f"model.{key}: {json.dumps(new)}, but {file} has {json.dumps(old)}, with which {path} was trained; set "
+            "it back, or start a new run from these weights with sdp export and --init-from"
         )

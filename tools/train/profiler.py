@@ -28,7 +28,7 @@ def parse_steps(text: str) -> tuple[int, int]:
     is_valid = all(part.isdecimal() and len(part) <= _MOST_DIGITS for part in (first, last))
     if not is_valid or not 1 <= int(first) <= int(last):
         raise ConfigError(
-            f"--profile {shorten(text)}: steps are given as FIRST-LAST, for example 3-5; if this is CONFIG, put it "
+            f"--profile {shorten(text)}: give steps as FIRST-LAST, for example 3-5; if this word is CONFIG, put it "
             "before --profile"
         )
     return int(first), int(last)
@@ -52,7 +52,10 @@ class StepProfiler(Observer):
     def on_start(self, start: int, steps: int) -> None:
         left = steps - start
         if self._last > left:
-            raise ConfigError(f"--profile: {self._last} steps are needed, but only {left} are left; name earlier ones")
+            raise ConfigError(
+                f"--profile: step {self._last} is after the end of the run, which has only {left} more "
+                "steps; name earlier steps"
+            )
 
     @contextmanager
     def around_step(self, step: int) -> Iterator[None]:

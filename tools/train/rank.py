@@ -45,11 +45,11 @@ log = logging.getLogger("sdp")
 def started(
     config: Config, options: argparse.Namespace, rank: int, world_size: int, on_stall: Callable[[str], None]
 ) -> Iterator[Heartbeat]:
-    """Open the logs, tell the launcher where this rank is, and join the other ranks. Collective.
+    """Open the logs, begin to report this rank's position, and join the other ranks. Collective.
 
-    A rank of several is watched until its process has ended, because an exit that hangs would keep
-    the others waiting. A run in one process is watched inside the ``with`` block only: the process
-    may go on with other work.
+    If there are several ranks, a rank is watched until its process has ended, because other ranks
+    would wait for a hanging exit. A single rank is watched only inside the ``with`` block, because
+    the process may do other work afterwards.
 
     Args:
         config: the configuration, which was checked.
@@ -101,7 +101,7 @@ def build(config: Config, dump_dir: Path, beat: Heartbeat, service: Membership |
 
 
 def with_loss_weighting(config: Config, corpus: Corpus) -> Config:
-    """Let losses weigh as many labels as they count if these differ, unless the file decides."""
+    """Weigh losses by their numbers of labels if these differ, unless the file decides."""
     if config.training.loss_weighting is not None or not corpus.masks_labels:
         return config
     training = config.training.model_copy(update={"loss_weighting": "tokens"})

@@ -1,4 +1,4 @@
-"""What a rank of ``sdp train --service`` and ``sdp serve`` do in the same way."""
+"""Options that ``sdp train --service`` and ``sdp serve`` share."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def read_token(path: Path | None) -> bytes:
     """Return the secret that the groups of a run share with its service.
 
     Raises:
-        ConfigError: there is none, or it can be guessed.
+        ConfigError: there is no token, or it is too short.
     """
     source = "SDP_SERVICE_TOKEN" if path is None else str(path)
     try:
@@ -27,8 +27,8 @@ def read_token(path: Path | None) -> bytes:
     token = (text or "").strip().encode()
     if len(token) < _FEWEST_CHARACTERS:
         raise ConfigError(
-            f"{source}: the token of the service has {len(token)} characters, and needs {_FEWEST_CHARACTERS}; write a "
-            "random one to a file (openssl rand -hex 16) and give it with --token-file"
+            f"{source}: the token of the service has {len(token)} characters, but needs {_FEWEST_CHARACTERS}; write "
+            "a random token to a file (openssl rand -hex 16) and give it with --token-file"
         )
     return token
 
@@ -42,7 +42,7 @@ def split_address(address: str, option: str) -> tuple[str, int]:
 
 
 def trusted(path: Path | None) -> ssl.SSLContext | None:
-    """Return what trusts the certificates in ``path``, or None for no encryption."""
+    """Return a TLS context that trusts the certificates in ``path``. None: no encryption."""
     try:
         return ssl.create_default_context(cafile=path) if path is not None else None
     except (OSError, ssl.SSLError) as error:
@@ -50,7 +50,7 @@ def trusted(path: Path | None) -> ssl.SSLContext | None:
 
 
 def certificates(certificate: Path | None, key: Path | None) -> ssl.SSLContext | None:
-    """Return what shows the ``certificate`` of the service, or None for no encryption."""
+    """Return a TLS context with the service's ``certificate``. None: no encryption."""
     if certificate is None:
         return None
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
@@ -62,7 +62,7 @@ def certificates(certificate: Path | None, key: Path | None) -> ssl.SSLContext |
 
 
 def settings_of(config: Config) -> dict[str, Any]:
-    """Return the settings that the service and all groups must have equal, as JSON."""
+    """Return the settings that must be equal in the service and all groups, as JSON."""
     whole = config.resolved()
     kept = ("sdp", "model", "optimizer", "scheduler", "gradient_clipping", "train_batch_size")
     settings = {key: whole[key] for key in kept}

@@ -48,7 +48,7 @@ class Trainer:
         dump_dir: the directory of the run's files.
         checkpoints: the directory of the checkpoints, or its URL in an object store.
         baseline: bytes of memory that this process had before the model existed.
-        beat: the heartbeat, which knows what this rank does next.
+        beat: the heartbeat of this rank.
         files: the run's files on the rank that writes them, None on other ranks.
         observers: the observers of the loop on this rank.
     """
@@ -74,7 +74,7 @@ class Trainer:
         self._service = engine.local_training.service  # of a run whose anchors a service keeps, or None
         self._steps = config.training.steps or 0 if self._service is None else self._service.schedule.steps
         self._stop_signal = 0  # the signal for which all ranks agreed to stop
-        self._last_facts: StepFacts | None = None  # what this rank measured in the last step
+        self._last_facts: StepFacts | None = None  # measurements of this rank in the last step
         self._returned_to, self._returns = -1, 0  # the step of the newest rollback's target, rollbacks to it in a row
         self._evaluator = Evaluator(engine, corpus, beat)
         self._checkpoints = Checkpointer(
@@ -120,10 +120,10 @@ class Trainer:
                     break  # the process is killed soon: save now, and evaluate after the resume
                 if evaluates:
                     self._evaluate(is_last=is_last)
-                # The checkpoint of a skipped step must not push out a good one.
+                # The checkpoint of a skipped step must not replace a good one.
                 if saves and not engine.was_step_skipped:
                     self._checkpoints.save()
-                if self._service is not None and self._service.is_renewed:  # the rest of its data was dealt to others
+                if self._service is not None and self._service.is_renewed:  # its data was assigned to others
                     batches, self._service.is_renewed = iter(engine.loader), False
             self._checkpoints.settle(block=True)
             self._beat.at(engine.global_steps, WRITING, training.step_timeout)

@@ -211,6 +211,6 @@ def test_texts_begin_and_documents_end_with_chosen_tokens(tmp_path, hf_directory
         prepare([str(source)], tmp_path / "x", f"hf:{directory}", progress=False, separator="nothing")
     with pytest.raises(DataError, match="has no token that begins a text; leave --bos out"):
         prepare([str(source)], tmp_path / "x", f"hf:{hf_directory}", workers=1, progress=False, bos=True, held_out=0.3)
-    with pytest.raises(DataError, match=r"--bos: a choice for .* \(hf:NAME\), and not for bytes"):
+    with pytest.raises(DataError, match=r"--bos: has an effect only .* \(hf:NAME\), not with bytes"):
         prepare([str(source)], tmp_path / "x", "bytes", progress=False, bos=True)
     assert not (tmp_path / "x").exists()

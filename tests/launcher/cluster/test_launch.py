@@ -113,7 +113,7 @@ def test_started_ranks_are_not_launched_again(
     }.items():
         monkeypatch.setenv(name, value)
     assert main(["launch", "--launcher", "local", "run.json"]) == 2
-    assert "its ranks run sdp train themselves" in capsys.readouterr().err
+    assert "use sdp train here" in capsys.readouterr().err
 
 
 def test_local_run_ends_as_sdp_train_does(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:

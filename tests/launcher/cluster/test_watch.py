@@ -32,7 +32,7 @@ def test_ended_when_it_hangs_after_its_job(capfdbinary: pytest.CaptureFixture[by
     out, err = capfdbinary.readouterr()
     assert (out, err.decode().splitlines()) == (
         b"",
-        [line, "sdp: sh still waits for a host 0.3 s after the job's end: killed"],
+        [line, "sdp: sh still waited for a host 0.3 s after the end of the job, and was killed"],
     )
 
 

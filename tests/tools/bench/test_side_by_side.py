@@ -151,12 +151,12 @@ def test_methods_with_local_steps_are_timed_by_whole_rounds(ranks: RankPool) -> 
             "--methods hsdp: needs an even number of ranks"),
         (["--set", "sdp.capacity=0.05"], "4 ranks leave nothing of SDP to compare: sdp.capacity: 0.05 × 4 groups"),
         (["--rounds", "0"], "--rounds: '0' is not a positive whole number"),
-        (["--alone", "--methods", "ddp"], "--methods: --alone measures the dense model, and SDP as CONFIG says"),
+        (["--alone", "--methods", "ddp"], "--methods: --alone always measures the dense model, and SDP with CONFIG"),
         (
             ["--alone", "--set", "sdp.engine=deepspeed", "zero_optimization.stage=1"],
             'sdp.engine: "deepspeed" is not measured alone',
         ),
-        (["--set", "sdp.groups=1"], "sdp.groups: 1 group has nothing of SDP"),
+        (["--set", "sdp.groups=1"], "sdp.groups: with 1 group, SDP is the dense model"),
         (["--set", "bf16.enabled=true"], "bf16.enabled: methods are compared in float32"),
     ],
 )  # fmt: skip

@@ -88,7 +88,7 @@ def test_the_table_says_what_fits_and_nothing_of_losses(path: Path, capsys: pyte
     )
     without = _run(capsys, path, "--compare")
     assert " fits " not in without.splitlines()[2] and " fits " in printed.splitlines()[2]
-    assert "What each way learns is not planned." in without
+    assert "The plan does not say what each way learns." in without
 
 
 def test_a_dense_configuration_gets_groups() -> None:
@@ -110,13 +110,13 @@ def test_a_schedule_has_a_row_for_each_masking() -> None:
     schedule = [{"masking": "forward", "until": 0.5}, {"masking": "backward"}]
     rows, notes = compare(load_config(CONFIG | {"sdp": CONFIG["sdp"] | {"masking": schedule}}), NODES, 4)
     assert [row.name for row in rows][-3:] == ["SDP, forward", "SDP, backward", "SDP, backward, local steps"]
-    assert "sdp.masking is a schedule: it needs the larger peak of its maskings." in notes
+    assert "sdp.masking is a schedule, which needs the larger peak of its maskings." in notes
 
 
 @pytest.mark.parametrize("words", [["--html", "plan.html"], ["--fit", "--device-memory", "1GB"]])
 def test_options_of_one_way_are_refused(path: Path, capsys: pytest.CaptureFixture[str], words: list[str]) -> None:
     assert main(["plan", str(path), *WORDS, "--compare", *words]) == 2
-    refused = f"{words[0]}: is of the plan of one way, and --compare plans many; give one of them"
+    refused = f"{words[0]}: plans one way to train, and --compare plans many; give one of the two"
     assert refused in capsys.readouterr().err
 
 

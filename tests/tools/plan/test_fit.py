@@ -148,7 +148,7 @@ def test_samples_are_shared_equally() -> None:
     assert own_share(24, 4, 4) == (3, 2)  # 4 does not divide 6
     for ranks in (5, 48):
         with pytest.raises(
-            ConfigError, match=f"the 24 samples of a step cannot be shared equally among {ranks} data ranks"
+            ConfigError, match=f"the 24 samples of a step cannot be divided equally among {ranks} data ranks"
         ):
             own_share(24, 4, ranks)
 
@@ -224,8 +224,8 @@ def test_the_fewest_ranks_that_share_the_samples(once: Planner) -> None:
 @pytest.mark.parametrize(
     ("train", "micro", "accumulation", "message"),
     [
-        (9, "1", "null", "--fit: train_batch_size 9 is not a multiple of sdp.groups 2, so no number of ranks shares "
-                         "it equally"),
+        (9, "1", "null", "--fit: train_batch_size 9 is not a multiple of sdp.groups 2, so no number of ranks "
+                         "can divide it equally"),
         (9, "null", "null", "--fit: train_batch_size 9 is not a multiple of sdp.groups 2"),
         (9, "null", "5", "--fit: train_batch_size 9 is not a multiple of sdp.groups 2"),
         (8, "null", "5", "train_batch_size 8 (from the configuration) is not train_micro_batch_size_per_gpu 0 "
@@ -341,4 +341,4 @@ def test_ranks_on_several_nodes_are_the_users_to_start(
 
 def test_what_does_not_fit_names_the_search(config: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["plan", str(config), "--world", "8", "--device-memory", "1MB"]) == 2
-    assert "MB of a device; add --fit to look for a layout that does" in capsys.readouterr().err
+    assert "MB of a device; add --fit to find a layout that fits" in capsys.readouterr().err

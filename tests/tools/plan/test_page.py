@@ -53,8 +53,7 @@ def test_a_page_never_replaces_what_it_is_of(config: Path, tmp_path: Path, capsy
     ):
         assert main(["plan", str(config), "--hostfile", str(hosts), "--html", str(path)]) == 2
         assert (
-            capsys.readouterr().err
-            == f"sdp: error: --html {path}: is {name}, which the page would replace; name another file\n"
+            capsys.readouterr().err == f"sdp: error: --html {path}: the page would replace {name}; name another file\n"
         )
     assert (config.read_text(), hosts.read_text()) == before
 

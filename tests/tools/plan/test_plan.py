@@ -76,7 +76,7 @@ def test_a_gpu_keeps_less_for_backward(config: Path, capsys: pytest.CaptureFixtu
         assert report["machine"]["device"] == device
         assert main(["plan", str(config), "--device", device]) == 0
         assert (
-            f"Memory is that of tensors of a {'GPU' if device == 'cuda' else 'CPU'}'s operators"
+            f"Memory is that of tensors, with a {'GPU' if device == 'cuda' else 'CPU'}'s operators"
             in capsys.readouterr().out
         )
     on_cpu, on_cuda = reports["cpu"]["plan"], reports["cuda"]["plan"]

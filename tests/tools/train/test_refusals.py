@@ -134,5 +134,5 @@ def test_two_runs_cannot_write_to_one_directory(config, tmp_path, capsys):
     with (tmp_path / "run" / ".lock").open("a") as other:
         fcntl.flock(other, fcntl.LOCK_EX)
         assert main(["train", str(path), "--dump-dir", str(tmp_path / "run")]) == 2
-    assert "another run is writing here at this moment" in capsys.readouterr().err
+    assert "another run is writing here" in capsys.readouterr().err
     assert main(["train", str(path), "--dump-dir", str(tmp_path / "run"), "--set", "training.steps=1"]) == 0

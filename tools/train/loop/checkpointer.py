@@ -101,8 +101,8 @@ class Checkpointer:
     def _end_after_failures(self) -> None:
         if self._failures >= self._training.max_failed_saves:
             raise CheckpointError(
-                f"the last {self._failures} checkpoints could not be written, see the lines above; make room or "
-                "repair the cause, and resume (training.max_failed_saves)"
+                f"the last {self._failures} checkpoints could not be written (training.max_failed_saves), see the "
+                "lines above; remove the cause, and resume"
             )
 
     def write(self, *, background: bool = False) -> None:

@@ -33,10 +33,8 @@ class Routed(Dataset[dict[str, Any]]):
             self._paths[members] = path
 
     def by_path(self, rows: Sequence[int], micro: int) -> Subset[dict[str, Any]]:
-        """Return the samples in ``rows`` in another order.
-
-        Each ``micro`` of them have one path, and the paths take turns. The rest of all paths comes
-        last.
+        """Return the samples in ``rows``, sorted such that each ``micro`` of them have one path.
+        The paths alternate. Incomplete groups of all paths come last.
         """
         members = [[row for row in rows if self._paths[row] == path] for path in range(self._paths.max() + 1)]
         whole = [len(mine) // micro * micro for mine in members]

@@ -27,7 +27,7 @@ from ....engine.placement.placement import Placement
 TIMED = ("data", "forward", "backward", "optimizer")
 
 _KINDS = [f"{scope}/{kind}" for scope in get_args(Scope) for kind in get_args(Kind)]
-_ROW_BYTES = 8 * (3 + len(_KINDS))  # of a step's message: signal, peak and bytes sent, of which all maxima are taken
+_ROW_BYTES = 8 * (3 + len(_KINDS))  # of a step's message: signal, peak and bytes sent
 
 
 @dataclass
@@ -72,7 +72,7 @@ class StepMeter:
 
     @contextmanager
     def timed(self, name: str) -> Iterator[None]:
-        """Measure one of ``TIMED`` of the step, without the time for which it waits for averages.
+        """Measure one of ``TIMED`` of the step, without the time that it waits for averages.
 
         The part has the same name in a profile.
         """
@@ -220,8 +220,8 @@ def nominal_flops(device: torch.device, precision: str) -> float | None:
 class Utilisation:
     """Computes the MFU of a run from its tokens per second.
 
-    ``of`` returns nothing where the MFU is unknown: on a CPU, on a device whose peak is not in the
-    table, in float32, and for a model without ``flops_per_token``.
+    ``of`` returns nothing if the MFU is unknown: on a CPU, on a device that is not in the table, in
+    float32, or for a model without ``flops_per_token``.
     """
 
     def __init__(self, engine: SDPEngine, sequence_length: int):
@@ -258,8 +258,8 @@ def flops_per_token(flops: Mapping[str, float], placement: Placement, group: int
         flops: The operations of the full model by block, and those of the rest as "shared".
         placement: Which group holds which unit.
         group: The group.
-        keeps_frozen: Whether a group runs frozen copies of the units that it does not hold. Of
-            these it computes all but the gradients of weights, which are a third.
+        keeps_frozen: Whether a group runs frozen copies of the units that it does not hold. For
+            these it computes everything except the gradients of weights, which are a third.
     """
     total = flops.get("shared", 0.0)
     for block, cost in flops.items():

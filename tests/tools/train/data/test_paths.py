@@ -131,8 +131,8 @@ def test_paths_read_one_source_each_until_one_has_no_more(
 @pytest.mark.parametrize(
     ("changed", "message"),
     [
-        (["sdp.paths.count=4", "sdp.groups=4"], "deals 2 clusters"),
-        (["data.sequence_length=16"], "clusters of sequences of 32 tokens"),
+        (["sdp.paths.count=4", "sdp.groups=4"], "has 2 clusters"),
+        (["data.sequence_length=16"], "clusters are of sequences of 32 tokens"),
         (["data.path=DIGITS"], "no router here; make it with: sdp prepare --output DIR --clusters K"),
         (['data.sources=[{"path":"DIGITS","weight":1}]', "data.path=null"], "data.sources has 1 sources"),
     ],

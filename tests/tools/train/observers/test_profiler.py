@@ -33,10 +33,10 @@ def test_a_trace_of_the_steps_that_were_asked_for(
 @pytest.mark.parametrize(
     ("steps", "message"),
     [
-        ("5-3", "steps are given as FIRST-LAST, for example 3-5"),
+        ("5-3", "give steps as FIRST-LAST, for example 3-5"),
         ("0", "FIRST-LAST"),
-        ("9" * 5000, "9… (4,800 more characters): steps are given as FIRST-LAST"),
-        ("3-5", "5 steps are needed, but only 4 are left"),
+        ("9" * 5000, "9… (4,800 more characters): give steps as FIRST-LAST"),
+        ("3-5", "step 5 is after the end of the run, which has only 4 more steps"),
     ],
 )
 def test_steps_that_cannot_be_are_one_line(
