@@ -25,9 +25,7 @@ _OTHER_FILES = {MODEL_FILE, HF_DIRECTORY, *_DRAFTS}
 
 @contextlib.contextmanager
 def writing(directory: Path) -> Iterator[None]:
-    """A context that turns an OSError, such as a full disk, into a DataError that names
-    ``directory``.
-    """
+    """A context that turns an OSError (a full disk) into a DataError that names ``directory``."""
     try:
         yield
     except OSError as error:

@@ -446,9 +446,7 @@ def train_sentencepiece(texts: Iterable[str], vocab_size: int) -> bytes:
 
 
 def _record_failure(texts: Iterable[str], failures: list[BaseException]) -> Iterator[str]:
-    """Yield ``texts`` and record their exception, because the trainer replaces it by another
-    error.
-    """
+    """Yield ``texts`` and record their exception, which the trainer replaces by another one."""
     try:
         yield from texts
     except BaseException as error:

@@ -150,9 +150,7 @@ def _kill(ranks: Sequence[RankProcess]) -> None:
 
 
 def _suspect(ranks: Sequence[RankProcess]) -> str:
-    """Describe which rank probably hangs. It may be another rank than the one that reported,
-    because ranks wait for each other.
-    """
+    """Describe the rank that probably hangs. Another rank may have reported it."""
     stopped = [process for process in ranks if process.is_stopped()]
     if stopped:
         return f"; stopped: {stopped[0].position or f'rank {stopped[0].rank}'}"

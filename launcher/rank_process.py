@@ -124,9 +124,7 @@ class RankProcess:
         return status.rpartition(")")[2].split()[0] in ("T", "t")
 
     def send_signal(self, number: int) -> None:
-        """Send the process a signal. If the process is stopped (SIGSTOP, Ctrl-Z), continue it
-        first.
-        """
+        """Send the process a signal. Continue it first if it is stopped (SIGSTOP, Ctrl-Z)."""
         self.process.send_signal(number)
         self.process.send_signal(signal.SIGCONT)
 
