@@ -14,6 +14,7 @@ import io
 import itertools
 import json
 import os
+import sys
 import zlib
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -104,8 +105,8 @@ class FileCorpus:
 def expand_inputs(patterns: Sequence[str]) -> tuple[Path, ...]:
     """List the files that match the glob patterns (``**`` descends), sorted, each once.
 
-    The name of an existing file is not a pattern. A folder stands for all files of supported kinds
-    in it and in its subfolders, without hidden ones.
+    The name of an existing file or folder is not a pattern. A folder stands for all files of
+    supported kinds in it and in its subfolders, without hidden ones.
 
     Raises DataError if a pattern matches nothing, or something that is neither a file of a
     supported kind nor a directory.
@@ -118,13 +119,15 @@ def expand_inputs(patterns: Sequence[str]) -> tuple[Path, ...]:
             raise DataError(f"no file matches {quote(pattern)}, which has a NUL")
         given = Path(pattern).expanduser()
         if given.is_dir():
-            matches = [path for path in sorted(given.rglob("*")) if _is_of_a_corpus(path, given)]
+            matches = _without_facts([path for path in sorted(given.rglob("*")) if _is_of_a_corpus(path, given)])
             if not matches:
                 raise DataError(f"{given}: no file of a supported kind in this folder ({', '.join(SUFFIXES)})")
         elif os.path.lexists(given):
             matches = [given]
         else:
-            matches = sorted(map(Path, glob.glob(str(given), recursive=True)))  # noqa: PTH207 absolute patterns
+            folder = next(parent for parent in given.parents if parent.is_dir())  # its name is no pattern
+            below = glob.glob(str(given.relative_to(folder)), root_dir=folder, recursive=True)  # noqa: PTH207 "**"
+            matches = sorted(folder / name for name in below)
         if not matches:
             raise DataError(f"no file matches {quote(pattern)}")
         for match in matches:
@@ -142,6 +145,21 @@ def expand_inputs(patterns: Sequence[str]) -> tuple[Path, ...]:
 def _is_of_a_corpus(path: Path, folder: Path) -> bool:
     is_hidden = any(part.startswith(".") for part in path.relative_to(folder).parts)
     return not is_hidden and path.name.lower().endswith(SUFFIXES) and path.is_file()
+
+
+def _without_facts(paths: list[Path]) -> list[Path]:
+    """Leave out the .json files that ``save_to_disk`` of Hugging Face's ``datasets`` adds.
+
+    Raises DataError if it saved several splits: they are not mixed.
+    """
+    arrow = sorted({path.parent for path in paths if path.suffix == ARROW})
+    for folder in (path.parent for path in paths if path.name == "dataset_dict.json"):
+        splits = [split for split in arrow if split.parent == folder]
+        if len(splits) > 1:
+            raise DataError(f"{folder}: holds several splits; give those to read: {' '.join(map(str, splits))}")
+    facts = {folder / name for folder in arrow for name in ("dataset_info.json", "state.json")}
+    facts |= {folder.parent / "dataset_dict.json" for folder in arrow}
+    return [path for path in paths if path not in facts]
 
 
 def read_documents(
@@ -346,7 +364,7 @@ def _missing_column(where: str, column: str, columns: list[str]) -> str:
 
 
 def _read_csv(path: Path, column: str, limit: int) -> Iterator[Document]:
-    csv.field_size_limit(limit)
+    csv.field_size_limit(min(limit, sys.maxsize))
     consumed = 0
 
     def lines(raw: io.BufferedReader) -> Iterator[str]:
@@ -362,8 +380,7 @@ def _read_csv(path: Path, column: str, limit: int) -> Iterator[Document]:
         rows = csv.reader(lines(raw), strict=True)
         try:
             names = next(rows, [])
-            if column not in names:
-                raise DataError(_missing_column(str(path), column, names))
+            _check_name(path, names, column)
             at = names.index(column)
             for row in rows:
                 if row and len(row) != len(names):
@@ -427,14 +444,18 @@ def _read_arrow(path: Path, column: str, limit: int) -> Iterator[Document]:
         raise DataError(f"{path}: not a readable Arrow stream ({error}); fetch the file again") from error
 
 
+def _check_name(path: Path, names: list[str], column: str) -> None:
+    if not (count := names.count(column)):
+        raise DataError(_missing_column(str(path), column, names))
+    if count > 1:
+        raise DataError(f"{path}: {count} columns are named {quote(column)}; rename one of them")
+
+
 def _check_column(path: Path, schema: Any, column: str) -> None:
     """Raise DataError unless there is one ``column``, of strings."""
     import pyarrow
 
-    if (count := schema.names.count(column)) > 1:
-        raise DataError(f"{path}: {count} columns are named {quote(column)}; rename one of them")
-    if not count:
-        raise DataError(_missing_column(str(path), column, schema.names))
+    _check_name(path, schema.names, column)
     kind = schema.field(column).type
     kind = kind.value_type if pyarrow.types.is_dictionary(kind) else kind
     if kind not in (pyarrow.string(), pyarrow.large_string(), pyarrow.string_view(), pyarrow.null()):

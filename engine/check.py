@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import nn
 from torch.func import functional_call
+from torch.nn.modules.dropout import _DropoutNd
 from torch.nn.utils import clip_grad_norm_
 
 from .batch.call import call_model, count_targets, loss_of
@@ -22,6 +23,7 @@ from .distributed.agreement import gather_json
 from .engine import SDPEngine
 from .errors import ConfigError
 from .full_model.evaluation import exchange_batches
+from .model_interface import get_random_options
 
 TOLERANCE = {"float32": 1e-3, "bfloat16": 0.2, "float16": 0.2}  # relative to the norm of a step's changes
 
@@ -94,6 +96,9 @@ def _why_not_compared(engine: SDPEngine) -> str:
         return f"{optimizer.__name__} is not an optimizer of torch"
     if layout.mesh.tp > 1:
         return "tensor-parallel ranks divide the rows of a batch, and plain torch does not"
+    drops = [f"{name}.p {part.p:g}" for name, part in engine.module.named_modules() if isinstance(part, _DropoutNd)]
+    if random := get_random_options(engine.module) or [text for text in drops if not text.endswith(" 0")]:
+        return f"plain torch draws other random numbers; only without {random[0]} can it be compared"
     return ""
 
 

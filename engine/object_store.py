@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import fcntl
 import logging
+import os
 import re
 import shutil
 import time
@@ -30,7 +31,7 @@ MOST_BYTES = 1 << 30  # the largest file that is read into memory
 FETCHING = ".sdp-fetching"  # holds the marker of the folder that is being fetched
 
 _URL = re.compile(r"[a-z][a-z0-9+.-]*://.")
-_CUT_URL = re.compile(r"(s3|gs|gcs|az|abfs|file):/[^/]")  # how pathlib writes a URL
+_CUT_URL = re.compile(r"(s3|gs|gcs|az|abfs|file):/", re.IGNORECASE)  # also how pathlib writes a URL
 T = TypeVar("T")
 
 
@@ -38,11 +39,14 @@ def is_url(path: str | Path) -> bool:
     """Whether ``path`` names a folder in an object store.
 
     Raises:
-        ConfigError: ``path`` is a Path that was made from a URL.
+        ConfigError: ``path`` is an incomplete URL, or a Path that was made from a URL.
     """
-    if isinstance(path, Path) and _CUT_URL.match(str(path)):
-        raise ConfigError(f"{path}: was a URL that pathlib.Path has changed; give the URL as text")
-    return isinstance(path, str) and _URL.match(path) is not None
+    if isinstance(path, str) and _URL.match(path):
+        return True
+    if _CUT_URL.match(str(path)):
+        was = "was a URL that pathlib.Path has changed; give the URL as text"
+        raise ConfigError(f"{path}: {was if isinstance(path, Path) else 'is no URL such as s3://bucket/folder'}")
+    return False
 
 
 class Store:
@@ -72,10 +76,23 @@ class Store:
         found = self._attempt("list", lambda: self._files.find(self._root, detail=True), {})
         return {path.removeprefix(self._root).lstrip("/"): info["size"] for path, info in found.items()}
 
-    def get_all(self, folder: Path) -> None:
-        """Copy the files that the URL names to ``folder``. The URL may have a glob pattern."""
+    def get_all(self, folder: Path) -> str:
+        """Copy what the URL names, also by a glob pattern, to ``folder``.
+
+        The name of a file or folder is no pattern. Return the URL of the folder that has all files.
+        """
+
+        def copy() -> str:
+            matches = [self._root] if self._files.exists(self._root) else self._files.glob(self._root)
+            files = [file for match in matches for file in self._files.find(match)]
+            if not files:
+                raise FileNotFoundError("there is no such file")
+            top = os.path.commonpath([file.rpartition("/")[0] for file in files])
+            self._files.get(files, [str(inside(folder, file.removeprefix(f"{top}/"))) for file in files])
+            return self._files.unstrip_protocol(top)
+
         folder.mkdir(parents=True, exist_ok=True)
-        self._attempt("read", lambda: self._files.get(self._root, f"{folder}/", recursive=True))
+        return self._attempt("read", copy)
 
     def read(self, name: str) -> bytes | None:
         """Return the content of a small file, or None if there is none."""

@@ -6,7 +6,7 @@ import argparse
 import contextlib
 import signal
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -118,17 +118,31 @@ def _on_this_host(args: argparse.Namespace) -> Iterator[tuple[list[str] | None, 
     if urls:
         cache_folder().mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix="input-", dir=cache_folder() if urls else None) as made:
-        for number, url in enumerate(urls):
-            Store(url).get_all(Path(made) / f"{number:04d}")
+        copies = [f"{made}/{number:04d}" for number in range(len(urls))]
+        places = {copy: Store(url).get_all(Path(copy)) for copy, url in zip(copies, urls, strict=True)}
         inputs = [*(inputs or ()), made] if urls else inputs
         if not is_url(args.output):
-            yield inputs, Path(args.output)
+            with _named(places):
+                yield inputs, Path(args.output)
             return
         output = fetch(args.output, INDEX_FILE) or local_copy(args.output)
         before = Store(args.output).read(INDEX_FILE)
-        yield inputs, output
+        with _named({**places, str(output): args.output}):
+            yield inputs, output
         if args.clusters is not None or (output / INDEX_FILE).read_bytes() != before:
             upload(output, args.output, INDEX_FILE, SHARDS)
+
+
+@contextlib.contextmanager
+def _named(places: Mapping[str, str]) -> Iterator[None]:
+    """Let errors name the places in object stores instead of their copies."""
+    try:
+        yield
+    except DataError as error:
+        text = str(error)
+        for copy, place in places.items():
+            text = text.replace(copy, place)
+        raise DataError(text) from None
 
 
 def _print_clusters(found: dict[str, Any], count: int) -> None:
@@ -157,10 +171,8 @@ def _verify(output: str) -> None:
     with tempfile.TemporaryDirectory(prefix="verify-", dir=cache_folder()) as made:  # not the copy in the cache
         folder = Path(made) / "data"
         fetch(output, INDEX_FILE, folder)
-        try:
+        with _named({str(folder): output}):
             _verify_folder(folder, output)
-        except DataError as error:
-            raise DataError(str(error).replace(str(folder), output)) from None
 
 
 def _verify_folder(folder: Path, output: str) -> None:

@@ -4,6 +4,7 @@ import csv
 import gzip
 import json
 import os
+import shutil
 
 import pyarrow
 import pyarrow.parquet
@@ -153,6 +154,9 @@ def test_names_with_brackets_and_folders(tmp_path):
     assert names == ["a1.jsonl", "a[1].jsonl", "b.md", "c.py"]
     assert [path.name for path in expand_inputs([f"{tmp_path}/a[1].jsonl"])] == ["a[1].jsonl"]
     assert [path.name for path in expand_inputs([f"{tmp_path}/a[0-9].jsonl"])] == ["a1.jsonl"]
+    (tmp_path / "s[1]/b[2]").mkdir(parents=True)
+    (tmp_path / "s[1]/b[2]/c.txt").touch()
+    assert [path.name for path in expand_inputs([f"{tmp_path}/s[1]/*/[a-d].txt"])] == ["c.txt"]
 
 
 @pytest.mark.parametrize("name", ["a.json", "a.ndjson", "A.JSON", "a.json.gz", "a.ndjson.gz", "a.json.zst"])
@@ -205,6 +209,7 @@ def test_csv(tmp_path):
         (b"id,text\n1,\xff\n", r"a\.csv, line 2: not text in UTF-8"),
         (b"id,body\n1,x\n", r"a\.csv: no column 'text' \(there are: id, body\)"),
         (b"", r"a\.csv: no column 'text' \(there are: none\)"),
+        (b"text,text\n1,x\n", r"a\.csv: 2 columns are named 'text'; rename one of them"),
     ]:
         path.write_bytes(content)
         with pytest.raises(DataError, match=match):
@@ -212,13 +217,22 @@ def test_csv(tmp_path):
     path.write_text("text\n" + "x" * 100)
     with pytest.raises(DataError, match="larger than field limit"):
         list(read_documents(path, max_document_bytes=50))
+    assert len(list(read_documents(path, max_document_bytes=10**30))) == 1
 
 
 def test_a_folder_that_datasets_saved(tmp_path):
     table = pyarrow.table({"text": ["a", None, "", "b"], "number": [1, 2, 3, 4]})
-    with pyarrow.ipc.new_stream(str(tmp_path / "data-00000-of-00001.arrow"), table.schema) as stream:
-        stream.write_table(table, max_chunksize=3)
-    (path,) = expand_inputs([str(tmp_path)])
+    for split in ("train", "test"):
+        (tmp_path / split).mkdir()
+        with pyarrow.ipc.new_stream(str(tmp_path / split / "data-00000-of-00001.arrow"), table.schema) as stream:
+            stream.write_table(table, max_chunksize=3)
+        for name in ("dataset_info.json", "state.json", "../dataset_dict.json"):
+            (tmp_path / split / name).write_text("{\n}")
+    with pytest.raises(DataError, match=f"{tmp_path}: holds several splits; give .* {tmp_path}/test {tmp_path}/train"):
+        expand_inputs([str(tmp_path)])
+    (path,) = expand_inputs([str(tmp_path / "train")])
+    shutil.rmtree(tmp_path / "test")
+    assert expand_inputs([str(tmp_path)]) == (path,)
     assert texts_of(path) == ["a", "", "", "b"]
     with pytest.raises(DataError, match="column 'number' must contain strings, but contains int64"):
         texts_of(path, "number")

@@ -12,6 +12,7 @@ from sdp.engine.errors import ConfigError, HolderMismatchError
 from sdp.tests.support import models
 from sdp.tests.support.cases import zero_of
 from sdp.tests.support.ranks import RankPool
+from torch import nn
 
 
 def engine_of(
@@ -78,6 +79,20 @@ def _subnetworks() -> str:
         sdp.check(engine, batches("mlp")[:1])
     assert found.difference is None
     return found.why_not
+
+
+def _dropout() -> list[str]:
+    engine = engine_of("mlp", 0, 2)
+    said = []
+    for rate in (0.0, 0.5):
+        engine.module.stem.add_module("drop", nn.Dropout(rate))
+        said.append(sdp.check(engine, batches("mlp")[:2]).why_not)
+    return said
+
+
+def test_random_numbers_are_not_compared(ranks: RankPool) -> None:
+    why = "plain torch draws other random numbers; only without stem.drop.p 0.5 can it be compared"
+    assert ranks.run(_dropout, world=2) == [["", why]] * 2
 
 
 def test_holders_are_compared_at_any_capacity(ranks: RankPool) -> None:

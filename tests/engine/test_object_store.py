@@ -70,6 +70,9 @@ def test_a_url_is_told_from_a_path() -> None:
     assert not is_url("runs/s3") and not is_url(Path("runs/s3")) and not is_url("C:/runs")
     with pytest.raises(ConfigError, match=r"s3:/bucket/run: was a URL .* give the URL as text"):
         is_url(Path("s3://bucket/run"))
+    for wrong in ("s3:/bucket/run", "s3://", "S3://bucket/run"):
+        with pytest.raises(ConfigError, match=f"{wrong}: is no URL such as s3://bucket/folder"):
+            is_url(wrong)
     with pytest.raises(ConfigError, match="leads out"):
         local_copy("s3://bucket/../../etc")
 
@@ -123,14 +126,22 @@ def test_a_folder_is_uploaded_marker_last(folder: Path, server: FaultyServer) ->
 
 
 def test_files_are_found_by_pattern(folder: Path, server: FaultyServer, tmp_path: Path) -> None:
-    upload(folder, f"{server.bucket}/pattern", MARKER, REPLACED)
-    for number, (url, names) in enumerate({"*.bin": ["a.bin", "b.bin", "empty.bin"], "a.bin": ["a.bin"]}.items()):
-        Store(f"{server.bucket}/pattern/{url}").get_all(tmp_path / str(number))
+    top = f"{server.bucket}/pattern"
+    upload(folder, top, MARKER, REPLACED)
+    Store(f"{top}/x [1]").write("a[b].bin", b"")
+    for number, (url, names) in enumerate(
+        {
+            "*.bin": ["a.bin", "b.bin", "empty.bin"], "a.bin": ["a.bin"], "x [1]/a[b].bin": ["a[b].bin"],
+            "x [1]": ["a[b].bin"],
+        }.items()
+    ):  # fmt: skip
+        found = Store(f"{top}/{url}").get_all(tmp_path / str(number))
+        assert found == (f"{top}/x [1]" if url.startswith("x") else top)
         assert sorted(contents(tmp_path / str(number))) == names
-    Store(f"{server.bucket}/pattern").get_all(tmp_path / "all")
-    assert sorted(path.name for path in (tmp_path / "all").rglob("*.bin")) == ["a.bin", "b.bin", "empty.bin"]
-    with pytest.raises(StoreError, match=f"cannot read {server.bucket}/pattern/nothing"):
-        Store(f"{server.bucket}/pattern/nothing").get_all(tmp_path / "none")
+    assert Store(top).get_all(tmp_path / "all") == top
+    assert contents(tmp_path / "all") == {**contents(folder), "x [1]/a[b].bin": b""}
+    with pytest.raises(StoreError, match=f"cannot read {top}/nothing: there is no such file"):
+        Store(f"{top}/nothing").get_all(tmp_path / "none")
 
 
 @pytest.mark.parametrize("kind", ["cut", "broken", "slow"])

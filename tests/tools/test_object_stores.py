@@ -87,6 +87,7 @@ def test_a_run_goes_on_on_another_host(config: Path, server: FaultyServer, tmp_p
     result = json.loads(evaluated.stdout)
     assert result["step"] == 4 and result["loss"] == pytest.approx(result["in_training"], rel=1e-5)
 
+    assert json.loads(run_sdp("report", url, "--json").stdout)["runs"]
     assert run_sdp("export", url, f"{server.bucket}/models/a").returncode == 0
     assert {"config.json", "model.safetensors"} <= Store(f"{server.bucket}/models/a").sizes().keys()
     assert f"{server.bucket}/models/a: exists already" in run_sdp("export", url, f"{server.bucket}/models/a").stderr

@@ -10,8 +10,9 @@ from pathlib import Path
 
 from ...engine.accounting.quantities import format_flops
 from ...engine.errors import MOST_MESSAGE, escape, shorten
+from ...engine.object_store import is_url, local_copy
 from ..runs.plot import plot_loss
-from ..runs.run_files import PLOT, Run, read_run
+from ..runs.run_files import PLOT, Run, fetch_files, read_run
 from ..shared.table import Row, Table, bytes_row, plain_row, text_row
 from .facts import STATE_PARTS, Baseline, Facts, facts_of_all, find_baseline
 
@@ -24,7 +25,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "runs",
         nargs="+",
         metavar="DIR",
-        type=Path,
         help="the --dump-dir of a run; the others are compared with the first dense run",
     )
     style = parser.add_mutually_exclusive_group()
@@ -35,7 +35,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Print the report. Raises ConfigError or DataError if a directory cannot be read."""
-    runs = [read_run(path) for path in args.runs]
+    runs = [read_run(_on_this_host(path)) for path in args.runs]
     if args.plot is not None:
         plot_loss(runs, args.plot)
     if args.json:
@@ -45,6 +45,13 @@ def run(args: argparse.Namespace) -> int:
     if args.plot is not None:
         print(f"plot of all runs: {shorten(args.plot, MOST_MESSAGE)}")
     return 0
+
+
+def _on_this_host(run: str) -> Path:
+    if not is_url(run):
+        return Path(run)
+    fetch_files(run, local_copy(run))
+    return local_copy(run)
 
 
 def render(runs: Sequence[Run]) -> str:

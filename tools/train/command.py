@@ -38,6 +38,8 @@ def complete(args: argparse.Namespace) -> argparse.Namespace:
     ``dump_dir`` is the folder on this host, ``url`` its copy in an object store or None, and
     ``checkpoints`` the folder of the checkpoints or its URL.
     """
+    if args.check and (ignored := [f"--{name}" for name in ("resume", "profile", "service") if getattr(args, name)]):
+        raise ConfigError(f"--check: trains nothing, so {ignored[0]} has no effect; leave it out")
     args.set += [f"sdp.groups={args.groups}"] if args.groups else []
     args.set += [f"tensor_parallel.autotp_size={args.tp}"] if args.tp else []
     args.set += [f"training.init_from={json.dumps(str(args.init_from))}"] if args.init_from else []
@@ -159,6 +161,8 @@ def _serve_and_train(config: Config, options: argparse.Namespace) -> int:
             "sdp.sync.service: a launcher started this process; start sdp serve, and then each group with sdp train "
             "--service HOST:PORT"
         )
+    if options.check:
+        raise ConfigError("--check: checks no run with a service; add --set sdp.sync.service=null")
     if options.url is not None:
         raise ConfigError(
             f"--dump-dir {options.url}: the files of a run with sdp.sync.service must be on disk; name a folder"

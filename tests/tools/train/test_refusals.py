@@ -136,3 +136,8 @@ def test_two_runs_cannot_write_to_one_directory(config, tmp_path, capsys):
         assert main(["train", str(path), "--dump-dir", str(tmp_path / "run")]) == 2
     assert "another run is writing here" in capsys.readouterr().err
     assert main(["train", str(path), "--dump-dir", str(tmp_path / "run"), "--set", "training.steps=1"]) == 0
+
+
+def test_a_check_refuses_what_it_would_ignore(config, tmp_path, capsys):
+    assert main(["train", str(write_config(config, tmp_path)), "--check", "--resume"]) == 2
+    assert "--check: trains nothing, so --resume has no effect" in capsys.readouterr().err
