@@ -306,8 +306,9 @@ def train_grid(path: Path, out: Path, corpus: Path) -> int:
         if run.name not in prompts.known:
             models = [WholeModel(model.eval(), torch.device("cpu")) for model in train(config, folder)]
             seconds = time.perf_counter() - started
-            told = TokenDataset(config.data.path, "held_out", config.data.sequence_length).vocab_size - prompts.size
-            prompts.add(run.name, token_losses(models, prompts.tokens, told, prompts.size))
+            read = TokenDataset(str(config.data.path), "held_out", config.data.sequence_length)
+            clusters = read.vocab_size - prompts.size
+            prompts.add(run.name, token_losses(models, prompts.tokens, clusters, prompts.size))
         loss = prompts.known[run.name][str(TUNED_AT)]["loss"]
         return [{"step": config.training.steps, "loss": loss}], seconds
 
