@@ -64,7 +64,7 @@ class ImageIndex(BaseModel):
     std: list[Annotated[_Finite, Field(gt=0)]]
     sha256: str
     mirrors: bool
-    format: str = FORMAT
+    format: str
 
     @model_validator(mode="after")
     def _check_channels(self) -> ImageIndex:
@@ -111,6 +111,8 @@ def prepare_images(name: str, path: Path | None, output: Path) -> ImageIndex:
     # Counts of the 256 values give exact moments without a copy in floating point.
     counts = [np.bincount(channel.ravel(), minlength=256) for channel in pixels.swapaxes(0, 1)]
     moments = [_mean_and_std(count) for count in counts]
+    if not all(std for _, std in moments):
+        raise DataError(f"{path or name}: a colour has the same value in all images; take another archive")
     index = ImageIndex(
         name=name,
         num_classes=facts["num_classes"],
@@ -120,6 +122,7 @@ def prepare_images(name: str, path: Path | None, output: Path) -> ImageIndex:
         std=[std for _, std in moments],
         sha256=digest.hexdigest(),
         mirrors=name != "digits",
+        format=FORMAT,
     )
     with writing(output), _replacing(output / INDEX_FILE) as temporary:
         temporary.write((json.dumps(index.model_dump(), indent=1) + "\n").encode())

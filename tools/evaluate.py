@@ -33,7 +33,7 @@ from .runs import saved_run
 from .runs.dataset import Corpus, dealt, open_prepared, router_folder, verify
 from .runs.run_files import read_run
 from .runs.saved_run import CheckpointChoice, SavedRun
-from .runs.whole_model import IN_ONE_PROCESS, whole_model
+from .runs.whole_model import IN_ONE_PROCESS, check_exportable, whole_model
 from .shared.table import Row, Table, plain_row
 from .tasks import LoadedTasks, Scores
 from .train.loop.evaluator import Routed
@@ -155,6 +155,8 @@ def evaluate(saved: SavedRun, limit: int | None = None, tasks: LoadedTasks | Non
             f"--tasks: tasks need one model, but {saved.dump_dir} has several paths; evaluate an exported path (sdp "
             "export)"
         )
+    if tasks is not None and not saved.is_model:
+        check_exportable(saved, "--tasks")
     corpus = dealt(saved.config, open_prepared(saved.config, saved.data))
     verify(saved.config, saved.data)
     built = build_model(saved.config.model, **corpus.facts)

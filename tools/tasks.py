@@ -83,8 +83,10 @@ class LoadedTasks:
                 make_model: Any = HFLM  # its decorator hides the parameters
                 model = make_model(pretrained=str(folder), dtype="float32", device=device, batch_size=batch_size)
                 results: Any = evaluate(model, self.tasks, limit=self.limit, bootstrap_iters=0, log_samples=False)
-            except (ArithmeticError, LookupError, TypeError, ValueError, AttributeError) as error:
-                raise ConfigError(f"--tasks: the harness failed ({_line(error)}); remove the task") from error
+            except (ArithmeticError, LookupError, OSError, TypeError, ValueError, AttributeError) as error:
+                raise ConfigError(
+                    f"--tasks: the harness failed ({_line(error)}); remove the task, or repair the model's folder"
+                ) from error
         return _scores(results)
 
 
