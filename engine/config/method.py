@@ -96,10 +96,11 @@ class MaskingSchedule:
             end = round(until * steps) if isinstance(until, float) and steps is not None else int(until)
             before = ends[-1] if ends else 0
             if end <= before or (steps is not None and end >= steps):
-                last = "" if steps is None else f", and before training.steps {shorten(steps, 20)}"
+                named = f"{stated} (step {shorten(end, 20)})" if isinstance(until, float) else f"step {stated}"
+                last = "" if steps is None else f" and before the last one, training.steps {shorten(steps, 20)}"
                 raise ConfigError(
-                    f"{where}: {stated} is step {shorten(end, 20)}, which leaves a phase without a step; choose a step "
-                    f"after {shorten(before, 20)}{last}"
+                    f"{where}: {named} leaves a phase without a step; phases are in the order of the run, so choose a "
+                    f"step after {shorten(before, 20)}{last}"
                 )
             if following.masking == phase.masking:
                 raise ConfigError(

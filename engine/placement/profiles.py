@@ -110,7 +110,7 @@ def listed_counts(section: SDPSection, units: int, protected: Set[int] = frozens
                 f"hold it because of sdp.protect; list {section.groups} there"
             )
     free = [k for unit, k in enumerate(profile) if unit not in protected]
-    asked = "capacity" in section.model_fields_set
+    asked = section.capacity != 1.0  # the default; the file of a run states all of them
     if free and asked and abs(sum(free) - mean * len(free)) >= 1:
         right = sum(free) / len(free)
         raise ConfigError(

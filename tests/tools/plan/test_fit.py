@@ -15,6 +15,7 @@ from sdp.engine.config.load import load_config
 from sdp.engine.config.schema import Config
 from sdp.engine.distributed.mesh import mesh_of
 from sdp.engine.errors import ConfigError
+from sdp.engine.placement.profiles import listed_counts
 from sdp.launcher.degrees import Degrees
 from sdp.tools.cli import main
 from sdp.tools.plan import command as plan_module
@@ -219,6 +220,12 @@ def test_the_fewest_ranks_that_share_the_samples(once: Planner) -> None:
     assert fit.plan.worst.trace.peak <= memory
     assert {trial.choice.ranks for trial in fit.trials} == {1, 2, 4}
     assert fit.plan.batch.train == 32
+
+
+def test_a_listed_profile_needs_no_capacity() -> None:
+    """A layout states all keys, also the capacity that the file leaves out."""
+    config = load_config(CONFIG | {"sdp": {"groups": 2, "profile": [1, 2]}})
+    assert listed_counts(Choice(1, 1, 2, "full", 1, 1).applied(config).sdp, 2) == [1, 2]
 
 
 @pytest.mark.parametrize(

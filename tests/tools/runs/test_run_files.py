@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from sdp.engine.config.load import load_config
 from sdp.engine.errors import CheckpointError, ConfigError, DataError, WriteError
-from sdp.engine.files import write_whole
+from sdp.engine.files import PARTIAL, write_whole
 from sdp.engine.placement.placement import Placement
 from sdp.tests.support.fabricated_runs import make_run
 from sdp.tests.support.small_runs import read_metrics
@@ -178,7 +178,7 @@ def test_what_is_not_a_regular_file_is_refused_without_a_hang(tmp_path: Path, na
 def test_a_draft_that_was_left_behind_is_removed(tmp_path: Path):
     (tmp_path / "target").write_text("kept")
     for make in (os.mkfifo, lambda draft: draft.symlink_to(tmp_path / "target"), Path.touch):
-        make(tmp_path / ".config.json.partial")
+        make(tmp_path / f".config.json{PARTIAL}")
         write_whole(tmp_path / "config.json", "new")
         assert (tmp_path / "config.json").read_text() == "new"
     assert (tmp_path / "target").read_text() == "kept"
