@@ -158,7 +158,8 @@ class HuggingFaceTokenizer:
             self._tokenizer.eos_token = separator
         if self._tokenizer.eos_token_id is None:
             raise DataError(
-                f"tokenizer {quote(self._name)} has no end-of-sequence token, which must separate documents"
+                f"tokenizer {quote(self._name)} has no end-of-sequence token, which must separate documents; name "
+                "another token with --separator"
             )
         self.vocab_size: int = len(self._tokenizer)
         self.end_of_text: int = self._tokenizer.eos_token_id
