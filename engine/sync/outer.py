@@ -232,7 +232,7 @@ class OuterFacts(NamedTuple):
 
     Attributes:
         fragment: the fragment that was averaged.
-        drift: the norm of the holders' weights − anchor, divided by the norm of the anchor.
+        drift: the norm of all changes (weights − anchors), divided by the norm of the anchors.
         gradient_norm: the norm of the outer gradient.
     """
 

@@ -124,7 +124,7 @@ def test_same_preparation_is_not_repeated_and_another_is_refused(tmp_path, capsy
     with pytest.raises(DataError, match=r"data that was made in another way .*held_out changed.* --overwrite"):
         quiet([path], out, held_out=0.3)
     write_json_lines(tmp_path / "a.jsonl", TEXTS[:40])
-    with pytest.raises(DataError, match=r"other data \(the corpus changed\)"):
+    with pytest.raises(DataError, match=r"made in another way \(the corpus changed\)"):
         quiet([path], out)
     assert quiet([path], out, overwrite=True)["corpus"]["documents"] == 40
 

@@ -152,7 +152,7 @@ def test_a_fifo_among_prepared_data_is_refused_without_a_hang(tmp_path, tokens, 
 
 def test_bad_requests(tmp_path, tokens):
     write(tmp_path, tokens)
-    with pytest.raises(DataError, match="no split 'held_out', there are train"):
+    with pytest.raises(DataError, match="has no split 'held_out'; there are train"):
         TokenDataset(tmp_path, "held_out", 4)
     with pytest.raises(DataError, match="37 tokens, fewer than one sequence of 38"):
         TokenDataset(tmp_path, "train", 38)
@@ -166,7 +166,7 @@ def test_bad_requests(tmp_path, tokens):
     ("change", "message"),
     [
         (lambda index: index.update(format="other"), "not an index of token shards"),
-        (lambda index: index.update(version=2), "version 2, this program reads 1"),
+        (lambda index: index.update(version=2), "version 2, but this program reads version 1"),
         (lambda index: index.update(extra=1), "extra: "),
         (lambda index: index.pop("dtype"), "dtype: Field required"),
         (lambda index: index.update(end_of_text=257), "end_of_text .* outside the vocabulary"),

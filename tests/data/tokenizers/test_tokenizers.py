@@ -145,7 +145,7 @@ def test_bad_requests(request_, size, message):
     ("texts", "size", "message"),
     [
         (TEXTS, 100_000,
-            r"too small for a SentencePiece vocabulary of 100,000: it gives \d+ tokens; use --vocab-size \d+"),
+            r"too small for a SentencePiece vocabulary of 100,000: it has only \d+ tokens; use --vocab-size \d+"),
         (TEXTS, 100, r"a SentencePiece vocabulary of 100 is too small: this corpus needs more than \d+ tokens"),
         ([], 300, "the corpus is empty"),
     ],
