@@ -99,6 +99,8 @@ def account(run: Path) -> dict[str, Any]:
     losses = [json.loads(line)["loss"] for line in (run / "evaluations.jsonl").read_text().splitlines()]
     return {
         "rounds": len(lines),
+        "groups_of_rounds": [line["groups"] for line in lines],
+        "rounds_without_a_holder_of_some_unit": sum(bool(line["orphans"]) for line in lines),
         "rounds_without_a_group": sum(line["groups"] < order["groups"] for line in lines),
         "steps": summary["steps"],
         "samples_dealt": shares * order["micro_batches"] * order["width"],
