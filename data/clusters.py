@@ -154,8 +154,8 @@ def make_clusters(
 
     Returns:
         ``sizes`` by split, ``losses`` (nats per token of held-out prefixes under the model of their
-        cluster), ``tokens`` (typical texts of each cluster), ``loss``, and ``loss_of_one`` router
-        for all.
+        cluster), ``tokens`` (typical texts of each cluster), ``loss``, and ``loss_of_one`` (the
+        loss under a single model).
 
     Raises:
         DataError: An argument or the corpus does not fit.
@@ -346,7 +346,7 @@ def read_clusters(dataset: TokenDataset, folder: Path | None = None) -> np.ndarr
         folder: The folder of clusters. None: that of the corpus.
 
     Raises:
-        DataError: They are missing or damaged, or belong to another corpus or sequence length.
+        DataError: The clusters are missing, damaged, or of another corpus or sequence length.
     """
     folder = folder or dataset.directory / CLUSTERS
     again = f"make them again with: sdp prepare --output {dataset.directory} --clusters K --sequence-length L"

@@ -157,8 +157,8 @@ def _require_deepspeed(accelerator: Any) -> None:
     kind = accelerator.distributed_type
     if parse_flag_from_env("ACCELERATE_USE_DEEPSPEED") and kind != DistributedType.DEEPSPEED:
         raise ConfigError(
-            f"sdp.integrations: Accelerate ignores the configuration of DeepSpeed and trains with {kind.value}, so "
-            "SDP would not run; remove cpu=True and ACCELERATE_USE_CPU, and on CPUs pass "
+            f"sdp.integrations: Accelerate trains with {kind.value} instead of DeepSpeed, so SDP would not run; remove "
+            "cpu=True and ACCELERATE_USE_CPU. To train on CPUs, pass "
             'kwargs_handlers=[InitProcessGroupKwargs(backend="gloo")] to Accelerator'
         )
 

@@ -36,8 +36,8 @@ class BatchNorm2d(nn.BatchNorm2d):
         assert self.num_batches_tracked is not None and self.momentum is not None
         if self.training and input.numel() == self.num_features:
             raise ModelError(
-                f"batch norm of {self.num_features} channels: one value a channel ({tuple(input.shape)}) has no "
-                "variance; raise train_micro_batch_size_per_gpu, or take larger images"
+                f"batch norm of {self.num_features} channels: needs two values or more in a channel, and the input "
+                f"{tuple(input.shape)} has one; raise train_micro_batch_size_per_gpu, or take larger images"
             )
         if self.training and self.track_running_stats:
             self.num_batches_tracked.add_(1)

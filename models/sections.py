@@ -240,7 +240,7 @@ SECTIONS: Mapping[str, type[Section]] = {
 
 
 def require_known(name: object) -> str:
-    """Return the name of a model. Raises ConfigError for any other value."""
+    """Return ``name`` if it is that of a model. Raises ConfigError otherwise."""
     known = ", ".join(SECTIONS)
     if name is None:
         raise ConfigError(f"model.name: this key is required; known: {known}")

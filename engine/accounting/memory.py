@@ -154,7 +154,7 @@ def state_bytes(optimizer: Optimizer, layout: Layout, info: TensorInfo, numel: i
 
 
 def state_tensors(optimizer: Optimizer) -> int:
-    """Return the number of tensors of a parameter's size that the optimizer keeps for it."""
+    """Return how many tensors the optimizer keeps for a parameter, each of the parameter's size."""
     if isinstance(optimizer, torch.optim.SGD):
         return int(any(group["momentum"] for group in optimizer.param_groups))
     known = STATE_TENSORS.get(type(optimizer).__name__)

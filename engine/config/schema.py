@@ -140,7 +140,7 @@ class DataSection(Section):
             raise ValueError("path: images are read from a directory, not from an object store; copy them to this host")
         if self.name != "folder" and self.image_size is not None:
             raise ValueError(
-                f'image_size is for "folder"; the images of {json.dumps(self.name)} have a size of their own, remove it'
+                f'image_size is for "folder", and {json.dumps(self.name)} has images of a fixed size; remove the key'
             )
         return self
 

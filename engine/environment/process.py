@@ -112,7 +112,7 @@ def watch() -> None:
 
 
 def leaves_at_once() -> None:
-    """Declare that this process exits without finalising the interpreter, so it need not wait."""
+    """Declare that this process exits without shutting the interpreter down."""
     global _watched
     _watched = True
 

@@ -332,7 +332,7 @@ def plan_buckets(
 
 @dataclass(frozen=True)
 class Refresh(Delivery):
-    """A holder sends the parameters ``names`` of a unit in ``block`` to groups without it."""
+    """A holder sends ``names``, parameters of a unit in ``block``, to groups without the unit."""
 
     block: str
     names: tuple[str, ...]

@@ -171,7 +171,7 @@ def _contiguous(section: SDPSection, costs: Sequence[int], protected: set[int]) 
     if section.profile != "uniform":
         raise ConfigError(
             f'sdp.profile: {json.dumps(section.profile)} contradicts sdp.placement "contiguous", whose groups hold '
-            'runs of equal size; use "uniform"'
+            'equally many adjacent units; use "uniform"'
         )
     total, ends = sum(costs), [*accumulate(costs)]
     held = [set(protected) for _ in range(section.groups)]

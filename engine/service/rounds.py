@@ -68,8 +68,9 @@ class Member:
 class ServedRun:
     """The members of a run, its open average, its data and its counters.
 
-    ``now`` is always the time of the same clock, in seconds. The start waits for ``expected``
-    groups, up to ``wait_seconds``. None: for those that join within ``grace_seconds``.
+    ``now`` is always the time of the same clock, in seconds. The run begins when ``expected``
+    groups have joined, or after ``wait_seconds``. If ``expected`` is None, it begins after
+    ``grace_seconds``.
     """
 
     def __init__(

@@ -97,7 +97,7 @@ class Membership:
         self._width, self._leased = answer["width"], self._leased + 1
 
     def is_lost(self) -> bool:
-        """Whether a rank's request was refused, as not from a member. Collective in the group."""
+        """Whether the service no longer knows a rank as a member. Collective in the group."""
         self.client.is_lost = any(gather_json(self.client.is_lost))
         return self.client.is_lost
 
@@ -163,7 +163,7 @@ class Membership:
             _set_weights(store, kept)
 
     def deliver(self, fragment: int, changes: Sequence[tuple[Slice, torch.Tensor, Compression]]) -> Future[None]:
-        """Start to send a delivery of the next average."""
+        """Start to send this group's changes for the next average."""
         average, is_late = self.closed + 1, self.client.status.get("closed", 0) > self.closed
         mean = self._losses / self._new_samples if self._new_samples else 0.0
         facts = self._samples[fragment], self._new_samples, mean, time.monotonic() - self._since

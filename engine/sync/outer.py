@@ -338,7 +338,7 @@ class OuterSteps:
 
     @torch.no_grad()
     def arrive(self) -> OuterFacts:
-        """Take the outer step of the fragment that is under way. Collective."""
+        """Take the outer step with the average that was started. Collective."""
         assert self._under_way is not None, "an average is started before it arrives"
         fragment, averages = self._under_way
         totals = torch.zeros(3, dtype=torch.float64, device=self._device)

@@ -135,7 +135,7 @@ Trainer(model=model, args=arguments, train_dataset=dataset).train()
     "Accelerate leaves DeepSpeed out": (
         WITH_ACCELERATE + "accelerator = Accelerator(cpu=True, deepspeed_plugin=plugin)" + PREPARE,
         "fsdp2",
-        r"Accelerate ignores the configuration of DeepSpeed and trains with MULTI_CPU, so SDP would not run",
+        r"Accelerate trains with MULTI_CPU instead of DeepSpeed, so SDP would not run",
     ),
     "the engine deepspeed": (
         WITH_ACCELERATE

@@ -298,7 +298,7 @@ def _require_possible_batch(config: Config, size: BatchSize) -> None:
     if tokens > MOST_TOKENS:
         kind = "tokens" if config.data.name is None else "pixels"
         raise ConfigError(
-            f"micro-batch {size.micro:,} has {tokens:,} {kind}; a forward pass of at most {MOST_TOKENS:,} is planned: "
+            f"micro-batch {size.micro:,} has {tokens:,} {kind}, and the planner takes at most {MOST_TOKENS:,}; "
             "lower train_micro_batch_size_per_gpu"
         )
 

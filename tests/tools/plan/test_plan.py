@@ -282,7 +282,7 @@ def test_a_plan_names_the_factors_of_rates_by_holders(config: Path, capsys: pyte
         (["--set", f"tensor_parallel.autotp_size={10**18}"], "less than or equal to 1048576"),
         (["--set", f"train_batch_size={10**30}"], "less than or equal to 4294967296"),
         (["--set", f"train_micro_batch_size_per_gpu={10**30}"], "less than or equal to 4294967296"),
-        (["--set", "train_micro_batch_size_per_gpu=1000000000"], "a forward pass of at most 67,108,864 is planned"),
+        (["--set", "train_micro_batch_size_per_gpu=1000000000"], "the planner takes at most 67,108,864"),
         (["--set", "sdp.groups=1048576", "tensor_parallel.autotp_size=4"], "planner takes up to 1,048,576"),
         (["--world", str(10**20)], "is too large; the most is 1,048,576"),
         (["--gpus-per-node", str(10**20)], "is too large; the most is 1,048,576"),

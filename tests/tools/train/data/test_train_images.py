@@ -144,7 +144,7 @@ MISTAKES = [
     ({"data.name": "digit"}, "data.name: input should be 'digits', 'cifar10', 'cifar100' or 'folder'"),
     ({"data.sequence_length": 64}, 'data: sequence_length is for tokens, and data.name is "digits"; remove it'),
     ({"data.path": "somewhere"}, 'data: path has no meaning for "digits"'),
-    ({"data.image_size": 16}, 'data: image_size is for "folder"; the images of "digits" have a size of their own'),
+    ({"data.image_size": 16}, 'data: image_size is for "folder", and "digits" has images of a fixed size'),
     ({"data.name": "cifar10"}, 'data: path is required for "cifar10": cifar-10-binary.tar.gz'),
     ({"data.name": "cifar10", "data.path": "/nowhere.tar.gz"},
         "/nowhere.tar.gz: no such file or directory; take the binary version"),
