@@ -21,13 +21,15 @@ os.environ.setdefault("RES_OPTIONS", "timeout:1 attempts:3")
 # The files that take longest. They come first: a file's tests stay in one of the processes that
 # run tests, and others would wait for one that began late.
 LONGEST_FILES = (
-    "tools/train/failures/test_failures.py", "tools/train/test_service.py", "engine/subnetwork/test_compile.py",
-    "spec/test_equality.py", "engine/tracing/test_step.py", "engine/stores/deepspeed/test_equality.py",
-    "engine/checkpoint/test_local_steps.py", "engine/test_scripts_of_torch.py",
-    "engine/stores/deepspeed/test_features.py",
-    "engine/test_deepspeed_package.py", "engine/stores/deepspeed/test_checkpoint.py", "tools/train/test_resume.py",
-    "tools/train/test_train.py", "engine/checkpoint/test_layouts.py", "tools/bench/test_side_by_side.py",
-    "tools/plan/test_fit.py", "engine/distributed/test_call_watch.py", "spec/costs/test_state_bytes.py",
+    "spec/test_copies.py", "engine/optim/test_small_state.py", "spec/test_equality.py", "engine/tracing/test_step.py",
+    "engine/subnetwork/test_compile.py", "tools/train/test_service.py", "spec/test_paths.py",
+    "tools/test_object_stores.py", "engine/stores/deepspeed/test_equality.py", "engine/test_scripts_of_torch.py",
+    "spec/test_local_steps.py", "tools/plan/test_fit.py", "spec/test_loss_weights.py",
+    "engine/test_deepspeed_package.py", "engine/stores/deepspeed/test_checkpoint.py", "spec/test_any_module.py",
+    "spec/test_repeated_uses.py", "engine/stores/deepspeed/test_features.py", "tools/train/failures/test_failures.py",
+    "tools/train/test_train.py", "engine/checkpoint/test_local_steps.py", "engine/checkpoint/test_layouts.py",
+    "engine/subnetwork/test_neurons_native.py", "engine/service/test_equality.py",
+    "engine/full_model/test_evaluation.py", "engine/test_object_store.py",
 )  # fmt: skip
 
 
