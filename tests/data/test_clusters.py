@@ -88,15 +88,15 @@ def test_the_command_prints_the_clusters(corpus: Path, capsys: pytest.CaptureFix
 def test_a_request_is_refused_before_the_corpus_is_made(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     options = ["--clusters", "2", "--sequence-length", "64"]  # shorter than the default prefix
     assert main(["prepare", "--output", str(tmp_path / "new"), *options]) == 2
-    assert "prefix must be from 2 to the sequence length 64, it is 128" in capsys.readouterr().err
+    assert "prefix must be from 2 to the sequence length 64, but is 128" in capsys.readouterr().err
     assert not (tmp_path / "new").exists()
 
 
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ((1, PREFIX, LENGTH), "number of clusters must be from 2 to 256, it is 1"),
-        ((2, LENGTH + 1, LENGTH), "prefix must be from 2 to the sequence length 32, it is 33"),
+        ((1, PREFIX, LENGTH), "number of clusters must be from 2 to 256, but is 1"),
+        ((2, LENGTH + 1, LENGTH), "prefix must be from 2 to the sequence length 32, but is 33"),
         ((200, PREFIX, 4096), "too few for 200 clusters"),
     ],
 )
