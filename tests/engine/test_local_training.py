@@ -66,7 +66,7 @@ def test_all_ranks_end_after_the_same_step(ranks: RankPool) -> None:
 
 
 @pytest.mark.usefixtures("one_rank")
-def test_a_load_says_how_many_steps_it_drops(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_load_says_how_many_steps_are_lost(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """A run without local steps cannot go on in the middle of a round."""
     case = Case(1, 1, sync='{"every": 4}')
     engine = engine_of(case)
@@ -75,7 +75,7 @@ def test_a_load_says_how_many_steps_it_drops(tmp_path: Path, caplog: pytest.LogC
         engine.step()
     engine.save_checkpoint(tmp_path)
     engine_of(case).load_checkpoint(tmp_path)
-    assert "drops" not in caplog.text
+    assert "are lost" not in caplog.text
     engine_of(replace(case, sync="")).load_checkpoint(tmp_path)
     assert "under another layout or other settings of sdp.sync" in caplog.text
-    assert "drops 3 inner steps" in caplog.text
+    assert "; 3 inner steps are lost" in caplog.text
