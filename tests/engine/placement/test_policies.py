@@ -46,7 +46,7 @@ def _check_capacities(capacity: list[float], costs: list[int], kind: Any, profil
     except PlacementError as error:
         assert "\n" not in str(error)
         assert "the groups have no room" in str(error)
-        suggested = str(error).split("units' parameters); use ")[1].split(",")[0]
+        suggested = str(error).split("units' parameters); use ")[1].split(", or cut")[0]
         larger = [float(part) for part in suggested.strip("[]").split(", ")]
         placed(these, **{**values, "capacity": larger * (len(capacity) // len(larger))})
         return
