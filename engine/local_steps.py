@@ -376,7 +376,7 @@ class LocalTraining:
         assert self.local is not None
         averages = self.local.averages
         self.last = self.local.arrive()
-        if self.service.client.is_lost:
+        if self.service.lost:
             return self.enter(joins=True)
         self.outer_steps = self.service.closed
         return self._reached(averages.steps_since_start if averages.was_accepted else 0)

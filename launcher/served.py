@@ -15,7 +15,7 @@ from ..engine.environment.process import allocator_settings, child_environment, 
 from .fatal_errors import say, show
 from .local import wait
 from .rank_process import RankProcess, own_command, search_path
-from .signals import GRACE_SECONDS, caught_signals
+from .signals import caught_signals
 
 _POLL_SECONDS = 0.1
 _STOP_SECONDS = 60.0  # from a signal until processes are killed
@@ -104,6 +104,5 @@ def _end(started: Sequence[_Process], received: Sequence[int], code: int) -> int
     running = [process.rank for process in started if not process.rank.has_ended()]
     for rank in running if code or received else ():
         rank.send_signal(received[0] if received else signal.SIGTERM)
-    # After a run that has ended well, only groups that came back too late still run.
-    wait(running, lambda: len(received) > known, _STOP_SECONDS if code or received else GRACE_SECONDS)
+    wait(running, lambda: len(received) > known, _STOP_SECONDS)
     return 128 + received[0] if received else code

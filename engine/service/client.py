@@ -108,7 +108,9 @@ class Client:
             is_answer = response.headers.get(NONCE) == headers[NONCE]
             if not is_answer or not self._signer.is_signed(f"{response.status}", response.headers):
                 raise ServiceError(f"{self.address} is not the service of this run, because its answer is not signed")
-            if response.content_length is None or response.content_length > _ANSWER_BYTES:
+            if response.content_length is None:
+                raise ServiceError(f"{self.address} answers without a Content-Length; a proxy between must keep it")
+            if response.content_length > _ANSWER_BYTES:
                 raise ServiceError(f"the answer of {self.address} has more than {_ANSWER_BYTES:,} bytes")
             answer = await response.read()
             if not fits(answer, response.headers):

@@ -38,6 +38,7 @@ class Membership:
         self.schedule, self._seconds = Schedule(sync, steps), sync.service.heartbeat_seconds
         self.slot, self._ranks = -1, 1  # the group's number in the placement
         self.closed = 0  # the average whose anchors the group has
+        self.lost = False  # what the ranks last agreed on; a heartbeat changes only the client's own flag
         self.is_renewed = False  # the group has joined again, so its data order starts over
         # What it says when it begins: "micro_batches" of a step, "width" of each in samples,
         # "data_ranks", and what identifies the "data".
@@ -70,7 +71,7 @@ class Membership:
                 closed = self.client.request("begin", **self.start).get("closed")
             closed, self.client.session = gather_json([closed, self.client.session])[0]
             joins = True
-        self.closed, self.client.is_lost = closed, False
+        self.closed, self.client.is_lost, self.lost = closed, False, False
         self._begin_anew()
 
     def ranges(self, start: int, count: int) -> Iterator[tuple[int, int]]:
@@ -98,8 +99,10 @@ class Membership:
 
     def is_lost(self) -> bool:
         """Whether the service no longer knows a rank as a member. Collective in the group."""
-        self.client.is_lost = any(gather_json(self.client.is_lost))
-        return self.client.is_lost
+        self.lost = any(gather_json(self.client.is_lost))
+        if self.lost:  # a heartbeat may set it at any moment, so it is not set to False here
+            self.client.is_lost = True
+        return self.lost
 
     def note_step(self, loss: float) -> None:
         """Count a step of the group."""
@@ -183,7 +186,7 @@ class Membership:
         """Wait until the next average has closed. Collective in the group.
 
         Returns whether the average contains this group's delivery. Afterwards :attr:`closed` is the
-        newest average, or the client ``is_lost``.
+        newest average, or the group is :attr:`lost`.
         """
         average, status = self.closed + 1, {"closed": -1, "accepted": 0}
         sending.result()
@@ -269,7 +272,7 @@ class ServedSteps:
         (fragment, before, sending), self._under_way = self._under_way, None
         started, first = self._context.clock(), self.service.closed + 1
         self.was_accepted = self.service.await_close(sending)
-        if not self.service.client.is_lost:
+        if not self.service.lost:
             closed = range(first, self.service.closed + 1)
             self.take({self.service.schedule.fragment(average) for average in closed}, before)
         self._outer.exposed_seconds += self._context.clock() - started
@@ -313,6 +316,6 @@ class ServedSteps:
         while is_lost:
             self.service.enter(joins=joins)
             self.take(set(self._fragments.values()))
-            is_lost = joins = self.service.client.is_lost
+            is_lost = joins = self.service.lost
         for error in self._outer.errors.values():
             error.zero_()
