@@ -99,4 +99,4 @@ def test_the_same_corpus_twice_is_refused(mixed, two, tmp_path, capsys):
     mixed["sdp"] = {"groups": 1}
     run = ["train", str(write_config(mixed, tmp_path)), "--dump-dir", str(tmp_path / "run"), "--set"]
     assert main([*run, weights([two[0], two[0]], 1, 2)]) == 2
-    assert "named twice" in capsys.readouterr().err
+    assert "have the same corpus; name it only once" in capsys.readouterr().err
