@@ -25,7 +25,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from peft import LoraConfig, inject_adapter_in_model
 from sdp.engine.config.load import load_config
 from sdp.engine.distributed.mesh import mesh_of
 from sdp.engine.optim.clip import clip_, squared_norm
@@ -243,6 +242,8 @@ class OfLocalSteps(Continued):
 
 def with_adapters(model: nn.Module, rank: int) -> nn.Module:
     """Return the model with LoRA on all linear layers of its blocks, and everything else frozen."""
+    from peft import LoraConfig, inject_adapter_in_model  # of the extra "dev"
+
     layers = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
     inject_adapter_in_model(LoraConfig(r=rank, lora_alpha=2 * rank, target_modules=layers), model)
     for name, parameter in model.named_parameters():

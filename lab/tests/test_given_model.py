@@ -35,6 +35,7 @@ def changed(before: nn.Module, after: nn.Module) -> set[str]:
 
 
 def test_states_are_equal() -> None:
+    pytest.importorskip("peft")
     for capacity in (0.125, 0.25, 0.5):
         sdp = state_bytes(Method("sdp", capacity), SIZE)
         method = Method("lora", capacity)
@@ -70,6 +71,7 @@ def test_each_method_trains_its_blocks() -> None:
 
 
 def test_adapters_change_nothing_at_first() -> None:
+    pytest.importorskip("peft")
     given = SIZE.new_model()
     adapted = with_adapters(copy.deepcopy(given), 2)
     torch.testing.assert_close(adapted(WINDOWS), given(WINDOWS))
