@@ -80,8 +80,8 @@ def test_scores_are_those_of_the_harness_on_an_export(
     [
         (["--tasks", "own_choise"], "--tasks: unknown task own_choise, did you mean own_choice?"),
         (["--tasks", "own_choice", "--include-path", "nowhere"], "--include-path: nowhere is not a directory"),
-        (["--tasks", ","], "--tasks: names no task"),
-        (["--tasks", "own_choice", "--limit", "0"], "--limit 0: at least one document is needed"),
+        (["--tasks", ","], "--tasks: no task is named"),
+        (["--tasks", "own_choice", "--limit", "0"], "--limit 0: give 1 or more"),
         (["--tasks", "own_text"], "--tasks: own_text cannot be loaded"),
         (["--tasks", "own_choice"], "--tasks: own_choice cannot be loaded"),
     ],
