@@ -14,7 +14,6 @@ import os
 import pickle
 import signal
 import sys
-import tempfile
 import time
 import traceback
 from collections.abc import Callable, Iterator
@@ -25,6 +24,7 @@ from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
+from torch.distributed import TCPStore
 
 from .forks.server import fork_context
 
@@ -84,15 +84,15 @@ class RankPool:
                 processes are then killed if one is stuck, and the next ``run`` starts new ones.
         """
         self._start(world)
-        with tempfile.TemporaryDirectory(prefix="sdp-ranks-") as folder:
-            for rank in range(world):
-                what = (inspect.getfile(function), function.__module__, function.__qualname__, args)
-                self._connections[rank].send_bytes(pickle.dumps((*what, rank, world, f"{folder}/store")))
-            try:
-                answers = self._collect(world, time.monotonic() + timeout)
-            except BaseException:  # also Ctrl-C: no rank may stay in a collective
-                self.close()
-                raise
+        store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        for rank in range(world):
+            job = (inspect.getfile(function), function.__module__, function.__qualname__, args, rank, world, store.port)
+            self._connections[rank].send_bytes(pickle.dumps(job))
+        try:
+            answers = self._collect(world, time.monotonic() + timeout)
+        except BaseException:  # also Ctrl-C: no rank may stay in a collective
+            self.close()
+            raise
         stuck = [rank for rank in range(world) if rank not in answers]
         if stuck:
             for rank in stuck if self._processes else ():  # faulthandler prints where they are
@@ -208,21 +208,17 @@ def _load(file: str, name: str) -> Any:
     return sys.modules[name]
 
 
-def _answer(file: str, module: str, name: str, args: tuple[Any, ...], rank: int, world: int, store: str) -> bytes:
-    """Return the pickled result of the function, or the traceback of its error.
-
-    The store of the ranks is a file. A TCPStore asks a name server for the name of 127.0.0.1 at
-    every connection, and waits for five seconds whenever the answer is lost.
-    """
+def _answer(file: str, module: str, name: str, args: tuple[Any, ...], rank: int, world: int, port: int) -> bytes:
+    """Return the pickled result of the function, or the traceback of its error."""
     import torch
     import torch.distributed as dist
 
     local_rank = 0 if torch.cuda.is_available() else rank  # all ranks share a GPU
-    values = map(str, (rank, world, local_rank, world, 0, "127.0.0.1", 1))
+    values = map(str, (rank, world, local_rank, world, 0, "127.0.0.1", port))
     with _environment(dict(zip(_VARIABLES, values, strict=True))):
         try:
-            shared = dist.FileStore(store, world)
-            dist.init_process_group("gloo", store=shared, rank=rank, world_size=world, timeout=COLLECTIVE_TIMEOUT)
+            store = TCPStore("127.0.0.1", port, is_master=False)
+            dist.init_process_group("gloo", store=store, rank=rank, world_size=world, timeout=COLLECTIVE_TIMEOUT)
             if torch.cuda.is_available():
                 _send_through_the_host()
             result = getattr(_load(file, module), name)(*args)
