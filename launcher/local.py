@@ -114,7 +114,7 @@ def _supervise(ranks: Sequence[RankProcess], received: list[int], grace_seconds:
     failures = [(rank, failure) for rank in ranks if (failure := rank.failure())]
     suspect = _suspect(ranks) if any(failure.stalled for _, failure in failures) else ""
     # A signal that comes while failed ranks are being ended is not the cause.
-    # Ranks that one of them tells to stop end with 128 + its signal, with a checkpoint.
+    # If one rank gets a signal, all ranks save a checkpoint and end with 128 + the signal's number.
     codes = {failure.exit_code for _, failure in failures}
     number = received[0] if received else next((number for number in CAUGHT if codes == {128 + number}), 0)
     if received:

@@ -145,7 +145,7 @@ class _Service:
         log.info("step %d: held-out loss %.4f (full model)", line["step"], line["loss"] or float("nan"))
 
     def _write_order(self) -> None:
-        """Save which data is assigned, before the group is told."""
+        """Save which data the groups have. Called before a group gets an answer with new data."""
         assert self._run.order is not None
         write_whole(self._dump_dir / _ORDER, json.dumps(asdict(self._run.order)))
 

@@ -15,9 +15,10 @@ from .mesh import Holders, Mesh
 
 
 def new_group(ranks: list[int], **more: Any) -> dist.ProcessGroup:
-    """Create a process group with the time limit of the world. torch would use its default,
-    whatever the limit of the world is. It still does if the world's backend does not tell the
-    limit.
+    """Create a process group with the time limit of the world.
+
+    By itself, torch would give it the default limit. It gets that one, too, if the backend of the
+    world does not show its limit.
 
     Args:
         ranks: its ranks.

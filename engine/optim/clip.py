@@ -234,7 +234,7 @@ class LastSteps:
         return self._skipped + self._local.skipped_steps(step)
 
     def start_at(self, skipped: int) -> None:
-        """Set the number of skipped steps, and start to count anew how many are in a row."""
+        """Set the number of skipped steps so far. None of them counts as skipped in a row."""
         self._skipped, self._in_a_row, self._excused = skipped, 0, 0
 
     def note(self, loss: float, norm: float, *, skipped: bool, counts: bool, excused: bool) -> None:

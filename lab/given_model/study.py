@@ -117,7 +117,10 @@ class Size:
 
 
 def state_bytes(method: Method, size: Size, trained: int | None = None) -> int:
-    """Count the state of a device. LoRA has ``trained`` parameters beside a frozen model."""
+    """Count the bytes of the state of a device.
+
+    ``trained``: the number of parameters of LoRA, which trains nothing else. None: not LoRA.
+    """
     blocks, shared = size.counts
     if trained is not None:
         return FROZEN * (blocks + shared) + TRAINED * trained
