@@ -149,19 +149,25 @@ class _TensorBoard:
         self._folder, self._replaces = folder, replaces
         self._open = _import("torch.utils.tensorboard", "tensorboard").SummaryWriter
         self._writer: Any = None
+        self._is_rewound = False
 
     def write(self, step: int, scalars: Mapping[str, float]) -> None:
         if self._writer is None:
             for path in self._folder.glob("events.out.tfevents*"):
                 refuse_link(path)
             self._writer = self._open(log_dir=str(self._folder), purge_step=step if self._replaces else None)
+        elif self._is_rewound:
+            # In the same file, because the names of two files of one second may not be in order.
+            events = importlib.import_module("tensorboard.compat.proto.event_pb2")
+            start = events.SessionLog(status=events.SessionLog.START)
+            self._writer.file_writer.add_event(events.Event(step=step, session_log=start))
+        self._is_rewound = False
         for tag, value in scalars.items():
             self._writer.add_scalar(tag, value, step)
         self._writer.flush()  # otherwise a process that is killed loses the points of two minutes
 
     def rewind(self) -> None:
-        self.close()
-        self._writer = None
+        self._is_rewound = True
 
     def close(self) -> None:
         if self._writer is not None:
