@@ -1,4 +1,4 @@
-"""The number of processes of a run, from degrees of parallelism, batch and visible devices."""
+"""Finds and checks the number of processes of a run, before any of them starts."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ _DEVICE_FILES = ("/dev/nvidiactl", "/dev/dxg", "/dev/kfd")
 
 @dataclass(frozen=True)
 class Degrees:
-    """The degrees of parallelism of a run.
+    """The degrees of parallelism of a run, with which a number of processes can be checked.
 
     Attributes:
         config: the configuration, with the groups and the tensor-parallel degree.
-        fsdp: the value of ``--fsdp``, None for world size / (groups * tp).
-        alone: whether the processes are one group of the run.
+        fsdp: the value of ``--fsdp``. If None, the number of processes / (groups * tp).
+        alone: whether the processes are only one group of the run (``--service``).
     """
 
     config: Config
@@ -40,19 +40,19 @@ class Degrees:
 
     @property
     def fewest(self) -> int:
-        """The fewest processes that fill the grid of ranks."""
+        """The smallest possible number of processes: groups * fsdp * tp."""
         return self.groups * (self.fsdp or 1) * self.tp
 
     def check(self, processes: int, source: str) -> None:
-        """Check that ``processes``, a number that comes from ``source``, fits the run.
+        """Raise an error if the run cannot have this number of processes.
 
-        Without this check, ranks would find a mistake only after their start, perhaps after hours
-        in a queue.
+        Launchers check the number before the start, because ranks may wait for hours in a queue.
+        ``source`` says where the number comes from, for the message.
 
         Raises:
-            LaunchError: the processes do not fill the grid of ranks. The message has every factor.
-            ConfigError: the samples of a step do not divide equally, or the groups cannot have the
-                capacity.
+            LaunchError: the number is not groups * fsdp * tp. The message has every factor.
+            ConfigError: the samples of a step do not divide equally, or ``sdp.capacity`` is
+                impossible.
         """
         if processes > _MOST_RANKS:
             raise LaunchError(f"{processes} processes ({source}) are more than the {_MOST_RANKS:,} of the largest run")
@@ -72,8 +72,10 @@ class Degrees:
         BatchSize.resolve(self.config, mesh_of(self.config, processes, 0 if self.alone else None))
 
     def processes(self, nproc: int | None, devices: int) -> int:
-        """The number of processes to start on this host: ``nproc``, else one per device, else the
-        fewest possible.
+        """Return the number of processes to start on this host.
+
+        The number is ``nproc`` if given. Otherwise it is one per device, or the smallest possible
+        number if there are no devices or if ``--fsdp`` is given.
 
         ``devices`` is the number of visible accelerators, 0 on a CPU. Raises the errors of
         :meth:`check`, and :class:`LaunchError` if there are fewer devices than processes.
@@ -94,9 +96,7 @@ class Degrees:
 
 
 def visible_devices() -> int:
-    """Count the accelerators that a process on this host sees. torch is imported only if a driver
-    is loaded.
-    """
+    """Count the accelerators that this process sees. Without a driver, torch is not imported."""
     if not any(Path(file).exists() for file in _DEVICE_FILES):
         return 0
     import torch

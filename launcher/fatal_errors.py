@@ -1,9 +1,9 @@
-"""A started rank ends with its parent, and reports a fatal error to its launcher once.
+"""Reports the failure of a run with many ranks in one message, the cause first.
 
-A job of many ranks fails with one message. Under the local launcher, a rank writes its error to a
-file, and the launcher prints the first error. Under another launcher, ranks above 0 wait before
-they print their error, because rank 0 may print the same one. Every rank waits before it prints
-that another rank is gone, so that the cause comes first.
+Under the local launcher, a rank writes its error to a file, and the launcher prints the first
+error. Under another launcher, ranks above 0 wait before they print their error, because rank 0 may
+print the same one. Every rank waits before it prints that another rank is gone, so that the cause
+comes first.
 """
 
 from __future__ import annotations
@@ -41,13 +41,13 @@ HOLD_BACK_SECONDS = 2.0
 
 @dataclass(frozen=True)
 class FatalError:
-    """Why a rank ends.
+    """The error with which a rank ends, as the rank reports it to its launcher.
 
     Attributes:
         exit_code: the exit code with which the rank will end.
         text: the text for the user.
-        time: when it failed, in seconds since the epoch.
-        stalled: whether the rank made no progress, perhaps because of another rank.
+        time: when the rank failed, in seconds since the epoch.
+        stalled: whether the rank made no progress. The cause may be another rank.
         follows: whether the rank ends because another rank is gone.
     """
 
@@ -59,17 +59,19 @@ class FatalError:
 
     @property
     def is_known(self) -> bool:
-        """Whether the rank reported the cause in one line, other than the loss of another rank."""
+        """Whether the rank gives the cause in one line. The loss of another rank does not count as
+        a cause.
+        """
         return self.text.startswith(PREFIX) and not self.follows
 
     @property
     def is_loss(self) -> bool:
-        """Whether a rank or a host was lost, as far as this rank knows."""
+        """Whether a rank or a host was probably lost, so that a restart may help."""
         return self.exit_code != 2 and (self.stalled or not self.is_known)
 
     @classmethod
     def read(cls, path: Path) -> FatalError | None:
-        """Return the text that a rank wrote to ``path``, or None."""
+        """Return the error that a rank wrote to the file ``path``, or None if there is none."""
         try:
             return cls(**read_json_file(path, most_bytes=_MOST_BYTES))
         except (OSError, ValueError, TypeError):
@@ -77,17 +79,14 @@ class FatalError:
 
 
 def show(text: str) -> None:
-    """Print a text on the terminal (stderr), without control characters.
-
-    If the terminal is gone, the run continues normally.
-    """
+    """Print a text on stderr with control characters escaped, if the terminal still exists."""
     if sys.stderr is not None:
         with contextlib.suppress(OSError):
             print(escape(text), file=sys.stderr, flush=True)
 
 
 def say(text: str) -> None:
-    """Print a line of this package on the terminal, as :func:`show` does."""
+    """Print a line that begins with ``sdp:`` on stderr, if the terminal still exists."""
     show(f"sdp: {text}")
 
 
@@ -97,7 +96,10 @@ def names_lost_rank(reason: str) -> bool:
 
 
 def described_end(rank: int, exit_code: int, position: RankPosition | None) -> str:
-    """Describe how a process of this host ended. An ``exit_code`` below zero is a signal."""
+    """Say how a rank of this host ended, and in which step it was.
+
+    A negative ``exit_code`` is the number of the signal that killed the rank.
+    """
     if exit_code >= 0:
         how = f"ended with exit code {exit_code}"
     else:
@@ -108,7 +110,7 @@ def described_end(rank: int, exit_code: int, position: RankPosition | None) -> s
 
 
 def tie_to_parent(parent_pid: int) -> None:
-    """Let this process end when the launcher ends, even by SIGKILL."""
+    """Make this process end when its launcher ends, even if SIGKILL ends the launcher."""
     # Rank 0 is in a background process group of the terminal. Under `stty tostop` writing to the
     # terminal would stop it.
     signal.signal(signal.SIGTTOU, signal.SIG_IGN)
@@ -123,14 +125,14 @@ def tie_to_parent(parent_pid: int) -> None:
 def report_fatal(
     text: str, exit_code: int, supervision: Supervision | None, *, stalled: bool = False, follows: bool = False
 ) -> None:
-    """Print why this process ends, once for all ranks.
+    """Report why this process ends, so that a job of many ranks prints the error once.
 
     Args:
         text: the text for the user.
         exit_code: the exit code with which this process will end.
-        supervision: the launcher of this package that started this process, or None.
-        stalled: see :class:`FatalError`.
-        follows: see :class:`FatalError`.
+        supervision: what this package's launcher told this process, or None under another launcher.
+        stalled: whether this rank made no progress.
+        follows: whether this rank ends because another rank is gone.
     """
     rank, text = _rank(), escape(text)  # the text may repeat bytes of the input
     if supervision is not None and supervision.error_file is not None:

@@ -1,4 +1,4 @@
-"""Start the ranks of a run as processes on this host, watch them, and leave none behind."""
+"""Starts the ranks of a run as processes on this host, watches them, and leaves none behind."""
 
 from __future__ import annotations
 
@@ -40,26 +40,29 @@ def start_local(
     """Run ``sdp`` in several processes on this host, and return the exit code of the run.
 
     Rank 0 writes to this process's terminal. The output of rank R > 0 is appended to
-    ``log_dir/rank-R.log``. If a rank fails, or this process gets SIGINT, SIGTERM, SIGHUP or
-    SIGUSR1, the other ranks get a signal, and are killed if they do not end. A second signal kills
-    them at once.
+    ``log_dir/rank-R.log``. If a rank fails, or if this process gets SIGINT, SIGTERM, SIGHUP or
+    SIGUSR1, the other ranks get a signal. Ranks that do not end in time are killed. A second signal
+    kills all ranks at once.
 
     Args:
         argv: the words that follow ``sdp``.
         processes: how many ranks to start.
         log_dir: the directory of the logs.
-        on_cpu: give the ranks glibc's allocator settings for a CPU.
-        grace_seconds: from the signal to the ranks until they are killed.
-        stop_seconds: the same time after a signal to this process, so that there is time for a
-            checkpoint. None: ``grace_seconds``.
+        on_cpu: whether to set up glibc's allocator for ranks that compute on a CPU.
+        grace_seconds: how long ranks may run on after a rank has failed.
+        stop_seconds: how long ranks may run on after a signal to this process, for example to write
+            a checkpoint. If None, ``grace_seconds``.
         restarts: how often a run that loses a rank starts again from its newest checkpoint.
         command: what to run in place of ``python -m sdp``.
 
     Returns:
-        0 if all ranks succeed, and 2 if the rank that failed first ended with 2 (the user's
-        mistake). 128 + the signal if a signal to this process or to a rank ended the run. 1 for
-        other failures. If a rank reports an error of its own after a signal, the exit code is that
-        rank's.
+        The exit code:
+
+        - 0: all ranks succeeded.
+        - 2: the rank that failed first ended with 2, a mistake of the user.
+        - 128 + the signal: a signal to this process or to a rank ended the run, and no rank
+          reported an error.
+        - 1: any other failure.
 
     Raises:
         LaunchError: a process cannot be started, or its log cannot be written.
@@ -81,7 +84,7 @@ def start_local(
 
 
 def become_single() -> None:
-    """Set the variables of a run with one rank in this process."""
+    """Set the environment variables with which this process is the only rank of a run."""
     for name, value in loopback_settings().items():
         set_default(name, value)
     export(local_environment(0, 1, free_port()).variables())
@@ -90,8 +93,8 @@ def become_single() -> None:
 def _start_all(
     ranks: list[RankProcess], command: Sequence[str], processes: int, log_dir: Path, *, on_cpu: bool
 ) -> None:
-    """Append the started ranks to ``ranks`` one by one, so that the caller can end them if a later
-    start fails.
+    """Append the started ranks to ``ranks``, so that the caller can end them if a later start
+    fails.
     """
     settings = {**search_path(), **thread_settings(processes)}
     defaults = loopback_settings() | (allocator_settings() if on_cpu else {})
@@ -134,7 +137,7 @@ def _supervise(ranks: Sequence[RankProcess], received: list[int], grace_seconds:
 
 
 def wait(ranks: Sequence[RankProcess], until: Callable[[], bool], seconds: float = float("inf")) -> None:
-    """Return when every rank has ended, when ``until`` holds, or when the time is over."""
+    """Wait until every rank has ended or ``until()`` is true, but at most ``seconds``."""
     deadline = time.monotonic() + seconds
     while [rank for rank in ranks if not rank.has_ended()]:
         if until() or time.monotonic() >= deadline:

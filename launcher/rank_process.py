@@ -1,6 +1,4 @@
-"""One rank as a process of this host: its start, its state, and the cause of its end. And how to
-start this very package in another process.
-"""
+"""Starts one rank as a process of this host, and reads its state and the cause of its end."""
 
 from __future__ import annotations
 
@@ -28,9 +26,9 @@ _LAST_LOG_BYTES = 4096
 
 @dataclass
 class RankProcess:
-    """A started process.
+    """A rank that runs as a child process of the launcher.
 
-    ``log_start``: the position in the log, to which runs append, at which this run begins.
+    ``log_start`` is where the output of this run begins in the log, because runs append to it.
     """
 
     rank: int
@@ -50,20 +48,19 @@ class RankProcess:
         pass_fds: Sequence[int] = (),
         name: str | None = None,
     ) -> RankProcess:
-        """Start a rank.
+        """Start a rank as a child process, and return it.
 
         Args:
-            rank: its number. Rank 0 keeps the terminal, the output of others is appended to their
-                log.
+            rank: the number of the rank. Rank 0 writes to the terminal, and other ranks to a log.
             command: the words to run.
-            environ: its environment.
-            log_dir: the directory of its log. It is made if it is missing.
+            environ: the environment of the process.
+            log_dir: the directory of the log. It is made if it is missing.
             pass_fds: open files that the process inherits.
-            name: the name of its log without the ending. None: rank-R.
+            name: the name of the log without ``.log``. If None, ``rank-R``.
 
         Raises:
             LaunchError: the process cannot be started, or its log cannot be written.
-            WriteError: a symbolic link is in place of the log or its directory.
+            WriteError: the log or its directory is a symbolic link.
         """
         name = name or f"rank-{rank}"
         log, error_file = log_dir / f"{name}.log", log_dir / f"{name}.{os.getpid()}.error"
@@ -90,14 +87,17 @@ class RankProcess:
             raise LaunchError(f"rank {rank} cannot be started with its log in {log_dir}: {error}") from None
 
     def has_ended(self) -> bool:
-        """Whether the process has ended. If so, other processes of its process group are killed."""
+        """Whether the process has ended. If so, this also kills the rest of its process group."""
         if self.process.returncode is None and _has_exited(self.process):
             self.kill()  # before the process is reaped: after that its group id may belong to another
             self.process.wait()
         return self.process.returncode is not None
 
     def failure(self) -> FatalError | None:
-        """Why the process failed, from its report (also before its end) or from its exit status."""
+        """Return why the process failed, or None if it succeeded or runs without an error.
+
+        A process that has reported an error counts as failed, even if it still runs.
+        """
         code = self.process.returncode
         if code == 0:
             return None
@@ -112,11 +112,11 @@ class RankProcess:
 
     @property
     def position(self) -> RankPosition | None:
-        """The last reported position in the run."""
+        """The step and the activity that the rank reported last, or None."""
         return RankPosition.read(self.position_file)
 
     def is_stopped(self) -> bool:
-        """Whether the process exists but does not run (SIGSTOP, a debugger)."""
+        """Whether SIGSTOP or a debugger has stopped the process."""
         try:
             status = Path(f"/proc/{self.process.pid}/stat").read_text(encoding="utf-8", errors="replace")
         except OSError:
@@ -124,7 +124,7 @@ class RankProcess:
         return status.rpartition(")")[2].split()[0] in ("T", "t")
 
     def send_signal(self, number: int) -> None:
-        """Send the process a signal. Continue it first if it is stopped (SIGSTOP, Ctrl-Z)."""
+        """Send the process a signal, and continue a stopped process so that it can react."""
         self.process.send_signal(number)
         self.process.send_signal(signal.SIGCONT)
 
@@ -134,16 +134,13 @@ class RankProcess:
             os.killpg(self.process.pid, signal.SIGKILL)
 
     def forget(self) -> None:
-        """Remove the files through which the process reported to the launcher."""
+        """Remove the files in which the process reported its error and its position."""
         for path in (self.error_file, self.position_file):
             with contextlib.suppress(OSError):
                 path.unlink(missing_ok=True)
 
     def _last_log_line(self) -> str:
-        """The last line that a rank above 0 logged in this run.
-
-        The output of rank 0 is on the terminal.
-        """
+        """The last line that a rank above 0 logged in this run. Rank 0 logs to the terminal."""
         if self.rank == 0:
             return ""
         try:
@@ -163,17 +160,18 @@ def _has_exited(process: subprocess.Popen[bytes]) -> bool:
 
 
 def own_command() -> list[str]:
-    """The command that runs this package's command line."""
+    """Return the words that run the command ``sdp`` of this package in another process."""
     # -P: a folder "sdp" in the working directory must not be imported in place of this package.
     return [sys.executable, "-P", "-m", PACKAGE]
 
 
 def search_path() -> dict[str, str]:
-    """The variables under which a child process imports this very package.
+    """Return the environment variables with which a child process imports the same package as this
+    one.
 
-    A child finds an installed package, editable or not, without help. If this process found the
-    package on its search path, the child needs the folder above the package on PYTHONPATH.
-    site-packages must not be put there, because PYTHONPATH goes before the standard library.
+    An installed package, editable or not, needs no variables. Otherwise PYTHONPATH gets the folder
+    above the package. That must not be site-packages, because PYTHONPATH comes before the standard
+    library.
     """
     package = Path(__file__).absolute().parent.parent
     installed = [*site.getsitepackages(), site.getusersitepackages()]

@@ -1,4 +1,6 @@
-"""Starts a run again from its newest checkpoint when it lost a rank or a host (``--restarts``)."""
+"""Starts a run again from its newest checkpoint after the loss of a rank or a host
+(``--restarts``).
+"""
 
 from __future__ import annotations
 
@@ -24,7 +26,7 @@ _POLL_SECONDS = 0.2
 
 
 class End(NamedTuple):
-    """How a run ended.
+    """How a run ended. After the loss of a rank or a host, it may be started again.
 
     Attributes:
         code: the exit code.
@@ -41,15 +43,15 @@ def run_again(
     received: Sequence[int],
     prepare: Callable[[], Sequence[str]] = list,
 ) -> int:
-    """Run to the end, start again after each loss, and return the last exit code.
+    """Run to the end, start again after the loss of a rank or a host, and return the exit code.
 
     A run is not started again after a mistake of the user, or after a signal.
 
     Args:
-        start: runs with more words for ``sdp train``.
-        restarts: how often the run may start again in all.
-        received: the signals to this process.
-        prepare: called before a restart. It returns more words for ``sdp train``.
+        start: runs ``sdp train`` with further arguments, and returns how the run ended.
+        restarts: the largest number of restarts.
+        received: the signals that this process has received so far.
+        prepare: called before each restart. It returns further arguments for ``sdp train``.
     """
     words: Sequence[str] = ()
     for restart in itertools.count(1):
@@ -72,9 +74,9 @@ def run_again(
 
 
 def await_lock(dump_dir: Path, received: Sequence[int]) -> None:
-    """Wait until no process writes the files of the run, or until a signal comes.
+    """Wait until no process writes the run's files, until a signal comes, or at most two minutes.
 
-    A rank may notice only after some time that another host is gone.
+    Ranks may still write for a while, because they notice late that another host is gone.
     """
     waits_until = time.monotonic() + _LOCK_SECONDS
     while not received and time.monotonic() < waits_until:
@@ -89,13 +91,13 @@ def await_lock(dump_dir: Path, received: Sequence[int]) -> None:
 
 
 def on_fewer_ranks(degrees: Degrees, started: int, left: int) -> tuple[int, list[str]]:
-    """Return with how many ranks a run continues, and the further arguments of ``sdp train``.
+    """Decide with how many groups a run continues, if of ``started`` ranks only ``left`` are left.
 
-    The fsdp and tp degrees and the batch of a step stay. The number of groups becomes as large as
-    the ranks allow, but not larger than before.
+    The fsdp and tp degrees and the samples of a step stay the same. There are as many groups as the
+    ranks allow, but not more than at the start, for which ``degrees`` are given.
 
-    Args:
-        degrees: the degrees of the first start.
+    Returns:
+        The number of ranks to use, and further arguments for ``sdp train``.
 
     Raises:
         LaunchError: the ranks are too few, or a setting depends on the number of groups.

@@ -1,4 +1,4 @@
-"""Start a service and its groups on this host, and restart processes that fail."""
+"""Runs the service of ``sdp serve`` and its groups on this host, and restarts what fails."""
 
 from __future__ import annotations
 
@@ -33,7 +33,6 @@ class _Process:
         self.rank = self._start()
 
     def look(self) -> None:
-        """Start the process again if it has failed."""
         if self.is_over or not self.rank.has_ended():
             return
         failure = self.rank.failure()
@@ -53,11 +52,11 @@ class _Process:
 
 
 def start_served(config: Config, words: Sequence[str], dump_dir: Path, processes: int, *, on_cpu: bool) -> int:
-    """Run a service and its groups on this host, and return the exit code of the whole.
+    """Run a service and its groups on this host, and return the exit code.
 
     The service writes to this process's terminal. The groups' output is in ``dump_dir/logs``, and
-    their files are in ``dump_dir/groups``. The ``words`` name the configuration's file and its
-    overrides, and ``processes`` is the number of ranks of a group.
+    their files are in ``dump_dir/groups``. ``words`` are the configuration file and its ``--set``
+    options. ``processes`` is the number of ranks of each group.
     """
     assert config.sdp.sync is not None and config.sdp.sync.service is not None
     groups, restarts = config.sdp.groups, config.sdp.sync.service.restarts

@@ -1,4 +1,4 @@
-"""Signals that a launcher and its ranks catch during a run."""
+"""The signals that a launcher and its ranks catch during a run."""
 
 from __future__ import annotations
 
@@ -25,8 +25,9 @@ def caught_signals() -> Iterator[list[int]]:
 
 @contextlib.contextmanager
 def handled(numbers: Iterable[int], handler: Callable[[int, Any], Any] | signal.Handlers) -> Iterator[None]:
-    """A context with a handler of signals. An ignored signal (SIGHUP under nohup) stays ignored.
-    Nothing changes outside the main thread, because only that thread may handle signals.
+    """A context in which ``handler`` handles the signals ``numbers``. Ignored signals stay ignored.
+
+    Outside the main thread it does nothing, because Python handles signals only in the main thread.
     """
     previous = {}
     if threading.current_thread() is threading.main_thread():

@@ -7,10 +7,10 @@ Exit codes:
 - 1: the program failed.
 - 2: the user made a mistake. The message is one line, without a traceback.
 - 130: the command was interrupted.
-- 141: the reader of the output has ended, as in ``sdp plan … | head``.
+- 141: the program that reads the output has ended, as in ``sdp plan … | head``.
 
-A command is imported only when it is used. ``sdp --help``, ``sdp config`` and ``sdp launch`` do not
-import torch. ``sdp train`` does not import it either before it has checked its arguments, unless it
+A command is imported only when it is used, so that ``sdp --help``, ``sdp config`` and ``sdp
+launch`` do not import torch. ``sdp train`` checks its arguments before it imports torch, unless it
 must count devices.
 """
 
@@ -44,7 +44,7 @@ from .shared.arguments import Parser, split_set_values
 
 
 def entry() -> NoReturn:
-    """Run the command line of this process, and end the process."""
+    """Run the command line of this process as the program ``sdp``, and end the process."""
     code: int | None = None
 
     def leave() -> None:
@@ -145,8 +145,7 @@ def _discard_messages_that_nobody_reads() -> None:
 
 
 def _output_fails() -> bool:
-    """Check whether writing to standard output fails, as in ``sdp plan … > plan.txt`` on a full
-    disk.
+    """Check whether standard output cannot be written, as in ``sdp plan … > file`` on a full disk.
 
     If so, the rest of the output is discarded.
     """
@@ -183,7 +182,6 @@ def _parse(argv: list[str], above: Supervision | None) -> argparse.Namespace:
 
 
 def _versions() -> str:
-    """Return the versions of this package and of what it uses, in one line."""
     # The version in the checkout's setup.cfg, because another release may be installed as well.
     metadata = ConfigParser()
     metadata.read(Path(__file__).absolute().parent.parent / "setup.cfg", encoding="utf-8")
@@ -199,22 +197,24 @@ def _version_of(distribution: str) -> str:
 
 
 def module_of(command: str) -> Any:
-    """Import the module of a command. It has the functions ``add_arguments`` and ``run``."""
+    """Import and return the module of a command. It has the functions ``add_arguments`` and
+    ``run``.
+    """
     return importlib.import_module(f".{COMMANDS[command][0]}", __package__)
 
 
 # The module of each command, and its help.
 COMMANDS = {
     "train": ("train.command", "train a model from one JSON file"),
-    "serve": ("serve", "keep the anchors of a run whose groups come and go"),
+    "serve": ("serve", "run the service that keeps the averaged weights of a run whose groups come and go"),
     "launch": ("launch", "start sdp train on this host or a cluster: local, deepspeed, mpirun, slurm"),
     "prepare": ("prepare", "turn text into token shards"),
-    "config": ("config", "print a configuration with all defaults, or the schema"),
-    "plan": ("plan.command", "say what a run will need, compute and send, before it is started"),
-    "bench": ("bench.command", "measure ways to train a model side by side, or one rank's share alone"),
+    "config": ("config", "print a configuration with all defaults, or the JSON schema"),
+    "plan": ("plan.command", "predict memory, computation, traffic and time of a run before it starts"),
+    "bench": ("bench.command", "measure ways to train a model side by side, or one rank's share on one device"),
     "evaluate": ("evaluate", "compute the held-out loss of a checkpoint's full model"),
     "generate": ("generate", "continue a text with a checkpoint's full model"),
-    "export": ("export", "write a checkpoint's model and tokenizer for transformers"),
+    "export": ("export", "write a checkpoint's full model and tokenizer for transformers"),
     "report": ("report.render", "summarise and compare finished runs"),
 }
 

@@ -11,8 +11,7 @@ from .shared.arguments import add_config_arguments
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declare the command's arguments."""
-    add_config_arguments(parser, "the JSON file to resolve", nargs="?")
+    add_config_arguments(parser, "the run's JSON file", nargs="?")
     parser.add_argument("--schema", action="store_true", help="print the JSON schema of all keys instead")
 
 

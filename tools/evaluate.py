@@ -1,7 +1,7 @@
-"""``sdp evaluate DIR``: the held-out loss of a checkpoint's full model, and the accuracy of a
-classifier.
+"""``sdp evaluate DIR``: computes the held-out loss of a checkpoint's full model.
 
-It runs in one process and does not read optimizer state.
+For a classifier, it also computes the accuracy. One process is enough, because optimizer state is
+not read.
 """
 
 from __future__ import annotations
@@ -45,26 +45,27 @@ _LARGEST_FILE = 5 * 10**9  # bytes of an exported file
 class Evaluation:
     """The result of ``sdp evaluate``.
 
+    With several paths (``sdp.paths``), each sample belongs to the cluster of one path.
+
     Attributes:
         checkpoint: the directory of the checkpoint.
         step: the optimizer step of the checkpoint.
         data: the directory of the data.
-        batches: micro-batches read, over all data ranks.
-        sequences: samples read.
-        targets: tokens or images that the loss is a mean over.
+        batches: the number of micro-batches, over all data ranks.
+        sequences: the number of samples.
+        targets: the number of tokens or images that the loss is a mean over.
         loss: the mean loss in nats.
-        perplexity: of a language model.
-        accuracy: of a classifier.
-        in_training: the loss that the run itself measured at this step, if it did.
+        perplexity: the perplexity of a language model, None for a classifier.
+        accuracy: the accuracy of a classifier, None for a language model.
+        in_training: the loss that the run itself measured at this step, or None.
         tasks: the scores of lm-evaluation-harness, by task.
-        path_losses: with several paths, the loss of each path on the samples of its cluster, None
-            if the cluster is empty.
-        cluster_losses: the loss of each path on the samples of cluster 0, of cluster 1 …
+        path_losses: the loss of each path on its own cluster. None if the cluster is empty.
+        cluster_losses: for each path, its loss on each cluster.
         single_path_losses: the loss of each path on all samples.
         loss_after_prefix: the loss of the tokens that the router does not read.
-        single_path_losses_after_prefix: the same, for each path on all samples.
-        ensemble_loss_after_prefix: the same, for the mean prediction of all paths, with the weights
-            that the router gives them for the prefix.
+        single_path_losses_after_prefix: the loss of each path on these tokens of all samples.
+        ensemble_loss_after_prefix: the loss of the paths' mean prediction of these tokens. The
+            router's weights for the prefix are the weights of the mean.
     """
 
     checkpoint: str
@@ -87,24 +88,21 @@ class Evaluation:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declare the command's arguments."""
     saved_run.add_arguments(parser)
     parser.add_argument(
-        "--batches", metavar="N", type=int, help="held-out batches per data rank (default: those of the run)"
+        "--batches", metavar="N", type=int, help="number of held-out batches per data rank (default: as in the run)"
     )
     parser.add_argument(
         "--tasks",
         metavar="NAME,…",
         help="also run these tasks of lm-evaluation-harness (pip install 'sdp-engine[eval]')",
     )
-    parser.add_argument("--limit", metavar="N", type=int, help="the first N documents of each task (default: all)")
+    parser.add_argument("--limit", metavar="N", type=int, help="use the first N documents of each task (default: all)")
     parser.add_argument(
-        "--num-fewshot", metavar="N", type=int, help="examples in a prompt (default: those of the task)"
+        "--num-fewshot", metavar="N", type=int, help="number of examples in a prompt (default: that of the task)"
     )
-    parser.add_argument(
-        "--include-path", metavar="DIR", help="a directory with task files of your own, which may run code"
-    )
-    parser.add_argument("--json", action="store_true", help="print one line of JSON")
+    parser.add_argument("--include-path", metavar="DIR", help="directory with your own task files, which may run code")
+    parser.add_argument("--json", action="store_true", help="print the result as one line of JSON")
 
 
 def run(args: argparse.Namespace) -> int:
@@ -142,10 +140,10 @@ def as_json(result: Evaluation) -> str:
 
 
 def evaluate(saved: SavedRun, limit: int | None = None, tasks: LoadedTasks | None = None) -> Evaluation:
-    """Evaluate the full model of ``saved`` on the held-out batches of the run, at most ``limit``
-    per data rank. Then evaluate ``tasks``.
+    """Evaluate the full model of ``saved`` on held-out data of its run, and then on ``tasks``.
 
-    Raises ConfigError if there are tasks and the run trained on images.
+    ``limit`` is the largest number of batches of each data rank, by default that of the run. Raises
+    ConfigError if the model cannot be evaluated.
     """
     if tasks is not None and saved.config.data.name is not None:
         raise ConfigError(f"--tasks: tasks are for language models, and {saved.dump_dir} trained on images")
@@ -245,7 +243,6 @@ def _means(sums: torch.Tensor, counts: torch.Tensor) -> list[float | None]:
 
 
 def _run_tasks(tasks: LoadedTasks, saved: SavedRun) -> Scores:
-    """Evaluate the tasks on an export of the model."""
     micro = BatchSize.resolve(saved.config, saved.mesh).micro
     if saved.is_model:
         return tasks.run(saved.dump_dir, micro)
@@ -295,7 +292,6 @@ def _table(result: Evaluation) -> str:
 
 
 def _path_table(result: Evaluation) -> list[str]:
-    """The lines with the losses of each path, and of all paths together."""
     if result.cluster_losses is None or result.single_path_losses is None:
         return []
     count, rest = len(result.cluster_losses), result.single_path_losses_after_prefix

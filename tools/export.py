@@ -1,5 +1,5 @@
-"""``sdp export DIR --to hf OUT``: write a checkpoint's full model and tokenizer so that
-``transformers`` loads them.
+"""``sdp export DIR --to hf OUT``: writes a checkpoint's full model and tokenizer for
+``transformers``.
 
 Only the tensors of one output file are in memory at a time. Checkpoints of every layout can be
 exported.
@@ -55,7 +55,6 @@ _WRITTEN = re.compile(
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declare the command's arguments."""
     saved_run.add_arguments(parser)
     parser.add_argument(
         "--to",
@@ -63,7 +62,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         default="hf",
         help="the format: hf writes a model directory for Hugging Face transformers",
     )
-    parser.add_argument("out", metavar="OUT", help="the directory to write, also s3://…")
+    parser.add_argument("out", metavar="OUT", help="the directory or s3://… to write to")
     parser.add_argument(
         "--dtype",
         choices=["float32", "bfloat16", "float16"],
@@ -74,16 +73,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="SIZE",
         type=size_in_bytes,
         default="5GB",
-        help="size of the largest file, for example 500MB (default: 5GB)",
+        help="largest size of a file, for example 500MB (default: 5GB)",
     )
     parser.add_argument("--overwrite", action="store_true", help="replace an earlier export in OUT")
 
 
 def run(args: argparse.Namespace) -> int:
-    """Export a checkpoint and print what was written.
-
-    Raises an SDPError, and then writes no output directory.
-    """
+    """Export a checkpoint and print what was written. Raises an SDPError if that fails."""
     choice = CheckpointChoice.from_args(args)
     if not is_url(args.out):
         print(escape(saved_run.use(choice, lambda saved: _export(saved, args, Path(args.out)))))
@@ -128,12 +124,12 @@ def _copy_router(saved: SavedRun, out: Path) -> bool:
 
 
 def export(saved: SavedRun, out: Path, dtype: torch.dtype | None, max_shard_bytes: int, path: int = 0) -> list[Path]:
-    """Write the model and the tokenizer of ``saved`` to ``out``, and return the files of the
-    weights. With several paths (``sdp.paths``), it is the model of ``path``.
+    """Write the model and the tokenizer of ``saved`` to ``out``, and return the weight files.
 
-    If the run started from a model in this format, the export has the names and types of that
-    model's tensors, and copies of its other files. The earlier content of ``out`` is replaced once
-    everything is written. Raises ConfigError and CheckpointError.
+    With several paths (``sdp.paths``), this is the model of ``path``. If the run started from a
+    model of transformers, the tensors have the names that they had there, and its other files are
+    copied. If ``dtype`` is None, they also have the types that they had there. The earlier content
+    of ``out`` is replaced at the end. Raises ConfigError and CheckpointError.
     """
     out = out.resolve()
     if saved.is_model:
@@ -197,7 +193,7 @@ def _of_this_package(model: nn.Module, dtype: torch.dtype | None) -> dict[str, _
 
 
 def _as_at_the_start(model: nn.Module, keys: Mapping[str, str], dtype: torch.dtype | None) -> dict[str, _Tensor]:
-    """The tensors under the names in the files that the run started from, in their order."""
+    """The tensors of the model that the run started from, with that model's names and order."""
     canonical, state = get_canonical_name(model), model.state_dict(keep_vars=True)
     first = {id(tensor): name for name, tensor in [*model.named_parameters(), *model.named_buffers()]}
     found = {}
@@ -225,10 +221,9 @@ def _copy_description(kept: Path, out: Path, dtype: torch.dtype | None) -> None:
 
 
 def _write_weights(path: Path, out: Path, tensors: Mapping[str, _Tensor], limit: int) -> list[str]:
-    """Write the tensors of the checkpoint at ``path`` to files of at most ``limit`` bytes, and
-    return the files' names.
+    """Write tensors of the checkpoint at ``path`` to files of at most ``limit`` bytes.
 
-    Several files get an index.
+    Returns the names of the files. Several files get an index.
     """
     sizes = {key: tensor.shape.numel() * tensor.dtype.itemsize for key, tensor in tensors.items()}
     shards = _divide(sizes, limit)
@@ -267,7 +262,7 @@ def _divide(sizes: Mapping[str, int], limit: int) -> list[list[str]]:
 
 
 def _check_output(place: str, folder: Path, *, overwrite: bool) -> None:
-    """Refuse a ``folder`` of ``place``, which may be a URL, that exists and may not be replaced."""
+    """Refuse a ``folder`` of ``place`` (a path or a URL) that exists and may not be replaced."""
     if is_url(place):
         out = "/".join((place.rstrip("/"), *folder.parts))
         names = {name.partition("/")[0] for name in Store(out).sizes()}
@@ -288,7 +283,8 @@ def _check_output(place: str, folder: Path, *, overwrite: bool) -> None:
 
 
 def _replace(new: Path, out: Path) -> None:
-    """Move the files of the directory ``new`` to ``out``, in place of those of an earlier export.
+    """Move the files in ``new`` to ``out``, in place of the files of an earlier export.
+
     Other files in ``out`` stay. config.json comes last, so an incomplete directory is not a model.
     """
     if not out.exists():

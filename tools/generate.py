@@ -1,7 +1,6 @@
-"""``sdp generate DIR PROMPT``: continue a text with the full model of a run, or with a model in
-Hugging Face's format.
+"""``sdp generate DIR PROMPT``: continues a text with the full model of a run.
 
-The model is one of transformers, whose ``generate`` does the work.
+DIR may also be a model in Hugging Face's format. ``generate`` of transformers does the work.
 """
 
 from __future__ import annotations
@@ -23,11 +22,10 @@ from .runs.whole_model import IN_ONE_PROCESS, check_exportable, whole_model
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declare the command's arguments."""
     saved_run.add_arguments(parser)
     parser.add_argument("prompt", metavar="PROMPT", help="the text to continue")
     parser.add_argument(
-        "--max-new-tokens", metavar="N", type=int, default=64, help="add at most N tokens (default: 64)"
+        "--max-new-tokens", metavar="N", type=int, default=64, help="largest number of tokens to add (default: 64)"
     )
     parser.add_argument(
         "--temperature",
@@ -53,7 +51,6 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _generate(saved: SavedRun, args: argparse.Namespace) -> str:
-    """Return the prompt with its continuation."""
     check_exportable(saved, "sdp generate")
     if saved.config.sdp.paths is not None and saved.config.sdp.paths.count > 1:
         raise ConfigError(

@@ -32,10 +32,12 @@ _DEFAULTS = {
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declare the command's options. The words from CONFIG on are those of ``sdp train``."""
+    """Declare the options. CONFIG and all words after it are arguments of ``sdp train``."""
     parser.usage = "sdp launch --launcher {local,deepspeed,mpirun,slurm} [options] CONFIG [options of sdp train]"
-    parser.add_argument("--launcher", choices=_LAUNCHERS, required=True, help="what starts the processes")
-    parser.add_argument("--nodes", metavar="N", type=positive_int, help="how many hosts (default: all of the hostfile)")
+    parser.add_argument("--launcher", choices=_LAUNCHERS, required=True, help="the program that starts the ranks")
+    parser.add_argument(
+        "--nodes", metavar="N", type=positive_int, help="number of hosts (default: all of the hostfile)"
+    )
     parser.add_argument(
         "--gpus-per-node", metavar="G", type=positive_int, help="ranks on each host, one per GPU (default: all slots)"
     )
@@ -44,44 +46,55 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="NAME=VALUE",
         action="append",
         default=[],
-        help="a variable for every rank (env.NAME); may be repeated; docs/clusters.md lists the names that are refused",
+        help="set a variable in every rank (env.NAME); may be repeated; docs/clusters.md says which names are refused",
     )
     parser.add_argument("--restarts", metavar="N", type=positive_int, default=0, help=RESTARTS_HELP)
-    parser.add_argument("--dry-run", action="store_true", help="print what would be run, and run nothing")
+    parser.add_argument("--dry-run", action="store_true", help="print what would be started, and start nothing")
     hosts = parser.add_argument_group("deepspeed and mpirun")
-    hosts.add_argument("--hostfile", metavar="FILE", type=Path, help="lines of the form: worker-0 slots=4")
+    hosts.add_argument(
+        "--hostfile", metavar="FILE", type=Path, help="file with a line for each host, such as: worker-0 slots=4"
+    )
     hosts.add_argument("--include", metavar="SPEC", help="use only these hosts and slots: worker-0@worker-1:0,2")
     hosts.add_argument("--exclude", metavar="SPEC", help="use all hosts and slots except these")
-    hosts.add_argument("--master-addr", metavar="HOST", help="where the hosts reach rank 0 (default: the first host)")
-    hosts.add_argument("--master-port", metavar="PORT", type=port, help="its port (default: 29500)")
     hosts.add_argument(
-        "--mpi", choices=("openmpi", "mpich", "intel"), help="whose mpirun it is (default: ask the program)"
+        "--master-addr", metavar="HOST", help="address of rank 0 for all hosts (default: the first host)"
     )
-    hosts.add_argument("--mpirun", metavar="PROGRAM", help="mpirun's name or path (default: mpirun)")
-    hosts.add_argument("--python", metavar="PATH", help="the interpreter on the hosts (default: this one's path)")
-    hosts.add_argument("--launcher-args", metavar="WORDS", help="more options for the launcher itself, as one word")
+    hosts.add_argument("--master-port", metavar="PORT", type=port, help="port of rank 0 (default: 29500)")
+    hosts.add_argument(
+        "--mpi",
+        choices=("openmpi", "mpich", "intel"),
+        help="the MPI that mpirun belongs to (default: what mpirun --version says)",
+    )
+    hosts.add_argument("--mpirun", metavar="PROGRAM", help="name or path of mpirun (default: mpirun)")
+    hosts.add_argument("--python", metavar="PATH", help="path of Python on the hosts (default: the path on this host)")
+    hosts.add_argument("--launcher-args", metavar="WORDS", help="further options for the launcher, as one quoted word")
     jobs = parser.add_argument_group("slurm")
     for name in _SBATCH_OPTIONS:
         jobs.add_argument(f"--{name}", metavar="VALUE", help=f"sbatch's --{name}")
-    jobs.add_argument("--cpu", action="store_true", default=None, help="ask for no GPUs: the ranks run on CPUs")
-    jobs.add_argument("--container", metavar="IMAGE", help="run the tasks in this image, by pyxis")
-    jobs.add_argument("--container-mounts", metavar="SRC:DST,…", help="mounts in addition to the working directory")
+    jobs.add_argument("--cpu", action="store_true", default=None, help="ask for no GPUs, and run the ranks on CPUs")
+    jobs.add_argument("--container", metavar="IMAGE", help="run the ranks in this container image, with pyxis")
+    jobs.add_argument(
+        "--container-mounts", metavar="SRC:DST,…", help="directories to mount in addition to the working directory"
+    )
     jobs.add_argument(
         "--signal-seconds",
         metavar="S",
         type=positive_int,
-        help="checkpoint and requeue this long before --time (default: 300)",
+        help="write a checkpoint and requeue the job so many seconds before its time limit (default: 300)",
     )
     jobs.add_argument(
-        "--status", metavar="DIR", type=Path, help="print the state of this dump directory's job; starts nothing"
+        "--status",
+        metavar="DIR",
+        type=Path,
+        help="print the state of the last job of this dump directory, and start nothing",
     )
     parser.add_argument(
-        "words", metavar="CONFIG …", nargs=argparse.REMAINDER, help="the run's JSON file, and options of sdp train"
+        "words", metavar="CONFIG …", nargs=argparse.REMAINDER, help="the run's JSON file, then options of sdp train"
     )
 
 
 def run(args: argparse.Namespace) -> int:
-    """Check the arguments of ``sdp train`` once, and start it on every rank."""
+    """Check the arguments of ``sdp train`` on this host, and then start it on every rank."""
     from ..engine.config.load import load_config
     from ..launcher.cluster.launch import launch
     from ..launcher.cluster.slurm import status
@@ -114,8 +127,9 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _check(args: argparse.Namespace) -> None:
-    """Raise ConfigError for options that are missing, or have no effect under the launcher. Raise
-    LaunchError if a launcher has started this process.
+    """Raise ConfigError for options that are missing or have no effect under the launcher.
+
+    Raise LaunchError if a launcher has started this process.
     """
     for name, launchers in _MEANT_FOR.items():
         if getattr(args, name) is not None and args.launcher not in launchers:

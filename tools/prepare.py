@@ -29,7 +29,6 @@ _SETTINGS = (
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declare the command's arguments."""
     parser.add_argument(
         "--input",
         nargs="+",
@@ -40,24 +39,37 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--output", required=True, metavar="DIR", help="the directory for shards and tokenizer")
     parser.add_argument(
-        "--tokenizer", default="sentencepiece", metavar="NAME", help="sentencepiece (trained here), bytes or hf:NAME"
+        "--tokenizer",
+        default="sentencepiece",
+        metavar="NAME",
+        help="sentencepiece (trained on the input), bytes or hf:NAME",
     )
     parser.add_argument(
-        "--vocab-size", type=int, metavar="V", help=f"tokens of a trained tokenizer (default: {DEFAULT_VOCAB_SIZE})"
+        "--vocab-size",
+        type=int,
+        metavar="V",
+        help=f"number of tokens of a trained tokenizer (default: {DEFAULT_VOCAB_SIZE})",
     )
     parser.add_argument(
-        "--bos", action="store_true", help="begin each text with the token of hf:NAME that begins a text"
+        "--bos", action="store_true", help="put the beginning-of-sequence token of hf:NAME before each text"
     )
     parser.add_argument(
-        "--separator", metavar="TOKEN", help="the token of hf:NAME that ends a document (default: its end of sequence)"
+        "--separator", metavar="TOKEN", help="the token of hf:NAME that ends a document (default: end of sequence)"
     )
     parser.add_argument(
-        "--text-column", default="text", metavar="C", help="the column of .jsonl, .csv, .parquet and .arrow"
+        "--text-column",
+        default="text",
+        metavar="C",
+        help="the column with the text in .jsonl, .csv, .parquet and .arrow",
     )
     parser.add_argument(
-        "--held-out", type=float, default=0.05, metavar="X", help="fraction of the documents for evaluation"
+        "--held-out",
+        type=float,
+        default=0.05,
+        metavar="X",
+        help="fraction of the documents that is kept for evaluations",
     )
-    parser.add_argument("--workers", type=int, metavar="N", help="processes (default: one per core)")
+    parser.add_argument("--workers", type=int, metavar="N", help="number of processes (default: one per core)")
     parser.add_argument(
         "--seed", type=int, default=0, help="seed for the choice of the documents that the tokenizer is trained on"
     )
@@ -72,14 +84,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--clusters",
         type=int,
         metavar="K",
-        help="train a router, and deal the sequences into K clusters, one for each of sdp.paths; without --input, "
-        "those of the data in the output directory",
+        help="train a router that assigns each sequence to one of K clusters, one for each of sdp.paths; without "
+        "--input, use the data in the output directory",
     )
     parser.add_argument(
-        "--router-prefix", type=int, default=128, metavar="N", help="the router reads N tokens of a sequence"
+        "--router-prefix", type=int, default=128, metavar="N", help="the router reads the first N tokens of a sequence"
     )
     parser.add_argument(
-        "--sequence-length", type=int, metavar="N", help="with --clusters: data.sequence_length of the training"
+        "--sequence-length", type=int, metavar="N", help="with --clusters: the data.sequence_length of the training"
     )
     parser.add_argument("--overwrite", action="store_true", help="replace other data in the output directory")
     parser.add_argument(

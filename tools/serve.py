@@ -1,4 +1,7 @@
-"""``sdp serve CONFIG``: keep the anchors of a run whose groups come and go."""
+"""``sdp serve CONFIG``: the service of a run whose groups come and go.
+
+It keeps the anchors: the weights after the last average, from which groups that join begin.
+"""
 
 from __future__ import annotations
 
@@ -49,24 +52,25 @@ _KEEP = 2  # checkpoints
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declare the command's arguments."""
     add_config_arguments(parser, "the run's JSON file, with a section sdp.sync.service")
-    parser.add_argument("--bind", metavar="HOST:PORT", required=True, help="the address to listen at")
+    parser.add_argument("--bind", metavar="HOST:PORT", required=True, help="address of the service")
     parser.add_argument(
         "--dump-dir", metavar="DIR", type=Path, required=True,
-        help="where the run's files go; a service that was killed goes on from there",
+        help="directory of the run's files; a service that was killed continues from them",
     )  # fmt: skip
-    parser.add_argument("--token-file", metavar="FILE", type=Path, help="the secret (default: SDP_SERVICE_TOKEN)")
-    parser.add_argument("--tls-certificate", metavar="FILE", type=Path, help="encrypt, with this certificate chain")
-    parser.add_argument("--tls-key", metavar="FILE", type=Path, help="the private key of the certificate")
+    parser.add_argument(
+        "--token-file", metavar="FILE", type=Path, help="file with the secret (default: $SDP_SERVICE_TOKEN)"
+    )
+    parser.add_argument("--tls-certificate", metavar="FILE", type=Path, help="encrypt with this certificate chain")
+    parser.add_argument("--tls-key", metavar="FILE", type=Path, help="private key of the certificate")
     parser.add_argument(
         "--expect", metavar="N", type=positive_int,
-        help="begin when N groups have joined (default: those that join within grace_seconds)",
+        help="begin when N groups have joined (default: when none has joined for grace_seconds)",
     )  # fmt: skip
 
 
 def run(args: argparse.Namespace) -> int:
-    """Serve until the run has ended, and return the exit code."""
+    """Serve the groups until the run has ended, and return the exit code."""
     config = with_absolute_paths(with_initial_model(load_config(args.config, args.set)))
     if config.sdp.sync is None or config.sdp.sync.service is None:
         raise ConfigError(f'{args.config}: has no service; add "sdp": {{"sync": {{"every": 32, "service": {{}}}}}}')
@@ -81,8 +85,6 @@ def run(args: argparse.Namespace) -> int:
 
 
 class _Service:
-    """The run with its files."""
-
     def __init__(self, config: Config, files: RunFiles, expected: int | None):
         self._config, self._files, self._dump_dir = config, files, files.dump_dir
         self._corpus = open_corpus(config, self._dump_dir)
@@ -145,14 +147,14 @@ class _Service:
         log.info("step %d: held-out loss %.4f (full model)", line["step"], line["loss"] or float("nan"))
 
     def _write_order(self) -> None:
-        """Save which data the groups have. Called before a group gets an answer with new data."""
+        """Save which data the groups have, before a group learns of new data."""
         assert self._run.order is not None
         write_whole(self._dump_dir / _ORDER, json.dumps(asdict(self._run.order)))
 
     # -- checkpoints -------------------------------------------------------------------------------
 
     def _save(self) -> None:
-        """Write a checkpoint in the background. Reports if the one before failed."""
+        """Write a checkpoint in the background, and report if the previous one failed."""
         try:
             self._saving.result()
         except CheckpointError as error:
@@ -195,7 +197,6 @@ class _Service:
         log.info("continues from %s; %d samples count as skipped", path, run.skipped_samples)
 
     def _write_summary(self) -> None:
-        """Write summary.json, and print the report."""
         run, placement, seconds = self._run, self._layout.placement, time.monotonic() - self._started
         held = [placement.held_fraction(group) for group in range(placement.groups)]
         parameters = sum(info.numel for info in self._layout.parameters.values())

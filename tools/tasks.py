@@ -25,11 +25,11 @@ _SEEDS = (0, 1234, 1234)  # the harness's own: of Python, of numpy, and of the f
 
 @dataclass(frozen=True)
 class LoadedTasks:
-    """Tasks with their documents.
+    """Tasks of lm-evaluation-harness with their documents, ready to evaluate models.
 
     Attributes:
-        tasks: The tasks and their groups, as the harness's own manager returns them.
-        limit: The documents of each task, None for all.
+        tasks: The tasks and their groups, as the harness's task manager returns them.
+        limit: The number of documents of each task. If None, all.
     """
 
     tasks: Any
@@ -39,13 +39,13 @@ class LoadedTasks:
     def load(
         cls, names: list[str], limit: int | None, num_fewshot: int | None, include_path: str | None
     ) -> LoadedTasks:
-        """Find the tasks and read their documents, which may download them.
+        """Find tasks and read their documents. This may download the documents.
 
         Args:
             names: Names of tasks or groups, such as "hellaswag".
-            limit: The first documents of each task, None for all.
-            num_fewshot: The number of examples in a prompt, None for that of each task.
-            include_path: A directory with task files of the user's own, which may run code.
+            limit: Evaluate the first ``limit`` documents of each task. If None, all.
+            num_fewshot: The number of examples in a prompt. If None, that of each task.
+            include_path: A directory with the user's own task files, which may run code.
 
         Raises:
             ConfigError: The package is missing, or a task is unknown or cannot be loaded.
@@ -66,10 +66,10 @@ class LoadedTasks:
         return cls(loaded, limit)
 
     def run(self, folder: Path, batch_size: int) -> Scores:
-        """Evaluate the model in ``folder`` in float32, on a GPU if there is one.
+        """Evaluate the Hugging Face model in ``folder`` in float32, on a GPU if there is one.
 
         Raises:
-            ConfigError: The harness cannot evaluate it.
+            ConfigError: The harness cannot evaluate the model.
         """
         from lm_eval.evaluator import evaluate
         from lm_eval.models.huggingface import HFLM
@@ -91,7 +91,6 @@ class LoadedTasks:
 
 
 def _manager_of(names: list[str], include_path: str | None) -> Any:
-    """Return a task manager that knows all tasks."""
     from lm_eval.tasks import TaskManager
 
     manager = None
@@ -111,7 +110,7 @@ def _manager_of(names: list[str], include_path: str | None) -> Any:
 def _prepare(name: str, task: Any, num_fewshot: int | None) -> None:
     """Set the number of examples in a prompt, and build one prompt to find mistakes early.
 
-    As in the harness, a task's own 0 stays.
+    A task that sets 0 examples keeps 0, as in the harness.
     """
     stated = task.get_config("num_fewshot")
     if stated is None or (num_fewshot is not None and stated != 0):
@@ -156,7 +155,6 @@ def _quiet() -> Iterator[None]:
 
 
 def _seed() -> None:
-    """Give tasks the harness's seeds."""
     random.seed(_SEEDS[0])
     np.random.seed(_SEEDS[1])
 

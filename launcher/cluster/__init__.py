@@ -1,1 +1,1 @@
-"""Start ranks on several hosts: DeepSpeed's launcher, mpirun and SLURM."""
+"""Starts the ranks of a run on several hosts, through DeepSpeed's launcher, mpirun or SLURM."""

@@ -1,6 +1,6 @@
-"""Builds the command line with which each launcher starts all ranks of a run.
+"""Builds the commands with which DeepSpeed's runner, mpirun and SLURM start the ranks of a run.
 
-A command is a list of plain words, which no shell on this host reads.
+A command is a list of words, without quotes for a shell.
 """
 
 from __future__ import annotations
@@ -40,8 +40,8 @@ class Start:
         words: the command-line words, first ``train`` and then its arguments.
         python: the path of the interpreter, the same on every host.
         directory: the working directory, the same on every host.
-        search_path: the variables that Python needs to find this package.
-        extra: more options for the launcher itself.
+        search_path: the environment variables that Python needs to find this package.
+        extra: options for the launcher itself (``--launcher-args``).
     """
 
     words: Sequence[str]
@@ -52,30 +52,26 @@ class Start:
 
 
 def train_command(start: Start) -> list[str]:
-    """Build the command of a rank for a launcher that sets all variables that a rank needs."""
+    """Build the command ``sdp train`` for a launcher that sets the environment variables of ranks
+    itself.
+    """
     return [start.python, "-P", "-m", PACKAGE, *start.words]
 
 
 def deepspeed_command(
     start: Start, hosts: Sequence[Host], hostfile: Path, master: tuple[str, int]
 ) -> tuple[list[str], dict[str, str]]:
-    """Build the command of DeepSpeed's runner and the variables that it needs. It uses pdsh and
-    ssh.
+    """Build the command of DeepSpeed's runner, which starts ranks through pdsh and ssh.
 
-    The runner takes the order of the hosts from ``hostfile`` and their slots from ``--include``. It
-    gets ``--force_multi``, because it would otherwise run the ranks of a single remote host here.
-
-    Args:
-        start: the program for every rank.
-        hosts: the hosts and slots of the run.
-        hostfile: the file that names the hosts.
-        master: address and port of rank 0.
+    The runner takes the order of the hosts from ``hostfile``, and the slots to use from
+    ``--include``. ``--force_multi`` is necessary, because the runner would otherwise start the
+    ranks of a single remote host on this host. ``master`` is the address and the port of rank 0.
 
     Returns:
-        The words of the command, and its variables by name.
+        The words of the command, and the environment variables that it needs.
 
     Raises:
-        LaunchError: a remote shell would change a value that the runner passes on.
+        LaunchError: a remote shell would change a path, an option or a variable.
     """
     for what, path in (("--python", start.python), ("the working directory", str(start.directory))):
         if not is_safe(path):
@@ -121,17 +117,12 @@ def deepspeed_command(
 
 
 def stop_command(hosts: Sequence[Host], master: tuple[str, int], number: int) -> list[str]:
-    """Build the command that sends a signal to every rank of a run under DeepSpeed's runner.
+    """Build the command that sends signal ``number`` to all ranks of a run under DeepSpeed's
+    runner.
 
-    It reaches all hosts at the same time. After Ctrl-C, DeepSpeed's runner itself would end all
-    DeepSpeed runs of the user on these hosts with ``pkill``, before they can write a checkpoint.
-    The ranks are the children of DeepSpeed's process on a host, whose command has the address of
-    this run's rank 0.
-
-    Args:
-        hosts: the hosts and slots of the run.
-        master: address and port of rank 0.
-        number: the number of the signal.
+    The command reaches all hosts at the same time. It replaces the runner's own reaction to Ctrl-C,
+    a ``pkill`` that ends all DeepSpeed runs of the user on these hosts before they can write a
+    checkpoint. ``master``, the address and the port of rank 0, tells this run from other runs.
     """
     address = f"{master[0]}:{master[1]}".replace(".", r"\.")
     # The commands of shells, which also have these words, do not begin like this.
@@ -145,8 +136,8 @@ def mpirun_command(
 ) -> list[str]:
     """Build the command of ``mpirun`` of Open MPI, MPICH or Intel MPI.
 
-    Here ``mpirun`` only starts processes, so the command does not choose MPI's transports. Ranks
-    fill the hosts in order. MPI's own binding is off, because it knows cores, not GPUs.
+    Ranks communicate through torch, so the command chooses no MPI transports. Ranks fill the hosts
+    in order. MPI may not bind ranks to cores, because it does not know which GPU a rank has.
 
     Args:
         start: the program for every rank.
@@ -177,9 +168,9 @@ def mpirun_command(
 
 
 def flavour_of(program: str) -> Flavour:
-    """Ask ``program`` with ``--version`` which MPI it belongs to.
+    """Return which MPI the ``mpirun`` at ``program`` belongs to, from the output of ``--version``.
 
-    Raises :class:`LaunchError` if it belongs to none of the three.
+    Raises :class:`LaunchError` if it is none of Open MPI, MPICH and Intel MPI.
     """
     require(program, "--mpirun")
     said = subprocess.run([program, "--version"], capture_output=True, text=True, check=False).stdout
@@ -195,7 +186,10 @@ def flavour_of(program: str) -> Flavour:
 
 
 def require(program: str, why: str) -> None:
-    """Raise :class:`LaunchError` unless ``program`` is on the PATH."""
+    """Raise :class:`LaunchError` unless ``program`` is on the PATH.
+
+    The message begins with ``why``, the option that needs the program.
+    """
     if shutil.which(program) is None:
         raise LaunchError(f"{why}: {program} is not on the PATH of this host; install it, or choose another --launcher")
 

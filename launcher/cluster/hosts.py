@@ -1,7 +1,7 @@
 """Selects the hosts and slots of a run from DeepSpeed's hostfile, ``--include`` and ``--exclude``.
 
-Under every launcher, ranks are numbered host after host, in the order of the hostfile. On a host,
-they are numbered by ascending slots.
+A slot is the index of a device on its host. Under every launcher, ranks are numbered host after
+host in the order of the hostfile, and by ascending slots on each host.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _LINE = re.compile(r"(\S+)\s+slots=(\d+)\s*(?:#.*)?")
 
 @dataclass(frozen=True)
 class Host:
-    """A host and the indices of its devices that the run uses. Each device gets one rank."""
+    """A host, with the indices (slots) of the devices that the run uses, one for each rank."""
 
     name: str
     slots: tuple[int, ...]
@@ -71,9 +71,9 @@ def read_hostfile(path: Path) -> list[Host]:
 
 
 def check_host(name: str, where: str) -> str:
-    """Return ``name``.
+    """Return ``name`` if it can be a host name or an IPv4 address.
 
-    Raises :class:`LaunchError` if it cannot be a host name or an IPv4 address.
+    Raises :class:`LaunchError` if not. The message begins with ``where``, the source of the name.
     """
     if not _HOST.fullmatch(name):
         raise LaunchError(
@@ -88,17 +88,17 @@ def select(
 ) -> list[Host]:
     """Select the hosts and slots that a run uses.
 
-    Either one of the filters or the two numbers may be given, but not both.
+    Give only one of these: ``include``, ``exclude``, or the numbers ``nodes`` and ``per_node``.
 
     Args:
         hosts: all hosts of the hostfile.
         include: the only hosts and slots to use, in DeepSpeed's form ``NAME[:SLOT,…]@NAME…``.
         exclude: the hosts and slots not to use, in the same form.
-        nodes: how many hosts to use, the first ones. None means all hosts.
-        per_node: how many slots to use on each host, the first ones. None means all slots.
+        nodes: use the first ``nodes`` hosts of the hostfile. If None, use all hosts.
+        per_node: use the first ``per_node`` slots of each host. If None, use all slots.
 
     Raises:
-        LaunchError: a host or slot is unknown, both ways are used at once, or nothing is left.
+        LaunchError: a host or slot is unknown, arguments exclude each other, or no slot is left.
     """
     if include and exclude:
         raise LaunchError("--include and --exclude cannot be combined; give one of them")
@@ -122,22 +122,24 @@ def select(
 
 
 def include_text(hosts: Sequence[Host]) -> str:
-    """Write ``hosts`` in the syntax of ``--include``, with every slot named."""
+    """Write ``hosts`` in the syntax of DeepSpeed's ``--include``, such as ``a:0,1@b:2``."""
     return "@".join(f"{host.name}:{','.join(map(str, host.slots))}" for host in hosts)
 
 
 def parse_slots(text: str) -> list[list[int]]:
-    """Return the slots of each host in what :func:`include_text` wrote."""
+    """Return the slots of each host in a text that :func:`include_text` wrote."""
     return [[int(slot) for slot in host.partition(":")[2].split(",")] for host in text.split("@")]
 
 
 def world_size(hosts: Sequence[Host]) -> int:
-    """Count the ranks: one for each slot of ``hosts``."""
+    """Count the ranks of a run on ``hosts``: one for each slot."""
     return sum(len(host.slots) for host in hosts)
 
 
 def trim(hosts: Sequence[Host], ranks: int) -> list[Host]:
-    """Return the first ``ranks`` slots of ``hosts``."""
+    """Return ``hosts`` with only the first ``ranks`` slots. Hosts that have none of these are left
+    out.
+    """
     first = accumulate((len(host.slots) for host in hosts), initial=0)
     return [
         Host(host.name, host.slots[: ranks - begin]) for host, begin in zip(hosts, first, strict=False) if begin < ranks
@@ -145,7 +147,7 @@ def trim(hosts: Sequence[Host], ranks: int) -> list[Host]:
 
 
 def hosts_that_answer(hosts: Sequence[Host]) -> list[Host]:
-    """Return the hosts on which ssh can run a command. This host is always one of them."""
+    """Return the hosts on which ssh can run a command. This host counts without a connection."""
     this_host, quiet = socket.gethostname().partition(".")[0], subprocess.DEVNULL
     command = ["ssh", "-o", "BatchMode=yes", "-o", f"ConnectTimeout={_ANSWER_SECONDS}"]
     asked = {
@@ -165,7 +167,7 @@ def hosts_that_answer(hosts: Sequence[Host]) -> list[Host]:
 
 
 def describe(hosts: Sequence[Host]) -> list[str]:
-    """Write a line for each host, with its ranks and its slots."""
+    """Return a line of text for each host: the numbers of its ranks, its name and its devices."""
     lines, first = [], 0
     for host in hosts:
         lines.append(

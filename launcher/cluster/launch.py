@@ -1,6 +1,7 @@
 """Starts the ranks of ``sdp train`` on this host, or through DeepSpeed's runner, mpirun or SLURM.
 
-The ranks and their arguments are the same under every launcher.
+A run can move between launchers, because all launchers start the same ranks with the same
+arguments.
 """
 
 from __future__ import annotations
@@ -67,9 +68,11 @@ _RANKS = {
 
 
 def launch(options: Namespace, words: Sequence[str], dump_dir: Path, degrees: Degrees) -> int:
-    """Start every rank under a launcher, and watch the launcher.
+    """Start every rank of a run under the chosen launcher.
 
-    The local launcher replaces this process.
+    With DeepSpeed's runner and mpirun, this returns when the run has ended, and with SLURM when the
+    job is submitted. With the local launcher it does not return, because ``sdp train`` replaces
+    this process. ``--dry-run`` only prints what would be started.
 
     Args:
         options: the parsed arguments of ``sdp launch``, with their defaults.
@@ -81,7 +84,7 @@ def launch(options: Namespace, words: Sequence[str], dump_dir: Path, degrees: De
         The exit code.
 
     Raises:
-        LaunchError: something cannot be started.
+        LaunchError: the launcher or a host cannot be used.
         ConfigError: the number of ranks does not fit, or ``--launcher-args`` would change it.
     """
     if options.launcher == "local":
@@ -190,7 +193,6 @@ def _warn_of_split_groups(hosts: Sequence[str], degrees: Degrees) -> None:
 
 
 def _extra(options: Namespace) -> list[str]:
-    """Return the words of ``--launcher-args``."""
     text = options.launcher_args
     if len(text) > _MOST_WORDS:  # shlex takes quadratic time
         raise ConfigError(f"--launcher-args: has {len(text):,} characters; give at most {_MOST_WORDS:,}")

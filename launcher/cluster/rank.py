@@ -1,13 +1,13 @@
-"""The process that DeepSpeed's launcher or mpirun starts for each rank.
+"""The process that DeepSpeed's launcher or mpirun starts for each rank. It becomes ``sdp train``.
 
-It completes the environment and becomes ``sdp train``.
+Before that, this process sets the environment variables of the rank, the same under every launcher.
+DeepSpeed numbers local ranks in another order if hosts differ. mpirun sets neither the master's
+address nor the visible devices.
 
 The command is ``python -m sdp.launcher.cluster.rank HOSTS HOST:PORT train WORD…``. Its words are
 encoded, because DeepSpeed's runner joins a command with spaces, and the remote shell splits it
 again. Encoded words consist of letters, digits and ``_./:,@-``. Every other byte becomes ``+`` and
-two hexadecimal digits. DeepSpeed numbers local ranks in another order if hosts differ. mpirun sets
-neither the master's address nor the visible devices. This process sets the same variables under
-every launcher.
+two hexadecimal digits.
 """
 
 from __future__ import annotations
@@ -29,12 +29,12 @@ _EMPTY = "+"
 
 
 def encode(word: str) -> str:
-    """Encode a word: ``sdp.groups=4`` becomes ``sdp.groups+3D4``."""
+    """Encode a word so that no shell changes it: ``sdp.groups=4`` becomes ``sdp.groups+3D4``."""
     return quote(word, safe="/:,@", errors="surrogateescape").replace("~", "%7E").replace("%", "+") or _EMPTY
 
 
 def decode(word: str) -> str:
-    """Undo :func:`encode`."""
+    """Return the word that :func:`encode` has encoded."""
     return "" if word == _EMPTY else unquote(word.replace("+", "%"), errors="surrogateescape")
 
 
@@ -44,7 +44,10 @@ def is_safe(word: str) -> bool:
 
 
 def main(argv: Sequence[str] | None = None) -> NoReturn:
-    """Become this rank, or end with an error."""
+    """Replace this process by one rank of ``sdp train``, or end with an error.
+
+    ``argv`` has the encoded words of the command, by default those of this process.
+    """
     hosts, master, *words = map(decode, sys.argv[1:] if argv is None else argv)
     address, _, port = master.rpartition(":")
     try:
@@ -59,7 +62,7 @@ def main(argv: Sequence[str] | None = None) -> NoReturn:
 
 
 def rank_variables(slots: Sequence[Sequence[int]], address: str, port: str) -> dict[str, str]:
-    """Return the environment variables of this rank.
+    """Return the environment variables of the rank that this process becomes.
 
     Args:
         slots: the device indices of each host of the run.
@@ -67,8 +70,8 @@ def rank_variables(slots: Sequence[Sequence[int]], address: str, port: str) -> d
         port: the port of rank 0.
 
     Raises:
-        LaunchError: no launcher's variables were found, or they differ from the plan. They give the
-            number of processes and the local rank.
+        LaunchError: no launcher has started this process, or the launcher started other processes
+            than ``slots`` says.
     """
     export({"MASTER_ADDR": address, "MASTER_PORT": port})
     environment = detect()

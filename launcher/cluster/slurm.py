@@ -3,9 +3,10 @@
 The run's directory gets a folder ``slurm`` with these files:
 
 - ``job.sh``: the batch script.
-- ``events``: a line for each event, with seconds since the epoch, the job's id and a word.
-- ``job-ID-rank-R.log``: the output of each task.
-- ``job-ID-srun.log``: the messages of srun about the tasks.
+- ``events``: a line for each event: seconds since the epoch, the job's id, and a word such as
+  ``running``.
+- ``job-ID-rank-R.log``: the output of each rank.
+- ``job-ID-srun.log``: the messages of srun about the ranks.
 - ``job-ID.log``: the output of the batch script.
 """
 
@@ -34,9 +35,10 @@ _STOPPED = 143  # 128 + SIGTERM: sdp train wrote its checkpoint
 
 
 def script(options: Namespace, start: Start, dump_dir: Path) -> str:
-    """Write the batch script for the arguments of ``sdp launch``.
+    """Return the batch script of a run, for the arguments of ``sdp launch``.
 
-    Raises :class:`LaunchError` for a value that SLURM could read as several options.
+    Raises :class:`LaunchError` for a value that SLURM could read as several options, and for a
+    directory whose name SLURM would change.
     """
     folder = dump_dir / FOLDER
     if re.search(r'[%\\"\n]', str(folder)):
@@ -91,9 +93,10 @@ def _srun(options: Namespace, start: Start, folder: Path) -> list[str]:
 
 
 def submit(text: str, dump_dir: Path) -> str:
-    """Write the batch script ``text``, give it to ``sbatch`` and return the job's id.
+    """Write the batch script ``text`` to ``dump_dir``, submit it with ``sbatch``, and return the
+    job's id.
 
-    Raises :class:`LaunchError` if ``sbatch`` refuses the script.
+    Raises :class:`LaunchError` if the script cannot be written, or if ``sbatch`` refuses it.
     """
     folder = dump_dir / FOLDER
     for path in (folder, folder / SCRIPT, folder / EVENTS):
@@ -115,9 +118,9 @@ def submit(text: str, dump_dir: Path) -> str:
 def status(dump_dir: Path) -> str:
     """Return the state of the last job of ``dump_dir``, such as ``job 7: running``.
 
-    The states are pending, running, done, out of memory, timeout, cancelled and failed. The state
-    comes from SLURM, if SLURM is installed and still knows the job. Otherwise it comes from the
-    events of the run. The logs of a failed job tell whether it ran out of memory.
+    The states are pending, running, done, out of memory, timeout, cancelled and failed. SLURM gives
+    the state, if it still knows the job. Otherwise the file ``events`` of the run gives it. A
+    failed job counts as out of memory if its logs say so.
 
     Raises :class:`LaunchError` if no job was submitted for ``dump_dir``.
     """

@@ -1,10 +1,8 @@
-"""Runs a launcher for several hosts and watches it.
+"""Runs a launcher for several hosts, and makes sure that it ends with its job.
 
-After a signal, the ranks have time for a checkpoint. The launcher ends when its job has ended.
-Without this file, Open MPI's ``mpirun`` kills ranks one second after SIGTERM. It also waits without
-limit for its daemon on every host, even if the host is gone. It has no time-out for this. Its
-keep-alive does not help while data is in flight to that host. The ssh sessions that it opens do not
-help either.
+After a signal, ranks get the time to write a checkpoint. A launcher that still runs long after the
+end of its job is killed. Open MPI's ``mpirun`` needs both: it kills ranks one second after SIGTERM,
+and it may wait forever for a host that is gone.
 """
 
 from __future__ import annotations
@@ -61,16 +59,16 @@ class _Ending:
 
 
 def pass_on_by_mpirun(process: subprocess.Popen[bytes], number: int, at_once: bool) -> None:
-    """Send the launcher SIGUSR1, or signal ``number`` if ``at_once``.
+    """Pass a signal on to the ranks of ``mpirun``, as SIGUSR1.
 
-    Open MPI, MPICH and Intel MPI pass SIGUSR1 on to the ranks. SIGINT and SIGTERM make them end the
-    job.
+    Open MPI, MPICH and Intel MPI pass SIGUSR1 on to ranks. SIGINT and SIGTERM make ``mpirun`` end
+    the job. So signal ``number`` itself is sent only if ranks must end ``at_once``.
     """
     process.send_signal(number if at_once else signal.SIGUSR1)
 
 
 def pass_on_by(stop: Callable[[int], Sequence[str]], environ: Mapping[str, str]) -> PassOn:
-    """Pass a signal on with the command ``stop(number)``, and not through the launcher."""
+    """Return a function that signals ranks with the command ``stop(number)``."""
     quiet = subprocess.DEVNULL
     return lambda _, number, at_once: subprocess.Popen(
         stop(signal.SIGKILL if at_once else number), env=environ, stdin=quiet, stdout=quiet, process_group=0
@@ -88,19 +86,19 @@ def run_watched(
 ) -> End:
     """Run the launcher ``command``, and return its exit code and whether a rank or host was lost.
 
-    Signals to this process reach the ranks through ``pass_on``. After the first signal the ranks
-    may write a checkpoint, however long that takes. The second one ends the job. The exit code is
-    then 128 + the signal, unless the ranks fail.
+    Signals to this process are passed on to the ranks. After the first signal, ranks may take any
+    time to write a checkpoint. The second signal ends the job. In both cases the exit code is 128 +
+    the first signal, unless the ranks fail.
 
     Args:
         command: the command of the launcher.
         environ: the environment of the launcher.
-        seconds: the launcher is killed so long after it printed that the job ends, or after a
-            second signal.
+        seconds: how long the launcher may still run after it printed that the job ends, or after a
+            second signal. Then it is killed.
         received: the signals to this process, see :func:`~sdp.launcher.signals.caught_signals`.
         pass_on: passes a signal on to the ranks.
-        ends_ranks: whether to end ranks through ``pass_on`` some seconds after the end of the job.
-            This is for launchers that do not end ranks that hang, such as stopped ones.
+        ends_ranks: whether to kill ranks that still run some seconds after the end of the job. Only
+            needed for a launcher that does not kill ranks that hang.
 
     Raises:
         LaunchError: the command cannot be started.

@@ -1,1 +1,1 @@
-"""``sdp bench``: measures what SDP costs and saves, in interleaved runs."""
+"""``sdp bench``: measures SDP and other ways to train in turns on the same machine."""

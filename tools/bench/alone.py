@@ -1,8 +1,8 @@
-"""``sdp bench CONFIG --alone``: one rank's share of a run on one device, dense and SDP in turns.
+"""``sdp bench CONFIG --alone``: measures one rank's share of a run, on a single device.
 
-The other ranks do not exist (torch's fake process group: collectives return at once). So memory is
-exact, and the speed is an upper bound, as if communication took no time. In every round, each of
-the two is built, warmed up, timed and removed, in alternating order.
+The share is measured for SDP and for the dense model in turns. The other ranks do not exist, and
+torch's fake process group lets collectives return at once. So memory is exact, and the speed is an
+upper bound, as if communication took no time.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ PRODUCTS, MATRIX = 200, {"cuda": 8192, "cpu": 512}  # of the measured rate of ma
 
 
 def run(args: argparse.Namespace, config: Config) -> int:
-    """Measure both shares, print the table, and write the report."""
+    """Measure rank 0's share of SDP and of the dense model, print a table, and write the report."""
     if detect() is not None:
         raise LaunchError("sdp bench --alone: measures one device in one process; start it without a launcher")
     if config.sdp.engine != "fsdp2":
@@ -62,12 +62,12 @@ def run(args: argparse.Namespace, config: Config) -> int:
 
 
 def measure(name: str, config: Config, world: int, steps: int, device: torch.device) -> dict[str, Any]:
-    """Measure the share of rank 0 of ``world`` ranks.
+    """Train the share of rank 0 of ``world`` ranks for some steps, and measure it.
 
     Returns:
-        Parameters of the rank's group, bytes of state and of the peak, seconds of a step, and the
-        tokens (or images) and operations of a step. The operations do not include recomputation.
-        They are None if the model does not declare them.
+        The figures by name: parameters of the rank's group, bytes of state and of the peak, seconds
+        of a step, and the tokens (or images) and operations of a step. Recomputation does not count
+        as operations. If the model does not declare its operations, they are None.
 
     Raises:
         NonFiniteError: A step was skipped, or the loss is NaN or infinite.
@@ -90,7 +90,7 @@ def measure(name: str, config: Config, world: int, steps: int, device: torch.dev
 
 
 def matmul_rate(device: torch.device, dtype: torch.dtype) -> float:
-    """Measure the sustained rate of products of two random square matrices, in FLOP/s."""
+    """Measure the FLOP/s that the device sustains in products of large random matrices."""
     size = MATRIX[device.type]
     left, right = (torch.randn(size, size, device=device, dtype=dtype) for _ in range(2))
     for _ in range(PRODUCTS // 2):
@@ -144,8 +144,9 @@ def _flops_per_step(engine: SDPEngine, config: Config, tokens: int) -> float | N
 
 
 def _joined(rounds: list[dict[str, Any]], rates: Mapping[str, float | None]) -> dict[str, Any]:
-    """Join the rounds of one share: all seconds, the largest peak, and the speeds. ``rates``:
-    operations per second for a model FLOPs utilisation of 1, by its name.
+    """Join the rounds of one share: all seconds, the largest peak, and the speeds.
+
+    ``rates`` has operations per second. The share of each rate that is reached is an MFU.
     """
     seconds, peaks = ([facts[key] for facts in rounds] for key in ("seconds", "peak_bytes"))
     share, median = rounds[0] | {"seconds": seconds, "peak_bytes": max(peaks)}, statistics.median(seconds)

@@ -1,6 +1,7 @@
-"""``sdp bench CONFIG``: ways to train a model, measured side by side on your machines. Every rank
-holds all methods and runs them in turn (``measure.py``). ``--alone`` measures one rank's share
-instead (``alone.py``).
+"""``sdp bench CONFIG``: measures ways to train a model side by side on your machines.
+
+Every rank builds the model for all methods (DDP, FSDP2, SDP …) and trains them in turn. With
+``--alone``, one process measures one rank's share instead.
 """
 
 from __future__ import annotations
@@ -35,18 +36,21 @@ _MOST_RANKS = 2**12  # that one machine can start
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declare the command's arguments."""
-    add_config_arguments(parser, "compare ways to train this model")
+    add_config_arguments(parser, "the run's JSON file")
     parser.add_argument(
         "--alone", action="store_true", help="measure one rank's share on one device: memory, tokens/s, MFU"
     )
     ranks, turns = (partial(positive_int, most=most) for most in (_MOST_RANKS, _MOST))
-    parser.add_argument("--nproc", metavar="P", type=ranks, help="ranks to start here (default: sdp.groups)")
+    parser.add_argument("--nproc", metavar="P", type=ranks, help="number of ranks to start (default: sdp.groups)")
     parser.add_argument(
-        "--methods", metavar="A,B,…", help=f"some of {', '.join((*DEFAULT, 'sdp'))} (default: all but the last)"
+        "--methods", metavar="A,B,…", help=f"methods out of {', '.join((*DEFAULT, 'sdp'))} (default: all but sdp)"
     )
-    parser.add_argument("--rounds", metavar="N", type=turns, default=5, help="turns of every method (default: 5)")
-    parser.add_argument("--steps", metavar="N", type=turns, default=2, help="timed steps of a turn (default: 2)")
+    parser.add_argument(
+        "--rounds", metavar="N", type=turns, default=5, help="number of turns of every method (default: 5)"
+    )
+    parser.add_argument(
+        "--steps", metavar="N", type=turns, default=2, help="number of timed steps in a turn (default: 2)"
+    )
     parser.add_argument(
         "--out", metavar="DIR", type=Path, default=DEFAULT_OUT,
         help=f"folder for report.md and report.json (default: {DEFAULT_OUT})",
@@ -54,9 +58,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Start the ranks, unless a launcher did. Each rank measures, and rank 0 reports.
+    """Measure the methods on all ranks, and write the report on rank 0.
 
-    Raises an :class:`SDPError` for what cannot be compared.
+    Without a launcher, this starts the ranks. Raises an :class:`SDPError` if a setting or a method
+    cannot be compared.
     """
     if args.alone and args.methods is not None:
         raise ConfigError(
@@ -127,13 +132,13 @@ def choose_methods(asked: Sequence[str] | None, config: Config, world: int, *, s
     """Choose the methods that are compared.
 
     Args:
-        asked: Their names. None: all that can run.
-        config: The run.
-        world: Number of ranks.
-        speaks: Print the methods that are left out because they cannot run.
+        asked: The names in ``--methods``. If None, all default methods that can run.
+        config: The configuration of the run.
+        world: The number of ranks.
+        speaks: Whether to print which methods are left out, and why.
 
     Raises:
-        ConfigError: A method that was asked for cannot run, or nothing of SDP is left.
+        ConfigError: A method in ``asked`` cannot run, or no method of SDP can.
     """
     reasons = {name: why_not(name, config, world) for name in asked or DEFAULT}
     refused = {name: reason for name, reason in reasons.items() if reason is not None}

@@ -1,8 +1,8 @@
 """Measures methods in turn on the same ranks, so that a busy machine slows all of them.
 
-A turn begins with a step that is not timed (caches, running transfers); then ``steps`` steps are
-timed together. Rounds alternate between forward and reverse order. The seconds of a turn are those
-of its slowest rank, and with local steps the mean over whole rounds of them.
+A turn of a method is one step that is not timed, then ``steps`` timed steps. In every second round,
+the methods come in reverse order. A turn takes as long as its slowest rank. With local steps, a
+turn has whole rounds of local steps, because only their mean can be compared.
 """
 
 from __future__ import annotations
@@ -35,18 +35,19 @@ LOSS_TOLERANCE = 1e-4  # relative, for the first two steps of methods that must 
 def measure(
     configs: Mapping[str, Config], config: Config, device: torch.device, rounds: int, steps: int
 ) -> dict[str, dict[str, Any]]:
-    """Build every method, and time them in turn. Collective.
+    """Build every method on all ranks, and time the methods in turn. Collective.
 
     Args:
         configs: The configuration of each method.
-        config: The configuration that all methods share, which says the batch.
+        config: The configuration that all methods share. It determines the batch.
         device: Where this rank computes.
-        rounds: Turns of every method.
-        steps: Timed steps of a turn.
+        rounds: The number of turns of every method.
+        steps: The number of timed steps in a turn.
 
     Returns:
-        By method, the same on all ranks: losses, the parameters and bytes of the rank that has the
-        most, and the seconds of a step in each round.
+        For each method its figures by name, the same on all ranks: the losses of its first steps,
+        the parameters and bytes of the rank that has the most, and the seconds of a step in each
+        round.
     """
     batches = make_batches(config, device)
     runners: dict[str, Runner] = {}
@@ -63,7 +64,10 @@ def measure(
 def take_turns(
     runners: Mapping[str, Runner], batches: list[Any], device: torch.device, rounds: int, steps: int
 ) -> dict[str, list[float]]:
-    """Time every method in every round. Collective. Returns the seconds of a step in each round.
+    """Time every method once in every round. Collective.
+
+    Returns:
+        For each method, the seconds of a step in each round.
 
     Raises:
         NonFiniteError: The loss or the weights of a method became NaN or infinite. Every rank
@@ -78,7 +82,7 @@ def take_turns(
 
 
 def turn(name: str, runner: Runner, batches: list[Any], steps: int, device: torch.device) -> float:
-    """Return the seconds of a step on this rank. Collective."""
+    """Take one turn of a method, and return the seconds of a step on this rank. Collective."""
     steps = -(-steps // runner.round) * runner.round  # whole rounds: any such number of steps has the same averages
     loss, now = runner.step(batches), clock(device, waits=True)
     runner.settle()
@@ -100,10 +104,7 @@ def turn(name: str, runner: Runner, batches: list[Any], steps: int, device: torc
 
 
 def make_batches(config: Config, device: torch.device) -> list[Any]:
-    """Make the micro-batches of every step of this rank.
-
-    They are random, but the same in every run and for every method.
-    """
+    """Make the random micro-batches of this rank. All steps of all methods train on them."""
     size = BatchSize.resolve(config, mesh_of(config, dist.get_world_size()))
     build_model, zeros = model_and_batch(config)
     limit: int = getattr(get_config(build_model()), "vocab_size", 1)  # type: ignore[union-attr]
@@ -124,12 +125,12 @@ def _random(like: Tensor, limit: int, generator: torch.Generator) -> Tensor:
 
 
 def begin(make: Callable[[], Runner], batches: list[Any], device: torch.device) -> tuple[Runner, dict[str, Any]]:
-    """Make a method and run its first steps. Collective.
+    """Build a method, run its first steps, and measure its memory and traffic. Collective.
 
     Returns:
-        The method, and what is known about it: losses, and the parameters and bytes of the rank
-        that has the most. For SDP and DiLoCo also bytes of state, real and planned, and bytes sent
-        between groups in a step.
+        The method and its figures by name: the losses of the first steps, and the parameters and
+        peak bytes of the rank that has the most. For SDP and DiLoCo there are also the bytes of
+        state, real and planned, and the bytes sent between groups in a step.
     """
     others = torch.cuda.memory_allocated(device) if device.type == "cuda" else 0
     runner = make()
@@ -171,8 +172,9 @@ def _mean(loss: Tensor) -> float:
 
 
 def require_same_losses(facts: Mapping[str, Mapping[str, Any]]) -> None:
-    """Raise RuntimeError if methods that must make the same steps have different losses. These are
-    the dense methods without local steps. With different losses, their times cannot be compared.
+    """Raise RuntimeError if DDP, FSDP2 and HSDP differ in their first losses.
+
+    They should make the same steps. If they do not, their times cannot be compared.
     """
     same = {name: found["losses"][:2] for name, found in facts.items() if name in DENSE and name != "diloco"}
     for name, losses in same.items():

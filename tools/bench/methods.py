@@ -1,7 +1,7 @@
 """The ways to train a model that ``sdp bench CONFIG`` compares, and one training step of each.
 
-DDP, FSDP2 (which shards as ZeRO-3) and HSDP are what a user of torch would write. DiLoCo is the
-engine's: local steps of the dense model. All methods have the same model and weights, optimizer,
+DDP, FSDP2 (as ZeRO-3) and HSDP are written as a user of torch would write them. DiLoCo is this
+engine's local steps of the dense model. All methods have the same model and weights, optimizer,
 clipping, fused loss, compiled blocks and batch.
 """
 
@@ -53,7 +53,8 @@ def variant(name: str, config: Config, world: int) -> Config:
     """Return the configuration of the method ``name``.
 
     Args:
-        name: The method. "sdp" is as CONFIG says, "sdp-backward" with this masking.
+        name: The method. "sdp" trains as CONFIG says, and "sdp-backward" likewise, but with
+            backward masking.
         config: The configuration that all methods share.
         world: The number of ranks.
 
@@ -80,7 +81,7 @@ def variant(name: str, config: Config, world: int) -> Config:
 
 
 def why_not(name: str, config: Config, world: int) -> str | None:
-    """Say why the method cannot run here, or return None.
+    """Return the reason why a method cannot run on these ranks, or None if it can.
 
     Raises :class:`ConfigError` for an unknown name.
     """
@@ -98,17 +99,18 @@ def why_not(name: str, config: Config, world: int) -> str | None:
 
 @dataclass(frozen=True)
 class Runner:
-    """A method that is ready to run.
+    """A method that is ready to run: a model with what is needed to train it.
 
     Attributes:
-        parameters: Number of elements that a rank computes with, wherever they are kept.
+        parameters: The number of parameters that a rank computes with, wherever they are kept.
         module: The model.
-        optimizer: The optimizer of its weights.
+        optimizer: The optimizer of the model's weights.
         step: Makes one optimizer step on this rank's micro-batches, and returns their mean loss.
         settle: Waits for transfers that a step leaves running.
-        round: The number of steps after which the work repeats: of a round of local steps, else 1.
-        engine: The engine of SDP and DiLoCo.
-        kept: Tensors that live through every step, apart from parameters and optimizer state.
+        round: After how many steps the work repeats: the steps of a round of local steps, else 1.
+        engine: The engine, if the method is SDP or DiLoCo.
+        kept: Returns the tensors, other than parameters and optimizer state, that exist during all
+            steps.
     """
 
     parameters: int
@@ -122,7 +124,7 @@ class Runner:
 
 
 def build(name: str, config: Config, device: torch.device) -> Runner:
-    """Build the method ``name`` from its own configuration (see :func:`variant`). Collective."""
+    """Build the method ``name`` from the configuration that :func:`variant` returns. Collective."""
     if name not in SDP and name != "diloco":
         return _dense(name, config, device)
     section = config.sdp.model_copy(update={"check_interval": 0})
@@ -131,7 +133,7 @@ def build(name: str, config: Config, device: torch.device) -> Runner:
 
 
 def of_engine(engine: SDPEngine) -> Runner:
-    """Return the method whose steps are those of ``engine``."""
+    """Return the method that trains with ``engine``."""
 
     def step(batches: Sequence[Batch]) -> Tensor:
         losses = []

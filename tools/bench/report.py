@@ -1,4 +1,4 @@
-"""The report of ``sdp bench CONFIG``: measurements next to the plan, as Markdown and JSON."""
+"""The report of ``sdp bench CONFIG``, as Markdown and JSON: measurements next to the plan."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ REPORT = "report.json"
 
 
 def make_folder(folder: Path) -> None:
-    """Make the folder of the report before anything is measured."""
+    """Make the folder of the report, or raise ConfigError before time is spent on measurements."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
@@ -40,7 +40,9 @@ def make_folder(folder: Path) -> None:
 
 
 def settings_of(args: argparse.Namespace, config: Config, world: int, device: torch.device) -> dict[str, Any]:
-    """Return what the report says of its run."""
+    """Return what the report says of the run: settings of the configuration, batch, device,
+    versions.
+    """
     return {
         "config": str(args.config),
         "model": config.model,
@@ -60,7 +62,7 @@ def settings_of(args: argparse.Namespace, config: Config, world: int, device: to
 
 
 def plan_methods(names: Sequence[str], config: Config, world: int) -> dict[str, Forecast]:
-    """Plan the methods."""
+    """Return the plan of each method, by name, to compare it with what is measured."""
     machine = Machine((world,), 1.0, 1.0, 1.0, 1.0, device_here())
     plans = {name: forecast(name, variant(name, config, world), machine, world) for name in names}
     return {name: with_buckets(plan) if name == "ddp" else plan for name, plan in plans.items()}
@@ -69,13 +71,13 @@ def plan_methods(names: Sequence[str], config: Config, world: int) -> dict[str, 
 def rows_of(
     facts: Mapping[str, Mapping[str, Any]], plans: Mapping[str, Forecast], tokens: int
 ) -> dict[str, dict[str, Any]]:
-    """Collect the figures by method.
+    """Collect the figures of each method, measured and planned.
 
-    The ratio to DDP is the median of the ratios of all rounds.
+    The speed over DDP is the median of the ratios of all rounds.
 
     Args:
-        facts: What was measured.
-        plans: What was planned.
+        facts: The measured figures of each method.
+        plans: The plan of each method.
         tokens: Tokens (or images) of a step.
     """
     rows = {}
@@ -98,7 +100,7 @@ def rows_of(
 
 
 def write_report(folder: Path, settings: Mapping[str, Any], rows: Mapping[str, Mapping[str, Any]]) -> None:
-    """Write report.md and report.json. Prints the Markdown."""
+    """Write report.md and report.json to ``folder``, and print the Markdown."""
     text = to_markdown(settings, rows)
     write_whole(folder / REPORT, json.dumps({"settings": settings, "methods": rows}, indent=2) + "\n")
     write_whole(folder / "report.md", text)
@@ -106,7 +108,7 @@ def write_report(folder: Path, settings: Mapping[str, Any], rows: Mapping[str, M
 
 
 def to_markdown(settings: Mapping[str, Any], rows: Mapping[str, Mapping[str, Any]]) -> str:
-    """Write the report as Markdown."""
+    """Return the report as Markdown: the settings, and a table with a row for each method."""
     s, batch = settings, settings["batch"]
     unit = "tokens/s" if s["tokens_per_sample"] > 1 else "images/s"
     header = ["M parameters", "peak MB (planned)", "seconds of a step", "speed / DDP", unit, "sent MB, planned"]

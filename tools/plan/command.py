@@ -1,6 +1,4 @@
-"""``sdp plan``: memory, computation, traffic and time of a run on any machines, before it
-starts.
-"""
+"""``sdp plan``: predicts memory, computation, traffic and time of a run on any machines."""
 
 from __future__ import annotations
 
@@ -33,28 +31,27 @@ MOST_RANKS = 2**20
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declare the command's arguments."""
 
     def add_quantity(option: str, unit: Any, metavar: str, default: str | None, text: str) -> None:
         read = lambda value: quantity(value, unit, option)  # noqa: E731
         parser.add_argument(option, type=read, metavar=metavar, default=default, help=text)
 
-    add_config_arguments(parser, "the JSON file of the run")
+    add_config_arguments(parser, "the run's JSON file")
     parser.add_argument(
         "--world",
         type=partial(positive_int, most=MOST_RANKS),
         metavar="N",
-        help="ranks (default: the slots of the hostfile, else the fewest that CONFIG allows)",
+        help="number of ranks (default: the slots of the hostfile, else the fewest that CONFIG allows)",
     )
     parser.add_argument("--hostfile", type=Path, metavar="FILE", help="nodes and their slots, in DeepSpeed's format")
     parser.add_argument(
         "--gpus-per-node", type=partial(positive_int, most=MOST_RANKS), metavar="N",
-        help=f"ranks of a node (default: {PER_NODE})",
+        help=f"number of ranks on each node (default: {PER_NODE})",
     )  # fmt: skip
     parser.add_argument(
         "--device",
         choices=DEVICES,
-        help="trace the operators of this device (default: cuda if torch finds a GPU, else cpu)",
+        help="plan with the operators of this kind of device (default: cuda if torch finds a GPU, else cpu)",
     )
     memory = "memory of a device, such as 80GB or 80GiB: say whether the run fits (exit code 2 if not)"
     add_quantity("--device-memory", "B", "BYTES", None, memory)
@@ -62,11 +59,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_quantity("--peak-flops", "FLOP/s", "RATE", PEAK_FLOPS, flops)
     parser.add_argument(
         "--achieved", type=float, metavar="FRACTION", default=ACHIEVED,
-        help=f"part of the peak rate that the model reaches (default: {ACHIEVED})",
+        help=f"fraction of the peak rate that the model reaches (default: {ACHIEVED})",
     )  # fmt: skip
-    inside = f"what a rank sends inside a node, in bytes or bits a second: 50GB/s, 400Gbit (default: {INSIDE})"
+    inside = f"speed of a rank's link inside a node, in bytes or bits a second: 50GB/s, 400Gbit (default: {INSIDE})"
     add_quantity("--intra-node", "B/s", "RATE", INSIDE, inside)
-    between = f"what a rank sends between nodes, likewise (default: {BETWEEN})"
+    between = f"speed of a rank's link between nodes (default: {BETWEEN})"
     add_quantity("--inter-node", "B/s", "RATE", BETWEEN, between)
     parser.add_argument(
         "--fit", action="store_true", help="with --device-memory: find the smallest layout that fits, and plan it"
@@ -74,14 +71,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--compare",
         action="store_true",
-        help="plan DDP, FSDP, HSDP, ZeRO-2, a smaller dense model, DiLoCo and SDP, a row each",
+        help="compare plans of DDP, FSDP, HSDP, ZeRO-2, a smaller dense model, DiLoCo and SDP",
     )
     parser.add_argument("--html", metavar="FILE", help="also write a page with a map of the units and bars of memory")
     parser.add_argument("--json", action="store_true", help="print every figure as JSON instead")
 
 
 def run(args: argparse.Namespace) -> int:
-    """Plan the run, print the plan, and say whether it fits. Raises :class:`ConfigError` if not."""
+    """Plan a run and print the plan. Raises :class:`ConfigError` if the run does not fit."""
     _check(args)
     config = with_initial_model(load_config(args.config, args.set))
     slots = tuple(len(host.slots) for host in read_hostfile(args.hostfile)) if args.hostfile is not None else ()
@@ -114,7 +111,6 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _check(args: argparse.Namespace) -> None:
-    """Raise :class:`ConfigError` for impossible values."""
     if not 0 < args.achieved <= 1:
         raise ConfigError(f"--achieved {args.achieved}: expected a fraction above 0, up to 1")
     if args.hostfile is not None and args.gpus_per_node is not None:

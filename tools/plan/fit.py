@@ -1,15 +1,15 @@
-"""Finds the smallest layout of a run that fits a device's memory.
+"""Finds the smallest layout of a run that fits a device's memory (``sdp plan --fit``).
 
-The search takes as few ranks per group as possible. Of the settings with this number, it takes
-those with the shortest planned step.
+The layout has as few ranks per group as possible. Of the layouts with this number of ranks, it has
+the shortest planned step.
 
 - What stays: groups, capacity, masking and the samples of a step. They decide what is learned.
 - What changes: the degrees of sharding and of tensor parallelism, the ZeRO stage, recomputation,
   and how the samples of a step are split into micro-batches.
 
-First, the state of a layout must fit, whose size is known at once. Then its step is traced. Degrees
-of tensor parallelism are 1, 2, 4, 8 and the configured one. Ranks per group are powers of two,
-their products with the configured degree, and the largest possible number.
+A step is traced only if the state fits, because the size of the state is known without a trace.
+Degrees of tensor parallelism are 1, 2, 4, 8 and the configured one. Ranks per group are powers of
+two, their products with the configured degree, and the largest possible number.
 """
 
 from __future__ import annotations
@@ -44,7 +44,9 @@ _STAGES = (1, 2, 3)  # in the same order
 
 @dataclass(frozen=True)
 class Choice:
-    """The settings of one layout. ``micro`` is 0 if samples cannot be divided equally."""
+    """The settings of a layout. ``micro`` is 0 if samples cannot be divided equally among the
+    ranks.
+    """
 
     ranks: int  # of each group
     tp: int
@@ -60,12 +62,12 @@ class Choice:
         )
 
     def applied(self, config: Config) -> Config:
-        """Return ``config`` with these settings. The samples of a step stay the same."""
+        """Return ``config`` with the settings of this layout. A step keeps its samples."""
         return load_config(config.resolved(), self.overrides)
 
     @property
     def overrides(self) -> list[str]:
-        """The settings as values of ``--set``."""
+        """The settings of this layout as values of ``--set``."""
         return [
             f"train_micro_batch_size_per_gpu={self.micro}",
             f"gradient_accumulation_steps={self.accumulation}",
@@ -77,14 +79,14 @@ class Choice:
 
 @dataclass(frozen=True)
 class Trial:
-    """A layout that was tried.
+    """A layout that the search has tried, and whether it fits.
 
     Attributes:
-        choice: Its settings.
-        why: Why it is possible or not.
-        need: Bytes that it needs. None if the engine refuses the layout.
-        plan: Its plan, if it fits.
-        state_only: ``need`` is the state alone.
+        choice: The settings of the layout.
+        why: The result in words: why the layout fits or not, or why the engine refuses it.
+        need: The bytes that the layout needs. None if the engine refuses it.
+        plan: The plan of the layout, if it fits.
+        state_only: Whether ``need`` is the state alone, without a traced step.
     """
 
     choice: Choice
@@ -98,8 +100,10 @@ class Trial:
 
     @property
     def cost(self) -> tuple[float, float, float]:
-        """The order of layouts that fit: seconds of a step, then bytes sent, then memory. Layouts
-        whose traffic fully overlaps with computation have equal seconds.
+        """Seconds of a step, then bytes sent, then memory. The layout with the lowest cost is
+        chosen.
+
+        Seconds alone do not decide: they are equal if all traffic overlaps with computation.
         """
         assert self.plan is not None and self.need is not None
         return self.plan.seconds, sum(self.plan.sent_at_most.values()), self.need
@@ -107,13 +111,13 @@ class Trial:
 
 @dataclass(frozen=True)
 class Fit:
-    """The result of a search.
+    """The layout that a search chose, and how it was found.
 
     Attributes:
-        choice: The settings that were chosen.
-        plan: Their plan.
+        choice: The settings of the chosen layout.
+        plan: The plan of the chosen layout.
         trials: All layouts that were tried, in order.
-        reasons: Lines that say what was chosen, and what else changes.
+        reasons: Lines for the user: what was chosen, and how the micro-batch changes.
     """
 
     choice: Choice
@@ -123,18 +127,18 @@ class Fit:
 
 
 def find_fit(config: Config, memory: float, machine_of: Callable[[int], Machine], world: int, *, bounded: bool) -> Fit:
-    """Find the layout for devices of ``memory`` bytes.
+    """Find the smallest layout of a run that fits devices of ``memory`` bytes.
 
     Args:
-        config: The run.
-        memory: Bytes of a device.
+        config: The configuration of the run.
+        memory: The bytes of a device.
         machine_of: Returns the machine for a number of ranks.
         world: The configured number of ranks. Without ``train_batch_size``, it determines the
             samples of a step.
         bounded: Whether to use at most ``world`` ranks.
 
     Raises:
-        ConfigError: Nothing fits, or there are fewer ranks than groups.
+        ConfigError: No layout fits, or there are fewer ranks than groups.
     """
     require_planned(config)
     groups, stated_tp = config.sdp.groups, config.tensor_parallel.autotp_size
@@ -198,10 +202,11 @@ class _Search:
     trials: list[Trial] = field(default_factory=list)
 
     def fitting(self, ranks: int, tp: int) -> Iterator[Trial]:
-        """Yield the settings with these degrees that fit and could be the fastest. The search
-        starts with the settings that need the least memory. As long as the result fits, it lowers
-        first recomputation, then the stage: both make a step faster and need more memory. (In the
-        plan, recomputation may hide traffic. This is ignored.)
+        """Yield the settings with these degrees that fit and could be the fastest.
+
+        The search starts with the settings that need the least memory. As long as a layout fits, it
+        lowers first recomputation, then the stage, because both make a step faster and need more
+        memory.
         """
         stages = (0,) if ranks == tp else _STAGES  # one rank has nothing to shard
         modes: list[Trial] = []
@@ -252,16 +257,20 @@ class _Search:
 
 
 def closest_of(trials: Sequence[Trial]) -> Trial:
-    """Return the trial that is closest to fitting, preferably with a traced peak, or the first."""
+    """Return the layout that misses the memory by the least, preferably one with a traced step.
+
+    If the engine refused all layouts, this is the first one.
+    """
     misses = [trial for trial in trials if trial.need is not None]
     return min(misses, key=lambda trial: (trial.state_only, trial.need or 0)) if misses else trials[0]
 
 
 def stated_step(config: Config, world: int) -> tuple[int, int]:
-    """Return the samples of a step that ``config`` gives for ``world`` ranks, and the micro-batch.
+    """Return the samples of a step and the micro-batch that ``config`` means with ``world`` ranks.
 
-    Ranks that do not fill the grid are left out. If ``config`` gives no micro-batch, ranks among
-    which samples cannot be divided equally are left out, too. Raises :class:`ConfigError`.
+    Ranks that do not fill the grid of groups are left out. If ``config`` gives no micro-batch,
+    ranks among which samples cannot be divided equally are left out, too. Raises
+    :class:`ConfigError`.
     """
     if config.train_batch_size is not None and config.train_micro_batch_size_per_gpu is not None:
         return config.train_batch_size, config.train_micro_batch_size_per_gpu  # for any number of ranks
@@ -276,10 +285,9 @@ def stated_step(config: Config, world: int) -> tuple[int, int]:
 
 
 def own_share(samples: int, micro: int, data_ranks: int) -> tuple[int, int]:
-    """Return the micro-batch and the accumulation of each of ``data_ranks``.
+    """Return the micro-batch, at most ``micro``, and the number of micro-batches of each data rank.
 
-    The micro-batch is the configured one, or the next smaller one that divides a rank's samples.
-    Raises :class:`ConfigError` if samples cannot be divided equally.
+    Raises :class:`ConfigError` if the samples of a step cannot be divided equally.
     """
     per_rank, rest = divmod(samples, data_ranks)
     if rest or per_rank < 1:

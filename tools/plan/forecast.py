@@ -1,6 +1,6 @@
 """Predicts the memory, operations and messages of a run before it starts.
 
-The layout is made on the meta device, and the steps of its ranks are traced on fake tensors.
+The model is built on the meta device, and steps are traced on fake tensors, so nothing is computed.
 """
 
 from __future__ import annotations
@@ -37,10 +37,10 @@ MOST_TOKENS = 2**26  # in a forward pass of a rank; an image counts its pixels
 
 @dataclass(frozen=True)
 class RankForecast:
-    """The messages of one rank in a step, activations included, and the time of the step.
+    """What one rank sends in a step, and how long its step takes.
 
     ``communicators`` is the number of process groups that the rank is in. With local steps,
-    ``averages`` are the collectives between groups of a round of ``every`` steps.
+    ``averages`` are the collectives between groups in a round of ``every`` steps.
     """
 
     rank: int
@@ -51,9 +51,8 @@ class RankForecast:
     every: int = 1
 
     def sent(self, machine: Machine) -> dict[Link, float]:
-        """Bytes that the rank sends in a step, by kind of link.
-
-        With local steps, the mean over a round.
+        """Return the bytes that the rank sends in a step by kind of link, with local steps on
+        average.
         """
         total = dict.fromkeys(LINKS, 0.0)
         for one in self.collectives:
@@ -75,13 +74,14 @@ class RankForecast:
 
 @dataclass(frozen=True)
 class GroupForecast:
-    """Groups that run the same blocks in the same order.
+    """Groups that run the same blocks in the same order, so that one traced step describes all of
+    them.
 
     Attributes:
-        groups: Their numbers.
-        trace: The step of the first rank of the first group. All groups need its memory.
-        ranks: The traced rank first. Of ranks that send the same over the same kinds of links, only
-            one is listed.
+        groups: The numbers of the groups.
+        trace: The step of the first rank of the first group.
+        ranks: What ranks of these groups send, the traced rank first. Of ranks that send the same
+            over the same kinds of links, only one is listed.
     """
 
     groups: tuple[int, ...]
@@ -91,17 +91,17 @@ class GroupForecast:
 
 @dataclass(frozen=True)
 class Forecast:
-    """The plan of one way to train a model.
+    """The plan of a run: its memory, operations, messages and time.
 
     Attributes:
-        name: The heading of its column.
+        name: The heading of the plan's column in a table.
         config: The configuration that was planned.
         layout: Which group holds which unit.
-        batch: Samples of a step.
-        machine: Where it runs.
-        groups: The different groups, the one with the highest peak first.
-        untraced: Groups with other units that were not traced. Their figures are those of the first
-            of ``groups``.
+        batch: The samples of a step.
+        machine: The machine that the run is planned for.
+        groups: One entry for each kind of group, the kind with the highest peak first.
+        untraced: Groups that hold other units and were not traced. They count with the figures of
+            the first entry of ``groups``.
     """
 
     name: str
@@ -114,7 +114,7 @@ class Forecast:
 
     @property
     def parameters(self) -> int:
-        """Number of parameters of the full model, or of one path."""
+        """The number of parameters of the full model. With several paths, that of one path."""
         return sum(info.numel for info in self.layout.parameters_at(0).values())
 
     @property
@@ -124,17 +124,17 @@ class Forecast:
 
     @property
     def ranks(self) -> list[RankForecast]:
-        """The listed ranks of all groups."""
+        """The planned ranks of all groups. Ranks that send the same are listed once."""
         return [rank for group in self.groups for rank in group.ranks]
 
     @property
     def slowest(self) -> RankForecast:
-        """The rank that all others wait for. Among equally slow ranks, it is the first."""
+        """The rank with the longest step, for which all other ranks wait."""
         return max(self.ranks, key=lambda one: (one.time.step, -one.rank))
 
     @property
     def seconds(self) -> float:
-        """Seconds of a step, which its slowest rank determines."""
+        """The seconds of a step, which are those of the slowest rank."""
         return self.slowest.time.step
 
     @property
@@ -143,15 +143,17 @@ class Forecast:
 
     @property
     def sent_at_most(self) -> dict[Link, float]:
-        """For each kind of link, the bytes of a step of the rank that sends the most over it."""
+        """For each kind of link, the most bytes that a rank sends over it in a step."""
         everyones = [rank.sent(self.machine) for rank in self.ranks]
         return {link: max(sent[link] for sent in everyones) for link in LINKS}
 
     @property
     def service(self) -> dict[str, float] | None:
-        """The traffic of the service's host in a round with all groups. None without a service.
-        "receives" and "sends" are bytes, and "seconds" the time for both. With "groups" or more
-        groups, it is longer than the computation of a round.
+        """The traffic of the host of ``sdp serve`` in a round with all groups. None without a
+        service.
+
+        "receives" and "sends" are bytes, and "seconds" is the time for both. With "groups" or more
+        groups, this time is longer than the computation of a round.
         """
         sync, groups = self.config.sdp.sync, self.layout.mesh.sdp
         if sync is None or sync.service is None:
@@ -162,13 +164,15 @@ class Forecast:
 
     @property
     def rates(self) -> str | None:
-        """The range of the factors of ``sdp.lr_scale``, as text. None if rates are not scaled."""
+        """The range of the factors of ``sdp.lr_scale`` as text, or None if learning rates are not
+        scaled.
+        """
         optimizer = self.config.optimizer
         return describe_rates(self.config.sdp.lr_scale, optimizer.type if optimizer else None, self.layout.placement)
 
     @property
     def warnings(self) -> list[str]:
-        """Properties of this layout that the user may not have intended."""
+        """Lines about properties of the layout that the user may not have intended."""
         mesh, placement = self.layout.mesh, self.layout.placement
         placed = []
         if placement.units and mesh.sdp > 1:
@@ -223,7 +227,7 @@ def _collective_json(machine: Machine, one: Collective) -> dict[str, Any]:
 
 
 def require_planned(config: Config) -> None:
-    """Raise :class:`ConfigError` for an engine that cannot be planned."""
+    """Raise :class:`ConfigError` if the planner does not know the configured engine."""
     if config.sdp.engine != "fsdp2":
         raise ConfigError(
             f'sdp.engine: "{config.sdp.engine}" has DeepSpeed\'s own buffers, which are not planned; '
@@ -244,14 +248,14 @@ def forecast(
     """Plan a run.
 
     Args:
-        name: The heading of its column.
-        config: The configuration.
-        machine: Where it runs.
-        world: Number of ranks.
-        autocast: Run the forward pass under ``torch.autocast`` in this precision.
-        masking: With a schedule of maskings, the phase to plan. Default: the one that needs the
+        name: The heading of the plan's column in a table.
+        config: The configuration of the run.
+        machine: The machine that the run is planned for.
+        world: The number of ranks.
+        autocast: If given, the forward pass runs under ``torch.autocast`` in this precision.
+        masking: With a schedule of maskings, the masking to plan. If None, the one that needs the
             most memory.
-        traces: How many of the groups with different units are traced at most.
+        traces: The largest number of traced steps. Groups with the same units share one.
 
     Raises:
         SDPError: The run would end with this error.
@@ -306,7 +310,7 @@ def _require_possible_batch(config: Config, size: BatchSize) -> None:
 def _largest_first(layout: Layout, kinds: list[list[int]]) -> list[list[int]]:
     """Order ``kinds`` of groups by their parameters, for a plan that cannot trace all of them.
 
-    Of equally large ones, those come first whose parameters are in later blocks: the gradients of
+    Of equally large kinds, the first has its parameters in later blocks, because the gradients of
     late blocks exist while activations of early blocks do.
     """
     position = {name: index for index, name in enumerate(layout.blocks)}

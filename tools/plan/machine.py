@@ -1,6 +1,4 @@
-"""The machines that a run is planned for: where the ranks are, and how fast devices and links
-are.
-"""
+"""The machines that a run is planned for: their nodes, and the speeds of devices and links."""
 
 from __future__ import annotations
 
@@ -26,15 +24,15 @@ _BACKWARD = 2 / 3  # the backward pass's part of a step's operations
 
 @dataclass(frozen=True)
 class Machine:
-    """Nodes of devices.
+    """Nodes of devices that a run is planned for, with the speeds of devices and links.
 
     Attributes:
-        slots: Number of ranks on each node.
-        flops: Peak rate of a device, in operations a second.
-        achieved: Part of the peak rate that a model reaches.
+        slots: The number of ranks on each node.
+        flops: The peak rate of a device, in operations a second.
+        achieved: The fraction of the peak rate that a model reaches.
         inside: Bytes a second that one rank sends inside a node.
         between: Bytes a second that one rank sends between nodes.
-        device: The device type whose operators run.
+        device: The device type whose operators are traced.
     """
 
     slots: tuple[int, ...]
@@ -45,8 +43,9 @@ class Machine:
     device: Device = "cpu"
 
     def link(self, ranks: Sequence[int]) -> Link:
-        """The slowest link of a collective among ``ranks`` (ascending). A node has consecutive
-        ranks, so only the first and the last rank matter.
+        """Return the slowest kind of link in a collective among ``ranks``, which are ascending.
+
+        The first and the last rank decide, because the ranks of a node are consecutive.
         """
         return LINKS[self.hosts[ranks[0]] != self.hosts[ranks[-1]]]
 
@@ -56,14 +55,15 @@ class Machine:
 
     @cached_property
     def hosts(self) -> list[str]:
-        """The node of each rank."""
+        """The name of each rank's node."""
         return [f"node {node}" for node, slots in enumerate(self.slots) for _ in range(slots)]
 
 
 def fill_nodes(slots: Sequence[int], world: int) -> tuple[int, ...]:
-    """Ranks on each node that ``world`` ranks use, if they fill the ``slots`` node after node.
+    """Return how many of ``world`` ranks run on each node, if they fill the nodes one after the
+    other.
 
-    Returns all ``slots`` if there are fewer than ``world``.
+    ``slots`` has the number of ranks that each node takes. Nodes without ranks are left out.
     """
     before = accumulate(slots, initial=0)
     return tuple(min(slot, world - first) for slot, first in zip(slots, before, strict=False) if first < world)
@@ -71,9 +71,9 @@ def fill_nodes(slots: Sequence[int], world: int) -> tuple[int, ...]:
 
 @dataclass(frozen=True)
 class StepTime:
-    """Expected seconds of one rank's step.
+    """The expected seconds of one rank's step, and of its computation and traffic.
 
-    All traffic is counted without overlap, except in ``step``.
+    Only ``step`` considers that traffic overlaps with computation.
 
     Attributes:
         compute: Computation.
@@ -82,7 +82,7 @@ class StepTime:
             norms among tensor-parallel ranks.
         between: Averages of gradients between groups.
         refresh: Weights sent to frozen copies.
-        step: Computation, and traffic that does not overlap with computation.
+        step: The whole step.
         outer: With local steps, averages of weights between groups and refreshed copies, per step.
     """
 
@@ -98,19 +98,19 @@ class StepTime:
 def step_time(flops: float, collectives: Sequence[Collective], machine: Machine, accumulation: int) -> StepTime:
     """Estimate the step of a rank that computes ``flops`` and takes part in ``collectives``.
 
-    Computation is the number of operations divided by the achieved rate. A third of it is forward,
-    two thirds are backward, also with recomputation or frozen copies. Traffic is bytes over the
-    speed of the link, without latencies.
+    Computation takes the number of operations divided by the achieved rate. A third of it is
+    forward, and two thirds are backward, also with recomputation or frozen copies. Traffic takes
+    its bytes divided by the speed of the link, without latencies.
 
-    Tensor-parallel traffic is never hidden, and hides nothing. Other traffic overlaps computation,
+    Tensor-parallel traffic does not overlap with anything. Other traffic overlaps with computation,
     one transfer at a time on each kind of link:
 
     - Refreshes run during the forward pass of the first micro-batch, after the update before it.
     - Averages between groups run during the backward pass of the last micro-batch.
     - Traffic inside groups runs during the rest of the computation.
 
-    The traffic that does not fit into its time is exposed. The exposed seconds of both kinds of
-    link add up.
+    Traffic that takes longer than this computation makes the step longer. The additional seconds of
+    both kinds of link are summed.
     """
     compute = flops / (machine.flops * machine.achieved)
     first, last = (1 - _BACKWARD) * compute / accumulation, _BACKWARD * compute / accumulation
@@ -135,12 +135,12 @@ def step_time(flops: float, collectives: Sequence[Collective], machine: Machine,
 def with_outer_steps(
     time: StepTime, collectives: Sequence[Collective], sync: SyncSection, machine: Machine, service: float = 0.0
 ) -> StepTime:
-    """Add the averages of a round of local steps to the mean step of the round.
+    """Add the averages of a round of local steps to ``time``, the mean step of the round.
 
-    ``service``: the bytes that the service of the anchors receives and sends in a round.
+    Without ``sync.overlap``, an average does not overlap with computation. Otherwise it may take
+    the next ``overlap`` steps, and makes the round longer only if it takes longer than these.
 
-    Without ``overlap``, an average overlaps with no computation. With it, an average may take the
-    next ``overlap`` steps, and only longer transfers are exposed.
+    ``service`` is the number of bytes that a service of the anchors receives and sends in a round.
     """
     seconds = sum(machine.seconds(one.sent, machine.link(one.ranks)) for one in collectives)
     seconds += service / machine.between
@@ -149,7 +149,9 @@ def with_outer_steps(
 
 
 def default_world(config: Config) -> tuple[int, str]:
-    """The fewest ranks that the configuration allows, and the settings that determine them."""
+    """Return the number of ranks that the configuration suggests, and the settings that determine
+    it.
+    """
     groups, tp = config.sdp.groups, config.tensor_parallel.autotp_size
     train, micro = config.train_batch_size, config.train_micro_batch_size_per_gpu
     if train is not None and micro is not None and config.gradient_accumulation_steps is not None:

@@ -1,5 +1,6 @@
-"""A plan as one HTML page that loads nothing else: bars of memory, a map of units and groups, and
-what the terminal shows.
+"""Writes a plan as one HTML page: bars of memory, a map of units and groups, and the plan's text.
+
+The page loads no other files.
 """
 
 from __future__ import annotations
@@ -35,9 +36,9 @@ def write_page(path: Path, plans: Sequence[Forecast], text: str, memory: float |
 
     Args:
         path: The file. Its folder is made if it does not exist.
-        plans: The plan, then those of the other phases of a schedule.
-        text: What the terminal shows.
-        memory: Bytes of a device, drawn as a bar.
+        plans: The plan of the run, then the plans of the other phases of a masking schedule.
+        text: The plan as the terminal shows it.
+        memory: The bytes of a device. They are drawn as another bar.
 
     Raises:
         ConfigError: The file cannot be written.
@@ -63,7 +64,6 @@ def write_page(path: Path, plans: Sequence[Forecast], text: str, memory: float |
 
 
 def _bars(plans: Sequence[Forecast], memory: float | None) -> str:
-    """Draw the peak of each plan by kind, and the memory of a device."""
     scale = max([plan.worst.trace.peak for plan in plans] + [memory or 0])
 
     def part(colour: str, name: str, nbytes: float) -> str:
@@ -81,9 +81,9 @@ def _bars(plans: Sequence[Forecast], memory: float | None) -> str:
 
 
 def draw_map(placement: Placement) -> str:
-    """Draw a column for each unit and a row for each group.
+    """Draw which group holds which unit, with a column for each unit and a row for each group.
 
-    Pointing at a column shows the name and the holders of its unit.
+    If the mouse points at a column, the page shows the name and the holders of the unit.
     """
     units, groups = min(len(placement.units), _MOST_UNITS), min(placement.groups, _MOST_GROUPS)
     held = "".join(

@@ -22,12 +22,13 @@ _DEVICES = {
 
 
 def describe_plan(plans: Sequence[Forecast], notes: Sequence[str], world: str) -> str:
-    """Describe a plan.
+    """Return a plan as text: tables, and notes on what the figures assume.
 
     Args:
-        plans: The plan of the run, and those of the other phases of a schedule, a column each.
-        notes: Further notes, after the assumptions.
-        world: How many ranks there are, and why.
+        plans: The plan of the run, then the plans of the other phases of a masking schedule. Each
+            has a column.
+        notes: Further notes, at the end.
+        world: Text that says how many ranks there are, and why.
     """
     plan = plans[0]
     config, layout, batch = plan.config, plan.layout, plan.batch
@@ -46,12 +47,11 @@ def describe_plan(plans: Sequence[Forecast], notes: Sequence[str], world: str) -
 
 
 def describe_nodes(machine: Machine) -> str:
-    """Say how many nodes there are, and how many ranks they have."""
+    """Say how many nodes there are, and how many ranks they have at most."""
     return f"{len(machine.slots)} node{'s' * (len(machine.slots) > 1)} of up to {max(machine.slots)}"
 
 
 def _figures(columns: Sequence[Forecast]) -> Table:
-    """Return the table of memory, traffic and time, with a column for each plan."""
     worst = [column.worst for column in columns]
     states = [group.trace.state for group in worst]
     slowest = [column.slowest for column in columns]
@@ -95,9 +95,7 @@ def _figures(columns: Sequence[Forecast]) -> Table:
 
 
 def _collectives(plan: Forecast) -> str:
-    """List what the slowest rank sends in a step and in a round, a line for each kind of
-    collective.
-    """
+    """List what the slowest rank sends in a step and in a round, by kind of collective."""
     rank, sync = plan.slowest, plan.config.sdp.sync
     names = {"between groups": "between replicas"} if plan.layout.mesh.sdp == 1 else {}
 
@@ -118,7 +116,7 @@ def _collectives(plan: Forecast) -> str:
 
 
 def about_machine(machine: Machine, config: Config) -> str:
-    """Describe which speeds a plan assumes."""
+    """Return the note that says which speeds a plan assumes."""
     note = (
         f"Speeds are stated, not measured, and latencies are left out: {machine.flops / 1e12:,.0f} TFLOP/s a device, "
         f"of which a model achieves {machine.achieved:.0%}; a rank sends {format_rate(machine.inside)} "
@@ -131,7 +129,6 @@ def about_machine(machine: Machine, config: Config) -> str:
 
 
 def _about(plan: Forecast) -> list[str]:
-    """List what the figures assume, and what they leave out."""
     trace, config, sync = plan.worst.trace, plan.config, plan.config.sdp.sync
     notes = [
         f"Memory is that of tensors, with {_DEVICES[plan.machine.device]}. The device's context, the workspaces of "

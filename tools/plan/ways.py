@@ -1,7 +1,7 @@
-"""Ways to train one model on the same ranks: the rows of ``--compare``.
+"""Ways to train one model on the same ranks: the rows of ``sdp plan --compare``.
 
 All ways have the ranks, batch, tensor parallelism and recomputation of the configuration. The plan
-does not say what a way learns.
+does not say how well a way learns.
 """
 
 from __future__ import annotations
@@ -34,8 +34,9 @@ SIZE_KEYS = {"llama": "num_hidden_layers", "resnet18": "width"}
 
 
 def dense_config(config: Config, groups: int, stage: int, sync: SyncSection | None = None) -> Config:
-    """Return ``config`` for the dense model in ``groups`` replicas, each sharded by ZeRO
-    ``stage``. With ``sync`` the replicas take local steps (DiLoCo).
+    """Return ``config`` for the dense model in ``groups`` replicas, each sharded by ZeRO ``stage``.
+
+    With ``sync``, the replicas take local steps (DiLoCo).
     """
     zero = config.zero_optimization.model_copy(update={"stage": stage})
     sdp = SDPSection(groups=groups, units=config.sdp.units, sync=sync)
@@ -43,9 +44,9 @@ def dense_config(config: Config, groups: int, stage: int, sync: SyncSection | No
 
 
 def dense_ways(config: Config, machine: Machine, world: int) -> tuple[dict[str, Config], list[str]]:
-    """Return the dense model under DDP, FSDP, HSDP and ZeRO-2.
+    """Return the configurations of the dense model under DDP, FSDP, HSDP and ZeRO-2, and notes.
 
-    A note says why HSDP (a replica on each node) has no row, if it is the same as another way.
+    HSDP has a replica on each node. If it equals FSDP or DDP, it is left out, and a note says so.
     """
     nodes, notes = len(machine.slots), []
     ways = {DDP: dense_config(config, 1, 0), "FSDP (ZeRO-3)": dense_config(config, 1, 3)}
@@ -61,9 +62,9 @@ def dense_ways(config: Config, machine: Machine, world: int) -> tuple[dict[str, 
 def distributed_data_parallel(config: Config, machine: Machine, world: int) -> Forecast:
     """Plan a dense ``config`` without sharding under torch's DDP.
 
-    Half precision is the one of torch's documentation: weights, gradients and optimizer state are
-    in float32, and the forward pass runs under autocast. Autocast keeps cast copies of the weights
-    until it ends, and backward keeps them as long as it needs them.
+    Half precision is used as torch's documentation says: weights, gradients and optimizer state are
+    in float32, and the forward pass runs under autocast. So the plan includes the cast copies of
+    weights that autocast and backward keep.
     """
     precision = getattr(torch, config.precision)
     off = {name: getattr(config, name).model_copy(update={"enabled": False}) for name in ("bf16", "fp16")}
@@ -72,11 +73,10 @@ def distributed_data_parallel(config: Config, machine: Machine, world: int) -> F
 
 
 def with_buckets(plan: Forecast) -> Forecast:
-    """Return ``plan`` with the memory of torch's DDP.
+    """Return ``plan`` with the memory that torch's DDP needs in place of this engine's.
 
-    DDP's gradients are views of buckets, which exist during the whole step. The traced engine frees
-    gradients earlier. Gradients of earlier micro-batches are not sent, and exist in addition to the
-    buckets.
+    DDP keeps gradients in buckets during the whole step, but the traced engine frees them earlier.
+    With several micro-batches, the gradients of earlier ones exist in addition to the buckets.
     """
 
     def whole(trace: StepTrace) -> StepTrace:
@@ -91,9 +91,10 @@ def with_buckets(plan: Forecast) -> Forecast:
 
 
 def smaller_dense(config: Config, parameters: int) -> Config | None:
-    """Return ``config`` for the largest smaller model with at most so many parameters.
+    """Return ``config`` for the largest smaller model with at most ``parameters`` parameters.
 
-    Layers or channels are left out. None if no size is small enough, or the model has no such size.
+    Such a model has fewer layers or channels. Returns None if even the smallest one has too many
+    parameters, or if this kind of model has no such size.
     """
     key = SIZE_KEYS.get(str(config.model.get("name")))
     if key is None or not isinstance(full := config.model.get(key), int):
@@ -118,7 +119,7 @@ def compare(config: Config, machine: Machine, world: int) -> tuple[list[Forecast
     """Plan all ways to train the model of ``config``.
 
     Returns:
-        The plans, and a line for each way that cannot be planned and for what was chosen here.
+        The plans, and notes on ways that cannot be planned and on settings that were chosen here.
 
     Raises:
         SDPError: Nothing can be planned.
@@ -173,7 +174,7 @@ def compare(config: Config, machine: Machine, world: int) -> tuple[list[Forecast
 
 
 def _with_groups(config: Config, machine: Machine, world: int) -> tuple[Config, list[str]]:
-    """Return ``config`` with SDP groups, and a sentence for what was chosen here.
+    """Return ``config`` with SDP groups, and a note if they were chosen here.
 
     A dense configuration gets a group for each node, or on one node for each rank.
     """
@@ -189,7 +190,7 @@ def _with_groups(config: Config, machine: Machine, world: int) -> tuple[Config, 
 
 
 def _sdp_ways(config: Config, sync: SyncSection) -> dict[str, Config]:
-    """Return the ways of SDP. Local steps refuse rates by holders."""
+    """Return the configurations of SDP. Learning rates by holders are off with local steps."""
     if config.sdp.paths is not None:
         return {
             "paths": _with_sdp(config, sync=None),
@@ -208,7 +209,7 @@ def _with_sdp(config: Config, **keys: object) -> Config:
 
 
 def compare_table(plans: Sequence[Forecast], memory: float | None) -> str:
-    """Return a row for each plan as text. ``memory``: bytes of a device, or None."""
+    """Return a table with a row for each plan. ``memory`` is the bytes of a device, or None."""
     fits = ["fits"] if memory is not None else []
     header = ["groups × ranks", "ZeRO", "peak", *fits, "time of a step", *(f"sent {link}" for link in LINKS)]
     rows = []
@@ -222,7 +223,7 @@ def compare_table(plans: Sequence[Forecast], memory: float | None) -> str:
 
 
 def row_json(plan: Forecast, memory: float | None) -> dict[str, Any]:
-    """Return the figures of a row. ``others`` are the groups that were not traced."""
+    """Return the figures of a plan. "others" is the number of groups that were not traced."""
     mesh, peak = plan.layout.mesh, plan.worst.trace.peak
     return {
         "name": plan.name,

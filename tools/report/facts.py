@@ -1,4 +1,4 @@
-"""The figures of finished (or killed) runs, and the dense model that they are compared with."""
+"""Reads the figures of finished (or killed) runs, and finds the dense model to compare with."""
 
 from __future__ import annotations
 
@@ -31,12 +31,12 @@ class Facts:
 
     A figure that the run did not record is None or missing.
 
-    - ``state``: the bytes of each part and of all parts ``"together"``, counted in the tensors.
+    - ``state``: bytes of parameters, gradients and so on, and of all ``"together"``, as counted.
     - ``peak_tensors``: the peak bytes of live tensors in a probed step.
     - ``peak_process``: the peak bytes of the process, less its bytes before the model existed.
     - ``sent`` and ``sent_by_kind``: the bytes that the busiest rank sends per step.
-    - ``path_losses``: with several paths, the loss of each path on the samples of its cluster.
-    - ``single_path_losses``: the loss of each path on all samples.
+    - ``path_losses``: with several paths, the loss of each path on the samples assigned to it.
+    - ``single_path_losses``: with several paths, the loss of each path on all samples.
     """
 
     name: str
@@ -88,8 +88,8 @@ class Facts:
 class Baseline:
     """The dense model that runs are compared with.
 
-    It is a run in which every group holds every unit. Without such a run, the figures are computed
-    with the placement's formulas, and ``run`` is None.
+    If ``run`` is not None, it is a run in which every group holds every unit, and the figures were
+    measured. Otherwise the figures are predictions.
     """
 
     run: Facts | None
@@ -106,7 +106,10 @@ class Baseline:
 
 
 def find_baseline(runs: Sequence[Facts]) -> Baseline:
-    """Take the first dense run of several runs, else the first prediction that a run recorded."""
+    """Return the first dense run of several runs as the model that other runs are compared with.
+
+    If there is none, return the first prediction of the dense model that a run recorded.
+    """
     dense = next((run for run in runs if run.dense), None) if len(runs) > 1 else None
     if dense is not None:
         return Baseline(dense, {part: spread.largest for part, spread in dense.state.items()}, dense.sent)
@@ -117,9 +120,8 @@ def find_baseline(runs: Sequence[Facts]) -> Baseline:
 
 
 def facts_of_all(runs: Sequence[Run]) -> list[Facts]:
-    """Gather the figures of every run.
-
-    If two directories have the same name, the runs are named by their paths.
+    """Read the figures of every run. Runs in directories with the same name are named by their
+    paths.
     """
     names = [run.name for run in runs]
     return [
@@ -129,7 +131,7 @@ def facts_of_all(runs: Sequence[Run]) -> list[Facts]:
 
 
 def facts_of(run: Run) -> Facts:
-    """Gather a run's figures from its files."""
+    """Collect the figures of one run from the content of its files."""
     summary = run.summary or {}
     ranks: list[Mapping[str, Any]] = summary.get("ranks") or []
     settled = run.metrics[WARM_UP_STEPS:] or run.metrics
@@ -254,7 +256,6 @@ def _median(lines: Sequence[Mapping[str, Any]], key: str) -> float | None:
 
 
 def _phase_seconds(lines: Sequence[Mapping[str, Any]]) -> dict[str, float]:
-    """Find the median seconds of a step with each masking of a schedule."""
     by_masking = {name: [line for line in lines if line.get("masking") == name] for name in ("backward", "forward")}
     found = {masking: _median(of_phase, "step_seconds") for masking, of_phase in by_masking.items()}
     return {masking: seconds for masking, seconds in found.items() if seconds is not None}

@@ -20,12 +20,11 @@ WIDTH = 100  # columns
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declare the command's arguments."""
     parser.add_argument(
         "runs",
         nargs="+",
         metavar="DIR",
-        help="the --dump-dir of a run; the others are compared with the first dense run",
+        help="the --dump-dir of a run; runs are compared with the first dense run",
     )
     style = parser.add_mutually_exclusive_group()
     style.add_argument("--markdown", action="store_true", help="print a Markdown table")
@@ -55,21 +54,20 @@ def _on_this_host(run: str) -> Path:
 
 
 def render(runs: Sequence[Run]) -> str:
-    """Write the report as plain text. Many runs get several tables.
-
-    If names are short, lines have at most 100 columns.
+    """Return the report as plain text. If one table would be too wide for a terminal, it has
+    several.
     """
     tables = [table.text() for table in _tables(runs, WIDTH)]
     return "\n\n".join([*tables, _notes(runs), _files(runs)])
 
 
 def render_markdown(runs: Sequence[Run]) -> str:
-    """Write the report as one Markdown table with its notes."""
+    """Return the report as one Markdown table with notes."""
     return "\n\n".join([_tables(runs)[0].markdown(), _notes(runs)])
 
 
 def as_json(runs: Sequence[Run]) -> dict[str, object]:
-    """Collect all figures, and the baseline that ratios refer to."""
+    """Return the figures of all runs, and of the dense model that they are compared with."""
     facts = facts_of_all(runs)
     baseline = find_baseline(facts)
     name = baseline.run.name if baseline.run else None

@@ -1,4 +1,4 @@
-"""The data of a run: tokens or images, by default Python's standard library as text."""
+"""The data of a run: tokens or images. The default is Python's standard library as text."""
 
 from __future__ import annotations
 
@@ -45,23 +45,24 @@ FOLDER_IMAGE_SIZE = 224  # pixels a side of a folder's images, unless the config
 
 @dataclass(frozen=True)
 class Corpus:
-    """Training and held-out split of one data set.
+    """The training samples and the held-out samples of a run, and what is known about them.
 
     Attributes:
         train: the training samples.
         held_out: the held-out samples.
         facts: sizes that the model must fit, as :func:`~sdp.models.registry.build_model` takes
             them.
-        identity: what a checkpoint records of the data.
+        identity: what a checkpoint records of the data, so that a resume can refuse other data.
         path: the directory of the data.
         sha256: the hash of the data.
         description: one line for the log.
-        calibration: training samples without augmentation, None if ``train`` has none.
-        collate: makes a batch of training samples, None for torch's default.
-        collate_held_out: makes a batch of held-out samples, None for torch's default.
+        calibration: training samples without augmentation. None if ``train`` is not augmented.
+        collate: makes a batch of training samples. If None, torch's default does.
+        collate_held_out: makes a batch of held-out samples. If None, torch's default does.
         measures: what evaluations report in addition to the loss.
         sources: the held-out samples of each source of a mixture, by the source's name.
-        masks_labels: whether samples have labels that do not count, so that their numbers differ.
+        masks_labels: whether some labels do not count, so that samples have different numbers of
+            them.
     """
 
     train: Dataset[Any]
@@ -81,7 +82,7 @@ class Corpus:
     router_prefix: int | None = None  # tokens that the router of the paths reads
 
     def alone(self, group: int) -> Corpus:
-        """Return the same data for a world in which only this group has ranks."""
+        """Return the same data for a process group that has only the ranks of ``group``."""
         if self.paths is None:
             return self
         self.train.paths = replace(self.train.paths, alone=group)  # pyright: ignore[reportAttributeAccessIssue]
@@ -91,8 +92,9 @@ class Corpus:
 def open_corpus(config: Config, dump_dir: Path) -> Corpus:
     """Open the data of a run. Collective.
 
-    Rank 0 prepares the default corpus, or arrays of images, in ``dump_dir/corpus``. It also
-    verifies token shards. If one rank finds a mistake, all ranks raise DataError or ConfigError.
+    If the run uses the default text, or images that must be converted, rank 0 first prepares them
+    in ``dump_dir/corpus``. It also verifies token shards. If one rank finds a mistake, all ranks
+    raise DataError or ConfigError.
     """
     path = path_of(config, dump_dir)
     ranks = Ranks(alone=not dist.is_initialized())
@@ -101,7 +103,7 @@ def open_corpus(config: Config, dump_dir: Path) -> Corpus:
 
 
 def path_of(config: Config, dump_dir: Path) -> Path:
-    """The directory of the data of the run in ``dump_dir``. Of a mixture, the first source."""
+    """Return the directory of a run's data. For a mixture, this is that of the first source."""
     data = config.data
     if data.sources:
         return corpus_folder(data.sources[0].path)
@@ -110,12 +112,12 @@ def path_of(config: Config, dump_dir: Path) -> Path:
 
 
 def corpus_folder(path: str) -> Path:
-    """The directory of prepared data, or of the copy of such data in an object store."""
+    """Return the folder of prepared data. If ``path`` is a URL, it is the copy on this host."""
     return local_copy(path) if is_url(path) else Path(path)
 
 
 def fetch_corpora(config: Config) -> None:
-    """Copy the data that is in object stores to this host. Raises DataError if there is none."""
+    """Copy a run's data from object stores to this host. Raises DataError if a store has none."""
     for path in [config.data.path, *(source.path for source in config.data.sources or ())]:
         if path is not None and is_url(path) and fetch(path, INDEX_FILE) is None:
             raise DataError(
@@ -125,7 +127,7 @@ def fetch_corpora(config: Config) -> None:
 
 
 def refuse_own_data(config: Config, dump_dir: Path, url: str) -> None:
-    """Raise ConfigError if rank 0 would prepare data where other hosts cannot read it."""
+    """Raise ConfigError if rank 0 would prepare data in a folder that other hosts cannot read."""
     path = path_of(config, dump_dir)
     if path == dump_dir / "corpus" and not any((path / name).is_file() for name in _INDEXES):
         raise ConfigError(
@@ -176,7 +178,7 @@ def _make_ready(config: Config, path: Path) -> None:
 
 
 def verify(config: Config, path: Path) -> None:
-    """Check the token shards of a run by their hashes, unless that takes minutes.
+    """Check the token shards of a run by their hashes, unless that would take minutes.
 
     Raises DataError if a shard is damaged. Images are not checked.
     """
@@ -193,7 +195,7 @@ def verify(config: Config, path: Path) -> None:
 
 
 def open_prepared(config: Config, path: Path) -> Corpus:
-    """Open both splits of the data in ``path``.
+    """Open the training samples and the held-out samples in ``path``.
 
     Raises DataError, and ConfigError if ``config`` contradicts the data.
     """
@@ -243,7 +245,9 @@ def _open_tokens(config: Config, path: Path) -> Corpus:
 
 
 def router_folder(config: Config, data: Path) -> Path | None:
-    """Return the folder of the router that assigns ``data`` to the paths of a run, or None."""
+    """Return the folder of the router, which assigns samples to paths. None if the run has no
+    router.
+    """
     paths = config.sdp.paths
     if paths is None or paths.count == 1 or config.data.sources:
         return None
@@ -251,7 +255,7 @@ def router_folder(config: Config, data: Path) -> Path | None:
 
 
 def check_router(folder: Path, state: Mapping[str, Any], checkpoint: Path) -> None:
-    """Raise CheckpointError if the paths of a checkpoint were trained with another router."""
+    """Raise CheckpointError if the checkpoint's paths were trained with another router."""
     saved = state["client_state"].get("router")
     if saved is not None and saved != router_hash(folder):
         raise CheckpointError(
@@ -261,7 +265,7 @@ def check_router(folder: Path, state: Mapping[str, Any], checkpoint: Path) -> No
 
 
 def dealt(config: Config, corpus: Corpus) -> Corpus:
-    """Assign the samples to the paths of a run with several paths."""
+    """Return ``corpus`` with each sample assigned to a path. With one path, it stays as it is."""
     section, groups = config.sdp.paths, config.sdp.groups
     if section is None or section.count == 1:
         return corpus

@@ -1,4 +1,4 @@
-"""The model of a configuration and a micro-batch of the right shape, without reading data."""
+"""Builds the model of a configuration, and micro-batches of the right shape, without data."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ from .dataset import FOLDER_IMAGE_SIZE, open_prepared, path_of
 
 
 def model_and_batch(config: Config) -> tuple[Callable[[], nn.Module], Callable[[int], dict[str, torch.Tensor]]]:
-    """Return two functions: one builds the model, the other a micro-batch of zeros with the given
-    number of samples.
+    """Return a function that builds the model, and a function that makes a micro-batch of zeros.
 
-    Prepared data is read if it exists. Raises ConfigError.
+    The second function takes the number of samples. If prepared data exists, it determines the
+    model's sizes. Raises ConfigError.
     """
     if not config.model:
         raise ConfigError('model: this section is required to plan, for example {"name": "llama", …}')
@@ -44,7 +44,7 @@ def model_and_batch(config: Config) -> tuple[Callable[[], nn.Module], Callable[[
 
 
 def facts_of(config: Config) -> dict[str, int]:
-    """The sizes that the model must fit: of the data if it exists, else of the configuration."""
+    """Return the sizes that the model must fit: of the data if it exists, else of ``config``."""
     data, model = config.data, config.model
     if data.name in ("digits", "cifar10", "cifar100"):
         return facts_of_set(data.name)

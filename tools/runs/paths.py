@@ -1,4 +1,4 @@
-"""``sdp.load_paths``: the models of exported paths, and the router that chooses one for a text."""
+"""``sdp.load_paths``: loads exported paths, and the router that chooses a path for a text."""
 
 from __future__ import annotations
 
@@ -17,16 +17,17 @@ ROUTER = "router"  # the folder of an export with the router
 
 
 def path_folder(out: Path, path: int) -> Path:
-    """Return the folder of a path in an export."""
+    """Return the folder of the path with number ``path`` in an export."""
     return out / f"path-{path}"
 
 
 def load_paths(folder: str | Path, device: str | torch.device = "cpu") -> Paths:
-    """Return the paths that ``sdp export`` wrote to ``folder``.
+    """Return the models (paths) of a run with ``sdp.paths``, as ``sdp export`` wrote them.
 
     Args:
-        folder: The folder with a folder for each path, and the router if the run had one.
-        device: Where models are loaded to.
+        folder: The folder of the export. It has a folder for each path, and the router if the run
+            had one.
+        device: The device that models are loaded to.
 
     Raises:
         ConfigError: The folder has no paths.
@@ -45,7 +46,7 @@ def load_paths(folder: str | Path, device: str | torch.device = "cpu") -> Paths:
 
 
 class Paths:
-    """Models of transformers that share blocks, and the router.
+    """The models of a run with ``sdp.paths``, which share blocks, and the router that chooses one.
 
     A model is loaded when it is first needed, and stays in memory. :func:`load_paths` makes this
     object.
@@ -53,8 +54,8 @@ class Paths:
     Args:
         folder: The folder of the export.
         count: The number of paths.
-        router: The router. None: a path must be named.
-        device: Where models are loaded to.
+        router: Chooses a path for a text. If None, the caller must name a path.
+        device: The device that models are loaded to.
     """
 
     def __init__(self, folder: Path, count: int, router: Router | None, device: torch.device):
@@ -63,13 +64,13 @@ class Paths:
 
     @cached_property
     def tokenizer(self) -> Any:
-        """The tokenizer of the models, one of transformers."""
+        """The tokenizer of all paths. It is a tokenizer of transformers."""
         from transformers import AutoTokenizer
 
         return AutoTokenizer.from_pretrained(path_folder(self.folder, 0), local_files_only=True)
 
     def model(self, path: int) -> Any:
-        """Return the model of a path, in evaluation mode.
+        """Return the transformers model of a path, in evaluation mode.
 
         Raises:
             ConfigError: There is no such path.
@@ -89,7 +90,7 @@ class Paths:
         return self._models[path]
 
     def route(self, text: str) -> int:
-        """Return the path that the router chooses for ``text``, by its first tokens.
+        """Return the number of the path that the router chooses from the first tokens of ``text``.
 
         Raises:
             ConfigError: There is no router.
@@ -111,7 +112,7 @@ class Paths:
 
         Args:
             prompt: The text to continue.
-            path: The path. None: the router chooses one, once.
+            path: The number of the path. If None, the router chooses one from the prompt.
             max_new_tokens: The largest number of tokens to add.
             **options: Further options of the model's ``generate``.
 

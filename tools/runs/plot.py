@@ -1,4 +1,4 @@
-"""Draws the loss curves of runs as PNG files, and says how plots look."""
+"""Draws the loss curves of runs as PNG files, and has the style that all plots share."""
 
 from __future__ import annotations
 
@@ -33,11 +33,12 @@ class _Colours(NamedTuple):
 
 
 def plot_loss(runs: Sequence[Run], path: Path) -> Path:
-    """Draw loss against tokens, or images, into the PNG ``path`` and return it.
+    """Draw the losses of runs against tokens (or images) into the PNG ``path``, and return
+    ``path``.
 
-    Each run has the training loss, raw (light) and smoothed. On held-out text it has the losses of
-    the full model and of every group's subnetwork. Raises ConfigError
-    if matplotlib is missing or ``path`` cannot be written.
+    Each run has its training loss, raw (light) and smoothed, and the held-out losses of the full
+    model and of every group's subnetwork. Raises ConfigError if matplotlib is missing or ``path``
+    cannot be written.
     """
     figure = new_figure()
     axes = figure.add_subplot()
@@ -104,11 +105,7 @@ def _mark_phases(axes: Any, run: Run, colour: str, scale: float) -> None:
 
 
 def _smooth(losses: Sequence[float]) -> list[float]:
-    """Average the losses over a fortieth of the run around each step.
-
-    At the start and the end of the run the average is over fewer steps. At the start the loss falls
-    steeply.
-    """
+    """Average the losses over a fortieth of the run around each step, or less at both ends."""
     sums = [0.0, *itertools.accumulate(losses)]
     half, last = len(losses) // 80, len(losses) - 1
     windows = ((max(0, index - half), index + min(half, index, last - index) + 1) for index in range(len(losses)))
@@ -146,11 +143,7 @@ def _ending(run: Run) -> str:
 
 
 def new_figure(size: tuple[float, float] = SIZE_INCHES) -> Any:
-    """Return an empty figure of ``size`` in inches. Raises ConfigError if matplotlib is missing.
-
-    The import is here because it takes most of a second, and a run without plots does not need it.
-    pyplot is not used, because it has global state.
-    """
+    """Return an empty figure of ``size`` in inches. Raises ConfigError if matplotlib is missing."""
     try:
         from matplotlib.backends.backend_agg import FigureCanvasAgg
         from matplotlib.figure import Figure
@@ -162,10 +155,7 @@ def new_figure(size: tuple[float, float] = SIZE_INCHES) -> Any:
 
 
 def plain(text: str) -> str:
-    """Return a text of the user for a figure.
-
-    For matplotlib, text between two ``$`` is a formula.
-    """
+    """Escape a text of the user for a figure, because matplotlib reads ``$…$`` as a formula."""
     return text.replace("$", r"\$")
 
 
@@ -180,9 +170,9 @@ def save_figure(figure: Any, path: Path) -> Path:
 
 
 def dress(axes: Any, title: str, unit: str, loss: str = "loss, nats per token") -> None:
-    """Give the axes of a plot their title, labels and grid.
+    """Give a plot the title, labels and grid that all plots share.
 
-    ``unit``: the label of the horizontal axis. ``loss``: that of the vertical one.
+    ``unit`` is the label of the horizontal axis, and ``loss`` is the label of the vertical axis.
     """
     axes.set_title(title, fontsize=15, loc="left", pad=12)
     axes.set_xlabel(unit, fontsize=12)

@@ -1,6 +1,4 @@
-"""The files of a run. Rank 0 writes them while it trains, and the commands that look at runs read
-them.
-"""
+"""The files of a run. Rank 0 writes them while it trains, and other commands read them."""
 
 from __future__ import annotations
 
@@ -39,15 +37,15 @@ PLOT = "plots/loss.png"
 
 
 class RunFiles:
-    """Writes the files of the run in ``dump_dir``, which is made if it is missing.
+    """Writes the files of a run to ``dump_dir``, which is made if it is missing.
 
-    The directory is locked against a second run until :meth:`close`. Every line reaches the file
-    before the call returns, so a killed run loses at most the line being written. NaN and Inf are
-    written as null, because JSON has neither. Raises ConfigError if ``dump_dir`` holds a run and
-    ``resume`` is false, if another run is writing to it, or if it cannot be written. The copy of
-    the run at ``url`` in an object store has no lock. Without ``resume``, there must be no run. Two
-    hosts could resume the same run at the same time. Raises WriteError if one of the run's files is
-    a symbolic link. ``dump_dir`` itself and its parents may be links.
+    A killed run loses at most the line being written, because every line is written at once. NaN
+    and Inf are written as null, because JSON has neither. The directory is locked against a second
+    run until :meth:`close`. A copy of the run at ``url`` in an object store has no lock, so two
+    hosts must not resume it at the same time.
+
+    Raises ConfigError if there is a run and ``resume`` is false, if another run is writing, or if
+    the directory cannot be written. Raises WriteError if one of the run's files is a symbolic link.
     """
 
     def __init__(self, dump_dir: Path, resume: bool, url: str | None = None):
@@ -69,37 +67,38 @@ class RunFiles:
                 (dump_dir / name).unlink(missing_ok=True)
 
     def write_config(self, config: Config | Mapping[str, Any]) -> None:
-        """Write the resolved configuration."""
+        """Write the resolved configuration to config.json."""
         self._replace(CONFIG, config.resolved() if isinstance(config, Config) else config)
 
     def write_placement(self, placement: Placement) -> None:
-        """Write which group holds which unit, and the guarantees of the placement."""
+        """Write placement.json: which group holds which unit, and what the placement guarantees."""
         self._replace(PLACEMENT, {**placement.to_json(), "guarantees": placement.guarantees()})
 
     def step(self, line: Mapping[str, Any]) -> None:
-        """Write the line of an optimizer step. ``line["step"]`` counts from 1."""
+        """Write the line of an optimizer step to metrics.jsonl. ``line["step"]`` counts from 1."""
         self._append(METRICS, line)
 
     def evaluation(self, line: Mapping[str, Any]) -> None:
-        """Write the line of an evaluation of the full model.
-
-        ``line["step"]`` is 0 before training.
-        """
+        """Write a line to evaluations.jsonl. ``line["step"]`` is 0 before training."""
         self._append(EVALUATIONS, line)
 
     def summary(self, data: Mapping[str, Any]) -> None:
-        """Write the summary at the end of the run."""
+        """Write summary.json, at the end of the run."""
         self._replace(SUMMARY, data)
 
     def restart(self, step: int) -> None:
-        """Record that the run continues from ``step``, and how many steps are repeated."""
+        """Write to restarts.jsonl that the run continues from ``step``, and how many steps are
+        repeated.
+        """
         last = max((line["step"] for line in _read_lines(self.dump_dir / METRICS)), default=0)
         if last:
             self._append(RESTARTS, {"step": step, "lost_steps": max(0, last - step)})
 
     def truncate_after(self, step: int, outer_step: float = math.inf) -> None:
-        """Remove the lines after ``step``, or after an ``outer_step``, and the summary, so that a
-        resumed run has every step once.
+        """Remove the summary and the lines after ``step``, so that a resumed run has every step
+        once.
+
+        If lines name an outer step (of a service), those after ``outer_step`` are removed, too.
         """
         self._close_lines()
         for name in (METRICS, EVALUATIONS):
@@ -166,7 +165,7 @@ class _Shape(BaseModel):
 
 
 class Line(_Shape):
-    """A line of metrics.jsonl, evaluations.jsonl or restarts.jsonl."""
+    """The keys that commands read in a line of metrics, evaluations or restarts (``*.jsonl``)."""
 
     step: Count
     tokens: Count = 0
@@ -217,7 +216,7 @@ class _Training(_Shape):
 
 
 class RunConfig(_Shape):
-    """config.json. Commands that need all of it load it as any other configuration."""
+    """The keys of config.json that a report reads. Other commands read the whole file."""
 
     model: _Model | None = None
     sdp: _Groups | None = None
@@ -227,7 +226,7 @@ class RunConfig(_Shape):
 
 
 class SavedPlacement(_Shape):
-    """placement.json."""
+    """The keys of placement.json, which says which group holds which unit."""
 
     groups: Annotated[int, Field(ge=1, le=2**20)]
     units: list[str]
@@ -267,7 +266,7 @@ class _Rank(_Shape):
 
 
 class Summary(_Shape):
-    """summary.json."""
+    """The keys of summary.json that a report reads."""
 
     steps: Count = 0
     tokens: Count = 0
@@ -282,7 +281,7 @@ class Summary(_Shape):
 
 
 def find_wrong_field(shape: type[BaseModel], data: Mapping[str, Any]) -> str | None:
-    """Describe the first value in ``data`` that does not have the ``shape``, or return None."""
+    """Describe the first value in ``data`` that does not fit ``shape``, or return None."""
     try:
         shape.model_validate(data)
     except ValidationError as error:
@@ -297,7 +296,7 @@ def find_wrong_field(shape: type[BaseModel], data: Mapping[str, Any]) -> str | N
 
 @dataclass(frozen=True)
 class Run:
-    """The content of a run's files, as far as they exist. A killed run has no ``summary``."""
+    """The content of a run's files. A file that does not exist is None or empty."""
 
     path: Path
     config: dict[str, Any]
@@ -309,17 +308,17 @@ class Run:
 
     @property
     def name(self) -> str:
-        """The directory's own name, as printable text."""
+        """The name of the run's directory, as printable text."""
         return shorten(self.path.resolve().name)
 
     @property
     def reads_images(self) -> bool:
-        """Whether it counts an image as one token."""
+        """Whether the run trained on images. If so, ``tokens`` in its files counts images."""
         return (self.config.get("data") or {}).get("name") is not None
 
 
 def read_run(dump_dir: Path) -> Run:
-    """Read the run in ``dump_dir``. A last line that a kill cut off is left out.
+    """Read the files of the run in ``dump_dir``. A last line that a kill cut off is left out.
 
     Raises ConfigError if the directory does not hold a run, and DataError if a file is damaged.
     """
@@ -343,10 +342,10 @@ def read_run(dump_dir: Path) -> Run:
 
 
 def fetch_files(url: str, dump_dir: Path, *, of_run: bool = True, goes_on: bool = False) -> None:
-    """Copy the data that a run has prepared from its copy at ``url`` to ``dump_dir``.
+    """Copy the files of a run from its copy at ``url`` in an object store to ``dump_dir``.
 
-    With ``of_run``, also copy the files of the run. ``goes_on``: the newest lines of this host
-    stay, because the store may not have them yet. Raises StoreError.
+    With ``of_run`` false, only the data that the run has prepared is copied. With ``goes_on``,
+    newer lines on this host are kept, because the store may not have them yet. Raises StoreError.
     """
     fetch(f"{url}/{CORPUS}", INDEX_FILE, dump_dir / CORPUS)
     store = Store(url)
@@ -359,7 +358,7 @@ def fetch_files(url: str, dump_dir: Path, *, of_run: bool = True, goes_on: bool 
 
 
 def is_model(directory: Path) -> bool:
-    """Whether the config.json of ``directory`` is that of a Hugging Face model."""
+    """Whether ``directory`` is a Hugging Face model, and not a run. Its config.json says so."""
     try:
         found = read_json_file(directory / CONFIG)
     except (OSError, ValueError):
@@ -468,9 +467,9 @@ def _finite(value: Any) -> Any:
 
 @dataclass(frozen=True)
 class Phase:
-    """Steps in a row with one masking, from ``first`` to ``last``.
+    """Consecutive steps with one masking, from step ``first`` to step ``last``.
 
-    ``tokens``: those of the run before the phase.
+    ``tokens`` is the number of tokens that the run had read before the phase.
     """
 
     masking: str
@@ -480,7 +479,9 @@ class Phase:
 
 
 def phases_of(metrics: Iterable[Mapping[str, Any]]) -> list[Phase]:
-    """Find the phases in the lines of metrics.jsonl. A run with one masking has none."""
+    """Find the phases of a masking schedule in the lines of metrics.jsonl. One masking gives no
+    phases.
+    """
     phases: list[Phase] = []
     tokens = 0
     for line in metrics:
@@ -495,5 +496,5 @@ def phases_of(metrics: Iterable[Mapping[str, Any]]) -> list[Phase]:
 
 
 def describe_phases(phases: Iterable[Phase]) -> str | None:
-    """Say at which steps each phase was, or return None if there is none."""
+    """Return a text that says which steps each phase has, or None if there are no phases."""
     return ", then ".join(f"{phase.masking} {phase.first:,}–{phase.last:,}" for phase in phases) or None

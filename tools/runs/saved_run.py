@@ -1,4 +1,4 @@
-"""A directory that a user names: a checkpoint and its run, or a model of transformers."""
+"""Opens a directory that a user names: a checkpoint with its run, or a model of transformers."""
 
 from __future__ import annotations
 
@@ -34,11 +34,11 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class CheckpointChoice:
-    """Which checkpoint a command reads.
+    """The checkpoint that a user chose on the command line.
 
     Attributes:
-        directory: the dump directory of a run, or one of its checkpoints.
-        tag: the name of the checkpoint, None for the newest.
+        directory: the dump directory of a run, one of its checkpoints, or a Hugging Face model.
+        tag: the name of the checkpoint. If None, the newest one.
         overrides: changes of the run's configuration, in the form of ``--set``.
     """
 
@@ -48,7 +48,9 @@ class CheckpointChoice:
 
     @classmethod
     def from_args(cls, args: argparse.Namespace) -> CheckpointChoice:
-        """Read the choice from the parsed arguments of :func:`add_arguments`."""
+        """Read the choice from arguments that :func:`add_arguments` declared. A URL is copied to
+        this host.
+        """
         tag = args.checkpoint if args.step is None else f"step-{args.step}"
         if not is_url(args.run):
             return cls(Path(args.run), tag, tuple(args.set))
@@ -84,7 +86,9 @@ class SavedRun:
 
     @property
     def data(self) -> Path:
-        """The directory of the run's prepared data. Raises ConfigError for a model without data."""
+        """The directory of the run's prepared data. Raises ConfigError for a model without a run or
+        data.
+        """
         if self.is_model and self.config.data.takes_default_corpus:
             raise ConfigError(
                 f"{self.dump_dir}: a model without a run has no data; name prepared data with --set "
@@ -96,16 +100,13 @@ class SavedRun:
     def described_in(self) -> Path:
         """The directory with the model's configuration and tokenizer in Hugging Face's format.
 
-        It exists only if there is such a model, or if the run started from one.
+        It exists only for a Hugging Face model, or if the run started from one.
         """
         return self.dump_dir if self.is_model else self.dump_dir / START
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declare the arguments that choose a checkpoint.
-
-    :meth:`CheckpointChoice.from_args` reads them.
-    """
+    """Declare the arguments that choose a checkpoint, for :meth:`CheckpointChoice.from_args`."""
     parser.add_argument(
         "run", metavar="DIR", help="the --dump-dir of a run, one of its checkpoints, or a Hugging Face model"
     )
@@ -119,15 +120,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def use(choice: CheckpointChoice, action: Callable[[SavedRun], T], overrides: Sequence[str] = ()) -> T:
-    """Find the chosen checkpoint and return the result of ``action``. The run may still be
-    training, and a save removes old checkpoints. If the newest checkpoint was chosen and is removed
-    meanwhile, ``action`` starts again with the checkpoint that is now the newest.
+    """Find the chosen checkpoint, pass it to ``action``, and return the result.
+
+    A run that still trains removes old checkpoints. If the newest checkpoint was chosen and is
+    removed meanwhile, ``action`` starts again with the checkpoint that is now the newest.
 
     Args:
-        choice: which checkpoint.
+        choice: the checkpoint to use.
         action: reads the checkpoint. It may be called more than once.
-        overrides: changes of the configuration, applied before those of the user. They also replace
-            keys that only DeepSpeed acts on.
+        overrides: changes of the configuration that the command needs. The user's changes win.
 
     Raises:
         ConfigError: the directory does not hold a run.
@@ -196,13 +197,13 @@ def _open(dump_dir: Path, checkpoint: Path, choice: CheckpointChoice, overrides:
 
 
 def check_data(checkpoint: Path, state: Mapping[str, Any], data: Path, name: str | None = None) -> None:
-    """Raise CheckpointError if ``data`` is not what the checkpoint was trained with.
+    """Raise CheckpointError if a checkpoint was trained with other data than ``data``.
 
     Args:
         checkpoint: the directory of the checkpoint, for the message.
-        state: the content of its ``state.json``.
+        state: the content of the checkpoint's ``state.json``.
         data: the directory of prepared data. Nothing is checked if it does not exist.
-        name: the set of images that a resumed run would read, None for no resumed run.
+        name: ``data.name`` of a run that resumes from the checkpoint. None if no run resumes.
     """
     trained_with, images = (state["client_state"].get(key) for key in ("tokenizer", "images"))
     has_names = images is None or (isinstance(images, dict) and images.keys() >= {"name", "sha256"})

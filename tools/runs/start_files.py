@@ -1,8 +1,7 @@
-"""The start of a run: the configuration, completed by the model that the run starts from, and
-copies of the files that describe the model.
+"""The model that a run starts from: it completes the configuration, and some files are copied.
 
-Later commands need the files: an evaluation builds the model again, and an export writes the same
-files. The weights stay where they are.
+The files describe the model, and have no weights. Later commands need them: an evaluation builds
+the model again, and an export writes the same files.
 """
 
 from __future__ import annotations
@@ -28,10 +27,11 @@ DESCRIBES = re.compile(r".*\.(json|txt|model|jinja|tiktoken)")  # configuration,
 
 
 def with_initial_model(config: Config) -> Config:
-    """Complete the model section from the model that the run starts from.
+    """Return ``config`` with the sizes of the model that the run starts from
+    (``training.init_from``).
 
-    A model of transformers starts from the weights in its folder. If the run prepares data, it uses
-    the tokenizer in the folder.
+    A model of transformers starts from the weights in its folder. If such a run prepares its own
+    data, it does so with the tokenizer in the folder.
     """
     start, model = config.training.init_from, config.model
     if start is None and model.get("name") == "huggingface":
@@ -48,9 +48,8 @@ def with_initial_model(config: Config) -> Config:
 
 
 def with_absolute_paths(config: Config) -> Config:
-    """Make the paths of the configuration absolute.
-
-    Other commands may read config.json from other directories.
+    """Return ``config`` with absolute paths, because commands read config.json in other
+    directories.
     """
     for keys in _PATHS:
         config = _with_absolute_path(config, *keys.split("."))
@@ -80,7 +79,7 @@ def _with_absolute_path(section: _Section, key: str, *rest: str) -> _Section:
 
 
 def keep_start_files(config: Config, dump_dir: Path) -> None:
-    """Copy the files that describe the model. A no-op for a run with new weights.
+    """Copy the files that describe the start model to the run. A run with new weights has none.
 
     Raises WriteError if they cannot be written.
     """
@@ -102,8 +101,9 @@ def keep_start_files(config: Config, dump_dir: Path) -> None:
 
 
 def kept_tensors(dump_dir: Path) -> dict[str, Any] | None:
-    """Return name and type of each tensor in the files that the run started from. None: the run had
-    new weights. Raises ConfigError if the file is damaged.
+    """Return name and type of each tensor in the model that the run started from.
+
+    Returns None if the run had new weights. Raises ConfigError if the file is damaged.
     """
     path = dump_dir / START / TENSORS
     if not path.is_file():

@@ -1,4 +1,4 @@
-"""The whole model of a checkpoint or a folder, with its weights, in this process."""
+"""Loads the full model of a checkpoint, or a Hugging Face model, into this process."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ IN_ONE_PROCESS = (
 
 
 def check_exportable(saved: SavedRun, command: str) -> None:
-    """Raise ConfigError if transformers cannot compute the full model of ``saved``."""
+    """Raise ConfigError if transformers has no model that computes what the full model computes."""
     if saved.config.sdp.branch_scale == "eval" and saved.config.sdp.groups > 1:
         raise ConfigError(
             f'{command}: {saved.dump_dir} was trained with sdp.branch_scale "eval", and transformers cannot scale '
@@ -52,14 +52,14 @@ def check_exportable(saved: SavedRun, command: str) -> None:
 
 @dataclass(frozen=True)
 class WholeModel:
-    """A model in evaluation mode, and its device."""
+    """A full model with its weights, in evaluation mode, and its device."""
 
     module: nn.Module
     device: torch.device
 
     @torch.no_grad()
     def mean_loss(self, batches: Sequence[Any], weights: Sequence[float]) -> float:
-        """The weighted mean of the losses. Batches with weight 0 are left out."""
+        """Return the weighted mean of the batches' losses. Batches with weight 0 are left out."""
         total = weight = 0.0
         for batch, count in zip(batches, weights, strict=True):
             if count:  # the mean over no targets is NaN
@@ -69,9 +69,9 @@ class WholeModel:
 
     @torch.no_grad()
     def target_losses(self, batch: dict[str, Any]) -> torch.Tensor:
-        """Return the loss of each target of a language model, (rows, tokens − 1), on the CPU.
+        """Return the loss of each target of a language model, shape (rows, tokens − 1), on the CPU.
 
-        The losses of tokens whose label does not count are 0.
+        A target whose label does not count has the loss 0.
         """
         inputs = {name: value for name, value in batch.items() if name != "labels"}
         logits = logits_of(call_model(self.module, to_device(inputs, self.device)))[:, :-1].float()
@@ -81,9 +81,9 @@ class WholeModel:
 
 @contextmanager
 def whole_model(saved: SavedRun, model: nn.Module, path: int = 0) -> Iterator[WholeModel]:
-    """Give ``model``, which is on the meta device, the weights of ``saved``, in one process.
+    """A context in which ``model``, built on the meta device, has the weights of ``saved``.
 
-    With several paths (``sdp.paths``), the weights of ``path``.
+    With several paths (``sdp.paths``), the weights are those of path number ``path``.
     """
     config = saved.config
     layout = Layout.of(model, config, Mesh(config.sdp.groups))

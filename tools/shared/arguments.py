@@ -14,7 +14,7 @@ SET_HELP = "override a key of CONFIG; may be repeated"
 
 
 class Parser(argparse.ArgumentParser):
-    """Reports a wrong argument like any other mistake of the user: one line, exit code 2."""
+    """An argument parser that reports a mistake as one line with exit code 2, like all commands."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, allow_abbrev=False, **kwargs)
@@ -25,7 +25,7 @@ class Parser(argparse.ArgumentParser):
 
 
 def add_config_arguments(parser: argparse._ActionsContainer, config_help: str, nargs: str | None = None) -> None:
-    """Declare CONFIG and ``--set``."""
+    """Declare the argument CONFIG and the option ``--set``."""
     parser.add_argument("config", metavar="CONFIG", type=Path, nargs=nargs, help=config_help)
     add_set_option(parser)
 
@@ -36,7 +36,7 @@ def add_set_option(parser: argparse._ActionsContainer, help_text: str = SET_HELP
 
 
 def positive_int(text: str, most: int = 10**18 - 1) -> int:
-    """The argparse type of a whole number from 1 to ``most``."""
+    """Convert an argument to a whole number from 1 to ``most``, as a ``type`` of argparse."""
     if not text.isdecimal() or not text.strip("0"):
         raise argparse.ArgumentTypeError(f"{quote(text)} is not a positive whole number")
     if len(text) > 18 or int(text) > most:
@@ -45,14 +45,14 @@ def positive_int(text: str, most: int = 10**18 - 1) -> int:
 
 
 def port(text: str) -> int:
-    """The argparse type of a TCP port."""
+    """Convert an argument to a TCP port, as a ``type`` of argparse."""
     if not text.isdecimal() or len(text) > 5 or not 0 < int(text) < 2**16:
         raise argparse.ArgumentTypeError(f"{quote(text)} is not a port; use a number from 1 to 65535")
     return int(text)
 
 
 def size_in_bytes(text: str) -> int:
-    """The argparse type of a size such as ``500MB``, ``5GiB`` or, in bytes, ``500000``."""
+    """Convert a size such as ``500MB`` or ``500000`` to bytes, as a ``type`` of argparse."""
     try:
         return parse_size(text)
     except ValueError as error:
@@ -60,9 +60,10 @@ def size_in_bytes(text: str) -> int:
 
 
 def split_set_values(argv: Sequence[str]) -> list[str]:
-    """Turn ``--set a=1 b=2`` into ``--set a=1 --set b=2``.
+    """Turn ``--set a=1 b=2`` into ``--set a=1 --set b=2``, so that ``--set`` can have several
+    values.
 
-    argparse's own lists (``nargs="+"``) would also swallow the CONFIG that follows.
+    A list of argparse (``nargs="+"``) would also take the CONFIG that follows.
     """
     split: list[str] = []
     setting = False

@@ -1,4 +1,4 @@
-"""Sizes and rates as users write them. ``engine/quantities.py`` prints them."""
+"""Reads sizes and rates as users write them, such as ``80GB`` or ``400Gbit``."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ _EXAMPLES = {"B": "80GB", "B/s": "50GB/s or 400Gbit", "FLOP/s": "989TFLOP/s"}
 
 
 def quantity(text: str, unit: Literal["B", "B/s", "FLOP/s"], option: str) -> float:
-    """Read ``text`` as a number in ``unit``: ``80GB``, ``80GiB``, ``900G``, ``989TFLOP/s``.
+    """Convert ``text``, such as ``80GB``, ``900G`` or ``989TFLOP/s``, to a number in ``unit``.
 
-    With "B/s" the text may also give bits a second, in which links are sold: ``400Gbit``,
-    ``100gbit/s``. Raises :class:`ConfigError`, also where the unit is missing: 80 may mean bytes or
-    gigabytes.
+    For "B/s" the text may also be bits a second, in which links are sold: ``400Gbit``. Raises
+    :class:`ConfigError`, also if there is no unit, because 80 may mean bytes or gigabytes. The
+    message begins with ``option``.
     """
     if unit == "B/s" and (rate := parse_bit_rate(text)) is not None:
         number: float | None = rate / 8
@@ -36,10 +36,7 @@ def quantity(text: str, unit: Literal["B", "B/s", "FLOP/s"], option: str) -> flo
 
 
 def parse_bit_rate(text: str) -> float | None:
-    """Read ``text`` as bits a second, such as ``300mbit`` or ``1Gbit/s``.
-
-    None if it has another form.
-    """
+    """Convert ``text``, such as ``300mbit`` or ``1Gbit/s``, to bits a second, else return None."""
     match = re.fullmatch(rf"{_NUMBER}([kmgt]?)bit(?:/s)?\s*", text, re.IGNORECASE)
     if match is None:
         return None
@@ -48,7 +45,7 @@ def parse_bit_rate(text: str) -> float | None:
 
 
 def parse_size(text: str) -> int:
-    """Read ``text`` as bytes: ``500MB``, ``5gib``, or a number alone. Raises ValueError."""
+    """Convert ``text``, such as ``500MB``, ``5gib`` or ``500000``, to bytes. Raises ValueError."""
     size = _parse(text, "B", unit_needed=False, any_case=True)
     if size is None or not 1 <= size < math.inf:
         raise ValueError(f"{quote(text)} is not a size; use for example 500MB or 5GB")
@@ -60,8 +57,8 @@ def _parse(text: str, unit: str, *, unit_needed: bool, any_case: bool = False) -
 
     Args:
         text: The text. Spaces may be around the number.
-        unit: The unit. A prefix alone is enough: ``900G``.
-        unit_needed: Whether a number without a prefix and a unit has another form.
+        unit: The unit. A prefix without it is enough: ``900G``.
+        unit_needed: Whether the text needs a prefix or a unit.
         any_case: Whether ``m`` and ``M`` both mean mega.
     """
     match = re.fullmatch(

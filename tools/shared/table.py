@@ -1,6 +1,4 @@
-"""A table of runs: a label, then for every run a value and its ratio to a baseline, all figures of
-a row in one unit.
-"""
+"""A table of several runs: a row has for every run a value and its ratio to a baseline."""
 
 from __future__ import annotations
 
@@ -19,7 +17,7 @@ class Spread:
 
     @classmethod
     def of(cls, values: Iterable[float | None]) -> Spread | None:
-        """None where no rank knows its value."""
+        """Return the spread of the known values. None if no rank knows its value."""
         known = [value for value in values if value is not None]
         return cls(min(known), max(known)) if known else None
 
@@ -31,7 +29,7 @@ Quantity = float | Spread | None
 
 @dataclass(frozen=True)
 class Cell:
-    """``value`` as text, and how it compares (``"0.62×"``, ``"+0.031"``)."""
+    """A value as text, and how it compares with the baseline (``"0.62×"``, ``"+0.031"``)."""
 
     value: str = ""
     ratio: str = ""
@@ -39,7 +37,7 @@ class Cell:
 
 @dataclass(frozen=True)
 class Row:
-    """Without cells it is the heading of the rows below it."""
+    """A row of a table. A row without cells is the heading of the rows below it."""
 
     label: str
     cells: tuple[Cell, ...] = ()
@@ -50,16 +48,14 @@ class Row:
 
 
 def text_row(label: str, values: Sequence[str | None]) -> Row:
-    """A row of words, without ratios."""
+    """Make a row of words, without ratios."""
     return Row(label, tuple(Cell(value or "") for value in values))
 
 
 def plain_row(
     label: str, values: Sequence[float | None], spec: str, baseline: float | None = None, *, difference: bool = False
 ) -> Row:
-    """Numbers in format ``spec``, compared with ``baseline`` by their ratio or their
-    ``difference``.
-    """
+    """Make a row of numbers in format ``spec``, with ratios or ``difference`` to ``baseline``."""
     cells = []
     for value in values:
         ratio = ""
@@ -73,7 +69,7 @@ def bytes_row(
     label: str, values: Sequence[Quantity], baseline: float | None = None, *,
     show_baseline: bool = False, decimal: bool = False, per: str = "",
 ) -> Row:  # fmt: skip
-    """Bytes in the unit of the largest value: KiB, MiB …, or with ``decimal`` kB, MB …"""
+    """Make a row of bytes in the unit of the largest value: KiB, MiB …, if ``decimal`` kB, MB …"""
     spreads = [Spread(value, value) if isinstance(value, int | float) else value for value in values]
     largest = max(
         [spread.largest for spread in spreads if spread] + ([baseline or 0] if show_baseline else []), default=0
@@ -99,13 +95,15 @@ def _range(spread: Spread, scale: int, digits: int, unit: str) -> str:
 
 @dataclass(frozen=True)
 class Table:
-    """``header``: a name for every column of cells; shorter rows are filled with empty cells."""
+    """A table with a name for every column of cells (``header``). Missing cells are empty."""
 
     header: Sequence[str]
     rows: Sequence[Row]
 
     def without_empty(self) -> Table:
-        """Return the table without empty rows, and without headings of no rows."""
+        """Return the table without rows that have no values, and without headings that have no
+        rows.
+        """
         rows: list[Row] = []
         for row in self.rows:
             if row.heading and rows and rows[-1].heading:
@@ -115,7 +113,7 @@ class Table:
         return Table(self.header, rows[:-1] if rows and rows[-1].heading else rows)
 
     def without_last_ratios(self) -> Table:
-        """Return the table without ratios in the last column, which is the baseline."""
+        """Return the table without ratios in the last column, which is the baseline itself."""
         rows = [Row(row.label, (*row.cells[:-1], Cell(row.cells[-1].value))) if row.cells else row for row in self.rows]
         return Table(self.header, rows)
 
@@ -124,7 +122,7 @@ class Table:
         return max(len(line) for line in self.text().splitlines())
 
     def text(self) -> str:
-        """Aligned columns: values to the right, ratios after them."""
+        """Return the table as text, with aligned columns and ratios to the right of values."""
         columns = range(len(self.header))
         cells = [self._filled(row) for row in self.rows if not row.heading]
         ratios = [max(len(row[column].ratio) for row in cells) for column in columns]

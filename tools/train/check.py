@@ -18,9 +18,9 @@ STEPS = 3
 
 
 def check_run(config: Config, dump_dir: Path, beat: Heartbeat) -> int:
-    """Check the run once with every group holding the whole model, and once as configured.
+    """Check some steps with the whole model in every group, and then some steps as configured.
 
-    Collective. Returns the exit code: 1 if the weights are not those of plain torch.
+    Collective. Returns the exit code: 1 if a step differs from plain torch.
     """
     beat.at(0, "check", config.training.start_timeout)
     corpus, says = open_corpus(config, dump_dir), not dist.is_initialized() or dist.get_rank() == 0

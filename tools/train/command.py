@@ -21,21 +21,22 @@ if TYPE_CHECKING:
 # This long after a signal the ranks are killed. Until then they finish the current step and write a
 # checkpoint.
 STOP_SECONDS = 300.0
-RESTARTS_HELP = "start again from the newest checkpoint after the loss of a rank or host, N times at most (default: 0)"
+RESTARTS_HELP = "after the loss of a rank or host, start again from the newest checkpoint, up to N times (default: 0)"
 
 
 def parse(words: Sequence[str]) -> argparse.Namespace:
-    """Parse and :func:`complete` the ``words`` that follow ``sdp train``. Raises ConfigError."""
+    """Parse ``words``, the arguments of ``sdp train``, and :func:`complete` them. Raises
+    ConfigError.
+    """
     parser = Parser(prog="sdp train")
     add_arguments(parser)
     return complete(parser.parse_args(words, argparse.Namespace(argv=["train", *words], above=None)))
 
 
 def complete(args: argparse.Namespace) -> argparse.Namespace:
-    """Move all options that change the configuration to ``args.set``, and set the paths of the
-    run's files.
+    """Move all options that change the configuration to ``args.set``, and set where files go.
 
-    ``dump_dir`` is the folder on this host, ``url`` its copy in an object store or None, and
+    ``dump_dir`` becomes the folder on this host, ``url`` its copy in an object store or None, and
     ``checkpoints`` the folder of the checkpoints or its URL.
     """
     if args.check and (ignored := [f"--{name}" for name in ("resume", "profile", "service") if getattr(args, name)]):
@@ -51,20 +52,22 @@ def complete(args: argparse.Namespace) -> argparse.Namespace:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declare the command's arguments."""
     add_config_arguments(parser, "the run's JSON file")
-    parser.add_argument("--groups", metavar="N", type=positive_int, help="SDP groups (sdp.groups)")
+    parser.add_argument("--groups", metavar="N", type=positive_int, help="number of SDP groups (sdp.groups)")
     parser.add_argument(
-        "--fsdp", metavar="F", type=positive_int, help="ranks that share a group's state (default: all that are left)"
+        "--fsdp",
+        metavar="F",
+        type=positive_int,
+        help="ranks that share a group's state (default: ranks / (groups * tp))",
     )
     parser.add_argument(
         "--tp", metavar="T", type=positive_int, help="tensor-parallel degree (tensor_parallel.autotp_size)"
     )
     parser.add_argument(
-        "--nproc", metavar="P", type=positive_int, help="processes to start here, if no launcher started any"
+        "--nproc", metavar="P", type=positive_int, help="number of ranks to start on this host, without a launcher"
     )
     parser.add_argument(
-        "--dump-dir", metavar="DIR", help="where the run's files go, also s3://… (default: runs/NAME of CONFIG)"
+        "--dump-dir", metavar="DIR", help="directory or s3://… for the run's files (default: runs/NAME for NAME.json)"
     )
     parser.add_argument(
         "--init-from", metavar="DIR", type=Path, help="start from the Hugging Face model in DIR (training.init_from)"
@@ -78,26 +81,35 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="STEPS",
         nargs="?",
         const="3-5",
-        help="record these steps of rank 0 in DIR/profile (default: 3-5)",
+        help="profile these steps of rank 0, in the folder profile of the dump directory (default: 3-5)",
     )
     parser.add_argument(
         "--check",
         action="store_true",
-        help="train nothing: take 3 steps that are compared with plain torch, and 3 in which holders are compared",
+        help="do not train, but compare some steps with plain torch, and holders with each other",
     )
     parser.add_argument(
-        "--service", metavar="HOST:PORT", help="be one group of the run whose anchors this service keeps (sdp serve)"
+        "--service", metavar="HOST:PORT", help="train as one group of the run of this service (sdp serve)"
     )
     parser.add_argument(
-        "--token-file", metavar="FILE", type=Path, help="the secret of the service (default: SDP_SERVICE_TOKEN)"
+        "--token-file",
+        metavar="FILE",
+        type=Path,
+        help="file with the secret of the service (default: $SDP_SERVICE_TOKEN)",
     )
-    parser.add_argument("--tls-ca", metavar="FILE", type=Path, help="encrypt, and trust the certificates in FILE")
+    parser.add_argument(
+        "--tls-ca",
+        metavar="FILE",
+        type=Path,
+        help="encrypt the connection to the service, and trust the certificates in FILE",
+    )
 
 
 def run(args: argparse.Namespace) -> int:
-    """Train in this process if a launcher started it, or if one process is enough.
+    """Train, and return the exit code.
 
-    Otherwise start the processes.
+    This process trains if a launcher started it, or if one process is enough. Otherwise it starts
+    the processes of the run and waits for them.
     """
     from ...engine.config.load import load_config
     from ...launcher.degrees import Degrees, visible_devices
@@ -142,9 +154,7 @@ def run(args: argparse.Namespace) -> int:
     from .rank import run as run_rank  # imports torch
 
     def end_stalled(text: str) -> None:
-        """End this process from the thread that found no progress. The main thread may never
-        return.
-        """
+        """End this process from another thread, because the main thread may never return."""
         report_fatal(f"sdp: error: {text}", 1, options.above, stalled=True)
         os._exit(1)
 
@@ -152,7 +162,6 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _serve_and_train(config: Config, options: argparse.Namespace) -> int:
-    """Start the service of a run and all its groups on this host."""
     from ...launcher.degrees import Degrees, visible_devices
     from ...launcher.served import start_served
 
@@ -177,10 +186,9 @@ def _serve_and_train(config: Config, options: argparse.Namespace) -> int:
 
 
 def _check_files(config: Config, options: argparse.Namespace) -> None:
-    """Check that names are known, that the dump directory has no other run, and that no data is
-    missing.
+    """Check that names are known, that the dump directory has no other run, and that data exists.
 
-    Without this check every rank would find these mistakes, but only after it has imported torch.
+    Every rank would find these mistakes, too, but only after it has imported torch.
     """
     from ...models.sections import check_names
     from ..runs.run_files import require_no_other_run

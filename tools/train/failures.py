@@ -1,7 +1,6 @@
 """Turns failures of the machine into errors of one line.
 
-If memory runs out, the message says what fills it and which settings need less. The figures are
-predicted from the placement.
+If memory runs out, the message says what fills it, as predicted, and which settings need less.
 """
 
 from __future__ import annotations
@@ -26,10 +25,11 @@ _CPU_ALLOCATOR = "DefaultCPUAllocator"
 def explained(
     config: Config, beat: Heartbeat, checkpoints: str | Path, engine: SDPEngine | None = None
 ) -> Iterator[None]:
-    """Turn failures of the machine into errors of one line.
+    """A context that turns failures of the machine into errors of one line.
 
-    A failed allocation becomes an OutOfMemoryError that names remedies, a broken connection a
-    PeerLostError, and a full disk a WriteError that names the newest checkpoint.
+    - A failed allocation becomes an OutOfMemoryError that names settings that need less memory.
+    - A broken connection becomes a PeerLostError.
+    - A full disk becomes a WriteError that names the newest checkpoint.
     """
     try:
         yield
@@ -51,7 +51,7 @@ def explained(
 
 
 def _out_of_memory(config: Config, rank_and_device: str, engine: SDPEngine | None) -> OutOfMemoryError:
-    """Make the error to raise. ``engine`` is None if memory ran out before it was built."""
+    """Make the error. ``engine`` is None if memory ran out before the engine was built."""
     state = ""
     if engine is not None:
         planned = engine.predicted_state_bytes()
@@ -72,7 +72,7 @@ def _size(nbytes: int) -> str:
 
 
 def remedies(config: Config) -> list[str]:
-    """Settings that need less memory and are not used yet, those with the lowest cost first."""
+    """Return settings that need less memory and are not used yet, the cheapest first."""
     found = []
     if config.activation_checkpointing.mode == "none":
         found.append('activation_checkpointing.mode "selective" or "full" (recomputes activations)')

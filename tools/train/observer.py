@@ -1,6 +1,4 @@
-"""Observers of the training loop: the memory probe, the copy of a run's files in an object store,
-the curves, and the progress on the terminal.
-"""
+"""Observers of the training loop: memory probe, copies in an object store, curves, and progress."""
 
 from __future__ import annotations
 
@@ -35,11 +33,13 @@ Line = Mapping[str, Any]  # a line of metrics.jsonl or evaluations.jsonl
 class Observer:
     """Watches the training loop on one rank. A subclass overrides the hooks that it needs.
 
-    The trainer calls the observers in the order of its list. No hook is collective.
+    The trainer calls observers in the order of its list. A hook may not wait for other ranks.
     """
 
     def on_start(self, start: int, steps: int) -> None:
-        """Called before the run goes from step ``start`` to step ``steps``."""
+        """Called before training. ``start`` is the step to continue from, and ``steps`` is the last
+        one.
+        """
 
     def around_step(self, step: int) -> AbstractContextManager[Any]:
         """Return a context for forward, backward and update of optimizer step ``step``."""
@@ -52,26 +52,24 @@ class Observer:
         """Called after the full model was evaluated. ``line`` is a line of evaluations.jsonl."""
 
     def on_rollback(self, step: int) -> None:
-        """Called after the run returned to the checkpoint of ``step``.
-
-        Later steps are made again.
-        """
+        """Called after the run returned to the checkpoint of ``step``. Later steps are repeated."""
 
     def on_end(self) -> None:
-        """Called after the loop: the run is done, or a signal stopped it."""
+        """Called after the loop, when the run is done or a signal has stopped it."""
 
     def close(self) -> None:
-        """Flush and close files. Called once, also when the run fails."""
+        """Flush and close files. Called once, even if the run fails."""
 
 
 PROBED_STEP = 2  # the first step allocates optimizer state; the steps after it allocate the same
 
 
 class MemoryProbe(Observer):
-    """Runs one step under the probe. ``peak`` is the result in bytes, None before.
+    """Measures the peak of live tensors in one step. ``peak`` has the bytes, or None before that
+    step.
 
-    It is step ``PROBED_STEP``. With a schedule of maskings, it is the first later step with
-    backward masking, which needs the most memory.
+    The step is ``PROBED_STEP``. With a masking schedule, it is the first later step with backward
+    masking, which needs the most memory.
     """
 
     def __init__(self, engine: SDPEngine):
@@ -83,7 +81,9 @@ class MemoryProbe(Observer):
 
     @staticmethod
     def works_with(engine: SDPEngine) -> bool:
-        """Whether the probe sees all memory. On a CPU, it misses allocations of compiled code."""
+        """Whether the probe sees all memory. On a CPU, it does not see what compiled code
+        allocates.
+        """
         return engine.device.type == "cuda" or not engine.config.training.compile
 
     @contextmanager
@@ -99,10 +99,11 @@ class MemoryProbe(Observer):
 
 
 class RemoteFiles(Observer):
-    """Copies the files of the run in ``dump_dir`` to ``url``, on rank 0.
+    """Copies the files of a run from ``dump_dir`` to ``url`` in an object store. Rank 0 has this
+    observer.
 
-    They are copied at every evaluation and with every checkpoint. The checkpoints themselves are in
-    the object store only.
+    It copies them at every evaluation and with every checkpoint. Checkpoints themselves are not
+    copied, because the run writes them to the object store.
     """
 
     def __init__(self, url: str, dump_dir: Path, save_every: int):
@@ -161,10 +162,10 @@ EVAL_TAGS = {"loss": "Eval/loss", "accuracy": "Eval/accuracy", "subnetwork_loss_
 
 
 class Monitors(Observer):
-    """All monitors that the configuration enables."""
+    """Writes the curves of a run to all monitors that the configuration enables."""
 
     def __init__(self, monitors: Sequence[CurveWriter], *, images: bool = False):
-        """``images``: whether there are images and no tokens to count."""
+        """``images``: whether the samples are images, so that tokens are not counted."""
         self._monitors, self._images = monitors, images
 
     def on_step(self, line: Line) -> None:
@@ -190,10 +191,10 @@ class Monitors(Observer):
 def open_monitors(config: Config, dump_dir: Path, *, resume: bool = False) -> Monitors:
     """Open the monitors that the configuration enables. Call this on rank 0 only.
 
-    An empty ``output_path`` means ``tensorboard`` and ``csv`` in ``dump_dir``. When a run is
-    resumed (``resume``), its curves continue in the same files and in the same run of Weights &
-    Biases. Points of repeated steps are replaced. Raises ConfigError if a package is missing or
-    refuses to start, or if a directory cannot be created.
+    An empty ``output_path`` means the folders ``tensorboard`` and ``csv`` in ``dump_dir``. With
+    ``resume``, curves continue in the same files and in the same run of Weights & Biases, and
+    points of repeated steps are replaced. Raises ConfigError if a package is missing or refuses to
+    start, or if a directory cannot be created.
     """
     options: dict[str, Any] = {}
     if config.wandb.enabled:
@@ -203,22 +204,19 @@ def open_monitors(config: Config, dump_dir: Path, *, resume: bool = False) -> Mo
 
 
 def train_scalars(line: Line) -> dict[str, float]:
-    """Return the points of the curves for a line of metrics.jsonl."""
+    """Return the values of a line of metrics.jsonl, by the names of their curves."""
     return {tag: line[key] for key, tag in TRAIN_TAGS.items() if line.get(key) is not None}
 
 
 def evaluation_scalars(line: Line) -> dict[str, float]:
-    """Return the points of the curves for a line of evaluations.jsonl."""
+    """Return the values of a line of evaluations.jsonl, by the names of their curves."""
     losses = line.get("subnetwork_losses") or []
     values = {**line, "subnetwork_loss_mean": sum(losses) / len(losses) if losses else None}
     return {tag: values[key] for key, tag in EVAL_TAGS.items() if values.get(key) is not None}
 
 
 def _wandb_id(dump_dir: Path, *, resume: bool) -> str:
-    """Return the id of the run of Weights & Biases. A run that is not resumed gets a new one.
-
-    The id is in a file of the dump directory, so that a resumed run continues it.
-    """
+    """Return the id of this run in Weights & Biases. A file keeps it for a resume."""
     path = dump_dir / WANDB_ID
     require_own_file(path)
     if resume and path.is_file():
@@ -235,15 +233,15 @@ def _wandb_id(dump_dir: Path, *, resume: bool) -> str:
 
 
 class Progress(Observer):
-    """Shows the loss, the speed and the learning rate of the newest step.
+    """Shows the loss, the speed and the learning rate of the newest step on the terminal.
 
-    Without a terminal it prints a line every ``steps_per_print`` steps, and one for the last step.
-    A terminal of unknown width gets these lines, too. If standard error is closed, for example
-    after a lost connection, the run continues without output.
+    A terminal shows a bar. Without a terminal, or if its width is unknown, there is a line every
+    ``steps_per_print`` steps and for the last step. If standard error is closed, for example after
+    a lost connection, the run continues without output.
     """
 
     def __init__(self, steps_per_print: int, counted: str = "tokens", evaluated: str = "full model"):
-        """``counted``: what the speed counts. ``evaluated``: what the held-out loss belongs to."""
+        """``counted``: what the speed counts. ``evaluated``: what has the held-out loss."""
         self._every, self._counted, self._evaluated = steps_per_print, counted, evaluated
         self._stream: TextIO | None = sys.stderr
         self._steps = self._shown = 0
@@ -289,9 +287,7 @@ class Progress(Observer):
         )
 
     def _print(self, text: str, *, in_bar: bool = False) -> None:
-        """Log ``text``, and print it on a line of its own, unless a bar shows the same. A bar stays
-        below it.
-        """
+        """Log ``text``, and print it in a line of its own, unless a bar shows the same."""
         log.info("%s", text, extra=FILE_ONLY)
         if self._bar is not None:
             if not in_bar:

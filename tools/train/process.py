@@ -1,4 +1,4 @@
-"""The handlers of a rank's log, which are the terminal and a file."""
+"""The log of a rank, on the terminal and in a file."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ FILE_ONLY = {"file_only": True}  # extra= of a record that the terminal has in a
 
 
 def set_up_logging(rank: int, dump_dir: Path) -> None:
-    """Set up the log files. Rank 0 also logs to the terminal.
+    """Open the log file of a rank. Rank 0 also logs to the terminal.
 
-    The files of the other ranks have only warnings and errors.
+    Other ranks log only warnings and errors.
     """
     log.setLevel(logging.INFO if rank == 0 else logging.WARNING)
     log.propagate = False
@@ -36,7 +36,7 @@ def set_up_logging(rank: int, dump_dir: Path) -> None:
 
 
 class LogFile(logging.FileHandler):
-    """Appends to ``path``. If that fails, it reports it once on stderr, and the run goes on.
+    """A log file. If it cannot be written, a line on stderr says so once, and the run goes on.
 
     Raises WriteError if ``path`` is not a regular file.
     """
@@ -57,14 +57,14 @@ class LogFile(logging.FileHandler):
 
 
 class PrintableFormatter(logging.Formatter):
-    """Escapes control characters, which names in files may have."""
+    """Formats messages with control characters escaped, because names in files may have some."""
 
     def format(self, record: logging.LogRecord) -> str:
         return escape(super().format(record))
 
 
 class TerminalHandler(logging.StreamHandler[TextIO]):
-    """Shows the messages of the log on ``stream``."""
+    """Prints the messages of the log on ``stream``. If the terminal is gone, the run goes on."""
 
     def __init__(self, stream: TextIO):
         super().__init__(stream)

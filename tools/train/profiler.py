@@ -22,7 +22,7 @@ _MOST_DIGITS = 18  # of a step; Python refuses to read numbers of thousands of d
 
 
 def parse_steps(text: str) -> tuple[int, int]:
-    """Read ``FIRST-LAST`` or ``STEP``, counted from 1. Raises :class:`ConfigError`."""
+    """Return the first and last step in ``FIRST-LAST`` or ``STEP``. Raises :class:`ConfigError`."""
     first, _, last = text.partition("-")
     last = last or first
     is_valid = all(part.isdecimal() and len(part) <= _MOST_DIGITS for part in (first, last))
@@ -35,11 +35,11 @@ def parse_steps(text: str) -> tuple[int, int]:
 
 
 class StepProfiler(Observer):
-    """Records steps ``first`` to ``last`` of rank 0 and writes them to ``directory``.
+    """Profiles steps ``first`` to ``last`` of rank 0, and writes the profile to ``directory``.
 
-    Steps are counted from the first step of this process, also when it resumes a run. On other
-    ranks (``records`` is False) only the number of steps is checked, so that all ranks refuse the
-    same.
+    Steps are counted from the first step of this process, even if it resumes a run. On other ranks,
+    ``records`` is False. They only check that the run is long enough, so that all ranks raise the
+    same error.
     """
 
     def __init__(self, first: int, last: int, directory: Path, device: torch.device, *, records: bool):

@@ -1,6 +1,4 @@
-"""One rank of ``sdp train``: checks the run, opens logs, joins the other ranks, builds data, model
-and engine, and starts the trainer.
-"""
+"""One rank of ``sdp train``: checks the run, joins other ranks, builds the engine, and trains."""
 
 from __future__ import annotations
 
@@ -45,11 +43,12 @@ log = logging.getLogger("sdp")
 def started(
     config: Config, options: argparse.Namespace, rank: int, world_size: int, on_stall: Callable[[str], None]
 ) -> Iterator[Heartbeat]:
-    """Open the logs, begin to report this rank's position, and join the other ranks. Collective.
+    """A context in which this rank has joined the other ranks and is watched for hanging.
+    Collective.
 
     If there are several ranks, a rank is watched until its process has ended, because other ranks
-    would wait for a hanging exit. A single rank is watched only inside the ``with`` block, because
-    the process may do other work afterwards.
+    would wait for a hanging exit. A single rank is watched only inside the context, because the
+    process may do other work afterwards.
 
     Args:
         config: the configuration, which was checked.
@@ -101,7 +100,11 @@ def build(config: Config, dump_dir: Path, beat: Heartbeat, service: Membership |
 
 
 def with_loss_weighting(config: Config, corpus: Corpus) -> Config:
-    """Weigh losses by their numbers of labels if these differ, unless the file decides."""
+    """Return ``config`` with losses weighted by their numbers of labels, if samples differ in
+    these.
+
+    A ``training.loss_weighting`` in the configuration file stays.
+    """
     if config.training.loss_weighting is not None or not corpus.masks_labels:
         return config
     training = config.training.model_copy(update={"loss_weighting": "tokens"})
@@ -109,14 +112,11 @@ def with_loss_weighting(config: Config, corpus: Corpus) -> Config:
 
 
 def run(options: argparse.Namespace, on_stall: Callable[[str], None]) -> int:
-    """Run this rank's part of a run.
+    """Train as one rank of a run, and return the exit code.
 
     Args:
         options: the arguments of the command line.
         on_stall: called with a message, from another thread, when the rank makes no progress.
-
-    Returns:
-        The exit code.
     """
     profiled = parse_steps(options.profile) if options.profile is not None else None
     # In the form that is written to config.json.

@@ -1,4 +1,4 @@
-"""Options that ``sdp train --service`` and ``sdp serve`` share."""
+"""What ``sdp train --service`` and ``sdp serve`` share: secret, address, TLS and settings."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ _FEWEST_CHARACTERS = 16
 def read_token(path: Path | None) -> bytes:
     """Return the secret that the groups of a run share with its service.
 
-    Raises:
-        ConfigError: there is no token, or it is too short.
+    It is in the file ``path``, or if ``path`` is None in the variable SDP_SERVICE_TOKEN. Raises
+    ConfigError if there is no secret, or if it is too short.
     """
     source = "SDP_SERVICE_TOKEN" if path is None else str(path)
     try:
@@ -34,7 +34,7 @@ def read_token(path: Path | None) -> bytes:
 
 
 def split_address(address: str, option: str) -> tuple[str, int]:
-    """Return host and port of HOST:PORT. Raises ConfigError."""
+    """Return host and port of HOST:PORT. Raises ConfigError if ``address`` has another form."""
     host, _, port = address.rpartition(":")
     if not host or not port.isdecimal() or len(port) > 5 or int(port) >= 2**16:
         raise ConfigError(f"{option} {shorten(address)}: is not HOST:PORT, such as 10.0.0.1:7777")
@@ -42,7 +42,7 @@ def split_address(address: str, option: str) -> tuple[str, int]:
 
 
 def trusted(path: Path | None) -> ssl.SSLContext | None:
-    """Return a TLS context that trusts the certificates in ``path``. None: no encryption."""
+    """Return a TLS context that trusts the certificates in ``path``, or None without encryption."""
     try:
         return ssl.create_default_context(cafile=path) if path is not None else None
     except (OSError, ssl.SSLError) as error:
@@ -50,7 +50,7 @@ def trusted(path: Path | None) -> ssl.SSLContext | None:
 
 
 def certificates(certificate: Path | None, key: Path | None) -> ssl.SSLContext | None:
-    """Return a TLS context with the service's ``certificate``. None: no encryption."""
+    """Return the service's TLS context, or None (no encryption) if there is no ``certificate``."""
     if certificate is None:
         return None
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
@@ -62,7 +62,7 @@ def certificates(certificate: Path | None, key: Path | None) -> ssl.SSLContext |
 
 
 def settings_of(config: Config) -> dict[str, Any]:
-    """Return the settings that must be equal in the service and all groups, as JSON."""
+    """Return, for JSON, the settings that must be equal in the service and in all groups."""
     whole = config.resolved()
     kept = ("sdp", "model", "optimizer", "scheduler", "gradient_clipping", "train_batch_size")
     settings = {key: whole[key] for key in kept}

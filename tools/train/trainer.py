@@ -1,6 +1,6 @@
 """The training loop of one rank: the engine calls of a user's own script, evaluation and saving.
 
-Everything that only watches the loop is an observer, see ``observer.py``.
+What only watches the loop is an observer (``observer.py``).
 """
 
 from __future__ import annotations
@@ -39,11 +39,11 @@ THE_END, WRITING = "the end", "writing lines"
 
 
 class Trainer:
-    """Trains on one rank, from :meth:`train` to the last step.
+    """The training loop of one rank, with its evaluations and checkpoints. :meth:`train` runs it.
 
     Args:
-        config: the configuration, in the form that is written to config.json.
-        engine: what ``sdp.initialize`` returned.
+        config: the configuration, as it is written to config.json.
+        engine: the engine that ``sdp.initialize`` returned.
         corpus: training and held-out data.
         dump_dir: the directory of the run's files.
         checkpoints: the directory of the checkpoints, or its URL in an object store.
@@ -82,8 +82,9 @@ class Trainer:
         )
 
     def train(self, *, resume: bool) -> int:
-        """Run to the last step, from the newest checkpoint if ``resume``. Return the exit code.
-        Collective.
+        """Run to the last step, and return the exit code. Collective.
+
+        With ``resume``, the run continues from its newest checkpoint.
         """
         engine, training = self._engine, self._config.training
         resumed = self._begin_served() if self._service is not None else resume and self._checkpoints.resume()
@@ -142,7 +143,7 @@ class Trainer:
         return 0
 
     def close(self) -> None:
-        """Close what the observers have open. Called once, also when the run fails."""
+        """Close the files of the observers. Called once, even if the run fails."""
         for observer in self._observers:
             # A write that failed before fails again here. It was reported then.
             with contextlib.suppress(OSError):
@@ -186,8 +187,7 @@ class Trainer:
         self._record(except_newest=engine.local_training.lag)
 
     def _record(self, *, except_newest: int = 0) -> None:
-        """Write the lines of metrics.jsonl that are finished, and show them to the observers.
-        Collective.
+        """Write the finished lines of metrics.jsonl, and show them to the observers. Collective.
 
         The ranks also agree here to stop, if any of them received a signal.
         """
@@ -218,8 +218,7 @@ class Trainer:
             observer.on_evaluation(line)
 
     def _roll_back(self, spike: SpikeError) -> None:
-        """Return to the newest checkpoint, and go on with the data that follows the spike.
-        Collective.
+        """Return to the newest checkpoint, and go on with the data after the spike. Collective.
 
         Raises SpikeError if the policy is "stop", if there is no checkpoint, or if more rollbacks
         than ``training.max_skips`` ended at the same checkpoint.
@@ -248,11 +247,10 @@ class Trainer:
     # -- the start and the end ---------------------------------------------------------------------
 
     def _write_start(self, files: RunFiles, *, resume: bool, resumed: bool) -> None:
-        """Write the files that describe the run. A resume that fails before this leaves the run
-        unchanged.
+        """Write the files that describe the run. A resume that fails before this changes no file.
 
-        ``resume``: whether the run goes on with the files of an earlier one. ``resumed``: whether
-        there was a checkpoint.
+        ``resume`` says whether the files of an earlier run continue, and ``resumed`` whether that
+        run had a checkpoint.
         """
         if resume and self._service is None:
             files.restart(self._engine.global_steps)
@@ -289,7 +287,6 @@ class Trainer:
         return steps > 0
 
     def _announce(self, start: int) -> None:
-        """Say what will be trained from step ``start`` on."""
         engine, config = self._engine, self._config
         parameters = sum(info.numel for info in engine.layout.parameters_at(0).values())
         log.info(

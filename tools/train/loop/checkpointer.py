@@ -1,4 +1,4 @@
-"""Saves and resumes a run."""
+"""Saves the checkpoints of a run, and resumes the run from them."""
 
 from __future__ import annotations
 
@@ -23,12 +23,13 @@ CHECKPOINT, AWAITING, LOAD = "checkpoint", "waiting for the checkpoint", "loadin
 
 
 class Checkpointer:
-    """Writes the checkpoints of a run to ``directory``, which is in ``dump_dir``, or a URL.
+    """Writes and loads the checkpoints of a run in ``directory``: a folder in ``dump_dir``, or a
+    URL.
 
-    A save that fails leaves the checkpoint before it in place.
+    A save that fails leaves the previous checkpoint in place.
 
-    ``client_state`` is stored in every checkpoint. ``recalibrated`` gives the context in which the
-    model is saved.
+    ``client_state`` is stored in every checkpoint. A checkpoint is saved inside the context that
+    ``recalibrated`` returns, in which batch norms have the statistics of the full model.
     """
 
     def __init__(
@@ -51,7 +52,10 @@ class Checkpointer:
         return self._engine.config.training
 
     def resume(self) -> bool:
-        """Load the newest checkpoint, if there is one, and apply changed settings. Collective."""
+        """Load the newest checkpoint, and return whether there is one. Collective.
+
+        Settings that have changed since the checkpoint apply.
+        """
         engine = self._engine
         self._beat.at(0, LOAD, self._training.start_timeout)
         path, _ = engine.load_checkpoint(self.directory, configured_rates=True)
@@ -62,9 +66,9 @@ class Checkpointer:
         return True
 
     def roll_back(self) -> bool:
-        """Load the newest checkpoint, but leave the position in the data as it is. Collective.
+        """Load the newest checkpoint, and return whether there is one. Collective.
 
-        Returns whether there is a checkpoint.
+        The position in the data stays, so that the run goes on with other data.
         """
         engine = self._engine
         self.settle(block=True)
@@ -75,9 +79,9 @@ class Checkpointer:
         return path is not None
 
     def save(self) -> None:
-        """Write a checkpoint. If that fails, the run goes on. Collective.
+        """Write a checkpoint, in the background if ``training.async_save`` says so. Collective.
 
-        The configuration decides whether the checkpoint is written in the background.
+        If that fails, the run goes on.
 
         Raises:
             CheckpointError: ``training.max_failed_saves`` checkpoints in a row failed.
@@ -106,7 +110,7 @@ class Checkpointer:
             )
 
     def write(self, *, background: bool = False) -> None:
-        """Write a checkpoint. Collective. Raises CheckpointError."""
+        """Write a checkpoint, and raise CheckpointError if that fails. Collective."""
         self._beat.at(self._engine.global_steps, CHECKPOINT, self._training.save_timeout)
         self._make_directory()
         with self._recalibrated():
@@ -121,10 +125,9 @@ class Checkpointer:
     def _make_directory(self) -> None:
         """Make the directory before the first save. Collective.
 
-        Raises:
-            WriteError: On all ranks, if the directory of the run was removed during the run.
-            CheckpointError: On all ranks, if the directory or its pointer is a symbolic link, or if
-                the directory was removed during the run. It is not made again.
+        Raises, on all ranks:
+            WriteError: the directory of the run was removed during the run.
+            CheckpointError: the directory was removed during the run, or there is a symbolic link.
         """
 
         def make() -> None:
@@ -159,7 +162,9 @@ class Checkpointer:
             return False
 
     def settle(self, *, block: bool) -> None:
-        """Report a save in the background that failed. ``block``: wait until it has ended."""
+        """Report whether a save in the background has failed. With ``block``, wait for its end
+        first.
+        """
         if block:
             self._beat.at(self._engine.global_steps, AWAITING, self._training.save_timeout)
         try:

@@ -25,7 +25,7 @@ CALIBRATION_BATCHES = 8  # training batches per rank that measure batch norm's s
 
 
 class Routed(Dataset[dict[str, Any]]):
-    """Samples, each with its ``path``."""
+    """Samples with the number of their path, under the key ``path``."""
 
     def __init__(self, samples: Any, paths: PathSamples):
         self._samples, self._paths = samples, np.empty(len(samples), dtype=np.int64)
@@ -33,8 +33,10 @@ class Routed(Dataset[dict[str, Any]]):
             self._paths[members] = path
 
     def by_path(self, rows: Sequence[int], micro: int) -> Subset[dict[str, Any]]:
-        """Return the samples in ``rows``, sorted such that each ``micro`` of them have one path.
-        The paths alternate. Incomplete groups of all paths come last.
+        """Return the samples in ``rows``, sorted so that a micro-batch of ``micro`` samples has one
+        path.
+
+        Micro-batches of the paths alternate. The samples that fill no micro-batch come last.
         """
         members = [[row for row in rows if self._paths[row] == path] for path in range(self._paths.max() + 1)]
         whole = [len(mine) // micro * micro for mine in members]
@@ -55,14 +57,14 @@ class Routed(Dataset[dict[str, Any]]):
 
 
 def without_prefix(batch: dict[str, Any], prefix: int) -> dict[str, Any]:
-    """Return the batch with only the labels after the first ``prefix`` tokens."""
+    """Return the batch without the labels of the first ``prefix`` tokens."""
     labels = batch["labels"].clone()
     labels[:, :prefix] = -100
     return {**batch, "labels": labels}
 
 
 class Evaluator:
-    """Reads this rank's share of the held-out data, the same at each evaluation."""
+    """Evaluates the full model and the subnetworks of a run, always on the same held-out data."""
 
     def __init__(self, engine: SDPEngine, corpus: Corpus, beat: Heartbeat):
         self._engine, self._corpus, self._beat = engine, corpus, beat
@@ -84,9 +86,9 @@ class Evaluator:
         return is_last or bool(every and step % every == 0)
 
     def evaluate(self, *, is_last: bool = False) -> dict[str, Any]:
-        """Compute the losses of the full model and of every group's own subnetwork. Collective.
+        """Compute the losses of the full model and of every group's subnetwork. Collective.
 
-        The result has the keys of evaluations.jsonl.
+        The result has the keys of a line of evaluations.jsonl.
         """
         engine = self._engine
         started = time.perf_counter()
@@ -113,8 +115,9 @@ class Evaluator:
         return {"loss": loss, **measures, "subnetwork_losses": losses, "seconds": time.perf_counter() - started}
 
     def _routed(self, batches: list[Any], paths: list[Any], *, is_last: bool) -> dict[str, Any]:
-        """Return the loss after the prefix that the router reads. After the last step, also the
-        losses of all held-out samples under each single path.
+        """Return the loss after the prefix that the router reads.
+
+        After the last step, also return the losses of all held-out samples under each single path.
         """
         engine, prefix, found = self._engine, self._corpus.router_prefix, dict[str, Any]()
         if prefix is not None and prefix < engine.config.data.sequence_length:
@@ -127,7 +130,7 @@ class Evaluator:
         return found
 
     def recalibrated(self) -> AbstractContextManager[None]:
-        """Give batch norms the full model's statistics while inside. Collective."""
+        """A context in which batch norms have the statistics of the full model. Collective."""
         return self._engine.recalibrated(self._calibration) if self._calibration else nullcontext()
 
     def _calibration_batches(self) -> list[Any]:

@@ -1,6 +1,4 @@
-"""Measures optimizer steps: seconds of the parts, peak memory, bytes sent; and makes the lines of
-metrics.jsonl.
-"""
+"""Measures seconds, peak memory and sent bytes of steps, and makes the lines of metrics.jsonl."""
 
 from __future__ import annotations
 
@@ -34,7 +32,7 @@ _ROW_BYTES = 8 * (3 + len(_KINDS))  # of a step's message: signal, peak and byte
 class StepFacts:
     """The measurements of one rank in one step.
 
-    ``seconds`` has the seconds of each part, by its key in metrics.jsonl.
+    ``seconds`` has the seconds of forward, backward and so on, by their keys in metrics.jsonl.
     """
 
     learning_rate: float
@@ -44,7 +42,10 @@ class StepFacts:
 
 
 class StepMeter:
-    """Measures a step from :meth:`begin` to :meth:`end`, and reports its parts to the heartbeat."""
+    """Measures each step from :meth:`begin` to :meth:`end`.
+
+    It also tells the heartbeat what the rank is doing, so that a rank that hangs can be found.
+    """
 
     def __init__(self, engine: SDPEngine, beat: Heartbeat):
         config = engine.config
@@ -72,9 +73,9 @@ class StepMeter:
 
     @contextmanager
     def timed(self, name: str) -> Iterator[None]:
-        """Measure one of ``TIMED`` of the step, without the time that it waits for averages.
+        """A context that measures one activity of a step, such as "forward".
 
-        The part has the same name in a profile.
+        The time that it waits for averages is measured separately. A profile shows the same name.
         """
         engine, training = self._engine, self._engine.config.training
         # The first step also compiles, allocates and connects.
@@ -99,9 +100,9 @@ class StepMeter:
         return StepFacts(self._learning_rate, self._memory.read(), comm, self._seconds)
 
     def sent_per_step(self) -> dict[str, int]:
-        """Return the bytes that this rank sent in a step, by kind.
+        """Return the bytes that this rank sent in the newest step, by kind of message.
 
-        With local steps they are means over the last round.
+        With local steps, they are means over the last round.
         """
         total = Counter[str]()
         for comm in self._sent:
@@ -116,7 +117,7 @@ class StepMeter:
 class StepLines:
     """Makes the lines of metrics.jsonl from the measurements of all ranks.
 
-    With local steps (``sdp.sync``) a line is finished some steps later, so that no step waits for
+    With local steps (``sdp.sync``), a line is finished some steps later, so that no step waits for
     a message of another group.
     """
 
@@ -127,11 +128,11 @@ class StepLines:
         self._begun: deque[tuple[dict[str, Any], Callable[[], list[int]], Any]] = deque()
 
     def begin(self, facts: StepFacts, elapsed: float, signal: int) -> None:
-        """Begin the line of the step that has just been made. Collective.
+        """Begin the line of the newest step. Collective.
 
         Args:
             facts: the measurements of this rank.
-            elapsed: seconds of the step.
+            elapsed: the seconds of the step.
             signal: the signal that this rank has received, 0 if none.
         """
         engine, config = self._engine, self._engine.config
@@ -170,13 +171,13 @@ class StepLines:
         self._begun.append((line, most, update))
 
     def finished(self, *, except_newest: int = 0) -> Iterator[tuple[dict[str, Any], int]]:
-        """Return lines in the order of their steps, and forget them. Collective.
+        """Finish lines in the order of their steps, and remove them from this object. Collective.
 
         Args:
-            except_newest: how many of the newest lines may still be unfinished.
+            except_newest: how many of the newest lines are left for later.
 
         Returns:
-            Each line, and the signal that any rank had received by then, 0 if none.
+            Each line, and the signal that any rank had received by the end of this step, 0 if none.
         """
         while len(self._begun) > except_newest:
             line, most, update = self._begun.popleft()
@@ -209,7 +210,7 @@ NOMINAL_TFLOPS = {
 def nominal_flops(device: torch.device, precision: str) -> float | None:
     """Return the dense peak of ``device`` in its data sheet, in operations a second.
 
-    None on a CPU, for a device that is not in the table, and in float32.
+    Returns None on a CPU, in float32, and for a device that is not in the table.
     """
     if device.type != "cuda" or precision == "float32":
         return None
@@ -218,10 +219,10 @@ def nominal_flops(device: torch.device, precision: str) -> float | None:
 
 
 class Utilisation:
-    """Computes the MFU of a run from its tokens per second.
+    """Computes the model FLOPs utilisation (MFU) of a run from its tokens per second.
 
-    ``of`` returns nothing if the MFU is unknown: on a CPU, on a device that is not in the table, in
-    float32, or for a model without ``flops_per_token``.
+    It is unknown if the device's peak is unknown (:func:`nominal_flops`), or if the model has no
+    ``flops_per_token``.
     """
 
     def __init__(self, engine: SDPEngine, sequence_length: int):
@@ -235,8 +236,9 @@ class Utilisation:
                 self._flops[masking] = of_group / engine.world_size
 
     def of(self, tokens_per_second: float, masking: Masking) -> dict[str, float]:
-        """Return the figures at ``tokens_per_second`` of the whole run, in steps with ``masking``:
-        ``flops_per_second``, the sustained rate of a device, and ``mfu``, its share of the peak.
+        """Return ``mfu`` and ``flops_per_second`` of a device, or nothing if the MFU is unknown.
+
+        ``tokens_per_second`` is that of the whole run, in steps with ``masking``.
         """
         if masking not in self._flops or self._peak is None:
             return {}
@@ -245,21 +247,21 @@ class Utilisation:
 
 
 def mean_flops_per_token(flops: Mapping[str, float], placement: Placement, *, keeps_frozen: bool) -> float:
-    """Return :func:`flops_per_token`, averaged over the groups."""
+    """Return the operations of forward and backward per token, averaged over the groups."""
     return fmean(
         flops_per_token(flops, placement, group, keeps_frozen=keeps_frozen) for group in range(placement.groups)
     )
 
 
 def flops_per_token(flops: Mapping[str, float], placement: Placement, group: int, *, keeps_frozen: bool) -> float:
-    """Return the operations of forward and backward per token in a group.
+    """Return the operations of forward and backward per token in one group.
 
     Args:
-        flops: The operations of the full model by block, and those of the rest as "shared".
+        flops: The operations of each block of the full model, and of the rest as "shared".
         placement: Which group holds which unit.
-        group: The group.
-        keeps_frozen: Whether a group runs frozen copies of the units that it does not hold. For
-            these it computes everything except the gradients of weights, which are a third.
+        group: The number of the group.
+        keeps_frozen: Whether the group runs frozen copies of the units that it does not hold. A
+            copy takes two thirds of a unit's operations, because it needs no gradients of weights.
     """
     total = flops.get("shared", 0.0)
     for block, cost in flops.items():

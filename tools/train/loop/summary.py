@@ -1,4 +1,4 @@
-"""``summary.json`` of a finished run: the figures of every rank."""
+"""``summary.json``, with the figures of every rank of a finished run."""
 
 from __future__ import annotations
 
@@ -39,13 +39,13 @@ def write_summary(files: RunFiles, summary: dict[str, Any]) -> None:
 def run_summary(
     engine: SDPEngine, corpus: Corpus, dump_dir: Path, ranks: list[dict[str, Any]], seconds: float
 ) -> dict[str, Any]:
-    """Collect the content of summary.json.
+    """Return the content of summary.json.
 
     Args:
         engine: the engine after the last step.
         corpus: the data of the run.
         dump_dir: the directory of the run.
-        ranks: state, memory and traffic of every rank.
+        ranks: the figures of every rank: state, memory and traffic.
         seconds: wall time of the training.
     """
     layout, config = engine.layout, engine.config
