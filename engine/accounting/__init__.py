@@ -1,1 +1,1 @@
-"""Bytes of state, predicted and measured; peak memory; the clock of a step."""
+"""Predicts and measures bytes of state and peak memory, and prints quantities for reports."""

@@ -1,7 +1,4 @@
-"""Bytes of parameters, gradients and optimizer state.
-
-They can be predicted from the placement, and measured on the tensors of a rank.
-"""
+"""Predicts and measures the bytes of parameters, gradients and optimizer state of a rank."""
 
 from __future__ import annotations
 
@@ -31,7 +28,7 @@ STATE_TENSORS = {"AdamW": 2, "Adam": 2, "ApexFusedAdam": 2}
 
 @dataclass(frozen=True)
 class StateBytes:
-    """Bytes on one rank between the backward pass and the optimizer step.
+    """Bytes of state on one rank, after the backward pass and before the optimizer step.
 
     ``frozen`` counts the copies of parameters that the rank does not train. ``outer`` counts what
     local steps keep between averages: anchors, the state of the outer optimizer, and the errors of
@@ -47,7 +44,7 @@ class StateBytes:
 
     @property
     def total(self) -> int:
-        """Bytes on the device."""
+        """Bytes on the device: the sum of all fields, without ``outer_on_host``."""
         return self.parameters + self.gradients + self.optimizer + self.frozen + self.outer - self.outer_on_host
 
     def to_json(self) -> dict[str, int]:
@@ -56,7 +53,7 @@ class StateBytes:
 
 
 def predicted_state(store: GroupStore, config: Config) -> StateBytes:
-    """Predict the state of this rank from the placement."""
+    """Predict the bytes of this rank's state from the placement, with FSDP2 or DeepSpeed."""
     if config.sdp.engine == "deepspeed":
         return _predict_partitions(store, config.zero_optimization.stage)
     return predict_state_bytes(store.layout, store.context.rank, store.optimizer, config)
@@ -87,11 +84,9 @@ def _predict_partitions(store: Any, stage: int) -> StateBytes:
 
 
 def measured_state(groups: BetweenGroups, gradient_bytes: int) -> StateBytes:
-    """Return the bytes of this rank's tensors as they are now.
+    """Return the bytes of this rank's state, counted on its tensors.
 
-    Args:
-        groups: What this rank has.
-        gradient_bytes: Bytes of the gradients, counted before the step freed them.
+    ``gradient_bytes`` are the bytes of the gradients, counted before the step freed them.
     """
     store, local = groups.store, groups.local
     held = {id(parameter): stored_tensor(parameter) for parameter in store.parameters.values()}
@@ -109,7 +104,7 @@ def _nbytes(tensors: Iterable[torch.Tensor]) -> int:
 
 
 def predict_state_bytes(layout: Layout, rank: int, optimizer: Optimizer, config: Config) -> StateBytes:
-    """Predict the state of ``rank`` from the placement.
+    """Predict the bytes of the state of ``rank`` from the placement, with FSDP2.
 
     A rank has float32 master weights, gradients and optimizer state for the parameters that its
     group holds. It also has the group's frozen copies. ``optimizer`` determines the number of state
@@ -130,11 +125,11 @@ def predict_state_bytes(layout: Layout, rank: int, optimizer: Optimizer, config:
 
 
 def predict_outer_bytes(sync: SyncSection, trained: Sequence[tuple[TensorInfo, int]]) -> int:
-    """Return the bytes of anchors, outer optimizer state and rounding errors.
+    """Return the bytes of anchors, outer optimizer state and rounding errors of local steps.
 
-    ``trained`` has the parameters with their local numbers of elements. A parameter with "skip"
-    (``single_holder``) has no state. A slice has, because checkpoints have the whole parameter's
-    state.
+    ``trained`` has the trained parameters of a rank, with the number of elements in the rank's
+    shard. With ``single_holder`` "skip", a parameter with one holder has no outer optimizer state.
+    A slice has it even then, because checkpoints have the state of the whole parameter.
     """
     shared = sum(numel for info, numel in trained if len(info.holders) > 1)
     everything = sum(numel for _, numel in trained)
@@ -167,14 +162,14 @@ def state_tensors(optimizer: Optimizer) -> int:
 
 
 class PeakMemory:
-    """Peak memory of this process since :meth:`reset`.
+    """Measures the peak memory of this process since the last :meth:`reset`.
 
     On CUDA, these are the bytes that torch allocated. On a CPU, they are anonymous resident bytes,
-    including the heaps of the interpreter and the libraries. :meth:`reset` resets the kernel's
-    high-water mark if the kernel allows it.
+    including the heaps of the interpreter and the libraries. If the kernel does not allow a reset,
+    the peak is that of the whole process.
 
-    On a CPU, start processes with the variables of ``allocator_settings``. Otherwise glibc keeps
-    freed memory resident.
+    On a CPU, start processes with the variables of ``allocator_settings()``. Otherwise glibc keeps
+    freed memory resident, so that it counts.
     """
 
     def __init__(self, device: torch.device):
@@ -191,7 +186,7 @@ class PeakMemory:
             return  # then the peak is that of the whole process, so it is never too low
 
     def read(self) -> int:
-        """Return the peak in bytes."""
+        """Return the peak memory since the last :meth:`reset`, in bytes."""
         if self._device.type == "cuda":
             return torch.cuda.max_memory_allocated(self._device)
         try:

@@ -1,6 +1,6 @@
 """Measures the peak bytes of live tensors in one training step.
 
-On a CPU, the resident size cannot show this, because it also counts freed memory.
+On a CPU, the resident memory of the process cannot show this, because it also counts freed memory.
 """
 
 from __future__ import annotations
@@ -39,9 +39,9 @@ def peak_tensor_bytes(
     function resets the allocator's statistics.
 
     On a CPU, the inputs and outputs of every operator are watched. That slows the step, so do not
-    time the probed step. Three things are not seen: scratch space inside one operator, the
-    communication library's buffers, and tensors that no operator has used yet. List such tensors in
-    ``kept``.
+    time it. Scratch space inside an operator and the communication library's buffers are not
+    counted. A tensor counts when an operator first uses it. List tensors in ``kept`` to count them
+    from the start.
 
     Args:
         step: Runs forward, backward and update once. It really changes the weights.
@@ -59,9 +59,9 @@ def peak_tensor_bytes(
 def watched_peak(
     module: nn.Module, optimizer: Optimizer, device: torch.device, *, kept: Iterable[torch.Tensor] = ()
 ) -> Iterator[Callable[[], int]]:
-    """A context for a training step. Yields a function that returns the peak of the step.
+    """A context in which to run a training step. It yields a function that returns the step's peak.
 
-    For the arguments and the result see :func:`peak_tensor_bytes`.
+    For the arguments and the peak see :func:`peak_tensor_bytes`.
     """
     if device.type == "cuda":
         torch.cuda.synchronize(device)
@@ -88,7 +88,7 @@ def _state_tensors(module: nn.Module, optimizer: Optimizer) -> Iterator[torch.Te
 
 
 class LiveStorages(TorchDispatchMode):
-    """Records every live storage on ``device`` that an operator has used.
+    """A context that records every storage on ``device`` that an operator uses, and the peak bytes.
 
     ``torch.distributed._tools.MemTracker`` counts the same. But it refuses a module that is called
     twice in a step, as in gradient accumulation.
@@ -117,10 +117,7 @@ class LiveStorages(TorchDispatchMode):
         return result
 
     def add(self, tensors: Iterable[torch.Tensor]) -> None:
-        """Record the tensors' storages.
-
-        The peak can have changed only if a storage is new or has grown.
-        """
+        """Record the storages of ``tensors``, and raise the peak if their bytes exceed it."""
         grown = [self._notice(tensor) for tensor in tensors]  # a list, so that no tensor is left out
         if any(grown):
             self.peak = max(self.peak, self._live_bytes())

@@ -1,4 +1,4 @@
-"""Sizes as reports and messages print them.
+"""Converts sizes, times and rates to text for reports and messages.
 
 Reports use decimal units (1 GB is 10⁹ bytes), except for the memory of processes, which they print
 in binary units (1 GiB is 2³⁰ bytes).
@@ -18,7 +18,7 @@ PREFIXES = {
 
 
 def format_bytes(nbytes: float, unit: str = "", digits: int = 2) -> str:
-    """Print bytes in ``unit``, by default in the largest unit that fits: ``1.50 GB``."""
+    """Return bytes as text, in ``unit`` or in the largest unit that fits: ``1.50 GB``."""
     if unit:
         return f"{nbytes / PREFIXES[unit.removesuffix('B')]:,.{digits}f} {unit}"
     factor, unit = unit_for(nbytes)
@@ -26,7 +26,7 @@ def format_bytes(nbytes: float, unit: str = "", digits: int = 2) -> str:
 
 
 def unit_for(nbytes: float, *, binary: bool = False) -> tuple[int, str]:
-    """The largest unit that is not larger than ``nbytes``: its bytes, and its name."""
+    """Return the largest unit that is not larger than ``nbytes``: its bytes, and its name."""
     step, names = (1024, BINARY_UNITS) if binary else (1000, DECIMAL_UNITS)
     power = 0
     while power + 1 < len(names) and nbytes >= step ** (power + 1):
@@ -35,18 +35,18 @@ def unit_for(nbytes: float, *, binary: bool = False) -> tuple[int, str]:
 
 
 def format_rate(bytes_per_second: float) -> str:
-    """Print bytes per second with four significant digits: ``1,250 GB/s``."""
+    """Return a rate in bytes per second as text with four significant digits: ``1,250 GB/s``."""
     return f"{bytes_per_second / PREFIXES['G']:,.4g} GB/s"
 
 
 def format_seconds(seconds: float) -> str:
-    """Print a time with at most four significant digits: ``11.63 µs``, ``3.54 s``, ``12,345 s``."""
+    """Return a time as text with at most four significant digits: ``11.63 µs``, ``12,345 s``."""
     factor, unit = next((unit for unit in ((1, "s"), (1e-3, "ms")) if seconds >= unit[0]), (1e-6, "µs"))
     return f"{_significant(seconds / factor)} {unit}"
 
 
 def format_flops(operations: float) -> str:
-    """Print floating-point operations with at most four significant digits: ``10.04 PFLOP``."""
+    """Return operations as text with at most four significant digits: ``10.04 PFLOP``."""
     prefix = next((prefix for prefix in "PTGMk" if operations >= PREFIXES[prefix]), "")
     return f"{_significant(operations / PREFIXES[prefix])} {prefix}FLOP"
 

@@ -1,5 +1,4 @@
-"""Decisions from the norm of a step's gradient: clipping, the loss scale of float16 (fixed, or
-dynamic by DeepSpeed's rules), skipped steps, and spikes.
+"""Clips gradients, scales losses for float16, and decides which steps are skipped.
 
 The global norm counts every parameter once, however many ranks hold or shard it. A step is a spike
 if its loss or its gradient's norm lies more than ``sigma`` standard deviations above the mean of
@@ -24,7 +23,7 @@ from ..errors import NonFiniteError, SpikeError
 
 
 def squared_norm(gradients: Sequence[torch.Tensor], device: torch.device) -> torch.Tensor:
-    """Return Σ‖g‖² of the local shards, as a float64 scalar tensor on ``device``."""
+    """Return Σ‖g‖² over this rank's shards of the gradients, as a float64 scalar on ``device``."""
     locals_ = [local_tensor(gradient) for gradient in gradients]
     if not locals_:
         return torch.zeros((), dtype=torch.float64, device=device)
@@ -33,7 +32,7 @@ def squared_norm(gradients: Sequence[torch.Tensor], device: torch.device) -> tor
 
 
 def clip_(gradients: Sequence[torch.Tensor], norm: float, max_norm: float) -> None:
-    """Scale the gradients in place by ``max_norm / norm`` if the norm is larger than ``max_norm``.
+    """Scale the gradients in place, so that the global norm ``norm`` becomes at most ``max_norm``.
 
     The formula is that of torch's ``clip_grad_norm_``.
     """
@@ -43,10 +42,10 @@ def clip_(gradients: Sequence[torch.Tensor], norm: float, max_norm: float) -> No
 
 
 class LossScaler:
-    """Multiplies losses by a factor, so that small gradients in float16 do not become 0.
+    """Chooses the factor of the loss, so that small gradients do not become 0 in float16.
 
     A dynamic scale is halved after ``hysteresis`` overflows, and doubled after
-    ``loss_scale_window`` steps without one. The names and rules are those of DeepSpeed's
+    ``loss_scale_window`` steps without an overflow. The names and rules are those of DeepSpeed's
     ``DynamicLossScaler``. Every rank has a scaler. All stay equal, because all ranks skip the same
     steps.
     """
@@ -68,11 +67,11 @@ class LossScaler:
 
     @property
     def can_be_lowered(self) -> bool:
-        """Whether a lower scale might avoid an overflow."""
+        """Whether a lower scale might avoid an overflow: it is dynamic, and above its minimum."""
         return self.is_dynamic and self.cur_scale > self._section.min_loss_scale
 
     def update(self, *, overflow: bool) -> None:
-        """Count a step, and change a dynamic scale."""
+        """Count a step, and halve or double a dynamic scale when this is due."""
         if not self.is_dynamic:
             return
         section = self._section
@@ -90,13 +89,13 @@ class LossScaler:
         self.cur_iter += 1
 
     def state_dict(self) -> dict[str, float] | None:
-        """Return scale and counts as JSON. None if the scale never changes."""
+        """Return the scale and its counts for a checkpoint, or None if the scale never changes."""
         return {key: getattr(self, key) for key in self._SAVED} if self.is_dynamic else None
 
     def load_state_dict(self, state: Mapping[str, Any] | None) -> None:
-        """Continue from a result of :meth:`state_dict`, or of DeepSpeed's scaler.
+        """Continue from a result of :meth:`state_dict`, or from the state of DeepSpeed's scaler.
 
-        A fixed scale stays.
+        A fixed scale does not change.
         """
         for key in self._SAVED if self.is_dynamic else ():
             if state is not None and key in state:
@@ -109,13 +108,13 @@ _FEWEST_STEPS = 20  # with fewer steps, the standard deviation is too uncertain
 
 
 class SpikeDetector:
-    """Decides for each step whether it is a spike. All ranks decide in the same way.
+    """Finds steps whose loss or gradient norm is a spike. All ranks decide in the same way.
 
-    NaN and infinite values are never spikes. They are handled elsewhere, and are not in the window,
-    whose mean would be NaN.
+    A step with a NaN or infinite value is not a spike, because all groups skip it anyway. It is not
+    added to the window, whose mean would become NaN.
 
     Attributes:
-        skipped: The steps that were skipped because of a spike.
+        skipped: The number of steps that were skipped because of a spike.
         rollbacks: How often the run returned to a checkpoint because of a spike.
     """
 
@@ -128,12 +127,12 @@ class SpikeDetector:
         self.rollbacks = 0
 
     def check(self, step: int, loss: float, norm: float, before_error: Callable[[], None]) -> bool:
-        """Decide about a step before its update.
+        """Decide before the update of a step whether the update is skipped because of a spike.
 
         Args:
             step: The number of the step.
-            loss: Its loss.
-            norm: The norm of its gradient before clipping.
+            loss: The loss of the step.
+            norm: The norm of the gradient before clipping.
             before_error: Called before SpikeError is raised, to drop the gradients.
 
         Returns:
@@ -153,7 +152,7 @@ class SpikeDetector:
         return True
 
     def judge(self, loss: float, norm: float) -> str | None:
-        """Add a step to the window. Return a description if the step is a spike, else None."""
+        """Return a description if the step is a spike, else None, and remember the step."""
         if not (math.isfinite(loss) and math.isfinite(norm)):
             return None
         found = [
@@ -177,17 +176,14 @@ class SpikeDetector:
         )
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the window and the counts as JSON; nothing without a policy."""
+        """Return the remembered steps and the counts as JSON, or {} if spikes are ignored."""
         if self._policy == "none":
             return {}
         history = {name: list(values) for name, values in self._history.items()}
         return {**history, "skipped": self.skipped, "rollbacks": self.rollbacks}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue from ``state``.
-
-        With an empty mapping, which a run without a policy saves, start again.
-        """
+        """Continue with the steps and the counts in ``state``. If it is empty, start again."""
         for name, values in self._history.items():
             values.clear()
             values.extend(state.get(name, ()))
@@ -195,11 +191,11 @@ class SpikeDetector:
 
 
 class LastSteps:
-    """The loss and norm of the last step, and the number of skipped steps.
+    """Remembers the loss and norm of the last step, and counts skipped steps.
 
-    A skipped step does not count towards the limit of skipped steps in a row if a dynamic loss
-    scale can still be lowered (it is excused). With local steps (``sdp.sync``), results of other
-    groups arrive later. Then reading waits for them.
+    Too many skipped steps in a row are an error. A skipped step is excused from this rule if a
+    dynamic loss scale can still be lowered. With local steps (``sdp.sync``), results of other
+    groups arrive later. Then reading a result waits until it has arrived.
 
     Args:
         local: the local steps of the run (:class:`~sdp.engine.local_steps.LocalTraining`).
@@ -230,22 +226,23 @@ class LastSteps:
         return newest.skipped > 0 if newest is not None else self._in_a_row > 0
 
     def skipped_until(self, step: int | None = None) -> int:
-        """Count the skipped steps up to ``step``, one of the last steps. None: all."""
+        """Return how many steps were skipped, up to now or up to ``step`` (a recent step)."""
         return self._skipped + self._local.skipped_steps(step)
 
     def start_at(self, skipped: int) -> None:
-        """Set the number of skipped steps so far. None of them counts as skipped in a row."""
+        """Set how many steps were skipped before a resume. The count in a row starts at 0."""
         self._skipped, self._in_a_row, self._excused = skipped, 0, 0
 
     def note(self, loss: float, norm: float, *, skipped: bool, counts: bool, excused: bool) -> None:
-        """Record a step of all groups.
+        """Record the result of a step that all groups took together.
 
         Args:
             loss: the mean loss of all ranks.
             norm: the norm of the full model's gradient.
             skipped: whether all groups skipped the step.
             counts: whether a skipped step increases the number of skipped steps in a row.
-            excused: whether it does not count towards ``max_skips``.
+            excused: whether a skipped step is left out when this number is compared with
+                ``max_skips``.
         """
         self._loss, self._norm = loss, norm
         self._skipped += skipped
@@ -256,7 +253,7 @@ class LastSteps:
         self._excused = self._excused + excused if skipped else 0
 
     def report_skips(self, step: int, loss_scale: float | None, groups: str = "all groups") -> None:
-        """Warn if ``step`` was skipped by ``groups``.
+        """Warn if the last step, ``step``, was skipped. ``groups`` is a text that says by whom.
 
         Raises:
             NonFiniteError: More steps than allowed were skipped in a row.
@@ -278,10 +275,10 @@ class LastSteps:
         )
 
     def note_local_steps(self) -> list[tuple[int, Any]]:
-        """Record the local steps whose outcome has arrived at all ranks, and return them.
+        """Record the local steps whose loss and norm have arrived at all ranks, and return them.
 
         Raises:
-            NonFiniteError: A group has skipped too many steps in a row.
+            NonFiniteError: Groups have skipped too many steps in a row.
         """
         known = list(self._local.arrived(except_newest=self._local.lag))
         for step, update in known:

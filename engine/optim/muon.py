@@ -1,10 +1,9 @@
-"""Muon for the matrices of the blocks, and AdamW for the rest (Jordan et al.; Liu et al., arXiv
-2502.16982).
+"""The optimizer Muon for the matrices of the blocks, and AdamW for all other parameters.
 
-Muon makes the momentum of a matrix orthogonal, which needs the whole matrix. Once per step, the
-ranks gather the momentum of each sharded matrix, in the precision of the iteration. Each rank
-computes the step of the whole matrix, and applies it to its shard. The formulas are those of
-``torch.optim.Muon``, which takes whole matrices only.
+Muon (Jordan et al.; Liu et al., arXiv 2502.16982) makes the momentum of a matrix orthogonal, which
+needs the whole matrix. Once per step, the ranks gather the momentum of each sharded matrix, in the
+type ``ns_dtype``. Each rank computes the step of the whole matrix, and applies it to its shard. The
+formulas are those of ``torch.optim.Muon``, which takes whole matrices only.
 """
 
 from __future__ import annotations
@@ -34,11 +33,11 @@ _COEFFICIENTS, _EPS = (3.4445, -4.7750, 2.0315), 1e-7
 
 @dataclass(frozen=True)
 class Matrix:
-    """How a rank holds a matrix.
+    """How tensor parallelism cuts a matrix.
 
     Attributes:
-        cut: The dimension that is cut among tensor-parallel ranks, or None.
-        ranks: These ranks.
+        cut: The dimension that is cut. None if each tensor-parallel rank has the whole matrix.
+        ranks: The tensor-parallel ranks. None without tensor parallelism.
     """
 
     cut: int | None = None
@@ -48,7 +47,8 @@ class Matrix:
 class Muon(Optimizer):
     """Muon for matrices and AdamW for all other parameters, in one optimizer.
 
-    Until :meth:`arrange` is called, all parameters with two dimensions are matrices.
+    Call :meth:`arrange` to say which parameters are matrices. Before, these are all parameters with
+    two dimensions.
 
     Args:
         parameters: Parameters or parameter groups, as plain tensors or DTensors.
@@ -56,16 +56,16 @@ class Muon(Optimizer):
         momentum: The decay rate of the momentum of matrices.
         nesterov: Whether the step looks ahead along the momentum.
         ns_steps: The number of Newton-Schulz iterations that make a matrix orthogonal.
-        ns_dtype: The precision of these iterations.
+        ns_dtype: The type in which these iterations compute.
         adjust_lr_fn: "match_rms_adamw" makes steps as long as AdamW's, so that one rate serves
             both. "original" is the rule of Muon's author.
         weight_decay: The decoupled weight decay of all parameters.
-        adam_lr: The learning rate of the other parameters. None means ``lr``. A schedule scales
+        adam_lr: The learning rate of all other parameters, by default ``lr``. A schedule scales
             both.
         betas: AdamW's decay rates.
         eps: AdamW's term in the denominator.
         state_dtype: The dtype of the momentum and of AdamW's first moment. The second moment is
-            always float32: its changes are below the precision of bfloat16.
+            always float32, because its changes are below the precision of bfloat16.
     """
 
     def __init__(
@@ -89,29 +89,29 @@ class Muon(Optimizer):
         self._adam_ratio = 1.0 if adam_lr is None or lr == 0 else adam_lr / lr
         self._matrices: dict[int, Matrix] | None = None  # by the id of the parameter
         self._traffic = Traffic()
-        self.gathers = 0  # of gathered matrices, since the start
+        self.gathers = 0  # number of gathers since the start
         super().__init__(
             parameters, {"lr": lr, "momentum": momentum, "weight_decay": weight_decay, "betas": betas, "eps": eps}
         )
 
     def arrange(self, matrices: Mapping[nn.Parameter, Matrix], traffic: Traffic) -> None:
-        """Set which parameters are matrices, and how they are cut.
+        """Set which parameters are matrices, and how tensor parallelism cuts them.
 
-        ``traffic`` counts the gathers.
+        The bytes of gathers are counted in ``traffic``.
         """
         self._matrices = {id(parameter): matrix for parameter, matrix in matrices.items()}
         self._traffic = traffic
 
     def state_bytes(self, numel: int, *, is_matrix: bool) -> int:
-        """Return the bytes of the state of ``numel`` elements."""
+        """Return the bytes of optimizer state of ``numel`` elements, with Muon or with AdamW."""
         size = self.state_dtype.itemsize
         return numel * (size if is_matrix else size + 4)
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
-        """Update every parameter that has a gradient. Collective if matrices are sharded.
+        """Update every parameter that has a gradient. All ranks of a group must call it together.
 
-        A ``closure`` is called before the update, and its result is returned.
+        If a ``closure`` is given, it is called before the update, and its result is returned.
         """
         loss = call_closure(closure)
         for group in self.param_groups:
@@ -149,7 +149,7 @@ class Muon(Optimizer):
             yield ahead[0], ahead[1], _join_columns(ahead[1], ahead[2]())
 
     def _update_momentum(self, group: dict[str, Any], parameter: nn.Parameter) -> Tensor:
-        """Update the momentum. Returns this rank's part of the matrix to make orthogonal."""
+        """Update the momentum. Return this rank's shard of the matrix to make orthogonal."""
         state, factor = self.state[parameter], group["momentum"]
         if not state:
             state["momentum_buffer"] = torch.zeros_like(parameter, dtype=self.state_dtype)
@@ -162,7 +162,7 @@ class Muon(Optimizer):
     def _gather_rows(self, parameter: nn.Parameter, shard: Tensor) -> Callable[[], Tensor]:
         """Start to gather the rows of a sharded matrix.
 
-        The result waits for them, and returns a tensor of its own.
+        Returns a function that waits for the rows, and returns them in a new tensor.
         """
         if not isinstance(parameter, DTensor) or parameter.device_mesh.size() == 1:
             return shard.clone
@@ -241,7 +241,7 @@ def _own_shard(whole: Tensor, parameter: nn.Parameter, matrix: Matrix) -> Tensor
 def build_muon(
     name: str, params: Mapping[str, Any], parameters: list[Any], device: torch.device
 ) -> tuple[Optimizer, str]:
-    """Build Muon from ``optimizer.params``, and a line that says so. Raises ConfigError."""
+    """Build Muon from ``optimizer.params``. Return it, and a line for the log."""
     settings = parse_section(MuonParams, params, "optimizer.params")
     if settings.adam_lr and not settings.lr:
         raise ConfigError("optimizer.params.lr: 0, but adam_lr is not; the schedule scales both by the same factor")
@@ -257,9 +257,9 @@ def build_muon(
 
 
 def is_matrix(info: TensorInfo, layout: Layout) -> bool:
-    """Whether Muon steps on a parameter: a matrix, or a slice of one, inside a block.
+    """Return whether Muon, not AdamW, steps on a tensor: a matrix in a block, or a slice of one.
 
-    Embeddings and heads are outside the blocks. The placement does not matter.
+    Embeddings and heads are outside the blocks. The choice does not depend on the placement.
     """
     return len(info.full_shape) == 2 and any(info.path.startswith(f"{block}.") for block in layout.blocks)
 
@@ -271,14 +271,10 @@ def arrange(
     tensor_ranks: TensorRanks | None,
     traffic: Traffic,
 ) -> None:
-    """Tell a :class:`Muon` which parameters are matrices. A no-op for other optimizers.
+    """If ``optimizer`` is a :class:`Muon`, set which parameters are matrices.
 
-    Args:
-        optimizer: This rank's optimizer.
-        layout: The layout of the run.
-        parameters: This rank's parameters, by the names in ``layout``.
-        tensor_ranks: The ranks among which matrices are cut, or None.
-        traffic: Counts the gathers.
+    ``parameters`` are those of this rank, by the names in ``layout``. ``tensor_ranks`` are the
+    tensor-parallel ranks, which cut matrices. The bytes of gathers are counted in ``traffic``.
     """
     if not isinstance(optimizer, Muon):
         return

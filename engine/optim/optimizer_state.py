@@ -22,11 +22,11 @@ COUNT = "step"
 
 
 class OptimizerState:
-    """The state of ``optimizer`` as tensors.
+    """Presents the state of ``optimizer`` as tensors, which a checkpoint can save and fill.
 
-    Loading a checkpoint fills these tensors. Then :meth:`write_back` copies plain numbers back to
-    the optimizer. Of a parameter group, only the step count is saved, because most other numbers
-    there are settings. A count under another name is lost.
+    After a checkpoint has filled these tensors, :meth:`write_back` copies plain numbers back to the
+    optimizer. Of a parameter group, only the count "step" is saved, because most other numbers
+    there are settings. A count with another name is lost.
     """
 
     def __init__(self, optimizer: Optimizer):
@@ -38,11 +38,12 @@ class OptimizerState:
     def of(
         self, parameter: torch.Tensor, canonical: str, group: dict[str, Any] | None = None
     ) -> dict[str, torch.Tensor]:
-        """Return the state of ``parameter`` as tensors, by key.
+        """Return the state of ``parameter`` as tensors, by key, such as "exp_avg".
 
         Args:
             parameter: A parameter, or a slice of one.
-            canonical: The parameter's canonical name. All slices of one parameter share one count.
+            canonical: The parameter's canonical name. All slices of one parameter share one step
+                count.
             group: The parameter group, if the optimizer does not list ``parameter``.
 
         Raises:
@@ -59,7 +60,7 @@ class OptimizerState:
             elif value is not None:
                 raise CheckpointError(
                     f"the optimizer's {key!r} of {canonical} is a {type(value).__name__}; a checkpoint can store "
-                    "only tensors and numbers; use an optimizer with such state"
+                    "only tensors and numbers; use an optimizer whose state has only these"
                 )
         if state and COUNT not in state and isinstance(group.get(COUNT), int | float):
             found[COUNT] = self._number(group, COUNT, canonical, group[COUNT])
@@ -81,13 +82,13 @@ class OptimizerState:
         return tensor
 
     def write_back(self) -> None:
-        """Copy plain numbers from their tensors back to the optimizer."""
+        """Copy loaded numbers, such as step counts, from their tensors to the optimizer."""
         for holder, key, tensor in self._numbers:
             holder[key] = type(holder[key])(tensor.item())
 
 
 def call_closure(closure: Callable[[], Any] | None) -> Any:
-    """Call ``closure`` with gradients enabled, and return its result. None returns None."""
+    """Call ``closure`` with gradients enabled, and return its result; without one, return None."""
     if closure is None:
         return None
     with torch.enable_grad():
@@ -95,7 +96,7 @@ def call_closure(closure: Callable[[], Any] | None) -> Any:
 
 
 def clear(optimizer: Optimizer) -> None:
-    """Remove the optimizer's state, as before the first step."""
+    """Remove the optimizer's state, so that it is as before the first step."""
     optimizer.state.clear()
     for group in optimizer.param_groups:
         group.pop(COUNT, None)
@@ -104,9 +105,9 @@ def clear(optimizer: Optimizer) -> None:
 
 
 def materialise_state(optimizer: Optimizer) -> None:
-    """Create the optimizer state of every parameter, as the first step would do.
+    """Create the optimizer state of every parameter, so that a checkpoint can be loaded into it.
 
-    No weight and no gradient changes.
+    The state is as after a first step with zero gradients. No weight and no gradient changes.
     """
     rates = [group["lr"] for group in optimizer.param_groups]
     gradients = {parameter: parameter.grad for group in optimizer.param_groups for parameter in group["params"]}

@@ -29,11 +29,14 @@ _ADAMS = ("FusedAdam", "DeepSpeedCPUAdam")
 
 
 def with_torch_kernels(given: Any) -> Any:
-    """Return torch's Adam or AdamW in place of DeepSpeed's, and other optimizers unchanged. The
-    result has the parameter groups of ``given``, so a schedule of ``given`` also sets its rates.
+    """Return torch's Adam in place of DeepSpeed's, which does not take sharded parameters.
+
+    The result has the parameter groups of ``given``, so a schedule of ``given`` also sets its
+    rates. Other optimizers are returned unchanged.
 
     Raises:
-        ConfigError: It is another optimizer of DeepSpeed, or torch's does not have its settings.
+        ConfigError: ``given`` is another optimizer of DeepSpeed, or torch's Adam does not have its
+            settings.
     """
     kind = type(given)
     if not isinstance(given, torch.optim.Optimizer) or not kind.__module__.startswith("deepspeed."):
@@ -58,7 +61,7 @@ def with_torch_kernels(given: Any) -> Any:
 
 
 class AdamKernel:
-    """Apex's multi-tensor Adam kernel on one CUDA device."""
+    """Calls Apex's Adam kernel, which updates many tensors on one CUDA device at once."""
 
     def __init__(self, device: torch.device) -> None:
         self._apply = importlib.import_module("apex.multi_tensor_apply").multi_tensor_applier
@@ -83,7 +86,7 @@ class AdamKernel:
 
 
 def apex_kernel(device: torch.device) -> tuple[AdamKernel | None, str]:
-    """Return Apex's kernel for ``device``, or None, and a phrase for the log.
+    """Return Apex's Adam kernel for ``device``, or None, with a phrase for the log.
 
     The phrase names the kernel, or says why it cannot be used.
     """
@@ -109,8 +112,8 @@ class ApexFusedAdam(Optimizer):
 
     Apex's own class passes tensors to CUDA unchanged, which fails for a DTensor. It also keeps the
     step count in the parameter group. This class passes local shards. Its state per parameter
-    (step, exp_avg, exp_avg_sq) can be loaded into torch's AdamW and back. ``kernel`` has the
-    signature of :class:`AdamKernel`.
+    (step, exp_avg, exp_avg_sq) can be loaded into torch's AdamW and back. ``kernel`` is an
+    :class:`AdamKernel`, or a function with the same arguments.
     """
 
     def __init__(
@@ -131,7 +134,7 @@ class ApexFusedAdam(Optimizer):
     def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
         """Update every parameter that has a gradient.
 
-        A ``closure`` is called before the update, and its result is returned.
+        If a ``closure`` is given, it is called before the update, and its result is returned.
         """
         loss = call_closure(closure)
         for group in self.param_groups:
@@ -140,7 +143,7 @@ class ApexFusedAdam(Optimizer):
         return loss
 
     def _buckets(self, parameters: list[nn.Parameter]) -> dict[tuple[torch.dtype, int], list[tuple[Tensor, ...]]]:
-        """Group the local tensors by dtype and step. One kernel launch takes one of each.
+        """Group the local tensors by dtype and step count, because a kernel launch has one of each.
 
         Each tuple has a gradient, a parameter, a first moment and a second moment.
         """
@@ -198,20 +201,21 @@ def make_optimizer(
     grouped: bool,
     arrangement: str = "",
 ) -> tuple[Optimizer, str]:
-    """Make this rank's optimizer over ``param_groups``.
+    """Make the optimizer of this rank, over ``param_groups``.
 
     Args:
         section: The configuration's ``optimizer`` section. None means AdamW.
-        given: The user's choice, or None. It takes precedence over ``section``. It is an optimizer
-            over the uncut model, whose groups are replaced, or a function that makes an optimizer.
+        given: The optimizer that the user passes in place of ``section``, or None. It is an
+            optimizer over the uncut model, whose groups are replaced, or a function that makes an
+            optimizer.
         param_groups: The parameter groups of this rank.
         device: The device of the parameters.
-        grouped: Whether a ``given`` function gets parameter groups. If not, it gets a list of
+        grouped: Whether a function ``given`` gets parameter groups. If not, it gets a list of
             parameters, as with DeepSpeed.
         arrangement: A text about the parameter groups, for the end of the line.
 
     Returns:
-        The optimizer, and a line that names it.
+        The optimizer, and a line for the log that names it.
     """
     if isinstance(given, Optimizer):
         given.param_groups.clear()
@@ -253,14 +257,11 @@ def _build_adam(
 
 
 def check_optimizer(config: Config, given: Any) -> None:
-    """Refuse Muon if no rank has whole matrices, and int8 moments if no rank has whole rows.
+    """Raise ConfigError if the configured optimizer cannot run on this engine.
 
-    Args:
-        config: The run's configuration.
-        given: The optimizer that the script passes in place of the configuration's, or None.
-
-    Raises:
-        ConfigError: The optimizer cannot be honoured. The message has one line.
+    Muon gathers whole matrices on the device, so it needs FSDP2 without offload. Moments in int8
+    have a scale for each block of a row, and DeepSpeed cuts rows. Nothing is checked if the script
+    passes an optimizer of its own (``given``).
     """
     if given is not None or config.optimizer is None:
         return

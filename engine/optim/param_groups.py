@@ -1,4 +1,4 @@
-"""An optimizer's parameter groups, by the canonical names of the full model."""
+"""Parameter groups that list parameters by their canonical names in the full model."""
 
 from __future__ import annotations
 
@@ -19,13 +19,16 @@ Parameters = Iterable[nn.Parameter] | Iterable[dict[str, Any]]
 def named_groups(
     model_parameters: Iterable[Any] | None, optimizer: Any, names: Mapping[int, str]
 ) -> tuple[list[dict[str, Any]], bool]:
-    """Return parameter groups that list canonical names, and whether the user gave groups.
+    """Return the user's parameter groups, with canonical names in place of parameters.
 
     Args:
-        model_parameters: The user's parameters, pairs of name and parameter, or parameter groups,
-            or None.
-        optimizer: The user's optimizer over the uncut model, a function, or None.
+        model_parameters: The user's parameters, pairs of name and parameter, or parameter groups.
+            None means all parameters.
+        optimizer: The user's optimizer over the uncut model, a function that makes one, or None.
         names: The canonical name of each parameter of the uncut model, by ``id``.
+
+    Returns:
+        The groups, and whether the user gave groups.
 
     Raises:
         ConfigError: The optimizer has state already, or a parameter is not one of the model's.
@@ -65,7 +68,7 @@ def named_groups(
 def without_decay(
     param_groups: list[dict[str, Any]], model: nn.Module, patterns: Sequence[str]
 ) -> list[dict[str, Any]]:
-    """Return the groups, with separate groups for parameters that ``patterns`` exempts from decay.
+    """Move parameters that fit ``patterns`` into groups of their own, without weight decay.
 
     Args:
         param_groups: Groups that list canonical names, with the user's options.
@@ -105,9 +108,9 @@ def without_decay(
 
 
 def freeze_others(model: nn.Module, param_groups: Sequence[Mapping[str, Any]]) -> None:
-    """Freeze the parameters that no group trains.
+    """Freeze the parameters that are in no parameter group.
 
-    Their gradients would be averaged and stored for nothing, and would count in the norm.
+    Otherwise their gradients would be averaged and stored for nothing, and would count in the norm.
     """
     trained = {name for group in param_groups for name in group["params"]}
     for name, parameter in model.named_parameters():
@@ -118,7 +121,7 @@ def freeze_others(model: nn.Module, param_groups: Sequence[Mapping[str, Any]]) -
 def groups_here(
     param_groups: list[dict[str, Any]], layout: Layout, parameters: Mapping[str, nn.Parameter]
 ) -> list[dict[str, Any]]:
-    """Return the groups with the parameters, or slices of them, that this rank holds.
+    """Replace canonical names in the groups by the parameters or slices that this rank has.
 
     Empty groups are kept, so that all ranks have the same groups.
     """
@@ -135,22 +138,19 @@ def groups_here(
 
 
 def named_rates(optimizer: Optimizer, names: Sequence[Sequence[str]]) -> dict[str, float]:
-    """Return the learning rate of each parameter in this rank's parameter groups.
+    """Return the learning rate of each parameter, by canonical name.
 
-    ``names``: for each parameter group, the canonical names of its parameters.
+    ``names`` has the canonical names of the parameters in each parameter group.
     """
     pairs = zip(optimizer.param_groups, names, strict=True)
     return {name: float(group["lr"]) for group, members in pairs for name in members}
 
 
 def conflicting_rates(names: Sequence[Sequence[str]], rates: Mapping[str, float]) -> str | None:
-    """Return why ``rates`` cannot be set, or None if they can be set.
+    """Return why saved ``rates`` do not fit the parameter groups, or None if they fit.
 
-    They cannot be set if parameters of one group had different rates.
-
-    Args:
-        names: For each parameter group, the canonical names of its parameters.
-        rates: The rates by parameter.
+    They do not fit if parameters of one group have different rates. ``names`` has the canonical
+    names of the parameters in each group, and ``rates`` has the rate of each parameter.
     """
     for members in names:
         known = [name for name in members if name in rates]
@@ -164,12 +164,10 @@ def conflicting_rates(names: Sequence[Sequence[str]], rates: Mapping[str, float]
 
 
 def set_rates(optimizer: Optimizer, names: Sequence[Sequence[str]], rates: Mapping[str, float]) -> None:
-    """Set the learning rate of each parameter group. A group without a known rate stays as it is.
+    """Set the learning rate of each parameter group to the rate of its parameters in ``rates``.
 
-    Args:
-        optimizer: The optimizer.
-        names: For each parameter group, the canonical names of its parameters.
-        rates: The rates by parameter.
+    A group keeps its rate if ``rates`` has none of its parameters. ``names`` has the canonical
+    names of the parameters in each group.
     """
     for group, members in zip(optimizer.param_groups, names, strict=True):
         rate = next((rates[name] for name in members if name in rates), group["lr"])

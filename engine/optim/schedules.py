@@ -1,4 +1,4 @@
-"""Learning-rate schedules (three of DeepSpeed, by name, and WSD), and the scale of a unit's rate.
+"""Learning-rate schedules (three of DeepSpeed, and WSD), and rates that depend on the holders.
 
 DeepSpeed's schedules have the values of DeepSpeed 0.19.8 at every step, also at the first ones. The
 rate that is set on construction is used in the first optimizer step. The first ``step()`` sets the
@@ -44,9 +44,9 @@ log = logging.getLogger(__name__)
 
 
 class Schedule(ABC):
-    """Sets the rates of the parameter groups of ``optimizer``, on construction and in ``step()``.
+    """A learning-rate schedule. It sets the rate of each parameter group, first on construction.
 
-    It has the methods of DeepSpeed's schedulers. It reads the base rates from the optimizer on
+    It has the methods of DeepSpeed's schedulers. It reads the base rates from ``optimizer`` on
     construction, so build it before a checkpoint is loaded. Its own state is one integer.
     """
 
@@ -57,7 +57,7 @@ class Schedule(ABC):
 
     @abstractmethod
     def rates_at(self, iteration: int) -> list[float]:
-        """Return the rate of each parameter group after ``step()`` number ``iteration``.
+        """Return the rate of each parameter group after the ``step()`` with this number.
 
         The first ``step()`` has number 0. -1 means before the first ``step()``.
         """
@@ -67,11 +67,11 @@ class Schedule(ABC):
         return self.rates_at(self.last_batch_iteration)
 
     def get_last_lr(self) -> list[float]:
-        """Return the rates that were set last."""
+        """Return the rates that are set now, one for each parameter group."""
         return list(self._last_lr)
 
     def step(self, last_batch_iteration: int | None = None) -> None:
-        """Go to the next iteration, or to ``last_batch_iteration``, and set its rates."""
+        """Go to the next iteration, or to ``last_batch_iteration``, and set the rates there."""
         self.last_batch_iteration = (
             self.last_batch_iteration + 1 if last_batch_iteration is None else last_batch_iteration
         )
@@ -82,7 +82,7 @@ class Schedule(ABC):
         return {"last_batch_iteration": self.last_batch_iteration}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue from ``state`` and set its rates.
+        """Continue at the iteration in ``state``, and set the rates of this iteration.
 
         Raises:
             CheckpointError: ``state`` does not have a valid ``last_batch_iteration``.
@@ -133,7 +133,7 @@ class _Warmup(Schedule):
 
 
 class WarmupLR(_Warmup):
-    """Raises the rate from a minimum to a maximum, and then keeps it."""
+    """Raises the rate from a minimum to a maximum, and then keeps the maximum."""
 
     def __init__(self, optimizer: Optimizer, params: WarmupLRParams) -> None:
         super().__init__(optimizer, params)
@@ -153,7 +153,10 @@ class WarmupLR(_Warmup):
 
 
 class WarmupDecayLR(WarmupLR):
-    """Like :class:`WarmupLR`, then a linear decay to the minimum at ``total_num_steps``."""
+    """Raises the rate like :class:`WarmupLR`, then lowers it linearly to the minimum.
+
+    The minimum is reached at ``total_num_steps``.
+    """
 
     def __init__(self, optimizer: Optimizer, params: WarmupDecayLRParams) -> None:
         self._total = params.total_num_steps
@@ -165,7 +168,7 @@ class WarmupDecayLR(WarmupLR):
 
 
 class WarmupCosineLR(_Warmup):
-    """Raises the rate to the optimizer's rate, then decays it to ``cos_min_ratio`` of this rate.
+    """Raises the rate to the optimizer's rate, then lowers it to ``cos_min_ratio`` of this rate.
 
     The decay has the shape of half a cosine.
     """
@@ -192,7 +195,7 @@ class WarmupCosineLR(_Warmup):
 
 
 class WSD(Schedule):
-    """Warm-up, a stable rate, and a decay over the last ``decay_num_steps`` of ``total_num_steps``.
+    """Warm-up, a constant rate, and a decay in the last ``decay_num_steps`` of ``total_num_steps``.
 
     The three phases are from Hu et al. (MiniCPM, arXiv 2404.06395). The shapes of the decay are
     from Hägele et al. (arXiv 2405.18392), where 1 - sqrt did best. Unlike DeepSpeed's schedules,
@@ -231,7 +234,7 @@ _SCHEDULES: Mapping[str, type[Schedule]] = {
 
 
 def build_scheduler(type: str, params: Mapping[str, Any], optimizer: Optimizer) -> Schedule:
-    """Build the schedule of the ``scheduler`` section. It sets the optimizer's first rate at once.
+    """Build the schedule of the ``scheduler`` section, and set the optimizer's first rates.
 
     Raises:
         ConfigError: The type or a key is unknown, or a value has the wrong type or is "auto".
@@ -247,9 +250,10 @@ def build_scheduler(type: str, params: Mapping[str, Any], optimizer: Optimizer) 
 
 
 def keep_shared_state(state: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a scheduler's ``state`` without its lists per parameter group, such as ``base_lrs``.
+    """Return the part of a scheduler's ``state`` that is the same on all ranks, to save it.
 
-    Parameter groups may differ between ranks. The states of nested schedulers are kept.
+    Lists with a value per parameter group, such as ``base_lrs``, are left out, because parameter
+    groups may differ between ranks. Lists with states of nested schedulers are kept.
     """
     kept = {key: value for key, value in state.items() if not isinstance(value, list | tuple) or _of_schedulers(value)}
     return {
@@ -259,9 +263,9 @@ def keep_shared_state(state: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def adapt_state(saved: Any, ours: Any) -> Any:
-    """Adapt ``saved`` to a scheduler whose state is ``ours``.
+    """Complete a ``saved`` state for a scheduler that now has the state ``ours``.
 
-    ``ours`` supplies missing keys. It also replaces lists whose length differs.
+    Keys that ``saved`` does not have, and lists with another length, are taken from ``ours``.
     """
     if isinstance(ours, Counter):  # milestones are settings, and JSON turned their numbers into strings
         return ours
@@ -276,7 +280,7 @@ def adapt_state(saved: Any, ours: Any) -> Any:
 
 
 def of_another_kind(saved: Any, ours: Any) -> bool:
-    """Whether the states share no key, so that a run would start its schedule again."""
+    """Return whether ``saved`` has no key of ``ours``, so it is of another kind of scheduler."""
     return isinstance(saved, Mapping) and isinstance(ours, Mapping) and bool(saved) and not saved.keys() & ours.keys()
 
 
@@ -285,7 +289,10 @@ def _of_schedulers(values: list[Any] | tuple[Any, ...]) -> bool:
 
 
 def check_steps(scheduler: Any) -> None:
-    """Raise ConfigError if the ``step`` of a script's scheduler needs arguments, such as a loss."""
+    """Raise ConfigError if a script's scheduler cannot be stepped by the engine.
+
+    The engine calls ``step()`` without arguments. Some schedulers need one, such as a loss.
+    """
     if scheduler is None or isinstance(scheduler, Schedule):
         return
     parameters = inspect.signature(scheduler.step).parameters.values()
@@ -310,8 +317,9 @@ DECOUPLED = ("AdamW", "Lion", "Adafactor", "Muon")  # classes of torch and DeepS
 
 
 def exponent_of(setting: str | float, *, is_sgd: bool) -> float:
-    """Return p for a value of ``sdp.lr_scale``. "auto" is 1 for SGD and 0.5 for Adam-like
-    optimizers.
+    """Return the exponent p that the value ``setting`` of ``sdp.lr_scale`` means.
+
+    "auto" is 1 for SGD and 0.5 for Adam-like optimizers. "none" is 0.
     """
     if setting == "none":
         return 0.0
@@ -321,12 +329,7 @@ def exponent_of(setting: str | float, *, is_sgd: bool) -> float:
 
 
 class HolderScale:
-    """The factor of a unit's learning rate, (holders / mean holders)^p.
-
-    Args:
-        placement: the holders of the units, and their parameter counts.
-        exponent: p.
-    """
+    """Factors of the units' learning rates: (holders / mean holders)^p, with p = ``exponent``."""
 
     def __init__(self, placement: Placement, exponent: float):
         total = sum(placement.costs)
@@ -336,11 +339,11 @@ class HolderScale:
         self._exponent = exponent
 
     def of(self, unit: str, holders: Holders) -> float:
-        """Return the factor for a unit with these holders. It is 1 for the shared part."""
+        """Return the factor for a unit with these holders. For the shared part, it is 1."""
         return 1.0 if unit == SHARED else self._with(len(holders))
 
     def describe(self) -> str:
-        """Return the range of the factors as text: "0.82 (2 holders) to 1.15 (4 holders)"."""
+        """Return the range of the factors: "0.82 (2 holders) to 1.15 (4 holders)"."""
         ends = dict.fromkeys((self._counts[0], self._counts[-1]))
         return " to ".join(f"{self._with(k):.2f} ({k} holder{'s' * (k > 1)})" for k in ends)
 
@@ -349,19 +352,17 @@ class HolderScale:
 
 
 def describe_rates(setting: str | float, optimizer: str | None, placement: Placement) -> str | None:
-    """Return the range of the factors as text, or None if the rates are not scaled.
+    """Return the range of the factors by which ``sdp.lr_scale`` scales learning rates, as text.
 
-    Args:
-        setting: ``sdp.lr_scale``.
-        optimizer: ``optimizer.type``. None: the configuration names none.
-        placement: the planned holders.
+    The result is None if it does not scale them. ``setting`` is ``sdp.lr_scale``, and ``optimizer``
+    is ``optimizer.type``, if the configuration has one.
     """
     exponent = exponent_of(setting, is_sgd=(optimizer or "").lower() == "sgd")
     return HolderScale(placement, exponent).describe() if exponent and placement.units else None
 
 
 class ScaledRates:
-    """Gives an optimizer scaled rates during each step.
+    """Multiplies the learning rate of each parameter by a factor, only while the optimizer steps.
 
     Args:
         optimizer: The optimizer, which gets hooks.
@@ -375,7 +376,7 @@ class ScaledRates:
         optimizer.register_step_post_hook(self._join)
 
     def _split(self, optimizer: Optimizer, *_: Any) -> None:
-        """Replace each parameter group by one for each factor."""
+        """Replace each parameter group by several groups, one for each factor."""
         if self._whole is not None:  # the step before failed
             optimizer.param_groups = self._whole
         self._whole, split = optimizer.param_groups, []
@@ -401,7 +402,7 @@ class ScaledRates:
 def scale_rates(
     optimizer: Optimizer, setting: str | float, placement: Placement, tensors: Mapping[int, tuple[str, Holders]]
 ) -> HolderScale | None:
-    """Give each unit a learning rate by its number of holders.
+    """Make ``optimizer`` scale each unit's learning rate by the unit's number of holders.
 
     Args:
         optimizer: the optimizer.
@@ -410,7 +411,7 @@ def scale_rates(
         tensors: the unit and the holders of each tensor of the optimizer, by its ``id``.
 
     Returns:
-        The factors. None if rates are not scaled.
+        The factors, or None if rates are not scaled.
     """
     exponent = exponent_of(setting, is_sgd=isinstance(optimizer, torch.optim.SGD))
     if not exponent or not placement.units:

@@ -1,5 +1,7 @@
-"""Checks of a script's optimizer: who calls its step, which parameters it trains, and whether it
-needs whole matrices, as Adafactor, LARS and SOAP do.
+"""Checks of a script's optimizer.
+
+Does only the engine call its step? Which parameters does it train? Does it need whole matrices, as
+Adafactor, LARS and SOAP do?
 """
 
 from __future__ import annotations
@@ -25,7 +27,7 @@ _SHAPE, _CUT, _STEPS = (6, 4), 10, 3
 
 
 def refuse_steps_of_script(optimizer: Optimizer) -> None:
-    """Make ``optimizer.step()`` raise ConfigError outside :func:`stepped_by_engine`.
+    """Make ``optimizer.step()`` raise ConfigError if the script calls it, and not the engine.
 
     A call without gradients is no error, because it has no effect. Scripts that keep
     ``optimizer.step()`` after ``engine.step()`` make such calls.
@@ -40,7 +42,7 @@ def refuse_steps_of_script(optimizer: Optimizer) -> None:
 
 
 def refuse_outside_engine(optimizer: Optimizer) -> None:
-    """Raise ConfigError outside :func:`stepped_by_engine`."""
+    """Raise ConfigError unless the engine steps ``optimizer`` now (:func:`stepped_by_engine`)."""
     if not getattr(optimizer, _FLAG, False):
         raise ConfigError(
             "optimizer.step: call engine.backward(loss) and engine.step() instead of loss.backward() and "
@@ -51,7 +53,7 @@ def refuse_outside_engine(optimizer: Optimizer) -> None:
 
 @contextmanager
 def stepped_by_engine(optimizer: Optimizer) -> Iterator[None]:
-    """A context in which ``optimizer.step()`` is allowed."""
+    """A context in which the engine calls ``optimizer.step()``, so the call is allowed."""
     vars(optimizer)[_FLAG] = True
     try:
         yield
@@ -60,7 +62,7 @@ def stepped_by_engine(optimizer: Optimizer) -> Iterator[None]:
 
 
 class OptimizedParameters:
-    """Warns of parameters that a script expects to train and that never move.
+    """Warns of parameters that a script wants to train, but that the optimizer never changes.
 
     Args:
         parameters: this rank's parameters by name.
@@ -112,7 +114,7 @@ class OptimizedParameters:
 
 
 def shortened(names: Iterable[str], most: int = 3) -> str:
-    """Return the first names, and how many more there are, as text."""
+    """Return the first ``most`` names as text, and the number of all other names."""
     names = list(names)
     more = len(names) - most
     return ", ".join(names[:most]) + (f" and {more} more" if more > 0 else "")
@@ -122,10 +124,11 @@ def shortened(names: Iterable[str], most: int = 3) -> str:
 
 
 def needs_whole_matrices(optimizer: Optimizer) -> bool:
-    """Return whether a step changes a parameter in another way if it is cut into flat parts.
+    """Return whether a step on a matrix depends on the whole matrix, as with Adafactor.
 
-    One copy of the optimizer steps on a small matrix, and another copy on two parts of the matrix.
-    False if the optimizer cannot be copied.
+    If so, shards of a matrix would step differently. To find out, a copy of the optimizer steps on
+    a small matrix, and another copy on two parts of it. The result is False if the optimizer cannot
+    be copied.
     """
     try:
         return any(_moves_otherwise(optimizer, group) for group in optimizer.param_groups)

@@ -1,12 +1,12 @@
 """Adam whose moments take fewer bytes (``optimizer.params.state_dtype``).
 
-- "bfloat16": the first moment is bfloat16. The second one stays float32, because with a decay rate
-  of 0.999 it could not fall in bfloat16.
+- "bfloat16": the first moment is bfloat16. The second moment stays float32, because with a decay
+  rate of 0.999 it could not fall in bfloat16.
 - "int8": both moments of a tensor with two or more dimensions are codes of 8 bits, with a float32
   scale for each block of a row. The 256 levels of a code are those of dynamic quantisation
   (Dettmers et al., arXiv 2110.02861), as in torchao and bitsandbytes. Those libraries cut blocks
-  from the flat shard of a rank, so a checkpoint fits only one sharding. Here, blocks are cut from
-  rows, so they fit every sharding of rows.
+  from the flat shard of a rank, so a checkpoint fits only one sharding. This module cuts blocks
+  from rows, so they fit every sharding of rows.
 """
 
 from __future__ import annotations
@@ -27,13 +27,14 @@ _AT_ONCE = 2**22  # how many elements are float32 at the same time in a step
 
 
 class Codes:
-    """The 256 levels of an 8-bit code: 0, 1, and the middles of equal intervals of each decade.
+    """Converts moments into codes of 8 bits and back.
 
-    The largest decade, (0.1, 1), has the most intervals. Each of the six decades below it has half
-    of those of the decade above it.
+    The 256 levels of a code are 0, 1, and the middles of equal intervals of each decade. The
+    largest decade, (0.1, 1), has the most intervals. Each of the six lower decades has half as many
+    intervals as the decade above it.
 
     Args:
-        key: The moment. Levels of "exp_avg" have both signs, those of "exp_avg_sq" are positive.
+        key: "exp_avg", whose levels have both signs, or "exp_avg_sq", whose levels are positive.
         device: The device of the numbers.
     """
 
@@ -49,7 +50,7 @@ class Codes:
         self._middles = (self._levels[1:] + self._levels[:-1]) / 2
 
     def encode(self, values: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the nearest codes of float32 values (rows, …), and scales (rows, blocks)."""
+        """Return the nearest codes of float32 values (rows, …), and their scales (rows, blocks)."""
         rows, row = values.shape[0], values.shape[1:].numel()
         blocks = -(-row // BLOCK)
         padded = torch.nn.functional.pad(values.reshape(rows, row), (0, blocks * BLOCK - row))
@@ -73,7 +74,7 @@ class Codes:
 class SmallStateAdam(Optimizer):
     """Adam with the formulas of ``torch.optim.AdamW`` and moments in fewer bytes.
 
-    A step computes in float32, with only some of the rows at a time.
+    A step computes in float32. It converts only some rows at a time, to save memory.
 
     Args:
         parameters: Parameters or parameter groups, as plain tensors or DTensors.
@@ -101,7 +102,7 @@ class SmallStateAdam(Optimizer):
         super().__init__(parameters, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay})
 
     def state_bytes(self, numel: int, row: torch.Size | None) -> int:
-        """Return the bytes of the moments of ``numel`` elements.
+        """Return the bytes of both moments for ``numel`` elements of a parameter.
 
         Args:
             numel: The number of elements.
@@ -117,7 +118,7 @@ class SmallStateAdam(Optimizer):
     def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
         """Update every parameter that has a gradient.
 
-        A ``closure`` is called before the update, and its result is returned.
+        If a ``closure`` is given, it is called before the update, and its result is returned.
         """
         loss = call_closure(closure)
         for group in self.param_groups:

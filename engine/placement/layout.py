@@ -1,4 +1,4 @@
-"""The layout: mesh, units, placement and parameter table. All ranks agree on it before any cut."""
+"""The layout of a run: which groups hold which tensors of the model, and how tensors are cut."""
 
 from __future__ import annotations
 
@@ -27,28 +27,27 @@ from .units import SHARED, Slice, Unit, add_ends, find_neuron_units, find_units,
 
 @dataclass(frozen=True)
 class Layout:
-    """Mesh, units, placement and the tables of the full model's parameters and persistent buffers.
+    """Which groups hold which tensor of the full model, and how a group's ranks cut the tensor.
 
-    The tables are in the model's order. If units are groups of neurons, ``parameters`` has the
-    slices of a parameter in its place.
+    Every rank computes the same layout before it cuts the model. ``parameters`` and ``buffers`` are
+    in the model's order. At neuron level, ``parameters`` lists slices of a parameter instead of the
+    parameter.
 
-    A tensor has a canonical name, and a path in the module of each group that holds it. Name and
-    path are equal, unless groups have different tensors at the same path. :meth:`parameters_at` and
-    :meth:`buffers_at` map the paths in a group's module to tensors.
+    A tensor has a canonical name, and a path in the module of each group that holds the tensor.
+    Name and path are equal, unless groups have different tensors at the same path (``sdp.paths``).
 
     Attributes:
-        aliases: other names of tied tensors → their canonical (first) name.
-        blocks: paths of the modules that are computed and sharded as one. These are the units
-            themselves, unless units are groups of neurons.
-        keeps_frozen: whether a group keeps frozen copies of the units that it does not hold
-            (backward masking), instead of skipping these units. With a schedule of maskings, this
-            is true if any phase has backward masking, and :meth:`in_phase` returns the layout of a
-            phase.
-        copies: how frozen copies are kept.
+        buffers: the persistent buffers of the full model.
+        aliases: every further name of a tied tensor → the canonical (first) name.
+        blocks: paths of the residual blocks, also at neuron level. A block is sharded as a whole.
+        keeps_frozen: True under backward masking: a group keeps frozen copies of units that it does
+            not hold. False under forward masking: a group skips them. With a masking schedule, True
+            if any phase has backward masking; :meth:`in_phase` returns the layout of a phase.
         branch_scale: the setting ``sdp.branch_scale``. Only forward masking scales units.
-        not_units: blocks that "auto" left out, because no group could skip them → the reason.
-        paths: number of paths. Group g trains path g mod ``paths``. A path has a tensor
-            ``paths.P.NAME`` of its own at NAME in the module, or shares the tensor NAME.
+        not_units: path of each block that ``sdp.units`` "auto" left out because no group could skip
+            it → the reason.
+        paths: the number of paths. Group g trains path g mod ``paths``. If each path P has its own
+            tensor at the path NAME in the module, the tensor's name is ``paths.P.NAME``.
     """
 
     mesh: Mesh
@@ -66,7 +65,7 @@ class Layout:
 
     @classmethod
     def of(cls, model: nn.Module, config: Config, mesh: Mesh) -> Layout:
-        """Find the units of the full ``model``, place them, and record its tensors and cuts."""
+        """Make the layout of a run: find the units of ``model``, and choose their holders."""
         check_hooks(model)
         section = config.sdp
         explicit = list(section.placement) if isinstance(section.placement, dict) else None
@@ -173,18 +172,18 @@ class Layout:
 
     @property
     def masking(self) -> Masking:
-        """What a group does with the units that it does not hold."""
+        """The masking of this layout: "forward" or "backward"."""
         return "backward" if self.keeps_frozen else "forward"
 
     def in_phase(self, masking: Masking) -> Layout:
-        """Return the layout in steps with this masking."""
+        """Return the layout for the steps of a masking schedule that have this masking."""
         return self if masking == self.masking else replace(self, keeps_frozen=masking == "backward")
 
     def without(self, blocks: Collection[str]) -> Layout:
-        """Return the layout of the model without these blocks.
+        """Return the layout for the model without these blocks, so that a trace runs fewer blocks.
 
-        If the blocks are units, their parameters stay in the table, without holders. Shared
-        parameters before and after such a block are not reduced together.
+        If a removed block is a unit, its parameters stay in ``parameters``, but have no holders. So
+        shared parameters before and after the block stay in separate buckets, as in the full model.
         """
 
         def is_left(name: str) -> bool:
@@ -216,7 +215,7 @@ class Layout:
         return tuple(range(self.mesh.sdp))
 
     def path_of(self, group: int) -> int:
-        """Return the path that ``group`` trains."""
+        """Return the number of the path (``sdp.paths``) that ``group`` trains."""
         return group % self.paths
 
     def held(self, group: int) -> Iterator[TensorInfo]:
@@ -224,21 +223,19 @@ class Layout:
         return (info for info in self.parameters.values() if group in info.holders)
 
     def parameters_at(self, group: int) -> dict[str, TensorInfo]:
-        """Return the parameter, or slice, at each path in the module of ``group``.
+        """Map each path in the module of ``group`` to the parameter, or slice, at this path.
 
-        If the group holds no tensor at a path, the result has the first tensor that any group has
-        there. All tensors at a path have the same shape and the same cuts.
+        If ``group`` does not hold the tensor there, the map has the first tensor that any group has
+        at this path. All tensors at one path have the same shape and are cut in the same way.
         """
         return _by_path(self.parameters.values(), group)
 
     def buffers_at(self, group: int) -> dict[str, TensorInfo]:
-        """Return the persistent buffer at each path in the module of ``group``."""
+        """Map each path in the module of ``group`` to the persistent buffer at this path."""
         return _by_path(self.buffers.values(), group)
 
     def slices(self) -> Iterator[tuple[Slice, Holders]]:
-        """Yield the slices with their holders. Elements in no slice have the parameter's
-        holders.
-        """
+        """Yield every slice of a parameter (neuron level) with the groups that hold it."""
         return (
             (part, self.placement.holders[unit.index])
             for unit in self.units
@@ -248,7 +245,7 @@ class Layout:
 
     @cached_property
     def wholes(self) -> dict[str, list[TensorInfo]]:
-        """Canonical name → its slices, or only the parameter itself, in the model's order."""
+        """Each parameter's name → the list of its slices, or only the parameter if not sliced."""
         wholes: dict[str, list[TensorInfo]] = {}
         for info in self.parameters.values():
             wholes.setdefault(info.canonical, []).append(info)
@@ -256,7 +253,7 @@ class Layout:
 
     @cached_property
     def by_path(self) -> dict[str, list[TensorInfo]]:
-        """Path in the uncut module → the parameters or slices there, in the model's order."""
+        """Each path in the uncut module → the parameters or slices that groups have there."""
         found: dict[str, list[TensorInfo]] = {}
         for info in self.parameters.values():
             found.setdefault(info.path, []).append(info)
@@ -264,7 +261,7 @@ class Layout:
 
     @cached_property
     def members(self) -> dict[str, list[TensorInfo]]:
-        """Unit name, or ``"shared"`` → the parameters or slices of that unit."""
+        """Name of each unit, and ``"shared"`` for the shared part → its parameters or slices."""
         members: dict[str, list[TensorInfo]] = {}
         for info in self.parameters.values():
             members.setdefault(info.unit, []).append(info)
@@ -275,12 +272,13 @@ class Layout:
         return (info for info in self.parameters.values() if self.keeps_frozen and group not in info.holders)
 
     def block_of(self, unit: Unit) -> str:
-        """Return the block that is the unit, or that contains its slices. "": none."""
+        """Return the path of the block that is the unit or contains it, or "" if there is none."""
         return next((name for name in self.blocks if unit.path == name or unit.path.startswith(f"{name}.")), "")
 
     def warnings(self) -> list[str]:
-        """Return warnings: blocks that all groups share, and a group that holds most of the model.
-        With paths there are no warnings, because the configuration names the shared units.
+        """Return warnings: no group could skip some blocks, or a group holds most of the model.
+
+        With several paths the list is empty, because the configuration names the shared units.
         """
         if self.paths > 1:
             return []
@@ -289,7 +287,7 @@ class Layout:
 
     @cached_property
     def refreshes(self) -> tuple[Refresh, ...]:
-        """The messages that refresh all frozen copies, in the order of the units."""
+        """The messages that bring new weights to all frozen copies, in the order of the units."""
         if not self.keeps_frozen:
             return ()
         refreshes = []
@@ -301,9 +299,10 @@ class Layout:
         return tuple(refreshes)
 
     def buckets(self, comes_last: Callable[[str], bool]) -> list[Bucket]:
-        """Return the global list of reductions, in launch order.
+        """Return the gradient buckets of all groups, in the order in which their averages start.
 
-        ``comes_last`` says whether the gradient of a parameter is made after all others.
+        ``comes_last`` says, by name, whether a parameter's gradient is ready only at the end of
+        backward.
         """
         trainable = {info.name: info.tp_shape.numel() for info in self._in_bucket_order() if info.trainable}
         return plan_buckets(
@@ -337,7 +336,7 @@ def _branch(info: TensorInfo) -> str:
 
 
 def _together(info: TensorInfo) -> str:
-    """Return a key that is equal for parameters whose gradients may be sent together.
+    """Return a text that is equal for parameters whose gradients may be averaged in one message.
 
     These are whole parameters of one unit, or slices of one branch with the same holders.
     """
@@ -347,7 +346,7 @@ def _together(info: TensorInfo) -> str:
 def _with_slices(
     parameters: Mapping[str, TensorInfo], units: Sequence[Unit], placement: Placement
 ) -> dict[str, TensorInfo]:
-    """Replace each sliced parameter by its slices, named ``NAME:0``, ``NAME:1`` and so on."""
+    """Replace each parameter that is sliced by its slices ``NAME:0``, ``NAME:1`` and so on."""
     slices: dict[str, list[tuple[Unit, Slice]]] = {}
     for unit in units:
         for part in unit.slices:

@@ -1,4 +1,4 @@
-"""Assigns units to groups that have room, for the balanced and the random placement.
+"""Chooses the holders of units within the groups' capacities ("balanced" and "random" placement).
 
 Every rank computes the placement by itself, and all ranks must get the same result. So all values
 are integers, all sorts are stable, and nothing depends on the time, on hashes of strings or on the
@@ -29,14 +29,15 @@ _ROUNDS = 10  # rounds of shuffling
 
 @dataclass(frozen=True)
 class Packing:
-    """The room of the groups and the demands of the units. All arrays are int64.
+    """The task of assigning units to groups: how much fits into a group, and what a unit needs.
 
-    A filling is a boolean array ``held`` of shape (groups, units).
+    A solution is a *filling*: a boolean array ``held`` of shape (groups, units), True where the
+    group holds the unit. The arrays of the task are int64.
 
     Attributes:
-        room: parameters that each group may hold, shape (groups,).
-        size: parameters of each unit, shape (units,).
-        work: FLOPs or parameters of each unit, shape (units,).
+        room: the most parameters that each group may hold, shape (groups,).
+        size: number of parameters of each unit, shape (units,).
+        work: FLOPs of each unit, or parameters if the model states no FLOPs, shape (units,).
         wanted: the largest number of holders of each unit, shape (units,).
     """
 
@@ -46,24 +47,24 @@ class Packing:
     wanted: np.ndarray
 
     def left(self, held: np.ndarray) -> np.ndarray:
-        """Return the number of parameters for which each group still has room."""
+        """Return how many more parameters each group may hold if the groups hold ``held``."""
         return self.room - held @ self.size
 
     def loads(self, held: np.ndarray) -> np.ndarray:
-        """Return the work of each group."""
+        """Return the work of each group, shape (groups,), if the groups hold ``held``."""
         return held @ self.work
 
 
 def pack(
     section: SDPSection, names: Sequence[str], costs: Sequence[int], work: Sequence[int], protected: set[int]
 ) -> tuple[Holders, ...]:
-    """Choose the holders of every unit.
+    """Choose the holders of every unit for ``sdp.placement`` "balanced" or "random".
 
     Args:
         section: the section ``sdp`` of the configuration.
         names: the names of the units.
         costs: the number of parameters of each unit.
-        work: FLOPs, else parameters, of each unit.
+        work: FLOPs of each unit, or parameters if the model states no FLOPs.
         protected: indices of the units that every group holds.
 
     Raises:
@@ -104,7 +105,7 @@ def _bundles(
     listed: Sequence[int] | None,
     largest: float,
 ) -> list[list[int]]:
-    """Bundle units that share their holders, into bundles of about equal cost.
+    """Put units into bundles of about equal cost. The units of a bundle get the same holders.
 
     The number of bundles is so small that a rank is in about ``COMMUNICATORS`` holder sets. A
     listed profile bundles units with equal k, and a profile that falls with depth bundles
@@ -133,8 +134,9 @@ def _bundles(
 
 
 def _dealt(units: Sequence[int], weight: dict[int, int], bundles: int) -> list[list[int]]:
-    """Assign units to bundles: the heaviest unit first, each to the lightest bundle. Of equally
-    light bundles, the one with the fewest units gets the unit, then the first bundle.
+    """Assign units to bundles: the heaviest unit first, each to the lightest bundle.
+
+    Of equally light bundles, the one with the fewest units gets the unit, then the first bundle.
     """
     made: list[list[int]] = [[] for _ in range(bundles)]
     lightest = [(0, 0, index) for index in range(bundles)]
@@ -153,8 +155,10 @@ def _packings(
     room_for: Sequence[float],
     listed: Sequence[int] | None,
 ) -> Iterator[Packing]:
-    """Yield the requested packing, then packings with fewer holders for all units. These are better
-    than too few holders for the units that are placed last.
+    """Yield the requested packing, then packings with fewer holders for all units.
+
+    If there is too little room, these are better than too few holders for the units that are placed
+    last.
     """
     sizes = [sum(costs[unit] for unit in bundle) for bundle in bundles]
     works = [sum(work[unit] for unit in bundle) for bundle in bundles]
@@ -234,24 +238,25 @@ def _capacity_that_fits(packing: Packing, needed: np.ndarray, room_for: Sequence
 
 
 def holders_of(held: np.ndarray) -> tuple[Holders, ...]:
-    """For each unit (column of ``held``), the sorted groups that hold it."""
+    """Return the sorted groups that hold each unit. ``held`` has the shape (groups, units)."""
     return tuple(tuple(np.flatnonzero(column).tolist()) for column in held.T)
 
 
 def fill(packing: Packing, *, in_rounds: bool, by_work: bool, balance: bool = False) -> np.ndarray:
-    """Assign units to groups, the largest units first.
+    """Assign units to groups one after the other, the largest units first.
 
-    Each unit goes to the groups with the most room, or with the least work if ``by_work``. A unit
-    that finds no room gets fewer holders.
+    Each holder of a unit is the group with the most room left, or the group with the least work. A
+    unit gets fewer holders than it wants if too few groups have room for it.
 
     Args:
         packing: the room of the groups and the demands of the units.
-        in_rounds: every unit gets its first holder before any unit gets its second.
-        by_work: whether the group with the least work comes first, and only of those with equal
-            work the one with the most room.
-        balance: of equal units, the last one comes first, so that its holders reach it at the same
-            time in backward. Of equal groups, those come first that share the fewest units with
-            the unit's other holders. This connects the groups.
+        in_rounds: whether every unit gets its first holder before any unit gets its second.
+        by_work: whether the group with the least work is chosen. Of groups with equal work, the one
+            with the most room is chosen.
+        balance: whether ties are decided by two rules. Of equal units, the last one is assigned
+            first, so that its holders compute its gradient at about the same time. Of equal groups,
+            the one that shares the fewest units with the unit's other holders is chosen, which
+            connects groups.
     """
     groups, units = len(packing.room), len(packing.size)
     tie = -np.arange(units) if balance else np.arange(units)
@@ -284,7 +289,7 @@ def fill(packing: Packing, *, in_rounds: bool, by_work: bool, balance: bool = Fa
 
 
 def _level(packing: Packing, held: np.ndarray) -> np.ndarray:
-    """Exchange units between the slowest and light groups, while the slower one gets faster."""
+    """Exchange units between the slowest group and light groups, while the slowest gets faster."""
     held, groups = held.copy(), np.arange(len(held))
     for _ in range(min(8 * len(groups), 1 + _EXCHANGED_CELLS // held.size)):
         load = packing.loads(held)
@@ -301,12 +306,12 @@ def _level(packing: Packing, held: np.ndarray) -> np.ndarray:
 
 
 def connect(packing: Packing, held: np.ndarray) -> np.ndarray:
-    """Connect the groups through units, and keep the number of holders of every unit.
+    """Exchange units between groups until units connect all groups, and return the new ``held``.
 
-    One exchange joins two components of the graph. An edge (group, unit) on a cycle can move to
-    another component without splitting its own. The edge that comes back stays connected to both
-    components. While there are several components, such an edge exists if Σk ≥ groups + units − 1.
-    The groups' room may still forbid every exchange.
+    Every unit keeps its number of holders. In the graph of groups and units, an exchange moves an
+    edge (group, unit) of a cycle to another connected component, which does not split the edge's
+    old component. Such an edge exists if Σk ≥ groups + units − 1. The result is not connected if
+    there are fewer holders, or if the groups' room forbids every exchange.
     """
     held = held.copy()
     if held.sum() < sum(held.shape) - 1:
@@ -328,7 +333,8 @@ def connect(packing: Packing, held: np.ndarray) -> np.ndarray:
 
 
 def _partners(held: np.ndarray, groups: np.ndarray) -> np.ndarray:
-    """Return what can come back in an exchange: pairs (group, unit) of some groups, shape (n, 2).
+    """Return the pairs (group, unit) that can come back in an exchange, shape (n, 2).
+
     Pairs (group, −1) come first: such a group gets a unit and gives none.
 
     Args:
@@ -398,21 +404,15 @@ def _components(held: np.ndarray) -> tuple[int, np.ndarray, np.ndarray]:
 
 
 def shuffle(packing: Packing, held: np.ndarray, seed: int, slowest: int = _NEVER) -> np.ndarray:
-    """Shuffle the holders of the units.
+    """Shuffle at random which groups hold which units, and return the new ``held``.
 
-    Every unit keeps its number of holders, and every group keeps its number of units. Pairs of
-    groups shuffle the units that only one of them has, and split them again in the same numbers. A
-    pair keeps its units if the new split overflows a group's room or gives a group more than
-    ``slowest`` work.
+    Every unit keeps its number of holders, and every group keeps its number of units. Two groups
+    put the units that only one of them holds together, shuffle them, and divide them in the same
+    numbers. They keep their old units if a group would exceed its room or get more than ``slowest``
+    work. ``seed`` is the seed of PCG64.
 
     This is the "curveball" walk over matrices of given margins (Strona et al. 2014, Nature Comm.
     5:4114).
-
-    Args:
-        packing: the room of the groups and the demands of the units.
-        held: the filling to shuffle. It is not changed.
-        seed: the seed of PCG64.
-        slowest: the largest work that a group may get.
     """
     held, bits, groups = held.copy(), np.random.PCG64(seed), len(held)
     left, load = packing.left(held), packing.loads(held)

@@ -1,10 +1,11 @@
-"""Which SDP group holds which unit: the data and the guarantees. ``policies.py`` makes placements.
+"""Which group holds which unit, and which messages between groups follow from this.
 
 A unit u has the holders H_u, and k_u = |H_u| ≥ 1. All groups hold the shared part (Singh et al.,
-arXiv 2507.09029, and this project's own choices, see docs/specification.md).
+arXiv 2507.09029, and this project's own choices, see docs/specification.md). ``policies.py``
+chooses the holders.
 
-The static plan of messages between groups is here too: which gradients are averaged in one message,
-and which frozen copies are refreshed in one.
+The messages are planned before the run: which gradients are averaged in one message, and which
+frozen copies are refreshed in one message.
 """
 
 from __future__ import annotations
@@ -23,18 +24,21 @@ from ..distributed.mesh import Holders, passes_on
 from ..errors import PlacementError
 
 COMMUNICATORS = 16  # limit per rank if holder sets are computed; NCCL's buffers cost tens of MB for each
-WAYS = 4  # up to so many communicators per group, the holders of a unit share the sending
+WAYS = 4  # holders share the sending of a unit up to so many communicators per group
 
 
 @dataclass(frozen=True)
 class Delivery:
-    """The group ``source`` sends data to all other ``members``, which are sorted."""
+    """A message between groups: ``source`` sends data to all other groups in ``members``.
+
+    ``members`` are sorted, and include the source.
+    """
 
     source: int
     members: Holders
 
     def sent_by(self, group: int) -> bool:
-        """Return whether ``group`` is the source, or forwards the data that it receives."""
+        """Return whether ``group`` sends: as the source, or to forward what it receives."""
         return group in self.members and passes_on(
             self.members.index(group), self.members.index(self.source), len(self.members)
         )
@@ -42,7 +46,7 @@ class Delivery:
 
 @dataclass(frozen=True)
 class Placement:
-    """The holders of every unit.
+    """The choice of holders for every unit. It is fixed for the whole run.
 
     Attributes:
         groups: number of SDP groups.
@@ -73,7 +77,7 @@ class Placement:
 
     @cached_property
     def holder_sets(self) -> list[Holders]:
-        """The distinct holder sets, sorted. Each has one communicator."""
+        """The different sets of groups that hold a unit, sorted. Each set has one communicator."""
         return sorted(set(self.holders))
 
     def holds(self, group: int, unit: int) -> bool:
@@ -90,18 +94,18 @@ class Placement:
 
     @cached_property
     def loads(self) -> np.ndarray:
-        """Work of every group's units, shape (groups,). The shared part is not included."""
+        """The summed ``work`` of the units that each group holds, shape (groups,)."""
         return self._sums(self.work)
 
     @property
     def imbalance(self) -> float:
-        """Work of the slowest group divided by the mean. 1 is perfect balance."""
+        """Work of the slowest group divided by the mean work of a group. 1 is perfect balance."""
         mean = float(self.loads.mean())
         return float(self.loads.max()) / mean if mean else 1.0
 
     @cached_property
     def _members(self) -> np.ndarray:
-        """0/1 matrix, shape (groups, distinct holder sets)."""
+        """1 if a group is in a holder set, else 0; shape (groups, distinct holder sets)."""
         members = np.zeros((self.groups, len(self.holder_sets)))
         for column, holders in enumerate(self.holder_sets):
             members[list(holders), column] = 1
@@ -119,11 +123,11 @@ class Placement:
 
     @cached_property
     def connected(self) -> bool:
-        """Whether units alone connect the group–unit graph, without the shared part."""
+        """Whether units alone connect all groups. A unit connects its holders."""
         return len(self.components()) == 1
 
     def components(self) -> list[list[int]]:
-        """Return the groups by connected component of the group–unit graph, group 0's first."""
+        """Return lists of groups that units connect to each other. Group 0 is in the first list."""
         root = list(range(self.groups))  # the first group of each group's component
         for holders in self.holder_sets:
             joined = {root[group] for group in holders}
@@ -132,29 +136,30 @@ class Placement:
 
     @property
     def links(self) -> int:
-        """Σk: the number of holders of all units together."""
+        """The number of holders of all units together, Σ k_u."""
         return sum(map(len, self.holders))
 
     @property
     def links_needed(self) -> int:
-        """The fewest holders that connect all groups: the edges of a tree of groups and units."""
+        """The least number of holders, of all units together, that can connect all groups."""
         return self.groups + len(self.units) - 1
 
     @property
     def can_be_connected(self) -> bool:
-        """Whether there are enough holders to connect all groups."""
+        """Whether units could connect all groups if the same number of holders were placed well."""
         return self.links >= self.links_needed
 
     @cached_property
     def deliveries(self) -> dict[Holders, tuple[Delivery, ...]]:
-        """Holder set → how its units' weights reach the groups without them (backward masking).
+        """Each set of holders → the messages that refresh copies of its units (backward masking).
 
-        Holder sets that contain all groups are absent. The receiving groups are divided among the
-        holders of a set. If there are more holders than receivers, the holders with the fewest
-        parameters to send so far are chosen. All units of a set have the same deliveries. If
-        possible, a holder sends to groups that it already sends to, so that units share
-        communicators. If this would give more than ``WAYS`` deliveries per group, a single holder
-        of the set sends to all other groups: the one with the fewest parameters to send so far.
+        Sets of all groups are absent, because no group has a copy of their units. The holders of a
+        set divide the receiving groups among themselves. If there are more holders than receivers,
+        those holders send that have the fewest parameters to send so far.
+
+        If possible, a holder sends to the same groups for several sets, so that these share a
+        communicator. If this would give more than ``WAYS`` communicators per group, only one holder
+        of the set sends: the one with the fewest parameters to send so far.
         """
         sends, costs = Counter[int](), Counter[Holders]()
         known: defaultdict[int, list[frozenset[int]]] = defaultdict(list)  # by source
@@ -183,11 +188,11 @@ class Placement:
         return self._members @ np.array([len(holders) > 1 for holders in self.holder_sets], dtype=float)
 
     def warnings(self) -> list[str]:
-        """Return warnings: unconnected groups, groups without units, many communicators."""
+        """Return warnings about unconnected groups, groups without units, many communicators."""
         notes = []
         if not self.connected:
             one, other = (list_groups(groups) for groups in self.components()[:2])
-            remedy = "raise sdp.capacity, which leaves them no room to share a unit"
+            remedy = "raise sdp.capacity: at present, they have no room for a unit in common"
             if not self.can_be_connected:
                 enough = math.ceil(100 * self.links_needed / (self.groups * len(self.units))) / 100
                 remedy = (
@@ -209,7 +214,7 @@ class Placement:
         return notes
 
     def guarantees(self) -> dict[str, Any]:
-        """Return the guarantees of this placement, as JSON.
+        """Return numbers about this placement for reports, as JSON.
 
         Fractions are of the units' parameters. Work is in FLOPs if the model states them, else in
         parameters.
@@ -224,7 +229,7 @@ class Placement:
         }
 
     def describe(self) -> str:
-        """Return one line: units, holders, held fractions, balance, connectivity."""
+        """Return a line for the log: units, holders, held fractions, balance and connectivity."""
         counts = [len(holders) for holders in self.holders]
         shown = ",".join(map(str, counts)) if len(counts) <= 32 else f"{min(counts)} to {max(counts)}"
         held = [self.held_fraction(group) for group in range(self.groups)]
@@ -250,17 +255,18 @@ class Placement:
 
 
 def list_groups(groups: Sequence[int]) -> str:
-    """Return the groups as a list that is short enough for a message."""
+    """Return the groups as text for a message, at most eight of them."""
     return str(list(groups)) if len(groups) <= 8 else f"[{', '.join(map(str, groups[:8]))}, …]"
 
 
 def _shared_out(
     sources: Sequence[int], receivers: Sequence[int], known: Mapping[int, Sequence[frozenset[int]]]
 ) -> list[tuple[int, frozenset[int]]]:
-    """Divide ``receivers`` among ``sources``, in parts of equal size, plus or minus one.
-    ``receivers`` is sorted. If possible, a source gets a part that is already ``known`` for the
-    source. Otherwise it gets the next receivers in the ring. In a cyclic placement, these are the
-    same for many holder sets.
+    """Divide ``receivers`` (sorted) among ``sources``, in lists of equal length, plus or minus one.
+
+    If possible, a source gets a list that is ``known``: the source sends to these groups already.
+    Otherwise it gets the next receivers in the ring. In a cyclic placement, these are the same for
+    many holder sets.
     """
     ways, waiting = [], list(receivers)
     for position, source in enumerate(sources):
@@ -285,7 +291,7 @@ LEAST_BYTES, MOST_BYTES = 2**19, 64 * 2**20
 
 @dataclass(frozen=True)
 class Bucket:
-    """Canonical names of parameters that are reduced together, and the groups that hold them."""
+    """Parameters or slices whose gradients are averaged in one message, and their holders."""
 
     holders: Holders
     names: tuple[str, ...]
@@ -297,20 +303,20 @@ def plan_buckets(
     unit_of: Callable[[str], str],
     comes_last: Callable[[str], bool],
 ) -> list[Bucket]:
-    """Plan the buckets of the full model's trainable parameters, in launch order.
+    """Divide the trainable parameters into buckets, in the order in which their averages start.
 
-    The last parameter comes first, because backward makes gradients in this order. Parameters that
-    ``comes_last`` selects come after all others. Otherwise all other parameters would have to wait.
-    Neighbours of one unit share a bucket up to 1 / ``BUCKETS`` of the unit. This limit is at least
-    ``LEAST_BYTES`` and at most ``MOST_BYTES``. A parameter is never split. Every rank computes the
-    same list.
+    Backward makes the gradient of the last parameter first, so the last parameter is in the first
+    bucket. Neighbours of one unit share a bucket of at most 1 / ``BUCKETS`` of the unit's bytes.
+    This limit is at least ``LEAST_BYTES`` and at most ``MOST_BYTES``. A parameter is never split.
+    Every rank computes the same list, so all ranks start their averages in the same order.
 
     Args:
         numels: parameter name → number of elements, in the model's order.
         holders_of: returns the groups that hold a parameter.
         unit_of: returns the unit of a parameter.
-        comes_last: whether a gradient is ready only at the very end. At the end, FSDP2 delivers the
-            gradients of parameters that are in no wrapped module.
+        comes_last: whether a gradient is ready only at the end of backward, as with FSDP2 for
+            parameters outside all wrapped modules. It is averaged last, so that no other average
+            waits for it.
     """
     buckets: list[Bucket] = []
     size, last = 0, None
@@ -332,7 +338,10 @@ def plan_buckets(
 
 @dataclass(frozen=True)
 class Refresh(Delivery):
-    """A holder sends ``names``, parameters of a unit in ``block``, to groups without the unit."""
+    """A message with new weights, from a holder of a unit to groups with frozen copies of the unit.
+
+    ``names`` are the parameters of the unit, and ``block`` is the path of the unit's block.
+    """
 
     block: str
     names: tuple[str, ...]

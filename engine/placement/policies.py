@@ -1,6 +1,6 @@
-"""The placement policies make the placement of a configuration.
+"""Makes the placement that a configuration asks for (``sdp.placement``).
 
-Every rank computes the placement by itself. So nothing here may depend on the time, on hashes of
+Every rank computes the placement by itself. So the result must not depend on the time, on hashes of
 strings or on the order of a set.
 """
 
@@ -28,7 +28,7 @@ MOST_LISTED = 5  # names in a warning
 
 
 def make_placement(section: SDPSection, units: Sequence[Unit]) -> Placement:
-    """Make the placement of the section ``sdp`` of a configuration.
+    """Choose the holders of the units as the section ``sdp`` of a configuration says.
 
     Raises:
         ConfigError: the capacity, the profile or a protected unit is not valid.
@@ -50,9 +50,10 @@ def make_placement(section: SDPSection, units: Sequence[Unit]) -> Placement:
 
 
 def _require_connected(named: Placement) -> None:
-    """Raise :class:`PlacementError` if named holders do not connect all groups, although the same
-    number of holders could. A placement that is made here may be unconnected if the groups' room
-    forbids every exchange. Then there is only a warning.
+    """Raise PlacementError if a stated placement does not connect all groups, but could.
+
+    It could if the same number of holders can connect them. The engine's own placements only warn,
+    because the groups' room may forbid every exchange.
     """
     if named.connected or not named.can_be_connected:
         return
@@ -64,10 +65,11 @@ def _require_connected(named: Placement) -> None:
 
 
 def warnings_of(section: SDPSection, placement: Placement) -> list[str]:
-    """Return what a user should know about the placement that was made.
+    """Return warnings about the placement, for the log.
 
-    This includes a warning if groups hold very different shares, because a policy may look only at
-    the number of units. With paths, the configuration places the units.
+    For example, groups may hold very different shares of the parameters, because "cyclic" looks
+    only at the number of units. With several paths the list is empty, because the configuration
+    places the units.
     """
     if section.paths is not None:
         return []
@@ -84,7 +86,10 @@ def warnings_of(section: SDPSection, placement: Placement) -> list[str]:
 
 
 def warn_of_left_out(reasons: Mapping[str, str]) -> list[str]:
-    """Return a warning about blocks that all groups share, because no group could skip them."""
+    """Return a warning that all groups share some blocks, because no group could skip them.
+
+    ``reasons`` has the reason for each such block. If it is empty, there is no warning.
+    """
     if not reasons:
         return []
     kinds = {reason: [name for name in reasons if reasons[name] == reason] for reason in reasons.values()}
@@ -96,14 +101,10 @@ def warn_of_left_out(reasons: Mapping[str, str]) -> list[str]:
 
 
 def warn_of_large_share(numels: Mapping[str, int], units: Sequence[Unit], placement: Placement) -> list[str]:
-    """Return a warning if a group holds most of the model, with what all groups share.
+    """Return a warning if a group holds most of the model. It lists what all groups share.
 
-    It suggests more units only if a shared module has modules inside. (An embedding has none.)
-
-    Args:
-        numels: number of elements of each parameter of the full model.
-        units: the units.
-        placement: the holders of the units.
+    The warning suggests more units only if a shared module has submodules. (An embedding has none.)
+    ``numels`` has the number of elements of each parameter of the full model.
     """
     total, costs = sum(numels.values()), sum(placement.costs)
     held = max(total - costs + placement.held_fraction(group) * costs for group in range(placement.groups))
@@ -163,10 +164,11 @@ def _protected(protect: Sequence[str], names: Sequence[str]) -> set[int]:
 
 
 def _contiguous(section: SDPSection, costs: Sequence[int], protected: set[int]) -> tuple[Holders, ...]:
-    """Give each group a run of neighbours in the model's order, weighed by parameters.
+    """Give each group a run of neighbouring units, in the model's order.
 
-    Group w of N holds the units from w / N of the total to w / N plus the capacity. After the last
-    unit comes the first one.
+    The units lie one after the other on a line, with their numbers of parameters as lengths. Group
+    w of N holds the units from w / N of the line to w / N plus the capacity. After the last unit
+    comes the first one.
     """
     if section.profile != "uniform":
         raise ConfigError(
@@ -185,7 +187,7 @@ def _contiguous(section: SDPSection, costs: Sequence[int], protected: set[int]) 
 
 
 def _one_capacity(section: SDPSection) -> Sequence[float]:
-    """Return the capacities of all groups, which must be equal."""
+    """Return the capacity of every group. All must be equal."""
     if isinstance(section.capacity, list) and len(set(section.capacity)) > 1:
         raise ConfigError(
             f"sdp.capacity: a {section.placement} placement needs one capacity for all groups: one number, or use "
@@ -198,9 +200,9 @@ def _cyclic(section: SDPSection, costs: Sequence[int], work: Sequence[int], prot
     """Give unit i to k_i neighbours in the ring of groups.
 
     With the uniform profile and with a listed one, the neighbours start at group i. If there are
-    more groups than units, the starts are spread over the ring. If k falls with depth, they start
-    after the last holder of the unit before, so all groups hold the same number of units, plus or
-    minus one. If the result does not connect the groups, units are exchanged.
+    more groups than units, the starts are spread over the ring. If k falls with depth, the
+    neighbours start after the last holder of unit i − 1, so all groups hold the same number of
+    units, plus or minus one. If the result does not connect the groups, units are exchanged.
     """
     _one_capacity(section)
     groups, counts = section.groups, holder_counts(section, costs, protected)

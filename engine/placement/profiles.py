@@ -1,4 +1,4 @@
-"""How many groups hold a unit: the number of holders k_u follows from capacities and profiles."""
+"""Computes the number of holders k_u of every unit from ``sdp.capacity`` and ``sdp.profile``."""
 
 from __future__ import annotations
 
@@ -13,10 +13,11 @@ from ..errors import ConfigError
 
 
 def capacities(section: SDPSection) -> Sequence[float]:
-    """Return the fraction of the units' parameters that each group holds, one value per group.
+    """Return the capacity of each group: the fraction of the units' parameters that it holds.
 
     Raises:
-        ConfigError: a value is out of range, or there are too few values or too few holders.
+        ConfigError: a value is out of range, the number of values is wrong, or the sum is below 1,
+            so that some unit would have no holder.
     """
     given = section.capacity if isinstance(section.capacity, list) else [section.capacity] * section.groups
     if len(given) != section.groups:
@@ -49,8 +50,8 @@ def capacities(section: SDPSection) -> Sequence[float]:
 def holder_counts(section: SDPSection, costs: Sequence[int], protected: Set[int] = frozenset()) -> list[int]:
     """Return the number of holders k_u of every unit, in the order of the units.
 
-    ``capacity`` is the mean fraction that a group holds of the units that are not protected,
-    weighted by their parameters. Protected units have k = N.
+    Protected units have k = N, the number of groups. The other units follow ``sdp.profile``. Their
+    mean k, weighted by parameters, is N times the capacity.
 
     Args:
         section: the section ``sdp`` of the configuration.
@@ -58,8 +59,8 @@ def holder_counts(section: SDPSection, costs: Sequence[int], protected: Set[int]
         protected: indices of the units that every group holds.
 
     Raises:
-        ConfigError: the capacity is out of range or gives less than one holder per unit, or an
-            explicit profile has another mean.
+        ConfigError: the capacity is out of range or gives less than one holder per unit, or the
+            mean of a listed profile contradicts the capacity.
     """
     mean = sum(capacities(section))
     if (listed := listed_counts(section, len(costs), protected)) is not None:
@@ -72,9 +73,9 @@ def holder_counts(section: SDPSection, costs: Sequence[int], protected: Set[int]
 
 
 def shaped_counts(section: SDPSection, mean: float, costs: Sequence[int]) -> list[int]:
-    """Return whole numbers of holders that follow the shape ``section.profile``.
+    """Return the number of holders of each unit for a profile that is not a list.
 
-    Their mean, weighted by ``costs``, is as near to ``mean`` as possible.
+    The numbers are whole. Their mean, weighted by ``costs``, is as near to ``mean`` as possible.
     """
     # "auto" is the best rule known so far; see docs/specification_placement.md.
     ideal = [mean] * len(costs) if section.profile == "uniform" else _depth_profile(section.groups, mean, costs)
@@ -82,7 +83,7 @@ def shaped_counts(section: SDPSection, mean: float, costs: Sequence[int]) -> lis
 
 
 def listed_counts(section: SDPSection, units: int, protected: Set[int] = frozenset()) -> list[int] | None:
-    """Return the numbers of holders that the profile lists, after checking them, or None.
+    """Return the numbers of holders if ``sdp.profile`` lists them, after checking them, else None.
 
     Args:
         section: the section ``sdp`` of the configuration.
@@ -90,9 +91,9 @@ def listed_counts(section: SDPSection, units: int, protected: Set[int] = frozens
         protected: indices of the units that every group holds.
 
     Raises:
-        ConfigError: the list has the wrong length, or a number that is larger than the number of
-            groups. Or a protected unit is not held by all groups, or the mean over the other units
-            contradicts ``sdp.capacity``.
+        ConfigError: the list has the wrong length or a number above the number of groups, a
+            protected unit is not held by all groups, or the mean over the other units contradicts
+            ``sdp.capacity``.
     """
     profile, mean = section.profile, sum(capacities(section))
     if not isinstance(profile, list):
@@ -110,7 +111,7 @@ def listed_counts(section: SDPSection, units: int, protected: Set[int] = frozens
                 f"hold it because of sdp.protect; list {section.groups} there"
             )
     free = [k for unit, k in enumerate(profile) if unit not in protected]
-    asked = section.capacity != 1.0  # the default; the file of a run states all of them
+    asked = section.capacity != 1.0  # the default, which the file of a run states, too
     if free and asked and abs(sum(free) - mean * len(free)) >= 1:
         right = sum(free) / len(free)
         raise ConfigError(

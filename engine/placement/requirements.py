@@ -1,4 +1,4 @@
-"""Requirements of a layout: units that can be cut evenly, and equal random numbers."""
+"""Refuses layouts that cannot work, such as neurons that cannot be cut evenly among ranks."""
 
 from __future__ import annotations
 
@@ -25,10 +25,11 @@ def require_inside(units: Sequence[Unit], blocks: Sequence[str]) -> None:
 
 
 def require_whole_tensors_if_random(model: nn.Module, mesh: Mesh) -> None:
-    """Raise ConfigError for tensor parallelism with a model that states ``random_options()``.
+    """Raise ConfigError for tensor parallelism with a model that draws random numbers.
 
-    Every rank draws numbers of its own. Tensor-parallel ranks would need equal numbers for tensors
-    that all of them have.
+    Such a model states ``random_options()``, for example dropout. Every rank draws different
+    numbers, but tensor-parallel ranks would need equal numbers for the tensors that all of them
+    have.
     """
     options = get_random_options(model)
     if options and mesh.tp > 1:
@@ -36,7 +37,7 @@ def require_whole_tensors_if_random(model: nn.Module, mesh: Mesh) -> None:
 
 
 def require_a_block_in_each_group(placement: Placement, mesh: Mesh) -> None:
-    """Raise ModelError if a group would skip the only block of a model.
+    """Raise ModelError if the model has only one block and a group would skip it.
 
     The model may apply this block several times, so the group would have no layers at all.
     """
@@ -48,7 +49,10 @@ def require_a_block_in_each_group(placement: Placement, mesh: Mesh) -> None:
 
 
 def require_even(units: Sequence[Unit], cuts: Mapping[str, int | None], ranks: int) -> None:
-    """Check that each of ``ranks`` tensor-parallel ranks gets equally many whole neurons."""
+    """Raise ModelError unless all tensor-parallel ranks get equally many whole neurons of a unit.
+
+    ``cuts`` maps each parameter to the dimension along which tensor parallelism cuts it.
+    """
     for unit in units if ranks > 1 else ():
         for part in unit.slices:
             if part.dim is not None and part.dim != cuts[part.parameter]:

@@ -1,4 +1,4 @@
-"""A tensor of the full model: its shape, its holders, and the part of it that a rank has."""
+"""Describes each tensor of the full model: shape, holders, and how ranks divide the tensor."""
 
 from __future__ import annotations
 
@@ -12,18 +12,22 @@ QUANTISED_BLOCK = 64  # numbers of a row with the same scale
 
 
 def quantised_row(numel: int, kind: str) -> tuple[int, int]:
-    """Return the bytes of a row of ``numel`` numbers in "int8" or "nf4", and of its scales."""
+    """Return the bytes of a row of ``numel`` quantised numbers, and the bytes of the row's scales.
+
+    ``kind`` is "int8" or "nf4".
+    """
     return numel if kind == "int8" else -(-numel // 2), 2 * -(-numel // QUANTISED_BLOCK)
 
 
 @dataclass(frozen=True)
 class Shard:
-    """Which part of a parameter's elements a rank holds.
+    """Says which shard of its group's parameters a rank holds.
 
     Attributes:
-        count: number of shards into which the rows are divided.
+        count: number of shards into which the rows of each parameter are divided.
         index: the shard of this rank, 0 … ``count`` − 1.
-        tp: the tensor-parallel rank whose part is sharded.
+        tp: the rank's number in tensor parallelism, which cuts parameters before the rows are
+            divided.
     """
 
     count: int = 1
@@ -33,7 +37,7 @@ class Shard:
 
 @dataclass(frozen=True)
 class Cut:
-    """The position of a slice in a parameter of the full model.
+    """The position of a slice (the share of one group of neurons) in a parameter of the full model.
 
     Attributes:
         name: the name of the full model's parameter.
@@ -50,24 +54,24 @@ class Cut:
 
 @dataclass(frozen=True)
 class TensorInfo:
-    """A parameter or persistent buffer of the full model, or a slice of one.
+    """Describes a parameter or persistent buffer of the full model, or a slice of a parameter.
 
-    Tensor parallelism is applied first, and gives each tensor-parallel rank a part. The ranks that
-    shard a group's state then divide the rows of this part into shards.
+    Tensor parallelism is applied first, and gives each tensor-parallel rank a part of the tensor.
+    The ranks that shard a group's state then divide the rows of this part into shards.
 
     Attributes:
         name: the tensor's name. A slice has a name of its own.
         shape: shape of the tensor, or of the slice.
         dtype: data type in the full model.
         trainable: whether the tensor needs a gradient.
-        unit: the name of its unit, or ``"shared"``.
-        holders: the groups that hold it.
+        unit: the name of the tensor's unit, or ``"shared"``.
+        holders: the groups that hold the tensor.
         tp_dim: the dimension that is divided among the tensor-parallel ranks. None means that each
             of them has the whole tensor.
         tp: number of tensor-parallel ranks.
         cut: the position of a slice in its parameter. None if the tensor is not a slice.
-        prefix: the part of ``name`` before the tensor's path in a group's module. Groups may have
-            tensors with different names at the same path.
+        prefix: the start of ``name`` that is not in the path of the tensor in a group's module,
+            such as ``paths.1.`` (``sdp.paths``).
     """
 
     name: str
@@ -83,17 +87,17 @@ class TensorInfo:
 
     @property
     def canonical(self) -> str:
-        """The name of the full model's parameter, also if this is only a slice of it."""
+        """The name of the tensor in the full model. A slice has the name of its parameter."""
         return self.cut.name if self.cut else self.name
 
     @property
     def path(self) -> str:
-        """The path of the tensor in the uncut module, also if this is only a slice of it."""
+        """The path of the tensor in the uncut module. A slice has the path of its parameter."""
         return self.canonical.removeprefix(self.prefix)
 
     @property
     def full_shape(self) -> torch.Size:
-        """Shape of the full model's parameter."""
+        """The shape of the tensor in the full model. For a slice, the shape of its parameter."""
         return self.cut.shape if self.cut else self.shape
 
     @property
@@ -103,11 +107,11 @@ class TensorInfo:
 
     @property
     def tp_shape(self) -> torch.Size:
-        """Shape of the part of a tensor-parallel rank."""
+        """The shape of the part of the tensor that a tensor-parallel rank has."""
         return torch.Size(size // self.tp if dim == self.tp_dim else size for dim, size in enumerate(self.shape))
 
     def offset(self, shard: Shard) -> tuple[int, ...]:
-        """Return the index in the full model's parameter at which ``shard`` begins."""
+        """Return the indices in the full model's parameter at which ``shard`` begins."""
         start = [0] * len(self.shape)
         if self.cut is not None:
             start[self.cut.dim] = self.cut.start
@@ -118,23 +122,24 @@ class TensorInfo:
         return tuple(start)
 
     def shard_rows(self, shards: int, index: int) -> tuple[int, int]:
-        """Return the first and the last (exclusive) row of shard ``index`` in its part.
+        """Return the first row of shard ``index``, and the row after its last.
 
-        Dimension 0 is divided in the same way as in ``torch.chunk`` and FSDP2.
+        The rows of a tensor-parallel rank's part are divided as in ``torch.chunk`` and FSDP2.
         """
         rows = self.tp_shape[0] if self.shape else 1
         size = -(-rows // shards)
         return min(rows, index * size), min(rows, (index + 1) * size)
 
     def shard_numel(self, shards: int, index: int) -> int:
-        """Return the number of elements of shard ``index``."""
+        """Return the number of elements of shard ``index`` of ``shards``."""
         first, last = self.shard_rows(shards, index)
         return (last - first) * self.tp_shape[1:].numel()
 
     def copy_nbytes(self, kind: str, itemsize: int, shards: int = 1, index: int = 0) -> int:
-        """Return the bytes of shard ``index`` of a frozen copy of this kind (``sdp.copies.dtype``).
+        """Return the bytes of shard ``index`` of a frozen copy of this tensor.
 
-        ``itemsize`` is that of compute precision.
+        ``kind`` is ``sdp.copies.dtype``. ``itemsize`` is the bytes of a number in compute
+        precision.
         """
         if not self.is_quantised(kind):
             return itemsize * self.shard_numel(shards, index)
@@ -142,12 +147,15 @@ class TensorInfo:
         return (last - first) * sum(quantised_row(self.tp_shape[1:].numel(), kind))
 
     def is_quantised(self, kind: str) -> bool:
-        """Whether copies of this kind are quantised. Only matrices are."""
+        """Whether copies of this tensor are quantised if ``sdp.copies.dtype`` is ``kind``.
+
+        Copies of tensors with fewer than two dimensions are never quantised.
+        """
         return kind != "compute" and len(self.shape) >= 2 and self.dtype.is_floating_point
 
     def padded_shard_numel(self, shards: int) -> int:
-        """Return the number of elements of a shard in a gather.
+        """Return the number of elements that a rank sends in a gather of the tensor's shards.
 
-        For a gather, all shards are padded to the size of the first shard.
+        For a gather, all shards are padded to the size of the first shard, which is the largest.
         """
         return self.shard_numel(shards, 0)

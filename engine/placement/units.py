@@ -1,10 +1,10 @@
-"""Find the units of a model: the parts that a placement gives to groups.
+"""Finds the units of a model: the parts that a group holds or does not hold.
 
-A unit is a list of (canonical parameter, dimension, index ranges). A block unit has whole
-parameters. A group of hidden neurons has a slice of each projection of its branch.
+A unit at block level has whole parameters. A unit at neuron level has a slice of each projection of
+its residual branch.
 
 If a model does not state its units, the units are its residual blocks, except for blocks that no
-group can skip. They are found in chains: runs of blocks of one class in a ModuleList, Sequential or
+group can skip. Blocks are found in chains: neighbours of one class in a ModuleList, Sequential or
 ModuleDict.
 """
 
@@ -32,16 +32,18 @@ MAKES_A_TABLE = "has an embedding that the other blocks of its chain use"
 
 
 def find_blocks(model: nn.Module) -> set[str]:
-    """Find the blocks of all chains in ``model``, for example of an encoder and a decoder.
+    """Find the paths of the residual blocks of a model that does not state its units.
 
-    Chains may nest. If blocks inside the modules of a chain have most of the chain's parameters,
-    these modules are stages, and the inner blocks count. A residual block has a norm and at least
-    two matrices, so a layer of a block is not a block. Experts never count. If the model has no
-    such blocks, the longest run of modules with layers counts, and all other runs of the same
-    class.
+    A chain is a run of neighbouring modules of one class in a container. Blocks of all chains
+    count, for example of an encoder and a decoder. A residual block has a norm and at least two
+    matrices, so a layer of a block is not a block. Experts never count. Three cases are special:
 
-    If there are no chains, residual blocks that are alone in a container count. The model may apply
-    such a block several times, as ALBERT does.
+    - If modules of a chain contain blocks with most of the chain's parameters, these modules are
+      stages, and the inner blocks count.
+    - If no chain has residual blocks, the longest run of modules with layers counts, and all other
+      runs of the same class.
+    - If there are no chains, residual blocks that are alone in a container count. The model may
+      apply such a block several times, as ALBERT does.
 
     Raises:
         ModelError: the model has no blocks.
@@ -66,12 +68,12 @@ def find_blocks(model: nn.Module) -> set[str]:
 
 
 def find_unskippable(model: nn.Module, names: Sequence[str]) -> dict[str, str]:
-    """Find blocks of ``names`` that cannot be skipped. Returns the reason by name.
+    """Return the blocks among ``names`` that no group can skip, with the reason for each.
 
-    The search looks only at modules, because the shapes of inputs are not known yet. A convolution
-    shows that a block changes the shape, unless the block equals a neighbour: equal blocks in a row
-    keep the shape. If only some blocks of a chain have an embedding, the other blocks use its
-    output, such as the position bias of T5.
+    Shapes of inputs are not known yet, so only modules are examined. A block that changes the shape
+    of its input cannot be skipped. Its convolutions show this, unless a neighbour has equal shapes:
+    equal blocks in a row keep the shape. If only some blocks of a chain have an embedding, they
+    cannot be skipped, because all other blocks use its output, such as T5's position bias.
     """
     found: dict[str, str] = {}
     for _, run in groupby(names, key=lambda name: name.rpartition(".")[0]):
@@ -89,10 +91,10 @@ def find_unskippable(model: nn.Module, names: Sequence[str]) -> dict[str, str]:
 
 
 class _Search:
-    """A search for the chains of modules that ``is_block`` selects.
+    """A search for the chains of modules for which ``is_block`` is true.
 
-    ``lone``: whether a module that is alone in its container counts, if its class is also in
-    another chain.
+    ``lone``: whether a module that is alone in its container counts, if another chain has modules
+    of the same class.
     """
 
     def __init__(self, is_block: Callable[[nn.Module], bool], *, lone: bool = True):
@@ -125,7 +127,7 @@ class _Search:
 
 
 def _runs(module: nn.Module) -> Iterator[list[tuple[str, nn.Module]]]:
-    """Yield runs of at least two neighbours of one class, or the only child, of a container."""
+    """Yield the runs of neighbours of one class in a container. An only child is a run, too."""
     if isinstance(module, _CONTAINERS):
         children = list(module.named_children())
         for _, run in groupby(children, key=lambda named: type(named[1])):
@@ -204,7 +206,7 @@ SHARED = "shared"
 
 @dataclass(frozen=True)
 class Slice:
-    """A slice of a canonical parameter, or the whole parameter.
+    """The elements of one parameter that belong to a unit: a slice, or the whole parameter.
 
     Attributes:
         parameter: the canonical name of the parameter.
@@ -220,7 +222,7 @@ class Slice:
     index: int = 0
 
     def of(self, tensor: Tensor) -> Tensor:
-        """The view of ``tensor`` (of the parameter's shape) at the only range of this slice."""
+        """Return this slice of ``tensor``, which has the parameter's shape, as a view."""
         assert self.dim is not None
         ((first, last),) = self.ranges
         return tensor.narrow(self.dim, first, last - first)
@@ -228,18 +230,18 @@ class Slice:
 
 @dataclass(frozen=True)
 class Unit:
-    """A part of the model that a group holds or does not hold.
+    """A part of the model that a group holds or does not hold: a block, or a group of neurons.
 
     Attributes:
-        index: position in the model's order.
-        name: the path of the module, after ``prefix``.
+        index: position among the units, which are in the model's order.
+        name: the path of the module, with ``prefix`` before it.
         slices: the parameters, or slices of parameters, of the unit.
         numel: number of parameters (elements).
-        flops: FLOPs of a forward pass of one sample. 0 if the model does not state them
-            (``unit_flops()``: unit name → FLOPs).
-        buffers: parts of persistent buffers that belong to a group of neurons.
+        flops: FLOPs of a forward pass of one sample, from the model's ``unit_flops()``. 0 if the
+            model does not state them.
+        buffers: the slices of persistent buffers that belong to a group of neurons.
         neurons: number of neurons in a group of neurons. 0 for a block.
-        prefix: the part of canonical names before the path in a group's module.
+        prefix: with ``sdp.paths``, ``paths.P.`` for a unit that only path P has. Otherwise empty.
     """
 
     index: int
@@ -253,28 +255,28 @@ class Unit:
 
     @property
     def path(self) -> str:
-        """The path of the module in a group's model."""
+        """The path of the unit's module in a group's model."""
         return self.name.removeprefix(self.prefix)
 
     @property
     def is_block(self) -> bool:
-        """Whether the unit is a module with all of its parameters."""
+        """Whether the unit has whole parameters. Otherwise it is a group of neurons."""
         return all(part.dim is None for part in self.slices)
 
 
 def goes_into_sum(parameter: str, dim: int | None) -> bool:
-    """Whether slices of ``parameter`` along ``dim`` feed hidden neurons into their branch's sum.
+    """Return whether ``parameter`` belongs to the layer that adds up the neurons of a branch.
 
-    This is true for the weight of a layer that is sliced along its inputs.
+    This is the weight of a layer that is sliced along its inputs (``dim`` 1).
     """
     return dim == 1 and parameter.endswith(".weight")
 
 
 def find_neuron_units(model: nn.Module, groups: int) -> list[Unit]:
-    """Slice each branch that ``model`` declares into ``groups`` groups of neurons.
+    """Divide each residual branch of ``model`` into ``groups`` units of neighbouring neurons.
 
-    The model states its branches in ``neuron_branches()``. The neurons of a group are neighbours. A
-    branch with fewer neurons than ``groups`` is sliced into single neurons.
+    The model states its branches in ``neuron_branches()``. A branch with fewer neurons than
+    ``groups`` is divided into single neurons.
 
     Raises:
         ModelError: the model states no branches, or the branches do not fit its parameters.
@@ -313,16 +315,16 @@ def find_neuron_units(model: nn.Module, groups: int) -> list[Unit]:
 
 
 def find_units(model: nn.Module, patterns: str | Sequence[str], explicit: Iterable[str] | None = None) -> list[Unit]:
-    """Find the block units of ``model``, in the order of its modules.
+    """Find the units of ``model`` at block level, in the order of its modules.
 
-    ``"auto"`` uses the first of these that exists: the units that an ``explicit`` placement names;
-    the units that the model states (``unit_patterns()``); the blocks of all chains in the model
-    (see :func:`find_blocks`).
+    If ``patterns`` is ``"auto"``, the units are the modules that ``explicit`` names. Without
+    ``explicit``, the model's ``unit_patterns()`` name them. A model without this hook is searched
+    (:func:`find_blocks`).
 
     Args:
         model: the full model.
         patterns: module paths in which ``*`` matches one path component, or ``"auto"``.
-        explicit: the names of the units in an explicit placement, if there is one.
+        explicit: the units that ``sdp.placement`` names, if it is stated by hand.
 
     Raises:
         ModelError: a pattern matches nothing, units nest, or weights are tied across units.
@@ -344,8 +346,10 @@ def find_units(model: nn.Module, patterns: str | Sequence[str], explicit: Iterab
 
 
 def add_ends(model: nn.Module, blocks: Sequence[Unit]) -> list[Unit]:
-    """Return the units ``blocks``, with units for the embeddings before and the head after them.
-    These are layers with matrices. A tied pair is one unit, at the place of the first one.
+    """Return ``blocks`` together with units for the embeddings before and the head after them.
+
+    Every layer there that has a matrix becomes a unit. If the head is tied to an embedding, the
+    embedding's unit contains both.
     """
     modules = dict(model.named_modules())
     order = {path: index for index, path in enumerate(modules)}
@@ -426,5 +430,5 @@ def _inside(path: str, names: Iterable[str]) -> bool:
 
 
 def unit_of_parameters(units: Iterable[Unit]) -> dict[str, Unit]:
-    """Map each canonical parameter to the unit that contains it completely. Others are absent."""
+    """Map the name of each parameter that lies completely in one unit to this unit."""
     return {part.parameter: unit for unit in units for part in unit.slices if part.dim is None}

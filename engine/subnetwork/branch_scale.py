@@ -1,9 +1,9 @@
-"""``sdp.branch_scale``: scales what a unit adds to its input.
+"""Scales what a unit adds to the hidden state (``sdp.branch_scale``).
 
-If k of N groups hold a unit, the unit adds on average k / N of what it adds in the full model.
-There are two ways to correct for this:
+If k of N groups hold a unit, the unit adds, on average over the groups, k / N of what it adds in
+the full model. There are two ways to correct for this:
 
-- "train" multiplies by N / k wherever a part of the model runs: in training, and when a group's own
+- "train" multiplies by N / k wherever a subnetwork runs: in training, and when a group's own
   subnetwork is evaluated.
 - "eval" multiplies by k / N when the full model runs.
 """
@@ -25,7 +25,9 @@ from .neurons import Slices
 
 
 class BranchScale:
-    """The factors of all units: for a subnetwork, or inside :meth:`of_full_model` for the full
+    """Scales the units of a model, each with a factor of its own.
+
+    The factors are those for a subnetwork, or inside :meth:`of_full_model` those for the full
     model.
     """
 
@@ -35,7 +37,7 @@ class BranchScale:
         self._layers: dict[str, tuple[Slices, dict[int, Unit]]] = {}  # by the parameter's name
 
     def factor(self, unit: Unit) -> float:
-        """The number by which the unit's output is multiplied."""
+        """Return the number by which the contribution of ``unit`` is multiplied now."""
         if self._layout.keeps_frozen:
             return 1.0
         share = len(self._layout.placement.holders[unit.index]) / self._layout.mesh.sdp
@@ -45,7 +47,7 @@ class BranchScale:
 
     @contextmanager
     def of_full_model(self) -> Iterator[None]:
-        """Use the factors of the full model inside the context."""
+        """A context in which units have the factors for the full model."""
         self._switch(full=True)
         try:
             yield
@@ -58,14 +60,15 @@ class BranchScale:
             slices.factors = {index: self.factor(unit) for index, unit in units.items()}
 
     def use(self, layout: Layout) -> None:
-        """From now on, use the scales of ``layout``, which is the layout of a phase."""
+        """Take the factors from ``layout`` from now on. Each phase of a schedule has a layout."""
         self._layout = layout
         self._switch(full=self._full)
 
     def install(self, model: nn.Module) -> None:
-        """Scale the blocks of ``model`` that are units, also as guests, and slices of neurons.
+        """Make the units of ``model`` scale their contributions, by hooks or by factors of slices.
 
-        Slices of the same parameters in an earlier model are forgotten.
+        Skipped blocks are scaled, too, because they run when the full model is evaluated. Slices of
+        an earlier ``model`` are not scaled any more.
         """
         if self._layout.branch_scale == "none":
             return

@@ -1,7 +1,7 @@
 """Carves a group's subnetwork out of a model.
 
 Each block that the group does not hold is replaced by a pass-through without parameters, at the
-same path. It returns its input in the form of the block's result.
+same path. The pass-through returns its input, in the form of the block's result.
 """
 
 from __future__ import annotations
@@ -29,10 +29,11 @@ NO_WEIGHTS = "a skipped block has no attention weights to return"
 
 
 class Structure(NamedTuple):
-    """The form of a block's result: a tree, the leaf with the hidden state, and leaves with inputs.
+    """The form of a block's result, in which a pass-through must return its input.
 
-    ``others`` has the name of the input by the index of the leaf. Further leaves are None.
-    ``has_weights``: whether attention weights are among these.
+    ``position`` is the index of the leaf with the hidden state in the tree ``spec``. ``others`` has
+    the index of each leaf that is an unchanged input, with the input's name. All other leaves are
+    None. ``has_weights`` says whether attention weights are among them.
     """
 
     spec: TreeSpec
@@ -44,9 +45,13 @@ class Structure(NamedTuple):
 def read_structure(
     output: Any, hidden: torch.Tensor, inputs: Mapping[str, Any], signature: inspect.Signature
 ) -> Structure | str:
-    """Read from a block's ``output`` how a pass-through returns its input.
+    """Return the form of a block's ``output``, or the reason why no pass-through can return it.
 
-    Returns the reason if no pass-through can.
+    Args:
+        output: what the block returned.
+        hidden: the hidden state that the block got.
+        inputs: the block's arguments by name.
+        signature: the signature of the block's ``forward``.
     """
     leaves, spec = tree_flatten(output)
     tensors = [index for index, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor)]
@@ -72,8 +77,9 @@ def read_structure(
 
 
 def _are_attention_weights(leaf: torch.Tensor, hidden: torch.Tensor, signature: inspect.Signature) -> bool:
-    """Whether ``leaf`` is attention weights (batch, heads, tokens, keys), for which a caller of the
-    block can ask. Such blocks often return them without a request.
+    """Whether ``leaf`` is attention weights (batch, heads, tokens, keys) that a caller can ask for.
+
+    Blocks that return attention weights on request often return them without a request, too.
     """
     if ASKS_FOR_WEIGHTS not in signature.parameters or leaf.dim() != 4 or hidden.dim() != 3:
         return False
@@ -81,7 +87,7 @@ def _are_attention_weights(leaf: torch.Tensor, hidden: torch.Tensor, signature: 
 
 
 def _cannot_skip(reasons: Iterable[str]) -> ModelError:
-    """The error about all blocks that cannot be skipped, with the reasons."""
+    """Return one error about all blocks that cannot be skipped, with the reasons."""
     found = list(dict.fromkeys(reasons))
     it, them = ("it cannot", "it") if len(found) == 1 else ("they cannot", "them")
     return ModelError(
@@ -98,9 +104,10 @@ def signature_of(block: nn.Module) -> inspect.Signature:
 def hidden_state(
     name: str, signature: inspect.Signature, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> torch.Tensor:
-    """The tensor to which a block adds: the first argument of its ``forward`` that is a tensor.
+    """Return the tensor to which a block adds: the first argument of ``forward`` that is a tensor.
 
-    Raises ModelError with the block's name if the first tensor is ambiguous or missing.
+    Raises ModelError, with the block's name, if it is unclear which tensor is the first, or if
+    there is no tensor.
     """
     bound = signature.bind(*args, **kwargs)
     tensors = [value for value in bound.args if isinstance(value, torch.Tensor)]
@@ -117,16 +124,15 @@ def hidden_state(
 
 
 class PassThrough(nn.Module):
-    """Takes the place of a block that is not held: only the skip connection remains.
+    """Takes the place of a block that the group does not hold, and returns the block's input.
 
-    It returns its input in the structure that the block would return. Other inputs that the block
-    would return unchanged, such as the position bias of T5, are returned, too. Attention weights
-    are None. The block's skeleton on the meta device shows the form of the result. It takes no
-    memory, and is not in the module tree. The skeleton also runs the block as a guest when the full
-    model is evaluated.
+    The input is returned in the form of the block's result. Other inputs that the block would
+    return unchanged, such as the position bias of T5, are in it, too. Attention weights are None.
 
-    Attributes are those of the block, including children and parameters. They have shapes and
-    dtypes but no values.
+    The block itself is kept as the *skeleton* on the meta device, outside the module tree, where it
+    takes no memory. It shows the form of the result, and it runs when the full model is evaluated.
+    Attributes of the block, such as children and parameters, can be read from this module. They
+    have shapes and dtypes, but no values.
     """
 
     def __init__(self, name: str, block: nn.Module):
@@ -138,13 +144,13 @@ class PassThrough(nn.Module):
         self.training = block.training
 
     def train(self, mode: bool = True) -> PassThrough:
-        """Set the mode of this module and of the skeleton, which runs as a guest."""
+        """Set training or evaluation mode, also for the block that this module replaces."""
         self.skeleton.train(mode)
         return super().train(mode)
 
     @property
     def skeleton(self) -> nn.Module:
-        """The block on the meta device."""
+        """The block that this module replaces, on the meta device."""
         return self._hidden[0]
 
     def __getattr__(self, name: str) -> Any:
@@ -154,15 +160,16 @@ class PassThrough(nn.Module):
             return getattr(self.__dict__["_hidden"][0], name)
 
     def collect_refusals(self, refusals: list[str] | None) -> None:
-        """Add the reason to ``refusals`` if the block cannot be skipped, instead of raising it.
+        """Make a block that cannot be skipped add the reason to ``refusals``, and raise nothing.
 
-        Then the forward pass continues with zeros, to find other such blocks. None: raise at once.
+        The forward pass then continues with zeros, so that it finds all such blocks. If
+        ``refusals`` is None, the first such block raises its error at once.
         """
         self._refusals = refusals
 
     @property
     def has_learned(self) -> bool:
-        """Whether the form of the block's result is known from the first call."""
+        """Whether the form of the block's result is known. The first call finds it out."""
         return self._structure is not None
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
@@ -194,7 +201,7 @@ class PassThrough(nn.Module):
     def _try(
         self, signature: inspect.Signature, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[Any, dict[str, Any]]:
-        """Run the skeleton on zeros. Returns the result, and the inputs by name."""
+        """Run the skeleton on zeros. Return the result, and the arguments of the call by name."""
         try:
             return self._run(self.skeleton, "meta", signature, args, kwargs)
         except Exception as on_meta:
@@ -222,7 +229,7 @@ class PassThrough(nn.Module):
 
 
 def _named_inputs(signature: inspect.Signature, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
-    """The arguments of a call by the names of the parameters, those of ``**kwargs`` included."""
+    """Return the arguments of a call by name, including those in ``**kwargs``."""
     named = dict(signature.bind(*args, **kwargs).arguments)
     for parameter in signature.parameters.values():
         if parameter.kind is parameter.VAR_KEYWORD:
@@ -248,9 +255,9 @@ class _CopiesAreZeros(TorchFunctionMode):
 
 
 def carve(model: nn.Module, units: Sequence[Unit], placement: Placement, group: int) -> dict[str, PassThrough]:
-    """Replace every block of which ``group`` holds no unit, in place, and free its memory.
+    """Replace every block that ``group`` does not hold by a pass-through, which frees its memory.
 
-    Returns the pass-throughs by path.
+    ``model`` is changed in place. Returns the pass-throughs by path.
     """
     replaced = {}
     held = {unit.path for unit in units if placement.holds(group, unit.index)}
@@ -267,16 +274,16 @@ def pass_throughs(model: nn.Module) -> list[PassThrough]:
 
 
 def with_skeletons(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    """Yield the modules of ``model`` by path, and those of skipped blocks, too."""
+    """Yield path and module for all modules of ``model``, also for those inside skipped blocks."""
     yield from model.named_modules()
     for one in pass_throughs(model):
         yield from one.skeleton.named_modules(prefix=one.name)
 
 
 def refuse_together(model: nn.Module, blocks: Collection[PassThrough]) -> None:
-    """Let the first forward pass of ``model`` find all blocks that cannot be skipped.
+    """Make the first forward pass of ``model`` raise one error about all unskippable blocks.
 
-    One error about all of them is raised at the end of the pass. ``blocks``: the blocks of one
+    Without this, the pass would stop at the first such block. ``blocks`` are the pass-throughs of a
     group.
     """
     if not blocks:
@@ -297,10 +304,7 @@ def refuse_together(model: nn.Module, blocks: Collection[PassThrough]) -> None:
 
 
 def freeze(model: nn.Module, units: Sequence[Unit], placement: Placement, group: int, dtype: torch.dtype) -> None:
-    """Convert every unit that ``group`` does not hold to ``dtype``, in place, and freeze it.
-
-    No gradients of its parameters are computed.
-    """
+    """Turn every unit that ``group`` does not hold into a frozen copy in ``dtype``, in place."""
     for unit in units:
         if not placement.holds(group, unit.index):
             for parameter in model.get_submodule(unit.name).parameters():
@@ -310,11 +314,11 @@ def freeze(model: nn.Module, units: Sequence[Unit], placement: Placement, group:
 
 
 class Evaluation:
-    """Records what runs in the module's evaluation mode.
+    """Switches off the warning of :func:`warn_of_partial_pass`, if an attribute is True.
 
     Attributes:
         is_running: Whether the engine itself evaluates now.
-        is_replaced: Whether a pass in evaluation mode runs the full model instead.
+        is_replaced: Whether every pass in evaluation mode runs the full model.
     """
 
     def __init__(self) -> None:
@@ -323,7 +327,7 @@ class Evaluation:
 
     @contextmanager
     def running(self) -> Iterator[None]:
-        """A context in which the engine evaluates."""
+        """A context in which the engine evaluates, so ``is_running`` is True."""
         self.is_running = True
         try:
             yield
@@ -334,7 +338,7 @@ class Evaluation:
 def warn_of_partial_pass(module: nn.Module, evaluation: Evaluation, is_partial: Callable[[], bool]) -> None:
     """Make a forward pass in evaluation mode warn once if it runs only a subnetwork.
 
-    This covers ``engine(batch)`` after ``engine.eval()``, and ``module.generate(...)``. The passes
+    Examples are ``engine(batch)`` after ``engine.eval()``, and ``module.generate(...)``. The passes
     of ``engine.evaluate`` do not warn.
     """
 

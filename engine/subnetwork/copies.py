@@ -1,9 +1,9 @@
 """Frozen copies that need less memory or traffic (``sdp.copies``): quantised, or refreshed rarely.
 
-A quantised copy of a weight ``KEY`` is two frozen parameters of its module: ``KEY:q`` has numbers
-of few bits, and ``KEY:s`` has the bytes of a float16 scale for each block of 64 numbers. When the
-module reads ``KEY``, the value is computed from these two. So a copy exists in compute precision
-only while an operation uses it.
+A quantised copy of a weight ``KEY`` is two frozen parameters of its module: ``KEY:q`` has the
+quantised numbers, and ``KEY:s`` has the bytes of a float16 scale for each block of 64 numbers. When
+the module reads ``KEY``, the value is computed from these two. So a copy exists in compute
+precision only while an operation uses it.
 """
 
 from __future__ import annotations
@@ -35,15 +35,16 @@ ZERO = LEVELS.index(0.0)
 
 
 def quantise(weight: torch.Tensor, kind: Kind) -> tuple[torch.Tensor, torch.Tensor]:
-    """Quantise a float32 weight.
+    """Quantise a float32 weight, with a scale for each block of 64 neighbours in a row.
 
     Args:
-        weight: (rows, …). Blocks of 64 numbers are cut from the rest of each row.
+        weight: shape (rows, …). All dimensions after the first one make up a row.
         kind: "int8" or "nf4".
 
     Returns:
-        q, int8 of the shape of ``weight`` or uint8 (rows, half of the rest), and s, the bytes of
-        the blocks' float16 scales (rows, 2 · blocks).
+        The quantised numbers, and the bytes of the float16 scales: uint8 of shape (rows, 2 ·
+        blocks). The numbers are int8 in the shape of ``weight``, or uint8 with two "nf4" numbers a
+        byte, of shape (rows, half of a row).
     """
     rows, tail = weight.shape[0], weight[0].numel()
     blocks = -(-tail // BLOCK)
@@ -64,7 +65,10 @@ def quantise(weight: torch.Tensor, kind: Kind) -> tuple[torch.Tensor, torch.Tens
 
 
 def dequantise(q: torch.Tensor, s: torch.Tensor, tail: torch.Size, kind: Kind, dtype: torch.dtype) -> torch.Tensor:
-    """Return the values of a quantised weight whose rows have the shape ``tail``."""
+    """Return the values of a weight that :func:`quantise` has turned into ``q`` and ``s``.
+
+    ``tail`` is the shape of a row of the weight. The result has the type ``dtype``.
+    """
     rows, count = q.shape[0], tail.numel()
     if kind == "nf4":
         levels = torch.tensor(LEVELS, device=q.device)
@@ -83,16 +87,16 @@ Made = dict[int, tuple[weakref.ref[torch.Tensor], nn.Module, str]]
 
 
 class Copies:
-    """The frozen copies that a module has.
+    """The frozen copies in one module, from which the module reads its weights.
 
     Args:
-        kind: How they are quantised.
+        kind: How copies are quantised.
         dtype: Compute precision.
         tails: The shape of a row of each quantised weight, by key.
-        made: The present values of the model's copies in compute precision.
+        made: All copies of the model that are in compute precision now.
 
     Attributes:
-        exact: Exact weights by key, which the module presently uses in place of copies.
+        exact: Exact weights by key. The module uses them in place of copies in an evaluation.
     """
 
     def __init__(self, kind: Kind, dtype: torch.dtype, tails: Mapping[str, torch.Size], made: Made):
@@ -102,7 +106,7 @@ class Copies:
         self.exact: dict[str, torch.Tensor] = {}
 
     def read(self, module: nn.Module, key: str) -> torch.Tensor:
-        """Return the copy ``key`` of ``module`` in compute precision."""
+        """Return the weight ``key`` of ``module`` in compute precision, from its copy."""
         if key in self.exact:
             return self.exact[key]
         if key not in self._tails:
@@ -115,12 +119,13 @@ class Copies:
 
 
 def copy_cheaply(model: nn.Module, layout: Layout, group: int, section: CopiesSection, dtype: torch.dtype) -> None:
-    """Make the frozen copies of ``model`` those of ``sdp.copies``. Values stay undefined.
+    """Replace the frozen copies of ``model`` by quantised ones, if ``sdp.copies`` asks for it.
 
-    Call this once the model is cut for tensor parallelism, and before it is sharded.
+    The new copies have no values yet; a holder sends them. Call this once the model is cut for
+    tensor parallelism, and before it is sharded.
 
     Raises:
-        ModelError: A module keeps its weights elsewhere, too.
+        ModelError: A module, such as an LSTM, keeps its weights in a second place, too.
     """
     infos = {info.name: info for info in layout.frozen(group)}
     if section.are_exact or not infos:
@@ -161,7 +166,10 @@ def copy_cheaply(model: nn.Module, layout: Layout, group: int, section: CopiesSe
 
 
 def replace_copies(model: nn.Module, layout: Layout, weights: Mapping[str, torch.Tensor]) -> list[Copies]:
-    """Let modules use exact ``weights`` in place of copies. Returns the changed objects."""
+    """Make modules use exact ``weights`` in place of copies, until ``exact`` is cleared.
+
+    Returns the objects :class:`Copies` whose ``exact`` was changed.
+    """
     aliases = {alias: weights[name] for alias, name in layout.aliases.items() if name in weights}
     changed = []
     for name, weight in {**weights, **aliases}.items():
@@ -185,8 +193,9 @@ def _empty(parameter: nn.Parameter, kind: Kind) -> dict[str, nn.Parameter]:
 
 
 def _making_again(forward: Callable[..., Any], made: Made) -> Callable[..., Any]:
-    """Let autograd compute a copy again in backward, and not save it in compute precision. A block
-    that is recomputed in backward does this anyway.
+    """Let autograd compute a copy again in backward, and not save it in compute precision.
+
+    A block that is recomputed in backward does this anyway.
     """
 
     def pack(tensor: torch.Tensor) -> Any:

@@ -1,4 +1,4 @@
-"""Activation checkpointing of units, ``torch_autocast``, and ``training.compile``."""
+"""Activation checkpointing, autocast and compilation of the blocks of a model."""
 
 from __future__ import annotations
 
@@ -33,9 +33,15 @@ _SAVED = [
 
 
 def checkpoint_activations(model: nn.Module, blocks: Iterable[str], mode: Literal["none", "full", "selective"]) -> None:
-    """Make every block (a module's path) recompute activations in backward.
+    """Make blocks compute their activations again in backward, instead of keeping them.
 
-    Only ``forward`` is replaced, so parameter names stay.
+    Only ``forward`` of each block is replaced, so parameter names stay.
+
+    Args:
+        model: The model.
+        blocks: Paths of the blocks.
+        mode: "full" keeps no activations, "selective" keeps results of matrix products and
+            attention, and "none" changes nothing.
     """
     if mode == "none":
         return
@@ -87,9 +93,9 @@ def _buffers_kept(block: nn.Module, context: AbstractContextManager[Any]) -> Ite
 
 
 def autocast_forward(model: nn.Module, config: Config, device: torch.device) -> None:
-    """Run every forward pass of ``model`` under autocast, in training and in evaluation.
+    """Run every forward pass of ``model`` under autocast, if the configuration asks for it.
 
-    A no-op unless the configuration asks for it. Parameters stay float32.
+    This applies to training and evaluation. Parameters stay float32.
     """
     dtype = config.autocast_dtype
     if dtype is not None:
@@ -99,7 +105,7 @@ def autocast_forward(model: nn.Module, config: Config, device: torch.device) -> 
 def compile_units(
     model: nn.Module, blocks: Collection[str], device: torch.device, *, sliced: bool = False, phases: int = 1
 ) -> None:
-    """Compile the ``forward`` of every block (a module's path) in place.
+    """Compile the ``forward`` of every block in place.
 
     Parameter names stay. Hooks run around the compiled function. Call this after activation
     checkpointing, so that recomputation is part of the compiled graph, and before sharding.
@@ -109,7 +115,7 @@ def compile_units(
         blocks: Paths of the blocks.
         device: Where the blocks run.
         sliced: Whether blocks may have slices with different indices, which need separate graphs.
-        phases: How many sets of slices a block has during the run.
+        phases: How many maskings the run uses. Under each, a block may have other slices.
 
     Raises:
         ConfigError: torch.compile does not work for ``device``.

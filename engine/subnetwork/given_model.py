@@ -1,4 +1,4 @@
-"""Checks a model before it is cut, and removes wrappers that hide its parameters."""
+"""Checks the user's model before it is cut, and removes wrappers that hide its parameters."""
 
 from __future__ import annotations
 
@@ -14,8 +14,9 @@ from ..placement.layout import Layout
 
 
 def compiled_in_place(model: nn.Module) -> nn.Module:
-    """Return ``model`` without the wrappers of ``torch.compile``. Calls of the modules stay
-    compiled. Parameters have the same names as without ``torch.compile``.
+    """Return ``model`` without the wrappers of ``torch.compile``, but with compiled modules.
+
+    The parameters have the same names as without ``torch.compile``.
     """
     for parent in list(model.modules()):
         for name, child in parent._modules.items():
@@ -32,7 +33,10 @@ def _unwrapped(module: Any) -> Any:
 
 
 def check_given_model(model: nn.Module) -> None:
-    """Raise ModelError if ``model`` has a module or a parameter that cannot be trained."""
+    """Raise ModelError if SDP cannot train a module or a parameter of ``model``.
+
+    Examples are sparse gradients, complex parameters, and parameters that are sharded already.
+    """
     for path, module in model.named_modules():
         where = path or "the model"
         if isinstance(module, DataParallel | DistributedDataParallel):
@@ -63,9 +67,9 @@ def check_given_model(model: nn.Module) -> None:
 
 
 def refuse_shapes(layout: Layout) -> None:
-    """Raise ModelError for a parameter that cannot be cut into shards.
+    """Raise ModelError for a parameter without dimensions or elements: it cannot be sharded.
 
-    The full model's parameters are checked, so that all ranks raise.
+    Every rank checks all parameters of the full model, so that all ranks raise.
     """
     for name, info in layout.parameters.items():
         if 0 in info.shape:

@@ -1,8 +1,8 @@
-"""Initialises parameters. The same seed gives the same full model under any layout.
+"""Gives parameters their initial values. The same seed gives the same full model in any layout.
 
 If a model has the hook ``parameter_init``, each parameter is filled in blocks of rows on the CPU.
-The generator of a block is seeded by sha256(seed, canonical name, block). A shard generates only
-the blocks that it overlaps, and holders agree without a broadcast.
+The generator of a block is seeded by sha256(seed, canonical name, block). A rank generates only the
+blocks that overlap its shard. Holders get equal values without a broadcast.
 
 Other models run their ``_init_weights`` (Hugging Face), ``init_weights(buffer_device)``
 (torchtitan, later ``init_states(buffer_device)``) or ``reset_parameters`` (torch), module by
@@ -43,7 +43,7 @@ Filler = Callable[[torch.Tensor, int], None]
 
 
 def seed_of(*parts: object) -> int:
-    """A 63-bit seed from the text of the parts, the same on all machines."""
+    """Return a 63-bit seed from the text of ``parts``. It is the same on all machines."""
     digest = hashlib.sha256("/".join(map(str, parts)).encode()).digest()
     return int.from_bytes(digest[:8], "little") >> 1
 
@@ -52,8 +52,8 @@ def fill_rows(out: torch.Tensor, start: int, shape: torch.Size, init: Init, seed
     """Write some rows of a parameter's initial value into ``out``.
 
     Args:
-        out: Where to write. Its number of rows decides how many are written.
-        start: The first row.
+        out: Where to write. As many rows are written as ``out`` has.
+        start: The first row of the parameter that is written.
         shape: The shape of the full parameter.
         init: How the parameter is initialised.
         seed: The seed of the run.
@@ -85,8 +85,10 @@ def fill_rows(out: torch.Tensor, start: int, shape: torch.Size, init: Init, seed
 
 @dataclass(frozen=True)
 class ModuleInit:
-    """The initialisation of the tensors of one module: canonical names, and a function for
-    fillers.
+    """How the tensors of one module get their initial values.
+
+    ``names`` are the canonical names of the tensors. ``fillers()`` returns a function for each of
+    them, which writes rows of the initial value.
     """
 
     names: tuple[str, ...]
@@ -94,10 +96,11 @@ class ModuleInit:
 
 
 def plan_initialisation(model: nn.Module, seed: int) -> list[ModuleInit]:
-    """One :class:`ModuleInit` for every module of ``model`` that itself has parameters or buffers.
-    Call this before the model is sharded, and make the fillers afterwards. ``model`` may be on the
-    meta device. Full parameters are in memory only as long as a module's fillers. Tied parameters
-    appear once. Raises ModelError if there is no rule for a parameter.
+    """Plan the initial values of ``model``: one item for each module that has tensors of its own.
+
+    Call this before the model is sharded, and call ``fillers()`` of the items afterwards. ``model``
+    may be on the meta device. A full parameter is in memory only while its module's fillers exist.
+    Tied parameters appear once. Raises ModelError if there is no rule for a parameter.
     """
     rule = get_parameter_init(model)
     skeleton = None if rule is not None else _skeleton(model, {})
@@ -127,11 +130,11 @@ def _rule_fillers(shapes: dict[str, torch.Size], rules: dict[str, Init], seed: i
 
 
 def _resets(skeleton: nn.Module, path: str, name: str) -> list[Callable[[], Any]]:
-    """The functions that initialise the tensors of the module at ``path``, in order.
+    """Return the functions that initialise the tensors of the module at ``path``, in order.
 
-    In Hugging Face models, first the rule of the module runs, then those of the modules around it:
-    GPT-2's attention scales its projection. Models of torchtitan have one rule for the whole model.
-    Other modules have ``reset_parameters``.
+    In Hugging Face models, first the rule of the module runs, then the rules of the modules around
+    it: GPT-2's attention scales its projection. Models of torchtitan have one rule for the whole
+    model. Other modules have ``reset_parameters``.
     """
     parts = path.split(".") if path else []
     chain = [skeleton.get_submodule(".".join(parts[:depth])) for depth in range(len(parts) + 1)]
@@ -165,9 +168,9 @@ def _takes_buffer_device(rule: Any) -> bool:
 def _module_fillers(
     module: nn.Module, names: list[str], resets: list[Callable[[], Any]], seed: int
 ) -> dict[str, Filler]:
-    """Initialise the skeleton's ``module`` on the CPU and return fillers that copy its rows.
+    """Initialise the skeleton's ``module`` on the CPU, and return fillers that copy its rows.
 
-    The module has a generator of its own. Everything else stays on the meta device.
+    The module has a random generator of its own. All other modules stay on the meta device.
     """
     module.to_empty(device="cpu", recurse=False)
     before = {key: _mark(tensor) for key, tensor in _own_tensors(module).items()}
@@ -209,9 +212,7 @@ def _copy_rows(out: torch.Tensor, start: int, full: torch.Tensor) -> None:
 
 
 def _skeleton(module: nn.Module, copies: dict[int, nn.Module]) -> nn.Module:
-    """A copy of the module tree on the meta device, with the same attributes and untied
-    parameters.
-    """
+    """Copy the module tree to the meta device, with the same attributes and untied parameters."""
     if id(module) not in copies:
         copies[id(module)] = bare = copy.copy(module)
         bare._parameters = {
@@ -230,7 +231,7 @@ _FLOATS = {"F64", "F32", "F16", "BF16"}
 
 
 class WeightFiles:
-    """The tensors in ``directory``: one safetensors file, or several with an index.
+    """Reads tensors from safetensors files in ``directory``: one file, or several with an index.
 
     Data is read only when :meth:`fill` needs it. Raises ModelError if files are missing or cannot
     be read.
@@ -288,7 +289,7 @@ class WeightFiles:
         return {key: tensor.get_dtype() for key, tensor in self._tensors.items()}
 
     def obstacle(self, key: str, info: TensorInfo) -> str | None:
-        """The reason why the tensor ``key`` cannot be the value of ``info``, or None."""
+        """Return why the tensor ``key`` cannot be the value of the tensor ``info``, else None."""
         shape, dtype = tuple(self._tensors[key].get_shape()), self._tensors[key].get_dtype()
         if shape != tuple(info.full_shape):
             return f"has shape {shape} in the files, and {tuple(info.full_shape)} in the model"
@@ -306,11 +307,11 @@ class WeightFiles:
 
 
 def fillers_from(files: WeightFiles, directory: Path, model: nn.Module, layout: Layout) -> dict[str, Filler]:
-    """Fillers of all parameters and persistent buffers of ``model``, by path, from open ``files``.
+    """Return functions that fill the parameters and persistent buffers of ``model`` from ``files``.
 
-    ``directory`` is used in messages. Converted files are in another directory. The model's hook
-    ``canonical_name`` says which tensor a key belongs to. Raises ModelError unless files and model
-    have the same tensors.
+    The result is by path in the model. The model's hook ``canonical_name`` says which tensor a key
+    in the files belongs to. ``directory`` is only for messages: ``files`` may be converted files in
+    another directory. Raises ModelError unless files and model have the same tensors.
     """
     canonical, buffers = get_canonical_name(model), layout.buffers_at(0)
     plain = {key.replace("_orig_mod.", ""): key for key in files.keys()}  # noqa: SIM118  a compiled model was saved
@@ -340,7 +341,10 @@ def fillers_from(files: WeightFiles, directory: Path, model: nn.Module, layout: 
 
 
 def filled_from(plan: Sequence[ModuleInit], fillers: dict[str, Filler]) -> list[ModuleInit]:
-    """``plan`` with these ``fillers``. A module is only initialised if a tensor has no filler."""
+    """Return ``plan``, but with the functions in ``fillers`` for the tensors that these fill.
+
+    A module is initialised only if one of its tensors has no such function.
+    """
 
     def merged(init: ModuleInit) -> dict[str, Filler]:
         given = {name: fillers[name] for name in init.names if name in fillers}
@@ -350,9 +354,7 @@ def filled_from(plan: Sequence[ModuleInit], fillers: dict[str, Filler]) -> list[
 
 
 def refuse_zero_checkpoint(directory: Path) -> None:
-    """Raise ModelError if DeepSpeed's ZeRO wrote a checkpoint to ``directory``, or to a folder in
-    it.
-    """
+    """Raise ModelError if ``directory`` or a folder in it has a checkpoint of DeepSpeed's ZeRO."""
     found = next((path for pattern in ("", "*/") for path in directory.glob(f"{pattern}*_optim_states.pt")), None)
     if found is not None:
         raise ModelError(

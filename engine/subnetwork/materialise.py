@@ -18,7 +18,7 @@ from .initialisation import Filler, ModuleInit
 
 
 def allocate(model: nn.Module, layout: Layout, device: torch.device) -> None:
-    """Move a model from the meta device to ``device``, without values, and restore its ties."""
+    """Move a model from the meta device to ``device``, without values, and tie parameters again."""
     model.to_empty(device=device)
     restore_ties(model, layout.aliases)
 
@@ -26,9 +26,9 @@ def allocate(model: nn.Module, layout: Layout, device: torch.device) -> None:
 def replace_blocks(
     model: nn.Module, config: Config, layout: Layout, group: int, compute_dtype: torch.dtype
 ) -> dict[str, PassThrough]:
-    """Skip or freeze the blocks that ``group`` does not hold. A no-op if the units are neurons.
+    """Skip (forward masking) or freeze (backward masking) the blocks that ``group`` does not hold.
 
-    Returns the pass-throughs of skipped blocks, by name.
+    At neuron level, nothing happens. Returns the pass-throughs of skipped blocks, by path.
     """
     if config.sdp.granularity == "neuron":
         return {}
@@ -41,8 +41,8 @@ def replace_blocks(
 def make_float32(model: nn.Module) -> str:
     """Convert bfloat16 and float16 tensors of ``model`` to float32, in place.
 
-    Parameters stay the same objects, so an optimizer still has them. Returns a text for the log,
-    empty if nothing was converted.
+    Parameters stay the same objects, so an optimizer still has them. Returns a line for the log,
+    which is empty if nothing was converted.
     """
     kinds: dict[torch.dtype, int] = {}
     for tensor in (*model.parameters(), *model.buffers()):
@@ -56,7 +56,7 @@ def make_float32(model: nn.Module) -> str:
 
 
 def require_float32(model: nn.Module) -> None:
-    """Raise ModelError if a parameter is of another floating-point dtype than float32."""
+    """Raise ModelError if a parameter has a floating-point dtype other than float32."""
     for name, parameter in model.named_parameters():
         if parameter.is_floating_point() and parameter.dtype != torch.float32:
             raise ModelError(
@@ -66,7 +66,7 @@ def require_float32(model: nn.Module) -> None:
 
 
 def take_values_of_rank_0(model: nn.Module, device: torch.device) -> None:
-    """Copy parameters and buffers of rank 0 to every rank, one at a time."""
+    """Broadcast rank 0's parameters and buffers to all ranks, one tensor at a time."""
     for tensor in (*model.parameters(), *model.buffers()):
         value = tensor.detach().to(device).contiguous()
         dist.broadcast(value, src=0)
@@ -81,15 +81,16 @@ def give_values(
     shard: Shard,
     frozen: Collection[str] = (),
 ) -> None:
-    """Put the model on ``device``. From the meta device, allocate and fill only this rank's shards.
+    """Put the model on ``device``, and give its parameters their initial values.
 
     Args:
         model: The model, cut and sharded.
         layout: The layout of the run.
-        plan: How the parameters are initialised. None: they have values already.
+        plan: How the parameters of a model on the meta device are initialised. If None, the model
+            has values already, and is only moved.
         device: Where the model goes.
         shard: Which shard this rank has.
-        frozen: Frozen copies, which get their values from a holder later.
+        frozen: Names of frozen copies. They get no values, because a holder sends these later.
     """
     if plan is None:
         model.to(device)
@@ -104,7 +105,7 @@ def give_values(
 
 
 def fill(tensors: Mapping[str, torch.Tensor], layout: Layout, plan: Sequence[ModuleInit], shard: Shard) -> None:
-    """Give this rank's tensors, by name, their initial values."""
+    """Write the initial values of the shards of this rank into ``tensors`` (by name)."""
     names_of: dict[str, list[str]] = {}
     infos = layout.parameters_at(0)  # values do not depend on the group
     for name in tensors:
@@ -120,9 +121,10 @@ def fill(tensors: Mapping[str, torch.Tensor], layout: Layout, plan: Sequence[Mod
 
 
 def _fill(local: torch.Tensor, fill: Filler, info: TensorInfo | None, shard: Shard) -> None:
-    """Give ``local`` its elements of the full tensor.
+    """Write the rank's elements of the full tensor into ``local``.
 
-    If it is cut along another dimension than the rows, whole rows are in memory for a moment.
+    If the tensor is cut along another dimension than the rows, whole rows are in memory for a
+    moment.
     """
     if info is None:  # a buffer
         fill(local, 0)
@@ -138,7 +140,7 @@ def _fill(local: torch.Tensor, fill: Filler, info: TensorInfo | None, shard: Sha
 
 
 def restore_ties(model: nn.Module, aliases: Mapping[str, str]) -> None:
-    """Tie parameters again, which ``to_empty`` unties: every alias gets the canonical tensor."""
+    """Tie parameters again after ``to_empty``: every alias becomes the canonical tensor."""
     for alias, name in aliases.items():
         parent, _, key = alias.rpartition(".")
         owner, module = model.get_submodule(name.rpartition(".")[0]), model.get_submodule(parent)

@@ -1,12 +1,13 @@
-"""Groups of hidden neurons on a rank: layers with only some slices of their parameters.
+"""Layers that have only some groups of hidden neurons: slices of the full model's parameters.
 
-:func:`slice_layers` replaces the layers of a branch (:class:`~.model_interface.Branch`), which
-names its parameters and the dimension of each along which its neurons lie.
+:func:`slice_layers` replaces the layers of each residual branch
+(:class:`~.model_interface.Branch`). A branch names its parameters, and the dimension of each along
+which its neurons lie.
 
-The slices of every layer are in one order: first those that the group holds, then those of which it
-has frozen copies, then guests. All layers of a branch have slices of the same units, so the output
-of one is in the order in which the next expects it. Tensor-parallel ranks each have an equal part
-of every slice.
+The slices of every layer are in one order: first slices that the group holds, then frozen copies,
+then guests, which are present only while the full model is evaluated. All layers of a branch have
+slices of the same units, so a layer's output is in the order that the next layer expects.
+Tensor-parallel ranks each have an equal part of every slice.
 """
 
 from __future__ import annotations
@@ -32,19 +33,18 @@ Settings = tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]
 
 @dataclass
 class Slices:
-    """The present slices of a module's parameter ``key``, which are its parameters ``KEY:0``,
-    ``KEY:1`` …
+    """The slices of a module's parameter that this rank has: the parameters ``KEY:0``, ``KEY:1`` …
 
     Attributes:
         key: The parameter's name in its module.
-        dim: The dimension along which it is cut.
-        ranges: The half-open range of indices in the full parameter, by slice.
-        held: The slices that the group trains.
-        frozen: Frozen copies, whose gradients are not computed.
+        dim: The dimension along which the parameter is cut.
+        ranges: Number of each slice → its half-open range of indices in the full parameter.
+        held: The numbers of the slices that the group trains.
+        frozen: The numbers of the slices that are frozen copies, without gradients.
         parts: How often each neuron occurs along ``dim`` (3 times for queries, keys, values).
-            Slices of one part have consecutive numbers.
-        guests: More slices, present while the full model is evaluated.
-        factors: Multipliers for the inputs of a slice (``dim`` 1); 1 by default.
+            Slices of the same kind, such as keys, have consecutive numbers.
+        guests: Number → tensor of further slices, while the full model is evaluated.
+        factors: Number → multiplier of the inputs of a slice (``dim`` 1); 1 by default.
     """
 
     key: str
@@ -58,11 +58,11 @@ class Slices:
 
     @property
     def order(self) -> list[int]:
-        """The present slices, in the order in which they are joined."""
+        """The numbers of the present slices, in the order in which the layer joins them."""
         return [*self.held, *self.frozen, *sorted(self.guests)]
 
     def register(self, module: nn.Module, full: nn.Parameter, dtype: torch.dtype = torch.float32) -> None:
-        """Make the slices of ``full`` parameters of ``module``. Frozen ones get ``dtype``."""
+        """Add the present slices of ``full`` to ``module``. Frozen copies get ``dtype``."""
         for index in (*self.held, *self.frozen):
             first, last = self.ranges[index]
             part = full.detach().narrow(self.dim, first, last - first)
@@ -72,17 +72,20 @@ class Slices:
             )
 
     def tensors(self, module: nn.Module) -> list[Tensor]:
-        """The tensors of the present slices, in order."""
+        """Return the tensors of the present slices, in the order of :attr:`order`."""
         present = [getattr(module, f"{self.key}:{index}") for index in (*self.held, *self.frozen)]
         return [*present, *(self.guests[index] for index in sorted(self.guests))]
 
     def where(self, device: torch.device) -> Tensor:
-        """Indices of the present slices in the full parameter, in order."""
+        """Return the indices of the present slices in the full parameter, in their order."""
         ranges = [torch.arange(*self.ranges[index], device=device) for index in self.order]
         return torch.cat(ranges) if ranges else torch.empty(0, dtype=torch.long, device=device)
 
     def scaled(self, x: Tensor, axis: int, weights: Sequence[Tensor]) -> Tensor:
-        """Multiply ``x`` by the factors of the slices. Its ``axis`` is the input of ``weights``."""
+        """Multiply the inputs ``x`` of each slice by the factor of the slice.
+
+        ``axis`` is the dimension of ``x`` with the inputs. ``weights`` are the present slices.
+        """
         if all(factor == 1.0 for factor in self.factors.values()) or not weights:
             return x
         parts = [
@@ -92,8 +95,9 @@ class Slices:
         return x * torch.cat(parts).view([-1 if dim == axis % x.dim() else 1 for dim in range(x.dim())])
 
     def in_parts(self, y: Tensor, axis: int) -> Tensor:
-        """Sort the ``axis`` of ``y``, the slices' output, by part. The order within a part
-        stays.
+        """Sort the outputs ``y`` of a layer along ``axis``: queries first, then keys, then values.
+
+        Without several parts, ``y`` is returned unchanged.
         """
         order, size = self.order, len(self.ranges) // self.parts
         by_part = sorted(range(len(order)), key=lambda position: order[position] // size)  # stable
@@ -104,14 +108,18 @@ class Slices:
 
 
 def multiply(x: Tensor, weight: Tensor, convolution: Settings | None) -> Tensor:
-    """A matrix product (features in the last dimension) or a convolution (channels in dimension
-    1).
+    """Return ``x`` times a matrix, or a convolution of ``x`` if its settings are given.
+
+    Features are in the last dimension of ``x``. Channels of a convolution are in dimension 1.
     """
     return F.linear(x, weight) if convolution is None else F.conv2d(x, weight, None, *convolution)
 
 
 def multiply_slices(x: Tensor, convolution: Settings | None, slices: Slices, weights: Sequence[Tensor]) -> Tensor:
-    """:func:`multiply` with the present slices ``weights``, joined."""
+    """Return :func:`multiply` of ``x`` and the joined present slices ``weights``.
+
+    Backward joins the slices again, so no joined copy is kept in memory.
+    """
     if len(weights) == 1 or not torch.is_grad_enabled():
         # For one weight, torch's own gradient keeps no more memory and avoids Python.
         return multiply(x, _joined(weights, slices.dim), convolution)
@@ -171,8 +179,9 @@ class _Sliced(nn.Module):
 
 
 class SlicedLinear(_Sliced):
-    """A linear layer with slices of its weight along outputs (``dim`` 0, also of the bias) or
-    inputs (1).
+    """A linear layer that has only some slices of its weight.
+
+    Slices lie along the outputs (``dim`` 0, the bias is sliced, too) or the inputs (``dim`` 1).
     """
 
     def __init__(self, linear: nn.Linear, slices: Mapping[str, Slices], dtype: torch.dtype = torch.float32):
@@ -183,7 +192,7 @@ class SlicedLinear(_Sliced):
             part.register(self, linear.get_parameter(key), dtype)
 
     def forward(self, x: Tensor) -> Tensor:
-        """``x`` (…, present inputs) → (…, present outputs)."""
+        """Map ``x`` (…, inputs of the present slices) to (…, outputs of the present slices)."""
         slices = self.slices["weight"]
         weights = slices.tensors(self)
         if not weights:
@@ -198,8 +207,9 @@ class SlicedLinear(_Sliced):
 
 
 class SlicedConv2d(_Sliced):
-    """A convolution without bias, with slices of its weight along output (``dim`` 0) or input
-    channels (1).
+    """A convolution without bias that has only some slices of its weight.
+
+    Slices lie along the output channels (``dim`` 0) or the input channels (``dim`` 1).
     """
 
     def __init__(self, convolution: nn.Conv2d, slices: Mapping[str, Slices], dtype: torch.dtype = torch.float32):
@@ -210,7 +220,7 @@ class SlicedConv2d(_Sliced):
         slices["weight"].register(self, convolution.get_parameter("weight"), dtype)
 
     def forward(self, x: Tensor) -> Tensor:
-        """``x`` (B, present input channels, H, W) → (B, present output channels, H', W')."""
+        """Map ``x`` (B, present input channels, H, W) to (B, present output channels, H', W')."""
         slices = self.slices["weight"]
         weights = slices.tensors(self)
         if weights:
@@ -223,10 +233,10 @@ class SlicedConv2d(_Sliced):
 
 
 class SlicedBatchNorm(_BatchNorm):
-    """A batch norm with some of the channels.
+    """A batch norm of only those channels that the rank has.
 
-    Running statistics are those of all channels of the full model. Statistics of absent channels do
-    not change.
+    The running statistics have all channels of the full model. Statistics of channels that the rank
+    does not have never change.
     """
 
     def __init__(self, norm: _BatchNorm, slices: Mapping[str, Slices], dtype: torch.dtype = torch.float32):
@@ -243,11 +253,11 @@ class SlicedBatchNorm(_BatchNorm):
             slices[key].register(self, norm.get_parameter(key), dtype)
 
     def where(self, device: torch.device) -> Tensor:
-        """Indices of the present channels in the full model, in the order of the inputs."""
+        """Return the full model's indices of the present channels, in the order of the inputs."""
         return self.slices["weight"].where(device)
 
     def forward(self, input: Tensor) -> Tensor:
-        """``input`` (B, present channels, …) → the same shape."""
+        """Normalise ``input`` (B, present channels, …)."""
         where = self.where(input.device)
         tracks = self.training and self.track_running_stats
         if tracks:
@@ -266,10 +276,10 @@ class SlicedBatchNorm(_BatchNorm):
 
 
 def slice_layers(model: nn.Module, layout: Layout, group: int, dtype: torch.dtype = torch.float32) -> None:
-    """Reduce every sliced layer, in place, to the slices that ``group`` has.
+    """Replace every layer of a residual branch, in place, by a layer with the slices of ``group``.
 
-    The group has the slices that it holds and, under backward masking, frozen copies of the others
-    in ``dtype``. Raises ModelError for a layer that cannot be sliced.
+    These are the slices that the group holds and, under backward masking, frozen copies of all
+    other slices in ``dtype``. Raises ModelError for a layer that cannot be sliced.
     """
     copies = {info.name for info in layout.frozen(group)}
     modules: dict[str, dict[str, Slices]] = {}
@@ -333,8 +343,9 @@ def _property_of_slices(key: str) -> property:
 
 
 def _slice_in_place(module: Any, slices: Mapping[str, Slices], dtype: torch.dtype) -> None:
-    """Slice the parameters of another kind of module. It reads the joined slices under the
-    parameters' names.
+    """Slice the parameters of another kind of module, without replacing the module.
+
+    The module reads the joined slices under the parameters' names.
     """
     module.slices, module.whole_shapes = dict(slices), {key: module.get_parameter(key).shape for key in slices}
     for key, part in slices.items():

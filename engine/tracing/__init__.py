@@ -1,1 +1,1 @@
-"""Traces one rank's step on fake tensors: peak memory by kind, operations, and bytes sent."""
+"""Runs one rank's step without data, to predict its peak memory, operations and bytes sent."""

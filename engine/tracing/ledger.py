@@ -1,6 +1,6 @@
-"""Tracks the live storages on a device while a step runs on fake tensors.
+"""Counts the memory and operations of a step that runs on fake tensors (tensors without data).
 
-It gives the bytes by kind, their peak, and the step's floating-point operations.
+It gives the live bytes by kind, their peak, and the floating-point operations.
 """
 
 from __future__ import annotations
@@ -30,12 +30,12 @@ _COLLECTIVES = ("c10d", "fsdp", "_c10d_functional")
 
 @dataclass
 class Window:
-    """One part of a step, such as the forward pass of a block.
+    """The peak memory in one part of a step, such as the forward pass of a block.
 
     Attributes:
-        at_peak: Bytes by kind at the window's peak.
-        most: For activations and communication, the largest number of live bytes of that kind.
-        combined: Bytes of activations and communication when their sum was largest.
+        at_peak: Bytes by kind when the sum of all kinds was largest.
+        most: The largest number of bytes of activations, and that of communication.
+        combined: Bytes of activations and communication when the sum of these two was largest.
     """
 
     at_peak: Counter[str] = field(default_factory=Counter)
@@ -51,7 +51,10 @@ class Window:
             self.most[kind] = max(self.most[kind], live[kind])
 
     def plus(self, other: Window, before: Window, times: int) -> Window:
-        """Return this window plus ``times`` times the difference of ``other`` and ``before``."""
+        """Return this window plus ``times`` times the difference of ``other`` and ``before``.
+
+        So a trace with one more block gives the memory of a step with many more blocks.
+        """
         sums = []
         for name in ("at_peak", "most", "combined"):
             mine, its, old = (getattr(window, name) for window in (self, other, before))
@@ -67,14 +70,11 @@ class _Entry:
 
 
 class Ledger(TorchDispatchMode):
-    """Records every storage on ``device`` that an operator has used inside this context.
+    """A context that counts the bytes of all storages on ``device`` that operators use.
 
-    ``memory_probe.py`` does the same for real tensors. The ledger updates its sums when a storage
-    appears, changes its size or is freed. The step of a large model makes too many storages to
-    count all of them each time.
-
-    ``windows`` has the parts of the step, by the name given to :meth:`enter_window`. Reading a
-    number out of a fake tensor gives 1.
+    The peaks are in ``windows``: one window for each name that :meth:`enter_window` gets. The
+    tensors may be fake. Reading a number out of a tensor gives 1, because fake tensors have no
+    values.
     """
 
     def __init__(self, device: torch.device):
@@ -88,12 +88,12 @@ class Ledger(TorchDispatchMode):
         self.enter_window("")
 
     def enter_window(self, name: str) -> None:
-        """Assign all that follows to the window ``name``."""
+        """Begin another part of the step. Its peaks are in ``windows[name]``."""
         self._window = self.windows.setdefault(name, Window())
         self._window.notice(self._live)
 
     def know(self, tensors: Iterable[torch.Tensor], kind: str) -> None:
-        """Set the kind of these tensors."""
+        """Count these tensors as ``kind``, one of :data:`KINDS`. The default is "activations"."""
         for tensor in tensors:
             self._notice(tensor)
             entry = self._entries[id(tensor.untyped_storage())]
@@ -201,8 +201,8 @@ class Ledger(TorchDispatchMode):
 def _tensors_in(values: Iterable[Any]) -> Iterator[torch.Tensor]:
     """Yield the tensors among the arguments or results of an operator.
 
-    Operators have tensors and lists of tensors, and no other containers. torch's own function for
-    any containers takes a tenth of the time of a trace.
+    Operators have tensors and lists of tensors, and no other containers. torch's function for all
+    kinds of containers would take a tenth of the time of a trace.
     """
     for value in values:
         if isinstance(value, torch.Tensor):

@@ -1,7 +1,7 @@
-"""What any rank sends in a step, from the step of one traced rank and from the layout.
+"""Computes what each rank of a run sends in a step, from the trace of a single rank.
 
-Inside a group all ranks send the same, so the trace of one rank says it. Between groups the holders
-of each unit decide, which the layout lists.
+Inside a group all ranks send the same, so the trace of one rank shows it. Between groups, it
+depends on the holders of each unit, which the layout lists.
 """
 
 from __future__ import annotations
@@ -21,12 +21,7 @@ Sums = Counter[tuple[Kind, Holders]]
 
 
 class Messages:
-    """The collectives of every rank of a run.
-
-    Args:
-        layout: The layout of the full model.
-        config: The configuration.
-    """
+    """Computes the collectives in which each rank of a run sends data."""
 
     def __init__(self, layout: Layout, config: Config):
         self._layout, self._mesh, self._sync = layout, layout.mesh, config.sdp.sync
@@ -34,11 +29,12 @@ class Messages:
         self._known: dict[tuple[int, int, int | None], Sums] = {}  # thousands of ranks share a few sums
 
     def of_step(self, rank: int, traced: int, inside: Iterable[Collective]) -> list[Collective]:
-        """Return what ``rank`` sends in a step. With local steps: in one that averages no weights.
+        """Return what ``rank`` sends in a step (with local steps: in one that averages no weights).
 
         Args:
             rank: The rank.
-            traced: A rank of a group that computes the same.
+            traced: The rank whose step was traced. Its group computes the same as the group of
+                ``rank``.
             inside: What ``traced`` sends, except between groups.
         """
         found = [one._replace(ranks=self._moved(one.ranks, traced, rank)) for one in inside]
@@ -50,7 +46,7 @@ class Messages:
         return [one for fragment in range(count) for one in self._between(rank, fragment)]
 
     def of_service(self) -> tuple[int, int]:
-        """Return the bytes that the service of the anchors receives and sends in a round."""
+        """Return bytes that the service (``sdp.sync.service``) receives and sends in a round."""
         received = sent = 0
         for group in range(self._mesh.sdp):
             for info in self._layout.held(group):
@@ -61,10 +57,9 @@ class Messages:
         return received, sent
 
     def in_busiest_step(self, rank: int) -> float:
-        """Return the bytes that ``rank`` sends between groups in the step of a round in which it
-        sends most.
+        """Return the bytes that ``rank`` sends between groups in the busiest step of a round.
 
-        With overlap, frozen copies are refreshed in another step than changes are averaged.
+        With overlap, a step averages weights, and a later step refreshes frozen copies.
         """
         assert self._sync is not None
         steps = []
@@ -76,7 +71,7 @@ class Messages:
         return max(steps, default=0.0)
 
     def _between(self, rank: int, fragment: int | None) -> list[Collective]:
-        """Return what a rank sends between groups. ``fragment``: in the average of its weights."""
+        """Return what a rank sends between groups, in a step or in the average of ``fragment``."""
         at = self._mesh.coordinates(rank)
         index = at.fsdp if self._has_unequal_shards else 0
         key = at.sdp, index, fragment
@@ -127,7 +122,7 @@ class Messages:
         return tuple(self._mesh.rank(group, fsdp, at.tp) for group in sorted(groups) for fsdp in positions)
 
     def _moved(self, ranks: tuple[int, ...], one: int, other: int) -> tuple[int, ...]:
-        """Return the ranks that are to rank ``other`` what ``ranks`` are to rank ``one``."""
+        """Return the ranks with which ``other`` communicates, if ``one`` does so with ``ranks``."""
         if one == other or len(ranks) == self._mesh.world_size:
             return ranks
         old, new = self._mesh.coordinates(one), self._mesh.coordinates(other)

@@ -1,9 +1,8 @@
-"""Selects the operators that a step is traced with.
+"""Lets a trace on the CPU use the operators of the device that a plan is for.
 
-They are those that torch runs on the kind of device that a plan is for. Fake tensors are always on
-the CPU, because a torch built without CUDA cannot differentiate tensors of another device. Among
-the operators of the models here, two differ between the devices: RMSNorm keeps other tensors for
-backward, and only a GPU has attention of documents without a mask.
+Fake tensors are always on the CPU, because a torch built without CUDA cannot differentiate tensors
+of another device. Two operators of this project's models differ between the devices: RMSNorm keeps
+other tensors for backward, and only a GPU has attention of documents without a mask.
 """
 
 from __future__ import annotations
@@ -25,16 +24,16 @@ def device_here() -> Device:
 
 @contextmanager
 def operators_of(device: Device) -> Iterator[None]:
-    """Make fake tensors on the CPU use the operators of ``device`` inside this context.
+    """A context in which fake tensors on the CPU use the operators of ``device``.
 
     On CUDA, ``torch.rms_norm`` is one kernel, ``aten::_fused_rms_norm``. It keeps its input and one
     float32 number per row. On a CPU, torch composes the function from operators that keep float32
     copies of the input (aten/src/ATen/native/layer_norm.cpp).
 
-    torch uses the kernel if the device has one. So this context registers a kernel for the CPU. The
-    formula for its derivative (tools/autograd/derivatives.yaml) and its shapes are torch's own. The
-    kernel never runs. Real tensors raise RuntimeError. Models look in the same way for flash
-    attention, which has documents of different lengths (sdp.models.layers).
+    torch uses the kernel if the device has one. So this context registers a kernel for the CPU,
+    which never runs: shapes and the formula of the derivative are torch's own
+    (tools/autograd/derivatives.yaml). With real tensors, it raises RuntimeError. Models look for
+    flash attention, which has documents of different lengths, in the same way (sdp.models.layers).
     """
     if device == "cpu":
         yield
@@ -46,4 +45,4 @@ def operators_of(device: Device) -> Iterator[None]:
 
 
 def _shapes_alone(*_: Any) -> Any:
-    raise RuntimeError("an operator of real tensors amid a trace, which has the shapes of a CUDA kernel and no kernel")
+    raise RuntimeError("an operator with real tensors ran in a trace, where operators of CUDA only compute shapes")

@@ -19,12 +19,18 @@ _PERIOD = 4  # the largest number of blocks in a pattern
 
 
 def left_out(runs: Sequence[Sequence[str]], blocks: Sequence[str]) -> list[list[list[str]]]:
-    """Find the repetitions that need not be traced.
+    """Find repetitions of blocks that need not be traced, because each costs as much as the next.
 
-    The result has one list for each long sequence of blocks in which a pattern of kinds repeats.
-    The list has the repetitions between the first ones and the last ones. Each repetition adds the
-    same bytes to the memory in use at either end of the sequence. Each list needs a trace of its
-    own, so only those are in the result with which the traces run the fewest blocks.
+    A long sequence repeats a pattern of blocks. Its first and last repetitions are traced, and the
+    repetitions between them are left out. An additional trace with one of these repetitions then
+    shows the cost of each. A sequence is traced completely if this needs fewer blocks in all.
+
+    Args:
+        runs: Lists of identical blocks.
+        blocks: The names of all blocks, in the model's order.
+
+    Returns:
+        For each shortened sequence, the repetitions (lists of blocks) that are left out.
     """
     kinds = {name: index for index, names in enumerate(runs) for name in names}
     order = [name for name in blocks if name in kinds]
@@ -60,15 +66,11 @@ def _repeats_until(kinds: Sequence[int], start: int, period: int) -> int:
 
 
 def describe_blocks(model: nn.Module, layout: Layout, group: int) -> dict[str, Any]:
-    """Return hashable descriptions of the blocks that ``group`` runs or skips, in order.
+    """Return a description of each block that ``group`` runs or skips, by name.
 
-    Blocks with equal descriptions need the same memory and time. Of slices, the numbers count that
-    the group holds, whichever these are. A block that the group skips begins with False.
-
-    Args:
-        model: The full model.
-        layout: Its layout.
-        group: The group.
+    Blocks with equal descriptions need the same memory and time. At neuron level, it matters how
+    many slices of a block the group holds, and not which slices. Descriptions are hashable. The
+    first element says whether the group runs the block.
     """
     parts: dict[str, Counter[Any]] = {name: Counter() for name in layout.blocks}
     run: set[str] = set()
@@ -86,10 +88,7 @@ def describe_blocks(model: nn.Module, layout: Layout, group: int) -> dict[str, A
 
 
 def kinds_of(descriptions: Mapping[str, Any]) -> tuple[list[list[str]], list[list[str]]]:
-    """Return the blocks that a group runs and the blocks that it skips.
-
-    Each is a list of lists of identical blocks, in order.
-    """
+    """Return lists of identical blocks: those that a group runs, and those that it skips."""
     kinds: dict[Any, list[str]] = {}
     for name, description in descriptions.items():
         kinds.setdefault(description, []).append(name)
@@ -98,9 +97,9 @@ def kinds_of(descriptions: Mapping[str, Any]) -> tuple[list[list[str]], list[lis
 
 
 def settings_of(block: nn.Module) -> str:
-    """Describe the differences that blocks with equal parameters may have.
+    """Return the settings of a block as text, because blocks with equal parameters may differ.
 
-    They are the classes of the modules and the plain values that the modules keep.
+    The text has the classes of the modules and the plain values that the modules keep.
     """
     facts = []
     for module in block.modules():

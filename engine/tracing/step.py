@@ -54,17 +54,17 @@ class StepTrace:
 
     Attributes:
         rank: The rank.
-        state: Bytes of the state, predicted from the layout.
+        state: Bytes of weights, gradients and optimizer state, predicted from the layout.
         at_peak: Live bytes at the peak, by kind (:data:`~sdp.engine.tracing.ledger.KINDS`).
         activations: The most bytes of activations at once, which may not be at the peak.
         communication: The most bytes of communication at once, which may not be at the peak.
         combined: Bytes of activations and communication when their sum is largest.
         flops: Floating-point operations of the step as executed, including recomputation.
-        collectives: What the rank sends in the step, except between groups. With local steps: in a
-            step that averages no weights.
+        collectives: What the rank sends in the step, except between groups. With local steps, the
+            step averages no weights.
         blocks: The number of blocks that the step runs.
-        traced_blocks: The number of blocks that were traced. If a pattern of blocks repeats often,
-            the cost of one more repetition is multiplied.
+        traced_blocks: The number of blocks that were traced. It is lower if many blocks repeat a
+            pattern: then the cost of one repetition is multiplied.
     """
 
     rank: int
@@ -94,7 +94,7 @@ def trace_step(
     autocast: torch.dtype | None = None,
     device: Device = "cpu",
 ) -> StepTrace:
-    """Trace the step of the first rank of ``group``. No other rank of the group has larger shards.
+    """Trace the step of the first rank of ``group``, whose shards are the largest in the group.
 
     Compiled blocks (``training.compile``) are traced as if they were not compiled.
 
@@ -105,8 +105,8 @@ def trace_step(
         batch: Makes a micro-batch of a given number of samples on the CPU, in fake mode.
         group: The SDP group.
         whole: Whether to run every block, even if a pattern of blocks repeats often.
-        autocast: The precision of torch's autocast in the forward pass, with its rules for a CPU.
-            None: no autocast.
+        autocast: The precision of torch's autocast in the forward pass, with its rules for a CPU,
+            or None for no autocast.
         device: The kind of device whose operators run.
 
     Raises:
@@ -136,7 +136,7 @@ def trace_step(
 
 def _with_an_average(config: Config) -> Config:
     """Return a configuration in which every local step averages all weights."""
-    training = config.training.model_copy(update={"loss_weighting": None})  # labels that do not exist
+    training = config.training.model_copy(update={"loss_weighting": None})  # there are no labels to count
     config, sync = config.model_copy(update={"training": training}), config.sdp.sync
     if sync is None:
         return config
@@ -158,10 +158,11 @@ def _with_averages_under_way(trace: StepTrace, layout: Layout, config: Config) -
 
 @dataclass(frozen=True)
 class _Run:
-    """One traced step.
+    """The result of one traced step.
 
-    ``sent`` has the bytes of whole buffers in the real step, and ``flops`` those of the traced one.
-    ``steps`` is the number of micro-batches of the real step divided by the number of traced ones.
+    ``sent`` has the bytes that the real step sends, as whole buffers. ``flops`` are those of the
+    traced step. ``steps`` is the number of micro-batches of the real step divided by that of the
+    traced step.
     """
 
     state: StateBytes
@@ -236,7 +237,7 @@ def _run(
 
 
 def _without_blocks(absent: Sequence[Sequence[str]], model: nn.Module, layout: Layout) -> Layout:
-    """Remove the blocks ``absent`` (lists of identical blocks). Returns the layout without them."""
+    """Remove the blocks ``absent`` (lists of identical blocks). Return the layout without them."""
     if not absent:
         return layout
     for identical in absent:
@@ -253,21 +254,21 @@ def watched_step(
     batch: Callable[[int], Any],
     autocast: torch.dtype | None = None,
 ) -> tuple[Ledger, list[Counter[Among]]]:
-    """Run forward, backward and update under a ledger.
+    """Run forward, backward and update of ``engine``, and count memory, operations and messages.
 
-    Every part of the step between the boundaries of ``blocks`` is a window of the ledger. The
-    tensors may be fake or real, on the CPU.
+    The step is divided into windows, at the beginning and the end of each block. The tensors are on
+    the CPU, and may be fake.
 
     Args:
         engine: The engine whose step runs.
         blocks: The names of the blocks.
-        middles: The names of the blocks that share one window.
+        middles: The names of blocks that share one window.
         batch: Makes a micro-batch of a given number of samples.
-        autocast: The precision of torch's autocast in the forward pass. None: no autocast.
+        autocast: The precision of torch's autocast in the forward pass, or None for no autocast.
 
     Returns:
-        The ledger, and the bytes of whole buffers that the rank sent in each micro-batch and in the
-        update. Those of an average of weights (local steps) are left out.
+        The ledger with the windows, and the bytes that the rank sent in each micro-batch and in the
+        update. Bytes are those of whole buffers. Averages of weights (local steps) are left out.
     """
     ledger = Ledger(CPU)
     ledger.know((local_tensor(p.detach()) for p in engine.parameters_here.values()), "parameters")
@@ -320,11 +321,11 @@ def watched_step(
 
 
 def _of_all_micro_batches(sent: Sequence[Counter[Among]], count: int) -> Counter[Among]:
-    """Return the bytes of a step of ``count`` micro-batches, of which the first and the last were
-    traced, and the update.
+    """Return the bytes that a step of ``count`` micro-batches sends, with the update.
 
-    A micro-batch between them sends what both send: it gathers no weights that are still there, and
-    reduces no gradients that the last one reduces.
+    ``sent`` has the bytes of the first and the last micro-batch, and of the update. A micro-batch
+    between them sends what both send: it gathers no weights that are still there, and reduces no
+    gradients that the last one reduces.
     """
     *micro_batches, _ = sent
     total = Counter[Among]()

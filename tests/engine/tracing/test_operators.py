@@ -70,7 +70,7 @@ def test_rms_norm_of_a_gpu_keeps_its_input_and_a_number_a_row(dtype: torch.dtype
 def test_real_norms_are_as_before_after_a_trace_and_refused_amid_one() -> None:
     hidden = torch.randn(2, 8, 64)
     before = F.rms_norm(hidden, (64,))
-    with operators_of("cuda"), pytest.raises(RuntimeError, match="real tensors amid a trace"):
+    with operators_of("cuda"), pytest.raises(RuntimeError, match="real tensors ran in a trace"):
         F.rms_norm(hidden, (64,))
     assert torch.equal(F.rms_norm(hidden, (64,)), before)
 
