@@ -70,21 +70,28 @@ _COMMANDS = """# Command line
 
 _CHANGES = """# What changed in this version
 
-This version has one way to do each thing. What only a laboratory needs is in `lab/` and is not
-installed. The commit before the change has the tag `before-one-runtime`.
+If you use a key, value, command or option that was removed, one line says what to use instead:
 
-A removed key, value, command or option ends with one line that says what the tables below say.
+```
+$ sdp config configs/quickstart.json --set training.tokens=1000000
+sdp: error: training.tokens: this key was removed; use training.steps, the tokens divided by train_batch_size and \
+data.sequence_length
+```
 
-## Runs and checkpoints of before
+The tables below list everything that was removed. This version has one way to do each thing.
+Programs that only a laboratory needs are in `lab/`, which is not installed. The last commit before
+these changes has the tag `before-one-runtime`.
+
+## Runs and checkpoints of earlier versions
 
 | what | what happens |
 |---|---|
 | a configuration without removed keys | It runs as before. |
-| a checkpoint of before | Refused with one line. Finish the run with the tag, or export it there and set \
-`training.init_from`. |
+| a checkpoint of an earlier version | Refused with one line. Finish the run with the tag, or export the checkpoint \
+there and set `training.init_from`. |
 | an exported Hugging Face folder | Every version reads it. |
-| `sdp.placement` "balanced" | The algorithm is new, so groups may hold other blocks. To keep the old ones, give the \
-holders in the old run's `placement.json` as `sdp.placement`. |
+| `sdp.placement` "balanced" | The algorithm is new, so groups may hold other blocks. To keep the old blocks, \
+give the holders in the old run's `placement.json` as `sdp.placement`. |
 | `sdp.engine` "deepspeed" at stage 0 | The engine "fsdp2" runs, and a line at the start says so. |
 | `sdp.engine` "deepspeed" with `sdp.sync` or a schedule of maskings | Refused with one line. Use "fsdp2". |
 | a DeepSpeed checkpoint in `training.init_from` | Refused with one line. Convert it first, with its \
