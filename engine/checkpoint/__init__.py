@@ -1,1 +1,1 @@
-"""Checkpoints under the full model's canonical names: any layout can write and read them."""
+"""Saves and loads checkpoints. A run with any number of ranks and groups can load them."""

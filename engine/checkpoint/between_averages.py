@@ -1,8 +1,11 @@
-"""Loads checkpoints of runs with local steps (``sdp.sync``): groups have weights of their own.
+"""Loads checkpoints that were saved between two averages of local steps (``sdp.sync``).
 
-Only the layout that wrote the checkpoint can continue each group. Another layout continues from the
-anchors, and from the mean of the holders' optimizer state. This file also reads moments in codes of
-8 bits if another layout had other blocks, with or without local steps: the codes are decoded.
+Such a checkpoint has the anchors, which are the full model's weights after the last average. It
+also has the weights and optimizer state of each group. A run with the same mesh and placement
+continues with the weights of each group. Any other run continues from the anchors, with the mean of
+the holders' optimizer state.
+
+This file also decodes moments in 8-bit codes, if this run quantises them in other blocks.
 """
 
 from __future__ import annotations
@@ -43,9 +46,14 @@ def load_between_averages(
     random: dict[str, torch.Tensor],
     ranks: Ranks,
 ) -> bool:
-    """Load a checkpoint if it, or this run, is in the middle of a round of local steps.
+    """Load a checkpoint if this run makes local steps, or if the run that saved it did. Collective.
 
-    Returns whether groups continue with different weights, in the middle of a round.
+    Each group continues with its saved weights if mesh, placement and fragments are equal.
+    Otherwise all groups continue from the anchors.
+
+    Returns:
+        Whether groups now have different weights, because the checkpoint was saved between
+        averages.
     """
     local: LocalSteps | None = groups.local
     # compared as JSON text, because JSON turns tuples into lists
@@ -84,17 +92,19 @@ def load_anchors(
     *,
     alone: bool,
 ) -> None:
-    """Load the state after an average: weights become the anchors, and inner moments the means of
-    the groups that saved them. Collective unless ``alone``.
+    """Load a checkpoint such that all holders of a unit continue with equal weights.
+
+    Weights become the anchors. If groups saved optimizer state of their own, each moment becomes
+    the mean over these groups. Collective unless ``alone``.
 
     Args:
         path: The checkpoint, written under any layout, with or without local steps.
-        files: The hash of each of the checkpoint's files by name.
-        groups: The state of this rank. It may have no local steps.
+        files: The hash of each of the checkpoint's files, by name.
+        groups: The model, the optimizer and, with local steps, the anchors of this rank.
         share: This rank's share of a checkpoint. Its weights and buffers are filled in place.
         saved: The keys of the checkpoint's tensors.
-        random: Generator states to fill.
-        alone: Whether this process loads by itself.
+        random: States of random generators, which are filled in place.
+        alone: Whether only this process loads the checkpoint.
     """
     local: LocalSteps | None = groups.local
     weights = {key: value for key, value in share.tensors(to_load=True).items() if key.startswith("model/")}
@@ -150,7 +160,7 @@ def _make_state(
 
 
 class _Source(NamedTuple):
-    """A piece of a state tensor that one group saved. ``moment``: the name of a moment in codes."""
+    """A saved part of a moment. ``moment`` is empty unless the part is stored in 8-bit codes."""
 
     key: str
     group: int
@@ -160,12 +170,12 @@ class _Source(NamedTuple):
 
 
 def has_groups(keys: set[str]) -> bool:
-    """Return whether a checkpoint with these keys was written between averages."""
+    """Return whether a checkpoint with these ``keys`` has weights of each group."""
     return any(key.startswith("local/") for key in keys)
 
 
 def keys_of_moments(keys: set[str]) -> set[str]:
-    """Return the keys ``optimizer/NAME/KEY`` for which :func:`load_means` finds values."""
+    """Return the keys ``optimizer/NAME/KEY`` of moments that are saved under these ``keys``."""
     found = set()
     for match in filter(None, map(_KEY.fullmatch, keys)):
         cut = _SLICE.fullmatch(match[2])
@@ -174,20 +184,21 @@ def keys_of_moments(keys: set[str]) -> set[str]:
 
 
 def load_means(path: Path, targets: Mapping[str, Any], files: Mapping[str, str], *, alone: bool) -> set[str]:
-    """Fill ``targets`` with means over the groups that saved them. Collective unless ``alone``.
+    """Load optimizer state as the mean over the groups that saved it. Collective unless ``alone``.
 
     Args:
         path: The checkpoint.
-        targets: By key ``optimizer/NAME/KEY``, a :class:`Chunks` of the full tensor, or a scalar. A
-            scalar, such as a step count, becomes the largest value of all groups.
-        files: The hash of each of the checkpoint's files by name.
-        alone: Whether this process loads by itself.
+        targets: What is filled in place, by the key ``optimizer/NAME/KEY``: a scalar, or the pieces
+            of a tensor that this rank has. A scalar, such as a step count, becomes the largest
+            value of all groups.
+        files: The hash of each of the checkpoint's files, by name.
+        alone: Whether only this process loads the checkpoint.
 
     Returns:
-        The keys that this rank has read.
+        The keys in the checkpoint that this rank has read.
 
     Raises:
-        CheckpointError: On every rank, if the checkpoint has no such state.
+        CheckpointError: On every rank, if the checkpoint lacks the state of one of the ``targets``.
     """
     sources = _sources(SafeReader(path).read_metadata().state_dict_metadata)
     missing = next((key for key in targets if key not in sources), None)
@@ -235,7 +246,7 @@ def load_means(path: Path, targets: Mapping[str, Any], files: Mapping[str, str],
 
 
 def _reader(wanted: dict[str, Any], source: _Source, at: list[int], like: torch.Tensor) -> Callable[[], torch.Tensor]:
-    """Add the box at ``at`` of a source to ``wanted``. Returns a function that gives its values."""
+    """Add a part of ``source`` to the next load. The result gives its values afterwards."""
 
     def want(key: str, piece: Chunks) -> None:
         wanted[key] = wanted[key].joined(piece) if key in wanted else piece
@@ -264,7 +275,7 @@ def _reader(wanted: dict[str, Any], source: _Source, at: list[int], like: torch.
 
 
 def _sources(metadata: Mapping[str, Any]) -> dict[str, list[_Source]]:
-    """Return the pieces that groups saved, by the key of the full tensor."""
+    """Return the saved parts of each moment, by the key of the whole moment."""
     found: dict[str, list[_Source]] = {}
     for key, entry in metadata.items():
         match = _KEY.fullmatch(key)

@@ -1,5 +1,7 @@
-"""The checkpoints of an engine: which state is saved and loaded. The modules that read and write
-files are imported by the first save or load, because many scripts need none.
+"""Saves and loads the state of an engine.
+
+The modules that read and write files are imported by the first save or load, because many scripts
+need none.
 """
 
 from __future__ import annotations
@@ -23,7 +25,7 @@ log = logging.getLogger("sdp")
 
 
 class Checkpoints:
-    """Saves and loads the whole state of a run. The engine has these methods, too.
+    """Saves and loads the state of a run. An engine offers the same methods.
 
     Args:
         engine: the engine (:class:`~sdp.engine.engine.SDPEngine`).
@@ -59,23 +61,26 @@ class Checkpoints:
     ) -> bool:
         """Write weights, optimizer, schedule and data position to ``save_dir/tag``. Collective.
 
-        First, holders are compared, because only one of them writes a unit. An earlier checkpoint
-        of the same tag is replaced when the new one is complete.
+        Only one holder writes a unit. So the weights and optimizer state of all holders are
+        compared first. In a directory, an earlier checkpoint with this tag stays until the new one
+        is complete. In an object store, it is removed first.
 
         Args:
             save_dir: The directory of all checkpoints, or a URL such as ``s3://bucket/run``.
             tag: The name of this checkpoint. Default: ``step-N``.
-            client_state: State of the caller: JSON values and plain tensors.
+            client_state: Values of the script to save: JSON values and plain tensors.
             save_latest: Whether a load without a tag finds this checkpoint.
-            exclude_frozen_parameters: Only prints a warning. A checkpoint has all weights.
-            keep: How many checkpoints to keep, of those that are named after steps. None: all.
-            keep_every: Also keep checkpoints of steps that are multiples of this. 0: none.
-            background: Return when the state is copied to host memory, and write while training
-                continues. If the save fails, :meth:`wait_for_checkpoint` raises the error.
+            exclude_frozen_parameters: Has no effect but a warning: a checkpoint has all weights.
+            keep: How many of the checkpoints named ``step-N`` to keep. If None, all stay.
+            keep_every: Also keep checkpoints of steps that are multiples of this number, unless it
+                is 0.
+            background: Return when the state is copied to host memory, and write the copy while
+                training continues. If the save fails, :meth:`wait_for_checkpoint` raises the error.
 
         Raises:
             CheckpointError: Nothing could be written, or ``client_state`` has other values.
             HolderMismatchError: Holders of a unit have different weights or optimizer state.
+            NonFiniteError: A weight is NaN or infinite.
         """
         from .client_state import ClientState
         from .settings import run_state
@@ -96,7 +101,10 @@ class Checkpoints:
         return True
 
     def wait_for_checkpoint(self, *, block: bool = True) -> None:
-        """Wait for a background save, and raise its error. Without ``block``, do not wait."""
+        """Wait until the save in the background has ended, and raise its error if it failed.
+
+        If ``block`` is False and the save still runs, return at once.
+        """
         if "_saver" in vars(self):
             self._saver.wait(block=block)
 
@@ -113,12 +121,20 @@ class Checkpoints:
         *,
         configured_rates: bool = False,
     ) -> tuple[str | None, dict[str, Any]]:
-        """Continue from ``load_dir/tag`` (default: the newest) of any layout. Collective.
+        """Continue from a checkpoint, whatever the layout that wrote it. Collective.
 
-        Learning rates are those of the checkpoint, as in DeepSpeed, or with ``configured_rates``
-        those of the configuration. With ``load_module_only``, only weights and buffers are loaded.
-        Without ``load_optimizer_states``, the optimizer starts with empty state. Rank 0 logs all
-        settings that differ.
+        Rank 0 logs all settings that differ from those of the checkpoint.
+
+        Args:
+            load_dir: The directory of all checkpoints, or its URL.
+            tag: The name of the checkpoint. Default: the newest checkpoint.
+            load_module_strict: Has no effect. A checkpoint must have all weights.
+            load_optimizer_states: Whether to load the optimizer's state.
+            load_lr_scheduler_states: Whether to load the state of the learning-rate schedule.
+            load_module_only: Whether to load only weights and buffers.
+            custom_load_fn: Must be None.
+            configured_rates: Whether the learning rates of the configuration apply. By default
+                those of the checkpoint apply, as in DeepSpeed.
 
         Returns:
             The checkpoint's path and the client state. If no ``tag`` is given and there is no

@@ -1,6 +1,8 @@
-"""Stores the state that a caller gives: JSON values, and plain tensors in a safetensors file. A
-load returns exactly the saved values. So values that JSON would change, such as tuples, are
-refused. Values that need a pickle are refused, too.
+"""Saves and loads the values that a script adds to a checkpoint (``client_state``).
+
+JSON values are in ``state.json``, and tensors in a safetensors file. A load returns exactly the
+saved values. So values that JSON would change, such as tuples, are refused, and so are values that
+need a pickle.
 """
 
 from __future__ import annotations
@@ -28,10 +30,10 @@ _REMEDY = "give numbers, text, lists, dicts with text as keys, and dense real te
 
 
 class ClientState:
-    """The caller's state in the form that a checkpoint stores.
+    """The values that a script adds to a checkpoint, divided into JSON values and tensors.
 
     Attributes:
-        values: JSON values, with null in place of each tensor.
+        values: The JSON values, with null in place of each tensor.
         tensors: Copies of the tensors in host memory. A key is the JSON list of the keys and
             indices that lead to the tensor.
     """
@@ -45,7 +47,7 @@ class ClientState:
             raise CheckpointError("client_state: is nested too deep for JSON; give flatter values") from None
 
     def files(self) -> dict[str, bytes]:
-        """Return the file of tensors: name and content. Empty if there are no tensors."""
+        """Return the content of the safetensors file by its name, or {} if there are no tensors."""
         return {CLIENT_TENSORS: save(self.tensors)} if self.tensors else {}
 
     def _divide(self, value: Any, place: list[Any]) -> Any:
@@ -87,11 +89,11 @@ def _type_of(value: Any) -> str:
 
 
 def read_client_state(path: Path, state: Mapping[str, Any], ranks: Ranks) -> dict[str, Any]:
-    """Return the caller's state in the checkpoint at ``path``. Tensors are on the CPU. Collective.
+    """Return the values that a script added to the checkpoint, with tensors on the CPU. Collective.
 
     Args:
         path: The directory of the checkpoint.
-        state: The content of its ``state.json``.
+        state: The content of the checkpoint's ``state.json``.
         ranks: The ranks that load together.
 
     Raises:

@@ -1,7 +1,7 @@
 """Finds and loads checkpoints, whatever the layout that wrote them.
 
-Checkpoints use the canonical names of the full model. ``torch.distributed.checkpoint`` (DCP) writes
-and reads the tensors. Every rank writes its shards, and only one of several holders writes a unit.
+Checkpoints use the full model's names of tensors. ``torch.distributed.checkpoint`` (DCP) writes and
+reads the tensors. Every rank writes its shards, and only one of several holders writes a unit.
 ``metadata.json`` lists the tensors. ``state.json`` has everything else, and a hash of every file. A
 checkpoint is written under a hidden name and then renamed. So a tag never names an incomplete
 checkpoint.
@@ -31,10 +31,10 @@ from .storage.remote import fetch_checkpoint, newest
 
 
 def find(directory: Path, tag: str | float | None) -> tuple[Path, dict[str, Any]] | None:
-    """Find the checkpoint ``directory/tag`` and return its path and state.
+    """Return the path and the ``state.json`` of the checkpoint ``tag`` in ``directory``.
 
-    If ``tag`` is None, find the newest checkpoint, or return None if there is none. The path is a
-    hidden one if a save was killed while it replaced the checkpoint.
+    If ``tag`` is None, take the newest checkpoint, or return None if there is none. If a save was
+    killed while it replaced the checkpoint, the path is the hidden name of the old checkpoint.
     """
     tag = check_tag(tag) if tag is not None else latest(directory)
     if tag is None and (directory / STATE).exists():
@@ -48,10 +48,10 @@ def find(directory: Path, tag: str | float | None) -> tuple[Path, dict[str, Any]
 
 
 def find_together(directory: str | Path, tag: str | float | None, ranks: Ranks) -> tuple[Path, dict[str, Any]] | None:
-    """Call :func:`find` on rank 0 and return its answer on all ``ranks``. Collective.
+    """Return the result of :func:`find` on rank 0 to all ``ranks``. Collective.
 
-    Two hosts may see different states of a shared file system, so only rank 0 looks. If
-    ``directory`` is a URL, each host fetches the checkpoint, and the path is that of the copy.
+    Only rank 0 searches, because two hosts may see different states of a shared file system. If
+    ``directory`` is a URL, each host copies the checkpoint, and the path is that of the copy.
     """
     if is_url(directory):
         url = str(directory)
@@ -73,7 +73,7 @@ def find_together(directory: str | Path, tag: str | float | None, ranks: Ranks) 
 def keys_in(path: Path) -> set[str]:
     """Return the keys of the tensors in the checkpoint at ``path``.
 
-    The result is empty if the metadata cannot be read. :func:`load` then raises the error.
+    If the list of tensors is damaged, the result is empty, and :func:`load` raises the error later.
     """
     try:
         return set(SafeReader(path).read_metadata().state_dict_metadata)
@@ -82,10 +82,10 @@ def keys_in(path: Path) -> set[str]:
 
 
 def check(path: Path, tensors: Mapping[str, Any], files: Mapping[str, str], *, alone: bool) -> SafeReader:
-    """Return a reader of the checkpoint at ``path``, from which :func:`load` can fill ``tensors``.
+    """Check that a checkpoint is undamaged and that ``tensors`` can be loaded from it.
 
-    Collective unless ``alone``. Nothing is changed. The arguments and errors are those of
-    :func:`load`.
+    Nothing is changed. The arguments and errors are those of :func:`load`. Collective unless
+    ``alone``. Returns the reader with which :func:`load` reads the checkpoint.
     """
     ranks, reader = Ranks(alone), SafeReader(path)
     share = sorted(files)[ranks.rank :: ranks.count]  # this divides the reading among ranks
@@ -109,9 +109,9 @@ def load(
         path: The checkpoint, written under any layout.
         tensors: What this rank loads, by key.
         files: The hash of each of the checkpoint's files by name, from its state.
-        alone: Whether this process loads by itself.
-        names: The names of all tensors of the full model. The ranks must then load everything that
-            the checkpoint holds. None: they may load some of its tensors.
+        alone: Whether only this process loads the checkpoint.
+        names: The names of all tensors of the full model. If they are given, it is an error if no
+            rank loads some weight or optimizer state of the checkpoint.
         have_read: The keys that this rank has loaded before.
 
     Raises:
@@ -165,9 +165,10 @@ def _obstacle(path: Path, reader: SafeReader, tensors: Mapping[str, Any]) -> str
 
 
 def _left_out(path: Path, names: Collection[str], unread: Iterable[str]) -> str | None:
-    """Return a message if a tensor of the checkpoint would be lost, else None. ``unread`` lists the
-    tensors that no rank would load. Weights that are not in ``names``, and optimizer state, must
-    not be lost. Step counts may be, because some optimizers have none.
+    """Return an error message if a load would lose a tensor of the checkpoint, else None.
+
+    ``unread`` lists the tensors that no rank would load. An error is a weight that is not among the
+    model's ``names``, or optimizer state. A step count is no error: some optimizers have none.
     """
     other = "it was written for another {}, use the configuration of the run that wrote it"
     for key in unread:

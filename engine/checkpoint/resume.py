@@ -1,4 +1,4 @@
-"""Continues from a checkpoint. All of its parts are checked before the run changes."""
+"""Continues a run from a checkpoint. The checkpoint is checked before the run changes."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ log = logging.getLogger("sdp")
 
 
 def check_weights(path: Path, state: Mapping[str, Any], share: SavedState, ranks: Ranks) -> dict[str, Any]:
-    """Check that no file is damaged, and that the weights and buffers fit. Collective.
+    """Check that a checkpoint is undamaged, and that its weights and buffers fit. Collective.
 
     Returns:
-        The checkpoint's ``state.json`` without the hashes of files, so that loads do not check the
-        files again.
+        The checkpoint's ``state.json`` without the hashes of files, so that later loads do not
+        check the files again.
     """
     weights = {key: tensor for key, tensor in share.tensors(to_load=True).items() if key.startswith("model/")}
     check(path, weights, state["files"], alone=ranks.alone)
@@ -51,22 +51,22 @@ def resume(
     """Load the whole state of a training run from a checkpoint. Collective.
 
     The state consists of the weights, the optimizer's state, the random numbers, the loss scale,
-    the schedule and the position in the data. Without ``with_optimizer``, only weights, schedule
-    and position in the data are loaded.
+    the schedule and the position in the data.
 
     Args:
         path: The checkpoint, written under any layout.
-        state: Its ``state.json``.
-        groups: The state of this rank: the store with model and optimizer, and the local steps.
-        share: This rank's share of a checkpoint. It is filled in place.
+        state: The content of the checkpoint's ``state.json``.
+        groups: The model, the optimizer and, with local steps, the anchors of this rank.
+        share: This rank's share of a checkpoint, whose tensors are filled in place.
         scheduler: The learning-rate schedule, or None.
         loader: The loader of the training data, or None.
         scaler: The loss scale, or None.
         ranks: The ranks that load together.
-        with_optimizer: Whether the optimizer's state is loaded.
+        with_optimizer: If False, load only the weights, the schedule and the position in the data.
 
     Returns:
-        Whether groups continue with different weights, in the middle of a round of local steps.
+        Whether groups now have different weights, because the checkpoint was saved between two
+        averages of local steps.
 
     Raises:
         CheckpointError: On every rank, if the checkpoint is damaged or does not fit this run.
@@ -124,9 +124,10 @@ def _refuse_what_does_not_fit(path: Path, state: Mapping[str, Any], scheduler: A
 def _random_numbers(
     path: Path, state: Mapping[str, Any], share: SavedState, saved: set[str], *, logs: bool
 ) -> dict[str, torch.Tensor]:
-    """Return the generator states to load.
+    """Return the tensors for generator states, which a load fills.
 
-    There are none if another mesh wrote the checkpoint, because each rank has its random numbers.
+    There are none if another mesh wrote the checkpoint, because each rank has random numbers of its
+    own.
     """
     same = state["mesh"] == share.mesh_shape()
     random = {key: value for key, value in share.random_state().items() if same and key in saved}

@@ -1,5 +1,7 @@
-"""Writes a checkpoint under a hidden name and then renames it, also in the background. Weights that
-are NaN or infinite are refused. Otherwise bad checkpoints could replace the last good one.
+"""Writes checkpoints, at once or in the background.
+
+A checkpoint is written under a hidden name and then renamed. Weights that are NaN or infinite are
+refused, because such a checkpoint could replace the last good one.
 """
 
 from __future__ import annotations
@@ -29,9 +31,9 @@ from .storage.remote import RemoteTarget, describe_newest
 
 
 class Saver:
-    """Writes checkpoints one after the other.
+    """Writes checkpoints one after the other, at once or in the background.
 
-    In the background, a separate thread writes a copy of the tensors in host memory.
+    A save in the background copies the tensors to host memory, and a thread writes the copies.
     """
 
     def __init__(self, *, alone: bool, device: torch.device):
@@ -51,13 +53,13 @@ class Saver:
         background: bool,
         **options: Any,
     ) -> None:
-        """Write a checkpoint with :func:`write`, after the save before it has ended. Collective.
+        """Wait for the previous save, and write a checkpoint with :func:`write`. Collective.
 
         Args:
+            directory, tag, tensors, state, options: Arguments of :func:`write`.
             parameters: The canonical names of the model's parameters, which must be finite.
             background: Whether to return once the tensors are copied. :meth:`wait` then raises the
                 error of the save.
-            options: Further arguments of :func:`write`.
 
         Raises:
             NonFiniteError: One of the ``parameters`` is NaN or infinite. Nothing is written then.
@@ -80,9 +82,9 @@ class Saver:
         self._pending = self._thread.submit(save, tensors=_copied(tensors), ranks=ranks)
 
     def wait(self, *, block: bool = True) -> None:
-        """Wait for the save in the background, and raise the error if it failed.
+        """Wait until the save in the background has ended, and raise its error if it failed.
 
-        Without ``block``, return at once if the save has not ended.
+        If ``block`` is False and the save still runs, return at once.
         """
         pending = self._pending
         if pending is not None and (block or pending.done()):
@@ -127,9 +129,10 @@ def write(
         tensors: What this rank saves, by key.
         state: The content of ``state.json``, without the hashes of the files.
         ranks: The processes that save together.
-        keep: How many checkpoints to keep, including the new one. None: all.
-        keep_every: Also keep checkpoints of steps that are multiples of this. 0: none.
-        files: The content of further files, by name. Those of rank 0 are written.
+        keep: How many checkpoints to keep, including the new one. If None, all stay.
+        keep_every: Also keep checkpoints of steps that are multiples of this number, unless it is
+            0.
+        files: Further files to write, as content by name. Only those of rank 0 are written.
         is_newest: Whether a load without a tag finds this checkpoint.
 
     Raises:
@@ -145,7 +148,7 @@ def write(
         )
 
     def together(action: Callable[[], Any], *, on_rank_0: bool = False) -> Any:
-        """Let every rank, or only rank 0, act. If that fails on any, all ranks raise the error."""
+        """Run ``action`` on all ranks, or on rank 0 only. If it fails on one, all ranks raise."""
 
         def act() -> Any:
             try:
@@ -181,7 +184,7 @@ def write(
 
 
 def write_tensors(aside: Path, tensors: dict[str, Any], ranks: Ranks) -> None:
-    """Write every rank's ``tensors`` to the directory ``aside``. Collective."""
+    """Write the ``tensors`` of all ranks to the directory ``aside``. Collective."""
     try:
         with _without_single_process_warning():
             dcp.save(
@@ -198,11 +201,11 @@ def write_tensors(aside: Path, tensors: dict[str, Any], ranks: Ranks) -> None:
 def check_finite(directory: str | Path, tensors: Mapping[str, Any], parameters: Collection[str], ranks: Ranks) -> None:
     """Check that all weights that a save would write are finite. Collective.
 
-    A finite gradient can still destroy the weights. Buffers are not checked, because a mask may
+    A finite gradient can still make a weight infinite. Buffers are not checked, because a mask may
     hold infinite values. The check costs one reduction per tensor and one wait for the device.
 
     Args:
-        directory: The directory of the checkpoints; the newest one in it is good.
+        directory: The directory of the checkpoints. The error names the newest one in it.
         tensors: What this rank saves, by key.
         parameters: The canonical names of the model's parameters.
         ranks: The processes that save together.

@@ -1,4 +1,4 @@
-"""The part of a checkpoint that is not tensors, and how its settings differ from this run's."""
+"""Builds ``state.json`` of a checkpoint, and compares its settings with those of another run."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def run_state(engine: Any, share: SavedState, rates: Mapping[str, float], client
         engine: The engine (:class:`~sdp.engine.engine.SDPEngine`).
         share: This rank's share of the checkpoint.
         rates: The learning rate of each parameter of the full model.
-        client: The JSON values of the caller's own state.
+        client: The JSON values of the script's ``client_state``.
     """
     groups, scaler, schedule = engine.groups, engine.loss_scaler, None
     if engine.lr_scheduler is not None:
@@ -58,8 +58,8 @@ def settings_to_save(config: Config, optimizer: Optimizer, names: Sequence[Seque
     Args:
         config: The configuration of the run.
         optimizer: The optimizer.
-        names: For each parameter group, the canonical names of its parameters. The first one names
-            the group, because layouts number their groups differently.
+        names: For each parameter group, the canonical names of its parameters. A group is saved
+            under the first name, because layouts number their groups differently.
     """
     options = {}
     if config.optimizer is None:
@@ -70,7 +70,7 @@ def settings_to_save(config: Config, optimizer: Optimizer, names: Sequence[Seque
 
 
 def describe_changes(saved: Mapping[str, Any], present: Mapping[str, Any], names: Sequence[Sequence[str]]) -> list[str]:
-    """Describe each setting that differs: its name, the saved value, and the configured value.
+    """Return a line ``KEY: saved → configured`` for each setting that differs from the checkpoint.
 
     Args:
         saved: The result of :func:`settings_to_save` in the checkpoint.
@@ -90,7 +90,7 @@ def describe_changes(saved: Mapping[str, Any], present: Mapping[str, Any], names
 
 
 def log_changes(path: Path, changes: Sequence[str], step: int, *, configured_rates: bool) -> None:
-    """Say which settings differ from those of the checkpoint ``path`` of step ``step``."""
+    """Log the ``changes`` of settings since the checkpoint ``path``, which is of this ``step``."""
     if configured_rates:
         for change in changes:
             log.info("%s, from step %d on", change, step + 1)

@@ -1,21 +1,23 @@
-"""This rank's share of a checkpoint's tensors.
+"""The tensors that a rank saves in a checkpoint, and the keys under which they are saved.
 
-Keys contain canonical names. Keys of random number states contain the rank's coordinates. In the
-middle of a round of local steps (``sdp.sync``), the full model (``model/NAME``) consists of the
-anchors, so any layout can read it. Then there are also these keys:
+Keys contain canonical names: NAME is the name of a parameter in the full model. Keys of random
+number states contain the rank's coordinates in the mesh. Between two averages of local steps
+(``sdp.sync``), ``model/NAME`` is an anchor, so any layout can read the full model. Then there are
+also these keys:
 
-- ``outer/NAME/KEY``: the state of the outer optimizer. ``under_way/NAME``: changes that are
-  averaged but not applied yet. Both are equal at all holders.
-- ``local/GROUP/model/PIECE`` and ``local/GROUP/optimizer/PIECE/KEY``: the weights and the optimizer
-  state of each group. ``local/GROUP/before/PIECE``: the weights at the start of an average under
-  way. ``local/GROUP/error/PIECE``: the rounding errors of compression.
-- ``local/POSITION/buffer/NAME``: the running statistics of each rank.
+- ``outer/NAME/KEY``: the state of the outer optimizer.
+- ``under_way/NAME``: a change that is averaged but not applied yet.
+- ``local/GROUP/model/PIECE``: a group's weights.
+- ``local/GROUP/optimizer/PIECE/KEY``: a group's optimizer state.
+- ``local/GROUP/before/PIECE``: a group's weights when the average under way began.
+- ``local/GROUP/error/PIECE``: a group's rounding errors of compression.
+- ``local/POSITION/buffer/NAME``: the running statistics of the rank with these coordinates.
 
 PIECE is the name of a parameter, or ``NAME@DIM:START`` for a slice that begins at START.
 
 A moment in codes of 8 bits (``optimizer.params.state_dtype``) is saved without decoding: the codes
-under KEY, and the scales under ``KEY:s``. Blocks are cut from rows, so a slice of columns has other
-blocks than the whole parameter. In every checkpoint, such a slice is a PIECE.
+under KEY, and the scales under ``KEY:s``. A slice of columns has other blocks of codes than the
+whole parameter, so such a slice is saved as a PIECE in every checkpoint.
 """
 
 from __future__ import annotations
@@ -40,7 +42,7 @@ Tensors = dict[str, Any]
 
 
 class _Coded(NamedTuple):
-    """A moment in codes, of the ``piece`` of a parameter."""
+    """A moment of the ``piece`` of a parameter, stored in 8-bit codes with ``scales``."""
 
     key: str
     name: str
@@ -49,7 +51,7 @@ class _Coded(NamedTuple):
 
 
 class SavedState:
-    """The tensors that a rank saves to a checkpoint, and that a load fills in place."""
+    """A rank's share of a checkpoint: the tensors that a save writes and a load fills in place."""
 
     def __init__(self, groups: BetweenGroups):
         self._groups, self._store, self._context = groups, groups.store, groups.context
@@ -58,16 +60,16 @@ class SavedState:
         self._twins: list[tuple[torch.Tensor, torch.Tensor]] = []  # scalars that slices share: the first, another
 
     def mesh_shape(self) -> list[int]:
-        """Return the mesh's sizes: sdp, fsdp, tp. Random states load only on an equal mesh."""
+        """Return the sizes of the mesh: SDP groups, FSDP ranks and tensor-parallel ranks."""
         mesh = self._context.mesh
         return [mesh.sdp, mesh.fsdp, mesh.tp]
 
     def tensors(self, *, to_load: bool = False) -> Tensors:
-        """Return weights, persistent buffers and optimizer state, by key.
+        """Return this rank's weights, persistent buffers and optimizer state, by key.
 
-        Each is a part of a tensor of the full model. Frozen copies are left out. Before a save, all
-        ranks get the buffers (running statistics) of the full model, and only the first holder
-        saves them. With ``to_load``, every rank returns its buffers, so that they can be filled.
+        Frozen copies are left out. For a save, which is collective, running statistics are averaged
+        first, and only the first holder of a buffer returns it. If ``to_load`` is True, every rank
+        returns its buffers, so that they can be filled.
         """
         self._groups.reshard()
         local = self._groups.local
@@ -85,19 +87,18 @@ class SavedState:
         return weights_of({name: buffer for name, buffer in buffers.items() if first[name] == rank})
 
     def weights(self, local: LocalSteps | None = None) -> Tensors:
-        """Return the weights of the full model by key, ``model/NAME``. With local steps, they are
-        the anchors, and what is not trained.
-        """
+        """Return this rank's weights, or with ``local`` its anchors, by the key ``model/NAME``."""
         found, anchors = Tensors(), local.anchors if local is not None else {}
         for key, one in self._store.stepped.items():
             self._add_pieces(found, "model/{}", key, anchors.get(key, one.tensor).detach())
         return found
 
     def moments(self) -> Tensors:
-        """Return the optimizer's state by key, ``optimizer/NAME/KEY``.
+        """Return this rank's part of the optimizer's state, by the key ``optimizer/NAME/KEY``.
 
         Raises:
-            CheckpointError: State of a slice or shard is neither a scalar nor of the same shape.
+            CheckpointError: A tensor of the state has another shape than its slice of the
+                parameter, so that no other layout could load it.
         """
         self._counts, self._twins, self._coded = [], [], {}
         return self._state_of(self._store.optimizer, {key: one.tensor for key, one in self._store.stepped.items()})
@@ -133,14 +134,17 @@ class SavedState:
             self._coded[saved] = _Coded(f"{start}/{piece.info.canonical}/{name}", name, piece, scales)
 
     def has_other_blocks(self, saved: Collection[str]) -> bool:
-        """Whether moments in codes have other blocks in this run than under the keys ``saved``."""
+        """Return whether 8-bit moments have other blocks in the checkpoint with keys ``saved``."""
         if not self._coded:
             return any(key.startswith("optimizer/") and key.endswith(SCALES) for key in saved)
         return any(key + SCALES not in saved for key in self._coded)
 
     @contextmanager
     def decoded(self, tensors: Mapping[str, Any]) -> Iterator[Tensors]:
-        """A context with encoded moments of ``tensors`` in float32. At the end they are encoded."""
+        """A context that has float32 tensors in place of moments in 8-bit codes, for a load.
+
+        At the end of the context, the loaded values are encoded.
+        """
         found = {key: value for key, value in tensors.items() if key.removesuffix(SCALES) not in self._coded}
         values = {key: torch.zeros_like(coded.piece.tensor, dtype=torch.float32) for key, coded in self._coded.items()}
         for key, coded in self._coded.items():
@@ -171,11 +175,11 @@ class SavedState:
     # -- local steps -------------------------------------------------------------------------------
 
     def outer(self, local: LocalSteps) -> Tensors:
-        """Return the state of the outer optimizer by key."""
+        """Return the state of the outer optimizer of local steps, by the key ``outer/NAME/KEY``."""
         return self._state_of(local.outer.optimizer, local.outer.anchors, "outer")
 
     def of_local_steps(self, local: LocalSteps) -> Tensors:
-        """Return the state of this rank's group and the outer state, by key."""
+        """Return what only local steps save: the state of the rank's group and the outer state."""
         self._counts, self._twins, self._coded = [], [], {}
         found = self.outer(local)
         means, before = local.outer.pending_changes
@@ -196,7 +200,7 @@ class SavedState:
         self, found: Tensors, pattern: str, key: str, tensor: torch.Tensor, only: str | None = None, *,
         slices: bool = False,
     ) -> None:  # fmt: skip
-        """Add a tensor as parts of the full model's parameters, or of ``slices`` of them."""
+        """Add a tensor as parts of the full model's parameters, or of ``slices`` of these."""
         for piece in self._store.pieces(key, tensor):
             if only is None or piece.info.canonical == only:
                 name, part = _within_slice(piece) if slices else _within_whole(piece)
@@ -212,8 +216,10 @@ class SavedState:
             found[key] = value
 
     def finish_load(self) -> None:
-        """Copy loaded values to all slices of a parameter, and to plain numbers. Slices share some
-        state, such as the step count, which some optimizers store as a plain number.
+        """Copy loaded scalars, such as step counts, to where the optimizer keeps them.
+
+        A load fills one tensor for all slices of a parameter. Some optimizers store a plain number,
+        which a load cannot fill.
         """
         for first, other in self._twins:
             if other is not first:
@@ -223,9 +229,7 @@ class SavedState:
         self._store.weights_changed()
 
     def random_state(self) -> dict[str, torch.Tensor]:
-        """Return the states of this rank's generators, by keys with the rank's coordinates. With
-        equal keys, a checkpoint would contain the state of only one rank.
-        """
+        """Return the states of this rank's random generators. Keys contain its coordinates."""
         at = self._context.at
         position = f"{at.sdp}.{at.fsdp}.{at.tp}"
         states = {f"random/cpu/{position}": torch.get_rng_state()}
@@ -235,18 +239,18 @@ class SavedState:
 
 
 def set_random_state(states: Mapping[str, torch.Tensor]) -> None:
-    """Set this rank's generators to the states from :meth:`SavedState.random_state`."""
+    """Set this rank's random generators to states from :meth:`SavedState.random_state`."""
     for key, value in states.items():
         (torch.cuda.set_rng_state if "/cuda/" in key else torch.set_rng_state)(value)
 
 
 def weights_of(tensors: Mapping[str, torch.Tensor]) -> dict[str, Any]:
-    """Return the model's tensors by key, ``model/NAME``. Shards stay shards."""
+    """Return ``tensors`` of the model under the keys of a checkpoint, ``model/NAME``. No copies."""
     return {f"model/{name}": tensor.detach() for name, tensor in tensors.items()}
 
 
 def _is_flat_piece(store: GroupStore, one: Stepped) -> bool:
-    """Whether a tensor is only a part of a parameter, even without FSDP2's sharding."""
+    """Return whether a tensor is only a part of a parameter, even without FSDP2's sharding."""
     infos = [store.layout.parameters[name] for name in one.names]
     return len(infos) > 1 or infos[0].tp_dim is not None or infos[0].cut is not None
 
@@ -266,7 +270,10 @@ def _within_slice(piece: Piece) -> tuple[str, Chunks]:
 
 
 def _with_whole_rows(piece: Piece, *, is_local: bool) -> tuple[str, Chunks]:
-    """As :func:`_within_slice`, but rows count as a slice only with ``is_local``."""
+    """Return the name under which codes are saved, and the position of the piece in this tensor.
+
+    A part of the columns is a slice with blocks of its own. Rows are a slice only if ``is_local``.
+    """
     info = piece.info
     if is_local and info.cut is not None and info.cut.dim == 0:
         return _within_slice(piece)

@@ -1,4 +1,4 @@
-"""Reads one JSON file into a validated ``Config``."""
+"""Reads a JSON file into a validated ``Config``."""
 
 from .load import load_config as load_config
 from .schema import Config as Config

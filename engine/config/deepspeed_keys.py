@@ -1,5 +1,4 @@
-"""DeepSpeed's keys: other spellings, "auto", the settings that DeepSpeed itself reads, and the keys
-that we do not act on.
+"""Which keys and values of DeepSpeed are accepted, ignored or refused.
 
 Performance hints may be ignored. A setting that changes the results may not be ignored, so only its
 neutral value is accepted. Keys and defaults are those of DeepSpeed 0.19
@@ -251,8 +250,9 @@ _WITHOUT_AUTO = _OURS[:6]
 
 
 def resolve_spellings(raw: dict[str, Any]) -> dict[str, Any]:
-    """Return ``raw`` with the spellings of DeepSpeed 0.19: aliases, comments, inf, null and old
-    switches.
+    """Return the configuration ``raw`` with the keys and values that DeepSpeed 0.19 would write.
+
+    Old names and switches are replaced. Comments and keys with the value null are removed.
     """
     known = {key: value for key, value in raw.items() if key != "comment" and not key.startswith(_COMMENTS)}
     for old, new in ALIASES.items():
@@ -307,16 +307,16 @@ def _resolve_offloads(zero: dict[str, Any]) -> dict[str, Any]:
 
 
 def drop_autos(raw: dict[str, Any], is_known: Callable[[str], bool]) -> tuple[dict[str, Any], tuple[str, ...]]:
-    """Remove the keys of DeepSpeed whose value is Hugging Face's "auto", so that defaults apply.
+    """Remove the keys of DeepSpeed with the value "auto", so that their defaults apply.
 
-    Hugging Face's Trainer replaces "auto" by its own values before anything reads the file.
+    "auto" is a word of Hugging Face: the Trainer replaces it before DeepSpeed reads the file.
 
     Args:
-        raw: The configuration file.
+        raw: The content of the configuration file.
         is_known: Whether the schema has a key with this path. Unknown keys are not removed.
 
     Returns:
-        The file, and the paths of the removed keys.
+        The content without these keys, and the paths of the removed keys.
     """
     dropped: list[str] = []
 
@@ -338,11 +338,11 @@ def drop_autos(raw: dict[str, Any], is_known: Callable[[str], bool]) -> tuple[di
 
 
 def split_foreign_keys(raw: dict[str, Any], *, deepspeed: bool = False) -> tuple[dict[str, Any], tuple[str, ...]]:
-    """Remove the keys that only DeepSpeed acts on.
+    """Remove the keys that only DeepSpeed acts on, and refuse those that cannot be ignored.
 
     Args:
-        raw: The configuration file.
-        deepspeed: Whether the DeepSpeed engine runs. It gets the removed keys.
+        raw: The content of the configuration file.
+        deepspeed: Whether the DeepSpeed engine runs, which acts on the removed keys.
 
     Returns:
         ``raw`` without these keys, and the paths of the removed hints that have no effect.
@@ -358,7 +358,7 @@ def split_foreign_keys(raw: dict[str, Any], *, deepspeed: bool = False) -> tuple
 
 
 def for_deepspeed(raw: dict[str, Any]) -> dict[str, Any]:
-    """Return the part of the file that DeepSpeed reads.
+    """Return the part of the configuration that the DeepSpeed engine gets.
 
     The result lacks our own sections, the settings that we apply ourselves, and keys that DeepSpeed
     does not know any more.
@@ -451,9 +451,9 @@ def _same(value: Any, neutral: Any) -> bool:
 
 
 def known_keys(parents: Sequence[str], root: type[BaseModel]) -> list[str]:
-    """List all keys that the section at ``parents`` may have, ours and DeepSpeed's.
+    """List the keys of the section at ``parents``, ours and DeepSpeed's.
 
-    They are the candidates for a suggestion.
+    An error about an unknown key suggests one of them.
     """
     prefix = "".join(f"{parent}." for parent in parents)
     models: list[type[BaseModel]] = [root]

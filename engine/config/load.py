@@ -1,4 +1,4 @@
-"""Reads a configuration with its overrides, and refuses settings that cannot run."""
+"""Reads a configuration file with overrides, and refuses settings that cannot be combined."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ def _is_known(path: str) -> bool:
 
 
 def json_schema() -> dict[str, Any]:
-    """Return the JSON schema of the configuration file."""
+    """Return the JSON schema of the configuration file, with which editors can check it."""
     return Config.model_json_schema()
 
 

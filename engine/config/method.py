@@ -1,6 +1,4 @@
-"""The settings ``sdp.masking`` (which may be a schedule), ``sdp.copies``, ``sdp.sync`` (local
-steps) and ``sdp.paths``.
-"""
+"""The schemas of ``sdp.masking``, ``sdp.copies``, ``sdp.sync`` (local steps) and ``sdp.paths``."""
 
 from __future__ import annotations
 
@@ -25,10 +23,10 @@ def _refuse_whole_run(value: Any) -> Any:
 
 
 class MaskingPhase(Section):
-    """One phase of a masking schedule.
+    """One phase of a masking schedule, which ends after the step ``until``.
 
-    ``until``: the last step of the phase, or a fraction of ``training.steps``. The last phase ends
-    with the run, and has no ``until``.
+    ``until`` is a step number or a fraction of ``training.steps``. The last phase ends with the
+    run, and has no ``until``.
     """
 
     masking: Masking
@@ -50,11 +48,11 @@ MaskingSetting = Annotated[
 
 @dataclass(frozen=True)
 class MaskingSchedule:
-    """Which masking a step has.
+    """Says which masking, forward or backward, each step of a run has.
 
     Attributes:
-        maskings: The masking of each phase, in order. Neighbours differ.
-        ends: The last step of each phase but the last one, in ascending order.
+        maskings: The masking of each phase, in order. Neighbouring phases differ.
+        ends: The last step of each phase, in ascending order. The last phase has no entry.
     """
 
     maskings: tuple[Masking, ...]
@@ -62,11 +60,11 @@ class MaskingSchedule:
 
     @classmethod
     def of(cls, setting: Masking | Sequence[MaskingPhase], steps: int | None) -> MaskingSchedule:
-        """Return the schedule that ``sdp.masking`` means.
+        """Return the schedule that a value of ``sdp.masking`` means.
 
         Args:
             setting: The value of the key.
-            steps: The value of ``training.steps``, None if it is not set.
+            steps: The value of ``training.steps``, or None if it is not set.
 
         Raises:
             ConfigError: The phases are not possible. The message names the phase by its index.
@@ -128,19 +126,17 @@ class MaskingSchedule:
 
 
 class CopiesSection(Section):
-    """The frozen copies of backward masking.
-
-    ``dtype``: "compute" is the precision of the computation. "int8" and "nf4" have one scale for
-    each block of 64 numbers. ``refresh_every``: after how many steps copies get the holders'
-    weights again.
-    """
+    """``sdp.copies``: how the frozen copies of backward masking are stored and refreshed."""
 
     dtype: Literal["compute", "int8", "nf4"] = "compute"
     refresh_every: PositiveInt = 1
 
     @property
     def are_exact(self) -> bool:
-        """Whether a copy always has the holders' weights in the precision of the computation."""
+        """Whether copies always equal the holders' weights in the precision of the computation.
+
+        They do not if they are quantised, or refreshed after several steps only.
+        """
         return self.dtype == "compute" and self.refresh_every == 1
 
 
@@ -148,7 +144,10 @@ Problems = list[tuple[bool, str]]  # whether a configuration has the problem, an
 
 
 def problems_with_copies(config: Any) -> Problems:
-    """List what a Config with cheap copies cannot be combined with."""
+    """List the settings that a configuration cannot combine with copies that are not exact.
+
+    Each entry says whether the configuration has the setting, and has the error message.
+    """
     sdp, copies = config.sdp, config.sdp.copies
     if copies.are_exact:
         return []
@@ -169,7 +168,7 @@ Steps = Annotated[int, Field(gt=0, le=2**24)]
 
 
 class OuterSGDParams(Section):
-    """Parameters of the outer SGD, as in torch.
+    """Parameters of the outer SGD, which are named as in torch.
 
     If none is given, all are those of DiLoCo (arXiv 2311.08105).
     """
@@ -189,23 +188,17 @@ DILOCO = OuterSGDParams(lr=0.7, momentum=0.9, nesterov=True)
 
 
 class OuterSGD(Section):
-    """SGD on the anchors. The rate 1 without momentum makes the anchor the mean of the holders."""
+    """The outer optimizer of local steps: SGD on the anchors.
+
+    With the rate 1 and without momentum, the anchor becomes the mean of the holders' weights.
+    """
 
     type: Literal["SGD"] = "SGD"
     params: OuterSGDParams = DILOCO
 
 
 class ServiceSection(Section):
-    """A service keeps the anchors, and groups may come and go.
-
-    ``quorum``: the grace period of a round begins when this fraction of the living groups has
-    delivered. ``grace_seconds``: how long a round then waits for the other groups, and how long the
-    start of a run waits for the next group. ``heartbeat_seconds``: how often a group says that it
-    lives. It is dropped after two missed heartbeats. ``wait_seconds``: how long a group waits for a
-    service that does not answer. ``min_groups``: the run ends when fewer groups live for
-    ``grace_seconds``, or none for ``wait_seconds``.
-    ``restarts``: how often in an hour the local launcher starts a group that has died.
-    """
+    """``sdp.sync.service``: a service keeps the anchors, so that groups may come and go."""
 
     quorum: Annotated[float, Field(gt=0, le=1)] = 0.5
     grace_seconds: Annotated[float, Field(ge=0)] = 30.0
@@ -216,20 +209,7 @@ class ServiceSection(Section):
 
 
 class SyncSection(Section):
-    """Local steps: groups train on their own, and average their weights every ``every`` steps.
-
-    ``every``: the number H of steps in a round. ``start_after``: the number of steps at the start
-    that average gradients in every step. ``outer_optimizer``: how the mean change of the holders
-    moves the anchor of a unit. ``single_holder``: what happens to a unit with one holder. "outer":
-    it takes outer steps, like other units. "skip": its weights become the anchor. ``fragments``:
-    the number of parts that are averaged at different steps of a round. It divides ``every``.
-    ``overlap``: the number of steps during which an average may be under way, less than ``every`` /
-    ``fragments``.
-    ``compression``: the format in which changes are sent. "int8" has one scale per row and keeps
-    the error for the next round. ``offload``: "cpu" keeps the anchors and the state of the outer
-    optimizer in the host's memory. ``service``: a service keeps the anchors, and groups may come
-    and go.
-    """
+    """``sdp.sync``: groups train on their own, and average their weights every ``every`` steps."""
 
     every: Steps
     start_after: NonNegativeInt = 0
@@ -258,7 +238,10 @@ class SyncSection(Section):
 
 
 def problems_with_sync(config: Any) -> Problems:
-    """List what a Config with local steps cannot be combined with."""
+    """List the settings that a configuration cannot combine with local steps.
+
+    Each entry says whether the configuration has the setting, and has the error message.
+    """
     sdp, sync, training = config.sdp, config.sdp.sync, config.training
     if sync is None:
         return []
@@ -293,12 +276,9 @@ def problems_with_sync(config: Any) -> Problems:
 
 
 class PathsSection(Section):
-    """Paths: several models that share some units. Group g trains path g mod ``count``.
+    """``sdp.paths``: several models that share some units. Group g trains path g mod ``count``.
 
-    The model of the configuration is one path. ``own``: patterns of units. Each path has these
-    units for itself, and all paths share everything else. ``router``: the folder of the router that
-    assigns sequences to paths. None: the one in ``data.path``. ``on_short``: what happens when a
-    path has read all of its sequences. "repeat": it reads them again. "end": the run ends.
+    The model of the configuration is one path.
     """
 
     count: RankCount
@@ -308,7 +288,10 @@ class PathsSection(Section):
 
 
 def problems_with_paths(config: Any) -> Problems:
-    """List what a Config with paths cannot be combined with."""
+    """List the settings that a configuration cannot combine with several paths.
+
+    Each entry says whether the configuration has the setting, and has the error message.
+    """
     sdp = config.sdp
     if sdp.paths is None:
         return []

@@ -1,6 +1,6 @@
-"""The ``params`` of the ``optimizer`` and ``scheduler`` sections, by the name of their type.
+"""The schemas of ``optimizer.params`` and ``scheduler.params``, one for each type.
 
-This file does not need torch, so that a misspelt key is found before a process starts.
+This file does not import torch, so that a misspelt key is found before a process starts.
 """
 
 from __future__ import annotations
@@ -30,11 +30,7 @@ _REFUSED = {
 class AdamParams(Section):
     """``optimizer.params`` of AdamW, Adam and FusedAdam, with DeepSpeed's names and defaults.
 
-    ``weight_decay`` is 0 by default, as in DeepSpeed's own kernels. (torch's AdamW would use 0.01.)
-    ``adam_w_mode`` means decoupled weight decay. It is the default, also for "Adam".
-    ``torch_adam`` is accepted but has no effect, because torch's Adam is used anyway. ``no_decay``
-    names parameters without weight decay: "norms", "biases", "embeddings", or patterns of names.
-    ``state_dtype``: the type in which moments are stored. See :mod:`sdp.engine.optim.small_state`.
+    So ``weight_decay`` is 0 by default (torch's AdamW: 0.01), and is decoupled, also for "Adam".
     """
 
     lr: NonNegative = 1e-3
@@ -50,7 +46,7 @@ class AdamParams(Section):
 
 
 class SGDParams(Section):
-    """``optimizer.params`` of SGD (torch's names), and ``no_decay`` as for AdamW."""
+    """``optimizer.params`` of SGD, with torch's names. ``no_decay`` is an addition."""
 
     lr: NonNegative = 1e-3
     momentum: NonNegative = 0.0
@@ -61,11 +57,9 @@ class SGDParams(Section):
 
 
 class MuonParams(Section):
-    """``optimizer.params`` of Muon: torch's names for matrices, and DeepSpeed's for AdamW.
+    """``optimizer.params`` of Muon, which steps on matrices, and of AdamW for all other parameters.
 
-    ``adam_lr``: the rate of the parameters that are not matrices. None means ``lr``.
-    ``state_dtype``: the dtype of the momentum and of AdamW's first moment. ``ns_dtype``: the
-    precision in which a matrix is gathered and made orthogonal.
+    Keys for matrices have torch's names, and those for AdamW have DeepSpeed's.
     """
 
     lr: NonNegative = 1e-3
@@ -82,7 +76,7 @@ class MuonParams(Section):
 
 
 class WarmupParams(Section):
-    """Settings that DeepSpeed's three schedules share."""
+    """Settings of the warm-up, which all of DeepSpeed's schedules have."""
 
     warmup_num_steps: PositiveInt = 1000
     warmup_type: Literal["log", "linear"] = "log"
@@ -90,14 +84,14 @@ class WarmupParams(Section):
 
 
 class WarmupLRParams(WarmupParams):
-    """``scheduler.params`` of WarmupLR. A maximum of null means the optimizer's own rate."""
+    """``scheduler.params`` of WarmupLR. If a maximum is null, it is the optimizer's own rate."""
 
     warmup_min_lr: Rates = 0.0
     warmup_max_lr: Rates | None = None
 
 
 class WarmupDecayLRParams(WarmupLRParams):
-    """``scheduler.params`` of WarmupDecayLR."""
+    """``scheduler.params`` of WarmupDecayLR, in which the rate falls linearly after the warm-up."""
 
     total_num_steps: PositiveInt
     warmup_max_lr: Rates | None = 0.001
@@ -112,7 +106,10 @@ class WarmupCosineLRParams(WarmupParams):
 
 
 class WSDParams(Section):
-    """``scheduler.params`` of WSD. ``min_lr_ratio`` is relative to the optimizer's own rate."""
+    """``scheduler.params`` of WSD: warm-up, a stable phase, and decay.
+
+    ``min_lr_ratio`` is a fraction of the optimizer's learning rate.
+    """
 
     total_num_steps: PositiveInt
     decay_num_steps: PositiveInt
@@ -146,8 +143,7 @@ SCHEDULES: Mapping[str, type[Section]] = {
 
 
 def check_optimizer_params(type: str, params: Mapping[str, Any]) -> str:
-    """Check the ``optimizer`` section, and return the name of the type with our upper and lower
-    case.
+    """Check the ``optimizer`` section, and return the type in this project's upper and lower case.
 
     Raises:
         ConfigError: The type or a key is unknown, or a value has the wrong type.
@@ -168,7 +164,7 @@ def check_optimizer_params(type: str, params: Mapping[str, Any]) -> str:
 
 
 def read_scheduler_params(type: str, params: Mapping[str, Any]) -> Section:
-    """Check the ``scheduler`` section, and return its parameters.
+    """Check the ``scheduler`` section, and return its ``params`` as an object of their schema.
 
     Raises:
         ConfigError: The type or a key is unknown, or a value has the wrong type.
@@ -181,7 +177,7 @@ def read_scheduler_params(type: str, params: Mapping[str, Any]) -> Section:
 
 
 def check_named_params(optimizer: NamedParams | None, scheduler: NamedParams | None) -> None:
-    """Check both sections. Raises ConfigError."""
+    """Raise ConfigError if the ``optimizer`` or the ``scheduler`` section is not valid."""
     if optimizer is not None:
         check_optimizer_params(optimizer.type, optimizer.params)
     if scheduler is not None:

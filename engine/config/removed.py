@@ -1,7 +1,6 @@
-"""Keys, values, commands and options that this version does not have any more, each with what to
-use instead.
+"""What this version does not have any more, with advice what to use instead.
 
-The page ``docs/changes.md`` is written from these tables.
+These are keys, values, commands and options. ``docs/changes.md`` is written from the tables.
 """
 
 from __future__ import annotations
@@ -71,11 +70,7 @@ OPTIONS: dict[tuple[str, str], str] = {
 
 
 def refuse_removed_keys(raw: Mapping[str, Any]) -> None:
-    """Raise ConfigError if a configuration has a key or a value that this version removed.
-
-    Args:
-        raw: The configuration as it is in the file.
-    """
+    """Raise ConfigError if a configuration file has a key or a value that this version removed."""
     for path, advice in KEYS.items():
         if _find(raw, path)[0]:
             raise ConfigError(f"{path}: this key was removed; {advice}")
@@ -86,9 +81,9 @@ def refuse_removed_keys(raw: Mapping[str, Any]) -> None:
 
 
 def without_removed_keys(raw: dict[str, Any]) -> dict[str, Any]:
-    """Return the configuration that a finished run wrote, without keys that this version removed.
+    """Return the configuration of a finished run without keys that this version removed.
 
-    Such a file has every key. After the run, the removed keys do not matter.
+    A run writes every key into its file. The removed keys do not matter after the run.
     """
     kept = copy.deepcopy(raw)
     for path in KEYS:

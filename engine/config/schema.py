@@ -1,8 +1,8 @@
 """The schema of the configuration file: one validated class per section.
 
 DeepSpeed's own keys keep DeepSpeed's meaning. The sections ``sdp``, ``model``, ``data`` and
-``training`` are ours. An unknown key is an error everywhere, with a suggestion. Before this,
-``deepspeed_keys.py`` removes the keys that only DeepSpeed acts on.
+``training`` are ours. docs/configuration.md explains every key. An unknown key is an error, with a
+suggestion. Keys that only DeepSpeed acts on are removed before (``deepspeed_keys.py``).
 """
 
 from __future__ import annotations
@@ -79,8 +79,9 @@ VariableValue = Annotated[str, Field(pattern=r"^[^\x00]*$")] | int
 
 
 class SourceSection(Section):
-    """One source of a mixture: token shards, and their share of the samples relative to other
-    weights.
+    """One of several data sets that are mixed: a directory of token shards, and its weight.
+
+    The weights of the sources are relative: samples are drawn in proportion to them.
     """
 
     path: PathText
@@ -88,19 +89,7 @@ class SourceSection(Section):
 
 
 class DataSection(Section):
-    """The data to train on: token shards, or images if ``name`` is given.
-
-    ``sources``: several directories of token shards, in place of ``path``, which are mixed by
-    weight.
-    ``path``: the token shards. Without it, the sources of Python's standard library are prepared.
-    ``document_mask``: attention does not cross the borders of documents in a sample. ``tokenizer``
-    (None: sentencepiece) and ``vocab_size``: how text is prepared. Shards at ``path`` must have
-    been prepared with the same values.
-    ``name``: "digits" comes with scikit-learn. "cifar10" and "cifar100" are read from their binary
-    archive at ``path``. "folder" has one directory of images per class in ``path``. Its images are
-    resized to ``image_size`` × ``image_size`` pixels (224). ``augment``: crop and mirror the images
-    at random.
-    """
+    """The data to train on: token shards, or images if ``name`` is given."""
 
     name: Literal["digits", "cifar10", "cifar100", "folder"] | None = None
     path: PathText | None = None
@@ -146,7 +135,7 @@ class DataSection(Section):
 
     @property
     def takes_default_corpus(self) -> bool:
-        """Whether the run prepares the default corpus, because no data is named."""
+        """Whether no data is named, so that the run prepares the default corpus."""
         return self.name is None and self.path is None and self.sources is None
 
     @property
@@ -163,26 +152,9 @@ _WHERE = {
 
 
 class TrainingSection(Section):
-    """The length of the run, and how often it evaluates and saves.
+    """The length of the run, evaluations, checkpoints, and what happens when something fails.
 
-    ``evaluate_every``: number of steps. 0: only before the first step and after the last.
-    ``save_every``: number of steps. 0: only when a signal ends the run.
-    ``max_failed_saves``: how many saves in a row may fail before the run ends.
-    ``max_skips``: how many steps in a row may be skipped for a gradient that is NaN or infinite.
-    ``on_spike``: what happens to a step whose loss or gradient norm is a spike, before its update.
-    "skip" leaves the update out. "rollback" returns to the last checkpoint, from which the run
-    continues with other data. "stop" ends the run. A spike is more than ``spike_sigma`` standard
-    deviations above the mean of the last ``spike_window`` steps.
-    ``loss_weighting``: how the losses of ranks and micro-batches make one gradient. "tokens": the
-    weight of a loss is its number of labels. "ranks": all losses have the same weight, as in DDP.
-    The default of ``sdp train`` is "tokens" if the data mask labels. In a script, the default
-    weight is that of ``engine.backward(loss, weight=n)``.
-    ``start_timeout``: seconds for the start with the first step, or for an evaluation.
-    ``save_timeout``: seconds for a save. ``step_timeout``: seconds for a part of a later step. The
-    time limit of a collective is the longest of the three.
-    ``init_from``: a directory with the first weights, from Hugging Face.
-    ``compile``: compile the units with ``torch.compile``. ``deterministic``: torch uses
-    deterministic algorithms only.
+    The time limit of a collective is the longest of the three timeouts.
     """
 
     steps: PositiveInt | None = None
@@ -216,7 +188,10 @@ class TrainingSection(Section):
 
 
 class NamedParams(Section):
-    """DeepSpeed's ``{"type": name, "params": {…}}``. The builder of ``type`` checks ``params``."""
+    """DeepSpeed's ``{"type": name, "params": {…}}`` for an optimizer or a schedule.
+
+    The keys in ``params`` depend on the type, so they are checked later.
+    """
 
     type: str
     params: dict[str, Any] = Field(default_factory=dict)
@@ -264,7 +239,10 @@ class OffloadSection(Section):
 
 
 class ZeroSection(Section):
-    """What a group shards. 0: nothing. 1: optimizer state. 2: also gradients. 3: and parameters."""
+    """What the ranks of a group shard, as in DeepSpeed's ZeRO.
+
+    Stage 0 shards nothing, 1 the optimizer state, 2 also the gradients, and 3 also the parameters.
+    """
 
     stage: Literal[0, 1, 2, 3] = 0
     offload_optimizer: OffloadSection | None = None
@@ -272,7 +250,7 @@ class ZeroSection(Section):
 
     @property
     def offloads(self) -> bool:
-        """Whether a part of the state is on the host."""
+        """Whether optimizer state or parameters are kept in the host's memory."""
         return bool(self._on_host)
 
     @property
@@ -284,8 +262,7 @@ class ZeroSection(Section):
 class TorchAutocastSection(Section):
     """DeepSpeed's ``torch_autocast``: run the forward pass under ``torch.autocast``.
 
-    ``dtype``: the type in which autocast computes. Parameters, gradients and the averages stay
-    float32.
+    Autocast computes in ``dtype``. Parameters, gradients and their averages stay float32.
     """
 
     enabled: bool = False
@@ -293,19 +270,26 @@ class TorchAutocastSection(Section):
 
 
 class TensorParallelSection(Section):
-    """The degree of tensor parallelism inside an SDP group."""
+    """Tensor parallelism inside a group. ``autotp_size`` ranks share every matrix."""
 
     autotp_size: RankCount = 1
 
 
 class ActivationCheckpointingSection(Section):
-    """Which activations to recompute. "selective": all but matrix products and attention."""
+    """Which activations backward computes again, instead of keeping them in memory.
+
+    "selective" keeps the results of matrix products and of attention.
+    """
 
     mode: Literal["none", "full", "selective"] = "none"
 
 
 class MonitorSection(Section):
-    """DeepSpeed's monitors. They write to ``output_path/job_name``, or to the dump directory."""
+    """DeepSpeed's ``tensorboard`` or ``csv_monitor`` section: write curves of the run to files.
+
+    The files go to ``output_path/job_name``. Without ``output_path``, this is in the dump
+    directory.
+    """
 
     enabled: bool = False
     output_path: PathText = ""
@@ -313,7 +297,7 @@ class MonitorSection(Section):
 
 
 class WandbSection(Section):
-    """DeepSpeed's ``wandb`` section. It needs the package wandb."""
+    """DeepSpeed's ``wandb`` section: log to Weights & Biases. This needs the package wandb."""
 
     enabled: bool = False
     group: str | None = None
@@ -322,25 +306,7 @@ class WandbSection(Section):
 
 
 class SDPSection(Section):
-    """Subnetwork Data Parallelism: which group of ranks holds which units of the model.
-
-    ``masking``: how a group treats a unit that it does not hold. With "forward" the unit is absent
-    from the forward and the backward pass. With "backward" the group runs a frozen copy of the
-    unit, in the forward pass and for the gradients of activations. The copy has compute precision,
-    and the holders refresh it after each step. Only holders compute the gradients of the unit's
-    weights, so these gradients are those of the dense model. A list of phases changes the masking
-    during the run: [{"until": 0.75, "masking": "forward"}, {"masking": "backward"}].
-    ``profile``: how many groups hold each unit. The number falls with depth, is uniform, or is
-    given for each unit. Its mean follows from ``capacity``.
-    ``branch_scale``: a factor for what a unit adds to its input, under forward masking. If k of N
-    groups hold the unit, "train" means a factor of N / k in training, and "eval" a factor of k / N
-    in evaluations of the full model.
-    ``sync``: local steps. Groups average their weights every few steps, not their gradients in
-    every step.
-    ``lr_scale``: a unit's learning rate is multiplied by (k / mean k) to this power, where k is its
-    number of holders. "auto" is 1 for SGD and 0.5 for other optimizers.
-    ``paths``: several models that share some units and have others of their own.
-    """
+    """Subnetwork Data Parallelism: which group of ranks holds which units of the model."""
 
     groups: RankCount = 1
     capacity: float | list[float] = 1.0
@@ -372,18 +338,14 @@ class SDPSection(Section):
 
     @property
     def maskings(self) -> tuple[Masking, ...]:
-        """The maskings that the run uses, each once."""
+        """The maskings that the phases of the run use, each listed once."""
         if isinstance(self.masking, str):
             return (self.masking,)
         return tuple(dict.fromkeys(phase.masking for phase in self.masking))
 
 
 class Config(Section):
-    """A whole run. The documentation explains each key; ``sdp config --schema`` prints the schema.
-
-    ``env``: environment variables for NCCL, UCX, gloo and others. Every rank sets them before it
-    loads these libraries. They replace variables of the same name.
-    """
+    """The configuration of a run. docs/configuration.md explains every key."""
 
     train_batch_size: Samples | None = None
     train_micro_batch_size_per_gpu: Samples | None = None
@@ -427,12 +389,12 @@ class Config(Section):
 
     @property
     def scales_loss(self) -> bool:
-        """Whether a part of the run computes in float16, so that gradients need a loss scale."""
+        """Whether a part of the run computes in float16, so that the loss must be scaled."""
         return self.fp16.enabled or self.autocast_dtype == "float16"
 
     @property
     def masking_schedule(self) -> MaskingSchedule:
-        """Which masking a step has."""
+        """The schedule that says which masking each step has."""
         return MaskingSchedule.of(self.sdp.masking, self.training.steps)
 
     @property
@@ -442,11 +404,11 @@ class Config(Section):
 
     @property
     def deepspeed(self) -> dict[str, Any]:
-        """A copy of the settings that DeepSpeed gets if ``sdp.engine`` is "deepspeed"."""
+        """A copy of the settings for the DeepSpeed engine. Empty if the engine is "fsdp2"."""
         return copy.deepcopy(self._deepspeed)
 
     def resolved(self) -> dict[str, Any]:
-        """Return all settings, also those of DeepSpeed, as JSON that starts the same run."""
+        """Return all settings as JSON, with all defaults. This JSON starts the same run."""
         return _completed(self.model_dump(mode="json"), self._deepspeed)
 
     def without_monitors(self) -> Config:
@@ -456,17 +418,17 @@ class Config(Section):
 
     @property
     def autos(self) -> tuple[str, ...]:
-        """The keys of DeepSpeed with the value "auto" in the file. Their defaults apply."""
+        """The keys of DeepSpeed that are "auto" in the file. Defaults apply in their place."""
         return self._autos
 
     @property
     def replaces_deepspeed(self) -> bool:
-        """Whether the file names the engine "deepspeed" at stage 0, so that "fsdp2" runs."""
+        """Whether "fsdp2" runs although the file says "deepspeed", because the stage is 0."""
         return self._replaces_deepspeed
 
     @property
     def hints(self) -> tuple[str, ...]:
-        """The performance hints of DeepSpeed in the file that have no effect here."""
+        """The keys in the file that are performance hints for DeepSpeed and have no effect here."""
         return self._hints
 
 

@@ -1,4 +1,4 @@
-"""Strict sections of the configuration. Turns pydantic's errors into one clear line."""
+"""The base class of all sections of the configuration, and errors that fit in one line."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ KeyPath = tuple[str, ...]
 
 
 class Section(BaseModel):
-    """A strict section: unknown keys and implicit conversions ("4" for 4) are errors."""
+    """A section of the file. Unknown keys and values of another type ("4" for 4) are errors."""
 
     model_config = ConfigDict(extra="forbid", strict=True, frozen=True, allow_inf_nan=False)
 
@@ -63,14 +63,14 @@ def parse_section(
     path: str = "",
     known_keys: Callable[[KeyPath], Sequence[str]] | None = None,
 ) -> SectionType:
-    """Validate ``raw`` as ``schema``.
+    """Check a section of the file, and return it as an object of its ``schema``.
 
     Args:
         schema: The class of the section.
         raw: The section as it is in the file.
         path: The path of the section in the file.
-        known_keys: ``known_keys(parents)`` lists the candidates for a misspelt key. The default
-            is the keys of ``schema``.
+        known_keys: A function that lists the keys of a section, given the names that lead to it. An
+            error about a misspelt key suggests one of them. Default: the keys of ``schema``.
 
     Raises:
         ConfigError: ``raw`` is not valid. The message is one line that begins with the key's path.

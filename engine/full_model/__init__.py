@@ -1,1 +1,1 @@
-"""The full model from its parts: gathering, evaluation, buffers and batch-norm statistics."""
+"""Evaluates, gathers and copies the full model, of which each group has only a part."""

@@ -1,4 +1,4 @@
-"""The full model on a rank that has only a part: evaluation, copies, and the whole state."""
+"""The methods of an engine that use the full model, of which each rank has only a part."""
 
 from __future__ import annotations
 
@@ -39,16 +39,19 @@ from .whole_copy import UncutModel, check_room, free_bytes, write_configuration,
 
 
 class FullModel:
-    """Evaluates, copies and saves the full model. Every rank has an object of this class, and the
-    engine has these methods, too. With local steps, the full model consists of the anchors.
+    """Evaluates, copies and saves the full model. An engine offers the same methods.
+
+    Every rank has an object of this class. With local steps, the full model consists of the
+    anchors.
 
     Args:
-        groups: the state of this rank.
+        groups: the model and the communication of this rank.
         config: the configuration.
-        uncut: the model before it was cut. None if every rank has the full model.
+        uncut: the structure of the model before units were removed. None if every rank has the full
+            model.
 
     Attributes:
-        evaluation: chooses what the module runs in evaluation mode.
+        evaluation: knows whether the engine evaluates now, for a warning about other passes.
     """
 
     def __init__(self, groups: BetweenGroups, config: Config, uncut: UncutModel | None = None):
@@ -61,7 +64,7 @@ class FullModel:
 
     @property
     def is_partial(self) -> bool:
-        """Whether the module of any group lacks units, or runs copies that differ from it."""
+        """Whether a group's module lacks units, or runs copies that differ from holders' weights."""
         layout = self._store.layout
         partial = any(len(holders) < layout.mesh.sdp for holders in layout.placement.holders)
         return partial and not (layout.keeps_frozen and layout.copies.are_exact) and layout.paths == 1
@@ -72,9 +75,9 @@ class FullModel:
     def evaluate(
         self, batches: Sequence[Any], weights: Iterable[float] | None, paths: Iterable[Any] | None = None
     ) -> float:
-        """The weighted mean loss of the full model over the batches of all ranks. Collective.
+        """Return the mean loss of the full model over the batches of all ranks. Collective.
 
-        See :meth:`~sdp.engine.engine.SDPEngine.evaluate`.
+        :meth:`~sdp.engine.engine.SDPEngine.evaluate` explains the arguments.
         """
         module, count = self._store.module, self._store.layout.paths
         ids = [0] * len(batches)
@@ -112,7 +115,7 @@ class FullModel:
             yield
 
     def evaluate_subnetworks(self, batches: Iterable[Any]) -> list[float]:
-        """Mean loss per token of each group's subnetwork, over the group's batches. Collective."""
+        """Return the mean loss per token of each group's own subnetwork, by group. Collective."""
         local = self._groups.local
         self._groups.finish_refresh()
         if local is None:
@@ -123,12 +126,13 @@ class FullModel:
 
     @contextmanager
     def recalibrated(self, batches: Iterable[Any]) -> Iterator[None]:
-        """A context in which batch norms have the full model's running statistics. Collective.
+        """A context in which batch norms have running statistics of the full model. Collective.
 
-        Use this to evaluate, save or export the full model. The statistics are measured in a pass
-        of the full model over ``batches`` of training data. All ranks need the same number of
-        batches. After the context, each rank has the statistics of its subnetwork again. Nothing
-        happens if the model has no batch norm, or has paths.
+        Use this to evaluate, save or export the full model. While a rank trains, it tracks
+        statistics of its subnetwork. At the start of the context, a pass of the full model over
+        ``batches`` of training data measures new ones. All ranks need the same number of batches.
+        At the end of the context, each rank has its earlier statistics again. Nothing happens if
+        the model has no batch norm, or has paths.
         """
         if self._store.layout.paths > 1 or not tracks_statistics(self._store.layout.buffers):
             yield
@@ -153,8 +157,8 @@ class FullModel:
         time, for example to generate text. The end of the context frees the memory.
 
         Args:
-            dtype: The type of the parameters; by default, that of the computation.
-            path: The path that is copied, if there are several (``sdp.paths``).
+            dtype: The type of the parameters. Default: the precision of the computation.
+            path: Which path to copy, if there are several (``sdp.paths``).
 
         Raises:
             OutOfMemoryError: The copy does not fit on every rank.
@@ -177,8 +181,8 @@ class FullModel:
     def generate(self, *args: Any, **kwargs: Any) -> Any:
         """Call the full model's ``generate``. Collective. Arguments may differ between ranks.
 
-        If groups run only a part of the model, each call gathers the full model. For several calls,
-        use :meth:`full_model`.
+        If groups run only a part of the model, each call first copies the full model to every rank.
+        For several calls, it is faster to use :meth:`full_model` once.
 
         Raises:
             OutOfMemoryError: The full model does not fit on every rank.
@@ -194,10 +198,10 @@ class FullModel:
         return stream_full_state(self._store)
 
     def full_state_dict(self) -> dict[str, torch.Tensor] | None:
-        """Whole weights and persistent buffers by canonical name, on rank 0's CPU. Collective.
+        """Return the full model's weights and persistent buffers, on rank 0's CPU. Collective.
 
-        Other ranks get None. A tied parameter is there under each of its names. Parameters are sent
-        one at a time.
+        Other ranks get None. Keys are the names in the model before it was cut. A tied parameter is
+        there under each of its names. Parameters are sent one at a time.
         """
         with outside_inference_mode(), self._anchored():
             streamed = ((name, tensor) for name, tensor in self._stream() if tensor is not None)
@@ -207,23 +211,21 @@ class FullModel:
         return state | {alias: state[name] for alias, name in self._store.layout.aliases.items()}
 
     def consolidated_16bit_state_dict(self) -> dict[str, torch.Tensor] | None:
-        """:meth:`full_state_dict` in the type that the model computes in. Collective. None except
-        on rank 0.
-        """
+        """Return :meth:`full_state_dict` in compute precision. Collective. Only rank 0 gets it."""
         state, kind = self.full_state_dict(), self._store.context.compute_dtype
         if state is None or kind == torch.float32:
             return state
         return cast_floats(state, kind)
 
     def save_pretrained(self, save_directory: str | Path, dtype: torch.dtype | None = None) -> None:
-        """Write the whole model's weights to ``save_directory/model.safetensors``. Collective.
+        """Write the full model's weights to ``save_directory/model.safetensors``. Collective.
 
-        A Hugging Face model's configuration is written too, for ``from_pretrained``. Of a PEFT
-        model, only its adapters are written, as PEFT itself does.
+        A Hugging Face model's configuration is written too, so ``from_pretrained`` can load the
+        folder. If the model has PEFT adapters, only these are written, as PEFT itself does.
 
         Args:
             save_directory: The directory.
-            dtype: The type of floating-point weights. None: float32.
+            dtype: The type of floating-point weights. Default: float32.
 
         Raises:
             ModelError: The model has several paths.
@@ -242,9 +244,13 @@ class FullModel:
     def save_16bit_model(
         self, save_dir: str | Path, save_filename: str = "model.safetensors", exclude_frozen_parameters: bool = False
     ) -> bool:
-        """Write the model in the precision of the computation. Collective. If the name ends in
-        .bin, .pt or .pth, the file is for ``torch.load``, as DeepSpeed's is. Otherwise the format
-        is safetensors. ``exclude_frozen_parameters`` must be False.
+        """Write the full model in the precision of the computation, as in DeepSpeed. Collective.
+
+        Args:
+            save_dir: The directory.
+            save_filename: The name of the file. With .bin, .pt or .pth at the end, ``torch.load``
+                can read the file. Otherwise its format is safetensors.
+            exclude_frozen_parameters: Must be False.
         """
         if exclude_frozen_parameters:
             raise ConfigError("save_16bit_model: exclude_frozen_parameters must be False: the file has all weights")
@@ -252,9 +258,9 @@ class FullModel:
         return True
 
     def _write(self, directory: Path, name: str, dtype: torch.dtype | None) -> None:
-        """Write the whole weights to ``directory/name``, and the model's configuration. Collective.
+        """Write the full model's weights to ``directory/name``, and its configuration. Collective.
 
-        ``dtype``: the type of the weights. None: float32.
+        ``dtype`` is the type of the weights. If it is None, they stay float32.
         """
         module: Any = self._store.module
         has_adapters = any(kind.__module__.partition(".")[0] == "peft" for kind in type(module).__mro__)
@@ -279,7 +285,7 @@ log = logging.getLogger("sdp")
 
 
 def warn_of_partial_state(module: nn.Module, is_partial: Callable[[], bool]) -> None:
-    """Make ``module.state_dict()`` warn once if it lacks blocks that only other groups hold."""
+    """Make ``module.state_dict()`` warn once if it lacks units, which ``is_partial`` tells."""
 
     warned = False
 

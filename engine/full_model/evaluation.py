@@ -1,14 +1,12 @@
 """Evaluates the full model: holders send their units to the other groups, one after the other.
 
-A chunk of batches goes through the units together. Every batch of the chunk is computed up to a
-unit. Then the unit is broadcast once, and all batches continue. Memory holds the hidden states of
-the chunk and one received unit at a time (a guest), or the missing slices of one block.
+The batches run in lockstep. Each forward pass stops before a unit. Once all passes have stopped
+there, the unit is broadcast, and all passes continue. So memory holds the hidden states of a few
+batches (a chunk) and one received unit, or the missing slices of one block. This works for any
+model, however its forward is written. Each pass has a thread of its own, but only one thread runs
+at a time, so results do not depend on scheduling.
 
-The batches run in lockstep. Each forward pass stops before a unit, and all continue once every pass
-has arrived there. This works for any model, however its forward is written. Each pass has a thread
-of its own, but only one thread runs at a time, so results do not depend on scheduling.
-
-Batch norm's running statistics of the full model are measured here too. Under forward masking, a
+This file also measures batch norm's running statistics of the full model. Under forward masking, a
 rank tracks the statistics of its own subnetwork. Its activations lack what the blocks of other
 groups add, so these statistics are wrong for the full model. They are measured again by a pass of
 the full model over some training batches (Wu and Johnson, arXiv 2105.07576, section 3). The result
@@ -59,7 +57,7 @@ class _Pass(Generic[T]):
 
 
 class Lockstep(Generic[T]):
-    """Runs passes. A pass calls :meth:`stop` with a unit's name before it runs the unit."""
+    """Runs several forward passes such that all have reached a unit before one of them runs it."""
 
     def __init__(self, device: torch.device, before_turn: Callable[[], None]):
         """``before_turn`` is called in the main thread, each time before a pass continues."""
@@ -68,9 +66,9 @@ class Lockstep(Generic[T]):
         self._aborted = False
 
     def stop(self, unit: str) -> None:
-        """Wait, inside a pass, until all passes have reached ``unit``.
+        """Wait until all passes have reached ``unit``. Each pass calls this before it runs a unit.
 
-        A no-op outside of :meth:`run`.
+        Outside of :meth:`run`, this does nothing.
         """
         current = self._current
         if current is None:
@@ -84,7 +82,8 @@ class Lockstep(Generic[T]):
     def run(self, passes: Sequence[Callable[[], T]], at_unit: Callable[[str], None]) -> list[T]:
         """Run the passes and return their results, in order.
 
-        ``at_unit`` is called in this thread each time all passes have stopped before a unit.
+        Each time all passes have stopped before a unit, ``at_unit`` is called with the unit's name,
+        in the thread of the caller.
         """
         states = [self._start(work) for work in passes]
         try:
@@ -146,7 +145,7 @@ CHUNK = 8  # batches that share one pass of units over the network
 
 
 def _common_count(store: GroupStore, batches: Sequence[Any]) -> int:
-    """The largest number of batches on any rank: every rank must take the same number of steps."""
+    """Return the largest number of batches on any rank: all ranks must run equally many passes."""
     counts = torch.tensor([len(batches), -len(batches)], device=store.context.device)
     store.context.all_reduce_control(counts, dist.ReduceOp.MAX)
     most, fewest = int(counts[0]), -int(counts[1])
@@ -160,14 +159,14 @@ def _loss(store: GroupStore, batch: Any) -> float:
 
 
 def _mean_over_ranks(store: GroupStore, pairs: Sequence[tuple[float, float]]) -> list[float]:
-    """Σ loss·weight / Σ weight from pairs of shape (n, 2), summed over all ranks."""
+    """Return Σ loss·weight / Σ weight from pairs of shape (n, 2), summed over all ranks."""
     sums = torch.tensor(pairs, dtype=torch.float64, device=store.context.device)
     store.context.all_reduce_control(sums)
     return (sums[:, 0] / sums[:, 1]).tolist()
 
 
 class StreamedEvaluation:
-    """One evaluation of the full model. Collective: every rank of the world takes part."""
+    """One evaluation of the full model, in which holders send their units. Collective."""
 
     def __init__(self, store: GroupStore, before_turn: Callable[[], None]):
         """``before_turn`` is called each time before one of the passes goes on."""
@@ -179,7 +178,7 @@ class StreamedEvaluation:
         self._exact: dict[str, list[Copies]] = {}
 
     def run(self, batches: Sequence[Any], weights: Sequence[float]) -> float:
-        """Mean loss over the batches of all ranks, weighted by ``weights``."""
+        """Return the mean loss over the batches of all ranks, weighted by ``weights``."""
         steps = _common_count(self._store, batches)
         # A rank with fewer batches repeats its last batch with weight 0.
         padded = [*zip(batches, weights, strict=True), *[(batches[-1], 0)] * (steps - len(batches))]
@@ -201,15 +200,12 @@ class StreamedEvaluation:
         return _mean_over_ranks(self._store, [(total, targets)])[0]
 
     def _uncompiled_slices(self) -> AbstractContextManager[Any]:
-        """A context that runs sliced blocks uncompiled.
-
-        The set of guest slices changes, and compiled blocks would need a graph for every set.
-        """
+        """A context that runs sliced blocks uncompiled, because their set of slices changes."""
         sliced = any(not unit.is_block for units in self._units.values() for unit in units)
         return torch.compiler.set_stance("force_eager") if sliced else nullcontext()
 
     def _install(self) -> Callable[[], None]:
-        """Let passes stop at held units, and run absent units as guests. The result undoes this."""
+        """Let passes stop before units and run received units. The result undoes this."""
         handles = []
         for name in self._units:
             module = self._store.module.get_submodule(name)
@@ -240,7 +236,7 @@ class StreamedEvaluation:
         return forward
 
     def _stream(self, name: str) -> None:
-        """Broadcast a block's units from their first holders.
+        """Broadcast the units of the block ``name`` from their first holders.
 
         Shards are broadcast between groups. Then each group without the unit gathers the shards.
         """
@@ -325,7 +321,7 @@ class StreamedEvaluation:
         }
 
     def assemble_guest(self, unit: Unit, shards: torch.Tensor) -> dict[str, torch.Tensor]:
-        """The unit's parameters, or slices, by name."""
+        """Return a received unit's parameters, or slices, by name, from its joined ``shards``."""
         infos = self._store.layout.members.get(unit.name, [])
         pieces = shards.split([info.padded_shard_numel(self._store.context.shards) for info in infos], dim=1)
         return {info.name: assemble(piece, info) for info, piece in zip(infos, pieces, strict=True)}
@@ -340,10 +336,7 @@ def _streamed_units(layout: Layout) -> dict[str, list[Unit]]:
 
 
 def subnetwork_losses(store: GroupStore, batches: Sequence[Any]) -> list[float]:
-    """Token-weighted mean loss of every group's own subnetwork over the batches of its ranks.
-
-    Collective.
-    """
+    """Return the mean loss per token of each group's own subnetwork, by group. Collective."""
     weights = [int(count_targets(store.module, batch)) for batch in batches]
     own, mesh = _own_sums(store, batches, weights), store.layout.mesh
     pairs = [own if group == store.context.at.sdp else (0.0, 0.0) for group in range(mesh.sdp)]
@@ -352,17 +345,16 @@ def subnetwork_losses(store: GroupStore, batches: Sequence[Any]) -> list[float]:
 
 
 def mean_loss(store: GroupStore, batches: Sequence[Any], weights: Sequence[float]) -> float:
-    """Weighted mean loss over the batches of all ranks. Each rank must have the full model.
-
-    Collective.
-    """
+    """Return the weighted mean loss of all ranks' batches on each rank's own module. Collective."""
     return _mean_over_ranks(store, [_own_sums(store, batches, weights)])[0]
 
 
 def routed_loss(store: GroupStore, batches: Sequence[Any], weights: Sequence[float], paths: Sequence[int]) -> float:
-    """Weighted mean loss over the batches of all ranks. The groups of a path run the batches of
-    this path. Collective. Ranks exchange their batches, and the batches of a path are divided among
-    the path's data ranks. With a service, this group runs all paths, one after the other.
+    """Return the weighted mean loss over the batches of all ranks, with several paths. Collective.
+
+    The groups of a path run the batches of this path. For this, ranks exchange their batches, and
+    each data rank of the path gets some of them. With a service, each group runs all paths, one
+    after the other.
     """
     context, mesh, count = store.context, store.layout.mesh, store.layout.paths
     service, share, shares = context.service, context.at.sdp // count * mesh.fsdp + context.at.fsdp, mesh.data_ranks
@@ -385,12 +377,15 @@ def routed_loss(store: GroupStore, batches: Sequence[Any], weights: Sequence[flo
 
 
 def exchange_batches(batches: Sequence[Any], facts: Sequence[Any], like: Any) -> list[tuple[Any, Any]]:
-    """Return the batches of all ranks, each with one of ``facts``. Collective.
+    """Send every rank's batches to all ranks. Collective.
 
     Args:
         batches: This rank's batches.
-        facts: A JSON value for each batch.
+        facts: A JSON value for each batch, which is sent with the batch.
         like: A batch with the structure of all batches.
+
+    Returns:
+        Pairs of a batch and its value of ``facts``, in rank order.
 
     Raises:
         DataError: A batch has a value that JSON cannot hold.
@@ -424,14 +419,16 @@ def exchange_batches(batches: Sequence[Any], facts: Sequence[Any], like: Any) ->
 def split_by_path(
     batches: Sequence[Any], paths: Iterable[Any], count: int, *, weighted: bool
 ) -> tuple[list[Any], list[int]]:
-    """Divide batches such that each has one path. Returns the batches and their paths.
+    """Split batches whose rows belong to several paths, so that each new batch has one path.
 
     Args:
         batches: The batches.
         paths: The path of each batch, or of each of its rows.
         count: The number of paths.
-        weighted: Whether batches have weights. A weight cannot be divided among the rows of a
-            batch.
+        weighted: Whether batches have weights. Then it is an error if a batch has several paths.
+
+    Returns:
+        The new batches, and the path of each.
 
     Raises:
         ConfigError: The paths do not fit the batches.
@@ -474,10 +471,7 @@ def _own_sums(store: GroupStore, batches: Sequence[Any], weights: Sequence[float
 
 @contextmanager
 def in_eval_mode(module: nn.Module) -> Iterator[None]:
-    """A context in which ``module`` is in evaluation mode.
-
-    Afterwards each submodule has its earlier mode again.
-    """
+    """A context with ``module`` in evaluation mode. Its end restores the mode of each submodule."""
     modes = [(part, part.training) for part in module.modules()]
     module.eval()
     try:
@@ -492,7 +486,7 @@ Statistics = dict[str, torch.Tensor]  # canonical name of a buffer → its value
 
 
 def tracks_statistics(buffers: Iterable[str]) -> bool:
-    """Whether these names of buffers include batch-norm statistics."""
+    """Return whether the names ``buffers`` include running statistics of a batch norm."""
     return any(name.endswith("running_mean") for name in buffers)
 
 
@@ -502,14 +496,14 @@ def batch_statistics(
     reduce: Callable[[torch.Tensor], None],
     device: torch.device,
 ) -> Statistics:
-    """Measure means and variances of the inputs of all batch norms.
+    """Measure means and variances of the inputs of all batch norms. Collective.
 
     Every rank must run every batch norm equally often.
 
     Args:
         modules: Pairs of canonical name and module. Only batch norms are measured.
-        run: Runs the passes.
-        reduce: Sums float64 values over all ranks in place.
+        run: A function that runs the forward passes in which inputs are measured.
+        reduce: A function that sums float64 values over all ranks in place.
         device: The device of the sums.
 
     Raises:
@@ -549,10 +543,9 @@ def _record_into(total: torch.Tensor) -> Callable[[nn.Module, tuple[torch.Tensor
 
 @contextmanager
 def _recording(norms: Mapping[str, _BatchNorm], moments: Mapping[str, torch.Tensor]) -> Iterator[None]:
-    """A context in which the norms use the statistics of each batch, which are added to
-    ``moments``.
+    """A context in which batch norms use the statistics of each batch and add them to ``moments``.
 
-    The norms' own running statistics do not change.
+    The running statistics of the norms do not change.
     """
     handles = [norm.register_forward_pre_hook(_record_into(moments[name])) for name, norm in norms.items()]
     before = {name: norm.training for name, norm in norms.items()}
@@ -569,7 +562,7 @@ def _recording(norms: Mapping[str, _BatchNorm], moments: Mapping[str, torch.Tens
 
 @contextmanager
 def with_statistics(buffers: Mapping[str, torch.Tensor], values: Statistics) -> Iterator[None]:
-    """A context in which the ``buffers`` that are named in ``values`` have these values."""
+    """A context in which ``buffers`` have these ``values``. At its end, the old values return."""
     kept = {name: buffer.detach().clone() for name, buffer in buffers.items() if name in values}
     try:
         for name in kept:

@@ -1,13 +1,10 @@
-"""Gathers tensors of the full model from the groups that hold them, and makes persistent buffers
-agree between ranks, by the same rule as gradients.
+"""Gathers tensors of the full model from the groups that hold them, and averages buffers.
 
-A unit's buffers become the mean over the ranks of its holders. Buffers of the shared part become
-the mean over all ranks.
-
-Every rank tracks its own buffers (batch norm's running statistics) while it trains. They are
-averaged only when they are read or saved: in evaluation, the full state and checkpoints. The result
-equals that of averaging after every step, because no step reads them and an update, (1 - m) · old +
-m · batch, is linear in them.
+The buffers are batch norm's running statistics. Every rank tracks its own while it trains. A unit's
+buffers become the mean over the ranks of its holders, and those of the shared part the mean over
+all ranks. This is done only when buffers are read or saved: in evaluation, the full state and
+checkpoints. The result equals that of averaging after every step, because no step reads the buffers
+and an update, (1 - m) · old + m · batch, is linear in them.
 
 Two kinds of entries get the mean but do not count in the mean: entries of a unit that a rank runs
 from a frozen copy, and entries of neurons that a group does not hold. Buffers that are not
@@ -27,14 +24,14 @@ from ..stores.store import GroupStore
 
 
 def padded_shard(store: GroupStore, info: TensorInfo) -> torch.Tensor:
-    """This rank's shard of a held parameter, flat and padded to the size of the first shard."""
+    """Return this rank's shard of a parameter, flat and padded to the size of the first shard."""
     local = store.local_weight(info.name).to(store.context.device).reshape(-1)
     missing = info.padded_shard_numel(store.context.shards) - local.numel()
     return torch.cat([local, local.new_zeros(missing)]) if missing else local
 
 
 def gather_inside(store: GroupStore, shard: torch.Tensor) -> torch.Tensor:
-    """All shards of the group, shape (shards, elements of one shard)."""
+    """Gather the shards of all ranks of the group, with shape (shards, elements of one shard)."""
     if store.context.shards == 1:
         return shard[None]
     whole, group = shard.new_empty((store.context.shards, shard.numel())), store.context.communicators.fsdp
@@ -44,14 +41,12 @@ def gather_inside(store: GroupStore, shard: torch.Tensor) -> torch.Tensor:
 
 
 def assemble(shards: torch.Tensor, info: TensorInfo) -> torch.Tensor:
-    """This tensor-parallel rank's part of the parameter from its padded shards, shape (shards,
-    padded numel).
-    """
+    """Join the padded ``shards`` of a parameter to the part of this tensor-parallel rank."""
     return shards.reshape(-1)[: info.tp_shape.numel()].view(info.tp_shape)
 
 
 def join_tensor_parallel(store: GroupStore, part: torch.Tensor, info: TensorInfo) -> torch.Tensor:
-    """The whole parameter from the tensor-parallel ranks' parts."""
+    """Join the ``part`` of a parameter on each tensor-parallel rank to the whole parameter."""
     if store.context.tensor_ranks is None or info.tp_dim is None:
         return part
     return store.context.tensor_ranks.all_gather(part, info.tp_dim)
@@ -60,8 +55,8 @@ def join_tensor_parallel(store: GroupStore, part: torch.Tensor, info: TensorInfo
 def stream_full_state(store: GroupStore) -> Iterator[tuple[str, torch.Tensor | None]]:
     """Yield every whole parameter and persistent buffer on rank 0, and None elsewhere. Collective.
 
-    The ranks of the first holder gather a parameter inside their group, and the first of them sends
-    it to rank 0. Only one parameter is in memory at a time.
+    The ranks of the first holder gather a parameter inside their group, and one of them sends it to
+    rank 0. Only one parameter is in memory at a time.
     """
     buffers = persistent_buffers(store)
     for name, infos in (*store.layout.wholes.items(), *((name, [info]) for name, info in store.layout.buffers.items())):
@@ -81,7 +76,7 @@ def stream_full_state(store: GroupStore) -> Iterator[tuple[str, torch.Tensor | N
 
 
 def _to_rank_0(store: GroupStore, info: TensorInfo, buffers: Mapping[str, torch.Tensor]) -> torch.Tensor | None:
-    """The whole parameter, slice or buffer on rank 0; None elsewhere."""
+    """Return the whole parameter, slice or buffer on rank 0, and None elsewhere."""
     owner, source = info.holders[0], store.layout.mesh.rank(info.holders[0])
     whole = None
     if store.context.at.sdp == owner:
@@ -99,7 +94,7 @@ def _to_rank_0(store: GroupStore, info: TensorInfo, buffers: Mapping[str, torch.
 
 
 def persistent_buffers(store: GroupStore) -> dict[str, torch.Tensor]:
-    """This rank's persistent buffers, by canonical name.
+    """Return this rank's persistent buffers, by canonical name.
 
     They are detached from autograd, because a backward pass may still follow.
     """
@@ -108,9 +103,9 @@ def persistent_buffers(store: GroupStore) -> dict[str, torch.Tensor]:
 
 
 def held_entries(layout: Layout, group: int, device: torch.device) -> dict[str, torch.Tensor]:
-    """For each floating-point buffer of the full model, a mask of the entries that ``group`` holds.
+    """Return a mask for each floating-point buffer of the full model: what ``group`` holds.
 
-    Entries of the shared part count as held. A mask has the shape of the buffer.
+    A mask has the shape of the buffer. Entries of the shared part count as held.
     """
     floating = ((name, info) for name, info in layout.buffers.items() if info.dtype.is_floating_point)
     held = {name: torch.full(info.shape, group in info.holders, device=device) for name, info in floating}
@@ -122,13 +117,14 @@ def held_entries(layout: Layout, group: int, device: torch.device) -> dict[str, 
 
 
 class BufferMean:
-    """Means of floating-point buffers over the ranks that hold an entry.
+    """Computes the mean of floating-point buffers, for each entry over the ranks that hold it.
 
-    Sums are in float64, so the mean of equal values is that value.
+    A rank adds its buffers, sums over all ranks, and then writes the means into its buffers. Sums
+    are in float64, so the mean of equal values is exactly that value.
     """
 
     def __init__(self, buffers: Mapping[str, TensorInfo], device: torch.device):
-        """``buffers`` are the buffers to average, the same on all ranks."""
+        """``buffers`` describes the buffers to average, the same on all ranks."""
         shapes = {name: info.shape for name, info in buffers.items() if info.dtype.is_floating_point}
         self._shapes = shapes
         total = sum(shape.numel() for shape in shapes.values())
@@ -136,7 +132,7 @@ class BufferMean:
         self._sums = torch.zeros((2, total), dtype=torch.float64, device=device)
 
     def add(self, buffers: Mapping[str, torch.Tensor], held: Mapping[str, torch.Tensor]) -> None:
-        """Add the entries of a rank's buffers that its group holds (see :func:`held_entries`)."""
+        """Add those entries of a rank's ``buffers`` that its group holds (:func:`held_entries`)."""
         for name, sums in zip(self._shapes, self._split(), strict=True):
             if name in buffers:
                 counts = held[name].view(-1)
@@ -145,13 +141,13 @@ class BufferMean:
                 sums[1] += counts
 
     def over(self, all_reduce: Callable[[torch.Tensor], None]) -> BufferMean:
-        """Sum over all ranks. ``all_reduce`` is a function that sums float64 values in place."""
+        """Sum over all ranks with ``all_reduce``, which sums float64 values in place."""
         if self._sums.numel():
             all_reduce(self._sums)
         return self
 
     def give(self, buffers: Mapping[str, torch.Tensor]) -> None:
-        """Write the means into ``buffers``."""
+        """Write the means into ``buffers``, in place."""
         for (name, shape), sums in zip(self._shapes.items(), self._split(), strict=True):
             if name in buffers:
                 buffers[name].copy_((sums[0] / sums[1]).view(shape))
@@ -161,9 +157,9 @@ class BufferMean:
 
 
 def agree_on_buffers(store: GroupStore, names: Collection[str] | None = None) -> None:
-    """Set persistent buffers to the full model's values, bit-identical on all ranks. Collective.
+    """Give persistent buffers the full model's values, bit for bit equal on all ranks. Collective.
 
-    ``names`` are the buffers to set, the same on all ranks. The default is all.
+    ``names`` are the buffers to set, the same on all ranks. Default: all buffers.
     """
     layout = store.layout
     infos = {name: info for name, info in layout.buffers.items() if names is None or name in names}

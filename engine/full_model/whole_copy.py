@@ -1,4 +1,4 @@
-"""A copy of the full model with all weights, on every rank, and the files of the whole model.
+"""Copies the full model to every rank, and writes the files of an exported model.
 
 The copy is an ordinary module, without shards and skipped blocks. So each rank may call the copy as
 often as necessary, without the other ranks. Generation of text needs this.
@@ -32,8 +32,9 @@ _SPARE = 0.9  # the fraction of the free memory that a copy may take, because ac
 
 
 class UncutModel:
-    """The model as the user gave it, without the values of its parameters and persistent
-    buffers.
+    """The structure of the user's model before units were removed, from which copies are made.
+
+    It has no values of parameters and persistent buffers.
     """
 
     def __init__(self, model: nn.Module, layout: Layout, plan: Sequence[ModuleInit] | None):
@@ -78,7 +79,7 @@ class UncutModel:
         Args:
             tensors: All tensors of the full model by canonical name. Rank 0 has the values.
             dtype: The type of floating-point parameters in the result.
-            device: Where the result is.
+            device: The device of the result.
             path: The path whose tensors are sent, if there are several (``sdp.paths``).
 
         Returns:
@@ -86,7 +87,7 @@ class UncutModel:
 
         Raises:
             ModelError: The user's model cannot be copied.
-            ConfigError: There is no such path, or none is given.
+            ConfigError: There is no such path, or there are several paths and none is given.
         """
         self.skeleton  # noqa: B018  raises
         layout, path = self._layout, 0 if path is None and self._layout.paths == 1 else path
@@ -99,7 +100,7 @@ class UncutModel:
 
     @property
     def skeleton(self) -> nn.Module:
-        """The modules of the copy, without values. Raises ModelError if it cannot be made."""
+        """The modules of the copy, without values. If it cannot be made, ModelError is raised."""
         if self._skeleton is None:
             raise ModelError(
                 f"full_model: this model cannot be copied ({self._obstacle}); load engine.full_state_dict() into "
@@ -111,13 +112,13 @@ class UncutModel:
     def filled(
         self, values: dict[str, torch.Tensor], dtype: torch.dtype, device: torch.device, layout: Layout
     ) -> Iterator[nn.Module]:
-        """Return a copy of the full model in evaluation mode.
+        """A context with a copy of the full model in evaluation mode.
 
         Args:
             values: The result of :meth:`gather`. The copy takes these tensors, and the mapping is
                 emptied.
             dtype: The type of floating-point parameters and of floating-point inputs.
-            device: Where the copy is.
+            device: The device of the copy.
             layout: The layout of the present phase, which says whether branches are scaled.
         """
         assert self._skeleton is not None
@@ -159,13 +160,16 @@ class UncutModel:
 
 
 def check_room(needed: int, free: Sequence[int | None], hosts: Sequence[str], device: torch.device) -> None:
-    """Raise OutOfMemoryError if a copy of ``needed`` bytes does not fit on every rank.
+    """Check that a copy of the full model fits in the memory of every rank.
 
     Args:
         needed: The bytes of a copy.
-        free: The free bytes that each rank sees. None: unknown.
-        hosts: The host of each rank. The ranks of a host share its memory if ``device`` is a CPU.
-        device: Where the copies are.
+        free: The free bytes that each rank sees, or None where they are unknown.
+        hosts: The host of each rank. If ``device`` is a CPU, the ranks of a host share its memory.
+        device: The device of the copies.
+
+    Raises:
+        OutOfMemoryError: A copy does not fit. The message names the rank and the bytes.
     """
     for rank, (bytes_free, host) in enumerate(zip(free, hosts, strict=True)):
         copies = hosts.count(host) if device.type == "cpu" else 1
@@ -223,13 +227,14 @@ def _scale(model: nn.Module, layout: Layout, scale: BranchScale) -> None:
 
 
 def write_weights(state: Mapping[str, torch.Tensor], aliases: Mapping[str, str], path: Path) -> None:
-    """Write ``state`` as safetensors, or for ``torch.load`` if ``path`` ends in .bin, .pt or .pth.
+    """Write the full model's weights ``state`` to the file ``path``.
 
     Args:
-        state: The whole model.
+        state: The weights by name.
         aliases: The second and further names of tied tensors, each with the first name. Safetensors
             refuses tied tensors, and models tie them again when they load.
-        path: The file.
+        path: The file. If the name ends in .bin, .pt or .pth, ``torch.load`` can read the file.
+            Otherwise its format is safetensors.
     """
     tensors = {name: tensor.contiguous() for name, tensor in state.items() if name not in aliases}
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -240,9 +245,9 @@ def write_weights(state: Mapping[str, torch.Tensor], aliases: Mapping[str, str],
 
 
 def write_configuration(module: nn.Module, directory: Path, dtype: torch.dtype) -> None:
-    """Write the files of a Hugging Face model that describe it. A no-op for other models.
+    """Write the configuration files of a Hugging Face model, such as ``config.json``.
 
-    ``dtype`` is the type of the weights.
+    ``dtype`` is the type of the weights. For other models, nothing is written.
     """
     config = get_config(module)
     if not hasattr(config, "save_pretrained"):

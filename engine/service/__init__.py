@@ -1,4 +1,5 @@
-"""The service that keeps the anchors of local steps, and its clients, the groups that come and go.
+"""The service of a run whose groups come and go (``sdp.sync.service``), and the groups' side of it.
 
-It does not depend on how a group trains. A group uses the service only through ``steps``.
+The service keeps the anchors: the full model's weights after the last average. It does not depend
+on how a group trains. A group uses the service only through ``steps``.
 """

@@ -1,4 +1,4 @@
-"""The anchors of the full model, and the outer steps on them."""
+"""The anchors that the service keeps, and the outer steps that change them."""
 
 from __future__ import annotations
 
@@ -19,25 +19,25 @@ from ..sync.outer import fragments_of, make_outer_optimizer
 
 
 class Slice(NamedTuple):
-    """A box of the full model's parameter ``name``."""
+    """A rectangular part of a parameter, which begins at ``offset``. Messages carry such parts."""
 
     name: str
     offset: tuple[int, ...]
     shape: tuple[int, ...]
 
     def indices(self, origin: Sequence[int] = ()) -> tuple[slice, ...]:
-        """Return the index of the box in a tensor whose first element is at ``origin``."""
+        """Return the index of this part in a tensor that begins at ``origin`` of the parameter."""
         starts = [start - low for start, low in zip(self.offset, origin or [0] * len(self.offset), strict=True)]
         return tuple(slice(start, start + size) for start, size in zip(starts, self.shape, strict=True))
 
 
 @dataclass
 class Delivery:
-    """The changes of the group ``slot``, as they arrive.
+    """The changes of weights that the group ``slot`` sends for an average, as they arrive.
 
-    ``samples``: how many the group has read since its last delivery of the fragment.
-    ``new_samples``: since its last delivery of any fragment. ``loss`` (the mean) and ``seconds``
-    belong to these.
+    ``samples`` is how many samples the group has read since its last delivery of this fragment.
+    ``new_samples`` is how many it has read since its last delivery of any fragment. ``loss`` is
+    their mean loss, and ``seconds`` is how long they took.
     """
 
     slot: int
@@ -51,10 +51,10 @@ class Delivery:
 
 
 class Anchors:
-    """The weights of the full model after the last outer step, and the outer optimizer.
+    """The full model's weights after the last outer step (the anchors), and the outer optimizer.
 
-    In the ``layout`` every group has one rank. The anchors ``weights`` and the state ``momenta`` of
-    the outer optimizer are by canonical name, and change in place.
+    ``weights`` are the anchors, and ``momenta`` the state of the optimizer, by canonical name. Both
+    change in place. In the ``layout``, every group has one rank.
     """
 
     def __init__(self, layout: Layout, sync: SyncSection, values: Mapping[str, torch.Tensor]):
@@ -77,11 +77,7 @@ class Anchors:
         self._lock = threading.Lock()  # locked while anchors change
 
     def info_of(self, piece: Slice) -> TensorInfo:
-        """Return the parameter, or the slice of neurons, in which ``piece`` lies.
-
-        Raises:
-            ServiceError: there is none.
-        """
+        """Return the parameter (or slice) that contains ``piece``, or raise ServiceError."""
         for info in self.layout.wholes.get(piece.name, ()):
             box = _box(info)
             bounds = zip(piece.offset, piece.shape, box.offset, box.shape, strict=False)
@@ -91,19 +87,19 @@ class Anchors:
         raise ServiceError(f"{quote(piece.name)} at {piece.offset} with shape {piece.shape} is not in the model")
 
     def read(self, pieces: Iterable[Slice], snapshot: Mapping[str, torch.Tensor] | None = None) -> list[torch.Tensor]:
-        """Return copies of some slices of the anchors, or of an earlier :meth:`snapshot`."""
+        """Return copies of ``pieces`` of the anchors, or of an earlier :meth:`snapshot`."""
         with self._lock:
             whole = self.weights if snapshot is None else snapshot
             return [whole[piece.name][piece.indices()].clone() for piece in pieces if self.info_of(piece)]
 
     def snapshot(self) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
-        """Return copies of the weights and the momenta."""
+        """Return copies of the weights and the momenta. Later outer steps do not change them."""
         with self._lock:
             weights = {name: tensor.clone() for name, tensor in self.weights.items()}
             return weights, {name: tensor.clone() for name, tensor in self.momenta.items()}
 
     def check(self, slot: int, fragment: int, changes: Mapping[Slice, torch.Tensor]) -> None:
-        """Raise ServiceError unless ``changes`` fit the parameters that the group trains."""
+        """Raise ServiceError unless ``changes`` are all that the group trains in the fragment."""
         held = (info for info in self.layout.held(slot) if info.trainable and self.fragments[info.name] == fragment)
         expected = {info.name: info.numel for info in held}
         found = Counter[str]()
@@ -117,10 +113,10 @@ class Anchors:
 
     @torch.no_grad()
     def step(self, fragment: int, deliveries: Sequence[Delivery]) -> None:
-        """Let the outer optimizer step on the deliveries of ``fragment``.
+        """Take an outer step on the anchors of ``fragment``.
 
-        The gradient is the mean of the changes, weighted by the tokens of the groups. All samples
-        have the same number of tokens.
+        The gradient is the mean of the changes in ``deliveries``, weighted by the samples of each
+        group. All samples have the same number of tokens.
         """
         gradients: dict[str, torch.Tensor] = {}
         for delivery in sorted(deliveries, key=lambda delivery: delivery.slot):

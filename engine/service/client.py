@@ -32,12 +32,14 @@ _NO_ANSWER = (aiohttp.ClientError, TimeoutError, OSError)
 
 
 class Client:
-    """Makes requests in a thread, and repeats them while the service does not answer. A group may
-    have lost its membership, because it was dropped or the service has started again. Then requests
-    have no answer, and the client ``is_lost`` until it joins again.
+    """A rank's connection to the service. Requests are made in a thread of their own.
 
-    A service that does not answer is waited for up to ``wait_seconds``. Without ``tls``, the
-    certificates to trust, nothing is encrypted.
+    While the service does not answer, a request is repeated for up to ``wait_seconds``. A group may
+    have lost its membership, because it was dropped or the service has started again. Then
+    ``is_lost`` is True, and requests return nothing, until the group joins again.
+
+    Messages are signed with the ``token``. ``tls`` has the certificates to trust. If it is None,
+    the connection is not encrypted.
     """
 
     def __init__(self, address: str, token: bytes, wait_seconds: float, tls: ssl.SSLContext | None = None):
@@ -54,7 +56,7 @@ class Client:
         return aiohttp.ClientSession(timeout=limit, headers={"Accept-Encoding": "identity"}, auto_decompress=False)
 
     def close(self) -> None:
-        """End the connection."""
+        """End the connection and its thread."""
 
         async def end() -> None:
             await self._http.close()
@@ -65,19 +67,18 @@ class Client:
         self._loop.call_soon_threadsafe(self._loop.stop)
 
     def start(self, work: Coroutine[Any, Any, T]) -> Future[T]:
-        """Start ``work`` in the thread of the connection."""
+        """Run the coroutine ``work`` in the thread of the connection, and return a future."""
         return asyncio.run_coroutine_threadsafe(work, self._loop)
 
     def request(self, action: str, **values: Any) -> dict[str, Any]:
-        """Make a request of JSON and return the answer. {} if the client is lost."""
+        """Send a request and return the answer, which is {} if this group is no member any more."""
         return self.start(self.post(action, {"session": self.session, **values})).result() or {}
 
     async def post(self, action: str, request: dict[str, Any], slices: bytes = b"") -> Any:
-        """Repeat a request until it is answered. Returns None if this group is not a member any
-        more.
+        """Send a request until it is answered. If this group is no member any more, return None.
 
         Raises:
-            ServiceError: the service refuses, or does not answer for ``wait_seconds``.
+            ServiceError: The service refuses, or does not answer for ``wait_seconds``.
         """
         waits_until, has_warned = time.monotonic() + self._wait_seconds, False
         while True:
@@ -125,7 +126,11 @@ class Client:
     # -- membership --------------------------------------------------------------------------------
 
     def join(self, slot: int | None, settings: dict[str, Any]) -> int:
-        """Become a member, and return the slot. Waits until a slot is free."""
+        """Make this group a member of the run, and return its slot (its number in the placement).
+
+        If all slots are taken, wait until one is free. ``slot`` is the one that the group had
+        before.
+        """
         waits_until = time.monotonic() + self._wait_seconds
         while (answer := self.request("join", slot=slot, settings=settings))["session"] is None:
             if time.monotonic() > waits_until:
@@ -135,12 +140,12 @@ class Client:
         return int(answer["slot"])
 
     def leave(self) -> None:
-        """Say that the group ends. It ends also if the service has ended before."""
+        """Tell the service that this group ends. Nothing happens if the service has ended."""
         with suppress(*_NO_ANSWER, ServiceError):
             self.start(self._post_once("leave", {"session": self.session})).result()
 
     def beat_every(self, seconds: float) -> None:
-        """Send a heartbeat every few seconds, and keep the answers."""
+        """Send a heartbeat every few seconds, and keep the newest answer in ``status``."""
 
         async def beat() -> None:
             while True:
@@ -156,7 +161,7 @@ class Client:
     # -- tensors -----------------------------------------------------------------------------------
 
     async def send(self, average: int, changes: Iterable[Part]) -> None:
-        """Send slices of a delivery."""
+        """Send this rank's changes of weights for an average, in as many messages as necessary."""
         request = {"session": self.session, "average": average}
 
         async def send_one(message: list[Part]) -> None:
@@ -166,7 +171,10 @@ class Client:
         await asyncio.gather(*map(send_one, messages_of(changes)))
 
     def fetch(self, wanted: Iterable[tuple[Slice, torch.Tensor]], *, pinned: bool = False) -> None:
-        """Fill tensors on the host with slices of the anchors, unless the client is lost."""
+        """Fill tensors in host memory with slices of the anchors, if this group is still a member.
+
+        If ``pinned``, the slices are from the copy of the anchors that this group evaluates.
+        """
 
         async def fetch_one(message: list[Part]) -> None:
             request = {"session": self.session, "slices": [piece for piece, *_ in message], "pinned": pinned}

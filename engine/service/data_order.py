@@ -1,7 +1,9 @@
-"""Assigns the data to groups that come and go. The positions of a run's data order are divided into
-blocks. A block has the samples that all groups read in one round. Share g of a block has the
-samples that group g reads if all groups are present. So with all groups present, every group reads
-the same samples as in a run without the service. A share is assigned only once.
+"""Assigns the data of a run to groups that come and go.
+
+The positions of the run's data order are divided into blocks. A block has the samples that all
+groups read in one round, and share g of a block those that group g reads if all groups are present.
+So with all groups present, every group reads the same samples as in a run without the service. A
+share is assigned only once.
 """
 
 from __future__ import annotations
@@ -13,8 +15,10 @@ _FREE_AFTER = 2  # if a group is so many blocks behind, its shares are assigned 
 
 
 def ranges(share: Sequence[int], width: int, start: int, count: int) -> Iterator[tuple[int, int]]:
-    """Yield (first position, length) of ``count`` samples from ``start`` on, in shares whose
-    micro-batches have ``width`` samples.
+    """Yield (first position, length) in the data order for ``count`` of a group's samples.
+
+    ``share`` has the first position of each micro-batch of ``width`` samples. ``start`` is the
+    index of the first sample in the share.
     """
     while count:
         micro, offset = divmod(start, width)
@@ -25,11 +29,11 @@ def ranges(share: Sequence[int], width: int, start: int, count: int) -> Iterator
 
 @dataclass
 class DataOrder:
-    """The shares that were assigned, of ``micro_batches`` × ``width`` samples each.
+    """Remembers which shares of the data order are assigned. All attributes are JSON.
 
-    A share is a list of the first positions of its micro-batches. Share g belongs to path g mod
-    ``paths``. Only groups of this path get it, and it has positions in the order of this path. All
-    attributes are JSON.
+    A share has ``micro_batches`` micro-batches of ``width`` samples. It is a list of their first
+    positions. Share g belongs to path g mod ``paths``: only groups of this path get the share, and
+    its positions are those in the order of this path.
     """
 
     groups: int
@@ -40,9 +44,10 @@ class DataOrder:
     dealt: dict[str, list[int]] = field(default_factory=dict)  # by block, from the first on
 
     def deal(self, slot: int, absent: Collection[int]) -> list[int]:
-        """Return the next share for the group ``slot``: its share of the first block with it.
+        """Assign a share to the group ``slot``, and return it.
 
-        Shares of groups that are ``absent`` or far behind are assigned to any group.
+        It is taken from the first block that has a share left for this group: the group's own
+        share, or that of a group that is ``absent`` or far behind.
         """
         newest, block, free = max(map(int, self.dealt), default=self.first), self.first, list[int]()
         while not free:
@@ -61,12 +66,12 @@ class DataOrder:
 
     @property
     def samples(self) -> int:
-        """The number of samples that were assigned."""
+        """The number of samples in all assigned shares."""
         shares = self.first * self.groups + sum(map(len, self.dealt.values()))
         return shares * self.micro_batches * self.width
 
     @property
     def end(self) -> int:
-        """The first position after all assigned samples."""
+        """The first position after all blocks with assigned shares."""
         blocks = max(map(int, self.dealt), default=self.first - 1) + 1
         return blocks * self.micro_batches * self.groups * self.width

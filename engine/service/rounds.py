@@ -1,8 +1,9 @@
-"""The rounds of a run whose groups come and go. The time is always an argument.
+"""The rounds of a run whose groups come and go: who takes part, and when averages close.
 
-Averages are numbered 1, 2, … Average k is of fragment −k mod P and is due after step k·H/P. A group
-begins to wait for average k + 1 only when it has the anchors of average k. So one average is open
-at a time.
+Averages are numbered 1, 2, … With rounds of H steps and P fragments, average k is of fragment −k
+mod P and is due after step k·H/P. A group begins to wait for average k + 1 only when it has the
+anchors of average k. So one average is open at a time. This file reads no clock: callers pass the
+time.
 """
 
 from __future__ import annotations
@@ -25,7 +26,11 @@ log = logging.getLogger("sdp")
 
 
 class Schedule:
-    """When averages (numbered from 1) are due, in a run of at least ``steps`` steps."""
+    """Says when each average is due, and which fragment of the model it changes.
+
+    A run has at least ``steps`` steps, so that the last one ends a round. Averages are numbered
+    from 1.
+    """
 
     def __init__(self, sync: SyncSection, steps: int):
         self.every, self.fragments = sync.every, sync.fragments
@@ -34,15 +39,15 @@ class Schedule:
         self.last = self.steps * sync.fragments // sync.every + sync.fragments - 1
 
     def fragment(self, average: int) -> int:
-        """Return the fragment of an average."""
+        """Return the fragment of the model that the average with this number changes."""
         return -average % self.fragments
 
     def due(self, average: int) -> int:
-        """Return the step after which an average is due. 0 for the anchors of the start."""
+        """Return the step after which an average is due. Number 0 means the initial weights."""
         return min(self.steps, average * self.every // self.fragments)
 
     def whole_rounds(self, average: int) -> int:
-        """Return the steps of the rounds that have ended with this average."""
+        """Return the number of steps in the rounds that are complete after this average."""
         return min(self.steps, average // self.fragments * self.every)
 
 
@@ -52,7 +57,7 @@ class UnknownMemberError(ServiceError):
 
 @dataclass
 class Member:
-    """A living group."""
+    """What the service knows of a living group."""
 
     slot: int  # its number in the placement
     session: str  # a secret that names this membership
@@ -66,11 +71,11 @@ class Member:
 
 
 class ServedRun:
-    """The members of a run, its open average, its data and its counters.
+    """The state of a run in the service: living groups, the open average, data, and counters.
 
-    ``now`` is always the time of the same clock, in seconds. The run begins when ``expected``
-    groups have joined, or after ``wait_seconds``. If ``expected`` is None, it begins after
-    ``grace_seconds``.
+    The run begins when ``expected`` groups have joined. It does not wait longer than
+    ``wait_seconds`` for another group to join, or ``grace_seconds`` if ``expected`` is None. In all
+    methods, ``now`` is the time in seconds.
     """
 
     def __init__(
@@ -100,12 +105,12 @@ class ServedRun:
 
     @property
     def tokens(self) -> int:
-        """The tokens that were counted."""
+        """The number of tokens in all samples that groups have delivered."""
         return self.samples * self._tokens_per_sample
 
     @property
     def step(self) -> int:
-        """The steps of the rounds that have ended."""
+        """The number of steps in the rounds that have ended."""
         return self.schedule.whole_rounds(self.closed)
 
     @property
@@ -115,9 +120,10 @@ class ServedRun:
     # -- members -----------------------------------------------------------------------------------
 
     def join(self, slot: int | None, now: float) -> Member | None:
-        """Add a group, in the requested slot if it is free, else in the first free one.
+        """Add a group to the run, and return it as a member, or None if no slot is free.
 
-        Returns the member, or None if no slot is free. Raises ServiceError if the run has ended.
+        The group gets ``slot`` if it is free, and otherwise the first free slot. If the run has
+        ended, ServiceError is raised.
         """
         if self.has_ended:
             raise ServiceError("the run has ended")
@@ -132,14 +138,14 @@ class ServedRun:
         return member
 
     def member(self, session: str, now: float) -> Member:
-        """Return the member that makes a request. Raises UnknownMemberError."""
+        """Return the member that makes a request at ``now``, or raise UnknownMemberError."""
         if session not in self.members:
             raise UnknownMemberError("this group is not a member any more; it must join again")
         self.members[session].seen = now
         return self.members[session]
 
     def drop(self, session: str, why: str) -> None:
-        """Remove a member. Samples that it read and did not deliver count as skipped."""
+        """Remove a member, and log ``why``. Samples that it did not deliver count as skipped."""
         member = self.members.pop(session)
         self.skipped_samples += member.unsettled
         log.info("group %d %s, %d of %d live", member.slot, why, len(self.members), self.groups)
@@ -147,8 +153,10 @@ class ServedRun:
     # -- requests ----------------------------------------------------------------------------------
 
     def begin(self, member: Member, micro_batches: int, width: int, data_ranks: int, now: float) -> int:
-        """Let a member take part. It reads ``micro_batches`` of ``width`` samples in a step.
-        Returns the number of the average whose anchors it must fetch.
+        """Let a member take part in rounds, and return the number of the newest average.
+
+        The member reads ``micro_batches`` of ``width`` samples in a step, with ``data_ranks``
+        ranks.
         """
         self.data_ranks = data_ranks
         if self.order is None:
@@ -158,9 +166,9 @@ class ServedRun:
         return self.closed
 
     def lease(self, member: Member, number: int) -> list[int] | None:
-        """Return a member's share of the data by its number, from 0. None: the run has not started.
+        """Return one of the member's shares of the data, by its ``number`` from 0.
 
-        The ranks of a group ask one after the other, and all get the same.
+        All ranks of a group get the same shares. If the run has not started, the result is None.
         """
         assert self.order is not None
         while self._is_started and len(member.shares) <= number:
@@ -171,7 +179,7 @@ class ServedRun:
         return member.shares[number] if self._is_started else None
 
     def receive(self, member: Member, average: int, changes: Mapping[Slice, torch.Tensor], nbytes: int) -> None:
-        """Keep slices of a delivery. If a slice is sent again, it replaces the first one."""
+        """Keep changes that a member sends for the open average. A slice may be sent again."""
         if self._is_open(average) and member.accepted < average:
             for piece in changes:
                 self.anchors.info_of(piece)
@@ -181,8 +189,10 @@ class ServedRun:
     def deliver(
         self, member: Member, average: int, rank: int, ranks: int, facts: tuple[int, int, float, float]
     ) -> None:
-        """Record that one of a group's ``ranks`` has sent all its slices. Only the ``facts`` of
-        rank 0 count: samples, new samples, loss and seconds.
+        """Record that ``rank`` has sent all its changes. After all ``ranks``, the delivery counts.
+
+        If the average is not open any more, the group's samples count as skipped. The ``facts`` are
+        samples, new samples, loss and seconds, and those of rank 0 count.
         """
         if member.accepted >= average:
             return
@@ -210,15 +220,16 @@ class ServedRun:
         return average == self.closed + 1 and not self._is_closing and not self.has_ended
 
     def status(self, member: Member) -> dict[str, Any]:
-        """Return the answer to a heartbeat."""
+        """Return what the service answers to a heartbeat of a member."""
         grace = self._grace_ends is not None and member.accepted <= self.closed
         return {"closed": self.closed, "accepted": member.accepted, "grace": grace, "problem": self.problem}
 
     # -- time --------------------------------------------------------------------------------------
 
     def tick(self, now: float) -> bool:
-        """Drop groups that are gone, begin the grace period. Returns whether the average is
-        over.
+        """Drop groups that are gone, and begin the run or a grace period when it is time.
+
+        Returns whether the open average must close now.
         """
         service, was_stopped = self._service, now - self._ticked > self._service.heartbeat_seconds
         self._ticked = now
@@ -248,7 +259,7 @@ class ServedRun:
             self.problem = f"{count} groups live, fewer than sdp.sync.service.min_groups = {fewest}"
 
     def begin_close(self) -> tuple[int, list[Delivery]]:
-        """Accept no more deliveries. Returns the arguments of :meth:`Anchors.step`."""
+        """Accept no more deliveries for the open average. Returns its fragment and deliveries."""
         self._is_closing = True
         return self.schedule.fragment(self.closed + 1), self._deliveries
 
@@ -297,13 +308,12 @@ class ServedRun:
     # -- state -------------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the position in the run as JSON, for a checkpoint. The data order has its own
-        state, because it changes between checkpoints.
-        """
+        """Return the position in the run as JSON, for a checkpoint, without the data order."""
         return {"closed": self.closed, "samples": self.samples, "late": self.late, "orphans": dict(self.orphans)}
 
     def load_state_dict(self, state: Mapping[str, Any] | None, order: Mapping[str, Any] | None) -> None:
         """Continue from a checkpoint (None: from the start) and the newest state of the data order.
+
         Samples that were assigned and are not counted in the checkpoint count as skipped.
         """
         if state is not None:  # a continued run does not wait for groups that had failed before

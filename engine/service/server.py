@@ -1,4 +1,4 @@
-"""The service as an HTTP server."""
+"""The HTTP server of the service, which answers the requests of groups."""
 
 from __future__ import annotations
 
@@ -29,10 +29,15 @@ Answer = dict[str, Any] | bytes
 
 
 class Server:
-    """Serves a run until it has ended. All groups must have equal ``settings`` (JSON).
+    """Serves a run whose groups come and go, until the run has ended.
 
-    ``on_closed`` gets a line of metrics.jsonl after each average, and ``on_evaluation`` a line of
-    evaluations.jsonl. ``on_dealt`` is called before a group learns which samples it was dealt.
+    Args:
+        run: The state of the run.
+        token: The secret with which messages are signed.
+        settings: The settings that all groups must have, as JSON.
+        on_closed: Called after each average, with its line of metrics.jsonl.
+        on_dealt: Called when samples were assigned, before the group gets to know them.
+        on_evaluation: Called after each evaluation, with its line of evaluations.jsonl.
     """
 
     def __init__(
@@ -53,7 +58,7 @@ class Server:
     ) -> None:
         """Serve until the run has ended and its groups have left, or a signal is in ``stop``.
 
-        ``port``: 0 for any. ``on_start`` gets it.
+        If ``port`` is 0, the system chooses a free port. ``on_start`` is called with the port.
         """
         app = web.Application(client_max_size=MOST_BYTES)
         app.router.add_post("/{action}", self._answer)

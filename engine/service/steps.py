@@ -1,4 +1,4 @@
-"""Local steps of a group whose averages go through the service."""
+"""Local steps of a group whose weights are averaged by the service."""
 
 from __future__ import annotations
 
@@ -28,8 +28,10 @@ if TYPE_CHECKING:
 
 
 class Membership:
-    """A group's membership in a served run, on its rank number ``rank``. All ranks make the same
-    calls. ``settings`` are what the service and all groups must have equal.
+    """The membership of a group in a run with a service, as one of the group's ranks has it.
+
+    Through this object, a group joins, gets its data, and delivers changes of its weights. All
+    ranks of the group make the same calls. The service and all groups must have equal ``settings``.
     """
 
     def __init__(self, client: Client, sync: SyncSection, steps: int, settings: dict[str, Any], rank: int):
@@ -53,7 +55,7 @@ class Membership:
         self._new_samples, self._losses, self._since = 0, 0.0, time.monotonic()
 
     def join(self) -> None:
-        """Get a slot, and begin to send heartbeats. Collective in the group."""
+        """Make the group a member, and begin to send heartbeats. Collective in the group."""
         if self._rank == 0:
             self.slot = self.client.join(self.slot if self.slot >= 0 else None, self._settings)
             self.client.beat_every(self._seconds)
@@ -61,7 +63,10 @@ class Membership:
         self._ranks, (self.slot, self.client.session) = len(answers), answers[0]
 
     def enter(self, *, joins: bool) -> None:
-        """Take part, with new data. Collective in the group. ``joins``: join again first."""
+        """Begin to take part in rounds, with new data. Collective in the group.
+
+        If ``joins``, the group first becomes a member again, because it was dropped.
+        """
         closed, self.is_renewed = None, joins
         while closed is None:
             if self._rank == 0:
@@ -75,8 +80,9 @@ class Membership:
         self._begin_anew()
 
     def ranges(self, start: int, count: int) -> Iterator[tuple[int, int]]:
-        """Yield (first position, length) in the run's data order of the group's samples from its
-        sample ``start`` on.
+        """Yield (first position, length) in the data order for ``count`` of the group's samples.
+
+        ``start`` is the index of the first of these samples among all that the group reads.
         """
         start -= self._first
         while len(self._share) * self._width < start + count:
@@ -84,10 +90,10 @@ class Membership:
         yield from ranges(self._share, self._width, start, count)
 
     def lease(self) -> None:
-        """Get one more share of the data. Waits until the run starts.
+        """Get one more share of the data. This waits until the run starts.
 
-        A group that is lost gets any samples. It joins again after its next step, and drops what
-        that step learns.
+        A group that is not a member any more gets arbitrary samples. It joins again after its next
+        step, which then does not count.
         """
         while (answer := self.client.request("lease", number=self._leased)).get("share") is None:
             if self.client.is_lost:
@@ -98,14 +104,14 @@ class Membership:
         self._width, self._leased = answer["width"], self._leased + 1
 
     def is_lost(self) -> bool:
-        """Whether the service no longer knows a rank as a member. Collective in the group."""
+        """Return whether the group is not a member any more. Collective in the group."""
         self.lost = any(gather_json(self.client.is_lost))
         if self.lost:  # a heartbeat may set it at any moment, so it is not set to False here
             self.client.is_lost = True
         return self.lost
 
     def note_step(self, loss: float) -> None:
-        """Count a step of the group."""
+        """Count the samples and the loss of a step, for the next delivery."""
         batch = self.start["micro_batches"] * self.start["width"]
         self._read += batch
         self._new_samples += batch
@@ -116,7 +122,7 @@ class Membership:
         """Return the newest answer to a heartbeat, the same on all ranks. Collective in the group.
 
         Raises:
-            ServiceError: the run has ended because of a problem.
+            ServiceError: The service has ended the run because of a problem.
         """
         status = {"closed": 0, "grace": False, **self.client.status, "lost": self.client.is_lost}
         return _checked(gather_json(status)[0])
@@ -126,20 +132,25 @@ class Membership:
         return bool(gather_json(self._rank == 0 and self.client.request("claim", step=step).get("mine"))[0])
 
     def report(self, line: Mapping[str, Any]) -> bool:
-        """Send the service a line of evaluations.jsonl. Collective in the group. Returns whether
-        the line is valid. It is not valid if the service has started again meanwhile.
+        """Send the service a line of evaluations.jsonl. Collective in the group.
+
+        Returns False if the group has lost its membership meanwhile, so that the line does not
+        count.
         """
         if self._rank == 0 and not self.client.is_lost:
             self.client.request("evaluation", line=dict(line))
         return not self.is_lost()
 
     def leave(self) -> None:
-        """Tell the service that the group ends."""
+        """Tell the service that this group ends."""
         if self._rank == 0 and not self.client.is_lost:
             self.client.leave()
 
     def whole_units(self, infos: Sequence[TensorInfo], context: RankContext) -> dict[str, torch.Tensor]:
-        """Return the anchors of an evaluation by name, those of this tensor-parallel rank."""
+        """Fetch the parameters ``infos`` for an evaluation, and return them by name.
+
+        The values are those of the anchors. With tensor parallelism, each rank gets its own part.
+        """
         found = {info.name: torch.zeros(info.tp_shape) for info in infos}
         shard = Shard(tp=context.at.tp)
         places = (Slice(info.canonical, info.offset(shard), tuple(info.tp_shape)) for info in infos)
@@ -148,9 +159,7 @@ class Membership:
 
     @contextmanager
     def lent(self, store: GroupStore, path: int) -> Iterator[None]:
-        """A context in which the weights are the anchors of a ``path`` in an evaluation. Collective
-        in the group.
-        """
+        """A context in which weights are anchors of another ``path``. Collective in the group."""
         others, names = store.layout.parameters_at(path), store.layout.parameters
         lent = {name: info for name in store.stepped if (info := others[names[name].path]).name != name}
         store.reshard()
@@ -166,7 +175,7 @@ class Membership:
             _set_weights(store, kept)
 
     def deliver(self, fragment: int, changes: Sequence[tuple[Slice, torch.Tensor, Compression]]) -> Future[None]:
-        """Start to send this group's changes for the next average."""
+        """Start to send this rank's changes for the next average. The future ends with it."""
         average, is_late = self.closed + 1, self.client.status.get("closed", 0) > self.closed
         mean = self._losses / self._new_samples if self._new_samples else 0.0
         facts = self._samples[fragment], self._new_samples, mean, time.monotonic() - self._since
@@ -185,8 +194,8 @@ class Membership:
     def await_close(self, sending: Future[None]) -> bool:
         """Wait until the next average has closed. Collective in the group.
 
-        Returns whether the average contains this group's delivery. Afterwards :attr:`closed` is the
-        newest average, or the group is :attr:`lost`.
+        Returns whether the average contains this group's delivery, which is ``sending``.
+        Afterwards, :attr:`closed` is the newest average, or the group is :attr:`lost`.
         """
         average, status = self.closed + 1, {"closed": -1, "accepted": 0}
         sending.result()
@@ -218,9 +227,9 @@ def _checked(status: dict[str, Any]) -> dict[str, Any]:
 
 
 class ServedSteps:
-    """Lets the service take the outer steps on the anchors of one rank, in place of ``outer``.
+    """Averages the weights of a rank through the service, which takes the outer steps.
 
-    ``fragments`` has the fragment of each parameter by name.
+    ``fragments`` has the fragment of each parameter by name. ``outer`` has the rank's anchors.
     """
 
     def __init__(self, store: GroupStore, sync: SyncSection, fragments: Mapping[str, int], outer: OuterSteps):
@@ -238,12 +247,12 @@ class ServedSteps:
 
     @property
     def fragment_under_way(self) -> int | None:
-        """The fragment that was delivered and whose anchors have not been fetched yet."""
+        """The fragment that was delivered and whose new anchors have not been fetched, or None."""
         return self._under_way[0] if self._under_way is not None else None
 
     @torch.no_grad()
     def start(self, fragment: int) -> None:
-        """Deliver the group's changes of ``fragment``, in the background."""
+        """Send this rank's changes of the weights in ``fragment``, in the background."""
         changes: list[tuple[Slice, torch.Tensor, Compression]] = []
         before: dict[str, torch.Tensor] = {}
         self._norms, self.steps_since_start = torch.zeros_like(self._norms), 0
@@ -265,8 +274,10 @@ class ServedSteps:
 
     @torch.no_grad()
     def arrive(self) -> OuterFacts:
-        """Take the anchors of every fragment that has been averaged meanwhile. Collective in the
-        group. If the group was late, its progress in these fragments is lost.
+        """Wait for the average under way, and continue from the new anchors. Collective.
+
+        If the group was late, other fragments may have been averaged meanwhile, too. Their anchors
+        are also fetched, and the group's progress in all of these fragments is lost.
         """
         assert self._under_way is not None, "a delivery is started before it arrives"
         (fragment, before, sending), self._under_way = self._under_way, None
@@ -282,10 +293,11 @@ class ServedSteps:
 
     @torch.no_grad()
     def take(self, fragments: set[int], before: Mapping[str, torch.Tensor] | None = None) -> None:
-        """Fetch the anchors of fragments, and let weights and frozen copies continue from them,
-        unless the group is lost. Collective in the group.
+        """Fetch the anchors of ``fragments``, and copy them to weights and frozen copies.
 
-        ``before``: with an overlap, the weights when the delivery that was accepted was started.
+        Collective in the group. Nothing changes if the group is not a member any more. With an
+        overlap, ``before`` are the weights when the delivery began. What the group has learned
+        since then is added to the anchors if the delivery was accepted.
         """
         before = before if before and self.was_accepted else {}
         targets = {name: self._weight(name) for name in self._outer.anchors}
@@ -309,8 +321,9 @@ class ServedSteps:
         self._store.weights_changed()
 
     def enter(self, *, joins: bool) -> None:
-        """Take part in the run, as a new member if it ``joins``, and continue from the anchors.
-        Collective in the group.
+        """Begin to take part in the run, and continue from the anchors. Collective in the group.
+
+        If ``joins``, the group first becomes a member again, because it was dropped.
         """
         self._under_way, is_lost = None, True
         while is_lost:

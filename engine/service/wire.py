@@ -1,8 +1,8 @@
-"""Messages between groups and the service: signed HTTP requests, with slices as safetensors.
+"""Messages between groups and the service: signed HTTP requests, with tensors as safetensors.
 
 Nothing is unpickled, and sizes are limited. A request is signed with the shared token (HMAC-SHA256
 over its path, time, nonce and the hash of its body), so its body is read only if the signature is
-right. A nonce is accepted once.
+right. A nonce is accepted once, so nobody can repeat a request.
 """
 
 from __future__ import annotations
@@ -34,14 +34,17 @@ Part = tuple[Slice, torch.Tensor, Compression]
 
 
 class Signer:
-    """Signs and checks messages with a shared token."""
+    """Signs messages, and checks signatures, with a token that the service and all groups share."""
 
     def __init__(self, token: bytes):
         self._token = token
         self._nonces: dict[str, float] = {}
 
     def headers(self, path: str, body: bytes, now: float, nonce: str | None = None) -> dict[str, str]:
-        """Return the headers of a message. An answer has the nonce of its request."""
+        """Return the headers of a message: its time, nonce, signature, and the hash of its body.
+
+        ``nonce`` is that of the request if the message is an answer. By default it is random.
+        """
         headers = {TIME: f"{now:.3f}", NONCE: nonce or secrets.token_hex(16), DIGEST: hashlib.sha256(body).hexdigest()}
         return {**headers, SIGNATURE: self._sign(path, headers)}
 
@@ -50,11 +53,11 @@ class Signer:
         return hmac.new(self._token, signed.encode(), hashlib.sha256).hexdigest()
 
     def is_signed(self, path: str, headers: Mapping[str, str]) -> bool:
-        """Whether the headers are signed with the token."""
+        """Return whether ``headers`` have a valid signature for ``path``."""
         return hmac.compare_digest(self._sign(path, headers).encode(), headers.get(SIGNATURE, "").encode())
 
     def accepts(self, path: str, headers: Mapping[str, str], now: float) -> bool:
-        """Whether a request is signed, recent, and not a copy of an earlier request."""
+        """Return whether a request is signed, recent, and not a copy of an earlier request."""
         if not self.is_signed(path, headers):
             return False
         sent, nonce = float(headers[TIME]), headers[NONCE]
@@ -67,14 +70,14 @@ class Signer:
 
 
 def fits(body: bytes, headers: Mapping[str, str]) -> bool:
-    """Whether the signature belongs to this body."""
+    """Return whether ``body`` has the hash that the signed ``headers`` state."""
     return hmac.compare_digest(hashlib.sha256(body).hexdigest().encode(), headers.get(DIGEST, "").encode())
 
 
 def messages_of(parts: Iterable[Part]) -> Iterator[list[Part]]:
-    """Cut slices along their first dimension, and group them, so that each list fits a message.
+    """Divide tensors into messages of limited size, and yield the content of each message.
 
-    The tensors are views.
+    Long tensors are cut along their first dimension, and short ones are sent together.
     """
     message, total = list[Part](), 0
     for piece, tensor, kind in parts:
@@ -92,7 +95,7 @@ def messages_of(parts: Iterable[Part]) -> Iterator[list[Part]]:
 
 
 def pack(parts: Iterable[Part]) -> bytes:
-    """Return slices as safetensors bytes. The key of a tensor is the position of the slice."""
+    """Encode slices and their tensors as bytes, in the safetensors format, for :func:`unpack`."""
     packed = dict[str, torch.Tensor]()
     for piece, tensor, kind in parts:
         key = json.dumps(piece)
@@ -104,7 +107,7 @@ def pack(parts: Iterable[Part]) -> bytes:
 
 
 def unpack(body: bytes) -> dict[Slice, torch.Tensor]:
-    """Return the slices of :func:`pack`, without quantisation.
+    """Return the tensors that :func:`pack` encoded, by slice. Quantised tensors are restored.
 
     Raises:
         ServiceError: ``body`` has another form.
@@ -124,7 +127,7 @@ def unpack(body: bytes) -> dict[Slice, torch.Tensor]:
 
 
 def slice_of(value: Any) -> Slice:
-    """Return a slice that was read from JSON. Raises ValueError."""
+    """Return the slice that ``value``, read from JSON, describes, or raise ValueError."""
     name, offset, shape = value
     if not isinstance(name, str) or not all(type(size) is int for size in (*offset, *shape)):
         raise ValueError("a slice is a name, an offset and a shape")

@@ -1,1 +1,1 @@
-"""The files of a checkpoint and of a directory of checkpoints."""
+"""Reads and writes the files of a checkpoint, in a directory or an object store."""

@@ -1,9 +1,8 @@
-"""Adapts torch.distributed.checkpoint (DCP) to our checkpoints.
+"""Adapts torch.distributed.checkpoint (DCP) to this project's checkpoints.
 
-The additions are metadata in JSON, parts of tensors, and pieces of limited size. DCP itself stores
-the list of a checkpoint's tensors as a pickle, and reading a pickle can run code. So
-:class:`MetadataWriter` writes the same list as JSON, to ``metadata.json``. Tensor files are DCP's
-own.
+DCP itself stores the list of a checkpoint's tensors as a pickle, and reading a pickle can run code.
+So :class:`MetadataWriter` writes the same list as JSON, to ``metadata.json``. :class:`Chunks` are
+parts of tensors, and :class:`PiecewisePlanner` limits their size. Tensor files are DCP's own.
 """
 
 from __future__ import annotations
@@ -51,7 +50,7 @@ class _ExistingDirectories(FileSystem):
 
 
 class MetadataWriter(FileSystemWriter):
-    """DCP's writer of a directory, which must exist. It writes the metadata as JSON."""
+    """Writes tensors as DCP does, but their list as JSON. The directory must exist."""
 
     def __init__(self, path: Path):
         super().__init__(path)
@@ -61,7 +60,8 @@ class MetadataWriter(FileSystemWriter):
         """Write this rank's tensors.
 
         Raises:
-            OSError: The disk is full, for example. torch itself reports this as "unexpected pos".
+            OSError: A file cannot be written, for example because the disk is full. torch alone
+                would raise an error that hides this cause.
         """
         try:
             return super().write_data(plan, planner)
@@ -96,7 +96,7 @@ def _encode(metadata: Metadata, storage_infos: Mapping[MetadataIndex, _StorageIn
 
 
 def build_metadata(content: Any, files: Collection[str], load_id: str) -> Metadata:
-    """Build DCP's metadata from the content of ``metadata.json``.
+    """Build DCP's list of tensors (its metadata) from the content of ``metadata.json``.
 
     Args:
         content: The decoded JSON.
@@ -104,8 +104,8 @@ def build_metadata(content: Any, files: Collection[str], load_id: str) -> Metada
         load_id: DCP's name for this load.
 
     Raises:
-        ValueError: A tensor lies in another file, or its dtype is none of torch.
-        KeyError, TypeError, AttributeError: It is not what :class:`MetadataWriter` writes.
+        ValueError: A tensor lies in a file that is not in ``files``, or torch has no such dtype.
+        KeyError, TypeError, AttributeError: ``content`` is not what :class:`MetadataWriter` writes.
     """
     entries: dict[str, Any] = {}
     storage_infos: dict[MetadataIndex, _StorageInfo] = {}
@@ -125,8 +125,9 @@ def build_metadata(content: Any, files: Collection[str], load_id: str) -> Metada
 
 
 class SafeReader(FileSystemReader):
-    """DCP's reader of a directory. It reads no pickles: the list of tensors is JSON, and DCP reads
-    the tensors themselves with ``torch.load(weights_only=True)``.
+    """Reads a checkpoint for DCP without unpickling.
+
+    The list of tensors is JSON, and DCP reads the tensors with ``torch.load(weights_only=True)``.
     """
 
     def __init__(self, path: Path):
@@ -134,7 +135,7 @@ class SafeReader(FileSystemReader):
         self._metadata: Metadata | None = None
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
-        """Return the metadata, which is read only once. Raises CheckpointError if it is damaged."""
+        """Return the checkpoint's list of tensors, or raise CheckpointError if it is damaged."""
         if self._metadata is None:
             path = Path(self.path)
             files = read_state(path)["files"]
@@ -148,8 +149,10 @@ class SafeReader(FileSystemReader):
 
 
 class Chunks(torch.Tensor):
-    """A placeholder for a tensor of shape ``whole``, of which this rank has some pieces. The pieces
-    ``locals`` begin at ``offsets`` of the tensor. Nothing can be computed with it.
+    """The pieces of a tensor that this rank has, in the form in which DCP saves and loads them.
+
+    The tensor has the shape ``whole``. Each piece in ``locals`` begins at one of the ``offsets``.
+    Nothing can be computed with this object.
     """
 
     locals: list[torch.Tensor]
@@ -162,7 +165,7 @@ class Chunks(torch.Tensor):
         return part
 
     def joined(self, other: Chunks) -> Chunks:
-        """Return a placeholder with the pieces of both, which belong to the same tensor."""
+        """Return an object with the pieces of this one and of ``other``, of the same tensor."""
         return Chunks([*self.locals, *other.locals], [*self.offsets, *other.offsets], self.shape)
 
     @classmethod
@@ -207,7 +210,7 @@ PIECE_BYTES = 8 * 2**20
 
 
 class PiecewisePlanner(DefaultSavePlanner):
-    """DCP's planner, which also cuts chunks into pieces of rows of ``PIECE_BYTES`` bytes."""
+    """Plans a save as DCP does, and cuts tensors by rows into pieces of ``PIECE_BYTES`` bytes."""
 
     def create_local_plan(self) -> SavePlan:
         plan = super().create_local_plan()

@@ -1,6 +1,7 @@
-"""A directory of checkpoints: their names, the pointer to the newest, and what a save may remove.
-The directory may have entries of other programs. So a directory is renamed or removed only by a
-save, and only if this engine wrote it.
+"""A directory of checkpoints: how they are named, found, replaced and removed.
+
+``latest.json`` names the newest checkpoint. Other programs may have files in the directory. So a
+save renames or removes a directory only if this engine wrote it.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ _OWN_NAMES = (LATEST, STATE, METADATA)
 
 
 def check_tag(tag: Any) -> str:
-    """Return ``tag`` as text, also if it is a number, as in DeepSpeed.
+    """Return the name of a checkpoint as text. As in DeepSpeed, it may be a number.
 
     Raises:
         CheckpointError: ``tag`` cannot be the name of a checkpoint's directory.
@@ -65,10 +66,7 @@ def locate(directory: Path, tag: str) -> Path:
 
 
 def latest(directory: Path) -> str | None:
-    """Return the tag of the newest checkpoint in ``directory``, or None if there is none.
-
-    :func:`locate` gives its path.
-    """
+    """Return the tag of the newest checkpoint in ``directory``, or None if there is none."""
     return newest_of(
         directory, lambda: read_json_file(directory / LATEST), step_tags(directory),
         lambda tag: locate(directory, tag).is_dir(),
@@ -80,14 +78,14 @@ def newest_of(
 ) -> str | None:
     """Return the tag of the newest of the checkpoints at ``place``, or None if there is none.
 
-    If the pointer is lost, or names a checkpoint that is not there, the checkpoint of the highest
-    step is the newest.
+    ``latest.json`` names the newest checkpoint. If this file is missing, or if that checkpoint is
+    gone, the checkpoint of the highest step is the newest.
 
     Args:
         place: The directory of the checkpoints, or its URL.
-        read: Returns the content of the pointer.
+        read: A function that returns the content of ``latest.json``.
         steps: The tags of the checkpoints that are named after a step, oldest first.
-        is_there: Whether there is a checkpoint with a tag.
+        is_there: A function that returns whether there is a checkpoint with a given tag.
     """
     newest, pointer = steps[-1] if steps else None, f"{place}/{LATEST}"
     remedy = f"remove this file to resume from {newest or 'the start'}"
@@ -122,14 +120,16 @@ def step_tags(directory: Path) -> list[str]:
 
 
 def sorted_steps(tags: Iterable[str]) -> list[str]:
-    """Return the ``tags`` that name a step, the oldest first."""
+    """Return those ``tags`` that have the form ``step-N``, in ascending order of N."""
     steps = {tag: tag.removeprefix("step-") for tag in tags if tag.startswith("step-")}
     return sorted((tag for tag in steps if steps[tag].isdecimal()), key=lambda tag: int(steps[tag]))
 
 
 def surplus(tags: Iterable[str], keep: int, saved: str, every: int) -> list[str]:
-    """Return the tags of checkpoints that a save removes: those of the lowest steps, until ``keep``
-    are left, besides multiples of ``every`` and the one that was just ``saved``.
+    """Return the tags of the old checkpoints that a save removes, so that ``keep`` are left.
+
+    The checkpoint that was just ``saved`` is one of those that are left. Checkpoints of steps that
+    are multiples of ``every`` also stay and are not counted, unless ``every`` is 0.
     """
     others = [tag for tag in sorted_steps(tags) if tag != saved]
     others = [tag for tag in others if not every or int(tag.removeprefix("step-")) % every]
@@ -137,10 +137,11 @@ def surplus(tags: Iterable[str], keep: int, saved: str, every: int) -> list[str]
 
 
 class DirectoryTarget:
-    """Where a save writes the checkpoint ``tag`` in ``directory``, which all hosts share.
+    """Writes the checkpoint ``tag`` to a directory that all hosts share.
 
-    It is written under a hidden name. Then it gets its name, in place of an earlier checkpoint of
-    the same tag.
+    The files are written under a hidden name. A complete checkpoint then gets its name, in place of
+    an earlier checkpoint with the same tag. A save calls the methods in this order:
+    :meth:`make_room`, :meth:`enter`, :meth:`add`, :meth:`publish`, :meth:`prune` and :meth:`clean`.
     """
 
     def __init__(self, directory: Path, tag: str):
@@ -149,12 +150,14 @@ class DirectoryTarget:
         self.aside = directory / f".{tag}{PARTIAL}"  # where all ranks write
 
     def make_room(self) -> None:
-        """Make the hidden directory, after cleaning up what saves that were killed have left.
+        """Make the hidden directory of this save. Only rank 0 calls this.
 
-        A replaced checkpoint gets its name back, and half-written checkpoints are removed.
+        First, what killed saves have left is cleaned up: an old checkpoint that was being replaced
+        gets its name back, and half-written checkpoints are removed.
 
         Raises:
-            CheckpointError: An entry that this engine did not write has one of the needed names.
+            CheckpointError: A name that the save needs belongs to a file or directory that this
+                engine did not write.
         """
         self._directory.mkdir(parents=True, exist_ok=True)
         _restore_replaced(self._directory)
@@ -174,7 +177,7 @@ class DirectoryTarget:
             raise
 
     def enter(self, rank: int) -> None:
-        """Raise CheckpointError if this rank does not see the directory that rank 0 made."""
+        """Wait for the hidden directory. If it does not appear, raise CheckpointError."""
         deadline = time.monotonic() + _SHARED_SECONDS
         while not self.aside.is_dir():
             if time.monotonic() > deadline:
@@ -185,11 +188,11 @@ class DirectoryTarget:
             time.sleep(0.1)
 
     def add(self, files: Iterable[Path]) -> dict[str, str]:
-        """Return the hashes of files that were written aside."""
+        """Return the hashes, by name, of files that were written to the hidden directory."""
         return hash_files(files)
 
     def publish(self, state: str, *, is_newest: bool) -> None:
-        """Write the state and give the checkpoint its name. ``is_newest``: point to it."""
+        """Name the complete checkpoint. If ``is_newest``, a load without a tag finds it."""
         write_whole(self.aside / STATE, state)
         if is_whole(self._final):
             self._final.rename(self._replaced)
@@ -200,13 +203,13 @@ class DirectoryTarget:
             shutil.rmtree(self._replaced, ignore_errors=True)
 
     def prune(self, keep: int, every: int) -> None:
-        """Remove checkpoints as :func:`surplus` says. What is not this engine's does not count."""
+        """Remove old checkpoints (see :func:`surplus`) that this engine wrote."""
         tags = [tag for tag in step_tags(self._directory) if is_ours(self._directory / tag)]
         for tag in surplus(tags, keep, self._tag, every):
             shutil.rmtree(self._directory / tag, ignore_errors=True)
 
     def clean(self, rank: int) -> None:
-        """Remove a half-written checkpoint, because the disk may be full."""
+        """Remove the hidden directory of a save that failed, because the disk may be full."""
         if rank == 0 and is_ours(self.aside):
             shutil.rmtree(self.aside, ignore_errors=True)
 

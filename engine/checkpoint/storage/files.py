@@ -1,4 +1,4 @@
-"""The files of one checkpoint: the state, the hashes, and safe ways to read and write them.
+"""Reads, writes and checks the files of one checkpoint: ``state.json`` and the hashes in it.
 
 A checkpoint may come from somebody else. So nothing is unpickled, sizes are limited, and no name
 may lead out of the directory.
@@ -26,7 +26,7 @@ _OLDER = "remove this directory to resume from an older checkpoint"
 
 
 def is_plain(name: str) -> bool:
-    """Whether ``name`` is the name of a directory entry, not a path that leads elsewhere."""
+    """Return whether ``name`` is the name of a directory entry, not a path that leads elsewhere."""
     return name not in ("", ".", "..") and "/" not in name and "\0" not in name
 
 
@@ -79,7 +79,7 @@ class _State(BaseModel):
 
 
 def encode_state(state: Mapping[str, Any]) -> str:
-    """Return the text of ``state.json``, with its own hash.
+    """Return the text of ``state.json``, which also contains a hash of the state.
 
     Raises:
         CheckpointError: ``state`` has a value that is not JSON.
@@ -96,7 +96,7 @@ def encode_state(state: Mapping[str, Any]) -> str:
 
 
 def read_state(path: Path) -> dict[str, Any]:
-    """Read ``state.json`` of the checkpoint at ``path``.
+    """Read and check ``state.json`` of the checkpoint at ``path``, and return the content.
 
     Raises:
         CheckpointError: The file is missing or damaged, or was written by another version or by a
@@ -139,15 +139,15 @@ def _check_format(path: Path, found: Any) -> None:
 
 
 def is_ours(path: Path) -> bool:
-    """Whether ``path`` is a real directory with an undamaged ``state.json`` of this engine.
+    """Return whether this engine wrote the directory ``path``, so that a save may remove it.
 
-    The checkpoint in it may be incomplete.
+    The checkpoint in it may be incomplete. A symbolic link is never this engine's.
     """
     return _own_state(path) is not None
 
 
 def is_whole(path: Path) -> bool:
-    """Whether ``path`` is a checkpoint of this engine that was written to the end."""
+    """Return whether ``path`` is a complete checkpoint of this engine."""
     state = _own_state(path)
     return state is not None and INCOMPLETE not in state
 
@@ -172,9 +172,9 @@ def hash_files(paths: Iterable[Path]) -> dict[str, str]:
 
 
 def damaged_file(path: Path, expected: Mapping[str, str]) -> str | None:
-    """Describe the first file of a checkpoint whose hash is wrong, or return None.
+    """Return a message about the first file that is missing or has a wrong hash, or None.
 
-    ``expected`` has the sha256 of each file, by name.
+    ``expected`` has the sha256 of each file of the checkpoint ``path``, by name.
     """
     for name, digest in expected.items():
         if not (path / name).is_file():

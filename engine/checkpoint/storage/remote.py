@@ -1,6 +1,7 @@
-"""Checkpoints in an object store. Ranks write to a folder of their host and copy the files to the
-store. So hosts need no shared directory. ``state.json`` is the marker: only a complete checkpoint
-has it.
+"""Checkpoints in an object store.
+
+Each rank writes to a folder of its host, and then copies the files to the store. So hosts need no
+shared directory. ``state.json`` is written last, so only a complete checkpoint has this file.
 """
 
 from __future__ import annotations
@@ -22,11 +23,11 @@ from .files import STATE, hash_files
 
 
 class RemoteTarget:
-    """Where a save writes the checkpoint ``tag`` below ``url``.
+    """Writes the checkpoint ``tag`` to an object store, below ``url``.
 
-    An incomplete checkpoint has the empty file ``PARTIAL`` and no state. An earlier checkpoint of
-    the same tag is removed when the save begins, because a store cannot rename the new one in one
-    step.
+    The methods and their order are those of :class:`DirectoryTarget`. An incomplete checkpoint has
+    an empty marker file and no ``state.json``. A store cannot replace a checkpoint in one step. So
+    an earlier checkpoint with the same tag is removed when the save begins.
     """
 
     aside: Path  # where this rank writes
@@ -35,7 +36,7 @@ class RemoteTarget:
         self._store, self._tag = Store(url), tag
 
     def make_room(self) -> None:
-        """Begin the checkpoint, and remove files of interrupted saves. Only rank 0 calls this."""
+        """Mark the checkpoint as incomplete, and remove what killed saves have left."""
         names = self._store.sizes()
         begun = {name.partition("/")[0] for name in names if name.endswith(f"/{PARTIAL}")}
         for tag in begun - _complete(names) - {self._tag}:
@@ -48,33 +49,33 @@ class RemoteTarget:
         self._store.remove([f"{self._tag}/{STATE}"])
 
     def enter(self, rank: int) -> None:
-        """Make the folder of this rank."""
+        """Make the folder on this host to which this rank writes."""
         cache_folder().mkdir(parents=True, exist_ok=True)
         self.aside = Path(tempfile.mkdtemp(prefix=f"saving-{self._tag}-{rank}-", dir=cache_folder()))
 
     def add(self, files: Iterable[Path]) -> dict[str, str]:
-        """Copy files to the store, and return their hashes."""
+        """Copy files of this rank to the store, and return their hashes by name."""
         files = list(files)
         for file in files:
             self._store.put(file, f"{self._tag}/{file.name}")
         return hash_files(files)
 
     def publish(self, state: str, *, is_newest: bool) -> None:
-        """Write the state. Then the checkpoint is complete."""
+        """Complete the checkpoint. If ``is_newest``, a load without a tag finds it."""
         self._store.write(f"{self._tag}/{STATE}", state)
         self._store.remove([f"{self._tag}/{PARTIAL}"])
         if is_newest:
             self._store.write(LATEST, json.dumps({"tag": self._tag}))
 
     def prune(self, keep: int, every: int) -> None:
-        """Remove checkpoints as :func:`~sdp.engine.checkpoint.storage.directory.surplus` says."""
+        """Remove old checkpoints (:func:`~sdp.engine.checkpoint.storage.directory.surplus`)."""
         names = self._store.sizes()
         for tag in surplus(_complete(names), keep, self._tag, every):
             self._store.write(f"{tag}/{PARTIAL}", b"")
             self._remove(tag, names)
 
     def clean(self, rank: int) -> None:
-        """Remove the folder of this rank."""
+        """Remove this rank's folder on its host, at the end of every save."""
         if "aside" in vars(self):
             shutil.rmtree(self.aside, ignore_errors=True)
 
@@ -85,7 +86,7 @@ class RemoteTarget:
 
 
 def describe_newest(directory: str | Path) -> str:
-    """Describe the newest checkpoint of a directory or URL, for a message."""
+    """Return the path of the newest checkpoint, or that there is none, for an error message."""
     try:
         tag = newest(directory)
     except (CheckpointError, StoreError):
@@ -96,7 +97,7 @@ def describe_newest(directory: str | Path) -> str:
 
 
 def newest(directory: str | Path) -> str | None:
-    """Return the tag of the newest complete checkpoint of a directory or URL, or None."""
+    """Return the tag of the newest complete checkpoint in a directory or URL, or None."""
     if not is_url(directory):
         return latest(Path(directory))
     store = Store(str(directory))
@@ -111,7 +112,7 @@ def newest(directory: str | Path) -> str | None:
 
 
 def fetch_checkpoint(url: str, tag: str) -> Path:
-    """Copy the checkpoint ``url/tag`` to this host. Returns the directory that contains the copy.
+    """Copy the checkpoint ``url/tag`` to this host, and return the folder that contains the copy.
 
     Raises:
         CheckpointError: There is no such checkpoint, or it is not complete.
