@@ -5,7 +5,7 @@ also has the weights and optimizer state of each group. A run with the same mesh
 continues with the weights of each group. Any other run continues from the anchors, with the mean of
 the holders' optimizer state.
 
-This file also decodes moments in 8-bit codes, if this run quantises them in other blocks.
+This file also converts an optimizer's 8-bit moments, if their blocks differ in this run.
 """
 
 from __future__ import annotations
@@ -46,10 +46,10 @@ def load_between_averages(
     random: dict[str, torch.Tensor],
     ranks: Ranks,
 ) -> bool:
-    """Load a checkpoint if this run makes local steps, or if the run that saved it did. Collective.
+    """Load a checkpoint when this run, or the run that saved it, makes local steps. Collective.
 
     Each group continues with its saved weights if mesh, placement and fragments are equal.
-    Otherwise all groups continue from the anchors.
+    Otherwise all groups continue from the anchors (the weights after the last average).
 
     Returns:
         Whether groups now have different weights, because the checkpoint was saved between
@@ -94,14 +94,14 @@ def load_anchors(
 ) -> None:
     """Load a checkpoint such that all holders of a unit continue with equal weights.
 
-    Weights become the anchors. If groups saved optimizer state of their own, each moment becomes
-    the mean over these groups. Collective unless ``alone``.
+    The weights are the anchors, which are those after the last average. If groups saved optimizer
+    state of their own, each moment becomes the mean over these groups. Collective unless ``alone``.
 
     Args:
         path: The checkpoint, written under any layout, with or without local steps.
         files: The hash of each of the checkpoint's files, by name.
         groups: The model, the optimizer and, with local steps, the anchors of this rank.
-        share: This rank's share of a checkpoint. Its weights and buffers are filled in place.
+        share: Lists this rank's tensors, which are filled in place.
         saved: The keys of the checkpoint's tensors.
         random: States of random generators, which are filled in place.
         alone: Whether only this process loads the checkpoint.
@@ -170,12 +170,12 @@ class _Source(NamedTuple):
 
 
 def has_groups(keys: set[str]) -> bool:
-    """Return whether a checkpoint with these ``keys`` has weights of each group."""
+    """Return whether a checkpoint with the tensors ``keys`` has separate weights for each group."""
     return any(key.startswith("local/") for key in keys)
 
 
 def keys_of_moments(keys: set[str]) -> set[str]:
-    """Return the keys ``optimizer/NAME/KEY`` of moments that are saved under these ``keys``."""
+    """Return the keys of all whole moments in a checkpoint, whose ``keys`` may name slices."""
     found = set()
     for match in filter(None, map(_KEY.fullmatch, keys)):
         cut = _SLICE.fullmatch(match[2])

@@ -1,7 +1,7 @@
 """Saves and loads the state of an engine.
 
 The modules that read and write files are imported by the first save or load, because many scripts
-need none.
+never save.
 """
 
 from __future__ import annotations
@@ -70,15 +70,17 @@ class Checkpoints:
             tag: The name of this checkpoint. Default: ``step-N``.
             client_state: Values of the script to save: JSON values and plain tensors.
             save_latest: Whether a load without a tag finds this checkpoint.
-            exclude_frozen_parameters: Has no effect but a warning: a checkpoint has all weights.
+            exclude_frozen_parameters: Only causes a warning, because a checkpoint has all weights.
             keep: How many of the checkpoints named ``step-N`` to keep. If None, all stay.
-            keep_every: Also keep checkpoints of steps that are multiples of this number, unless it
-                is 0.
-            background: Return when the state is copied to host memory, and write the copy while
-                training continues. If the save fails, :meth:`wait_for_checkpoint` raises the error.
+            keep_every: Also keep checkpoints of steps that are multiples of this number. If 0,
+                none.
+            background: Whether to return as soon as the state is copied to host memory. The copy is
+                written while training continues. If the save fails, :meth:`wait_for_checkpoint`
+                raises the error.
 
         Raises:
-            CheckpointError: Nothing could be written, or ``client_state`` has other values.
+            CheckpointError: Nothing could be written, or ``client_state`` has values of other
+                kinds.
             HolderMismatchError: Holders of a unit have different weights or optimizer state.
             NonFiniteError: A weight is NaN or infinite.
         """

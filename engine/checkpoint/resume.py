@@ -25,7 +25,7 @@ log = logging.getLogger("sdp")
 
 
 def check_weights(path: Path, state: Mapping[str, Any], share: SavedState, ranks: Ranks) -> dict[str, Any]:
-    """Check that a checkpoint is undamaged, and that its weights and buffers fit. Collective.
+    """Check that a checkpoint is undamaged and has the weights of this model. Collective.
 
     Returns:
         The checkpoint's ``state.json`` without the hashes of files, so that later loads do not
@@ -57,7 +57,7 @@ def resume(
         path: The checkpoint, written under any layout.
         state: The content of the checkpoint's ``state.json``.
         groups: The model, the optimizer and, with local steps, the anchors of this rank.
-        share: This rank's share of a checkpoint, whose tensors are filled in place.
+        share: Lists this rank's tensors, which are filled in place.
         scheduler: The learning-rate schedule, or None.
         loader: The loader of the training data, or None.
         scaler: The loss scale, or None.

@@ -130,8 +130,7 @@ def write(
         state: The content of ``state.json``, without the hashes of the files.
         ranks: The processes that save together.
         keep: How many checkpoints to keep, including the new one. If None, all stay.
-        keep_every: Also keep checkpoints of steps that are multiples of this number, unless it is
-            0.
+        keep_every: Also keep checkpoints of steps that are multiples of this number. If 0, none.
         files: Further files to write, as content by name. Only those of rank 0 are written.
         is_newest: Whether a load without a tag finds this checkpoint.
 
@@ -148,7 +147,7 @@ def write(
         )
 
     def together(action: Callable[[], Any], *, on_rank_0: bool = False) -> Any:
-        """Run ``action`` on all ranks, or on rank 0 only. If it fails on one, all ranks raise."""
+        """Run ``action`` on all ranks or only on rank 0. If it fails, all ranks raise the error."""
 
         def act() -> Any:
             try:

@@ -2,11 +2,11 @@
 
 Keys contain canonical names: NAME is the name of a parameter in the full model. Keys of random
 number states contain the rank's coordinates in the mesh. Between two averages of local steps
-(``sdp.sync``), ``model/NAME`` is an anchor, so any layout can read the full model. Then there are
-also these keys:
+(``sdp.sync``), ``model/NAME`` is the weight after the last average, called the anchor. So any
+layout can read the full model. Then there are also these keys:
 
 - ``outer/NAME/KEY``: the state of the outer optimizer.
-- ``under_way/NAME``: a change that is averaged but not applied yet.
+- ``under_way/NAME``: an averaged change of a weight, which is not applied yet.
 - ``local/GROUP/model/PIECE``: a group's weights.
 - ``local/GROUP/optimizer/PIECE/KEY``: a group's optimizer state.
 - ``local/GROUP/before/PIECE``: a group's weights when the average under way began.
@@ -16,8 +16,8 @@ also these keys:
 PIECE is the name of a parameter, or ``NAME@DIM:START`` for a slice that begins at START.
 
 A moment in codes of 8 bits (``optimizer.params.state_dtype``) is saved without decoding: the codes
-under KEY, and the scales under ``KEY:s``. A slice of columns has other blocks of codes than the
-whole parameter, so such a slice is saved as a PIECE in every checkpoint.
+under KEY, and the scales under ``KEY:s``. Blocks with one scale are cut from rows. So a slice of
+columns has other blocks than the whole parameter, and is saved as a PIECE in every checkpoint.
 """
 
 from __future__ import annotations
@@ -67,9 +67,9 @@ class SavedState:
     def tensors(self, *, to_load: bool = False) -> Tensors:
         """Return this rank's weights, persistent buffers and optimizer state, by key.
 
-        Frozen copies are left out. For a save, which is collective, running statistics are averaged
-        first, and only the first holder of a buffer returns it. If ``to_load`` is True, every rank
-        returns its buffers, so that they can be filled.
+        Frozen copies are left out. Unless ``to_load``, this is collective: running statistics are
+        averaged, and only the first holder of a buffer returns it. If ``to_load``, every rank
+        returns its buffers, so that a load can fill them.
         """
         self._groups.reshard()
         local = self._groups.local
@@ -87,7 +87,9 @@ class SavedState:
         return weights_of({name: buffer for name, buffer in buffers.items() if first[name] == rank})
 
     def weights(self, local: LocalSteps | None = None) -> Tensors:
-        """Return this rank's weights, or with ``local`` its anchors, by the key ``model/NAME``."""
+        """Return this rank's weights, by the key ``model/NAME``. With ``local``, return the
+        anchors.
+        """
         found, anchors = Tensors(), local.anchors if local is not None else {}
         for key, one in self._store.stepped.items():
             self._add_pieces(found, "model/{}", key, anchors.get(key, one.tensor).detach())
@@ -134,16 +136,16 @@ class SavedState:
             self._coded[saved] = _Coded(f"{start}/{piece.info.canonical}/{name}", name, piece, scales)
 
     def has_other_blocks(self, saved: Collection[str]) -> bool:
-        """Return whether 8-bit moments have other blocks in the checkpoint with keys ``saved``."""
+        """Return whether moments saved under the keys ``saved`` must be decoded to fit this run."""
         if not self._coded:
             return any(key.startswith("optimizer/") and key.endswith(SCALES) for key in saved)
         return any(key + SCALES not in saved for key in self._coded)
 
     @contextmanager
     def decoded(self, tensors: Mapping[str, Any]) -> Iterator[Tensors]:
-        """A context that has float32 tensors in place of moments in 8-bit codes, for a load.
+        """A context for a load, with float32 tensors in place of 8-bit moments.
 
-        At the end of the context, the loaded values are encoded.
+        At the end of the context, the loaded values are encoded into the moments.
         """
         found = {key: value for key, value in tensors.items() if key.removesuffix(SCALES) not in self._coded}
         values = {key: torch.zeros_like(coded.piece.tensor, dtype=torch.float32) for key, coded in self._coded.items()}
@@ -179,7 +181,7 @@ class SavedState:
         return self._state_of(local.outer.optimizer, local.outer.anchors, "outer")
 
     def of_local_steps(self, local: LocalSteps) -> Tensors:
-        """Return what only local steps save: the state of the rank's group and the outer state."""
+        """Return the state that only local steps have: that of the group and the outer optimizer."""
         self._counts, self._twins, self._coded = [], [], {}
         found = self.outer(local)
         means, before = local.outer.pending_changes
@@ -245,7 +247,7 @@ def set_random_state(states: Mapping[str, torch.Tensor]) -> None:
 
 
 def weights_of(tensors: Mapping[str, torch.Tensor]) -> dict[str, Any]:
-    """Return ``tensors`` of the model under the keys of a checkpoint, ``model/NAME``. No copies."""
+    """Return ``tensors`` of the model by their keys in a checkpoint, ``model/NAME``."""
     return {f"model/{name}": tensor.detach() for name, tensor in tensors.items()}
 
 

@@ -64,7 +64,7 @@ class FullModel:
 
     @property
     def is_partial(self) -> bool:
-        """Whether a group's module lacks units, or runs copies that differ from holders' weights."""
+        """Whether a group's module lacks units, or runs copies other than the holders' weights."""
         layout = self._store.layout
         partial = any(len(holders) < layout.mesh.sdp for holders in layout.placement.holders)
         return partial and not (layout.keeps_frozen and layout.copies.are_exact) and layout.paths == 1

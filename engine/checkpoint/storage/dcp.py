@@ -50,7 +50,7 @@ class _ExistingDirectories(FileSystem):
 
 
 class MetadataWriter(FileSystemWriter):
-    """Writes tensors as DCP does, but their list as JSON. The directory must exist."""
+    """Writes tensors as DCP does, but the list of tensors as JSON. The directory must exist."""
 
     def __init__(self, path: Path):
         super().__init__(path)

@@ -34,7 +34,7 @@ _OWN_NAMES = (LATEST, STATE, METADATA)
 
 
 def check_tag(tag: Any) -> str:
-    """Return the name of a checkpoint as text. As in DeepSpeed, it may be a number.
+    """Return ``tag``, the name of a checkpoint, as text. As in DeepSpeed, it may be a number.
 
     Raises:
         CheckpointError: ``tag`` cannot be the name of a checkpoint's directory.
@@ -177,7 +177,7 @@ class DirectoryTarget:
             raise
 
     def enter(self, rank: int) -> None:
-        """Wait for the hidden directory. If it does not appear, raise CheckpointError."""
+        """Wait until this rank sees the directory that rank 0 made, or raise CheckpointError."""
         deadline = time.monotonic() + _SHARED_SECONDS
         while not self.aside.is_dir():
             if time.monotonic() > deadline:
@@ -188,11 +188,14 @@ class DirectoryTarget:
             time.sleep(0.1)
 
     def add(self, files: Iterable[Path]) -> dict[str, str]:
-        """Return the hashes, by name, of files that were written to the hidden directory."""
+        """Return the hashes of ``files`` of the new checkpoint, by file name."""
         return hash_files(files)
 
     def publish(self, state: str, *, is_newest: bool) -> None:
-        """Name the complete checkpoint. If ``is_newest``, a load without a tag finds it."""
+        """Write ``state.json`` with the text ``state``, and give the checkpoint its name.
+
+        If ``is_newest``, a load without a tag finds this checkpoint.
+        """
         write_whole(self.aside / STATE, state)
         if is_whole(self._final):
             self._final.rename(self._replaced)
@@ -209,7 +212,7 @@ class DirectoryTarget:
             shutil.rmtree(self._directory / tag, ignore_errors=True)
 
     def clean(self, rank: int) -> None:
-        """Remove the hidden directory of a save that failed, because the disk may be full."""
+        """Remove what a failed save has written, because the disk may be full."""
         if rank == 0 and is_ours(self.aside):
             shutil.rmtree(self.aside, ignore_errors=True)
 

@@ -61,7 +61,10 @@ class RemoteTarget:
         return hash_files(files)
 
     def publish(self, state: str, *, is_newest: bool) -> None:
-        """Complete the checkpoint. If ``is_newest``, a load without a tag finds it."""
+        """Write ``state.json`` with the text ``state``, which completes the checkpoint.
+
+        If ``is_newest``, a load without a tag finds this checkpoint.
+        """
         self._store.write(f"{self._tag}/{STATE}", state)
         self._store.remove([f"{self._tag}/{PARTIAL}"])
         if is_newest:
@@ -86,7 +89,7 @@ class RemoteTarget:
 
 
 def describe_newest(directory: str | Path) -> str:
-    """Return the path of the newest checkpoint, or that there is none, for an error message."""
+    """Return the path of the newest checkpoint for an error message, or say that there is none."""
     try:
         tag = newest(directory)
     except (CheckpointError, StoreError):
