@@ -90,7 +90,7 @@ def describe_changes(saved: Mapping[str, Any], present: Mapping[str, Any], names
 
 
 def log_changes(path: Path, changes: Sequence[str], step: int, *, configured_rates: bool) -> None:
-    """Log the ``changes`` of settings since the checkpoint at ``path``, which is of step ``step``."""
+    """Log the ``changes`` of settings since the checkpoint ``path``, made at step ``step``."""
     if configured_rates:
         for change in changes:
             log.info("%s, from step %d on", change, step + 1)

@@ -87,9 +87,7 @@ class SavedState:
         return weights_of({name: buffer for name, buffer in buffers.items() if first[name] == rank})
 
     def weights(self, local: LocalSteps | None = None) -> Tensors:
-        """Return this rank's weights, by the key ``model/NAME``. With ``local``, return the
-        anchors.
-        """
+        """Return this rank's weights (with ``local``, its anchors) by the key ``model/NAME``."""
         found, anchors = Tensors(), local.anchors if local is not None else {}
         for key, one in self._store.stepped.items():
             self._add_pieces(found, "model/{}", key, anchors.get(key, one.tensor).detach())
@@ -181,7 +179,7 @@ class SavedState:
         return self._state_of(local.outer.optimizer, local.outer.anchors, "outer")
 
     def of_local_steps(self, local: LocalSteps) -> Tensors:
-        """Return the state that only local steps have: that of the group and the outer optimizer."""
+        """Return the state that only local steps save: the group's and the outer optimizer's."""
         self._counts, self._twins, self._coded = [], [], {}
         found = self.outer(local)
         means, before = local.outer.pending_changes

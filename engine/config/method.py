@@ -168,9 +168,9 @@ Steps = Annotated[int, Field(gt=0, le=2**24)]
 
 
 class OuterSGDParams(Section):
-    """Parameters of the outer SGD, which are named as in torch.
+    """Parameters of the SGD that moves the anchors of local steps, with torch's names.
 
-    If none is given, all are those of DiLoCo (arXiv 2311.08105).
+    If none is given, all have DiLoCo's values (arXiv 2311.08105).
     """
 
     lr: NonNegative = 0.7

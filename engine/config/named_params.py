@@ -30,7 +30,7 @@ _REFUSED = {
 class AdamParams(Section):
     """``optimizer.params`` of AdamW, Adam and FusedAdam, with DeepSpeed's names and defaults.
 
-    So ``weight_decay`` is 0 by default (torch's AdamW: 0.01), and is decoupled, also for "Adam".
+    So ``weight_decay`` is 0 by default, and decoupled for all three types.
     """
 
     lr: NonNegative = 1e-3
@@ -46,7 +46,7 @@ class AdamParams(Section):
 
 
 class SGDParams(Section):
-    """``optimizer.params`` of SGD, with torch's names. ``no_decay`` is an addition."""
+    """``optimizer.params`` of SGD, with torch's names. ``no_decay`` names parameters without weight decay."""
 
     lr: NonNegative = 1e-3
     momentum: NonNegative = 0.0
@@ -143,7 +143,7 @@ SCHEDULES: Mapping[str, type[Section]] = {
 
 
 def check_optimizer_params(type: str, params: Mapping[str, Any]) -> str:
-    """Check the ``optimizer`` section, and return the type in this project's upper and lower case.
+    """Check the ``optimizer`` section, and return the type as this project spells it.
 
     Raises:
         ConfigError: The type or a key is unknown, or a value has the wrong type.

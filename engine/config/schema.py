@@ -79,9 +79,9 @@ VariableValue = Annotated[str, Field(pattern=r"^[^\x00]*$")] | int
 
 
 class SourceSection(Section):
-    """One of several data sets that are mixed: a directory of token shards, and its weight.
+    """One of several data sets that are mixed: a directory of tokens, and its weight.
 
-    The weights of the sources are relative: samples are drawn in proportion to them.
+    The weights of the data sets are relative: samples are drawn in proportion to them.
     """
 
     path: PathText
@@ -89,7 +89,7 @@ class SourceSection(Section):
 
 
 class DataSection(Section):
-    """The data to train on: token shards, or images if ``name`` is given."""
+    """The data to train on: tokens that ``sdp prepare`` wrote, or images if ``name`` is given."""
 
     name: Literal["digits", "cifar10", "cifar100", "folder"] | None = None
     path: PathText | None = None
@@ -154,7 +154,7 @@ _WHERE = {
 class TrainingSection(Section):
     """The length of the run, evaluations, checkpoints, and what happens when something fails.
 
-    The time limit of a collective is the longest of the three timeouts.
+    The time limit of a collective is the longest of the start, save and step timeouts.
     """
 
     steps: PositiveInt | None = None
@@ -287,8 +287,8 @@ class ActivationCheckpointingSection(Section):
 class MonitorSection(Section):
     """DeepSpeed's ``tensorboard`` or ``csv_monitor`` section: write curves of the run to files.
 
-    The files go to ``output_path/job_name``. Without ``output_path``, this is in the dump
-    directory.
+    The files go to ``output_path/job_name``. If no path is given, ``sdp train`` writes them to the
+    dump directory, and a script to ``runs/job_name``.
     """
 
     enabled: bool = False
@@ -306,7 +306,7 @@ class WandbSection(Section):
 
 
 class SDPSection(Section):
-    """Subnetwork Data Parallelism: which group of ranks holds which units of the model."""
+    """Subnetwork Data Parallelism: how many groups there are, and which units each group holds."""
 
     groups: RankCount = 1
     capacity: float | list[float] = 1.0

@@ -41,8 +41,8 @@ from .whole_copy import UncutModel, check_room, free_bytes, write_configuration,
 class FullModel:
     """Evaluates, copies and saves the full model. An engine offers the same methods.
 
-    Every rank has an object of this class. With local steps, the full model consists of the
-    anchors.
+    Every rank has an object of this class. With local steps, the full model has the weights after
+    the last average (the anchors).
 
     Args:
         groups: the model and the communication of this rank.
@@ -51,7 +51,7 @@ class FullModel:
             model.
 
     Attributes:
-        evaluation: knows whether the engine evaluates now, for a warning about other passes.
+        evaluation: records whether the engine evaluates. Other passes in evaluation mode warn.
     """
 
     def __init__(self, groups: BetweenGroups, config: Config, uncut: UncutModel | None = None):
@@ -64,7 +64,7 @@ class FullModel:
 
     @property
     def is_partial(self) -> bool:
-        """Whether a group's module lacks units, or runs copies other than the holders' weights."""
+        """Whether a group's module is not the full model, because units are missing or inexact."""
         layout = self._store.layout
         partial = any(len(holders) < layout.mesh.sdp for holders in layout.placement.holders)
         return partial and not (layout.keeps_frozen and layout.copies.are_exact) and layout.paths == 1
@@ -115,7 +115,7 @@ class FullModel:
             yield
 
     def evaluate_subnetworks(self, batches: Iterable[Any]) -> list[float]:
-        """Return the mean loss per token of each group's own subnetwork, by group. Collective."""
+        """Return each group's mean loss per token with its own subnetwork. Collective."""
         local = self._groups.local
         self._groups.finish_refresh()
         if local is None:
@@ -129,10 +129,10 @@ class FullModel:
         """A context in which batch norms have running statistics of the full model. Collective.
 
         Use this to evaluate, save or export the full model. While a rank trains, it tracks
-        statistics of its subnetwork. At the start of the context, a pass of the full model over
-        ``batches`` of training data measures new ones. All ranks need the same number of batches.
-        At the end of the context, each rank has its earlier statistics again. Nothing happens if
-        the model has no batch norm, or has paths.
+        statistics of its subnetwork. The context measures those of the full model, in a pass over
+        ``batches`` of training data. All ranks need the same number of batches. At the end of the
+        context, each rank has its earlier statistics again. Nothing happens if the model has no
+        batch norm, or has paths.
         """
         if self._store.layout.paths > 1 or not tracks_statistics(self._store.layout.buffers):
             yield
@@ -285,7 +285,7 @@ log = logging.getLogger("sdp")
 
 
 def warn_of_partial_state(module: nn.Module, is_partial: Callable[[], bool]) -> None:
-    """Make ``module.state_dict()`` warn once if it lacks units, which ``is_partial`` tells."""
+    """Make ``module.state_dict()`` warn once if ``is_partial()`` says that units are missing."""
 
     warned = False
 

@@ -166,7 +166,10 @@ def _mean_over_ranks(store: GroupStore, pairs: Sequence[tuple[float, float]]) ->
 
 
 class StreamedEvaluation:
-    """One evaluation of the full model, in which holders send their units. Collective."""
+    """One evaluation of the full model, in which holders send units to the other groups.
+
+    Collective: every rank of the world takes part.
+    """
 
     def __init__(self, store: GroupStore, before_turn: Callable[[], None]):
         """``before_turn`` is called each time before one of the passes goes on."""
@@ -321,7 +324,7 @@ class StreamedEvaluation:
         }
 
     def assemble_guest(self, unit: Unit, shards: torch.Tensor) -> dict[str, torch.Tensor]:
-        """Return a received unit's parameters, or slices, by name, from its joined ``shards``."""
+        """Cut the joined ``shards`` of a received unit into parameters (or slices), by name."""
         infos = self._store.layout.members.get(unit.name, [])
         pieces = shards.split([info.padded_shard_numel(self._store.context.shards) for info in infos], dim=1)
         return {info.name: assemble(piece, info) for info, piece in zip(infos, pieces, strict=True)}
@@ -336,7 +339,7 @@ def _streamed_units(layout: Layout) -> dict[str, list[Unit]]:
 
 
 def subnetwork_losses(store: GroupStore, batches: Sequence[Any]) -> list[float]:
-    """Return the mean loss per token of each group's own subnetwork, by group. Collective."""
+    """Return each group's mean loss per token with its own subnetwork. Collective."""
     weights = [int(count_targets(store.module, batch)) for batch in batches]
     own, mesh = _own_sums(store, batches, weights), store.layout.mesh
     pairs = [own if group == store.context.at.sdp else (0.0, 0.0) for group in range(mesh.sdp)]
@@ -345,7 +348,10 @@ def subnetwork_losses(store: GroupStore, batches: Sequence[Any]) -> list[float]:
 
 
 def mean_loss(store: GroupStore, batches: Sequence[Any], weights: Sequence[float]) -> float:
-    """Return the weighted mean loss of all ranks' batches on each rank's own module. Collective."""
+    """Return the weighted mean loss over the batches of all ranks. Collective.
+
+    Each rank runs its own module, so every rank must have the full model.
+    """
     return _mean_over_ranks(store, [_own_sums(store, batches, weights)])[0]
 
 

@@ -41,7 +41,7 @@ def gather_inside(store: GroupStore, shard: torch.Tensor) -> torch.Tensor:
 
 
 def assemble(shards: torch.Tensor, info: TensorInfo) -> torch.Tensor:
-    """Join the padded ``shards`` of a parameter to the part of this tensor-parallel rank."""
+    """Join the padded ``shards`` of a parameter to one tensor, without the padding."""
     return shards.reshape(-1)[: info.tp_shape.numel()].view(info.tp_shape)
 
 
@@ -103,7 +103,7 @@ def persistent_buffers(store: GroupStore) -> dict[str, torch.Tensor]:
 
 
 def held_entries(layout: Layout, group: int, device: torch.device) -> dict[str, torch.Tensor]:
-    """Return a mask for each floating-point buffer of the full model: what ``group`` holds.
+    """Return, for each floating-point buffer, a mask of the entries that ``group`` holds.
 
     A mask has the shape of the buffer. Entries of the shared part count as held.
     """

@@ -1,4 +1,4 @@
-"""The anchors that the service keeps, and the outer steps that change them."""
+"""The full model's weights in the service (the anchors), and the outer steps that change them."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class Slice(NamedTuple):
     shape: tuple[int, ...]
 
     def indices(self, origin: Sequence[int] = ()) -> tuple[slice, ...]:
-        """Return the index of this part in a tensor that begins at ``origin`` of the parameter."""
+        """Return the index that takes this part out of a tensor, which begins at ``origin``."""
         starts = [start - low for start, low in zip(self.offset, origin or [0] * len(self.offset), strict=True)]
         return tuple(slice(start, start + size) for start, size in zip(starts, self.shape, strict=True))
 
@@ -87,7 +87,7 @@ class Anchors:
         raise ServiceError(f"{quote(piece.name)} at {piece.offset} with shape {piece.shape} is not in the model")
 
     def read(self, pieces: Iterable[Slice], snapshot: Mapping[str, torch.Tensor] | None = None) -> list[torch.Tensor]:
-        """Return copies of ``pieces`` of the anchors, or of an earlier :meth:`snapshot`."""
+        """Return copies of parts (``pieces``) of the anchors, or of an earlier :meth:`snapshot`."""
         with self._lock:
             whole = self.weights if snapshot is None else snapshot
             return [whole[piece.name][piece.indices()].clone() for piece in pieces if self.info_of(piece)]
@@ -99,7 +99,7 @@ class Anchors:
             return weights, {name: tensor.clone() for name, tensor in self.momenta.items()}
 
     def check(self, slot: int, fragment: int, changes: Mapping[Slice, torch.Tensor]) -> None:
-        """Raise ServiceError unless ``changes`` are all that the group trains in the fragment."""
+        """Raise ServiceError unless ``changes`` are exactly what a group trains in a fragment."""
         held = (info for info in self.layout.held(slot) if info.trainable and self.fragments[info.name] == fragment)
         expected = {info.name: info.numel for info in held}
         found = Counter[str]()

@@ -15,10 +15,10 @@ _FREE_AFTER = 2  # if a group is so many blocks behind, its shares are assigned 
 
 
 def ranges(share: Sequence[int], width: int, start: int, count: int) -> Iterator[tuple[int, int]]:
-    """Yield (first position, length) in the data order for ``count`` of a group's samples.
+    """Find ``count`` of a group's samples in the run's data: yield (first position, length).
 
-    ``share`` has the first position of each micro-batch of ``width`` samples. ``start`` is the
-    index of the first sample in the share.
+    ``share`` has the first position of each of the group's micro-batches, which have ``width``
+    samples. ``start`` is the index of the first sample, counted from the beginning of the share.
     """
     while count:
         micro, offset = divmod(start, width)
@@ -29,11 +29,12 @@ def ranges(share: Sequence[int], width: int, start: int, count: int) -> Iterator
 
 @dataclass
 class DataOrder:
-    """Remembers which shares of the data order are assigned. All attributes are JSON.
+    """Remembers which samples are assigned to groups. All attributes are JSON.
 
-    A share has ``micro_batches`` micro-batches of ``width`` samples. It is a list of their first
-    positions. Share g belongs to path g mod ``paths``: only groups of this path get the share, and
-    its positions are those in the order of this path.
+    Samples are assigned in shares. A share has ``micro_batches`` micro-batches of ``width``
+    samples, and is a list of the positions at which these begin in the data. Share g belongs to
+    path g mod ``paths``: only groups of this path get the share, and its positions are those in the
+    data of this path.
     """
 
     groups: int
@@ -44,10 +45,10 @@ class DataOrder:
     dealt: dict[str, list[int]] = field(default_factory=dict)  # by block, from the first on
 
     def deal(self, slot: int, absent: Collection[int]) -> list[int]:
-        """Assign a share to the group ``slot``, and return it.
+        """Assign a share of the data to the group ``slot``, and return it.
 
-        It is taken from the first block that has a share left for this group: the group's own
-        share, or that of a group that is ``absent`` or far behind.
+        The share is taken from the first block that has one for this group: its own share, or the
+        share of a group that is ``absent`` or far behind.
         """
         newest, block, free = max(map(int, self.dealt), default=self.first), self.first, list[int]()
         while not free:
@@ -66,12 +67,12 @@ class DataOrder:
 
     @property
     def samples(self) -> int:
-        """The number of samples in all assigned shares."""
+        """The number of samples in all shares that are assigned so far."""
         shares = self.first * self.groups + sum(map(len, self.dealt.values()))
         return shares * self.micro_batches * self.width
 
     @property
     def end(self) -> int:
-        """The first position after all blocks with assigned shares."""
+        """The position in the data after all blocks of which a share is assigned."""
         blocks = max(map(int, self.dealt), default=self.first - 1) + 1
         return blocks * self.micro_batches * self.groups * self.width

@@ -1,7 +1,7 @@
 """The rounds of a run whose groups come and go: who takes part, and when averages close.
 
-Averages are numbered 1, 2, … With rounds of H steps and P fragments, average k is of fragment −k
-mod P and is due after step k·H/P. A group begins to wait for average k + 1 only when it has the
+Averages are numbered 1, 2, … With rounds of H steps and P fragments, average k is that of fragment
+−k mod P and is due after step k·H/P. A group sends changes for average k + 1 only when it has the
 anchors of average k. So one average is open at a time. This file reads no clock: callers pass the
 time.
 """
@@ -26,10 +26,9 @@ log = logging.getLogger("sdp")
 
 
 class Schedule:
-    """Says when each average is due, and which fragment of the model it changes.
+    """Says when each average is due, and which part of the model (fragment) it covers.
 
-    A run has at least ``steps`` steps, so that the last one ends a round. Averages are numbered
-    from 1.
+    ``steps`` is rounded up to whole rounds. Averages are numbered from 1.
     """
 
     def __init__(self, sync: SyncSection, steps: int):
@@ -39,7 +38,7 @@ class Schedule:
         self.last = self.steps * sync.fragments // sync.every + sync.fragments - 1
 
     def fragment(self, average: int) -> int:
-        """Return the fragment of the model that the average with this number changes."""
+        """Return which part of the model (fragment) the average with this number covers."""
         return -average % self.fragments
 
     def due(self, average: int) -> int:
@@ -57,7 +56,7 @@ class UnknownMemberError(ServiceError):
 
 @dataclass
 class Member:
-    """What the service knows of a living group."""
+    """What the service knows of a group that takes part in the run."""
 
     slot: int  # its number in the placement
     session: str  # a secret that names this membership
@@ -120,10 +119,10 @@ class ServedRun:
     # -- members -----------------------------------------------------------------------------------
 
     def join(self, slot: int | None, now: float) -> Member | None:
-        """Add a group to the run, and return it as a member, or None if no slot is free.
+        """Add a group to the run, and return it as a member, or None if the run has all groups.
 
-        The group gets ``slot`` if it is free, and otherwise the first free slot. If the run has
-        ended, ServiceError is raised.
+        The group gets the number ``slot`` in the placement if it is free, and otherwise the first
+        free number. If the run has ended, ServiceError is raised.
         """
         if self.has_ended:
             raise ServiceError("the run has ended")
@@ -138,7 +137,7 @@ class ServedRun:
         return member
 
     def member(self, session: str, now: float) -> Member:
-        """Return the member that makes a request at ``now``, or raise UnknownMemberError."""
+        """Return the member whose secret is ``session``, or raise UnknownMemberError."""
         if session not in self.members:
             raise UnknownMemberError("this group is not a member any more; it must join again")
         self.members[session].seen = now
@@ -179,7 +178,7 @@ class ServedRun:
         return member.shares[number] if self._is_started else None
 
     def receive(self, member: Member, average: int, changes: Mapping[Slice, torch.Tensor], nbytes: int) -> None:
-        """Keep changes that a member sends for the open average. A slice may be sent again."""
+        """Keep changes of weights that a member sends, if they are for the open average."""
         if self._is_open(average) and member.accepted < average:
             for piece in changes:
                 self.anchors.info_of(piece)
@@ -189,10 +188,11 @@ class ServedRun:
     def deliver(
         self, member: Member, average: int, rank: int, ranks: int, facts: tuple[int, int, float, float]
     ) -> None:
-        """Record that ``rank`` has sent all its changes. After all ``ranks``, the delivery counts.
+        """Record that one rank of a group has sent all its changes of weights.
 
-        If the average is not open any more, the group's samples count as skipped. The ``facts`` are
-        samples, new samples, loss and seconds, and those of rank 0 count.
+        When all ``ranks`` have, the delivery counts. If the average is not open any more, the
+        group's samples count as skipped. ``facts`` are samples, new samples, loss and seconds. Only
+        those of rank 0 count.
         """
         if member.accepted >= average:
             return
@@ -312,7 +312,8 @@ class ServedRun:
         return {"closed": self.closed, "samples": self.samples, "late": self.late, "orphans": dict(self.orphans)}
 
     def load_state_dict(self, state: Mapping[str, Any] | None, order: Mapping[str, Any] | None) -> None:
-        """Continue from a checkpoint (None: from the start) and the newest state of the data order.
+        """Continue from the ``state`` in a checkpoint and the saved data ``order``, if there are
+        any.
 
         Samples that were assigned and are not counted in the checkpoint count as skipped.
         """

@@ -36,7 +36,7 @@ class Server:
         token: The secret with which messages are signed.
         settings: The settings that all groups must have, as JSON.
         on_closed: Called after each average, with its line of metrics.jsonl.
-        on_dealt: Called when samples were assigned, before the group gets to know them.
+        on_dealt: Called when samples were assigned, before the group is told which.
         on_evaluation: Called after each evaluation, with its line of evaluations.jsonl.
     """
 
@@ -56,7 +56,7 @@ class Server:
     async def serve(
         self, host: str, port: int, tls: ssl.SSLContext | None, on_start: Callable[[int], None], stop: Sequence[int]
     ) -> None:
-        """Serve until the run has ended and its groups have left, or a signal is in ``stop``.
+        """Serve until the run has ended and its groups have left, or ``stop`` contains a signal.
 
         If ``port`` is 0, the system chooses a free port. ``on_start`` is called with the port.
         """

@@ -80,7 +80,7 @@ class Membership:
         self._begin_anew()
 
     def ranges(self, start: int, count: int) -> Iterator[tuple[int, int]]:
-        """Yield (first position, length) in the data order for ``count`` of the group's samples.
+        """Find ``count`` of the group's samples in the run's data: yield (first position, length).
 
         ``start`` is the index of the first of these samples among all that the group reads.
         """
@@ -90,7 +90,8 @@ class Membership:
         yield from ranges(self._share, self._width, start, count)
 
     def lease(self) -> None:
-        """Get one more share of the data. This waits until the run starts.
+        """Get one more share of the run's samples from the service. This waits until the run
+        starts.
 
         A group that is not a member any more gets arbitrary samples. It joins again after its next
         step, which then does not count.
@@ -159,7 +160,7 @@ class Membership:
 
     @contextmanager
     def lent(self, store: GroupStore, path: int) -> Iterator[None]:
-        """A context in which weights are anchors of another ``path``. Collective in the group."""
+        """A context in which the module has the weights of another ``path``. Collective."""
         others, names = store.layout.parameters_at(path), store.layout.parameters
         lent = {name: info for name in store.stepped if (info := others[names[name].path]).name != name}
         store.reshard()
@@ -175,7 +176,7 @@ class Membership:
             _set_weights(store, kept)
 
     def deliver(self, fragment: int, changes: Sequence[tuple[Slice, torch.Tensor, Compression]]) -> Future[None]:
-        """Start to send this rank's changes for the next average. The future ends with it."""
+        """Start to send this rank's changes of weights. The future is done when all are sent."""
         average, is_late = self.closed + 1, self.client.status.get("closed", 0) > self.closed
         mean = self._losses / self._new_samples if self._new_samples else 0.0
         facts = self._samples[fragment], self._new_samples, mean, time.monotonic() - self._since
@@ -192,10 +193,10 @@ class Membership:
         return self.client.start(work())
 
     def await_close(self, sending: Future[None]) -> bool:
-        """Wait until the next average has closed. Collective in the group.
+        """Wait for ``sending``, this rank's delivery, and for the end of the average. Collective.
 
-        Returns whether the average contains this group's delivery, which is ``sending``.
-        Afterwards, :attr:`closed` is the newest average, or the group is :attr:`lost`.
+        Returns whether the average contains this group's delivery. Afterwards, :attr:`closed` is
+        the newest average, or the group is :attr:`lost`.
         """
         average, status = self.closed + 1, {"closed": -1, "accepted": 0}
         sending.result()
