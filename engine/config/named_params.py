@@ -46,7 +46,7 @@ class AdamParams(Section):
 
 
 class SGDParams(Section):
-    """``optimizer.params`` of SGD, with torch's names. ``no_decay`` names parameters without weight decay."""
+    """``optimizer.params`` of SGD, with torch's names and in addition ``no_decay``."""
 
     lr: NonNegative = 1e-3
     momentum: NonNegative = 0.0

@@ -312,8 +312,7 @@ class ServedRun:
         return {"closed": self.closed, "samples": self.samples, "late": self.late, "orphans": dict(self.orphans)}
 
     def load_state_dict(self, state: Mapping[str, Any] | None, order: Mapping[str, Any] | None) -> None:
-        """Continue from the ``state`` in a checkpoint and the saved data ``order``, if there are
-        any.
+        """Continue a run from a saved ``state`` and data ``order``. Each is None if not saved.
 
         Samples that were assigned and are not counted in the checkpoint count as skipped.
         """

@@ -90,8 +90,7 @@ class Membership:
         yield from ranges(self._share, self._width, start, count)
 
     def lease(self) -> None:
-        """Get one more share of the run's samples from the service. This waits until the run
-        starts.
+        """Get one more share of the data from the service, once the run has started.
 
         A group that is not a member any more gets arbitrary samples. It joins again after its next
         step, which then does not count.
