@@ -1,1 +1,1 @@
-"""Data: text to tokens, token shards and image sets, without models or the training loop."""
+"""Prepares text as token shards, and reads token shards and image sets as data sets."""

@@ -1,11 +1,13 @@
-"""Assigns the sequences of a prepared corpus to clusters, by a router that reads a prefix.
+"""Divides the sequences of a prepared corpus into clusters, one for each path of ``sdp.paths``.
 
-For each cluster, the router has a bigram model of tokens, and a bias. A prefix belongs to the
-cluster whose model gives it the highest likelihood. The models and the clusters are found together
-by expectation-maximisation on a sample (as in SMALLTALK LM, arXiv 2410.03529, with smaller models):
-each model learns from the prefixes of its cluster, then all prefixes are assigned again. The biases
-keep the clusters equally large. The first clusters are those of k-means on the counts of tokens. Of
-several attempts, the one with the highest likelihood is used.
+A router chooses the cluster of a sequence from its first tokens, the prefix. The router has a
+bigram model of tokens and a bias for each cluster. A prefix goes to the cluster with the highest
+sum of log-likelihood and bias. The biases keep the clusters equally large.
+
+Models and clusters are found by expectation-maximisation on a sample of prefixes (as in SMALLTALK
+LM, arXiv 2410.03529, with smaller models): each model learns from the prefixes of its cluster, then
+all prefixes are assigned again. The first assignment is by k-means on the counts of tokens. Of
+several attempts, the router with the highest likelihood is kept.
 """
 
 from __future__ import annotations
@@ -46,12 +48,13 @@ _PLAIN_LINE_SECONDS = 5.0
 
 @dataclass(frozen=True)
 class Router:
-    """Chooses a cluster for the first tokens of a text.
+    """A classifier of sequences: it chooses a cluster from the first tokens.
 
     Attributes:
-        prefix: the number of tokens that the router reads.
-        pairs: (clusters, buckets) float32, the log of the counts of pairs of tokens.
-        firsts: (clusters, vocab_size) float32, the log of the counts of the first of a pair.
+        prefix: The number of tokens that the router reads.
+        pairs: (clusters, buckets) float32, the log of how often two neighbouring tokens occur. If
+            there are very many pairs of tokens, several pairs share a bucket.
+        firsts: (clusters, vocab_size) float32, the log of how often a token is the first of a pair.
         biases: (clusters,) float32, added to the log-likelihood of a whole prefix.
     """
 
@@ -70,7 +73,7 @@ class Router:
         """Return the log-likelihood, in nats, of each prefix under each cluster's model.
 
         Args:
-            tokens: (prefixes, length) token ids. At most ``prefix`` tokens of each count.
+            tokens: (prefixes, length) token ids. Of a row, the first :attr:`prefix` are read.
 
         Returns:
             (prefixes, clusters) float64.
@@ -81,16 +84,16 @@ class Router:
         return np.stack(columns, 1).astype(np.float64)
 
     def scores(self, tokens: np.ndarray) -> np.ndarray:
-        """Return the log-likelihoods with the biases. Shorter prefixes have smaller biases."""
+        """Return log-likelihoods plus biases. For shorter prefixes, the biases are scaled down."""
         share = (min(tokens.shape[1], self.prefix) - 1) / (self.prefix - 1)
         return self.log_likelihoods(tokens) + share * self.biases
 
     def route(self, tokens: np.ndarray) -> np.ndarray:
-        """Return each prefix's cluster, (prefixes,) int64: the one with the highest score."""
+        """Return the cluster with the highest score for each prefix, (prefixes,) int64."""
         return self.scores(tokens).argmax(1)
 
     def save(self, folder: Path, tokenizer: Tokenizer, settings: dict[str, Any]) -> None:
-        """Write weights, the tokenizer, and ``settings`` with those of the router."""
+        """Write weights, tokenizer, and a JSON file with ``settings`` and the router's sizes."""
         tensors = {name: torch.from_numpy(getattr(self, name)) for name in ("pairs", "firsts", "biases")}
         save_file(tensors, folder / WEIGHTS_FILE)
         about = {"prefix": self.prefix, "vocab_size": self.vocab_size, "tokenizer": tokenizer.spec(), **settings}
@@ -99,7 +102,7 @@ class Router:
 
 
 def load_router(folder: str | Path) -> Router:
-    """Load the router in ``folder``. Raises DataError if it is missing or damaged."""
+    """Load the router of the folder ``folder``. Raises DataError if it is missing or damaged."""
     folder = Path(folder)
     about = _read_about(folder)
     try:
@@ -117,7 +120,7 @@ def load_router(folder: str | Path) -> Router:
 
 
 def router_hash(folder: Path) -> str:
-    """Return the sha256 of a router's weights. With equal hashes, sequences have equal paths."""
+    """Return the sha256 of a router's weights. Equal routers give every sequence the same path."""
     return sha256_of(folder / WEIGHTS_FILE)
 
 
@@ -131,7 +134,7 @@ def _read_about(folder: Path) -> dict[str, Any]:
 
 
 def check_request(count: int, prefix: int, sequence_length: int) -> None:
-    """Raise DataError if no corpus could have such clusters."""
+    """Raise DataError if the number of clusters or the prefix is out of range for every corpus."""
     if not 2 <= count <= _MOST:
         raise DataError(f"the number of clusters must be from 2 to {_MOST}, but is {count}")
     if not 2 <= prefix <= sequence_length:
@@ -141,24 +144,30 @@ def check_request(count: int, prefix: int, sequence_length: int) -> None:
 def make_clusters(
     directory: str | Path, count: int, prefix: int, sequence_length: int, seed: int = 0, progress: bool = True
 ) -> dict[str, Any]:
-    """Train a router on a prepared corpus, assign every sequence, and write both to ``clusters``.
-    Equal arguments give equal clusters. An existing folder of clusters is replaced.
+    """Train a router on a prepared corpus, and assign every sequence of the corpus to a cluster.
+
+    Both are written to the folder ``clusters`` of the corpus, and replace an earlier one. Equal
+    arguments give equal clusters.
 
     Args:
         directory: The prepared corpus.
         count: The number of clusters.
-        prefix: The tokens of a sequence that the router reads.
-        sequence_length: The tokens of a sequence, ``data.sequence_length`` of the training.
-        seed: The seed of the sample and of the noise.
+        prefix: The number of tokens of a sequence that the router reads.
+        sequence_length: Tokens in a sequence: ``data.sequence_length`` of the later training.
+        seed: The seed for the choice of the sample and of the first clusters.
         progress: Whether to show progress.
 
     Returns:
-        ``sizes`` by split, ``losses`` (nats per token of held-out prefixes under the model of their
-        cluster), ``tokens`` (typical texts of each cluster), ``loss``, and ``loss_of_one`` (the
-        loss under a single model).
+        What ``sdp prepare`` prints. Losses are those of held-out prefixes, in nats per token.
+
+        - ``sizes``: for each split, the number of sequences in each cluster
+        - ``losses``: for each cluster, the loss of its model on its prefixes
+        - ``loss``: the mean loss of all prefixes, each under the model of its cluster
+        - ``loss_of_one``: the mean loss of all prefixes under a single model, for comparison
+        - ``tokens``: for each cluster, texts of the tokens that are most typical of it
 
     Raises:
-        DataError: An argument or the corpus does not fit.
+        DataError: An argument is out of range, or the corpus is missing, damaged or too small.
     """
     directory = Path(directory)
     check_request(count, prefix, sequence_length)
@@ -204,7 +213,7 @@ def make_clusters(
 def train_router(
     prefixes: np.ndarray, vocab_size: int, count: int, random: np.random.Generator, progress: bool = False
 ) -> Router:
-    """Find ``count`` clusters of ``prefixes`` (sequences, tokens) of about equal size."""
+    """Train a router that divides ``prefixes`` (sequences, tokens) into about equal clusters."""
     attempts = tqdm(range(_ATTEMPTS), "router", disable=not progress or not sys.stderr.isatty())
     return max((_attempt(prefixes, vocab_size, count, random) for _ in attempts), key=lambda found: found[0])[1]
 
@@ -223,7 +232,7 @@ def _attempt(prefixes: np.ndarray, vocab_size: int, count: int, random: np.rando
 
 
 def _start(prefixes: np.ndarray, vocab_size: int, count: int, random: np.random.Generator) -> np.ndarray:
-    """Deal prefixes by spherical k-means on the roots of their counts of tokens."""
+    """Assign prefixes to first clusters, by spherical k-means on roots of counts of tokens."""
     points = np.zeros((len(prefixes), min(vocab_size, _FEATURES)), np.float32)
     np.add.at(points, (np.arange(len(prefixes))[:, None], prefixes * 40503 % points.shape[1]), 1)  # a prime
     points = np.sqrt(points)
@@ -245,7 +254,10 @@ def _on_sphere(points: np.ndarray) -> np.ndarray:
 
 
 def balancing_biases(scores: np.ndarray) -> np.ndarray:
-    """Return the biases (clusters,) with which argmax divides the rows of ``scores`` evenly."""
+    """Return biases (clusters,) that make the clusters about equally large.
+
+    A row of ``scores`` (rows, clusters) goes to the cluster with the largest sum of score and bias.
+    """
     rows, count = scores.shape
     biases = np.zeros(count)
     step = float(np.abs(scores - scores.mean(1, keepdims=True)).mean()) + 1e-9
@@ -275,7 +287,7 @@ def _buckets(tokens: np.ndarray, vocab_size: int) -> np.ndarray:
 
 
 def _fit(prefixes: np.ndarray, dealt: np.ndarray, vocab_size: int, count: int) -> Router:
-    """Return the bigram models of the prefixes that were dealt to each cluster, without biases."""
+    """Return bigram models of clusters without biases. ``dealt`` has each prefix's cluster."""
     size = _bucket_count(vocab_size)
     pairs, firsts = np.empty((count, size), np.float32), np.empty((count, vocab_size), np.float32)
     buckets, first = _buckets(prefixes, vocab_size), prefixes[:, :-1]
@@ -287,7 +299,7 @@ def _fit(prefixes: np.ndarray, dealt: np.ndarray, vocab_size: int, count: int) -
 
 
 def _prefixes(dataset: TokenDataset, prefix: int, what: str, progress: bool) -> Iterator[tuple[int, np.ndarray]]:
-    """Yield the first item and the prefixes of blocks of sequences."""
+    """Yield blocks of sequences: the index of the first sequence, and the prefixes of all."""
     last = time.monotonic()
     with tqdm(total=len(dataset), desc=what, disable=not progress or not sys.stderr.isatty()) as bar:
         for start in range(0, len(dataset), _READ):
@@ -343,10 +355,10 @@ def read_clusters(dataset: TokenDataset, folder: Path | None = None) -> np.ndarr
 
     Args:
         dataset: A split of a prepared corpus.
-        folder: The folder of clusters. None: that of the corpus.
+        folder: The folder of clusters, by default the folder ``clusters`` of the corpus.
 
     Raises:
-        DataError: The clusters are missing, damaged, or of another corpus or sequence length.
+        DataError: The clusters are missing, damaged, or for another corpus or sequence length.
     """
     folder = folder or dataset.directory / CLUSTERS
     again = f"make them again with: sdp prepare --output {dataset.directory} --clusters K --sequence-length L"

@@ -1,4 +1,4 @@
-"""The default corpus: Python's standard library, at least 10 MB of real text on every machine."""
+"""The corpus of ``sdp prepare`` without ``--input``: Python's standard library, 10 MB or more."""
 
 from __future__ import annotations
 
@@ -29,20 +29,20 @@ _SKIPPED_MODULES = ("_test", "_ctypes_test", "_tkinter", "_xx", "antigravity", "
 
 @dataclass(frozen=True)
 class StandardLibrary:
-    """The sources of the running Python's standard library, and docstrings of its compiled modules.
+    """A corpus: Python's standard library, as it is installed with the running interpreter.
 
-    Each file is one document. Documents are in the order of their names, and the name decides which
-    are held out. Nothing is imported into this process.
+    A document is a source file, or the docstrings of a compiled module. Documents are sorted by
+    name. The name decides whether a document is held out.
     """
 
     files: tuple[tuple[str, bytes], ...]
 
     def sources(self) -> list[Source]:
-        """Name, size and hash of every file."""
+        """Return name, size in bytes and sha256 of every document."""
         return [Source(name, len(data), hashlib.sha256(data).hexdigest()) for name, data in self.files]
 
     def documents(self, piece: int | None = None) -> Iterator[Document]:
-        """All documents in order, or the one with index ``piece``."""
+        """Yield all documents in order, or only the document with the index ``piece``."""
         for name, data in self.files if piece is None else (self.files[piece],):
             yield Document(data.decode(), len(data), split_key=name)
 
@@ -50,7 +50,8 @@ class StandardLibrary:
 def standard_library() -> StandardLibrary:
     """Read the standard library of the running interpreter.
 
-    Raises DataError if it has no readable sources.
+    Another process imports the compiled modules to read their docstrings. Raises DataError if there
+    are no sources, or if the docstrings cannot be read.
     """
     root = Path(sysconfig.get_paths()["stdlib"])
     files = dict(_python_sources(root))

@@ -1,11 +1,11 @@
 """Prints the docstrings of this interpreter's compiled modules as JSON.
 
-Usage: ``python doc_strings.py FOLDER [SKIPPED…]``. FOLDER has the extension modules. Modules whose
-names start with one of SKIPPED are not imported.
+Usage: ``python doc_strings.py FOLDER [SKIPPED…]``. FOLDER is where the extension modules are.
+Modules whose names start with one of SKIPPED are not imported.
 
-The script runs in a fresh, isolated interpreter (``-I -S``), so its output does not depend on what
-another process has imported or patched. It imports compiled modules only, and nothing of this
-package.
+``sdp prepare`` runs this script in a fresh, isolated interpreter (``-I -S``), so that its output
+does not depend on what another process has imported or patched. The script imports compiled modules
+only, and nothing of this package.
 """
 
 from __future__ import annotations
@@ -19,9 +19,10 @@ from typing import Any
 
 
 def collect(folder: Path, skipped: tuple[str, ...]) -> dict[str, str]:
-    """Collect the docstrings of each module, its functions, its classes and their members.
+    """Return a text for each compiled module, by name: its docstrings, joined.
 
-    No text is repeated.
+    Docstrings of functions, classes and members are included. A docstring that occurs again is left
+    out, and so are modules whose names start with one of ``skipped``.
     """
     extensions = {file.name.split(".")[0] for file in folder.glob("*") if file.suffix in (".so", ".pyd")}
     seen: set[str] = set()

@@ -1,4 +1,4 @@
-"""Documents to token arrays, in several processes. Their number does not change the result."""
+"""Encodes documents as tokens, in several processes, whose number does not change the result."""
 
 from __future__ import annotations
 
@@ -42,14 +42,14 @@ _ONE_THREAD = {"TOKENIZERS_PARALLELISM": "false"}  # per process, because there 
 
 @dataclass(frozen=True)
 class EncodedBatch:
-    """Consecutive documents, or a piece of a long one.
+    """The tokens of some consecutive documents, or of a part of one long document.
 
     Attributes:
-        tokens: The tokens of each split, with an end-of-text token after each document.
-        documents: The number of documents of each split that end in this batch.
-        text_bytes: Bytes of the texts.
-        source_bytes: Bytes of the sources that were read for them.
-        without_text: Documents that are left out because they are empty.
+        tokens: For each split, its tokens. An end-of-text token follows every document.
+        documents: For each split, the number of documents that end in this batch.
+        text_bytes: The size of the texts in UTF-8, in bytes.
+        source_bytes: The bytes of the files that were read for these documents.
+        without_text: The number of documents that were left out because they are empty.
     """
 
     tokens: dict[str, np.ndarray]
@@ -61,9 +61,7 @@ class EncodedBatch:
 
 @dataclass(frozen=True)
 class _Arguments:
-    """The settings that every process needs. ``spec`` is the JSON of the tokenizer's
-    description.
-    """
+    """What every process needs to encode. ``spec`` is the tokenizer's description as JSON."""
 
     spec: str
     end_of_text: int
@@ -73,18 +71,20 @@ class _Arguments:
 
 
 def split_of(document: Document, held_out: float) -> str:
-    """Choose the split of a document: "held_out" for the given fraction, else "train".
+    """Choose a document's split: a fraction ``held_out`` goes to "held_out", the rest to "train".
 
-    The choice depends only on the document's key or text.
+    The choice depends only on a hash of the document's ``split_key``, or without one of its
+    content.
     """
     return "held_out" if _position(document) < held_out else "train"
 
 
 def threshold_of(documents: Iterable[Document], held_out: float) -> float:
-    """Return the fraction for :func:`split_of` with which both splits have a document.
+    """Return the fraction for :func:`split_of` with which no split is empty.
 
-    The result is ``held_out``, unless a split of a small corpus would be empty by chance. Then the
-    document that is nearest to the limit is moved to this split.
+    This is ``held_out``, unless a split of a small corpus would be empty by chance. Then the
+    fraction is changed just enough to move one document into that split. If there is one document,
+    or all are equal, one split stays empty.
     """
     lowest, highest = math.inf, -math.inf
     for document in documents:
@@ -116,20 +116,20 @@ def encode_documents(
     workers: int,
     begin: int | None = None,
 ) -> Iterator[EncodedBatch]:
-    """Encode all documents in order.
+    """Encode documents, and yield their tokens in order.
 
     Processes are spawned, because a fork could inherit locks of this process's threads. A script
     that calls this function therefore needs the usual ``if __name__ == "__main__"``.
 
     Args:
-        documents: The documents. A long one is encoded in this process, so that only one copy of
-            it is in memory.
-        spec: Describes the tokenizer. Every process loads it.
-        end_of_text: The tokenizer's token that ends a document.
-        directory: Where the tokenizer's files are.
+        documents: The documents. A very long one is encoded in this process, so that only one copy
+            of it is in memory.
+        spec: The tokenizer's description, with which every process loads the tokenizer.
+        end_of_text: The token to put after each document.
+        directory: The folder with the tokenizer's files.
         held_out: The fraction of documents that are held out.
         workers: The number of processes; 1 uses only this process.
-        begin: The token that begins a text, or None.
+        begin: The token to put before each text. If None, nothing is put there.
 
     Raises:
         LaunchError: A process died.
@@ -297,12 +297,13 @@ def _utf8(text: str) -> Iterator[bytes]:
 
 
 def cut_text(text: str, tokenizer: Tokenizer) -> Iterator[str]:
-    """Cut ``text`` into pieces, and yield them in order.
+    """Cut a long text into pieces that can be encoded one after the other, and yield them in order.
 
-    A cut is made where the tokens of the text around it equal those of both sides separately. If
-    there is no such position, as in a megabyte of one letter, a piece is cut where both sides still
-    decode to the same text. If there is none either, the piece becomes longer. This happens with
-    tokenizers that add a space to the start of every text.
+    Cuts are made where they do not change the tokens: both sides of the cut, encoded separately,
+    give the same tokens as together. A megabyte of one letter may have no such place. Then the text
+    is cut where at least both sides still decode to the same text. If there is no such place
+    either, the piece becomes longer. This happens with tokenizers that add a space to the start of
+    every text.
     """
     start, end = 0, PIECE_CHARACTERS
     while end < len(text):

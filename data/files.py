@@ -1,4 +1,4 @@
-"""Files of a corpus or of prepared data: their kinds, their hashes and the name of the index."""
+"""Helpers for files of a corpus or of prepared data: kinds of files, hashes, and JSON indexes."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ _KINDS = {
 
 
 def special_kind(path: Path) -> str | None:
-    """Name the kind of ``path``, such as "a FIFO", or return None for a regular or missing file.
+    """Name the kind of ``path``, such as "a FIFO". Returns None for a regular file or no file.
 
-    A link counts as the file that it points to. A link to nothing is "a dangling link".
+    A link counts as the file that it points to. A link to nothing is "a dangling link to …".
     """
     try:
         mode = path.stat().st_mode
@@ -36,16 +36,19 @@ def special_kind(path: Path) -> str | None:
 
 
 def require_regular(path: Path, remedy: str) -> None:
-    """Raise DataError if ``path`` exists but is not a regular file. Opening a FIFO would hang."""
+    """Raise DataError if ``path`` exists but is not a regular file. Opening a FIFO would hang.
+
+    The message ends with ``remedy``.
+    """
     if (kind := special_kind(path)) is not None:
         raise DataError(f"{path}: is not a regular file but {kind}; {remedy}")
 
 
 def read_index(path: Path, missing: str, again: str) -> Any:
-    """Return the JSON in an index.
+    """Read a JSON file that describes prepared data.
 
-    Raises DataError, which ends with ``missing`` if there is no such file, and with ``again`` if it
-    cannot be read.
+    Raises DataError, whose message ends with advice: ``missing`` if there is no such file,
+    ``again`` if it cannot be read.
     """
     require_regular(path, again)
     try:
@@ -57,7 +60,7 @@ def read_index(path: Path, missing: str, again: str) -> Any:
 
 
 def read_at(file: PositionedFile, position: int, count: int) -> bytes:
-    """Return ``count`` bytes of ``file``, or fewer if it ends before. Raises DataError."""
+    """Read ``count`` bytes of ``file``, or fewer if the file ends before. Raises DataError."""
     try:
         return file.read(position, count)
     except OSError as error:

@@ -1,7 +1,7 @@
-"""Writes our tokenizers as files that ``transformers`` loads.
+"""Writes this project's tokenizers as files that ``transformers`` loads.
 
-The loaded tokenizer gives the same ids for the same text and has the same end-of-text token. The
-files are plain JSON in the format of the ``tokenizers`` library, which need not be installed.
+The loaded tokenizer gives the same ids for the same text, and has the same end-of-text token. The
+files are JSON in the format of the package ``tokenizers``, which need not be installed.
 """
 
 from __future__ import annotations
@@ -36,8 +36,8 @@ _SENTENCEPIECE_CONFIG = {"add_prefix_space": False, "legacy": False, "add_bos_to
 def write_tokenizer(tokenizer: Tokenizer, directory: Path) -> tuple[int | None, int]:
     """Write the files that ``AutoTokenizer.from_pretrained(directory)`` reads.
 
-    Returns the ids of the tokens that begin a text, None if there is none, and that end a document.
-    Raises DataError if the kind of ``tokenizer`` is unknown.
+    Returns the ids of the BOS token, or None without one, and of the token that ends a document.
+    Raises DataError if the class of ``tokenizer`` has no counterpart in ``transformers``.
     """
     if isinstance(tokenizer, HuggingFaceTokenizer):
         return tokenizer.save_pretrained(directory), tokenizer.end_of_text

@@ -1,4 +1,4 @@
-"""Named image sets as arrays in files: scikit-learn's digits, CIFAR-10 and CIFAR-100.
+"""Prepares named image sets as arrays in files: scikit-learn's digits, CIFAR-10 and CIFAR-100.
 
 A prepared directory has two files per split: ``SPLIT-images.npy``, uint8 of shape (samples,
 channels, side, side), and ``SPLIT-labels.npy``, int64. Its index ``images.json`` is written last,
@@ -47,11 +47,12 @@ _Finite = Annotated[float, Field(allow_inf_nan=False)]
 
 
 class ImageIndex(BaseModel):
-    """The index of a prepared set, or the properties of a folder of images.
+    """Properties of an image set: the content of ``images.json``, or made for a folder of images.
 
-    ``mean`` and ``std`` have a value for each channel, computed over the training split for pixel
-    values between 0 and 1. ``sha256`` is the hash of all arrays, or of the names of a folder's
-    files. ``mirrors`` says whether a mirrored image has the same class.
+    ``counts`` has the number of images by split. ``mean`` and ``std`` have a value for each
+    channel, for pixels between 0 and 1: those of the training split, or for a folder those of
+    ImageNet. ``sha256`` is the hash of all arrays, or of the names of a folder's files. ``mirrors``
+    says whether a mirrored image still belongs to its class.
     """
 
     model_config = ConfigDict(strict=True, extra="forbid", frozen=True)
@@ -74,15 +75,18 @@ class ImageIndex(BaseModel):
 
     @property
     def crop(self) -> int:
-        """The pixels by which a crop may shift. An image of a folder is cropped when it is read."""
+        """By how many pixels a batch shifts an image at most.
+
+        It is 0 for a folder, because images of a folder are cropped when they are read.
+        """
         return self.image_size // 8 if self.format == FORMAT else 0
 
 
 def prepare_images(name: str, path: Path | None, output: Path) -> ImageIndex:
-    """Write the arrays of a set to ``output``, unless they are there already.
+    """Write the arrays of a named image set to ``output``, unless they are there already.
 
-    ``path`` is CIFAR's archive, or the directory to which it was unpacked. Raises DataError if the
-    archive is missing or damaged, or has pickles.
+    ``path`` is CIFAR's archive, or the directory to which it was unpacked. The digits need no path.
+    Raises DataError if the archive is missing or damaged, or has pickles.
     """
     if (output / INDEX_FILE).is_file() and load_image_index(output).name == name:
         return load_image_index(output)
@@ -145,7 +149,7 @@ def _replacing(path: Path) -> Iterator[BinaryIO]:
 
 
 def facts_of_set(name: str) -> dict[str, int]:
-    """Return the number of classes and the pixels per side, which a model must fit."""
+    """Return ``num_classes`` and ``image_size`` (pixels per side) of a named image set."""
     return (
         {"num_classes": _CIFAR[name].classes, "image_size": 32}
         if name in _CIFAR
@@ -154,7 +158,7 @@ def facts_of_set(name: str) -> dict[str, int]:
 
 
 def check_source(name: str, path: Path | None) -> None:
-    """Check that a set can be prepared.
+    """Check that a named image set can be prepared.
 
     Raises ConfigError if scikit-learn is missing, and DataError if ``path`` has no binary files of
     CIFAR.
@@ -171,7 +175,7 @@ def check_source(name: str, path: Path | None) -> None:
 
 
 def load_image_index(directory: Path) -> ImageIndex:
-    """Read the index of a prepared directory. Raises DataError if it is missing or damaged."""
+    """Read the index of prepared images. Raises DataError if it is missing or damaged."""
     path = directory / INDEX_FILE
     missing = f"no prepared images here (no {INDEX_FILE}); train on them to have them made"
     content = read_index(path, missing, _AGAIN)
@@ -185,9 +189,9 @@ def load_image_index(directory: Path) -> ImageIndex:
 
 
 class ArrayFile:
-    """An array in a file, read entry by entry.
+    """An array in a ``.npy`` file. ``file[i]`` reads entry ``i`` from the disk.
 
-    Raises DataError if the file is not the array that the index describes, or is cut off.
+    Raises DataError if dtype or number of entries are not as expected, or if the file is cut off.
     """
 
     def __init__(self, path: Path, samples: int, dtype: str) -> None:

@@ -30,10 +30,11 @@ Sample = tuple[torch.Tensor, int, int]  # uint8 image (C, S, S), label, position
 
 
 class ImageArrays(Dataset[Sample]):
-    """A split of a prepared set.
+    """A map-style data set: one split of a prepared image set.
 
-    Positions beyond the length start again at sample 0. Raises DataError if a file does not match
-    the index, or is cut off, also at a later read.
+    A sample is (image, label, position), with a uint8 image (C, S, S). A position beyond the length
+    means sample 0, 1, … of the next epoch. Raises DataError if a file does not match the index, or
+    is cut off, also at a later read.
     """
 
     reads_positions = True
@@ -60,10 +61,11 @@ class ImageArrays(Dataset[Sample]):
 
 
 class ImageFolder(Dataset[Sample]):
-    """A folder with one directory of images per class. Images are decoded when they are read.
+    """A map-style data set: a folder with a directory of images for each class.
 
-    A sample is a square of ``image_size`` pixels in RGB. With a ``seed``, every epoch has another
-    part of the image. Without a seed, it is the middle of the image.
+    A sample is (image, label, position). The image is a square of ``image_size`` pixels per side,
+    RGB in uint8, decoded when it is read. With a ``seed``, it is a random part of the picture,
+    another one in every epoch. Without a seed, it is the middle of the picture.
 
     ``root`` has ``train/CLASS/…`` and ``val/CLASS/…`` (or ``test``, ``held_out``), or only
     ``CLASS/…``. In the second case a tenth is held out, chosen by the files' names.
@@ -175,7 +177,7 @@ def _some_part(width: int, height: int, random: np.random.Generator) -> tuple[fl
 
 
 def check_packages(name: str | None = None) -> None:
-    """Raise ConfigError if a package that images of ``data.name`` need is missing."""
+    """Raise ConfigError if kornia is missing, or Pillow, which only "folder" needs."""
     for package, module in (("kornia", "kornia"), *([("Pillow", "PIL")] if name == "folder" else [])):
         if find_spec(module) is None:
             raise ConfigError(
@@ -185,11 +187,11 @@ def check_packages(name: str | None = None) -> None:
 
 
 class Batches:
-    """Collates samples to ``{"images": (B, 3, S, S), "labels": (B,)}``.
+    """A ``collate_fn`` that makes ``{"images": (B, 3, S, S), "labels": (B,)}`` of B samples.
 
-    Images are float32 and normalised. With a ``seed``, they are cropped and mirrored at random.
-    ``samples`` is the data set's length, by which a position is divided into epoch and index.
-    Raises ConfigError if kornia is missing.
+    Images become float32 and are normalised. With a ``seed``, they are cropped and mirrored at
+    random. ``samples`` is the data set's length, by which a position is divided into epoch and
+    index. Raises ConfigError if kornia is missing.
     """
 
     def __init__(self, about: ImageIndex, samples: int, seed: int | None = None) -> None:

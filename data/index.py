@@ -1,4 +1,4 @@
-"""The index of a prepared directory, ``index.json``: its token shards and their origin."""
+"""The index of a directory that ``sdp prepare`` wrote: its token shards, and their origin."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class _Strict(BaseModel):
 class Shard(_Strict):
     """One ``.bin`` file of raw little-endian token ids.
 
-    ``documents`` counts the end-of-text tokens in this file.
+    ``documents`` counts end-of-text tokens, so a document counts in the file in which it ends.
     """
 
     file: str = Field(pattern=r"^[A-Za-z0-9_.-]+\.bin$")  # never a path out of the directory
@@ -38,7 +38,7 @@ class Shard(_Strict):
 
 
 class Split(_Strict):
-    """The shards of one split, in order.
+    """One split of a corpus, "train" or "held_out": its shards in order, and their sums.
 
     ``tokens`` includes the end-of-text token that follows every document.
     """
@@ -55,9 +55,10 @@ class Split(_Strict):
 
 
 class Corpus(_Strict):
-    """Where the tokens came from. Sizes are in bytes.
+    """The corpus that the tokens came from, as the index describes it.
 
-    ``sha256`` is the hash of the files' hashes, in the order in which the files were read.
+    ``bytes`` is the size of the files, and ``text_bytes`` the size of the texts in them. ``sha256``
+    is a hash of the files' hashes, in the order in which the files were read.
     """
 
     sources: list[str]
@@ -69,10 +70,11 @@ class Corpus(_Strict):
 
 
 class Index(_Strict):
-    """The content of ``index.json``.
+    """The content of ``index.json``, which describes a directory of prepared data.
 
-    ``settings`` has the arguments of ``prepare`` on which the tokens depend. ``masks_labels``:
-    2**31 is added to every token whose label does not count.
+    ``settings`` has the arguments of ``sdp prepare`` on which the tokens depend. If
+    ``masks_labels`` is true, some tokens have labels that do not count in the loss, and 2**31 is
+    added to their ids.
     """
 
     format: Literal["sdp-token-shards"] = FORMAT
@@ -93,16 +95,16 @@ class Index(_Strict):
         return self
 
     def save(self, directory: Path) -> None:
-        """Write ``index.json`` in one step, so that a directory with an index is complete."""
+        """Write ``index.json`` in one step. Call this last: it marks a directory as complete."""
         write_whole(directory / INDEX_FILE, json.dumps(self.model_dump(), indent=1) + "\n")
 
     def check_sizes(self, directory: Path) -> None:
-        """Check every shard with :meth:`check_size`."""
+        """Raise DataError if any shard is missing or does not have the size in the index."""
         for shard in self._shards():
             self.check_size(directory, shard)
 
     def check_size(self, directory: Path, shard: Shard) -> None:
-        """Raise DataError if the shard is missing or does not have the size in the index."""
+        """Raise DataError if this shard is missing or does not have the size in the index."""
         path, expected = directory / shard.file, shard.tokens * self._width
         if (kind := special_kind(path)) is not None:
             raise DataError(f"{path}: this token shard is {kind}; {_again(directory)}")
@@ -112,7 +114,7 @@ class Index(_Strict):
             raise DataError(f"{path}: {size:,} bytes instead of {expected:,}, damaged or cut off; {_again(directory)}")
 
     def verify(self, directory: Path) -> None:
-        """Read every shard. Raise DataError if a size or sha256 differs from the index."""
+        """Read and hash every shard. Raise DataError if a size or sha256 differs from the index."""
         self.check_sizes(directory)
         with ThreadPoolExecutor(HASHING_THREADS) as pool:
             digests = pool.map(lambda shard: sha256_of(directory / shard.file), self._shards())

@@ -25,7 +25,7 @@ _OTHER_FILES = {MODEL_FILE, HF_DIRECTORY, *_DRAFTS}
 
 @contextlib.contextmanager
 def writing(directory: Path) -> Iterator[None]:
-    """A context that turns an OSError (a full disk) into a DataError that names ``directory``."""
+    """A context that raises DataError with ``directory`` for an OSError, such as a full disk."""
     try:
         yield
     except OSError as error:
@@ -34,9 +34,10 @@ def writing(directory: Path) -> Iterator[None]:
 
 @contextlib.contextmanager
 def only_writer(directory: Path) -> Iterator[None]:
-    """Make ``directory`` and hold its lock. The lock ends with the process at the latest.
+    """A context that makes ``directory`` and keeps any other ``sdp prepare`` from writing to it.
 
-    Raises DataError if another process holds it.
+    A lock on the directory does this. It ends with the process at the latest. Raises DataError if
+    another process holds it.
     """
     with writing(directory):
         directory.mkdir(parents=True, exist_ok=True)
@@ -61,10 +62,9 @@ def only_writer(directory: Path) -> Iterator[None]:
 
 @contextlib.contextmanager
 def nothing_left_on_error(directory: Path, new_directories: list[Path]) -> Iterator[None]:
-    """Remove what the body wrote to ``directory`` if it fails or is interrupted.
+    """A context that removes what was written to ``directory`` inside it, if it ends with an error.
 
-    ``new_directories`` (innermost first) did not exist before this run. Afterwards, empty ones are
-    removed.
+    ``new_directories`` (innermost first) were made for this run, and are then removed, too.
     """
     before = {path.name for path in directory.iterdir()}
     try:
@@ -80,13 +80,13 @@ def nothing_left_on_error(directory: Path, new_directories: list[Path]) -> Itera
 
 
 def missing_directories(directory: Path) -> list[Path]:
-    """List the directories that must be made for ``directory`` to exist, innermost first."""
+    """List those of ``directory`` and its parents that do not exist, innermost first."""
     directory = directory.absolute()
     return [path for path in (directory, *directory.parents) if not os.path.lexists(path)]
 
 
 def check_writable(directory: Path) -> None:
-    """Raise DataError unless this user can write to ``directory``, or make it."""
+    """Raise DataError unless this user may write to ``directory``, or make it."""
     existing = next(path for path in (directory.absolute(), *directory.absolute().parents) if os.access(path, os.F_OK))
     if not existing.is_dir():
         raise DataError(f"{directory}: cannot be written: {existing} is a file")
@@ -95,7 +95,7 @@ def check_writable(directory: Path) -> None:
 
 
 def find_index(directory: Path, settings: Mapping[str, Any], *, overwrite: bool) -> Index | None:
-    """Read the index in ``directory`` if its data was made with these settings.
+    """Return the index in ``directory`` if its data is whole and was made with these settings.
 
     Returns None if there is no index, or if ``overwrite`` allows to replace other or damaged data.
 
@@ -119,7 +119,7 @@ def find_index(directory: Path, settings: Mapping[str, Any], *, overwrite: bool)
 
 
 def other_data(directory: Path, changed: list[str]) -> DataError:
-    """Make the error for an output whose data differs in the settings that ``changed`` names."""
+    """Return the error for a directory whose data has other settings, named in ``changed``."""
     return DataError(
         f"{directory} has data that was made in another way ({', '.join(changed)} changed); choose another output, "
         "or add --overwrite"
@@ -127,9 +127,10 @@ def other_data(directory: Path, changed: list[str]) -> DataError:
 
 
 def clear(directory: Path, *, overwrite: bool) -> None:
-    """Remove the files of an earlier or interrupted run. The index is removed first.
+    """Remove the files of an earlier or interrupted run, the index first.
 
-    Raises DataError if another run has written an index since this run began.
+    Raises DataError if there is an index and ``overwrite`` is not set, because another run has just
+    written it.
     """
     if (directory / INDEX_FILE).exists() and not overwrite:
         raise DataError(

@@ -44,8 +44,10 @@ _PLAIN_LINE_SECONDS = 5.0
 
 @dataclass(frozen=True)
 class Settings:
-    """The arguments that determine the tokens. Equal settings and equal corpora give equal shards.
-    An older index has no ``bos`` and no ``separator``, which then count as None.
+    """The arguments of :func:`prepare` on which the tokens depend. The index records them.
+
+    Equal settings and equal corpora give equal shards. An index of an older version has no ``bos``
+    and no ``separator``, which then count as None.
     """
 
     tokenizer: str
@@ -87,20 +89,19 @@ def prepare(
         inputs: Files, folders and glob patterns, of the kinds in ``SUFFIXES``. None means Python's
             standard library.
         output: The directory for shards, tokenizer and index.
-        tokenizer: ``sentencepiece`` (trained here, on training documents), ``bytes`` or
-        ``hf:NAME``.
+        tokenizer: ``sentencepiece`` (trained on training documents), ``bytes`` or ``hf:NAME``.
         vocab_size: Tokens of a trained tokenizer. The size of other tokenizers is fixed.
         text_column: The key or column of the text in .jsonl, .csv, .parquet and .arrow files.
-        held_out: The fraction of documents in the split ``held_out``, chosen by a hash.
+        held_out: The fraction of documents for the split ``held_out``, chosen by a hash.
         workers: Processes, by default one per core. The result does not depend on it.
         seed: The seed by which documents are chosen to train the tokenizer.
         shard_tokens: The largest number of tokens in a file.
         progress: Show a bar, or plain lines if stderr is not a terminal.
         overwrite: Replace other data in ``output``.
-        max_document_bytes: The largest size of a document.
-        names: The names of the inputs in the index. By default, their paths.
-        bos: Whether each text begins with the token of a Hugging Face tokenizer that begins a text.
-        separator: The token of a Hugging Face tokenizer that ends a document, by default its
+        max_document_bytes: The largest size of a document. A larger document is an error.
+        names: Names of the inputs to record in the index. By default, their paths.
+        bos: Whether to put the BOS token of a Hugging Face tokenizer before each text.
+        separator: The token of a Hugging Face tokenizer to put after each document, by default its
             end-of-sequence token.
 
     Returns:
@@ -224,9 +225,9 @@ def _check(settings: Settings, workers: int | None, max_document_bytes: int) -> 
 
 
 def sample_texts(corpus: StandardLibrary | FileCorpus, sources: list[Source], settings: Settings) -> Iterator[str]:
-    """Choose the training documents that the tokenizer learns from.
+    """Yield training documents, of about TOKENIZER_SAMPLE_BYTES in total, to train the tokenizer.
 
-    They are from all files, and together have about TOKENIZER_SAMPLE_BYTES.
+    Small files give all of their documents, and large files give about equal amounts.
     """
     order = list(range(len(sources)))
     random.Random(settings.seed).shuffle(order)
@@ -248,9 +249,9 @@ def sample_texts(corpus: StandardLibrary | FileCorpus, sources: list[Source], se
 
 
 def quota(sizes: list[int], budget: int) -> float:
-    """Find the q for which the sum of min(size, q) equals the budget.
+    """Return the most bytes to take from each file, so that all files together give ``budget``.
 
-    It is infinite if the sizes are too small.
+    If all files together have fewer bytes, the result is infinite.
     """
     for taken, size in enumerate(sorted(sizes)):
         if size * (len(sizes) - taken) >= budget:
@@ -272,9 +273,9 @@ def _of_one_kind(documents: Iterable[Document], *, of_tokens: bool) -> Iterator[
 
 
 class ShardWriter:
-    """Cuts a stream of tokens into ``SPLIT-NNNNN.bin`` files of at most ``shard_tokens`` tokens.
+    """Writes a stream of tokens to files ``SPLIT-NNNNN.bin`` of at most ``shard_tokens`` tokens.
 
-    A file gets its name when it is complete. ``dtype`` is a little-endian unsigned NumPy type.
+    An unfinished file has the suffix ``.tmp``. ``dtype`` is a little-endian unsigned NumPy type.
     """
 
     def __init__(self, directory: Path, split: str, dtype: np.dtype, shard_tokens: int, end_of_text: int) -> None:
@@ -295,7 +296,7 @@ class ShardWriter:
         return sum(shard.tokens for shard in self._shards) + self._tokens
 
     def write(self, tokens: np.ndarray) -> None:
-        """Append ``tokens`` (1-D, with end-of-text tokens). A full shard is followed by a new one.
+        """Append ``tokens`` (1-D, with end-of-text tokens). A full file is followed by a new one.
 
         Raises DataError if the file cannot be written.
         """
@@ -313,14 +314,14 @@ class ShardWriter:
                     self._close_shard()
 
     def finish(self) -> Split:
-        """Close the last shard and describe all of them. There must be at least one document."""
+        """Close the last file and describe all files. They must have at least one document."""
         with writing(self._directory):
             self._close_shard()
         documents = sum(shard.documents for shard in self._shards)
         return Split(shards=self._shards, tokens=self.tokens, documents=documents)
 
     def abort(self) -> None:
-        """Close and remove the unfinished shard."""
+        """Close and remove the unfinished file, if there is one."""
         if self._file is not None:
             with contextlib.suppress(OSError):  # on a full disk the rest of the buffer fails again
                 self._file.close()
@@ -347,8 +348,9 @@ class ShardWriter:
 def _write(
     directory: Path, batches: Iterable[EncodedBatch], tokenizer: Tokenizer, settings: Settings, *, of_tokens: bool
 ) -> tuple[dict[str, Split], Counter[str]]:
-    """Write all batches. Return the splits, and the ``documents``, ``text_bytes`` and documents
-    ``without_text``. Raises DataError if the disk is full or a split is empty.
+    """Write all batches, and return the splits and the counts for the index and the log.
+
+    Raises DataError if the disk is full or a split is empty.
     """
     dtype = np.dtype("uint32" if of_tokens else dtype_name(tokenizer.vocab_size)).newbyteorder("<")
     writers = {

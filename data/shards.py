@@ -25,19 +25,20 @@ MOST_OPEN = 256  # open shards; a process often may have only 1,024 open files
 
 
 class TokenDataset(Dataset[dict[str, torch.Tensor]]):
-    """Sample ``i`` is tokens ``[i × L, (i + 1) × L)`` of a split, with L = ``sequence_length``.
+    """A map-style data set of token shards: the samples of one split of a prepared directory.
 
-    A sample is ``{"input_ids": (L,), "labels": (L,)}``. Both are int64. They are equal, except that
-    labels that do not count are -100. The model shifts the labels, as Hugging Face's models do.
-    With ``document_mask``, ``"documents": (L,)`` numbers the documents in the sample; an
-    end-of-text token belongs to the document that it ends. A sample may span documents and shards.
-    Tokens after the last whole sample are not read.
+    Sample ``i`` is tokens ``[i × L, (i + 1) × L)`` of the split, with L = ``sequence_length``. It
+    may span documents and shards. Tokens after the last whole sample are not read.
 
-    ``paths``: which samples belong to which path, if the run has several.
+    A sample is ``{"input_ids": (L,), "labels": (L,)}``, both int64. A label is the input id at the
+    same position, or -100 if it does not count. The model shifts the labels, as Hugging Face's
+    models do. With ``document_mask``, ``"documents": (L,)`` has the number of each token's document
+    in the sample. An end-of-text token belongs to the document that it ends.
 
-    The constructor checks that every shard exists and has the right size. A shard that is cut off
-    later is found when it is read. Raises DataError if a shard is missing or damaged, if the split
-    is too small, or if a token id is outside the vocabulary.
+    If the run has paths (``sdp.paths``), ``paths`` says which samples each path reads.
+
+    Raises DataError if a shard is missing or damaged, if the split is too small, or if a token id
+    is outside the vocabulary. A shard that is cut off later is found when it is read.
     """
 
     def __init__(self, directory: str | Path, split: str, sequence_length: int, *, document_mask: bool = False) -> None:
@@ -138,17 +139,18 @@ class TokenDataset(Dataset[dict[str, torch.Tensor]]):
 
 
 class MixedTokens(Dataset[dict[str, torch.Tensor]]):
-    """The samples of one split of all sources, one source after the other.
+    """A map-style data set of one split of several sources (``data.sources``), one after another.
 
-    The loader mixes ``sources``, unless ``paths`` are set. A source is identified by the hash of
-    the corpus, so a resumed run finds a directory that was moved.
+    The loader mixes the sources by their weights, or reads one source for each path
+    (``sdp.paths``). A source is recognised by the hash of its corpus, so a resumed run accepts a
+    directory that was moved.
 
     Args:
         paths: The directories of the sources.
         weights: The share of each source, relative to the other weights.
         split: The split, "train" or "held_out".
         sequence_length: The tokens of a sample.
-        document_mask: As for :class:`TokenDataset`.
+        document_mask: Whether a sample says to which document each token belongs.
 
     Raises:
         DataError: A source cannot be read, two sources have the same content, or tokenizers differ.
@@ -185,7 +187,7 @@ class MixedTokens(Dataset[dict[str, torch.Tensor]]):
 
 
 def names_of(paths: Sequence[Path]) -> list[str]:
-    """Name each source by the last component of its path, or by the whole path if two are equal."""
+    """Name each source by the last part of its path. If names are equal, use the whole paths."""
     counts = Counter(path.name for path in paths)
     return [path.name if counts[path.name] == 1 else str(path) for path in paths]
 

@@ -1,7 +1,7 @@
-"""Documents from text, JSON lines (plain, .gz, .zst), .csv, .parquet and .arrow files.
+"""Reads documents from text, JSON lines (plain, .gz, .zst), .csv, .parquet and .arrow files.
 
-Errors name the file and the line or row. While a document is read, at most about two copies are in
-memory (three of a page of .parquet). Afterwards there is one copy (two of .parquet).
+Errors name the file and the line or row. While a document is read, at most about two copies of it
+are in memory (three of a page of .parquet). Afterwards there is one copy (two of .parquet).
 """
 
 from __future__ import annotations
@@ -51,15 +51,15 @@ _FREES_AT_ONCE = {"ARROW_DEFAULT_MEMORY_POOL": "system"}  # other allocators kee
 
 @dataclass(frozen=True)
 class Document:
-    """One text of the corpus, or its tokens. An empty document goes into no split.
+    """One document of a corpus: a text, or token ids that another tool made.
 
     Attributes:
-        text: The text. A text that is null is ``""``.
-        source_bytes: Bytes of the source that were read for it, for the progress bar.
-        split_key: The text that decides whether the document is held out. None means the
-            document's own text, so that equal texts are in the same split.
-        tokens: The token ids (uint32) of a document without text. ``UNCOUNTED`` is added to those
-            whose labels do not count.
+        text: The text. A text that is null in the file is ``""``.
+        source_bytes: The bytes of the file that were read for this document, for the progress bar.
+        split_key: The text whose hash decides whether the document is held out. If None, the
+            document's own text decides, so that equal texts are in the same split.
+        tokens: The token ids (uint32), if the file has tokens instead of text. ``UNCOUNTED`` is
+            added to tokens whose labels do not count.
     """
 
     text: str
@@ -69,13 +69,13 @@ class Document:
 
     @property
     def is_empty(self) -> bool:
-        """Whether the document has neither text nor tokens."""
+        """Whether the document has neither text nor tokens. Then it goes into no split."""
         return not self.text and self.tokens is None
 
 
 @dataclass(frozen=True)
 class Source:
-    """One file (or other piece) of a corpus: its name, its size in bytes and its sha256."""
+    """One file of a corpus: its name, its size in bytes and its sha256."""
 
     name: str
     bytes: int
@@ -84,29 +84,30 @@ class Source:
 
 @dataclass(frozen=True)
 class FileCorpus:
-    """The user's files, in the order in which they are read."""
+    """A corpus of the user's files. ``paths`` has them in the order in which they are read."""
 
     paths: tuple[Path, ...]
     text_column: str
     max_document_bytes: int = MAX_DOCUMENT_BYTES
 
     def sources(self) -> list[Source]:
-        """Name, size and hash of every file. Reads each file once."""
+        """Return name, size in bytes and sha256 of every file. This reads each file once."""
         with ThreadPoolExecutor(HASHING_THREADS) as pool:
             return list(pool.map(_describe, self.paths))
 
     def documents(self, piece: int | None = None) -> Iterator[Document]:
-        """Read all documents in order, or those of the file with index ``piece``."""
+        """Yield all documents in order, or only those of the file with the index ``piece``."""
         paths = self.paths if piece is None else (self.paths[piece],)
         for path in paths:
             yield from read_documents(path, self.text_column, self.max_document_bytes)
 
 
 def expand_inputs(patterns: Sequence[str]) -> tuple[Path, ...]:
-    """List the files that match the glob patterns (``**`` descends), sorted, each once.
+    """List the files that the user's inputs name, sorted, each file once.
 
-    The name of an existing file or folder is not a pattern. A folder stands for all files of
-    supported kinds in it and in its subfolders, without hidden ones.
+    An input is a file, a folder or a glob pattern, in which ``**`` stands for any number of
+    folders. A folder means all files of supported kinds in it and in its subfolders, except hidden
+    files. An input that is the name of an existing file or folder is not read as a pattern.
 
     Raises DataError if a pattern matches nothing, or something that is neither a file of a
     supported kind nor a directory.
@@ -165,11 +166,10 @@ def _without_facts(paths: list[Path]) -> list[Path]:
 def read_documents(
     path: Path, text_column: str = "text", max_document_bytes: int = MAX_DOCUMENT_BYTES
 ) -> Iterator[Document]:
-    """Read the documents of one file. The suffix of its name decides how it is read.
+    """Yield the documents of one file. The suffix of the file's name decides how it is read.
 
-    ``max_document_bytes`` limits a document: a text file, a line of JSON lines, or a text of
-    .parquet.
-    Raises DataError with the file and the line (or row).
+    ``max_document_bytes`` limits the size of a document: a text file, a line of JSON, or a text in
+    a table. Raises DataError, whose message has the file and the line or row.
     """
     suffix = _suffix(path)
     try:
@@ -262,11 +262,10 @@ def _decompressed(path: Path, raw: io.BufferedReader) -> Iterator[bytes]:
 
 
 def decompress_frames(raw: io.BufferedReader) -> Iterator[bytes]:
-    """Decompress all Zstandard frames of ``raw``.
+    """Decompress all Zstandard frames of ``raw``, and yield the content in small pieces.
 
-    The decompressor gets few bytes at a time, because 4 bytes can expand to 128 KiB. It refuses
-    frames that need a window of more than 128 MiB. Raises EOFError if the last frame is cut off,
-    which the library's own readers accept silently.
+    Frames that need a window of more than 128 MiB are refused with a ZstdError. Raises EOFError if
+    the last frame is cut off, which the library's own readers accept silently.
     """
     frame = None
     while data := raw.read(_ZSTANDARD_BYTES):
@@ -463,9 +462,10 @@ def _check_column(path: Path, schema: Any, column: str) -> None:
 
 
 def _texts(path: Path, arrays: Iterator[Any], limit: int, rows: int | None = None) -> Iterator[Document]:
-    """Read arrays of large_string. Each of ``rows`` counts for an equal part of the file's bytes.
-    Without ``rows``, a row counts for the bytes of its text. A text is copied only once from
-    arrow's memory; ``as_py`` would copy it twice.
+    """Yield a document for each text in ``arrays``, which are of the type large_string.
+
+    For the progress bar, each of ``rows`` counts for an equal part of the file, or if ``rows`` is
+    None, for the bytes of its text. A text is copied only once; ``as_py`` would copy it twice.
     """
     bytes_per_row = rows and path.stat().st_size / rows
     row = 0

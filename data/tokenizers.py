@@ -30,32 +30,32 @@ _SMALLEST_VOCABULARY = 260  # unknown, end of text, newline, tab and the 256 byt
 
 
 class Tokenizer(Protocol):
-    """The methods of a tokenizer that the preparation of data uses.
+    """What the preparation of data needs from a tokenizer.
 
-    ``decode(encode(text)) == text``, and no text contains the token ``end_of_text``.
+    ``decode(encode(text))`` is ``text``, and ``encode`` never returns the token ``end_of_text``.
     """
 
     vocab_size: int
     end_of_text: int
 
     def encode(self, text: str) -> list[int]:
-        """Token ids of ``text``, without any added token."""
+        """Return the token ids of ``text``. No BOS or other token is added."""
         ...
 
     def encode_batch(self, texts: Sequence[str]) -> list[np.ndarray]:
-        """Token ids (uint32) of each text, as :meth:`encode` gives them. Uses one thread."""
+        """Return the token ids of each text, as :meth:`encode` does (uint32). Uses one thread."""
         ...
 
     def decode(self, ids: Sequence[int]) -> str:
-        """The text of ``ids``. End-of-text tokens are left out."""
+        """Return the text of ``ids``. End-of-text tokens are left out."""
         ...
 
     def spec(self) -> dict[str, Any]:
-        """Describe the tokenizer for the index, so that ``tokenizer_from_spec`` can load it."""
+        """Return a description from which :func:`tokenizer_from_spec` loads the tokenizer again."""
         ...
 
     def save(self, directory: Path) -> None:
-        """Write the files that ``spec`` names into ``directory``."""
+        """Write the tokenizer's files into ``directory``."""
         ...
 
 
@@ -63,8 +63,8 @@ class Tokenizer(Protocol):
 class Piece:
     """A token of a SentencePiece model.
 
-    Two neighbours may be merged into a ``mergeable`` piece. Pieces with the best ``score`` come
-    first.
+    If ``mergeable``, the token is made by a merge of two neighbouring tokens. Merges into the token
+    with the highest ``score`` come first.
     """
 
     text: str
@@ -95,10 +95,7 @@ class BytesTokenizer:
 
 
 class SentencePieceTokenizer:
-    """A SentencePiece model with byte fallback.
-
-    It reproduces all text, including tabs and newlines.
-    """
+    """A SentencePiece model with byte fallback, so it can encode every text without loss."""
 
     def __init__(self, model: bytes) -> None:
         self._model = model
@@ -124,7 +121,7 @@ class SentencePieceTokenizer:
         return self._processor.decode(list(ids))
 
     def pieces(self) -> Iterator[Piece]:
-        """All tokens in the order of their ids. Spaces are plain spaces."""
+        """Yield all tokens in the order of ids, with a space for SentencePiece's space symbol."""
         model = self._processor
         for number in range(self.vocab_size):
             special = model.is_control(number) or model.is_unknown(number) or model.is_byte(number)
@@ -142,11 +139,11 @@ class SentencePieceTokenizer:
 
 
 class HuggingFaceTokenizer:
-    """A tokenizer of ``transformers``, from a local directory or from the hub.
+    """A tokenizer of ``transformers``, from a local directory or from the hub (``location``).
 
-    ``separator`` is the token that ends a document, in place of the end-of-sequence token. It is
-    saved with the tokenizer. Raises DataError if the tokenizer cannot be loaded or has no such
-    token.
+    ``name`` is for messages and the index. ``separator`` is the token that ends a document, instead
+    of the end-of-sequence token. It is saved with the tokenizer. Raises DataError if the tokenizer
+    cannot be loaded, or has no token that ends a document.
     """
 
     def __init__(self, location: str, name: str | None = None, separator: str | None = None) -> None:
@@ -171,20 +168,21 @@ class HuggingFaceTokenizer:
 
     @property
     def bos(self) -> int:
-        """The token that begins a text. Raises DataError if the tokenizer has none."""
+        """The id of the BOS token. Raises DataError if the tokenizer has none."""
         if self._tokenizer.bos_token_id is None:
             raise DataError(f"--bos: tokenizer {quote(self._name)} has no token that begins a text; leave --bos out")
         return self._tokenizer.bos_token_id
 
     @property
     def begin_of_text(self) -> int:
-        """The token that begins a text, or ``end_of_text`` if the tokenizer has none."""
+        """The id of the BOS token, or ``end_of_text`` if the tokenizer has no BOS token."""
         begin = self._tokenizer.bos_token_id
         return self.end_of_text if begin is None else begin
 
     def encode_prompt(self, text: str) -> list[int]:
-        """Token ids of a prompt, in which special tokens may be written as text. The tokenizer adds
-        its usual special tokens, unless ``text`` already begins with the first of them.
+        """Return the token ids of a prompt. The spelling of a special token becomes that token.
+
+        Special tokens such as BOS are added, unless ``text`` already begins with the first of them.
         """
         begin = self._tokenizer.decode(self.begin_of_text)
         return self._tokenizer.encode(text, add_special_tokens=not (begin and text.startswith(begin)), verbose=False)
@@ -207,16 +205,16 @@ class HuggingFaceTokenizer:
         self.save_pretrained(directory / HF_DIRECTORY)
 
     def save_pretrained(self, directory: Path) -> int | None:
-        """Write the files of ``transformers``; return the id of the begin-of-text token, if any."""
+        """Write files that ``transformers`` loads. Returns the id of the BOS token, or None."""
         self._tokenizer.save_pretrained(directory)
         return self._tokenizer.bos_token_id
 
 
 def load_fast(directory: Path) -> Any:
-    """Load the tokenizer that :meth:`HuggingFaceTokenizer.save` wrote without ``transformers``.
+    """Load the saved Hugging Face tokenizer of a prepared directory, without ``transformers``.
 
     Importing ``transformers`` takes seconds. Returns None for a tokenizer that is written in
-    Python.
+    Python, which only ``transformers`` can load.
     """
     file = directory / HF_DIRECTORY / "tokenizer.json"
     if not file.is_file():
@@ -227,7 +225,7 @@ def load_fast(directory: Path) -> Any:
 
 
 def encode_fast(backend: Any, texts: Sequence[str]) -> list[np.ndarray]:
-    """Encode ``texts`` with a tokenizer of the package ``tokenizers``, without any added token."""
+    """Encode texts as ids (uint32) with ``backend``, a tokenizer of the package ``tokenizers``."""
     # The tokenizer's files may ask for these. A document is neither cut nor padded.
     backend.no_truncation()
     backend.no_padding()
@@ -292,7 +290,7 @@ def _show_errors_only() -> Iterator[None]:
 
 
 def check_request(request: str, vocab_size: int | None) -> None:
-    """Check the name of a tokenizer and the size of its vocabulary.
+    """Check the name of a tokenizer, and whether this tokenizer can have ``vocab_size`` tokens.
 
     Raises DataError unless ``request`` is ``bytes``, ``sentencepiece`` or ``hf:NAME``, and fits
     ``vocab_size``.
@@ -315,14 +313,14 @@ def check_request(request: str, vocab_size: int | None) -> None:
 
 
 def request_of(spec: dict[str, Any]) -> str:
-    """Return the name (``data.tokenizer``) of a tokenizer with this ``spec()``."""
+    """Return the tokenizer's name, as for ``sdp prepare --tokenizer``, from its description."""
     return f"{_HF_PREFIX}{spec.get('name')}" if spec.get("kind") == "hf" else str(spec.get("kind"))
 
 
 def ready_made(request: str, separator: str | None = None) -> BytesTokenizer | HuggingFaceTokenizer | None:
-    """Load the tokenizer that ``request`` names, or return None if it must be trained first.
+    """Load the tokenizer that ``request`` names. Returns None for one that must be trained first.
 
-    ``separator``: the token that ends a document. Raises DataError if loading fails.
+    ``separator`` is the token that ends a document. Raises DataError if loading fails.
     """
     if request == "sentencepiece":
         return None
@@ -332,10 +330,9 @@ def ready_made(request: str, separator: str | None = None) -> BytesTokenizer | H
 
 
 def make_tokenizer(request: str, vocab_size: int | None, texts: Iterable[str]) -> Tokenizer:
-    """Load or train the tokenizer that ``request`` names.
+    """Load the tokenizer that ``request`` names, or train a SentencePiece tokenizer on ``texts``.
 
-    Only SentencePiece reads ``texts`` and learns from them. Raises DataError if the tokenizer
-    cannot be loaded or trained.
+    Raises DataError if the tokenizer cannot be loaded or trained.
     """
     check_request(request, vocab_size)
     return ready_made(request) or SentencePieceTokenizer(train_sentencepiece(texts, vocab_size or DEFAULT_VOCAB_SIZE))
@@ -344,7 +341,7 @@ def make_tokenizer(request: str, vocab_size: int | None, texts: Iterable[str]) -
 def load_tokenizer(directory: str | Path) -> Tokenizer:
     """Load the tokenizer of a prepared directory.
 
-    Raises DataError if it is missing, or is not the tokenizer of the directory's shards.
+    Raises DataError if it is missing, or is not the tokenizer that made the shards.
     """
     directory = Path(directory)
     index = directory / INDEX_FILE
@@ -355,7 +352,7 @@ def load_tokenizer(directory: str | Path) -> Tokenizer:
 
 
 def tokenizer_from_spec(spec: dict[str, Any], directory: Path) -> Tokenizer:
-    """Load the tokenizer that ``spec()`` described, with its files in ``directory``.
+    """Load a tokenizer from its description ``spec`` and its files in ``directory``.
 
     Raises DataError if the files do not match the description.
     """
@@ -380,10 +377,9 @@ def tokenizer_from_spec(spec: dict[str, Any], directory: Path) -> Tokenizer:
 
 
 def load_encoder(spec: dict[str, Any], directory: Path) -> Callable[[Sequence[str]], list[np.ndarray]]:
-    """Return ``encode_batch`` of the tokenizer that ``spec()`` described, loaded in the fastest
-    way.
+    """Return ``encode_batch`` of the tokenizer that ``spec`` describes, loaded in the fastest way.
 
-    Raises DataError if the files do not match the description.
+    Raises DataError if the files in ``directory`` do not match the description.
     """
     backend = load_fast(directory) if spec.get("kind") == "hf" and spec.get("directory") == HF_DIRECTORY else None
     return partial(encode_fast, backend) if backend is not None else tokenizer_from_spec(spec, directory).encode_batch
@@ -408,10 +404,10 @@ _LINE_CHARACTERS = 16_000  # the trainer ignores "sentences" that are longer
 
 
 def train_sentencepiece(texts: Iterable[str], vocab_size: int) -> bytes:
-    """Train a BPE model of exactly ``vocab_size`` tokens.
+    """Train a BPE model of exactly ``vocab_size`` tokens, and return the bytes of its file.
 
-    The same texts in the same order give the same bytes. Raises DataError if the texts are too few
-    for the size, or if the size is too small for their characters.
+    The same texts in the same order give the same bytes. Raises DataError if there is too little
+    text for ``vocab_size`` tokens, or if the texts have too many different characters for it.
     """
     model = io.BytesIO()
     failures: list[BaseException] = []

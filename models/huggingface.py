@@ -1,8 +1,9 @@
-"""Models of transformers, which are not written for SDP.
+"""Builds causal language models of transformers, and declares the neurons of its models.
 
-:func:`build` makes the model of a folder. :func:`declare_neuron_branches` says where the neurons of
-a model are, for ``sdp.granularity`` "neuron", and changes two kinds of layers so that they work
-with a part of the neurons. Names and shapes of all parameters stay as they are.
+:func:`build` makes the model of a folder. For ``sdp.granularity`` "neuron",
+:func:`declare_neuron_branches` says which slices of parameters are neurons, and changes layers of
+GPT-2 and OPT, so that they work with a part of the neurons. Names and shapes of all parameters stay
+as they are.
 """
 
 from __future__ import annotations
@@ -23,10 +24,7 @@ from .sections import HuggingFaceConfig
 
 
 def read_config(directory: Path) -> dict[str, Any]:
-    """Read the ``config.json`` of a model in Hugging Face's format.
-
-    Raises ConfigError if there is none.
-    """
+    """Read a folder's ``config.json``. Raises ConfigError unless it describes a model."""
     path = directory / "config.json"
     try:
         content = read_json_file(path)
@@ -37,7 +35,7 @@ def read_config(directory: Path) -> dict[str, Any]:
 
 
 def build_from(content: Mapping[str, Any]) -> nn.Module:
-    """Build the causal language model of the content of a ``config.json``, on the meta device."""
+    """Build the causal language model of a ``config.json``'s content, on the meta device."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
     with torch.device("meta"):
@@ -45,10 +43,11 @@ def build_from(content: Mapping[str, Any]) -> nn.Module:
 
 
 def build(section: HuggingFaceConfig) -> nn.Module:
-    """Build the causal language model of a folder with float32 weights, on the default device.
+    """Build the causal language model of the folder ``section.path``, on the default device.
 
-    Its weights are not read. No code of the folder is run. Raises ConfigError if the folder has no
-    configuration of a causal language model that transformers knows.
+    Its parameters are float32. The weights in the folder are not read, and no code in the folder is
+    run. Raises ConfigError if the folder has no ``config.json`` of a causal language model that
+    transformers knows, or if its weights are quantised.
     """
     directory = Path(section.path)
     content = read_config(directory)
@@ -170,14 +169,15 @@ _FAMILIES: dict[str, tuple[str, list[_Part]]] = {
 
 
 def declare_neuron_branches(model: nn.Module) -> nn.Module:
-    """Give a model of transformers the hook ``neuron_branches``, in place, and return the model.
+    """Prepare a model of transformers for ``sdp.granularity`` "neuron", in place, and return it.
 
-    Call it before :func:`sdp.initialize`. Attention is cut by key/value heads, and the feed-forward
-    by hidden units. With GPT-2, ``sdp.branch_scale`` other than "none" is refused: its layers store
-    weights with inputs and outputs exchanged.
+    Call this before :func:`sdp.initialize`. It adds the hook ``neuron_branches``, which says where
+    the neurons are: key/value heads of attention, and hidden units of the feed-forward. GPT-2
+    stores weights with inputs and outputs exchanged, so ``sdp.branch_scale`` other than "none" is
+    refused for it.
 
     Raises:
-        ModelError: The branches of this kind of model are not known here.
+        ModelError: Models of this type are not supported.
     """
     branches = neuron_branches(model)
     kind = str(getattr(model.config, "model_type", ""))
@@ -195,10 +195,10 @@ def declare_neuron_branches(model: nn.Module) -> nn.Module:
 
 
 def neuron_branches(model: nn.Module) -> list[Branch]:
-    """List the residual branches of a model of transformers, layer by layer.
+    """List the residual branches of a model of transformers that have neurons, layer by layer.
 
     Raises:
-        ModelError: The branches of this kind of model are not known here.
+        ModelError: Models of this type are not supported.
     """
     config: Any = getattr(model, "config", None)
     kind = getattr(config, "model_type", None)

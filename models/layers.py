@@ -1,6 +1,5 @@
-"""Layers of several models: attention, also of no heads and over several documents in a sequence;
-stochastic depth (Huang et al., arXiv 1603.09382); the head of a language model and its loss,
-without the logits of all tokens in memory at once; and the loss of a classifier.
+"""Layers that several models use: attention, stochastic depth (Huang et al., arXiv 1603.09382), the
+head of a language model with its loss, and the loss of a classifier.
 
 In float32, the logits of 8,192 tokens over a vocabulary of 32,000 take 1 GiB, and cross-entropy
 keeps the same amount again for backward. Here the logits exist for one chunk of tokens at a time.
@@ -8,8 +7,8 @@ The gradients of a chunk are computed right after its loss, from the same probab
 is computed twice (Hsu et al., Liger Kernel, arXiv 2410.10989, section 3.2).
 
 ``torch.nn.functional.linear_cross_entropy`` works in the same way. It does not exist in torch 2.11,
-does not support tensor parallelism, and rounds the loss to bfloat16. With 2,048 tokens, D = 512 and
-V = 32,000, forward and backward took (medians of three rounds of
+does not support tensor parallelism, and rounds the loss to bfloat16. This table compares time and
+memory of forward and backward with 2,048 tokens, D = 512 and V = 32,000 (medians of three rounds of
 ``python -m lab.measurements.loss_benchmark``; torch 2.13, one thread of an AMD EPYC):
 
 | | float32 | bfloat16 |
@@ -38,10 +37,9 @@ from ..engine.distributed.collectives import TensorRanks, autocast_precision, ga
 
 
 def document_mask(documents: Tensor) -> Tensor:
-    """Return to which tokens (B, 1, S, S) a token attends: the earlier ones of its document, and
-    itself.
+    """Return a causal mask that also separates documents: bool (B, 1, S, S), True to attend.
 
-    ``documents`` (B, S) numbers the documents of each sequence. Positions need not restart at a
+    ``documents`` (B, S) has the number of each token's document. Positions need not restart at a
     document, because the rotary embedding depends only on the distance of two tokens.
     """
     tokens = documents.shape[1]
@@ -53,9 +51,9 @@ class DocumentStarts(NamedTuple):
     """Where the documents of a batch start, for torch's attention of variable length.
 
     Attributes:
-        starts: Numbers of the documents' first tokens among all tokens of the batch, and the number
-            of tokens. int32.
-        longest: No document has more tokens.
+        starts: The index of each document's first token among the B × S tokens of the batch, and
+            then B × S. (documents + 1,) int32.
+        longest: An upper bound of the tokens in a document.
     """
 
     starts: Tensor
@@ -66,9 +64,9 @@ Mask = Tensor | DocumentStarts
 
 
 def document_starts(documents: Tensor) -> DocumentStarts:
-    """Find the starts of ``documents`` (B, S), which number the documents one after the other.
+    """Find where documents start. ``documents`` (B, S) has the number of each token's document.
 
-    This waits once for the device: the number of documents is the size of a tensor.
+    The host waits for the device once, because the size of the result is the number of documents.
     """
     first = torch.ones_like(documents, dtype=torch.bool)
     first[:, 1:] = documents[:, 1:] != documents[:, :-1]
@@ -77,12 +75,11 @@ def document_starts(documents: Tensor) -> DocumentStarts:
 
 
 def has_kernel_for_documents(hidden: Tensor, head_size: int) -> bool:
-    """Whether torch has its attention of variable length for heads of this size.
+    """Whether torch's attention of variable length can run on ``hidden`` with heads of this size.
 
-    It is flash attention: half precision on CUDA, with heads of up to 256 elements, a multiple of
-    8. Its memory is linear in the sequence. The dense mask takes a byte per pair of tokens.
-
-    A plan of a GPU has fake tensors on the CPU, for which it registers the kernel.
+    It is flash attention, which needs CUDA, half precision, and heads of up to 256 elements, a
+    multiple of 8. Its memory is linear in S, while a dense mask takes a byte per pair of tokens. A
+    plan for a GPU registers the kernel for its fake CPU tensors, for which the result is then True.
     """
     precision = autocast_precision(hidden) or hidden.dtype
     if head_size % 8 or head_size > 256 or precision not in (torch.float16, torch.bfloat16):
@@ -97,17 +94,17 @@ def has_kernel_for_documents(hidden: Tensor, head_size: int) -> bool:
 
 
 def attention(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None = None, **options: Any) -> Tensor:
-    """Compute torch's ``scaled_dot_product_attention``, or nothing if there are no heads.
+    """Compute torch's ``scaled_dot_product_attention``. If there are no heads, the result is empty.
 
-    A group that holds no head of a layer computes attention of no heads. On CUDA, torch 2.11 then
-    ends the process by a division by zero, or returns an undefined tensor. torch 2.13 returns an
-    empty result (seen on a CPU), as this function does.
+    At neuron level, a group may hold no head of a layer. Then torch 2.11 on CUDA ends the process
+    by a division by zero, or returns an undefined tensor, so torch is not called.
 
     Args:
         query: (..., H, S, E).
         key: (..., K, S, E).
         value: (..., K, S, E).
-        mask: What is added to the scores, or which of them count. None for all.
+        mask: If it is bool, scores where it is False do not count. Otherwise it is added to the
+            scores. If None, all scores count.
         **options: Further arguments of torch's function.
     """
     if query.numel() == 0:
@@ -123,9 +120,9 @@ def causal_attention(
 ) -> Tensor:
     """Compute causal attention of ``query`` (B, H, S, E) over ``key`` and ``value`` (B, K, S, E).
 
-    K divides H. ``dropout`` is the probability with which an attention weight is dropped. ``mask``
-    replaces the causal mask: a tensor (B, 1, S, S), or the starts of documents, which allow no
-    dropout.
+    K divides H. ``dropout`` is the probability with which an attention weight is dropped. If a
+    sequence has several documents, ``mask`` replaces the causal mask: it is a tensor (B, 1, S, S),
+    or the starts of the documents. With the starts, there is no dropout.
     """
     if query.numel() == 0:
         return attention(query, key, value)
@@ -149,16 +146,19 @@ def causal_attention(
 
 
 def drop_rows(added: Tensor, survival: float) -> Tensor:
-    """Return what a residual branch adds, ``added`` (B, …), with zeros in random rows.
-
-    Rows that survive are multiplied by 1 / survival. The expected value is then ``added``, so
-    evaluation needs no scaling. The paper scales in evaluation instead.
-
-    Every row is computed. If a rank skipped a layer, other ranks would wait for it in a gather.
+    """Drop what a residual branch adds, for random samples of a batch (stochastic depth).
 
     Args:
-        added: the output of the branch. The result has its shape and dtype.
-        survival: the probability with which a row keeps the branch. Nothing is drawn if it is 1.
+        added: The output of the branch, (B, …).
+        survival: The probability with which a sample keeps the branch. At 1, nothing is drawn.
+
+    Returns:
+        A tensor like ``added``, with zeros for dropped samples. Other values are divided by
+        ``survival``, so the expected value is ``added``, and evaluation needs no scaling. (The
+        paper scales in evaluation instead.)
+
+    The branch is computed for dropped samples, too: if a rank skipped a whole layer, other ranks
+    would wait for it in a gather.
     """
     if survival >= 1:
         return added
@@ -173,14 +173,15 @@ CHUNK_LOGITS = 2**24  # 64 MiB in float32
 
 
 class LanguageModelHead(nn.Linear):
-    """Hidden states to logits over the vocabulary, or with labels to the loss.
+    """The last layer of a language model: hidden states to logits, or with labels to the loss.
 
     The parameter is that of an ``nn.Linear`` without bias. Under tensor parallelism
-    (``tensor_ranks``), this rank has some rows of the weight and its part of the logits.
+    (``tensor_ranks``), this rank has some rows of the weight, and computes their part of the
+    logits.
 
     ``chunk_tokens`` is the number of tokens whose logits exist at the same time. By default these
-    are 64 MiB of float32 logits, but at least as many tokens as the hidden size. Every chunk adds
-    to a gradient of (V, D) elements, which for fewer tokens would cost more than their logits.
+    are 64 MiB of float32 logits, but at least D tokens: every chunk adds to a gradient of (V, D)
+    elements, which costs more than the logits of fewer tokens.
 
     ``z_loss`` is the coefficient of :func:`linear_cross_entropy`. It is used only in training.
     """
@@ -194,8 +195,8 @@ class LanguageModelHead(nn.Linear):
     def forward(self, input: Tensor, labels: Tensor | None = None) -> Tensor:
         """Compute the logits (B, S, V) of hidden states ``input`` (B, S, D).
 
-        With ``labels`` (B, S), compute the loss instead. The loss is the mean next-token loss, a
-        float32 scalar.
+        If ``labels`` (B, S) are given, compute the mean next-token loss instead, a float32 scalar.
+        Labels are token ids at their own positions, and are shifted here.
         """
         if labels is None:
             return gather_vocabulary(super().forward(input), self.tensor_ranks)
@@ -219,18 +220,18 @@ def linear_cross_entropy(
     ranks: TensorRanks | None = None,
     z_loss: float = 0.0,
 ) -> Tensor:
-    """Compute ``F.cross_entropy(F.linear(hidden, weight).float(), targets)`` in chunks.
+    """Compute ``F.cross_entropy(F.linear(hidden, weight).float(), targets)`` in chunks of tokens.
 
     Gradients are computed in forward, so a second backward raises RuntimeError. Under autocast,
     ``hidden`` and ``weight`` are cast to its precision.
 
     Args:
         hidden: Hidden states (N, D).
-        weight: The head's weight (V, D). With ``ranks``, this rank's part of the rows.
+        weight: The head's weight (V, D). With ``ranks``, only this rank's rows.
         targets: Token ids (N). Targets of -100 do not count.
         chunk_tokens: Tokens whose logits exist at the same time.
-        ranks: The tensor-parallel ranks. With them, the gradient of ``hidden`` is only this rank's
-            term of the sum.
+        ranks: The tensor-parallel ranks that share the weight. The gradient of ``hidden`` is then
+            only this rank's term, and must be summed over the ranks.
         z_loss: Factor of the mean of ``logsumexp(logits) ** 2``, added to the loss.
 
     Returns:
@@ -367,8 +368,8 @@ Measure = Literal["loss", "accuracy"]
 def measure_logits(logits: Tensor, labels: Tensor, measure: Measure) -> Tensor:
     """Compute the mean cross-entropy or the accuracy of ``logits`` (B, N) for ``labels`` (B).
 
-    The result is a float32 scalar. The accuracy is the fraction of samples whose largest logit is
-    the label's. Both are means over samples, so the engine can evaluate the full model for either.
+    The result is a float32 scalar, a mean over samples. The accuracy is the fraction of samples
+    whose largest logit is that of the label.
     """
     if measure == "accuracy":
         return (logits.argmax(1) == labels).float().mean()

@@ -33,14 +33,14 @@ from .sections import random_options
 
 
 class LlamaRMSNorm(nn.RMSNorm):
-    """A norm whose output has the dtype of its input, also under autocast."""
+    """RMSNorm. The output has the dtype of the input, also under autocast."""
 
     def forward(self, x: Tensor) -> Tensor:
         return F.rms_norm(x, self.weight.shape, self.weight.to(x.dtype), self.eps)
 
 
 def rotary_frequencies(config: LlamaConfig, device: torch.device) -> tuple[Tensor, float]:
-    """The frequency of each pair of elements (E/2), and the factor of the cosines and sines."""
+    """Return the frequency of each pair of elements, (E/2,), and a factor for cosines and sines."""
     size, theta, scaling = config.head_size, config.rope_theta, config.rope_scaling
     even = torch.arange(0, size, 2, dtype=torch.float32, device=device)
     frequencies = 1.0 / theta ** (even / size)
@@ -60,7 +60,7 @@ def rotary_frequencies(config: LlamaConfig, device: torch.device) -> tuple[Tenso
 
 
 def rotary_table(tokens: int, config: LlamaConfig, like: Tensor) -> tuple[Tensor, Tensor]:
-    """Cosines and sines of the rotary embedding for positions 0 … ``tokens`` - 1.
+    """Return cosines and sines of the rotary embedding for positions 0 … ``tokens`` - 1.
 
     Both are (S, E), in the dtype and on the device of ``like``. The angles are always computed in
     float32.
@@ -72,7 +72,7 @@ def rotary_table(tokens: int, config: LlamaConfig, like: Tensor) -> tuple[Tensor
 
 
 def rotate(heads: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotate the pairs (i, i + E/2) of ``heads`` (B, H, S, E).
+    """Rotate the pairs (i, i + E/2) of ``heads`` (B, H, S, E), which is the rotary embedding.
 
     ``cos`` and ``sin`` (S, E) are the cosines and sines of the angles.
     """
@@ -81,7 +81,7 @@ def rotate(heads: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 
 class LlamaAttention(nn.Module):
-    """Causal self-attention with rotary positions. With K < H, heads share keys and values."""
+    """Causal self-attention with rotary positions. H / K query heads share a key/value head."""
 
     def __init__(self, config: LlamaConfig) -> None:
         super().__init__()
@@ -122,10 +122,9 @@ class LlamaMLP(nn.Module):
 
 
 class LlamaDecoderLayer(nn.Module):
-    """A residual block: attention, then feed-forward.
+    """A residual block: attention, then feed-forward, each with a norm before it.
 
-    The input of each is normalised first. The output is added to the input without the norm.
-    ``survival`` is the probability with which a sequence does not skip the layer in training.
+    ``survival`` is the probability with which a sequence does not skip the block in training.
     """
 
     def __init__(self, config: LlamaConfig, survival: float = 1.0) -> None:
@@ -137,7 +136,7 @@ class LlamaDecoderLayer(nn.Module):
         self.dropout, self.survival = config.residual_dropout, survival
 
     def forward(self, hidden: Tensor, cos: Tensor, sin: Tensor, mask: Mask | None = None) -> Tensor:
-        """``hidden`` (B, S, D) → (B, S, D), with ``cos`` and ``sin`` (S, E)."""
+        """Return new hidden states (B, S, D). ``cos`` and ``sin`` are from :func:`rotary_table`."""
         attended = hidden + self._dropped(self.self_attn(self.input_layernorm(hidden), cos, sin, mask))
         output = attended + self._dropped(self.mlp(self.post_attention_layernorm(attended)))
         return hidden + drop_rows(output - hidden, self.survival) if self.training and self.survival < 1 else output
@@ -176,7 +175,7 @@ class LlamaModel(nn.Module):
 
 
 class Llama(nn.Module):
-    """A LLaMA with its language-model head.
+    """A LLaMA with its language-model head, and the hooks that all features of the engine need.
 
     Raises ConfigError if ``config.vocab_size`` is not set.
     """
@@ -194,12 +193,12 @@ class Llama(nn.Module):
             self.lm_head.weight = self.model.embed_tokens.weight
 
     def forward(self, input_ids: Tensor, labels: Tensor | None = None, documents: Tensor | None = None) -> Tensor:
-        """Logits (B, S, V) of ``input_ids`` (B, S), or with ``labels`` the mean cross-entropy.
+        """Compute the logits (B, S, V) of ``input_ids`` (B, S), or if labels are given, the loss.
 
-        The loss is a float32 scalar. ``labels`` (B, S) are the input ids themselves: they are
-        shifted here, and tokens with the label -100 do not count. ``documents`` (B, S) numbers the
-        documents that are packed into a sequence, one after the other; attention does not cross
-        their borders. Raises ModelError if a sequence is longer than ``max_position_embeddings``.
+        The loss is the mean next-token loss, a float32 scalar. ``labels`` (B, S) are input ids or
+        -100 for tokens that do not count. They are shifted here. If a sequence has several
+        documents, ``documents`` (B, S) has each token's document number, and attention stays inside
+        a document. Raises ModelError if a sequence is longer than ``max_position_embeddings``.
         """
         tokens, limit = input_ids.shape[1], self.config.max_position_embeddings
         if tokens > limit:
@@ -210,17 +209,17 @@ class Llama(nn.Module):
         return self.lm_head(self.model(input_ids, documents), labels)
 
     def unit_patterns(self) -> list[str]:
-        """Return patterns of the modules that are units: the decoder layers."""
+        """Return the pattern of the units' module paths. The units are the decoder layers."""
         return ["model.layers.*"]
 
     def random_options(self) -> list[str]:
-        """List the options that make training draw random numbers."""
+        """List the options with which training draws random numbers."""
         return random_options(self.config)
 
     def neuron_branches(self) -> list[Branch]:
-        """List the branches of each layer.
+        """List the branches whose neurons groups can share out, layer by layer.
 
-        Attention is cut by key/value heads, and the feed-forward by hidden units.
+        Neurons are key/value heads of attention, and hidden units of the feed-forward.
         """
         branches = []
         for layer in (f"model.layers.{index}" for index in range(self.config.num_hidden_layers)):
@@ -236,9 +235,10 @@ class Llama(nn.Module):
         return branches
 
     def tensor_parallel_plan(self) -> dict[str, Style]:
-        """Say how tensor parallelism cuts each module.
+        """Return how tensor parallelism cuts each module, by module pattern.
 
-        It cuts by heads, by features of the feed-forward, and by rows of the vocabulary.
+        Attention is cut by heads, the feed-forward by hidden features, and embedding and head by
+        rows of the vocabulary.
         """
         heads, key_value_heads = self.config.num_attention_heads, self.config.key_value_heads
         layer = "model.layers.*"
@@ -262,7 +262,7 @@ class Llama(nn.Module):
         }
 
     def parameter_init(self, name: str) -> Init:
-        """Hugging Face's initialisation of the parameter with this canonical name.
+        """Return Hugging Face's initialisation of the parameter with this canonical name.
 
         Raises ModelError if the model has no parameter of this name.
         """
@@ -275,9 +275,9 @@ class Llama(nn.Module):
         raise ModelError(f"{name}: LLaMA has no parameter of this name")
 
     def canonical_name(self, key: str) -> str | None:
-        """Return the name of the parameter for ``key`` of a Hugging Face file.
+        """Return the parameter's name for ``key`` in a Hugging Face file.
 
-        Returns None for the rotary table of old files.
+        Returns None for the rotary table in old files, which is not a parameter.
         """
         if key.endswith("rotary_emb.inv_freq"):
             return None
@@ -285,19 +285,20 @@ class Llama(nn.Module):
         return key if key.startswith(("model.", "lm_head.")) else f"model.{key}"
 
     def sharding_groups(self) -> list[str]:
-        """List the modules outside the units that are sharded on their own.
+        """List the modules outside the units that are sharded by themselves: embedding and head.
 
-        A tied pair must be in the same group.
+        If they share a weight, they must be sharded together, and the list is empty.
         """
         return [] if self.config.tie_word_embeddings else ["model.embed_tokens", "lm_head"]
 
     def flops_per_token(self, sequence_length: int) -> dict[str, float]:
-        """Count the operations of forward and backward per token, by unit and for ``"shared"``.
+        """Count the floating-point operations of forward and backward per token.
 
-        These are floating-point operations. A matrix product takes 2 operations per weight, and the
-        two products of attention take 4 H E S. The backward pass costs twice the forward pass: PaLM
-        (arXiv 2204.02311), appendix B. As there, the whole S x S attention counts, although half of
-        it is masked. Norms, rotary embedding, the embedding look-up and recomputation do not count.
+        The keys are the units, and ``"shared"`` for the head. A matrix product takes 2 operations
+        per weight, and the two products of attention take 4 H E S. The backward pass costs twice
+        the forward pass (PaLM, arXiv 2204.02311, appendix B). As in that paper, the whole S x S
+        attention counts, although half of it is masked. Norms, rotary embedding, the embedding
+        look-up and recomputation do not count.
         """
         config = self.config
         assert config.vocab_size is not None  # checked on construction

@@ -1,6 +1,6 @@
-"""LLaMA's configuration as the ``config.json`` of ``transformers``, and back.
+"""Converts LLaMA's configuration to the ``config.json`` of ``transformers``, and back.
 
-Parameters need no mapping, because their names are the same. A LLaMA with ``qk_norm`` is Qwen3.
+Parameters need no conversion, because their names are the same. A LLaMA with ``qk_norm`` is Qwen3.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ _NEUTRAL = {
 
 
 def to_huggingface(config: LlamaConfig) -> dict[str, Any]:
-    """The ``config.json`` of ``LlamaForCausalLM``, or of ``Qwen3ForCausalLM``.
+    """Return the ``config.json`` of ``LlamaForCausalLM``, or of ``Qwen3ForCausalLM``.
 
     Defaults that affect results are written out, because they differ between versions.
     """
@@ -56,10 +56,10 @@ def to_huggingface(config: LlamaConfig) -> dict[str, Any]:
 
 
 def from_huggingface(content: Mapping[str, Any]) -> dict[str, Any]:
-    """The ``model`` section for a ``config.json`` of transformers 4 or 5 of one of ``TYPES``.
+    """Return the ``model`` section for the content of a ``config.json`` of transformers 4 or 5.
 
-    Missing keys have the defaults of ``LlamaConfig`` of ``transformers``. Raises ValueError for
-    settings that this LLaMA does not support.
+    Its ``model_type`` must be one of ``TYPES``. Missing keys have the defaults of ``LlamaConfig``
+    of ``transformers``. Raises ValueError for settings that this project's LLaMA does not support.
     """
     qk_norm = content["model_type"] == "qwen3"
     for key in (*_REQUIRED, "head_dim", "num_key_value_heads") if qk_norm else _REQUIRED:

@@ -23,11 +23,11 @@ from .swin import Swin
 
 @dataclass(frozen=True)
 class Entry:
-    """A model that a configuration can name.
+    """What this project knows of a model that a configuration can name.
 
     Attributes:
-        config: The schema of its section.
-        build: Builds the model from the section.
+        config: The schema of the model's ``model`` section.
+        build: Builds the model from a section.
         reads: The kind of data that the model reads.
     """
 
@@ -64,13 +64,13 @@ def build_model(
 
     Args:
         section: The ``model`` section.
-        vocab_size: The data's vocabulary, used if the section does not set one.
+        vocab_size: The data's vocabulary. It is used if the section does not set ``vocab_size``.
         num_classes: The number of classes of image data, used in the same way.
         image_size: The pixels per side of image data, used in the same way.
 
     Raises:
-        ConfigError: A name or key is unknown, a value has the wrong type, the data is of the other
-            kind, or the section differs from the data.
+        ConfigError: A name or key is unknown, a value has the wrong type, the model cannot read
+            this kind of data, or the section contradicts the data.
     """
     entry, config = _parse(section, {"vocab_size": vocab_size, "num_classes": num_classes, "image_size": image_size})
     with torch.device("meta"):
@@ -81,16 +81,16 @@ def build_model(
 
 
 def vocabulary_of(model: nn.Module) -> int:
-    """Return the number of rows of a language model's embedding."""
+    """Return the vocabulary size that a language model's configuration states."""
     config: Any = get_config(model)
     return getattr(config, "get_text_config", lambda: config)().vocab_size
 
 
 def changed_key(section: Mapping[str, Any], before: Mapping[str, Any]) -> tuple[str, Any, Any] | None:
-    """Find the first key by which ``section`` and ``before`` compute different results.
+    """Return the first key that makes the models of two sections compute different results.
 
-    Returns the key and both values, or None if both compute the same. Raises ConfigError for an
-    invalid section.
+    Returns the key and both values, or None if the models compute the same. Raises ConfigError for
+    an invalid section.
     """
     now, then = (_parse(given, {})[1].model_dump() for given in (section, before))
     if section["name"] != before["name"]:
@@ -101,7 +101,7 @@ def changed_key(section: Mapping[str, Any], before: Mapping[str, Any]) -> tuple[
 
 
 def huggingface_config(section: Mapping[str, Any], vocab_size: int) -> dict[str, Any]:
-    """Make the ``config.json`` of the same model in ``transformers``, without tokens and dtype.
+    """Return the ``config.json`` of this model in ``transformers``, without token ids and dtype.
 
     Raises ConfigError if ``transformers`` has no such model.
     """
@@ -114,11 +114,11 @@ def huggingface_config(section: Mapping[str, Any], vocab_size: int) -> dict[str,
 
 
 def section_from_huggingface(directory: Path, stated: Mapping[str, Any]) -> dict[str, Any]:
-    """Make the ``model`` section for the ``config.json`` in ``directory``.
+    """Return the ``model`` section for the Hugging Face model in ``directory``.
 
-    If this package has the same model, the section names it, unless it already names "huggingface".
-    The section must not contradict ``stated``. Raises ConfigError with the key that differs, or
-    with the setting that the named model does not support.
+    ``stated`` has the keys that the user has set. The section names "llama" if this project's LLaMA
+    is the same model. It names "huggingface" if ``stated`` does, or if ``stated`` is empty and the
+    model is another one. Raises ConfigError if ``stated`` contradicts the model.
     """
     path = directory / "config.json"
     given = {"name": "huggingface", "path": str(directory.absolute())}
@@ -175,7 +175,7 @@ _ABOUT = {
 
 
 def is_padded(stated: int, tokens: int) -> bool:
-    """Whether a model's vocabulary is the tokenizer's with a few unused rows."""
+    """Whether a vocabulary of ``stated`` rows has ``tokens`` tokens and a few unused rows."""
     return tokens < stated <= tokens + min(MOST_PADDING, tokens // 8)
 
 

@@ -28,11 +28,11 @@ _BATCH_NORM = {"weight": 1.0, "bias": 0.0, "running_mean": 0.0, "running_var": 1
 class BatchNorm2d(nn.BatchNorm2d):
     """torch's batch norm, which also works if the engine computes in bfloat16.
 
-    The kernels need scale and shift in the dtype of the statistics, float32.
+    The kernels need scale and shift in the dtype of the statistics, so both are cast to float32.
     """
 
     def forward(self, input: Tensor) -> Tensor:
-        """``input`` (B, C, H, W) of any floating type → the same."""
+        """Normalise ``input`` (B, C, H, W) of any floating type. Shape and dtype stay."""
         assert self.num_batches_tracked is not None and self.momentum is not None
         if self.training and input.numel() == self.num_features:
             raise ModelError(
@@ -49,11 +49,12 @@ class BatchNorm2d(nn.BatchNorm2d):
 
 
 class BasicBlock(nn.Module):
-    """Two 3 × 3 convolutions, added to their input: (B, C, H, W) → (B, C', H / stride, W / stride).
+    """A residual block of two 3 × 3 convolutions: (B, C, H, W) → (B, C', H / stride, W / stride).
 
-    The input is the output of a ReLU, so skipping a block with stride 1 and C' = C is the identity.
-    In training, ``survival`` is the probability with which an image keeps the convolutions, and
-    ``dropout`` that with which an element between them becomes zero.
+    A block with stride 1 and C' = C can be skipped. Its input is the output of a ReLU, so the
+    block's last ReLU would not change it. In training, ``survival`` is the probability with which
+    an image keeps the convolutions. ``dropout`` is the probability with which an element between
+    the convolutions becomes zero.
     """
 
     def __init__(
@@ -108,8 +109,7 @@ class ResNet(nn.Module):
     def forward(self, images: Tensor, labels: Tensor | None = None, measure: Measure = "loss") -> Tensor:
         """Compute the logits (B, N) of ``images`` (B, 3, H, W).
 
-        With ``labels`` (B), compute the loss or the accuracy instead. Both are float32 scalars,
-        described at :func:`measure_logits`.
+        If ``labels`` (B) are given, compute the mean loss or the accuracy, a float32 scalar.
         """
         hidden = self.maxpool(F.relu(self.bn1(self.conv1(images))))
         for stage in (self.layer1, self.layer2, self.layer3, self.layer4):
@@ -118,11 +118,11 @@ class ResNet(nn.Module):
         return logits if labels is None else measure_logits(logits, labels, measure)
 
     def unit_patterns(self) -> list[str]:
-        """Return patterns of the units: the blocks that keep the shape of their input."""
+        """Return patterns of the units' module paths: blocks that keep their input's shape."""
         return ["layer1.*", "layer2.1", "layer3.1", "layer4.1"]
 
     def random_options(self) -> list[str]:
-        """List the options that make training draw random numbers."""
+        """List the options with which training draws random numbers."""
         return random_options(self.config)
 
     def unit_flops(self) -> dict[str, int]:
@@ -142,10 +142,9 @@ class ResNet(nn.Module):
         return flops
 
     def neuron_branches(self) -> list[Branch]:
-        """List the branches: the hidden channels of every unit's block.
+        """List the branches whose neurons groups can share out: one for each unit.
 
-        They are the output of the first convolution and the input of the second. Their batch norm
-        belongs to them.
+        A neuron is a channel between a block's two convolutions, with its batch norm's entries.
         """
         branches = []
         for name, flops in self.unit_flops().items():
@@ -161,7 +160,7 @@ class ResNet(nn.Module):
         return branches
 
     def parameter_init(self, name: str) -> Init:
-        """torchvision's initialisation of the parameter or buffer with this canonical name.
+        """Return torchvision's initialisation of the parameter or buffer with this canonical name.
 
         Convolutions are normal with variance 2 / (output channels × kernel positions), so that
         gradients neither grow nor vanish. The classifier has torch's own initialisation. Raises

@@ -1,4 +1,4 @@
-"""The ``model`` section of each model that a configuration can name.
+"""Schemas of the ``model`` section, one for each model that a configuration can name.
 
 This file does not need torch, so that a misspelt key is found before a process starts.
 """
@@ -30,16 +30,17 @@ Heads = Annotated[list[Width], Field(min_length=1, max_length=16)]
 
 
 class ResNetConfig(Section):
-    """Shape of a ResNet-18. The data can give ``num_classes`` and ``image_size``.
+    """The ``model`` section of a ResNet-18. The data can give ``num_classes`` and ``image_size``.
 
-    ``stem``: "imagenet" divides the image's side by 4 before the first block; "cifar", a single 3 ×
-    3 convolution, keeps it. ``width`` is the number of channels of the first stage. ``image_size``
-    is the number of pixels per side; it is only used to compare the costs of units.
+    The ``stem`` is what comes before the first block: "imagenet" divides the image's side by 4, and
+    "cifar", a single 3 × 3 convolution, keeps it. ``width`` is the number of channels of the first
+    stage. ``image_size`` is the number of pixels per side; it is only used to compare the costs of
+    units.
 
     ``stochastic_depth`` is the probability with which an image skips the convolutions of the last
     block in training. It falls linearly to 0 before the first block (arXiv 1603.09382). ``dropout``
-    drops elements between the two convolutions of a block (arXiv 1605.07146, section 2.4). Each
-    rank draws its own random numbers.
+    is the probability with which an element between the two convolutions of a block becomes zero
+    (arXiv 1605.07146, section 2.4). Each rank draws its own random numbers.
     """
 
     num_classes: Width | None = None
@@ -51,14 +52,13 @@ class ResNetConfig(Section):
 
 
 class SwinConfig(Section):
-    """Shape of a Swin. The defaults are Swin-T's. The data can give ``num_classes`` and
-    ``image_size``.
+    """The ``model`` section of a Swin. The data can give ``num_classes`` and ``image_size``.
 
-    ``depths`` has the number of blocks of each stage, and ``num_heads`` the heads of each of its
-    blocks. The first stage has ``embed_dim`` channels; every further stage halves the image's side
-    and doubles the channels. ``patch_size`` is the number of pixels per side of a patch,
-    ``window_size`` the number of patches per side of a window. ``image_size`` is the number of
-    pixels per side; it is only used to compare the costs of units.
+    The defaults are Swin-T's. ``depths`` has the number of blocks of each stage, and ``num_heads``
+    the number of heads in each block of a stage. The first stage has ``embed_dim`` channels; every
+    further stage halves the image's side and doubles the channels. ``patch_size`` is the number of
+    pixels per side of a patch, ``window_size`` the number of patches per side of a window.
+    ``image_size`` is the number of pixels per side; it is only used to compare the costs of units.
 
     ``stochastic_depth`` is the probability with which an image skips the branches of the last block
     in training. It falls linearly to 0 at the first block, as in torchvision. Each rank draws its
@@ -91,12 +91,12 @@ class SwinConfig(Section):
         return self
 
     def channels(self, stage: int) -> int:
-        """C of a stage; the first stage is 0."""
+        """Return the number of channels of a stage. The first stage is stage 0."""
         return self.embed_dim * 2**stage
 
 
 def random_options(config: Section) -> list[str]:
-    """List the options that make training draw random numbers, as ``"model.KEY VALUE"``."""
+    """List the options with which training draws random numbers, as ``"model.KEY VALUE"``."""
     keys = ("dropout", "attention_dropout", "residual_dropout", "stochastic_depth")
     rates = {key: getattr(config, key, 0.0) for key in keys}
     return [f"model.{key} {rate:g}" for key, rate in rates.items() if rate]
@@ -107,15 +107,15 @@ Positive = Annotated[float, Field(gt=0)]
 
 
 class RopeScaling(Section):
-    """Rotary frequencies for sequences that are ``factor`` times as long, as in transformers.
+    """Changes the rotary embedding for sequences ``factor`` times as long, as in transformers.
 
-    A pair of elements that turns often within ``original_max_position_embeddings`` tokens keeps its
-    frequency, and the frequency of one that turns rarely is divided by ``factor``. Between the two
-    numbers of turns, the frequency is interpolated:
+    The rotary embedding turns each pair of elements at a frequency of its own. A pair that turns
+    often within ``original_max_position_embeddings`` tokens keeps its frequency. The frequency of a
+    pair that turns rarely is divided by ``factor``. Between two numbers of turns, the frequency is
+    interpolated:
 
-    - ``rope_type`` "llama3", as in Llama 3: ``high_freq_factor`` and ``low_freq_factor`` are the
-      numbers of turns.
-    - "yarn" (arXiv 2309.00071): they are ``beta_fast`` (default 32) and ``beta_slow`` (1). Queries
+    - ``rope_type`` "llama3", as in Llama 3: from ``low_freq_factor`` to ``high_freq_factor`` turns.
+    - "yarn" (arXiv 2309.00071): from ``beta_slow`` (default 1) to ``beta_fast`` (32) turns. Queries
       and keys are multiplied by ``attention_factor`` (default 0.1 ln ``factor`` + 1).
     """
 
@@ -145,24 +145,25 @@ class RopeScaling(Section):
 
     @property
     def turns(self) -> tuple[float, float]:
-        """The turns within the original length between which frequencies are interpolated."""
+        """The lower and the upper number of turns between which frequencies are interpolated."""
         if self.rope_type == "llama3":
             return self.low_freq_factor or 0.0, self.high_freq_factor or 0.0
         return self.beta_slow or 1.0, self.beta_fast or 32.0
 
 
 class LlamaConfig(Section):
-    """Shape of a LLaMA, with Hugging Face's field names. The data can give ``vocab_size``.
+    """The ``model`` section of a LLaMA, with Hugging Face's names of keys.
 
-    ``qk_norm`` normalises each head's queries and keys before the rotation, as in Qwen3.
+    The data can give ``vocab_size``. ``qk_norm`` normalises each head's queries and keys before the
+    rotation, as in Qwen3.
 
-    ``z_loss`` times the mean square of the logarithm of the softmax's denominator is added to the
-    training loss (PaLM, arXiv 2204.02311, section 5).
+    ``z_loss`` is the factor of a term of the training loss: the mean square of the logarithm of the
+    softmax's denominator (PaLM, arXiv 2204.02311, section 5).
 
     ``loss_chunk_tokens`` is the number of tokens whose logits exist at the same time while the loss
-    is computed. None chooses a number that wastes neither memory nor time.
+    is computed. If None, the head chooses a number that wastes neither memory nor time.
 
-    With three options, training draws random numbers. Each rank draws its own:
+    With these three options, training draws random numbers. Each rank draws its own:
 
     - ``attention_dropout`` drops attention weights.
     - ``residual_dropout`` drops elements of what a branch adds (arXiv 1706.03762, section 5.4).
@@ -212,20 +213,20 @@ class LlamaConfig(Section):
 
     @property
     def key_value_heads(self) -> int:
-        """K: ``num_key_value_heads``, or by default one per attention head."""
+        """The number of key/value heads, by default one per attention head."""
         return self.num_key_value_heads or self.num_attention_heads
 
     @property
     def head_size(self) -> int:
-        """E: ``head_dim``, or by default hidden size / heads."""
+        """The number of elements of a head, by default hidden size / attention heads."""
         return self.head_dim or self.hidden_size // self.num_attention_heads
 
 
 class HuggingFaceConfig(Section):
-    """Any causal language model of transformers.
+    """The ``model`` section of any causal language model of transformers.
 
-    ``path`` is a folder with its ``config.json``. A run starts from the weights in the folder,
-    unless ``training.init_from`` names another one.
+    ``path`` is a folder with the model's ``config.json``. A run starts from the weights in this
+    folder, unless ``training.init_from`` names another folder.
     """
 
     path: PathText
@@ -240,7 +241,7 @@ SECTIONS: Mapping[str, type[Section]] = {
 
 
 def require_known(name: object) -> str:
-    """Return ``name`` if it is that of a model. Raises ConfigError otherwise."""
+    """Return ``name`` if a model has this name. Raises ConfigError otherwise."""
     known = ", ".join(SECTIONS)
     if name is None:
         raise ConfigError(f"model.name: this key is required; known: {known}")
@@ -251,9 +252,10 @@ def require_known(name: object) -> str:
 
 
 def check_section(section: Mapping[str, Any], init_from: str | None) -> None:
-    """Check the ``model`` section of a file. An empty one may belong to a script's own model.
+    """Check the ``model`` section of a configuration.
 
-    With ``init_from``, another file completes the section, and only its keys are checked here.
+    An empty section is accepted, because a script may bring its own model. If ``init_from`` is
+    given, the weights' folder completes the section later, so values are not checked yet.
 
     Raises:
         ConfigError: The name or a key is unknown, or a value has the wrong type.
@@ -272,7 +274,7 @@ def check_section(section: Mapping[str, Any], init_from: str | None) -> None:
 def check_names(config: Config) -> None:
     """Check the sections whose keys depend on a name: optimizer, scheduler and model.
 
-    Only the command line does this. A script may pass its own optimizer, and then the section has
+    Only the command line calls this. A script may bring its own optimizer, and then the section has
     no effect.
 
     Raises:

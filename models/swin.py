@@ -25,10 +25,9 @@ _MASKED = -100.0  # torchvision adds it to scores across the seam of a shifted i
 
 
 def relative_positions(window: int, device: str | None = None) -> Tensor:
-    """Return the row in the table of biases for every pair (query, key) of a window's patches.
+    """Return the row of the bias table for every pair (query, key) of a window's patches, (M⁴,).
 
-    The shape is (M⁴,). The table has a row for each of the 2M − 1 steps down and 2M − 1 steps
-    across.
+    The table has (2M − 1)² rows, one for each distance down and across.
     """
     steps = torch.arange(window, device=device)
     coordinates = torch.cartesian_prod(steps, steps)
@@ -53,9 +52,9 @@ class WindowAttention(nn.Module):
         self.register_buffer("relative_position_index", relative_positions(window))
 
     def forward(self, x: Tensor) -> Tensor:
-        """``x`` (B, H, W, C) → the same shape.
+        """Compute attention inside windows for ``x`` (B, H, W, C). The output has the same shape.
 
-        Zeros pad ``x`` to whole windows, and attention sees these zeros.
+        If windows do not fit, ``x`` is padded with zeros, and attention sees these zeros.
         """
         height, width = x.shape[1:3]
         x = F.pad(x, (0, 0, 0, -width % self.window, 0, -height % self.window))
@@ -106,8 +105,8 @@ class WindowAttention(nn.Module):
 class SwinBlock(nn.Module):
     """A residual block: attention in windows, then a feed-forward per patch.
 
-    Each is normalised first and added to its input. In training, an image keeps attention with the
-    probability ``survival``. It keeps the feed-forward with the same probability, drawn separately.
+    Each has a norm before it. In training, an image keeps attention with the probability
+    ``survival``. It keeps the feed-forward with the same probability, drawn separately.
     """
 
     def __init__(
@@ -123,7 +122,7 @@ class SwinBlock(nn.Module):
         self.mlp = nn.Sequential(nn.Linear(channels, hidden), nn.GELU(), nn.Identity(), nn.Linear(hidden, channels))
 
     def forward(self, x: Tensor) -> Tensor:
-        """``x`` (B, H, W, C) → the same shape. Skipping a block is the identity."""
+        """Compute the output for ``x``, both (B, H, W, C), so a block can be skipped."""
         x = x + self._dropped(self.attn(self.norm1(x)))
         return x + self._dropped(self.mlp(self.norm2(x)))
 
@@ -132,7 +131,7 @@ class SwinBlock(nn.Module):
 
 
 class PatchMerging(nn.Module):
-    """Merges 2 × 2 patches into one with 2 C channels.
+    """Merges 2 × 2 patches into one patch with 2 C channels.
 
     The shapes are (B, H, W, C) → (B, ⌈H / 2⌉, ⌈W / 2⌉, 2 C).
     """
@@ -181,25 +180,24 @@ class Swin(nn.Module):
     def forward(self, images: Tensor, labels: Tensor | None = None, measure: Measure = "loss") -> Tensor:
         """Compute the logits (B, N) of ``images`` (B, 3, pixels, pixels).
 
-        With ``labels`` (B), compute the loss or the accuracy instead. Both are float32 scalars,
-        described at :func:`measure_logits`.
+        If ``labels`` (B) are given, compute the mean loss or the accuracy, a float32 scalar.
         """
         logits = self.head(self.norm(self.features(images)).mean((1, 2)))
         return logits if labels is None else measure_logits(logits, labels, measure)
 
     def unit_patterns(self) -> list[str]:
-        """Return patterns of the modules that are units: the residual blocks of every stage."""
+        """Return patterns of the units' module paths: the residual blocks of every stage."""
         return [f"features.{2 * stage + 1}.*" for stage in range(len(self.config.depths))]
 
     def random_options(self) -> list[str]:
-        """List the option that makes training draw random numbers."""
+        """List the options with which training draws random numbers."""
         return random_options(self.config)
 
     def neuron_branches(self) -> list[Branch]:
-        """List the branches of each block.
+        """List the branches whose neurons groups can share out, block by block.
 
-        Attention is cut by heads, and the feed-forward by hidden channels. A head owns its column
-        of the table of biases.
+        Neurons are heads of attention, and hidden channels of the feed-forward. A head owns its
+        column of the table of biases.
         """
         flops = self._branch_flops()
         branches = []
@@ -243,7 +241,7 @@ class Swin(nn.Module):
         return flops
 
     def parameter_init(self, name: str) -> Init:
-        """torchvision's initialisation of the parameter or buffer with this canonical name.
+        """Return torchvision's initialisation of the parameter or buffer with this canonical name.
 
         Raises ModelError if the model has no tensor of this name.
         """
