@@ -111,7 +111,7 @@ def load_router(folder: str | Path) -> Router:
         sizes = (router.pairs.shape, router.firsts.shape)
         wanted = ((router.count, _bucket_count(router.vocab_size)), (router.count, router.vocab_size))
         if sizes != wanted or router.prefix < 2:
-            raise ValueError(f"tables of {sizes}, not of {wanted}")
+            raise ValueError(f"its tables have the shapes {sizes} instead of {wanted}")
     except Exception as error:  # safetensors has errors of its own
         raise DataError(
             f"{folder}: the router is missing or damaged ({error}); make it again with: sdp prepare --clusters K"

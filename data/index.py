@@ -50,7 +50,7 @@ class Split(_Strict):
     @model_validator(mode="after")
     def _check_sum(self) -> Split:
         if sum(shard.tokens for shard in self.shards) != self.tokens:
-            raise ValueError("the tokens of the shards do not add up to those of the split")
+            raise ValueError("the shards together have another number of tokens than the split")
         return self
 
 

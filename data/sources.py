@@ -117,7 +117,7 @@ def expand_inputs(patterns: Sequence[str]) -> tuple[Path, ...]:
     found: dict[Path, Path] = {}
     for pattern in patterns:
         if "\0" in pattern:
-            raise DataError(f"no file matches {quote(pattern)}, which has a NUL")
+            raise DataError(f"no file matches {quote(pattern)}, which has the character NUL")
         given = Path(pattern).expanduser()
         if given.is_dir():
             matches = _without_facts([path for path in sorted(given.rglob("*")) if _is_of_a_corpus(path, given)])

@@ -60,7 +60,7 @@ def check(engine: SDPEngine, batches: Iterable[Any]) -> Checked:
     """
     micro, given = engine.gradient_accumulation_steps(), list(batches)
     if len(given) < micro:
-        raise ConfigError(f"check: a step needs {micro} batches of each rank, and there are {len(given)}")
+        raise ConfigError(f"check: a step needs {micro} batches on each rank, but {len(given)} were given")
     why_not = _why_not_compared(engine)
     plain = None
     if not why_not:

@@ -215,7 +215,10 @@ class SDPEngine:
                 return None
             weight = 1.0
         if not scale_wrt_gas:
-            raise ConfigError("backward: weight contradicts scale_wrt_gas=False; give the mean loss of the micro-batch")
+            raise ConfigError(
+                "backward: scale_wrt_gas=False has no meaning with weights of losses; give the mean loss of the "
+                "micro-batch, and leave scale_wrt_gas out"
+            )
         if self._weights is None:
             self._weights = LossWeights()
         if self._losses and not self._weights:
@@ -235,7 +238,10 @@ class SDPEngine:
                 does not count while a dynamic loss scale is above its minimum.
         """
         if lr_kwargs:
-            raise ConfigError("step: lr_kwargs cannot be honoured; leave lr_scheduler out, and step it in the script")
+            raise ConfigError(
+                "step: lr_kwargs is not supported; do not give sdp.initialize the lr_scheduler, and step it in the "
+                "script"
+            )
         if not self._syncing:
             raise RuntimeError("step() inside no_sync(): gradients are not averaged there; leave the block first")
         if not self.is_gradient_accumulation_boundary():
@@ -477,7 +483,9 @@ class SDPEngine:
     def data_parallel_group(self) -> dist.ProcessGroup | None:
         """The group of the ranks that read different data."""
         if self.layout.mesh.tp > 1:
-            raise ConfigError("engine.data_parallel_group: with tensor parallelism, use engine.layout.mesh")
+            raise ConfigError(
+                "engine.data_parallel_group: not available with tensor parallelism; use engine.layout.mesh"
+            )
         return dist.group.WORLD
 
     gather_facts = staticmethod(gather_json)

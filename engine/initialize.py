@@ -220,7 +220,8 @@ def initialize(
     model = _checked(model)
     if mpu is not None:
         raise ConfigError(
-            "sdp.initialize: mpu cannot be honoured; the layout comes from sdp.groups and the number of processes"
+            "sdp.initialize: mpu is not supported, because sdp.groups and the number of processes decide the layout; "
+            "leave it out"
         )
     _check_scheduler(lr_scheduler, optimizer)
     settings = _settings(args, config if config is not None else config_params)

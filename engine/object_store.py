@@ -231,7 +231,7 @@ def local_copy(url: str) -> Path:
     scheme, _, path = url.partition("://")
     parts = [part for part in path.split("/") if part]
     if ".." in parts:
-        raise ConfigError(f"{url}: leads out of the folder")
+        raise ConfigError(f"{url}: has '..', which leads out of the store's folder; write the path without it")
     return cache_folder().joinpath(scheme, *parts)
 
 

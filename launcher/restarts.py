@@ -109,7 +109,7 @@ def on_fewer_ranks(degrees: Degrees, started: int, left: int) -> tuple[int, list
     if groups == sdp.groups:
         return started, []
     if groups == 0:
-        raise LaunchError(f"{left} ranks are left, but a group has {size} (fsdp * tp)")
+        raise LaunchError(f"{left} ranks are left, but a group needs {size} (fsdp * tp)")
     for key, depends in (
         ("sdp.placement", isinstance(sdp.placement, dict)),
         ("sdp.capacity", isinstance(sdp.capacity, list)),

@@ -53,8 +53,8 @@ def build(section: HuggingFaceConfig) -> nn.Module:
     content = read_config(directory)
     if content.get("quantization_config") is not None:
         raise ConfigError(
-            f"model.path: {directory} holds a quantised model, and training needs plain weights; take the folder that "
-            "was quantised"
+            f"model.path: {directory} holds a quantised model, and training needs plain weights; take the folder of "
+            "the model before quantisation"
         )
     try:
         from transformers import AutoConfig, AutoModelForCausalLM, logging

@@ -291,7 +291,9 @@ class _LinearCrossEntropy(Function):
         ctx: Any, *gradients: Tensor
     ) -> tuple[Tensor | None, ...]:
         if ctx.gradients is None:
-            raise RuntimeError("backward through the loss a second time; call the model again")
+            raise RuntimeError(
+                "backward ran a second time through one loss, which is not possible; call the model again"
+            )
         (into_hidden, into_weight), ctx.gradients = ctx.gradients, None
         if into_hidden is not None:
             into_hidden.mul_(gradients[0])

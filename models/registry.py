@@ -107,9 +107,7 @@ def huggingface_config(section: Mapping[str, Any], vocab_size: int) -> dict[str,
     """
     _, config = _parse(section, {"vocab_size": vocab_size})
     if not isinstance(config, LlamaConfig):
-        raise ConfigError(
-            f"model.name: {section['name']!r} has no counterpart in transformers; there is one for: llama"
-        )
+        raise ConfigError(f"model.name: {section['name']!r} has no counterpart in transformers; only llama has one")
     return llama_hf.to_huggingface(config)
 
 
@@ -127,7 +125,7 @@ def section_from_huggingface(directory: Path, stated: Mapping[str, Any]) -> dict
     content = huggingface.read_config(directory)
     try:
         if content["model_type"] not in llama_hf.TYPES:
-            raise ValueError(f"model_type {content['model_type']!r} is another model")
+            raise ValueError(f"model_type {content['model_type']!r} is not a LLaMA")
         found = {"name": "llama", **llama_hf.from_huggingface(content)}
     except ValueError as error:
         if not stated:
@@ -153,7 +151,7 @@ def _parse(section: Mapping[str, Any], data: Mapping[str, int | None]) -> tuple[
         if entry.reads != _KIND[key]:
             others = ", ".join(other for other, known in MODELS.items() if known.reads != entry.reads)
             raise ConfigError(
-                f"model.name: {name} reads {entry.reads}, but the data section means {_KIND[key]}; "
+                f"model.name: {name} reads {entry.reads}, but the data section describes {_KIND[key]}; "
                 f"choose data of the other kind (data.name), or a model for {_KIND[key]}: {others}"
             )
         if key in entry.config.model_fields:

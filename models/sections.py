@@ -140,7 +140,9 @@ class RopeScaling(Section):
             raise ValueError('rope_type "llama3" needs low_freq_factor and high_freq_factor; Llama 3 has 1.0 and 4.0')
         low, high = self.turns
         if low >= high:
-            raise ValueError(f"the turns of the lower frequencies, {low:g}, must be fewer than of the higher, {high:g}")
+            raise ValueError(
+                f"the lower limit of turns, {low:g} (low_freq_factor or beta_slow), must be below the upper, {high:g}"
+            )
         return self
 
     @property

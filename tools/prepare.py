@@ -105,7 +105,7 @@ def run(args: argparse.Namespace) -> int:
         _verify(args.output)
         return 0
     if args.clusters is not None and args.sequence_length is None:
-        raise DataError("--clusters: give the tokens of a sequence with --sequence-length, as the training has them")
+        raise DataError("--clusters: also give --sequence-length, the data.sequence_length of the training")
     if args.clusters is not None and args.sequence_length is not None:
         from ..data.clusters import check_request  # imports torch
 

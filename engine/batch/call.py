@@ -155,8 +155,7 @@ def loss_of(output: Any) -> torch.Tensor:
         if output.numel() == 1:
             return output.reshape(())
         raise ModelError(
-            f"the model returned a tensor of shape {tuple(output.shape)} where a scalar loss is needed; give it the "
-            "labels"
+            f"the model returned a tensor of shape {tuple(output.shape)} and no scalar loss; give the model labels"
         )
     loss = getattr(output, "loss", None)
     if loss is None and isinstance(output, Mapping):
@@ -165,7 +164,7 @@ def loss_of(output: Any) -> torch.Tensor:
         loss = next((leaf for leaf in output if isinstance(leaf, torch.Tensor) and leaf.numel() == 1), None)
     if loss is None:
         raise ModelError(
-            f"no loss was found in the {type(output).__name__} that the model returned; give it the labels"
+            f"no loss was found in the {type(output).__name__} that the model returned; give the model labels"
         )
     return loss.reshape(())
 
@@ -175,8 +174,8 @@ def logits_of(output: Any) -> torch.Tensor:
     found = output.get("logits") if isinstance(output, Mapping) else getattr(output, "logits", output)
     if not isinstance(found, torch.Tensor) or found.dim() != 3:
         raise ModelError(
-            f"without labels, the model returned a {type(output).__name__} that has no logits of shape (rows, tokens, "
-            "vocabulary), which a causal language model has"
+            f"the model's output without labels, a {type(output).__name__}, has no logits of shape (rows, tokens, "
+            "vocabulary); use a causal language model"
         )
     return found
 

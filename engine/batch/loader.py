@@ -145,7 +145,9 @@ class ResumableLoader:
 
     def _refuse_stale(self, generation: int) -> None:
         if generation != self._generation:
-            raise RuntimeError("this iterator ended when its loader was iterated or loaded again; call iter(loader)")
+            raise RuntimeError(
+                "the loader was iterated again or loaded a state, which ends this iterator; call iter(loader)"
+            )
 
     def state_dict(self) -> dict[str, Any]:
         """Return the sampler's state after the batches that were yielded.

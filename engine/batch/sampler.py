@@ -48,7 +48,10 @@ class ResumableBatchSampler:
         if num_samples < 1:
             raise DataError("the data set has no samples; give it more data or a shorter sequence length")
         if micro_batch_size < 1 or not 0 <= data_rank < data_ranks:
-            raise ValueError(f"there is no data rank {data_rank} of {data_ranks} with micro-batch {micro_batch_size}")
+            raise ValueError(
+                f"data_rank {data_rank} must be from 0 to {data_ranks - 1}, and micro_batch_size {micro_batch_size} at "
+                "least 1"
+            )
         if seed < 0 or consumed < 0:
             raise ValueError(f"seed ({seed}) and consumed ({consumed}) must not be negative")
         self.num_samples = num_samples

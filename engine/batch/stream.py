@@ -140,7 +140,7 @@ class StreamLoader:
                 yield batch
                 if generation != self._generation:
                     raise RuntimeError(
-                        "this iterator ended when its loader was iterated or loaded again; call iter(loader)"
+                        "the loader was iterated again or loaded a state, which ends this iterator; call iter(loader)"
                     )
             if ends_pass and within_pass:
                 return

@@ -103,7 +103,7 @@ class MaskingSchedule:
             if following.masking == phase.masking:
                 raise ConfigError(
                     f'sdp.masking.{index + 1}: masking "{following.masking}" is that of the phase before it; join the '
-                    "two"
+                    "two phases"
                 )
             ends.append(end)
         return cls(tuple(phase.masking for phase in setting), tuple(ends))

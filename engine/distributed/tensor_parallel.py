@@ -38,7 +38,10 @@ def parameter_cuts(model: nn.Module, ranks: int) -> dict[str, int | None]:
         for key, parameter in model.get_submodule(path).named_parameters(recurse=False):
             name = canonical[id(parameter)]
             if cuts.setdefault(name, style.dims) != style.dims:
-                raise ModelError(f"{name}: is tied, and tensor_parallel_plan() cuts it along different dimensions")
+                raise ModelError(
+                    f"{name}: several modules share this weight, and tensor_parallel_plan() cuts it along different "
+                    "dimensions; cut it the same way in all of them"
+                )
             _require_divisible(f"{path}.{key}", parameter, style, ranks)
         _require_plain(path, model.get_submodule(path), style)
     missing = next((name for name in canonical.values() if name not in cuts), None)

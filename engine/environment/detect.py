@@ -445,8 +445,8 @@ def _check_range(launcher: Launcher, rank: int, world_size: int, local_rank: int
         raise LaunchError(f"{launcher.rank}={rank} but {_either(launcher.world_size)}={world_size}: ranks count from 0")
     if local_world_size is not None and not local_rank < local_world_size <= world_size:
         raise LaunchError(
-            f"local rank {local_rank} of {local_world_size} processes on this host, in a world of {world_size}, "
-            f"contradict each other; the {launcher.source} variables are from two different starts"
+            f"the {launcher.source} variables contradict each other: local rank {local_rank}, {local_world_size} "
+            f"processes on this host, {world_size} in all; they are from two different starts, so start again"
         )
 
 

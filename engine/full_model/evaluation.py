@@ -95,7 +95,7 @@ class Lockstep(Generic[T]):
                     return [state.result for state in states]  # type: ignore[misc]
                 if len(stops) > 1:
                     raise RuntimeError(
-                        f"batches took different paths through the model (stopped before {sorted(map(str, stops))})"
+                        f"batches ran the units in different orders: they stopped before {sorted(map(str, stops))}"
                     )
                 at_unit(stops.pop())  # type: ignore[arg-type]
         finally:
@@ -451,8 +451,8 @@ def split_by_path(
         several = len(set(of_rows)) > 1
         if several and (weighted or len(tensors_in(batch)[0]) != len(of_rows)):
             raise ConfigError(
-                "evaluate: a batch with several paths needs a path for each row, and must have no weight; give one "
-                "path for the whole batch"
+                "evaluate: if the rows of a batch take several paths, give a path for each row, and no weights; or "
+                "give one path for the whole batch"
             )
         for path in sorted(set(of_rows)):
             rows = [row for row, of_row in enumerate(of_rows) if of_row == path]

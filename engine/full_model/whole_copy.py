@@ -177,7 +177,7 @@ def check_room(needed: int, free: Sequence[int | None], hosts: Sequence[str], de
             ranks = f"{copies} ranks on {host}" if copies > 1 else f"rank {rank}"
             raise OutOfMemoryError(
                 f"full_model: the full model takes {format_bytes(needed, 'GiB')}, and {ranks} would need "
-                f"{format_bytes(needed * copies, 'GiB')} of the {format_bytes(bytes_free, 'GiB')} that are free; use "
+                f"{format_bytes(needed * copies, 'GiB')}, but {format_bytes(bytes_free, 'GiB')} are free; use "
                 "engine.evaluate(), or engine.save_pretrained() and another process"
             )
 

@@ -244,7 +244,10 @@ def build_muon(
     """Build Muon from ``optimizer.params``. Return it, and a line for the log."""
     settings = parse_section(MuonParams, params, "optimizer.params")
     if settings.adam_lr and not settings.lr:
-        raise ConfigError("optimizer.params.lr: 0, but adam_lr is not; the schedule scales both by the same factor")
+        raise ConfigError(
+            "optimizer.params.lr: 0, but adam_lr is above 0, and the schedule multiplies both by one factor; set lr "
+            "above 0 too"
+        )
     chosen = settings.model_dump(exclude={"betas", "ns_dtype", "state_dtype"})
     optimizer = Muon(
         parameters,

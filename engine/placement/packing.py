@@ -215,14 +215,12 @@ def _require_room(
     if not len(short):
         return
     unit = int(short[0])
-    asked = (
-        f"for all {needed[unit]} holders of {names[unit]!r}" if needed[unit] > 1 else f"to hold {names[unit]!r} at all"
-    )
+    asked = f"for it in {needed[unit]} groups" if needed[unit] > 1 else "for it"
     share = packing.size[unit] / max(1, packing.size.sum())
     raise PlacementError(
-        f"sdp.capacity: the groups have no room {asked} next to the other units ({share:.1%} of the units' "
-        f"parameters); use {_capacity_that_fits(packing, needed, room_for)}, or cut the model into smaller units "
-        '(sdp.granularity "neuron"), or let all groups hold it (sdp.protect)'
+        f"sdp.capacity: {names[unit]!r} has {share:.1%} of the units' parameters, and next to the other units the "
+        f"groups have no room {asked}; use {_capacity_that_fits(packing, needed, room_for)}, or cut the model into "
+        'smaller units (sdp.granularity "neuron"), or let all groups hold this unit (sdp.protect)'
     )
 
 

@@ -59,8 +59,8 @@ def _require_connected(named: Placement) -> None:
         return
     one, other = (list_groups(part) for part in named.components()[:2])
     raise PlacementError(
-        f"sdp.placement: groups {one} and groups {other} have no unit in common, although {named.links_needed} "
-        f"holders of units could connect all groups, and there are {named.links}; give a unit holders in both"
+        f"sdp.placement: groups {one} and groups {other} have no unit in common, although there are enough holders "
+        f"to connect all groups ({named.links}, and {named.links_needed} suffice); give a unit holders in both"
     )
 
 
@@ -190,8 +190,8 @@ def _one_capacity(section: SDPSection) -> Sequence[float]:
     """Return the capacity of every group. All must be equal."""
     if isinstance(section.capacity, list) and len(set(section.capacity)) > 1:
         raise ConfigError(
-            f"sdp.capacity: a {section.placement} placement needs one capacity for all groups: one number, or use "
-            'sdp.placement "balanced" or "random"'
+            f"sdp.capacity: a {section.placement} placement needs the same capacity for all groups; give one number, "
+            'or use sdp.placement "balanced" or "random"'
         )
     return capacities(section)
 

@@ -33,7 +33,9 @@ def require_whole_tensors_if_random(model: nn.Module, mesh: Mesh) -> None:
     """
     options = get_random_options(model)
     if options and mesh.tp > 1:
-        raise ConfigError(f"{options[0]}: tensor-parallel ranks would draw different numbers; set {TP} 1, or remove it")
+        raise ConfigError(
+            f"{options[0]}: tensor-parallel ranks would draw different numbers; remove this option, or set {TP} to 1"
+        )
 
 
 def require_a_block_in_each_group(placement: Placement, mesh: Mesh) -> None:
@@ -43,8 +45,8 @@ def require_a_block_in_each_group(placement: Placement, mesh: Mesh) -> None:
     """
     if len(placement.units) == 1 and len(placement.holders[0]) < mesh.sdp:
         raise ModelError(
-            f'sdp.units: "auto" finds one block, {placement.units[0]}, and a group that skips it would have none; use '
-            'sdp.masking "backward" or sdp.granularity "neuron"'
+            f'sdp.units: "auto" finds only one block, {placement.units[0]}, and a group that skips it would have no '
+            'layers; use sdp.masking "backward" or sdp.granularity "neuron"'
         )
 
 

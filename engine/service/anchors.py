@@ -84,7 +84,9 @@ class Anchors:
             inside = all(low <= at and size >= 0 and at + size <= low + most for at, size, low, most in bounds)
             if inside and len(piece.offset) == len(piece.shape) == len(box.shape):
                 return info
-        raise ServiceError(f"{quote(piece.name)} at {piece.offset} with shape {piece.shape} is not in the model")
+        raise ServiceError(
+            f"the slice of {quote(piece.name)} at {piece.offset}, shape {piece.shape}, is not in the model"
+        )
 
     def read(self, pieces: Iterable[Slice], snapshot: Mapping[str, torch.Tensor] | None = None) -> list[torch.Tensor]:
         """Return copies of parts (``pieces``) of the anchors, or of an earlier :meth:`snapshot`."""
@@ -108,7 +110,7 @@ class Anchors:
         for name in {*found, *expected}:
             if found[name] != (most := expected.get(name, 0)):
                 raise ServiceError(
-                    f"group {slot} delivers {found[name]} elements of {name} in fragment {fragment} instead of {most}"
+                    f"group {slot} sent {found[name]} elements of {name} for fragment {fragment}, and it trains {most}"
                 )
 
     @torch.no_grad()

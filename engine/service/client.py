@@ -110,7 +110,7 @@ class Client:
             if not is_answer or not self._signer.is_signed(f"{response.status}", response.headers):
                 raise ServiceError(f"{self.address} is not the service of this run, because its answer is not signed")
             if response.content_length is None:
-                raise ServiceError(f"{self.address} answers without a Content-Length; a proxy between must keep it")
+                raise ServiceError(f"the answer of {self.address} has no Content-Length; a proxy must not remove it")
             if response.content_length > _ANSWER_BYTES:
                 raise ServiceError(f"the answer of {self.address} has more than {_ANSWER_BYTES:,} bytes")
             answer = await response.read()

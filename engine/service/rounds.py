@@ -139,7 +139,7 @@ class ServedRun:
     def member(self, session: str, now: float) -> Member:
         """Return the member whose secret is ``session``, or raise UnknownMemberError."""
         if session not in self.members:
-            raise UnknownMemberError("this group is not a member any more; it must join again")
+            raise UnknownMemberError("this group is no longer a member of the run; it must join again")
         self.members[session].seen = now
         return self.members[session]
 

@@ -115,7 +115,7 @@ class Server:
         request = parse_json(head.decode())
         answer = getattr(self, f"do_{action}", None)
         if answer is None:
-            raise ServiceError("there is no such request")
+            raise ServiceError("the service has no such request")
         member = None if action == "join" else self._run.member(request["session"], time.monotonic())
         return await answer({**request, "changes": slices}, member)
 
@@ -142,7 +142,9 @@ class Server:
     async def do_lease(self, request: Any, member: Member) -> Answer:
         number, before = int(request["number"]), len(member.shares)
         if number > before:
-            raise ServiceError("shares are asked for one after the other")
+            raise ServiceError(
+                f"share {number} of the data was requested before share {before}; request shares in order"
+            )
         share = self._run.lease(member, number)
         if len(member.shares) > before:
             self._on_dealt()

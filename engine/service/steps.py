@@ -71,7 +71,9 @@ class Membership:
         while closed is None:
             if self._rank == 0:
                 if joins and self.client.join(self.slot, self._settings) != self.slot:
-                    raise ServiceError(f"slot {self.slot} was given to another group; start this group again")
+                    raise ServiceError(
+                        f"another group has taken place {self.slot} in the run from this one; start this group again"
+                    )
                 # No answer if the service has started again. Then join once more.
                 closed = self.client.request("begin", **self.start).get("closed")
             closed, self.client.session = gather_json([closed, self.client.session])[0]

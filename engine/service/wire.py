@@ -122,7 +122,7 @@ def unpack(body: bytes) -> dict[Slice, torch.Tensor]:
                 raise ValueError("a tensor does not have the shape of its slice")
             found[piece] = tensor
     except (SafetensorError, ValueError, KeyError, TypeError, RuntimeError, OverflowError):
-        raise ServiceError("the message does not have the form of slices") from None
+        raise ServiceError("the message does not consist of slices of tensors") from None
     return found
 
 
@@ -130,5 +130,5 @@ def slice_of(value: Any) -> Slice:
     """Return the slice that ``value``, read from JSON, describes, or raise ValueError."""
     name, offset, shape = value
     if not isinstance(name, str) or not all(type(size) is int for size in (*offset, *shape)):
-        raise ValueError("a slice is a name, an offset and a shape")
+        raise ValueError("a slice must have a name, an offset and a shape")
     return Slice(name, tuple(offset), tuple(shape))

@@ -187,7 +187,7 @@ class PassThrough(nn.Module):
         if others or has_weights:
             given = _named_inputs(signature, args, kwargs)
             if has_weights and given.get(ASKS_FOR_WEIGHTS):
-                raise ModelError(f"{self.name}: {ASKS_FOR_WEIGHTS}: {NO_WEIGHTS}; leave it off")
+                raise ModelError(f"{self.name}: {ASKS_FOR_WEIGHTS}: {NO_WEIGHTS}; set it to False")
             for other, name in others.items():
                 leaves[other] = given.get(name)
         return tree_unflatten(leaves, spec)

@@ -141,5 +141,5 @@ def _require_compiler(device: torch.device) -> None:
         needs = "a C++ compiler (CXX)" if device.type == "cpu" else "Triton and a C compiler"
         raise ConfigError(
             f"training.compile: torch.compile does not work here for {device.type} ({reason}); it needs {needs}: "
-            "install it, or use false"
+            "install it, or set training.compile to false"
         ) from error  # sdp bench --alone prints the cause

@@ -114,7 +114,7 @@ def trace_step(
     """
     if dist.is_initialized():
         raise LaunchError(
-            "a step is traced in a process group of its own, but this process has one; plan without a launcher"
+            "a plan makes its own process group, but this process has one already; plan without a launcher"
         )
     config = config.model_copy(update={"training": config.training.model_copy(update={"compile": False})})
     plain, config = config, _with_an_average(config)

@@ -83,7 +83,7 @@ def deepspeed_command(
         if _EXPANDED.search(word):
             raise LaunchError(
                 f"--launcher-args {quote(word)}: DeepSpeed's runner passes it through pdsh and remote shells, which "
-                "would change it"
+                "would change it; leave it out"
             )
     environ = child_environment(start.search_path, {})
     for name, value in variables_with(_DEEPSPEED_EXPORTS, environ).items():

@@ -117,7 +117,7 @@ def select(
             raise LaunchError(f"--exclude {shorten(exclude)}: no slot of the hostfile remains; exclude less")
         return chosen
     if nodes is not None and nodes > len(hosts):
-        raise LaunchError(f"--nodes {nodes}: the hostfile names {len(hosts)} hosts")
+        raise LaunchError(f"--nodes {nodes}: the hostfile names only {len(hosts)} hosts")
     return [_first_slots(host, per_node) for host in hosts[:nodes]]
 
 
@@ -202,5 +202,5 @@ def _parse_filter(text: str, hosts: Sequence[Host], option: str) -> dict[str, se
 
 def _first_slots(host: Host, count: int | None) -> Host:
     if count is not None and count > len(host.slots):
-        raise LaunchError(f"--gpus-per-node {count}: the hostfile gives host {host.name} {len(host.slots)} slots")
+        raise LaunchError(f"--gpus-per-node {count}: the hostfile gives host {host.name} only {len(host.slots)} slots")
     return Host(host.name, host.slots[:count])

@@ -139,7 +139,10 @@ def _run_on_hosts(options: Namespace, start: Start, hosts: Sequence[Host], dump_
         if gone := [host.name for host in hosts if host not in answering]:
             say(f"without {', '.join(gone)}, which {'does' if len(gone) == 1 else 'do'} not answer")
         if options.master_addr is not None and hosts[0] not in answering:
-            raise LaunchError(f"--master-addr {options.master_addr} is the address of {hosts[0].name}")
+            raise LaunchError(
+                f"--master-addr {options.master_addr}: this is the address of {hosts[0].name}, which does not answer; "
+                "start again on the other hosts"
+            )
         ranks, words = on_fewer_ranks(degrees, world_size(hosts), world_size(answering))
         left = trim(answering, ranks)
         await_lock(dump_dir, received)

@@ -76,7 +76,7 @@ def rank_variables(slots: Sequence[Sequence[int]], address: str, port: str) -> d
     export({"MASTER_ADDR": address, "MASTER_PORT": port})
     environment = detect()
     if environment is None:
-        raise LaunchError("found no variables of a launcher; only sdp launch runs this command, use sdp train")
+        raise LaunchError("only sdp launch runs this command, and no launcher has started this process; use sdp train")
     total = sum(map(len, slots))
     if environment.world_size != total:
         raise LaunchError(

@@ -170,7 +170,7 @@ def test_bad_requests(tmp_path, tokens):
         (lambda index: index.update(extra=1), "extra: "),
         (lambda index: index.pop("dtype"), "dtype: Field required"),
         (lambda index: index.update(end_of_text=257), "end_of_text .* outside the vocabulary"),
-        (lambda index: index["splits"]["train"].update(tokens=36), "do not add up"),
+        (lambda index: index["splits"]["train"].update(tokens=36), "another number of tokens than the split"),
         (lambda index: index["splits"]["train"]["shards"][0].update(file="../x.bin"), r"shards\.0\.file"),
     ],
 )

@@ -174,7 +174,7 @@ def test_bad_inputs_are_named(tmp_path):
         expand_inputs([f"{tmp_path}/*"])
     with pytest.raises(DataError, match="no file of a supported kind in this folder"):
         expand_inputs([str(tmp_path)])
-    with pytest.raises(DataError, match="which has a NUL"):
+    with pytest.raises(DataError, match="which has the character NUL"):
         expand_inputs(["a\0b.txt"])
     with pytest.raises(DataError, match="no input is named"):
         expand_inputs([])

@@ -75,7 +75,7 @@ def _subnetworks() -> str:
         next(iter(engine.module.parameters())).mul_(1 + dist.get_rank())
     with pytest.raises(HolderMismatchError):
         sdp.check(engine, batches("mlp")[:2])
-    with pytest.raises(ConfigError, match="a step needs 2 batches of each rank, and there are 1"):
+    with pytest.raises(ConfigError, match="a step needs 2 batches on each rank, but 1 were given"):
         sdp.check(engine, batches("mlp")[:1])
     assert found.difference is None
     return found.why_not

@@ -70,7 +70,7 @@ def test_a_schedule_whose_step_needs_a_loss_is_stepped_by_the_script() -> None:
             engine.step()
         schedule.step(float(step))
     assert engine.get_lr() == [pytest.approx(0.1 * 0.1**2)]
-    with pytest.raises(sdp.ConfigError, match="step: lr_kwargs cannot be honoured"):
+    with pytest.raises(sdp.ConfigError, match="step: lr_kwargs is not supported"):
         engine.step(lr_kwargs={"metrics": 1.0})
 
 

@@ -24,7 +24,7 @@ CONFIG: dict[str, Any] = {"train_micro_batch_size_per_gpu": 1, "sdp": {"groups":
         ({"config": None}, "config is missing; give a path to a JSON file or a dict"),
         ({"config": [CONFIG]}, "the configuration must be a path or a mapping, not list"),
         ({"args": SimpleNamespace(deepspeed_config="ds.json")}, "config and --deepspeed_config are both given"),
-        ({"mpu": object()}, "mpu cannot be honoured"),
+        ({"mpu": object()}, "mpu is not supported"),
     ],
 )
 def test_refuses_what_it_cannot_honour(argument: dict[str, Any], match: str) -> None:

@@ -119,7 +119,7 @@ def test_degrees_and_batch_stay_on_fewer_ranks(
 @pytest.mark.parametrize(
     ("given", "left", "message"),
     [
-        (degrees(2), 1, "1 ranks are left, but a group has 2 (fsdp * tp)"),
+        (degrees(2), 1, "1 ranks are left, but a group needs 2 (fsdp * tp)"),
         (degrees(4, train=16), 3, "train_batch_size 16 is not a multiple of train_micro_batch_size_per_gpu 1 * 3 data"),
         (degrees(4, placement={"layers.0": [0, 1]}), 3, "sdp.placement is given for each of 4 groups, but only"),
         (degrees(4, capacity=[1.0, 0.5, 0.5, 1.0], placement="balanced"), 3, "sdp.capacity is given for each of 4"),

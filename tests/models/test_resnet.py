@@ -131,7 +131,7 @@ def test_initialisation_is_torchvisions():
             "model.num_classes: 100, but the data has 10; remove model.num_classes"),
         ({"image_size": 32}, {"image_size": 8}, "model.image_size: 32, but the data's images have sides of 8"),
         ({}, {}, "model.num_classes: not set, and the data does not give it"),
-        ({}, {"vocab_size": 77}, "model.name: resnet18 reads images, but the data section means tokens"),
+        ({}, {"vocab_size": 77}, "model.name: resnet18 reads images, but the data section describes tokens"),
     ],
 )  # fmt: skip
 def test_mistakes_are_one_line(section, data, message):

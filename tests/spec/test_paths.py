@@ -223,8 +223,8 @@ def test_an_evaluation_needs_the_paths(ranks: RankPool) -> None:
         "evaluate: the model has 2 paths; give paths",
         "evaluate: 2 paths for 1 batches",
         "evaluate: path 2 does not exist; there are paths 0 to 1",
-        "evaluate: a batch with several paths needs a path for each row",
-        "evaluate: a batch with several paths needs a path for each row, and must have no weight",
+        "evaluate: if the rows of a batch take several paths, give a path for each row",
+        "evaluate: if the rows of a batch take several paths, give a path for each row, and no weights",
         "full_model: path None does not exist; give one from 0 to 1",
     ]
     assert all(message.startswith(start) for message, start in zip(messages, expected, strict=True))

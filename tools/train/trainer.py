@@ -175,7 +175,7 @@ class Trainer:
             self._record()
             self._checkpoints.settle(block=True)
             newest = describe_newest(self._checkpoints.directory)
-            raise NonFiniteError(f"{error}; the last good one: {newest}") from None
+            raise NonFiniteError(f"{error}; the newest checkpoint: {newest}") from None
         is_first, self._last_facts = self._last_facts is None, self._meter.end()
         if is_first and self._files is not None and self._last_facts.comm:
             sent = Counter[str]()

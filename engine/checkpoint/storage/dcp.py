@@ -172,7 +172,7 @@ class Chunks(torch.Tensor):
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is torch.ops.aten.detach.default:
             return args[0]
-        raise NotImplementedError(f"{func} of a part of a tensor")
+        raise NotImplementedError(f"{func} cannot be computed on a part of a tensor")
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:
         chunks = ", ".join(

@@ -45,8 +45,8 @@ def _check_capacities(capacity: list[float], costs: list[int], kind: Any, profil
         placement = placed(these, **values)
     except PlacementError as error:
         assert "\n" not in str(error)
-        assert "the groups have no room" in str(error)
-        suggested = str(error).split("units' parameters); use ")[1].split(", or cut")[0]
+        assert "the groups have no room for" in str(error)
+        suggested = str(error).split("; use ")[1].split(", or cut")[0]
         larger = [float(part) for part in suggested.strip("[]").split(", ")]
         placed(these, **{**values, "capacity": larger * (len(capacity) // len(larger))})
         return
@@ -184,15 +184,15 @@ def test_profile_auto_is_the_best_rule_known() -> None:
         ({"capacity": [0.2] * 4}, ConfigError,
             "sdp.capacity: the values add up to 0.8 holders a unit, .* add up to at least 1"),
         ({"capacity": [0.5, 1.0, 1.0, 1.0], "placement": "cyclic"}, ConfigError,
-            'needs one capacity for all groups: .* sdp.placement "balanced"'),
+            'needs the same capacity for all groups; .* sdp.placement "balanced"'),
         ({"capacity": 0.3}, PlacementError,
-            r"no room to hold 'layers.0' at all .* \(76.9% of the units' parameters\); use 0.78\d, or"),
+            r"'layers.0' has 76.9% of the units' parameters, and .* have no room for it; use 0.78\d, or"),
         ({"placement": {"layers.0": [0, 1], "layers.1": [1, 0], "layers.2": [2, 3], "layers.3": [3, 2]}},
             PlacementError,
-            r"sdp.placement: groups \[0, 1\] and groups \[2, 3\] have no unit in common, although 7 holders of units "
-            r"could connect all groups, and there are 8; give a unit holders in both"),
+            r"sdp.placement: groups \[0, 1\] and groups \[2, 3\] have no unit in common, although there are "
+            r"enough holders to connect all groups \(8, and 7 suffice\); give a unit holders in both"),
         ({"capacity": 0.6, "profile": [4, 2, 1, 1, 4], "placement": "random"}, PlacementError,
-            "no room for all 4 holders of 'layers.0'"),
+            "'layers.0' has .* have no room for it in 4 groups"),
     ],
 )  # fmt: skip
 def test_refused(values: dict[str, Any], error: type[Exception], message: str) -> None:
@@ -253,7 +253,9 @@ def test_contiguous_is_uniform() -> None:
     assert SDPSection(placement="contiguous").profile == "uniform"
     with pytest.raises(ConfigError, match=r'sdp\.profile: "depth" contradicts sdp\.placement "contiguous"'):
         placed(units([1, 1]), groups=2, placement="contiguous", profile="depth")
-    with pytest.raises(ConfigError, match=r"sdp\.capacity: a contiguous placement needs one capacity for all groups"):
+    with pytest.raises(
+        ConfigError, match=r"sdp\.capacity: a contiguous placement needs the same capacity for all groups"
+    ):
         placed(units([1, 1]), groups=2, placement="contiguous", capacity=[0.6, 0.5])
 
 
@@ -281,7 +283,7 @@ RESNET = {"name": "resnet18", "stem": "cifar", "num_classes": 10, "image_size": 
 def test_resnet_blocks_that_cannot_be_balanced() -> None:
     these = find_units(build_model(RESNET), "auto")
     with pytest.raises(
-        PlacementError, match=r"no room to hold 'layer4.1' at all .*74.4%.* use 0.755, or.*\"neuron\".*sdp.protect"
+        PlacementError, match=r"'layer4.1' has 74.4% .* no room for it; use 0.755, or.*\"neuron\".*sdp.protect"
     ):
         placed(these, groups=4, capacity=0.5, placement="balanced")
     section = SDPSection(groups=4, capacity=0.5, profile="uniform")

@@ -124,7 +124,9 @@ def test_the_only_block_of_a_model_is_not_skipped() -> None:
     name = "albert.encoder.albert_layer_groups.0.albert_layers.0"
     model = foreign_models.build("albert")
     assert [unit.name for unit in find_units(model, "auto")] == [name]
-    with pytest.raises(ModelError, match=rf'"auto" finds one block, {name}, and a group that skips it would have none'):
+    with pytest.raises(
+        ModelError, match=rf'"auto" finds only one block, {name}, and a group that skips it would have no'
+    ):
         warnings_of(model, masking="forward")
     warnings_of(model, masking="forward", capacity=1.0)
 

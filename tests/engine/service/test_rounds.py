@@ -225,7 +225,7 @@ def test_only_whole_deliveries_of_held_units_are_accepted() -> None:
     changes = clock.changes(a, 1.0)
     missing = dict(itertools.islice(changes.items(), 1, None))
     clock.run.receive(a, 1, missing, 1)
-    with pytest.raises(ServiceError, match="delivers 0 elements of"):
+    with pytest.raises(ServiceError, match="sent 0 elements of"):
         clock.run.deliver(a, 1, 0, 1, (1, 1, 0.0, 0.0))
     clock.run.receive(a, 1, clock.changes(b, 1.0) | changes, 1)
     with pytest.raises(ServiceError, match=r"elements of layers\.1"):

@@ -107,4 +107,4 @@ def test_without_a_compiler_it_is_one_line(tmp_path: Path) -> None:
     code, printed = ForkedScript(script, environment={"TORCHINDUCTOR_CACHE_DIR": tmp_path / "cache"}).end()
     assert (code, printed.count("\n")) == (0, 1), printed
     assert "training.compile: torch.compile does not work here for cpu (" in printed
-    assert "it needs a C++ compiler (CXX): install it, or use false" in printed
+    assert "it needs a C++ compiler (CXX): install it, or set training.compile to false" in printed

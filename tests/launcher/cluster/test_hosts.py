@@ -92,8 +92,8 @@ def test_filters_as_deepspeed_reads_them(include: str, exclude: str) -> None:
         ({"include": "worker-0", "exclude": "worker-1"}, "cannot be combined"),
         ({"include": "worker-0", "nodes": 1}, "cannot be combined with"),
         ({"exclude": "worker-0@worker-1@worker-2"}, "no slot of the hostfile remains"),
-        ({"nodes": 4}, "the hostfile names 3 hosts"),
-        ({"per_node": 3}, "gives host worker-2 2 slots"),
+        ({"nodes": 4}, "the hostfile names only 3 hosts"),
+        ({"per_node": 3}, "gives host worker-2 only 2 slots"),
     ],
 )
 def test_filters_refused(options: dict, message: str) -> None:

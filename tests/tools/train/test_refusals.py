@@ -17,7 +17,7 @@ def test_a_run_that_diverges_names_its_last_checkpoint_and_keeps_it(config, tmp_
     config["sdp"] = {"groups": 1}
     assert main(["train", str(write_config(config, tmp_path)), "--dump-dir", str(tmp_path / "run")]) == 1
     error = capsys.readouterr().err
-    assert f"the last good one: {tmp_path / 'run' / 'checkpoints' / 'step-1'}" in error.splitlines()[-1]
+    assert f"the newest checkpoint: {tmp_path / 'run' / 'checkpoints' / 'step-1'}" in error.splitlines()[-1]
     assert "Traceback" not in error
     assert error.count("was skipped by all groups") == 2
     assert [line["skipped_steps"] for line in read_metrics(tmp_path / "run")] == [0, 1, 2]
