@@ -216,8 +216,7 @@ class SDPEngine:
             weight = 1.0
         if not scale_wrt_gas:
             raise ConfigError(
-                "backward: scale_wrt_gas=False has no meaning with weights of losses; give the mean loss of the "
-                "micro-batch, and leave scale_wrt_gas out"
+                "backward: with a weight, scale_wrt_gas must be True; give the mean loss of the micro-batch"
             )
         if self._weights is None:
             self._weights = LossWeights()
@@ -238,10 +237,7 @@ class SDPEngine:
                 does not count while a dynamic loss scale is above its minimum.
         """
         if lr_kwargs:
-            raise ConfigError(
-                "step: lr_kwargs is not supported; do not give sdp.initialize the lr_scheduler, and step it in the "
-                "script"
-            )
+            raise ConfigError("step: lr_kwargs is not supported; leave lr_scheduler out, and step it in the script")
         if not self._syncing:
             raise RuntimeError("step() inside no_sync(): gradients are not averaged there; leave the block first")
         if not self.is_gradient_accumulation_boundary():
@@ -483,9 +479,7 @@ class SDPEngine:
     def data_parallel_group(self) -> dist.ProcessGroup | None:
         """The group of the ranks that read different data."""
         if self.layout.mesh.tp > 1:
-            raise ConfigError(
-                "engine.data_parallel_group: not available with tensor parallelism; use engine.layout.mesh"
-            )
+            raise ConfigError("engine.data_parallel_group: with tensor parallelism, use engine.layout.mesh instead")
         return dist.group.WORLD
 
     gather_facts = staticmethod(gather_json)
