@@ -1,1 +1,1 @@
-"""The engine: subnetworks in groups, trained together."""
+"""The engine of SDP: trains subnetworks of one model in groups of ranks."""

@@ -1,7 +1,7 @@
-"""Checks a combination of model, settings and machine in a few steps.
+"""Checks in a few steps that a model trains correctly with given settings on this machine.
 
 The holders of each unit must have equal weights after every step. If every group holds the whole
-model, the weights must also equal the weights of a plain torch loop over the batches of all ranks.
+model, the weights are also compared with those of a plain torch loop over the batches of all ranks.
 """
 
 from __future__ import annotations
@@ -30,16 +30,16 @@ TOLERANCE = {"float32": 1e-3, "bfloat16": 0.2, "float16": 0.2}  # relative to th
 
 @dataclass(frozen=True)
 class Checked:
-    """The result of a check, equal on all ranks.
+    """The result of :func:`check`, equal on all ranks.
 
     Attributes:
-        steps: how many steps were taken.
+        steps: the number of steps that were taken.
         difference: the norm of the difference from plain torch's weights, divided by the norm of
-            the change that the steps made. None if there was no comparison.
-        norm_difference: the largest relative difference of the gradient's norm. It shows a wrong
-            scale of the gradient, which Adam's weights would not show.
-        why_not: why there was no comparison.
-        worst: the parameter that differs most, relative to its change.
+            the change that the steps made. None if weights were not compared.
+        norm_difference: the largest relative difference of the gradient norm in a step. It shows a
+            wrong scale of the gradient, which does not change the weights with Adam.
+        why_not: why the weights were not compared. Empty if they were.
+        worst: the parameter that differs most, relative to the change of this parameter.
     """
 
     steps: int
@@ -50,13 +50,15 @@ class Checked:
 
 
 def check(engine: SDPEngine, batches: Iterable[Any]) -> Checked:
-    """Take a step for every ``gradient_accumulation_steps`` of this rank's ``batches``. Collective.
+    """Train some steps, and check that the resulting weights are right. Collective.
 
-    Rank 0 needs memory for the dense model, if plain torch is compared.
+    Each step takes ``gradient_accumulation_steps`` of this rank's ``batches``. Holders of a unit
+    must have equal weights. If every group holds the whole model, weights are also compared with
+    plain torch, for which rank 0 needs memory for a second model.
 
     Raises:
         HolderMismatchError: Two holders of a unit have different weights or optimizer state.
-        ConfigError: There are too few batches.
+        ConfigError: There are too few batches for one step.
     """
     micro, given = engine.gradient_accumulation_steps(), list(batches)
     if len(given) < micro:

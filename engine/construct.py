@@ -1,6 +1,4 @@
-"""Build a store from the full model: cut it to this rank's part, shard it, and give every
-parameter its value.
-"""
+"""Builds the FSDP2 store of a rank: cuts and shards the full model, and gives weights values."""
 
 from __future__ import annotations
 
@@ -33,18 +31,14 @@ from .subnetwork.neurons import slice_layers
 def build_store(
     model: nn.Module, config: Config, layout: Layout, device: torch.device, plan: Sequence[ModuleInit] | None
 ) -> Fsdp2Store:
-    """Cut ``model`` in place to this rank's part, and give it values. Collective.
+    """Cut ``model`` in place to this rank's part, and return a store with values. Collective.
+
+    Frozen copies in the store have no values yet.
 
     Args:
         model: the full model, with weights or on the meta device.
-        config: the run's configuration. The DeepSpeed engine has another function.
-        layout: the layout of ``model`` on the mesh.
-        device: the device of this rank.
-        plan: the initial values, from :func:`values_to_give`. None: all ranks get the weights that
-            the model has on rank 0.
-
-    Returns:
-        A store whose parameters have values. Frozen copies have none yet.
+        plan: the initial values, from :func:`values_to_give`. If None, all ranks get the weights of
+            rank 0.
     """
     if "deepspeed" in sys.modules:
         from .stores.deepspeed.private import restore_linear  # an earlier engine may have replaced it
@@ -85,20 +79,17 @@ def shard_model(
     skeleton: nn.Module | None = None,
     prepare: Callable[[nn.Module, Layout], Layout] | None = None,
 ) -> Fsdp2Store:
-    """Cut ``model`` in place to this rank's part and shard it with FSDP2.
+    """Cut ``model`` in place to this rank's part, and return a store without values.
 
-    A model on the meta device has no values yet. Give it values, then call ``ready()`` on the
+    Give values to the parameters if the model is on the meta device. Then call ``ready()`` of the
     store.
 
     Args:
         model: the full model, with weights or on the meta device.
-        config: the run's configuration.
-        layout: the layout of ``model`` on the mesh.
-        device: the device of this rank.
-        skeleton: the uncut model without weights. With a schedule of maskings, a new phase builds
-            blocks from it.
-        prepare: called when tensors have their local shapes. It may change the model, and returns
-            the layout of the changed model. The tracer uses it to leave out repeated blocks.
+        skeleton: the uncut model without weights, from which a masking schedule builds blocks when
+            a phase begins.
+        prepare: called after neurons and matrices are cut. It may change the model further, and
+            returns the layout of the result. ``sdp plan`` uses it to leave out repeated blocks.
     """
     traffic, scale, group = Traffic(), BranchScale(layout), tensor_group(layout.mesh)
     at = layout.mesh.coordinates(dist.get_rank())
@@ -157,11 +148,10 @@ def _cut(
 
 
 def values_to_give(model: nn.Module, config: Config, layout: Layout) -> list[ModuleInit] | None:
-    """Plan how the parameters get their initial values; None if the model has weights already.
+    """Plan how the parameters get their initial values, or return None if the model has weights.
 
-    Raises:
-        ModelError: only some parameters have values, ``training.init_from`` is set for a model with
-            weights, or its files belong to another model.
+    Raises ModelError if only some parameters have values, ``training.init_from`` is set for a
+    model with weights, or its files belong to another model.
     """
     on_meta = [name for name, parameter in model.named_parameters() if parameter.is_meta]
     if on_meta and len(on_meta) < len(layout.by_path):
@@ -182,7 +172,10 @@ def values_to_give(model: nn.Module, config: Config, layout: Layout) -> list[Mod
 
 
 def first_weights(model: nn.Module, config: Config, layout: Layout) -> dict[str, torch.Tensor]:
-    """Return all weights, by canonical name, with which every run of this configuration starts."""
+    """Return the full model's weights, by name, with which a run of this configuration starts.
+
+    They are the same for every number of groups and ranks.
+    """
     found, names = dict[str, torch.Tensor](), dict[str, list[str]]()
     for name, infos in layout.wholes.items():
         found[name] = torch.empty(infos[0].full_shape)

@@ -1,4 +1,4 @@
-"""Parts of DeepSpeed's engine that scripts use beside the training loop."""
+"""What scripts use of DeepSpeed's engine beside the training loop, such as ``engine.monitor``."""
 
 from __future__ import annotations
 
@@ -34,19 +34,17 @@ REFUSED = {
 
 
 def refuse_call(name: str, *_: Any, **__: Any) -> NoReturn:
-    """Raise ConfigError for a method of DeepSpeed's engine that this engine does not have."""
+    """Raise ConfigError, because SDP's engine does not offer this method of DeepSpeed's engine."""
     raise ConfigError(f"engine.{name}: {REFUSED[name]}")
 
 
 def refuse_other_place(method: str, asked: Iterable[Any], device: torch.device, dtype: torch.dtype) -> None:
-    """Raise ConfigError if a script asks for another device or type than the engine's.
+    """Raise ConfigError if a call such as ``engine.to`` asks for another device or dtype.
 
     Args:
-        method: The engine's method.
-        asked: The arguments of the call: devices, types, or tensors, which have both. Others have
-            no effect.
-        device: The device of the engine.
-        dtype: The type that the model computes in.
+        method: The name of the method that was called.
+        asked: The arguments of the call. Devices, dtypes and tensors are checked.
+        dtype: The dtype in which the model computes.
     """
     for value in asked:
         if isinstance(value, torch.Tensor):
@@ -60,7 +58,7 @@ def refuse_other_place(method: str, asked: Iterable[Any], device: torch.device, 
 
 
 class ThroughputTimer:
-    """The part of DeepSpeed's ``engine.tput_timer`` that scripts use."""
+    """Measures samples per second, as DeepSpeed's ``engine.tput_timer`` does."""
 
     def __init__(self) -> None:
         self.epoch_count = 0
@@ -68,21 +66,22 @@ class ThroughputTimer:
         self._start = time.perf_counter()
 
     def update_epoch_count(self) -> None:
-        """Count one epoch more."""
+        """Add 1 to ``epoch_count``. A script calls this at the end of an epoch."""
         self.epoch_count += 1
 
     def avg_samples_per_sec(self) -> float:
-        """Samples per second of all ranks together, since the engine was made."""
+        """Return the samples per second of all ranks together, since the engine was made."""
         return self.global_samples / (time.perf_counter() - self._start)
 
 
 class DeepSpeedMonitor:
-    """``engine.monitor`` writes curves of a script, as DeepSpeed's monitor does. The configuration
-    chooses the files with ``tensorboard``, ``csv_monitor`` and ``wandb``.
+    """Writes curves such as the loss, as ``engine.monitor`` of DeepSpeed does.
+
+    The sections ``tensorboard``, ``csv_monitor`` and ``wandb`` of the configuration say where
+    curves are written. ``writes`` is true on rank 0 only.
     """
 
     def __init__(self, config: Config, *, writes: bool):
-        """``writes``: whether this rank writes. Only rank 0 does."""
         self._config, self._writes = config, writes
         self.enabled = config.tensorboard.enabled or config.csv_monitor.enabled or config.wandb.enabled
 
@@ -91,26 +90,26 @@ class DeepSpeedMonitor:
         return open_writers(self._config)
 
     def write_step(self, step: int, loss: float, norm: float, rate: float, loss_scale: float | None) -> None:
-        """Write the points of a training step."""
+        """Write loss, gradient norm, learning rate and loss scale of a training step."""
         points = {"Train/Samples/train_loss": loss, "Train/Samples/lr": rate, "Train/grad_norm": norm}
         if loss_scale is not None:
             points["Train/Samples/loss_scale"] = loss_scale
         self.write_events([(name, value, step) for name, value in points.items()])
 
     def write_events(self, events: Sequence[tuple[str, Any, int]]) -> None:
-        """Write points of curves: the curve's name, the value, and the position on the x axis."""
+        """Write points of curves. Each point has the curve's name, a value, and the step."""
         for name, value, step in events if self._writes else ():
             for writer in self._writers:
                 writer.write(step, {name: float(value)})
 
 
 class CurveWriter(Protocol):
-    """Writes curves in the form that one program reads."""
+    """Writes curves in one format: for TensorBoard, as CSV, or for Weights & Biases."""
 
     def write(self, step: int, scalars: Mapping[str, float]) -> None: ...
 
     def rewind(self) -> None:
-        """The next point replaces those from its step on."""
+        """Let the next point replace all earlier points from its step on, as after a rollback."""
         ...
 
     def close(self) -> None: ...
@@ -119,13 +118,13 @@ class CurveWriter(Protocol):
 def open_writers(
     config: Config, folder: Path | None = None, wandb_options: Mapping[str, Any] = MappingProxyType({})
 ) -> list[CurveWriter]:
-    """Open what the configuration enables.
+    """Return a writer for each monitor that the configuration enables.
 
     Args:
-        config: Its sections ``tensorboard``, ``csv_monitor`` and ``wandb`` say where curves go.
-        folder: The folder of a run. It has what has no ``output_path``, and new points replace
-            those of an earlier process from the first new step on. None: a script's curves go to
-            ``runs/JOB_NAME``, and new points are added to older ones.
+        config: The configuration, with sections ``tensorboard``, ``csv_monitor`` and ``wandb``.
+        folder: The folder of a run, for monitors without ``output_path``. After a resume, new
+            points replace older ones from the first new step on. If None, the curves are those of
+            a script: they go to ``runs/JOB_NAME``, and new points are added to older ones.
         wandb_options: Further arguments of ``wandb.init``.
 
     Raises:
@@ -143,7 +142,7 @@ def open_writers(
 
 
 class _TensorBoard:
-    """Opens its file at the first point."""
+    """Writes for TensorBoard. The file is opened at the first point."""
 
     def __init__(self, folder: Path, *, replaces: bool):
         self._folder, self._replaces = folder, replaces
@@ -175,10 +174,7 @@ class _TensorBoard:
 
 
 class _CSV:
-    """One file per curve, such as ``Train_Samples_lr.csv``.
-
-    The header is "step" and the last part of the tag.
-    """
+    """Writes one CSV file per curve, such as ``Train_Samples_lr.csv`` with columns step and lr."""
 
     def __init__(self, folder: Path, *, replaces: bool):
         self._folder, self._replaces = folder, replaces
@@ -215,9 +211,9 @@ class _CSV:
 
 
 class _WeightsAndBiases:
-    """A run of Weights & Biases. ``WANDB_MODE=offline`` keeps it on this machine.
+    """Writes for Weights & Biases.
 
-    Steps are values of their own: Weights & Biases would drop points of steps that are made again.
+    The step is logged as a metric, because Weights & Biases drops points whose own step goes back.
     """
 
     def __init__(self, section: WandbSection, options: Mapping[str, Any]):
@@ -233,7 +229,7 @@ class _WeightsAndBiases:
         self._run.log({"step": step, **scalars})
 
     def rewind(self) -> None:
-        """A no-op: a run of Weights & Biases cannot go back."""
+        """Do nothing, because Weights & Biases cannot replace points."""
 
     def close(self) -> None:
         self._run.finish()

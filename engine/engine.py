@@ -42,8 +42,9 @@ log = logging.getLogger("sdp")
 class SDPEngine:
     """Trains a group's subnetwork: ``loss = engine(batch); engine.backward(loss); engine.step()``.
 
-    :func:`sdp.initialize` makes it. ``step`` acts at the accumulation boundary, as in DeepSpeed. A
-    name that the engine does not have is looked up in the model. The engine also has the methods of
+    :func:`sdp.initialize` returns an engine. As in DeepSpeed, ``step`` updates weights only after
+    the last micro-batch of a step, and attributes that the engine does not have are looked up in
+    the model. The engine also has the methods of
     :class:`~sdp.engine.full_model.access.FullModel` and
     :class:`~sdp.engine.checkpoint.checkpoints.Checkpoints`.
     """
@@ -122,8 +123,10 @@ class SDPEngine:
         return self.forward(*args, **kwargs)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """The model's result. A single mapping or tuple is spread over ``forward``'s arguments. If
-        the model is on a GPU, other tensors are copied to it, as FSDP2 does.
+        """Run the forward pass of this group's subnetwork, and return the model's result.
+
+        A single mapping or tuple is passed as the arguments of the model's ``forward``, if it fits
+        them. Tensors on other devices are copied to the model's GPU.
         """
         if self.device.type != "cpu" and any(part.device != self.device for part in tensors_in((args, kwargs))):
             with outside_inference_mode():
@@ -143,21 +146,22 @@ class SDPEngine:
         *,
         weight: float | torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """Accumulate the gradients of ``loss``, the mean of this rank. Returns the loss divided by
-        the accumulation steps.
+        """Accumulate the gradients of ``loss``. In the last micro-batch of a step, average them.
 
-        At the accumulation boundary, gradients are averaged inside the group and among holders
-        while this pass still runs.
+        Gradients are averaged inside the group and among holders while this pass still runs.
 
         Args:
-            loss: A scalar, or a model output that holds one.
+            loss: The mean loss of this rank's micro-batch, or a model output that has it.
             retain_graph: Must be False, because gradients are reduced while the graph is freed.
-            scale_wrt_gas: Divide by the accumulation steps, as DeepSpeed does.
+            scale_wrt_gas: Divide the loss by ``gradient_accumulation_steps``, as DeepSpeed does.
             weight: How much this loss counts, usually its number of labels. The gradient of a unit
-                is Σ weight·∂loss / Σ weight over all micro-batches of the step on the ranks of its
-                holders. A loss with weight 0 does not count. The default is 1, or the number of
-                labels if ``training.loss_weighting`` is "tokens". If one rank gives weights in a
-                step, all ranks must.
+                is Σ weight·∂loss / Σ weight over all micro-batches of the step on the ranks of the
+                unit's holders. The default is 1, or the number of labels if
+                ``training.loss_weighting`` is "tokens". If one rank gives weights in a step, all
+                ranks must.
+
+        Returns:
+            The loss as it was differentiated, divided by ``gradient_accumulation_steps``.
 
         Raises:
             ConfigError: ``retain_graph`` is True, the loss has no gradient, or ``weight``
@@ -225,16 +229,16 @@ class SDPEngine:
         return self._weights, self._weights.checked(weight, self.device)
 
     def step(self, lr_kwargs: Mapping[str, Any] | None = None) -> None:
-        """At the accumulation boundary, clip, update the weights and advance the schedule.
+        """After the last micro-batch of a step, clip, update weights and advance the schedule.
 
-        Before the boundary, only the micro-batch is counted. If the gradient norm of any group is
-        NaN or infinite, all groups skip the step: weights, optimizer state and schedule stay, and
-        the step counts as skipped.
+        After other micro-batches, this only counts the micro-batch. If the gradient norm of any
+        group is NaN or infinite, all groups skip the step: weights, optimizer state and schedule
+        stay. With local steps (``sdp.sync``), only the group itself skips.
 
         Raises:
-            SpikeError: The step is a spike, and ``training.on_spike`` is "rollback" or "stop".
-            NonFiniteError: More than ``training.max_skips`` steps in a row were skipped. A step
-                does not count while a dynamic loss scale is above its minimum.
+            SpikeError: Loss or norm spiked, and ``training.on_spike`` is "rollback" or "stop".
+            NonFiniteError: More than ``training.max_skips`` steps in a row were skipped. Skips that
+                lower a dynamic loss scale do not count.
         """
         if lr_kwargs:
             raise ConfigError("step: lr_kwargs is not supported; leave lr_scheduler out, and step it in the script")
@@ -319,7 +323,7 @@ class SDPEngine:
                 self.groups.enter_phase(masking)
 
     def go_on_after(self, steps: int, samples: int, skipped: int) -> None:
-        """Continue the counts of a checkpoint, and enter the phase of the next step. Collective."""
+        """Set the counts of a loaded checkpoint, and the masking of the next step. Collective."""
         self.global_steps, self.global_samples = steps, samples
         self.micro_steps = steps * self._batch.accumulation
         self.last_steps.start_at(skipped)
@@ -336,10 +340,10 @@ class SDPEngine:
             self._weights.clear()
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Drop all gradients.
+        """Drop all gradients. A script need not call this, because :meth:`step` drops them.
 
-        Between the micro-batches of a step this has no effect, as in DeepSpeed: after each step,
-        the engine itself drops the gradients. ``optimizer.zero_grad`` is this method, too.
+        As in DeepSpeed, a call between the micro-batches of a step has no effect.
+        ``optimizer.zero_grad`` is this method, too.
         """
         if self._is_accumulating:
             if self.global_rank == 0 and not self._zeroed_in_vain:
@@ -358,8 +362,10 @@ class SDPEngine:
         return (self.micro_steps + 1) % self._batch.accumulation == 0
 
     def set_gradient_accumulation_boundary(self, is_boundary: bool | None) -> None:
-        """Say whether the next micro-batch is the last one before a step. None: the engine counts.
-        Losses are always divided by ``gradient_accumulation_steps``, as in DeepSpeed.
+        """Say whether the next micro-batch is the last one before an optimizer step.
+
+        After None, the engine counts micro-batches itself. As in DeepSpeed, losses are divided by
+        ``gradient_accumulation_steps`` in any case.
         """
         self._own_boundary = is_boundary
         if is_boundary is None:  # as if all earlier steps had accumulated as many micro-batches
@@ -367,7 +373,7 @@ class SDPEngine:
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
-        """A context in which gradients are not averaged. ``step`` is an error inside."""
+        """A context in which backward averages no gradients. Call :meth:`step` only after it."""
         self._syncing = False
         try:
             yield
@@ -375,9 +381,10 @@ class SDPEngine:
             self._syncing = True
 
     def finish_round(self) -> bool:
-        """With local steps: average all weights that changed since the last average. Collective.
+        """Average all weights that local steps have changed since the last average. Collective.
 
-        Call this after the last step of a run. Returns whether anything was averaged.
+        Call this after the last step of a run with ``sdp.sync``. Otherwise it does nothing. Returns
+        whether anything was averaged.
         """
         return self.local_training.finish(self.global_steps)
 
@@ -386,21 +393,20 @@ class SDPEngine:
     def evaluate(
         self, batches: Iterable[Any], weights: Iterable[float] | None = None, paths: Iterable[Any] | None = None
     ) -> float:
-        """The weighted mean loss of the full model over the batches of all ranks. Collective.
+        """Return the mean loss of the full model over the batches of all ranks. Collective.
 
-        Holders send the units that this group does not hold, one after the other, for several
-        batches at a time. Under backward masking nothing is sent. Running statistics are those of
-        :meth:`full_state_dict`. Each rank needs at least one batch. Numbers of batches may differ.
+        Holders send units that this group does not hold, one after the other, so no rank needs
+        memory for the whole model. If the group has exact frozen copies, nothing is sent.
 
         Args:
-            batches: This rank's batches.
-            weights: A number ≥ 0 for each batch. By default the number of labels that are not -100,
-                without the first label of a row if the model shifts labels (docs/evaluation.md).
+            batches: This rank's batches, at least one. Ranks may have different numbers of batches.
+            weights: How much each batch counts in the mean. By default the number of labels over
+                which the model averages its loss (docs/evaluation.md).
             paths: With ``sdp.paths``, the path of each batch, or for each batch a list with the
                 path of each row.
 
         Raises:
-            ConfigError: Weights or paths are not valid, or their number is not that of the batches.
+            ConfigError: Weights or paths are not valid, or not one for each batch.
             DataError: All weights are 0.
         """
         loss = self._full.evaluate(list(batches), weights, paths)
@@ -412,12 +418,12 @@ class SDPEngine:
 
     @property
     def module(self) -> nn.Module:
-        """This rank's subnetwork."""
+        """The subnetwork of this rank's group. Its parameters may be shards."""
         return self.store.module
 
     @property
     def deepspeed(self) -> Any:
-        """The engine of the package DeepSpeed for this group. Raises AttributeError with FSDP2."""
+        """DeepSpeed's own engine, if ``sdp.engine`` is "deepspeed". Otherwise AttributeError."""
         found = getattr(self.store, "deepspeed", None)
         if found is None:
             raise AttributeError(f"sdp.engine {self.config.sdp.engine!r} has no engine of DeepSpeed")
@@ -425,7 +431,7 @@ class SDPEngine:
 
     @property
     def runs_subnetwork(self) -> bool:
-        """Whether the :attr:`module` of any group runs only a part of the model."""
+        """Whether any group's :attr:`module` leaves out units of the full model."""
         return self._full.is_partial
 
     @property
@@ -434,15 +440,14 @@ class SDPEngine:
 
     @property
     def traffic(self) -> Traffic:
-        """Bytes sent by this rank."""
+        """The counter of the bytes that this rank sends."""
         return self.store.context.traffic
 
     @property
     def exposed_reduction_seconds(self) -> float:
-        """Seconds that this rank has waited for reductions between groups, after backward had
-        ended.
+        """Seconds that this rank has waited for averages between groups after backward had ended.
 
-        On CUDA they are known only with ``wall_clock_breakdown``.
+        On CUDA the number is right only with ``wall_clock_breakdown``.
         """
         return self.groups.exposed_seconds
 
@@ -452,12 +457,15 @@ class SDPEngine:
 
     @property
     def parameters_here(self) -> dict[str, nn.Parameter]:
-        """This rank's parameters by canonical name. Sharded ones are DTensors."""
+        """By name, the parameters that this group trains. With several shards they are DTensors."""
         return self.store.parameters
 
     @property
     def frozen_here(self) -> dict[str, nn.Parameter]:
-        """This rank's frozen copies by canonical name. Sharded ones are DTensors."""
+        """By name, the frozen copies of parameters that this group does not hold.
+
+        Waits until the copies are up to date.
+        """
         self.groups.finish_refresh()
         return frozen_copies(self.store)
 
@@ -467,7 +475,7 @@ class SDPEngine:
 
     @property
     def world_size(self) -> int:
-        """The number of ranks of all groups."""
+        """The number of ranks in all groups together."""
         return self.layout.mesh.world_size
 
     @property
@@ -477,7 +485,7 @@ class SDPEngine:
 
     @property
     def data_parallel_group(self) -> dist.ProcessGroup | None:
-        """The group of the ranks that read different data."""
+        """The process group of the ranks that read different data."""
         if self.layout.mesh.tp > 1:
             raise ConfigError("engine.data_parallel_group: with tensor parallelism, use engine.layout.mesh instead")
         return dist.group.WORLD
@@ -486,9 +494,9 @@ class SDPEngine:
     start_max = staticmethod(start_max)
 
     def check_holders(self) -> None:
-        """Compare weights and optimizer state bit by bit between holders. Collective.
+        """Check that holders have bitwise equal weights and optimizer state. Collective.
 
-        Raises HolderMismatchError, which names the unit.
+        Raises HolderMismatchError if two holders of a unit differ.
         """
         if (local := self.groups.local) is None:
             self.groups.check_holders(self.store.optimizer)
@@ -496,23 +504,24 @@ class SDPEngine:
             self.groups.check_holders(local.outer.optimizer, local.anchors, local.outer.anchors)
 
     def get_global_grad_norm(self) -> float | None:
-        """The norm of the full averaged gradient in the last step, before clipping. None before a
-        step. With local steps, this waits for the other groups and returns the mean of their
-        norms.
+        """Return the norm of the full model's gradient in the last step, before clipping.
+
+        The result is None before the first step. With local steps, it is the mean of the groups'
+        norms, for which this method waits.
         """
         return self.last_steps.norm
 
     def get_loss(self) -> float | None:
-        """The mean loss of the last step over micro-batches and ranks. None before a step."""
+        """Return the mean loss of all ranks in the last step. None before the first step."""
         return self.last_steps.loss
 
     @property
     def skipped_steps(self) -> int:
-        """How many steps were skipped for a NaN or Inf gradient (local steps: by any group)."""
+        """The number of steps that any group skipped, because its gradient was NaN or infinite."""
         return self.last_steps.skipped_until()
 
     def skipped_until(self, step: int) -> int:
-        """:attr:`skipped_steps` as it was after ``step``, one of the last steps."""
+        """Return the :attr:`skipped_steps` after ``step``, which must be one of the last steps."""
         return self.last_steps.skipped_until(step)
 
     @property
@@ -521,15 +530,15 @@ class SDPEngine:
         return self.last_steps.was_skipped
 
     def get_loss_scale(self) -> float | None:
-        """The loss scale of the next step (``fp16``). None without loss scaling."""
+        """Return the loss scale of the next step with ``fp16``. None without loss scaling."""
         return None if self.loss_scaler is None else self.loss_scaler.cur_scale
 
     def get_lr(self) -> list[float]:
-        """The learning rate of every parameter group, for the next step."""
+        """Return the learning rate of every parameter group for the next step."""
         return self.groups.learning_rates()
 
     def rates_of_parameters(self) -> dict[str, float]:
-        """The learning rate of every trained parameter of the full model, on all ranks. Collective.
+        """Return the learning rates of the full model's trained parameters, by name. Collective.
 
         Raises ConfigError if two ranks have different rates for the same parameter.
         """
@@ -558,17 +567,20 @@ class SDPEngine:
         return self.config.wall_clock_breakdown
 
     def predicted_state_bytes(self) -> StateBytes:
-        """Bytes of state on this rank, predicted from the placement."""
+        """Return the bytes of weights, gradients and optimizer state that this rank should have."""
         return predicted_state(self.store, self.config)
 
     def measured_state_bytes(self) -> StateBytes:
-        """Bytes of state on this rank, measured. Gradients count as they were in the last step."""
+        """Return the bytes of weights, gradients and optimizer state that this rank has.
+
+        Gradients are those of the last step.
+        """
         return measured_state(self.groups, self._gradient_bytes)
 
     # -- names of DeepSpeed and torch --------------------------------------------------------------
 
     def train(self, mode: bool = True) -> Self:
-        """Set the model's mode. Also in evaluation, :attr:`module` is this group's subnetwork."""
+        """Set the training or evaluation mode. In both, the engine runs this group's subnetwork."""
         self.module.train(mode)
         return self
 
@@ -577,7 +589,7 @@ class SDPEngine:
     def to(self, *args: Any, **kwargs: Any) -> Self:
         """Do nothing, because the engine has already put the model on its device.
 
-        Raises ConfigError if the arguments name another device or another floating-point type.
+        Raises ConfigError if the arguments name another device or another dtype.
         """
         refuse_other_place(
             "to", [*args, kwargs.get("device"), kwargs.get("dtype")], self.device, self.store.context.compute_dtype
@@ -585,7 +597,7 @@ class SDPEngine:
         return self
 
     def cuda(self, device: int | torch.device | None = None) -> Self:
-        """The same as ``to("cuda")``."""
+        """Do the same as ``to("cuda")``."""
         return self.to(torch.device("cuda", device) if isinstance(device, int) else device or "cuda")
 
     cpu = functools.partialmethod(to, "cpu")
@@ -593,7 +605,7 @@ class SDPEngine:
     bfloat16 = functools.partialmethod(to, torch.bfloat16)
 
     def destroy(self) -> None:
-        """Finish a background checkpoint and drop gradients. Call it after the last step."""
+        """Wait for a checkpoint in the background, and drop gradients. Call this at the end."""
         self.wait_for_checkpoint()
         self.groups.forget_gradients()
         if (deepspeed := getattr(self.store, "deepspeed", None)) is not None:

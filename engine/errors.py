@@ -1,9 +1,7 @@
-"""Exceptions. The class says whether the user or the program made the mistake.
+"""The exceptions of SDP, and functions that format messages.
 
-The user can correct most of these errors, and the command line then ends with exit code 2. Six
-classes end with exit code 1, because the program failed: :class:`HolderMismatchError`,
-:class:`NonFiniteError`, :class:`OutOfMemoryError`, :class:`PeerLostError`, :class:`ServiceError`
-and :class:`SpikeError`. A message is one line. It says what is wrong, where, and what to do.
+A message is one line that says what is wrong, where, and what to do. The class chooses the exit
+code of the command line: 2 for what the user can correct, and 1 for a run that failed.
 """
 
 import difflib
@@ -21,17 +19,17 @@ _UNPRINTABLE = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u2028\u2029\u202a-\u202e
 
 
 class SDPError(Exception):
-    """Base of all errors that SDP raises on purpose.
+    """The base class of all errors that SDP raises on purpose.
 
     ``exit_code`` is the status with which the command line ends: 2 for the user's mistake, 1 for a
-    failure of the program.
+    run that failed.
     """
 
     exit_code = 2
 
 
 class ConfigError(SDPError):
-    """The JSON file, a ``--set`` override or an argument is not valid."""
+    """A setting in the JSON file, a ``--set`` override or an argument is not valid."""
 
 
 class PlacementError(SDPError):
@@ -59,7 +57,7 @@ class WriteError(SDPError):
 
     @classmethod
     def of(cls, path: object, error: OSError) -> "WriteError":
-        """The error for ``path``, with the reason of the operating system."""
+        """Return the error for a file at ``path``, with the reason from the operating system."""
         remedy = "; free space there" if error.errno in NO_ROOM else ""
         return cls(f"{path}: cannot be written ({error.strerror}){remedy}")
 
@@ -75,7 +73,7 @@ class NonFiniteError(SDPError):
 
 
 class SpikeError(SDPError):
-    """A loss or gradient norm spiked, and ``training.on_spike`` does not allow the update.
+    """The loss or the gradient norm spiked, and ``training.on_spike`` forbids the step.
 
     The weights are those before the step.
     """
@@ -96,7 +94,7 @@ class PeerLostError(SDPError):
 
 
 class ServiceError(SDPError):
-    """The service that keeps the anchors, or a group of its run, cannot go on."""
+    """In a run with an anchor service, the service or a group cannot continue."""
 
     exit_code = 1
 
@@ -119,7 +117,7 @@ def suggestion(key: str, candidates: Iterable[str]) -> str:
 
 
 def escape(text: str) -> str:
-    """Replace every character that could change a terminal, such as ESC, by its Python escape.
+    """Replace characters that could control a terminal, such as ESC, by their Python escapes.
 
     Line feeds and tabs stay, because a message may have several lines.
     """
@@ -127,10 +125,9 @@ def escape(text: str) -> str:
 
 
 def shorten(text: object, most: int = MOST_QUOTED) -> str:
-    """Return ``text`` as one printable piece of a message.
+    """Return ``text`` so that it can be printed in a message: on one line, and not too long.
 
-    Control characters are escaped. A longer text is cut after ``most`` characters, and the number
-    of characters left out follows.
+    After ``most`` characters the text is cut, and the number of missing characters is added.
     """
     text = str(text)
     left_out = len(text) - most
@@ -139,15 +136,12 @@ def shorten(text: object, most: int = MOST_QUOTED) -> str:
 
 
 def first_line(error: BaseException) -> str:
-    """Return the first line of what an error says, or the name of its class."""
+    """Return the first line of an error's message, or without a message the name of its class."""
     return (str(error).strip().splitlines() or [type(error).__name__])[0]
 
 
 def quote(value: object) -> str:
-    """Return ``repr(value)`` for a message, shortened like :func:`shorten`.
-
-    A text keeps its quotes.
-    """
+    """Return ``repr(value)`` for a message. A long value is cut."""
     if isinstance(value, str):
         left_out = len(value) - MOST_QUOTED
         return repr(value[:MOST_QUOTED]) + (f"… ({left_out:,} more characters)" if left_out > 0 else "")
@@ -158,7 +152,7 @@ def quote(value: object) -> str:
 
 
 def format_error(error: BaseException) -> str:
-    """Return the message of ``error`` as one printable line of limited length."""
+    """Return the message of ``error`` on one printable line, without the middle if it is long."""
     text = escape(" ".join(str(error).split()))
     left_out = len(text) - MOST_MESSAGE
     if left_out <= 0:

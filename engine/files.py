@@ -1,4 +1,4 @@
-"""Files of a run: written as a whole or not at all, and not where somebody else put a link."""
+"""Writes files of a run: in one step, and never through a link that somebody else put there."""
 
 from __future__ import annotations
 
@@ -13,16 +13,17 @@ PARTIAL = ".sdp-partial"  # a name ends with this while its file or directory is
 
 
 def refuse_link(path: Path) -> None:
-    """Raise WriteError if ``path`` is a symbolic link. Its parents may be links.
+    """Raise WriteError if ``path`` is a symbolic link. Folders above it may be links.
 
-    Somebody else may have put a link among the files of a run, to have another file overwritten.
+    Otherwise somebody else could put a link among the files of a run, and so have another file of
+    the user overwritten.
     """
     if os.path.islink(path):  # noqa: PTH114  # Path.is_symlink raises an error for a name that is too long
         raise WriteError(f"{path}: is a symbolic link, which a run does not follow; remove the link")
 
 
 def require_own_file(path: Path) -> None:
-    """Raise WriteError for a link, a directory or a FIFO at ``path``. Opening a FIFO would hang."""
+    """Raise WriteError if ``path`` is a link, a directory or a FIFO, before a run writes there."""
     refuse_link(path)
     try:
         mode = os.lstat(path).st_mode
@@ -34,11 +35,10 @@ def require_own_file(path: Path) -> None:
 
 
 def open_own_file(path: Path, flags: int = os.O_WRONLY | os.O_CREAT | os.O_APPEND) -> int:
-    """Open ``path`` and return the file descriptor. By default, a missing file is created and
-    writes append.
+    """Open a regular file, and return the file descriptor. By default, open it to append.
 
     Raises:
-        WriteError: As :func:`require_own_file`, also if ``path`` changes in between.
+        WriteError: ``path`` is a link, a directory or a FIFO.
         OSError: ``path`` cannot be opened.
     """
     try:
@@ -55,10 +55,10 @@ def open_own_file(path: Path, flags: int = os.O_WRONLY | os.O_CREAT | os.O_APPEN
 
 
 def write_whole(path: Path, content: str | bytes) -> None:
-    """Write ``content`` to ``path`` in one step and flush it to the disk.
+    """Replace the file at ``path`` in one step, and flush it to the disk.
 
-    After a crash, or on a full disk, the file has its old or its new content, never a mixture. A
-    link at ``path`` is replaced. Raises OSError.
+    After a crash, or on a full disk, the file has either its old or its new content. A link at
+    ``path`` is replaced by the file. Raises OSError if the file cannot be written.
     """
     partial = path.with_name(f".{path.name}{PARTIAL}")
     partial.unlink(missing_ok=True)

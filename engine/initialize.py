@@ -46,10 +46,10 @@ from .sync.between import check_placement
 
 
 def clock(device: torch.device, *, waits: bool) -> Callable[[], float]:
-    """Return a function that gives the time in seconds, as ``time.perf_counter`` does.
+    """Return a function like ``time.perf_counter``, which returns the time in seconds.
 
-    On CUDA, if ``waits`` is true, the function first waits for the work in the current stream. It
-    does not wait for communication in other streams.
+    On CUDA, if ``waits`` is true, the function first waits until the device has done the work in
+    the current stream. Only then do differences of times measure this work.
     """
     if device.type != "cuda" or not waits:
         return time.perf_counter
@@ -68,10 +68,7 @@ log = logging.getLogger("sdp")
 
 
 def announce(engine: SDPEngine, optimizer_note: str) -> None:
-    """Print each decision that was made for the user, with the reason.
-
-    ``optimizer_note``: the line about the optimizer.
-    """
+    """Log what a run will do (layout, placement, batch, optimizer), and settings without effect."""
     config, layout = engine.config, engine.layout
     _announce_layout(engine)
     _warn_of_settings_without_effect(config, layout)
@@ -88,7 +85,7 @@ def announce(engine: SDPEngine, optimizer_note: str) -> None:
 
 
 def announce_hints(config: Config) -> None:
-    """Print the keys of DeepSpeed that have no effect, some of them with the reason."""
+    """Log which keys of DeepSpeed's configuration SDP accepts without effect, and why."""
     plain = [path for path in config.hints if path not in HINT_SECTIONS and path not in IGNORED_BY_DEEPSPEED]
     if plain:
         log.info("accepted without effect (performance hints for DeepSpeed): %s", ", ".join(plain))
@@ -190,32 +187,36 @@ def initialize(
     config_params: str | Mapping[str, Any] | None = None,
     service: Any = None,
 ) -> tuple[SDPEngine, Optimizer, EpochLoader | None, Any]:
-    """Cut ``model`` for this rank's SDP group and return ``(engine, optimizer, loader,
-    scheduler)``.
+    """Make the engine that trains ``model``, with the same arguments as ``deepspeed.initialize``.
+
+    The model is cut in place to the part of this rank's SDP group. Every rank must call this.
 
     Args:
-        args: Parsed arguments that may hold ``deepspeed_config``; see :func:`add_config_arguments`.
+        args: Parsed arguments that may have ``deepspeed_config``; see :func:`add_config_arguments`.
         model: Any module whose units can be found (see ``sdp.units`` of the configuration). All
             ranks get rank 0's weights. A model on the meta device is initialised from
-            ``training.seed``. The model is changed in place.
-        optimizer: An optimizer of the uncut model's parameters, or a function that makes an
-            optimizer. The function gets a list of this rank's parameters, or parameter groups if
-            ``model_parameters`` are groups. By default the configuration decides.
+            ``training.seed``.
+        optimizer: An optimizer of the model's parameters, or a function that makes an optimizer
+            from this rank's parameters (or from parameter groups, if ``model_parameters`` are
+            groups). By default the configuration decides.
         model_parameters: The parameters or parameter groups to train; by default all.
-        training_data: A map-style data set, an iterable one, an iterator, or a DataLoader. Each
-            data rank reads samples of its own. The loader ends with every epoch; see docs/data.md.
-        lr_scheduler: A scheduler, or a function that makes one from the optimizer. By default the
-            configuration decides.
-        distributed_port: Must equal the launcher's port.
+        training_data: A map-style data set, an iterable one, an iterator, or a DataLoader. It is
+            divided among data ranks. The loader ends with every epoch; see docs/data.md.
+        lr_scheduler: A scheduler, or a function that makes a scheduler from the optimizer. By
+            default the configuration decides.
+        distributed_port: If given, it must be the launcher's port.
         mpu: Must be None.
         dist_init_required: False requires that torch.distributed is initialised already.
         collate_fn: Makes a batch from a list of samples.
-        config: A path, a mapping or a Config.
+        config: The path of a JSON file, a mapping, or a Config.
         config_params: Another name for ``config``.
         service: The group's connection to an anchor service. Only ``sdp train`` passes it.
 
+    Returns:
+        The engine, the optimizer, the data loader or None, and the scheduler or None.
+
     Raises:
-        SDPError: An argument or a setting cannot be honoured. The message has one line.
+        SDPError: SDP cannot do what an argument or a setting asks for.
     """
     model = _checked(model)
     if mpu is not None:
@@ -478,9 +479,9 @@ def _parameters(layout: Layout) -> dict[str, Any]:
 
 
 def add_config_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
-    """Add ``--deepspeed`` and ``--deepspeed_config FILE``; return the parser.
+    """Add the options ``--deepspeed`` and ``--deepspeed_config FILE`` to a script's parser.
 
-    :func:`sdp.initialize` reads them from ``args``.
+    :func:`sdp.initialize` reads the parsed options from ``args``. Returns the parser.
     """
     group = parser.add_argument_group("DeepSpeed", "configuration, as DeepSpeed names it")
     group.add_argument(

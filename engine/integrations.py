@@ -1,7 +1,7 @@
-"""Accelerate, and the Trainer of transformers: they call DeepSpeed, and SDP takes its place.
+"""Trains with SDP under Accelerate and the Trainer of transformers, in place of DeepSpeed.
 
 After :func:`install`, a DeepSpeed configuration with a section ``sdp`` trains with SDP. Without
-:func:`install`, DeepSpeed ignores that section and trains the whole model on every rank.
+:func:`install`, DeepSpeed ignores this section and trains the whole model on every rank.
 """
 
 from __future__ import annotations
@@ -23,14 +23,13 @@ from .initialize import initialize
 
 
 class AcceleratedEngine:
-    """An SDP engine in the form that Accelerate and the Trainer expect of DeepSpeed's engine.
+    """Wraps an SDP engine so that Accelerate and the Trainer can use it like DeepSpeed's engine.
 
-    Other names are looked up in the engine and in the model. In evaluation mode, the full model
-    runs. It is gathered before the first batch, and freed when training continues.
+    In evaluation mode, it runs the full model, which is gathered before the first batch and freed
+    when training continues. Other attributes are those of the engine and of the model.
     """
 
     def __init__(self, engine: SDPEngine, config: dict[str, Any], deepspeed_engine: type):
-        """``deepspeed_engine`` is the class of DeepSpeed's engine."""
         self.engine, self.config = engine, config
         self._deepspeed_engine = deepspeed_engine
         self._full: nn.Module | None = None
@@ -74,7 +73,7 @@ class AcceleratedEngine:
         module.forward = forward  # type: ignore[method-assign]
 
     def train(self, mode: bool = True) -> AcceleratedEngine:
-        """Set the mode. Training frees the full model that evaluation has gathered."""
+        """Set the training or evaluation mode. Training frees the full model of an evaluation."""
         if mode:
             self._free()
         self.engine.train(mode)
@@ -96,28 +95,26 @@ class AcceleratedEngine:
         self, save_dir: str | Path, tag: Any = None, client_state: Any = None, exclude_frozen_parameters: bool = False,
         **options: Any
     ) -> bool:  # fmt: skip
-        """Save to a directory that the Trainer finds again by its name."""
+        """Save a checkpoint to ``global_stepN``, the folder name that the Trainer looks for."""
         tag = f"global_step{self.engine.global_steps}" if tag is None else tag
         return self.engine.save_checkpoint(save_dir, tag, client_state, **options)
 
     def load_checkpoint(
         self, load_dir: str | Path, tag: Any = None, **options: Any
     ) -> tuple[str | None, dict[str, Any]]:
-        """Load what :meth:`save_checkpoint` has saved. All weights are loaded."""
+        """Load a checkpoint of :meth:`save_checkpoint`, with all weights."""
         options.pop("load_module_strict", None)
         self._free()
         return self.engine.load_checkpoint(load_dir, tag, **options)
 
 
 def install() -> None:
-    """Let Accelerate and the Trainer use SDP if DeepSpeed's configuration has a section ``sdp``.
+    """Make Accelerate and the Trainer use SDP if DeepSpeed's configuration has a section ``sdp``.
 
-    Call this once, before ``Accelerator(...)`` or ``TrainingArguments(...)``. A configuration
-    without the section is still passed to DeepSpeed. Calls of DeepSpeed in the script itself do not
-    change.
+    Call this once, before ``Accelerator(...)`` or ``TrainingArguments(...)``. Without the section,
+    they still use DeepSpeed. A script's own calls of ``deepspeed.initialize`` do not change.
 
-    Raises:
-        ConfigError: accelerate or deepspeed is not installed.
+    Raises ConfigError if accelerate or deepspeed is not installed.
     """
     try:
         import deepspeed

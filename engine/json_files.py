@@ -1,7 +1,7 @@
-"""Read JSON that somebody else wrote, within limits, with one clear error.
+"""Reads JSON from outside, and raises a clear error for anything that SDP cannot use.
 
-The standard library raises RecursionError for deep values and an unclear ValueError for long
-numbers. It accepts half a surrogate pair, which cannot be printed later.
+Python's own parser raises RecursionError for deep values, and an unclear ValueError for long
+numbers. It accepts broken Unicode text, which cannot be printed later.
 """
 
 from __future__ import annotations
@@ -21,18 +21,17 @@ MOST_DIGITS = 308  # every whole number can then become a float of 64 bits
 
 
 class JsonError(ValueError):
-    """A text is not JSON that can be used. The message says what is wrong, and where."""
+    """A text is not valid JSON, or exceeds a limit. The message says what is wrong."""
 
 
 def parse_json(text: str, *, unique_keys: bool = False) -> Any:
-    """The value that ``text`` holds.
+    """Return the value of the JSON text.
 
     Args:
-        text: JSON.
-        unique_keys: whether an object with the same key twice is an error.
+        unique_keys: whether an object that has a key twice is an error.
 
     Raises:
-        JsonError: ``text`` is not valid JSON, or exceeds a limit.
+        JsonError: ``text`` is not valid JSON, or exceeds a limit of depth or digits.
     """
 
     def check_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
@@ -54,22 +53,22 @@ def parse_json(text: str, *, unique_keys: bool = False) -> Any:
 
 
 def read_json_file(path: Path, *, unique_keys: bool = False, most_bytes: int = MOST_BYTES) -> Any:
-    """The value in the regular file ``path``, which may be a symbolic link to one.
+    """Return the value in a JSON file.
 
     Args:
         path: a file in UTF-8, with or without a byte order mark.
-        unique_keys: see :func:`parse_json`.
+        unique_keys: whether an object that has a key twice is an error.
         most_bytes: a larger file is an error.
 
     Raises:
-        JsonError: as :func:`parse_json`, or the file is too large or not UTF-8.
-        OSError: the file cannot be read, or is not a regular file. A FIFO would wait forever.
+        JsonError: the file is not valid JSON in UTF-8, or exceeds a limit.
+        OSError: the file cannot be read, or is not a regular file.
     """
     return parse_json(read_text_file(path, most_bytes=most_bytes), unique_keys=unique_keys)
 
 
 def read_text_file(path: Path, *, most_bytes: int = MOST_BYTES) -> str:
-    """The text of the regular file ``path``, with the errors of :func:`read_json_file`."""
+    """Return the text in a file. Raises the errors of :func:`read_json_file`."""
     if not stat.S_ISREG(path.stat().st_mode):
         kind = errno.EISDIR if path.is_dir() else errno.EINVAL
         raise OSError(kind, os.strerror(kind) if kind == errno.EISDIR else "it is not a regular file", str(path))

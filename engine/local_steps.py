@@ -20,12 +20,12 @@ from .sync.outer import OuterFacts, OuterSteps, Rounds, fragments_of
 
 
 class LocalUpdate(NamedTuple):
-    """The outcome of a local step of all groups.
+    """Loss and gradient norm of a local step, over all groups.
 
     Attributes:
         loss: the mean loss of all ranks.
-        norm: the mean of the gradient norms before clipping, over the groups that did not skip the
-            step.
+        norm: the mean of the groups' gradient norms before clipping. Groups that skipped the step
+            do not count.
         skipped: the number of groups that skipped the step, because their gradient is NaN or
             infinite.
     """
@@ -36,11 +36,10 @@ class LocalUpdate(NamedTuple):
 
 
 class PendingUpdate:
-    """The outcome of a local step. Messages of other groups may not have arrived yet.
+    """A :class:`LocalUpdate` that may not have arrived from other groups yet.
 
     Args:
-        receive: a function that waits for the other groups and returns the outcome. It is called
-            once.
+        receive: waits for the other groups, and returns the update. It is called once.
     """
 
     def __init__(self, receive: Callable[[], LocalUpdate]):
@@ -48,21 +47,17 @@ class PendingUpdate:
         self._received: LocalUpdate | None = None
 
     def wait(self) -> LocalUpdate:
-        """Return the outcome. Waits for the messages of all groups."""
+        """Wait for the other groups, and return the update."""
         if self._received is None:
             self._received = self._receive()
         return self._received
 
 
 class LocalSteps:
-    """The local steps of one rank: inner steps, outer steps, and the anchors.
+    """Takes one rank's local steps, and averages the weights of groups.
 
-    Running statistics of batch norm have anchors too. Those of a unit are averaged when the unit
-    takes an outer step.
-
-    Attributes:
-        sync: the settings.
-        outer: the outer steps, with the anchors.
+    The *anchors* are the weights after the last average, equal at all holders. Running statistics
+    of batch norm have anchors too, and are averaged together with the weights of the same unit.
     """
 
     def __init__(self, groups: BetweenGroups, sync: SyncSection):
@@ -103,15 +98,19 @@ class LocalSteps:
     # -- steps -------------------------------------------------------------------------------------
 
     def step(self, loss: torch.Tensor, scheduler: Any, max_norm: float, count: float | None = None) -> PendingUpdate:
-        """Clip by the norm of this group's gradient, and step without other groups. Collective.
+        """Clip and step with this group's own gradient. Collective.
 
-        A group whose norm is NaN or infinite leaves its weights and optimizer state as they are.
+        If the norm of the group's gradient is NaN or infinite, the group skips the step, and its
+        weights and optimizer state stay.
 
         Args:
-            loss: this rank's mean loss, or with a ``count`` the sum of ``count`` losses.
+            loss: this rank's mean loss, or the sum of its losses if ``count`` is given.
             scheduler: the learning-rate schedule, or None.
-            max_norm: the largest norm of a gradient, or 0 for no clipping.
-            count: the number of losses.
+            max_norm: the norm to which the gradient is clipped, or 0 for no clipping.
+            count: the number by which the sum of losses must be divided, or None.
+
+        Returns:
+            The mean loss and norm of all groups. The caller can wait for them in a later step.
         """
         groups, norm = self._groups, self._groups.norm_in_group()
         if math.isfinite(norm):
@@ -148,11 +147,11 @@ class LocalSteps:
         ]
 
     def start(self, fragment: int) -> None:
-        """Start to average the weights of ``fragment`` among their holders. Collective."""
+        """Start to average the weights of a fragment of the model among holders. Collective."""
         self.averages.start(fragment)
 
     def arrive(self) -> OuterFacts:
-        """Apply the average that was started. Collective."""
+        """Wait for the average that was started, and apply it. Collective."""
         fragment = self.averages.fragment_under_way
         names = [name for name in self._store.layout.buffers if self._fragments[name] == fragment]
         buffers = {name: buffer for name, buffer in self._module_buffers().items() if name in names}
@@ -169,32 +168,33 @@ class LocalSteps:
 
     @property
     def anchors(self) -> Mapping[str, torch.Tensor]:
-        """The weights of trained parameters after the last average, by name; equal at all
-        holders.
-        """
+        """The weights after the last average, by name. All holders of a unit have the same."""
         return (
             {name: self._weight(name) for name in self.outer.anchors} if self.outer.is_swapped else self.outer.anchors
         )
 
     @property
     def weights(self) -> Mapping[str, torch.Tensor]:
-        """This group's own weights of trained parameters, by name."""
+        """This group's present weights, by name."""
         return (
             self.outer.anchors if self.outer.is_swapped else {name: self._weight(name) for name in self.outer.anchors}
         )
 
     @property
     def anchor_buffers(self) -> Mapping[str, torch.Tensor]:
-        """The averaged running statistics by name."""
+        """The running statistics after the last average, by name."""
         return self._module_buffers() if self.outer.is_swapped else self._buffers
 
     @property
     def own_buffers(self) -> Mapping[str, torch.Tensor]:
-        """This rank's own running statistics by name."""
+        """This rank's present running statistics, by name."""
         return self._buffers if self.outer.is_swapped else self._module_buffers()
 
     def reset(self) -> None:
-        """Copy the present weights to the anchors. The state of the outer optimizer stays."""
+        """Make the present weights and running statistics the anchors.
+
+        The outer optimizer's state stays.
+        """
         self.outer.reset()
         for name, buffer in self._module_buffers().items():
             self._buffers[name].copy_(buffer)
@@ -203,7 +203,10 @@ class LocalSteps:
 
     @contextmanager
     def anchored(self) -> Iterator[None]:
-        """A context in which weights and buffers of the module are the anchors. Collective."""
+        """A context in which the module has the weights and statistics of the last average.
+
+        Collective.
+        """
         if self.outer.is_swapped:
             yield
             return
@@ -218,8 +221,9 @@ class LocalSteps:
 
     @contextmanager
     def group_statistics(self) -> Iterator[None]:
-        """A context in which running statistics are the means over this group's ranks. Collective
-        in the group.
+        """A context in which running statistics are the mean of the group's ranks.
+
+        Collective in the group.
         """
         buffers = {n: b for n, b in self._module_buffers().items() if b.is_floating_point()}
         group = self._context.communicators.group
@@ -241,12 +245,14 @@ class LocalSteps:
 
 
 class LocalTraining:
-    """Local steps of a run. Without a section ``sdp.sync``, all methods are no-ops.
+    """Decides after each step of a run whether weights are averaged, and keeps metrics of averages.
+
+    Without a section ``sdp.sync``, the methods do nothing.
 
     Attributes:
-        outer_steps: the outer steps since the start of the run. A round has one for each fragment.
-        last: the result of the outer step that followed the last step. None if there was no outer
-            step.
+        outer_steps: the number of averages since the start of the run. In ``sdp.sync.every`` steps,
+            each fragment of the model is averaged once.
+        last: metrics of the average after the last step. None if there was no average.
     """
 
     def __init__(self, groups: BetweenGroups, sync: SyncSection | None):
@@ -259,24 +265,24 @@ class LocalTraining:
 
     @property
     def lag(self) -> int:
-        """After how many steps the outcome of a step is needed. No step waits for a message that
-        was sent in the same step, because over a slow link this would take longer than the step. A
-        message may have to wait for an average, which may take ``overlap`` steps. So the result is
-        ``overlap`` + 1.
+        """How many steps later the loss and norm of a step are read: ``sdp.sync.overlap`` + 1.
+
+        They are read late so that no step waits for a slow link. The message with them may queue
+        behind an average, which may take ``overlap`` steps.
         """
         return 0 if self._sync is None or self.service is not None else self._sync.overlap + 1
 
     def add(self, step: int, update: PendingUpdate) -> None:
-        """Keep the outcome of ``step`` until the messages of other groups have arrived."""
+        """Keep loss and norm of ``step`` until they have arrived from other groups."""
         self._pending.append((step, update))
 
     def arrived(self, *, except_newest: int = 0) -> Iterator[tuple[int, LocalUpdate]]:
-        """Return outcomes in the order of their steps, and forget them.
+        """Yield number, loss and norm of the steps that :meth:`add` kept, and forget them.
 
-        All ranks call this after the same step, so that all decide in the same way.
+        All ranks must call this after the same step, so that all make the same decisions.
 
         Args:
-            except_newest: how many of the newest outcomes are not returned yet.
+            except_newest: how many of the newest steps are kept, as they may not have arrived.
         """
         while len(self._pending) > except_newest:
             step, update = self._pending.popleft()
@@ -284,29 +290,27 @@ class LocalTraining:
 
     @property
     def pending(self) -> PendingUpdate | None:
-        """The outcome of the last step. None if :meth:`arrived` has returned it."""
+        """Loss and norm of the last step that :meth:`add` kept. They may not have arrived yet."""
         return self._pending[-1][1] if self._pending else None
 
     def newest(self) -> LocalUpdate | None:
-        """The outcome of the last step. None if :meth:`arrived` has returned it. May wait."""
+        """Wait for loss and norm of the last step that :meth:`add` kept. None without one."""
         return self.pending.wait() if self.pending is not None else None
 
     def skipped_steps(self, until: int | None = None) -> int:
-        """Count the skipped steps that :meth:`arrived` has not returned, up to step ``until``.
-
-        May wait.
-        """
+        """Wait for the steps that :meth:`add` kept, and count the skipped ones up to ``until``."""
         return sum(update.wait().skipped > 0 for step, update in self._pending if until is None or step <= until)
 
     @property
     def local(self) -> LocalSteps | None:
-        """The local steps. None while gradients are averaged in every step."""
+        """The object that takes local steps. None while gradients are averaged in every step."""
         return self._groups.local
 
     def follow(self, steps: int) -> None:
-        """Prepare for the step after ``steps``. Collective if local steps begin there.
+        """Prepare for the step after ``steps``. Collective.
 
-        The weights of all holders must be equal then.
+        If local steps begin there, the anchors are made from the weights. Then the weights of all
+        holders must be equal.
         """
         local = self._rounds is not None and self._rounds.is_local(steps + 1)
         if local and self.local is None:
@@ -318,8 +322,8 @@ class LocalTraining:
     def after_step(self, step: int, schedule: Any = None) -> int:
         """Start and apply the averages that are due after ``step``. Collective.
 
-        Returns the number of the step. With a service, a group that is late skips steps, and so
-        does its ``schedule`` of the learning rate.
+        Returns the number of the step at which the group now is. This is ``step``, unless a service
+        keeps the anchors: then a late group skips steps, also in the learning-rate ``schedule``.
         """
         self.last = None
         if self.service is not None:
@@ -342,10 +346,10 @@ class LocalTraining:
     # -- with a service ----------------------------------------------------------------------------
 
     def enter(self, *, joins: bool) -> int:
-        """Take part in the run of the service, and continue from the anchors. If ``joins``, the
-        group is new. Collective in the group.
+        """Enter a run whose anchors a service keeps, and continue from the anchors.
 
-        Returns the number of steps that the run has made.
+        Collective in the group. ``joins`` says whether the group is new in the run. Returns the
+        number of steps that the run has taken.
         """
         assert self.local is not None
         self.local.averages.enter(joins=joins)
@@ -387,7 +391,7 @@ class LocalTraining:
         return min(schedule.steps, schedule.due(self.service.closed) + steps)
 
     def finish(self, step: int) -> bool:
-        """Average every fragment that has changed since its last average. Collective.
+        """Average all weights that have changed since their last average. Collective.
 
         Call this after the last step of a run, so that the anchors contain all steps.
 
@@ -416,7 +420,7 @@ class LocalTraining:
         return self.outer_steps > before
 
     def has_finished(self, step: int) -> bool:
-        """Return whether :meth:`finish` averaged something after ``step``."""
+        """Return whether all holders have equal weights after ``step``, as after :meth:`finish`."""
         return self._averaged_at == step
 
     def _steps_alone(self, step: int) -> int:
@@ -426,7 +430,7 @@ class LocalTraining:
         return max(self._rounds.steps_alone(step, fragment) for fragment in self._rounds.fragments)
 
     def metrics(self) -> dict[str, Any]:
-        """Return metrics of the outer step after the last step. Empty if there was none."""
+        """Return metrics of the average after the last step. Empty if nothing was averaged."""
         if self.last is None:
             return {}
         return {
@@ -437,7 +441,7 @@ class LocalTraining:
         }
 
     def tensors_on_device(self) -> list[torch.Tensor]:
-        """Return anchors, outer state and rounding errors, unless they are on the host."""
+        """Return the anchors and the outer optimizer's state, if they are on the device."""
         local = self.local
         if local is None or local.sync.offload == "cpu":
             return []
@@ -447,7 +451,7 @@ class LocalTraining:
         return [value for value in tensors if isinstance(value, torch.Tensor)]
 
     def describe(self) -> str:
-        """Return the schedule of the averages in one line."""
+        """Return one line for the log that says how often weights are averaged."""
         sync = self._sync
         if sync is None:
             return "gradients are averaged in every step"
@@ -458,7 +462,7 @@ class LocalTraining:
         return f"{start}groups step on their own and average their weights every {sync.every} steps{parts}{late}{small}"
 
     def state_dict(self, steps: int) -> dict[str, Any] | None:
-        """Return the position in the round after ``steps``, for a checkpoint."""
+        """Return the position between two averages, for a checkpoint. None without local steps."""
         if self.local is None:
             return None
         return {
@@ -469,13 +473,13 @@ class LocalTraining:
         }
 
     def load_state_dict(self, state: dict[str, Any] | None, steps: int, *, in_round: bool) -> None:
-        """Continue to count outer steps.
+        """Continue local steps from a checkpoint, whose weights are already loaded.
 
         Args:
             state: the result of :meth:`state_dict`.
-            steps: the steps of the checkpoint.
-            in_round: whether groups continue with different weights, in the middle of a round. If
-                not, they continue with the anchors.
+            steps: the number of steps that the run had taken.
+            in_round: whether each group has loaded its own weights, and continues between two
+                averages. If False, all groups have loaded the anchors.
         """
         self.outer_steps = (state or {}).get("outer_steps", 0)
         self._averaged_at, self.last = -1 if in_round else steps, None
@@ -486,7 +490,7 @@ class LocalTraining:
             self._arrive()  # with these settings no later step would apply it
 
     def anchored(self) -> AbstractContextManager[None]:
-        """A context in which the module has the weights of the full model: the anchors."""
+        """A context in which the module has the full model's weights: those of the last average."""
         local = self.local
         return nullcontext() if local is None else local.anchored()
 

@@ -1,9 +1,8 @@
-"""What a model may declare about itself, and how the engine reads it.
+"""Hooks: optional methods with which a model tells the engine about itself.
 
-:class:`ModelHooks` lists every hook. All of them are optional: a plain ``torch.nn.Module`` works
-without any, and each hook that a model has makes one more feature available. The engine reads hooks
-only through the ``get_…`` functions of this file. The types that hooks return are here too, so a
-model needs no other import from the engine.
+:class:`ModelHooks` lists all hooks. A plain ``torch.nn.Module`` works without any, and each hook
+makes one more feature available. This file also has the types that hooks return, so a model needs
+no other import from the engine. The engine calls hooks through the ``get_…`` functions.
 """
 
 from __future__ import annotations
@@ -22,19 +21,19 @@ from .errors import ModelError
 
 @dataclass(frozen=True)
 class Branch:
-    """A residual branch that is a sum over hidden neurons.
+    """Describes a residual branch that can be cut into groups of neurons.
 
     A neuron is a hidden unit of a feed-forward layer, a channel of a convolution, or a key/value
-    head together with the query heads that share it.
+    head together with the query heads that share it. The branch must be a sum over neurons.
 
     Attributes:
         name: The path of the branch's module.
         neurons: The number of neurons.
-        parameters: Pairs of canonical parameter name and the dimension along which the neurons lie.
-            Each neuron owns an equal share of the indices, and the shares are in order.
-        three_parts: Parameters that hold queries, keys and values one after the other. A neuron
-            owns an equal share of each third.
-        buffers: Canonical names of the buffers that have one entry per neuron.
+        parameters: Pairs of a parameter's name and the dimension along which the neurons lie. Along
+            this dimension, each neuron has an equal number of neighbouring indices, in order.
+        three_parts: Names of parameters that consist of queries, keys and values, one after the
+            other. A neuron has indices in each third.
+        buffers: Names of the buffers that have one entry per neuron.
         flops: Floating-point operations of a forward pass of one sample; 0 if unknown.
     """
 
@@ -48,28 +47,28 @@ class Branch:
 
 @dataclass(frozen=True)
 class Normal:
-    """Initialisation: independent normal values with mean 0 and standard deviation ``std``."""
+    """An initialisation: independent normal values with mean 0 and standard deviation ``std``."""
 
     std: float
 
 
 @dataclass(frozen=True)
 class Constant:
-    """Initialisation: every element equals ``value``."""
+    """An initialisation: every element equals ``value``."""
 
     value: float
 
 
 @dataclass(frozen=True)
 class Uniform:
-    """Initialisation: independent values, uniform between ``-bound`` and ``bound``."""
+    """An initialisation: independent values, uniform between ``-bound`` and ``bound``."""
 
     bound: float
 
 
 @dataclass(frozen=True, eq=False)
 class Table:
-    """Initialisation: the given ``values``, which have the tensor's own shape."""
+    """An initialisation: the tensor gets ``values``, which have the same shape."""
 
     values: torch.Tensor
 
@@ -79,10 +78,9 @@ Init = Normal | Constant | Uniform | Table
 
 @dataclass(frozen=True)
 class Whole:
-    """Tensor parallelism: every rank has all parameters of the module, and runs it on a part of the
-    sequence.
+    """In a tensor-parallel plan: the module is not cut. A rank runs it on a part of the sequence.
 
-    This is for norms. Their gradients are summed over the ranks.
+    Use it for norms. The ranks sum the gradients of the module's parameters.
     """
 
     dims = None
@@ -90,16 +88,19 @@ class Whole:
 
 @dataclass(frozen=True)
 class Gather:
-    """Tensor parallelism: the first argument of the module is gathered along the sequence."""
+    """In a tensor-parallel plan: the module's first argument is gathered along the sequence.
+
+    Use it for a module that contains linear layers with the style :class:`Column`.
+    """
 
     dims = None
 
 
 @dataclass(frozen=True)
 class Column:
-    """Tensor parallelism: the output features of a linear layer are cut.
+    """In a tensor-parallel plan: the output features of a linear layer are cut among ranks.
 
-    ``pieces`` is the number of equal pieces that must stay whole, for example attention heads.
+    ``pieces`` is the number of equal parts that must not be cut, for example attention heads.
     """
 
     pieces: int | None = None
@@ -108,10 +109,10 @@ class Column:
 
 @dataclass(frozen=True)
 class Row:
-    """Tensor parallelism: the input features of a linear layer without a bias are cut.
+    """In a tensor-parallel plan: the input features of a linear layer without a bias are cut.
 
-    The cut is that of the output features of the layer before. Outputs are summed over the ranks
-    and cut along the sequence.
+    Use it for the layer after a :class:`Column` layer, whose outputs are cut in the same way. The
+    ranks sum the outputs, and cut the sum along the sequence.
     """
 
     dims = 1
@@ -119,17 +120,20 @@ class Row:
 
 @dataclass(frozen=True)
 class Vocabulary:
-    """Tensor parallelism: an embedding's rows are cut. Outputs are cut along the sequence."""
+    """In a tensor-parallel plan: the rows of an embedding are cut among ranks.
+
+    The outputs are cut along the sequence.
+    """
 
     dims = 0
 
 
 @dataclass(frozen=True)
 class Head:
-    """Tensor parallelism: the rows of a head over the vocabulary are cut.
+    """In a tensor-parallel plan: the head is cut along the vocabulary.
 
-    The head's first argument is gathered along the sequence, and its attribute ``tensor_ranks`` is
-    set. The head itself must turn its part of the logits into logits or a loss.
+    The head's first argument is gathered along the sequence. With its attribute ``tensor_ranks``,
+    which is set, the head itself must compute the loss from its part of the logits.
     """
 
     dims = 0
@@ -139,34 +143,36 @@ Style = Whole | Gather | Column | Row | Vocabulary | Head
 
 
 class ModelHooks(Protocol):
-    """The hooks. A model defines those that it needs, under exactly these names."""
+    """All hooks that a model may define, under exactly these names. A model needs none of them."""
 
     config: Any  # the model's configuration; engine.save_pretrained writes that of a Hugging Face model
     loss_type: str  # "ForCausalLM" if the loss compares each position with the next label
 
     def unit_patterns(self) -> list[str]:
-        """Module paths of the blocks that are units; ``*`` stands for one path component.
+        """Return the module paths of the blocks that are units, such as "layers.*".
 
-        Without this hook, ``sdp.units = "auto"`` takes the blocks of all chains; see docs/units.md.
+        ``*`` stands for one component of a path. Without this hook, ``sdp.units = "auto"`` searches
+        the model for sequences of blocks (docs/units.md).
         """
         ...
 
     def unit_flops(self) -> Mapping[str, int]:
-        """Floating-point operations of a forward pass of one sample, by unit name.
+        """Return the floating-point operations of each unit for one sample's forward pass, by name.
 
-        Without this hook, placements weigh units by their numbers of parameters.
+        A placement uses them to give groups equal work. Without this hook, it uses the units'
+        numbers of parameters.
         """
         ...
 
     def neuron_branches(self) -> list[Branch]:
-        """The residual branches that can be cut into groups of neurons.
+        """Return the residual branches that can be cut into groups of neurons.
 
-        ``sdp.granularity = "neuron"`` needs it.
+        ``sdp.granularity = "neuron"`` needs this hook.
         """
         ...
 
     def tensor_parallel_plan(self) -> Mapping[str, Style]:
-        """How tensor parallelism cuts each module, by module pattern.
+        """Return for each module how tensor parallelism cuts it. Keys are patterns of module paths.
 
         Hidden states between these modules are cut along the sequence.
         ``tensor_parallel.autotp_size`` above 1 needs this hook.
@@ -174,37 +180,41 @@ class ModelHooks(Protocol):
         ...
 
     def parameter_init(self, name: str) -> Init:
-        """How the parameter or buffer of this canonical name is initialised.
+        """Return how the parameter or buffer ``name`` is initialised.
 
         Without this hook, a model on the meta device is initialised by ``_init_weights`` (Hugging
         Face's convention) or by each module's ``reset_parameters`` (torch's convention).
 
-        Raises:
-            ModelError: The model has no tensor of this name.
+        Raises ModelError if the model has no tensor of this name.
         """
         ...
 
     def canonical_name(self, key: str) -> str | None:
-        """The name of the model's tensor for ``key`` of a weight file. None: the key is ignored.
+        """Return the name of the tensor to which ``key`` of a weight file belongs.
 
-        Without this hook, a key must equal the name of the tensor.
+        The file's tensor is ignored if the result is None. Without this hook, the keys of a weight
+        file must be the names of the model's tensors.
         """
         ...
 
     def sharding_groups(self) -> list[str]:
-        """Paths of modules outside the units, each of which is sharded by itself."""
+        """Return paths of modules outside the units that FSDP2 shall gather one by one.
+
+        Without this hook, everything outside the units is gathered together.
+        """
         ...
 
     def random_options(self) -> list[str]:
-        """The options with which training draws random numbers, as ``"model.KEY VALUE"``. Each rank
-        draws numbers of its own, so tensor parallelism is refused with such options.
+        """Return the options with which training draws random numbers, such as "model.dropout 0.1".
+
+        Then each rank draws different random numbers, and tensor parallelism is refused.
         """
         ...
 
     def flops_per_token(self, sequence_length: int) -> Mapping[str, float]:
-        """Floating-point operations of forward and backward per token.
+        """Return the floating-point operations of forward and backward per token.
 
-        Keys are unit names, and ``"shared"`` for everything else.
+        Keys are the names of units, and "shared" for everything outside the units.
         """
         ...
 
@@ -219,12 +229,10 @@ _NEAR_MISS = 0.9
 
 
 def check_hooks(model: nn.Module) -> None:
-    """Refuse a model with a misspelt hook, which would otherwise be ignored silently. A method
-    counts as a misspelt hook if its name is similar to that of a hook that the model does not have.
-    It is public, and not defined by torch, transformers or a similar library.
+    """Raise ModelError if a method of the model seems to be a misspelt hook.
 
-    Raises:
-        ModelError: The model has such a method.
+    Otherwise the hook would be silently ignored. A public method counts as misspelt if its name is
+    close to the name of a missing hook. Methods of torch and similar libraries do not count.
     """
     missing = [hook for hook in HOOKS if not hasattr(model, hook)]
     for name in _own_methods(model):
@@ -236,55 +244,58 @@ def check_hooks(model: nn.Module) -> None:
 
 
 def get_unit_patterns(model: nn.Module) -> list[str] | None:
-    """The model's ``unit_patterns()``, or None if it has none."""
+    """Return the model's ``unit_patterns()``, or None if the model lacks this hook."""
     return _call(model, "unit_patterns", None)
 
 
 def get_unit_flops(model: nn.Module) -> Mapping[str, int]:
-    """The model's ``unit_flops()``; empty if it has none."""
+    """Return the model's ``unit_flops()``. Empty if the model lacks this hook."""
     return _call(model, "unit_flops", {})
 
 
 def get_neuron_branches(model: nn.Module) -> list[Branch] | None:
-    """The model's ``neuron_branches()``, or None if it has none."""
+    """Return the model's ``neuron_branches()``, or None if the model lacks this hook."""
     return _call(model, "neuron_branches", None)
 
 
 def get_tensor_parallel_plan(model: nn.Module) -> Mapping[str, Style] | None:
-    """The model's ``tensor_parallel_plan()``, or None if it has none."""
+    """Return the model's ``tensor_parallel_plan()``, or None if the model lacks this hook."""
     return _call(model, "tensor_parallel_plan", None)
 
 
 def get_parameter_init(model: nn.Module) -> Callable[[str], Init] | None:
-    """The model's method ``parameter_init``, or None if it has none."""
+    """Return the model's method ``parameter_init``, or None if the model lacks this hook."""
     return _find_method(model, "parameter_init")
 
 
 def get_canonical_name(model: nn.Module) -> Callable[[str], str | None]:
-    """The model's method ``canonical_name``, or a function that returns the key itself."""
+    """Return the function that maps keys of weight files to names of the model's tensors.
+
+    It is the model's method ``canonical_name``. Without this hook, it returns the key itself.
+    """
     return _find_method(model, "canonical_name") or (lambda key: key)
 
 
 def get_sharding_groups(model: nn.Module) -> list[str]:
-    """The model's ``sharding_groups()``; empty if it has none."""
+    """Return the model's ``sharding_groups()``. Empty if the model lacks this hook."""
     return _call(model, "sharding_groups", [])
 
 
 def get_random_options(model: nn.Module) -> list[str]:
-    """The model's ``random_options()``; empty if it has none."""
+    """Return the model's ``random_options()``. Empty if the model lacks this hook."""
     return _call(model, "random_options", [])
 
 
 def get_flops_per_token(model: nn.Module) -> Callable[[int], Mapping[str, float]] | None:
-    """The model's method ``flops_per_token``, or None if it has none."""
+    """Return the model's method ``flops_per_token``, or None if the model lacks this hook."""
     return _find_method(model, "flops_per_token")
 
 
 def shifts_labels(model: nn.Module) -> bool:
-    """Whether the model's loss compares each position with the next label. If it does,
-    ``loss_type`` is "ForCausalLM", as in Hugging Face's models. Of Hugging Face's models, decoders
-    "for conditional generation" have this loss too, and so have language models whose ``loss_type``
-    is None.
+    """Whether the model's loss compares each position with the next label.
+
+    ``model.loss_type`` "ForCausalLM" says so. For some models of transformers with another
+    ``loss_type``, the name of the class or the configuration says so.
     """
     missing = object()
     kind = getattr(model, "loss_type", missing)
@@ -296,7 +307,7 @@ def shifts_labels(model: nn.Module) -> bool:
 
 
 def get_config(model: nn.Module) -> Any:
-    """The model's ``config`` object (Hugging Face's convention, and ours), or None."""
+    """Return ``model.config``, which Hugging Face's and SDP's models have, or None."""
     return getattr(model, "config", None)
 
 
@@ -306,7 +317,7 @@ def _call(model: nn.Module, name: str, default: Any) -> Any:
 
 
 def _find_method(model: nn.Module, name: str) -> Callable[..., Any] | None:
-    """The hook ``name`` of ``model``, or None. Raises ModelError if it is not a method."""
+    """Return the hook ``name`` of ``model``, or None. Raises ModelError if it is not a method."""
     value = getattr(model, name, None)
     if value is not None and (not callable(value) or isinstance(value, nn.Module)):
         raise ModelError(

@@ -1,4 +1,4 @@
-"""Paths of modules inside a model: patterns, endings and parents."""
+"""Finds modules of a model by patterns and by shortened paths."""
 
 from __future__ import annotations
 
@@ -9,11 +9,10 @@ from .errors import ModelError, PlacementError, suggestion
 
 
 def resolve_name(name: str, known: Iterable[str]) -> str:
-    """Find the module or unit with this name: a whole path, or the end of exactly one path
-    ("layers.0").
+    """Return the whole path of a module or unit, of which ``name`` may be only the end.
 
-    Raises:
-        PlacementError: no path matches, or several do.
+    For example, "layers.0" stands for "model.layers.0". Raises PlacementError if no path in
+    ``known`` ends with ``name``, or several do.
     """
     known = list(known)
     if name in known:
@@ -27,11 +26,10 @@ def resolve_name(name: str, known: Iterable[str]) -> str:
 
 
 def match_patterns(modules: Mapping[str, object], patterns: Sequence[str], source: str = "sdp.units") -> set[str]:
-    """Return the names in ``modules`` that at least one pattern matches.
+    """Return the paths in ``modules`` that match at least one pattern, such as "layers.*".
 
-    Raises:
-        ModelError: a pattern matches nothing. The message names ``source``, the configuration key
-            of the patterns.
+    Raises ModelError if a pattern matches nothing. ``source`` is the configuration key of the
+    patterns, for the message.
     """
     hits = {pattern: {name for name in modules if _matches(name, pattern)} for pattern in patterns}
     wrong = [pattern for pattern, names in hits.items() if not names]

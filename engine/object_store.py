@@ -1,8 +1,8 @@
-"""Folders in object stores, such as ``s3://bucket/folder``, through fsspec.
+"""Copies folders to and from object stores, such as ``s3://bucket/folder``, through fsspec.
 
-A store cannot rename a folder in one step. So a folder has a marker: a file that is written last
-and removed first. A reader begins with the marker, so an incomplete folder is never used. fsspec
-reads credentials and endpoints from the environment.
+A store cannot rename a folder in one step, so a reader could find half a folder. Therefore each
+folder has a *marker*: a file that is written last and removed first. A folder without its marker is
+not used. fsspec reads credentials from the environment.
 """
 
 from __future__ import annotations
@@ -38,8 +38,7 @@ T = TypeVar("T")
 def is_url(path: str | Path) -> bool:
     """Whether ``path`` names a folder in an object store.
 
-    Raises:
-        ConfigError: ``path`` is an incomplete URL, or a Path that was made from a URL.
+    Raises ConfigError if ``path`` is an incomplete URL, or a Path that was made from a URL.
     """
     if isinstance(path, str) and _URL.match(path):
         return True
@@ -50,9 +49,10 @@ def is_url(path: str | Path) -> bool:
 
 
 class Store:
-    """The files below ``url``. Their names are relative to it.
+    """Reads and writes the files of a folder in an object store.
 
-    Every method raises StoreError if the store does not answer after several attempts.
+    Names of files are relative to ``url``, the folder. Operations that fail are repeated. After
+    several attempts, a method raises StoreError.
     """
 
     def __init__(self, url: str):
@@ -72,14 +72,14 @@ class Store:
         self._root = root.rstrip("/")
 
     def sizes(self) -> dict[str, int]:
-        """Return the size of every file, by name."""
+        """Return the size of every file in bytes, by name."""
         found = self._attempt("list", lambda: self._files.find(self._root, detail=True), {})
         return {path.removeprefix(self._root).lstrip("/"): info["size"] for path, info in found.items()}
 
     def get_all(self, folder: Path) -> str:
-        """Copy what the URL names, also by a glob pattern, to ``folder``.
+        """Copy the file or folder at ``url`` to a local folder. ``url`` may be a glob pattern.
 
-        The name of a file or folder is no pattern. Return the URL of the folder that has all files.
+        Returns the URL of the folder in the store that has all of the copied files.
         """
 
         def copy() -> str:
@@ -110,7 +110,7 @@ class Store:
         self._attempt(f"write {name} to", lambda: self._files.pipe_file(self._path(name), data))
 
     def put(self, file: Path, name: str) -> None:
-        """Copy a local file to the store, and check its size there."""
+        """Copy a local file to the store, and check the size of the copy."""
 
         def copy() -> None:
             self._files.put_file(str(file), self._path(name))
@@ -121,7 +121,7 @@ class Store:
         self._attempt(f"write {name} to", copy)
 
     def get(self, name: str, file: Path, size: int) -> None:
-        """Copy a file of ``size`` bytes from the store. The local file is never incomplete."""
+        """Copy a file of ``size`` bytes from the store to ``file``, which is never incomplete."""
         partial = file.with_name(f"{file.name}{FETCHING}")
 
         def copy() -> None:
@@ -173,15 +173,14 @@ class Store:
 
 
 def upload(folder: Path, url: str, marker: str, replaced: re.Pattern[str]) -> None:
-    """Copy all files of ``folder`` to ``url``.
+    """Copy all files of a local folder to an object store, and replace an older copy.
 
-    First, old files are removed: those whose name matches ``replaced``, in ``url`` and in its
-    folders that are copied now. Files named ``marker`` are removed first and written last. The
-    marker of ``url`` itself is the very last file. Raises StoreError.
+    Files named ``marker`` are removed first and written last. Old files whose names match
+    ``replaced`` are removed from the folders that are written. Raises StoreError.
     """
 
     def order(name: str) -> tuple[bool, int, str]:
-        """Sort markers first, and a marker of a folder before markers of its subfolders."""
+        # Markers come first, and the marker of a folder before the markers of its subfolders.
         return name.rpartition("/")[2] != marker, name.count("/"), name
 
     store = Store(url)
@@ -195,10 +194,13 @@ def upload(folder: Path, url: str, marker: str, replaced: re.Pattern[str]) -> No
 
 
 def fetch(url: str, marker: str, folder: Path | None = None) -> Path | None:
-    """Copy the folder at ``url`` to this host, and return the path of the copy. None: the folder
-    has no marker. The copy is in the cache, or in ``folder`` if given. An earlier copy with the
-    same marker is used again. If several processes call this, one of them copies, and the others
-    wait.
+    """Copy a folder of an object store to this host, unless an equal copy exists already.
+
+    A copy is equal if it has the same file ``marker``. By default, the copy is in the cache. If
+    several processes of this host call this, one of them copies and the others wait.
+
+    Returns:
+        The path of the copy. None if the folder in the store has no file ``marker``.
 
     Raises:
         StoreError: The store does not answer, the folder changed while it was copied, or the copy
@@ -227,7 +229,7 @@ def fetch(url: str, marker: str, folder: Path | None = None) -> Path | None:
 
 
 def local_copy(url: str) -> Path:
-    """Return the folder of the cache for the copy of ``url``."""
+    """Return the folder in the cache to which :func:`fetch` copies ``url``."""
     scheme, _, path = url.partition("://")
     parts = [part for part in path.split("/") if part]
     if ".." in parts:
@@ -236,7 +238,10 @@ def local_copy(url: str) -> Path:
 
 
 def inside(folder: Path, name: str) -> Path:
-    """Return the path in ``folder`` of a file of the store, whose name is not trusted."""
+    """Return ``folder / name``. Raises StoreError if the name leads out of the folder.
+
+    Names of files in a store are not trusted.
+    """
     if not (folder / name).resolve().is_relative_to(folder.resolve()):
         raise StoreError(f"{shorten(name)}: this name of a file in the store leads out of the folder")
     return folder / name

@@ -1,1 +1,1 @@
-"""Batch arithmetic, how a model is called with a batch, and data loaders that resume."""
+"""Batch sizes, calls of a model with a batch, and data loaders whose position can be saved."""

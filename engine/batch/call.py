@@ -1,6 +1,7 @@
-"""Calls a model with a batch, and finds the loss and the number of targets.
+"""Calls a model with a batch, and finds the loss and the number of labels that the loss averages.
 
-The weights of losses are here too: g_u = Σ n·∂ℓ / Σ n over the micro-batches of a unit's holders.
+Also keeps the weights of losses: the gradient of a unit is Σ n·∂ℓ / Σ n over the micro-batches of
+the unit's holders, where ℓ is a loss and n is the weight of the loss.
 """
 
 from __future__ import annotations
@@ -23,10 +24,10 @@ IGNORED_LABEL = -100  # torch's and Hugging Face's ignore_index
 
 
 def map_leaves(function: Callable[[Any], Any], tree: Any) -> Any:
-    """Apply ``function`` to the leaves of a tree.
+    """Return a copy of a batch in which ``function`` is applied to each value.
 
-    A tree is a torch pytree. Dataclasses, and mappings of any class such as Hugging Face's
-    BatchEncoding, are trees here too. For torch, each of these is one leaf.
+    The batch may be nested: a torch pytree, a dataclass, or a mapping of any class such as Hugging
+    Face's BatchEncoding.
     """
 
     def leaf(found: Any) -> Any:
@@ -46,7 +47,7 @@ def map_leaves(function: Callable[[Any], Any], tree: Any) -> Any:
 
 
 def tensors_in(tree: Any) -> list[torch.Tensor]:
-    """Return the tensors among the leaves of :func:`map_leaves`, in order."""
+    """Return all tensors in a batch, in order, however the batch is nested."""
     found: list[torch.Tensor] = []
 
     def collect(leaf: Any) -> Any:
@@ -117,18 +118,15 @@ def _forward_of(module: nn.Module) -> str:
 
 
 def call_model(module: nn.Module, batch: Any) -> Any:
-    """Call ``module`` with one batch.
+    """Call ``module`` with one batch, and return the result.
 
-    - Entries of a mapping are passed by name if ``forward`` takes all of these names, and if no
-      required name is missing.
-    - Items of a tuple or list with tensors are passed by position if ``forward`` takes so many
-      positional arguments: ``(x, y)`` for ``forward(x, targets=None)``, but not for
-      ``forward(batch)``. Items without tensors are passed by position only if ``forward`` requires
-      several arguments.
+    - A mapping is passed by name if ``forward`` takes all of its keys, and requires no others.
+    - A tuple or list with tensors is passed by position if ``forward`` takes that many arguments.
+      So ``(x, y)`` fits ``forward(x, targets=None)``, but not ``forward(batch)``. Without tensors,
+      it is passed by position only if ``forward`` requires several arguments.
     - Anything else is passed as one argument, as in DeepSpeed.
 
-    Raises:
-        DataError: the batch cannot be passed in any of these ways.
+    Raises DataError if the batch does not fit ``forward`` in any of these ways.
     """
     args, kwargs, _ = _fitted(module, batch)
     surplus = _surplus(inspect.signature(module.forward), batch) if not kwargs and isinstance(batch, Mapping) else []
@@ -146,10 +144,10 @@ def cast_floats(tree: Any, dtype: torch.dtype) -> Any:
 
 
 def loss_of(output: Any) -> torch.Tensor:
-    """Return the scalar loss of a model's output.
+    """Return the scalar loss in what a model returned.
 
-    The loss is the output itself, its ``.loss``, its ``["loss"]``, or the first scalar of a tuple
-    or list.
+    It is the output itself, ``output.loss``, ``output["loss"]``, or the first scalar of a tuple or
+    list.
     """
     if isinstance(output, torch.Tensor):
         if output.numel() == 1:
@@ -170,7 +168,7 @@ def loss_of(output: Any) -> torch.Tensor:
 
 
 def logits_of(output: Any) -> torch.Tensor:
-    """Return the logits (rows, tokens, vocabulary) of a language model's output without labels."""
+    """Return the logits (rows, tokens, vocabulary) in the output of a language model."""
     found = output.get("logits") if isinstance(output, Mapping) else getattr(output, "logits", output)
     if not isinstance(found, torch.Tensor) or found.dim() != 3:
         raise ModelError(
@@ -181,13 +179,11 @@ def logits_of(output: Any) -> torch.Tensor:
 
 
 def count_targets(module: nn.Module, batch: Any) -> torch.Tensor:
-    """Count the targets in a batch, on the device of its labels.
+    """Count the labels over which the model averages its loss. The result is on the batch's device.
 
-    The targets are the elements of ``forward``'s ``labels`` that are not ignored. Without labels,
-    they are the elements of the batch's last tensor that are not ignored.
-
-    The first position of token labels (2-D, integer) does not count if the model shifts labels:
-    ``module.loss_type`` is "ForCausalLM", or it is a causal language model of transformers.
+    Labels are the argument ``labels`` of ``forward``, or without it the last tensor of the batch.
+    The label -100 does not count. If the model compares each position with the next label, like
+    causal language models of transformers, the first label of each row does not count either.
     """
     labels = _fitted(module, batch)[2].get("labels")
     if labels is None and isinstance(batch, Mapping):
@@ -205,7 +201,7 @@ def count_targets(module: nn.Module, batch: Any) -> torch.Tensor:
 
 
 def checked_weights(weights: Iterable[Any]) -> list[float]:
-    """Return ``weights`` as numbers. Raises ConfigError if one is infinite, NaN or negative."""
+    """Return weights of losses as numbers. Raises ConfigError if one is negative or not finite."""
     numbers = [float(weight) for weight in weights]
     wrong = next((number for number in numbers if not 0 <= number < math.inf), None)
     if wrong is not None:
@@ -216,9 +212,9 @@ def checked_weights(weights: Iterable[Any]) -> list[float]:
 
 
 def to_device(batch: Any, device: torch.device, *, non_blocking: bool = True) -> Any:
-    """Return the batch with every tensor on ``device``.
+    """Return a copy of a batch with every tensor on ``device``.
 
-    With ``non_blocking``, page-locked memory is perhaps still being read after the return.
+    With ``non_blocking``, tensors in page-locked memory may still be read after the return.
     """
     return map_leaves(
         lambda leaf: leaf.to(device, non_blocking=non_blocking) if isinstance(leaf, torch.Tensor) else leaf, batch
@@ -226,12 +222,12 @@ def to_device(batch: Any, device: torch.device, *, non_blocking: bool = True) ->
 
 
 def count_labels(module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> torch.Tensor:
-    """Count the labels of a batch, a float64 scalar.
+    """Count the labels in the arguments of a forward pass. The result is a float64 scalar.
 
     Args:
         module: The model.
-        args: The arguments of ``module.forward``, or only the batch.
-        kwargs: Further arguments by name.
+        args: The positional arguments of ``forward``. A single argument is a batch.
+        kwargs: The arguments of ``forward`` by name.
     """
     batch: Any = args[0] if len(args) == 1 and not kwargs else args
     if kwargs:
@@ -240,13 +236,13 @@ def count_labels(module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, 
 
 
 class LossWeights:
-    """The weights of the micro-batches of the present step, and their losses.
+    """Collects the weights n and losses ℓ of a step's micro-batches on this rank.
 
     Attributes:
-        unit: A power of two near the mean weight. Weights are divided by it, so that gradients do
-            not overflow in half precision. No result depends on it.
-        all: Σ n over all ranks that average their gradients. It is known when the last backward
-            pass of a step ends.
+        unit: A power of two near the mean weight. Weights are divided by it before backward, so
+            that gradients do not overflow in half precision. The division is undone later.
+        all: The sum of the weights of all ranks that average their gradients, set by
+            :meth:`note_all`.
     """
 
     def __init__(self) -> None:
@@ -258,10 +254,9 @@ class LossWeights:
         return bool(self._weights)
 
     def checked(self, weight: Any, device: torch.device) -> torch.Tensor:
-        """Return the script's ``weight`` as a float64 scalar.
+        """Return the ``weight`` that a script gave to ``engine.backward`` as a float64 scalar.
 
-        Raises:
-            ConfigError: It is not a finite number, or is negative.
+        Raises ConfigError if the weight is not one finite number, or is negative.
         """
         if isinstance(weight, torch.Tensor) and weight.numel() == 1:
             return weight.detach().to(device).double().reshape(())
@@ -273,35 +268,37 @@ class LossWeights:
         return torch.tensor(numbers[0], dtype=torch.float64, device=device)
 
     def begin_after(self, losses: Sequence[torch.Tensor], accumulation: int) -> None:
-        """Give earlier micro-batches of this step the weight 1.
+        """Give weight 1 to the micro-batches of this step that had no weights.
 
-        ``losses``: their mean losses. Gradients were computed in the unit ``accumulation``.
+        Args:
+            losses: the mean losses of these micro-batches.
+            accumulation: the number by which these losses were divided before backward.
         """
         for loss in losses:
             self.add(loss.new_ones((), dtype=torch.float64), loss)
         self.unit = float(accumulation)
 
     def add(self, weight: torch.Tensor, loss: torch.Tensor) -> None:
-        """Add a micro-batch: its weight and its mean loss, scalars."""
+        """Add the weight and the mean loss of a micro-batch, two scalars."""
         self._weights.append(weight)
         # The mean over no labels is NaN.
         self._losses.append(torch.where(weight > 0, loss.detach().double() * weight, 0.0))
 
     def total(self) -> torch.Tensor:
-        """Return Σ n over the micro-batches, a float64 scalar."""
+        """Return the sum of this rank's weights, Σ n, a float64 scalar."""
         return torch.stack(self._weights).sum()
 
     def weighted_loss(self) -> torch.Tensor:
-        """Return Σ n·ℓ over the micro-batches, a float64 scalar."""
+        """Return this rank's weighted sum of losses, Σ n·ℓ, a float64 scalar."""
         return torch.stack(self._losses).sum()
 
     def note_all(self, total: float, ranks: int) -> None:
-        """Note Σ n over the ``ranks`` that average."""
+        """Store the sum of weights over all ranks that average, and the number of these ranks."""
         self.all = total
         if total:
             self._next_unit = 2.0 ** round(math.log2(total / (ranks * len(self._weights))))
 
     def clear(self) -> None:
-        """Forget the micro-batches. The next step has a unit that is near their mean weight."""
+        """Forget the micro-batches. Their mean weight chooses the ``unit`` of the next step."""
         self._weights, self._losses = [], []
         self.unit = self._next_unit

@@ -1,5 +1,6 @@
-"""Reads a map-style data set endlessly on many data ranks, with a state of a few integers. Also
-chooses how the ``training_data`` of a script is read and divided among data ranks.
+"""Data loaders for map-style data sets, and the choice of a loader for a script's training data.
+
+Each data rank reads different samples. The state of a loader is a few integers.
 """
 
 from __future__ import annotations
@@ -32,22 +33,25 @@ from .stream import StreamLoader
 
 
 class ResumableLoader:
-    """Yields one data rank's micro-batches without end. The state counts *yielded* batches.
+    """Yields one data rank's micro-batches of a map-style data set, epoch after epoch, without end.
 
-    Worker processes and :meth:`fetch_ahead` read batches ahead. These batches are not in the state,
-    so a resumed run reads them again. A new ``iter()`` continues after the last batch that was
-    yielded, and ends all earlier iterators.
+    The state counts the batches that were yielded. Batches that workers have only read ahead are
+    read again after a resume. A new ``iter()`` continues after the last yielded batch, and ends
+    earlier iterators.
 
-    ``dataset`` is any map-style data set, the same on every data rank. If its ``reads_positions``
-    is true, its index is epoch × length + number of the sample. If it has ``sources``, a sequence
-    of :class:`~sdp.engine.batch.mixture.Source`, they are mixed by their weights. If it has a
-    :class:`~sdp.engine.batch.sampler.PathSamples` as ``paths``, a rank reads only the samples of
-    its path. ``collate_fn``, ``num_workers``, ``pin_memory`` and the dict ``worker_options`` are
-    those of torch's ``DataLoader``. Raises DataError for an empty data set.
+    Random numbers in the data set and in ``collate_fn`` depend only on the seed and on the batch's
+    position in the run. So a resumed run draws the same numbers as a run without interruption.
 
-    Random numbers in ``dataset`` and ``collate_fn`` depend on the seed and on the position of the
-    batch in the run. So epochs and ranks draw different numbers, a resumed run draws the same
-    numbers as an undisturbed run, and the number of workers changes nothing.
+    Args:
+        dataset: A map-style data set, the same on every data rank. Three attributes are optional:
+            ``reads_positions``: if true, an index is epoch × length + number of the sample.
+            ``sources``: parts (:class:`~sdp.engine.batch.mixture.Source`) to mix by weights.
+            ``paths``: a :class:`~sdp.engine.batch.sampler.PathSamples`. A rank reads only the
+            samples of its path.
+        worker_options: Further arguments of torch's ``DataLoader``.
+
+    Raises:
+        DataError: The data set is empty.
     """
 
     def __init__(
@@ -86,12 +90,12 @@ class ResumableLoader:
 
     @property
     def consumed(self) -> int:
-        """How many samples all data ranks together have yielded since the start of the run."""
+        """The number of samples that all data ranks together have yielded since the run's start."""
         return self._consumed
 
     @property
     def epoch(self) -> int:
-        """The epoch that the next sample belongs to, from 0."""
+        """The number of the epoch to which the next sample belongs, from 0."""
         return self._consumed // self.sampler.num_samples
 
     def __iter__(self) -> Iterator[Any]:
@@ -116,7 +120,7 @@ class ResumableLoader:
         self._source, self._ahead = None, []
 
     def fetch_ahead(self) -> None:
-        """Read the next batch now, while a device computes, unless one is read ahead already."""
+        """Read the next batch while the device computes, so that the loop need not wait for it."""
         if self._source is not None and not self._ahead:
             self._ahead.append(self._read())
 
@@ -150,28 +154,24 @@ class ResumableLoader:
             )
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the sampler's state after the batches that were yielded.
-
-        The state is equal on all data ranks.
-        """
+        """Return the position after the last yielded batch, which is equal on all data ranks."""
         return self.sampler.state_at(self._consumed)
 
     def check_state(self, state: Mapping[str, Any]) -> None:
-        """Raise CheckpointError if the run cannot continue after ``state``."""
+        """Raise CheckpointError if ``state`` belongs to other data or another seed."""
         self.sampler.checked_position(state)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue after ``state``. Raises CheckpointError if the data set or the seed differs."""
+        """Continue at the position ``state``. Raises CheckpointError for other data or seeds."""
         self.sampler.load_state_dict(state)
         self._consumed = self.sampler.consumed
         self._end_iterators()
 
 
 class EpochLoader:
-    """A view of an endless loader that ends with the epoch.
+    """Wraps an endless loader so that ``for batch in loader`` ends with each epoch.
 
-    With it, ``for batch in loader`` works inside a loop over epochs. A global micro-batch that
-    extends into the next epoch is the last one of the epoch in which it starts. Nothing is dropped.
+    The last batch of an epoch is filled with samples of the next epoch, so no sample is dropped.
     """
 
     def __init__(self, loader: ResumableLoader | StreamLoader) -> None:
@@ -181,18 +181,15 @@ class EpochLoader:
         return self.loader.epoch_batches()
 
     def __len__(self) -> int:
-        """Return the number of batches that are left in this epoch.
-
-        Raises TypeError for an iterable data set.
-        """
+        """Return the number of batches left in this epoch. TypeError for an iterable data set."""
         return self.loader.batches_left()
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state of the loader."""
+        """Return the loader's position, to save it."""
         return self.loader.state_dict()
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue after ``state``. Raises CheckpointError if the data set or the seed differs."""
+        """Continue at the position ``state``. Raises CheckpointError for other data or seeds."""
         self.loader.load_state_dict(state)
 
 
@@ -207,16 +204,20 @@ def evaluation_batches(
     *,
     drop_last: bool = True,
 ) -> DataLoader[Any]:
-    """Return a finite, unshuffled loader. Every iteration starts from the beginning.
+    """Return a loader of one data rank's evaluation batches. Every iteration starts again.
 
-    Every data rank gets the same number of batches. The samples are spread evenly over the data
-    set, so that a ``limit`` does not select only its first documents. Which samples are selected
-    depends only on ``data_ranks × micro_batch_size`` and ``limit``. Samples that do not fill a last
-    global micro-batch are left out. If ``drop_last`` is False and the ``limit`` is not reached,
-    they are read too: then the last batch of a rank is smaller, or is missing.
+    The samples are spread evenly over the data set. So with a ``limit``, they are not only the
+    first documents.
 
-    ``limit`` is the largest number of batches per data rank. Raises DataError if the data set has
-    less than one batch per data rank.
+    Args:
+        dataset: A map-style data set, the same on every data rank.
+        limit: The largest number of batches per data rank. None means no limit.
+        collate_fn: Makes a batch from a list of samples.
+        drop_last: Whether samples are left out that do not fill a batch on all data ranks. If
+            False, ranks may have different numbers of samples.
+
+    Raises:
+        DataError: The data set has less than one batch per data rank.
     """
     rows = evaluation_rows(_length(dataset), data_ranks * micro_batch_size, limit, drop_last=drop_last)
     starts = range(data_rank * micro_batch_size, len(rows), data_ranks * micro_batch_size)
@@ -227,7 +228,10 @@ def evaluation_batches(
 
 
 def evaluation_rows(samples: int, global_batch: int, limit: int | None = None, *, drop_last: bool = True) -> list[int]:
-    """Return the samples that :func:`evaluation_batches` reads, over all data ranks."""
+    """Return the indices of the samples that all data ranks read in :func:`evaluation_batches`.
+
+    The data set has ``samples`` samples, and all data ranks read ``global_batch`` at a time.
+    """
     if limit is not None and limit < 1:
         raise ValueError(f"limit must be at least 1 batch, but is {limit}")
     batches = samples // global_batch
@@ -340,20 +344,16 @@ def make_loader(
     num_workers: int = 0,
     pin_memory: bool = False,
 ) -> ResumableLoader | StreamLoader:
-    """Return the loader of one data rank.
+    """Return a loader that divides a script's training data among data ranks.
 
     Args:
         data: A map-style data set, an iterable, an iterator, or a DataLoader.
-        micro_batch_size: Samples per micro-batch of this rank.
-        data_rank: The number of this data rank.
-        data_ranks: The number of data ranks.
         seed: The seed of the order in which a map-style data set is read.
         collate_fn: Makes a batch from a list of samples.
-        num_workers: Processes that read ahead.
-        pin_memory: Put batches into page-locked memory.
 
     Raises:
-        ConfigError: A DataLoader or an option cannot be honoured.
+        ConfigError: ``data`` is a DataLoader with settings that cannot be kept, or the data cannot
+            be read with ``num_workers``.
         DataError: The data set is empty, or is neither map-style nor iterable.
     """
     if isinstance(data, DataLoader):
@@ -397,7 +397,7 @@ def make_loader(
 
 
 def is_stream(data: Any) -> bool:
-    """Whether ``data`` can be iterated but not indexed."""
+    """Whether ``data`` is an iterable data set, which can be iterated but not indexed."""
     if isinstance(data, IterableDataset):
         return True
     by_number = hasattr(data, "__getitem__") and hasattr(data, "__len__")

@@ -1,9 +1,9 @@
 """Mixes several sources of samples by their weights. A resumed run may change the weights.
 
-The positions of a run are divided into blocks. In each block, the numbers of samples are chosen
-such that the total of every source is as close as possible to its share. Within a block the sources
-are in random order, so that every data rank reads all of them. The order of samples in a source
-does not depend on the weights. So within an epoch of a source, no sample is read twice.
+The samples of a run are divided into blocks of 1,024. For each block, the number of samples of each
+source is chosen such that its total since the start is as close as possible to its share. Sources
+are in random order within a block. The order of samples within a source does not depend on the
+weights, so no sample is read twice in an epoch of its source.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ BLOCK = 1024  # positions
 
 @dataclass(frozen=True)
 class Source:
-    """A part of a data set.
+    """One of the sources of which a data set consists, one after the other, such as one corpus.
 
     Attributes:
-        name: The name in messages and metrics.
-        key: The identity in a checkpoint, such as the hash of the content.
-        samples: The number of samples. In the data set, they follow those of earlier sources.
-        weight: The share of the samples that are read, relative to the other weights.
+        name: The name of the source in messages and metrics.
+        key: What identifies the source in a checkpoint, such as a hash of the content.
+        samples: The number of samples.
+        weight: How much is read from the source, relative to the weights of other sources.
     """
 
     name: str
@@ -57,12 +57,10 @@ class _Anchor:
 
 
 class MixtureSampler(ResumableBatchSampler):
-    """Yields indices into the concatenation of ``sources``, in the proportions of their weights.
+    """Yields indices into a data set of several sources, mixed in the proportions of their weights.
 
-    After each block, the count of a source differs from its share by less than the number of
-    sources. A checkpoint has the counts of each source by its key. If weights differ from the
-    checkpoint's, or sources were added or removed, the new proportions hold from the next sample
-    on, and each source continues after its last sample.
+    A resumed run may have other weights, or more or fewer sources. The new proportions hold from
+    the next sample on, and each source continues after the last sample that was read from it.
 
     Raises DataError if a source has no samples.
     """
@@ -137,7 +135,7 @@ class MixtureSampler(ResumableBatchSampler):
     # -- state -------------------------------------------------------------------------------------
 
     def counts_at(self, consumed: int) -> dict[str, int]:
-        """Return how many samples of each source, by name, are among the first ``consumed``."""
+        """Return how many of the first ``consumed`` samples of the run came from each source."""
         read = self._read_before(consumed)
         return {source.name: int(count) for source, count in zip(self.sources, read, strict=True)}
 
@@ -147,9 +145,9 @@ class MixtureSampler(ResumableBatchSampler):
         return anchor.read + np.bincount(chosen, minlength=len(self.sources))
 
     def state_at(self, consumed: int) -> dict[str, Any]:
-        """Return the state as JSON. It is equal on all data ranks.
+        """Return the state after ``consumed`` samples as JSON, which is equal on all data ranks.
 
-        ``consumed`` is not before the position of the last call.
+        A later call must not have a smaller ``consumed``.
         """
         self._saved = self._advanced(self._saved, consumed)
         entries = {
@@ -170,10 +168,10 @@ class MixtureSampler(ResumableBatchSampler):
         return {**state, "block": self._saved.position, "order": order, "sources": {**self._removed, **entries}}
 
     def checked_position(self, state: Mapping[str, Any]) -> int:
-        """Return the ``consumed`` of ``state``, which any layout may have written.
+        """Return how many samples were read before ``state``, if the run can continue there.
 
-        Raises CheckpointError for an incomplete state, for another seed, and for a source whose
-        number of samples differs.
+        Raises CheckpointError if the state is incomplete, has another seed, or has a source
+        with another number of samples.
         """
         consumed = self._checked_counts(state, same_samples=False)
         entries, order = state.get("sources"), state.get("order")
@@ -195,8 +193,9 @@ class MixtureSampler(ResumableBatchSampler):
         return consumed
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue after ``state``, by the rules of :meth:`checked_position`, with this run's
-        weights.
+        """Continue at the position ``state``, with the weights and sources of this run.
+
+        Raises the errors of :meth:`checked_position`.
         """
         self.consumed = self.checked_position(state)
         entries: Mapping[str, Any] = state["sources"]

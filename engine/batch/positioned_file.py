@@ -1,4 +1,4 @@
-"""Read a file at any position, without a memory map."""
+"""Reads a file at any position, without a memory map."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from pathlib import Path
 
 
 class PositionedFile:
-    """A file that is read at any position, also by worker processes that inherit it.
+    """An open file that can be read at any position, also by worker processes.
 
-    If a file is cut off during the run, a memory map would end the process by SIGBUS, which does
-    not name the file. Here, a read returns fewer bytes. A removed file can still be read.
+    It is used instead of a memory map. If a file becomes shorter during the run, a memory map ends
+    the process by SIGBUS without a message, while :meth:`read` returns fewer bytes.
 
     Raises OSError if the file cannot be opened.
     """
@@ -25,11 +25,11 @@ class PositionedFile:
 
     @property
     def size(self) -> int:
-        """The bytes that the file has now."""
+        """The present size of the file in bytes."""
         return os.fstat(self._descriptor).st_size
 
     def read(self, position: int, count: int) -> bytes:
-        """Return ``count`` bytes, or fewer at the end of the file. Raises OSError."""
+        """Return ``count`` bytes from ``position`` on, or fewer at the end of the file."""
         parts: list[bytes] = []
         # The kernel returns at most 2 GiB at a time.
         while count and (part := os.pread(self._descriptor, count, position)):

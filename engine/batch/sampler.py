@@ -20,18 +20,21 @@ _OF_OTHER_DATA = {
 
 
 class ResumableBatchSampler:
-    """Yields lists of data-set indices without end. Its state is valid for any layout.
+    """Yields the indices of one data rank's micro-batches, epoch after epoch, without end.
 
-    The *sample order* of a run is the permutation of epoch 0, then that of epoch 1, and so on. One
-    global micro-batch is the next ``data_ranks × micro_batch_size`` positions of that order. Data
-    rank ``r`` reads rows ``[r × micro_batch_size, (r + 1) × micro_batch_size)`` of the global
-    micro-batch. So one process with ``micro_batch_size = R × m`` reads exactly the rows of R ranks
-    in rank order. A global micro-batch may extend into the next epoch. So within an epoch, no
-    sample is left out and no sample is read twice.
+    A run reads the samples in one order: a permutation for epoch 0, then one for epoch 1, and so
+    on. The next ``data_ranks × micro_batch_size`` samples of this order are a global micro-batch,
+    of which data rank r reads the r-th part. A global micro-batch may extend into the next epoch,
+    so no sample is left out. The state is a position in the order, so a run may resume with another
+    number of ranks.
 
-    ``consumed`` counts the samples that all data ranks have read since the start of the run. With
-    ``positions``, the sampler yields epoch × ``num_samples`` + index, for a data set that augments
-    samples anew in each epoch. Raises DataError for an empty data set.
+    Args:
+        consumed: The samples that all data ranks have read since the start of the run.
+        positions: Whether to yield epoch × ``num_samples`` + index instead of the index. A data set
+            can then augment samples differently in each epoch.
+
+    Raises:
+        DataError: The data set is empty.
     """
 
     def __init__(
@@ -71,7 +74,7 @@ class ResumableBatchSampler:
 
     @property
     def global_batch_size(self) -> int:
-        """Samples that all data ranks read together in one micro-batch."""
+        """The number of samples that all data ranks read in one micro-batch."""
         return self.data_ranks * self.micro_batch_size
 
     def __iter__(self) -> Iterator[list[int]]:
@@ -85,20 +88,21 @@ class ResumableBatchSampler:
         return self.consumed + self.data_rank * self.micro_batch_size
 
     def state_at(self, consumed: int) -> dict[str, Any]:
-        """Return ``seed``, ``consumed`` and ``num_samples``. They are equal on all data ranks.
+        """Return the state after ``consumed`` samples as JSON, which is equal on all data ranks.
 
-        ``consumed`` is not before the position of the last call.
+        A later call must not have a smaller ``consumed``.
         """
         return {"seed": self.seed, "consumed": consumed, "num_samples": self.num_samples}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue after ``state``, by the rules of :meth:`checked_position`."""
+        """Continue at the position ``state``. Raises CheckpointError for other data or seeds."""
         self.consumed = self.checked_position(state)
 
     def checked_position(self, state: Mapping[str, Any]) -> int:
-        """Return the ``consumed`` of ``state``, which any layout may have written.
+        """Return how many samples were read before ``state``, if the run can continue there.
 
-        Raises CheckpointError if the state is incomplete, or has another data set or seed.
+        Raises CheckpointError if the state is incomplete, or belongs to another data set or
+        seed.
         """
         for key, problem in _OF_OTHER_DATA.items():
             if key in state:
@@ -146,12 +150,13 @@ class ResumableBatchSampler:
 
 @dataclass(frozen=True)
 class PathSamples:
-    """Which samples of a data set belong to which path.
+    """Which samples of a data set each path reads (``sdp.paths``).
 
     Attributes:
         members: for each path, the indices of its samples.
-        groups: the number of groups. Group g trains path g mod the number of paths.
-        alone: the only group that has ranks in this world. None: all groups have.
+        groups: the number of groups. With K paths, group g trains path g mod K.
+        alone: the index of the only group in this torch world, if a service connects the groups,
+            otherwise None.
     """
 
     members: Sequence[np.ndarray]
@@ -159,7 +164,11 @@ class PathSamples:
     alone: int | None = None
 
     def rank_of_path(self, data_rank: int, data_ranks: int) -> tuple[int, int, int]:
-        """Return a data rank's path, its number among the path's data ranks, and their count."""
+        """Return which path a data rank reads, and its place among the data ranks of this path.
+
+        Returns:
+            The path, the index of the data rank among the path's data ranks, and their number.
+        """
         count = len(self.members)
         if self.alone is not None:
             return self.alone % count, data_rank, data_ranks
@@ -169,12 +178,10 @@ class PathSamples:
 
 
 class PathSampler(ResumableBatchSampler):
-    """Yields to each data rank the samples of its group's path only.
+    """Yields the indices of one data rank's micro-batches, from the samples of its path only.
 
-    Each path has a sample order of its own. The data ranks of the path divide it as in
-    :class:`ResumableBatchSampler`. All paths read equally many samples. A path with fewer samples
-    begins the next epoch earlier. ``consumed`` counts the samples of all paths together.
-
+    Each path has an order of its own, which the path's data ranks divide among themselves. All
+    paths read equally many samples, so a path with fewer samples begins its next epoch earlier.
     Raises DataError if a path has no samples.
     """
 

@@ -1,4 +1,4 @@
-"""DeepSpeed's batch arithmetic.
+"""Computes batch sizes by DeepSpeed's rule.
 
 train_batch_size = micro-batch × accumulation steps × data ranks
 """
@@ -28,10 +28,9 @@ class BatchSize:
 
     @classmethod
     def resolve(cls, config: Config, mesh: Mesh) -> BatchSize:
-        """Compute the values that the configuration does not give, by DeepSpeed's rules.
+        """Return the batch sizes of a run. Sizes that the configuration leaves out are computed.
 
-        Raises:
-            ConfigError: The values contradict each other. The message names all factors.
+        Raises ConfigError if the sizes in the configuration contradict each other.
         """
         train = config.train_batch_size
         if train is not None and mesh.alone is not None:  # each group has an equal share of the samples

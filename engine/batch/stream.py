@@ -1,10 +1,8 @@
-"""Reads an iterable data set on many data ranks. Each keeps different samples.
+"""Reads an iterable data set on many data ranks, which train on different samples.
 
-The *order* of a run is the first pass over the data set, then the second one, and so on. One global
-micro-batch is the next ``data_ranks × micro_batch_size`` samples of that order. Every data rank
-reads all samples and keeps only some of them, so the data set must give every rank the same samples
-in the same order. A map-style data set costs less, because a rank reads only the samples that it
-keeps.
+Every data rank reads all samples and keeps only its own, so the data set must give every rank the
+same samples in the same order. Of each ``data_ranks × micro_batch_size`` samples, data rank r keeps
+the r-th part. A map-style data set is faster, because a rank reads only the samples that it keeps.
 """
 
 from __future__ import annotations
@@ -28,12 +26,12 @@ _COUNTS = ("consumed", "epoch", "position")
 
 @dataclass(frozen=True)
 class Position:
-    """Where a run is in the stream.
+    """How far a run has read an iterable data set.
 
     Attributes:
-        consumed: Samples of all data ranks since the start of the run.
-        epoch: The number of the pass, from 0.
-        position: How many samples, or batches of a DataLoader, were read in this pass.
+        consumed: The samples that all data ranks have read since the start of the run.
+        epoch: The number of the present pass over the data set, from 0.
+        position: The samples (or batches, if the data set yields batches) read in this pass.
     """
 
     consumed: int = 0
@@ -47,15 +45,18 @@ _Read = tuple[Any, Position, bool]
 
 
 class StreamLoader:
-    """Yields one data rank's micro-batches of an iterable data set. It never shuffles.
+    """Yields one data rank's micro-batches of an iterable data set, without shuffling.
 
-    If the data set has ``state_dict`` and ``load_state_dict``, a resumed run continues from its
-    state. Otherwise, the run reads and drops the earlier samples of this pass. An iterable is read
-    again when it ends, and before each pass its ``set_epoch`` is called if it has one. An iterator
-    is read once. Samples that do not fill its last global micro-batch are left out.
+    An iterable is read pass after pass. Before each pass, ``set_epoch`` of the data set is called,
+    if it exists. An iterator is read once, and samples that do not fill a last batch on all ranks
+    are left out.
 
-    If ``reads_own_share`` of the data set is true, it yields only samples of this rank. As ranks
-    may have different numbers of samples, such a loader has no epochs and does not end.
+    If the data set has ``state_dict`` and ``load_state_dict``, a resumed run continues from the
+    saved state of the data set. Otherwise the run reads the earlier samples of the pass again, and
+    drops them.
+
+    If the data set has a true ``reads_own_share``, it already yields only this rank's samples. Then
+    ranks may have different numbers of samples, so the loader has no epochs and does not end.
     """
 
     def __init__(
@@ -72,9 +73,6 @@ class StreamLoader:
 
         Args:
             stream: An iterable, or an iterator.
-            micro_batch_size: Samples per micro-batch of this rank.
-            data_rank: The number of this data rank. It chooses the samples that the rank keeps.
-            data_ranks: The number of data ranks.
             collate_fn: Makes a batch from a list of samples. By default torch's.
             of_batches: Whether the stream yields batches of ``micro_batch_size`` samples, as a
                 DataLoader does. The data ranks take the batches in turn.
@@ -101,12 +99,12 @@ class StreamLoader:
 
     @property
     def consumed(self) -> int:
-        """Samples of all data ranks that were handed out since the start of the run."""
+        """The number of samples that all data ranks together have yielded since the run's start."""
         return self._handed_out.consumed
 
     @property
     def epoch(self) -> int:
-        """The pass over the data set that the next sample belongs to, from 0."""
+        """The number of the pass over the data set to which the next sample belongs, from 0."""
         return self._handed_out.epoch
 
     def __iter__(self) -> Iterator[Any]:
@@ -114,9 +112,9 @@ class StreamLoader:
         return self._batches(within_pass=False)
 
     def epoch_batches(self) -> Iterator[Any]:
-        """Yield the micro-batches up to the end of this pass.
+        """Yield the micro-batches up to the end of this pass over the data set.
 
-        A global micro-batch that extends into the next pass is the last one.
+        The last batch is filled with samples of the next pass.
         """
         return self._batches(within_pass=not self._has_own_share)
 
@@ -125,7 +123,7 @@ class StreamLoader:
         raise TypeError(f"{type(self.stream).__name__} is an iterable data set, so its loader has no length")
 
     def fetch_ahead(self) -> None:
-        """Read the next batch now, while a device computes, unless one is read ahead already."""
+        """Read the next batch while the device computes, so that the loop need not wait for it."""
         if not self._ahead and not self._has_ended:
             self._state = self._state_of_stream()
             self._ahead.append(self._read())
@@ -217,16 +215,13 @@ class StreamLoader:
         return None
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the position after the batches that were yielded.
-
-        It is equal on all data ranks.
-        """
+        """Return the position after the last yielded batch, which is equal on all data ranks."""
         state = self._state if self._ahead else self._state_of_stream()
         share = self._data_ranks if self._has_own_share else None
         return {"stream": self._unit, "share_of": share, "data_set": state} | vars(self._handed_out)
 
     def check_state(self, state: Mapping[str, Any]) -> None:
-        """Raise CheckpointError if the run cannot continue after ``state``."""
+        """Raise CheckpointError if ``state`` does not fit this data set and these data ranks."""
         if "stream" not in state:
             raise CheckpointError(
                 "data loader state: the checkpoint read a map-style data set, but this run has an iterable one; use "
@@ -254,9 +249,10 @@ class StreamLoader:
             )
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue after ``state``.
+        """Continue at the position ``state``.
 
-        Raises CheckpointError if the state does not fit, or the data set has fewer samples.
+        Raises CheckpointError if the state does not fit, or the data set has fewer samples
+        than before.
         """
         self.check_state(state)
         self._generation += 1

@@ -1,1 +1,1 @@
-"""Ranks, the mesh (sdp, fsdp, tp), its process groups, and what is sent between them."""
+"""The mesh of ranks (sdp, fsdp, tp), process groups, and collectives between ranks."""

@@ -1,8 +1,7 @@
-"""Ranks agree on small values, before they wait for each other in a larger collective.
+"""Exchanges small values between ranks, to find disagreements before ranks would hang or diverge.
 
-All of these functions are collectives: every rank must call them, in the same order. Without a
-process group, this process is the only rank. Values are sent as JSON, not as pickles, because
-unpickling can run code.
+Every rank must call these functions, in the same order. Without a process group, this process is
+the only rank. Values are sent as JSON and not as pickles, because unpickling can run code.
 """
 
 from __future__ import annotations
@@ -26,11 +25,13 @@ _REMEDY = "start all ranks with the same configuration, model and data"
 
 @dataclass(frozen=True)
 class Ranks:
-    """Processes that work together, for example on a checkpoint or on the data of a run.
+    """A set of ranks that exchange small values, for example while they save a checkpoint.
+
+    All methods are collective.
 
     Attributes:
-        alone: whether this process works by itself.
-        group: the process group. None means all ranks.
+        alone: whether this process works by itself. Then nothing is sent.
+        group: the process group of the ranks. None means all ranks.
     """
 
     alone: bool
@@ -45,32 +46,32 @@ class Ranks:
         return 1 if self.alone else dist.get_world_size(self.group)
 
     def gather(self, value: Any) -> list[Any]:
-        """Return every rank's ``value`` (JSON), in rank order."""
+        """Return the values of all ranks, in rank order. Values must be JSON."""
         return [json.loads(json.dumps(value))] if self.alone else gather_json(value, self.group)
 
     def agree(self, problem: str | None) -> None:
         """Raise :class:`CheckpointError` on every rank if any rank has a ``problem``.
 
-        The error has the text of the first problem, in rank order.
+        ``problem`` is this rank's message, or None. The error has the message of the lowest rank.
         """
         first = self.first(problem)
         if first is not None:
             raise CheckpointError(first)
 
     def first(self, value: Any) -> Any:
-        """Return the first ``value`` (JSON) in rank order that is not None, or None if all are
-        None.
-        """
+        """Return the ``value`` of the lowest rank whose value is not None. None if all are None."""
         return next((found for found in self.gather(value) if found is not None), None)
 
     def all_or_none(self, action: Callable[[], T]) -> T:
-        """Call ``action`` on every rank and return this rank's result.
+        """Call ``action`` on every rank. If it fails on any rank, raise its error on all ranks.
 
-        If only one rank failed, the others would wait for it in the next collective.
+        Otherwise, ranks would wait in the next collective for the rank that has failed.
+
+        Returns:
+            This rank's result.
 
         Raises:
-            SDPError: on every rank, if ``action`` raised it on one of them: the first one in rank
-                order.
+            SDPError: ``action`` raised this error on some rank.
         """
         result, error = None, None
         try:
@@ -86,7 +87,7 @@ class Ranks:
 
 
 def gather_json(value: Any, group: dist.ProcessGroup | None = None) -> list[Any]:
-    """Return every rank's ``value``, in rank order. Tuples arrive as lists.
+    """Return the values of all ranks, in rank order. Tuples arrive as lists.
 
     Args:
         value: a small value that JSON can hold. NaN and infinite numbers are allowed.
@@ -99,7 +100,7 @@ def gather_json(value: Any, group: dist.ProcessGroup | None = None) -> list[Any]
 
 
 def gather_bytes(data: bytes, group: dist.ProcessGroup | None = None) -> list[bytes]:
-    """Return every rank's ``data``, in rank order."""
+    """Return the bytes of all ranks, in rank order. Ranks may give different numbers of bytes."""
     if not dist.is_initialized():
         return [data]
     device = _device_of(group)
@@ -117,10 +118,10 @@ def gather_bytes(data: bytes, group: dist.ProcessGroup | None = None) -> list[by
 
 
 def start_max(values: Sequence[int]) -> Callable[[], list[int]]:
-    """Start to find the element-wise maximum of ``values`` over all ranks. Collective.
+    """Start to compute the element-wise maximum of ``values`` over all ranks. Collective.
 
     Args:
-        values: 64-bit integers, the same number of them on every rank.
+        values: 64-bit integers, equally many on every rank.
 
     Returns:
         A function that waits for the maxima and returns them.
@@ -139,12 +140,12 @@ def start_max(values: Sequence[int]) -> Callable[[], list[int]]:
 
 
 def check_equal(facts: Mapping[str, Any], device: torch.device) -> None:
-    """Check that all ranks have equal ``facts`` (JSON).
+    """Check that all ranks have equal ``facts``, for example equal settings. Collective.
 
-    Ranks that differ would wait for each other forever, or train shared weights in different ways.
+    Ranks with different settings would wait for each other forever, or train different models.
 
     Raises:
-        ConfigError: on every rank. It names the first fact that differs.
+        ConfigError: A fact differs between two ranks. All ranks raise this error, which names it.
     """
     texts = [normalise(fact) for fact in facts.values()]
     for key, text, differs in zip(facts, texts, find_differences(texts, device), strict=True):
@@ -156,25 +157,21 @@ def check_equal(facts: Mapping[str, Any], device: torch.device) -> None:
 
 
 def find_differences(texts: Sequence[str], device: torch.device) -> list[bool]:
-    """Return, for each of the ``texts``, whether two ranks have different texts.
-
-    Ranks compare hashes of 60 bits.
-    """
+    """Return for each of the ``texts`` whether it differs between any two ranks. Collective."""
     digests = [int(hashlib.sha256(text.encode()).hexdigest()[:15], 16) for text in texts]
     highest, lowest = _highest([digests, [-digest for digest in digests]], torch.int64, device)
     return [high != -low for high, low in zip(highest, lowest, strict=True)]
 
 
 def agree_on_rates(rates: Mapping[str, float], names: Sequence[str], device: torch.device) -> dict[str, float]:
-    """Combine the learning rates of all ranks into those of the full model.
+    """Return the learning rates of all parameters of the full model, by name. Collective.
 
     Args:
-        rates: this rank's learning rates, by parameter.
-        names: all parameters of the full model, in the same order on every rank.
-        device: where the tensors of the collective are.
+        rates: the learning rates of this rank's parameters, by name.
+        names: the names of all parameters, in the same order on every rank.
 
     Raises:
-        ConfigError: on every rank. It names a parameter for which ranks have different rates.
+        ConfigError: Two ranks have different rates for a parameter. All ranks raise this error.
     """
     none = float("-inf")
     rows = [[rates.get(name, none) for name in names], [-rates[name] if name in rates else none for name in names]]
@@ -189,7 +186,7 @@ def agree_on_rates(rates: Mapping[str, float], names: Sequence[str], device: tor
 
 
 def normalise(fact: Any) -> str:
-    """Return ``fact`` as JSON text. Equal numbers have equal text: 0.0 becomes 0."""
+    """Return ``fact`` as JSON text in which equal numbers are equal: 0.0 becomes 0."""
 
     def number(text: str) -> float:
         return int(float(text)) if float(text).is_integer() else float(text)
@@ -198,7 +195,10 @@ def normalise(fact: Any) -> str:
 
 
 def first_difference(path: str, first: Any, second: Any) -> tuple[str, str, str]:
-    """Find the first difference of two JSON values. Return its path, and the two texts there."""
+    """Find the first difference between two JSON values that are not equal.
+
+    Returns the path of the difference, which begins with ``path``, and what each value has there.
+    """
     if isinstance(first, dict) and isinstance(second, dict):
         key = next(
             key

@@ -1,16 +1,15 @@
-"""Messages between ranks: counts of bytes, local parts of tensors, and differentiable collectives
-of plain tensors among tensor-parallel ranks.
+"""Collectives of tensor parallelism, and counts of the bytes that a rank sends.
 
-The bytes are those of ring algorithms over n ranks (as in nccl-tests' "bus bandwidth"). In an
-all-reduce a rank sends 2(n − 1)/n of the buffer. In a reduce-scatter or an all-gather a rank sends
-(n − 1)/n of the whole buffer. A broadcast goes round the ring from its source, and every rank
-except the last sends the buffer once. So n − 1 copies are sent, and no algorithm can send fewer.
+Bytes are counted as in ring algorithms over n ranks (like the "bus bandwidth" of nccl-tests):
+
+- all-reduce: a rank sends 2(n − 1)/n of the buffer.
+- reduce-scatter, all-gather: a rank sends (n − 1)/n of the whole buffer.
+- broadcast: every rank except the last one of the ring sends the buffer once.
 
 Between the modules that tensor parallelism cuts, hidden states are cut along the sequence
-(Korthikanti et al., arXiv 2205.05198). A module whose output features are cut has a gather before
-it. A module whose input features are cut has a reduce-scatter after it. In backward, a gather
-becomes a reduce-scatter, and a reduce-scatter a gather. Logits are never gathered for the loss
-(Shoeybi et al., arXiv 1909.08053, section 3).
+(Korthikanti et al., arXiv 2205.05198). They are gathered before a module whose output features are
+cut, and reduce-scattered after a module whose input features are cut. In backward, the two
+collectives change places. Logits are not gathered for the loss (Shoeybi et al., arXiv 1909.08053).
 
 Letters in shapes: B sequences, S tokens, V vocabulary, D hidden features, T tensor-parallel ranks,
 N rows of logits.
@@ -40,24 +39,24 @@ def local_tensor(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def stored_tensor(parameter: torch.Tensor) -> torch.Tensor:
-    """Return a parameter's part in this rank's memory: ZeRO 3's partition, else ``parameter``."""
+    """Return what this rank stores of a parameter: under ZeRO 3 a partition, otherwise all."""
     return getattr(parameter, "ds_tensor", parameter)
 
 
 def cut_like(local: torch.Tensor, tensor: DTensor) -> DTensor:
-    """Return ``local`` as this rank's shard of a DTensor that is cut like ``tensor``.
+    """Return a DTensor that is cut like ``tensor``, and has ``local`` as this rank's shard.
 
-    The shard stays on its device. ``DTensor.from_local`` would move an offloaded shard from the
-    host's memory to the device of the mesh.
+    Unlike ``DTensor.from_local``, this leaves an offloaded shard in the host's memory.
     """
     return DTensor(local, tensor._spec, requires_grad=False)
 
 
 @contextmanager
 def outside_inference_mode() -> Iterator[None]:
-    """A context that replaces ``torch.inference_mode()`` by ``torch.no_grad()``, if it is on. FSDP2
-    and ZeRO gather parameters into tensors that they use again. A training pass could not use
-    tensors that were made in inference mode.
+    """A context that turns an active ``torch.inference_mode()`` into ``torch.no_grad()``.
+
+    FSDP2 and ZeRO gather parameters into tensors that they use again. If such tensors were made in
+    inference mode, training could not use them.
     """
     if not torch.is_inference_mode_enabled():
         yield
@@ -71,7 +70,7 @@ Scope = Literal["between groups", "inside groups", "tensor parallel", "control"]
 
 
 def sent_bytes(kind: Kind, nbytes: int, ranks: int) -> float:
-    """Return the bytes that one rank sends in a collective over ``ranks`` ranks.
+    """Return the bytes that one of ``ranks`` ranks sends in a collective.
 
     ``nbytes`` is the size of the whole (unsharded) buffer.
     """
@@ -87,9 +86,9 @@ Among = tuple[Scope, Kind, tuple[int, ...]]
 
 
 class Collective(NamedTuple):
-    """Several collectives of one kind and purpose among the same ranks.
+    """Collectives of one kind and purpose (``scope``) among the same ranks, added up.
 
-    ``nbytes`` counts the bytes of the whole buffers.
+    ``nbytes`` counts the bytes of whole (unsharded) buffers.
     """
 
     scope: Scope
@@ -99,19 +98,16 @@ class Collective(NamedTuple):
 
     @property
     def sent(self) -> float:
-        """Bytes that one rank sends.
-
-        In a broadcast, this is the whole buffer, which the rank sends as the source or forwards.
-        """
+        """The bytes that one rank sends. In a broadcast, the rank sends the whole buffer once."""
         return sent_bytes(self.kind, self.nbytes, len(self.ranks))
 
 
 class Traffic:
-    """Counts what this rank sends.
+    """Counts the bytes that this rank sends in collectives.
 
     Attributes:
-        buffers: the bytes of whole buffers since the last reset, not divided by the number of
-            ranks.
+        buffers: by purpose, kind and ranks, the bytes of whole (unsharded) buffers since the last
+            reset.
     """
 
     def __init__(self) -> None:
@@ -122,8 +118,7 @@ class Traffic:
 
         Args:
             scope: the purpose of the collective.
-            kind: the kind of collective.
-            nbytes: bytes of the whole buffer, not yet divided by the number of ranks.
+            nbytes: the bytes of the whole (unsharded) buffer.
             ranks: the ranks that take part, in ascending order.
         """
         if len(ranks) > 1:
@@ -133,7 +128,7 @@ class Traffic:
         self.buffers.clear()
 
     def by_kind(self) -> dict[str, int]:
-        """Return the bytes that this rank sent since the last reset, by "scope/kind"."""
+        """Return the bytes sent since the last reset, by keys like "between groups/all_reduce"."""
         totals: Counter[str] = Counter()
         for (scope, kind, ranks), nbytes in self.buffers.items():
             totals[f"{scope}/{kind}"] += sent_bytes(kind, nbytes, len(ranks))  # type: ignore[assignment]
@@ -149,9 +144,11 @@ reduce_scatter_single: Callable[..., Any] = getattr(dist, "reduce_scatter_single
 
 @dataclass(frozen=True)
 class TensorRanks:
-    """The tensor-parallel ranks. This rank has the number ``index`` of ``size``. Without ``group``,
-    and on the meta device, results have the right shapes and nothing is sent. So one rank can find
-    out the shapes of a model alone.
+    """The ranks among which tensor parallelism cuts matrices, with their collectives.
+
+    Without ``group``, and for tensors on the meta device, nothing is sent, and only the shapes of
+    results are right. So one process can compute the shapes in a model. ``index`` is this rank's
+    index, from 0 to ``size`` − 1.
     """
 
     group: dist.ProcessGroup | None
@@ -171,7 +168,7 @@ class TensorRanks:
         return True
 
     def all_gather(self, part: Tensor, dim: int) -> Tensor:
-        """Return the parts of all ranks, joined along ``dim``."""
+        """Return the tensors ``part`` of all ranks, joined along ``dim``."""
         dim %= part.dim()
         parts = part.new_empty((self.size, *part.shape))
         if self._sends("all_gather", parts):
@@ -181,7 +178,7 @@ class TensorRanks:
         return parts.movedim(0, dim).flatten(dim, dim + 1)
 
     def reduce_scatter(self, whole: Tensor, dim: int) -> Tensor:
-        """Return this rank's part, along ``dim``, of the sum over all ranks."""
+        """Sum ``whole`` over all ranks, and return this rank's part of the sum along ``dim``."""
         parts = whole.unflatten(dim, (self.size, -1)).movedim(dim, 0).contiguous()
         part = parts.new_empty(parts.shape[1:])
         if self._sends("reduce_scatter", parts):
@@ -234,9 +231,9 @@ class _GatherVocabulary(Function):
 
 
 def autocast_precision(tensor: Tensor) -> torch.dtype | None:
-    """Return the precision to which torch's autocast casts the tensor in a linear layer.
+    """Return the dtype to which torch's autocast would cast ``tensor`` in a linear layer, or None.
 
-    Return None if autocast is off, and for float64, which autocast does not cast.
+    The result is None if autocast is off, and for float64, which autocast does not cast.
     """
     kind = tensor.device.type
     if tensor.is_meta or tensor.dtype == torch.float64 or not torch.is_autocast_enabled(kind):
@@ -245,9 +242,9 @@ def autocast_precision(tensor: Tensor) -> torch.dtype | None:
 
 
 def gather_sequence(part: Tensor, ranks: TensorRanks) -> Tensor:
-    """Gather the sequence: (B, S/T, …) → (B, S, …).
+    """Gather hidden states along the sequence: (B, S/T, …) → (B, S, …).
 
-    Under autocast, the result has the precision to which the next linear layers would cast it.
+    Under autocast, they are cast before they are sent, as the next linear layer would cast them.
     """
     precision = autocast_precision(part)
     if precision is not None:
@@ -256,10 +253,9 @@ def gather_sequence(part: Tensor, ranks: TensorRanks) -> Tensor:
 
 
 def scatter_sequence(whole: Tensor, ranks: TensorRanks) -> Tensor:
-    """Return the sum over the ranks, cut along the sequence: (B, S, …) → (B, S/T, …).
+    """Sum hidden states over ranks, and cut the sum along the sequence: (B, S, …) → (B, S/T, …).
 
-    Raises:
-        ModelError: S is not divisible by T.
+    Raises ModelError if S is not divisible by T.
     """
     if whole.shape[SEQUENCE] % ranks.size:
         raise ModelError(
@@ -270,21 +266,23 @@ def scatter_sequence(whole: Tensor, ranks: TensorRanks) -> Tensor:
 
 
 def gather_vocabulary(logits: Tensor, ranks: TensorRanks | None) -> Tensor:
-    """Return whole logits (…, V) from parts (…, V/T).
+    """Gather logits along the vocabulary: (…, V/T) → (…, V).
 
-    Without ``ranks``, return them unchanged. All ranks must compute the same loss from the whole
-    logits.
+    All ranks must compute the same loss from the result. If ``ranks`` is None, the logits are whole
+    already and are returned as they are.
     """
     return logits if ranks is None else _GatherVocabulary.apply(logits, ranks)  # type: ignore[return-value]
 
 
 def vocabulary_embedding(ids: Tensor, rows: Tensor, ranks: TensorRanks) -> Tensor:
-    """Return embeddings, cut along the sequence: (B, S/T, D).
+    """Look up embeddings in a table whose rows are cut among ranks.
 
     Args:
-        ids: global token ids (B, S).
+        ids: token ids (B, S), the same on all ranks.
         rows: this rank's rows of the table (V/T, D).
-        ranks: the ranks among which the table is cut.
+
+    Returns:
+        The embeddings of this rank's part of the sequence (B, S/T, D).
     """
     shifted, is_local = own_ids(ids, len(rows), ranks)
     found = F.embedding(shifted, rows)
@@ -292,15 +290,14 @@ def vocabulary_embedding(ids: Tensor, rows: Tensor, ranks: TensorRanks) -> Tenso
 
 
 def own_ids(ids: Tensor, part: int, ranks: TensorRanks) -> tuple[Tensor, Tensor]:
-    """Map global ``ids`` to positions in this rank's part of the vocabulary.
+    """Map token ids to positions in this rank's part of the vocabulary.
 
     Args:
-        ids: global token ids.
-        part: the number of ids in a rank's part of the vocabulary.
-        ranks: the ranks among which the vocabulary is cut.
+        ids: token ids of the whole vocabulary.
+        part: the number of ids in the part of each rank.
 
     Returns:
-        The positions (0 for ids of other ranks), and a mask that is true for ids of this rank.
+        The positions, which are 0 for ids of other ranks, and a mask of the ids of this rank.
     """
     vocabulary = part * ranks.size
     if not ids.is_meta:  # otherwise such an id would silently count as zero; no wait on CUDA
@@ -313,9 +310,9 @@ def own_ids(ids: Tensor, part: int, ranks: TensorRanks) -> tuple[Tensor, Tensor]
 
 
 def log_softmax(logits: Tensor, ranks: TensorRanks) -> Tensor:
-    """Return the log-probabilities over the whole vocabulary, for this rank's part of the logits.
+    """Return log-probabilities for logits whose vocabulary is cut among ranks, without a gradient.
 
-    Shape (N, V/T), float32. They have no gradient.
+    Both have the shape (N, V/T). The result is in float32.
     """
     exact = logits.float()
     shifted = exact - ranks.all_reduce(exact.amax(-1), dist.ReduceOp.MAX)[:, None]

@@ -1,4 +1,4 @@
-"""A process group without other processes, for one rank that is traced or planned."""
+"""A process group without other processes, with which one process can plan or trace a run."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ import torch.distributed as dist
 
 @contextmanager
 def fake_world(rank: int, size: int) -> Iterator[None]:
-    """Make this process rank ``rank`` of ``size`` ranks, although the others do not exist.
+    """A context in which this process acts as one rank of a world whose other ranks do not exist.
 
-    Collectives return at once.
+    Collectives return at once, without the data of other ranks.
     """
     from torch.testing._internal.distributed.fake_pg import FakeStore  # this import registers the backend
 

@@ -1,11 +1,10 @@
-"""Records where a rank is in its run, and ends a rank that makes no progress.
+"""Records what a rank is doing, and ends a rank that makes no progress.
 
-A thread of the rank watches the main thread. No Python thread can run during a call that holds the
-GIL. Then a thread of ``faulthandler``, which needs no GIL, ends the process.
+A second thread of the process watches the main thread. If the main thread hangs in a call that
+holds the GIL, no Python thread can run. In this case a thread of ``faulthandler`` ends the process.
 
-In a script, one rank may make a call that the other ranks do not make. Then :class:`CallWatch`
-prints in which call every rank is. ``sdp train`` watches its phases itself. Only :class:`CallWatch`
-imports torch, because the launcher must not need torch.
+:class:`Heartbeat` watches one rank. :class:`CallWatch` is for scripts: if only some ranks make a
+call, it prints in which call every rank is. The launcher uses this file, and needs no torch.
 """
 
 from __future__ import annotations
@@ -43,14 +42,13 @@ _RECORD_BYTES = 256  # all records have the same size, because each one overwrit
 
 @dataclass(frozen=True)
 class RankPosition:
-    """Where a rank is in its run.
+    """What a rank is doing, for messages about a rank that hangs.
 
     Attributes:
-        rank: the number of the rank.
-        host: the name of its host.
+        host: the name of the rank's host.
         step: the number of the present or last optimizer step.
-        phase: the present activity, in words.
-        since: when the phase began, in seconds since the epoch.
+        phase: what the rank is doing, in words.
+        since: when the rank began to do this, in seconds since the epoch.
     """
 
     rank: int
@@ -64,7 +62,7 @@ class RankPosition:
 
     @classmethod
     def read(cls, path: Path) -> RankPosition | None:
-        """Return the last position that a rank wrote to ``path``, or None."""
+        """Return the last :class:`RankPosition` that a rank wrote to ``path``, or None."""
         try:
             return cls(**read_json_file(path, most_bytes=1 << 16))
         except (OSError, ValueError, TypeError):
@@ -72,17 +70,17 @@ class RankPosition:
 
 
 class Heartbeat:
-    """Watches the training loop, which announces each phase and how many seconds it may take.
+    """Ends this process if the training loop makes no progress.
 
-    If a phase takes longer, the stacks of all threads are appended to ``log``, ``on_stall`` is
-    called with a message, and the process ends. This works even if the file system hangs.
+    The loop calls :meth:`at` when it begins something, and says how many seconds it may take. If it
+    takes longer, the stacks of all threads are appended to ``log``, ``on_stall`` is called with a
+    message, and the process ends, even if the file system hangs.
 
     Args:
-        rank: the number of the rank.
-        file: where the position is written, None for nowhere.
-        log: the rank's log file, None for none.
+        file: the file in which the :class:`RankPosition` is written, or None.
+        log: the rank's log file, or None.
         on_stall: called with a message if there is no progress.
-        on_wait: called with the position if it does not change for UNCHANGED_SECONDS.
+        on_wait: called with the position if it has not changed for ``UNCHANGED_SECONDS``.
     """
 
     def __init__(
@@ -105,11 +103,14 @@ class Heartbeat:
 
     @property
     def position(self) -> RankPosition:
-        """The present position."""
+        """What the rank is doing now."""
         return self._position
 
     def at(self, step: int, phase: str, seconds: float | None) -> None:
-        """Begin ``phase`` of ``step``, which may take ``seconds`` (None: any time)."""
+        """Record that the rank begins something, which ``phase`` says in words.
+
+        ``seconds`` is how long it may take. None means any time.
+        """
         self._position = RankPosition(self._rank, self._host, step, phase, time.time())
         self._started, self._seconds = time.monotonic(), seconds
         if self._file is not None:
@@ -117,7 +118,7 @@ class Heartbeat:
                 os.pwrite(self._file, json.dumps(asdict(self._position)).ljust(_RECORD_BYTES).encode(), 0)
 
     def stop(self) -> None:
-        """Stop watching, because the process does other work after the run."""
+        """Stop watching, so that the process may do other work after the run."""
         self._stopped.set()
         if self._thread is not threading.current_thread():
             self._thread.join()
@@ -177,10 +178,10 @@ _SILENT = re.compile(r"Timed out waiting \d+ms|collective operation timeout")
 
 
 class CallWatch:
-    """Watches the calls of an engine until :meth:`stop`.
+    """Says in which engine call every rank is, if a script's ranks do not make the same calls.
 
-    A rank that waits writes its position to the store of the process group. A rank that fails, or
-    that waits for longer than the call may take, reads the positions of all ranks.
+    A rank that waits in a call writes the call's name to the store of the process group. If a call
+    fails or takes too long, the rank reads the names of all ranks and prints them.
     """
 
     def __init__(self) -> None:
@@ -197,17 +198,21 @@ class CallWatch:
         atexit.register(self._at_exit)
 
     def stop(self) -> None:
-        """Watch no longer."""
+        """Stop watching."""
         atexit.unregister(self._at_exit)
         self._beat.stop()
 
     @contextmanager
     def inside(self, engine: Any, call: str, seconds: float) -> Iterator[None]:
-        """A context for a call, which may take ``seconds``. Calls inside a call are not watched.
+        """A context for one call of an engine method. Calls inside the call are not watched.
+
+        Args:
+            call: the name of the method, for messages.
+            seconds: how long the call may take. If it takes longer, the process ends.
 
         Raises:
-            PeerLostError: Another rank did not answer, or is gone. The message has the positions of
-                all ranks.
+            PeerLostError: Another rank did not answer, or is gone. The message says in which call
+                every rank is.
         """
         if self._is_inside:
             yield
@@ -255,7 +260,7 @@ class CallWatch:
 
 
 def watch_calls(engine: Any) -> None:
-    """Let ``engine.calls`` (if not None) watch the engine's calls that wait for other ranks."""
+    """Wrap engine methods that wait for other ranks, so that ``engine.calls`` watches them."""
     for limit, calls in _CALLS.items():
         for call in calls:
             setattr(engine, call, _watched(engine, call, getattr(engine, call), limit))

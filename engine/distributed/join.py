@@ -1,6 +1,7 @@
-"""Join the processes that a launcher started, through a store that listens on one address only.
-torch's store would listen on all interfaces, and accept every connection. Here, rank 0 listens only
-on the address that all ranks know. In a run on one host, this is 127.0.0.1.
+"""Joins the processes that a launcher started to one process group.
+
+torch's store would listen on all network interfaces and accept every connection. Rank 0 of SDP
+listens only on the master address. In a run on one host, this address is 127.0.0.1.
 """
 
 from __future__ import annotations
@@ -33,7 +34,9 @@ _PREFIX = "default_pg"  # torch's prefix, because other ranks use this store thr
 
 
 def serve_store(found: Environment, timeout: timedelta) -> dist.Store | None:
-    """The store of this rank, or None if torch makes the store by ``env://``.
+    """Return the store through which ranks find each other, or None if torch shall make the store.
+
+    Rank 0 serves a store that listens on the master address only.
 
     Args:
         found: the ranks and addresses that the launcher gave this process.
@@ -100,11 +103,11 @@ def _bound(found: Environment) -> socket.socket | None:
 
 
 def join(timeout_seconds: float | None = None) -> torch.device:
-    """Join the processes that a launcher started, and choose this rank's device.
+    """Make the process group of all processes that the launcher started, and choose a device.
 
-    Without a launcher, this process is the only rank. The backend is gloo on a CPU and NCCL on
-    CUDA. If a process group exists already, it stays as it is. If all ranks are on this host, gloo
-    and NCCL listen on the loopback interface, unless the user chose another one.
+    Without a launcher, this process is the only rank. If a process group exists already, it is used
+    as it is. The backend is gloo on a CPU and NCCL on CUDA. If all ranks are on this host, gloo and
+    NCCL listen on the loopback interface only, unless the user has chosen another interface.
 
     Args:
         timeout_seconds: how long a collective may take. None means torch's default.
@@ -161,25 +164,25 @@ def init_distributed(
     rank: int = -1,
     world_size: int = -1,
 ) -> torch.device:
-    """Join the processes that a launcher started, like ``deepspeed.init_distributed``.
+    """Make the process group, for scripts that call ``deepspeed.init_distributed``.
 
-    Rank, world size and master address come from the launcher's variables (torchrun, DeepSpeed, MPI
-    or SLURM). Arguments that are not listed here have no effect.
+    A script may call this before :func:`sdp.initialize`, which otherwise does the same. Rank, world
+    size and master address come from the variables of the launcher (torchrun, DeepSpeed, MPI or
+    SLURM). Arguments of DeepSpeed that are not listed below have no effect.
 
     Args:
-        dist_backend: the backend of this machine, or None: "nccl" on CUDA, else "gloo".
+        dist_backend: None, or the backend of this machine: "nccl" on CUDA, "gloo" on a CPU.
         timeout: how long a collective may take. None means torch's default.
         init_method: must be None.
-        rank: must be negative.
-        world_size: must be negative.
+        rank: must be negative, because the launcher chooses the rank.
+        world_size: must be negative, because the launcher chooses the world size.
 
     Returns:
         The device of this rank.
 
     Raises:
-        ConfigError: ``dist_backend`` is not the backend of this machine, or ranks are given as
-            arguments.
-        LaunchError: the launcher's variables are incomplete.
+        ConfigError: An argument has another value than those above.
+        LaunchError: The launcher's variables are incomplete, or the port of rank 0 is in use.
     """
     expected = "nccl" if torch.cuda.is_available() else "gloo"
     if dist_backend not in (None, expected):

@@ -1,5 +1,4 @@
-"""The grid ``arange(world).view(sdp, fsdp, tp)``: the coordinates of every rank, and which ranks
-share a host.
+"""The mesh ``arange(world).view(sdp, fsdp, tp)``: which rank is in which group, and on which host.
 
 This module does not import torch, because the launcher uses it before any process starts.
 """
@@ -18,16 +17,16 @@ Holders = tuple[int, ...]
 
 
 def passes_on(member: int, source: int, ranks: int) -> bool:
-    """Return whether a rank sends anything in a broadcast round a ring of ``ranks``.
+    """Return whether a rank sends anything in a broadcast round a ring. Only the last does not.
 
-    ``member`` is the rank's position in the ring, and ``source`` is the position of the source.
+    ``member`` is the rank's position in the ring, and ``source`` is the position of the sender.
     """
     return (member - source) % ranks != ranks - 1
 
 
 @dataclass(frozen=True)
 class Coordinates:
-    """The position of a rank in the grid."""
+    """The position of a rank in the mesh: SDP group, data rank inside it, tensor-parallel rank."""
 
     sdp: int
     fsdp: int
@@ -38,14 +37,14 @@ class Coordinates:
 class Mesh:
     """The arrangement of all ranks of a run: ``sdp`` groups, each with ``fsdp × tp`` ranks.
 
-    Tensor-parallel ranks are neighbours. SDP groups are the outermost dimension.
+    Ranks are numbered group by group. Inside a group, tensor-parallel ranks have adjacent numbers.
 
     Attributes:
-        sdp: number of SDP groups.
-        fsdp: data ranks per group.
-        tp: tensor-parallel ranks.
-        alone: the only group in this world of ranks, if groups are connected only by a service.
-            None: all groups are in this world.
+        sdp: the number of SDP groups.
+        fsdp: the number of data ranks per group.
+        tp: the number of tensor-parallel ranks per data rank.
+        alone: None if all groups are in this torch world. Otherwise each group has a world of its
+            own, a service connects the groups, and this is the index of the group in this world.
     """
 
     sdp: int
@@ -57,10 +56,7 @@ class Mesh:
     def for_world(cls, world_size: int, groups: int, tp: int = 1) -> Mesh:
         """Return the mesh of ``groups`` SDP groups in a world of ``world_size`` ranks.
 
-        The fsdp degree is the quotient of ``world_size`` and ``groups × tp``.
-
-        Raises:
-            ConfigError: ``world_size`` is not divisible by ``groups × tp``.
+        Raises ConfigError if ``world_size`` is not divisible by ``groups × tp``.
         """
         if world_size % (groups * tp):
             raise ConfigError(
@@ -71,7 +67,7 @@ class Mesh:
 
     @property
     def groups(self) -> range:
-        """The groups in this world."""
+        """The indices of the groups whose ranks are in this torch world."""
         return range(self.sdp) if self.alone is None else range(self.alone, self.alone + 1)
 
     @property
@@ -80,7 +76,7 @@ class Mesh:
 
     @property
     def data_ranks(self) -> int:
-        """Number of ranks that read different data."""
+        """The number of ranks that read different data."""
         return len(self.groups) * self.fsdp
 
     def coordinates(self, rank: int) -> Coordinates:
@@ -97,37 +93,38 @@ class Mesh:
         return list(range(first, first + self.fsdp * self.tp))
 
     def neighbours(self, sdp: int, fsdp: int) -> tuple[int, ...]:
-        """Return the global ranks at one position in a group.
+        """Return the global ranks among which tensor parallelism cuts matrices, called neighbours.
 
-        These ranks share matrices under tensor parallelism.
+        They belong to the group ``sdp``, and to the group's data rank ``fsdp``.
         """
         first = self.rank(sdp, fsdp)
         return tuple(range(first, first + self.tp))
 
     def all_neighbours(self) -> list[tuple[int, ...]]:
-        """Return the neighbours at every position, in the order of their ranks."""
+        """Return every set of ranks among which tensor parallelism cuts matrices, in rank order."""
         return [tuple(range(first, first + self.tp)) for first in range(0, self.world_size, self.tp)]
 
     def __str__(self) -> str:
         return f"sdp {self.sdp} × fsdp {self.fsdp} × tp {self.tp}"
 
     def shards(self, stage: int) -> int:
-        """Return the number of ranks among which ZeRO ``stage`` shards a group's state.
-
-        Stage 0 does not shard it.
-        """
+        """Return the number of shards of a group's state under ZeRO ``stage``: 1 at stage 0."""
         return self.fsdp if stage > 0 else 1
 
     def data_rank(self, rank: int) -> int:
-        """Return the index of the data that ``rank`` reads, 0 … ``data_ranks`` − 1.
+        """Return the index of the share of the data that ``rank`` reads, 0 … ``data_ranks`` − 1.
 
-        All tensor-parallel ranks at one position read the same data.
+        Tensor-parallel neighbours read the same data, so they have the same index.
         """
         return rank // self.tp
 
 
 def mesh_of(config: Config, world_size: int, alone: int | None = None) -> Mesh:
-    """Return the mesh of a run in ``world_size`` processes, which may be only the group ``alone``.
+    """Return the mesh of a run with this configuration in a world of ``world_size`` ranks.
+
+    Args:
+        world_size: the number of ranks.
+        alone: the index of the only group in this world, if a service connects the groups.
 
     Raises:
         ConfigError: the world size does not fit the groups and the tensor parallelism.
@@ -142,9 +139,9 @@ _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 
 
 def machine_id() -> str:
-    """Return an identifier of this running machine.
+    """Return an identifier of this machine that is unique until a reboot, unlike a host name.
 
-    The identifier is unique, unlike host names. The fallback is the host name.
+    The result is the host name if the machine has no such identifier.
     """
     try:
         return _BOOT_ID.read_text(encoding="ascii").strip()
@@ -153,10 +150,10 @@ def machine_id() -> str:
 
 
 def unique_host_names(hosts: Sequence[tuple[str, str]]) -> list[str]:
-    """Return a unique host name for each rank, even if several machines have the same name.
+    """Return the name of each rank's host. Machines with the same name get a number.
 
     Args:
-        hosts: for each rank, its host name and :func:`machine_id`.
+        hosts: for each rank, the host name and the :func:`machine_id`.
     """
     machines: dict[str, list[str]] = {}
     for name, machine in hosts:
@@ -168,9 +165,7 @@ def unique_host_names(hosts: Sequence[tuple[str, str]]) -> list[str]:
 
 
 def split_tensor_group(hosts: Sequence[str], tp: int) -> str | None:
-    """Describe in one line the first tensor-parallel group that is on several hosts.
-
-    Return None if there is no such group.
+    """Return a warning if tensor-parallel neighbours are on several hosts, otherwise None.
 
     Args:
         hosts: the host of each rank.

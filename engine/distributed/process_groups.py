@@ -1,4 +1,4 @@
-"""The process groups of the grid of ranks."""
+"""Creates the process groups of a run."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from .mesh import Holders, Mesh
 
 
 def new_group(ranks: list[int], **more: Any) -> dist.ProcessGroup:
-    """Create a process group with the time limit of the world.
+    """Create a process group whose collectives have the same timeout as those of the world.
 
-    By itself, torch would give it the default limit. It gets that one, too, if the backend of the
-    world does not show its limit.
+    By itself, torch would use its default timeout. The default remains if the backend of the world
+    does not show a timeout.
 
     Args:
-        ranks: its ranks.
+        ranks: the global ranks in the group.
         **more: further arguments of ``torch.distributed.new_group``.
     """
     device = torch.device("cuda" if _backend() is not None else "cpu")
@@ -33,9 +33,9 @@ def new_group(ranks: list[int], **more: Any) -> dist.ProcessGroup:
 
 
 def tensor_group(mesh: Mesh) -> dist.ProcessGroup | None:
-    """Create the process group of this rank's tensor-parallel neighbours.
+    """Create the process group of the ranks that share this rank's matrices in tensor parallelism.
 
-    Every rank must call this. Returns None if the rank has no such neighbours.
+    Every rank must call this. The result is None without tensor parallelism.
     """
     if mesh.tp == 1:
         return None
@@ -60,13 +60,15 @@ def _backend() -> str | None:
 def rank_lists(
     mesh: Mesh, holder_sets: Iterable[Holders], *, replicate_inside: bool
 ) -> Iterator[tuple[Holders, list[int]]]:
-    """Yield each list of ranks that average together, with their SDP groups. The order is that of
-    the world. The set of all groups is always included. A single rank has no list.
+    """Yield each list of ranks that average gradients together, with the SDP groups of the ranks.
+
+    The order is the same on all ranks. Lists with only one rank are left out.
 
     Args:
-        mesh: the grid of ranks.
-        holder_sets: the holder sets of the placement.
-        replicate_inside: whether nothing is sharded (ZeRO stage 0).
+        holder_sets: the holders of each unit. The set of all groups, which hold the shared part, is
+            added.
+        replicate_inside: whether the ranks of a group are replicas (ZeRO stage 0), which average
+            together. Otherwise they have different shards.
     """
     for holders in sorted(set(holder_sets) | {tuple(range(mesh.sdp))}):
         for tp in range(mesh.tp):
@@ -78,24 +80,21 @@ def rank_lists(
 
 @dataclass
 class Communicators:
-    """The process groups of one rank.
+    """The process groups to which one rank belongs.
 
     Attributes:
-        mesh: the grid of ranks.
-        rank: the global rank.
-        replicate_inside: whether nothing is sharded (ZeRO stage 0). Then the ranks of a group
-            average among themselves in the same all-reduce as the holders.
-        fsdp: the ranks that shard this group's state. It contains only this rank if FSDP2 wraps
-            parameters that are not sharded.
-        holders: for each holder set, the ranks that average its gradients. Sets with only this rank
-            are absent.
-        refresh: for a source group and the groups that take part, the ranks at this rank's
-            position. The source sends new weights for frozen copies. Each source has a communicator
-            of its own, because a communicator runs operations one by one, and a link can send in
-            both directions at once.
-        group: for local steps, all ranks of this rank's SDP group. None if this is the only rank.
-        replicas: for local steps, the ranks that average gradients inside this group. None if the
-            group's state is sharded, or has only one rank.
+        replicate_inside: whether the ranks of a group are replicas (ZeRO stage 0). Then one
+            all-reduce averages over the ranks of all holders.
+        fsdp: the ranks that shard this group's state, or only this rank if FSDP2 wraps parameters
+            that are not sharded.
+        holders: for each set of holders, the ranks that average gradients. A set is missing if this
+            rank is its only rank.
+        refresh: the ranks of a broadcast of new weights to frozen copies, by source group and all
+            groups that take part. Each source has a process group of its own, because broadcasts
+            in one process group would run one after the other.
+        group: all ranks of this rank's SDP group, only with local steps. None for a single rank.
+        replicas: the ranks that average gradients inside this SDP group, only with local steps at
+            ZeRO stage 0. None for a single rank.
     """
 
     mesh: Mesh
@@ -118,22 +117,20 @@ class Communicators:
         refreshes: Iterable[tuple[int, Holders]] = (),
         local_steps: bool = False,
     ) -> Communicators:
-        """Create all process groups of the world.
+        """Create the process groups of all ranks, and return those of this rank.
 
-        Every rank must call this with the same arguments. Groups are created in world order,
-        because ``use_local_synchronization`` hangs if groups overlap in a cycle. Each list of ranks
-        gets only one group, except in ``refreshes``.
+        Every rank must call this with the same arguments.
 
         Args:
-            mesh: the grid of ranks.
-            holder_sets: the holder sets of the placement.
-            replicate_inside: whether nothing is sharded (ZeRO stage 0).
+            holder_sets: the holders of each unit.
+            replicate_inside: whether the ranks of a group are replicas (ZeRO stage 0).
             alone: whether FSDP2 wraps parameters that are not sharded. Then FSDP2 gets a process
                 group with only this rank.
-            refreshes: for each message of frozen copies, the source group and the groups that take
-                part.
+            refreshes: for each broadcast of weights to frozen copies, the source group and all
+                groups that take part.
             local_steps: whether groups take steps on their own (``sdp.sync``).
         """
+        # All ranks create all groups: use_local_synchronization hangs if groups overlap in a cycle.
         self = cls(mesh, dist.get_rank(), replicate_inside)
         at = mesh.coordinates(self.rank)
         made: dict[tuple[int, ...], dist.ProcessGroup] = {tuple(range(mesh.world_size)): dist.group.WORLD}  # type: ignore[dict-item]
@@ -178,9 +175,6 @@ class Communicators:
         return self
 
     def fsdp_mesh(self, device_type: str) -> DeviceMesh:
-        """Return the 1-D device mesh on which ``fully_shard`` shards this group's state.
-
-        It has only one rank if nothing is sharded.
-        """
+        """Return the device mesh for ``fully_shard``: the ranks that shard this group's state."""
         assert self.fsdp is not None
         return DeviceMesh.from_group(self.fsdp, device_type, mesh_dim_names=("fsdp",))

@@ -1,9 +1,8 @@
-"""Tensor parallelism inside a group: cut a model by its plan.
+"""Tensor parallelism inside a group.
 
-A model states ``tensor_parallel_plan()``: module patterns (``*`` matches one path component) → a
-style, which says how the module is cut. Between these modules, hidden states are cut along the
-sequence. Parts are plain tensors. So FSDP2 or ZeRO can shard them further, and need no code for
-tensor parallelism.
+A model's ``tensor_parallel_plan()`` says for each module how its parameters are cut. Between these
+modules, hidden states are cut along the sequence. A rank's part of a matrix is a plain tensor,
+which FSDP2 or ZeRO can shard further without code for tensor parallelism.
 """
 
 from __future__ import annotations
@@ -24,9 +23,9 @@ TP = "tensor_parallel.autotp_size"
 
 
 def parameter_cuts(model: nn.Module, ranks: int) -> dict[str, int | None]:
-    """Map each canonical parameter to the dimension along which the plan cuts it.
+    """Return the dimension along which the model's plan cuts each parameter, by name.
 
-    The dimension is None if the plan does not cut the parameter.
+    The dimension is None for a parameter that every tensor-parallel rank has whole.
 
     Raises:
         ModelError: the model has no plan, the plan leaves a parameter out, or a size is not
@@ -84,9 +83,9 @@ def _require_plain(path: str, module: nn.Module, style: Style) -> None:
 
 
 def parallelise(model: nn.Module, cuts: Mapping[str, int | None], ranks: TensorRanks) -> None:
-    """Cut ``model`` in place for this rank, and add the collectives between its modules.
+    """Cut ``model`` in place to this rank's part, and add hooks that run the collectives.
 
-    The model may be on the meta device or have values.
+    ``cuts`` is the result of :func:`parameter_cuts`. The model may be on the meta device.
     """
     canonical = {id(parameter): name for name, parameter in model.named_parameters()}
     attributes = [

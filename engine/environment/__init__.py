@@ -1,1 +1,1 @@
-"""The rank, world size and host of this process. Only these files read environment variables."""
+"""Reads environment variables, such as this process's rank. No other package reads them."""

@@ -1,9 +1,8 @@
-"""Detects the rank, world size, host and master address of this process, from the variables that a
-launcher set.
+"""Finds this process's rank, world size and master address in the variables that a launcher set.
 
-Each launcher has one row. A row has a predicate if the variable of the rank does not identify the
-launcher. The names were observed in real starts of torchrun (torch 2.13), Open MPI 4.1, MPICH 4.0
-and SLURM 22.05. Those of DeepSpeed are in its ``launcher/cluster/launch.py``.
+The table ``LAUNCHERS`` has the names of the variables for each launcher. The names come from real
+starts of torchrun (torch 2.13), Open MPI 4.1, MPICH 4.0 and SLURM 22.05, and from DeepSpeed's
+``launcher/cluster/launch.py``.
 """
 
 from __future__ import annotations
@@ -27,10 +26,9 @@ _COUNT = re.compile(r"(\d{1,9})(?:\(x(\d{1,18})\))?")
 
 
 def first_host(nodes: str) -> str:
-    """Return the first host name of a list with bracketed ranges. Leading zeros are kept.
+    """Return the first host of a SLURM node list: "n01" for "n[01-03,7],login".
 
-    Raises:
-        LaunchError: The list has another form.
+    Raises LaunchError if the list has another form.
     """
     first = _RANGES.sub(r"\1", nodes).partition(",")[0]
     if not re.fullmatch(r"[\w.-]+", first):
@@ -39,10 +37,10 @@ def first_host(nodes: str) -> str:
 
 
 def tasks_on(host: int, counts: str) -> int | None:
-    """Return the number of tasks on a host, from a list in which ``2(x3)`` means 2, 2, 2.
+    """Return the number of tasks on host number ``host``, or None if the list has fewer hosts.
 
-    Raises:
-        LaunchError: The list has another form.
+    ``counts`` is SLURM's list, such as "2(x3),1" for hosts with 2, 2, 2 and 1 tasks. Raises
+    LaunchError if the list has another form.
     """
     for item in counts.split(","):
         match = _COUNT.fullmatch(item)
@@ -67,9 +65,9 @@ _FIRST_SPECIAL_STEP = 0xFFFFFFF0
 
 @dataclass(frozen=True)
 class Launcher:
-    """The variables in which one launcher tells a process its environment.
+    """The names of the variables in which one launcher gives a process its rank and world size.
 
-    Alternative names are in order of preference.
+    If several names are given, the first one that is set counts.
     """
 
     source: str
@@ -88,10 +86,11 @@ class Launcher:
 
 
 def _srun_started(environ: Mapping[str, str]) -> bool:
-    """Return whether this is a task of ``srun``. A batch script, an ``salloc`` shell and the shell
-    of ``srun --pty`` do not count. The batch script has SLURM_PROCID=0 too, but no step. Every
-    ``srun`` inside an interactive shell inherits SLURM_PTY_PORT. So the variable indicates a shell
-    only if the step has a single task.
+    """Return whether ``srun`` started this process, as one of the tasks of a step.
+
+    A batch script and an ``salloc`` shell are no tasks: they have SLURM_PROCID=0, but no ordinary
+    step. The shell of ``srun --pty`` is no task either: it has SLURM_PTY_PORT, and a step with one
+    task. A step with several tasks may have inherited SLURM_PTY_PORT from such a shell.
     """
     step = environ.get("SLURM_STEP_ID") or environ.get("SLURM_STEPID") or ""
     if not step.isdigit() or int(step) >= _FIRST_SPECIAL_STEP:
@@ -164,8 +163,11 @@ LAUNCHERS = (
 
 @dataclass(frozen=True)
 class Supervision:
-    """The facts that an SDP launcher gives to a process that it starts. ``parent_pid`` is the
-    launcher's process id. The process writes its fatal error to ``error_file``.
+    """What the SDP launcher tells a process that it starts.
+
+    Attributes:
+        parent_pid: the process id of the launcher.
+        error_file: the file to which the process writes its fatal error, or None.
     """
 
     parent_pid: int
@@ -173,33 +175,33 @@ class Supervision:
 
 
 def supervision() -> Supervision | None:
-    """Return the facts from the SDP launcher, or None if the parent is not an SDP launcher.
+    """Return what the SDP launcher told this process, or None if another program started it.
 
-    The launcher's id is removed from the environment, because programs that a rank starts have
-    another parent.
+    Call this once: the launcher's process id is removed from the environment, because programs that
+    this process starts have another parent.
     """
     parent, error_file = os.environ.pop(PARENT_PID, ""), os.environ.get(ERROR_FILE, "")
     return Supervision(int(parent), Path(error_file) if error_file else None) if parent.isdigit() else None
 
 
 def position_file() -> Path | None:
-    """Return the file in which this rank writes its position for its launcher, or None."""
+    """Return the file in which this rank writes for the launcher what it is doing, or None."""
     path = os.environ.get(POSITION_FILE, "")
     return Path(path) if path else None
 
 
 def inherited_socket() -> int | None:
-    """Return the file descriptor of the socket on which rank 0 serves the store.
+    """Return the file descriptor of the socket that rank 0 inherits from the launcher, or None.
 
-    Returns None if the launcher gave no socket. The variable is removed, because programs that the
-    rank starts do not inherit the socket.
+    Rank 0 serves torch's store on this socket. Call this once: the variable is removed, because
+    programs that the rank starts do not inherit the socket.
     """
     handle = os.environ.pop(LISTENING_SOCKET, "")
     return int(handle) if handle.isdigit() else None
 
 
 def launcher_serves_store() -> bool:
-    """Return whether the launcher itself serves the store for the ranks, as torchrun does."""
+    """Return whether the launcher serves torch's store, as torchrun does. Else rank 0 must."""
     return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
 
 
@@ -211,11 +213,11 @@ _MOST_DIGITS = 18  # of a number in a variable
 
 @dataclass(frozen=True)
 class Environment:
-    """This process's ranks, world sizes and master address in a run.
+    """This process's rank in a run, and where the run's processes meet.
 
-    ``local_world_size`` is the number of processes on this host, and ``host_index`` is the index of
-    this host. Both are None if the launcher does not tell them. ``source`` names the launcher whose
-    variables were used.
+    ``local_rank`` and ``local_world_size`` count the processes on this host. ``local_world_size``
+    and ``host_index`` (the index of this host) are None if the launcher does not say them.
+    ``source`` is the name of the launcher.
     """
 
     rank: int
@@ -229,13 +231,14 @@ class Environment:
 
     @property
     def is_alone(self) -> bool:
-        """Whether a launcher started only this process, for example SLURM a notebook, or Kubernetes
-        a pod. Then this process may start ranks on its host.
+        """Whether another launcher started only this process, which may then start ranks itself.
+
+        Examples are a notebook under SLURM, and a pod in Kubernetes.
         """
         return self.world_size == 1 and self.source != "sdp"
 
     def variables(self) -> dict[str, str]:
-        """Return the variables that torchrun sets and torch's ``env://`` reads."""
+        """Return rank, world sizes and master address as the variables that torchrun sets."""
         values = {
             "RANK": self.rank,
             "WORLD_SIZE": self.world_size,
@@ -249,13 +252,13 @@ class Environment:
 
 
 def detect(environ: Mapping[str, str] | None = None) -> Environment | None:
-    """Read the launcher's variables. Returns None if no launcher started this process.
+    """Return this process's rank in its run, or None if no launcher started the process.
 
-    If MPI ranks have no master address, they agree on one through mpi4py if it is installed. Then
-    the first call is collective.
+    If MPI started the process without a master address, the ranks agree on an address through
+    mpi4py, if it is installed. In this case, the first call is collective.
 
     Args:
-        environ: The variables. None: those of this process.
+        environ: The variables to read. By default the variables of this process.
 
     Raises:
         LaunchError: The variables are incomplete or contradict each other, or there are several
@@ -280,11 +283,11 @@ def detect(environ: Mapping[str, str] | None = None) -> Environment | None:
 def _ask_mpi_for_the_master() -> None:
     """Set MASTER_ADDR to rank 0's host and MASTER_PORT to a free port there.
 
-    This happens only if MPI started this process and neither variable is set. MPI that is
-    initialised here is finalised at once, so that no rank waits in MPI after another one failed.
+    This happens only if MPI started this process and neither variable is set. If this function
+    initialises MPI, it also finalises MPI, so that no rank waits in MPI after another rank failed.
 
-    Nothing is set if mpi4py finds no MPI library, or another MPI than the launcher's: then each
-    rank is a world of its own. Ranks on a single host do not need these variables.
+    If mpi4py finds no MPI library, or not the launcher's MPI, nothing is set. Ranks on a single
+    host do not need these variables.
     """
     launcher = next(
         (launcher for launcher in LAUNCHERS if os.environ.get(launcher.rank) and launcher.started(os.environ)), None
@@ -315,33 +318,33 @@ def _ask_mpi_for_the_master() -> None:
 
 
 def local_environment(rank: int, world_size: int, port: int) -> Environment:
-    """Return the environment of ``rank`` if all ``world_size`` processes run on this host."""
+    """Return the environment of a rank in a run whose processes are all on this host."""
     return Environment(rank, world_size, rank, world_size, 0, LOOPBACK, port, "sdp")
 
 
 def set_default(name: str, value: str) -> None:
-    """Set a variable that a library reads when it is imported, unless the user has set it."""
+    """Set an environment variable that a library reads later, unless the user has set it."""
     os.environ.setdefault(name, value)
 
 
 @contextmanager
 def alone_if_unlaunched() -> Iterator[None]:
-    """Set the variables of a single-rank world inside this context.
+    """A context in which RANK and WORLD_SIZE say that this process is the only rank.
 
-    Nothing is set if a launcher started this process.
+    If a launcher started this process, the context changes nothing.
     """
     with exported({"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0"} if detect() is None else {}):
         yield
 
 
 def export(settings: Mapping[str, str]) -> None:
-    """Set variables in this process and in the processes that it starts later."""
+    """Set environment variables of this process, and so of the processes that it starts later."""
     os.environ.update(settings)
 
 
 @contextmanager
 def exported(settings: Mapping[str, str]) -> Iterator[None]:
-    """Set variables of this process inside the context."""
+    """A context in which environment variables have the values ``settings``."""
     before = {name: os.environ.get(name) for name in settings}
     export(settings)
     try:
@@ -355,7 +358,7 @@ def exported(settings: Mapping[str, str]) -> Iterator[None]:
 
 
 def free_port() -> int:
-    """Return a TCP port that is free on this host at this moment."""
+    """Return a TCP port that is free on this host now. Another program may take it soon."""
     with socket.socket() as probe:
         probe.bind((LOOPBACK, 0))
         return probe.getsockname()[1]

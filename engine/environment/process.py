@@ -1,11 +1,9 @@
-"""The processes of a run: their environment variables, messages during a long wait, and their end.
+"""Environment variables for the processes of a run, messages during a long wait, and a clean exit.
 
-A process that used gloo can crash at interpreter exit. gloo's worker threads may still be releasing
-tensors, which needs the GIL. A thread that asks for the GIL during finalisation aborts the process
-("terminate called without an active exception"). This happens although the work is done and written
-(github.com/pytorch/pytorch/issues/190489, /pull/179291). The command line knows its exit code, so
-it exits without finalising the interpreter. The exit code of a user's script is known only at the
-end, so its threads get time to finish.
+A process that used gloo can crash when it exits, although its work is done. The reason is that
+gloo's threads may still release tensors and ask for the GIL, which aborts an interpreter that is
+shutting down (github.com/pytorch/pytorch/issues/190489, /pull/179291). So the command line exits
+without shutting the interpreter down. A user's script gives the threads time to finish first.
 """
 
 from __future__ import annotations
@@ -23,37 +21,36 @@ from pathlib import Path
 
 
 def variables_with(prefixes: Sequence[str], environ: Mapping[str, str] | None = None) -> dict[str, str]:
-    """Return the variables whose names begin with one of ``prefixes``."""
+    """Return the environment variables whose names begin with one of ``prefixes``."""
     environ = os.environ if environ is None else environ
     return {name: value for name, value in environ.items() if name.startswith(tuple(prefixes))}
 
 
 def child_environment(overlay: Mapping[str, str], defaults: Mapping[str, str]) -> dict[str, str]:
-    """Return the environment of a process to start.
+    """Return the environment variables for a process that this process starts.
 
-    It is the environment of this process. ``overlay`` overrides its variables, and ``defaults``
-    apply to variables that are not set.
+    Args:
+        overlay: variables that replace those of this process.
+        defaults: variables that are added if this process does not have them.
     """
     return {**defaults, **os.environ, **overlay}
 
 
 def service_token() -> str | None:
-    """Return the secret that groups share with the service of their run, or None."""
+    """Return the secret with which groups and their anchor service identify each other, or None."""
     return os.environ.get("SDP_SERVICE_TOKEN")
 
 
 def cache_folder() -> Path:
-    """Return the folder for copies of what is in object stores: SDP_CACHE, or ~/.cache/sdp."""
+    """Return the folder for local copies of files in object stores: SDP_CACHE, or ~/.cache/sdp."""
     caches = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
     return Path(os.environ.get("SDP_CACHE") or f"{caches}/sdp").expanduser().absolute()
 
 
 def allocator_settings() -> dict[str, str]:
-    """Return glibc settings that make a process's resident memory follow its live tensors on a CPU.
+    """Return variables of glibc with which a process returns freed memory to the system at once.
 
-    Freed blocks of 64 KiB and more go back to the system at once, and threads share one arena. With
-    128 MiB of live tensors, 32 MiB of weights then raise resident memory by 153 MB instead of
-    228 MB.
+    Then the resident memory of a process on a CPU is close to the size of its live tensors.
     """
     return {"MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "65536", "MALLOC_ARENA_MAX": "1"}
 
@@ -61,14 +58,14 @@ def allocator_settings() -> dict[str, str]:
 def loopback_settings() -> dict[str, str]:
     """Return variables with which gloo and NCCL listen on the loopback interface only.
 
-    They are for a run on one host, because both libraries accept every connection.
+    A run on one host should set them, because both libraries accept every connection.
     """
     interface = "lo0" if sys.platform == "darwin" else "lo"
     return {"GLOO_SOCKET_IFNAME": interface, "NCCL_SOCKET_IFNAME": interface}
 
 
 def thread_settings(processes: int, environ: Mapping[str, str] | None = None) -> dict[str, str]:
-    """Return OMP_NUM_THREADS, which divides this host's usable cores among ``processes``.
+    """Return the variable OMP_NUM_THREADS for one of ``processes`` that share this host's cores.
 
     The result is empty if the user has set the variable.
     """
@@ -79,9 +76,9 @@ def thread_settings(processes: int, environ: Mapping[str, str] | None = None) ->
 
 
 def search_path_settings(directory: Path, environ: Mapping[str, str] | None = None) -> dict[str, str]:
-    """Return PYTHONPATH with ``directory`` in front.
+    """Return the variable PYTHONPATH with ``directory`` added in front.
 
-    The result is empty if the directory is on the path already.
+    The result is empty if the variable has the directory already.
     """
     current = (os.environ if environ is None else environ).get("PYTHONPATH", "")
     parts = [part for part in current.split(os.pathsep) if part]
@@ -91,7 +88,7 @@ def search_path_settings(directory: Path, environ: Mapping[str, str] | None = No
 
 
 def usable_cores() -> int:
-    """Return the number of cores that this process may use. A container or job may limit it."""
+    """Return the number of cores that this process may use, which a job may limit."""
     if hasattr(os, "sched_getaffinity"):
         return len(os.sched_getaffinity(0))
     return os.cpu_count() or 1
@@ -104,7 +101,7 @@ _watched = False
 
 
 def watch() -> None:
-    """Make this process wait for its threads before its interpreter ends. Idempotent."""
+    """Make this process wait for gloo's threads before the interpreter shuts down."""
     global _watched
     if not _watched:
         _watched = True
@@ -112,13 +109,13 @@ def watch() -> None:
 
 
 def leaves_at_once() -> None:
-    """Declare that this process exits without shutting the interpreter down."""
+    """Declare that this process ends without an interpreter shutdown. Then it need not wait."""
     global _watched
     _watched = True
 
 
 def wait_for_threads() -> None:
-    """Release tensors, and let gloo's threads take the GIL."""
+    """Give gloo's threads time to release their tensors."""
     gc.collect()  # otherwise tensors in reference cycles would be released later
     time.sleep(SECONDS)  # sleeping releases the GIL
 
@@ -129,7 +126,10 @@ log = logging.getLogger("sdp")
 
 @contextmanager
 def announced(reason: Callable[[], str | None]) -> Iterator[None]:
-    """A context that logs ``reason()`` once, if that is not None after SILENT_SECONDS."""
+    """A context for a step that may wait for long. After 20 seconds it logs why.
+
+    ``reason`` is called at that moment. It returns the line to log, or None for no line.
+    """
 
     def announce() -> None:
         if (line := reason()) is not None:
@@ -145,8 +145,9 @@ def announced(reason: Callable[[], str | None]) -> Iterator[None]:
 
 
 def compiler_locks() -> str | None:
-    """Name the locks of ``torch.utils.cpp_extension``, or None if there is none. If a process was
-    killed, its lock remains, and later processes wait for the lock without end.
+    """Return a line that names lock files of ``torch.utils.cpp_extension``, or None without any.
+
+    If a process is killed while it compiles, its lock file stays, and later processes wait forever.
     """
     root = Path(os.environ.get("TORCH_EXTENSIONS_DIR") or "~/.cache/torch_extensions").expanduser()
     ages = {lock: time.time() - lock.stat().st_mtime for lock in root.glob("**/lock")}

@@ -1,1 +1,1 @@
-"""The inside of a group: this rank's share of the subnetwork, without other groups."""
+"""Stores: objects that hold one rank's share of its group's subnetwork, and train it."""

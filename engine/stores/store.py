@@ -1,4 +1,4 @@
-"""The interface of a store: one rank's share of a group's subnetwork."""
+"""The interface of a store, which holds one rank's share of its group's subnetwork."""
 
 from __future__ import annotations
 
@@ -25,16 +25,16 @@ from ..placement.tensor_info import TensorInfo
 
 
 class Stepped(NamedTuple):
-    """A tensor on which the optimizer steps, or a parameter that it does not have.
+    """A tensor of weights that this rank's group holds, with its unit and holders.
 
     Attributes:
-        tensor: the tensor, whose ``grad`` is the gradient. FSDP2: a parameter. ZeRO: the float32
-            partition of the parameters of a unit.
-        unit: the unit to which it belongs.
+        tensor: the tensor, whose ``grad`` is the gradient. With FSDP2 it is one parameter. With
+            DeepSpeed's ZeRO it is the float32 partition of the parameters of a unit.
+        unit: the unit of the model to which the tensor belongs.
         holders: the groups that hold the unit.
-        names: the parameters, or slices of them, in it.
-        group: the index of its parameter group in the optimizer. None if the optimizer does not
-            have it.
+        names: the names of the parameters (or slices of parameters) in the tensor.
+        group: the index of the optimizer's parameter group that has the tensor. None if the
+            optimizer does not have the tensor.
         is_cut: whether tensor parallelism cuts the tensor. If not, all tensor-parallel ranks have
             equal copies.
     """
@@ -48,12 +48,12 @@ class Stepped(NamedTuple):
 
 
 class Piece(NamedTuple):
-    """Elements of a tensor of the full model, as a view.
+    """A rectangular part of a full model's parameter that this rank stores, for checkpoints.
 
     Attributes:
-        info: the parameter, or the slice of one.
-        tensor: the elements.
-        offset: the position of the first one in the full model's parameter.
+        info: describes the parameter (or the slice of a parameter).
+        tensor: the elements, as a view of this rank's tensor.
+        offset: the index of the first element in the full model's parameter.
     """
 
     info: TensorInfo
@@ -62,37 +62,41 @@ class Piece(NamedTuple):
 
 
 class Messages:
-    """Starts messages between groups. Results have a ``wait`` method."""
+    """Starts the collectives between SDP groups, and returns their work handles."""
 
     def all_reduce(self, tensor: torch.Tensor, group: dist.ProcessGroup) -> Any:
-        """Start to sum ``tensor`` in place."""
+        """Start to sum ``tensor`` in place over ``group``. Returns a work handle."""
         return dist.all_reduce(tensor, group=group, async_op=True)
 
     def broadcast(self, tensor: torch.Tensor, source: int, group: dist.ProcessGroup) -> Any:
-        """Start to send the tensor of the member ``source``."""
+        """Start to send ``tensor`` from rank ``source`` in ``group``. Returns a work handle."""
         return dist.broadcast(tensor, group_src=source, group=group, async_op=True)
 
 
 class DeviceMessages(Messages):
-    """Sends tensors through the device, because NCCL cannot send tensors in the host's memory."""
+    """Starts collectives also for offloaded tensors, by way of a copy on the device.
+
+    NCCL cannot send tensors that are in the host's memory.
+    """
 
     def __init__(self, device: torch.device):
         self._device = device
 
     def is_elsewhere(self, tensor: torch.Tensor) -> bool:
-        """Whether ``tensor`` must be copied to the device to be sent."""
+        """Whether ``tensor`` is not on the device, so that only a copy of it can be sent."""
         return tensor.device.type != self._device.type
 
     def all_reduce(self, tensor: torch.Tensor, group: dist.ProcessGroup) -> Any:
-        """Start to sum ``tensor`` in place."""
         return self.send(tensor, lambda sent: dist.all_reduce(sent, group=group, async_op=True))
 
     def broadcast(self, tensor: torch.Tensor, source: int, group: dist.ProcessGroup) -> Any:
-        """Start to send the tensor of the member ``source``."""
         return self.send(tensor, lambda sent: dist.broadcast(sent, group_src=source, group=group, async_op=True))
 
     def send(self, tensor: torch.Tensor, start: Callable[[torch.Tensor], Any]) -> Any:
-        """Start a message with ``start``, which gets ``tensor`` or a copy on the device."""
+        """Call ``start`` with ``tensor``, or with a copy on the device, to begin a collective.
+
+        Returns a work handle. If there is a copy, ``wait()`` copies the result back to ``tensor``.
+        """
         sent = tensor.to(self._device, copy=True) if self.is_elsewhere(tensor) else tensor
         work = start(sent)
         return work if sent is tensor else _Staged(tensor, sent, work)
@@ -111,34 +115,29 @@ class _Staged:
 
 @dataclass
 class RankContext:
-    """A rank's position in the mesh, its process groups, and the bytes that it has sent.
+    """What a store tells the engine about this rank: its position, process groups and traffic.
 
     Attributes:
-        rank: in the world.
-        at: its coordinates in the mesh.
-        mesh: the mesh.
-        device: the device on which it computes.
-        stage: the ZeRO stage.
+        at: the coordinates of the rank in the mesh.
+        device: the device on which the rank computes.
         compute_dtype: the dtype of forward and backward.
-        communicators: its process groups.
-        traffic: the bytes that it has sent.
-        tensor_ranks: its tensor-parallel ranks. None without tensor parallelism.
-        shards: among how many ranks :meth:`GroupStore.local_weight` cuts a parameter; 1 if it is
-            whole.
-        buckets: the gradients that are averaged in one message, in the order of all ranks. The
-            names are keys of :attr:`GroupStore.stepped`.
+        traffic: counts the bytes that the rank sends.
+        tensor_ranks: the tensor-parallel ranks. None without tensor parallelism.
+        shards: the number of shards into which :meth:`GroupStore.local_weight` cuts a parameter.
+            1 means that it returns whole parameters.
+        buckets: the gradients that are averaged in one message, in the same order on all ranks. A
+            bucket names keys of :attr:`GroupStore.stepped`.
         messages: starts messages between groups.
-        awaits_blocks: whether a block waits for refreshed copies only when it runs. If not, all
-            copies are awaited at once.
+        awaits_blocks: whether a block waits for new weights of its frozen copies only when it
+            runs. If False, the store waits for the weights of all copies at once.
         user_groups: for each parameter group of the optimizer, the index of the user's parameter
-            group. None: the groups are the user's.
-        user_group_count: the number of the user's groups, if they are not.
+            group. None if the optimizer has the user's groups themselves.
+        user_group_count: the number of the user's parameter groups, if ``user_groups`` is given.
         needs_whole_matrices: whether the optimizer's step depends on whole matrices.
-        passes_together: how many forward passes of an evaluation may run interleaved. None: any
-            number.
-        shard_of_copy: returns this rank's shard of a frozen tensor, from the holder's whole
-            :meth:`GroupStore.local_weight`.
-        gather_stream: returns the stream on which a block's shards are gathered, or None.
+        passes_together: the number of batches of an evaluation whose forward passes may take turns.
+            None means any number.
+        shard_of_copy: given a whole frozen tensor, returns the shard that this rank stores.
+        gather_stream: given a block, returns the CUDA stream that gathers its shards, or None.
         clock: measures the time spent waiting, in seconds.
         service: the group's membership in a run whose anchors a service keeps
             (:class:`~sdp.engine.service.steps.Membership`), or None.
@@ -171,24 +170,30 @@ class RankContext:
 
     @property
     def is_sharded(self) -> bool:
-        """Whether the ranks of a group have different elements, and not equal copies."""
+        """Whether each rank of a group stores a shard of the group's state, not a full replica."""
         return self.mesh.shards(self.stage) > 1
 
     def counts(self, stepped: Stepped) -> bool:
-        """Return whether this rank counts a tensor in the norm over its group."""
+        """Return whether this rank adds a tensor to the norm of its group's gradient.
+
+        Of several ranks with equal copies, only one adds the tensor.
+        """
         return (self.is_sharded or self.at.fsdp == 0) and (stepped.is_cut or self.at.tp == 0)
 
     def counts_once(self, stepped: Stepped) -> bool:
-        """Return whether this rank counts a tensor in the norm over the full model."""
+        """Return whether this rank adds a tensor to the norm of the full model's gradient.
+
+        Of several holders, only one adds the tensor.
+        """
         return self.counts(stepped) and stepped.holders[0] == self.at.sdp
 
     def start_control(
         self, values: torch.Tensor, op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM
     ) -> Callable[[], object]:
-        """Start to all-reduce a few numbers over all ranks in place. Collective.
+        """Start to all-reduce a small tensor over all ranks, in place. Collective.
 
         Returns:
-            A function that waits for the result.
+            A function that waits until ``values`` has the result.
         """
         if self.world_size == 1:
             # gloo wakes a thread even for one rank: 0.1 ms if idle, milliseconds on a loaded
@@ -200,11 +205,11 @@ class RankContext:
         return work.wait
 
     def all_reduce_control(self, values: torch.Tensor, op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM) -> None:
-        """All-reduce a few numbers over all ranks in place. Collective."""
+        """All-reduce a small tensor over all ranks, in place. Collective."""
         self.start_control(values, op)()
 
     def sum_in_group(self, values: torch.Tensor) -> None:
-        """Sum a few numbers over the ranks of this group in place. Collective in the group."""
+        """Sum a small tensor over the ranks of this group, in place. Collective in the group."""
         group = self.communicators.group
         if group is not None:
             self.traffic.record("control", "all_reduce", values.nbytes, dist.get_process_group_ranks(group))
@@ -212,26 +217,26 @@ class RankContext:
 
 
 class Averages(Protocol):
-    """Averages gradients among holders, during a backward pass."""
+    """Averages gradients among holders while a backward pass runs."""
 
     def arm(self) -> None:
-        """Begin to average gradients as they become ready."""
+        """From now on, average each gradient as soon as autograd has computed it."""
         ...
 
     def abandon(self) -> None:
-        """End after an error."""
+        """Stop averaging, because the backward pass raised an error."""
         ...
 
     def finish(self) -> None:
-        """Wait until every ``grad`` is the average."""
+        """Wait until the ``grad`` of every tensor is the average."""
         ...
 
 
 class GroupStore(Protocol):
-    """The share of a group's subnetwork that one rank has: weights, gradients, optimizer.
+    """One rank's share of its group's subnetwork: weights, gradients and optimizer.
 
-    A store computes, reduces gradients inside the group, and steps. Everything between groups is in
-    :mod:`sdp.engine.sync`, for all stores.
+    The engine calls a store to run forward and backward, to reduce gradients inside the group, and
+    to step. A store does not communicate with other groups: :mod:`sdp.engine.sync` does.
     """
 
     layout: Layout  # in the present phase of a schedule of maskings
@@ -242,18 +247,19 @@ class GroupStore(Protocol):
 
     @property
     def stepped(self) -> Mapping[str, Stepped]:
-        """The tensors that the optimizer steps on, and held parameters that it does not have."""
+        """The tensors that the optimizer updates, and untrained parameters of the group, by key."""
         ...
 
     def forward(self, call: Callable[[nn.Module, Any], Any], batch: Any) -> Any:
-        """Return the subnetwork's result for a micro-batch."""
+        """Run the forward pass of a batch, and return ``call(module, batch)``."""
         ...
 
     def backward(self, loss: torch.Tensor, averages: Averages | None) -> None:
-        """Accumulate gradients. In the last micro-batch of a step, ``averages`` is given;
-        afterwards ``grad`` of all :attr:`stepped` is the average. The input of ``averages`` is the
-        mean over the group's data ranks. If nothing is sharded (stage 0), it is the gradient of
-        this rank, and ``averages`` also cover the ranks of the group.
+        """Accumulate the gradients of ``loss``.
+
+        In the last micro-batch of a step, ``averages`` is given, and averages gradients among
+        holders. Before, gradients are averaged over the group's data ranks. At ZeRO stage 0 they
+        are not, because ``averages`` then also averages over the ranks of the group.
         """
         ...
 
@@ -270,8 +276,10 @@ class GroupStore(Protocol):
         ...
 
     def evaluating(self, *, full_model: bool) -> AbstractContextManager[Callable[[], None]]:
-        """A context without gradients in which several forward passes may run interleaved. Yields a
-        function to call before a pass continues. ``full_model``: whether guests run, too.
+        """A context without gradients, in which forward passes of several batches may take turns.
+
+        It yields a function to call before a paused pass continues. ``full_model`` says whether the
+        passes run the full model, or only this group's subnetwork.
         """
         ...
 
@@ -280,36 +288,37 @@ class GroupStore(Protocol):
         ...
 
     def pieces(self, key: str, tensor: torch.Tensor) -> Iterable[Piece]:
-        """Return the elements of ``tensor``, which has the shape of ``stepped[key].tensor``, as
-        pieces of parameters.
-        """
+        """Split a tensor, shaped like ``stepped[key].tensor``, into parts of parameters."""
         ...
 
     def weights_changed(self) -> None:
-        """Update the model after :attr:`stepped` was changed from outside. Collective in the
-        group.
+        """Copy the tensors of :attr:`stepped` to the model. Collective in the group.
+
+        Call this after other code than the optimizer has changed the tensors.
         """
         ...
 
     def enter_phase(self, layout: Layout) -> None:
-        """Build blocks that the group does not hold completely again, for ``layout``.
+        """Change to the ``layout`` of another phase of a masking schedule.
 
-        Parameters that the group holds stay the same objects. The values of copies are undefined.
+        Blocks that the group does not hold completely are built again. Parameters that the group
+        holds stay the same objects. New frozen copies have no defined values yet.
         """
         ...
 
 
 def parameters_of(module: nn.Module, layout: Layout, group: int) -> dict[str, nn.Parameter]:
-    """Return the parameters of the module of ``group`` by the layout's names, frozen copies too.
+    """Map the names of the layout to the parameters of the ``module`` that ``group`` trains.
 
-    A quantised copy has two parameters, whose names end in ":q" and ":s".
+    Frozen copies are included. A quantised copy has two parameters: the integers, whose name ends
+    in ":q", and the scales, whose name ends in ":s".
     """
     infos = layout.parameters_at(group)
     return {infos[path].name if path in infos else path: p for path, p in module.named_parameters()}
 
 
 def frozen_copies(store: GroupStore) -> dict[str, nn.Parameter]:
-    """Return the frozen copies of this rank by name."""
+    """Map names to this rank's frozen copies of parameters that only other groups hold."""
     if not store.layout.keeps_frozen:
         return {}
     everything = parameters_of(store.module, store.layout, store.context.at.sdp)
@@ -318,10 +327,9 @@ def frozen_copies(store: GroupStore) -> dict[str, nn.Parameter]:
 
 @contextmanager
 def optimizer_steps(store: GroupStore) -> Iterator[None]:
-    """A context in which torch's optimizer may step on :attr:`GroupStore.stepped`.
+    """A context in which the store's optimizer may step. Outside, a step is refused.
 
-    Raises:
-        ConfigError: The optimizer needs whole matrices and cannot step on shards.
+    Raises ConfigError if the optimizer needs whole matrices, but the rank has shards of them.
     """
     optimizer, needs_whole = store.optimizer, store.context.needs_whole_matrices
     is_whole = needs_whole and store.context.shards == 1
@@ -338,7 +346,7 @@ def optimizer_steps(store: GroupStore) -> Iterator[None]:
 
 
 def materialise_state(store: GroupStore) -> None:
-    """Create the optimizer state that the first step would create. No weight changes."""
+    """Create the optimizer state before the first step, to load a checkpoint into it."""
     groups = store.optimizer.param_groups
     kept = [group["params"] for group in groups]
     for index, group in enumerate(groups):

@@ -1,4 +1,4 @@
-"""Everything between groups.
+"""Communication between groups.
 
-It averages gradients among holders, refreshes frozen copies and compares holders.
+Averages gradients among holders, sends new weights to frozen copies, and compares holders.
 """

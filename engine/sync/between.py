@@ -1,7 +1,6 @@
-"""What happens between groups in a step: averages of gradients, the norm, refreshes of copies, and
-the check that holders never drift.
+"""What groups exchange in a step: gradients, the gradient norm, and new weights of frozen copies.
 
-It works with any :class:`~sdp.engine.stores.store.GroupStore`.
+Also compares the holders of each unit, which must stay bitwise equal.
 """
 
 from __future__ import annotations
@@ -47,17 +46,16 @@ def checksum(tensors: Iterable[torch.Tensor]) -> int:
 def check_holders(
     store: GroupStore, optimizer: Optimizer, weights: Mapping[str, torch.Tensor], owners: Mapping[str, torch.Tensor]
 ) -> None:
-    """Compare every unit's weights and optimizer state bitwise across its holders. Collective.
+    """Check that holders have bitwise equal weights and optimizer state. Collective.
 
     Args:
-        store: This rank's share of its group.
-        optimizer: The optimizer, whose state is compared too.
-        weights: Compared in place of the store's tensors with the same keys.
-        owners: The tensors that have the optimizer state, by key, if these are not the store's.
+        optimizer: The optimizer whose state is compared.
+        weights: By key of ``store.stepped``, weights to compare instead of the store's tensors.
+        owners: By key, the tensors to which the optimizer's state belongs, if not the store's.
 
     Raises:
-        HolderMismatchError: Two holders differ. It is raised on every rank and names the unit and
-            the groups that disagree.
+        HolderMismatchError: Two holders differ. It is raised on every rank, and names the unit and
+            two ranks that differ.
     """
 
     def bits(members: Sequence[tuple[str, Stepped]]) -> int:
@@ -80,11 +78,11 @@ def check_holders(
 def check_placement(placement: Placement, device: torch.device) -> None:
     """Check that all ranks have computed the same placement. Collective.
 
-    Process groups are made from the holder sets. Ranks with different holder sets would wait for
+    Each placement needs other process groups, so ranks with different placements would wait for
     each other forever.
 
     Raises:
-        PlacementError: Two ranks differ. It is raised on every rank.
+        PlacementError: Two ranks have different placements. All ranks raise this error.
     """
     if any(find_differences([repr((placement.units, placement.holders))], device)):
         raise PlacementError(
@@ -99,15 +97,14 @@ def _state_of(optimizer: Optimizer, parameter: torch.Tensor) -> list[torch.Tenso
 
 
 class BetweenGroups:
-    """The averages, refreshes and norms of one rank.
+    """One rank's communication with other groups. Works with any kind of store.
 
-    Args:
-        store: this rank's share of its group.
-        config: the configuration.
+    The engine uses it to average gradients, to compute the norm of the full model's gradient, to
+    send weights to frozen copies, and to compare holders.
 
     Attributes:
-        local: the local steps (:class:`~sdp.engine.local_steps.LocalSteps`), while groups take
-            steps on their own (``sdp.sync``).
+        local: :class:`~sdp.engine.local_steps.LocalSteps` while groups step on their own
+            (``sdp.sync``), otherwise None.
     """
 
     def __init__(self, store: GroupStore, config: Config):
@@ -167,24 +164,26 @@ class BetweenGroups:
 
     @property
     def is_local(self) -> bool:
-        """Whether groups take the next step on their own."""
+        """Whether each group takes the next step without other groups (``sdp.sync``)."""
         return self.local is not None
 
     @property
     def exposed_seconds(self) -> float:
-        """Seconds that this rank has waited for averages of gradients after backward."""
+        """Seconds that this rank has waited for other groups after backward passes had ended."""
         others = [self._inner, self.local and self.local.outer]
         return self._sync.exposed_seconds + sum(other.exposed_seconds for other in others if other is not None)
 
     # -- gradients ---------------------------------------------------------------------------------
 
     def backward(self, loss: torch.Tensor, loss_scale: float | None, *, boundary: bool) -> None:
-        """Accumulate gradients of ``loss``, times the loss scale if there is one.
+        """Accumulate the gradients of ``loss``. At a boundary, average the accumulated gradients.
 
-        At the ``boundary`` every gradient becomes the average.
-
-        The average is g_u = Σ_{w∈H_u} Σ_f ∂ℓ_{w,f}/∂θ_u / (k_u·F). In local steps, it is the mean
-        over the group.
+        Args:
+            loss: the loss of a micro-batch on this rank.
+            loss_scale: a factor by which the loss is multiplied, or None.
+            boundary: whether this is the last micro-batch before a step. Then every gradient
+                becomes the mean over the ranks of its unit's holders, or in local steps the mean
+                over this group's ranks.
         """
         self._multiply({holders: 1 / factor for holders, factor in self._factors.items() if factor})
         self._factors = {}
@@ -194,14 +193,15 @@ class BetweenGroups:
             self._final.note(self._trained)
 
     def weigh_gradients(self, weight: torch.Tensor, unit: float) -> tuple[float, int]:
-        """Divide gradients by the sum of their weights. Collective.
+        """Divide each averaged gradient by the sum of the weights of its losses. Collective.
 
         Args:
-            weight: Σ n of this rank in this step, a float64 scalar.
-            unit: The number by which the weights of the losses were divided.
+            weight: the sum of the weights of this rank's losses in the step, a float64 scalar.
+            unit: the number by which the weights were divided before backward.
 
         Returns:
-            Σ n over the ranks that average, and how many data ranks these are.
+            The sum of weights over all data ranks, and the number of data ranks. In local steps,
+            only data ranks of this group count.
         """
         mesh, at = self.context.mesh, self.context.at
         counts = torch.zeros(mesh.data_ranks, dtype=torch.float64, device=self.context.device)
@@ -229,27 +229,26 @@ class BetweenGroups:
                 torch._foreach_mul_(gradients, factor)
 
     def gradients(self) -> list[torch.Tensor]:
-        """Return the gradients of the next update."""
+        """Return this rank's gradients for the next update."""
         return [tensor.grad for tensor in self._tensors.values() if tensor.grad is not None]
 
     def forget_gradients(self) -> None:
-        """Drop all gradients."""
+        """Drop all gradients of this rank."""
         self._final.forget()
         self._factors = {}
         self.store.zero_grad()
 
     def norm_and_loss(self, loss: torch.Tensor, loss_scale: float = 1.0) -> tuple[float, float]:
-        """Return the norm of the full model's gradient, and the mean of the ranks' ``loss``.
+        """Return the norm of the full model's gradient, and the mean loss of all ranks. Collective.
 
-        Collective, and equal on every rank. Both need only one message and one wait of the host.
+        Both are computed with one message, so the host waits only once.
 
         Args:
             loss: this rank's loss, a float64 scalar.
-            loss_scale: the factor that is still in the gradients.
+            loss_scale: the loss scale by which the gradients are still multiplied.
 
         Raises:
-            HolderMismatchError: The script changed gradients in different ways at different
-                holders.
+            HolderMismatchError: The script has changed gradients differently at two holders.
             NonFiniteError: A weight has become too large for a quantised copy.
         """
         norm = squared_norm([t.grad for t in self._counted if t.grad is not None], self.context.device)
@@ -267,17 +266,17 @@ class BetweenGroups:
         return math.sqrt(squared), mean_loss
 
     def prepare_step(self) -> None:
-        """Call this before the store steps. Refreshes under way still send the old weights."""
+        """Wait until the old weights are sent to frozen copies. Call this before a step."""
         self._final.forget()  # DeepSpeed frees gradients while it steps
         self.finish_refresh()
 
     def reshard(self) -> None:
-        """Bring every parameter into its sharded form, after refreshes that are under way."""
+        """Free gathered parameters, after new weights of frozen copies have arrived."""
         self._refresh.finish()
         self.store.reshard()
 
     def norm_in_group(self) -> float:
-        """Return the norm of the gradient of this group's subnetwork. Collective in the group."""
+        """Return the norm of this group's gradient, for local steps. Collective in the group."""
         squared = squared_norm([t.grad for t in self._counted_in_group if t.grad is not None], self.context.device)
         self.context.sum_in_group(squared)
         return math.sqrt(squared.item())
@@ -285,10 +284,13 @@ class BetweenGroups:
     # -- frozen copies -----------------------------------------------------------------------------
 
     def refresh(self, names: Collection[str], weights: Mapping[str, torch.Tensor] | None = None) -> None:
-        """Start to send weights of ``names`` to the frozen copies of other groups. Collective.
+        """Start to send weights from holders to the frozen copies of other groups. Collective.
 
-        ``weights`` are sent in place of the parameters of the same names. A block waits for its
-        copies when it needs them.
+        The next forward pass of a block waits until the block's copies have arrived.
+
+        Args:
+            names: the parameters whose weights are sent.
+            weights: by name, weights to send instead of the holder's parameters.
         """
         if self.store.layout.keeps_frozen:
             self._refresh.start(names, weights)
@@ -296,20 +298,20 @@ class BetweenGroups:
                 self._refresh.finish()
 
     def refresh_trained(self) -> None:
-        """Send the weights that an update has changed. Collective."""
+        """Start to send all trained weights to frozen copies, after an update. Collective."""
         self.refresh([name for name, info in self.store.layout.parameters.items() if info.trainable])
 
     def refresh_all(self, weights: Mapping[str, torch.Tensor] | None = None) -> None:
-        """Bring all copies up to date and wait for them. Collective."""
+        """Send all weights to frozen copies, and wait for them. Collective.
+
+        ``weights`` are sent instead of the parameters of the same names.
+        """
         self.refresh(self.store.layout.parameters, weights)
         self._refresh.finish()
         self.check_copies()
 
     def check_copies(self) -> None:
-        """Raise NonFiniteError if a scale of any rank's quantised copies is not finite. Collective.
-
-        The holders' weights are then NaN, infinite or too large.
-        """
+        """Raise NonFiniteError if weights are NaN, or too large to be quantised. Collective."""
         layout = self.store.layout
         if not layout.keeps_frozen or layout.copies.dtype == "compute" or dist.get_backend() == "fake":
             return
@@ -326,13 +328,12 @@ class BetweenGroups:
             )
 
     def finish_refresh(self) -> None:
-        """Wait for copies that are under way."""
+        """Wait until the weights that are being sent to frozen copies have arrived."""
         if self.store.layout.keeps_frozen:
             self._refresh.finish()
 
     def enter_phase(self, masking: Masking) -> None:
-        """Change the masking: skip units that a group does not hold, or run frozen copies.
-        Collective.
+        """Change to another masking of a schedule, and refresh all frozen copies. Collective.
 
         Weights and optimizer state stay.
         """
@@ -350,21 +351,17 @@ class BetweenGroups:
         weights: Mapping[str, torch.Tensor] | None = None,
         owners: Mapping[str, torch.Tensor] | None = None,
     ) -> None:
-        """Compare weights and optimizer state bit by bit between holders. Collective.
+        """Check that holders have bitwise equal weights and optimizer state. Collective.
 
-        Args:
-            optimizer: whose state is compared.
-            weights: compared in place of the store's tensors of the same keys.
-            owners: the tensors to which the state of the same keys belongs.
+        See :func:`check_holders` for the arguments.
 
-        Raises:
-            HolderMismatchError: Two holders differ.
+        Raises HolderMismatchError if two holders differ.
         """
         if self.context.world_size > 1 and self.context.mesh.alone is None:
             check_holders(self.store, optimizer, weights or {}, owners or {})
 
     def names_of_param_groups(self) -> list[list[str]]:
-        """Return the canonical names of the parameters in each parameter group of the optimizer."""
+        """Return the full model's names of the parameters in each of the optimizer's groups."""
         infos = self.store.layout.parameters
         found: list[list[str]] = [[] for _ in self.store.optimizer.param_groups]
         for one in self.store.stepped.values():
@@ -375,7 +372,8 @@ class BetweenGroups:
     def learning_rates(self) -> list[float]:
         """Return the learning rate of each of the user's parameter groups, for the next step.
 
-        A parameter group without parameters on this rank gets the rate of the first group.
+        If this rank has no parameter of a user's group, the result has the rate of the optimizer's
+        first group in its place.
         """
         rates = [group["lr"] for group in self.store.optimizer.param_groups]
         groups, count = self.context.user_groups, self.context.user_group_count

@@ -1,14 +1,12 @@
-"""Averages gradient shards among the holders of a unit, overlapped with backward.
+"""Averages gradients among the holders of a unit while backward runs, and refreshes frozen copies.
 
-A bucket is a sequence of parameters with one holder set. At the accumulation boundary, a bucket is
-reduced as soon as the last of its gradients is ready. Gradients divided by the number of ranks are
-written to one buffer, which replaces them. So there is no second copy. Then an asynchronous
-all-reduce starts.
+A bucket is a sequence of parameters with the same holders. In the last micro-batch of a step, a
+bucket is reduced as soon as all of its gradients are computed. The gradients are divided by the
+number of ranks and written to one buffer, on which an asynchronous all-reduce starts. Each ``grad``
+becomes a view of the buffer, so there is no second copy of the gradients.
 
-Buckets are launched in the order of backward, even if autograd computes gradients in another order.
-So every communicator sees the same sequence on all of its ranks.
-
-After a step, the frozen copies of weights that other groups train are refreshed.
+All ranks launch buckets in the same order, even if autograd computes gradients in another order.
+Otherwise two ranks could wait for each other in different collectives.
 """
 
 from __future__ import annotations
@@ -34,17 +32,20 @@ AllReduce = Callable[[torch.Tensor, dist.ProcessGroup], Any]
 
 
 def start_all_reduce(tensor: torch.Tensor, group: dist.ProcessGroup) -> Any:
-    """Start to sum ``tensor`` over ``group``. The result has a ``wait`` method."""
+    """Start to sum ``tensor`` in place over ``group``. Returns a work handle."""
     return dist.all_reduce(tensor, group=group, async_op=True)
 
 
 class PendingBucket:
-    """One bucket during a backward pass: arm, mark each gradient as ready, launch, wait.
+    """A bucket of gradients that are averaged in one all-reduce.
+
+    In each step, call :meth:`arm`, :meth:`mark_ready` for every gradient, :meth:`launch`, and
+    :meth:`wait`.
 
     Args:
         parameters: this rank's parameters of the bucket, in the bucket's order.
-        group: the ranks that hold these parameters.
-        scope: how the bytes sent are counted.
+        group: the ranks that average the gradients.
+        scope: the label under which the sent bytes are counted.
     """
 
     def __init__(self, parameters: Sequence[torch.Tensor], group: dist.ProcessGroup, scope: Scope = "between groups"):
@@ -61,7 +62,7 @@ class PendingBucket:
         return self._missing == 0
 
     def arm(self) -> None:
-        """Expect one gradient for each parameter."""
+        """Begin a step: no gradient of the bucket is computed yet."""
         self._missing = len(self.parameters)
         self._buffer = self._work = None
 
@@ -75,10 +76,7 @@ class PendingBucket:
         self._missing -= 1
 
     def mark_all_ready(self) -> None:
-        """Expect no more gradients.
-
-        A parameter without a gradient took no part in the pass, so its gradient is zero.
-        """
+        """Record that backward has ended. Parameters that it did not use get zero gradients."""
         _fill_with_zeros(self.parameters)
         self._missing = 0
 
@@ -92,7 +90,7 @@ class PendingBucket:
         self._work = all_reduce(self._buffer, self._group)
 
     def wait(self) -> None:
-        """Wait until ``.grad`` of all parameters is the average."""
+        """Wait until the ``grad`` of every parameter in the bucket is the average."""
         assert self._buffer is not None, "a bucket is launched before anything waits for it"
         if self._work is not None:
             self._work.wait()
@@ -100,21 +98,21 @@ class PendingBucket:
 
 
 class GradientSync:
-    """Averages the gradients of one rank's parameters with the other holders.
+    """Averages this rank's gradients with those of other holders, as soon as they are computed.
 
-    It launches the buckets in one global order. :class:`PendingBucket` handles one bucket.
+    Hooks on the parameters report when gradients are ready. Buckets are launched in the same order
+    on all ranks.
 
     Args:
-        buckets: the global list, in launch order.
-        parameters: this rank's parameters, by canonical name.
-        communicators: the communicator for each holder set that includes other ranks.
-        traffic: counts the bytes sent.
-        clock: measures the time left to wait after backward, in seconds.
-        all_reduce: starts a sum over a communicator.
-        scope: how the bytes sent are counted.
+        buckets: the buckets of the full model, in launch order.
+        parameters: this rank's parameters by name.
+        communicators: for each set of holders, the process group that averages. A set is missing if
+            this rank is its only rank.
+        clock: returns the time in seconds. It measures how long this rank waits after backward.
+        scope: the label under which the sent bytes are counted.
 
     Attributes:
-        exposed_seconds: the time spent waiting after backward, since the start.
+        exposed_seconds: how long this rank has waited after backward passes, in total.
     """
 
     def __init__(
@@ -148,22 +146,19 @@ class GradientSync:
                 parameter.register_post_accumulate_grad_hook(self._make_hook(pending))
 
     def arm(self) -> None:
-        """Reduce gradients as they become ready in the next backward pass.
-
-        That pass is the last one before the optimizer step.
-        """
+        """Average gradients in the next backward pass, which is the last one before a step."""
         for pending in self._pending:
             pending.arm()
         self._armed, self._next = True, 0
 
     def abandon(self) -> None:
-        """Reduce nothing more, because the backward pass failed."""
+        """Stop averaging, because the backward pass raised an error."""
         self._armed = False
 
     def finish(self) -> None:
-        """Launch the buckets that are left, and wait for all.
+        """Average the gradients that are left, and wait until all averages have arrived.
 
-        A parameter that took no part in the pass gets a zero gradient.
+        Call this after backward. A parameter that backward did not use gets a zero gradient.
         """
         _fill_with_zeros(self._alone)
         for pending in self._pending[self._next :]:
@@ -241,16 +236,16 @@ _ROUND_OFF = 1e-6
 
 
 class FinalGradients:
-    """The gradients at the end of the last backward pass of a step.
+    """Detects whether a script changes gradients between ``engine.backward`` and ``engine.step``.
 
-    Changes through ``gradient.data`` are not detected.
+    It does not detect changes through ``gradient.data``.
     """
 
     def __init__(self) -> None:
         self._seen: list[tuple[torch.Tensor, torch.Tensor | None, int]] = []
 
     def note(self, parameters: Iterable[torch.Tensor]) -> None:
-        """Remember the present gradients."""
+        """Remember the present gradients, to compare later gradients with them."""
         self._seen = [(parameter, parameter.grad, _version(parameter.grad)) for parameter in parameters]
 
     def forget(self) -> None:
@@ -258,7 +253,7 @@ class FinalGradients:
         self._seen = []
 
     def are_changed(self) -> bool:
-        """Return whether gradients were replaced or changed in place."""
+        """Return whether gradients were replaced, or changed in place, since :meth:`note`."""
         return any(p.grad is not gradient or _version(p.grad) != version for p, gradient, version in self._seen)
 
 
@@ -272,17 +267,19 @@ def unequal_holders(
     dtype: torch.dtype,
     are_equal: Callable[[float, float], bool],
 ) -> tuple[str, str, str] | None:
-    """Find a unit whose values differ between two ranks, although they must be equal. Collective.
-    They must be equal at all holders, and on the ranks of a group for tensors that are not cut.
+    """Find a unit that has different values on two ranks that must agree. Collective.
+
+    Ranks at the same position of two holders must agree. Tensor-parallel ranks must agree on the
+    tensors that tensor parallelism does not cut.
 
     Args:
-        store: This rank's share of its group.
-        value_of: Returns this rank's value for tensors of a unit, with their keys.
-        dtype: The dtype of the values.
-        are_equal: Compares two values.
+        value_of: Returns a number for tensors of a unit, such as a checksum. The tensors are given
+            as pairs of key and tensor.
+        dtype: The dtype of the numbers.
+        are_equal: Compares two numbers.
 
     Returns:
-        The unit and the two ranks, in words, on every rank; None if all are equal.
+        On every rank: the unit, and the two ranks that differ, in words. None if no unit differs.
     """
     layout, mesh, device = store.layout, store.layout.mesh, store.context.device
     names = [SHARED, *(unit.name for unit in layout.units)]
@@ -311,11 +308,11 @@ def unequal_holders(
 
 
 def compare_gradients(store: GroupStore) -> None:
-    """Compare the norm of every unit's gradient between ranks that must have equal ones.
-    Collective.
+    """Check that a script has changed gradients equally at all holders. Collective.
 
     Raises:
-        HolderMismatchError: Two ranks differ. It is raised on every rank and names the unit.
+        HolderMismatchError: The gradient norm of a unit differs between two ranks. It is raised on
+            every rank, and names the unit.
     """
 
     def norm(members: Sequence[tuple[str, Stepped]]) -> float:
@@ -334,22 +331,21 @@ def compare_gradients(store: GroupStore) -> None:
 
 
 class WeightRefresh:
-    """Updates this rank's frozen copies with the holders' weights.
+    """Sends new weights from holders to frozen copies, and receives this rank's copies.
 
-    It also sends this rank's weights to copies of other ranks. FSDP2 cuts the first dimension in
-    the same way in all groups. So shards match, and each shard is received directly into its
-    memory.
+    All groups cut a parameter into the same shards. So rank i of a holder sends its shard to rank i
+    of the other groups, directly into the memory of the copy.
 
     Args:
-        refreshes: all refreshes of the layout, in one order on all ranks.
-        parameters: this rank's parameters, held and frozen, by canonical name.
-        communicators: by source and members. Those without this rank are absent.
-        traffic: counts the bytes sent.
+        refreshes: the broadcasts of the layout, in the same order on all ranks.
+        parameters: this rank's parameters by name, held parameters and frozen copies.
+        communicators: the process group of each broadcast in which this rank takes part, by source
+            group and all groups that take part.
         dtype: the dtype of the frozen copies. Weights are cast to it before they are sent.
-        broadcast: starts to send the tensor of the member ``source``.
-        quantise: returns the two tensors of a quantised copy of a parameter, from the weight that
-            replaces it, if any.
-        quantised: the parameters of which copies are quantised.
+        broadcast: starts to broadcast a tensor from a rank of a process group.
+        quantise: given a name, and a weight or None, returns the two tensors of a quantised copy.
+            None stands for the held parameter of this name.
+        quantised: the names of the parameters whose copies are quantised.
     """
 
     def __init__(
@@ -373,14 +369,14 @@ class WeightRefresh:
 
     @property
     def blocks(self) -> list[str]:
-        """The names of the blocks that this rank sends or receives, without repetition."""
+        """The names of the blocks of which this rank sends or receives weights."""
         return list(dict.fromkeys(refresh.block for refresh in self._refreshes))
 
     def start(self, names: Collection[str], weights: Mapping[str, torch.Tensor] | None = None) -> None:
-        """Start to send and receive those parameters of ``names`` that concern this rank.
+        """Start to send and receive the weights of the parameters ``names``.
 
-        The order is the same on all ranks. ``weights`` are sent in place of the parameters of the
-        same names.
+        All ranks must call this, with the same ``names``. Each rank takes part in the broadcasts
+        that concern it. ``weights`` are sent instead of the parameters of the same names.
         """
         self.finish()
         for refresh in self._refreshes:
@@ -409,9 +405,9 @@ class WeightRefresh:
         return [local_tensor(self._parameters[f"{name}:{suffix}"].detach()) for suffix in "qs"]
 
     def wait(self, block: str, stream: torch.Stream | None = None) -> None:
-        """Wait for the weights of one block.
+        """Wait until the weights of one block have arrived.
 
-        On CUDA, the current stream waits, and also ``stream``, which gathers the weights.
+        On CUDA, the current stream waits, and so does ``stream``, on which FSDP2 gathers weights.
         """
         for work, _ in self._pending.pop(block, ()):
             work.wait()
@@ -420,6 +416,6 @@ class WeightRefresh:
                     work.wait()
 
     def finish(self) -> None:
-        """Wait for all refreshes that were started."""
+        """Wait until all weights that :meth:`start` began to send have arrived."""
         for block in list(self._pending):
             self.wait(block)

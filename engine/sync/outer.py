@@ -1,14 +1,14 @@
 """Local steps: the schedule of averages, the anchors, and the outer steps.
 
-A round has H steps (``sdp.sync.every``). The units are divided into P fragments. Fragment p is
-averaged after the steps t with (t + p·H/P) mod H = 0, where t counts from 1 after ``start_after``
-(Streaming DiLoCo, arXiv 2501.18512).
+A round has H steps (``sdp.sync.every``). The model is divided into P fragments. In each round,
+every fragment is averaged once: fragment p after the steps t with (t + p·H/P) mod H = 0, where t
+counts from 1 after ``start_after`` (Streaming DiLoCo, arXiv 2501.18512).
 
-The anchor of a unit is its weights after the last outer step, equal at all holders. An outer step
-sums the holders' changes, anchor − weights, divides by their number, and gives the result to the
-outer optimizer as the gradient of the anchor. Then every holder continues from the anchor.
+The anchor of a unit is the unit's weights after the last average. All holders have the same anchor.
+In an outer step, the mean of the holders' changes (anchor − weights) is the gradient with which the
+outer optimizer updates the anchor. Then every holder continues from the new anchor.
 
-The holders of a unit send the changes of its weights in one of these formats:
+The holders of a unit send their changes in one of these formats:
 
 - "none": float32, summed by an all-reduce.
 - "bf16": bfloat16, summed by an all-reduce.
@@ -44,15 +44,15 @@ LARGEST = 127
 
 
 class Exchange(Protocol):
-    """A sum over the ranks of a communicator that is under way."""
+    """A collective that sums tensors over ranks, and that has started but not ended."""
 
     def wait(self) -> list[torch.Tensor]:
-        """Return the sums, in the shapes of the tensors that were sent."""
+        """Wait for the collective, and return the sums in the shapes of the tensors."""
         ...
 
 
 class ReducedExchange:
-    """Sums the tensors by one all-reduce in ``dtype``."""
+    """Sums tensors over ranks with one all-reduce in ``dtype``: the formats "none" and "bf16"."""
 
     def __init__(
         self,
@@ -78,9 +78,10 @@ class ReducedExchange:
 
 
 class GatheredExchange:
-    """Gathers the tensors of all ranks as integers with scales, and adds them in rank order.
+    """Sums tensors over ranks in the format "int8".
 
-    ``errors`` become the rounding errors of the tensors.
+    The ranks gather integers and scales, and every rank adds them in rank order. The tensors
+    ``errors`` are overwritten with this rank's rounding errors.
     """
 
     def __init__(
@@ -121,7 +122,7 @@ class GatheredExchange:
 
 
 def quantise(tensor: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return a tensor as integers of shape (rows, columns), and the scale of each row.
+    """Quantise a tensor to int8 integers (rows, columns), and one scale for each row.
 
     A tensor with fewer than two dimensions is one row.
     """
@@ -132,7 +133,7 @@ def quantise(tensor: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def restore(integers: torch.Tensor, scales: torch.Tensor, shape: torch.Size) -> torch.Tensor:
-    """Return the float32 tensor of :func:`quantise`."""
+    """Return the float32 values of integers and scales that :func:`quantise` has made."""
     if not shape.numel():
         return torch.zeros(shape, device=scales.device)
     return (integers.view(len(scales), -1).float() * scales[:, None]).view(shape)
@@ -143,7 +144,10 @@ def _rows(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def rounded(tensor: torch.Tensor, error: torch.Tensor | None, compression: Compression) -> torch.Tensor:
-    """Return the value of ``tensor`` that other holders receive. Updates ``error`` for "int8"."""
+    """Return ``tensor`` as other holders receive it, rounded to the format ``compression``.
+
+    With "int8", ``error`` is overwritten with the rounding error.
+    """
     if compression == "bf16":
         return tensor.bfloat16().float()
     if compression == "int8":
@@ -155,7 +159,7 @@ def rounded(tensor: torch.Tensor, error: torch.Tensor | None, compression: Compr
 
 
 def sent_nbytes(shape: Sequence[int], compression: Compression) -> int:
-    """Return the bytes of one tensor in the format of ``compression``."""
+    """Return the number of bytes of a tensor of ``shape`` in the format ``compression``."""
     numel = torch.Size(shape).numel()
     if compression == "int8":
         rows = (shape[0] if len(shape) > 1 else 1) if numel else 1
@@ -164,9 +168,10 @@ def sent_nbytes(shape: Sequence[int], compression: Compression) -> int:
 
 
 class Rounds:
-    """The schedule of a run's averages.
+    """The schedule of local steps: after which step each fragment of the model is averaged.
 
-    Steps are numbered from 1, as in ``global_steps`` after the step.
+    Steps are numbered from 1. With ``sdp.sync.overlap``, an average is applied some steps after it
+    has started.
     """
 
     def __init__(self, sync: SyncSection):
@@ -177,32 +182,30 @@ class Rounds:
         return range(self._sync.fragments)
 
     def is_local(self, step: int) -> bool:
-        """Return whether groups take this step on their own."""
+        """Return whether groups take this step on their own, without averaging gradients."""
         return step > self._sync.start_after
 
     def starting(self, step: int) -> int | None:
-        """Return the fragment whose average starts after this step, or None."""
+        """Return the fragment (part of the model) whose average starts after ``step``, or None."""
         local, every, count = step - self._sync.start_after, self._sync.every, self._sync.fragments
         if local <= 0 or local % (every // count):
             return None
         return -local // (every // count) % count
 
     def arriving(self, step: int) -> int | None:
-        """Return the fragment whose average is applied after this step, or None."""
+        """Return the fragment (part of the model) that gets its average after ``step``, or None."""
         return self.starting(step - self._sync.overlap)
 
     def under_way(self, step: int) -> int | None:
-        """Return the fragment whose average is under way after this step, or None.
+        """Return the fragment whose average has started but is not applied after ``step``, or None.
 
-        There is at most one, because ``overlap`` is less than the steps between two starts.
+        A fragment is a part of the model. At most one average is under way at a time.
         """
         started = (self.starting(step - age) for age in range(self._sync.overlap))
         return next((fragment for fragment in started if fragment is not None), None)
 
     def steps_alone(self, step: int, fragment: int) -> int:
-        """Return the number of steps that groups have taken after the last average of ``fragment``
-        started.
-        """
+        """Return the number of steps since the last average of a fragment of the model started."""
         if not self.is_local(step):
             return 0
         local, every = step - self._sync.start_after, self._sync.every
@@ -211,10 +214,10 @@ class Rounds:
 
 
 def fragments_of(layout: Layout, fragments: int) -> dict[str, int]:
-    """Return the fragment of every parameter, slice and buffer of the layout, by name.
+    """Map the name of every tensor of the layout to its fragment.
 
-    Block i belongs to fragment i mod P, with all units in it. The shared part belongs to fragment
-    0.
+    A fragment is the part of the model that is averaged at the same time. Block i belongs to
+    fragment i mod ``fragments``. The shared part belongs to fragment 0.
     """
     of_unit, of_sliced = {SHARED: 0}, {}
     for unit in layout.units:
@@ -228,12 +231,13 @@ def fragments_of(layout: Layout, fragments: int) -> dict[str, int]:
 
 
 class OuterFacts(NamedTuple):
-    """The result of an outer step.
+    """What is reported about an outer step, in which a fragment of the model is averaged.
 
     Attributes:
-        fragment: the fragment that was averaged.
-        drift: the norm of all changes (weights − anchors), divided by the norm of the anchors.
-        gradient_norm: the norm of the outer gradient.
+        fragment: the index of the fragment.
+        drift: how far groups moved since the last average: the norm of (weights − anchors) over
+            all groups, divided by the norm of the anchors.
+        gradient_norm: the norm of the averaged change, which is the outer optimizer's gradient.
     """
 
     fragment: int
@@ -242,33 +246,34 @@ class OuterFacts(NamedTuple):
 
 
 def make_outer_optimizer(sync: SyncSection, anchors: Sequence[torch.Tensor]) -> torch.optim.SGD:
-    """Make the optimizer of the anchors."""
+    """Make the outer optimizer, which updates the anchors (``sdp.sync.outer_optimizer``)."""
     return torch.optim.SGD(list(anchors) or [torch.zeros(0)], **sync.outer_optimizer.params.model_dump())
 
 
 class OuterSteps:
-    """The anchors of one rank, and the averages among the holders of its weights.
+    """One rank's anchors, and the outer steps that update them.
+
+    :meth:`start` begins to average a fragment of the model among holders. :meth:`arrive` applies
+    the average: the outer optimizer updates the anchors, and the group continues from them.
 
     Args:
-        sync: the section of the configuration.
-        buckets: the messages, in the order of all ranks. All parameters of one bucket have one
-            fragment.
-        weights: returns this rank's part of a trained parameter by name. The parts may move in
-            memory.
+        sync: the section ``sdp.sync`` of the configuration.
+        buckets: the parameters that are averaged in one message, in the same order on all ranks.
+            All parameters of a bucket belong to the same fragment.
+        weights: given a name, returns this rank's shard of a trained parameter. A shard may have
+            moved in memory by the next call.
         names: the trained parameters that this rank holds.
         fragments: the fragment of each parameter, by name.
-        communicators: by holder set, the ranks that average. Absent if only this rank does.
-        counts: whether this rank counts its shard of a parameter in norms in which each unit counts
-            once.
-        counts_once: whether this rank counts its shard in norms in which each parameter counts
-            once.
-        device: the device of the weights.
-        traffic: counts the bytes sent.
-        sum_over_ranks: sums a few float64 values over all ranks, in place.
+        communicators: for each set of holders, the process group that averages. A set is missing if
+            this rank is its only rank.
+        counts: given a name, whether this rank adds its shard to norms over all groups, to which
+            every holder adds its own weights.
+        counts_once: given a name, whether this rank adds its shard to norms to which only one
+            holder adds the parameter.
+        sum_over_ranks: sums a float64 tensor over all ranks, in place.
         clock: measures the time spent waiting, in seconds.
-        all_reduce: starts a sum over a communicator.
-        is_slice: whether a name is that of a slice. A checkpoint joins the state of all slices of a
-            parameter, so those that keep their weights have state, too.
+        is_slice: given a name, whether it is a slice of a parameter. Checkpoints join the optimizer
+            state of all slices, so slices with one holder need state, too.
     """
 
     def __init__(
@@ -315,7 +320,7 @@ class OuterSteps:
 
     @torch.no_grad()
     def start(self, fragment: int) -> None:
-        """Start to average ``fragment``. Every rank must call this after the same step."""
+        """Start to average a fragment of the model. All ranks call this after the same step."""
         assert self._under_way is None, "an average has arrived before the next one starts"
         averages = []
         for names, holders, group in self._buckets.get(fragment, ()):
@@ -338,7 +343,7 @@ class OuterSteps:
 
     @torch.no_grad()
     def arrive(self) -> OuterFacts:
-        """Take the outer step with the average that was started. Collective."""
+        """Wait for the average that was started, and take the outer step with it. Collective."""
         assert self._under_way is not None, "an average is started before it arrives"
         fragment, averages = self._under_way
         totals = torch.zeros(3, dtype=torch.float64, device=self._device)
@@ -401,19 +406,22 @@ class OuterSteps:
     # -- state -------------------------------------------------------------------------------------
 
     def settle(self) -> None:
-        """Wait for averages that are under way, without applying them."""
+        """Wait until the average that was started has arrived, without applying it."""
         if self._under_way is not None:
             for average in self._under_way[1]:
                 average.means()
 
     @property
     def fragment_under_way(self) -> int | None:
-        """The fragment whose average was started and is not applied yet."""
+        """The fragment of the model whose average was started and is not applied yet, or None."""
         return self._under_way[0] if self._under_way is not None else None
 
     @property
     def pending_changes(self) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
-        """By name: mean changes that are not applied yet, and the weights when they were sent."""
+        """Two mappings by name, to save an average that was started and is not applied yet.
+
+        They have the mean changes of the holders, and this rank's weights when the average started.
+        """
         self.settle()
         means: dict[str, torch.Tensor] = {}
         before: dict[str, torch.Tensor] = {}
@@ -424,8 +432,10 @@ class OuterSteps:
 
     @torch.no_grad()
     def restart(self, fragment: int | None) -> None:
-        """Prepare to load a state in which the average of ``fragment`` is under way (None: no
-        average). Then the tensors of :attr:`pending_changes` are filled in place.
+        """Prepare to load a checkpoint that was saved while ``fragment`` was being averaged.
+
+        The caller then fills :attr:`pending_changes` in place. If ``fragment`` is None, no average
+        was under way.
         """
         self._under_way = None
         if fragment is not None:
@@ -438,10 +448,7 @@ class OuterSteps:
 
     @torch.no_grad()
     def reset(self) -> None:
-        """Make the anchors equal to the weights.
-
-        The state of the outer optimizer stays.
-        """
+        """Copy the present weights to the anchors. The state of the outer optimizer stays."""
         self._under_way = None
         for name in self._names:
             self.anchors[name].copy_(self._weights(name))
@@ -450,7 +457,7 @@ class OuterSteps:
 
     @contextmanager
     def swapped(self) -> Iterator[None]:
-        """A context in which weights and anchors have exchanged their values."""
+        """A context in which the model has the anchors. ``anchors`` keeps the group's weights."""
         _swap(self.anchors, self._weights)
         self.is_swapped = True
         try:
@@ -460,7 +467,7 @@ class OuterSteps:
             _swap(self.anchors, self._weights)
 
     def nbytes(self) -> int:
-        """Return the bytes of anchors, outer optimizer state and errors."""
+        """Return the bytes of anchors, outer optimizer state and rounding errors on this rank."""
         state = [value for entries in self.optimizer.state.values() for value in entries.values()]
         tensors = [
             *self.anchors.values(),
@@ -485,12 +492,13 @@ def _copy(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
 
 @dataclass
 class Average:
-    """A bucket whose changes are under way.
+    """The average of a bucket of parameters, started but not applied yet.
 
     Attributes:
-        names: the parameters.
-        changes: their changes, if nothing is under way.
-        exchange: what sends them. None: this group is the only holder.
+        names: the parameters of the bucket.
+        changes: the changes of the parameters, unless ``exchange`` has them.
+        exchange: the collective that averages the changes. None if this group is the only holder,
+            or if the collective has ended.
         before: with overlap, the weights when the average started.
         keeps_weights: whether the weights become the anchors, without an outer step.
     """
@@ -504,8 +512,8 @@ class Average:
     def means(self) -> list[torch.Tensor]:
         """Wait for the average, and return the mean changes of the holders.
 
-        The list is empty if this group is the only holder and nothing is late. Then its changes are
-        computed when they are needed.
+        The list is empty if this group is the only holder and averages do not overlap with steps.
+        Then the caller computes the changes.
         """
         if self.exchange is not None:
             self.changes, self.exchange = self.exchange.wait(), None

@@ -1,4 +1,4 @@
-"""Checks of DeepSpeed's partitions and reductions, and of what a script may read."""
+"""Checks that DeepSpeed's ZeRO partitions and reduces gradients as SDP needs it."""
 
 from __future__ import annotations
 
@@ -24,7 +24,10 @@ def check_partitions(
     stage: int,
     ranks: int,
 ) -> None:
-    """Raise ModelError unless DeepSpeed's partitions have the expected order and sizes."""
+    """Raise ModelError unless DeepSpeed's partitions have the expected order and sizes.
+
+    Otherwise the partitions of different holders would have different elements.
+    """
     sizes = [partition_numel(bundle, stage, ranks) for bundle in bundles]
     is_right = [master.numel() for master in masters] == sizes
     for bundle in bundles:
@@ -39,13 +42,13 @@ def check_partitions(
 
 
 class PendingGradients:
-    """Refuses to give a script the parameters while ZeRO has gradients for the next step.
+    """Makes ``module.parameters()`` an error between ``engine.backward`` and ``engine.step``.
 
-    The gradients are in partitions of ZeRO. So a function of torch, for example to clip, would find
-    no gradients and do nothing.
+    In this time ZeRO keeps the gradients in its own partitions. A function such as
+    ``clip_grad_norm_`` would find no gradients in the parameters, and would silently do nothing.
 
     Attributes:
-        exist: whether gradients are ready for a step that is not taken yet.
+        exist: whether gradients wait for the next step, so that the call is an error.
     """
 
     def __init__(self, module: nn.Module):
@@ -64,12 +67,11 @@ class PendingGradients:
 
 
 class UsedParameters:
-    """Which trained parameters each micro-batch of a step used on this rank.
+    """Records which trained parameters each micro-batch used, to detect wrong gradients of ZeRO.
 
-    Under ZeRO, DeepSpeed computes wrong gradients without an error if not all of them are used, as
-    with experts. If the ranks of a group use different parameters, it adds gradients of different
-    parameters. With offload, a parameter that a micro-batch does not use keeps the gradient of an
-    earlier step.
+    ZeRO computes wrong gradients without an error if some parameters are not used, for example
+    experts. If the ranks of a group use different parameters, ZeRO adds up gradients of different
+    parameters. With offload, an unused parameter keeps the gradient of an earlier step.
 
     Args:
         parameters: the trained parameters by canonical name.
@@ -112,19 +114,19 @@ class UsedParameters:
         self._changed = self._changed or used != self._first
 
     def start_step(self) -> None:
-        """Forget the micro-batches so far, because their gradients were used or dropped."""
+        """Forget the micro-batches of the last step."""
         self._used[:] = bytes(len(self._used))
         self._checksum, self._unused = 0, None
 
     def differences(self) -> list[float]:
-        """Two numbers whose sums over all ranks are zero if DeepSpeed's gradients are right.
+        """Two numbers to sum over all ranks. Both sums are zero if ZeRO's gradients are right.
 
-        They are integers, and 24 bits of the checksum are used, so that float64 sums are exact.
+        The numbers are integers of so few bits that sums in float64 are exact.
         """
         return [float(self._weight * (self._checksum >> 8)), float(self._must_stay_equal and self._changed)]
 
     def check(self, sums: Sequence[float]) -> None:
-        """Raise ModelError, on all ranks, unless the sums of :meth:`differences` are zero."""
+        """Raise ModelError if the sums of :meth:`differences` show that gradients are wrong."""
         between_ranks, between_micro_batches = sums
         unused = f" (for example {self._unused!r})" if self._unused is not None else ""
         if between_ranks:

@@ -1,4 +1,4 @@
-"""Cuts the full model to this rank's part and builds DeepSpeed's engine over the part."""
+"""Cuts the full model to this rank's part, and builds DeepSpeed's engine for the part."""
 
 from __future__ import annotations
 
@@ -50,17 +50,15 @@ def initialize_deepspeed(
 
     Args:
         model: The full model. It is cut in place.
-        config: The configuration.
         layout: Which rank has which part of the model.
-        batch: Samples per micro-batch and step.
-        device: This rank's device.
-        plan: How parameters get their first values. None: rank 0's values are used.
+        batch: The batch sizes of the run.
+        plan: How parameters get their initial values. If None, all ranks get rank 0's values.
         param_groups: The user's parameter groups, with canonical names as ``params``.
-        optimizer: The user's optimizer, a function that makes one, or None.
-        lr_scheduler: The user's schedule, a function that makes one, or None.
+        optimizer: The user's optimizer, a function that makes an optimizer, or None.
+        lr_scheduler: The user's schedule, a function that makes a schedule, or None.
 
     Returns:
-        The store, the optimizer, its schedule, and a line about the optimizer.
+        The store, the optimizer, the schedule, and a line for the log about the optimizer.
     """
     refuse_shapes(layout)
     package = load()

@@ -1,8 +1,9 @@
 """Which elements of a unit are in which partition of ZeRO.
 
-Each of DeepSpeed's parameter groups is a *bundle*: the parameters of one unit. ZeRO 1 and 2 join a
-bundle's parameters end to end and partition the result. ZeRO 3 partitions every parameter by
-itself. Groups have equal sizes, so the ranks at one position of all holders have the same elements.
+DeepSpeed gets one parameter group for each unit, called a *bundle*. ZeRO 1 and 2 join a bundle's
+parameters end to end and partition the result. ZeRO 3 partitions every parameter by itself. All SDP
+groups have the same number of ranks. So rank i of every holder has the same elements of a unit, and
+these ranks can average their partitions.
 """
 
 from __future__ import annotations
@@ -22,9 +23,9 @@ ALIGNMENT = 2  # ZeRO 1 and 2 pad a group to this many times the ranks
 
 @dataclass(frozen=True)
 class Bundle:
-    """Parameters of one unit that DeepSpeed partitions together, by name.
+    """The parameters of one unit that DeepSpeed partitions together.
 
-    ``options`` is the index of the user's parameter group to which they belong.
+    ``options`` is the index of the user's parameter group that has the parameters.
     """
 
     unit: str
@@ -35,15 +36,14 @@ class Bundle:
 
     @property
     def key(self) -> str:
-        """The name of the bundle's partition in a store."""
+        """The key of the bundle's partition in :attr:`GroupStore.stepped`."""
         return self.names[0]
 
 
 def bundles_of(layout: Layout, param_groups: Sequence[Mapping[str, Any]]) -> list[Bundle]:
-    """Return the parameters that DeepSpeed partitions together, in one order on all ranks.
+    """Split the user's parameter groups by unit. The bundles have the same order on all ranks.
 
-    Each of the user's parameter groups is split by unit. With one SDP group they are not split, so
-    that a schedule for them fits.
+    With one SDP group the user's groups are not split, so the user's schedule fits them.
     """
     collected: dict[tuple[str, int], list[str]] = {}
     for options, group in enumerate(param_groups):
@@ -68,13 +68,13 @@ def bundles_of(layout: Layout, param_groups: Sequence[Mapping[str, Any]]) -> lis
 
 
 def untrained(layout: Layout, name: str) -> Bundle:
-    """Return a bundle with one parameter that the optimizer does not have."""
+    """Return a :class:`Bundle` that has only the parameter ``name``, which is not trained."""
     info = layout.parameters[name]
     return Bundle(info.unit, 0, info.holders, (name,), (info.numel,))
 
 
 def partition_numel(bundle: Bundle, stage: int, ranks: int) -> int:
-    """Return the elements of a rank's partition, including padding."""
+    """Return how many elements of a bundle are in the partition of one rank, with padding."""
     if stage == 3:
         return sum(-(-numel // ranks) for numel in bundle.numels)
     return -(-sum(bundle.numels) // (ALIGNMENT * ranks)) * ALIGNMENT
@@ -83,15 +83,10 @@ def partition_numel(bundle: Bundle, stage: int, ranks: int) -> int:
 def pieces_of(
     bundle: Bundle, flat: torch.Tensor, layout: Layout, *, stage: int, ranks: int, rank: int
 ) -> Iterator[Piece]:
-    """Yield the elements of a partition, without padding, as boxes of the full model's parameters.
+    """Split one rank's partition into rectangular parts of the full model's parameters.
 
-    Args:
-        bundle: the parameters that are partitioned.
-        flat: the partition, or a tensor of the same size, such as a moment.
-        layout: the layout of the full model.
-        stage: of ZeRO.
-        ranks: the number of ranks in the group.
-        rank: the position in the group.
+    ``flat`` is the partition of ``rank``, or a tensor of the same size, such as a moment. Padding
+    is left out.
     """
     base, size = 0, partition_numel(bundle, stage, ranks)
     for name, numel in zip(bundle.names, bundle.numels, strict=True):
@@ -112,10 +107,15 @@ def pieces_of(
 
 
 def boxes(start: int, length: int, shape: Sequence[int]) -> Iterator[tuple[tuple[int, ...], tuple[int, ...], int]]:
-    """Split a range of a tensor's elements, in memory order, into boxes.
+    """Split a range of a tensor's elements, counted in memory order, into rectangular boxes.
 
-    The range is [start, start + length) of a tensor of ``shape``. A box is (offsets, sizes,
-    elements).
+    Args:
+        start: the first element of the range.
+        length: the number of elements in the range.
+        shape: the shape of the tensor.
+
+    Yields:
+        For each box: the index of the first element, the sizes, and the number of elements.
     """
     if len(shape) <= 1:
         yield ((start,) if shape else ()), ((length,) if shape else ()), length

@@ -1,7 +1,7 @@
 """The only file that imports ``deepspeed``.
 
-It has the tested versions and the private names that this package uses, and checks that the
-installed version has these names.
+It lists the tested versions, and the private names of DeepSpeed that SDP uses. If the installed
+version lacks one of these names, it is refused.
 """
 
 from __future__ import annotations
@@ -50,9 +50,9 @@ OF_OPTIMIZER = {1: _FLAT, 2: _FLAT, 3: _BY_PARAMETER}
 
 
 def load() -> Any:
-    """Import ``deepspeed``, set it up for this machine, and check it.
+    """Import ``deepspeed``, set it up for this machine, and return the package.
 
-    Raises ConfigError if it cannot be used.
+    Raises ConfigError if the package is not installed, or SDP does not support its version.
     """
     if importlib.util.find_spec("deepspeed") is None:
         raise ConfigError('sdp.engine: "deepspeed" needs the package deepspeed; pip install "sdp-engine[deepspeed]"')
@@ -77,7 +77,7 @@ def load() -> Any:
 
 
 def keep_gloo() -> None:
-    """Keep DeepSpeed from compiling a collective in C++ for minutes. gloo takes its place."""
+    """Make DeepSpeed use gloo on a CPU, instead of compiling a collective in C++ for minutes."""
     importlib.import_module("deepspeed.ops").__compatible_ops__["deepspeed_shm_comm"] = False
 
 
@@ -99,7 +99,7 @@ def _count_devices_once() -> None:
 
 
 def set_verbosity(file: Mapping[str, Any]) -> None:
-    """Show log lines of DeepSpeed if the configuration ``file`` asks for them."""
+    """Show DeepSpeed's log lines if the configuration ``file`` has a key that enables output."""
     asked = any((file.get(section) or {}).get("enabled") for section in ("comms_logger", "flops_profiler"))
     asked = asked or bool(file.get("wall_clock_breakdown")) or "steps_per_print" in file
     logging.getLogger("DeepSpeed").setLevel(logging.INFO if asked else logging.WARNING)
@@ -122,9 +122,9 @@ def _unsupported(deepspeed: Any, name: str) -> ConfigError:
 
 
 def forget_process_groups() -> None:
-    """Drop the process groups of an earlier DeepSpeed engine in this process.
+    """Make DeepSpeed forget the process groups of an earlier engine in this process.
 
-    They may be destroyed, or belong to another layout.
+    These groups may be destroyed already, or belong to another layout.
     """
     importlib.import_module("deepspeed.comm.comm").cdb = None  # type: ignore[attr-defined]
     importlib.reload(importlib.import_module("deepspeed.utils.groups"))
@@ -133,10 +133,10 @@ def forget_process_groups() -> None:
 
 @contextmanager
 def separate_process_groups() -> Iterator[None]:
-    """A context in which DeepSpeed builds an engine over the process groups of one SDP group.
+    """A context in which DeepSpeed can build an engine for the ranks of one SDP group.
 
-    DeepSpeed keeps process groups in global variables. At the end, the earlier ones are restored,
-    because a script may train another model with DeepSpeed alone, over all ranks.
+    DeepSpeed keeps process groups in global variables. The context restores the earlier values at
+    the end, because the script may also train another model with DeepSpeed over all ranks.
     """
     groups = importlib.import_module("deepspeed.utils.groups")
     before = dict(vars(groups))
@@ -148,25 +148,25 @@ def separate_process_groups() -> Iterator[None]:
 
 
 def restore_linear() -> None:
-    """Restore torch's ``linear``, if an earlier engine with ZeRO 3 replaced it.
+    """Restore torch's ``linear`` function, if an earlier engine with ZeRO 3 has replaced it.
 
-    DeepSpeed's function accepts less, such as no nested tensors, and changes the order in which
-    gradients become ready. If only some ranks of a group had such an engine before, the ranks would
-    reduce different parameters together.
+    With DeepSpeed's function, gradients become ready in another order. If only some ranks of a
+    group used it, ranks would reduce gradients of different parameters together.
     """
-    # If another library has replaced the function later, that one stays.
+    # A function of another library, which has replaced DeepSpeed's function later, stays.
     if torch.nn.functional.linear.__module__.startswith("deepspeed."):
         native: Any = torch._C
         torch.nn.functional.linear = native._nn.linear
 
 
 def make_whole(model: nn.Module) -> int:
-    """Restore the values of parameters that DeepSpeed's ``zero.Init`` has partitioned. Parameters
-    stay the same objects. transformers partitions a model in ``from_pretrained`` if an
-    ``HfDeepSpeedConfig``, or ``TrainingArguments``, has stage 3. Collective.
+    """Give whole values to parameters that DeepSpeed's ``zero.Init`` has partitioned. Collective.
+
+    Parameters stay the same objects. Such a model comes from ``from_pretrained`` of transformers
+    if an ``HfDeepSpeedConfig``, or ``TrainingArguments``, has ZeRO stage 3.
 
     Returns:
-        The number of these parameters.
+        The number of parameters that were partitioned.
     """
     partitioned = [parameter for parameter in model.parameters() if hasattr(parameter, "ds_id")]
     if partitioned:
@@ -184,10 +184,9 @@ def make_whole(model: nn.Module) -> int:
 
 
 def let_groups_differ() -> None:
-    """Switch off ZeRO 3's comparison of parameters with those of rank 0 of the world.
+    """Switch off ZeRO 3's check that all ranks of the world have the same parameters.
 
-    Rank 0 may be in another group, which has other modules. Inside a group, all ranks have the same
-    modules.
+    The check would fail, because SDP groups have different modules.
     """
     for module, names in NAMES.items():
         if names == ("assert_ints_same_as_other_ranks",):
@@ -198,13 +197,13 @@ def let_groups_differ() -> None:
 
 
 def logged_all_reduce(tensor: torch.Tensor, group: dist.ProcessGroup) -> Any:
-    """Start an all-reduce that DeepSpeed's communication logger counts; return its handle."""
+    """Start an all-reduce that DeepSpeed's communication logger counts; return a work handle."""
     comm = importlib.import_module("deepspeed.comm")
     return comm.all_reduce(tensor, group=group, async_op=True, log_name=_BETWEEN_GROUPS)
 
 
 def logged_broadcast(tensor: torch.Tensor, source: int, group: dist.ProcessGroup) -> Any:
-    """Start a broadcast that DeepSpeed's communication logger counts; return its handle.
+    """Start a broadcast that DeepSpeed's communication logger counts; return a work handle.
 
     ``source`` is the sender's rank in ``group``.
     """
@@ -218,22 +217,25 @@ def logged_broadcast(tensor: torch.Tensor, source: int, group: dist.ProcessGroup
 
 
 def whole_float32(parameter: nn.Parameter) -> torch.Tensor:
-    """Return a whole trained parameter, joined from ZeRO's partitions. Collective in the group."""
+    """Join a trained parameter from ZeRO's float32 partitions. Collective in the group."""
     return importlib.import_module("deepspeed.utils").safe_get_full_fp32_param(parameter).detach()
 
 
 class Zero:
-    """This rank's float32 partitions under ZeRO, and their gradients, by the index of their
-    parameter group.
+    """Access to this rank's ZeRO partitions inside DeepSpeed's optimizer.
+
+    SDP takes the reduced gradients out, averages them among holders, and puts them back.
 
     Args:
         zero: DeepSpeed's optimizer.
-        optimizer: torch's optimizer, which DeepSpeed was given.
-        stage: of ZeRO.
+        optimizer: torch's optimizer that was passed to DeepSpeed.
         offloads: whether the partitions are in the host's memory.
 
+    Attributes:
+        masters: the float32 partition of each parameter group.
+
     Raises:
-        ConfigError: DeepSpeed has replaced ``optimizer``, or does not have a name that is needed.
+        ConfigError: DeepSpeed has replaced ``optimizer``, or lacks a private name that SDP uses.
     """
 
     def __init__(self, zero: Any, optimizer: Optimizer, stage: int, *, offloads: bool):
@@ -249,9 +251,7 @@ class Zero:
         self.masters: list[torch.Tensor] = list(groups)
 
     def take_gradients(self) -> None:
-        """Set ``grad`` of the partitions to the reduced gradients of a step, flat and in
-        float32.
-        """
+        """Set the ``grad`` of each partition to the step's reduced gradient, flat in float32."""
         if self._offloads:  # wait until the copies have arrived
             if torch.cuda.is_available():
                 torch.cuda.synchronize()
@@ -267,14 +267,12 @@ class Zero:
             self._zero.averaged_gradients[index], master.grad = None, flat
 
     def give_gradients(self) -> None:
-        """Let DeepSpeed's next step use the ``grad`` of the partitions."""
+        """Make DeepSpeed's next step use the ``grad`` of each partition."""
         for index, master in enumerate(() if self._offloads else self.masters):
             self._zero.averaged_gradients[index], master.grad = [master.grad], None
 
     def drop_gradients(self) -> None:
-        """Drop all gradients. DeepSpeed's ``zero_grad`` does not drop gradients that are
-        reduced.
-        """
+        """Drop all gradients, also reduced gradients, which DeepSpeed's ``zero_grad`` keeps."""
         zero = self._zero
         zero.zero_grad()
         for master in () if self._offloads else self.masters:
@@ -292,17 +290,18 @@ class Zero:
         zero.micro_step_id = -1  # the next micro-batch overwrites the sums in host memory
 
     def update_model(self) -> None:
-        """Copy the partitions of ZeRO 1 or 2 to the model, after they were changed from outside.
+        """Copy the partitions of ZeRO 1 or 2 to the model's weights. Collective in the group.
 
-        Collective in the group.
+        Call this after other code than DeepSpeed has changed the partitions.
         """
         self._zero.update_lp_params()
 
 
 def offsets_in_partition(parameters: Sequence[nn.Parameter]) -> list[int]:
-    """Return the offset of each parameter of a bundle in ZeRO's flat tensor, from the first one. At
-    stages 1 and 2 this tensor has whole parameters, at stage 3 this rank's partitions. -1: the
-    parameter is not in this tensor.
+    """Return where each parameter begins in ZeRO's flat tensor, counted from the first parameter.
+
+    At stage 3 the flat tensor has only this rank's partition of each parameter. The result is -1
+    for a parameter that is in another tensor than the first parameter.
     """
     tensors = [stored_tensor(parameter) for parameter in parameters]
     storage = tensors[0].untyped_storage().data_ptr()

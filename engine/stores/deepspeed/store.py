@@ -1,4 +1,4 @@
-"""The DeepSpeed store: DeepSpeed's ZeRO stages 1 to 3 inside a group."""
+"""The DeepSpeed store: DeepSpeed trains a group's subnetwork with ZeRO stage 1, 2 or 3."""
 
 from __future__ import annotations
 
@@ -25,19 +25,15 @@ from .private import Zero, logged_all_reduce, logged_broadcast, whole_float32
 
 
 class DeepSpeedStore:
-    """One rank's subnetwork under DeepSpeed. See :class:`~sdp.engine.stores.store.GroupStore`.
+    """A :class:`~sdp.engine.stores.store.GroupStore` whose state DeepSpeed's ZeRO shards.
 
     DeepSpeed reduces gradients inside the group, steps, and gathers the new weights. The optimizer
-    steps on this rank's float32 partitions, one for each bundle of parameters.
+    steps on this rank's float32 partitions. A *bundle* is a set of parameters in one partition.
 
     Args:
-        engine: DeepSpeed's engine over the group, of the model that was cut to this rank's part.
+        engine: DeepSpeed's engine for the ranks of the group. Its model is the group's subnetwork.
         optimizer: torch's optimizer, with one parameter group for each bundle that the group holds.
-        layout: the layout of the run.
-        bundles: the bundles of the full model. DeepSpeed has those that the group holds.
-        config: the configuration.
-        device: the device of this rank.
-        communicators: the process groups of this rank.
+        bundles: the bundles of the full model.
     """
 
     def __init__(
@@ -160,7 +156,7 @@ class DeepSpeedStore:
         self._usage.start_step()
 
     def reshard(self) -> None:
-        """A no-op: DeepSpeed gathers and frees weights by itself."""
+        """Do nothing, because DeepSpeed gathers and frees weights by itself."""
 
     # -- the full model, and the state -------------------------------------------------------------
 
@@ -232,7 +228,7 @@ class DeepSpeedStore:
 
 
 class LoggedMessages(DeviceMessages):
-    """Messages that DeepSpeed's communication logger counts."""
+    """Starts collectives between groups so that DeepSpeed's communication logger counts them."""
 
     def all_reduce(self, tensor: torch.Tensor, group: dist.ProcessGroup) -> Any:
         return self.send(tensor, lambda sent: logged_all_reduce(sent, group))

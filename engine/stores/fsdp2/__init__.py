@@ -1,1 +1,1 @@
-"""The native store: FSDP2 inside a group, or plain parameters if nothing is sharded or cast."""
+"""The FSDP2 store: FSDP2 shards a group's state."""

@@ -1,6 +1,8 @@
-"""Applies FSDP2 to a rank's model: which modules are sharded one by one, and how. This file also
-accesses FSDP2's internals: collectives, whose bytes are counted, and unreduced gradients. Forward
-passes for which FSDP2 would compute wrong results, or end with an unclear error, are refused.
+"""Applies FSDP2 to a rank's model.
+
+This is the only file that uses FSDP2's internals: it counts the bytes of collectives, and accesses
+gradients that are not reduced yet. It refuses forward passes for which FSDP2 would compute wrong
+results, or would fail with an unclear error.
 """
 
 from __future__ import annotations
@@ -24,7 +26,7 @@ from ...errors import ConfigError, ModelError
 
 
 class CountingAllGather(DefaultAllGather):
-    """FSDP2's default all-gather. It counts the bytes of the output."""
+    """FSDP2's default all-gather, which also counts the bytes of the whole buffer."""
 
     def __init__(self, traffic: Traffic):
         self._traffic = traffic
@@ -37,7 +39,7 @@ class CountingAllGather(DefaultAllGather):
 
 
 class CountingReduceScatter(DefaultReduceScatter):
-    """FSDP2's default reduce-scatter. It counts the bytes of the input."""
+    """FSDP2's default reduce-scatter, which also counts the bytes of the whole buffer."""
 
     def __init__(self, traffic: Traffic):
         self._traffic = traffic
@@ -56,10 +58,10 @@ class CountingReduceScatter(DefaultReduceScatter):
 
 
 def gather_stream(module: nn.Module) -> torch.Stream | None:
-    """The CUDA stream on which FSDP2 reads the module's shards in forward.
+    """The CUDA stream on which FSDP2 copies the module's shards before it gathers them.
 
-    The stream runs ahead of the current stream and does not wait for it. None without CUDA, and
-    before the first forward pass.
+    This stream does not wait for the current stream, so both must wait for new weights. The result
+    is None without CUDA, and before the first forward pass.
     """
     if not isinstance(module, FSDPModule) or not torch.cuda.is_available():
         return None
@@ -68,9 +70,9 @@ def gather_stream(module: nn.Module) -> torch.Stream | None:
 
 
 def drop_unreduced_gradients(module: FSDPModule) -> None:
-    """Drop the unreduced gradients of the module's parameters.
+    """Drop gradients of the module's parameters that FSDP2 has not reduced.
 
-    FSDP2 keeps them between micro-batches if gradients are reduced once per step.
+    FSDP2 has such gradients between micro-batches if it reduces gradients once per step.
     """
     for parameter in _parameters(module):
         parameter.unsharded_accumulated_grad = None
@@ -79,10 +81,10 @@ def drop_unreduced_gradients(module: FSDPModule) -> None:
 
 
 def zero_missing_gradients(root: nn.Module) -> None:
-    """Give zero gradients to parameters below ``root`` that earlier micro-batches did not use. With
-    mixed precision, FSDP2 keeps the gradients of earlier micro-batches in float32. If the last
-    micro-batch uses a parameter for the first time, its gradient is in compute precision, and FSDP2
-    fails.
+    """Give zero gradients to parameters of ``root`` that no earlier micro-batch of the step used.
+
+    FSDP2 keeps gradients of earlier micro-batches in float32. Without the zeros, a parameter that
+    only the last micro-batch uses has a gradient in compute precision, and FSDP2 fails.
     """
     for module in root.modules():
         for parameter in _parameters(module) if isinstance(module, FSDPModule) else ():
@@ -95,9 +97,12 @@ def zero_missing_gradients(root: nn.Module) -> None:
 
 @contextmanager
 def root_stays_gathered(root: nn.Module, *, reshards: bool, at_end: Callable[[], None]) -> Iterator[None]:
-    """A context in which parameters of the root itself stay gathered after a forward pass.
-    ``reshards``: whether they are normally sharded after a forward pass. ``at_end``: whether to
-    shard them at the end.
+    """A context in which the root's own parameters stay gathered after a forward pass.
+
+    Args:
+        root: the model to which FSDP2 is applied.
+        reshards: whether the parameters are freed after a forward pass outside the context.
+        at_end: called at the end, to shard the parameters again.
     """
     if not isinstance(root, FSDPModule):
         yield
@@ -111,14 +116,15 @@ def root_stays_gathered(root: nn.Module, *, reshards: bool, at_end: Callable[[],
 
 
 def unreduced_gradients(module: FSDPModule) -> list[torch.Tensor]:
-    """The gradients of the module's parameters that FSDP2 has not reduced yet."""
+    """Return gradients of earlier micro-batches that FSDP2 has not reduced yet."""
     kept = [parameter.unsharded_accumulated_grad for parameter in _parameters(module)]
     return [gradient for gradient in kept if gradient is not None]
 
 
 def forget_root(root: nn.Module) -> None:
-    """Let FSDP2 look for sharded modules in ``root`` again, which it does in the first pass
-    only.
+    """Make FSDP2 search ``root`` for sharded modules again.
+
+    Call this after blocks of ``root`` were replaced. FSDP2 searches in the first pass only.
     """
     for module in root.modules():
         if isinstance(module, FSDPModule):
@@ -142,11 +148,10 @@ def parameter_groups(module: FSDPModule) -> list[Any]:
 def refuse_hidden_results(module: nn.Module, name: str) -> None:
     """Make ``module`` raise ModelError if it returns tensors in objects that FSDP2 does not search.
 
-    FSDP2 gathers the parameters again when the gradient of a result arrives.
+    FSDP2 adds a hook to every tensor that it finds in the result. In backward, the hook gathers the
+    parameters again. If FSDP2 misses a tensor, backward runs with parameters that are not gathered.
 
-    Args:
-        module: A sharded module.
-        name: Its path. "" is the model itself.
+    ``name`` is the path of the module in the model. "" is the model itself.
     """
 
     def check(module: nn.Module, _: Any, result: Any) -> None:
@@ -166,8 +171,8 @@ def refuse_hidden_results(module: nn.Module, name: str) -> None:
 def refuse_inference_mode(model: nn.Module) -> None:
     """Make a direct call of the sharded ``model`` in inference mode raise ModelError.
 
-    FSDP2 would gather parameters into tensors that training cannot use. ``engine(batch)`` leaves
-    the mode.
+    FSDP2 would gather parameters into tensors that training cannot use afterwards. A call of
+    ``engine(batch)`` is allowed, because the engine replaces the mode by ``torch.no_grad()``.
     """
 
     def check(*_: Any) -> None:
@@ -181,7 +186,7 @@ def refuse_inference_mode(model: nn.Module) -> None:
 
 
 def refuse_hooks(parameters: Mapping[str, nn.Parameter]) -> None:
-    """Raise ModelError if a sharded parameter has a hook on its gradient, which never runs."""
+    """Raise ModelError if a parameter has a gradient hook, because FSDP2 would never run it."""
     hooked = next((name for name, parameter in parameters.items() if parameter._backward_hooks), None)
     if hooked is not None:
         raise ModelError(
@@ -191,7 +196,7 @@ def refuse_hooks(parameters: Mapping[str, nn.Parameter]) -> None:
 
 
 def refuse_whole_state(model: nn.Module) -> None:
-    """Make ``load_state_dict`` of the sharded ``model`` raise ModelError for whole tensors."""
+    """Make ``load_state_dict`` of a sharded model raise ModelError if it gets whole tensors."""
 
     def check(module: nn.Module, state: Mapping[str, Any], prefix: str, *_: Any) -> None:
         for name, parameter in module.named_parameters(remove_duplicate=False):
@@ -228,20 +233,20 @@ _NAMES = "post_backward finalize_backward fsdp_params reduce_grads _training_sta
 
 
 class ModuleUses:
-    """Watches the uses of one module.
+    """Watches how often passes use one FSDP2 module, so that FSDP2 reduces correct gradients.
 
-    With several shards, all gradients of the module are reduced. Unused parameters have zeros.
-    FSDP2 itself leaves out unused parameters. So if ranks use different parameters, it would add
-    gradients of different parameters, without an error.
+    Unused parameters of a sharded module get zero gradients. FSDP2 itself leaves out unused
+    parameters. So if ranks used different parameters, FSDP2 would add up gradients of different
+    parameters without an error.
 
     Args:
         module: The module, to which FSDP2 is applied.
-        name: Its path. "" is the model itself.
+        name: The path of the module in the model. "" is the model itself.
         groups: FSDP2's groups of the module's parameters.
-        sharded: Whether the module has several shards.
+        sharded: Whether the module is divided among several ranks.
 
     Raises:
-        ConfigError: This version of torch has another FSDP2.
+        ConfigError: The FSDP2 of this version of torch lacks an attribute that SDP uses.
     """
 
     def __init__(self, module: nn.Module, name: str, groups: Sequence[Any], *, sharded: bool):
@@ -262,14 +267,14 @@ class ModuleUses:
             group.post_backward = partial(self._end, group, group.post_backward)
 
     def begin_backward(self) -> None:
-        """Prepare for a backward pass. FSDP2's settings must be those of the pass."""
+        """Prepare for a backward pass. Call this after FSDP2's settings for the pass are made."""
         self._ended.clear()
         self._held_back = [group for group in self._groups if group.reduce_grads] if self._is_reduced_late() else []
         for group in self._held_back:
             group.reduce_grads = False
 
     def end_backward(self) -> None:
-        """Reduce gradients that were not reduced during the backward pass."""
+        """Reduce the module's gradients now, if several forward passes have used the module."""
         self._forwards = 0
         for group in self._held_back:
             group.reduce_grads = True
@@ -313,12 +318,10 @@ class ModuleUses:
 
 @contextmanager
 def nothing_left_out(uses: Sequence[ModuleUses]) -> Iterator[None]:
-    """A context for a forward pass that must use every sharded module. The ranks of a group gather
-    and reduce in the order of their passes. If they left out different modules (layer drop), FSDP2
-    would mix the parameters of different modules, without an error.
+    """A context for a forward pass, which must use every sharded module.
 
-    Raises:
-        ModelError: The pass left out a module.
+    If ranks left out different modules, as with layer drop, FSDP2 would gather and reduce different
+    modules together, without an error. Raises ModelError if the pass leaves out a module.
     """
     for use in uses:
         use.is_used = False
@@ -341,17 +344,17 @@ def shard(
     offload: OffloadPolicy,
     traffic: Traffic,
 ) -> list[ModuleUses]:
-    """Shard each of the modules ``names`` of ``model``. Returns a watcher of the uses of each
-    module.
+    """Apply FSDP2 to each of the modules ``names`` of ``model``.
 
     Args:
-        model: The rank's model.
-        names: Paths of the modules. The last one may be "", the model itself.
-        mesh: The ranks that share a parameter.
+        names: Paths of the modules. The last path may be "", the model itself.
+        mesh: The ranks among which a parameter is divided.
         compute_dtype: The dtype in which parameters are gathered.
-        reshards: Whether parameters are freed between forward and backward.
-        offload: Where shards live.
-        traffic: Counts the bytes that FSDP2 sends.
+        reshards: Whether gathered parameters are freed between forward and backward.
+        offload: FSDP2's policy, which says whether shards are in the host's memory.
+
+    Returns:
+        A :class:`ModuleUses` for each module.
     """
     policy = MixedPrecisionPolicy(
         param_dtype=None if compute_dtype == torch.float32 else compute_dtype, reduce_dtype=torch.float32

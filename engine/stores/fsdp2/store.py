@@ -1,4 +1,7 @@
-"""The native store: FSDP2 inside a group, ZeRO stages 0 to 3, tensor parallelism and offload."""
+"""The FSDP2 store: a group's subnetwork under FSDP2, tensor parallelism and offload.
+
+If nothing is sharded, offloaded or cast, the store uses plain parameters instead of FSDP2.
+"""
 
 from __future__ import annotations
 
@@ -39,20 +42,23 @@ from .sharding import (
 
 
 class ShardHome:
-    """Where this rank's sharded parameters, gradients and optimizer state are.
+    """The memory in which this rank keeps shards of parameters, gradients and optimizer state.
 
-    With ``offload_optimizer`` or ``offload_param`` this is the host's memory. FSDP2 copies a
-    parameter to the device before it gathers it, and a reduced gradient to the host. The optimizer
-    steps on the host.
+    With ``offload_optimizer`` or ``offload_param`` it is the host's memory, and the optimizer steps
+    on the host. FSDP2 copies parameters to the device before it gathers them, and copies reduced
+    gradients back to the host.
+
+    Args:
+        device: the rank's own device.
+        sends: whether gradients are averaged with other ranks after FSDP2 has reduced them.
 
     Attributes:
         device: the device of the shards.
-        offloads: whether this is the host and not the rank's device.
+        offloads: whether the shards are in the host's memory.
         messages: sends shards to other groups.
     """
 
     def __init__(self, config: Config, device: torch.device, *, sends: bool):
-        """``sends``: whether gradients are averaged with other ranks after FSDP2 reduced them."""
         zero = config.zero_optimization
         self.offloads = zero.offloads
         self.device = torch.device("cpu") if self.offloads else device
@@ -63,7 +69,7 @@ class ShardHome:
         self._pins = device.type == "cuda" and not sends
 
     def policy(self) -> OffloadPolicy:
-        """Return the policy for ``fully_shard``."""
+        """Return the ``offload_policy`` for FSDP2's ``fully_shard``."""
         return CPUOffloadPolicy(pin_memory=self._pins) if self.offloads else OffloadPolicy()
 
     def keep_buffers_on_device(self, model: nn.Module) -> None:
@@ -74,12 +80,12 @@ class ShardHome:
 
 
 class TensorSums:
-    """Makes the gradients of parameters the sums over the tensor-parallel ranks.
+    """Sums gradients of parameters that every tensor-parallel rank has whole, such as norms.
+
+    Each tensor-parallel rank computes such a gradient from its part of the sequence only.
 
     Args:
-        parameters: the parameters that are not cut.
-        ranks: the tensor-parallel ranks.
-        traffic: counts the bytes sent.
+        parameters: the parameters that tensor parallelism does not cut.
     """
 
     def __init__(self, parameters: Sequence[nn.Parameter], ranks: TensorRanks, traffic: Traffic):
@@ -87,18 +93,17 @@ class TensorSums:
         self._are_sums = False
 
     def before_backward(self) -> None:
-        """Undo the sums, because another backward pass of the same step adds this rank's
-        gradients.
-        """
+        """Undo :meth:`make`, if a script calls backward a second time without a step in between."""
         for parameter in self._parameters if self._are_sums else ():
             if parameter.grad is not None:
                 parameter.grad.div_(self._ranks.size)
         self._are_sums = False
 
     def make(self) -> None:
-        """Sum the gradients, all of which must exist, in the order of the ranks. Collective. A
-        collective may sum in different orders in different groups. A fixed order keeps the copies
-        bitwise equal on all holders.
+        """Sum the gradients over the tensor-parallel ranks. Collective. All gradients must exist.
+
+        Ranks gather all gradients and add them in rank order. An all-reduce might add in another
+        order in each group, and then holders would not stay bitwise equal.
         """
         gradients = [local_tensor(parameter.grad) for parameter in self._parameters]  # type: ignore[arg-type]
         mine = torch.cat([gradient.reshape(-1) for gradient in gradients])
@@ -115,20 +120,16 @@ class TensorSums:
 
 
 class Fsdp2Store:
-    """One rank's subnetwork under FSDP2. See :class:`~sdp.engine.stores.store.GroupStore`.
+    """A :class:`~sdp.engine.stores.store.GroupStore` whose state FSDP2 shards.
 
-    The model must already be cut to this rank's part. It may be on the meta device. Call
-    :meth:`ready` when the parameters have values.
+    Call :meth:`ready` when the parameters have values.
 
     Args:
-        model: the model.
-        layout: the layout of the run.
-        config: the configuration.
-        device: the device of this rank.
-        tensor_ranks: the tensor-parallel ranks, or None.
-        traffic: counts the bytes sent.
-        scale: the scales of branches.
-        rebuild: builds the cut model again for the layout of a phase, with values of buffers only.
+        model: the model, already cut to this rank's part. It may be on the meta device.
+        tensor_ranks: the tensor-parallel ranks, or None without tensor parallelism.
+        scale: the branch scaling (``sdp.branch_scale``).
+        rebuild: builds the cut model for the layout of another phase of a masking schedule. In its
+            result, only buffers have values.
     """
 
     optimizer: Optimizer = None  # type: ignore[assignment]  # until it is made
@@ -219,7 +220,7 @@ class Fsdp2Store:
         return self._uses_fsdp and not self.layout.parameters[name].path.startswith(wrapped)
 
     def ready(self) -> None:
-        """Find the parameters. Call this once, when they have values."""
+        """Collect the held parameters. Call this once, when the parameters have values."""
         infos, sdp = self.layout.parameters, self.context.at.sdp
         everything = parameters_of(self.module, self.layout, sdp)
         self.parameters = {name: p for name, p in everything.items() if name in infos and sdp in infos[name].holders}
@@ -229,7 +230,7 @@ class Fsdp2Store:
 
     @property
     def shard(self) -> Shard:
-        """Which elements of the parameters this rank has."""
+        """Which shard of each parameter this rank stores."""
         at, shards = self.context.at, self.context.shards
         return Shard(shards, at.fsdp if shards > 1 else 0, at.tp)
 
@@ -328,7 +329,7 @@ class Fsdp2Store:
         return [Piece(info, local_tensor(tensor), info.offset(self.shard))]
 
     def weights_changed(self) -> None:
-        """A no-op: the optimizer steps on the model's own parameters."""
+        """Do nothing, because the optimizer steps on the model's own parameters."""
 
     def enter_phase(self, layout: Layout) -> None:
         self.reshard()
