@@ -383,8 +383,7 @@ class SDPEngine:
     def finish_round(self) -> bool:
         """Average all weights that local steps have changed since the last average. Collective.
 
-        Call this after the last step of a run with ``sdp.sync``. Otherwise it does nothing. Returns
-        whether anything was averaged.
+        Call this after the last step of a run with ``sdp.sync``. Returns whether it did anything.
         """
         return self.local_training.finish(self.global_steps)
 
@@ -462,10 +461,7 @@ class SDPEngine:
 
     @property
     def frozen_here(self) -> dict[str, nn.Parameter]:
-        """By name, the frozen copies of parameters that this group does not hold.
-
-        Waits until the copies are up to date.
-        """
+        """By name, up-to-date frozen copies of the parameters that this group does not hold."""
         self.groups.finish_refresh()
         return frozen_copies(self.store)
 
@@ -494,10 +490,7 @@ class SDPEngine:
     start_max = staticmethod(start_max)
 
     def check_holders(self) -> None:
-        """Check that holders have bitwise equal weights and optimizer state. Collective.
-
-        Raises HolderMismatchError if two holders of a unit differ.
-        """
+        """Raise HolderMismatchError if holders differ in weights or optimizer state. Collective."""
         if (local := self.groups.local) is None:
             self.groups.check_holders(self.store.optimizer)
         else:
@@ -571,10 +564,7 @@ class SDPEngine:
         return predicted_state(self.store, self.config)
 
     def measured_state_bytes(self) -> StateBytes:
-        """Return the bytes of weights, gradients and optimizer state that this rank has.
-
-        Gradients are those of the last step.
-        """
+        """Return the measured bytes of weights, gradients and optimizer state of this rank."""
         return measured_state(self.groups, self._gradient_bytes)
 
     # -- names of DeepSpeed and torch --------------------------------------------------------------
@@ -587,10 +577,7 @@ class SDPEngine:
     eval = functools.partialmethod(train, False)
 
     def to(self, *args: Any, **kwargs: Any) -> Self:
-        """Do nothing, because the engine has already put the model on its device.
-
-        Raises ConfigError if the arguments name another device or another dtype.
-        """
+        """Do nothing. Raises ConfigError if the arguments ask for another device or dtype."""
         refuse_other_place(
             "to", [*args, kwargs.get("device"), kwargs.get("dtype")], self.device, self.store.context.compute_dtype
         )
