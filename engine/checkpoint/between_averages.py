@@ -61,7 +61,7 @@ def load_between_averages(
     ours, there = (json.dumps(placement, sort_keys=True) for placement in placements)
     same = state["mesh"] == share.mesh_shape() and ours == there
     position = state["sync"] or {"under_way": None, "fragments": 1, "steps_alone": 0}
-    if local is not None and position["under_way"] is not None:  # its fragment must be the same here
+    if local is not None and position["under_way"] is not None:  # it must be of the same fragment in this run
         same = same and position["fragments"] == local.sync.fragments
     files, alone = state["files"], ranks.alone
     if local is not None and has_groups(saved) and same:

@@ -164,7 +164,7 @@ def _load_tensors(
         ranks.agree(problem)
         if has_stepped and any(ranks.gather(share.has_other_blocks(saved))):
             if ranks.rank == 0:
-                log.info("%s: moments are read as numbers, because blocks of optimizer.params.state_dtype differ", path)
+                log.info("%s: moments are converted, because optimizer.params.state_dtype or its blocks differ", path)
             moments = {key: tensors.pop(key) for key in list(tensors) if key.startswith("optimizer/")}
             with share.decoded(moments) as targets:
                 have_read = load_means(path, targets, files, alone=ranks.alone)

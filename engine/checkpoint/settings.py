@@ -33,7 +33,7 @@ def run_state(engine: Any, share: SavedState, rates: Mapping[str, float], client
     groups, scaler, schedule = engine.groups, engine.loss_scaler, None
     if engine.lr_scheduler is not None:
         schedule = engine.lr_scheduler.state_dict()
-        if groups.context.user_groups is not None:  # its groups depend on the units that this rank holds
+        if groups.context.user_groups is not None:  # the schedule's groups depend on the held units
             schedule = keep_shared_state(schedule)
     return {
         "global_steps": engine.global_steps,

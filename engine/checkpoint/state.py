@@ -57,7 +57,7 @@ class SavedState:
         self._groups, self._store, self._context = groups, groups.store, groups.context
         self._counts: list[OptimizerState] = []
         self._coded: dict[str, _Coded] = {}  # by the key of the codes
-        self._twins: list[tuple[torch.Tensor, torch.Tensor]] = []  # scalars that slices share: the first, another
+        self._twins: list[tuple[torch.Tensor, torch.Tensor]] = []  # pairs of equal scalars: the first is loaded
 
     def mesh_shape(self) -> list[int]:
         """Return the sizes of the mesh: SDP groups, FSDP ranks and tensor-parallel ranks."""

@@ -75,15 +75,15 @@ HINTS |= {
 
 # Sections that have no effect here, with the reason, which is logged.
 HINT_SECTIONS: dict[str, str] = {
-    "aio": "it tunes reads and writes of NVMe disks",
-    "compile": "it acts when the script calls engine.compile()",
+    "aio": "it tunes reads and writes of NVMe disks, which are not used here",
+    "compile": "it acts only when the script calls engine.compile()",
     "compression_training": "DeepSpeed's init_compression and its engine act on it; the engine does not run here",
-    "sparse_attention": "a model of DeepSpeed's SparseSelfAttention reads it, which DeepSpeed has removed",
-    "hybrid_engine": "it makes generation faster",
+    "sparse_attention": "it is for models with SparseSelfAttention, a layer that DeepSpeed has removed",
+    "hybrid_engine": "it only makes generation faster",
     "pipeline": "it acts on a PipelineModule, which does not exist here",
-    "flops_profiler": 'it measures, and only sdp.engine "deepspeed" has it',
-    "comms_logger": 'it measures, and only sdp.engine "deepspeed" has it',
-    "data_efficiency": "random-ltd acts when the script calls DeepSpeed's convert_to_random_ltd",
+    "flops_profiler": 'it only measures, and needs sdp.engine "deepspeed"',
+    "comms_logger": 'it only measures, and needs sdp.engine "deepspeed"',
+    "data_efficiency": "its random-ltd acts only when the script calls DeepSpeed's convert_to_random_ltd",
 }
 
 # Keys of public files that DeepSpeed ignores, because it does not know them or they are in the

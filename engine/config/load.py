@@ -107,10 +107,9 @@ def read_raw(source: str | Path | Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _read_hjson(path: Path) -> dict[str, Any] | None:
-    """Return the file as DeepSpeed reads it: with comments, trailing commas and names without
-    quotes.
+    """Return the file as DeepSpeed reads it: with comments, trailing commas, names without quotes.
 
-    None if it is not hjson either, or not an object.
+    If the file is not hjson either, or not an object, the result is None.
     """
     import hjson  # only few files need it
 

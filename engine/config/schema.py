@@ -33,7 +33,7 @@ from .section import (
     Width,
 )
 
-# The variables that the section may set, by subject. ``*`` stands for any characters. A
+# The variables that ``env`` may set, by subject. ``*`` stands for any characters. A
 # configuration may come from somebody else. So a variable is listed only if no value of it chooses
 # code that a rank runs, or a file that it writes. docs/clusters.md has the same table.
 ALLOWED: dict[str, tuple[str, ...]] = {

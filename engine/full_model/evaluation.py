@@ -141,7 +141,7 @@ class Lockstep(Generic[T]):
         self._aborted = False
 
 
-CHUNK = 8  # batches that share one pass of units over the network
+CHUNK = 8  # batches that share one broadcast of each unit
 
 
 def _common_count(store: GroupStore, batches: Sequence[Any]) -> int:
@@ -177,7 +177,7 @@ class StreamedEvaluation:
         self._lockstep: Lockstep[float] = Lockstep(store.context.device, before_turn)
         self._units = _streamed_units(store.layout)
         self._guest: dict[str, torch.Tensor] = {}
-        self._hosts: list[Slices] = []  # slices that have guests now
+        self._hosts: list[Slices] = []  # slices that now have received tensors
         self._exact: dict[str, list[Copies]] = {}
 
     def run(self, batches: Sequence[Any], weights: Sequence[float]) -> float:
@@ -265,7 +265,7 @@ class StreamedEvaluation:
                 self._lend(tensors)
 
     def _fetch(self, unit: Unit, block: str) -> None:
-        """Get a unit that this group does not hold from the service. The unit has no buffers."""
+        """Fetch a unit that this group lacks from the service. The unit has no buffers."""
         context = self._store.context
         tensors = context.service.whole_units(self._store.layout.members.get(unit.name, []), context)
         if unit.is_block:
@@ -290,7 +290,7 @@ class StreamedEvaluation:
             self._hosts.pop().guests.clear()
 
     def _unit_shard(self, unit: Unit, source: int) -> torch.Tensor:
-        """The unit's padded shards in compute precision, joined. Only the source has values."""
+        """Return a unit's padded shards, joined. Only the ranks of group ``source`` have values."""
         store = self._store
         infos = store.layout.members.get(unit.name, [])
         if store.context.at.sdp == source:

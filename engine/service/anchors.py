@@ -42,7 +42,7 @@ class Delivery:
 
     slot: int
     changes: dict[Slice, torch.Tensor] = field(default_factory=dict)  # anchor − weights
-    nbytes: int = 0  # of the changes
+    nbytes: int = 0  # the bytes of the changes
     ranks: set[int] = field(default_factory=set)  # ranks that have sent all changes
     samples: int = 0
     new_samples: int = 0

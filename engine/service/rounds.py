@@ -61,9 +61,9 @@ class Member:
     slot: int  # its number in the placement
     session: str  # a secret that names this membership
     seen: float  # when it made its last request
-    delivery: Delivery  # of the open average
+    delivery: Delivery  # its changes for the open average
     begun: bool = False  # whether it has anchors, so that rounds wait for it
-    shares: list[list[int]] = field(default_factory=list)  # of the data order
+    shares: list[list[int]] = field(default_factory=list)  # the data that it was assigned
     unsettled: int = 0  # samples in shares, neither counted nor skipped yet
     accepted: int = 0  # the last average to which it has contributed
     pinned: dict[str, torch.Tensor] | None = None  # the anchors of its evaluation
@@ -89,7 +89,7 @@ class ServedRun:
         self._patience = sync.service.grace_seconds if expected is None else sync.service.wait_seconds
         self.members: dict[str, Member] = {}  # by session
         self.order: DataOrder | None = None
-        self.closed = self.late = 0  # averages, and deliveries that were refused
+        self.closed = self.late = 0  # numbers of averages so far, and of deliveries that came too late
         self.samples = self.skipped_samples = 0  # samples that were counted, and samples that were skipped
         self.data_ranks = 1  # of the group that began last
         self.problem: str | None = None  # why the run has ended before its last step

@@ -42,15 +42,15 @@ class Membership:
         self.closed = 0  # the average whose anchors the group has
         self.lost = False  # what the ranks last agreed on; a heartbeat changes only the client's own flag
         self.is_renewed = False  # the group has joined again, so its data order starts over
-        # What it says when it begins: "micro_batches" of a step, "width" of each in samples,
-        # "data_ranks", and what identifies the "data".
+        # What the group tells the service when it begins: the "micro_batches" of a step, the samples
+        # of each ("width"), "data_ranks", and what identifies the "data".
         self.start: dict[str, Any] = {}
         self._read = 0  # samples of the steps so far
         self._begin_anew()
 
     def _begin_anew(self) -> None:
-        self._share, self._width, self._leased = list[int](), 0, 0  # of the data order
-        self._first = self._read  # the group's samples before them
+        self._share, self._width, self._leased = list[int](), 0, 0  # its samples, and the number of shares
+        self._first = self._read  # how many samples it read before these
         self._samples = [0] * self.schedule.fragments  # since the last delivery of each fragment
         self._new_samples, self._losses, self._since = 0, 0.0, time.monotonic()
 

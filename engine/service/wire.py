@@ -25,9 +25,9 @@ from ..sync.outer import Compression, quantise, restore
 from .anchors import Slice
 
 MESSAGE_BYTES = 16 << 20  # a longer tensor is sent in several messages
-MOST_BYTES = 64 << 20  # of a body
+MOST_BYTES = 64 << 20  # the largest body of a message
 _WINDOW_SECONDS = 300.0  # by how many seconds the clocks of two hosts may differ
-_SCALES = "scales of "  # and the key of a tensor of integers
+_SCALES = "scales of "  # the key of the scales begins with this, and ends with that of the integers
 TIME, NONCE, DIGEST, SIGNATURE = "X-SDP-Time", "X-SDP-Nonce", "X-SDP-Digest", "X-SDP-Signature"
 
 Part = tuple[Slice, torch.Tensor, Compression]
