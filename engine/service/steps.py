@@ -42,8 +42,8 @@ class Membership:
         self.closed = 0  # the average whose anchors the group has
         self.lost = False  # what the ranks last agreed on; a heartbeat changes only the client's own flag
         self.is_renewed = False  # the group has joined again, so its data order starts over
-        # What the group tells the service when it begins: the "micro_batches" of a step, the samples
-        # of each ("width"), "data_ranks", and what identifies the "data".
+        # What the group tells the service when it begins: "micro_batches" of a step, "width" (samples
+        # of a micro-batch), "data_ranks", and what identifies the "data".
         self.start: dict[str, Any] = {}
         self._read = 0  # samples of the steps so far
         self._begin_anew()
