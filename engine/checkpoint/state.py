@@ -229,7 +229,7 @@ class SavedState:
         self._store.weights_changed()
 
     def random_state(self) -> dict[str, torch.Tensor]:
-        """Return the states of this rank's random generators. Keys contain its coordinates."""
+        """Return the states of this rank's random generators, by keys with the rank's position."""
         at = self._context.at
         position = f"{at.sdp}.{at.fsdp}.{at.tp}"
         states = {f"random/cpu/{position}": torch.get_rng_state()}

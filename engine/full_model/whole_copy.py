@@ -100,7 +100,9 @@ class UncutModel:
 
     @property
     def skeleton(self) -> nn.Module:
-        """The modules of the copy, without values. If it cannot be made, ModelError is raised."""
+        """The full model's modules, without values. Raises ModelError if the model cannot be
+        copied.
+        """
         if self._skeleton is None:
             raise ModelError(
                 f"full_model: this model cannot be copied ({self._obstacle}); load engine.full_state_dict() into "

@@ -89,7 +89,7 @@ class Anchors:
         )
 
     def read(self, pieces: Iterable[Slice], snapshot: Mapping[str, torch.Tensor] | None = None) -> list[torch.Tensor]:
-        """Return copies of parts (``pieces``) of the anchors, or of an earlier :meth:`snapshot`."""
+        """Return copies of parts (``pieces``) of the weights, or of an earlier :meth:`snapshot`."""
         with self._lock:
             whole = self.weights if snapshot is None else snapshot
             return [whole[piece.name][piece.indices()].clone() for piece in pieces if self.info_of(piece)]
@@ -115,10 +115,10 @@ class Anchors:
 
     @torch.no_grad()
     def step(self, fragment: int, deliveries: Sequence[Delivery]) -> None:
-        """Take an outer step on the anchors of ``fragment``.
+        """Let the outer optimizer take a step on the weights of ``fragment``.
 
-        The gradient is the mean of the changes in ``deliveries``, weighted by the samples of each
-        group. All samples have the same number of tokens.
+        The gradient is the mean of the groups' changes, weighted by the samples of each group. All
+        samples have the same number of tokens.
         """
         gradients: dict[str, torch.Tensor] = {}
         for delivery in sorted(deliveries, key=lambda delivery: delivery.slot):

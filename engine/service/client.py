@@ -1,4 +1,4 @@
-"""A rank's connection to the service."""
+"""A rank's connection to the service that averages the weights of groups."""
 
 from __future__ import annotations
 
@@ -171,9 +171,10 @@ class Client:
         await asyncio.gather(*map(send_one, messages_of(changes)))
 
     def fetch(self, wanted: Iterable[tuple[Slice, torch.Tensor]], *, pinned: bool = False) -> None:
-        """Fill tensors in host memory with slices of the anchors, if this group is still a member.
+        """Fill tensors in host memory with parts of the service's weights (the anchors).
 
-        If ``pinned``, the slices are from the copy of the anchors that this group evaluates.
+        If this group is not a member any more, nothing is filled. If ``pinned``, the weights are
+        those of the copy that this group evaluates.
         """
 
         async def fetch_one(message: list[Part]) -> None:

@@ -73,6 +73,6 @@ class DataOrder:
 
     @property
     def end(self) -> int:
-        """The position in the data after all blocks of which a share is assigned."""
+        """The position in the data from which on no sample is assigned."""
         blocks = max(map(int, self.dealt), default=self.first - 1) + 1
         return blocks * self.micro_batches * self.groups * self.width

@@ -154,8 +154,8 @@ class ServedRun:
     def begin(self, member: Member, micro_batches: int, width: int, data_ranks: int, now: float) -> int:
         """Let a member take part in rounds, and return the number of the newest average.
 
-        The member reads ``micro_batches`` of ``width`` samples in a step, with ``data_ranks``
-        ranks.
+        The member reads ``micro_batches`` of ``width`` samples in a step. ``data_ranks`` of its
+        ranks read different data.
         """
         self.data_ranks = data_ranks
         if self.order is None:
@@ -308,7 +308,7 @@ class ServedRun:
     # -- state -------------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the position in the run as JSON, for a checkpoint, without the data order."""
+        """Return the position in the run as JSON, for a checkpoint. It lacks the assigned data."""
         return {"closed": self.closed, "samples": self.samples, "late": self.late, "orphans": dict(self.orphans)}
 
     def load_state_dict(self, state: Mapping[str, Any] | None, order: Mapping[str, Any] | None) -> None:

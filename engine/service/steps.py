@@ -42,8 +42,8 @@ class Membership:
         self.closed = 0  # the average whose anchors the group has
         self.lost = False  # what the ranks last agreed on; a heartbeat changes only the client's own flag
         self.is_renewed = False  # the group has joined again, so its data order starts over
-        # What the group tells the service when it begins: "micro_batches" of a step, "width" (samples
-        # of a micro-batch), "data_ranks", and what identifies the "data".
+        # What the group tells the service when it begins: "micro_batches" of a step, "width" (the
+        # samples of one), "data_ranks", and what identifies the "data".
         self.start: dict[str, Any] = {}
         self._read = 0  # samples of the steps so far
         self._begin_anew()
@@ -194,9 +194,9 @@ class Membership:
         return self.client.start(work())
 
     def await_close(self, sending: Future[None]) -> bool:
-        """Wait for ``sending``, this rank's delivery, and for the end of the average. Collective.
+        """Wait until ``sending`` is done and the next average has ended. Collective in the group.
 
-        Returns whether the average contains this group's delivery. Afterwards, :attr:`closed` is
+        Returns whether the average contains what this group has sent. Afterwards, :attr:`closed` is
         the newest average, or the group is :attr:`lost`.
         """
         average, status = self.closed + 1, {"closed": -1, "accepted": 0}
@@ -249,7 +249,7 @@ class ServedSteps:
 
     @property
     def fragment_under_way(self) -> int | None:
-        """The fragment that was delivered and whose new anchors have not been fetched, or None."""
+        """The fragment whose changes were sent and whose average was not fetched yet, or None."""
         return self._under_way[0] if self._under_way is not None else None
 
     @torch.no_grad()
@@ -276,9 +276,9 @@ class ServedSteps:
 
     @torch.no_grad()
     def arrive(self) -> OuterFacts:
-        """Wait for the average under way, and continue from the new anchors. Collective.
+        """Wait for the average under way, and continue from the averaged weights. Collective.
 
-        If the group was late, other fragments may have been averaged meanwhile, too. Their anchors
+        If the group was late, other fragments may have been averaged meanwhile, too. Their weights
         are also fetched, and the group's progress in all of these fragments is lost.
         """
         assert self._under_way is not None, "a delivery is started before it arrives"
@@ -295,11 +295,11 @@ class ServedSteps:
 
     @torch.no_grad()
     def take(self, fragments: set[int], before: Mapping[str, torch.Tensor] | None = None) -> None:
-        """Fetch the anchors of ``fragments``, and copy them to weights and frozen copies.
+        """Fetch the service's weights (anchors) of ``fragments``, and copy them into the model.
 
         Collective in the group. Nothing changes if the group is not a member any more. With an
         overlap, ``before`` are the weights when the delivery began. What the group has learned
-        since then is added to the anchors if the delivery was accepted.
+        since then is added to the fetched weights if the delivery was accepted.
         """
         before = before if before and self.was_accepted else {}
         targets = {name: self._weight(name) for name in self._outer.anchors}
@@ -323,7 +323,7 @@ class ServedSteps:
         self._store.weights_changed()
 
     def enter(self, *, joins: bool) -> None:
-        """Begin to take part in the run, and continue from the anchors. Collective in the group.
+        """Begin to take part in the run, with the service's weights. Collective in the group.
 
         If ``joins``, the group first becomes a member again, because it was dropped.
         """
