@@ -123,7 +123,7 @@ class Checkpoints:
         *,
         configured_rates: bool = False,
     ) -> tuple[str | None, dict[str, Any]]:
-        """Continue from a checkpoint, whatever the layout that wrote it. Collective.
+        """Continue from a checkpoint of any layout (ranks, groups and placement). Collective.
 
         Rank 0 logs all settings that differ from those of the checkpoint.
 

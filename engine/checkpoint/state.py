@@ -87,7 +87,10 @@ class SavedState:
         return weights_of({name: buffer for name, buffer in buffers.items() if first[name] == rank})
 
     def weights(self, local: LocalSteps | None = None) -> Tensors:
-        """Return this rank's weights (with ``local``, its anchors) by the key ``model/NAME``."""
+        """Return this rank's weights by the key ``model/NAME``.
+
+        If ``local`` is given, they are the weights after the last average (the anchors).
+        """
         found, anchors = Tensors(), local.anchors if local is not None else {}
         for key, one in self._store.stepped.items():
             self._add_pieces(found, "model/{}", key, anchors.get(key, one.tensor).detach())

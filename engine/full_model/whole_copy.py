@@ -100,8 +100,10 @@ class UncutModel:
 
     @property
     def skeleton(self) -> nn.Module:
-        """The full model's modules, without values. Raises ModelError if the model cannot be
-        copied.
+        """The full model's modules, without values.
+
+        Raises:
+            ModelError: The user's model cannot be copied.
         """
         if self._skeleton is None:
             raise ModelError(

@@ -2,8 +2,8 @@
 
 Averages are numbered 1, 2, … With rounds of H steps and P fragments, average k is that of fragment
 −k mod P and is due after step k·H/P. A group sends changes for average k + 1 only when it has the
-anchors of average k. So one average is open at a time. This file reads no clock: callers pass the
-time.
+weights after average k. So one average is open at a time. This file reads no clock: callers pass
+the time.
 """
 
 from __future__ import annotations

@@ -231,7 +231,8 @@ def _checked(status: dict[str, Any]) -> dict[str, Any]:
 class ServedSteps:
     """Averages the weights of a rank through the service, which takes the outer steps.
 
-    ``fragments`` has the fragment of each parameter by name. ``outer`` has the rank's anchors.
+    ``fragments`` has the part of the model (fragment) of each parameter, by name. ``outer`` has the
+    rank's weights after the last average (the anchors).
     """
 
     def __init__(self, store: GroupStore, sync: SyncSection, fragments: Mapping[str, int], outer: OuterSteps):
