@@ -180,7 +180,7 @@ class Server:
         return await asyncio.to_thread(read)
 
     async def do_claim(self, request: Any, member: Member) -> Answer:
-        """Let the first group that asks evaluate the model, on a copy of the anchors."""
+        """Let the first group that asks evaluate the full model, on a copy of its weights."""
         is_first = int(request["step"]) > self._evaluated
         if is_first:
             self._evaluated = int(request["step"])

@@ -165,7 +165,7 @@ class Chunks(torch.Tensor):
         return part
 
     def joined(self, other: Chunks) -> Chunks:
-        """Return an object with the pieces of this one and of ``other``, of the same tensor."""
+        """Return the pieces of this object and of ``other``, which belong to the same tensor."""
         return Chunks([*self.locals, *other.locals], [*self.offsets, *other.offsets], self.shape)
 
     @classmethod
