@@ -48,7 +48,7 @@ class StateBytes:
         return self.parameters + self.gradients + self.optimizer + self.frozen + self.outer - self.outer_on_host
 
     def to_json(self) -> dict[str, int]:
-        """Return all fields by name. Fields of local steps are left out if they are 0."""
+        """Return all fields by name, but ``outer`` and ``outer_on_host`` only if they are not 0."""
         return {key: value for key, value in asdict(self).items() if value or not key.startswith("outer")}
 
 
@@ -84,7 +84,7 @@ def _predict_partitions(store: Any, stage: int) -> StateBytes:
 
 
 def measured_state(groups: BetweenGroups, gradient_bytes: int) -> StateBytes:
-    """Return the bytes of this rank's state, counted on its tensors.
+    """Return the bytes of this rank's state, counted on the tensors in ``groups``.
 
     ``gradient_bytes`` are the bytes of the gradients, counted before the step freed them.
     """

@@ -71,7 +71,7 @@ class LossScaler:
         return self.is_dynamic and self.cur_scale > self._section.min_loss_scale
 
     def update(self, *, overflow: bool) -> None:
-        """Count a step, and halve or double a dynamic scale when this is due."""
+        """Count a step, with or without overflow, and halve or double a dynamic scale if due."""
         if not self.is_dynamic:
             return
         section = self._section

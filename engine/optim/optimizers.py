@@ -1,6 +1,6 @@
-"""Builds optimizers by DeepSpeed's names, with the fused kernels of torch or NVIDIA Apex.
+"""Builds the optimizer that a configuration names, with fused kernels of torch or NVIDIA Apex.
 
-A line in the log always says which implementation is used.
+The names are DeepSpeed's. A line in the log always says which implementation is used.
 """
 
 from __future__ import annotations

@@ -339,11 +339,11 @@ class HolderScale:
         self._exponent = exponent
 
     def of(self, unit: str, holders: Holders) -> float:
-        """Return the factor for a unit with these holders. For the shared part, it is 1."""
+        """Return the learning-rate factor of a unit with these holders. The shared part has 1."""
         return 1.0 if unit == SHARED else self._with(len(holders))
 
     def describe(self) -> str:
-        """Return the range of the factors: "0.82 (2 holders) to 1.15 (4 holders)"."""
+        """Return the range of the factors as text: "0.82 (2 holders) to 1.15 (4 holders)"."""
         ends = dict.fromkeys((self._counts[0], self._counts[-1]))
         return " to ".join(f"{self._with(k):.2f} ({k} holder{'s' * (k > 1)})" for k in ends)
 

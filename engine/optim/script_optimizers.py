@@ -1,7 +1,7 @@
 """Checks of a script's optimizer.
 
-Does only the engine call its step? Which parameters does it train? Does it need whole matrices, as
-Adafactor, LARS and SOAP do?
+Only the engine may call its step. Parameters that the optimizer does not train cause a warning.
+Some optimizers need whole matrices: Adafactor, LARS and SOAP, for example.
 """
 
 from __future__ import annotations

@@ -1,1 +1,1 @@
-"""The units of a model, which group holds which unit, and the layout that all ranks agree on."""
+"""Finds the units of a model, and decides which group holds which unit."""

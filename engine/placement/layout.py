@@ -276,7 +276,7 @@ class Layout:
         return next((name for name in self.blocks if unit.path == name or unit.path.startswith(f"{name}.")), "")
 
     def warnings(self) -> list[str]:
-        """Return warnings: no group could skip some blocks, or a group holds most of the model.
+        """Return warnings about unskippable blocks, and about a group that holds most of the model.
 
         With several paths the list is empty, because the configuration names the shared units.
         """
@@ -301,8 +301,7 @@ class Layout:
     def buckets(self, comes_last: Callable[[str], bool]) -> list[Bucket]:
         """Return the gradient buckets of all groups, in the order in which their averages start.
 
-        ``comes_last`` says, by name, whether a parameter's gradient is ready only at the end of
-        backward.
+        ``comes_last(NAME)``: whether backward makes the gradient of this parameter at its very end.
         """
         trainable = {info.name: info.tp_shape.numel() for info in self._in_bucket_order() if info.trainable}
         return plan_buckets(

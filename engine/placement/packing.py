@@ -47,11 +47,11 @@ class Packing:
     wanted: np.ndarray
 
     def left(self, held: np.ndarray) -> np.ndarray:
-        """Return how many more parameters each group may hold if the groups hold ``held``."""
+        """Return how many parameters still fit into each group, besides its units in ``held``."""
         return self.room - held @ self.size
 
     def loads(self, held: np.ndarray) -> np.ndarray:
-        """Return the work of each group, shape (groups,), if the groups hold ``held``."""
+        """Return the work of each group, shape (groups,). ``held`` says which units it holds."""
         return held @ self.work
 
 
@@ -404,10 +404,10 @@ def _components(held: np.ndarray) -> tuple[int, np.ndarray, np.ndarray]:
 def shuffle(packing: Packing, held: np.ndarray, seed: int, slowest: int = _NEVER) -> np.ndarray:
     """Shuffle at random which groups hold which units, and return the new ``held``.
 
-    Every unit keeps its number of holders, and every group keeps its number of units. Two groups
-    put the units that only one of them holds together, shuffle them, and divide them in the same
-    numbers. They keep their old units if a group would exceed its room or get more than ``slowest``
-    work. ``seed`` is the seed of PCG64.
+    Every unit keeps its number of holders, and every group keeps its number of units. Two groups at
+    a time collect the units that only one of them holds, shuffle these units, and divide them in
+    the old numbers. They keep their old units if a group would exceed its room or get more than
+    ``slowest`` work. ``seed`` is the seed of PCG64.
 
     This is the "curveball" walk over matrices of given margins (Strona et al. 2014, Nature Comm.
     5:4114).

@@ -214,7 +214,7 @@ class Placement:
         return notes
 
     def guarantees(self) -> dict[str, Any]:
-        """Return numbers about this placement for reports, as JSON.
+        """Return what this placement guarantees, as JSON: fewest holders, fractions, balance.
 
         Fractions are of the units' parameters. Work is in FLOPs if the model states them, else in
         parameters.

@@ -27,9 +27,9 @@ def require_inside(units: Sequence[Unit], blocks: Sequence[str]) -> None:
 def require_whole_tensors_if_random(model: nn.Module, mesh: Mesh) -> None:
     """Raise ConfigError for tensor parallelism with a model that draws random numbers.
 
-    Such a model states ``random_options()``, for example dropout. Every rank draws different
-    numbers, but tensor-parallel ranks would need equal numbers for the tensors that all of them
-    have.
+    Such a model names its options, for example dropout, in ``random_options()``. Every rank draws
+    different numbers, but tensor-parallel ranks would need equal numbers for the tensors that all
+    of them have.
     """
     options = get_random_options(model)
     if options and mesh.tp > 1:

@@ -1,1 +1,1 @@
-"""The part of the model that a group holds: how it is cut, scaled, initialised and compiled."""
+"""Cuts, scales, initialises and compiles the part of the model that a group holds."""

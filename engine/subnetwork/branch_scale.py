@@ -47,7 +47,7 @@ class BranchScale:
 
     @contextmanager
     def of_full_model(self) -> Iterator[None]:
-        """A context in which units have the factors for the full model."""
+        """A context in which each unit's contribution has the factor for the full model."""
         self._switch(full=True)
         try:
             yield
@@ -60,15 +60,14 @@ class BranchScale:
             slices.factors = {index: self.factor(unit) for index, unit in units.items()}
 
     def use(self, layout: Layout) -> None:
-        """Take the factors from ``layout`` from now on. Each phase of a schedule has a layout."""
+        """Use the factors of ``layout`` from now on, for example in a new phase of a schedule."""
         self._layout = layout
         self._switch(full=self._full)
 
     def install(self, model: nn.Module) -> None:
         """Make the units of ``model`` scale their contributions, by hooks or by factors of slices.
 
-        Skipped blocks are scaled, too, because they run when the full model is evaluated. Slices of
-        an earlier ``model`` are not scaled any more.
+        Skipped blocks are scaled, too, because they run when the full model is evaluated.
         """
         if self._layout.branch_scale == "none":
             return

@@ -269,7 +269,7 @@ def carve(model: nn.Module, units: Sequence[Unit], placement: Placement, group: 
 
 
 def pass_throughs(model: nn.Module) -> list[PassThrough]:
-    """Return the pass-throughs of skipped blocks in ``model``."""
+    """Return the modules in ``model`` that take the place of skipped blocks."""
     return [module for module in model.modules() if isinstance(module, PassThrough)]
 
 

@@ -42,9 +42,9 @@ def quantise(weight: torch.Tensor, kind: Kind) -> tuple[torch.Tensor, torch.Tens
         kind: "int8" or "nf4".
 
     Returns:
-        The quantised numbers, and the bytes of the float16 scales: uint8 of shape (rows, 2 ·
-        blocks). The numbers are int8 in the shape of ``weight``, or uint8 with two "nf4" numbers a
-        byte, of shape (rows, half of a row).
+        The quantised numbers: int8 in the shape of ``weight``, or for "nf4" uint8 of shape (rows,
+        half of a row), with two numbers a byte. And the bytes of the float16 scales: uint8 of shape
+        (rows, 2 · blocks).
     """
     rows, tail = weight.shape[0], weight[0].numel()
     blocks = -(-tail // BLOCK)
@@ -166,9 +166,9 @@ def copy_cheaply(model: nn.Module, layout: Layout, group: int, section: CopiesSe
 
 
 def replace_copies(model: nn.Module, layout: Layout, weights: Mapping[str, torch.Tensor]) -> list[Copies]:
-    """Make modules use exact ``weights`` in place of copies, until ``exact`` is cleared.
+    """Make modules use exact ``weights`` in place of copies.
 
-    Returns the objects :class:`Copies` whose ``exact`` was changed.
+    To undo this, clear ``exact`` of the returned objects.
     """
     aliases = {alias: weights[name] for alias, name in layout.aliases.items() if name in weights}
     changed = []

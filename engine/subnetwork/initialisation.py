@@ -341,7 +341,7 @@ def fillers_from(files: WeightFiles, directory: Path, model: nn.Module, layout: 
 
 
 def filled_from(plan: Sequence[ModuleInit], fillers: dict[str, Filler]) -> list[ModuleInit]:
-    """Return ``plan``, but with the functions in ``fillers`` for the tensors that these fill.
+    """Return ``plan``, changed so that functions in ``fillers`` give the values of their tensors.
 
     A module is initialised only if one of its tensors has no such function.
     """

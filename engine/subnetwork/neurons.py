@@ -316,9 +316,9 @@ def _slice(model: nn.Module, path: str, slices: Mapping[str, Slices], dtype: tor
         model.set_submodule(path, SlicedBatchNorm(module, slices, dtype))
     elif isinstance(module, nn.Linear | nn.Conv2d | _BatchNorm):
         raise ModelError(
-            f'{path}: sdp.granularity "neuron" cuts linear layers (by outputs with their bias, or by inputs), '
-            f"convolutions without bias and groups, and batch norms, not {', '.join(dims)} of this "
-            f'{type(module).__name__}; use "block"'
+            f'{path}: sdp.granularity "neuron" cannot cut {", ".join(dims)} of this {type(module).__name__}, but only '
+            "linear layers (outputs with their bias, or inputs), convolutions without bias and groups, and batch norms"
+            '; use "block"'
         )
     else:
         _slice_in_place(module, slices, dtype)

@@ -72,8 +72,8 @@ class _Entry:
 class Ledger(TorchDispatchMode):
     """A context that counts the bytes of all storages on ``device`` that operators use.
 
-    The peaks are in ``windows``: one window for each name that :meth:`enter_window` gets. The
-    tensors may be fake. Reading a number out of a tensor gives 1, because fake tensors have no
+    ``windows`` has the peaks of each part of the step, by the name given to :meth:`enter_window`.
+    The tensors may be fake. Reading a number out of a tensor gives 1, because fake tensors have no
     values.
     """
 

@@ -46,7 +46,7 @@ class Messages:
         return [one for fragment in range(count) for one in self._between(rank, fragment)]
 
     def of_service(self) -> tuple[int, int]:
-        """Return bytes that the service (``sdp.sync.service``) receives and sends in a round."""
+        """Return the bytes that the averaging service receives and sends in a round."""
         received = sent = 0
         for group in range(self._mesh.sdp):
             for info in self._layout.held(group):
@@ -59,7 +59,8 @@ class Messages:
     def in_busiest_step(self, rank: int) -> float:
         """Return the bytes that ``rank`` sends between groups in the busiest step of a round.
 
-        With overlap, a step averages weights, and a later step refreshes frozen copies.
+        With overlap, averages of weights and refreshes of frozen copies are in different steps, so
+        their bytes are not added.
         """
         assert self._sync is not None
         steps = []
