@@ -5,7 +5,7 @@ also has the weights and optimizer state of each group. A run with the same mesh
 continues with the weights of each group. Any other run continues from the anchors, with the mean of
 the holders' optimizer state.
 
-This file also converts an optimizer's 8-bit moments, if their blocks differ in this run.
+This file also converts 8-bit moments if this run divides them into other blocks with one scale.
 """
 
 from __future__ import annotations

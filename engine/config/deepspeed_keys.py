@@ -250,7 +250,7 @@ _WITHOUT_AUTO = _OURS[:6]
 
 
 def resolve_spellings(raw: dict[str, Any]) -> dict[str, Any]:
-    """Return the configuration ``raw`` with the keys and values that DeepSpeed 0.19 would write.
+    """Return the configuration ``raw`` in the spelling of DeepSpeed 0.19.
 
     Old names and switches are replaced. Comments and keys with the value null are removed.
     """

@@ -49,7 +49,7 @@ KeyPath = tuple[str, ...]
 
 
 class Section(BaseModel):
-    """A section of the file. Unknown keys and values of another type ("4" for 4) are errors."""
+    """A configuration section. Unknown keys and values of another type ("4" for 4) are errors."""
 
     model_config = ConfigDict(extra="forbid", strict=True, frozen=True, allow_inf_nan=False)
 
