@@ -72,8 +72,7 @@ class Checkpoints:
             save_latest: Whether a load without a tag finds this checkpoint.
             exclude_frozen_parameters: Only causes a warning, because a checkpoint has all weights.
             keep: How many of the checkpoints named ``step-N`` to keep. If None, all stay.
-            keep_every: Also keep checkpoints of steps that are multiples of this number. If 0,
-                none.
+            keep_every: Also keep checkpoints of steps that are multiples of this, unless it is 0.
             background: Whether to return as soon as the state is copied to host memory. The copy is
                 written while training continues. If the save fails, :meth:`wait_for_checkpoint`
                 raises the error.

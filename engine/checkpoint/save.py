@@ -130,7 +130,7 @@ def write(
         state: The content of ``state.json``, without the hashes of the files.
         ranks: The processes that save together.
         keep: How many checkpoints to keep, including the new one. If None, all stay.
-        keep_every: Also keep checkpoints of steps that are multiples of this number. If 0, none.
+        keep_every: Also keep checkpoints of steps that are multiples of this, unless it is 0.
         files: Further files to write, as content by name. Only those of rank 0 are written.
         is_newest: Whether a load without a tag finds this checkpoint.
 

@@ -101,7 +101,7 @@ class Anchors:
             return weights, {name: tensor.clone() for name, tensor in self.momenta.items()}
 
     def check(self, slot: int, fragment: int, changes: Mapping[Slice, torch.Tensor]) -> None:
-        """Raise ServiceError unless ``changes`` are exactly what a group trains in a fragment."""
+        """Raise ServiceError unless ``changes`` are exactly what the group trains of a fragment."""
         held = (info for info in self.layout.held(slot) if info.trainable and self.fragments[info.name] == fragment)
         expected = {info.name: info.numel for info in held}
         found = Counter[str]()

@@ -47,8 +47,8 @@ class DataOrder:
     def deal(self, slot: int, absent: Collection[int]) -> list[int]:
         """Assign a share of the data to the group ``slot``, and return it.
 
-        The share is taken from the first block that has one for this group: its own share, or the
-        share of a group that is ``absent`` or far behind.
+        It is the first share that is left for this group: its own share of a block, or the share of
+        a group that is ``absent`` or far behind.
         """
         newest, block, free = max(map(int, self.dealt), default=self.first), self.first, list[int]()
         while not free:
