@@ -60,14 +60,14 @@ class LossScaler:
 
     @classmethod
     def of(cls, config: Config) -> LossScaler | None:
-        """Return the scaler of a run, or None if it does not compute in float16."""
+        """Return the scaler of a run, or None if the run does not compute in float16."""
         if not config.scales_loss:
             return None
         return cls(config.fp16)
 
     @property
     def can_be_lowered(self) -> bool:
-        """Whether a lower scale might avoid an overflow: it is dynamic, and above its minimum."""
+        """Whether the scale is dynamic and above its minimum, so that it can become lower."""
         return self.is_dynamic and self.cur_scale > self._section.min_loss_scale
 
     def update(self, *, overflow: bool) -> None:
@@ -93,10 +93,7 @@ class LossScaler:
         return {key: getattr(self, key) for key in self._SAVED} if self.is_dynamic else None
 
     def load_state_dict(self, state: Mapping[str, Any] | None) -> None:
-        """Continue from a result of :meth:`state_dict`, or from the state of DeepSpeed's scaler.
-
-        A fixed scale does not change.
-        """
+        """Continue from :meth:`state_dict` or DeepSpeed's state. A fixed scale does not change."""
         for key in self._SAVED if self.is_dynamic else ():
             if state is not None and key in state:
                 setattr(self, key, state[key])

@@ -307,9 +307,9 @@ def connect(packing: Packing, held: np.ndarray) -> np.ndarray:
     """Exchange units between groups until units connect all groups, and return the new ``held``.
 
     Every unit keeps its number of holders. In the graph of groups and units, an exchange moves an
-    edge (group, unit) of a cycle to another connected component, which does not split the edge's
-    old component. Such an edge exists if Σk ≥ groups + units − 1. The result is not connected if
-    there are fewer holders, or if the groups' room forbids every exchange.
+    edge (group, unit) of a cycle to another connected component. Without this edge, its old
+    component is still connected. Such an edge exists if Σk ≥ groups + units − 1. The result is not
+    connected if there are fewer holders, or if the groups' room forbids every exchange.
     """
     held = held.copy()
     if held.sum() < sum(held.shape) - 1:

@@ -123,7 +123,7 @@ class Placement:
 
     @cached_property
     def connected(self) -> bool:
-        """Whether units alone connect all groups. A unit connects its holders."""
+        """Whether common units connect all groups, directly or through other groups."""
         return len(self.components()) == 1
 
     def components(self) -> list[list[int]]:

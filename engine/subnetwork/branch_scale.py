@@ -27,8 +27,7 @@ from .neurons import Slices
 class BranchScale:
     """Scales the units of a model, each with a factor of its own.
 
-    The factors are those for a subnetwork, or inside :meth:`of_full_model` those for the full
-    model.
+    These are the factors for a subnetwork. Inside :meth:`of_full_model`, other factors apply.
     """
 
     def __init__(self, layout: Layout):

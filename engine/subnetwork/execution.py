@@ -115,7 +115,7 @@ def compile_units(
         blocks: Paths of the blocks.
         device: Where the blocks run.
         sliced: Whether blocks may have slices with different indices, which need separate graphs.
-        phases: How many maskings the run uses. Under each, a block may have other slices.
+        phases: How many maskings the run has. A block may have other slices under each masking.
 
     Raises:
         ConfigError: torch.compile does not work for ``device``.

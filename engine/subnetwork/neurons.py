@@ -82,7 +82,7 @@ class Slices:
         return torch.cat(ranges) if ranges else torch.empty(0, dtype=torch.long, device=device)
 
     def scaled(self, x: Tensor, axis: int, weights: Sequence[Tensor]) -> Tensor:
-        """Multiply the inputs ``x`` of each slice by the factor of the slice.
+        """Multiply the inputs ``x`` of each slice by the slice's factor (``sdp.branch_scale``).
 
         ``axis`` is the dimension of ``x`` with the inputs. ``weights`` are the present slices.
         """
@@ -97,7 +97,7 @@ class Slices:
     def in_parts(self, y: Tensor, axis: int) -> Tensor:
         """Sort the outputs ``y`` of a layer along ``axis``: queries first, then keys, then values.
 
-        Without several parts, ``y`` is returned unchanged.
+        The outputs of any other layer are returned unchanged.
         """
         order, size = self.order, len(self.ranges) // self.parts
         by_part = sorted(range(len(order)), key=lambda position: order[position] // size)  # stable

@@ -21,7 +21,7 @@ Sums = Counter[tuple[Kind, Holders]]
 
 
 class Messages:
-    """Computes the collectives in which each rank of a run sends data."""
+    """Computes what each rank of a run sends, by the kind of collective."""
 
     def __init__(self, layout: Layout, config: Config):
         self._layout, self._mesh, self._sync = layout, layout.mesh, config.sdp.sync
