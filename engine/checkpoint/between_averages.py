@@ -175,7 +175,7 @@ def has_groups(keys: set[str]) -> bool:
 
 
 def keys_of_moments(keys: set[str]) -> set[str]:
-    """Return the keys of all whole moments in a checkpoint, whose ``keys`` may name slices."""
+    """Return the keys of all moments in a checkpoint. The parts of a moment have one key."""
     found = set()
     for match in filter(None, map(_KEY.fullmatch, keys)):
         cut = _SLICE.fullmatch(match[2])

@@ -146,7 +146,7 @@ Problems = list[tuple[bool, str]]  # whether a configuration has the problem, an
 def problems_with_copies(config: Any) -> Problems:
     """List the settings that a configuration cannot combine with copies that are not exact.
 
-    Each entry says whether the configuration has the setting, and has the error message.
+    Each entry is a pair: whether the configuration has the setting, and the error message.
     """
     sdp, copies = config.sdp, config.sdp.copies
     if copies.are_exact:
@@ -168,7 +168,7 @@ Steps = Annotated[int, Field(gt=0, le=2**24)]
 
 
 class OuterSGDParams(Section):
-    """Parameters of the SGD that moves the anchors of local steps, with torch's names.
+    """Parameters of the outer SGD of local steps, with torch's names.
 
     If none is given, all have DiLoCo's values (arXiv 2311.08105).
     """
@@ -188,7 +188,7 @@ DILOCO = OuterSGDParams(lr=0.7, momentum=0.9, nesterov=True)
 
 
 class OuterSGD(Section):
-    """The outer optimizer of local steps: SGD on the anchors.
+    """The outer optimizer of local steps: SGD on the weights after the last average (the anchors).
 
     With the rate 1 and without momentum, the anchor becomes the mean of the holders' weights.
     """
@@ -198,7 +198,7 @@ class OuterSGD(Section):
 
 
 class ServiceSection(Section):
-    """``sdp.sync.service``: a service keeps the anchors, so that groups may come and go."""
+    """``sdp.sync.service``: a service averages weights, so that groups may come and go."""
 
     quorum: Annotated[float, Field(gt=0, le=1)] = 0.5
     grace_seconds: Annotated[float, Field(ge=0)] = 30.0
@@ -240,7 +240,7 @@ class SyncSection(Section):
 def problems_with_sync(config: Any) -> Problems:
     """List the settings that a configuration cannot combine with local steps.
 
-    Each entry says whether the configuration has the setting, and has the error message.
+    Each entry is a pair: whether the configuration has the setting, and the error message.
     """
     sdp, sync, training = config.sdp, config.sdp.sync, config.training
     if sync is None:
@@ -290,7 +290,7 @@ class PathsSection(Section):
 def problems_with_paths(config: Any) -> Problems:
     """List the settings that a configuration cannot combine with several paths.
 
-    Each entry says whether the configuration has the setting, and has the error message.
+    Each entry is a pair: whether the configuration has the setting, and the error message.
     """
     sdp = config.sdp
     if sdp.paths is None:

@@ -51,7 +51,8 @@ class FullModel:
             model.
 
     Attributes:
-        evaluation: records whether the engine evaluates. Other passes in evaluation mode warn.
+        evaluation: records whether the engine evaluates now. Other passes in evaluation mode cause
+            a warning.
     """
 
     def __init__(self, groups: BetweenGroups, config: Config, uncut: UncutModel | None = None):
@@ -64,7 +65,7 @@ class FullModel:
 
     @property
     def is_partial(self) -> bool:
-        """Whether a group's module is not the full model, because units are missing or inexact."""
+        """Whether a group's module is not the full model: units are missing or inexact copies."""
         layout = self._store.layout
         partial = any(len(holders) < layout.mesh.sdp for holders in layout.placement.holders)
         return partial and not (layout.keeps_frozen and layout.copies.are_exact) and layout.paths == 1

@@ -7,7 +7,7 @@ model, however its forward is written. Each pass has a thread of its own, but on
 at a time, so results do not depend on scheduling.
 
 This file also measures batch norm's running statistics of the full model. Under forward masking, a
-rank tracks the statistics of its own subnetwork. Its activations lack what the blocks of other
+rank tracks the statistics of its own subnetwork. The activations lack what the blocks of other
 groups add, so these statistics are wrong for the full model. They are measured again by a pass of
 the full model over some training batches (Wu and Johnson, arXiv 2105.07576, section 3). The result
 is the mean and variance of each channel over all of these batches and all ranks.

@@ -32,9 +32,9 @@ _SPARE = 0.9  # the fraction of the free memory that a copy may take, because ac
 
 
 class UncutModel:
-    """The structure of the user's model before units were removed, from which copies are made.
+    """The structure of the full model, before units were removed. Copies are made from it.
 
-    It has no values of parameters and persistent buffers.
+    Parameters and persistent buffers have no values.
     """
 
     def __init__(self, model: nn.Module, layout: Layout, plan: Sequence[ModuleInit] | None):

@@ -36,8 +36,8 @@ class Delivery:
     """The changes of weights that the group ``slot`` sends for an average, as they arrive.
 
     ``samples`` is how many samples the group has read since its last delivery of this fragment.
-    ``new_samples`` is how many it has read since its last delivery of any fragment. ``loss`` is
-    their mean loss, and ``seconds`` is how long they took.
+    ``new_samples`` is how many it has read since its last delivery of any fragment. ``loss`` is the
+    mean loss of the new samples, and ``seconds`` is how long they took.
     """
 
     slot: int

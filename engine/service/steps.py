@@ -151,7 +151,7 @@ class Membership:
     def whole_units(self, infos: Sequence[TensorInfo], context: RankContext) -> dict[str, torch.Tensor]:
         """Fetch the parameters ``infos`` for an evaluation, and return them by name.
 
-        The values are those of the anchors. With tensor parallelism, each rank gets its own part.
+        The values are the service's weights. With tensor parallelism, each rank gets its own part.
         """
         found = {info.name: torch.zeros(info.tp_shape) for info in infos}
         shard = Shard(tp=context.at.tp)
