@@ -118,13 +118,13 @@ class CurveWriter(Protocol):
 def open_writers(
     config: Config, folder: Path | None = None, wandb_options: Mapping[str, Any] = MappingProxyType({})
 ) -> list[CurveWriter]:
-    """Return a writer for each monitor that the configuration enables.
+    """Return a writer for each of TensorBoard, CSV and W&B that the configuration enables.
 
     Args:
         config: The configuration, with sections ``tensorboard``, ``csv_monitor`` and ``wandb``.
-        folder: The folder of a run, for monitors without ``output_path``. After a resume, new
-            points replace older ones from the first new step on. If None, the curves are those of
-            a script: they go to ``runs/JOB_NAME``, and new points are added to older ones.
+        folder: The folder of a run. Curves go there if a section has no ``output_path``, and after
+            a resume new points replace older points. If None, a script writes the curves: they go
+            to ``runs/JOB_NAME``, and new points are added to older points.
         wandb_options: Further arguments of ``wandb.init``.
 
     Raises:
@@ -156,7 +156,8 @@ class _TensorBoard:
                 refuse_link(path)
             self._writer = self._open(log_dir=str(self._folder), purge_step=step if self._replaces else None)
         elif self._is_rewound:
-            # In the same file, because the names of two files of one second may not be in order.
+            # The mark goes into the same file. TensorBoard reads files in the order of their names,
+            # and the names of two files that are opened in one second may be in the wrong order.
             events = importlib.import_module("tensorboard.compat.proto.event_pb2")
             start = events.SessionLog(status=events.SessionLog.START)
             self._writer.file_writer.add_event(events.Event(step=step, session_log=start))

@@ -161,7 +161,7 @@ class SDPEngine:
                 ranks must.
 
         Returns:
-            The loss as it was differentiated, divided by ``gradient_accumulation_steps``.
+            The loss, divided by ``gradient_accumulation_steps`` if ``scale_wrt_gas`` is True.
 
         Raises:
             ConfigError: ``retain_graph`` is True, the loss has no gradient, or ``weight``
@@ -323,7 +323,7 @@ class SDPEngine:
                 self.groups.enter_phase(masking)
 
     def go_on_after(self, steps: int, samples: int, skipped: int) -> None:
-        """Set the counts of a loaded checkpoint, and the masking of the next step. Collective."""
+        """After a checkpoint was loaded, set its counts and the next step's masking. Collective."""
         self.global_steps, self.global_samples = steps, samples
         self.micro_steps = steps * self._batch.accumulation
         self.last_steps.start_at(skipped)
@@ -364,8 +364,8 @@ class SDPEngine:
     def set_gradient_accumulation_boundary(self, is_boundary: bool | None) -> None:
         """Say whether the next micro-batch is the last one before an optimizer step.
 
-        After None, the engine counts micro-batches itself. As in DeepSpeed, losses are divided by
-        ``gradient_accumulation_steps`` in any case.
+        If ``is_boundary`` is None, the engine counts micro-batches itself again. As in DeepSpeed,
+        losses are divided by ``gradient_accumulation_steps`` in any case.
         """
         self._own_boundary = is_boundary
         if is_boundary is None:  # as if all earlier steps had accumulated as many micro-batches
@@ -373,7 +373,7 @@ class SDPEngine:
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
-        """A context in which backward averages no gradients. Call :meth:`step` only after it."""
+        """A context in which backward averages no gradients. :meth:`step` is an error inside."""
         self._syncing = False
         try:
             yield
@@ -514,7 +514,7 @@ class SDPEngine:
         return self.last_steps.skipped_until()
 
     def skipped_until(self, step: int) -> int:
-        """Return the :attr:`skipped_steps` after ``step``, which must be one of the last steps."""
+        """Return how many steps were skipped up to ``step``, which must be one of the latest."""
         return self.last_steps.skipped_until(step)
 
     @property
@@ -592,7 +592,7 @@ class SDPEngine:
     bfloat16 = functools.partialmethod(to, torch.bfloat16)
 
     def destroy(self) -> None:
-        """Wait for a checkpoint in the background, and drop gradients. Call this at the end."""
+        """Wait until the last checkpoint is written, and drop gradients. Call this at the end."""
         self.wait_for_checkpoint()
         self.groups.forget_gradients()
         if (deepspeed := getattr(self.store, "deepspeed", None)) is not None:

@@ -10,7 +10,7 @@ import re
 from collections.abc import Iterable
 
 MOST_QUOTED = 200  # characters of an input value in a message
-# The disk, the user's quota, or the largest file that a process may write.
+# A full disk, the user's quota, or the limit for the size of a file.
 NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 MOST_MESSAGE = 4000  # characters of a message, if a value in it was not shortened
 # Control characters without the line feed and the tab, halves of surrogate pairs, and characters
@@ -105,7 +105,7 @@ class HolderMismatchError(SDPError):
     exit_code = 1
 
 
-# The names of earlier versions.
+# Names of earlier versions, which scripts may still use.
 DivergedError = NonFiniteError
 DivergenceError = HolderMismatchError
 

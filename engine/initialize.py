@@ -315,7 +315,7 @@ def _finish(
     if engine.world_size > 1 and dist.get_backend() != "fake":  # ranks that do not exist are not watched
         engine.calls = CallWatch()
         watch_calls(engine)
-        weakref.finalize(engine, engine.calls.stop).atexit = False  # at its exit a rank says so
+        weakref.finalize(engine, engine.calls.stop).atexit = False  # the watch reports the exit of a script
     check_equal({"the samples of training_data": samples}, device)
     engine.rates_of_parameters()
     if engine.global_rank == 0:

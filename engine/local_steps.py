@@ -138,7 +138,7 @@ class LocalSteps:
     def _summary(self, loss: float, norm: float, count: float | None) -> list[float]:
         """Return this rank's terms of the sums from which the outcome of a step is computed."""
         mesh, at = self._context.mesh, self._context.at
-        share = 1 / len(mesh.groups) if at.fsdp == 0 and at.tp == 0 else 0.0  # of the groups
+        share = 1 / len(mesh.groups) if at.fsdp == 0 and at.tp == 0 else 0.0  # the sum over all ranks is 1
         return [
             loss / mesh.world_size,
             *((share * norm, share) if math.isfinite(norm) else (0.0, 0.0)),
@@ -290,15 +290,15 @@ class LocalTraining:
 
     @property
     def pending(self) -> PendingUpdate | None:
-        """Loss and norm of the last step that :meth:`add` kept. They may not have arrived yet."""
+        """Loss and norm of the last local step, or None if :meth:`arrived` has returned them."""
         return self._pending[-1][1] if self._pending else None
 
     def newest(self) -> LocalUpdate | None:
-        """Wait for loss and norm of the last step that :meth:`add` kept. None without one."""
+        """Wait for loss and norm of the last local step. None if :meth:`arrived` returned them."""
         return self.pending.wait() if self.pending is not None else None
 
     def skipped_steps(self, until: int | None = None) -> int:
-        """Wait for the steps that :meth:`add` kept, and count the skipped ones up to ``until``."""
+        """Count skipped steps that :meth:`arrived` has not returned, up to ``until``. May wait."""
         return sum(update.wait().skipped > 0 for step, update in self._pending if until is None or step <= until)
 
     @property

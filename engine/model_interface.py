@@ -271,7 +271,8 @@ def get_parameter_init(model: nn.Module) -> Callable[[str], Init] | None:
 def get_canonical_name(model: nn.Module) -> Callable[[str], str | None]:
     """Return the function that maps keys of weight files to names of the model's tensors.
 
-    It is the model's method ``canonical_name``. Without this hook, it returns the key itself.
+    This is the model's method ``canonical_name``. If the model lacks this hook, the function
+    returns the key itself.
     """
     return _find_method(model, "canonical_name") or (lambda key: key)
 

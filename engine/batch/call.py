@@ -146,8 +146,8 @@ def cast_floats(tree: Any, dtype: torch.dtype) -> Any:
 def loss_of(output: Any) -> torch.Tensor:
     """Return the scalar loss in what a model returned.
 
-    It is the output itself, ``output.loss``, ``output["loss"]``, or the first scalar of a tuple or
-    list.
+    The loss is the output itself, ``output.loss``, ``output["loss"]``, or the first scalar of a
+    tuple or list.
     """
     if isinstance(output, torch.Tensor):
         if output.numel() == 1:
@@ -285,7 +285,7 @@ class LossWeights:
         self._losses.append(torch.where(weight > 0, loss.detach().double() * weight, 0.0))
 
     def total(self) -> torch.Tensor:
-        """Return the sum of this rank's weights, Σ n, a float64 scalar."""
+        """Return the sum of the weights of this rank's losses, Σ n, a float64 scalar."""
         return torch.stack(self._weights).sum()
 
     def weighted_loss(self) -> torch.Tensor:

@@ -70,7 +70,7 @@ class ResumableLoader:
         self.dataset = dataset
         paths, sources = getattr(dataset, "paths", None), getattr(dataset, "sources", None)
         self.sampler: ResumableBatchSampler
-        if isinstance(paths, PathSamples):  # another data set may have files by this name
+        if isinstance(paths, PathSamples):  # a user's data set may have other ``paths``
             self.sampler = PathSampler(paths, micro_batch_size, data_rank, data_ranks, seed)
         elif sources is not None:
             self.sampler = MixtureSampler(sources, micro_batch_size, data_rank, data_ranks, seed)
@@ -204,7 +204,7 @@ def evaluation_batches(
     *,
     drop_last: bool = True,
 ) -> DataLoader[Any]:
-    """Return a loader of one data rank's evaluation batches. Every iteration starts again.
+    """Return a loader of one data rank's evaluation batches, which can be iterated again.
 
     The samples are spread evenly over the data set. So with a ``limit``, they are not only the
     first documents.

@@ -26,7 +26,7 @@ BLOCK = 1024  # positions
 
 @dataclass(frozen=True)
 class Source:
-    """One of the sources of which a data set consists, one after the other, such as one corpus.
+    """One source of a mixed data set, such as a corpus. The data set has all sources in a row.
 
     Attributes:
         name: The name of the source in messages and metrics.

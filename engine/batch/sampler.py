@@ -16,7 +16,7 @@ _OF_OTHER_DATA = {
     "the weights with training.init_from",
     "sources": "several sources, but this run reads one data set; set data.sources again",
 }
-"""What is wrong with a state that has a key of another sampler."""
+"""Keys that only states of other samplers have, and what is wrong if a state has them."""
 
 
 class ResumableBatchSampler:
@@ -65,7 +65,7 @@ class ResumableBatchSampler:
         self.shuffle = shuffle
         self.consumed = consumed
         self.positions = positions
-        # This loader's samples in the order of the run: (first, length). By default all.
+        # Maps a range of this loader's samples, (first, length), to ranges of the run's order.
         self.ranges: Callable[[int, int], Iterable[tuple[int, int]]] = lambda start, count: ((start, count),)
         # Each path orders its samples independently.
         self._samples_in_order, self._of_path = num_samples, tuple[int, ...]()

@@ -4,7 +4,8 @@ A second thread of the process watches the main thread. If the main thread hangs
 holds the GIL, no Python thread can run. In this case a thread of ``faulthandler`` ends the process.
 
 :class:`Heartbeat` watches one rank. :class:`CallWatch` is for scripts: if only some ranks make a
-call, it prints in which call every rank is. The launcher uses this file, and needs no torch.
+call, it prints in which call every rank is. Only :class:`CallWatch` imports torch, because the
+launcher uses this file, too.
 """
 
 from __future__ import annotations

@@ -139,7 +139,7 @@ _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 
 
 def machine_id() -> str:
-    """Return an identifier of this machine that is unique until a reboot, unlike a host name.
+    """Return an identifier that no other machine has, unlike a host name. A reboot changes it.
 
     The result is the host name if the machine has no such identifier.
     """

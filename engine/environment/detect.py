@@ -201,7 +201,7 @@ def inherited_socket() -> int | None:
 
 
 def launcher_serves_store() -> bool:
-    """Return whether the launcher serves torch's store, as torchrun does. Else rank 0 must."""
+    """Return whether the launcher serves torch's store, as torchrun does. If not, rank 0 must."""
     return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
 
 
@@ -262,7 +262,7 @@ def detect(environ: Mapping[str, str] | None = None) -> Environment | None:
 
     Raises:
         LaunchError: The variables are incomplete or contradict each other, or there are several
-            hosts but no master. The message names what is missing.
+            hosts but no master address. The message names what is missing.
     """
     if environ is None:
         environ = os.environ

@@ -69,7 +69,7 @@ class Messages:
         return dist.all_reduce(tensor, group=group, async_op=True)
 
     def broadcast(self, tensor: torch.Tensor, source: int, group: dist.ProcessGroup) -> Any:
-        """Start to send ``tensor`` from rank ``source`` in ``group``. Returns a work handle."""
+        """Start to broadcast ``tensor`` from rank ``source`` of ``group``. Returns a handle."""
         return dist.broadcast(tensor, group_src=source, group=group, async_op=True)
 
 
@@ -258,8 +258,8 @@ class GroupStore(Protocol):
         """Accumulate the gradients of ``loss``.
 
         In the last micro-batch of a step, ``averages`` is given, and averages gradients among
-        holders. Before, gradients are averaged over the group's data ranks. At ZeRO stage 0 they
-        are not, because ``averages`` then also averages over the ranks of the group.
+        holders. Under ZeRO 1 to 3, the store first averages them over the group's data ranks. At
+        stage 0, ``averages`` does this, too.
         """
         ...
 
@@ -288,7 +288,7 @@ class GroupStore(Protocol):
         ...
 
     def pieces(self, key: str, tensor: torch.Tensor) -> Iterable[Piece]:
-        """Split a tensor, shaped like ``stepped[key].tensor``, into parts of parameters."""
+        """Split a tensor, shaped like ``stepped[key].tensor``, into parts of full parameters."""
         ...
 
     def weights_changed(self) -> None:

@@ -353,15 +353,14 @@ class BetweenGroups:
     ) -> None:
         """Check that holders have bitwise equal weights and optimizer state. Collective.
 
-        See :func:`check_holders` for the arguments.
-
-        Raises HolderMismatchError if two holders differ.
+        The function ``check_holders`` of this module describes the arguments. Raises
+        HolderMismatchError if two holders differ.
         """
         if self.context.world_size > 1 and self.context.mesh.alone is None:
             check_holders(self.store, optimizer, weights or {}, owners or {})
 
     def names_of_param_groups(self) -> list[list[str]]:
-        """Return the full model's names of the parameters in each of the optimizer's groups."""
+        """Return for each of the optimizer's parameter groups the names of its parameters."""
         infos = self.store.layout.parameters
         found: list[list[str]] = [[] for _ in self.store.optimizer.param_groups]
         for one in self.store.stepped.values():

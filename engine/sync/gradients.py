@@ -230,7 +230,7 @@ def _are_adjacent(tensors: Sequence[torch.Tensor]) -> bool:
 
 
 CHANGED = 2.0**1000
-"""What a rank adds to the squared norm of the gradient if a script has changed some of it."""
+"""A rank adds this number to the squared gradient norm if a script has changed gradients."""
 
 _ROUND_OFF = 1e-6
 

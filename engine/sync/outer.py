@@ -418,9 +418,9 @@ class OuterSteps:
 
     @property
     def pending_changes(self) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
-        """Two mappings by name, to save an average that was started and is not applied yet.
+        """For an average that is not applied yet: mean changes, and the weights when it started.
 
-        They have the mean changes of the holders, and this rank's weights when the average started.
+        Both are mappings by name. A checkpoint saves them.
         """
         self.settle()
         means: dict[str, torch.Tensor] = {}

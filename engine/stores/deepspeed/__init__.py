@@ -1,1 +1,1 @@
-"""The DeepSpeed store: DeepSpeed shards a group's state. Only this package uses DeepSpeed."""
+"""The DeepSpeed store: DeepSpeed's ZeRO shards a group's state."""

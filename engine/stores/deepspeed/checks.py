@@ -44,7 +44,7 @@ def check_partitions(
 class PendingGradients:
     """Makes ``module.parameters()`` an error between ``engine.backward`` and ``engine.step``.
 
-    In this time ZeRO keeps the gradients in its own partitions. A function such as
+    During this time, ZeRO has the gradients in its own partitions. A function such as
     ``clip_grad_norm_`` would find no gradients in the parameters, and would silently do nothing.
 
     Attributes:

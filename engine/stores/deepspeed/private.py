@@ -1,7 +1,7 @@
-"""The only file that imports ``deepspeed``.
+"""Everything that SDP uses of DeepSpeed beyond the documented interface.
 
-It lists the tested versions, and the private names of DeepSpeed that SDP uses. If the installed
-version lacks one of these names, it is refused.
+The file lists the tested versions of DeepSpeed, and the private names that SDP uses. If the
+installed version lacks one of these names, it is refused.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ log = logging.getLogger("sdp")
 TESTED = ("0.19.8",)
 _BETWEEN_GROUPS = "sdp_between_groups"  # the name in the tables of DeepSpeed's communication logger
 
-# Names outside DeepSpeed's documented interface: by module, and of ZeRO's optimizer by stage. A
-# parameter of ZeRO 3 also has ``ds_id`` and ``ds_tensor``.
+# Private names of DeepSpeed that SDP uses: by module, and for ZeRO's optimizer by stage. SDP also
+# uses ``ds_id`` and ``ds_tensor`` of a parameter under ZeRO 3.
 NAMES = {
     "deepspeed.ops": ("__compatible_ops__",),
     "deepspeed.comm.comm": ("cdb",),

@@ -362,7 +362,7 @@ def shard(
     settings: dict[str, Any] = {"mp_policy": policy, "offload_policy": offload}
     apply = partial(fully_shard, mesh=mesh, reshard_after_forward=reshards, **settings)
     for name in names:
-        for parameter in model.get_submodule(name).parameters():  # FSDP2 refuses those that are not contiguous
+        for parameter in model.get_submodule(name).parameters():  # FSDP2 needs contiguous parameters
             parameter.data = parameter.data.contiguous()
     uses: list[ModuleUses] = []
     for name in names:
