@@ -34,8 +34,8 @@ _REASONS = {
     "SIGBUS": ", perhaps because a file that it reads was cut short (sdp prepare --verify) or /dev/shm is full",
 }
 _MOST_BYTES = 1 << 20  # of a report; a traceback has some KB
-# Launchers look at their processes every 0.1 s (torchrun) to 1 s (DeepSpeed), and end all of them
-# after the first failure.
+# How long a rank waits, so that its launcher can end it before it prints its error. Launchers look
+# at their processes every 0.1 s (torchrun) to 1 s (DeepSpeed).
 HOLD_BACK_SECONDS = 2.0
 
 

@@ -20,9 +20,8 @@ from .restarts import End, run_again
 from .signals import CAUGHT, GRACE_SECONDS, caught_signals
 
 _POLL_SECONDS = 0.05
-# A rank that fails breaks the collectives of the others, which fail too. This long after the first
-# failure, those that have ended are compared, so that the cause is reported and not its
-# consequences.
+# A rank that fails breaks the collectives of other ranks, which fail too. This long after the first
+# failure, all failures are compared, so that the cause is reported and not its consequences.
 _SETTLE_SECONDS = 0.5
 
 
@@ -129,8 +128,8 @@ def _supervise(ranks: Sequence[RankProcess], received: list[int], grace_seconds:
     wait(ranks, lambda: len(received) > known, stop_seconds if received else grace_seconds)
     _kill(ranks)
     if number:
-        # A rank may report that it could not write its checkpoint. That its peers are gone is
-        # expected.
+        # A rank may report that it could not write its checkpoint. Reports that peers are gone do
+        # not count, because all ranks end.
         reports = [(rank, report) for rank in ranks if (report := rank.report())]
         failures = [(rank, report) for rank, report in reports if report.is_known]
     return End(128 + number, is_loss=False) if number and not failures else _report(failures, suspect)

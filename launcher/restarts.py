@@ -20,7 +20,7 @@ from .fatal_errors import say
 
 LOCK = ".lock"  # in the dump directory; whoever writes the run's files holds it
 MOST_SECONDS = 60.0  # before a restart; the first one waits for a second
-# A file server may keep the lock of a host that is gone for 90 s.
+# If a host is gone, a file server may keep the host's lock for 90 s.
 _LOCK_SECONDS = 120.0
 _POLL_SECONDS = 0.2
 

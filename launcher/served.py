@@ -74,7 +74,7 @@ def start_served(config: Config, words: Sequence[str], dump_dir: Path, processes
             while not received and not service.is_over:
                 for process in started:
                     process.look()
-                # The service has prepared the data. A run that goes on has an older file.
+                # A new file: the service has prepared the data. A run that goes on has an old one.
                 if len(started) == 1 and _config_time(dump_dir) != before:
                     for group in range(1, groups + 1):
                         directory = str(dump_dir / "groups" / str(group))

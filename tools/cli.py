@@ -75,8 +75,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             args = _parse(words, above)
             _refuse_long_names([*vars(args).get("runs", ()), *(vars(args).get(name, "") for name in ("run", "output"))])
             code = module_of(args.command).run(args)
-        # Flush here, where the handler below sees that the reader has left, not at interpreter
-        # exit.
+        # Not at the exit of the interpreter, so that the handler below sees if the reader has left.
         sys.stdout.flush()
         return code
     except KeyboardInterrupt:

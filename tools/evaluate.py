@@ -208,7 +208,10 @@ def _evaluate_paths(
     scores = [] if router is None else [router.scores(batch["input_ids"].numpy()) for batch in batches]
     weights = [torch.from_numpy(of_batch).log_softmax(1).float() for of_batch in scores]
     ensemble = [torch.full(batch["labels"][:, 1:].shape, -math.inf) for batch in batches]
-    sums, counts = torch.zeros(2, count, count, dtype=torch.float64), torch.zeros(2, count)  # all, and after the prefix
+    sums, counts = (
+        torch.zeros(2, count, count, dtype=torch.float64),
+        torch.zeros(2, count),
+    )  # of all tokens, and after the prefix
     for path in range(count):
         with whole_model(saved, built, path) as model:
             for number, (batch, cluster) in enumerate(zip(batches, clusters, strict=True)):

@@ -113,8 +113,8 @@ def run(args: argparse.Namespace) -> int:
         raise ConfigError("--restarts: this is an option of sdp launch; give it before CONFIG")
     config = load_config(train.config, train.set)
     check_names(config)
-    # Under these launchers rank 0 has this host's dump directory, and a job would find the mistake
-    # after its time in the queue.
+    # Under these launchers, rank 0 has this host's dump directory. Without this check, a job would
+    # find the mistake only after its time in the queue.
     if args.launcher in ("local", "slurm"):
         from .runs.run_files import require_no_other_run
 

@@ -115,7 +115,7 @@ def run(args: argparse.Namespace) -> int:
             index = prepare(inputs, output, names=args.input, **{name: getattr(args, name) for name in _SETTINGS})
             _print_summary(index, args.output)
         if args.clusters is not None and args.sequence_length is not None:
-            from ..data.clusters import make_clusters  # it imports torch, which the processes that read do without
+            from ..data.clusters import make_clusters  # imports torch, which the reading processes do not need
 
             found = make_clusters(output, args.clusters, args.router_prefix, args.sequence_length, args.seed)
             _print_clusters(found, args.clusters)

@@ -158,7 +158,7 @@ class _Service:
         try:
             self._saving.result()
         except CheckpointError as error:
-            log.error("WARNING: the last checkpoint was not written: %s; the one before stays", error)
+            log.error("WARNING: the last checkpoint was not written: %s; the previous one stays", error)
         run, config = self._run, self._config
         if run.closed == self._saved:
             return

@@ -125,7 +125,8 @@ def stop_command(hosts: Sequence[Host], master: tuple[str, int], number: int) ->
     checkpoint. ``master``, the address and the port of rank 0, tells this run from other runs.
     """
     address = f"{master[0]}:{master[1]}".replace(".", r"\.")
-    # The commands of shells, which also have these words, do not begin like this.
+    # Ranks are children of DeepSpeed's process on a host. The command of this process has rank 0's
+    # address. A shell's command may have these words, too, but does not begin like this.
     pattern = rf"^[^ ]+ -u -m deepspeed\.launcher\.launch .* {address} "
     command = f"pkill -{number} -P $(pgrep -d, -f {shlex.quote(pattern)})"
     return ["pdsh", "-R", "ssh", "-f", "1024", "-w", ",".join(host.name for host in hosts), command]

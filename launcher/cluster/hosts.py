@@ -42,7 +42,7 @@ def read_hostfile(path: Path) -> list[Host]:
     line's number if a line has another form, or if a host is listed twice.
     """
     try:
-        if path.parent == Path("/dev/fd"):  # as a shell's <(…) is
+        if path.parent == Path("/dev/fd"):  # from a shell's <(…)
             with path.open(encoding="utf-8") as pipe:
                 lines = pipe.read(MOST_BYTES).splitlines()
         else:

@@ -130,7 +130,7 @@ def _run_on_hosts(options: Namespace, start: Start, hosts: Sequence[Host], dump_
         if options.launcher == "mpirun":
             return run_watched(command, environ, SILENT_SECONDS, received)
         stop = pass_on_by(partial(stop_command, left, _master(options, left)), environ)
-        # The ssh sessions of pdsh notice a silent host first.
+        # Twice as long, because the ssh sessions of pdsh must notice a silent host first.
         return run_watched(command, environ, 2 * SILENT_SECONDS, received, stop, ends_ranks=True)
 
     def prepare() -> list[str]:

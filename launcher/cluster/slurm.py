@@ -56,12 +56,12 @@ def script(options: Namespace, start: Start, dump_dir: Path) -> str:
     for name, value in asked.items():
         if not _VALUE.fullmatch(value):
             raise LaunchError(
-                f"--{name} {quote(value)}: not a value that SLURM could know; letters, digits and _.,:=@+/[]()&|*!- "
-                "are allowed"
+                f"--{name} {quote(value)}: cannot be a value for SLURM; letters, digits and _.,:=@+/[]()&|*!- are "
+                "allowed"
             )
     for word in start.extra:
         if not word.startswith("-") or not _VALUE.fullmatch(word):
-            raise LaunchError(f"--launcher-args {quote(word)}: for slurm, options of sbatch in the form --name=value")
+            raise LaunchError(f"--launcher-args {quote(word)}: give options of sbatch in the form --name=value")
     lines = [f"#SBATCH --{name}={value}" for name, value in asked.items()]
     lines += [
         "#SBATCH --requeue",

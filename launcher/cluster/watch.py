@@ -41,7 +41,7 @@ class _Ending:
 
     def __init__(self, stream: IO[bytes]):
         self.since: float | None = None
-        self.reason = ""  # of the first rank that said one
+        self.reason = ""  # the first error that a rank printed
         self._stream = stream
         self.thread = threading.Thread(target=self._forward, daemon=True)
         self.thread.start()

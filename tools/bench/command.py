@@ -147,7 +147,7 @@ def choose_methods(asked: Sequence[str] | None, config: Config, world: int, *, s
         raise ConfigError(f"--methods {name}: {reason}")
     of_sdp = [refused[name] for name in DEFAULT if name in SDP and name in refused]
     if asked is None and len(of_sdp) == 2:
-        raise ConfigError(f"{world} ranks leave nothing of SDP to compare: {of_sdp[0]}")
+        raise ConfigError(f"SDP cannot run on {world} ranks: {of_sdp[0]}")
     for name, reason in refused.items() if speaks else ():
         print(f"sdp bench: {name} is left out: {reason}", file=sys.stderr)
     return [name for name in reasons if name not in refused]

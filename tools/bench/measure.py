@@ -83,7 +83,7 @@ def take_turns(
 
 def turn(name: str, runner: Runner, batches: list[Any], steps: int, device: torch.device) -> float:
     """Take one turn of a method, and return the seconds of a step on this rank. Collective."""
-    steps = -(-steps // runner.round) * runner.round  # whole rounds: any such number of steps has the same averages
+    steps = -(-steps // runner.round) * runner.round  # whole rounds, so that turns have the same averages
     loss, now = runner.step(batches), clock(device, waits=True)
     runner.settle()
     dist.barrier()

@@ -44,7 +44,7 @@ Batch = Any
 DENSE = {"ddp": 0, "fsdp2": 3, "hsdp": 3, "diloco": 0}
 SDP = ("sdp", "sdp-forward", "sdp-backward")
 DEFAULT = (*DENSE, *SDP[1:])
-REPLICAS = 2  # of the shards of HSDP
+REPLICAS = 2  # of the sharded model under HSDP
 # Local steps between two averages, as in DiLoCo (Douillard et al., arXiv 2311.08105).
 OUTER_EVERY = 50
 

@@ -156,6 +156,6 @@ def default_world(config: Config) -> tuple[int, str]:
     train, micro = config.train_batch_size, config.train_micro_batch_size_per_gpu
     if train is not None and micro is not None and config.gradient_accumulation_steps is not None:
         ranks = train // (micro * config.gradient_accumulation_steps)
-        if ranks and ranks % groups == 0:  # otherwise the error names the fewest ranks
+        if ranks and ranks % groups == 0:  # otherwise no number fits, and the error names the fewest ranks
             return ranks * tp, "from the batch sizes"
     return groups * tp, "sdp.groups × tensor_parallel.autotp_size"

@@ -54,7 +54,7 @@ def write_page(path: Path, plans: Sequence[Forecast], text: str, memory: float |
     )
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        target = Path(os.path.realpath(path))  # a link stays
+        target = Path(os.path.realpath(path))  # a symbolic link stays a link
         if target.is_file() or not target.exists():
             write_whole(target, page)
         else:  # a pipe

@@ -108,7 +108,10 @@ def _collectives(plan: Forecast) -> str:
 
     lines = [Row(f"sent by rank {rank.rank}, the slowest, in a step"), *rows(rank.collectives)]
     if rank.averages:
-        lines += [Row(f"sent by it in a round of {rank.every} steps, averages of weights"), *rows(rank.averages)]
+        lines += [
+            Row(f"sent by rank {rank.rank} in a round of {rank.every} steps, averages of weights"),
+            *rows(rank.averages),
+        ]
     if rank.averages and sync is not None and sync.fragments > 1:
         busiest = Messages(plan.layout, plan.config).in_busiest_step(rank.rank)
         lines.append(Row("  of these, in the busiest step", bytes_row("", [busiest], decimal=True).cells))
@@ -147,8 +150,8 @@ def _about(plan: Forecast) -> list[str]:
     if plan.untraced:
         groups = ", ".join(map(str, plan.untraced))
         notes.append(
-            f"Groups {groups} run other units, or the same in another order, and were not traced. They hold no more "
-            "than the traced groups, and count with the largest peak of these; their real peak may differ."
+            f"Groups {groups} were not traced. They run other units than the traced groups, or in another order, but "
+            "hold no more. So the largest traced peak counts for them. Their real peak may differ."
         )
     if plan.rates is not None:
         scale = config.sdp.lr_scale
@@ -162,7 +165,9 @@ def _about(plan: Forecast) -> list[str]:
                 f"The first {sync.start_after} steps average gradients in every step, and are not in these figures."
             )
         if sync.overlap:
-            notes.append("The peak includes the changes of a fragment under way, and its weights at the start.")
+            notes.append(
+                "The peak includes what an overlapping average keeps: a fragment's weights at its start, and changes."
+            )
     if (service := plan.service) is not None:
         notes.append(
             f"In a round, the service receives {format_bytes(service['receives'])} and sends "

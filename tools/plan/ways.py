@@ -28,8 +28,8 @@ from .machine import LINKS, Machine
 DDP, SMALLER = "DDP", "smaller dense"
 CAPACITY = 0.5  # capacity of SDP, if the configuration is dense
 EVERY = 32  # steps of a round, if the configuration has no local steps
-LARGE = 10**9  # parameters, from which only the group that holds most is traced for a row
-# By model, the key of its section that a smaller model lowers.
+LARGE = 10**9  # parameters; for a larger model, only the group that holds most is traced for a row
+# For each model, the key of the section ``model`` that is lowered for a smaller model.
 SIZE_KEYS = {"llama": "num_hidden_layers", "resnet18": "width"}
 
 
@@ -156,8 +156,8 @@ def compare(config: Config, machine: Machine, world: int) -> tuple[list[Forecast
     if not plans:
         raise ConfigError(f"nothing can be planned: {'; '.join(notes)}")
     notes += [
-        f"{plan.name}: {others} groups run other units, or the same in another order, than those that were traced; "
-        "their peaks may differ."
+        f"{plan.name}: {others} groups were not traced. They run other units than the traced groups, or in another "
+        "order, so their peaks may differ."
         for plan in plans
         if (others := len(plan.untraced))
     ]

@@ -230,21 +230,19 @@ def _kind(kind: str) -> str:
 def _notes(runs: Sequence[Run]) -> str:
     facts = facts_of_all(runs)
     dense = find_baseline(facts)
-    lines = ["a–b: the rank with the least and the rank with the most. Speeds are medians over steps; they have"]
-    lines += ["     no ratio, because runs that were made one after the other do not compare speeds."]
+    lines = ["a–b: the rank with the least and the rank with the most. Speeds are medians over steps. They have"]
+    lines += ["     no ratio, because the speeds of runs at different times cannot be compared."]
     if dense.run is not None:
-        lines.append(f"×, ±: against the dense run {dense.run.name}, measured; of the rank with the most.")
+        lines.append(f"×, ±: the rank with the most, against the dense run {dense.run.name}, measured.")
     elif dense.known:
         lines.append(
-            "×: of the rank with the most, against the dense model, predicted: its float32 state on one rank, and"
+            "×: the rank with the most, against the dense model, predicted: its float32 state on one rank, and"
         )
         lines.append("   what DistributedDataParallel would send over the same n ranks, 2(n − 1)/n of all gradients.")
     if any(run.peak_tensors for run in facts):
-        lines.append(
-            "¹ parameters, gradients, optimizer state, activations, temporaries alive at once in one probed step."
-        )
+        lines.append("¹ parameters, gradients, optimizer state, activations and temporaries, at the peak of a step.")
     if any(run.peak_process for run in facts):
-        lines.append("² above what the process had before the model existed, by")
+        lines.append("² more than the process had before the model existed, by")
         lines[-1] += (
             " torch.cuda.max_memory_allocated." if _on_cuda(facts) else " the kernel's count of anonymous memory."
         )

@@ -34,12 +34,12 @@ from ...engine.object_store import fetch, is_url, local_copy
 
 log = logging.getLogger("sdp")
 
-VERIFIED_BYTES = 4_000_000_000  # some 3 s of four cores, or half a minute of a plain disk
+VERIFIED_BYTES = 4_000_000_000  # hashing them takes about 3 s on four cores, or half a minute on a plain disk
 
 _LOOK_SECONDS = 2.0
 
 _ARRAYS = ("digits", "cifar10", "cifar100")  # sets that are made into arrays in the run's own directory
-_INDEXES = (INDEX_FILE, IMAGE_INDEX)  # data that has one is only read
+_INDEXES = (INDEX_FILE, IMAGE_INDEX)  # prepared data has one of these
 FOLDER_IMAGE_SIZE = 224  # pixels a side of a folder's images, unless the configuration says otherwise
 
 

@@ -29,7 +29,7 @@ log = logging.getLogger("sdp")
 
 CONFIG, PLACEMENT, SUMMARY = "config.json", "placement.json", "summary.json"
 METRICS, EVALUATIONS, RESTARTS = "metrics.jsonl", "evaluations.jsonl", "restarts.jsonl"
-MOST_LINE_BYTES = 16 << 20  # limits of these two files, far above what a run writes
+MOST_LINE_BYTES = 16 << 20  # far above every line that a run writes
 CORPUS = "corpus"  # data that the run itself prepared
 SENT = (CONFIG, PLACEMENT, SUMMARY, METRICS, EVALUATIONS, RESTARTS)  # to the copy of a run in an object store
 DIRECTORIES = ("checkpoints", "logs", "plots", "profile", "start", "tensorboard", "wandb")

@@ -44,8 +44,8 @@ def check_run(config: Config, dump_dir: Path, beat: Heartbeat) -> int:
             wrong |= fails
             verdict = "DIFFERS from" if fails else "equals"
             lines.append(
-                f"{name}: {verdict} plain torch: weights to {found.difference:.1e} of their change (most in "
-                f"{found.worst}), the gradient's norm to {found.norm_difference:.1e}"
+                f"{name}: {verdict} plain torch: weights differ by {found.difference:.1e} of their change (most in "
+                f"{found.worst}), the gradient's norm by {found.norm_difference:.1e}"
             )
         if says:
             print(*lines, sep="\n", flush=True)

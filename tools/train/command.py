@@ -18,8 +18,7 @@ from ..shared.arguments import Parser, add_config_arguments, positive_int
 if TYPE_CHECKING:
     from ...engine.config.schema import Config
 
-# This long after a signal the ranks are killed. Until then they finish the current step and write a
-# checkpoint.
+# So long after a signal, ranks that still run are killed. They need the time for a checkpoint.
 STOP_SECONDS = 300.0
 RESTARTS_HELP = "after the loss of a rank or host, start again from the newest checkpoint, up to N times (default: 0)"
 

@@ -12,7 +12,7 @@ from ...engine.errors import WriteError, escape
 from ...engine.files import refuse_link, require_own_file
 
 log = logging.getLogger("sdp")
-FILE_ONLY = {"file_only": True}  # extra= of a record that the terminal has in another form
+FILE_ONLY = {"file_only": True}  # ``extra`` of a message that the terminal shows in another form
 
 
 def set_up_logging(rank: int, dump_dir: Path) -> None:

@@ -93,7 +93,7 @@ def build(config: Config, dump_dir: Path, beat: Heartbeat, service: Membership |
         config=with_loss_weighting(config, corpus).without_monitors(),
         service=service,
     )
-    if engine.calls is not None:  # the heartbeat watches
+    if engine.calls is not None:  # the heartbeat watches in its place
         engine.calls.stop()
         engine.calls = None
     return corpus, engine, baseline
@@ -171,8 +171,8 @@ def run(options: argparse.Namespace, on_stall: Callable[[str], None]) -> int:
             trainer.close()
             if files is not None:
                 files.close()
-        # This is skipped after a failure. Other ranks may then be inside a collective, and the
-        # message must get out.
+        # Not after a failure: other ranks may be inside a collective, so this rank could hang
+        # before it prints its error.
         if dist.is_initialized():
             dist.destroy_process_group()
         return status

@@ -34,7 +34,7 @@ from .observer import MemoryProbe, Observer
 
 log = logging.getLogger("sdp")
 
-# Phases.
+# Activities that the heartbeat reports.
 THE_END, WRITING = "the end", "writing lines"
 
 
@@ -71,11 +71,11 @@ class Trainer:
         self._meter = StepMeter(engine, beat)
         self._lines = StepLines(engine, Utilisation(engine, config.data.sequence_length), self._meter)
         self._signals = list[int]()  # that this rank received; they end the run after the step, with a checkpoint
-        self._service = engine.local_training.service  # of a run whose anchors a service keeps, or None
+        self._service = engine.local_training.service  # of a run with sdp.sync.service, else None
         self._steps = config.training.steps or 0 if self._service is None else self._service.schedule.steps
         self._stop_signal = 0  # the signal for which all ranks agreed to stop
         self._last_facts: StepFacts | None = None  # measurements of this rank in the last step
-        self._returned_to, self._returns = -1, 0  # the step of the newest rollback's target, rollbacks to it in a row
+        self._returned_to, self._returns = -1, 0  # the step of the newest rollback, and how often in a row
         self._evaluator = Evaluator(engine, corpus, beat)
         self._checkpoints = Checkpointer(
             engine, dump_dir, checkpoints, corpus.identity, self._evaluator.recalibrated, beat
@@ -124,7 +124,7 @@ class Trainer:
                 # The checkpoint of a skipped step must not replace a good one.
                 if saves and not engine.was_step_skipped:
                     self._checkpoints.save()
-                if self._service is not None and self._service.is_renewed:  # its data was assigned to others
+                if self._service is not None and self._service.is_renewed:  # other groups got its data
                     batches, self._service.is_renewed = iter(engine.loader), False
             self._checkpoints.settle(block=True)
             self._beat.at(engine.global_steps, WRITING, training.step_timeout)
@@ -208,7 +208,7 @@ class Trainer:
         if service is not None and not service.claim(engine.global_steps):
             return
         found = self._evaluator.evaluate(is_last=is_last)
-        tokens = engine.global_samples * self._config.data.tokens_per_sample  # whatever the batch sizes were
+        tokens = engine.global_samples * self._config.data.tokens_per_sample  # of all batch sizes of the run
         line = {"step": engine.global_steps, "tokens": tokens, **found}
         if service is not None and not service.report(line):
             return

@@ -149,7 +149,7 @@ def test_methods_with_local_steps_are_timed_by_whole_rounds(ranks: RankPool) -> 
         (["--methods", "ddp,"], "--methods : unknown"),
         (["--methods", "hsdp", "--nproc", "2", "--set", "sdp.groups=2"],
             "--methods hsdp: needs an even number of ranks"),
-        (["--set", "sdp.capacity=0.05"], "4 ranks leave nothing of SDP to compare: sdp.capacity: 0.05 × 4 groups"),
+        (["--set", "sdp.capacity=0.05"], "SDP cannot run on 4 ranks: sdp.capacity: 0.05 × 4 groups"),
         (["--rounds", "0"], "--rounds: '0' is not a positive whole number"),
         (["--alone", "--methods", "ddp"], "--methods: --alone always measures the dense model, and SDP with CONFIG"),
         (

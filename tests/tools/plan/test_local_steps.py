@@ -50,7 +50,7 @@ def test_a_plan_of_local_steps(capsys: pytest.CaptureFixture[str]) -> None:
 def test_the_table_says_what_a_round_is(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["plan", str(QUICKSTART), "--set", *SMALL]) == 0
     printed = capsys.readouterr().out
-    assert "sent by it in a round of 16 steps, averages of weights" in printed
+    assert "in a round of 16 steps, averages of weights" in printed
     assert "anchors and outer state" in printed
     assert "The first 16 steps average gradients in every step" in printed
     assert "in the busiest step" not in printed, "there is only one average in a round"

@@ -133,7 +133,7 @@ def test_a_check_trains_nothing(config: dict, tmp_path: Path) -> None:
         dense
         == "every group holds the whole model: 3 steps; after each, holders have equal weights and optimizer state"
     )
-    assert equal.startswith("every group holds the whole model: equals plain torch: weights to ")
+    assert equal.startswith("every group holds the whole model: equals plain torch: weights differ by ")
     assert held.startswith("as configured: 3 steps")
     assert "only capacity 1.0 can be compared" in not_compared
     assert [path.name for path in (tmp_path / "run").iterdir()] == ["logs"]

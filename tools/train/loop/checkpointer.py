@@ -18,7 +18,7 @@ from ....engine.object_store import is_url
 
 log = logging.getLogger("sdp")
 
-# Phases.
+# Activities that the heartbeat reports.
 CHECKPOINT, AWAITING, LOAD = "checkpoint", "waiting for the checkpoint", "loading the checkpoint"
 
 
@@ -98,7 +98,7 @@ class Checkpointer:
                 "WARNING: no checkpoint at step %d: %s; %sthe run goes on",
                 self._engine.global_steps,
                 error,
-                "the one before stays, " if self._holds_a_checkpoint() else "",
+                "the previous one stays, " if self._holds_a_checkpoint() else "",
             )
             self._end_after_failures()
 
@@ -174,4 +174,6 @@ class Checkpointer:
             self._is_saving = self._is_saving and not block
         except CheckpointError as error:
             self._failures, self._is_saving = self._failures + 1, False
-            log.error("WARNING: the last checkpoint was not written: %s; the one before stays, the run goes on", error)
+            log.error(
+                "WARNING: the last checkpoint was not written: %s; the previous one stays, the run goes on", error
+            )

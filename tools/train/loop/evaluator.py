@@ -19,7 +19,7 @@ from ....engine.engine import SDPEngine
 from ....engine.full_model.evaluation import tracks_statistics
 from ...runs.dataset import Corpus
 
-# Phases. A rank that waits for files does not hang.
+# Activities that the heartbeat reports.
 EVALUATION, READING = "evaluation", "reading samples"
 CALIBRATION_BATCHES = 8  # training batches per rank that measure batch norm's statistics of the full model
 

@@ -59,7 +59,7 @@ class StepMeter:
         self._seconds: dict[str, float] = {}
         self._learning_rate = self._started = 0.0
         sync = config.sdp.sync
-        # With local steps, steps of a round send different things.
+        # With local steps, the steps of a round send different things, so the mean is reported.
         self._sent: deque[dict[str, int]] = deque(maxlen=1 if sync is None else sync.every)
 
     def begin(self) -> None:
@@ -92,7 +92,7 @@ class StepMeter:
         """Finish the step and return its measurements."""
         engine = self._engine
         self._is_first = False
-        # The message of the step's line, see StepLines.
+        # The message that StepLines sends for this step.
         engine.traffic.record("control", "all_reduce", _ROW_BYTES, range(engine.world_size))
         comm = engine.traffic.by_kind()
         if not engine.local_training.has_finished(engine.global_steps):  # not part of a round
@@ -124,7 +124,8 @@ class StepLines:
     def __init__(self, engine: SDPEngine, utilisation: Utilisation, meter: StepMeter):
         self._engine, self._utilisation = engine, utilisation
         self._times_each = meter.times_each
-        # Lines, with what waits for the maxima over the ranks and for the outcome of a local step.
+        # Unfinished lines, each with a function that returns the maxima over the ranks, and with
+        # the pending update of a local step.
         self._begun: deque[tuple[dict[str, Any], Callable[[], list[int]], Any]] = deque()
 
     def begin(self, facts: StepFacts, elapsed: float, signal: int) -> None:

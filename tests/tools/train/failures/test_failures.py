@@ -244,7 +244,7 @@ def test_no_room_for_a_checkpoint_does_not_end_the_run(config: Path, tmp_path: P
     code, err = Job(config, tmp_path / "run", "--resume", "--set", "training.async_save=true", prepare=NO_ROOM).end()
     assert code == 0, err
     assert err.count("WARNING") == 3
-    assert "the one before stays, the run goes on" in err
+    assert "the previous one stays, the run goes on" in err
     assert "File too large" in err and "unexpected pos" not in err
     assert losses(tmp_path / "run") == undisturbed
     assert sorted(path.name for path in (tmp_path / "run" / "checkpoints").iterdir()) == ["latest.json", "step-2"]

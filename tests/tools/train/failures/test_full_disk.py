@@ -96,7 +96,7 @@ def test_a_disk_with_room_for_some_checkpoints(
         more = ["--set", "training.steps=3"]
         assert main(["train", str(small_run), "--dump-dir", str(disk / "run"), *more]) == 0
         said = capsys.readouterr().err
-        assert said.count("No space left on device; the one before stays, the run goes on") == 2
+        assert said.count("No space left on device; the previous one stays, the run goes on") == 2
         assert [line["step"] for line in read_metrics(disk / "run")] == [1, 2, 3]
         saved = disk / "run" / "checkpoints"
         assert {path.name for path in saved.iterdir()} == {"latest.json", "step-1"}
