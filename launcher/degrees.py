@@ -18,7 +18,7 @@ _DEVICE_FILES = ("/dev/nvidiactl", "/dev/dxg", "/dev/kfd")
 
 @dataclass(frozen=True)
 class Degrees:
-    """The degrees of parallelism of a run, with which a number of processes can be checked.
+    """How many groups, shards and tensor-parallel ranks a run has, to check a number of processes.
 
     Attributes:
         config: the configuration, with the groups and the tensor-parallel degree.
@@ -40,7 +40,7 @@ class Degrees:
 
     @property
     def fewest(self) -> int:
-        """The smallest possible number of processes: groups * fsdp * tp."""
+        """The smallest possible number of processes: groups * tp, times ``fsdp`` if it is given."""
         return self.groups * (self.fsdp or 1) * self.tp
 
     def check(self, processes: int, source: str) -> None:

@@ -59,9 +59,7 @@ class FatalError:
 
     @property
     def is_known(self) -> bool:
-        """Whether the rank gives the cause in one line. The loss of another rank does not count as
-        a cause.
-        """
+        """Whether the text is a one-line error, other than that another rank is gone."""
         return self.text.startswith(PREFIX) and not self.follows
 
     @property
@@ -98,7 +96,7 @@ def names_lost_rank(reason: str) -> bool:
 def described_end(rank: int, exit_code: int, position: RankPosition | None) -> str:
     """Say how a rank of this host ended, and in which step it was.
 
-    A negative ``exit_code`` is the number of the signal that killed the rank.
+    A negative ``exit_code``, such as -9, means that the signal with this number killed the rank.
     """
     if exit_code >= 0:
         how = f"ended with exit code {exit_code}"

@@ -92,9 +92,7 @@ def become_single() -> None:
 def _start_all(
     ranks: list[RankProcess], command: Sequence[str], processes: int, log_dir: Path, *, on_cpu: bool
 ) -> None:
-    """Append the started ranks to ``ranks``, so that the caller can end them if a later start
-    fails.
-    """
+    """Append started ranks to ``ranks``, so that the caller can end them if a start fails."""
     settings = {**search_path(), **thread_settings(processes)}
     defaults = loopback_settings() | (allocator_settings() if on_cpu else {})
     # Rank 0 inherits the socket on which it serves torch's store. No other process can take the

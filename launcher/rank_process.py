@@ -28,7 +28,7 @@ _LAST_LOG_BYTES = 4096
 class RankProcess:
     """A rank that runs as a child process of the launcher.
 
-    ``log_start`` is where the output of this run begins in the log, because runs append to it.
+    Runs append to the log. ``log_start`` is the position in the log where this run begins.
     """
 
     rank: int

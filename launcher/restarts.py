@@ -1,6 +1,4 @@
-"""Starts a run again from its newest checkpoint after the loss of a rank or a host
-(``--restarts``).
-"""
+"""Starts a run again from its newest checkpoint after a rank or a host was lost."""
 
 from __future__ import annotations
 
@@ -26,7 +24,7 @@ _POLL_SECONDS = 0.2
 
 
 class End(NamedTuple):
-    """How a run ended. After the loss of a rank or a host, it may be started again.
+    """How a start of the run ended. After the loss of a rank or a host, the run may start again.
 
     Attributes:
         code: the exit code.
@@ -91,10 +89,10 @@ def await_lock(dump_dir: Path, received: Sequence[int]) -> None:
 
 
 def on_fewer_ranks(degrees: Degrees, started: int, left: int) -> tuple[int, list[str]]:
-    """Decide with how many groups a run continues, if of ``started`` ranks only ``left`` are left.
+    """Decide how a run continues if only ``left`` of its ``started`` ranks are left.
 
-    The fsdp and tp degrees and the samples of a step stay the same. There are as many groups as the
-    ranks allow, but not more than at the start, for which ``degrees`` are given.
+    The fsdp and tp degrees and the samples of a step stay the same. The number of groups becomes as
+    large as the ranks allow, but not larger than before. ``degrees`` are those of the first start.
 
     Returns:
         The number of ranks to use, and further arguments for ``sdp train``.

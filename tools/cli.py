@@ -196,9 +196,7 @@ def _version_of(distribution: str) -> str:
 
 
 def module_of(command: str) -> Any:
-    """Import and return the module of a command. It has the functions ``add_arguments`` and
-    ``run``.
-    """
+    """Import and return the module of a command. It has functions ``add_arguments`` and ``run``."""
     return importlib.import_module(f".{COMMANDS[command][0]}", __package__)
 
 

@@ -45,7 +45,8 @@ _LARGEST_FILE = 5 * 10**9  # bytes of an exported file
 class Evaluation:
     """The result of ``sdp evaluate``.
 
-    With several paths (``sdp.paths``), each sample belongs to the cluster of one path.
+    With several paths (``sdp.paths``), a router reads a prefix of each sample and assigns the
+    sample to the cluster of one path. With one path, the fields from ``path_losses`` on are None.
 
     Attributes:
         checkpoint: the directory of the checkpoint.
@@ -62,10 +63,10 @@ class Evaluation:
         path_losses: the loss of each path on its own cluster. None if the cluster is empty.
         cluster_losses: for each path, its loss on each cluster.
         single_path_losses: the loss of each path on all samples.
-        loss_after_prefix: the loss of the tokens that the router does not read.
-        single_path_losses_after_prefix: the loss of each path on these tokens of all samples.
-        ensemble_loss_after_prefix: the loss of the paths' mean prediction of these tokens. The
-            router's weights for the prefix are the weights of the mean.
+        loss_after_prefix: the loss of the tokens after the prefix.
+        single_path_losses_after_prefix: for each path, the loss of all tokens after the prefix.
+        ensemble_loss_after_prefix: the loss of these tokens, predicted by all paths together, with
+            the weights that the router gives them.
     """
 
     checkpoint: str
@@ -142,8 +143,8 @@ def as_json(result: Evaluation) -> str:
 def evaluate(saved: SavedRun, limit: int | None = None, tasks: LoadedTasks | None = None) -> Evaluation:
     """Evaluate the full model of ``saved`` on held-out data of its run, and then on ``tasks``.
 
-    ``limit`` is the largest number of batches of each data rank, by default that of the run. Raises
-    ConfigError if the model cannot be evaluated.
+    ``limit`` is the largest number of batches of each data rank. If None, it is the same as in the
+    run. Raises ConfigError if the model cannot be evaluated.
     """
     if tasks is not None and saved.config.data.name is not None:
         raise ConfigError(f"--tasks: tasks are for language models, and {saved.dump_dir} trained on images")

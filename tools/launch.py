@@ -35,9 +35,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the options. CONFIG and all words after it are arguments of ``sdp train``."""
     parser.usage = "sdp launch --launcher {local,deepspeed,mpirun,slurm} [options] CONFIG [options of sdp train]"
     parser.add_argument("--launcher", choices=_LAUNCHERS, required=True, help="the program that starts the ranks")
-    parser.add_argument(
-        "--nodes", metavar="N", type=positive_int, help="number of hosts (default: all of the hostfile)"
-    )
+    parser.add_argument("--nodes", metavar="N", type=positive_int, help="number of hosts (default: the whole hostfile)")
     parser.add_argument(
         "--gpus-per-node", metavar="G", type=positive_int, help="ranks on each host, one per GPU (default: all slots)"
     )
@@ -51,19 +49,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--restarts", metavar="N", type=positive_int, default=0, help=RESTARTS_HELP)
     parser.add_argument("--dry-run", action="store_true", help="print what would be started, and start nothing")
     hosts = parser.add_argument_group("deepspeed and mpirun")
-    hosts.add_argument(
-        "--hostfile", metavar="FILE", type=Path, help="file with a line for each host, such as: worker-0 slots=4"
-    )
+    hosts.add_argument("--hostfile", metavar="FILE", type=Path, help="file with lines such as: worker-0 slots=4")
     hosts.add_argument("--include", metavar="SPEC", help="use only these hosts and slots: worker-0@worker-1:0,2")
     hosts.add_argument("--exclude", metavar="SPEC", help="use all hosts and slots except these")
-    hosts.add_argument(
-        "--master-addr", metavar="HOST", help="address of rank 0 for all hosts (default: the first host)"
-    )
+    hosts.add_argument("--master-addr", metavar="HOST", help="address of rank 0 (default: the first host)")
     hosts.add_argument("--master-port", metavar="PORT", type=port, help="port of rank 0 (default: 29500)")
     hosts.add_argument(
-        "--mpi",
-        choices=("openmpi", "mpich", "intel"),
-        help="the MPI that mpirun belongs to (default: what mpirun --version says)",
+        "--mpi", choices=("openmpi", "mpich", "intel"), help="kind of mpirun (default: what mpirun --version says)"
     )
     hosts.add_argument("--mpirun", metavar="PROGRAM", help="name or path of mpirun (default: mpirun)")
     hosts.add_argument("--python", metavar="PATH", help="path of Python on the hosts (default: the path on this host)")
@@ -73,9 +65,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         jobs.add_argument(f"--{name}", metavar="VALUE", help=f"sbatch's --{name}")
     jobs.add_argument("--cpu", action="store_true", default=None, help="ask for no GPUs, and run the ranks on CPUs")
     jobs.add_argument("--container", metavar="IMAGE", help="run the ranks in this container image, with pyxis")
-    jobs.add_argument(
-        "--container-mounts", metavar="SRC:DST,…", help="directories to mount in addition to the working directory"
-    )
+    jobs.add_argument("--container-mounts", metavar="SRC:DST,…", help="mounts in addition to the working directory")
     jobs.add_argument(
         "--signal-seconds",
         metavar="S",
@@ -83,10 +73,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="write a checkpoint and requeue the job so many seconds before its time limit (default: 300)",
     )
     jobs.add_argument(
-        "--status",
-        metavar="DIR",
-        type=Path,
-        help="print the state of the last job of this dump directory, and start nothing",
+        "--status", metavar="DIR", type=Path, help="print the state of this dump directory's last job, start nothing"
     )
     parser.add_argument(
         "words", metavar="CONFIG …", nargs=argparse.REMAINDER, help="the run's JSON file, then options of sdp train"

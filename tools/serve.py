@@ -1,6 +1,6 @@
 """``sdp serve CONFIG``: the service of a run whose groups come and go.
 
-It keeps the anchors: the weights after the last average, from which groups that join begin.
+It keeps the anchors: the averaged weights, with which a group begins when it joins.
 """
 
 from __future__ import annotations
@@ -58,9 +58,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--dump-dir", metavar="DIR", type=Path, required=True,
         help="directory of the run's files; a service that was killed continues from them",
     )  # fmt: skip
-    parser.add_argument(
-        "--token-file", metavar="FILE", type=Path, help="file with the secret (default: $SDP_SERVICE_TOKEN)"
-    )
+    parser.add_argument("--token-file", metavar="FILE", type=Path, help="secret's file (default: $SDP_SERVICE_TOKEN)")
     parser.add_argument("--tls-certificate", metavar="FILE", type=Path, help="encrypt with this certificate chain")
     parser.add_argument("--tls-key", metavar="FILE", type=Path, help="private key of the certificate")
     parser.add_argument(

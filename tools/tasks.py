@@ -29,7 +29,7 @@ class LoadedTasks:
 
     Attributes:
         tasks: The tasks and their groups, as the harness's task manager returns them.
-        limit: The number of documents of each task. If None, all.
+        limit: The largest number of documents of each task. If None, all.
     """
 
     tasks: Any

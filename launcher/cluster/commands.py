@@ -52,9 +52,7 @@ class Start:
 
 
 def train_command(start: Start) -> list[str]:
-    """Build the command ``sdp train`` for a launcher that sets the environment variables of ranks
-    itself.
-    """
+    """Build the command ``sdp train`` for a launcher that sets all variables of a rank."""
     return [start.python, "-P", "-m", PACKAGE, *start.words]
 
 

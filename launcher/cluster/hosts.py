@@ -137,9 +137,7 @@ def world_size(hosts: Sequence[Host]) -> int:
 
 
 def trim(hosts: Sequence[Host], ranks: int) -> list[Host]:
-    """Return ``hosts`` with only the first ``ranks`` slots. Hosts that have none of these are left
-    out.
-    """
+    """Return ``hosts`` with only the first ``ranks`` slots, and without hosts that have none."""
     first = accumulate((len(host.slots) for host in hosts), initial=0)
     return [
         Host(host.name, host.slots[: ranks - begin]) for host, begin in zip(hosts, first, strict=False) if begin < ranks
@@ -147,7 +145,7 @@ def trim(hosts: Sequence[Host], ranks: int) -> list[Host]:
 
 
 def hosts_that_answer(hosts: Sequence[Host]) -> list[Host]:
-    """Return the hosts on which ssh can run a command. This host counts without a connection."""
+    """Return the hosts on which ssh can run a command. This host is included without a test."""
     this_host, quiet = socket.gethostname().partition(".")[0], subprocess.DEVNULL
     command = ["ssh", "-o", "BatchMode=yes", "-o", f"ConnectTimeout={_ANSWER_SECONDS}"]
     asked = {

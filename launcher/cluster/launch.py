@@ -1,7 +1,6 @@
 """Starts the ranks of ``sdp train`` on this host, or through DeepSpeed's runner, mpirun or SLURM.
 
-A run can move between launchers, because all launchers start the same ranks with the same
-arguments.
+All launchers start the same ranks with the same arguments, so a run can continue under another one.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Runs a launcher for several hosts, and makes sure that it ends with its job.
+"""Runs a launcher for several hosts, and makes sure that the launcher ends with its job.
 
 After a signal, ranks get the time to write a checkpoint. A launcher that still runs long after the
 end of its job is killed. Open MPI's ``mpirun`` needs both: it kills ranks one second after SIGTERM,
@@ -87,8 +87,8 @@ def run_watched(
     """Run the launcher ``command``, and return its exit code and whether a rank or host was lost.
 
     Signals to this process are passed on to the ranks. After the first signal, ranks may take any
-    time to write a checkpoint. The second signal ends the job. In both cases the exit code is 128 +
-    the first signal, unless the ranks fail.
+    time to write a checkpoint. The second signal ends the job. After a signal, the exit code is 128
+    + the number of the first signal, unless the ranks fail.
 
     Args:
         command: the command of the launcher.
@@ -97,8 +97,8 @@ def run_watched(
             second signal. Then it is killed.
         received: the signals to this process, see :func:`~sdp.launcher.signals.caught_signals`.
         pass_on: passes a signal on to the ranks.
-        ends_ranks: whether to kill ranks that still run some seconds after the end of the job. Only
-            needed for a launcher that does not kill ranks that hang.
+        ends_ranks: whether to kill ranks that still run some seconds after the end of the job, for
+            a launcher that does not do this itself.
 
     Raises:
         LaunchError: the command cannot be started.

@@ -1,1 +1,1 @@
-"""``sdp bench``: measures SDP and other ways to train in turns on the same machine."""
+"""``sdp bench``: measures SDP and other ways to train, in turns on the same machine."""

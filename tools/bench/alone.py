@@ -66,8 +66,8 @@ def measure(name: str, config: Config, world: int, steps: int, device: torch.dev
 
     Returns:
         The figures by name: parameters of the rank's group, bytes of state and of the peak, seconds
-        of a step, and the tokens (or images) and operations of a step. Recomputation does not count
-        as operations. If the model does not declare its operations, they are None.
+        of a step, and the tokens (or images) and operations of a step. The operations do not
+        include recomputation. They are None if the model does not declare them.
 
     Raises:
         NonFiniteError: A step was skipped, or the loss is NaN or infinite.

@@ -1,4 +1,4 @@
-"""Measures methods in turn on the same ranks, so that a busy machine slows all of them.
+"""Measures methods (DDP, FSDP2, SDP …) in turn on the same ranks, so that a busy machine slows all.
 
 A turn of a method is one step that is not timed, then ``steps`` timed steps. In every second round,
 the methods come in reverse order. A turn takes as long as its slowest rank. With local steps, a

@@ -7,9 +7,9 @@ the shortest planned step.
 - What changes: the degrees of sharding and of tensor parallelism, the ZeRO stage, recomputation,
   and how the samples of a step are split into micro-batches.
 
-A step is traced only if the state fits, because the size of the state is known without a trace.
-Degrees of tensor parallelism are 1, 2, 4, 8 and the configured one. Ranks per group are powers of
-two, their products with the configured degree, and the largest possible number.
+If the state alone does not fit, no step is planned, because this is known sooner. Degrees of tensor
+parallelism are 1, 2, 4, 8 and the configured one. Ranks per group are powers of two, their products
+with the configured degree, and the largest possible number.
 """
 
 from __future__ import annotations
@@ -44,9 +44,7 @@ _STAGES = (1, 2, 3)  # in the same order
 
 @dataclass(frozen=True)
 class Choice:
-    """The settings of a layout. ``micro`` is 0 if samples cannot be divided equally among the
-    ranks.
-    """
+    """The settings of a layout. ``micro`` is 0 if ranks cannot have equally many samples."""
 
     ranks: int  # of each group
     tp: int
@@ -62,7 +60,7 @@ class Choice:
         )
 
     def applied(self, config: Config) -> Config:
-        """Return ``config`` with the settings of this layout. A step keeps its samples."""
+        """Return ``config`` with the settings of this layout. The samples of a step stay."""
         return load_config(config.resolved(), self.overrides)
 
     @property
@@ -100,10 +98,9 @@ class Trial:
 
     @property
     def cost(self) -> tuple[float, float, float]:
-        """Seconds of a step, then bytes sent, then memory. The layout with the lowest cost is
-        chosen.
+        """The cost by which layouts that fit are compared: seconds of a step, bytes sent, memory.
 
-        Seconds alone do not decide: they are equal if all traffic overlaps with computation.
+        Bytes and memory count only if the seconds are equal, as for traffic that fully overlaps.
         """
         assert self.plan is not None and self.need is not None
         return self.plan.seconds, sum(self.plan.sent_at_most.values()), self.need
@@ -266,11 +263,10 @@ def closest_of(trials: Sequence[Trial]) -> Trial:
 
 
 def stated_step(config: Config, world: int) -> tuple[int, int]:
-    """Return the samples of a step and the micro-batch that ``config`` means with ``world`` ranks.
+    """Return the samples of a step and the micro-batch that ``config`` gives for ``world`` ranks.
 
-    Ranks that do not fill the grid of groups are left out. If ``config`` gives no micro-batch,
-    ranks among which samples cannot be divided equally are left out, too. Raises
-    :class:`ConfigError`.
+    If not all ranks can be used, the largest usable number counts. It fills the grid of groups and,
+    if ``config`` gives no micro-batch, divides the samples equally. Raises :class:`ConfigError`.
     """
     if config.train_batch_size is not None and config.train_micro_batch_size_per_gpu is not None:
         return config.train_batch_size, config.train_micro_batch_size_per_gpu  # for any number of ranks

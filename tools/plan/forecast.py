@@ -51,9 +51,7 @@ class RankForecast:
     every: int = 1
 
     def sent(self, machine: Machine) -> dict[Link, float]:
-        """Return the bytes that the rank sends in a step by kind of link, with local steps on
-        average.
-        """
+        """Return the bytes that the rank sends in a step (on average, with local steps) by link."""
         total = dict.fromkeys(LINKS, 0.0)
         for one in self.collectives:
             total[machine.link(one.ranks)] += one.sent
@@ -99,9 +97,9 @@ class Forecast:
         layout: Which group holds which unit.
         batch: The samples of a step.
         machine: The machine that the run is planned for.
-        groups: One entry for each kind of group, the kind with the highest peak first.
-        untraced: Groups that hold other units and were not traced. They count with the figures of
-            the first entry of ``groups``.
+        groups: An entry for all groups that run the same blocks. The highest peak comes first.
+        untraced: Groups with other blocks whose step was not traced. They are counted like the
+            first entry of ``groups``.
     """
 
     name: str
@@ -149,11 +147,11 @@ class Forecast:
 
     @property
     def service(self) -> dict[str, float] | None:
-        """The traffic of the host of ``sdp serve`` in a round with all groups. None without a
-        service.
+        """The traffic of the host of ``sdp serve`` in a round with all groups, by name.
 
-        "receives" and "sends" are bytes, and "seconds" is the time for both. With "groups" or more
-        groups, this time is longer than the computation of a round.
+        "receives" and "sends" are bytes, and "seconds" is the time for both. "groups" is the number
+        of groups from which on this takes longer than the computation of a round. None without a
+        service.
         """
         sync, groups = self.config.sdp.sync, self.layout.mesh.sdp
         if sync is None or sync.service is None:
@@ -164,9 +162,7 @@ class Forecast:
 
     @property
     def rates(self) -> str | None:
-        """The range of the factors of ``sdp.lr_scale`` as text, or None if learning rates are not
-        scaled.
-        """
+        """The range of the factors of ``sdp.lr_scale`` as text. None if rates are not scaled."""
         optimizer = self.config.optimizer
         return describe_rates(self.config.sdp.lr_scale, optimizer.type if optimizer else None, self.layout.placement)
 
@@ -253,12 +249,12 @@ def forecast(
         machine: The machine that the run is planned for.
         world: The number of ranks.
         autocast: If given, the forward pass runs under ``torch.autocast`` in this precision.
-        masking: With a schedule of maskings, the masking to plan. If None, the one that needs the
-            most memory.
-        traces: The largest number of traced steps. Groups with the same units share one.
+        masking: The masking to plan, if it is a schedule. If None, the one that needs the most
+            memory.
+        traces: The largest number of steps to trace. Groups that run the same blocks share a trace.
 
     Raises:
-        SDPError: The run would end with this error.
+        SDPError: The error with which the run itself would end.
     """
     require_planned(config)
     check_named_params(config.optimizer, config.scheduler)

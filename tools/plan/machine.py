@@ -60,10 +60,9 @@ class Machine:
 
 
 def fill_nodes(slots: Sequence[int], world: int) -> tuple[int, ...]:
-    """Return how many of ``world`` ranks run on each node, if they fill the nodes one after the
-    other.
+    """Return how many ranks each node has if ``world`` ranks fill one node after the other.
 
-    ``slots`` has the number of ranks that each node takes. Nodes without ranks are left out.
+    ``slots`` has the largest number of ranks of each node. Nodes without ranks are left out.
     """
     before = accumulate(slots, initial=0)
     return tuple(min(slot, world - first) for slot, first in zip(slots, before, strict=False) if first < world)
@@ -73,7 +72,7 @@ def fill_nodes(slots: Sequence[int], world: int) -> tuple[int, ...]:
 class StepTime:
     """The expected seconds of one rank's step, and of its computation and traffic.
 
-    Only ``step`` considers that traffic overlaps with computation.
+    Seconds of traffic include traffic that overlaps with computation, except in ``step``.
 
     Attributes:
         compute: Computation.
@@ -82,7 +81,7 @@ class StepTime:
             norms among tensor-parallel ranks.
         between: Averages of gradients between groups.
         refresh: Weights sent to frozen copies.
-        step: The whole step.
+        step: The whole step: computation, and traffic that does not overlap with it.
         outer: With local steps, averages of weights between groups and refreshed copies, per step.
     """
 
@@ -149,9 +148,7 @@ def with_outer_steps(
 
 
 def default_world(config: Config) -> tuple[int, str]:
-    """Return the number of ranks that the configuration suggests, and the settings that determine
-    it.
-    """
+    """Return the number of ranks that the configuration suggests, and which settings do so."""
     groups, tp = config.sdp.groups, config.tensor_parallel.autotp_size
     train, micro = config.train_batch_size, config.train_micro_batch_size_per_gpu
     if train is not None and micro is not None and config.gradient_accumulation_steps is not None:

@@ -93,8 +93,8 @@ def with_buckets(plan: Forecast) -> Forecast:
 def smaller_dense(config: Config, parameters: int) -> Config | None:
     """Return ``config`` for the largest smaller model with at most ``parameters`` parameters.
 
-    Such a model has fewer layers or channels. Returns None if even the smallest one has too many
-    parameters, or if this kind of model has no such size.
+    The model gets fewer layers or channels. Returns None if even the smallest size has too many
+    parameters, or if the size of this model cannot be changed.
     """
     key = SIZE_KEYS.get(str(config.model.get("name")))
     if key is None or not isinstance(full := config.model.get(key), int):
@@ -119,7 +119,7 @@ def compare(config: Config, machine: Machine, world: int) -> tuple[list[Forecast
     """Plan all ways to train the model of ``config``.
 
     Returns:
-        The plans, and notes on ways that cannot be planned and on settings that were chosen here.
+        The plans, and notes: which ways cannot be planned, and which settings were chosen for them.
 
     Raises:
         SDPError: Nothing can be planned.
@@ -209,7 +209,7 @@ def _with_sdp(config: Config, **keys: object) -> Config:
 
 
 def compare_table(plans: Sequence[Forecast], memory: float | None) -> str:
-    """Return a table with a row for each plan. ``memory`` is the bytes of a device, or None."""
+    """Return a table of plans as text. ``memory``, the bytes of a device, shows which plans fit."""
     fits = ["fits"] if memory is not None else []
     header = ["groups × ranks", "ZeRO", "peak", *fits, "time of a step", *(f"sent {link}" for link in LINKS)]
     rows = []
@@ -223,7 +223,7 @@ def compare_table(plans: Sequence[Forecast], memory: float | None) -> str:
 
 
 def row_json(plan: Forecast, memory: float | None) -> dict[str, Any]:
-    """Return the figures of a plan. "others" is the number of groups that were not traced."""
+    """Return the figures of a plan by name. "others" counts groups that were not traced."""
     mesh, peak = plan.layout.mesh, plan.worst.trace.peak
     return {
         "name": plan.name,

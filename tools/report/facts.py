@@ -1,4 +1,4 @@
-"""Reads the figures of finished (or killed) runs, and finds the dense model to compare with."""
+"""Reads the figures of finished (or killed) runs, and finds a dense model to compare them with."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class Facts:
 
     A figure that the run did not record is None or missing.
 
-    - ``state``: bytes of parameters, gradients and so on, and of all ``"together"``, as counted.
+    - ``state``: the counted bytes of parameters, gradients and so on, and their sum "together".
     - ``peak_tensors``: the peak bytes of live tensors in a probed step.
     - ``peak_process``: the peak bytes of the process, less its bytes before the model existed.
     - ``sent`` and ``sent_by_kind``: the bytes that the busiest rank sends per step.
@@ -88,8 +88,8 @@ class Facts:
 class Baseline:
     """The dense model that runs are compared with.
 
-    If ``run`` is not None, it is a run in which every group holds every unit, and the figures were
-    measured. Otherwise the figures are predictions.
+    ``run`` is a run in which every group holds every unit, with measured figures. If there is no
+    such run, ``run`` is None, and the figures are predictions.
     """
 
     run: Facts | None
@@ -120,9 +120,7 @@ def find_baseline(runs: Sequence[Facts]) -> Baseline:
 
 
 def facts_of_all(runs: Sequence[Run]) -> list[Facts]:
-    """Read the figures of every run. Runs in directories with the same name are named by their
-    paths.
-    """
+    """Read the figures of every run. If runs have the same name, they are named by their paths."""
     names = [run.name for run in runs]
     return [
         replace(facts_of(run), name=run.name if names.count(run.name) == 1 else shorten(run.path, MOST_MESSAGE))

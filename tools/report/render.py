@@ -54,9 +54,7 @@ def _on_this_host(run: str) -> Path:
 
 
 def render(runs: Sequence[Run]) -> str:
-    """Return the report as plain text. If one table would be too wide for a terminal, it has
-    several.
-    """
+    """Return the report as plain text. If one table would be too wide, there are several."""
     tables = [table.text() for table in _tables(runs, WIDTH)]
     return "\n\n".join([*tables, _notes(runs), _files(runs)])
 

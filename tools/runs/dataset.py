@@ -82,7 +82,7 @@ class Corpus:
     router_prefix: int | None = None  # tokens that the router of the paths reads
 
     def alone(self, group: int) -> Corpus:
-        """Return the same data for a process group that has only the ranks of ``group``."""
+        """Return the same data for ranks of ``group`` that run without other groups."""
         if self.paths is None:
             return self
         self.train.paths = replace(self.train.paths, alone=group)  # pyright: ignore[reportAttributeAccessIssue]
@@ -112,12 +112,12 @@ def path_of(config: Config, dump_dir: Path) -> Path:
 
 
 def corpus_folder(path: str) -> Path:
-    """Return the folder of prepared data. If ``path`` is a URL, it is the copy on this host."""
+    """Return the folder of prepared data on this host. For a URL, this is its local copy."""
     return local_copy(path) if is_url(path) else Path(path)
 
 
 def fetch_corpora(config: Config) -> None:
-    """Copy a run's data from object stores to this host. Raises DataError if a store has none."""
+    """Copy a run's data from object stores to this host. Raises DataError if data is missing."""
     for path in [config.data.path, *(source.path for source in config.data.sources or ())]:
         if path is not None and is_url(path) and fetch(path, INDEX_FILE) is None:
             raise DataError(
@@ -245,9 +245,7 @@ def _open_tokens(config: Config, path: Path) -> Corpus:
 
 
 def router_folder(config: Config, data: Path) -> Path | None:
-    """Return the folder of the router, which assigns samples to paths. None if the run has no
-    router.
-    """
+    """Return the folder of the router that assigns samples to paths, or None without a router."""
     paths = config.sdp.paths
     if paths is None or paths.count == 1 or config.data.sources:
         return None
@@ -265,7 +263,7 @@ def check_router(folder: Path, state: Mapping[str, Any], checkpoint: Path) -> No
 
 
 def dealt(config: Config, corpus: Corpus) -> Corpus:
-    """Return ``corpus`` with each sample assigned to a path. With one path, it stays as it is."""
+    """Return ``corpus`` with each sample assigned to a path, if the run has several paths."""
     section, groups = config.sdp.paths, config.sdp.groups
     if section is None or section.count == 1:
         return corpus

@@ -1,4 +1,4 @@
-"""``sdp.load_paths``: loads exported paths, and the router that chooses a path for a text."""
+"""``sdp.load_paths``: loads the models that a run with ``sdp.paths`` trained, and their router."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def path_folder(out: Path, path: int) -> Path:
 
 
 def load_paths(folder: str | Path, device: str | torch.device = "cpu") -> Paths:
-    """Return the models (paths) of a run with ``sdp.paths``, as ``sdp export`` wrote them.
+    """Load the models (paths) of a run with ``sdp.paths``, as ``sdp export`` wrote them.
 
     Args:
         folder: The folder of the export. It has a folder for each path, and the router if the run
@@ -46,10 +46,10 @@ def load_paths(folder: str | Path, device: str | torch.device = "cpu") -> Paths:
 
 
 class Paths:
-    """The models of a run with ``sdp.paths``, which share blocks, and the router that chooses one.
+    """The models of a run with ``sdp.paths``, which share blocks, and a router.
 
-    A model is loaded when it is first needed, and stays in memory. :func:`load_paths` makes this
-    object.
+    The router chooses a model for a text. A model is loaded when it is first needed, and stays in
+    memory. :func:`load_paths` makes this object.
 
     Args:
         folder: The folder of the export.

@@ -87,18 +87,15 @@ class RunFiles:
         self._replace(SUMMARY, data)
 
     def restart(self, step: int) -> None:
-        """Write to restarts.jsonl that the run continues from ``step``, and how many steps are
-        repeated.
-        """
+        """Write to restarts.jsonl that the run continues from ``step``, repeating later steps."""
         last = max((line["step"] for line in _read_lines(self.dump_dir / METRICS)), default=0)
         if last:
             self._append(RESTARTS, {"step": step, "lost_steps": max(0, last - step)})
 
     def truncate_after(self, step: int, outer_step: float = math.inf) -> None:
-        """Remove the summary and the lines after ``step``, so that a resumed run has every step
-        once.
+        """Remove the summary and the lines after ``step``, which a resumed run writes again.
 
-        If lines name an outer step (of a service), those after ``outer_step`` are removed, too.
+        Lines of a service have an ``outer_step``. Lines after the given one are removed, too.
         """
         self._close_lines()
         for name in (METRICS, EVALUATIONS):
@@ -281,7 +278,7 @@ class Summary(_Shape):
 
 
 def find_wrong_field(shape: type[BaseModel], data: Mapping[str, Any]) -> str | None:
-    """Describe the first value in ``data`` that does not fit ``shape``, or return None."""
+    """Describe the first value in ``data`` that does not fit the pydantic model, or return None."""
     try:
         shape.model_validate(data)
     except ValidationError as error:
@@ -296,7 +293,7 @@ def find_wrong_field(shape: type[BaseModel], data: Mapping[str, Any]) -> str | N
 
 @dataclass(frozen=True)
 class Run:
-    """The content of a run's files. A file that does not exist is None or empty."""
+    """What the files of a run say. If a file does not exist, its attribute is None or empty."""
 
     path: Path
     config: dict[str, Any]
@@ -358,7 +355,7 @@ def fetch_files(url: str, dump_dir: Path, *, of_run: bool = True, goes_on: bool 
 
 
 def is_model(directory: Path) -> bool:
-    """Whether ``directory`` is a Hugging Face model, and not a run. Its config.json says so."""
+    """Whether ``directory`` is a Hugging Face model and not a run, according to its config.json."""
     try:
         found = read_json_file(directory / CONFIG)
     except (OSError, ValueError):
@@ -479,9 +476,7 @@ class Phase:
 
 
 def phases_of(metrics: Iterable[Mapping[str, Any]]) -> list[Phase]:
-    """Find the phases of a masking schedule in the lines of metrics.jsonl. One masking gives no
-    phases.
-    """
+    """Return the phases of a masking schedule, from metrics.jsonl. Empty without a schedule."""
     phases: list[Phase] = []
     tokens = 0
     for line in metrics:

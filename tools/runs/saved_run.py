@@ -48,9 +48,7 @@ class CheckpointChoice:
 
     @classmethod
     def from_args(cls, args: argparse.Namespace) -> CheckpointChoice:
-        """Read the choice from arguments that :func:`add_arguments` declared. A URL is copied to
-        this host.
-        """
+        """Read the choice from parsed arguments. A run at a URL is copied to this host."""
         tag = args.checkpoint if args.step is None else f"step-{args.step}"
         if not is_url(args.run):
             return cls(Path(args.run), tag, tuple(args.set))
@@ -86,9 +84,7 @@ class SavedRun:
 
     @property
     def data(self) -> Path:
-        """The directory of the run's prepared data. Raises ConfigError for a model without a run or
-        data.
-        """
+        """The directory of the prepared data. Raises ConfigError for a model without data."""
         if self.is_model and self.config.data.takes_default_corpus:
             raise ConfigError(
                 f"{self.dump_dir}: a model without a run has no data; name prepared data with --set "
@@ -203,7 +199,7 @@ def check_data(checkpoint: Path, state: Mapping[str, Any], data: Path, name: str
         checkpoint: the directory of the checkpoint, for the message.
         state: the content of the checkpoint's ``state.json``.
         data: the directory of prepared data. Nothing is checked if it does not exist.
-        name: ``data.name`` of a run that resumes from the checkpoint. None if no run resumes.
+        name: the image set (``data.name``) of a run that resumes. If None, names are not compared.
     """
     trained_with, images = (state["client_state"].get(key) for key in ("tokenizer", "images"))
     has_names = images is None or (isinstance(images, dict) and images.keys() >= {"name", "sha256"})

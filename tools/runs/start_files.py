@@ -1,7 +1,7 @@
-"""The model that a run starts from: it completes the configuration, and some files are copied.
+"""Prepares a run that starts from another model.
 
-The files describe the model, and have no weights. Later commands need them: an evaluation builds
-the model again, and an export writes the same files.
+The other model completes the configuration. The files that describe it, without weights, are copied
+to the run, because an evaluation builds the model again, and an export writes the same files.
 """
 
 from __future__ import annotations
@@ -27,11 +27,10 @@ DESCRIBES = re.compile(r".*\.(json|txt|model|jinja|tiktoken)")  # configuration,
 
 
 def with_initial_model(config: Config) -> Config:
-    """Return ``config`` with the sizes of the model that the run starts from
-    (``training.init_from``).
+    """Return ``config``, completed by the model that the run starts from (``init_from``).
 
-    A model of transformers starts from the weights in its folder. If such a run prepares its own
-    data, it does so with the tokenizer in the folder.
+    The model section gets the sizes of that model. A model of transformers starts from the weights
+    in its folder, and if the run prepares its own data, it uses the tokenizer in that folder.
     """
     start, model = config.training.init_from, config.model
     if start is None and model.get("name") == "huggingface":
@@ -48,9 +47,7 @@ def with_initial_model(config: Config) -> Config:
 
 
 def with_absolute_paths(config: Config) -> Config:
-    """Return ``config`` with absolute paths, because commands read config.json in other
-    directories.
-    """
+    """Return ``config`` with absolute paths, because it is also read in other directories."""
     for keys in _PATHS:
         config = _with_absolute_path(config, *keys.split("."))
     if config.model.get("name") == "huggingface":
@@ -79,9 +76,9 @@ def _with_absolute_path(section: _Section, key: str, *rest: str) -> _Section:
 
 
 def keep_start_files(config: Config, dump_dir: Path) -> None:
-    """Copy the files that describe the start model to the run. A run with new weights has none.
+    """Copy the files that describe the model of ``init_from`` to the run's directory.
 
-    Raises WriteError if they cannot be written.
+    Without ``init_from``, this does nothing. Raises WriteError if they cannot be written.
     """
     if config.training.init_from is None:
         return
@@ -103,7 +100,7 @@ def keep_start_files(config: Config, dump_dir: Path) -> None:
 def kept_tensors(dump_dir: Path) -> dict[str, Any] | None:
     """Return name and type of each tensor in the model that the run started from.
 
-    Returns None if the run had new weights. Raises ConfigError if the file is damaged.
+    Returns None if the run started with new weights. Raises ConfigError if the file is damaged.
     """
     path = dump_dir / START / TENSORS
     if not path.is_file():

@@ -36,7 +36,7 @@ IN_ONE_PROCESS = (
 
 
 def check_exportable(saved: SavedRun, command: str) -> None:
-    """Raise ConfigError if transformers has no model that computes what the full model computes."""
+    """Raise ConfigError if no model of transformers computes the same as the full model."""
     if saved.config.sdp.branch_scale == "eval" and saved.config.sdp.groups > 1:
         raise ConfigError(
             f'{command}: {saved.dump_dir} was trained with sdp.branch_scale "eval", and transformers cannot scale '
@@ -52,7 +52,7 @@ def check_exportable(saved: SavedRun, command: str) -> None:
 
 @dataclass(frozen=True)
 class WholeModel:
-    """A full model with its weights, in evaluation mode, and its device."""
+    """A full model in evaluation mode, and the device that it is on."""
 
     module: nn.Module
     device: torch.device

@@ -14,7 +14,7 @@ SET_HELP = "override a key of CONFIG; may be repeated"
 
 
 class Parser(argparse.ArgumentParser):
-    """An argument parser that reports a mistake as one line with exit code 2, like all commands."""
+    """An argument parser that reports a mistake as one line, and ends with exit code 2."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, allow_abbrev=False, **kwargs)

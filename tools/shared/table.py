@@ -69,7 +69,9 @@ def bytes_row(
     label: str, values: Sequence[Quantity], baseline: float | None = None, *,
     show_baseline: bool = False, decimal: bool = False, per: str = "",
 ) -> Row:  # fmt: skip
-    """Make a row of bytes in the unit of the largest value: KiB, MiB …, if ``decimal`` kB, MB …"""
+    """Make a row of bytes in the unit of the largest value: kB, MB … if ``decimal``, else KiB, MiB
+    …
+    """
     spreads = [Spread(value, value) if isinstance(value, int | float) else value for value in values]
     largest = max(
         [spread.largest for spread in spreads if spread] + ([baseline or 0] if show_baseline else []), default=0
@@ -95,15 +97,13 @@ def _range(spread: Spread, scale: int, digits: int, unit: str) -> str:
 
 @dataclass(frozen=True)
 class Table:
-    """A table with a name for every column of cells (``header``). Missing cells are empty."""
+    """A table. ``header`` names every column of cells. Cells that a row lacks are empty."""
 
     header: Sequence[str]
     rows: Sequence[Row]
 
     def without_empty(self) -> Table:
-        """Return the table without rows that have no values, and without headings that have no
-        rows.
-        """
+        """Return the table without rows that have no values, and headings that have no rows."""
         rows: list[Row] = []
         for row in self.rows:
             if row.heading and rows and rows[-1].heading:

@@ -24,19 +24,18 @@ RESTARTS_HELP = "after the loss of a rank or host, start again from the newest c
 
 
 def parse(words: Sequence[str]) -> argparse.Namespace:
-    """Parse ``words``, the arguments of ``sdp train``, and :func:`complete` them. Raises
-    ConfigError.
-    """
+    """Parse the arguments of ``sdp train`` and :func:`complete` them. Raises ConfigError."""
     parser = Parser(prog="sdp train")
     add_arguments(parser)
     return complete(parser.parse_args(words, argparse.Namespace(argv=["train", *words], above=None)))
 
 
 def complete(args: argparse.Namespace) -> argparse.Namespace:
-    """Move all options that change the configuration to ``args.set``, and set where files go.
+    """Complete the parsed arguments of ``sdp train``, and return them.
 
-    ``dump_dir`` becomes the folder on this host, ``url`` its copy in an object store or None, and
-    ``checkpoints`` the folder of the checkpoints or its URL.
+    Options that change the configuration move to ``args.set``. ``dump_dir`` becomes the folder on
+    this host, ``url`` its copy in an object store or None, and ``checkpoints`` the folder of the
+    checkpoints or its URL.
     """
     if args.check and (ignored := [f"--{name}" for name in ("resume", "profile", "service") if getattr(args, name)]):
         raise ConfigError(f"--check: trains nothing, so {ignored[0]} has no effect; leave it out")
@@ -54,10 +53,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_config_arguments(parser, "the run's JSON file")
     parser.add_argument("--groups", metavar="N", type=positive_int, help="number of SDP groups (sdp.groups)")
     parser.add_argument(
-        "--fsdp",
-        metavar="F",
-        type=positive_int,
-        help="ranks that share a group's state (default: ranks / (groups * tp))",
+        "--fsdp", metavar="F", type=positive_int, help="ranks that share a group's state (default: all of a group)"
     )
     parser.add_argument(
         "--tp", metavar="T", type=positive_int, help="tensor-parallel degree (tensor_parallel.autotp_size)"
@@ -88,20 +84,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="do not train, but compare some steps with plain torch, and holders with each other",
     )
     parser.add_argument(
-        "--service", metavar="HOST:PORT", help="train as one group of the run of this service (sdp serve)"
+        "--service", metavar="HOST:PORT", help="train as one group of a run with this service (sdp serve)"
     )
     parser.add_argument(
-        "--token-file",
-        metavar="FILE",
-        type=Path,
-        help="file with the secret of the service (default: $SDP_SERVICE_TOKEN)",
+        "--token-file", metavar="FILE", type=Path, help="file with the service's secret (default: $SDP_SERVICE_TOKEN)"
     )
-    parser.add_argument(
-        "--tls-ca",
-        metavar="FILE",
-        type=Path,
-        help="encrypt the connection to the service, and trust the certificates in FILE",
-    )
+    parser.add_argument("--tls-ca", metavar="FILE", type=Path, help="encrypt, and trust the certificates in FILE")
 
 
 def run(args: argparse.Namespace) -> int:

@@ -33,13 +33,11 @@ Line = Mapping[str, Any]  # a line of metrics.jsonl or evaluations.jsonl
 class Observer:
     """Watches the training loop on one rank. A subclass overrides the hooks that it needs.
 
-    The trainer calls observers in the order of its list. A hook may not wait for other ranks.
+    The trainer calls its observers in order. A hook must not wait for other ranks.
     """
 
     def on_start(self, start: int, steps: int) -> None:
-        """Called before training. ``start`` is the step to continue from, and ``steps`` is the last
-        one.
-        """
+        """Called before training, after ``start`` steps. The last step will be ``steps``."""
 
     def around_step(self, step: int) -> AbstractContextManager[Any]:
         """Return a context for forward, backward and update of optimizer step ``step``."""
@@ -65,8 +63,7 @@ PROBED_STEP = 2  # the first step allocates optimizer state; the steps after it 
 
 
 class MemoryProbe(Observer):
-    """Measures the peak of live tensors in one step. ``peak`` has the bytes, or None before that
-    step.
+    """Measures the peak of live tensors in one step. ``peak`` has its bytes after this step.
 
     The step is ``PROBED_STEP``. With a masking schedule, it is the first later step with backward
     masking, which needs the most memory.
@@ -81,9 +78,7 @@ class MemoryProbe(Observer):
 
     @staticmethod
     def works_with(engine: SDPEngine) -> bool:
-        """Whether the probe sees all memory. On a CPU, it does not see what compiled code
-        allocates.
-        """
+        """Whether the probe sees all memory. On a CPU, it cannot see that of compiled code."""
         return engine.device.type == "cuda" or not engine.config.training.compile
 
     @contextmanager
@@ -99,11 +94,10 @@ class MemoryProbe(Observer):
 
 
 class RemoteFiles(Observer):
-    """Copies the files of a run from ``dump_dir`` to ``url`` in an object store. Rank 0 has this
-    observer.
+    """Copies the files of a run from ``dump_dir`` to ``url`` in an object store, on rank 0.
 
-    It copies them at every evaluation and with every checkpoint. Checkpoints themselves are not
-    copied, because the run writes them to the object store.
+    It copies them at every evaluation and with every checkpoint. It does not copy checkpoints,
+    because the run writes them to the object store itself.
     """
 
     def __init__(self, url: str, dump_dir: Path, save_every: int):

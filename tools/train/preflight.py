@@ -34,11 +34,11 @@ from ..runs.saved_run import check_data
 
 
 def check(config: Config, mesh: Mesh, dump_dir: Path, checkpoints: str | Path, *, resume: bool) -> None:
-    """Raise the :class:`~sdp.engine.errors.SDPError` that a run under ``config`` would start with.
+    """Raise the :class:`~sdp.engine.errors.SDPError` with which a run under ``config`` would fail.
 
-    Every rank checks the same things, without communication: batch arithmetic, model, units and
-    placement (on the meta device), optimizer and schedule, the index of the data, and the
-    checkpoint to resume from.
+    Every rank checks the same things before the start, without communication: batch arithmetic,
+    model, units and placement (on the meta device), optimizer and schedule, the index of the data,
+    and the checkpoint to resume from.
     """
     if not config.model:
         raise ConfigError('model: this section is required to train, for example {"name": "llama", …}')

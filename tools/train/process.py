@@ -36,7 +36,7 @@ def set_up_logging(rank: int, dump_dir: Path) -> None:
 
 
 class LogFile(logging.FileHandler):
-    """A log file. If it cannot be written, a line on stderr says so once, and the run goes on.
+    """Appends the log to a file. If this fails, a line on stderr says so once, and the run goes on.
 
     Raises WriteError if ``path`` is not a regular file.
     """
@@ -57,7 +57,7 @@ class LogFile(logging.FileHandler):
 
 
 class PrintableFormatter(logging.Formatter):
-    """Formats messages with control characters escaped, because names in files may have some."""
+    """Formats messages with control characters escaped, which could change the terminal."""
 
     def format(self, record: logging.LogRecord) -> str:
         return escape(super().format(record))

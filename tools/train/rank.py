@@ -43,12 +43,12 @@ log = logging.getLogger("sdp")
 def started(
     config: Config, options: argparse.Namespace, rank: int, world_size: int, on_stall: Callable[[str], None]
 ) -> Iterator[Heartbeat]:
-    """A context in which this rank has joined the other ranks and is watched for hanging.
-    Collective.
+    """A context in which this rank has joined the other ranks. Collective.
 
-    If there are several ranks, a rank is watched until its process has ended, because other ranks
-    would wait for a hanging exit. A single rank is watched only inside the context, because the
-    process may do other work afterwards.
+    The rank is also watched, so that a rank that hangs is reported. If there are several ranks, a
+    rank is watched until its process has ended, because other ranks would wait for a hanging exit.
+    A single rank is watched only inside the context, because the process may do other work
+    afterwards.
 
     Args:
         config: the configuration, which was checked.
@@ -100,10 +100,9 @@ def build(config: Config, dump_dir: Path, beat: Heartbeat, service: Membership |
 
 
 def with_loss_weighting(config: Config, corpus: Corpus) -> Config:
-    """Return ``config`` with losses weighted by their numbers of labels, if samples differ in
-    these.
+    """Return ``config`` with losses weighted by numbers of labels, if samples have different ones.
 
-    A ``training.loss_weighting`` in the configuration file stays.
+    If ``training.loss_weighting`` is set, ``config`` stays as it is.
     """
     if config.training.loss_weighting is not None or not corpus.masks_labels:
         return config

@@ -16,8 +16,8 @@ _FEWEST_CHARACTERS = 16
 def read_token(path: Path | None) -> bytes:
     """Return the secret that the groups of a run share with its service.
 
-    It is in the file ``path``, or if ``path`` is None in the variable SDP_SERVICE_TOKEN. Raises
-    ConfigError if there is no secret, or if it is too short.
+    If ``path`` is None, the secret is read from the variable SDP_SERVICE_TOKEN. Raises ConfigError
+    if there is no secret, or if it is too short.
     """
     source = "SDP_SERVICE_TOKEN" if path is None else str(path)
     try:
@@ -42,7 +42,7 @@ def split_address(address: str, option: str) -> tuple[str, int]:
 
 
 def trusted(path: Path | None) -> ssl.SSLContext | None:
-    """Return a TLS context that trusts the certificates in ``path``, or None without encryption."""
+    """Return a TLS context that trusts the certificates in ``path``. None if ``path`` is None."""
     try:
         return ssl.create_default_context(cafile=path) if path is not None else None
     except (OSError, ssl.SSLError) as error:
@@ -50,7 +50,7 @@ def trusted(path: Path | None) -> ssl.SSLContext | None:
 
 
 def certificates(certificate: Path | None, key: Path | None) -> ssl.SSLContext | None:
-    """Return the service's TLS context, or None (no encryption) if there is no ``certificate``."""
+    """Return the service's TLS context, or None (no encryption) without a ``certificate``."""
     if certificate is None:
         return None
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
@@ -62,7 +62,7 @@ def certificates(certificate: Path | None, key: Path | None) -> ssl.SSLContext |
 
 
 def settings_of(config: Config) -> dict[str, Any]:
-    """Return, for JSON, the settings that must be equal in the service and in all groups."""
+    """Return the settings that must be the same in the service and in all groups, for JSON."""
     whole = config.resolved()
     kept = ("sdp", "model", "optimizer", "scheduler", "gradient_clipping", "train_batch_size")
     settings = {key: whole[key] for key in kept}

@@ -1,6 +1,6 @@
-"""The training loop of one rank: the engine calls of a user's own script, evaluation and saving.
+"""The training loop of one rank. It makes the same engine calls as a user's own script.
 
-What only watches the loop is an observer (``observer.py``).
+It also evaluates and saves. What only watches the loop is an observer (``observer.py``).
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ THE_END, WRITING = "the end", "writing lines"
 
 
 class Trainer:
-    """The training loop of one rank, with its evaluations and checkpoints. :meth:`train` runs it.
+    """Trains a model on one rank, evaluates it and saves checkpoints. :meth:`train` does all this.
 
     Args:
         config: the configuration, as it is written to config.json.

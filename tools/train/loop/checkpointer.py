@@ -23,13 +23,11 @@ CHECKPOINT, AWAITING, LOAD = "checkpoint", "waiting for the checkpoint", "loadin
 
 
 class Checkpointer:
-    """Writes and loads the checkpoints of a run in ``directory``: a folder in ``dump_dir``, or a
-    URL.
+    """Writes and loads the checkpoints of a run in ``directory``, a folder or a URL.
 
-    A save that fails leaves the previous checkpoint in place.
-
-    ``client_state`` is stored in every checkpoint. A checkpoint is saved inside the context that
-    ``recalibrated`` returns, in which batch norms have the statistics of the full model.
+    If a save fails, the previous checkpoint stays. ``client_state`` is stored in every checkpoint.
+    ``recalibrated`` returns the context in which checkpoints are saved: batch norms have the
+    statistics of the full model inside.
     """
 
     def __init__(
@@ -54,7 +52,7 @@ class Checkpointer:
     def resume(self) -> bool:
         """Load the newest checkpoint, and return whether there is one. Collective.
 
-        Settings that have changed since the checkpoint apply.
+        If settings have changed since the checkpoint, the new ones apply.
         """
         engine = self._engine
         self._beat.at(0, LOAD, self._training.start_timeout)
@@ -162,9 +160,7 @@ class Checkpointer:
             return False
 
     def settle(self, *, block: bool) -> None:
-        """Report whether a save in the background has failed. With ``block``, wait for its end
-        first.
-        """
+        """Report a save in the background that failed. With ``block``, wait for its end first."""
         if block:
             self._beat.at(self._engine.global_steps, AWAITING, self._training.save_timeout)
         try:

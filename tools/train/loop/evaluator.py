@@ -25,7 +25,7 @@ CALIBRATION_BATCHES = 8  # training batches per rank that measure batch norm's s
 
 
 class Routed(Dataset[dict[str, Any]]):
-    """Samples with the number of their path, under the key ``path``."""
+    """Samples, each with the number of its path (``sdp.paths``) under the key ``path``."""
 
     def __init__(self, samples: Any, paths: PathSamples):
         self._samples, self._paths = samples, np.empty(len(samples), dtype=np.int64)
@@ -33,10 +33,9 @@ class Routed(Dataset[dict[str, Any]]):
             self._paths[members] = path
 
     def by_path(self, rows: Sequence[int], micro: int) -> Subset[dict[str, Any]]:
-        """Return the samples in ``rows``, sorted so that a micro-batch of ``micro`` samples has one
-        path.
+        """Return the samples in ``rows`` in an order in which micro-batches have a single path.
 
-        Micro-batches of the paths alternate. The samples that fill no micro-batch come last.
+        Micro-batches of different paths alternate. Samples that do not fill one come last.
         """
         members = [[row for row in rows if self._paths[row] == path] for path in range(self._paths.max() + 1)]
         whole = [len(mine) // micro * micro for mine in members]

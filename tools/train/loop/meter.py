@@ -32,7 +32,7 @@ _ROW_BYTES = 8 * (3 + len(_KINDS))  # of a step's message: signal, peak and byte
 class StepFacts:
     """The measurements of one rank in one step.
 
-    ``seconds`` has the seconds of forward, backward and so on, by their keys in metrics.jsonl.
+    ``seconds`` maps keys of metrics.jsonl, such as "forward_seconds", to seconds of the step.
     """
 
     learning_rate: float
@@ -75,7 +75,7 @@ class StepMeter:
     def timed(self, name: str) -> Iterator[None]:
         """A context that measures one activity of a step, such as "forward".
 
-        The time that it waits for averages is measured separately. A profile shows the same name.
+        Time that is spent waiting for averages counts separately. A profile shows the same name.
         """
         engine, training = self._engine, self._engine.config.training
         # The first step also compiles, allocates and connects.
@@ -222,8 +222,8 @@ def nominal_flops(device: torch.device, precision: str) -> float | None:
 class Utilisation:
     """Computes the model FLOPs utilisation (MFU) of a run from its tokens per second.
 
-    It is unknown if the device's peak is unknown (:func:`nominal_flops`), or if the model has no
-    ``flops_per_token``.
+    The MFU is not known if the device's peak is unknown (:func:`nominal_flops`), or if the model
+    has no ``flops_per_token``.
     """
 
     def __init__(self, engine: SDPEngine, sequence_length: int):
