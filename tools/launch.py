@@ -55,11 +55,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     hosts.add_argument("--master-addr", metavar="HOST", help="address of rank 0 (default: the first host)")
     hosts.add_argument("--master-port", metavar="PORT", type=port, help="port of rank 0 (default: 29500)")
     hosts.add_argument(
-        "--mpi", choices=("openmpi", "mpich", "intel"), help="kind of mpirun (default: what mpirun --version says)"
+        "--mpi",
+        choices=("openmpi", "mpich", "intel"),
+        help="the MPI that mpirun belongs to (default: what mpirun --version says)",
     )
     hosts.add_argument("--mpirun", metavar="PROGRAM", help="name or path of mpirun (default: mpirun)")
     hosts.add_argument("--python", metavar="PATH", help="path of Python on the hosts (default: the path on this host)")
-    hosts.add_argument("--launcher-args", metavar="WORDS", help="further options for the launcher, as one quoted word")
+    hosts.add_argument("--launcher-args", metavar="WORDS", help="options for the launcher itself, as one quoted word")
     jobs = parser.add_argument_group("slurm")
     for name in _SBATCH_OPTIONS:
         jobs.add_argument(f"--{name}", metavar="VALUE", help=f"sbatch's --{name}")
@@ -73,7 +75,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="write a checkpoint and requeue the job so many seconds before its time limit (default: 300)",
     )
     jobs.add_argument(
-        "--status", metavar="DIR", type=Path, help="print the state of this dump directory's last job, start nothing"
+        "--status",
+        metavar="DIR",
+        type=Path,
+        help="print the state of the last job of the dump directory DIR, and start nothing",
     )
     parser.add_argument(
         "words", metavar="CONFIG …", nargs=argparse.REMAINDER, help="the run's JSON file, then options of sdp train"

@@ -39,10 +39,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--output", required=True, metavar="DIR", help="the directory for shards and tokenizer")
     parser.add_argument(
-        "--tokenizer", default="sentencepiece", metavar="NAME", help="sentencepiece (trained now), bytes or hf:NAME"
+        "--tokenizer",
+        default="sentencepiece",
+        metavar="NAME",
+        help="sentencepiece (trained on the input), bytes or hf:NAME",
     )
     parser.add_argument(
-        "--vocab-size", type=int, metavar="V", help=f"tokens of a trained tokenizer (default: {DEFAULT_VOCAB_SIZE})"
+        "--vocab-size",
+        type=int,
+        metavar="V",
+        help=f"number of tokens of a trained tokenizer (default: {DEFAULT_VOCAB_SIZE})",
     )
     parser.add_argument(
         "--bos", action="store_true", help="put the beginning-of-sequence token of hf:NAME before each text"
@@ -51,7 +57,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--separator", metavar="TOKEN", help="the token of hf:NAME that ends a document (default: end of sequence)"
     )
     parser.add_argument(
-        "--text-column", default="text", metavar="C", help="the text's column in .jsonl, .csv, .parquet and .arrow"
+        "--text-column",
+        default="text",
+        metavar="C",
+        help="the column with the text in .jsonl, .csv, .parquet and .arrow",
     )
     parser.add_argument(
         "--held-out", type=float, default=0.05, metavar="X", help="fraction of the documents for evaluations"

@@ -53,14 +53,21 @@ _KEEP = 2  # checkpoints
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_config_arguments(parser, "the run's JSON file, with a section sdp.sync.service")
-    parser.add_argument("--bind", metavar="HOST:PORT", required=True, help="address of the service")
+    parser.add_argument("--bind", metavar="HOST:PORT", required=True, help="address at which the service listens")
     parser.add_argument(
         "--dump-dir", metavar="DIR", type=Path, required=True,
         help="directory of the run's files; a service that was killed continues from them",
     )  # fmt: skip
-    parser.add_argument("--token-file", metavar="FILE", type=Path, help="secret's file (default: $SDP_SERVICE_TOKEN)")
-    parser.add_argument("--tls-certificate", metavar="FILE", type=Path, help="encrypt with this certificate chain")
-    parser.add_argument("--tls-key", metavar="FILE", type=Path, help="private key of the certificate")
+    parser.add_argument(
+        "--token-file",
+        metavar="FILE",
+        type=Path,
+        help="file with the secret that all groups have (default: $SDP_SERVICE_TOKEN)",
+    )
+    parser.add_argument(
+        "--tls-certificate", metavar="FILE", type=Path, help="encrypt connections with the certificate chain in FILE"
+    )
+    parser.add_argument("--tls-key", metavar="FILE", type=Path, help="file with the certificate's private key")
     parser.add_argument(
         "--expect", metavar="N", type=positive_int,
         help="begin when N groups have joined (default: when none has joined for grace_seconds)",

@@ -45,8 +45,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--methods", metavar="A,B,…", help=f"methods out of {', '.join((*DEFAULT, 'sdp'))} (default: all but sdp)"
     )
-    parser.add_argument("--rounds", metavar="N", type=turns, default=5, help="turns of every method (default: 5)")
-    parser.add_argument("--steps", metavar="N", type=turns, default=2, help="timed steps in a turn (default: 2)")
+    parser.add_argument(
+        "--rounds", metavar="N", type=turns, default=5, help="number of turns of every method (default: 5)"
+    )
+    parser.add_argument(
+        "--steps", metavar="N", type=turns, default=2, help="number of timed steps in a turn (default: 2)"
+    )
     parser.add_argument(
         "--out", metavar="DIR", type=Path, default=DEFAULT_OUT,
         help=f"folder for report.md and report.json (default: {DEFAULT_OUT})",

@@ -53,7 +53,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_config_arguments(parser, "the run's JSON file")
     parser.add_argument("--groups", metavar="N", type=positive_int, help="number of SDP groups (sdp.groups)")
     parser.add_argument(
-        "--fsdp", metavar="F", type=positive_int, help="ranks that share a group's state (default: all of a group)"
+        "--fsdp",
+        metavar="F",
+        type=positive_int,
+        help="ranks that share a group's state (default: ranks / (groups * tp))",
     )
     parser.add_argument(
         "--tp", metavar="T", type=positive_int, help="tensor-parallel degree (tensor_parallel.autotp_size)"
@@ -84,12 +87,17 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="do not train, but compare some steps with plain torch, and holders with each other",
     )
     parser.add_argument(
-        "--service", metavar="HOST:PORT", help="train as one group of a run with this service (sdp serve)"
+        "--service", metavar="HOST:PORT", help="train as one group of the run of the service (sdp serve) at HOST:PORT"
     )
     parser.add_argument(
         "--token-file", metavar="FILE", type=Path, help="file with the service's secret (default: $SDP_SERVICE_TOKEN)"
     )
-    parser.add_argument("--tls-ca", metavar="FILE", type=Path, help="encrypt, and trust the certificates in FILE")
+    parser.add_argument(
+        "--tls-ca",
+        metavar="FILE",
+        type=Path,
+        help="encrypt the connection to the service, and trust the certificates in FILE",
+    )
 
 
 def run(args: argparse.Namespace) -> int:
