@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import json
 import math
+import sys
 import tempfile
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
@@ -18,6 +19,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from tqdm import tqdm
 
 from ..data.clusters import load_router
 from ..engine.batch.call import count_targets
@@ -215,7 +217,8 @@ def _evaluate_paths(
     )  # of all tokens, and after the prefix
     for path in range(count):
         with whole_model(saved, built, path) as model:
-            for number, (batch, cluster) in enumerate(zip(batches, clusters, strict=True)):
+            shown = tqdm(batches, f"path {path}", disable=not sys.stderr.isatty())
+            for number, (batch, cluster) in enumerate(zip(shown, clusters, strict=True)):
                 losses = model.target_losses(batch)
                 for row, tokens in enumerate((losses, losses[:, (prefix or 1) - 1 :])):
                     sums[row, path].index_add_(0, cluster, tokens.double().sum(1))

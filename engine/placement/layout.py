@@ -234,15 +234,6 @@ class Layout:
         """Map each path in the module of ``group`` to the persistent buffer at this path."""
         return _by_path(self.buffers.values(), group)
 
-    def slices(self) -> Iterator[tuple[Slice, Holders]]:
-        """Yield every slice of a parameter (neuron level) with the groups that hold it."""
-        return (
-            (part, self.placement.holders[unit.index])
-            for unit in self.units
-            for part in unit.slices
-            if part.dim is not None
-        )
-
     @cached_property
     def wholes(self) -> dict[str, list[TensorInfo]]:
         """Each parameter's name → the list of its slices, or only the parameter if not sliced."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -11,6 +12,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import nn
+from tqdm import tqdm
 
 from ...engine.batch.call import call_model, logits_of, loss_of, to_device
 from ...engine.checkpoint.load import load
@@ -61,7 +63,8 @@ class WholeModel:
     def mean_loss(self, batches: Sequence[Any], weights: Sequence[float]) -> float:
         """Return the weighted mean of the batches' losses. Batches with weight 0 are left out."""
         total = weight = 0.0
-        for batch, count in zip(batches, weights, strict=True):
+        shown = tqdm(batches, "held out", disable=not sys.stderr.isatty())
+        for batch, count in zip(shown, weights, strict=True):
             if count:  # the mean over no targets is NaN
                 total += loss_of(call_model(self.module, to_device(batch, self.device))).item() * count
                 weight += count
