@@ -38,7 +38,7 @@ def open_own_file(path: Path, flags: int = os.O_WRONLY | os.O_CREAT | os.O_APPEN
     """Open a regular file, and return the file descriptor. By default, open it to append.
 
     Raises:
-        WriteError: ``path`` is a link, a directory or a FIFO.
+        WriteError: ``path`` is a symbolic link, or not a regular file.
         OSError: ``path`` cannot be opened.
     """
     try:

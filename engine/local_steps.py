@@ -420,7 +420,7 @@ class LocalTraining:
         return self.outer_steps > before
 
     def has_finished(self, step: int) -> bool:
-        """Return whether all holders have equal weights after ``step``, as after :meth:`finish`."""
+        """Return whether :meth:`finish`, and not the schedule, averaged weights after ``step``."""
         return self._averaged_at == step
 
     def _steps_alone(self, step: int) -> int:

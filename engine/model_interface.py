@@ -132,8 +132,9 @@ class Vocabulary:
 class Head:
     """In a tensor-parallel plan: the head is cut along the vocabulary.
 
-    The head's first argument is gathered along the sequence. With its attribute ``tensor_ranks``,
-    which is set, the head itself must compute the loss from its part of the logits.
+    The head's first argument is gathered along the sequence. The engine sets the head's attribute
+    ``tensor_ranks``, with which the head must compute logits or the loss from its part of the
+    logits.
     """
 
     dims = 0

@@ -114,7 +114,7 @@ class StreamLoader:
     def epoch_batches(self) -> Iterator[Any]:
         """Yield the micro-batches up to the end of this pass over the data set.
 
-        The last batch is filled with samples of the next pass.
+        A batch that extends into the next pass is the last one.
         """
         return self._batches(within_pass=not self._has_own_share)
 

@@ -52,7 +52,7 @@ class Ranks:
     def agree(self, problem: str | None) -> None:
         """Raise :class:`CheckpointError` on every rank if any rank has a ``problem``.
 
-        ``problem`` is this rank's message, or None. The error has the message of the lowest rank.
+        ``problem`` is this rank's message, or None. The error has the first message in rank order.
         """
         first = self.first(problem)
         if first is not None:

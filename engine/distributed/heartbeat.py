@@ -182,7 +182,7 @@ class CallWatch:
     """Says in which engine call every rank is, if a script's ranks do not make the same calls.
 
     A rank that waits in a call writes the call's name to the store of the process group. If a call
-    fails or takes too long, the rank reads the names of all ranks and prints them.
+    fails or takes too long, the rank reads these names, and prints in which call every rank is.
     """
 
     def __init__(self) -> None:

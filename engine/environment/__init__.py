@@ -1,1 +1,1 @@
-"""Reads environment variables, such as this process's rank. No other package reads them."""
+"""Reads environment variables, such as this process's rank. The rest of the engine reads none."""

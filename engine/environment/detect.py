@@ -185,7 +185,7 @@ def supervision() -> Supervision | None:
 
 
 def position_file() -> Path | None:
-    """Return the file in which this rank writes for the launcher what it is doing, or None."""
+    """Return the file in which this rank tells its launcher what it is doing, or None."""
     path = os.environ.get(POSITION_FILE, "")
     return Path(path) if path else None
 
@@ -231,7 +231,7 @@ class Environment:
 
     @property
     def is_alone(self) -> bool:
-        """Whether another launcher started only this process, which may then start ranks itself.
+        """Whether a launcher other than SDP's started only this process, which may start ranks.
 
         Examples are a notebook under SLURM, and a pod in Kubernetes.
         """

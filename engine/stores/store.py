@@ -129,7 +129,7 @@ class RankContext:
             bucket names keys of :attr:`GroupStore.stepped`.
         messages: starts messages between groups.
         awaits_blocks: whether a block waits for new weights of its frozen copies only when it
-            runs. If False, the store waits for the weights of all copies at once.
+            runs. If False, the engine waits for the weights of all copies at once.
         user_groups: for each parameter group of the optimizer, the index of the user's parameter
             group. None if the optimizer has the user's groups themselves.
         user_group_count: the number of the user's parameter groups, if ``user_groups`` is given.
