@@ -59,7 +59,7 @@ class FatalError:
 
     @property
     def is_known(self) -> bool:
-        """Whether the text is a one-line error, other than that another rank is gone."""
+        """Whether the text gives the cause in one line, and the cause is not a lost rank."""
         return self.text.startswith(PREFIX) and not self.follows
 
     @property

@@ -1,8 +1,8 @@
 """``sdp bench CONFIG --alone``: measures one rank's share of a run, on a single device.
 
-The share is measured for SDP and for the dense model in turns. The other ranks do not exist, and
-torch's fake process group lets collectives return at once. So memory is exact, and the speed is an
-upper bound, as if communication took no time.
+SDP and the dense model are measured in turns. The other ranks do not exist: torch's fake process
+group lets collectives return at once. So memory is that of a real run, and the speed is an upper
+bound, because communication takes no time.
 """
 
 from __future__ import annotations

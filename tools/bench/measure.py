@@ -2,7 +2,7 @@
 
 A turn of a method is one step that is not timed, then ``steps`` timed steps. In every second round,
 the methods come in reverse order. A turn takes as long as its slowest rank. With local steps, a
-turn has whole rounds of local steps, because only their mean can be compared.
+turn consists of whole rounds of local steps, because steps of a round take different times.
 """
 
 from __future__ import annotations

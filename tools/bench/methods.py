@@ -102,7 +102,8 @@ class Runner:
     """A method that is ready to run: a model with what is needed to train it.
 
     Attributes:
-        parameters: The number of parameters that a rank computes with, wherever they are kept.
+        parameters: The number of parameters that a rank computes with, even if other ranks keep
+            some.
         module: The model.
         optimizer: The optimizer of the model's weights.
         step: Makes one optimizer step on this rank's micro-batches, and returns their mean loss.
@@ -133,7 +134,7 @@ def build(name: str, config: Config, device: torch.device) -> Runner:
 
 
 def of_engine(engine: SDPEngine) -> Runner:
-    """Return the method that trains with ``engine``."""
+    """Return a :class:`Runner` that trains with ``engine``."""
 
     def step(batches: Sequence[Batch]) -> Tensor:
         losses = []

@@ -72,14 +72,13 @@ class RankForecast:
 
 @dataclass(frozen=True)
 class GroupForecast:
-    """Groups that run the same blocks in the same order, so that one traced step describes all of
-    them.
+    """Groups that run the same blocks in the same order, so one traced step describes all of them.
 
     Attributes:
         groups: The numbers of the groups.
         trace: The step of the first rank of the first group.
-        ranks: What ranks of these groups send, the traced rank first. Of ranks that send the same
-            over the same kinds of links, only one is listed.
+        ranks: The forecasts of ranks in these groups, the traced rank first. Several ranks that
+            send the same over the same kinds of links have one forecast.
     """
 
     groups: tuple[int, ...]
@@ -122,7 +121,7 @@ class Forecast:
 
     @property
     def ranks(self) -> list[RankForecast]:
-        """The planned ranks of all groups. Ranks that send the same are listed once."""
+        """The forecasts of ranks in all groups. Ranks that send the same have one forecast."""
         return [rank for group in self.groups for rank in group.ranks]
 
     @property

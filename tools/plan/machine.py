@@ -139,7 +139,7 @@ def with_outer_steps(
     Without ``sync.overlap``, an average does not overlap with computation. Otherwise it may take
     the next ``overlap`` steps, and makes the round longer only if it takes longer than these.
 
-    ``service`` is the number of bytes that a service of the anchors receives and sends in a round.
+    ``service`` is the number of bytes that the host of ``sdp serve`` receives and sends in a round.
     """
     seconds = sum(machine.seconds(one.sent, machine.link(one.ranks)) for one in collectives)
     seconds += service / machine.between

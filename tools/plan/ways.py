@@ -60,7 +60,7 @@ def dense_ways(config: Config, machine: Machine, world: int) -> tuple[dict[str, 
 
 
 def distributed_data_parallel(config: Config, machine: Machine, world: int) -> Forecast:
-    """Plan a dense ``config`` without sharding under torch's DDP.
+    """Plan the dense model of ``config`` under torch's DDP.
 
     Half precision is used as torch's documentation says: weights, gradients and optimizer state are
     in float32, and the forward pass runs under autocast. So the plan includes the cast copies of

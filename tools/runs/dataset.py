@@ -82,7 +82,7 @@ class Corpus:
     router_prefix: int | None = None  # tokens that the router of the paths reads
 
     def alone(self, group: int) -> Corpus:
-        """Return the same data for ranks of ``group`` that run without other groups."""
+        """Return the same data for a run that has only the ranks of ``group`` (``--service``)."""
         if self.paths is None:
             return self
         self.train.paths = replace(self.train.paths, alone=group)  # pyright: ignore[reportAttributeAccessIssue]
@@ -103,7 +103,7 @@ def open_corpus(config: Config, dump_dir: Path) -> Corpus:
 
 
 def path_of(config: Config, dump_dir: Path) -> Path:
-    """Return the directory of a run's data. For a mixture, this is that of the first source."""
+    """Return the directory of a run's data, or of the first source of a mixture."""
     data = config.data
     if data.sources:
         return corpus_folder(data.sources[0].path)

@@ -36,7 +36,10 @@ def quantity(text: str, unit: Literal["B", "B/s", "FLOP/s"], option: str) -> flo
 
 
 def parse_bit_rate(text: str) -> float | None:
-    """Convert ``text``, such as ``300mbit`` or ``1Gbit/s``, to bits a second, else return None."""
+    """Return ``text``, such as ``300mbit`` or ``1Gbit/s``, as bits a second.
+
+    Returns None if the text has another form.
+    """
     match = re.fullmatch(rf"{_NUMBER}([kmgt]?)bit(?:/s)?\s*", text, re.IGNORECASE)
     if match is None:
         return None

@@ -55,7 +55,11 @@ def text_row(label: str, values: Sequence[str | None]) -> Row:
 def plain_row(
     label: str, values: Sequence[float | None], spec: str, baseline: float | None = None, *, difference: bool = False
 ) -> Row:
-    """Make a row of numbers in format ``spec``, with ratios or ``difference`` to ``baseline``."""
+    """Make a row of numbers in format ``spec``.
+
+    With a ``baseline``, each number has its ratio to the baseline, or the difference if
+    ``difference``.
+    """
     cells = []
     for value in values:
         ratio = ""
@@ -69,8 +73,11 @@ def bytes_row(
     label: str, values: Sequence[Quantity], baseline: float | None = None, *,
     show_baseline: bool = False, decimal: bool = False, per: str = "",
 ) -> Row:  # fmt: skip
-    """Make a row of bytes in the unit of the largest value: kB, MB … if ``decimal``, else KiB, MiB
-    …
+    """Make a row of bytes in the unit that suits the largest value.
+
+    Units are KiB, MiB …, or kB, MB … if ``decimal``. ``per`` is added to the unit, for example
+    "/s". With a ``baseline``, each value has its ratio, and ``show_baseline`` adds the baseline as
+    the last cell.
     """
     spreads = [Spread(value, value) if isinstance(value, int | float) else value for value in values]
     largest = max(

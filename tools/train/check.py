@@ -18,7 +18,7 @@ STEPS = 3
 
 
 def check_run(config: Config, dump_dir: Path, beat: Heartbeat) -> int:
-    """Check some steps with the whole model in every group, and then some steps as configured.
+    """Compare some steps with plain torch: with the whole model in every group, then as configured.
 
     Collective. Returns the exit code: 1 if a step differs from plain torch.
     """

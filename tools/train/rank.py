@@ -100,9 +100,10 @@ def build(config: Config, dump_dir: Path, beat: Heartbeat, service: Membership |
 
 
 def with_loss_weighting(config: Config, corpus: Corpus) -> Config:
-    """Return ``config`` with losses weighted by numbers of labels, if samples have different ones.
+    """Return ``config`` such that losses are weighted by their numbers of labels.
 
-    If ``training.loss_weighting`` is set, ``config`` stays as it is.
+    This happens only if samples have different numbers of labels, and if the configuration does not
+    set ``training.loss_weighting``.
     """
     if config.training.loss_weighting is not None or not corpus.masks_labels:
         return config

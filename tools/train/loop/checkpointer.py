@@ -26,8 +26,8 @@ class Checkpointer:
     """Writes and loads the checkpoints of a run in ``directory``, a folder or a URL.
 
     If a save fails, the previous checkpoint stays. ``client_state`` is stored in every checkpoint.
-    ``recalibrated`` returns the context in which checkpoints are saved: batch norms have the
-    statistics of the full model inside.
+    ``recalibrated`` returns the context in which checkpoints are saved. In this context, batch
+    norms have the statistics of the full model.
     """
 
     def __init__(
@@ -66,7 +66,7 @@ class Checkpointer:
     def roll_back(self) -> bool:
         """Load the newest checkpoint, and return whether there is one. Collective.
 
-        The position in the data stays, so that the run goes on with other data.
+        The position in the data stays, so that the run does not read the same samples again.
         """
         engine = self._engine
         self.settle(block=True)

@@ -129,7 +129,7 @@ class StepLines:
         self._begun: deque[tuple[dict[str, Any], Callable[[], list[int]], Any]] = deque()
 
     def begin(self, facts: StepFacts, elapsed: float, signal: int) -> None:
-        """Begin the line of the newest step. Collective.
+        """Begin the line of metrics.jsonl for the newest step. Collective.
 
         Args:
             facts: the measurements of this rank.
@@ -172,13 +172,14 @@ class StepLines:
         self._begun.append((line, most, update))
 
     def finished(self, *, except_newest: int = 0) -> Iterator[tuple[dict[str, Any], int]]:
-        """Finish lines in the order of their steps, and remove them from this object. Collective.
+        """Yield finished lines of metrics.jsonl in the order of their steps, each line once.
+        Collective.
 
         Args:
-            except_newest: how many of the newest lines are left for later.
+            except_newest: how many of the newest lines may be left for a later call.
 
-        Returns:
-            Each line, and the signal that any rank had received by the end of this step, 0 if none.
+        Yields:
+            A line, and the signal that any rank had received by the end of its step, 0 if none.
         """
         while len(self._begun) > except_newest:
             line, most, update = self._begun.popleft()
@@ -239,7 +240,8 @@ class Utilisation:
     def of(self, tokens_per_second: float, masking: Masking) -> dict[str, float]:
         """Return ``mfu`` and ``flops_per_second`` of a device, or nothing if the MFU is unknown.
 
-        ``tokens_per_second`` is that of the whole run, in steps with ``masking``.
+        ``tokens_per_second`` counts the whole run. ``masking`` is the masking of these steps, on
+        which the operations for a token depend.
         """
         if masking not in self._flops or self._peak is None:
             return {}
