@@ -18,7 +18,9 @@ _DEVICE_FILES = ("/dev/nvidiactl", "/dev/dxg", "/dev/kfd")
 
 @dataclass(frozen=True)
 class Degrees:
-    """How many groups, shards and tensor-parallel ranks a run has, to check a number of processes.
+    """How many groups, shards and tensor-parallel ranks a run has.
+
+    A launcher finds and checks the number of processes with it.
 
     Attributes:
         config: the configuration, with the groups and the tensor-parallel degree.

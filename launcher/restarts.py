@@ -72,7 +72,7 @@ def run_again(
 
 
 def await_lock(dump_dir: Path, received: Sequence[int]) -> None:
-    """Wait until no process writes the run's files, until a signal comes, or at most two minutes.
+    """Wait until no process writes the run's files or a signal comes, but at most two minutes.
 
     Ranks may still write for a while, because they notice late that another host is gone.
     """

@@ -137,7 +137,7 @@ def world_size(hosts: Sequence[Host]) -> int:
 
 
 def trim(hosts: Sequence[Host], ranks: int) -> list[Host]:
-    """Return ``hosts`` with only the first ``ranks`` slots, and without hosts that have none."""
+    """Return the first ``ranks`` slots of ``hosts``. Hosts without such slots are left out."""
     first = accumulate((len(host.slots) for host in hosts), initial=0)
     return [
         Host(host.name, host.slots[: ranks - begin]) for host, begin in zip(hosts, first, strict=False) if begin < ranks

@@ -1,6 +1,6 @@
 """Starts the ranks of ``sdp train`` on this host, or through DeepSpeed's runner, mpirun or SLURM.
 
-All launchers start the same ranks with the same arguments, so a run can continue under another one.
+All launchers start the same ranks with the same arguments, so a run can change its launcher.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """The process that DeepSpeed's launcher or mpirun starts for each rank. It becomes ``sdp train``.
 
-First it sets the environment variables that all ranks need. The launchers do not: DeepSpeed numbers
-local ranks in another order if hosts differ, and mpirun sets neither the master's address nor the
-visible devices.
+First it sets the environment variables that ranks need, because the launchers do not set all of
+them: DeepSpeed numbers local ranks in another order if hosts differ, and mpirun sets neither the
+master's address nor the visible devices.
 
 The command is ``python -m sdp.launcher.cluster.rank HOSTS HOST:PORT train WORD…``. Its words are
 encoded, because DeepSpeed's runner joins a command with spaces, and the remote shell splits it

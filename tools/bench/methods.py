@@ -53,8 +53,8 @@ def variant(name: str, config: Config, world: int) -> Config:
     """Return the configuration of the method ``name``.
 
     Args:
-        name: The method. "sdp" trains as CONFIG says, and "sdp-backward" likewise, but with
-            backward masking.
+        name: The method. "sdp" trains as CONFIG says. "sdp-forward" and "sdp-backward" replace the
+            masking in CONFIG.
         config: The configuration that all methods share.
         world: The number of ranks.
 

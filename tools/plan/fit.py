@@ -7,7 +7,7 @@ the shortest planned step.
 - What changes: the degrees of sharding and of tensor parallelism, the ZeRO stage, recomputation,
   and how the samples of a step are split into micro-batches.
 
-If the state alone does not fit, no step is planned, because this is known sooner. Degrees of tensor
+To save time, no step is planned for a layout whose state alone does not fit. Degrees of tensor
 parallelism are 1, 2, 4, 8 and the configured one. Ranks per group are powers of two, their products
 with the configured degree, and the largest possible number.
 """

@@ -146,11 +146,11 @@ class Forecast:
 
     @property
     def service(self) -> dict[str, float] | None:
-        """The traffic of the host of ``sdp serve`` in a round with all groups, by name.
-
-        "receives" and "sends" are bytes, and "seconds" is the time for both. "groups" is the number
-        of groups from which on this takes longer than the computation of a round. None without a
+        """The traffic of the host of ``sdp serve`` in a round with all groups. None without a
         service.
+
+        "receives" and "sends" are bytes, and "seconds" is the time for both, which grows with the
+        number of groups. From "groups" groups on, it is longer than the computation of a round.
         """
         sync, groups = self.config.sdp.sync, self.layout.mesh.sdp
         if sync is None or sync.service is None:

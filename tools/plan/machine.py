@@ -72,7 +72,7 @@ def fill_nodes(slots: Sequence[int], world: int) -> tuple[int, ...]:
 class StepTime:
     """The expected seconds of one rank's step, and of its computation and traffic.
 
-    Seconds of traffic include traffic that overlaps with computation, except in ``step``.
+    Only the seconds in ``step`` leave out traffic that overlaps with computation.
 
     Attributes:
         compute: Computation.

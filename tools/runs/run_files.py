@@ -87,7 +87,7 @@ class RunFiles:
         self._replace(SUMMARY, data)
 
     def restart(self, step: int) -> None:
-        """Write to restarts.jsonl that the run continues from ``step``, repeating later steps."""
+        """Write to restarts.jsonl that the run continues from ``step`` and repeats later steps."""
         last = max((line["step"] for line in _read_lines(self.dump_dir / METRICS)), default=0)
         if last:
             self._append(RESTARTS, {"step": step, "lost_steps": max(0, last - step)})

@@ -47,7 +47,7 @@ def with_initial_model(config: Config) -> Config:
 
 
 def with_absolute_paths(config: Config) -> Config:
-    """Return ``config`` with absolute paths, because it is also read in other directories."""
+    """Return ``config`` with absolute paths, because commands in other directories read it."""
     for keys in _PATHS:
         config = _with_absolute_path(config, *keys.split("."))
     if config.model.get("name") == "huggingface":

@@ -57,8 +57,8 @@ def plain_row(
 ) -> Row:
     """Make a row of numbers in format ``spec``.
 
-    With a ``baseline``, each number has its ratio to the baseline, or the difference if
-    ``difference``.
+    With a ``baseline``, each number has its ratio to the baseline. With ``difference``, it has the
+    difference instead.
     """
     cells = []
     for value in values:
@@ -104,7 +104,7 @@ def _range(spread: Spread, scale: int, digits: int, unit: str) -> str:
 
 @dataclass(frozen=True)
 class Table:
-    """A table. ``header`` names every column of cells. Cells that a row lacks are empty."""
+    """A table with rows of cells. ``header`` names every column. Missing cells are empty."""
 
     header: Sequence[str]
     rows: Sequence[Row]

@@ -149,7 +149,7 @@ def run(args: argparse.Namespace) -> int:
     from .rank import run as run_rank  # imports torch
 
     def end_stalled(text: str) -> None:
-        """End this process from another thread, because the main thread may never return."""
+        """End this process from another thread, because the main thread may hang forever."""
         report_fatal(f"sdp: error: {text}", 1, options.above, stalled=True)
         os._exit(1)
 

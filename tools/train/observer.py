@@ -65,8 +65,8 @@ PROBED_STEP = 2  # the first step allocates optimizer state; the steps after it 
 class MemoryProbe(Observer):
     """Measures the peak of live tensors in one step. ``peak`` has its bytes after this step.
 
-    The step is ``PROBED_STEP``. With a masking schedule, it is the first later step with backward
-    masking, which needs the most memory.
+    This is the second step, because the first one also allocates optimizer state. With a masking
+    schedule, it is the first later step with backward masking, which needs the most memory.
     """
 
     def __init__(self, engine: SDPEngine):
@@ -78,7 +78,7 @@ class MemoryProbe(Observer):
 
     @staticmethod
     def works_with(engine: SDPEngine) -> bool:
-        """Whether the probe sees all memory. On a CPU, it cannot see that of compiled code."""
+        """Whether the probe sees all memory. On a CPU, it misses what compiled code allocates."""
         return engine.device.type == "cuda" or not engine.config.training.compile
 
     @contextmanager
