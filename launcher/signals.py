@@ -25,8 +25,7 @@ def caught_signals() -> Iterator[list[int]]:
 
 @contextlib.contextmanager
 def handled(numbers: Iterable[int], handler: Callable[[int, Any], Any] | signal.Handlers) -> Iterator[None]:
-    """A context in which ``handler`` handles the signals ``numbers``, except signals ignored
-    before.
+    """A context in which ``handler`` handles those ``numbers`` that were not ignored before.
 
     Outside the main thread it does nothing, because Python handles signals only in the main thread.
     """

@@ -1,5 +1,4 @@
-"""``sdp export DIR --to hf OUT``: writes a checkpoint's full model and tokenizer for
-``transformers``.
+"""``sdp export DIR OUT``: writes a checkpoint's full model and tokenizer for ``transformers``.
 
 Only the tensors of one output file are in memory at a time. Checkpoints of every layout can be
 exported.

@@ -184,7 +184,6 @@ class _Service:
         )
 
     def _resume(self) -> None:
-        """Go on from the newest checkpoint, if there is one."""
         run, order = self._run, self._dump_dir / _ORDER
         dealt = read_json_file(order) if order.exists() else None
         if (found := find(self._dump_dir / "checkpoints", None)) is None:

@@ -172,7 +172,6 @@ def find_fit(config: Config, memory: float, machine_of: Callable[[int], Machine]
 
 
 def _reasons(best: Trial, search: _Search) -> Iterator[str]:
-    """Describe the choice, and the change of the micro-batch."""
     choice = best.choice
     yield (
         f"chosen: {choice}: of the layouts with the fewest ranks that fit, the one with the shortest step "

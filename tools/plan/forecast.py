@@ -146,8 +146,7 @@ class Forecast:
 
     @property
     def service(self) -> dict[str, float] | None:
-        """The traffic of the host of ``sdp serve`` in a round with all groups. None without a
-        service.
+        """The traffic of the host of ``sdp serve`` in a round with all groups, if there is one.
 
         "receives" and "sends" are bytes, and "seconds" is the time for both, which grows with the
         number of groups. From "groups" groups on, it is longer than the computation of a round.

@@ -113,7 +113,6 @@ def _smooth(losses: Sequence[float]) -> list[float]:
 
 
 def _legend(axes: Any, runs: Sequence[Run]) -> None:
-    """Explain each kind of line and, for several runs, the colour and the last loss of each run."""
     from matplotlib.lines import Line2D
 
     single = len(runs) == 1

@@ -67,7 +67,6 @@ class RunFiles:
                 (dump_dir / name).unlink(missing_ok=True)
 
     def write_config(self, config: Config | Mapping[str, Any]) -> None:
-        """Write the resolved configuration to config.json."""
         self._replace(CONFIG, config.resolved() if isinstance(config, Config) else config)
 
     def write_placement(self, placement: Placement) -> None:

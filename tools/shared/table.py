@@ -48,7 +48,6 @@ class Row:
 
 
 def text_row(label: str, values: Sequence[str | None]) -> Row:
-    """Make a row of words, without ratios."""
     return Row(label, tuple(Cell(value or "") for value in values))
 
 

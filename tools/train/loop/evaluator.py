@@ -80,7 +80,6 @@ class Evaluator:
         self._calibration = self._calibration_batches()
 
     def is_due(self, step: int, *, is_last: bool) -> bool:
-        """Whether to evaluate after ``step``."""
         every = self._engine.config.training.evaluate_every
         return is_last or bool(every and step % every == 0)
 

@@ -63,7 +63,6 @@ class StepMeter:
         self._sent: deque[dict[str, int]] = deque(maxlen=1 if sync is None else sync.every)
 
     def begin(self) -> None:
-        """Start to measure a step."""
         engine = self._engine
         self._memory.reset()
         engine.traffic.reset()
