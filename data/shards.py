@@ -89,7 +89,9 @@ class TokenDataset(Dataset[dict[str, torch.Tensor]]):
         self.index.verify(self.directory)
 
     def _read(self, start: int, count: int) -> np.ndarray:
-        """``count`` tokens from position ``start`` of the split, as int64, with their marks."""
+        """Return ``count`` tokens from position ``start`` of the split, as they are in the files
+        (int64).
+        """
         out = np.empty(count, dtype=np.int64)
         filled = 0
         while filled < count:
@@ -109,7 +111,7 @@ class TokenDataset(Dataset[dict[str, torch.Tensor]]):
         return self.directory / self.index.splits[self.split].shards[shard].file
 
     def _read_shard(self, shard: int, offset: int, count: int) -> np.ndarray:
-        """At most ``count`` tokens from position ``offset`` of a shard, at least one."""
+        """Return ``count`` tokens from position ``offset`` of a shard, or fewer at its end."""
         about = self.index.splits[self.split].shards[shard]
         count, width = min(count, about.tokens - offset), self._dtype.itemsize
         file = self._file(shard)

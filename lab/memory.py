@@ -52,8 +52,9 @@ _LLAMA_134M = {
 
 @dataclass(frozen=True)
 class Task:
-    """A model and its micro-batch: ``samples`` of ``size`` tokens, or images of ``size`` pixels a
-    side.
+    """A model to measure, and its micro-batch of ``samples`` samples.
+
+    ``size`` is the number of tokens in a sample, or of pixels per side of an image.
     """
 
     model: Mapping[str, Any]
@@ -69,7 +70,7 @@ class Task:
         return {"images": torch.rand(samples, 3, self.size, self.size), "labels": labels}
 
     def config(self, capacity: float, granularity: str, masking: str, placement: str) -> dict[str, Any]:
-        """Write the configuration: bfloat16, AdamW, and whole master weights on every rank."""
+        """Return a configuration in bfloat16 with AdamW, and whole master weights on every rank."""
         section = {"groups": GROUPS, "capacity": capacity, "profile": "uniform", "placement": placement}
         if granularity:
             section |= {"granularity": granularity, "masking": masking, "neuron_groups": self.neuron_groups}
@@ -92,7 +93,7 @@ TASKS = {
 
 
 def measure(task: Task, capacity: float, granularity: str, masking: str) -> dict[str, Any]:
-    """Make a row: for each kind, the planned and the measured bytes."""
+    """Return a row of the table: for each kind of memory, the planned and the measured bytes."""
     config, layout = _placed(task, capacity, granularity, masking)
     group = max(range(GROUPS), key=lambda group: sum(info.numel for info in layout.held(group)))
     plan = trace_step(partial(build_model, config["model"]), load_config(config), layout, task.batch, group)
@@ -169,7 +170,7 @@ def _deviation(planned: int, measured: int) -> float:
 
 
 def main() -> int:
-    """Measure the rows that are missing, and print the table. Exit code 1: not within 3 %."""
+    """Measure missing rows, and print the table. Exit code 1: a row differs by more than 3 %."""
     parser = argparse.ArgumentParser(prog="python -m lab.memory", description=(__doc__ or "").partition(": ")[2])
     parser.add_argument("out", metavar="OUT", type=Path, help="folder of results.json and results.md")
     args = parser.parse_args()

@@ -1,16 +1,16 @@
-"""Corpora, training and losses for the study of paths.
+"""Makes corpora, trains and measures losses for the study of paths.
 
-    python -m lab.paths texts OUT DIR…    four kinds of text of this machine, 4 MB each
-    python -m lab.paths label CORPUS OUT  the corpus, with the cluster as each first token
+    python -m lab.paths texts OUT DIR…    write four kinds of text of this machine, 4 MB each
+    python -m lab.paths label CORPUS OUT  copy a corpus, with the cluster as each first token
     python -m lab.paths grid GRID OUT     train what is missing of a grid, each run in one process
-    python -m lab.paths prompts OUT       the losses of runs of ``lab.grid``, which have checkpoints
+    python -m lab.paths prompts OUT       add losses of runs of ``lab.grid``, which have checkpoints
 
 ``grid`` computes what ``sdp train`` does, in less than half of the time. A row that owns ``["*"]``
-has independent experts: nothing is shared, and each has an optimizer of its own.
+has independent experts: nothing is shared, and each expert has an optimizer of its own.
 
-The last two add losses after prompts of some lengths to ``OUT/prompts.json``. They route by the
-router of the corpus. For a prompt of another length than the router was trained with, the biases
-grow with the length.
+``grid`` and ``prompts`` add losses after prompts of some lengths to ``OUT/prompts.json``. The
+router of the corpus chooses the path for a prompt. If the prompt is longer or shorter than those
+that the router was trained with, the router's biases are scaled in proportion.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ ROWS = 64  # sequences of a pass
 
 
 def write_texts(out: Path, folders: Sequence[Path]) -> None:
-    """Write a .jsonl of each kind: Python, C headers, documentation, and JSON."""
+    """Write a .jsonl file for each kind of text: Python, C headers, documentation, and JSON."""
     out.mkdir(parents=True, exist_ok=True)
     library = [Path(sysconfig.get_paths()["stdlib"])]
     kinds = {
@@ -102,7 +102,7 @@ def _is_wanted(path: Path, skipped: Sequence[str]) -> bool:
 
 
 def label(corpus: Path, out: Path) -> None:
-    """Write ``corpus`` to ``out``. The first token of a sequence is its cluster."""
+    """Write ``corpus`` to ``out``, with its cluster as a token before each sequence."""
     router = load_router(corpus / CLUSTERS)
     about = json.loads((corpus / CLUSTERS / "router.json").read_text(encoding="utf-8"))
     index = json.loads((corpus / INDEX_FILE).read_text(encoding="utf-8"))
@@ -122,11 +122,13 @@ def label(corpus: Path, out: Path) -> None:
 
 
 class PathsInTurn:
-    """The paths of a run, one after the other in this process. Without paths, the dense model.
+    """A training of all paths of a run, one after the other in this process.
+
+    If the configuration has no paths, this is the training of the dense model.
 
     Args:
         config: The configuration of the run.
-        corpus: Its data, dealt to the paths.
+        corpus: The data, divided among the paths.
     """
 
     def __init__(self, config: Config, corpus: Corpus):
@@ -164,7 +166,7 @@ class PathsInTurn:
         self._shared = [first.get_parameter(name) for name in names]
 
     def step(self) -> float:
-        """Make one step, and return the mean loss."""
+        """Make one optimizer step of all paths, and return the mean loss."""
         losses = []
         for model, batches in zip(self.models, self._batches, strict=True):
             loss = loss_of(call_model(model, next(batches)))
@@ -179,7 +181,7 @@ class PathsInTurn:
 
 
 class _Part:
-    """Models with one optimizer, and one norm of the gradient."""
+    """Models that share one optimizer, and one norm of the gradient."""
 
     def __init__(self, config: Config, models: Sequence[nn.Module]):
         unique = {id(parameter): parameter for model in models for parameter in model.parameters()}
@@ -226,10 +228,11 @@ def held_out(corpus: Path) -> tuple[torch.Tensor, int]:
 
 
 def token_losses(models: Sequence[WholeModel], tokens: torch.Tensor, clusters: int, size: int) -> torch.Tensor:
-    """Return the losses (paths, sequences, tokens − 1) of ``tokens``.
+    """Return the loss of each token under each path, (paths, sequences, tokens − 1).
 
-    A model that reads its cluster as the first token counts as one path for each of the
-    ``clusters``, whose tokens follow ``size`` others.
+    A model may read the cluster as the first token (:func:`label`). Then ``clusters`` is the number
+    of clusters, whose tokens follow ``size`` ordinary tokens, and the model counts as that many
+    paths. For other models, ``clusters`` is 0.
     """
     found = list[torch.Tensor]()
     for model in models:
@@ -242,7 +245,7 @@ def token_losses(models: Sequence[WholeModel], tokens: torch.Tensor, clusters: i
 
 
 def saved_losses(run: Path, tokens: torch.Tensor, size: int) -> torch.Tensor:
-    """Return what :func:`token_losses` does for the checkpoint of a run."""
+    """Return the losses of :func:`token_losses` for the newest checkpoint of a run."""
 
     def losses(saved: saved_run.SavedRun) -> torch.Tensor:
         section = saved.config.sdp.paths
@@ -257,13 +260,17 @@ def saved_losses(run: Path, tokens: torch.Tensor, size: int) -> torch.Tensor:
 
 
 def with_prompt(router: Router, prompt: int) -> Router:
-    """Return the router for prompts of another length."""
+    """Return the router for prompts of another length, with scaled biases."""
     grown = router.biases * np.float32((prompt - 1) / (router.prefix - 1))
     return replace(router, prefix=prompt, biases=grown)
 
 
 def after_prompt(router: Router, tokens: torch.Tensor, losses: torch.Tensor, prompt: int) -> dict[str, float]:
-    """Return the mean losses of the tokens after a prompt: routed, and what else could be run."""
+    """Return mean losses of the tokens after a prompt of ``prompt`` tokens.
+
+    ``loss`` is that of the path that the router chooses, or of the only model. With several paths,
+    it is compared with the best single path, an ensemble, and the best path in hindsight.
+    """
     rest = losses[:, :, prompt - 1 :].double()
     if len(losses) == 1:
         return {"loss": rest.mean().item()}
@@ -279,7 +286,7 @@ def after_prompt(router: Router, tokens: torch.Tensor, losses: torch.Tensor, pro
 
 
 class Prompts:
-    """The losses of runs after prompts, in ``out/prompts.json``."""
+    """The losses of runs after prompts, which are kept in ``out/prompts.json``."""
 
     def __init__(self, out: Path, corpus: Path):
         self._path, self._router = out / "prompts.json", load_router(corpus / CLUSTERS)
@@ -295,7 +302,7 @@ class Prompts:
 
 
 def train_grid(path: Path, out: Path, corpus: Path) -> int:
-    """Train what is missing of a grid and of ``prompts.json``, and print the table of the grid."""
+    """Train the missing runs of a grid, add their losses after prompts, and print its table."""
     grid = read_grid(path)
     out.mkdir(parents=True, exist_ok=True)
     data, digest = prepared_data(grid.first_runs()[0], out)

@@ -44,7 +44,7 @@ def save(figure: Figure, name: str) -> None:
 
 
 def draw_bench() -> None:
-    """Speed over DDP and peak memory of every method, four hosts at 1 Gbit/s and 64 tokens."""
+    """Draw speed over DDP and peak memory of every method, four hosts at 1 Gbit/s and 64 tokens."""
     rows = read("bench/results")["hosts_64_tokens"][::-1]
     names = [row["method"] for row in rows]
     colours = [SDP if name.startswith("sdp") else GREY for name in names]
@@ -65,7 +65,7 @@ def draw_bench() -> None:
 
 
 def draw_local_steps() -> None:
-    """Speed over DDP and peak memory of local steps, four hosts at 100 Mbit/s."""
+    """Draw speed over DDP and peak memory of local steps, four hosts at 100 Mbit/s."""
     rows = read("local_steps/results_speed")["methods"]
     names = list(rows)[::-1]
     colours = [SDP if name.startswith("sdp") else GREY for name in names]
@@ -82,8 +82,9 @@ def draw_local_steps() -> None:
 
 
 def draw_instruments() -> None:
-    """Held-out loss by masking, for every way to choose holders and rates; both dense models as
-    lines.
+    """Draw held-out loss by masking, for every way to choose holders and learning rates.
+
+    Both dense models are lines.
     """
     cells = {(cell["row"], cell["column"]): cell for cell in read("masking/results")["cells"]}
     figure, (axes,) = new_figure(8, 4.2, 1)
@@ -106,8 +107,9 @@ def draw_instruments() -> None:
 
 
 def draw_workers() -> None:
-    """Held-out loss against the number of workers, less the smaller dense model's; a panel for each
-    capacity.
+    """Draw held-out loss minus that of the smaller dense model, by the number of workers.
+
+    There is a panel for each capacity.
     """
     schedule = "forward, then backward"
     colours = {"dense": "black", "forward": COLOURS[0], "backward": COLOURS[1], schedule: COLOURS[2]}
@@ -139,7 +141,7 @@ def draw_workers() -> None:
 
 
 def draw_uniform_holders() -> None:
-    """Loss against the learning rate: uniform holders, and fewer holders in late blocks."""
+    """Draw loss against learning rate: uniform holders, and fewer holders in late blocks."""
     figure, panels = new_figure(10, 4.2, 2)
     uniform = read("uniform_holders/results")["results"]["runs"]
     for axes, workers, other in ((panels[0], 32, "workers/results"), (panels[1], 128, "workers/results_128")):
@@ -167,7 +169,7 @@ def draw_uniform_holders() -> None:
 
 
 def draw_paths() -> None:
-    """Loss against the rate and the prompt, and how far each row is ahead of the dense model."""
+    """Draw loss against rate and prompt, and how far each row is ahead of the dense model."""
     after, by_row = read("paths/prompts"), dict[str, dict[float, dict[int, dict[str, Any]]]]()
     for name, found in after.items():
         row, _, rest = name.partition("-prefix_64-lr")
@@ -202,7 +204,7 @@ def draw_paths() -> None:
 
 
 def draw_facts() -> None:
-    """Loss after training with one bit a parameter, against the bytes of state of a device."""
+    """Draw loss after training with one bit per parameter, against a device's bytes of state."""
     results = read("facts/results")
     size = {name.rpartition(" ")[0]: found["state"] / 1e3 for name, found in results["bytes"].items()}
     losses: dict[str, dict[str, list[float]]] = {}  # by row and rate, seed by seed
@@ -229,8 +231,9 @@ def draw_facts() -> None:
 
 
 def draw_columns(study: str, label: str) -> None:
-    """Held-out loss against a number in the names of the columns, and less the smaller dense
-    model's.
+    """Draw held-out loss, and its difference from the smaller dense model, by column.
+
+    The columns' names contain the number for the horizontal axis.
     """
     figures = read(f"{study}/results")
     colours = {
@@ -267,7 +270,7 @@ def _number(cell: Mapping[str, Any]) -> int:
 
 
 def draw_memory() -> None:
-    """Planned (line) and measured (dot) peak by capacity, a panel for each model."""
+    """Draw planned (line) and measured (dot) peak by capacity, with a panel for each model."""
     data = read("memory/results")
     variants = ("block forward", "block backward", "neuron forward", "neuron backward")
     figure, panels = new_figure(11, 4.2, 3)
@@ -290,7 +293,7 @@ def draw_memory() -> None:
 
 
 def draw_profiles(model: str, methods: tuple[str, ...]) -> None:
-    """Held-out loss against capacity, with the seeds' deviation; a panel for each granularity."""
+    """Draw held-out loss by capacity, with deviations. Each granularity has a panel."""
     data = read("profiles/results")[model]
     figure, panels = new_figure(10, 4.8, 2, share_y=True)
     for axes, granularity in zip(panels, ("block", "neuron"), strict=True):
@@ -314,7 +317,7 @@ def draw_profiles(model: str, methods: tuple[str, ...]) -> None:
 
 
 def draw_gradient_bias() -> None:
-    """Estimated bias by unit at initial weights, and overall for every model and masking."""
+    """Draw the bias by unit at initial weights, and overall for every model and masking."""
     data = read("gradient_bias/results")
     figure, (units, overall) = new_figure(11, 4.4, 2)
     for masking, colour in (("forward", COLOURS[0]), ("backward", COLOURS[1])):

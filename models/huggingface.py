@@ -114,7 +114,7 @@ _Part = tuple[str, str, Mapping[str, int | str]]
 
 
 def _attention(name: str, projections: str, output: str) -> _Part:
-    """Attention in the module ``name``, whose projections and output are layers of their own."""
+    """Describe attention whose projections and output are layers of their own."""
     cut = {f"{layer}.{kind}": 0 for layer in projections.split() for kind in ("weight", "bias")}
     return name, "heads", cut | {f"{output}.weight": 1}
 

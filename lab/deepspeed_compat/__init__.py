@@ -1,1 +1,1 @@
-"""Which configurations, scripts and models of DeepSpeed's users work, as docs/deepspeed.md says."""
+"""Counts which configurations, scripts and models of DeepSpeed's users work with SDP."""

@@ -1,18 +1,18 @@
-"""Counts the public scripts whose names exist here, and the public configuration files that load.
+"""Counts how many public DeepSpeed scripts and configuration files work with this engine.
 
     python -m lab.deepspeed_compat.count
 
 ``names.json`` has the names that 34 public scripts use on DeepSpeed's engine, by script. They were
-read from the scripts' syntax trees. A name exists if the engine, torch's ``nn.Module`` or the
-script's own model has it.
+read from the scripts' syntax trees. A script works if the engine, torch's ``nn.Module`` or the
+script's own model has each of its names.
 
 ``files.json`` has the keys and values of 79 files from public repositories, by repository and path.
-Each gets the section ``"sdp": {"groups": 2, "capacity": 0.5}``. The script loads it for
+Each file gets the section ``"sdp": {"groups": 2, "capacity": 0.5}``, and is loaded for
 ``sdp.engine`` "fsdp2" and "deepspeed".
 
-A script may pass its own optimizer and schedule, which replace those of the file. So a file loads
-even if its own ones do not exist here. These files are counted separately. ``--reasons`` prints the
-files with the reasons of all refusals.
+A script may pass its own optimizer and schedule, which replace those of the file. So a file counts
+as loaded even if its optimizer or schedule does not exist here. Such files are also counted
+separately. ``--reasons`` prints the reason of every refusal, with its files.
 """
 
 from __future__ import annotations
@@ -48,9 +48,9 @@ NAMES_OF_WRAPPERS = frozenset(("clip_grad_norm_", "register_comm_hook"))
 
 
 def find_missing_names(names: Iterable[str]) -> list[str]:
-    """Return those of ``names`` that neither the engine nor torch's modules have.
+    """Return the names in ``names`` that neither the engine nor torch's modules have.
 
-    A name that only says that it is out of scope counts as missing.
+    A name counts as missing, too, if the engine only answers it with an error.
     """
     model = torch.nn.Sequential(torch.nn.Linear(1, 1))
     with rank_alone():
@@ -59,7 +59,7 @@ def find_missing_names(names: Iterable[str]) -> list[str]:
 
 
 def find_reason(settings: Mapping[str, Any], engine: str) -> str | None:
-    """Return why the file does not load for ``engine``, or None if it loads."""
+    """Return why a configuration file does not load for ``engine``, or None if it loads."""
     try:
         load_config({**settings, "sdp": {"groups": 2, "capacity": 0.5, "engine": engine}})
     except ConfigError as error:
@@ -68,14 +68,14 @@ def find_reason(settings: Mapping[str, Any], engine: str) -> str | None:
 
 
 def find_engines(settings: Mapping[str, Any]) -> list[str]:
-    """Return the engines for which the file loads."""
+    """Return the engines for which a configuration file loads."""
     return [engine for engine in ENGINES if find_reason(settings, engine) is None]
 
 
 def find_missing_part(settings: Mapping[str, Any]) -> str | None:
-    """Return why the script must pass its own optimizer or schedule, or a number of steps.
+    """Return why the script must pass an optimizer, a schedule or a number of steps itself.
 
-    None if it need not.
+    Returns None if the file is enough.
     """
     config = load_config({**settings, "sdp": {"groups": 2, "capacity": 0.5}})
     parameter = torch.nn.Parameter(torch.zeros(1))
@@ -92,7 +92,7 @@ def find_missing_part(settings: Mapping[str, Any]) -> str | None:
 
 
 def describe_names() -> Iterator[str]:
-    """Yield the lines about the scripts' names."""
+    """Yield the lines to print about the scripts."""
     unknown = {*find_missing_names(name for names in NAMES.values() for name in names)}
     missing = {script: unknown & {*names} for script, names in NAMES.items()}
     left = {script: names - NAMES_OF_MODELS - NAMES_OF_WRAPPERS for script, names in missing.items()}
@@ -110,7 +110,7 @@ def describe_names() -> Iterator[str]:
 
 
 def describe_files(*, reasons: bool) -> Iterator[str]:
-    """Yield the lines about the configuration files, and the reason of every refusal."""
+    """Yield the lines to print about the configuration files, with ``reasons`` also of refusals."""
     engines = {name: find_engines(settings) for name, settings in FILES.items()}
     refused: dict[str, list[str]] = defaultdict(list)
     incomplete: dict[str, list[str]] = defaultdict(list)

@@ -1,9 +1,9 @@
-"""Tries which models train here: by blocks and by neurons, with both maskings.
+"""Tries which models train with SDP: by blocks and by neurons, with both maskings.
 
     python -m lab.deepspeed_compat.models
 
-Each model is small and takes two steps on two ranks, each a group of its own. The script prints
-the table of docs/units.md, and the reason of each refusal.
+Each model is small and takes two steps on two ranks. Each rank is a group. The script prints the
+table of docs/units.md, and the reason of each refusal.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ CASES = [(granularity, masking) for granularity in ("block", "neuron") for maski
 
 
 def build(name: str) -> tuple[nn.Module, Any]:
-    """Make the model of this name, and a batch of two rows."""
+    """Build the model of this name, and a batch of two rows for it."""
     torch.manual_seed(0)
     if name in OTHERS:
         return foreign_models.build(OTHERS[name]), foreign_models.make_batch(OTHERS[name], seed=0)
@@ -78,12 +78,12 @@ def build(name: str) -> tuple[nn.Module, Any]:
 
 
 def find_reasons(ranks: RankPool, name: str) -> list[str | None]:
-    """Return for each of the cases why the model does not train this way, or None if it does."""
+    """Return for each of ``CASES`` why the model does not train in this way, or None if it does."""
     return [next(filter(None, ranks.run(find_reason, name, *case, world=2)), None) for case in CASES]
 
 
 def find_reason(name: str, granularity: str, masking: str) -> str | None:
-    """Return what :func:`find_reasons` does, on this rank."""
+    """Train on this rank. Return why the model does not train in this way, or None if it does."""
     model, batch = build(name)
     config = {
         "train_micro_batch_size_per_gpu": 2,

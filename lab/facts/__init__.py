@@ -1,1 +1,1 @@
-"""Facts by heart: how much a model can learn in a given memory."""
+"""The study of facts: how many random facts a model can learn by heart in a given memory."""

@@ -1,4 +1,7 @@
-"""A residual MLP that answers questions of three words with one word, and facts to learn."""
+"""The model and the facts of the study: questions of three words, each with one word as answer.
+
+The model is a residual MLP.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +23,7 @@ class Shape:
 
 
 class Block(nn.Module):
-    """x + W2 · gelu(W1 · norm(x)). Weights are stored as ``nn.Linear`` stores them."""
+    """A residual block: x + W2 · gelu(W1 · norm(x)). Weights have the shapes of ``nn.Linear``."""
 
     def __init__(self, width: int, shape: Shape):
         super().__init__()
@@ -35,9 +38,9 @@ class Block(nn.Module):
 
 
 class Answers(nn.Module):
-    """Gives the loss of the answers to questions.
+    """A model whose ``forward(questions, answers)`` returns the mean loss of the answers, in nats.
 
-    ``forward(questions, answers)``: shapes (rows, 3) and (rows,). Returns the mean loss in nats.
+    ``questions`` are words of shape (rows, 3), and ``answers`` words of shape (rows,).
     """
 
     def __init__(self, shape: Shape, width: int = 32):
@@ -59,7 +62,7 @@ class Answers(nn.Module):
 def make_facts(count: int) -> tuple[Tensor, Tensor]:
     """Return ``count`` different questions (count, 3), and random answers (count,).
 
-    They are the same for all models and seeds.
+    They are equal in every run, so that all models learn the same facts.
     """
     generator = torch.Generator().manual_seed(999)
     numbers = torch.randperm(WORDS**3, generator=generator)[:count]
@@ -68,5 +71,5 @@ def make_facts(count: int) -> tuple[Tensor, Tensor]:
 
 
 def facts_at(bits: float, parameters: int) -> int:
-    """Return the number of facts that have ``bits`` bits for each of ``parameters``."""
+    """Return how many facts have ``bits`` bits of information for each of ``parameters``."""
     return round(bits * parameters / math.log2(WORDS))

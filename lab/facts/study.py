@@ -1,9 +1,9 @@
 """``python -m lab.facts OUT``: learn facts by heart, with SDP and with dense models of equal state.
 
-All 16 groups compute in one process (lab.simulator), with 64 facts each in a step. Rates are chosen
-on seed 0 at one bit for each parameter, and the grid is widened as long as the best rate is at its
-edge. Then every row trains with three seeds at every number of facts. Bytes are counted in the
-tensors of a rank of the engine, the peak in a probed step.
+All 16 groups compute in one process (lab.simulator), with 64 facts each in a step. Learning rates
+are chosen on seed 0, with facts of one bit for each parameter. If the best rate is at the edge of
+the grid of rates, the grid is widened. Then every row trains with three seeds at every number of
+facts. Bytes are counted in the tensors of a rank of the engine. The peak is measured in a step.
 
 Runs in OUT/results.json are not repeated.
 """
@@ -51,14 +51,14 @@ PARAMETERS = sum(parameter.numel() for parameter in Answers(Shape()).parameters(
 
 @dataclass(frozen=True)
 class Row:
-    """A way to train.
+    """A row of the table: a model, and how it is trained.
 
     Attributes:
-        name: its name in the results.
-        shape: the model that a device trains, or cuts.
-        capacity: 1 for a dense model.
-        steps: the number of steps.
-        state_dtype: how the optimizer keeps its moments.
+        name: Its name in the results.
+        shape: The shape of the full model, or of the dense model if ``capacity`` is 1.
+        capacity: The capacity C of SDP; 1 for a dense model.
+        steps: The number of steps.
+        state_dtype: The type in which the optimizer keeps its moments.
     """
 
     name: str
@@ -68,7 +68,7 @@ class Row:
     state_dtype: Literal["float32", "bfloat16", "int8"] = "float32"
 
     def config(self) -> dict[str, Any]:
-        """The configuration of the engine, with backward masking and int8 copies."""
+        """Return the engine's configuration: for SDP, with backward masking and int8 copies."""
         section = {"groups": GROUPS, "capacity": self.capacity, "profile": "uniform"}
         if self.capacity < 1:
             section |= {"masking": "backward", "copies": {"dtype": "int8"}}
@@ -82,7 +82,7 @@ class Row:
 
 
 def int8_copy(weight: torch.Tensor) -> torch.Tensor:
-    """Return the frozen copy of a weight. Vectors are not quantised."""
+    """Return the frozen copy that other groups would have of a weight. Vectors stay exact."""
     if weight.dim() < 2:
         return weight
     return dequantise(*quantise(weight, "int8"), weight.shape[1:], "int8", weight.dtype)
@@ -98,7 +98,7 @@ def make_optimizer(row: Row, model: Answers, rate: float) -> torch.optim.Optimiz
 
 
 def train(row: Row, bits: float, rate: float, seed: int) -> dict[str, float]:
-    """Train, and return the loss and the accuracy of the full model on all facts."""
+    """Train, and return the loss of the full model on all facts, and the seconds that it took."""
     torch.set_num_threads(1)
     torch.manual_seed(seed)
     started, model, layout = time.perf_counter(), Answers(row.shape), row.layout()
@@ -124,7 +124,7 @@ def train(row: Row, bits: float, rate: float, seed: int) -> dict[str, float]:
 
 
 def measure(row: Row) -> dict[str, float]:
-    """Count the bytes of the rank that holds the most, after a step and at the peak of a step."""
+    """Count bytes of the rank that holds most: its state after a step, and a step's peak."""
     layout = row.layout()
     group = max(range(GROUPS), key=lambda group: sum(info.numel for info in layout.held(group)))
     with fake_world(group, GROUPS):
@@ -154,7 +154,7 @@ def in_a_process(function: Any, *args: Any) -> Any:
 
 
 class Results:
-    """Finished runs and measured bytes, in one file."""
+    """The results of all finished runs, and measured bytes, in one file."""
 
     def __init__(self, path: Path):
         self._path = path
@@ -176,9 +176,10 @@ class Results:
         return found["loss"] if math.isfinite(found["loss"]) else math.inf
 
     def best_rate(self, row: Row) -> float:
-        """Return the best rate at ``TUNED_AT`` for seed 0.
+        """Return the best learning rate for seed 0 with ``TUNED_AT`` bits for each parameter.
 
-        The search of a longer run begins around the best rate of the shorter one.
+        For a longer run of a row (``LONGER``), the search begins at the best rate of the shorter
+        run.
         """
         rates = list(RATES)
         if row.name.endswith(LONGER):
@@ -193,7 +194,7 @@ class Results:
 
 
 def smaller(state: float, blocks: int) -> Shape:
-    """Return the dense model with so many blocks whose state is at least ``state`` bytes."""
+    """Return the smallest dense model with this number of blocks, and at least ``state`` bytes."""
     shape = Shape(blocks, 1)
     while 16 * sum(parameter.numel() for parameter in Answers(shape).parameters()) < state:
         shape = replace(shape, neurons=shape.neurons + 1)
@@ -205,16 +206,17 @@ def shorter(row: Row) -> Row:
 
 
 def operations(row: Row) -> float:
-    """Count the multiplications of a step, in units of a forward pass of a full block.
+    """Count the multiplications of a step, up to a factor that all rows share.
 
-    A frozen block needs no gradient of its weights.
+    Forward, the gradient of activations and the gradient of weights count once each. A frozen block
+    needs no gradient of its weights.
     """
     passes = 3 if row.capacity == 1 else 2 + row.capacity
     return passes * row.shape.blocks * row.shape.neurons
 
 
 def rows(results: Results) -> list[Row]:
-    """Return all rows. Of two shapes of a smaller model, the one is taken that learns more."""
+    """Return all rows. Of two shapes that a smaller model can have, the better one is a row."""
     found = [Row("dense", Shape())]
     found += [Row(f"dense, {dtype} moments", Shape(), state_dtype=dtype) for dtype in ("bfloat16", "int8")]
     for capacity in CAPACITIES:

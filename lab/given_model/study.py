@@ -2,8 +2,8 @@
 
 All groups of SDP compute in one process. Methods have equal state on a device, counted as 16 bytes
 for a parameter that is trained (AdamW in float32) and 2 for one that is frozen (a bfloat16 copy).
-Rates are chosen for each method on C++ at 10 tokens for each parameter, with seed 0, and the grid
-is widened as long as the best rate is at its edge.
+Learning rates are chosen for each method with seed 0, on C++, at 10 tokens for each parameter. If
+the best rate is at the edge of the grid of rates, the grid is widened.
 
 Runs in OUT/results.json are not repeated.
 """
@@ -50,7 +50,12 @@ LARGEST_NORM = 1.0  # of a gradient
 
 @dataclass(frozen=True)
 class Method:
-    """A way to continue: its kind, the share C whose state it may have, and the local steps."""
+    """A way to continue training.
+
+    ``kind`` is "full", "sdp", "lora", "badam", "last" or "spread". ``capacity`` is the share C of
+    the blocks' state that a device may have. ``local_steps`` is the number of steps between
+    averages.
+    """
 
     kind: str
     capacity: float = 1.0
@@ -74,7 +79,7 @@ METHODS = (
 
 
 class Size:
-    """The size of the model: LLaMA with bytes as tokens, and eight blocks of a width."""
+    """A size of the model, which is a LLaMA of eight blocks with bytes as tokens."""
 
     def __init__(self, width: int):
         self.width = width
@@ -96,7 +101,7 @@ class Size:
         return build_model(self.config(1.0).model, vocab_size=256)
 
     def new_model(self) -> nn.Module:
-        """Return the model with its first values."""
+        """Return a new model of this size with its initial weights."""
         model = self.empty()
         with_first_values(self.config(1.0), model, torch.device("cpu"))
         return model
@@ -107,7 +112,7 @@ class Size:
 
     @cached_property
     def counts(self) -> tuple[int, int]:
-        """The numbers of parameters in blocks, and outside of them."""
+        """The number of parameters in all blocks, and the number of all other parameters."""
         sizes = {name: parameter.numel() for name, parameter in self.empty().named_parameters()}
         blocks = sum(size for name, size in sizes.items() if ".layers." in name)
         return blocks, sum(sizes.values()) - blocks
@@ -117,9 +122,10 @@ class Size:
 
 
 def state_bytes(method: Method, size: Size, trained: int | None = None) -> int:
-    """Count the bytes of the state of a device.
+    """Count the bytes of state on a device.
 
-    ``trained``: the number of parameters of LoRA, which trains nothing else. None: not LoRA.
+    For LoRA, ``trained`` is the number of parameters in its matrices, and nothing else is trained.
+    For all other methods it is None.
     """
     blocks, shared = size.counts
     if trained is not None:
@@ -136,7 +142,7 @@ def make_optimizer(parameters: Iterator[nn.Parameter] | Sequence[nn.Parameter]) 
 
 
 class Continued:
-    """A model in training. ``model`` is the full model, as it is evaluated."""
+    """A training of the given model. ``model`` is the full model, which is evaluated."""
 
     def __init__(self, model: nn.Module, optimizers: Sequence[torch.optim.Optimizer]):
         self.model, self.optimizers = model, optimizers
@@ -163,8 +169,10 @@ def _clipped(model: nn.Module) -> None:
 
 
 class OfBlocks(Continued):
-    """Trains what is outside of the blocks, and some blocks. ``every``: other ones after so many
-    steps, with new moments (BAdam, arXiv 2404.02827).
+    """A training of some blocks, and of everything outside the blocks.
+
+    If ``every`` is set, other blocks are trained after this number of steps, with new moments
+    (BAdam, arXiv 2404.02827).
     """
 
     def __init__(self, model: nn.Module, blocks: Sequence[int], every: int = 0):
@@ -194,7 +202,7 @@ class OfBlocks(Continued):
 
 
 class OfGroups(Continued):
-    """SDP with averages in every step, under backward masking."""
+    """A training by SDP with averages in every step, under backward masking."""
 
     def __init__(self, model: nn.Module, layout: Layout):
         super().__init__(model, [make_optimizer(list(model.parameters()))])
@@ -205,10 +213,10 @@ class OfGroups(Continued):
 
 
 class OfLocalSteps(Continued):
-    """SDP whose groups train by themselves, and average the weights after every few steps.
+    """A training by SDP with local steps: groups train alone, and average weights every few steps.
 
-    The mean of the holders is the new weight, as with an outer rate of 1 and no momentum. Moments
-    stay with their group.
+    The new weight is the mean of the holders' weights, as with an outer rate of 1 and no momentum.
+    Moments are not averaged.
     """
 
     def __init__(self, model: nn.Module, layout: Layout, local_steps: int):
@@ -244,7 +252,7 @@ class OfLocalSteps(Continued):
 
 
 def with_adapters(model: nn.Module, rank: int) -> nn.Module:
-    """Return the model with LoRA on all linear layers of its blocks, and everything else frozen."""
+    """Add LoRA to all linear layers of the blocks, freeze everything else, and return the model."""
     from peft import LoraConfig, inject_adapter_in_model  # of the extra "dev"
 
     layers = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
@@ -255,13 +263,13 @@ def with_adapters(model: nn.Module, rank: int) -> nn.Module:
 
 
 def rank_of_equal_state(method: Method, size: Size) -> int:
-    """Return the rank of LoRA whose state is nearest to that of SDP."""
+    """Return the rank of LoRA whose state is nearest to that of SDP with this capacity."""
     one = sum(p.numel() for p in with_adapters(size.empty(), 1).parameters() if p.requires_grad)
     return round((state_bytes(method, size) - FROZEN * sum(size.counts)) / (TRAINED * one))
 
 
 def continued(method: Method, size: Size, model: nn.Module) -> Continued:
-    """Return ``model``, ready to train."""
+    """Return the training of ``model`` by a method, ready for its first step."""
     count = round(method.capacity * BLOCKS)
     makers: dict[str, Callable[[], Continued]] = {
         "full": lambda: Continued(model, [make_optimizer(list(model.parameters()))]),
@@ -286,7 +294,7 @@ def _of_groups(model: nn.Module, layout: Layout, local_steps: int) -> Continued:
 
 
 def train(run: Continued, text: Text, steps: int, rate: float, seed: int) -> None:
-    """Train with a warm-up, and a linear decay in the second half."""
+    """Train for some steps. The rate has a warm-up, and falls linearly in the second half."""
     windows = text.windows(GROUPS, LENGTH, 1000 + seed)
     for step in range(steps):
         run.step(next(windows), rate * min(1, (step + 1) / min(20, steps / 4), (steps - step) / (steps / 2)))
@@ -299,7 +307,7 @@ def loss_on(model: nn.Module, text: Text) -> float:
 
 
 class Results:
-    """Finished runs, in one file."""
+    """The results of all finished runs, in one file."""
 
     def __init__(self, out: Path, size: Size):
         self._path, self._size, self._out = out / "results.json", size, out
@@ -310,7 +318,7 @@ class Results:
             sys.exit(f"{self._path}: has runs of another width or of other texts; name another folder")
 
     def given(self) -> nn.Module:
-        """Return the given model: pre-trained on Python, and kept in OUT/given.pt."""
+        """Return the given model, which was pre-trained on Python. It is kept in OUT/given.pt."""
         file, model = self._out / "given.pt", self._size.new_model()
         if not file.exists():
             run = Continued(model, [make_optimizer(list(model.parameters()))])
@@ -320,7 +328,7 @@ class Results:
         return model
 
     def losses(self, method: Method, text: str, tokens: float, rate: float, seed: int) -> dict[str, float]:
-        """Return the losses on the new and on the old text after training on ``text``."""
+        """Train on ``text``, and return the losses on this new text and on the old one, Python."""
         key = f"{method.name} | {text} | {tokens:g} | rate {rate:g} | seed {seed}"
         if key not in self.found["runs"]:
             torch.manual_seed(seed)
@@ -344,7 +352,10 @@ class Results:
 
 
 def table(results: Results, size: Size, text: str, kind: str) -> str:
-    """Return a table of the losses on the ``kind`` of text: "new" or "old"."""
+    """Return the table of losses after training on ``text``.
+
+    ``kind`` is "new" for losses on this text, or "old" for losses on Python.
+    """
     lines = [
         f"| | state, kB | rate | {' | '.join(f'{tokens:g} tokens per parameter' for tokens in LENGTHS)} |",
         "|---|---:|---:|" + "---:|" * len(LENGTHS),

@@ -1,4 +1,4 @@
-"""Texts of this machine as bytes: Python to pre-train on, and C++ and English to continue on."""
+"""Reads texts of this machine as bytes: Python to pre-train on, C++ and English to continue on."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ WINDOWS = 256  # of held-out text
 
 @dataclass(frozen=True)
 class Text:
-    """Bytes to train on, and windows (windows, length) of held-out files."""
+    """A kind of text: bytes to train on, and windows (windows, length) of held-out files."""
 
     train: Tensor
     held_out: Tensor
 
     def windows(self, rows: int, length: int, seed: int) -> Iterator[Tensor]:
-        """Yield random windows (rows, length) without end."""
+        """Yield random windows (rows, length) of the text without end."""
         generator = torch.Generator().manual_seed(seed)
         while True:
             yield cut(self.train, rows, length, generator)
@@ -38,7 +38,7 @@ def cut(text: Tensor, rows: int, length: int, generator: torch.Generator) -> Ten
 
 
 def find_texts(length: int) -> tuple[dict[str, Text], str]:
-    """Return the texts by name, and the first digits of their hash."""
+    """Return the texts by name, and the first digits of a hash of all texts."""
     packages = Path(sysconfig.get_paths()["purelib"])
     library = Path(sysconfig.get_paths()["stdlib"])
     python = (path for path in library.rglob("*.py") if not {"site-packages", "test", "tests"} & {*path.parts})

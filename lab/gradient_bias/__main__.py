@@ -1,5 +1,6 @@
-"""``python -m lab.gradient_bias CONFIG OUT``: how far SDP's gradient is from the dense model's in
-expectation.
+"""``python -m lab.gradient_bias CONFIG OUT``: the bias of SDP's gradient.
+
+The bias is how far SDP's gradient is from the dense model's in expectation.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from .report import plot, table, to_json
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Measure, print the table, and write table, figures and plot."""
+    """Measure the bias, print the table, and write table, figures and plot."""
     parser = argparse.ArgumentParser(prog="python -m lab.gradient_bias", description=__doc__)
     parser.add_argument("config", metavar="CONFIG", type=Path, help="the JSON file of a run: model, placement and data")
     parser.add_argument("out", metavar="OUT", type=Path, help="folder of table, figures and plot")

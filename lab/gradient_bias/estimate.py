@@ -34,19 +34,19 @@ _ELEMENTS = 1 << 20  # elements of a parameter, for each batch, that are in memo
 
 @dataclass(frozen=True)
 class Bias:
-    """The bias of the mean gradient over N batches, relative to the norm of the dense mean
-    gradient.
+    """How far the mean of gradients over N batches is from the dense mean in expectation.
 
-    ``z`` and ``cosine`` are not relative. Relative figures are None if that norm is zero.
+    All figures but ``z`` and ``cosine`` are relative to the norm of the dense mean gradient. They
+    are None if this norm is zero.
 
     Attributes:
-        apparent: the apparent bias ‖mean g − mean d‖ of the gradients g against the dense ones d.
-        floor: the apparent bias that sampling noise alone is expected to cause.
-        bias: the square root of the unbiased estimate of the squared bias, 0 if that is negative.
-        error: the standard error of ``bias``, None if ``bias`` is 0.
-        z: the estimate of the squared bias, divided by its standard error.
-        cosine: the cosine between the two mean gradients.
-        dense_noise: the expected distance by which noise moves the dense mean.
+        apparent: The apparent bias ‖mean g − mean d‖ of the gradients g against the dense ones d.
+        floor: The apparent bias that sampling noise alone is expected to cause.
+        bias: The square root of the unbiased estimate of the squared bias, 0 if that is negative.
+        error: The standard error of ``bias``, None if ``bias`` is 0.
+        z: The estimate of the squared bias, divided by its standard error.
+        cosine: The cosine between the two mean gradients.
+        dense_noise: The expected distance by which noise moves the dense mean.
     """
 
     apparent: float | None
@@ -59,23 +59,23 @@ class Bias:
 
     @property
     def shown(self) -> bool:
-        """Whether the bias is larger than noise and rounding explain."""
+        """Whether the bias is larger than noise and rounding can explain."""
         return self.z > SURE and not self.rounding
 
     @property
     def rounding(self) -> bool:
-        """Whether the gradients are the same on every batch, except for rounding."""
+        """Whether the two gradients are equal on every batch, except for rounding."""
         return self.apparent is not None and self.floor is not None and max(self.apparent, self.floor) <= ROUNDING
 
 
 @dataclass(frozen=True)
 class Products:
-    """Inner products of one unit's gradients over N batches, in float64.
+    """Inner products of one unit's gradients over N batches, in float64. They give the bias.
 
     The products of several units can be added.
 
     Attributes:
-        gram: the Gram matrix (N, N) of the differences δ.
+        gram: The Gram matrix (N, N) of the differences δ from the dense gradients.
         dense: ‖Σd‖², where d are the dense gradients.
         cross: ⟨Σd, Σδ⟩.
         squares: Σ‖d‖².
@@ -93,10 +93,10 @@ class Products:
 
 
 class Differences:
-    """Gradients of N batches by parameter, kept on the CPU.
+    """Collects the gradients of N batches by parameter, on the CPU.
 
-    They take the memory of N copies of the model for each name of ``others`` in :meth:`add`, and of
-    one more copy.
+    It takes the memory of one copy of the model for the dense gradients, and of N copies for each
+    name of ``others`` in :meth:`add`.
     """
 
     def __init__(self, layout: Layout):
@@ -106,8 +106,7 @@ class Differences:
         self._squares = dict.fromkeys(self._parts, 0.0)
 
     def add(self, dense: Mapping[str, Tensor], others: Mapping[str, Mapping[str, Tensor]]) -> None:
-        """Add the ``dense`` gradient of a batch, and the gradients ``others`` to compare with it,
-        by name.
+        """Add the gradients of one batch: the ``dense`` one, and by name those to compare with it.
 
         Raises :class:`NonFiniteError` if a gradient is NaN or infinite.
         """
@@ -128,7 +127,7 @@ class Differences:
             self._squares[unit] += sum(float(_gram([_of(part, dense)])) for part in parts)
 
     def products(self, name: str) -> dict[str, Products]:
-        """Compute the products of each unit, then of the shared part, for gradients ``name``."""
+        """Return the products of each unit, and then of the shared part, for gradients ``name``."""
         return {unit: self._products(unit, parts, self._differences[name]) for unit, parts in self._parts.items()}
 
     def _products(self, unit: str, parts: Sequence[Slice], differences: Sequence[Mapping[str, Tensor]]) -> Products:
@@ -203,7 +202,7 @@ def _jackknife(gram: Tensor) -> float:
 
 
 def apparent_by_batches(products: Products) -> list[tuple[int, float]]:
-    """Compute the apparent bias of means over 1, 2, 4 … batches, and over all batches.
+    """Return the apparent bias of means over 1, 2, 4 … batches, and over all batches.
 
     Each value is the root mean square over disjoint runs of that many consecutive batches. It is
     relative to the norm of the dense mean over all batches, so only the numerator depends on the

@@ -53,16 +53,16 @@ _IN_FLOAT32 = (
 
 @dataclass(frozen=True)
 class Measured:
-    """The figures of one measurement.
+    """The result of one measurement.
 
     Attributes:
-        batches: Number of batches.
-        samples: Samples of one batch, over all groups.
+        batches: The number of batches.
+        samples: The number of samples in one batch, over all groups.
         same_data: Whether every group read the same rows.
         weights: Where the weights come from.
-        holders: Number of groups that hold a unit, by unit.
-        biases: By masking, then by unit, then for the shared part and ``"overall"``.
-        by_batches: By masking, the apparent overall bias of a mean over so many batches.
+        holders: For each unit, the number of its holders.
+        biases: For each masking, the bias of each unit, of the shared part and ``"overall"``.
+        by_batches: For each masking, the apparent overall bias of means over a number of batches.
     """
 
     batches: int
@@ -77,14 +77,15 @@ class Measured:
 def measure(
     config: Config, out: Path, batches: int, *, same_data: bool = False, saved: SavedRun | None = None
 ) -> Measured:
-    """Compare the gradients of independent batches.
+    """Measure the bias of SDP's gradient over independent batches.
 
     Args:
         config: The configuration whose model, placement and data are used.
         out: Where data is prepared if the configuration names none.
-        batches: Number of batches.
-        same_data: Every group reads the same rows.
-        saved: The run whose weights are used. None: ``training.init_from``, or the seed's weights.
+        batches: The number of batches.
+        same_data: Whether every group reads the same rows.
+        saved: The run whose weights are used. If None, weights are those of ``training.init_from``,
+            or the initial ones of the seed.
 
     Raises:
         ConfigError: The data has too few samples.
@@ -117,7 +118,7 @@ def measure(
 
 
 def compare(model: nn.Module, layout: Layout, batches: Iterable[Sequence[Any]]) -> dict[str, dict[str, Products]]:
-    """Compare both maskings with the dense gradient, on the same batches.
+    """Compare the gradients of both maskings with the dense gradient, on the same batches.
 
     Args:
         model: The model with its weights.
@@ -125,8 +126,8 @@ def compare(model: nn.Module, layout: Layout, batches: Iterable[Sequence[Any]]) 
         batches: The micro-batches of each batch, with the rows of all groups in order.
 
     Returns:
-        Inner products of the differences from the dense gradient: by masking, then by unit, then
-        for the shared part and ``"overall"``.
+        For each masking, the inner products of the differences from the dense gradient: for each
+        unit, for the shared part and ``"overall"``.
     """
     everything = replace(layout.placement, holders=(layout.everyone,) * len(layout.units))
     dense, masked = Workers(model, replace(layout, placement=everything)), Workers(model, layout)

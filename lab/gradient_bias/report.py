@@ -1,4 +1,4 @@
-"""The report: a table, a verdict in words, JSON, and a plot."""
+"""Reports a measurement of bias: a table, a verdict in words, JSON, and a plot."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from .measure import OVERALL, Measured
 
 
 def to_json(measured: Measured) -> dict[str, Any]:
-    """Return every figure, see :class:`Bias` for their meaning."""
+    """Return every figure for JSON. :class:`Bias` says what the figures mean."""
     biases = {
         name: {unit: asdict(bias) | {"shown": bias.shown} for unit, bias in of_units.items()}
         for name, of_units in measured.biases.items()
@@ -24,7 +24,7 @@ def to_json(measured: Measured) -> dict[str, Any]:
 
 
 def table(measured: Measured) -> str:
-    """Return a Markdown table by unit, and below it what the figures show."""
+    """Return a Markdown table with a row for each unit, and below it what the figures show."""
     what = "the same rows for every rank" if measured.same_data else "rows of its own for every rank"
     lines = [
         f"bias of the gradient against the dense model's: {measured.batches} batches of {measured.samples} samples, "

@@ -1,7 +1,7 @@
-"""``python -m lab.grid GRID OUT``: train what is missing of a grid, and print its table.
+"""``python -m lab.grid GRID OUT``: train the missing runs of a grid, and print its table.
 
-Finished runs are not repeated, so a grid can be stopped and continued. OUT/results.json alone is
-enough for that, also on another machine.
+Finished runs are not repeated, so a grid can be stopped and continued. OUT/results.json is enough
+to continue on another machine.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from .runs import Results, prepared_data, run_all
 
 
 def main() -> int:
-    """Exit code 1: a run failed. 2: the grid is not valid."""
+    """Run the command. Exit code 1 means that a run failed, and 2 that the grid is not valid."""
     parser = argparse.ArgumentParser(prog="python -m lab.grid", description=(__doc__ or "").partition(": ")[2])
     parser.add_argument("grid", metavar="GRID", type=Path, help="JSON file with base, rows and columns")
     parser.add_argument("out", metavar="OUT", type=Path, help="folder of runs, table and plot")

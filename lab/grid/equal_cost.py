@@ -1,9 +1,9 @@
 """Compares the rows of a grid at equal operations, and at equal seconds over a link.
 
 The columns of such a grid are lengths of training, each with a schedule of its own. A row whose
-steps cost less makes more of them for the same cost. Its loss after so many steps lies between
-those of two of its lengths: it is interpolated over the logarithm of the steps, for the mean and
-for each seed. Nothing is extrapolated.
+steps cost less can make more steps for the same cost. This number of steps lies between two of the
+lengths that were trained. So the loss is interpolated over the logarithm of the steps, for the mean
+and for each seed. Nothing is extrapolated.
 """
 
 from __future__ import annotations
@@ -29,12 +29,12 @@ _Cells = Sequence[Mapping[str, Any]]  # figures of the lengths of one row, short
 
 
 class EqualCost(Section):
-    """What is compared.
+    """The section ``equal_cost`` of a grid: at which costs its rows are compared.
 
     Attributes:
-        reference: the row whose cost the other rows may have.
-        device: the operations a second that every device reaches, such as "400TFLOP/s".
-        links: the speeds of the link of every device, such as "1Gbit/s".
+        reference: The row whose cost all other rows may have.
+        device: The operations per second that every device reaches, such as "400TFLOP/s".
+        links: The speeds of every device's link, such as "1Gbit/s".
     """
 
     reference: str
@@ -42,9 +42,9 @@ class EqualCost(Section):
     links: Annotated[list[str], Field(min_length=1)]
 
     def machines(self, groups: int) -> dict[str, Machine]:
-        """Machines with one device for each group, by the speed of their links.
+        """Return for each speed of links a machine with one device for each group.
 
-        Raises ConfigError for a speed that is not one.
+        Raises ConfigError for a text that is not a speed.
         """
         rate = quantity(self.device, "FLOP/s", "equal_cost.device")
         speeds = {link: quantity(link, "B/s", "equal_cost.links") for link in self.links}
@@ -54,8 +54,8 @@ class EqualCost(Section):
 def step_costs(config: Mapping[str, Any], wanted: EqualCost) -> dict[str, float]:
     """Return what a step costs: operations of all groups, and seconds over each link.
 
-    They are planned for the engine "fsdp2". With a schedule of maskings they are means over the
-    run.
+    Costs are planned for the engine "fsdp2". If the masking changes during the run, they are means
+    over the run's steps.
     """
     planned = load_config(config, ["sdp.engine=fsdp2"])
     groups = planned.sdp.groups
@@ -91,10 +91,10 @@ def _phases(setting: Any, steps: int | None) -> list[tuple[Masking, float]]:
 
 
 def loss_after(cells: _Cells, steps: float) -> tuple[float, float | None] | None:
-    """Interpolate the mean loss after ``steps``, and the sample deviation over the seeds.
+    """Return the mean loss after ``steps`` steps, interpolated, and the deviation over the seeds.
 
-    The deviation is None with fewer than two seeds that have both lengths. The result is None
-    outside of the lengths.
+    The result is None if ``steps`` is below the shortest length or above the longest. The deviation
+    is None if fewer than two seeds have both neighbouring lengths.
     """
     for cell in cells:
         if math.isclose(steps, cell["steps"]):
@@ -120,15 +120,15 @@ def _spread(losses: Sequence[float]) -> float | None:
 
 @dataclass(frozen=True)
 class Comparison:
-    """The loss of one row at the cost of the reference's column.
+    """The loss that one row would have at the cost of one column of the reference.
 
     Attributes:
         measure: "operations", or the speed of a link.
-        column: the column of the reference.
-        row: the row.
-        steps: the number of steps that this row makes for this cost.
-        loss: its mean loss then. None outside of the lengths that were trained.
-        spread: the sample deviation over the seeds. None of one seed, or without a loss.
+        column: The column of the reference.
+        row: The row.
+        steps: The number of steps that this row makes for this cost.
+        loss: The row's mean loss after these steps. None outside of the lengths that were trained.
+        spread: The sample deviation over the seeds. None for one seed, or without a loss.
     """
 
     measure: str
@@ -142,9 +142,9 @@ class Comparison:
 def compare(
     found: Sequence[Mapping[str, Any]], costs: Mapping[str, Mapping[str, float]], wanted: EqualCost
 ) -> list[Comparison]:
-    """Compare the rows of ``found``, which are figures of cells, at the costs of the reference.
+    """Compare all rows at the costs of the reference row.
 
-    ``costs``: by row, what :func:`step_costs` returns.
+    ``found`` has the figures of cells, and ``costs`` for each row what :func:`step_costs` returns.
     """
     cells: dict[str, list[Mapping[str, Any]]] = {}
     for cell in sorted(found, key=lambda cell: cell["steps"]):

@@ -1,13 +1,13 @@
-"""A grid's file: the cells of a table, and the run of each cell.
+"""Reads a grid's file, which describes a table of runs, and lists the runs of each cell.
 
     {"title": "…", "simulate": true, "seeds": 3, "base": {a configuration},
      "rows": {"dense": {"sdp.capacity": 1.0}, "backward": {"sdp.masking": "backward"}},
      "columns": {"8 workers": {"sdp.groups": 8}, "32 workers": {"sdp.groups": 32}},
      "skip": [["dense", "32 workers"]], "tune": {"optimizer.params.lr": [0.004, 0.008]}}
 
-A cell is the base with the settings of its row and of its column. With ``tune``, every cell is
-first trained with each value and one seed, or with ``"tune_seeds": 2`` with two. The other seeds
-have the value with the lowest mean loss.
+A cell is the configuration ``base`` with the settings of its row and of its column. With ``tune``,
+every cell is first trained with each value and one seed, or with ``"tune_seeds": 2`` with two. The
+other seeds have the value with the lowest mean loss.
 """
 
 from __future__ import annotations
@@ -33,21 +33,21 @@ Positive = Annotated[int, Field(gt=0)]
 
 
 class Grid(Section):
-    """The content of a grid's file.
+    """The content of a grid's file. Settings have dotted keys, such as "sdp.groups".
 
     Attributes:
         title: What the table shows.
         base: The configuration that all cells share.
-        rows, columns: By name, what cells of a row or column have in addition, by dotted keys.
+        rows, columns: By name, the settings of all cells in a row or column.
         skip: Cells that are left out, as pairs of row and column.
-        simulate: All groups of a run are in one process. Otherwise ``sdp train`` runs.
-        tune: By dotted key, the values that are tried in each cell.
-        tune_seeds: With how many seeds these values are tried.
+        simulate: Whether all groups of a run are in one process. If not, ``sdp train`` runs.
+        tune: By key, the values that are tried in each cell.
+        tune_seeds: The number of seeds with which these values are tried.
         seeds: The number of seeds of a cell.
         equal_cost: At which equal costs rows are compared, if the columns are lengths of training.
-        early_stopping: How often a run is evaluated. The lowest held-out loss counts. None: a run
-            is evaluated after its last step only.
-        compare_with: Rows, from which the differences of all rows are given, too.
+        early_stopping: How often a run is evaluated. The lowest held-out loss counts. If None, a
+            run is evaluated after its last step only.
+        compare_with: Rows that are subtracted from all rows, in tables of differences.
     """
 
     title: str
@@ -64,15 +64,15 @@ class Grid(Section):
     compare_with: list[str] = Field(default=[])
 
     def cells(self) -> list[tuple[str, str]]:
-        """The cells that are trained, as pairs of row and column."""
+        """Return the cells that are trained, as pairs of row and column."""
         return [cell for cell in itertools.product(self.rows, self.columns) if list(cell) not in self.skip]
 
     def choices(self) -> list[Settings]:
-        """The values that are tried in every cell. One empty choice if nothing is tuned."""
+        """Return the settings that each cell tries. If nothing is tuned, one empty choice."""
         return [dict(zip(self.tune, values, strict=True)) for values in itertools.product(*self.tune.values())]
 
     def first_runs(self) -> list[GridRun]:
-        """The runs that choose values: the first seeds, with every cell and every choice."""
+        """Return the runs that choose values: every cell with every choice, and the first seeds."""
         return [
             GridRun(self, *cell, choice, seed)
             for seed in range(self.tune_seeds)
@@ -83,7 +83,7 @@ class Grid(Section):
 
 @dataclass(frozen=True)
 class GridRun:
-    """One run of a cell."""
+    """One run of a cell: with one choice of the tuned values, and one seed."""
 
     grid: Grid
     row: str
@@ -97,7 +97,7 @@ class GridRun:
         return re.sub(r"[^A-Za-z0-9.-]+", "_", "-".join([self.row, self.column, *values, f"seed{self.seed}"]))
 
     def config(self, data: Path | None = None) -> dict[str, Any]:
-        """The configuration as a user would write it. ``data``: the prepared corpus of all runs."""
+        """Return the run's configuration. ``data`` is the prepared corpus that all runs share."""
         config = deepcopy(self.grid.base)
         settings = self.grid.rows[self.row] | self.grid.columns[self.column] | self.choice
         for key, value in settings.items():
@@ -118,7 +118,7 @@ class GridRun:
 
 
 def read_grid(path: Path) -> Grid:
-    """Read a grid. Raises ConfigError for a file that is not one, or whose cells are not valid."""
+    """Read a grid's file. Raises ConfigError if it is not one, or if a cell is not valid."""
     try:
         grid = parse_section(Grid, read_json_file(path, unique_keys=True), str(path))
     except (JsonError, OSError) as error:

@@ -1,4 +1,4 @@
-"""The table, the differences and the plot of a grid, from the results of its runs."""
+"""Makes the table, the differences and the plot of a grid, from the results of its runs."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ from .runs import Results
 
 
 def best_choice(grid: Grid, cell: tuple[str, str], results: Results) -> Settings | None:
-    """The choice with the lowest mean loss over the first ``grid.tune_seeds`` seeds.
+    """Return the choice with the lowest mean loss over the first ``grid.tune_seeds`` seeds.
 
-    Choices of which a run is missing do not count. None if no choice is complete.
+    A choice with a missing run does not count. Returns None if no choice has all of its runs.
     """
     means = []
     for index, choice in enumerate(grid.choices()):
@@ -31,7 +31,7 @@ def best_choice(grid: Grid, cell: tuple[str, str], results: Results) -> Settings
 
 
 def later_runs(grid: Grid, results: Results) -> Iterator[GridRun]:
-    """The runs with the other seeds, seeds outermost."""
+    """Yield the runs with all other seeds, in which each cell has its best choice."""
     best = {cell: best_choice(grid, cell, results) for cell in grid.cells()}
     for seed in range(grid.tune_seeds, grid.seeds):
         for cell, choice in best.items():
@@ -46,7 +46,7 @@ def _losses(grid: Grid, cell: tuple[str, str], choice: Settings, seeds: int, res
 
 
 def figures(grid: Grid, results: Results) -> list[dict[str, Any]]:
-    """Return mean and deviation of every cell of which a run is done."""
+    """Return mean and deviation of the loss of every cell with a finished run."""
     cells = []
     for cell in grid.cells():
         choice = best_choice(grid, cell, results)
@@ -61,8 +61,9 @@ def figures(grid: Grid, results: Results) -> list[dict[str, Any]]:
 
 
 def mean_and_spread(values: Sequence[float]) -> dict[str, Any]:
-    """Return the mean, the sample deviation (None of one value, or of one that is infinite), and
-    the number of values.
+    """Return the mean, the sample deviation and the number of values.
+
+    The deviation is None for a single value, or if a value is infinite.
     """
     is_finite = all(map(math.isfinite, values))
     spread = statistics.stdev(values) if len(values) > 1 and is_finite else None
@@ -70,10 +71,10 @@ def mean_and_spread(values: Sequence[float]) -> dict[str, Any]:
 
 
 def differences_from(references: Sequence[str], cells: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Return how far every row is from each of the rows ``references`` in the same column.
+    """Return the difference of every row from each row of ``references``, column by column.
 
-    Runs with the same seed are compared, because they read the same samples. A cell without a
-    common seed is left out.
+    Losses of the same seed are subtracted, because these runs read the same samples. A cell without
+    a common seed is left out.
     """
     differences = []
     for reference in references:
@@ -88,15 +89,13 @@ def differences_from(references: Sequence[str], cells: Sequence[Mapping[str, Any
 
 
 def report(grid: Grid, out: Path, results: Results, data: Path | None = None) -> str:
-    """Return the tables of everything that is done as Markdown.
-
-    Also writes them to ``out``, with the figures and a plot.
+    """Return Markdown tables of all finished runs. Also write them, figures and a plot.
 
     Args:
         grid: The grid.
-        out: The folder of the grid.
+        out: The folder of the grid, to which files are written.
         results: The results of the runs, whose file gets the figures.
-        data: The corpus of all runs, which the costs of steps need.
+        data: The corpus of all runs. The costs of steps are planned with it.
     """
     cells, columns = figures(grid, results), list(grid.columns)
     what = "held-out loss of the full model" if grid.early_stopping is None else "lowest held-out loss of a run"
@@ -139,7 +138,7 @@ def _table(corner: str, rows: Iterable[str], columns: Sequence[str], cells: Mapp
 
 
 def spread_text(figure: Mapping[str, Any], form: str = ".4f") -> str:
-    """Write a mean and its deviation."""
+    """Format a mean and its deviation."""
     return f"{figure['mean']:{form}}" + ("" if figure["spread"] is None else f" ± {figure['spread']:.4f}")
 
 

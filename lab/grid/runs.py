@@ -1,4 +1,4 @@
-"""The runs of a grid: each is a process, and is not repeated once its result is known."""
+"""Runs a grid: each run is a process, and a run with a known result is not repeated."""
 
 from __future__ import annotations
 
@@ -30,13 +30,13 @@ ROOT = Path(__file__).parents[2]
 
 
 class RunResult(BaseModel):
-    """What one run learned.
+    """The result of one run.
 
     Attributes:
         config: The digest of the configuration, without the place of the corpus.
         step: The number of steps.
         loss: The held-out loss of the full model after the last step. None stands for NaN.
-        least: The lowest held-out loss of all evaluations. None: it is ``loss``.
+        least: The lowest held-out loss of all evaluations. If None, use ``loss``.
         seconds: How long the run took. None if that is not known.
     """
 
@@ -47,7 +47,7 @@ class RunResult(BaseModel):
     seconds: Annotated[float, Field(ge=0)] | None = None
 
     def counted(self, *, least: bool) -> float:
-        """The loss that counts. It is infinite if it was NaN."""
+        """Return the loss for the tables: the lowest or the last one. NaN counts as infinite."""
         loss = self.least if least and self.least is not None else self.loss
         return math.inf if loss is None else loss
 
@@ -58,7 +58,7 @@ class _Saved(BaseModel):
 
 
 class Results:
-    """The results of a grid's runs, in ``results.json``, from which another machine can go on.
+    """The results of a grid's runs. They are in ``results.json``, so another machine can continue.
 
     Args:
         path: The file. It may be missing.
@@ -82,12 +82,12 @@ class Results:
         self._saved.corpus = corpus
 
     def of(self, run: GridRun) -> RunResult | None:
-        """The result of a run with this configuration, or None."""
+        """Return the result of a run if it is known for this configuration, or None."""
         found = self._saved.runs.get(run.name)
         return found if found is not None and found.config == config_digest(run.config()) else None
 
     def add(self, run: GridRun, evaluations: Sequence[dict[str, Any]], seconds: float | None) -> None:
-        """Note a finished run, and write the file."""
+        """Add the result of a finished run, and write the file."""
         losses = [line["loss"] for line in evaluations if line["step"]]
         finite = [loss for loss in losses if loss is not None and math.isfinite(loss)]
         last = losses[-1] if losses[-1] is not None and math.isfinite(losses[-1]) else None
@@ -101,7 +101,7 @@ class Results:
         self.write(self._others)
 
     def write(self, figures: dict[str, Any]) -> None:
-        """Write the file with these ``figures`` of the runs."""
+        """Write the file with all results, and with ``figures`` made from them."""
         self._others = figures
         runs = {name: result.model_dump() for name, result in sorted(self._saved.runs.items())}
         content = {**figures, "results": {"corpus": self._saved.corpus, "runs": runs}}
@@ -109,15 +109,15 @@ class Results:
 
 
 def config_digest(config: dict[str, Any]) -> str:
-    """The SHA-256 of a configuration, whose corpus may be anywhere."""
+    """Return the SHA-256 of a configuration without the path of its corpus."""
     data = {key: value for key, value in config.get("data", {}).items() if key != "path"}
     return hashlib.sha256(json.dumps({**config, "data": data}, sort_keys=True).encode()).hexdigest()
 
 
 def prepared_data(run: GridRun, out: Path) -> tuple[Path | None, str | None]:
-    """Return the corpus that all runs share, and its digest. It is prepared in ``out``.
+    """Prepare the corpus that all runs share in ``out``. Returns its folder and its digest.
 
-    None if each run makes its own data set in a second.
+    Both are None for an image set, which each run makes for itself in a second.
     """
     config = load_config(run.config())
     if config.data.name is not None:
@@ -139,10 +139,10 @@ def run_all(
         wanted: The runs.
         out: The folder of the grid. Each run has a folder in ``out/runs``.
         data: The corpus of all runs.
-        results: The known results, which get the new ones.
+        results: The known results, to which new results are added.
         jobs: How many runs train at a time, one thread each.
         train: Trains a run, and returns its evaluations and seconds. Raises RuntimeError if the run
-            failed.
+            failed. By default, a process is started.
     """
     processes = Processes()
     train = train or processes.train
@@ -169,13 +169,13 @@ def run_all(
 
 
 class Processes:
-    """The processes of runs. Ctrl-C and SIGTERM end all of them."""
+    """Starts runs as processes, and ends all of them at Ctrl-C or SIGTERM."""
 
     def __init__(self) -> None:
         self._running: set[subprocess.Popen[str]] = set()
 
     def train(self, run: GridRun, config: Path, folder: Path) -> tuple[list[dict[str, Any]], float | None]:
-        """Train ``config`` with files in ``folder``. Returns the evaluations and the seconds."""
+        """Train ``config`` with files in ``folder``. Returns its evaluations and seconds."""
         program = ["lab.simulator", str(config.resolve()), str(folder.resolve())]
         if not run.grid.simulate:
             program = ["sdp", "train", program[1], "--dump-dir", program[2]]
@@ -200,7 +200,7 @@ class Processes:
 
     @contextmanager
     def ended_at_the_end(self, pool: ThreadPoolExecutor) -> Iterator[None]:
-        """End all runs if the context is left by an error, and start no other."""
+        """A context that ends all runs, and starts no more, if it is left by an error."""
 
         def leave(number: int, frame: object) -> None:
             raise SystemExit(128 + number)

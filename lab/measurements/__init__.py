@@ -1,1 +1,1 @@
-"""Measurements that a page or a comment of the source names, to be repeated."""
+"""Programs for measurements that a page or a comment in the sources quotes."""

@@ -1,14 +1,16 @@
 """``python -m lab.measurements.frozen_copies``: what frozen copies cost in memory and in time.
 
 There are 4 groups of one rank at C = 0.25, with backward masking, placement "contiguous", int8
-copies, bfloat16 and full activation checkpointing. The other ranks do not exist.
+copies, bfloat16 and full activation checkpointing. Only one rank exists (torch's fake process
+group).
 
-- *Peak*: of every group, over that of a dense model with the parameters that a group holds in the
-  mean. The engine runs with real tensors on a CPU, and ``memory_probe.py`` watches all of them.
-  With ``--plan CONFIG``, peaks of this configuration's model are planned instead, with its samples
-  in 8 groups.
-- *Speed*: the seconds of a step with copies in compute precision over those of a step with int8
-  copies, of the group with the largest peak. Both take turns step by step (``lab.overhead.race``).
+- *Peak*: the peak memory of every group, divided by that of a dense model which has as many
+  parameters as a group holds on average. The engine runs with real tensors on a CPU, and
+  ``memory_probe.py`` watches all of them. With ``--plan CONFIG``, peaks of this configuration's
+  model are planned instead, with its samples in 8 groups.
+- *Speed*: the seconds of a step with copies in compute precision, divided by those of a step with
+  int8 copies, in the group with the largest peak. Both take turns step by step
+  (``lab.overhead.race``).
 """
 
 from __future__ import annotations
@@ -40,7 +42,7 @@ SMALL = {
 
 
 def config_of(model: Mapping[str, Any], samples: int, groups: int, copies: str) -> dict[str, Any]:
-    """Write the configuration. ``copies``: "int8", "compute", or "" for a dense model."""
+    """Return a configuration. ``copies`` is "int8", "compute", or "" for a dense model."""
     section: dict[str, Any] = {"groups": groups}
     if copies:
         section |= {"capacity": 0.25, "masking": "backward", "placement": "contiguous", "profile": "uniform"}
@@ -57,7 +59,7 @@ def config_of(model: Mapping[str, Any], samples: int, groups: int, copies: str) 
 
 
 def held_by(config: dict[str, Any], groups: int) -> tuple[Layout, list[int]]:
-    """Return the layout, and the parameters that each group holds."""
+    """Return the layout, and the number of parameters that each group holds."""
     settings = load_config(config)
     with torch.device("meta"):
         layout = Layout.of(build_model(config["model"]), settings, mesh_of(settings, groups))
@@ -65,8 +67,9 @@ def held_by(config: dict[str, Any], groups: int) -> tuple[Layout, list[int]]:
 
 
 def dense_of(model: Mapping[str, Any], parameters: float) -> dict[str, Any]:
-    """Return the model with fewer layers, and a wider feed-forward part, that has nearly so many
-    parameters.
+    """Return the ``model`` section of a smaller dense model with about this number of parameters.
+
+    It has fewer layers, and a wider feed-forward.
     """
 
     def count(layers: int, wide: int) -> int:
@@ -86,7 +89,7 @@ def batch_of(model: Mapping[str, Any], length: int, samples: int) -> dict[str, t
 
 
 def engine_of(config: dict[str, Any]) -> Any:
-    """Make the engine of this rank. Copies come from holders, which do not exist here."""
+    """Build the engine of this rank. Its frozen copies get constants, as there are no holders."""
     engine = initialize(model=build_model(config["model"]), config=config)[0]
     with torch.no_grad():
         for copy in engine.frozen_here.values():
@@ -104,7 +107,7 @@ def step_of(engine: Any, batch: Mapping[str, torch.Tensor]) -> None:
 
 
 def measured_peak(config: dict[str, Any], groups: int, group: int, length: int) -> int:
-    """Measure the peak of live tensors in the second step of a rank."""
+    """Return the measured peak of live tensors of a rank in its second step, in bytes."""
     batch = batch_of(config["model"], length, config["train_micro_batch_size_per_gpu"])
     with fake_world(group, groups):
         engine = engine_of(config)
@@ -113,7 +116,7 @@ def measured_peak(config: dict[str, Any], groups: int, group: int, length: int) 
 
 
 def planned_peak(config: dict[str, Any], groups: int, group: int, length: int) -> int:
-    """Plan the peak of a rank."""
+    """Return the planned peak of a rank, in bytes."""
     layout, _ = held_by(config, groups)
     model = config["model"]
     batch = partial(batch_of, model, length)
@@ -121,7 +124,7 @@ def planned_peak(config: dict[str, Any], groups: int, group: int, length: int) -
 
 
 def compare_peaks(model: Mapping[str, Any], samples: int, length: int, groups: int, peak_of: Any) -> list[float]:
-    """Return each group's peak over that of the dense model of equal state."""
+    """Return each group's peak, divided by the peak of the dense model of equal state."""
     config = config_of(model, samples, groups, "int8")
     _, held = held_by(config, groups)
     dense = config_of(dense_of(model, sum(held) / groups), samples, groups, "")
@@ -130,7 +133,7 @@ def compare_peaks(model: Mapping[str, Any], samples: int, length: int, groups: i
 
 
 def compare_speed(model: Mapping[str, Any], samples: int, length: int, groups: int, group: int, rounds: int) -> float:
-    """Return the seconds of a step with exact copies over those with int8 copies."""
+    """Return the seconds of a step with copies in compute precision, divided by those with int8."""
     with fake_world(group, groups):
         steps = [
             Contestant(copies, 0, partial(step_of, engine_of(config_of(model, samples, groups, copies))))

@@ -1,9 +1,9 @@
-"""Convert an exported run with llama.cpp's own converter, and compare the result with the export.
+"""Converts an exported run with llama.cpp's own converter, and compares the result with the export.
 
-Run ``python -m lab.measurements.llama_cpp_converter EXPORT``. EXPORT is what ``sdp export``
-wrote, with the tokenizer of sentencepiece. pip fetches the sources of llama-cpp-python (77 MB), of
-which llama.cpp is a part; nothing is built. It also installs gguf and scikit-build-core, which pip
-needs to read the sources, in a temporary folder.
+Run ``python -m lab.measurements.llama_cpp_converter EXPORT``. EXPORT is a folder that ``sdp
+export`` wrote, for a run with a SentencePiece tokenizer. pip fetches the sources of
+llama-cpp-python (77 MB), of which llama.cpp is a part; nothing is built. It also installs gguf and
+scikit-build-core, which pip needs to read the sources, in a temporary folder.
 """
 
 from __future__ import annotations
@@ -54,13 +54,13 @@ def fetch_converter(folder: Path) -> Path:
 
 
 def values_of(reader: Any, key: str) -> list[Any]:
-    """The values of a list in a GGUF file."""
+    """Return the values of the list ``key`` in a GGUF file."""
     field = reader.fields[key]
     return [field.parts[index] for index in field.data]
 
 
 def compare(export: Path, converted: Path) -> None:
-    """Raise AssertionError where the converted file differs from the export."""
+    """Raise AssertionError if the converted file differs from the export."""
     from gguf import GGUFReader
 
     reader: Any = GGUFReader(str(converted))

@@ -30,25 +30,25 @@ Loss = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 
 def sdp_loss(hidden: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
-    """This repository's loss, with the number of tokens that ``LanguageModelHead`` chooses."""
+    """This project's loss, with the chunks that ``LanguageModelHead`` chooses."""
     return linear_cross_entropy(hidden, weight, targets, max(CHUNK_LOGITS // len(weight), hidden.shape[1]))
 
 
 def torch_loss(hidden: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
-    """torch's chunked loss with its own choice of options."""
+    """torch's chunked loss, with the options that torch chooses."""
     options: Any = torch.nn.LinearCrossEntropyOptions()
     return F.linear_cross_entropy(hidden, weight, targets, ignore_index=IGNORE_INDEX, options=options)
 
 
 def torch_loss_in_equal_chunks(hidden: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
-    """torch's chunked loss with this repository's number of tokens in a chunk."""
+    """torch's chunked loss, with chunks as large as this project's."""
     rows = max(CHUNK_LOGITS // len(weight), hidden.shape[1])
     options: Any = torch.nn.LinearCrossEntropyOptions(chunking_method=None, batch_chunk_size=min(rows, len(hidden)))
     return F.linear_cross_entropy(hidden, weight, targets, ignore_index=IGNORE_INDEX, options=options)
 
 
 def plain_loss(hidden: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
-    """All logits at once, without chunks."""
+    """The loss from all logits at once, without chunks."""
     return F.cross_entropy(F.linear(hidden, weight).float(), targets, ignore_index=IGNORE_INDEX)
 
 
@@ -61,7 +61,7 @@ CONTESTANTS: dict[str, Loss] = {
 
 
 def measure(args: argparse.Namespace) -> dict[str, float]:
-    """Time, memory and errors of one contestant in this process."""
+    """Measure time, memory and errors of one contestant in this process."""
     torch.set_num_threads(args.threads)
     generator = torch.Generator().manual_seed(0)
     dtype = getattr(torch, args.dtype)

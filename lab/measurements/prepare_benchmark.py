@@ -37,14 +37,14 @@ CONTESTANTS = ("encode_batch", "encode_batch_fast", "sdp", "datatrove")
 
 
 class Cost(NamedTuple):
-    """The seconds of one run: of all its processors, and by the clock."""
+    """The cost of one run: CPU seconds of all its processes, and wall-clock seconds."""
 
     cpu: float
     wall: float
 
 
 def texts(most_bytes: int) -> Iterator[str]:
-    """Yield the sources of installed packages and of the standard library, each of them once."""
+    """Yield the sources of installed packages and of the standard library, each text once."""
     read = 0
     for folder in ("stdlib", "purelib"):
         for path in sorted(Path(sysconfig.get_paths()[folder]).rglob("*.py")):
@@ -57,9 +57,7 @@ def texts(most_bytes: int) -> Iterator[str]:
 
 
 def write_input(folder: Path, most_bytes: int) -> int:
-    """Write the documents and a tokenizer that was trained on a part of them. Return the documents'
-    bytes.
-    """
+    """Write documents, and a tokenizer trained on some of them. Returns the documents' bytes."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
     from transformers import PreTrainedTokenizerFast
 
@@ -108,7 +106,7 @@ def run_tokenizers(folder: Path, *, fast: bool) -> None:
 
 
 def run_datatrove(folder: Path, workers: int) -> None:
-    """Encode with datatrove, which shuffles nothing here."""
+    """Encode with datatrove, without shuffling."""
     from datatrove.executor import LocalPipelineExecutor
     from datatrove.pipeline.readers import JsonlReader
     from datatrove.pipeline.tokens import DocumentTokenizer
@@ -126,7 +124,7 @@ def run_datatrove(folder: Path, workers: int) -> None:
 
 
 def command_of(name: str, workers: int, folder: Path) -> list[str]:
-    """Return the words that run a contestant."""
+    """Return the command line that runs a contestant."""
     if name == "sdp":
         words = ["-m", "sdp", "prepare", "--input", f"{folder}/input/*.jsonl", "--output", f"{folder}/out/shards"]
         return [sys.executable, "-P", *words, "--tokenizer", f"hf:{folder}/tokenizer", "--workers", str(workers)]
@@ -187,7 +185,7 @@ def main() -> None:
 
 
 def print_table(folder: Path, size: int, rounds: int) -> None:
-    """Measure, and print costs and ratios."""
+    """Measure all contestants in some rounds, and print costs and ratios."""
     print(f"{size / 1e6:.1f} MB of text, {os.cpu_count()} processors, {rounds} rounds")
     costs: dict[tuple[str, int], list[Cost]] = {}
     written: dict[str, int] = {}

@@ -1,9 +1,10 @@
-"""What AdamW does with a second moment in bfloat16: rounded to nearest, or stochastically.
+"""Shows what AdamW does with a second moment in bfloat16, rounded to nearest or stochastically.
 
-``python -m lab.measurements.second_moment`` lets the squares of the gradients fall to a hundredth.
-It prints the mean of the second moment afterwards. ``--train KIND --corpus SHARDS`` trains a LLaMA
-of 0.2 M parameters on token shards with a vocabulary of at most 1,024, and prints its loss. KIND is
-``float32``, ``nearest`` or ``stochastic``. The first moment of the last two is rounded to nearest.
+``python -m lab.measurements.second_moment`` prints the mean of a second moment after the squares of
+the gradients have fallen to a hundredth. ``--train KIND --corpus SHARDS`` trains a LLaMA of 0.2 M
+parameters on token shards with a vocabulary of at most 1,024, and prints its loss. KIND is
+``float32``, ``nearest`` or ``stochastic``. With the last two, the first moment is rounded to
+nearest.
 """
 
 from __future__ import annotations
@@ -21,13 +22,13 @@ TOKENS, ROWS, VOCABULARY = 64, 8, 1024
 
 
 def stochastic(x: Tensor) -> Tensor:
-    """Round float32 to bfloat16 up or down, so that the mean stays."""
+    """Round float32 to bfloat16 up or down at random, so that the expected value stays."""
     bits = x.view(torch.int32)
     return ((bits + torch.randint_like(bits, 0, 1 << 16)) & -65536).view(torch.float32).to(torch.bfloat16)
 
 
 def nearest(x: Tensor) -> Tensor:
-    """Round float32 to bfloat16 as torch does."""
+    """Round float32 to the nearest bfloat16, as torch does."""
     return x.to(torch.bfloat16)
 
 
@@ -35,7 +36,10 @@ KINDS: dict[str, Callable[[Tensor], Tensor]] = {"float32": torch.clone, "nearest
 
 
 def decay(beta2: float, steps: int, elements: int = 10_000) -> dict[str, float]:
-    """Return the mean of a second moment that starts at 1, after gradients with variance 0.01."""
+    """Return for each rounding the mean of a second moment that was 1, after smaller gradients.
+
+    The gradients have the variance 0.01, so the mean should fall to 0.01.
+    """
     means = {}
     for kind, rounded in KINDS.items():
         draws = torch.Generator().manual_seed(1)
@@ -48,7 +52,7 @@ def decay(beta2: float, steps: int, elements: int = 10_000) -> dict[str, float]:
 
 
 def train(kind: str, corpus: Path, beta2: float, steps: int, seed: int) -> tuple[float, float]:
-    """Train with AdamW. Return the mean loss of the last 50 steps, and of 60 held-out batches."""
+    """Train with AdamW. Returns the mean losses of the last 50 steps and of 60 held-out batches."""
     torch.manual_seed(seed)
     data = np.memmap(corpus / "train-00000.bin", dtype=np.uint16, mode="r")
     cut = int(len(data) * 0.95)
@@ -89,13 +93,13 @@ def train(kind: str, corpus: Path, beta2: float, steps: int, seed: int) -> tuple
 
 
 def batch(data: np.ndarray, low: int, high: int, draws: np.random.Generator) -> Tensor:
-    """Return rows of tokens that begin anywhere in ``data[low:high]``."""
+    """Return rows of tokens that begin at random places of ``data[low:high]``."""
     starts = draws.integers(low, high - TOKENS - 1, ROWS)
     return torch.from_numpy(np.stack([data[start : start + TOKENS].astype(np.int64) for start in starts]))
 
 
 def main() -> None:
-    """Print what was asked for."""
+    """Print the mean of a second moment, or train."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--train", choices=KINDS)
     parser.add_argument("--corpus", type=Path)

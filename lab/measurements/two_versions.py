@@ -1,9 +1,9 @@
-"""Compare the speed of ``sdp train`` in two checkouts of this package, in turns.
+"""Compares the speed of ``sdp train`` in two checkouts of this package, in turns.
 
-Each folder has a checkout named ``sdp``. The runs alternate, and which comes first changes from
-pair to pair. It prints the median of the ratios of the first to the second, with the smallest and
-the largest one.
-Both must end with the same loss and the same bytes. Nothing else should run on the machine.
+Each folder has a checkout named ``sdp``. The runs alternate, and which version comes first changes
+from pair to pair. The script divides the first folder's seconds by the second's, and prints the
+median, the smallest and the largest ratio. Both versions must end with the same loss and the same
+bytes. Nothing else should run on the machine.
 
     git clone . /tmp/new/sdp; git clone . /tmp/old/sdp; git -C /tmp/old/sdp checkout COMMIT
     python -m lab.measurements.two_versions /tmp/new /tmp/old --pairs 9

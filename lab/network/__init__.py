@@ -1,1 +1,1 @@
-"""Hosts on this machine with links of a given rate, and a command that runs its ranks on them."""
+"""Makes hosts on this machine with links of a given rate, and runs a command's ranks on them."""

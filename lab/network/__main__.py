@@ -1,7 +1,7 @@
 """``python -m lab.network RATES RANKS COMMAND…``: run a command on hosts with links of each rate.
 
-Every rank is a host of its own on this machine, with the variables that torchrun sets. In the
-command, ``{rate}`` becomes the rate, for folders:
+Every rank is a host of its own on this machine, and gets the environment variables that torchrun
+sets. In the command, ``{rate}`` is replaced by the rate, for example in the name of a folder:
 
     python -m lab.network 100mbit,1gbit 4 sdp bench configs/quickstart.json --out runs/bench-{rate}
 """
@@ -22,7 +22,7 @@ PORT = 29500
 
 
 def run(links: list[Link], ranks: int, command: list[str]) -> int:
-    """Run the command once for each link. Returns 0, or the exit code of a rank that fails."""
+    """Run the command once for each link. Returns 0, or the exit code of a rank that failed."""
     with hosts(ranks) as name:
         for link in links:
             shape(name, ranks, link)
@@ -48,7 +48,7 @@ def _wait(started: list[subprocess.Popen[bytes]]) -> int:
 
 
 def variables(rank: int, ranks: int) -> dict[str, str]:
-    """Return the variables of torchrun for one rank on a host of its own."""
+    """Return the environment variables of torchrun for one rank on a host of its own."""
     numbers = {"RANK": rank, "WORLD_SIZE": ranks, "GROUP_RANK": rank, "MASTER_PORT": PORT}
     named = {"LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1", "OMP_NUM_THREADS": "1"}
     names = {"MASTER_ADDR": address(0), "GLOO_SOCKET_IFNAME": "eth0"}

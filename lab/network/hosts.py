@@ -27,13 +27,13 @@ _BURST_SECONDS = 0.002  # the bucket holds what the link sends in this time, but
 
 @dataclass(frozen=True)
 class Link:
-    """The rate of a link in each direction, as the user wrote it, such as ``300mbit``."""
+    """The rate of a link in each direction, in the user's spelling, such as ``300mbit``."""
 
     rate: str
 
     @classmethod
     def parse(cls, text: str) -> Link:
-        """Read a rate.
+        """Read the rate of a link.
 
         Raises :class:`ConfigError` if it is not a finite number of bits a second above zero.
         """
@@ -55,10 +55,10 @@ class Link:
 
 @contextmanager
 def hosts(count: int) -> Iterator[str]:
-    """Make hosts 0 to ``count`` − 1 for the time of the ``with`` block.
+    """A context in which this machine has the hosts 0 to ``count`` − 1.
 
-    Yields the name with which ranks enter them. Raises :class:`LaunchError` if this machine cannot
-    make hosts.
+    Yields a name for :func:`on_host` and :func:`shape`. Raises :class:`LaunchError` if this machine
+    cannot make hosts.
     """
     name = f"sdp{os.getpid()}"
     if missing := [program for program in ("ip", "tc") if shutil.which(program) is None]:
@@ -106,7 +106,7 @@ def address(rank: int) -> str:
 
 
 def on_host(name: str, rank: int, command: Sequence[str]) -> list[str]:
-    """Return ``command`` as a command that runs on host ``rank``."""
+    """Return the command line that runs ``command`` on the host of ``rank``."""
     return ["ip", "netns", "exec", f"{name}-{rank}", *command]
 
 

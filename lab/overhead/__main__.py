@@ -1,4 +1,4 @@
-"""``python -m lab.overhead``: the engine's seconds a step against those of a hand-written loop."""
+"""``python -m lab.overhead``: the engine's seconds per step against those of a plain loop."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from .options import PlainOptions, add_plain_arguments
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Time the comparisons and print them. Returns 0, or the exit code of a mistake."""
+    """Time the comparisons and print them. Returns the exit code."""
     parser = Parser(prog="python -m lab.overhead", description=compare.__doc__)
     add_plain_arguments(parser)
     try:

@@ -2,10 +2,10 @@
 
 There are three comparisons, each with its own process group:
 
-- *One rank*: the engine and the loop train a model that has only the held layers.
-- *One of N ranks, by layers*: the engine carves the share of one rank out of the full model. The
-  other ranks do not exist (torch's fake process group: collectives return at once), so everything
-  is timed except the network.
+- *One rank*: the engine and the loop train a model that has only the layers that one group holds.
+- *One of N ranks, by layers*: the engine cuts the share of one rank out of the full model. Only
+  this rank exists (torch's fake process group: collectives return at once), so everything is timed
+  except the network.
 - *One of N ranks, by neurons*: the same with groups of neurons. The loop's layers are narrower.
 
 With ``--deepspeed`` there is a fourth one: one group under DeepSpeed against DeepSpeed alone.
@@ -60,11 +60,11 @@ DEEPSPEED_STAGES = (0, 2)
 
 @dataclass(frozen=True)
 class Comparison:
-    """Contestants that were timed together.
+    """The result of a comparison. The first contestant is the engine's opponent.
 
     Attributes:
         name: What was compared.
-        aim: The seconds of the second contestant over those of the first, at most.
+        aim: The largest ratio of the second contestant's seconds to those of the first.
         timings: A timing for each contestant.
         weight_difference: ‖engine − first‖ / ‖first‖ over all weights, after all steps.
     """
@@ -83,7 +83,7 @@ def run(options: PlainOptions) -> int:
     """Time the comparisons and print them.
 
     Raises:
-        ConfigError: The sizes make no model or placement.
+        ConfigError: The sizes make no valid model or placement.
         LaunchError: A launcher started several ranks.
         RuntimeError: Engine and loop end with different weights, so their times compare nothing.
     """

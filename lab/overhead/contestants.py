@@ -1,6 +1,4 @@
-"""The contestants of ``python -m lab.overhead``: the engine, hand-written loops, and their
-models.
-"""
+"""Builds the contestants of ``python -m lab.overhead``: the engine and hand-written loops."""
 
 from __future__ import annotations
 
@@ -26,7 +24,7 @@ WEIGHT_TOLERANCE = 1e-6
 
 
 def batches(options: PlainOptions, device: torch.device) -> Iterator[Batch]:
-    """Yield random tokens, the same in every run."""
+    """Yield batches of random tokens, which are the same in every run."""
     generator = torch.Generator().manual_seed(0)
     for _ in range(options.warmup + options.repeats):
         tokens = torch.randint(options.vocab_size, (options.micro_batch, options.sequence), generator=generator).to(
@@ -58,7 +56,7 @@ def build_random_model(options: PlainOptions, device: torch.device) -> nn.Module
 
 
 def copy_held_layers(engine: SDPEngine, options: PlainOptions) -> nn.Module:
-    """Build a model that has only the engine's layers, with the engine's weights."""
+    """Build a plain model of the layers that the engine holds, with the engine's weights."""
     placement = engine.layout.placement
     model = build_llama(options, count_held_layers(placement)).to_empty(device=engine.device)
     model.load_state_dict(
@@ -70,11 +68,12 @@ def copy_held_layers(engine: SDPEngine, options: PlainOptions) -> nn.Module:
 def copy_narrower(
     engine: SDPEngine, options: PlainOptions
 ) -> tuple[nn.Module, dict[str, torch.Tensor], dict[str, Any]]:
-    """Build a model whose layers have only the engine's neurons.
+    """Build a plain model whose layers have only the neurons that the engine holds.
 
     Returns:
-        The model; its weights by the engine's names; and, by its own names, the number of ranks
-        that average a gradient. That is one number, or one number for each index.
+        The model, and its weights by the engine's names. The third value has for each parameter, by
+        the model's names, the number of ranks that average its gradient: one number, or one for
+        each index.
     """
     model = build_llama(options, options.layers)
     weights: dict[str, torch.Tensor] = {}
@@ -101,9 +100,9 @@ def count_held_layers(placement: Placement) -> int:
 
 
 def name_in_copy(name: str, placement: Placement) -> str:
-    """Return a parameter's name in the model that has only the layers of group 0.
+    """Return a parameter's name in the plain model of the layers that group 0 holds.
 
-    Its layers are numbered without those that group 0 does not hold.
+    The plain model numbers its layers without gaps.
     """
     held = [unit for unit, holders in zip(placement.units, placement.holders, strict=True) if 0 in holders]
     for index, unit in enumerate(held):
@@ -122,16 +121,16 @@ def build_engine(
     compiled: bool = False,
     neuron_groups: int = 0,
 ) -> SDPEngine:
-    """Build the engine for a share of the model.
+    """Build the engine for the share of one group.
 
     Args:
         options: Sizes of the model and the batch.
-        layers: Layers of the model.
-        groups: SDP groups.
+        layers: The number of layers of the model.
+        groups: The number of SDP groups.
         capacity: The fraction of the model that a group holds.
-        bf16: Compute in bfloat16.
-        compiled: Compile the units.
-        neuron_groups: Groups of neurons in a branch. 0: units are layers.
+        bf16: Whether to compute in bfloat16.
+        compiled: Whether to compile the units.
+        neuron_groups: The number of groups of neurons in a branch. If 0, units are layers.
     """
     units: dict[str, Any] = {"granularity": "neuron", "neuron_groups": neuron_groups} if neuron_groups else {}
     config = {
@@ -146,7 +145,7 @@ def build_engine(
 
 
 def drive(name: str, engine: SDPEngine) -> Contestant:
-    """Make a contestant of the engine's own training loop."""
+    """Make a contestant that trains with the engine."""
 
     def step(batch: Batch) -> None:
         loss = engine(batch)
@@ -157,9 +156,9 @@ def drive(name: str, engine: SDPEngine) -> Contestant:
 
 
 def write_by_hand(name: str, model: nn.Module, holders: Mapping[str, Any] | None = None) -> Contestant:
-    """Make a contestant of the loop that a user would write.
+    """Make a contestant that trains with the loop that a user would write.
 
-    ``holders`` gives the number of ranks that average a gradient, where there are several.
+    For gradients that several ranks average, ``holders`` has the number of these ranks.
     """
     parameters = dict(model.named_parameters())
     averaged = [(parameters[key], ranks) for key, ranks in (holders or {}).items()]
@@ -179,13 +178,13 @@ def write_by_hand(name: str, model: nn.Module, holders: Mapping[str, Any] | None
 
 
 def weights_of(engine: SDPEngine, plain: nn.Module) -> dict[str, torch.Tensor]:
-    """Return the weights of a copy of the held layers, by the engine's names."""
+    """Return the weights of the plain model of held layers, by the engine's names."""
     theirs = dict(plain.named_parameters())
     return {name: theirs[name_in_copy(name, engine.layout.placement)] for name in engine.parameters_here}
 
 
 def weight_difference(ours: Mapping[str, torch.Tensor], weights: Mapping[str, torch.Tensor]) -> float:
-    """Return ‖ours − others‖ / ‖others‖ over all ``weights``, which have the engine's names.
+    """Return ‖engine − others‖ / ‖others‖ over all ``weights``, which have the engine's names.
 
     Raises RuntimeError if the difference is more than rounding.
     """

@@ -1,4 +1,4 @@
-"""The options of ``python -m lab.overhead``, as they were given and checked."""
+"""The command-line options of ``python -m lab.overhead``, and their checks."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ _MOST_ELEMENTS = 2**38  # of all weights, or of a batch's tokens: a terabyte in 
 
 @dataclass(frozen=True)
 class PlainOptions:
-    """One rank against a hand-written loop. The fields have the names of the options."""
+    """The options of ``python -m lab.overhead``. The fields have the names of the options."""
 
     layers: int
     hidden: int
@@ -51,7 +51,7 @@ class PlainOptions:
 
     @classmethod
     def from_args(cls, args: argparse.Namespace) -> PlainOptions:
-        """Take the parsed arguments. Raises :class:`ConfigError` for a number out of range."""
+        """Check the parsed arguments. Raises :class:`ConfigError` for a number out of range."""
         numbers = {name: getattr(args, name) for name in _NUMBERS}
         options = cls(**numbers, capacity=args.capacity, compile=args.compile, deepspeed=args.deepspeed, json=args.json)
         if options.weights > _MOST_ELEMENTS:
@@ -68,7 +68,7 @@ class PlainOptions:
 
     @property
     def weights(self) -> int:
-        """Roughly the number of weights of the full model."""
+        """The approximate number of weights of the full model."""
         layer = 4 * self.hidden**2 + 3 * self.hidden * self.intermediate
         return self.layers * layer + 2 * self.vocab_size * self.hidden
 
@@ -78,7 +78,7 @@ class PlainOptions:
 
 
 def add_plain_arguments(parser: argparse._ActionsContainer) -> None:
-    """Declare the options of the comparison without CONFIG."""
+    """Add the options of ``python -m lab.overhead`` to ``parser``."""
     for name, (default, most, text) in _NUMBERS.items():
         number, shown = partial(positive_int, most=most), f"{text} (default: {default})"
         parser.add_argument(_option(name), type=number, default=default, metavar="N", help=shown)

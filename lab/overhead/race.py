@@ -1,6 +1,6 @@
-"""Interleaved timing: contestants take turns step by step, and are compared round by round.
+"""Times contestants in turns, step by step, and compares them round by round.
 
-A busy or throttled machine slows both sides of a ratio. So ratios stay valid where seconds do not.
+A busy or throttled machine slows all contestants, so ratios are right even where seconds are not.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ Batch = Mapping[str, Tensor]
 
 @dataclass(frozen=True)
 class Contestant:
-    """A function to time.
+    """A training step to time.
 
     Attributes:
         name: Its name in the report.
-        parameters: Number of elements that it trains.
+        parameters: The number of elements that it trains.
         step: Makes one whole optimizer step on a batch.
     """
 
@@ -35,8 +35,8 @@ class Contestant:
 class Timing:
     """The timing of one contestant.
 
-    ``seconds`` are those of each step; ``ratios`` are the seconds over those of the first
-    contestant, round by round.
+    ``seconds`` has the seconds of each step. ``ratios`` has for each round these seconds divided by
+    the first contestant's.
     """
 
     name: str
@@ -50,12 +50,12 @@ class Timing:
 def race(
     contestants: Sequence[Contestant], batches: Iterable[Batch], warmup: int, device: torch.device
 ) -> list[Timing]:
-    """Time every contestant on every batch. Every other round runs in reverse order.
+    """Time every contestant on every batch. In every other round, their order is reversed.
 
     Args:
         contestants: What is timed.
         batches: A batch for each round.
-        warmup: The first rounds, which are not timed.
+        warmup: The number of first rounds that are not timed.
         device: Where the steps run.
     """
     seconds: dict[str, list[float]] = {contestant.name: [] for contestant in contestants}

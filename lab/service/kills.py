@@ -1,11 +1,11 @@
-"""A run with a service on this host, whose processes are killed at random.
+"""Trains a run with a service on this host, and kills its processes at random.
 
     python -m lab.service.kills OUT --ranks 60 --groups 25 --stops 10 --services 5 --steps 6400
 
 Groups have two ranks. The script kills a rank, a whole group, or the service, or stops a group for
-30 s. The disturbances are spread evenly over the rounds of the run. It prints, and writes to
-OUT/kills.json, what was done and what became of every sample. It fails if the run fails, or if a
-sample was counted twice or lost silently. Without disturbances it is a run to compare with.
+30 s. The disturbances are spread evenly over the rounds of the run. It prints what was done, and
+what became of every sample, and writes both to OUT/kills.json. It fails if the run fails, or if a
+sample was counted twice or lost silently. Without disturbances, it makes a run to compare with.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ STOP_SECONDS = 30.0
 
 
 def processes(run: Path) -> dict[int, list[str]]:
-    """Return the words of all processes that serve or train in the directory of a run, by id."""
+    """Return the command lines of a run's processes that serve or train, by process id."""
     found = {}
     for path in Path("/proc").glob("[0-9]*/cmdline"):
         try:
@@ -56,13 +56,13 @@ def victims(run: Path, kind: str, rng: random.Random) -> list[int]:
 
 
 def rounds_of(run: Path) -> int:
-    """Return how many rounds of a run have closed."""
+    """Return how many rounds a run has completed."""
     lines = (run / "metrics.jsonl").read_text().splitlines()
     return json.loads(lines[-1])["round"] if lines else 0
 
 
 def send(pids: list[int], number: int) -> None:
-    """Send a signal to those of the processes that still live."""
+    """Send a signal to all given processes that still live."""
     for pid in pids:
         with suppress(ProcessLookupError):
             os.kill(pid, number)
@@ -92,7 +92,7 @@ def disturb(
 
 
 def account(run: Path) -> dict[str, Any]:
-    """Return what became of every sample of a run."""
+    """Count the rounds of a run and what became of its samples, for the report."""
     lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     summary, order = json.loads((run / "summary.json").read_text()), json.loads((run / "data_order.json").read_text())
     shares = order["first"] * order["groups"] + sum(len(indices) for indices in order["dealt"].values())
@@ -112,7 +112,7 @@ def account(run: Path) -> dict[str, Any]:
 
 
 def main() -> int:
-    """Run, disturb, and check."""
+    """Start the run, disturb it, and check the result."""
     parser = argparse.ArgumentParser()
     parser.add_argument("out", type=Path)
     for kind in KINDS:

@@ -1,11 +1,11 @@
-"""Seconds of a round over slow links: a service against an all-reduce, for SDP and for DiLoCo.
+"""Measures seconds of a round over slow links: a service against an all-reduce.
 
     python -m lab.service.links OUT --rate 100mbit
 
-Four groups of one rank, and the service, are on hosts of their own, with links of this rate in both
-directions (network namespaces of this machine, see lab/network; needs root). DiLoCo is SDP with a
-capacity of 1. The script prints, and writes to OUT/links.json, the mean seconds of a round after
-the first one.
+This is done for SDP, and for DiLoCo, which is SDP with a capacity of 1. Four groups of one rank,
+and the service, are on hosts of their own, with links of this rate in both directions (network
+namespaces of this machine, see lab/network; needs root). The script prints the mean seconds of a
+round after the first one, and writes them to OUT/links.json.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ CAPACITIES = {"SDP": 0.5, "DiLoCo": 1.0}
 
 
 def run(name: str, out: Path, settings: list[str], *, served: bool) -> Path:
-    """Train on all hosts of ``name``. Returns the file with the lines of the run."""
+    """Train on all hosts of ``name``. Returns the run's file of metrics."""
     environ = os.environ | {"SDP_SERVICE_TOKEN": secrets.token_hex(16), "OMP_NUM_THREADS": "1"}
     sdp, words = [sys.executable, "-m", "sdp"], [str(CONFIG), "--set", *settings]
     commands = []
@@ -61,7 +61,7 @@ def run(name: str, out: Path, settings: list[str], *, served: bool) -> Path:
 
 
 def seconds_of_a_round(metrics: Path) -> float:
-    """Return the mean over all rounds but the first."""
+    """Return the mean seconds of a round, over all rounds but the first."""
     lines = [json.loads(line) for line in metrics.read_text().splitlines()]
     key = "seconds" if "by_group" in lines[0] else "step_seconds"
     # After the last step, the service closes the averages of the other fragments.
@@ -71,7 +71,7 @@ def seconds_of_a_round(metrics: Path) -> float:
 
 
 def main() -> int:
-    """Run everything, and print the table."""
+    """Run all variants, and print the table."""
     parser = argparse.ArgumentParser()
     parser.add_argument("out", type=Path)
     parser.add_argument("--rate", default="100mbit")

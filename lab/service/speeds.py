@@ -1,8 +1,8 @@
-"""A run of five groups on this host: one has half the speed, and one joins in the middle.
+"""Trains a run of five groups on this host: one has half the speed, and one joins in the middle.
 
     python -m lab.service.speeds OUT
 
-It prints, and writes to OUT/speeds.json, in how many rounds each group took part.
+The script prints in how many rounds each group took part, and writes this to OUT/speeds.json.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ SLOW, LATE = 0, 4
 
 
 def slow_down(process: subprocess.Popen[bytes]) -> None:
-    """Let a process run for half of the time."""
+    """Halve the speed of a process, by stopping it for half of the time."""
     while process.poll() is None:
         for number in (signal.SIGSTOP, signal.SIGCONT):
             try:
@@ -36,13 +36,13 @@ def slow_down(process: subprocess.Popen[bytes]) -> None:
 
 
 def lines_of(run: Path) -> list[dict[str, Any]]:
-    """Return the rounds of a run so far."""
+    """Return the records of a run's rounds so far."""
     file = run / "metrics.jsonl"
     return [json.loads(line) for line in file.read_text().splitlines()] if file.exists() else []
 
 
 def main() -> int:
-    """Run, and count."""
+    """Train the run, and count the rounds of each group."""
     parser = argparse.ArgumentParser()
     parser.add_argument("out", type=Path)
     parser.add_argument("--steps", type=int, default=800)

@@ -1,8 +1,8 @@
-"""Parts of a model that compute, or train, only in the rows of the groups that hold them.
+"""Changes a model so that a unit computes, or trains, only the rows of groups that hold the unit.
 
 A batch has the rows of all groups. Under forward masking, a unit is absent from the rows of groups
-that lack it. Under backward masking it computes all rows, and the rows of these groups give its
-weights no gradient.
+that lack it. Under backward masking it computes all rows, and the rows of groups that lack it give
+its weights no gradient.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 
 
 class Rows:
-    """The batch that a model computes now.
+    """To which groups the rows of the current batch belong. All changed units of a model read it.
 
     Attributes:
-        groups: The group of each row. None: the full model computes all rows.
+        groups: The group of each row. If None, the full model computes all rows.
         keeps_frozen: Whether the masking is backward.
         copy: Under backward masking, returns the frozen copy of a block's weight.
     """
@@ -38,7 +38,7 @@ class Rows:
 
 
 def mask(model: nn.Module, layout: Layout, rows: Rows) -> None:
-    """Change the units of ``model`` that some group lacks. They follow ``rows`` from now on.
+    """Change all units of ``model`` that some group lacks, so that each pass follows ``rows``.
 
     Raises:
         ModelError: A unit is no block, and its neurons are not those of linear layers.
@@ -57,11 +57,11 @@ def mask(model: nn.Module, layout: Layout, rows: Rows) -> None:
 
 
 class BlockRows:
-    """Runs a block with the rows of its holders, and another function with the other rows.
+    """Runs a block with the rows of its holders. The other rows skip it, or run its frozen copy.
 
     An argument that has one entry for each row, in its first dimension, is cut. A table of
-    positions may happen to have as many entries. It has them for another number of rows, too, so it
-    is known once the block has seen two numbers of rows.
+    positions may by chance have as many entries as there are rows. It is recognised when a pass has
+    another number of rows, because its length stays.
     """
 
     def __init__(self, name: str, block: nn.Module, holders: Sequence[int], rows: Rows):
@@ -125,10 +125,10 @@ def _join(outputs: Sequence[Any], order: Tensor) -> Any:
 
 
 class NeuronRows:
-    """Runs a linear layer some neurons of which are absent, or frozen, in the rows of some groups.
+    """Runs a linear layer some of whose neurons are absent, or frozen, in the rows of some groups.
 
-    The layer is cut along its outputs, with its bias, or along its inputs. Where it is cut along
-    its inputs, absent neurons are zeros. So the layers before it need no change.
+    The neurons are outputs of the layer, with its bias, or inputs. Absent inputs are replaced by
+    zeros, so the layers before need no change.
 
     Raises:
         ModelError: The layer is of another type, or is cut in another way.
@@ -201,16 +201,16 @@ class _Product(torch.autograd.Function):
 def per_unit(
     model: nn.Module, layout: Layout, value: Callable[[str, Holders], float], shared: float
 ) -> dict[str, float | Tensor]:
-    """Return a number for each parameter of ``model``.
+    """Return a number for each parameter of ``model``, which depends on the parameter's unit.
 
-    For a parameter whose slices belong to several units, it is a tensor that broadcasts to the
+    If slices of a parameter belong to several units, its value is a tensor that broadcasts to the
     parameter.
 
     Args:
         model: The full model.
         layout: Its units and their holders.
         value: Returns the number of a unit from the unit's name and holders.
-        shared: The number of what belongs to no unit.
+        shared: The number for parameters of no unit.
     """
     parameters = dict(model.named_parameters())
     found: dict[str, float | Tensor] = dict.fromkeys(parameters, shared)

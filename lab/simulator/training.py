@@ -1,4 +1,4 @@
-"""Training of one configuration with all groups in one process."""
+"""Trains one configuration with all groups in one process."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ _FOLLOWED = {
 
 
 def require_followed(config: Config) -> None:
-    """Raise ConfigError for a key that is not the default and that the simulator cannot follow."""
+    """Raise ConfigError if the simulator would not follow a key that the configuration sets."""
     sections: dict[str, BaseModel] = {"": config, "sdp": config.sdp, "training": config.training}
     for section, given in sections.items():
         default = type(given)()
@@ -63,11 +63,11 @@ def require_followed(config: Config) -> None:
 
 
 def scale_steps(optimizer: torch.optim.Optimizer, rates: Mapping[nn.Parameter, Any]) -> None:
-    """Multiply what each step changes, but for decoupled weight decay.
+    """Multiply each step's change of a parameter by a factor, but not decoupled weight decay.
 
     Args:
-        optimizer: It gets hooks.
-        rates: By parameter, a number, or a tensor of numbers that broadcasts to the parameter.
+        optimizer: The optimizer. It gets hooks.
+        rates: For each parameter, a number, or a tensor that broadcasts to the parameter.
     """
     before: dict[nn.Parameter, Tensor] = {}
 
@@ -88,7 +88,7 @@ def scale_steps(optimizer: torch.optim.Optimizer, rates: Mapping[nn.Parameter, A
 
 
 class Simulation:
-    """A run of all groups in one process, each of which is one worker.
+    """A training of all groups in one process. Each group is one worker.
 
     Args:
         config: A configuration that :func:`require_followed` accepts.
@@ -122,12 +122,12 @@ class Simulation:
         return optimizer
 
     def step(self, micro_batches: Sequence[Any]) -> tuple[float, float]:
-        """Make one step, and return the mean loss and the norm of the gradient.
+        """Make one optimizer step, and return the mean loss and the norm of the gradient.
 
         A step whose gradient is NaN or infinite is counted, and changes nothing else.
 
         Args:
-            micro_batches: Each has the rows of all groups, in order.
+            micro_batches: The micro-batches of the step. Each has the rows of all groups, in order.
 
         Raises:
             ModelError: Rows of different groups interact.
@@ -157,7 +157,7 @@ class Simulation:
 
 
 def with_first_values(config: Config, model: nn.Module, device: torch.device) -> Layout:
-    """Place the units of the full ``model``, and give its parameters their first values."""
+    """Place the units of the full ``model``, and give its parameters their initial values."""
     layout = Layout.of(model, config, Mesh(config.sdp.groups))
     if get_random_options(model):
         torch.manual_seed(seed_of(config.training.seed, "draws", 0))

@@ -1,5 +1,7 @@
-"""The gradient of SDP: each group computes its own subnetwork on its own rows of the batch, and the
-gradient of a unit is the mean over its holders.
+"""Computes SDP's gradient in one process.
+
+Each group computes its own subnetwork on its own rows of the batch. The gradient of a unit is the
+mean over its holders.
 """
 
 from __future__ import annotations
@@ -22,17 +24,17 @@ _RELATIVE = 1e-3
 
 
 class Workers:
-    """The groups of a layout, each of which is one worker, on one copy of the full model.
+    """Computes the gradients of all groups with one copy of the full model.
 
-    They compute in one pass, or one after the other. One pass needs a model whose rows never
-    interact, and :meth:`check` finds out whether that is so.
+    Each group is one worker. They compute in one pass, or one after the other. One pass needs a
+    model whose rows never interact, which :meth:`check` tests.
 
     Args:
-        model: The full model with its values. Its units change as :func:`mask` says.
+        model: The full model with its values. Its units are changed by :func:`mask`.
         layout: The units and their holders.
 
     Attributes:
-        rows: What the model computes now.
+        rows: To which groups the rows of the current batch belong.
     """
 
     def __init__(self, model: nn.Module, layout: Layout):
@@ -41,12 +43,12 @@ class Workers:
         mask(model, layout, self.rows)
 
     def gradients(self, batches: Sequence[Any], masking: Masking, *, in_turn: bool = False) -> float:
-        """Set the gradient of each parameter to the mean over its holders; return the mean loss.
+        """Set each parameter's gradient to the mean over its holders, and return the mean loss.
 
         Args:
             batches: The micro-batches of a step. Each has the rows of all groups, in order.
-            masking: What a group does with the units that it lacks.
-            in_turn: One group after the other, not all in one pass.
+            masking: "forward" or "backward".
+            in_turn: Whether groups compute one after the other, and not in one pass.
 
         Raises:
             ModelError: The groups' rows have different numbers of targets.
@@ -79,9 +81,10 @@ class Workers:
         return losses
 
     def check(self, batches: Sequence[Any], masking: Masking) -> None:
-        """Raise ModelError if one pass computes something else than the groups in turn.
+        """Raise ModelError if one pass computes something else than the groups one after the other.
 
-        The weights have noise meanwhile: what is zero at first, such as a bias, may not stay zero.
+        During the check, the weights have noise. Some, such as biases, may be zero at first, and
+        would hide a difference.
         """
         kept = [(parameter, parameter.detach().clone()) for parameter in self.model.parameters()]
         found: list[tuple[float, dict[str, Tensor]]] = []
