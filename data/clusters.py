@@ -377,5 +377,5 @@ def read_clusters(dataset: TokenDataset, folder: Path | None = None) -> np.ndarr
         raise DataError(f"{path}: missing or damaged; {again}")
     clusters = np.fromfile(path, dtype=np.uint8)
     if len(clusters) != len(dataset) or clusters.max(initial=0) >= about.get("clusters", 0):
-        raise DataError(f"{path}: does not fit the corpus; {again}")
+        raise DataError(f"{path}: does not have a valid cluster for each sequence of the corpus; {again}")
     return clusters

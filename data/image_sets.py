@@ -210,7 +210,7 @@ class ArrayFile:
         if not shape or is_fortran or found != np.dtype(dtype):
             raise DataError(f"{path}: not an array of {dtype} with a sample in each row; {remedy}")
         if shape[0] != samples:
-            raise DataError(f"{path}: {shape[0]} samples instead of {samples}; {remedy}")
+            raise DataError(f"{path}: has {shape[0]} samples instead of {samples}; {remedy}")
         self._shape, self._dtype = shape[1:], found
         self._size = math.prod(self._shape) * found.itemsize
         if samples:

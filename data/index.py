@@ -148,7 +148,7 @@ def load_index(directory: str | Path) -> Index:
         raise DataError(f"{path}: not an index of token shards (no format {FORMAT!r})")
     if content.get("version") != VERSION:
         raise DataError(
-            f"{path}: version {quote(content.get('version'))}, but this program reads version {VERSION}; "
+            f"{path}: is of version {quote(content.get('version'))}, but this program reads version {VERSION}; "
             f"{_again(path.parent)}"
         )
     try:

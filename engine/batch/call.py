@@ -192,7 +192,7 @@ def count_targets(module: nn.Module, batch: Any) -> torch.Tensor:
     if labels is None:
         tensors = tensors_in(batch)
         if not tensors:
-            raise DataError(f"a batch of type {type(batch).__name__} has no tensor")
+            raise DataError(f"a batch of type {type(batch).__name__} has no tensor; give batches with tensors")
         labels = tensors[-1]
     if labels.is_floating_point():
         return torch.tensor(labels.numel())

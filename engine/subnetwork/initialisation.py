@@ -359,6 +359,6 @@ def refuse_zero_checkpoint(directory: Path) -> None:
     if found is not None:
         raise ModelError(
             f"{directory}: is a checkpoint of DeepSpeed ({found.name}), a pickle, which can run code and is not "
-            "read; if you trust it, run its zero_to_fp32.py, load the result into the model, save that with "
+            "read; if you trust it, run its zero_to_fp32.py, load the result into the model, save the model with "
             "save_pretrained, and give the new folder"
         )

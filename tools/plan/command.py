@@ -151,7 +151,7 @@ def _machine(args: argparse.Namespace, slots: tuple[int, ...], world: int) -> Ma
     per_node = args.gpus_per_node or PER_NODE
     slots = slots or (per_node,) * -(-world // per_node)
     if sum(slots) < world:
-        raise ConfigError(f"--world {world}: {args.hostfile} has {sum(slots)} slots")
+        raise ConfigError(f"--world {world}: {args.hostfile} has only {sum(slots)} slots")
     device = args.device or device_here()
     return Machine(fill_nodes(slots, world), args.peak_flops, args.achieved, args.intra_node, args.inter_node, device)
 

@@ -442,7 +442,7 @@ def _parse_line(line: bytes) -> dict[str, Any]:
         raise ValueError(f"it is longer than {MOST_LINE_BYTES >> 20} MiB")
     entry = parse_json(line.decode())
     if not isinstance(entry, dict) or not isinstance(entry.get("step"), int):
-        raise ValueError("an object with a step is expected")
+        raise ValueError("it is not a JSON object with the key step")
     if (wrong := find_wrong_field(Line, entry)) is not None:
         raise ValueError(wrong)
     return entry
