@@ -73,7 +73,7 @@ class Router:
         """Return the log-likelihood, in nats, of each prefix under each cluster's model.
 
         Args:
-            tokens: (prefixes, length) token ids. Of a row, the first :attr:`prefix` are read.
+            tokens: (prefixes, length) token ids. The first :attr:`prefix` of each row are read.
 
         Returns:
             (prefixes, clusters) float64.
@@ -134,7 +134,7 @@ def _read_about(folder: Path) -> dict[str, Any]:
 
 
 def check_request(count: int, prefix: int, sequence_length: int) -> None:
-    """Raise DataError if the number of clusters or the prefix is out of range for every corpus."""
+    """Raise DataError if the number of clusters or the prefix is out of range."""
     if not 2 <= count <= _MOST:
         raise DataError(f"the number of clusters must be from 2 to {_MOST}, but is {count}")
     if not 2 <= prefix <= sequence_length:
@@ -234,7 +234,7 @@ def _attempt(prefixes: np.ndarray, vocab_size: int, count: int, random: np.rando
 def _start(prefixes: np.ndarray, vocab_size: int, count: int, random: np.random.Generator) -> np.ndarray:
     """Assign prefixes to first clusters, by spherical k-means on roots of counts of tokens."""
     points = np.zeros((len(prefixes), min(vocab_size, _FEATURES)), np.float32)
-    np.add.at(points, (np.arange(len(prefixes))[:, None], prefixes * 40503 % points.shape[1]), 1)  # a prime
+    np.add.at(points, (np.arange(len(prefixes))[:, None], prefixes * 40503 % points.shape[1]), 1)  # a hash
     points = np.sqrt(points)
     points = _on_sphere(points - points.mean(0))
     means = points[[random.integers(len(points))]]

@@ -73,8 +73,7 @@ class _Arguments:
 def split_of(document: Document, held_out: float) -> str:
     """Choose a document's split: a fraction ``held_out`` goes to "held_out", the rest to "train".
 
-    The choice depends only on a hash of the document's ``split_key``, or without one of its
-    content.
+    A hash decides: of the document's ``split_key`` if it has one, else of its content.
     """
     return "held_out" if _position(document) < held_out else "train"
 
@@ -142,7 +141,7 @@ def encode_documents(
         else:
             pool = _Workers(workers, arguments)
             ended.callback(pool.close)
-        # A bounded window: the reader must not run ahead of the encoders and fill the memory.
+        # Their number is limited, so that the reader does not run ahead and fill the memory.
         pending: deque[Future[EncodedBatch]] = deque()
         for batch in _batches(documents):
             if len(batch) == 1 and len(batch[0].text) > LONG_CHARACTERS:

@@ -36,8 +36,9 @@ _SENTENCEPIECE_CONFIG = {"add_prefix_space": False, "legacy": False, "add_bos_to
 def write_tokenizer(tokenizer: Tokenizer, directory: Path) -> tuple[int | None, int]:
     """Write the files that ``AutoTokenizer.from_pretrained(directory)`` reads.
 
-    Returns the ids of the BOS token, or None without one, and of the token that ends a document.
-    Raises DataError if the class of ``tokenizer`` has no counterpart in ``transformers``.
+    Returns two ids: that of the BOS token, or None without such a token, and that of the token that
+    ends a document. Raises DataError if the class of ``tokenizer`` has no counterpart in
+    ``transformers``.
     """
     if isinstance(tokenizer, HuggingFaceTokenizer):
         return tokenizer.save_pretrained(directory), tokenizer.end_of_text

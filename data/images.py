@@ -190,8 +190,8 @@ class Batches:
     """A ``collate_fn`` that makes ``{"images": (B, 3, S, S), "labels": (B,)}`` of B samples.
 
     Images become float32 and are normalised. With a ``seed``, they are cropped and mirrored at
-    random. ``samples`` is the data set's length, by which a position is divided into epoch and
-    index. Raises ConfigError if kornia is missing.
+    random, differently in each epoch, which is position // ``samples``. So ``samples`` must be the
+    data set's length. Raises ConfigError if kornia is missing.
     """
 
     def __init__(self, about: ImageIndex, samples: int, seed: int | None = None) -> None:

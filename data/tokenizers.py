@@ -121,7 +121,7 @@ class SentencePieceTokenizer:
         return self._processor.decode(list(ids))
 
     def pieces(self) -> Iterator[Piece]:
-        """Yield all tokens in the order of ids, with a space for SentencePiece's space symbol."""
+        """Yield all tokens in the order of ids, with spaces in place of SentencePiece's "▁"."""
         model = self._processor
         for number in range(self.vocab_size):
             special = model.is_control(number) or model.is_unknown(number) or model.is_byte(number)

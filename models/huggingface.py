@@ -149,8 +149,8 @@ _VIT = [
     _attention("attention", "attention.q_proj attention.k_proj attention.v_proj", "attention.o_proj"),
     _feed_forward("mlp", "mlp.fc1", "mlp.fc2"),
 ]
-# By model_type of the configuration: the end of the name of the list of layers, and the branches of
-# a layer.
+# By model_type of the configuration: how the path of the list of layers ends, and the branches of a
+# layer.
 _FAMILIES: dict[str, tuple[str, list[_Part]]] = {
     "albert": ("albert_layers", _ALBERT),
     "bert": ("encoder.layer", _BERT),

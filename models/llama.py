@@ -72,7 +72,7 @@ def rotary_table(tokens: int, config: LlamaConfig, like: Tensor) -> tuple[Tensor
 
 
 def rotate(heads: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotate the pairs (i, i + E/2) of ``heads`` (B, H, S, E), which is the rotary embedding.
+    """Apply the rotary embedding to ``heads`` (B, H, S, E): rotate the pairs (i, i + E/2).
 
     ``cos`` and ``sin`` (S, E) are the cosines and sines of the angles.
     """

@@ -256,8 +256,8 @@ def require_known(name: object) -> str:
 def check_section(section: Mapping[str, Any], init_from: str | None) -> None:
     """Check the ``model`` section of a configuration.
 
-    An empty section is accepted, because a script may bring its own model. If ``init_from`` is
-    given, the weights' folder completes the section later, so values are not checked yet.
+    An empty section is accepted, because a script may bring its own model. If ``init_from`` names a
+    folder with weights, this folder completes the section later, so values are not checked yet.
 
     Raises:
         ConfigError: The name or a key is unknown, or a value has the wrong type.
@@ -276,8 +276,8 @@ def check_section(section: Mapping[str, Any], init_from: str | None) -> None:
 def check_names(config: Config) -> None:
     """Check the sections whose keys depend on a name: optimizer, scheduler and model.
 
-    Only the command line calls this. A script may bring its own optimizer, and then the section has
-    no effect.
+    Only the command line calls this. A script may bring its own optimizer or model, and the section
+    for it then has no effect.
 
     Raises:
         ConfigError: A name or a key is unknown, or a value has the wrong type.
