@@ -19,7 +19,7 @@ from typing import Any
 
 
 def collect(folder: Path, skipped: tuple[str, ...]) -> dict[str, str]:
-    """Return a text for each compiled module, by name: its docstrings, joined.
+    """Return the joined docstrings of each compiled module, by the module's name.
 
     Docstrings of functions, classes and members are included. A docstring that occurs again is left
     out, and so are modules whose names start with one of ``skipped``.

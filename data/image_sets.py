@@ -47,12 +47,12 @@ _Finite = Annotated[float, Field(allow_inf_nan=False)]
 
 
 class ImageIndex(BaseModel):
-    """Properties of an image set: the content of ``images.json``, or made for a folder of images.
+    """Properties of an image set. For a prepared set, they are the content of ``images.json``.
 
     ``counts`` has the number of images by split. ``mean`` and ``std`` have a value for each
-    channel, for pixels between 0 and 1: those of the training split, or for a folder those of
-    ImageNet. ``sha256`` is the hash of all arrays, or of the names of a folder's files. ``mirrors``
-    says whether a mirrored image still belongs to its class.
+    channel, for pixels between 0 and 1: those of the training split, or for a folder of images
+    those of ImageNet. ``sha256`` is the hash of all arrays, or of the names of a folder's files.
+    ``mirrors`` says whether a mirrored image still belongs to its class.
     """
 
     model_config = ConfigDict(strict=True, extra="forbid", frozen=True)

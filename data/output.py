@@ -25,7 +25,7 @@ _OTHER_FILES = {MODEL_FILE, HF_DIRECTORY, *_DRAFTS}
 
 @contextlib.contextmanager
 def writing(directory: Path) -> Iterator[None]:
-    """A context that raises DataError with ``directory`` for an OSError, such as a full disk."""
+    """A context that turns an OSError, such as a full disk, into a DataError."""
     try:
         yield
     except OSError as error:

@@ -292,7 +292,7 @@ def dealt(config: Config, corpus: Corpus) -> Corpus:
     if router.count != section.count:
         raise ConfigError(
             f"sdp.paths.count: {section.count}, but the router in {folder} has {router.count} clusters; make as many "
-            "as paths with sdp prepare --clusters, or change the count"
+            "clusters as paths with sdp prepare --clusters, or change the count"
         )
     clusters = {dataset.split: read_clusters(dataset, folder) for dataset in (train, held_out)}
     train.paths, paths = (
