@@ -108,8 +108,8 @@ def test_the_configuration_of_transformers_gives_the_section_back(shape):
     (YARN | {"low_freq_factor": 1.0}, 'low_freq_factor has no effect with rope_type "yarn"; remove it'),
     (LLAMA3 | {"beta_fast": 32.0}, 'beta_fast has no effect with rope_type "llama3"; remove it'),
     (LLAMA3 | {"low_freq_factor": None}, 'rope_type "llama3" needs low_freq_factor and high_freq_factor'),
-    (LLAMA3 | {"low_freq_factor": 4.0}, "fewer than of the higher"),
-    (YARN | {"beta_fast": 1.0}, "fewer than of the higher"),
+    (LLAMA3 | {"low_freq_factor": 4.0}, "must be below the upper"),
+    (YARN | {"beta_fast": 1.0}, "must be below the upper"),
     (YARN | {"factor": 0.5}, "factor"),
     (YARN | {"rope_type": "linear"}, "'llama3' or 'yarn'"),
 ])  # fmt: skip

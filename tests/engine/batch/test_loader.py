@@ -182,7 +182,7 @@ def test_bad_arguments():
         ResumableLoader(Numbers(0), 2)
     with pytest.raises(DataError, match="Stream has no length"):
         ResumableLoader(type("Stream", (Dataset,), {})(), 2)
-    with pytest.raises(ValueError, match="no data rank 2 of 2"):
+    with pytest.raises(ValueError, match="data_rank 2 must be from 0 to 1"):
         sampler(4, 1, 2, 2)
     with pytest.raises(ValueError, match="must not be negative"):
         sampler(4, 1, 0, 1, seed=-1)

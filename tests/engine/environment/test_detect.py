@@ -120,7 +120,7 @@ REFUSED = {
     "world only": ({"WORLD_SIZE": "2"}, "RANK missing"),
     "local rank only": ({"LOCAL_RANK": "0"}, "RANK missing"),
     "rank too high": ({**TORCHRUN, "RANK": "8"}, "RANK=8 but WORLD_SIZE=8"),
-    "local rank too high": ({**TORCHRUN, "LOCAL_RANK": "4"}, "local rank 4 of 4"),
+    "local rank too high": ({**TORCHRUN, "LOCAL_RANK": "4"}, "local rank 4, 4 processes"),
     "not a number": ({**TORCHRUN, "RANK": "x"}, "RANK='x' is not"),
     "negative": ({**TORCHRUN, "RANK": "-1"}, "RANK='-1' is not"),
     "port too high": ({**TORCHRUN, "MASTER_PORT": "70000"}, "MASTER_PORT=70000"),

@@ -277,7 +277,7 @@ def test_operations_are_those_of_the_matrix_products() -> None:
 
 
 def test_a_process_with_a_group_of_its_own_cannot_trace(ranks: RankPool) -> None:
-    assert ranks.run(refusal, world=1)[0].endswith("but this process has one; plan without a launcher")
+    assert ranks.run(refusal, world=1)[0].endswith("but this process has one already; plan without a launcher")
 
 
 def refusal() -> str:
