@@ -57,7 +57,7 @@ class Degrees:
                 impossible.
         """
         if processes > _MOST_RANKS:
-            raise LaunchError(f"{processes} processes ({source}) are more than the {_MOST_RANKS:,} of the largest run")
+            raise LaunchError(f"{processes} processes ({source}): a run has at most {_MOST_RANKS:,}")
         factors = f"groups {self.groups} (sdp.groups) * tp {self.tp} (tensor_parallel.autotp_size)"
         if self.fsdp is not None and processes != self.groups * self.fsdp * self.tp:
             raise LaunchError(

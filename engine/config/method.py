@@ -18,7 +18,7 @@ Masking = Literal["forward", "backward"]
 def _refuse_whole_run(value: Any) -> Any:
     """Refuse 1.0: as a fraction it means the whole run, and as a number the first step."""
     if isinstance(value, float) and value == 1.0:
-        raise ValueError("1.0 would mean the whole run; give a fraction below 1, or 1 for the first step")
+        raise ValueError("1.0 means the whole run; give a fraction below 1, or the integer 1 for the first step")
     return value
 
 

@@ -110,7 +110,7 @@ class Anchors:
         for name in {*found, *expected}:
             if found[name] != (most := expected.get(name, 0)):
                 raise ServiceError(
-                    f"group {slot} sent {found[name]} elements of {name} for fragment {fragment}, and it trains {most}"
+                    f"group {slot} sent {found[name]} elements of {name} for fragment {fragment}, but it trains {most}"
                 )
 
     @torch.no_grad()

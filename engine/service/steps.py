@@ -72,7 +72,7 @@ class Membership:
             if self._rank == 0:
                 if joins and self.client.join(self.slot, self._settings) != self.slot:
                     raise ServiceError(
-                        f"another group has taken place {self.slot} in the run from this one; start this group again"
+                        f"place {self.slot} of the run was given to another group meanwhile; start this group again"
                     )
                 # No answer if the service has started again. Then join once more.
                 closed = self.client.request("begin", **self.start).get("closed")

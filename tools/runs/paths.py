@@ -41,7 +41,7 @@ def load_paths(folder: str | Path, device: str | torch.device = "cpu") -> Paths:
         )
     router = load_router(folder / ROUTER) if (folder / ROUTER).exists() else None
     if router is not None and router.count != count:
-        raise ConfigError(f"{folder}: has {count} paths and a router for {router.count}; export the run again")
+        raise ConfigError(f"{folder}: has {count} paths, but a router for {router.count}; export the run again")
     return Paths(folder, count, router, torch.device(device))
 
 

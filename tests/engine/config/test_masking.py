@@ -49,7 +49,7 @@ def test_a_single_phase_is_the_plain_value() -> None:
         ([FORWARD, {"masking": "forward"}], 100, 'sdp.masking.1: masking "forward" is that of the phase before it'),
         ([FORWARD, {"until": 0.9, "masking": "backward"}], 100, "sdp.masking.1.until: 0.9 ends the last phase"),
         ([{"until": 5, "masking": "forward"}], 100, "sdp.masking.0.until: 5 ends the last phase"),
-        ([{"until": 1.0, "masking": "forward"}, BACKWARD], 100, "sdp.masking.0.until: 1.0 would mean the whole run"),
+        ([{"until": 1.0, "masking": "forward"}, BACKWARD], 100, "sdp.masking.0.until: 1.0 means the whole run"),
         ([{"masking": "forward"}, BACKWARD], 100, "sdp.masking.0.until: this key is required, because another phase"),
         ([FORWARD, BACKWARD], None, "sdp.masking.0.until: 0.75 is a fraction of training.steps, which is not set"),
         ([FORWARD, {"until": 0.5, "masking": "backward"}, {"masking": "forward"}], 100,
