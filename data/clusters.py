@@ -146,8 +146,8 @@ def make_clusters(
 ) -> dict[str, Any]:
     """Train a router on a prepared corpus, and assign every sequence of the corpus to a cluster.
 
-    Both are written to the folder ``clusters`` of the corpus, and replace an earlier one. Equal
-    arguments give equal clusters.
+    Router and clusters are written to the folder ``clusters`` of the corpus, and replace earlier
+    ones. Equal arguments give equal clusters.
 
     Args:
         directory: The prepared corpus.
@@ -213,7 +213,7 @@ def make_clusters(
 def train_router(
     prefixes: np.ndarray, vocab_size: int, count: int, random: np.random.Generator, progress: bool = False
 ) -> Router:
-    """Train a router that divides ``prefixes`` (sequences, tokens) into about equal clusters."""
+    """Train a router on ``prefixes`` (sequences, tokens), with clusters of about equal size."""
     attempts = tqdm(range(_ATTEMPTS), "router", disable=not progress or not sys.stderr.isatty())
     return max((_attempt(prefixes, vocab_size, count, random) for _ in attempts), key=lambda found: found[0])[1]
 

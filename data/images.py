@@ -33,8 +33,8 @@ class ImageArrays(Dataset[Sample]):
     """A map-style data set: one split of a prepared image set.
 
     A sample is (image, label, position), with a uint8 image (C, S, S). A position beyond the length
-    means sample 0, 1, … of the next epoch. Raises DataError if a file does not match the index, or
-    is cut off, also at a later read.
+    means a sample of a later epoch. Raises DataError if a file does not match the index. A file
+    that is cut off later is found when it is read.
     """
 
     reads_positions = True

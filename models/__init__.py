@@ -1,1 +1,1 @@
-"""The models that a configuration can name: LLaMA, ResNet-18 and Swin-T."""
+"""The models that a configuration can name: LLaMA, ResNet-18, Swin-T and models of transformers."""

@@ -124,7 +124,7 @@ class LlamaMLP(nn.Module):
 class LlamaDecoderLayer(nn.Module):
     """A residual block: attention, then feed-forward, each with a norm before it.
 
-    ``survival`` is the probability with which a sequence does not skip the block in training.
+    ``survival`` is the probability with which a sequence keeps the block in training.
     """
 
     def __init__(self, config: LlamaConfig, survival: float = 1.0) -> None:
