@@ -249,9 +249,9 @@ def sample_texts(corpus: StandardLibrary | FileCorpus, sources: list[Source], se
 
 
 def quota(sizes: list[int], budget: int) -> float:
-    """Return the most bytes to take from each file, so that all files together give ``budget``.
+    """Return how many bytes to take from each file at most, so that all together give ``budget``.
 
-    If all files together have fewer bytes, the result is infinite.
+    If the sizes of all files add up to less, the result is infinite.
     """
     for taken, size in enumerate(sorted(sizes)):
         if size * (len(sizes) - taken) >= budget:

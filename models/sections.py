@@ -147,7 +147,7 @@ class RopeScaling(Section):
 
     @property
     def turns(self) -> tuple[float, float]:
-        """The lower and the upper number of turns between which frequencies are interpolated."""
+        """The two numbers of turns between which frequencies are interpolated, lower first."""
         if self.rope_type == "llama3":
             return self.low_freq_factor or 0.0, self.high_freq_factor or 0.0
         return self.beta_slow or 1.0, self.beta_fast or 32.0

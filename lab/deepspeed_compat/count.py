@@ -110,7 +110,10 @@ def describe_names() -> Iterator[str]:
 
 
 def describe_files(*, reasons: bool) -> Iterator[str]:
-    """Yield the lines to print about the configuration files, with ``reasons`` also of refusals."""
+    """Yield the lines to print about the configuration files.
+
+    With ``reasons``, these include the reason of each refusal.
+    """
     engines = {name: find_engines(settings) for name, settings in FILES.items()}
     refused: dict[str, list[str]] = defaultdict(list)
     incomplete: dict[str, list[str]] = defaultdict(list)
