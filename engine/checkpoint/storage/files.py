@@ -133,7 +133,7 @@ def _check_format(path: Path, found: Any) -> None:
     if found == FORMAT:
         return
     remedy = f"use the version of SDP that wrote it (this one reads format {FORMAT})"
-    if found in (1, 2, 3):
+    if found in range(1, FORMAT):
         remedy += ", or export the weights with that version and start from them with training.init_from"
     raise CheckpointError(f"{path}: has format {quote(found)} of another version; {remedy}")
 
