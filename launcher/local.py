@@ -118,7 +118,7 @@ def _supervise(ranks: Sequence[RankProcess], received: list[int], grace_seconds:
     codes = {failure.exit_code for _, failure in failures}
     number = received[0] if received else next((number for number in CAUGHT if codes == {128 + number}), 0)
     if received:
-        say(f"{signal.Signals(number).name} received, ending {len(ranks)} processes (again: kill them)")
+        say(f"{signal.Signals(number).name} received, ending {len(ranks)} processes (a second signal kills them)")
     known = len(received)
     for rank in ranks:
         if not rank.has_ended():

@@ -72,9 +72,9 @@ def run_again(
 
 
 def await_lock(dump_dir: Path, received: Sequence[int]) -> None:
-    """Wait until no process writes the run's files or a signal comes, but at most two minutes.
+    """Wait until no process writes the run's files any more, but at most two minutes.
 
-    Ranks may still write for a while, because they notice late that another host is gone.
+    Ranks notice late that another host is gone, so they may still write. A signal ends the wait.
     """
     waits_until = time.monotonic() + _LOCK_SECONDS
     while not received and time.monotonic() < waits_until:

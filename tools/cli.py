@@ -63,7 +63,7 @@ def entry() -> NoReturn:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command line ``argv``, by default that of this process, and return its exit code."""
+    """Run ``sdp`` with the words ``argv`` (default: ``sys.argv[1:]``), and return the exit code."""
     above = supervision()  # the launcher of this package that started this process
     if above is not None:
         tie_to_parent(above.parent_pid)

@@ -165,8 +165,8 @@ def evaluate(saved: SavedRun, limit: int | None = None, tasks: LoadedTasks | Non
     most = getattr(config, "max_position_embeddings", None) or getattr(config, "n_positions", None)
     if saved.is_model and most is not None and saved.config.data.sequence_length > most:
         raise ConfigError(
-            f"data.sequence_length: {saved.config.data.sequence_length}, but {saved.dump_dir} reads at most {most} "
-            f"tokens; lower it with --set data.sequence_length={most}"
+            f"data.sequence_length: {saved.config.data.sequence_length}, but the model {saved.dump_dir} reads at most "
+            f"{most} tokens; lower it with --set data.sequence_length={most}"
         )
     batches = list(_batches(saved, corpus, limit or saved.config.training.evaluate_batches))
     measures, of_paths = dict[str, float](), dict[str, Any]()

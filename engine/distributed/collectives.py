@@ -268,8 +268,8 @@ def scatter_sequence(whole: Tensor, ranks: TensorRanks) -> Tensor:
 def gather_vocabulary(logits: Tensor, ranks: TensorRanks | None) -> Tensor:
     """Gather logits along the vocabulary: (…, V/T) → (…, V).
 
-    All ranks must compute the same loss from the result. If ``ranks`` is None, the logits are whole
-    already and are returned as they are.
+    All ranks must compute the same loss from the result, because backward does not sum gradients
+    over ranks. If ``ranks`` is None, the logits are whole already and are returned as they are.
     """
     return logits if ranks is None else _GatherVocabulary.apply(logits, ranks)  # type: ignore[return-value]
 
@@ -310,9 +310,10 @@ def own_ids(ids: Tensor, part: int, ranks: TensorRanks) -> tuple[Tensor, Tensor]
 
 
 def log_softmax(logits: Tensor, ranks: TensorRanks) -> Tensor:
-    """Return log-probabilities for logits whose vocabulary is cut among ranks, without a gradient.
+    """Return log-probabilities for logits whose vocabulary is cut among tensor-parallel ranks.
 
-    Both have the shape (N, V/T). The result is in float32.
+    The logits and the result have the shape (N, V/T): N rows, V/T tokens of the vocabulary on each
+    of T ranks. The result is in float32. The function is not differentiable.
     """
     exact = logits.float()
     shifted = exact - ranks.all_reduce(exact.amax(-1), dist.ReduceOp.MAX)[:, None]

@@ -73,9 +73,9 @@ class RankPosition:
 class Heartbeat:
     """Ends this process if the training loop makes no progress.
 
-    The loop calls :meth:`at` when it begins something, and says how many seconds it may take. If it
-    takes longer, the stacks of all threads are appended to ``log``, ``on_stall`` is called with a
-    message, and the process ends, even if the file system hangs.
+    At the start of each activity, such as a step, the loop calls :meth:`at` with a time limit. When
+    the limit is exceeded, the stacks of all threads are appended to ``log``, ``on_stall`` is called
+    with a message, and the process ends, even if the file system hangs.
 
     Args:
         file: the file in which the :class:`RankPosition` is written, or None.
@@ -108,9 +108,9 @@ class Heartbeat:
         return self._position
 
     def at(self, step: int, phase: str, seconds: float | None) -> None:
-        """Record that the rank begins something, which ``phase`` says in words.
+        """Record that the rank begins the activity ``phase``, described in words.
 
-        ``seconds`` is how long it may take. None means any time.
+        ``seconds`` is the time limit of the activity. If None, there is no limit.
         """
         self._position = RankPosition(self._rank, self._host, step, phase, time.time())
         self._started, self._seconds = time.monotonic(), seconds

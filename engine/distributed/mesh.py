@@ -17,7 +17,7 @@ Holders = tuple[int, ...]
 
 
 def passes_on(member: int, source: int, ranks: int) -> bool:
-    """Return whether a rank sends anything in a broadcast round a ring. Only the last does not.
+    """Return whether a rank sends anything in a broadcast round a ring: all but the last rank do.
 
     ``member`` is the rank's position in the ring, and ``source`` is the position of the sender.
     """

@@ -79,7 +79,7 @@ def _require_plain(path: str, module: nn.Module, style: Style) -> None:
     for key in ("padding_idx", "max_norm", "scale_grad_by_freq", "sparse"):
         value = getattr(module, key, None)
         if isinstance(style, Vocabulary) and value is not None and value is not False:
-            raise ModelError(f"{path}: an embedding with {key} cannot be cut; leave it out, or set {TP} to 1")
+            raise ModelError(f"{path}: an embedding with {key} cannot be cut; leave out {key}, or set {TP} to 1")
 
 
 def parallelise(model: nn.Module, cuts: Mapping[str, int | None], ranks: TensorRanks) -> None:

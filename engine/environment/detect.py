@@ -213,10 +213,10 @@ _MOST_DIGITS = 18  # of a number in a variable
 
 @dataclass(frozen=True)
 class Environment:
-    """This process's rank in a run, and where the run's processes meet.
+    """This process's rank in a run, and the address of rank 0, from the launcher's variables.
 
     ``local_rank`` and ``local_world_size`` count the processes on this host. ``local_world_size``
-    and ``host_index`` (the index of this host) are None if the launcher does not say them.
+    and ``host_index`` (the index of this host) are None if the launcher does not give them.
     ``source`` is the name of the launcher.
     """
 
@@ -231,9 +231,9 @@ class Environment:
 
     @property
     def is_alone(self) -> bool:
-        """Whether a launcher other than SDP's started only this process, which may start ranks.
+        """Whether another launcher than SDP's started this process alone.
 
-        Examples are a notebook under SLURM, and a pod in Kubernetes.
+        Such a process may start the ranks of a run itself, for example in a notebook under SLURM.
         """
         return self.world_size == 1 and self.source != "sdp"
 

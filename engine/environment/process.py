@@ -109,7 +109,7 @@ def watch() -> None:
 
 
 def leaves_at_once() -> None:
-    """Declare that this process ends without an interpreter shutdown. Then it need not wait."""
+    """Declare that this process skips the interpreter shutdown, so :func:`watch` does nothing."""
     global _watched
     _watched = True
 

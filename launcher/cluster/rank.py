@@ -46,7 +46,7 @@ def is_safe(word: str) -> bool:
 def main(argv: Sequence[str] | None = None) -> NoReturn:
     """Replace this process by one rank of ``sdp train``, or end with an error.
 
-    ``argv`` has the encoded words of the command, by default those of this process.
+    ``argv`` is HOSTS, HOST:PORT and words of ``sdp train``, encoded (default: ``sys.argv[1:]``).
     """
     hosts, master, *words = map(decode, sys.argv[1:] if argv is None else argv)
     address, _, port = master.rpartition(":")

@@ -1,8 +1,8 @@
 """Runs a launcher for several hosts, and makes sure that the launcher ends with its job.
 
-After a signal, ranks get the time to write a checkpoint. A launcher that still runs long after the
-end of its job is killed. Open MPI's ``mpirun`` needs both: it kills ranks one second after SIGTERM,
-and it may wait forever for a host that is gone.
+After a signal, ranks get the time to write a checkpoint: Open MPI's ``mpirun`` by itself would kill
+ranks one second after SIGTERM. A launcher that still runs long after the end of its job is killed,
+because ``mpirun`` may wait forever for a host that is gone.
 """
 
 from __future__ import annotations

@@ -43,7 +43,7 @@ def run(args: argparse.Namespace, config: Config) -> int:
     if detect() is not None:
         raise LaunchError("sdp bench --alone: measures one device in one process; start it without a launcher")
     if config.sdp.engine != "fsdp2":
-        raise ConfigError(f'sdp.engine: "{config.sdp.engine}" is not measured alone; add --set sdp.engine=fsdp2')
+        raise ConfigError(f'sdp.engine: "{config.sdp.engine}" cannot run with --alone; add --set sdp.engine=fsdp2')
     make_folder(args.out)
     world = args.nproc or config.sdp.groups * config.tensor_parallel.autotp_size
     configs = {"SDP": config, "dense": dense_config(config, config.sdp.groups, config.zero_optimization.stage)}

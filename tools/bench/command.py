@@ -111,7 +111,7 @@ def _check(
         )
     if config.tensor_parallel.autotp_size > 1:
         raise ConfigError(
-            "tensor_parallel.autotp_size: other methods have no tensor parallelism here; add "
+            "tensor_parallel.autotp_size: the dense methods are compared without tensor parallelism; add "
             "--set tensor_parallel.autotp_size=1"
         )
     if config.sdp.engine != "fsdp2":

@@ -1,8 +1,8 @@
-"""Measures methods (DDP, FSDP2, SDP …) in turn on the same ranks, so that a busy machine slows all.
+"""Measures methods (DDP, FSDP2, SDP …) in turn on the same ranks.
 
-A turn of a method is one step that is not timed, then ``steps`` timed steps. In every second round,
-the methods come in reverse order. A turn takes as long as its slowest rank. With local steps, a
-turn consists of whole rounds of local steps, because steps of a round take different times.
+The methods take turns, so that a busy machine slows all of them. A turn is one step that is not
+timed, then ``steps`` timed steps. A turn's time is that of the slowest rank. Every second round has
+the methods in reverse order. With local steps, a turn consists of whole rounds of local steps.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ def measure(
 
     Returns:
         For each method its figures by name, the same on all ranks: the losses of its first steps,
-        the parameters and bytes of the rank that has the most, and the seconds of a step in each
+        the largest number of parameters and bytes on any rank, and the seconds of a step in each
         round.
     """
     batches = make_batches(config, device)
@@ -128,8 +128,8 @@ def begin(make: Callable[[], Runner], batches: list[Any], device: torch.device) 
     """Build a method, run its first steps, and measure its memory and traffic. Collective.
 
     Returns:
-        The method and its figures by name: the losses of the first steps, and the parameters and
-        peak bytes of the rank that has the most. For SDP and DiLoCo there are also the bytes of
+        The method and its figures by name: the losses of the first steps, and the largest number
+        of parameters and peak bytes on any rank. For SDP and DiLoCo there are also the bytes of
         state, real and planned, and the bytes sent between groups in a step.
     """
     others = torch.cuda.memory_allocated(device) if device.type == "cuda" else 0
@@ -174,7 +174,7 @@ def _mean(loss: Tensor) -> float:
 def require_same_losses(facts: Mapping[str, Mapping[str, Any]]) -> None:
     """Raise RuntimeError if DDP, FSDP2 and HSDP differ in their first losses.
 
-    They should make the same steps. If they do not, their times cannot be compared.
+    These methods should compute the same. Otherwise, a comparison of their times means nothing.
     """
     same = {name: found["losses"][:2] for name, found in facts.items() if name in DENSE and name != "diloco"}
     for name, losses in same.items():

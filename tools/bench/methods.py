@@ -53,8 +53,8 @@ def variant(name: str, config: Config, world: int) -> Config:
     """Return the configuration of the method ``name``.
 
     Args:
-        name: The method. "sdp" trains as CONFIG says. "sdp-forward" and "sdp-backward" replace the
-            masking in CONFIG.
+        name: The method. "sdp" trains as ``config`` says. "sdp-forward" and "sdp-backward" replace
+            the masking in ``config``.
         config: The configuration that all methods share.
         world: The number of ranks.
 
@@ -67,8 +67,8 @@ def variant(name: str, config: Config, world: int) -> Config:
         return dense_config(config, groups, DENSE[name], sync)
     if name not in SDP:
         raise ConfigError(
-            f"--methods {name}: unknown; known: {', '.join((*DENSE, *SDP))}. Capacity, granularity and local steps are "
-            "those of CONFIG, such as --set sdp.capacity=0.5"
+            f"--methods {name}: unknown; known: {', '.join((*DENSE, *SDP))}. Set capacity, granularity and local steps "
+            "in CONFIG, or with --set, such as --set sdp.capacity=0.5"
         )
     if name != "sdp":
         return config.model_copy(update={"sdp": config.sdp.model_copy(update={"masking": name.removeprefix("sdp-")})})
@@ -108,7 +108,7 @@ class Runner:
         optimizer: The optimizer of the model's weights.
         step: Makes one optimizer step on this rank's micro-batches, and returns their mean loss.
         settle: Waits for transfers that a step leaves running.
-        round: After how many steps the work repeats: the steps of a round of local steps, else 1.
+        round: The number of local steps between two averages, or 1 without local steps.
         engine: The engine, if the method is SDP or DiLoCo.
         kept: Returns the tensors, other than parameters and optimizer state, that exist during all
             steps.

@@ -71,7 +71,7 @@ def rows_of(
 ) -> dict[str, dict[str, Any]]:
     """Collect the figures of each method, measured and planned.
 
-    The speed over DDP is the median of the ratios of all rounds.
+    The speed over DDP is DDP's seconds divided by the method's, as the median over all rounds.
 
     Args:
         facts: The measured figures of each method.

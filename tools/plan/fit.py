@@ -7,9 +7,9 @@ the shortest planned step.
 - What changes: the degrees of sharding and of tensor parallelism, the ZeRO stage, recomputation,
   and how the samples of a step are split into micro-batches.
 
-To save time, no step is planned for a layout whose state alone does not fit. Degrees of tensor
-parallelism are 1, 2, 4, 8 and the configured one. Ranks per group are powers of two, their products
-with the configured degree, and the largest possible number.
+To save time, no step is planned for a layout whose state alone does not fit. The search tries the
+configured degree of tensor parallelism, and 1, 2, 4 and 8. For the ranks per group, it tries powers
+of two, powers of two times the configured degree, and the largest possible number.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ _STAGES = (1, 2, 3)  # in the same order
 
 @dataclass(frozen=True)
 class Choice:
-    """The settings of a layout. ``micro`` is 0 if ranks cannot have equally many samples."""
+    """The settings of a layout. If no micro-batch was found for the layout, ``micro`` is 0."""
 
     ranks: int  # of each group
     tp: int
@@ -100,7 +100,7 @@ class Trial:
     def cost(self) -> tuple[float, float, float]:
         """The cost by which layouts that fit are compared: seconds of a step, bytes sent, memory.
 
-        Bytes and memory count only if the seconds are equal, as for traffic that fully overlaps.
+        Bytes count only if the seconds are equal, and memory only if the bytes are also equal.
         """
         assert self.plan is not None and self.need is not None
         return self.plan.seconds, sum(self.plan.sent_at_most.values()), self.need
@@ -264,8 +264,8 @@ def closest_of(trials: Sequence[Trial]) -> Trial:
 def stated_step(config: Config, world: int) -> tuple[int, int]:
     """Return the samples of a step and the micro-batch that ``config`` gives for ``world`` ranks.
 
-    If not all ranks can be used, the largest usable number counts. It fills the grid of groups and,
-    if ``config`` gives no micro-batch, divides the samples equally. Raises :class:`ConfigError`.
+    If the run cannot use all ranks, the result is for the largest number that it can use: all
+    groups have equally many ranks, and all ranks have equally many samples. Raises ConfigError.
     """
     if config.train_batch_size is not None and config.train_micro_batch_size_per_gpu is not None:
         return config.train_batch_size, config.train_micro_batch_size_per_gpu  # for any number of ranks

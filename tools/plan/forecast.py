@@ -51,7 +51,7 @@ class RankForecast:
     every: int = 1
 
     def sent(self, machine: Machine) -> dict[Link, float]:
-        """Return the bytes that the rank sends in a step (on average, with local steps) by link."""
+        """Return the mean bytes that the rank sends in a step over each kind of link."""
         total = dict.fromkeys(LINKS, 0.0)
         for one in self.collectives:
             total[machine.link(one.ranks)] += one.sent
@@ -148,8 +148,8 @@ class Forecast:
     def service(self) -> dict[str, float] | None:
         """The traffic of the host of ``sdp serve`` in a round with all groups, if there is one.
 
-        "receives" and "sends" are bytes, and "seconds" is the time for both, which grows with the
-        number of groups. From "groups" groups on, it is longer than the computation of a round.
+        "receives" and "sends" are bytes, and "seconds" is the time for both. "groups" is the
+        smallest number of groups with which this time exceeds the computation of a round.
         """
         sync, groups = self.config.sdp.sync, self.layout.mesh.sdp
         if sync is None or sync.service is None:
@@ -247,7 +247,7 @@ def forecast(
         machine: The machine that the run is planned for.
         world: The number of ranks.
         autocast: If given, the forward pass runs under ``torch.autocast`` in this precision.
-        masking: The masking to plan, if it is a schedule. If None, the one that needs the most
+        masking: Which masking of a masking schedule to plan. If None, the one that needs the most
             memory.
         traces: The largest number of steps to trace. Groups that run the same blocks share a trace.
 

@@ -134,10 +134,10 @@ def step_time(flops: float, collectives: Sequence[Collective], machine: Machine,
 def with_outer_steps(
     time: StepTime, collectives: Sequence[Collective], sync: SyncSection, machine: Machine, service: float = 0.0
 ) -> StepTime:
-    """Add the averages of a round of local steps to ``time``, the mean step of the round.
+    """Add the averages of weights after a round of local steps to ``time``, the mean step.
 
-    Without ``sync.overlap``, an average does not overlap with computation. Otherwise it may take
-    the next ``overlap`` steps, and makes the round longer only if it takes longer than these.
+    Without ``sync.overlap``, no average overlaps with computation. Otherwise an average overlaps
+    with the next ``overlap`` steps, and makes the round longer only if it takes longer than these.
 
     ``service`` is the number of bytes that the host of ``sdp serve`` receives and sends in a round.
     """
@@ -148,7 +148,7 @@ def with_outer_steps(
 
 
 def default_world(config: Config) -> tuple[int, str]:
-    """Return the number of ranks that the configuration suggests, and which settings do so."""
+    """Return the number of ranks that the configuration implies, and the settings that imply it."""
     groups, tp = config.sdp.groups, config.tensor_parallel.autotp_size
     train, micro = config.train_batch_size, config.train_micro_batch_size_per_gpu
     if train is not None and micro is not None and config.gradient_accumulation_steps is not None:

@@ -91,9 +91,9 @@ def with_buckets(plan: Forecast) -> Forecast:
 
 
 def smaller_dense(config: Config, parameters: int) -> Config | None:
-    """Return ``config`` for the largest smaller model with at most ``parameters`` parameters.
+    """Return ``config`` with as many layers or channels as ``parameters`` parameters allow.
 
-    The model gets fewer layers or channels. Returns None if even the smallest size has too many
+    The size stays below that of ``config``. Returns None if even the smallest size has too many
     parameters, or if the size of this model cannot be changed.
     """
     key = SIZE_KEYS.get(str(config.model.get("name")))
@@ -209,7 +209,7 @@ def _with_sdp(config: Config, **keys: object) -> Config:
 
 
 def compare_table(plans: Sequence[Forecast], memory: float | None) -> str:
-    """Return a table of plans as text. ``memory``, the bytes of a device, shows which plans fit."""
+    """Return a table of plans as text. With the bytes of a device, it also says which plans fit."""
     fits = ["fits"] if memory is not None else []
     header = ["groups × ranks", "ZeRO", "peak", *fits, "time of a step", *(f"sent {link}" for link in LINKS)]
     rows = []

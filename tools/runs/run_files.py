@@ -94,7 +94,7 @@ class RunFiles:
     def truncate_after(self, step: int, outer_step: float = math.inf) -> None:
         """Remove the summary and the lines after ``step``, which a resumed run writes again.
 
-        Lines of a service have an ``outer_step``. Lines after the given one are removed, too.
+        In a service, ``outer_step`` counts averages. Lines of later averages are removed, too.
         """
         self._close_lines()
         for name in (METRICS, EVALUATIONS):

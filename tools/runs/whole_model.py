@@ -42,7 +42,7 @@ def check_exportable(saved: SavedRun, command: str) -> None:
     if saved.config.sdp.branch_scale == "eval" and saved.config.sdp.groups > 1:
         raise ConfigError(
             f'{command}: {saved.dump_dir} was trained with sdp.branch_scale "eval", and transformers cannot scale '
-            'branches in evaluation; train with "train" or "none" to export'
+            'branches in evaluation; to export a model, train with sdp.branch_scale "train" or "none"'
         )
     if saved.config.data.name is not None:
         raise ConfigError(

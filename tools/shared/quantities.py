@@ -16,7 +16,7 @@ _EXAMPLES = {"B": "80GB", "B/s": "50GB/s or 400Gbit", "FLOP/s": "989TFLOP/s"}
 def quantity(text: str, unit: Literal["B", "B/s", "FLOP/s"], option: str) -> float:
     """Convert ``text``, such as ``80GB``, ``900G`` or ``989TFLOP/s``, to a number in ``unit``.
 
-    For "B/s" the text may also be bits a second, in which links are sold: ``400Gbit``. Raises
+    If ``unit`` is "B/s", the text may also give bits a second, such as ``400Gbit``. Raises
     :class:`ConfigError`, also if there is no unit, because 80 may mean bytes or gigabytes. The
     message begins with ``option``.
     """

@@ -109,7 +109,7 @@ class Table:
     rows: Sequence[Row]
 
     def without_empty(self) -> Table:
-        """Return the table without rows that have no values, and headings that have no rows."""
+        """Return the table without rows that are empty and without headings that have no rows."""
         rows: list[Row] = []
         for row in self.rows:
             if row.heading and rows and rows[-1].heading:

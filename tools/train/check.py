@@ -18,9 +18,9 @@ STEPS = 3
 
 
 def check_run(config: Config, dump_dir: Path, beat: Heartbeat) -> int:
-    """Compare some steps with plain torch: with the whole model in every group, then as configured.
+    """Compare steps of the engine with plain torch, and return 1 if a step differs. Collective.
 
-    Collective. Returns the exit code: 1 if a step differs from plain torch.
+    First every group holds the whole model, and then its configured subnetwork.
     """
     beat.at(0, "check", config.training.start_timeout)
     corpus, says = open_corpus(config, dump_dir), not dist.is_initialized() or dist.get_rank() == 0

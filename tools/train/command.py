@@ -33,9 +33,10 @@ def parse(words: Sequence[str]) -> argparse.Namespace:
 def complete(args: argparse.Namespace) -> argparse.Namespace:
     """Complete the parsed arguments of ``sdp train``, and return them.
 
-    Options that change the configuration move to ``args.set``. ``dump_dir`` becomes the folder on
-    this host, ``url`` its copy in an object store or None, and ``checkpoints`` the folder of the
-    checkpoints or its URL.
+    - ``set`` gets the options that change the configuration, such as ``--groups``.
+    - ``dump_dir`` becomes the run's folder on this host.
+    - ``url`` becomes the URL of the folder's copy in an object store. Without a copy, it is None.
+    - ``checkpoints`` becomes the folder or the URL of the checkpoints.
     """
     if args.check and (ignored := [f"--{name}" for name in ("resume", "profile", "service") if getattr(args, name)]):
         raise ConfigError(f"--check: trains nothing, so {ignored[0]} has no effect; leave it out")

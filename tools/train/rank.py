@@ -100,10 +100,9 @@ def build(config: Config, dump_dir: Path, beat: Heartbeat, service: Membership |
 
 
 def with_loss_weighting(config: Config, corpus: Corpus) -> Config:
-    """Return ``config`` such that losses are weighted by their numbers of labels.
+    """Return ``config`` with ``training.loss_weighting`` "tokens" if the data need it.
 
-    This happens only if samples have different numbers of labels, and if the configuration does not
-    set ``training.loss_weighting``.
+    They need it if samples have different numbers of labels. A weighting in ``config`` stays.
     """
     if config.training.loss_weighting is not None or not corpus.masks_labels:
         return config

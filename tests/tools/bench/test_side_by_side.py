@@ -154,7 +154,7 @@ def test_methods_with_local_steps_are_timed_by_whole_rounds(ranks: RankPool) -> 
         (["--alone", "--methods", "ddp"], "--methods: --alone always measures the dense model, and SDP with CONFIG"),
         (
             ["--alone", "--set", "sdp.engine=deepspeed", "zero_optimization.stage=1"],
-            'sdp.engine: "deepspeed" is not measured alone',
+            'sdp.engine: "deepspeed" cannot run with --alone',
         ),
         (["--set", "sdp.groups=1"], "sdp.groups: with 1 group, SDP is the dense model"),
         (["--set", "bf16.enabled=true"], "bf16.enabled: methods are compared in float32"),

@@ -35,7 +35,7 @@ class Routed(Dataset[dict[str, Any]]):
     def by_path(self, rows: Sequence[int], micro: int) -> Subset[dict[str, Any]]:
         """Return the samples in ``rows`` in an order in which micro-batches have a single path.
 
-        Micro-batches of different paths alternate. Samples that do not fill one come last.
+        Micro-batches of different paths alternate. Samples that fill no micro-batch come last.
         """
         members = [[row for row in rows if self._paths[row] == path] for path in range(self._paths.max() + 1)]
         whole = [len(mine) // micro * micro for mine in members]

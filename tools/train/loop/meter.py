@@ -237,7 +237,7 @@ class Utilisation:
                 self._flops[masking] = of_group / engine.world_size
 
     def of(self, tokens_per_second: float, masking: Masking) -> dict[str, float]:
-        """Return ``mfu`` and ``flops_per_second`` of a device, or nothing if the MFU is unknown.
+        """Return ``mfu`` and ``flops_per_second`` of a device. Empty if the MFU is unknown.
 
         ``tokens_per_second`` counts the whole run. ``masking`` is the masking of these steps, on
         which the operations for a token depend.
