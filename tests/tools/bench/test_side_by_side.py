@@ -145,7 +145,7 @@ def test_methods_with_local_steps_are_timed_by_whole_rounds(ranks: RankPool) -> 
     ("words", "message"),
     [
         (["--methods", "ddq"], "--methods ddq: unknown"),
-        (["--methods", "sdp-block-forward-0.5"], "those of CONFIG, such as --set sdp.capacity=0.5"),
+        (["--methods", "sdp-block-forward-0.5"], "in CONFIG, or with --set, such as --set sdp.capacity=0.5"),
         (["--methods", "ddp,"], "--methods : unknown"),
         (["--methods", "hsdp", "--nproc", "2", "--set", "sdp.groups=2"],
             "--methods hsdp: needs an even number of ranks"),
