@@ -74,7 +74,7 @@ If you use a key, value, command or option that was removed, one line says what 
 
 ```
 $ sdp config configs/quickstart.json --set training.tokens=1000000
-sdp: error: training.tokens: this key was removed; use training.steps, the tokens divided by train_batch_size and \
+sdp: error: training.tokens: this key was removed; use training.steps: divide the tokens by train_batch_size and \
 data.sequence_length
 ```
 

@@ -193,7 +193,7 @@ class SDPEngine:
                 total, ranks = self.groups.weigh_gradients(weights.total(), weights.unit)
                 if not total and not self.groups.is_local:
                     raise DataError(
-                        "no micro-batch of this step has a label that counts; do not take a step with such batches"
+                        "no micro-batch of this step has a label that counts; leave out batches without labels"
                     )
                 weights.note_all(total, ranks)
         self._reduced = boundary
@@ -323,7 +323,7 @@ class SDPEngine:
                 self.groups.enter_phase(masking)
 
     def go_on_after(self, steps: int, samples: int, skipped: int) -> None:
-        """After a checkpoint was loaded, set its counts and the next step's masking. Collective."""
+        """Continue counting after a loaded checkpoint, with the next step's masking. Collective."""
         self.global_steps, self.global_samples = steps, samples
         self.micro_steps = steps * self._batch.accumulation
         self.last_steps.start_at(skipped)

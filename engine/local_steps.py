@@ -298,7 +298,7 @@ class LocalTraining:
         return self.pending.wait() if self.pending is not None else None
 
     def skipped_steps(self, until: int | None = None) -> int:
-        """Count skipped steps that :meth:`arrived` has not returned, up to ``until``. May wait."""
+        """Wait for the steps up to ``until`` that :meth:`arrived` left, and count skipped steps."""
         return sum(update.wait().skipped > 0 for step, update in self._pending if until is None or step <= until)
 
     @property
@@ -348,8 +348,8 @@ class LocalTraining:
     def enter(self, *, joins: bool) -> int:
         """Enter a run whose anchors a service keeps, and continue from the anchors.
 
-        Collective in the group. ``joins`` says whether the group is new in the run. Returns the
-        number of steps that the run has taken.
+        Collective in the group. If ``joins``, the group was dropped, and first becomes a member
+        again. Returns the number of steps that the run has taken.
         """
         assert self.local is not None
         self.local.averages.enter(joins=joins)

@@ -100,7 +100,7 @@ class Gather:
 class Column:
     """In a tensor-parallel plan: the output features of a linear layer are cut among ranks.
 
-    ``pieces`` is the number of equal parts that must not be cut, for example attention heads.
+    The features consist of ``pieces`` equal parts, such as attention heads, which are not cut.
     """
 
     pieces: int | None = None

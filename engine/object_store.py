@@ -79,7 +79,7 @@ class Store:
     def get_all(self, folder: Path) -> str:
         """Copy the file or folder at ``url`` to a local folder. ``url`` may be a glob pattern.
 
-        Returns the URL of the folder in the store that has all of the copied files.
+        Returns the URL of the deepest folder in the store that contains all of the copied files.
         """
 
         def copy() -> str:
@@ -164,7 +164,7 @@ class Store:
                     raise self._failure(what, error) from None
                 log.warning("%s, attempt %d of %d", self._failure(what, error), attempt, ATTEMPTS)
                 time.sleep(FIRST_WAIT_SECONDS * 2 ** (attempt - 1))
-        raise AssertionError("the last attempt returns or raises")
+        raise AssertionError("unreachable: the last attempt has returned a result or raised an error")
 
     def _failure(self, what: str, error: Exception) -> StoreError:
         if isinstance(error, StoreError):

@@ -122,8 +122,8 @@ def call_model(module: nn.Module, batch: Any) -> Any:
 
     - A mapping is passed by name if ``forward`` takes all of its keys, and requires no others.
     - A tuple or list with tensors is passed by position if ``forward`` takes that many arguments.
-      So ``(x, y)`` fits ``forward(x, targets=None)``, but not ``forward(batch)``. Without tensors,
-      it is passed by position only if ``forward`` requires several arguments.
+      So ``(x, y)`` fits ``forward(x, targets=None)``, but not ``forward(batch)``. A tuple or list
+      without tensors is passed by position only if ``forward`` requires several arguments.
     - Anything else is passed as one argument, as in DeepSpeed.
 
     Raises DataError if the batch does not fit ``forward`` in any of these ways.
@@ -181,7 +181,7 @@ def logits_of(output: Any) -> torch.Tensor:
 def count_targets(module: nn.Module, batch: Any) -> torch.Tensor:
     """Count the labels over which the model averages its loss. The result is on the batch's device.
 
-    Labels are the argument ``labels`` of ``forward``, or without it the last tensor of the batch.
+    Labels are the argument ``labels`` of ``forward``, or if there is none, the batch's last tensor.
     The label -100 does not count. If the model compares each position with the next label, like
     causal language models of transformers, the first label of each row does not count either.
     """
@@ -268,10 +268,10 @@ class LossWeights:
         return torch.tensor(numbers[0], dtype=torch.float64, device=device)
 
     def begin_after(self, losses: Sequence[torch.Tensor], accumulation: int) -> None:
-        """Give weight 1 to the micro-batches of this step that had no weights.
+        """Give weight 1 to earlier micro-batches of this step, which were given no weights.
 
         Args:
-            losses: the mean losses of these micro-batches.
+            losses: the mean losses of the earlier micro-batches.
             accumulation: the number by which these losses were divided before backward.
         """
         for loss in losses:
@@ -299,6 +299,6 @@ class LossWeights:
             self._next_unit = 2.0 ** round(math.log2(total / (ranks * len(self._weights))))
 
     def clear(self) -> None:
-        """Forget the micro-batches. Their mean weight chooses the ``unit`` of the next step."""
+        """Forget the micro-batches, and set ``unit`` from their mean weight for the next step."""
         self._weights, self._losses = [], []
         self.unit = self._next_unit

@@ -359,21 +359,21 @@ def make_loader(
     if isinstance(data, DataLoader):
         given = "sdp.initialize: training_data is a DataLoader"
         if collate_fn is not None:
-            raise ConfigError(f"{given} with a collate_fn; leave collate_fn out")
+            raise ConfigError(f"{given}, which has a collate_fn; leave collate_fn out of the call of sdp.initialize")
         if data.batch_size != micro_batch_size:
             raise ConfigError(
-                f"{given} with batch_size {data.batch_size}, but a rank's micro-batch is {micro_batch_size}; make "
+                f"{given} and has batch_size {data.batch_size}, but a rank's micro-batch is {micro_batch_size}; make "
                 "them equal, or give the data set itself"
             )
         if isinstance(data.dataset, IterableDataset):
             if not data.drop_last:
                 raise ConfigError(
-                    f"{given} of an iterable data set, whose last batch may be short; set its drop_last to True"
+                    f"{given} of an iterable data set, and its last batch may be short; pass drop_last=True to it"
                 )
             return StreamLoader(data, micro_batch_size, data_rank, data_ranks, of_batches=True)
         if not isinstance(data.sampler, RandomSampler | SequentialSampler | DistributedSampler):
             raise ConfigError(
-                f"{given} with a {type(data.sampler).__name__}, which cannot be divided among ranks; give the data "
+                f"{given} and has a {type(data.sampler).__name__}, which cannot be divided among ranks; give the data "
                 "set itself, in the order that you want"
             )
         shuffle = getattr(data.sampler, "shuffle", not isinstance(data.sampler, SequentialSampler))

@@ -1,8 +1,8 @@
 """Which keys and values of DeepSpeed are accepted, ignored or refused.
 
 Performance hints may be ignored. A setting that changes the results may not be ignored, so only its
-neutral value is accepted. Keys and defaults are those of DeepSpeed 0.19
-(docs/_pages/config-json.md). Public files still have some keys of earlier versions.
+neutral value is accepted. Keys and defaults are those of DeepSpeed 0.19 (docs/_pages/config-json.md
+in DeepSpeed's repository). Keys of earlier versions that public files still have are known, too.
 """
 
 from __future__ import annotations
@@ -451,9 +451,9 @@ def _same(value: Any, neutral: Any) -> bool:
 
 
 def known_keys(parents: Sequence[str], root: type[BaseModel]) -> list[str]:
-    """List the keys of the section at ``parents``, ours and DeepSpeed's.
+    """List the keys of a section, this project's and DeepSpeed's, to suggest one in an error.
 
-    An error about an unknown key suggests one of them.
+    ``parents`` are the keys that lead to the section from ``root``, the class of the whole file.
     """
     prefix = "".join(f"{parent}." for parent in parents)
     models: list[type[BaseModel]] = [root]

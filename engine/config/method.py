@@ -278,7 +278,7 @@ def problems_with_sync(config: Any) -> Problems:
 class PathsSection(Section):
     """``sdp.paths``: several models that share some units. Group g trains path g mod ``count``.
 
-    The model of the configuration is one path.
+    The configuration describes the model of one path.
     """
 
     count: RankCount

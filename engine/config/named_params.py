@@ -84,7 +84,7 @@ class WarmupParams(Section):
 
 
 class WarmupLRParams(WarmupParams):
-    """``scheduler.params`` of WarmupLR. If a maximum is null, it is the optimizer's own rate."""
+    """``scheduler.params`` of WarmupLR. With null, ``warmup_max_lr`` is the optimizer's rate."""
 
     warmup_min_lr: Rates = 0.0
     warmup_max_lr: Rates | None = None
@@ -98,7 +98,7 @@ class WarmupDecayLRParams(WarmupLRParams):
 
 
 class WarmupCosineLRParams(WarmupParams):
-    """``scheduler.params`` of WarmupCosineLR. Ratios are relative to the optimizer's own rate."""
+    """``scheduler.params`` of WarmupCosineLR. Ratios are fractions of the optimizer's rate."""
 
     total_num_steps: PositiveInt
     warmup_min_ratio: Ratio = 0.0

@@ -12,19 +12,19 @@ from typing import Any
 
 from ..errors import ConfigError
 
-_RESTARTS = "sdp train --restarts N starts a run again after a loss"
+_RESTARTS = "sdp train --restarts N starts a run again after a process was lost"
 
 # The path of a key, and what to use instead.
 KEYS: dict[str, str] = {
     "sdp.elastic": _RESTARTS,
     "sdp.group_sizes": "groups have equal sizes; leave out the ranks that do not fill a group",
-    "sdp.profile.noise": 'use "depth" or "uniform", which holders by noise did not beat',
+    "sdp.profile.noise": 'use "depth", which needs no measurement and had lower mean losses',
     "sdp.survive": _RESTARTS,
     "sdp.sync.outer_optimizer.params.weight_decay": "remove it; the optimizer of the groups decays the weights",
-    "data.verify": "remove it; shards of at most 4 GB are hashed at the start, and sdp prepare --verify hashes any",
+    "data.verify": "remove it; a run hashes shards of at most 4 GB at its start, and sdp prepare --verify hashes all",
     "training.evaluate_tasks": "run sdp evaluate DIR --tasks NAME,… on the run's directory, also while the run trains",
     "training.recalibrate_batches": "remove it; 8 batches per rank measure batch norm's statistics",
-    "training.tokens": "use training.steps, the tokens divided by train_batch_size and data.sequence_length",
+    "training.tokens": "use training.steps: divide the tokens by train_batch_size and data.sequence_length",
     "training.noise_scale_interval": "remove it; no setting depends on the gradient noise",
 }
 

@@ -69,8 +69,8 @@ def parse_section(
         schema: The class of the section.
         raw: The section as it is in the file.
         path: The path of the section in the file.
-        known_keys: A function that lists the keys of a section, given the names that lead to it. An
-            error about a misspelt key suggests one of them. Default: the keys of ``schema``.
+        known_keys: A function that lists the keys of a section, given the section's path. An error
+            about a misspelt key suggests one of these keys. Default: the keys of ``schema``.
 
     Raises:
         ConfigError: ``raw`` is not valid. The message is one line that begins with the key's path.

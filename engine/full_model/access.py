@@ -65,7 +65,7 @@ class FullModel:
 
     @property
     def is_partial(self) -> bool:
-        """Whether a group's module is not the full model: units are missing or inexact copies."""
+        """Whether a group's module is not the full model: it lacks units, or has inexact copies."""
         layout = self._store.layout
         partial = any(len(holders) < layout.mesh.sdp for holders in layout.placement.holders)
         return partial and not (layout.keeps_frozen and layout.copies.are_exact) and layout.paths == 1
@@ -95,7 +95,8 @@ class FullModel:
             loss = self._loss(batches, counts, ids)
         if math.isnan(loss) and not start_max([int(any(counts))])()[0]:
             raise DataError(
-                "evaluate: no batch of any rank has a label that counts; give batches with labels, or weights"
+                "evaluate: no batch of any rank has a label that counts; give batches with labels, or give the "
+                "weight of each batch as weights="
             )
         return loss
 
@@ -201,8 +202,8 @@ class FullModel:
     def full_state_dict(self) -> dict[str, torch.Tensor] | None:
         """Return the full model's weights and persistent buffers, on rank 0's CPU. Collective.
 
-        Other ranks get None. Keys are the names in the model before it was cut. A tied parameter is
-        there under each of its names. Parameters are sent one at a time.
+        Other ranks get None. Keys are the names in the model before it was cut. A tied parameter
+        has an entry for each of its names. Parameters are sent one at a time.
         """
         with outside_inference_mode(), self._anchored():
             streamed = ((name, tensor) for name, tensor in self._stream() if tensor is not None)

@@ -94,9 +94,8 @@ class Lockstep(Generic[T]):
                 if stops == {None}:
                     return [state.result for state in states]  # type: ignore[misc]
                 if len(stops) > 1:
-                    raise RuntimeError(
-                        f"batches ran the units in different orders: they stopped before {sorted(map(str, stops))}"
-                    )
+                    where = ", ".join(sorted(at or "the end" for at in stops))
+                    raise RuntimeError(f"batches ran the units in different orders: they stopped before {where}")
                 at_unit(stops.pop())  # type: ignore[arg-type]
         finally:
             self._end(states)

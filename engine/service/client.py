@@ -128,8 +128,8 @@ class Client:
     def join(self, slot: int | None, settings: dict[str, Any]) -> int:
         """Make this group a member of the run, and return its slot (its number in the placement).
 
-        If all slots are taken, wait until one is free. ``slot`` is the one that the group had
-        before.
+        If all slots are taken, wait until one is free. The argument ``slot`` is the slot that the
+        group had before, or None.
         """
         waits_until = time.monotonic() + self._wait_seconds
         while (answer := self.request("join", slot=slot, settings=settings))["session"] is None:
@@ -145,7 +145,7 @@ class Client:
             self.start(self._post_once("leave", {"session": self.session})).result()
 
     def beat_every(self, seconds: float) -> None:
-        """Send a heartbeat every few seconds, and keep the newest answer in ``status``."""
+        """Send a heartbeat every ``seconds`` seconds, and keep the newest answer in ``status``."""
 
         async def beat() -> None:
             while True:
@@ -171,10 +171,10 @@ class Client:
         await asyncio.gather(*map(send_one, messages_of(changes)))
 
     def fetch(self, wanted: Iterable[tuple[Slice, torch.Tensor]], *, pinned: bool = False) -> None:
-        """Fill tensors in host memory with parts of the service's weights (the anchors).
+        """Fill the ``wanted`` tensors in host memory with the service's weights (the anchors).
 
-        If this group is not a member any more, nothing is filled. If ``pinned``, the weights are
-        those of the copy that this group evaluates.
+        If this group is not a member any more, nothing is filled. If ``pinned``, the weights come
+        from the copy that the service made for this group to evaluate.
         """
 
         async def fetch_one(message: list[Part]) -> None:

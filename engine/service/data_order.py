@@ -1,9 +1,8 @@
 """Assigns the data of a run to groups that come and go.
 
 The positions of the run's data order are divided into blocks. A block has the samples that all
-groups read in one round, and share g of a block those that group g reads if all groups are present.
-So with all groups present, every group reads the same samples as in a run without the service. A
-share is assigned only once.
+groups read in one round. If all groups are present, group g reads share g of each block. So every
+group then reads the same samples as in a run without the service. A share is assigned only once.
 """
 
 from __future__ import annotations
@@ -32,9 +31,9 @@ class DataOrder:
     """Remembers which samples are assigned to groups. All attributes are JSON.
 
     Samples are assigned in shares. A share has ``micro_batches`` micro-batches of ``width``
-    samples, and is a list of the positions at which these begin in the data. Share g belongs to
-    path g mod ``paths``: only groups of this path get the share, and its positions are those in the
-    data of this path.
+    samples, and is a list of the positions in the data at which the micro-batches begin. Share g
+    belongs to path g mod ``paths``: only groups of this path get the share, and its positions are
+    positions in the data of this path.
     """
 
     groups: int
@@ -47,8 +46,8 @@ class DataOrder:
     def deal(self, slot: int, absent: Collection[int]) -> list[int]:
         """Assign a share of the data to the group ``slot``, and return it.
 
-        It is the first share that is left for this group: its own share of a block, or the share of
-        a group that is ``absent`` or far behind.
+        A group gets its own share of a block. If that is assigned already, it gets the share of a
+        group that is ``absent`` or far behind, or else its own share of a later block.
         """
         newest, block, free = max(map(int, self.dealt), default=self.first), self.first, list[int]()
         while not free:

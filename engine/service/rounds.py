@@ -1,7 +1,7 @@
 """The rounds of a run whose groups come and go: who takes part, and when averages close.
 
-Averages are numbered 1, 2, … With rounds of H steps and P fragments, average k is that of fragment
-−k mod P and is due after step k·H/P. A group sends changes for average k + 1 only when it has the
+Averages are numbered 1, 2, … With rounds of H steps and P fragments, average k covers fragment
+−k mod P, and is due after step k·H/P. A group sends changes for average k + 1 only when it has the
 weights after average k. So one average is open at a time. This file reads no clock: callers pass
 the time.
 """
@@ -154,8 +154,8 @@ class ServedRun:
     def begin(self, member: Member, micro_batches: int, width: int, data_ranks: int, now: float) -> int:
         """Let a member take part in rounds, and return the number of the newest average.
 
-        The member reads ``micro_batches`` of ``width`` samples in a step. ``data_ranks`` of its
-        ranks read different data.
+        In a step, the member reads ``micro_batches`` micro-batches of ``width`` samples, which
+        ``data_ranks`` ranks of the member share.
         """
         self.data_ranks = data_ranks
         if self.order is None:
@@ -190,9 +190,9 @@ class ServedRun:
     ) -> None:
         """Record that one rank of a group has sent all its changes of weights.
 
-        When all ``ranks`` have, the delivery counts. If the average is not open any more, the
-        group's samples count as skipped. ``facts`` are samples, new samples, loss and seconds. Only
-        those of rank 0 count.
+        The delivery counts when all ``ranks`` ranks of the group have sent their changes. If the
+        average is not open any more, the group's samples count as skipped. ``facts`` are samples,
+        new samples, loss and seconds. Only the facts of rank 0 are used.
         """
         if member.accepted >= average:
             return
@@ -308,13 +308,13 @@ class ServedRun:
     # -- state -------------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the position in the run as JSON, for a checkpoint. It lacks the assigned data."""
+        """Return the position in the run as JSON, for a checkpoint. It lacks ``order``."""
         return {"closed": self.closed, "samples": self.samples, "late": self.late, "orphans": dict(self.orphans)}
 
     def load_state_dict(self, state: Mapping[str, Any] | None, order: Mapping[str, Any] | None) -> None:
-        """Continue a run from a saved ``state`` and data ``order``. Each is None if not saved.
+        """Continue a run from a saved ``state`` and data ``order``, of which each may be None.
 
-        Samples that were assigned and are not counted in the checkpoint count as skipped.
+        Samples that were assigned, but not delivered when ``state`` was saved, count as skipped.
         """
         if state is not None:  # a continued run does not wait for groups that had failed before
             self.closed, self.samples, self.late = state["closed"], state["samples"], state["late"]

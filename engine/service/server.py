@@ -36,7 +36,7 @@ class Server:
         token: The secret with which messages are signed.
         settings: The settings that all groups must have, as JSON.
         on_closed: Called after each average, with its line of metrics.jsonl.
-        on_dealt: Called when samples were assigned, before the group is told which.
+        on_dealt: Called when samples were assigned to a group, before the answer is sent to it.
         on_evaluation: Called after each evaluation, with its line of evaluations.jsonl.
     """
 
@@ -180,7 +180,7 @@ class Server:
         return await asyncio.to_thread(read)
 
     async def do_claim(self, request: Any, member: Member) -> Answer:
-        """Let the first group that asks evaluate the full model, on a copy of its weights."""
+        """Let the first group that asks evaluate the full model, with a copy of the anchors."""
         is_first = int(request["step"]) > self._evaluated
         if is_first:
             self._evaluated = int(request["step"])

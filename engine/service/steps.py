@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 
 class Membership:
-    """The membership of a group in a run with a service, as one of the group's ranks has it.
+    """A group's connection to the service of a run, of which each rank of the group has one.
 
     Through this object, a group joins, gets its data, and delivers changes of its weights. All
     ranks of the group make the same calls. The service and all groups must have equal ``settings``.
@@ -196,8 +196,8 @@ class Membership:
     def await_close(self, sending: Future[None]) -> bool:
         """Wait until ``sending`` is done and the next average has ended. Collective in the group.
 
-        Returns whether the average contains what this group has sent. Afterwards, :attr:`closed` is
-        the newest average, or the group is :attr:`lost`.
+        Sets :attr:`closed` to the number of the newest average that has ended. Returns True if this
+        average contains the group's changes. Returns False if the group was late, or was dropped.
         """
         average, status = self.closed + 1, {"closed": -1, "accepted": 0}
         sending.result()

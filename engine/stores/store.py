@@ -134,7 +134,7 @@ class RankContext:
             group. None if the optimizer has the user's groups themselves.
         user_group_count: the number of the user's parameter groups, if ``user_groups`` is given.
         needs_whole_matrices: whether the optimizer's step depends on whole matrices.
-        passes_together: the number of batches of an evaluation whose forward passes may take turns.
+        passes_together: how many forward passes of an evaluation may be under way at the same time.
             None means any number.
         shard_of_copy: given a whole frozen tensor, returns the shard that this rank stores.
         gather_stream: given a block, returns the CUDA stream that gathers its shards, or None.
@@ -257,9 +257,9 @@ class GroupStore(Protocol):
     def backward(self, loss: torch.Tensor, averages: Averages | None) -> None:
         """Accumulate the gradients of ``loss``.
 
-        In the last micro-batch of a step, ``averages`` is given, and averages gradients among
-        holders. Under ZeRO 1 to 3, the store first averages them over the group's data ranks. At
-        stage 0, ``averages`` does this, too.
+        In the last micro-batch of a step, ``averages`` must be given. This object averages the
+        gradients among holders. Under ZeRO 1 to 3, the store first averages gradients over the
+        group's data ranks. At stage 0, ``averages`` does this, too.
         """
         ...
 

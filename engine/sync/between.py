@@ -50,8 +50,8 @@ def check_holders(
 
     Args:
         optimizer: The optimizer whose state is compared.
-        weights: By key of ``store.stepped``, weights to compare instead of the store's tensors.
-        owners: By key, the tensors to which the optimizer's state belongs, if not the store's.
+        weights: Weights to compare instead of tensors of ``store.stepped``, by the same key.
+        owners: Tensors whose optimizer state is compared instead of these tensors' state, by key.
 
     Raises:
         HolderMismatchError: Two holders differ. It is raised on every rank, and names the unit and

@@ -339,12 +339,12 @@ class WeightRefresh:
     Args:
         refreshes: the broadcasts of the layout, in the same order on all ranks.
         parameters: this rank's parameters by name, held parameters and frozen copies.
-        communicators: the process group of each broadcast in which this rank takes part, by source
-            group and all groups that take part.
+        communicators: the process groups of this rank's broadcasts. A key has the SDP group that
+            sends, and all SDP groups that take part.
         dtype: the dtype of the frozen copies. Weights are cast to it before they are sent.
         broadcast: starts to broadcast a tensor from a rank of a process group.
-        quantise: given a name, and a weight or None, returns the two tensors of a quantised copy.
-            None stands for the held parameter of this name.
+        quantise: given a name and a weight, returns the two tensors of a quantised copy. If the
+            weight is None, the held parameter of this name is quantised.
         quantised: the names of the parameters whose copies are quantised.
     """
 

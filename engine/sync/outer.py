@@ -266,10 +266,10 @@ class OuterSteps:
         fragments: the fragment of each parameter, by name.
         communicators: for each set of holders, the process group that averages. A set is missing if
             this rank is its only rank.
-        counts: given a name, whether this rank adds its shard to norms over all groups, to which
-            every holder adds its own weights.
-        counts_once: given a name, whether this rank adds its shard to norms to which only one
-            holder adds the parameter.
+        counts: given a name, whether this rank adds its shard to a norm that counts the parameter
+            once for every holder.
+        counts_once: given a name, whether this rank adds its shard to a norm that counts the
+            parameter only once.
         sum_over_ranks: sums a float64 tensor over all ranks, in place.
         clock: measures the time spent waiting, in seconds.
         is_slice: given a name, whether it is a slice of a parameter. Checkpoints join the optimizer
@@ -418,9 +418,9 @@ class OuterSteps:
 
     @property
     def pending_changes(self) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
-        """For an average that is not applied yet: mean changes, and the weights when it started.
+        """The mean changes of an average that is not applied yet, and the weights at its start.
 
-        Both are mappings by name. A checkpoint saves them.
+        Both mappings have the names of parameters as keys. A checkpoint saves the two mappings.
         """
         self.settle()
         means: dict[str, torch.Tensor] = {}
@@ -457,7 +457,7 @@ class OuterSteps:
 
     @contextmanager
     def swapped(self) -> Iterator[None]:
-        """A context in which the model has the anchors. ``anchors`` keeps the group's weights."""
+        """A context in which the anchors are in the model, and its weights are in ``anchors``."""
         _swap(self.anchors, self._weights)
         self.is_swapped = True
         try:

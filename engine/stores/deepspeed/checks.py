@@ -26,7 +26,7 @@ def check_partitions(
 ) -> None:
     """Raise ModelError unless DeepSpeed's partitions have the expected order and sizes.
 
-    Otherwise the partitions of different holders would have different elements.
+    With another order or size, holders would average partitions that have different elements.
     """
     sizes = [partition_numel(bundle, stage, ranks) for bundle in bundles]
     is_right = [master.numel() for master in masters] == sizes
@@ -119,9 +119,9 @@ class UsedParameters:
         self._checksum, self._unused = 0, None
 
     def differences(self) -> list[float]:
-        """Two numbers to sum over all ranks. Both sums are zero if ZeRO's gradients are right.
+        """Return two numbers to sum over all ranks. If ZeRO's gradients are right, both sums are 0.
 
-        The numbers are integers of so few bits that sums in float64 are exact.
+        The numbers are small integers, so that their sums in float64 are exact.
         """
         return [float(self._weight * (self._checksum >> 8)), float(self._must_stay_equal and self._changed)]
 

@@ -77,7 +77,7 @@ def load() -> Any:
 
 
 def keep_gloo() -> None:
-    """Make DeepSpeed use gloo on a CPU, instead of compiling a collective in C++ for minutes."""
+    """Make DeepSpeed use gloo on a CPU, because compiling its own collectives takes minutes."""
     importlib.import_module("deepspeed.ops").__compatible_ops__["deepspeed_shm_comm"] = False
 
 
@@ -162,8 +162,8 @@ def restore_linear() -> None:
 def make_whole(model: nn.Module) -> int:
     """Give whole values to parameters that DeepSpeed's ``zero.Init`` has partitioned. Collective.
 
-    Parameters stay the same objects. Such a model comes from ``from_pretrained`` of transformers
-    if an ``HfDeepSpeedConfig``, or ``TrainingArguments``, has ZeRO stage 3.
+    Parameters stay the same objects. For example, ``from_pretrained`` of transformers partitions
+    parameters if an ``HfDeepSpeedConfig``, or ``TrainingArguments``, has ZeRO stage 3.
 
     Returns:
         The number of parameters that were partitioned.
@@ -243,8 +243,8 @@ class Zero:
         _require(deepspeed, zero, OF_OPTIMIZER[stage], type(zero).__name__)
         if zero.optimizer is not optimizer:  # as Adagrad
             raise ConfigError(
-                f"optimizer: under ZeRO DeepSpeed replaces the {type(optimizer).__name__} that it was given by another "
-                'one, whose state a checkpoint would lack; use another optimizer, or sdp.engine "fsdp2"'
+                f"optimizer: under ZeRO, DeepSpeed replaces {type(optimizer).__name__} by an optimizer of its own, and "
+                'a checkpoint would lack the state of that one; use another optimizer, or sdp.engine "fsdp2"'
             )
         self._zero, self._stage, self._offloads = zero, stage, offloads
         groups = zero.fp32_partitioned_groups_flat if stage == 3 else (g["params"][0] for g in optimizer.param_groups)

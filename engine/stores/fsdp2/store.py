@@ -230,7 +230,7 @@ class Fsdp2Store:
 
     @property
     def shard(self) -> Shard:
-        """Which shard of each parameter this rank stores."""
+        """The shard that this rank stores of each parameter."""
         at, shards = self.context.at, self.context.shards
         return Shard(shards, at.fsdp if shards > 1 else 0, at.tp)
 
