@@ -84,7 +84,7 @@ class Router:
         return np.stack(columns, 1).astype(np.float64)
 
     def scores(self, tokens: np.ndarray) -> np.ndarray:
-        """Return log-likelihoods plus biases. For shorter prefixes, the biases are scaled down."""
+        """Return log-likelihoods plus biases. With fewer than ``prefix`` tokens, biases shrink."""
         share = (min(tokens.shape[1], self.prefix) - 1) / (self.prefix - 1)
         return self.log_likelihoods(tokens) + share * self.biases
 

@@ -50,8 +50,8 @@ class ImageIndex(BaseModel):
     """Properties of an image set. For a prepared set, they are the content of ``images.json``.
 
     ``counts`` has the number of images by split. ``mean`` and ``std`` have a value for each
-    channel, for pixels between 0 and 1: those of the training split, or for a folder of images
-    those of ImageNet. ``sha256`` is the hash of all arrays, or of the names of a folder's files.
+    channel, for pixels between 0 and 1. They are computed from the training split; a folder of
+    images has ImageNet's. ``sha256`` is the hash of all arrays; for a folder, of the files' names.
     ``mirrors`` says whether a mirrored image still belongs to its class.
     """
 
@@ -116,7 +116,7 @@ def prepare_images(name: str, path: Path | None, output: Path) -> ImageIndex:
     counts = [np.bincount(channel.ravel(), minlength=256) for channel in pixels.swapaxes(0, 1)]
     moments = [_mean_and_std(count) for count in counts]
     if not all(std for _, std in moments):
-        raise DataError(f"{path or name}: a colour has the same value in all images; take another archive")
+        raise DataError(f"{path or name}: a colour channel has the same value in all images; take another archive")
     index = ImageIndex(
         name=name,
         num_classes=facts["num_classes"],

@@ -190,8 +190,8 @@ class Batches:
     """A ``collate_fn`` that makes ``{"images": (B, 3, S, S), "labels": (B,)}`` of B samples.
 
     Images become float32 and are normalised. With a ``seed``, they are cropped and mirrored at
-    random, differently in each epoch, which is position // ``samples``. So ``samples`` must be the
-    data set's length. Raises ConfigError if kornia is missing.
+    random, differently in each epoch. ``samples`` is the length of the data set, from which the
+    epoch of a sample is computed. Raises ConfigError if kornia is missing.
     """
 
     def __init__(self, about: ImageIndex, samples: int, seed: int | None = None) -> None:

@@ -36,8 +36,8 @@ def writing(directory: Path) -> Iterator[None]:
 def only_writer(directory: Path) -> Iterator[None]:
     """A context that makes ``directory`` and keeps any other ``sdp prepare`` from writing to it.
 
-    A lock on the directory does this. It ends with the process at the latest. Raises DataError if
-    another process holds it.
+    It locks the directory; a killed process loses the lock. Raises DataError if another process
+    holds the lock.
     """
     with writing(directory):
         directory.mkdir(parents=True, exist_ok=True)
@@ -62,9 +62,9 @@ def only_writer(directory: Path) -> Iterator[None]:
 
 @contextlib.contextmanager
 def nothing_left_on_error(directory: Path, new_directories: list[Path]) -> Iterator[None]:
-    """A context that removes what was written to ``directory`` inside it, if it ends with an error.
+    """A context that, on an error, removes all files that were written to ``directory`` inside it.
 
-    ``new_directories`` (innermost first) were made for this run, and are then removed, too.
+    It then also removes ``new_directories`` (innermost first), which were made for this run.
     """
     before = {path.name for path in directory.iterdir()}
     try:
@@ -80,7 +80,7 @@ def nothing_left_on_error(directory: Path, new_directories: list[Path]) -> Itera
 
 
 def missing_directories(directory: Path) -> list[Path]:
-    """List those of ``directory`` and its parents that do not exist, innermost first."""
+    """List the directories that making ``directory`` would create, the innermost first."""
     directory = directory.absolute()
     return [path for path in (directory, *directory.parents) if not os.path.lexists(path)]
 
@@ -119,7 +119,7 @@ def find_index(directory: Path, settings: Mapping[str, Any], *, overwrite: bool)
 
 
 def other_data(directory: Path, changed: list[str]) -> DataError:
-    """Return the error for a directory whose data has other settings, named in ``changed``."""
+    """Return the error for a directory whose data was made with other values of ``changed``."""
     return DataError(
         f"{directory} has data that was made in another way ({', '.join(changed)} changed); choose another output, "
         "or add --overwrite"

@@ -1,7 +1,7 @@
 """Reads documents from text, JSON lines (plain, .gz, .zst), .csv, .parquet and .arrow files.
 
-Errors name the file and the line or row. While a document is read, at most about two copies of it
-are in memory (three of a page of .parquet). Afterwards there is one copy (two of .parquet).
+Errors name the file and the line or row. While a document is read, at most about two copies of the
+document are in memory (.parquet: three copies of a page), and one copy afterwards (.parquet: two).
 """
 
 from __future__ import annotations
@@ -157,7 +157,7 @@ def _without_facts(paths: list[Path]) -> list[Path]:
     for folder in (path.parent for path in paths if path.name == "dataset_dict.json"):
         splits = [split for split in arrow if split.parent == folder]
         if len(splits) > 1:
-            raise DataError(f"{folder}: holds several splits; give those to read: {' '.join(map(str, splits))}")
+            raise DataError(f"{folder}: holds several splits; name the splits to read: {' '.join(map(str, splits))}")
     facts = {folder / name for folder in arrow for name in ("dataset_info.json", "state.json")}
     facts |= {folder.parent / "dataset_dict.json" for folder in arrow}
     return [path for path in paths if path not in facts]

@@ -77,9 +77,9 @@ def document_starts(documents: Tensor) -> DocumentStarts:
 def has_kernel_for_documents(hidden: Tensor, head_size: int) -> bool:
     """Whether torch's attention of variable length can run on ``hidden`` with heads of this size.
 
-    It is flash attention, which needs CUDA, half precision, and heads of up to 256 elements, a
-    multiple of 8. Its memory is linear in S, while a dense mask takes a byte per pair of tokens. A
-    plan for a GPU registers the kernel for its fake CPU tensors, for which the result is then True.
+    This is flash attention. It needs CUDA, half precision, and heads of 8, 16, … 256 elements. Its
+    memory is linear in S, while a dense mask takes a byte per pair of tokens. A plan for a GPU uses
+    fake CPU tensors, and registers the kernel for them, so that the result is True.
     """
     precision = autocast_precision(hidden) or hidden.dtype
     if head_size % 8 or head_size > 256 or precision not in (torch.float16, torch.bfloat16):
@@ -121,8 +121,8 @@ def causal_attention(
     """Compute causal attention of ``query`` (B, H, S, E) over ``key`` and ``value`` (B, K, S, E).
 
     K divides H. ``dropout`` is the probability with which an attention weight is dropped. If a
-    sequence has several documents, ``mask`` replaces the causal mask: it is a tensor (B, 1, S, S),
-    or the starts of the documents. With the starts, there is no dropout.
+    sequence has several documents, ``mask`` replaces the causal mask. It is a tensor (B, 1, S, S)
+    (:func:`document_mask`), or a :class:`DocumentStarts`, with which ``dropout`` is ignored.
     """
     if query.numel() == 0:
         return attention(query, key, value)

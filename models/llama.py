@@ -217,7 +217,7 @@ class Llama(nn.Module):
         return random_options(self.config)
 
     def neuron_branches(self) -> list[Branch]:
-        """List the branches whose neurons groups can share out, layer by layer.
+        """List the residual branches with neurons that groups may hold, layer by layer.
 
         Neurons are key/value heads of attention, and hidden units of the feed-forward.
         """

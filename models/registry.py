@@ -114,9 +114,9 @@ def huggingface_config(section: Mapping[str, Any], vocab_size: int) -> dict[str,
 def section_from_huggingface(directory: Path, stated: Mapping[str, Any]) -> dict[str, Any]:
     """Return the ``model`` section for the Hugging Face model in ``directory``.
 
-    ``stated`` has the keys that the user has set. The section names "llama" if this project's LLaMA
-    is the same model. It names "huggingface" if ``stated`` does, or if ``stated`` is empty and the
-    model is another one. Raises ConfigError if ``stated`` contradicts the model.
+    ``stated`` has the keys that the user has set. If it names "huggingface", or is empty and the
+    model is not this project's LLaMA, the section names "huggingface". Otherwise it names "llama".
+    Raises ConfigError if ``stated`` contradicts the model.
     """
     path = directory / "config.json"
     given = {"name": "huggingface", "path": str(directory.absolute())}
@@ -135,8 +135,8 @@ def section_from_huggingface(directory: Path, stated: Mapping[str, Any]) -> dict
     for key, value in stated.items():
         if value is not None and key in found and value != found[key]:
             raise ConfigError(
-                f"model.{key}: {json.dumps(value)}, but {path} has {json.dumps(found[key])}; remove it to take the "
-                "value from there"
+                f"model.{key}: {json.dumps(value)}, but {path} has {json.dumps(found[key])}; remove this key "
+                "to use the value of that file"
             )
     return {**stated, **found}
 

@@ -142,7 +142,7 @@ class ResNet(nn.Module):
         return flops
 
     def neuron_branches(self) -> list[Branch]:
-        """List the branches whose neurons groups can share out: one for each unit.
+        """List the residual branches with neurons that groups may hold: one for each unit.
 
         A neuron is a channel between a block's two convolutions, with its batch norm's entries.
         """

@@ -194,7 +194,7 @@ class Swin(nn.Module):
         return random_options(self.config)
 
     def neuron_branches(self) -> list[Branch]:
-        """List the branches whose neurons groups can share out, block by block.
+        """List the residual branches with neurons that groups may hold, block by block.
 
         Neurons are heads of attention, and hidden channels of the feed-forward. A head owns its
         column of the table of biases.

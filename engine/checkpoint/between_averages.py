@@ -75,7 +75,7 @@ def load_between_averages(
     if ranks.rank == 0 and has_groups(saved):
         log.warning(
             "%s: was written in the middle of a round, under another layout or other settings of sdp.sync, so each "
-            "group starts from the anchors with the mean of the holders' moments; %d inner steps are lost",
+            "group starts from the weights after the last average; %d local steps are lost",
             path, position["steps_alone"],
         )  # fmt: skip
     load_anchors(path, files, groups, share, saved, random, alone=alone)
@@ -175,7 +175,7 @@ def has_groups(keys: set[str]) -> bool:
 
 
 def keys_of_moments(keys: set[str]) -> set[str]:
-    """Return the keys of all moments in a checkpoint. The parts of a moment have one key."""
+    """Return the key ``optimizer/NAME/KEY`` of each moment, also if only its slices are saved."""
     found = set()
     for match in filter(None, map(_KEY.fullmatch, keys)):
         cut = _SLICE.fullmatch(match[2])

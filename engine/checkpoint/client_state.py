@@ -59,7 +59,8 @@ class ClientState:
         if kind in (dict, OrderedDict):
             for key in value:
                 if type(key) is not str:
-                    raise CheckpointError(f"a key of {_name(place)}: {_type_of(key)} is not JSON; {_REMEDY}")
+                    found = f"the key {shorten(repr(key))} has the type {_type_of(key)}, but keys in JSON are text"
+                    raise CheckpointError(f"{_name(place)}: {found}; {_REMEDY}")
             return {key: self._divide(item, [*place, key]) for key, item in value.items()}
         if kind in (torch.Tensor, nn.Parameter):
             self.tensors[json.dumps(place)] = _copy(value, place)

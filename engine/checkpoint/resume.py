@@ -98,8 +98,8 @@ def resume(
     every = groups.store.layout.copies.refresh_every
     if state["global_steps"] % every and ranks.rank == 0:
         log.info(
-            "%s: sdp.copies.refresh_every: now copies have the weights of step %d, %d steps after the last refresh; "
-            "a run without interruption has older copies", path, state["global_steps"], every
+            "%s: sdp.copies.refresh_every: now copies have the weights of step %d; in a run without interruption, "
+            "they have the weights of step %d", path, state["global_steps"], state["global_steps"] // every * every
         )  # fmt: skip
     set_random_state(random)
     if with_optimizer and scaler is not None:

@@ -182,7 +182,7 @@ class SavedState:
         return self._state_of(local.outer.optimizer, local.outer.anchors, "outer")
 
     def of_local_steps(self, local: LocalSteps) -> Tensors:
-        """Return the state that only local steps save: the group's and the outer optimizer's."""
+        """Return the state that only local steps save, of this group and of the outer optimizer."""
         self._counts, self._twins, self._coded = [], [], {}
         found = self.outer(local)
         means, before = local.outer.pending_changes

@@ -107,8 +107,8 @@ _FEWEST_STEPS = 20  # with fewer steps, the standard deviation is too uncertain
 class SpikeDetector:
     """Finds steps whose loss or gradient norm is a spike. All ranks decide in the same way.
 
-    A step with a NaN or infinite value is not a spike, because all groups skip it anyway. It is not
-    added to the window, whose mean would become NaN.
+    A spike lies far above the mean of the last steps. A step with a NaN or infinite value is not a
+    spike, because all groups skip it anyway. It does not count in the mean, which would become NaN.
 
     Attributes:
         skipped: The number of steps that were skipped because of a spike.
@@ -190,9 +190,9 @@ class SpikeDetector:
 class LastSteps:
     """Remembers the loss and norm of the last step, and counts skipped steps.
 
-    Too many skipped steps in a row are an error. A skipped step is excused from this rule if a
-    dynamic loss scale can still be lowered. With local steps (``sdp.sync``), results of other
-    groups arrive later. Then reading a result waits until it has arrived.
+    Too many skipped steps in a row are an error. A skipped step does not count towards this limit
+    if a dynamic loss scale can still be lowered. With local steps (``sdp.sync``), a group gets the
+    results of other groups later. So reading the loss or the norm may wait for these results.
 
     Args:
         local: the local steps of the run (:class:`~sdp.engine.local_steps.LocalTraining`).
@@ -250,7 +250,7 @@ class LastSteps:
         self._excused = self._excused + excused if skipped else 0
 
     def report_skips(self, step: int, loss_scale: float | None, groups: str = "all groups") -> None:
-        """Warn if the last step, ``step``, was skipped. ``groups`` is a text that says by whom.
+        """Warn if the last step, ``step``, was skipped. ``groups`` is a text that names the groups.
 
         Raises:
             NonFiniteError: More steps than allowed were skipped in a row.

@@ -47,8 +47,8 @@ class Matrix:
 class Muon(Optimizer):
     """Muon for matrices and AdamW for all other parameters, in one optimizer.
 
-    Call :meth:`arrange` to say which parameters are matrices. Before, these are all parameters with
-    two dimensions.
+    Call :meth:`arrange` to say which parameters are matrices. Without this call, all parameters
+    with two dimensions are matrices.
 
     Args:
         parameters: Parameters or parameter groups, as plain tensors or DTensors.

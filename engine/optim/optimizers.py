@@ -35,8 +35,8 @@ def with_torch_kernels(given: Any) -> Any:
     rates. Other optimizers are returned unchanged.
 
     Raises:
-        ConfigError: ``given`` is another optimizer of DeepSpeed, or torch's Adam does not have its
-            settings.
+        ConfigError: ``given`` is a DeepSpeed optimizer other than Adam, or has the setting
+            ``bias_correction`` false, which torch's Adam does not have.
     """
     kind = type(given)
     if not isinstance(given, torch.optim.Optimizer) or not kind.__module__.startswith("deepspeed."):
@@ -212,7 +212,7 @@ def make_optimizer(
         device: The device of the parameters.
         grouped: Whether a function ``given`` gets parameter groups. If not, it gets a list of
             parameters, as with DeepSpeed.
-        arrangement: A text about the parameter groups, for the end of the line.
+        arrangement: A text about the parameter groups, for the end of the line for the log.
 
     Returns:
         The optimizer, and a line for the log that names it.

@@ -242,7 +242,7 @@ def build_scheduler(type: str, params: Mapping[str, Any], optimizer: Optimizer) 
     unresolved = next((key for key, value in params.items() if value == "auto"), None)
     if unresolved is not None:
         raise ConfigError(
-            f'scheduler.params.{unresolved}: "auto" needs a number of steps; set it, or training.steps, or give '
+            f'scheduler.params.{unresolved}: "auto" needs a number of steps; set this key, or training.steps, or give '
             "sdp.initialize the script's arguments as args, with max_steps"
         )
     settings = read_scheduler_params(type, params)
@@ -280,7 +280,7 @@ def adapt_state(saved: Any, ours: Any) -> Any:
 
 
 def of_another_kind(saved: Any, ours: Any) -> bool:
-    """Return whether ``saved`` has no key of ``ours``, so it is of another kind of scheduler."""
+    """Return whether the states ``saved`` and ``ours`` are of different kinds: no common key."""
     return isinstance(saved, Mapping) and isinstance(ours, Mapping) and bool(saved) and not saved.keys() & ours.keys()
 
 

@@ -1,7 +1,7 @@
 """Checks of a script's optimizer.
 
-Only the engine may call its step. Parameters that the optimizer does not train cause a warning.
-Some optimizers need whole matrices: Adafactor, LARS and SOAP, for example.
+Only the engine may call the optimizer's ``step``. Parameters that the optimizer does not train
+cause a warning. Optimizers that need whole matrices, such as Adafactor and LARS, are recognised.
 """
 
 from __future__ import annotations

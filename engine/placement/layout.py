@@ -176,7 +176,7 @@ class Layout:
         return "backward" if self.keeps_frozen else "forward"
 
     def in_phase(self, masking: Masking) -> Layout:
-        """Return the layout for the steps of a masking schedule that have this masking."""
+        """Return the layout for those phases of a masking schedule whose masking is ``masking``."""
         return self if masking == self.masking else replace(self, keeps_frozen=masking == "backward")
 
     def without(self, blocks: Collection[str]) -> Layout:
@@ -236,7 +236,7 @@ class Layout:
 
     @cached_property
     def wholes(self) -> dict[str, list[TensorInfo]]:
-        """Each parameter's name → the list of its slices, or only the parameter if not sliced."""
+        """Each parameter's name → the list of its slices. If unsliced, it is the only item."""
         wholes: dict[str, list[TensorInfo]] = {}
         for info in self.parameters.values():
             wholes.setdefault(info.canonical, []).append(info)
@@ -269,7 +269,7 @@ class Layout:
     def warnings(self) -> list[str]:
         """Return warnings about unskippable blocks, and about a group that holds most of the model.
 
-        With several paths the list is empty, because the configuration names the shared units.
+        With ``sdp.paths``, the list is empty, because the configuration names the shared units.
         """
         if self.paths > 1:
             return []
@@ -367,8 +367,8 @@ def _without(units: Sequence[Unit], names: Mapping[str, str]) -> list[Unit]:
     if not left:
         reasons = "; ".join(f"{name} {reason}" for name, reason in names.items())
         raise ModelError(
-            f'sdp.units: "auto" finds no block that a group could skip: {reasons}; name other blocks, or use '
-            'sdp.masking "backward"'
+            f'sdp.units: "auto" finds no block that a group could skip: {reasons}; name other blocks in '
+            'sdp.units, or use sdp.masking "backward"'
         )
     return [replace(unit, index=index) for index, unit in enumerate(left)]
 

@@ -251,10 +251,10 @@ def fill(packing: Packing, *, in_rounds: bool, by_work: bool, balance: bool = Fa
         in_rounds: whether every unit gets its first holder before any unit gets its second.
         by_work: whether the group with the least work is chosen. Of groups with equal work, the one
             with the most room is chosen.
-        balance: whether ties are decided by two rules. Of equal units, the last one is assigned
-            first, so that its holders compute its gradient at about the same time. Of equal groups,
-            the one that shares the fewest units with the unit's other holders is chosen, which
-            connects groups.
+        balance: whether two rules choose among equals. Of equally large units, the last one is
+            assigned first, so that its holders compute its gradient at about the same time. Of
+            groups that fit equally well, the one that shares the fewest units with the unit's
+            holders is chosen, so that units connect more groups.
     """
     groups, units = len(packing.room), len(packing.size)
     tie = -np.arange(units) if balance else np.arange(units)
@@ -306,10 +306,10 @@ def _level(packing: Packing, held: np.ndarray) -> np.ndarray:
 def connect(packing: Packing, held: np.ndarray) -> np.ndarray:
     """Exchange units between groups until units connect all groups, and return the new ``held``.
 
-    Every unit keeps its number of holders. In the graph of groups and units, an exchange moves an
-    edge (group, unit) of a cycle to another connected component. Without this edge, its old
-    component is still connected. Such an edge exists if Σk ≥ groups + units − 1. The result is not
-    connected if there are fewer holders, or if the groups' room forbids every exchange.
+    Every unit keeps its number of holders k. In the graph of groups and units, an exchange moves an
+    edge (group, unit) that lies on a cycle to another connected component. The old component stays
+    connected. While the graph is not connected and Σk ≥ groups + units − 1, there is such an edge.
+    The result is not connected if Σk is smaller, or if the groups' room forbids every exchange.
     """
     held = held.copy()
     if held.sum() < sum(held.shape) - 1:
@@ -405,12 +405,12 @@ def shuffle(packing: Packing, held: np.ndarray, seed: int, slowest: int = _NEVER
     """Shuffle at random which groups hold which units, and return the new ``held``.
 
     Every unit keeps its number of holders, and every group keeps its number of units. Two groups at
-    a time collect the units that only one of them holds, shuffle these units, and divide them in
-    the old numbers. They keep their old units if a group would exceed its room or get more than
-    ``slowest`` work. ``seed`` is the seed of PCG64.
+    a time collect the units that only one of the two holds, and redistribute these units at random.
+    They keep their old units if a group would exceed its room or get more than ``slowest`` work.
+    ``seed`` is the seed of PCG64.
 
-    This is the "curveball" walk over matrices of given margins (Strona et al. 2014, Nature Comm.
-    5:4114).
+    This is the "curveball" walk (Strona et al. 2014, Nature Comm. 5:4114), which shuffles a 0/1
+    matrix and keeps the sums of its rows and columns.
     """
     held, bits, groups = held.copy(), np.random.PCG64(seed), len(held)
     left, load = packing.left(held), packing.loads(held)

@@ -38,7 +38,7 @@ class Delivery:
     members: Holders
 
     def sent_by(self, group: int) -> bool:
-        """Return whether ``group`` sends: as the source, or to forward what it receives."""
+        """Return whether ``group`` sends data: it is the source, or forwards data to a member."""
         return group in self.members and passes_on(
             self.members.index(group), self.members.index(self.source), len(self.members)
         )
@@ -153,13 +153,13 @@ class Placement:
     def deliveries(self) -> dict[Holders, tuple[Delivery, ...]]:
         """Each set of holders → the messages that refresh copies of its units (backward masking).
 
-        Sets of all groups are absent, because no group has a copy of their units. The holders of a
-        set divide the receiving groups among themselves. If there are more holders than receivers,
-        those holders send that have the fewest parameters to send so far.
+        The set of all groups is absent, because no group needs copies of units that all groups
+        hold. The holders in a set divide the receiving groups among themselves. If there are more
+        holders than receivers, only the holders with the fewest parameters to send so far send.
 
-        If possible, a holder sends to the same groups for several sets, so that these share a
-        communicator. If this would give more than ``WAYS`` communicators per group, only one holder
-        of the set sends: the one with the fewest parameters to send so far.
+        If possible, a holder sends to the same groups for several sets, so that the messages of
+        these sets share a communicator. If there would be more than ``WAYS`` communicators per
+        group, the holder with the fewest parameters to send so far sends to all receivers.
         """
         sends, costs = Counter[int](), Counter[Holders]()
         known: defaultdict[int, list[frozenset[int]]] = defaultdict(list)  # by source

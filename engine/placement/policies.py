@@ -67,9 +67,9 @@ def _require_connected(named: Placement) -> None:
 def warnings_of(section: SDPSection, placement: Placement) -> list[str]:
     """Return warnings about the placement, for the log.
 
-    For example, groups may hold very different shares of the parameters, because "cyclic" looks
-    only at the number of units. With several paths the list is empty, because the configuration
-    places the units.
+    For example, ``sdp.placement`` "cyclic" looks only at the number of units, so groups may hold
+    very different shares of the parameters. With several paths (``sdp.paths``) the list is empty,
+    because the configuration itself places the units.
     """
     if section.paths is not None:
         return []
@@ -95,15 +95,15 @@ def warn_of_left_out(reasons: Mapping[str, str]) -> list[str]:
     kinds = {reason: [name for name in reasons if reasons[name] == reason] for reason in reasons.values()}
     shown = "; ".join(f"{_listed(names)} ({reason})" for reason, names in kinds.items())
     return [
-        f'all groups share blocks that no group could skip: {shown}; sdp.masking "backward", or patterns in '
-        "sdp.units, makes them units"
+        f"all groups share blocks that no group could skip: {shown}; to make them units, use sdp.masking "
+        '"backward" or patterns in sdp.units'
     ]
 
 
 def warn_of_large_share(numels: Mapping[str, int], units: Sequence[Unit], placement: Placement) -> list[str]:
     """Return a warning if a group holds most of the model. It lists what all groups share.
 
-    The warning suggests more units only if a shared module has submodules. (An embedding has none.)
+    If a large shared module has submodules, the warning also suggests to make them units.
     ``numels`` has the number of elements of each parameter of the full model.
     """
     total, costs = sum(numels.values()), sum(placement.costs)

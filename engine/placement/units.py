@@ -70,10 +70,11 @@ def find_blocks(model: nn.Module) -> set[str]:
 def find_unskippable(model: nn.Module, names: Sequence[str]) -> dict[str, str]:
     """Return the blocks among ``names`` that no group can skip, with the reason for each.
 
-    Shapes of inputs are not known yet, so only modules are examined. A block that changes the shape
-    of its input cannot be skipped. Its convolutions show this, unless a neighbour has equal shapes:
-    equal blocks in a row keep the shape. If only some blocks of a chain have an embedding, they
-    cannot be skipped, because all other blocks use its output, such as T5's position bias.
+    A block that changes the shape of its input cannot be skipped. The shape of the input is not
+    known yet, so a block counts as such if its convolutions have a stride or change the number of
+    channels, and no neighbour has parameters of the same shapes. If only some blocks of a chain
+    have an embedding, these cannot be skipped, because the other blocks may use the embedding's
+    output. An example is T5, where all blocks use the position bias that the first one computes.
     """
     found: dict[str, str] = {}
     for _, run in groupby(names, key=lambda name: name.rpartition(".")[0]):
@@ -265,9 +266,9 @@ class Unit:
 
 
 def goes_into_sum(parameter: str, dim: int | None) -> bool:
-    """Return whether ``parameter`` belongs to the layer that adds up the neurons of a branch.
+    """Return whether ``parameter`` is the weight of the layer that adds up a branch's neurons.
 
-    This is the weight of a layer that is sliced along its inputs (``dim`` 1).
+    Only this layer is sliced along its inputs (``dim`` 1).
     """
     return dim == 1 and parameter.endswith(".weight")
 
@@ -346,10 +347,10 @@ def find_units(model: nn.Module, patterns: str | Sequence[str], explicit: Iterab
 
 
 def add_ends(model: nn.Module, blocks: Sequence[Unit]) -> list[Unit]:
-    """Return ``blocks`` together with units for the embeddings before and the head after them.
+    """Return ``blocks``, and further units for the embeddings before and the head after the blocks.
 
-    Every layer there that has a matrix becomes a unit. If the head is tied to an embedding, the
-    embedding's unit contains both.
+    Every layer with a matrix that is before or after the blocks becomes a unit. If the head is tied
+    to an embedding, the embedding's unit contains both layers.
     """
     modules = dict(model.named_modules())
     order = {path: index for index, path in enumerate(modules)}

@@ -29,11 +29,11 @@ NO_WEIGHTS = "a skipped block has no attention weights to return"
 
 
 class Structure(NamedTuple):
-    """The form of a block's result, in which a pass-through must return its input.
+    """The form of a block's result, such as a tuple. A pass-through returns its input in this form.
 
-    ``position`` is the index of the leaf with the hidden state in the tree ``spec``. ``others`` has
-    the index of each leaf that is an unchanged input, with the input's name. All other leaves are
-    None. ``has_weights`` says whether attention weights are among them.
+    ``spec`` is the result's pytree, and ``position`` is the leaf with the hidden state. ``others``
+    maps each leaf that is an unchanged argument of the block to the argument's name. A pass-through
+    has None in all other leaves. ``has_weights`` says whether a block has attention weights there.
     """
 
     spec: TreeSpec
@@ -126,8 +126,8 @@ def hidden_state(
 class PassThrough(nn.Module):
     """Takes the place of a block that the group does not hold, and returns the block's input.
 
-    The input is returned in the form of the block's result. Other inputs that the block would
-    return unchanged, such as the position bias of T5, are in it, too. Attention weights are None.
+    The result has the form of the block's result, with None for attention weights. Other arguments
+    that the block would return unchanged, such as T5's position bias, are in the result, too.
 
     The block itself is kept as the *skeleton* on the meta device, outside the module tree, where it
     takes no memory. It shows the form of the result, and it runs when the full model is evaluated.
@@ -160,16 +160,16 @@ class PassThrough(nn.Module):
             return getattr(self.__dict__["_hidden"][0], name)
 
     def collect_refusals(self, refusals: list[str] | None) -> None:
-        """Make a block that cannot be skipped add the reason to ``refusals``, and raise nothing.
+        """Add the reason to ``refusals`` if this block cannot be skipped, instead of raising it.
 
-        The forward pass then continues with zeros, so that it finds all such blocks. If
-        ``refusals`` is None, the first such block raises its error at once.
+        The forward pass then continues with zeros, so that one pass finds all blocks that cannot be
+        skipped. If ``refusals`` is None, this block raises its error at once.
         """
         self._refusals = refusals
 
     @property
     def has_learned(self) -> bool:
-        """Whether the form of the block's result is known. The first call finds it out."""
+        """Whether the form of the block's result is known. The first forward pass finds it."""
         return self._structure is not None
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
@@ -255,7 +255,7 @@ class _CopiesAreZeros(TorchFunctionMode):
 
 
 def carve(model: nn.Module, units: Sequence[Unit], placement: Placement, group: int) -> dict[str, PassThrough]:
-    """Replace every block that ``group`` does not hold by a pass-through, which frees its memory.
+    """Replace blocks that ``group`` does not hold by pass-throughs, which frees the blocks' memory.
 
     ``model`` is changed in place. Returns the pass-throughs by path.
     """
@@ -314,11 +314,11 @@ def freeze(model: nn.Module, units: Sequence[Unit], placement: Placement, group:
 
 
 class Evaluation:
-    """Switches off the warning of :func:`warn_of_partial_pass`, if an attribute is True.
+    """Says when a forward pass in evaluation mode needs no warning (:func:`warn_of_partial_pass`).
 
     Attributes:
-        is_running: Whether the engine itself evaluates now.
-        is_replaced: Whether every pass in evaluation mode runs the full model.
+        is_running: Whether the engine itself evaluates now. Then a pass does not warn.
+        is_replaced: Whether every pass in evaluation mode runs the full model. Then none warns.
     """
 
     def __init__(self) -> None:

@@ -14,9 +14,9 @@ from ..placement.layout import Layout
 
 
 def compiled_in_place(model: nn.Module) -> nn.Module:
-    """Return ``model`` without the wrappers of ``torch.compile``, but with compiled modules.
+    """Replace each wrapper that ``torch.compile`` made by its module, which is compiled in place.
 
-    The parameters have the same names as without ``torch.compile``.
+    So parameters have the same names as without ``torch.compile``. Returns the unwrapped ``model``.
     """
     for parent in list(model.modules()):
         for name, child in parent._modules.items():

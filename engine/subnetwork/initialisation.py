@@ -7,8 +7,8 @@ blocks that overlap its shard. Holders get equal values without a broadcast.
 Other models run their ``_init_weights`` (Hugging Face), ``init_weights(buffer_device)``
 (torchtitan, later ``init_states(buffer_device)``) or ``reset_parameters`` (torch), module by
 module, with a separate generator for each module. ``_init_weights`` of enclosing modules runs too,
-because they may have rules for the module's tensors. torchtitan's function belongs to the outermost
-module. It runs once for every module, and ignores tensors on the meta device.
+because they may have rules for the module's tensors. torchtitan's function initialises the whole
+model. It runs once for every module, while all other modules are on the meta device.
 
 Initial values may also come from safetensors files. A rank reads only the rows that it holds.
 """
@@ -96,11 +96,11 @@ class ModuleInit:
 
 
 def plan_initialisation(model: nn.Module, seed: int) -> list[ModuleInit]:
-    """Plan the initial values of ``model``: one item for each module that has tensors of its own.
+    """Plan the initial values of ``model``: one ModuleInit for each module with own tensors.
 
-    Call this before the model is sharded, and call ``fillers()`` of the items afterwards. ``model``
-    may be on the meta device. A full parameter is in memory only while its module's fillers exist.
-    Tied parameters appear once. Raises ModelError if there is no rule for a parameter.
+    Call this before the model is sharded, and call the ``fillers()`` after that. ``model`` may be
+    on the meta device. A full parameter is in memory only while its module's fillers exist. Tied
+    parameters appear once. Raises ModelError if there is no rule for a parameter.
     """
     rule = get_parameter_init(model)
     skeleton = None if rule is not None else _skeleton(model, {})
@@ -309,9 +309,9 @@ class WeightFiles:
 def fillers_from(files: WeightFiles, directory: Path, model: nn.Module, layout: Layout) -> dict[str, Filler]:
     """Return functions that fill the parameters and persistent buffers of ``model`` from ``files``.
 
-    The result is by path in the model. The model's hook ``canonical_name`` says which tensor a key
-    in the files belongs to. ``directory`` is only for messages: ``files`` may be converted files in
-    another directory. Raises ModelError unless files and model have the same tensors.
+    The keys of the result are paths in the model. The hook ``canonical_name`` of the model maps a
+    key in the files to a tensor. ``directory`` is only for messages, because ``files`` may be a
+    converted copy. Raises ModelError unless files and model have the same tensors.
     """
     canonical, buffers = get_canonical_name(model), layout.buffers_at(0)
     plain = {key.replace("_orig_mod.", ""): key for key in files.keys()}  # noqa: SIM118  a compiled model was saved
@@ -324,8 +324,8 @@ def fillers_from(files: WeightFiles, directory: Path, model: nn.Module, layout: 
         key = next((keys[other] for other in names if other in keys), None)
         if key is None:
             raise ModelError(
-                f"training.init_from: {directory} has no {name!r}, so it is of another model; give the "
-                "directory of this model"
+                f"training.init_from: {directory} has no {name!r}, so these weights are of another "
+                "model; give the directory of this model"
             )
         info = layout.by_path[name][0] if name in layout.by_path else buffers[name]
         if (obstacle := files.obstacle(key, info)) is not None:
@@ -334,8 +334,8 @@ def fillers_from(files: WeightFiles, directory: Path, model: nn.Module, layout: 
     unknown = keys.keys() - {name for names in names_of.values() for name in names}
     if unknown:
         raise ModelError(
-            f"training.init_from: {directory} has {keys[min(unknown)]!r}, which this model does not have, so it is "
-            "of another model; give the directory of this model"
+            f"training.init_from: {directory} has {keys[min(unknown)]!r}, which this model does not have, so "
+            "these weights are of another model; give the directory of this model"
         )
     return fillers
 

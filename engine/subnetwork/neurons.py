@@ -95,9 +95,9 @@ class Slices:
         return x * torch.cat(parts).view([-1 if dim == axis % x.dim() else 1 for dim in range(x.dim())])
 
     def in_parts(self, y: Tensor, axis: int) -> Tensor:
-        """Sort the outputs ``y`` of a layer along ``axis``: queries first, then keys, then values.
+        """Sort outputs ``y`` of a layer for queries, keys and values along ``axis``, in this order.
 
-        The outputs of any other layer are returned unchanged.
+        If the layer computes only one kind of output (``parts`` 1), ``y`` is returned unchanged.
         """
         order, size = self.order, len(self.ranges) // self.parts
         by_part = sorted(range(len(order)), key=lambda position: order[position] // size)  # stable
@@ -278,8 +278,8 @@ class SlicedBatchNorm(_BatchNorm):
 def slice_layers(model: nn.Module, layout: Layout, group: int, dtype: torch.dtype = torch.float32) -> None:
     """Replace every layer of a residual branch, in place, by a layer with the slices of ``group``.
 
-    These are the slices that the group holds and, under backward masking, frozen copies of all
-    other slices in ``dtype``. Raises ModelError for a layer that cannot be sliced.
+    The group holds some of the slices. Under backward masking, the layer also has frozen copies, in
+    ``dtype``, of the other slices. Raises ModelError for a layer that cannot be sliced.
     """
     copies = {info.name for info in layout.frozen(group)}
     modules: dict[str, dict[str, Slices]] = {}

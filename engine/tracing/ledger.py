@@ -34,7 +34,7 @@ class Window:
 
     Attributes:
         at_peak: Bytes by kind when the sum of all kinds was largest.
-        most: The largest number of bytes of activations, and that of communication.
+        most: The largest number of bytes of each of two kinds: activations and communication.
         combined: Bytes of activations and communication when the sum of these two was largest.
     """
 
@@ -51,9 +51,9 @@ class Window:
             self.most[kind] = max(self.most[kind], live[kind])
 
     def plus(self, other: Window, before: Window, times: int) -> Window:
-        """Return this window plus ``times`` times the difference of ``other`` and ``before``.
+        """Return this window + ``times`` × (``other`` − ``before``), to predict many more blocks.
 
-        So a trace with one more block gives the memory of a step with many more blocks.
+        ``other`` is from a trace with one more block than the trace of ``before``.
         """
         sums = []
         for name in ("at_peak", "most", "combined"):

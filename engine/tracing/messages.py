@@ -1,7 +1,7 @@
 """Computes what each rank of a run sends in a step, from the trace of a single rank.
 
-Inside a group all ranks send the same, so the trace of one rank shows it. Between groups, it
-depends on the holders of each unit, which the layout lists.
+All ranks of a group send the same inside the group, so the trace of one rank shows these messages.
+What a rank sends to other groups depends on the holders of each unit, which the layout lists.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class Messages:
         self._known: dict[tuple[int, int, int | None], Sums] = {}  # thousands of ranks share a few sums
 
     def of_step(self, rank: int, traced: int, inside: Iterable[Collective]) -> list[Collective]:
-        """Return what ``rank`` sends in a step (with local steps: in one that averages no weights).
+        """Return what ``rank`` sends in a step. With local steps, the step averages no weights.
 
         Args:
             rank: The rank.

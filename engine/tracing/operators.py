@@ -30,10 +30,10 @@ def operators_of(device: Device) -> Iterator[None]:
     float32 number per row. On a CPU, torch composes the function from operators that keep float32
     copies of the input (aten/src/ATen/native/layer_norm.cpp).
 
-    torch uses the kernel if the device has one. So this context registers a kernel for the CPU,
-    which never runs: shapes and the formula of the derivative are torch's own
-    (tools/autograd/derivatives.yaml). With real tensors, it raises RuntimeError. Models look for
-    flash attention, which has documents of different lengths, in the same way (sdp.models.layers).
+    torch uses the kernel if the device has one. So this context registers a kernel for the CPU. The
+    kernel never runs on fake tensors: shapes and the formula of the derivative are torch's own
+    (tools/autograd/derivatives.yaml). On real tensors, the kernel raises RuntimeError. The context
+    also registers flash attention, which models use for documents (sdp.models.layers).
     """
     if device == "cpu":
         yield

@@ -78,4 +78,4 @@ def test_a_load_says_how_many_steps_are_lost(tmp_path: Path, caplog: pytest.LogC
     assert "are lost" not in caplog.text
     engine_of(replace(case, sync="")).load_checkpoint(tmp_path)
     assert "under another layout or other settings of sdp.sync" in caplog.text
-    assert "; 3 inner steps are lost" in caplog.text
+    assert "; 3 local steps are lost" in caplog.text

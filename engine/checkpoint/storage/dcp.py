@@ -151,8 +151,8 @@ class SafeReader(FileSystemReader):
 class Chunks(torch.Tensor):
     """The pieces of a tensor that this rank has, in the form in which DCP saves and loads them.
 
-    The tensor has the shape ``whole``. Each piece in ``locals`` begins at one of the ``offsets``.
-    Nothing can be computed with this object.
+    The whole tensor has the shape ``whole``. In it, the piece ``locals[i]`` begins at the indices
+    ``offsets[i]``. Nothing can be computed with this object.
     """
 
     locals: list[torch.Tensor]

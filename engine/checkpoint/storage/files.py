@@ -22,7 +22,7 @@ STATE = "state.json"
 MOST_BYTES = 1 << 30  # largest JSON file; for a large model, the list of tensors has tens of megabytes
 INCOMPLETE = "incomplete"  # the state has this key while the checkpoint is being written
 
-_OLDER = "remove this directory to resume from an older checkpoint"
+_OLDER = "remove this checkpoint to resume from an older one"
 
 
 def is_plain(name: str) -> bool:

@@ -74,7 +74,7 @@ REFUSED: dict[str, tuple[Any, str]] = {
     "number of numpy": (np.float64(0.1), "numpy.float64 is neither JSON nor a plain tensor"),
     "enum": (signal.SIGTERM, "signal.Signals is neither JSON nor a plain tensor"),
     "deep inside": ([{"a": [{1}]}], "['bad'][0]['a'][0]: set"),
-    "key": ({1: "a"}, "a key of client_state['bad']: int is not JSON"),
+    "key": ({1: "a"}, "client_state['bad']: the key 1 has the type int, but keys in JSON are text"),
     "nested tensor": (torch.nested.nested_tensor([torch.ones(1), torch.ones(2)]), "a nested tensor"),
     "jagged tensor": (torch.nested.nested_tensor([torch.ones(1), torch.ones(2)], layout=torch.jagged), "NestedTensor"),
     "sparse tensor": (torch.eye(2).to_sparse(), "a sparse tensor"),
@@ -96,7 +96,7 @@ def test_anything_else_is_refused_by_name_and_type(kind: str) -> None:
 
 
 def test_an_outermost_key_is_text() -> None:
-    with pytest.raises(CheckpointError, match="a key of client_state: int is not JSON"):
+    with pytest.raises(CheckpointError, match="client_state: the key 1 has the type int"):
         ClientState({1: "one"})  # type: ignore[dict-item]
 
 

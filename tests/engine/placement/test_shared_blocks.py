@@ -140,7 +140,7 @@ def test_blocks_that_no_group_can_skip_are_named() -> None:
     assert shared == (
         "all groups share blocks that no group could skip: layer2.0, layer3.0, layer4.0 (changes the shape of its "
         "input); "
-        'sdp.masking "backward", or patterns in sdp.units, makes them units'
+        'to make them units, use sdp.masking "backward" or patterns in sdp.units'
     )
     assert held == (
         "a group holds up to 89% of the model's parameters; all groups share 45%: layer4.0 32%, layer3.0 8%, fc 2%, "

@@ -50,7 +50,7 @@ def test_a_resume_with_another_tokenizer_or_a_damaged_checkpoint_changes_nothing
     assert main([*resume, "--set", "training.steps=4"]) == 2
     last = capsys.readouterr().err.splitlines()[-1]
     assert last.startswith(f"sdp: error: {shard}: damaged, its sha256 is ")
-    assert last.endswith("remove this directory to resume from an older checkpoint")
+    assert last.endswith("remove this checkpoint to resume from an older one")
     assert {path.name: path.read_bytes() for path in run.iterdir() if path.is_file()} == written
 
 
