@@ -119,7 +119,7 @@ def find_index(directory: Path, settings: Mapping[str, Any], *, overwrite: bool)
 
 
 def other_data(directory: Path, changed: list[str]) -> DataError:
-    """Return the error for a directory whose data was made with other values of ``changed``."""
+    """Return the error for a directory whose data has other values of the settings ``changed``."""
     return DataError(
         f"{directory} has data that was made in another way ({', '.join(changed)} changed); choose another output, "
         "or add --overwrite"

@@ -196,7 +196,7 @@ class LanguageModelHead(nn.Linear):
         """Compute the logits (B, S, V) of hidden states ``input`` (B, S, D).
 
         If ``labels`` (B, S) are given, compute the mean next-token loss instead, a float32 scalar.
-        Labels are token ids at their own positions, and are shifted here.
+        A label is the id of the token at the same position. This method shifts the labels.
         """
         if labels is None:
             return gather_vocabulary(super().forward(input), self.tensor_ranks)

@@ -196,7 +196,7 @@ class Llama(nn.Module):
         """Compute the logits (B, S, V) of ``input_ids`` (B, S), or if labels are given, the loss.
 
         The loss is the mean next-token loss, a float32 scalar. ``labels`` (B, S) are input ids or
-        -100 for tokens that do not count. They are shifted here. If a sequence has several
+        -100 for tokens that do not count. This method shifts them. If a sequence has several
         documents, ``documents`` (B, S) has each token's document number, and attention stays inside
         a document. Raises ModelError if a sequence is longer than ``max_position_embeddings``.
         """

@@ -236,7 +236,7 @@ class Layout:
 
     @cached_property
     def wholes(self) -> dict[str, list[TensorInfo]]:
-        """Each parameter's name → the list of its slices. If unsliced, it is the only item."""
+        """Each parameter's name → a list of its slices, or of the parameter alone if unsliced."""
         wholes: dict[str, list[TensorInfo]] = {}
         for info in self.parameters.values():
             wholes.setdefault(info.canonical, []).append(info)

@@ -155,7 +155,7 @@ class Placement:
 
         The set of all groups is absent, because no group needs copies of units that all groups
         hold. The holders in a set divide the receiving groups among themselves. If there are more
-        holders than receivers, only the holders with the fewest parameters to send so far send.
+        holders than receivers, those with the most parameters to send so far do not send.
 
         If possible, a holder sends to the same groups for several sets, so that the messages of
         these sets share a communicator. If there would be more than ``WAYS`` communicators per
@@ -188,7 +188,7 @@ class Placement:
         return self._members @ np.array([len(holders) > 1 for holders in self.holder_sets], dtype=float)
 
     def warnings(self) -> list[str]:
-        """Return warnings about unconnected groups, groups without units, many communicators."""
+        """Return warnings: of unconnected groups, groups without units, or many communicators."""
         notes = []
         if not self.connected:
             one, other = (list_groups(groups) for groups in self.components()[:2])

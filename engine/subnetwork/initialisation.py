@@ -289,7 +289,7 @@ class WeightFiles:
         return {key: tensor.get_dtype() for key, tensor in self._tensors.items()}
 
     def obstacle(self, key: str, info: TensorInfo) -> str | None:
-        """Return why the tensor ``key`` cannot be the value of the tensor ``info``, else None."""
+        """Return why the file's tensor ``key`` does not fit the model's ``info``, or None."""
         shape, dtype = tuple(self._tensors[key].get_shape()), self._tensors[key].get_dtype()
         if shape != tuple(info.full_shape):
             return f"has shape {shape} in the files, and {tuple(info.full_shape)} in the model"

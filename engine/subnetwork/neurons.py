@@ -108,9 +108,10 @@ class Slices:
 
 
 def multiply(x: Tensor, weight: Tensor, convolution: Settings | None) -> Tensor:
-    """Return ``x`` times a matrix, or a convolution of ``x`` if its settings are given.
+    """Return ``x`` times the matrix ``weight``, or the convolution of ``x`` with ``weight``.
 
-    Features are in the last dimension of ``x``. Channels of a convolution are in dimension 1.
+    ``convolution`` has the settings of a convolution. If it is None, features are in the last
+    dimension of ``x``.
     """
     return F.linear(x, weight) if convolution is None else F.conv2d(x, weight, None, *convolution)
 
@@ -278,8 +279,8 @@ class SlicedBatchNorm(_BatchNorm):
 def slice_layers(model: nn.Module, layout: Layout, group: int, dtype: torch.dtype = torch.float32) -> None:
     """Replace every layer of a residual branch, in place, by a layer with the slices of ``group``.
 
-    The group holds some of the slices. Under backward masking, the layer also has frozen copies, in
-    ``dtype``, of the other slices. Raises ModelError for a layer that cannot be sliced.
+    The new layer has the slices that the group holds. Under backward masking, it also has frozen
+    copies of all other slices, in ``dtype``. Raises ModelError for a layer that cannot be sliced.
     """
     copies = {info.name for info in layout.frozen(group)}
     modules: dict[str, dict[str, Slices]] = {}

@@ -88,7 +88,7 @@ def describe_blocks(model: nn.Module, layout: Layout, group: int) -> dict[str, A
 
 
 def kinds_of(descriptions: Mapping[str, Any]) -> tuple[list[list[str]], list[list[str]]]:
-    """Return lists of identical blocks: those that a group runs, and those that it skips."""
+    """Return lists of identical blocks that the group runs, and lists of those that it skips."""
     kinds: dict[Any, list[str]] = {}
     for name, description in descriptions.items():
         kinds.setdefault(description, []).append(name)
