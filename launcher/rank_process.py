@@ -28,7 +28,7 @@ _LAST_LOG_BYTES = 4096
 class RankProcess:
     """A rank that runs as a child process of the launcher.
 
-    Runs append to the log. ``log_start`` is the position in the log where this run begins.
+    Earlier runs wrote to the same log, so ``log_start`` says at which byte this run begins.
     """
 
     rank: int

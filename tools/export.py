@@ -125,8 +125,8 @@ def _copy_router(saved: SavedRun, out: Path) -> bool:
 def export(saved: SavedRun, out: Path, dtype: torch.dtype | None, max_shard_bytes: int, path: int = 0) -> list[Path]:
     """Write the model and the tokenizer of ``saved`` to ``out``, and return the weight files.
 
-    With several paths (``sdp.paths``), this is the model of ``path``. The earlier content of
-    ``out`` is replaced at the end.
+    If the run has several paths (``sdp.paths``), the model of path number ``path`` is written. The
+    earlier content of ``out`` is replaced at the end.
 
     If the run started from a model of transformers, the tensors have the names that they had in
     that model, and also the types unless ``dtype`` is given. Other files of that model are copied.

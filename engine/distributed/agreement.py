@@ -145,7 +145,7 @@ def check_equal(facts: Mapping[str, Any], device: torch.device) -> None:
     Ranks with different settings would wait for each other forever, or train different models.
 
     Raises:
-        ConfigError: A fact differs between two ranks. All ranks raise this error, which names it.
+        ConfigError: A fact differs between two ranks. All ranks raise the error, with the fact.
     """
     texts = [normalise(fact) for fact in facts.values()]
     for key, text, differs in zip(facts, texts, find_differences(texts, device), strict=True):

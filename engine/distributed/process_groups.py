@@ -87,8 +87,8 @@ class Communicators:
             all-reduce averages over the ranks of all holders.
         fsdp: the ranks that shard this group's state, or only this rank if FSDP2 wraps parameters
             that are not sharded.
-        holders: for each set of holders, the ranks that average gradients. A set is missing if this
-            rank is its only rank.
+        holders: for each set of holders, the ranks that average gradients. A set is missing if
+            there is no other rank to average with.
         refresh: the ranks of a broadcast of new weights to frozen copies, by source group and all
             groups that take part. Each source has a process group of its own, because broadcasts
             in one process group would run one after the other.

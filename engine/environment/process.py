@@ -126,9 +126,9 @@ log = logging.getLogger("sdp")
 
 @contextmanager
 def announced(reason: Callable[[], str | None]) -> Iterator[None]:
-    """A context for a step that may wait for long. After 20 seconds it logs why.
+    """A context for work that may wait for long. After 20 seconds, a log line says why.
 
-    ``reason`` is called at that moment. It returns the line to log, or None for no line.
+    ``reason`` is called then, and returns the line. If it returns None, nothing is logged.
     """
 
     def announce() -> None:

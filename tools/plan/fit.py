@@ -255,7 +255,7 @@ class _Search:
 def closest_of(trials: Sequence[Trial]) -> Trial:
     """Return the layout that misses the memory by the least, preferably one with a traced step.
 
-    If the engine refused all layouts, this is the first one.
+    If the engine refused all layouts, the first layout is returned.
     """
     misses = [trial for trial in trials if trial.need is not None]
     return min(misses, key=lambda trial: (trial.state_only, trial.need or 0)) if misses else trials[0]

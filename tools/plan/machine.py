@@ -72,7 +72,7 @@ def fill_nodes(slots: Sequence[int], world: int) -> tuple[int, ...]:
 class StepTime:
     """The expected seconds of one rank's step, and of its computation and traffic.
 
-    Only the seconds in ``step`` leave out traffic that overlaps with computation.
+    ``step`` leaves out traffic that overlaps with computation. All other fields count it.
 
     Attributes:
         compute: Computation.

@@ -119,7 +119,7 @@ def compare(config: Config, machine: Machine, world: int) -> tuple[list[Forecast
     """Plan all ways to train the model of ``config``.
 
     Returns:
-        The plans, and notes: which ways cannot be planned, and which settings were chosen for them.
+        The plans, and notes: which ways cannot be planned, and which settings the planner chose.
 
     Raises:
         SDPError: Nothing can be planned.

@@ -120,7 +120,7 @@ def find_baseline(runs: Sequence[Facts]) -> Baseline:
 
 
 def facts_of_all(runs: Sequence[Run]) -> list[Facts]:
-    """Read the figures of every run. If runs have the same name, they are named by their paths."""
+    """Read the figures of every run. Runs with the same name are named by their paths."""
     names = [run.name for run in runs]
     return [
         replace(facts_of(run), name=run.name if names.count(run.name) == 1 else shorten(run.path, MOST_MESSAGE))

@@ -78,7 +78,7 @@ def _with_absolute_path(section: _Section, key: str, *rest: str) -> _Section:
 def keep_start_files(config: Config, dump_dir: Path) -> None:
     """Copy the files that describe the model of ``init_from`` to the run's directory.
 
-    Without ``init_from``, this does nothing. Raises WriteError if they cannot be written.
+    Without ``init_from``, this does nothing. Raises WriteError if the files cannot be written.
     """
     if config.training.init_from is None:
         return

@@ -36,10 +36,7 @@ def quantity(text: str, unit: Literal["B", "B/s", "FLOP/s"], option: str) -> flo
 
 
 def parse_bit_rate(text: str) -> float | None:
-    """Return ``text``, such as ``300mbit`` or ``1Gbit/s``, as bits a second.
-
-    Returns None if the text has another form.
-    """
+    """Return a text such as ``300mbit`` or ``1Gbit/s`` as bits a second. None for other texts."""
     match = re.fullmatch(rf"{_NUMBER}([kmgt]?)bit(?:/s)?\s*", text, re.IGNORECASE)
     if match is None:
         return None

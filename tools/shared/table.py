@@ -56,8 +56,8 @@ def plain_row(
 ) -> Row:
     """Make a row of numbers in format ``spec``.
 
-    With a ``baseline``, each number has its ratio to the baseline. With ``difference``, it has the
-    difference instead.
+    With a ``baseline``, each number has its ratio to the baseline. With ``difference``, each number
+    has its difference from the baseline instead.
     """
     cells = []
     for value in values:

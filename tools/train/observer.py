@@ -65,8 +65,8 @@ PROBED_STEP = 2  # the first step allocates optimizer state; the steps after it 
 class MemoryProbe(Observer):
     """Measures the peak of live tensors in one step. ``peak`` has its bytes after this step.
 
-    This is the second step, because the first one also allocates optimizer state. With a masking
-    schedule, it is the first later step with backward masking, which needs the most memory.
+    The probe measures the second step, because the first step also allocates optimizer state. With
+    a masking schedule, it measures a later step with backward masking, which needs more memory.
     """
 
     def __init__(self, engine: SDPEngine):
