@@ -96,7 +96,7 @@ class Forecast:
         layout: Which group holds which unit.
         batch: The samples of a step.
         machine: The machine that the run is planned for.
-        groups: An entry for all groups that run the same blocks. The highest peak comes first.
+        groups: One entry per set of groups that run the same blocks. The highest peak is first.
         untraced: Groups with other blocks whose step was not traced. They are counted like the
             first entry of ``groups``.
     """

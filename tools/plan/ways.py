@@ -209,7 +209,7 @@ def _with_sdp(config: Config, **keys: object) -> Config:
 
 
 def compare_table(plans: Sequence[Forecast], memory: float | None) -> str:
-    """Return a table of plans as text. With the bytes of a device, it also says which plans fit."""
+    """Return a table of plans as text. With ``memory`` (of a device), a column says which fit."""
     fits = ["fits"] if memory is not None else []
     header = ["groups × ranks", "ZeRO", "peak", *fits, "time of a step", *(f"sent {link}" for link in LINKS)]
     rows = []
