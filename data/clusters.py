@@ -345,7 +345,7 @@ def _write(
 
 
 def _tokens_of(dataset: TokenDataset) -> str:
-    """Return the hash of a corpus's tokens. Another tokenizer makes others of the same texts."""
+    """Return the hash of a corpus's tokens. It depends on the texts and on the tokenizer."""
     shards = [shard.sha256 for split in dataset.index.splits.values() for shard in split.shards]
     return hashlib.sha256("".join(shards).encode()).hexdigest()
 

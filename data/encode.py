@@ -1,4 +1,4 @@
-"""Encodes documents as tokens, in several processes, whose number does not change the result."""
+"""Encodes documents as tokens, with the same result for any number of processes."""
 
 from __future__ import annotations
 

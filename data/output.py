@@ -62,9 +62,10 @@ def only_writer(directory: Path) -> Iterator[None]:
 
 @contextlib.contextmanager
 def nothing_left_on_error(directory: Path, new_directories: list[Path]) -> Iterator[None]:
-    """A context that, on an error, removes all files that were written to ``directory`` inside it.
+    """A context that, on an error inside it, removes the files that the context has written.
 
-    It then also removes ``new_directories`` (innermost first), which were made for this run.
+    These files are in ``directory``. The context then also removes ``new_directories`` (innermost
+    first), which were made for this run.
     """
     before = {path.name for path in directory.iterdir()}
     try:

@@ -89,9 +89,7 @@ class TokenDataset(Dataset[dict[str, torch.Tensor]]):
         self.index.verify(self.directory)
 
     def _read(self, start: int, count: int) -> np.ndarray:
-        """Return ``count`` tokens from position ``start`` of the split, as they are in the files
-        (int64).
-        """
+        """Return ``count`` tokens from position ``start`` of the split, unchanged, as int64."""
         out = np.empty(count, dtype=np.int64)
         filled = 0
         while filled < count:

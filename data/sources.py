@@ -330,8 +330,9 @@ def _content_of_line(line: bytearray, column: str, where: str) -> str | np.ndarr
 
 
 def _marked_tokens(row: dict[str, Any], where: str) -> np.ndarray:
-    """Return a line's ``input_ids``, with marks on those whose ``labels`` are -100. The first token
-    is marked too, because no earlier token predicts it.
+    """Return a line's ``input_ids``, with marks on those whose ``labels`` are -100.
+
+    The first token is marked too, because no earlier token predicts it.
     """
     ids, labels = (np.asarray(row.get(key, row["input_ids"])) for key in ("input_ids", "labels"))
     if ids.dtype.kind != "i" or ids.ndim != 1 or ids.min() < 0 or ids.max() >= UNCOUNTED:

@@ -195,7 +195,7 @@ def declare_neuron_branches(model: nn.Module) -> nn.Module:
 
 
 def neuron_branches(model: nn.Module) -> list[Branch]:
-    """List the residual branches of a model of transformers that have neurons, layer by layer.
+    """List, layer by layer, the branches of a transformers model whose neurons can be units.
 
     Raises:
         ModelError: Models of this type are not supported.
@@ -235,9 +235,7 @@ def _subclass(kind: type, members: dict[str, Any]) -> type:
 
 
 def _apply_conv1d(self: Any, x: Tensor) -> Tensor:
-    """Apply the ``Conv1D`` of transformers, whose weight is (inputs, outputs), with some outputs or
-    inputs.
-    """
+    """Apply a ``Conv1D`` of transformers with some outputs or inputs: weight (inputs, outputs)."""
     weight = self.weight
     y = x @ weight + self.bias if weight.shape[0] else x.new_zeros((*x.shape[:-1], weight.shape[1])) + self.bias
     slices = getattr(self, "slices", {}).get("weight")

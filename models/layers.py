@@ -332,8 +332,7 @@ def _chunk_loss(
     z_loss: float,
     count: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Compute the float32 loss of ``logits`` (n, V), summed over this rank's
-    ``local_targets``.
+    """Compute the float32 loss of ``logits`` (n, V), summed over this rank's ``local_targets``.
 
     With ``count``, the second value is the gradient of (loss of all targets / ``count``) with
     respect to ``logits``, in their dtype.

@@ -51,8 +51,8 @@ class BatchNorm2d(nn.BatchNorm2d):
 class BasicBlock(nn.Module):
     """A residual block of two 3 × 3 convolutions: (B, C, H, W) → (B, C', H / stride, W / stride).
 
-    A block with stride 1 and C' = C can be skipped. Its input is the output of a ReLU, so the
-    block's last ReLU would not change it. In training, ``survival`` is the probability with which
+    A block with stride 1 and C' = C can be skipped. Its last ReLU would not change the block's
+    input, which comes from another ReLU. In training, ``survival`` is the probability with which
     an image keeps the convolutions. ``dropout`` is the probability with which an element between
     the convolutions becomes zero.
     """

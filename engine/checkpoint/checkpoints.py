@@ -139,7 +139,7 @@ class Checkpoints:
 
         Returns:
             The checkpoint's path and the client state. If no ``tag`` is given and there is no
-            checkpoint: ``(None, {})``, with a warning.
+            checkpoint, the result is ``(None, {})``, and a warning is logged.
 
         Raises:
             CheckpointError: The checkpoint is damaged, or belongs to another model, optimizer or

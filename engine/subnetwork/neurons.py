@@ -95,9 +95,10 @@ class Slices:
         return x * torch.cat(parts).view([-1 if dim == axis % x.dim() else 1 for dim in range(x.dim())])
 
     def in_parts(self, y: Tensor, axis: int) -> Tensor:
-        """Sort outputs ``y`` of a layer for queries, keys and values along ``axis``, in this order.
+        """Sort the outputs ``y`` along ``axis``: all queries first, then all keys, then all values.
 
-        If the layer computes only one kind of output (``parts`` 1), ``y`` is returned unchanged.
+        If the layer does not compute queries, keys and values together (``parts`` is 1), ``y`` is
+        returned unchanged.
         """
         order, size = self.order, len(self.ranges) // self.parts
         by_part = sorted(range(len(order)), key=lambda position: order[position] // size)  # stable
