@@ -31,9 +31,9 @@ from .subnetwork.neurons import slice_layers
 def build_store(
     model: nn.Module, config: Config, layout: Layout, device: torch.device, plan: Sequence[ModuleInit] | None
 ) -> Fsdp2Store:
-    """Cut ``model`` in place to this rank's part, and return a store with values. Collective.
+    """Cut ``model`` in place to this rank's part, give it values, and return a store. Collective.
 
-    Frozen copies in the store have no values yet.
+    Only frozen copies have no values yet.
 
     Args:
         model: the full model, with weights or on the meta device.

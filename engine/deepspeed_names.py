@@ -214,7 +214,7 @@ class _CSV:
 class _WeightsAndBiases:
     """Writes for Weights & Biases.
 
-    The step is logged as a metric, because Weights & Biases drops points whose own step goes back.
+    The step is logged as a metric, because Weights & Biases drops points with a lower step.
     """
 
     def __init__(self, section: WandbSection, options: Mapping[str, Any]):

@@ -203,10 +203,10 @@ class SDPEngine:
         return scaled
 
     def _weight_of(self, weight: Any, *, scale_wrt_gas: bool) -> tuple[LossWeights, torch.Tensor] | None:
-        """Return the weights of the step so far, and the weight of this micro-batch. None: losses
-        have no weights.
+        """Return the weights of the step so far, and the weight of this micro-batch.
 
-        Raises ConfigError if the weight cannot be honoured.
+        If losses have no weights, the result is None. Raises ConfigError for a weight that cannot
+        be honoured.
         """
         chosen = self.config.training.loss_weighting
         counts, self._counts = self._counts, None

@@ -58,7 +58,7 @@ class AcceleratedEngine:
     def _replace_forward(self, module: nn.Module) -> None:
         """Make ``module`` run the full model in evaluation mode.
 
-        The Trainer calls the module itself there.
+        In evaluation, the Trainer calls ``module`` instead of the engine.
         """
         native_forward = module.forward
 

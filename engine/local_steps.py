@@ -136,7 +136,7 @@ class LocalSteps:
         return PendingUpdate(receive)
 
     def _summary(self, loss: float, norm: float, count: float | None) -> list[float]:
-        """Return this rank's terms of the sums from which the outcome of a step is computed."""
+        """Return this rank's terms of the sums from which a step's loss and norm are computed."""
         mesh, at = self._context.mesh, self._context.at
         share = 1 / len(mesh.groups) if at.fsdp == 0 and at.tp == 0 else 0.0  # the sum over all ranks is 1
         return [
@@ -168,7 +168,7 @@ class LocalSteps:
 
     @property
     def anchors(self) -> Mapping[str, torch.Tensor]:
-        """The weights after the last average, by name. All holders of a unit have the same."""
+        """The weights after the last average, by name. Holders of a unit have equal anchors."""
         return (
             {name: self._weight(name) for name in self.outer.anchors} if self.outer.is_swapped else self.outer.anchors
         )
@@ -267,8 +267,8 @@ class LocalTraining:
     def lag(self) -> int:
         """How many steps later the loss and norm of a step are read: ``sdp.sync.overlap`` + 1.
 
-        They are read late so that no step waits for a slow link. The message with them may queue
-        behind an average, which may take ``overlap`` steps.
+        Loss and norm may queue behind an average, which may take ``overlap`` steps, and no step
+        should wait for them. The lag is 0 with a service, and without local steps.
         """
         return 0 if self._sync is None or self.service is not None else self._sync.overlap + 1
 

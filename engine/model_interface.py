@@ -100,7 +100,7 @@ class Gather:
 class Column:
     """In a tensor-parallel plan: the output features of a linear layer are cut among ranks.
 
-    The features consist of ``pieces`` equal parts, such as attention heads, which are not cut.
+    The features consist of ``pieces`` equal parts, such as attention heads. No part is cut.
     """
 
     pieces: int | None = None

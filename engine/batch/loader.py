@@ -181,7 +181,7 @@ class EpochLoader:
         return self.loader.epoch_batches()
 
     def __len__(self) -> int:
-        """Return the number of batches left in this epoch. TypeError for an iterable data set."""
+        """Return the number of batches left in this epoch, or raise TypeError for a data stream."""
         return self.loader.batches_left()
 
     def state_dict(self) -> dict[str, Any]:
@@ -230,7 +230,7 @@ def evaluation_batches(
 def evaluation_rows(samples: int, global_batch: int, limit: int | None = None, *, drop_last: bool = True) -> list[int]:
     """Return the indices of the samples that all data ranks read in :func:`evaluation_batches`.
 
-    The data set has ``samples`` samples, and all data ranks read ``global_batch`` at a time.
+    The data set has ``samples`` samples. All data ranks together read ``global_batch`` at a time.
     """
     if limit is not None and limit < 1:
         raise ValueError(f"limit must be at least 1 batch, but is {limit}")

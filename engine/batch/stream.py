@@ -239,8 +239,8 @@ class StreamLoader:
         shares = self._data_ranks if self._has_own_share else None
         if state.get("share_of") != shares:
             raise CheckpointError(
-                f"data loader state: the checkpoint was written with {quote(state.get('share_of'))} data ranks, but "
-                f"this run has {shares}; a data set with reads_own_share resumes only on the same number of data ranks"
+                f"data loader state: reads_own_share divided the data among {quote(state.get('share_of'))} ranks in "
+                f"the checkpoint, and among {shares} in this run; use the same data set and number of data ranks"
             )
         if self._is_once and state["position"] < self._read_to.position:
             raise CheckpointError(

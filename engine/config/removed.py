@@ -1,6 +1,6 @@
-"""What this version does not have any more, with advice what to use instead.
+"""Lists keys, values, commands and options that were removed, and what to use instead.
 
-These are keys, values, commands and options. ``docs/changes.md`` is written from the tables.
+``docs/changes.md`` is written from the tables in this file.
 """
 
 from __future__ import annotations

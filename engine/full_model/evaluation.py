@@ -207,7 +207,7 @@ class StreamedEvaluation:
         return torch.compiler.set_stance("force_eager") if sliced else nullcontext()
 
     def _install(self) -> Callable[[], None]:
-        """Let passes stop before units and run received units. The result undoes this."""
+        """Let passes stop before units and run received units. Returns a function to undo this."""
         handles = []
         for name in self._units:
             module = self._store.module.get_submodule(name)

@@ -1,9 +1,9 @@
 """Gathers tensors of the full model from the groups that hold them, and averages buffers.
 
 The buffers are batch norm's running statistics. Every rank tracks the statistics of its own data
-while it trains. A unit's buffers become the mean over the ranks of its holders, and those of the
-shared part the mean over all ranks. This is done only when buffers are read or saved: in
-evaluation, the full state and checkpoints. The result equals that of averaging after every step,
+while it trains. A unit's buffers become the mean over the ranks of its holders, and buffers of the
+shared part become the mean over all ranks. Buffers are averaged only when they are read or saved:
+in evaluation, the full state and checkpoints. Averages after every step would give the same values,
 because no step reads the buffers and an update, (1 - m) · old + m · batch, is linear in them.
 
 Two kinds of entries get the mean but do not count in the mean: entries of a unit that a rank runs

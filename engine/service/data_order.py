@@ -72,6 +72,6 @@ class DataOrder:
 
     @property
     def end(self) -> int:
-        """The position in the data from which on no sample is assigned."""
+        """The first position in the data after all assigned samples."""
         blocks = max(map(int, self.dealt), default=self.first - 1) + 1
         return blocks * self.micro_batches * self.groups * self.width

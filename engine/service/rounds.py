@@ -72,9 +72,9 @@ class Member:
 class ServedRun:
     """The state of a run in the service: living groups, the open average, data, and counters.
 
-    The run begins when ``expected`` groups have joined. It does not wait longer than
-    ``wait_seconds`` for another group to join, or ``grace_seconds`` if ``expected`` is None. In all
-    methods, ``now`` is the time in seconds.
+    The run begins when ``expected`` groups have joined, or when no further group has joined
+    for ``wait_seconds``. If ``expected`` is None, all groups are expected, but the wait is only
+    ``grace_seconds``. In all methods, ``now`` is the time in seconds.
     """
 
     def __init__(
@@ -312,7 +312,7 @@ class ServedRun:
         return {"closed": self.closed, "samples": self.samples, "late": self.late, "orphans": dict(self.orphans)}
 
     def load_state_dict(self, state: Mapping[str, Any] | None, order: Mapping[str, Any] | None) -> None:
-        """Continue a run from a saved ``state`` and data ``order``, of which each may be None.
+        """Continue a run from a saved ``state`` and data ``order``. Either is None if not saved.
 
         Samples that were assigned, but not delivered when ``state`` was saved, count as skipped.
         """

@@ -242,7 +242,7 @@ class GroupStore(Protocol):
     layout: Layout  # in the present phase of a schedule of maskings
     module: nn.Module  # this rank's subnetwork
     context: RankContext
-    parameters: dict[str, nn.Parameter]  # those that the group holds, by name
+    parameters: dict[str, nn.Parameter]  # the parameters that the group holds, by name
     optimizer: Optimizer  # torch's, which steps on ``stepped``
 
     @property

@@ -50,8 +50,8 @@ def check_holders(
 
     Args:
         optimizer: The optimizer whose state is compared.
-        weights: Weights to compare instead of tensors of ``store.stepped``, by the same key.
-        owners: Tensors whose optimizer state is compared instead of these tensors' state, by key.
+        weights: Weights to compare instead of the store's tensors, by key of ``store.stepped``.
+        owners: Tensors that have the optimizer state instead of the store's tensors, by key.
 
     Raises:
         HolderMismatchError: Two holders differ. It is raised on every rank, and names the unit and

@@ -138,7 +138,7 @@ def _settings(config: Config, batch: BatchSize, layout: Layout) -> dict[str, Any
 def _build(
     package: Any, model: nn.Module, optimizer: Optimizer, settings: dict[str, Any], data: dist.ProcessGroup | None
 ) -> Any:
-    """Build DeepSpeed's engine over the ranks ``data``. None: this rank alone."""
+    """Build DeepSpeed's engine over the ranks ``data``, or for this rank alone if it is None."""
     alone: Any = new_group([dist.get_rank()], use_local_synchronization=True)
     try:
         # DeepSpeed asks for a launcher's variables.

@@ -279,7 +279,7 @@ class Zero:
             master.grad = None
         if self._stage == 3:
             # The first micro-batch of the next step overwrites only the sums of parameters that it
-            # uses. The others would keep the gradients of this step.
+            # uses. Sums of other parameters would keep the gradients of this step.
             zero.grad_partitions_flat_buffer.zero_()
             return
         for reduced in (zero.averaged_gradients, zero.all_grad_tensors):

@@ -267,7 +267,7 @@ class ModuleUses:
             group.post_backward = partial(self._end, group, group.post_backward)
 
     def begin_backward(self) -> None:
-        """Prepare for a backward pass. Call this after FSDP2's settings for the pass are made."""
+        """Prepare for a backward pass. Call this after ``set_requires_gradient_sync`` of FSDP2."""
         self._ended.clear()
         self._held_back = [group for group in self._groups if group.reduce_grads] if self._is_reduced_late() else []
         for group in self._held_back:

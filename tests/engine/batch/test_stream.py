@@ -145,7 +145,7 @@ def test_a_data_set_with_its_own_share_is_read_whole_and_does_not_end():
         shares.append(StreamLoader(data, 2, rank, 2))
     assert [read(EpochLoader(each), 3) for each in shares] == [[0, 1, 2, 100, 101, 102]] * 2
     assert shares[0].consumed == 12
-    with pytest.raises(CheckpointError, match="this run has None"):
+    with pytest.raises(CheckpointError, match="among None in this run"):
         StreamLoader(Counting(3), 2, 0, 2).load_state_dict(shares[0].state_dict())
 
 
