@@ -83,8 +83,8 @@ def resume(
     if not with_optimizer:
         if in_groups:
             raise CheckpointError(
-                f"{path}: was written in the middle of a round of sdp.sync, so weights cannot be loaded without the "
-                "optimizer's state; load both"
+                f"{path}: a run with local steps (sdp.sync) wrote it or would load it, so weights cannot be loaded "
+                "without the optimizer's state; load both"
             )
         weights = {key: tensor for key, tensor in share.tensors(to_load=True).items() if key.startswith("model/")}
         load(path, weights, state["files"], alone=ranks.alone)

@@ -97,8 +97,7 @@ class Slices:
     def in_parts(self, y: Tensor, axis: int) -> Tensor:
         """Sort the outputs ``y`` along ``axis``: all queries first, then all keys, then all values.
 
-        If the layer does not compute queries, keys and values together (``parts`` is 1), ``y`` is
-        returned unchanged.
+        If ``parts`` is 1, there is nothing to sort, and ``y`` is returned unchanged.
         """
         order, size = self.order, len(self.ranges) // self.parts
         by_part = sorted(range(len(order)), key=lambda position: order[position] // size)  # stable
