@@ -72,6 +72,6 @@ class DataOrder:
 
     @property
     def end(self) -> int:
-        """The first position in the data after all assigned samples."""
+        """The position in the data where the last block with an assigned share ends."""
         blocks = max(map(int, self.dealt), default=self.first - 1) + 1
         return blocks * self.micro_batches * self.groups * self.width
