@@ -228,7 +228,7 @@ def test_a_folder_that_datasets_saved(tmp_path):
             stream.write_table(table, max_chunksize=3)
         for name in ("dataset_info.json", "state.json", "../dataset_dict.json"):
             (tmp_path / split / name).write_text("{\n}")
-    with pytest.raises(DataError, match=f"{tmp_path}: holds several splits; give .* {tmp_path}/test {tmp_path}/train"):
+    with pytest.raises(DataError, match=f"{tmp_path}: holds several splits; name .* {tmp_path}/test {tmp_path}/train"):
         expand_inputs([str(tmp_path)])
     (path,) = expand_inputs([str(tmp_path / "train")])
     shutil.rmtree(tmp_path / "test")
