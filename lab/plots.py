@@ -230,6 +230,31 @@ def draw_facts() -> None:
     save(figure, "facts/plot")
 
 
+def draw_given_model() -> None:
+    """Draw the loss on each new text against the length of training, at the state of C = 0.25."""
+    losses: dict[str, dict[str, dict[int, list[float]]]] = {}  # by text, method and length, seed by seed
+    tuning: dict[str, dict[str, float]] = {}  # by method and rate
+    runs = {tuple(key.split(" | ")): run["new"] for key, run in read("given_model/results")["runs"].items()}
+    for (method, text, tokens, rate, seed), loss in runs.items():
+        if (text, tokens, seed) == ("C++", "10", "seed 0"):
+            tuning.setdefault(method, {})[rate] = loss
+    best = {method: min(rates, key=lambda rate: rates[rate]) for method, rates in tuning.items()}
+    for (method, text, tokens, rate, _), loss in runs.items():
+        if rate == best[method]:
+            losses.setdefault(text, {}).setdefault(method, {}).setdefault(int(tokens), []).append(loss)
+    kinds = {"full": "black", "sdp 0.25": SDP, "sdp 0.25, every 20": COLOURS[5], "lora 0.25": COLOURS[1],
+             "badam 0.25": COLOURS[2], "last 0.25": GREY}  # fmt: skip
+    figure, panels = new_figure(10, 4.2, len(losses))
+    for axes, (text, methods) in zip(panels, losses.items(), strict=True):
+        for method, colour in kinds.items():
+            lengths = sorted(methods[method])
+            axes.plot(lengths, [mean(methods[method][length]) for length in lengths], "o-", color=colour, label=method)
+        axes.set(title=text, xscale="log", xlabel="bytes of training for each parameter", ylabel="loss, nats a byte")
+        axes.set_xticks([1, 10, 50], ["1", "10", "50"])
+    panels[0].legend(frameon=False)
+    save(figure, "given_model/plot")
+
+
 def draw_columns(study: str, label: str) -> None:
     """Draw held-out loss, and its difference from the smaller dense model, by column.
 
@@ -353,6 +378,7 @@ def main() -> None:
     draw_uniform_holders()
     draw_paths()
     draw_facts()
+    draw_given_model()
     draw_columns("sizes", "width")
     draw_columns("lengths", "tokens per parameter")
     draw_memory()
