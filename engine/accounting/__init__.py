@@ -1,1 +1,1 @@
-"""Predicts and measures bytes of state and peak memory, and prints quantities for reports."""
+"""Predicts and measures bytes of state, measures peak memory, and formats quantities."""

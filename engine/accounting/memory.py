@@ -44,7 +44,7 @@ class StateBytes:
 
     @property
     def total(self) -> int:
-        """Bytes on the device: the sum of all fields, without ``outer_on_host``."""
+        """Bytes on the device: all state except the part that is in the host's memory."""
         return self.parameters + self.gradients + self.optimizer + self.frozen + self.outer - self.outer_on_host
 
     def to_json(self) -> dict[str, int]:

@@ -1,9 +1,9 @@
 """Loads checkpoints that were saved between two averages of local steps (``sdp.sync``).
 
 Such a checkpoint has the anchors, which are the full model's weights after the last average. It
-also has the weights and optimizer state of each group. A run with the same mesh and placement
-continues with the weights of each group. Any other run continues from the anchors, with the mean of
-the holders' optimizer state.
+also has the weights and optimizer state of each group. A run with local steps and the same mesh and
+placement continues with the weights of each group. Any other run continues from the anchors, with
+the mean of the holders' optimizer state.
 
 This file also converts 8-bit moments if this run divides them into other blocks with one scale.
 """
@@ -48,8 +48,9 @@ def load_between_averages(
 ) -> bool:
     """Load a checkpoint when this run, or the run that saved it, makes local steps. Collective.
 
-    Each group continues with its saved weights if mesh, placement and fragments are equal.
-    Otherwise all groups continue from the anchors (the weights after the last average).
+    Each group continues with its saved weights if this run makes local steps, too, with the same
+    mesh and placement (and the same fragments, if an average was under way). Otherwise all groups
+    continue from the anchors (the weights after the last average).
 
     Returns:
         Whether groups now have different weights, because the checkpoint was saved between

@@ -130,10 +130,10 @@ class Checkpoints:
             load_dir: The directory of all checkpoints, or its URL.
             tag: The name of the checkpoint. Default: the newest checkpoint.
             load_module_strict: Has no effect. A checkpoint must have all weights.
-            load_optimizer_states: Whether to load the optimizer's state.
+            load_optimizer_states: Whether to load optimizer state, random numbers and loss scale.
             load_lr_scheduler_states: Whether to load the state of the learning-rate schedule.
             load_module_only: Whether to load only weights and buffers.
-            custom_load_fn: Must be None.
+            custom_load_fn: Not supported. A value other than None raises ConfigError.
             configured_rates: Whether the learning rates of the configuration apply. By default
                 those of the checkpoint apply, as in DeepSpeed.
 

@@ -110,8 +110,8 @@ def load(
         tensors: What this rank loads, by key.
         files: The hash of each of the checkpoint's files by name, from its state.
         alone: Whether only this process loads the checkpoint.
-        names: The names of all tensors of the full model. If given, the ranks together must load
-            every weight and all optimizer state of the checkpoint. If None, they may load a part.
+        names: The names of all tensors of the full model. If given, a checkpoint with other weights
+            or with optimizer state that no rank loads is refused. If None, a part may be loaded.
         have_read: The keys that this rank has loaded before.
 
     Raises:

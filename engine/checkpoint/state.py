@@ -5,8 +5,8 @@ number states contain the rank's coordinates in the mesh. Between two averages o
 (``sdp.sync``), ``model/NAME`` is the weight after the last average, called the anchor. So any
 layout can read the full model. Then there are also these keys:
 
-- ``outer/NAME/KEY``: the state of the outer optimizer.
-- ``under_way/NAME``: an averaged change of a weight, which is not applied yet.
+- ``outer/NAME/KEY``: the state of the outer optimizer, equal at all holders.
+- ``under_way/NAME``: an averaged change of a weight, not applied yet, equal at all holders.
 - ``local/GROUP/model/PIECE``: a group's weights.
 - ``local/GROUP/optimizer/PIECE/KEY``: a group's optimizer state.
 - ``local/GROUP/before/PIECE``: a group's weights when the average under way began.

@@ -76,7 +76,7 @@ class FullModel:
     def evaluate(
         self, batches: Sequence[Any], weights: Iterable[float] | None, paths: Iterable[Any] | None = None
     ) -> float:
-        """Return the mean loss of the full model over the batches of all ranks. Collective.
+        """Return the full model's weighted mean loss over the batches of all ranks. Collective.
 
         :meth:`~sdp.engine.engine.SDPEngine.evaluate` explains the arguments.
         """
@@ -117,7 +117,7 @@ class FullModel:
             yield
 
     def evaluate_subnetworks(self, batches: Iterable[Any]) -> list[float]:
-        """Return each group's mean loss per token with its own subnetwork. Collective."""
+        """Return each group's mean loss per token, of its subnetwork on its batches. Collective."""
         local = self._groups.local
         self._groups.finish_refresh()
         if local is None:
@@ -202,8 +202,9 @@ class FullModel:
     def full_state_dict(self) -> dict[str, torch.Tensor] | None:
         """Return the full model's weights and persistent buffers, on rank 0's CPU. Collective.
 
-        Other ranks get None. Keys are the names in the model before it was cut. A tied parameter
-        has an entry for each of its names. Parameters are sent one at a time.
+        Other ranks get None. Keys are the names in the model before it was cut, after ``paths.P.``
+        if only path P has the tensor (``sdp.paths``). A tied parameter has an entry for each of its
+        names. Parameters are sent one at a time.
         """
         with outside_inference_mode(), self._anchored():
             streamed = ((name, tensor) for name, tensor in self._stream() if tensor is not None)

@@ -165,10 +165,7 @@ def _mean_over_ranks(store: GroupStore, pairs: Sequence[tuple[float, float]]) ->
 
 
 class StreamedEvaluation:
-    """One evaluation of the full model, in which holders send units to the other groups.
-
-    Collective: every rank of the world takes part.
-    """
+    """One evaluation of the full model, in which holders send units to all groups. Collective."""
 
     def __init__(self, store: GroupStore, before_turn: Callable[[], None]):
         """``before_turn`` is called each time before one of the passes goes on."""
@@ -289,7 +286,7 @@ class StreamedEvaluation:
             self._hosts.pop().guests.clear()
 
     def _unit_shard(self, unit: Unit, source: int) -> torch.Tensor:
-        """Return a unit's padded shards, joined. Only the ranks of group ``source`` have values."""
+        """Return a unit's joined padded shards in compute precision. Only ``source`` has values."""
         store = self._store
         infos = store.layout.members.get(unit.name, [])
         if store.context.at.sdp == source:
@@ -338,7 +335,7 @@ def _streamed_units(layout: Layout) -> dict[str, list[Unit]]:
 
 
 def subnetwork_losses(store: GroupStore, batches: Sequence[Any]) -> list[float]:
-    """Return each group's mean loss per token with its own subnetwork. Collective."""
+    """Return each group's mean loss per token, of its subnetwork on its batches. Collective."""
     weights = [int(count_targets(store.module, batch)) for batch in batches]
     own, mesh = _own_sums(store, batches, weights), store.layout.mesh
     pairs = [own if group == store.context.at.sdp else (0.0, 0.0) for group in range(mesh.sdp)]

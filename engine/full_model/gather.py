@@ -41,7 +41,7 @@ def gather_inside(store: GroupStore, shard: torch.Tensor) -> torch.Tensor:
 
 
 def assemble(shards: torch.Tensor, info: TensorInfo) -> torch.Tensor:
-    """Join the padded ``shards`` of a parameter to one tensor, without the padding."""
+    """Join ``shards`` (shards, padded numel) to a tensor of ``info.tp_shape``, without padding."""
     return shards.reshape(-1)[: info.tp_shape.numel()].view(info.tp_shape)
 
 

@@ -141,7 +141,7 @@ def _check_format(path: Path, found: Any) -> None:
 def is_ours(path: Path) -> bool:
     """Return whether this engine wrote the directory ``path``, so that a save may remove it.
 
-    The checkpoint in it may be incomplete. A symbolic link is never this engine's.
+    The proof is an undamaged ``state.json``, also of an incomplete checkpoint. Links do not count.
     """
     return _own_state(path) is not None
 
