@@ -108,7 +108,7 @@ class SpikeDetector:
     """Finds steps whose loss or gradient norm is a spike. All ranks decide in the same way.
 
     A spike lies far above the mean of the last steps. A step with a NaN or infinite value is not a
-    spike, because all groups skip it anyway. It does not count in the mean, which would become NaN.
+    spike: all groups skip it anyway if its gradient is not finite. It does not count in the mean.
 
     Attributes:
         skipped: The number of steps that were skipped because of a spike.

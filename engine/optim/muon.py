@@ -241,7 +241,7 @@ def _own_shard(whole: Tensor, parameter: nn.Parameter, matrix: Matrix) -> Tensor
 def build_muon(
     name: str, params: Mapping[str, Any], parameters: list[Any], device: torch.device
 ) -> tuple[Optimizer, str]:
-    """Build Muon from ``optimizer.params``. Return it, and a line for the log."""
+    """Build Muon from ``optimizer.params``, with a line for the log. Raises ConfigError."""
     settings = parse_section(MuonParams, params, "optimizer.params")
     if settings.adam_lr and not settings.lr:
         raise ConfigError(

@@ -236,7 +236,7 @@ class Layout:
 
     @cached_property
     def wholes(self) -> dict[str, list[TensorInfo]]:
-        """Each parameter's name → a list of its slices, or of the parameter alone if unsliced."""
+        """Name of each parameter → its slices, or itself if unsliced, in the model's order."""
         wholes: dict[str, list[TensorInfo]] = {}
         for info in self.parameters.values():
             wholes.setdefault(info.canonical, []).append(info)
@@ -244,7 +244,7 @@ class Layout:
 
     @cached_property
     def by_path(self) -> dict[str, list[TensorInfo]]:
-        """Each path in the uncut module → the parameters or slices that groups have there."""
+        """Each path in the uncut module → the parameters or slices there, in the model's order."""
         found: dict[str, list[TensorInfo]] = {}
         for info in self.parameters.values():
             found.setdefault(info.path, []).append(info)
@@ -269,7 +269,7 @@ class Layout:
     def warnings(self) -> list[str]:
         """Return warnings about unskippable blocks, and about a group that holds most of the model.
 
-        With ``sdp.paths``, the list is empty, because the configuration names the shared units.
+        With several paths, the list is empty, because the configuration names the shared units.
         """
         if self.paths > 1:
             return []

@@ -68,8 +68,8 @@ def warnings_of(section: SDPSection, placement: Placement) -> list[str]:
     """Return warnings about the placement, for the log.
 
     For example, ``sdp.placement`` "cyclic" looks only at the number of units, so groups may hold
-    very different shares of the parameters. With several paths (``sdp.paths``) the list is empty,
-    because the configuration itself places the units.
+    very different shares of the parameters. With ``sdp.paths``, the list is empty, because the
+    configuration itself places the units.
     """
     if section.paths is not None:
         return []

@@ -37,7 +37,7 @@ class Shard:
 
 @dataclass(frozen=True)
 class Cut:
-    """The position of a slice (the share of one group of neurons) in a parameter of the full model.
+    """The position of a slice (neurons of one unit) in a parameter of the full model.
 
     Attributes:
         name: the name of the full model's parameter.

@@ -350,7 +350,7 @@ def add_ends(model: nn.Module, blocks: Sequence[Unit]) -> list[Unit]:
     """Return ``blocks``, and further units for the embeddings before and the head after the blocks.
 
     Every layer with a matrix that is before or after the blocks becomes a unit. If the head is tied
-    to an embedding, the embedding's unit contains both layers.
+    to an embedding, the embedding's unit has the common weight.
     """
     modules = dict(model.named_modules())
     order = {path: index for index, path in enumerate(modules)}

@@ -66,7 +66,8 @@ class BranchScale:
     def install(self, model: nn.Module) -> None:
         """Make the units of ``model`` scale their contributions, by hooks or by factors of slices.
 
-        Skipped blocks are scaled, too, because they run when the full model is evaluated.
+        Skipped blocks are scaled, too, because they run when the full model is evaluated. Slices of
+        an earlier ``model`` with the same names are forgotten.
         """
         if self._layout.branch_scale == "none":
             return

@@ -40,8 +40,8 @@ def checkpoint_activations(model: nn.Module, blocks: Iterable[str], mode: Litera
     Args:
         model: The model.
         blocks: Paths of the blocks.
-        mode: "full" keeps no activations, "selective" keeps results of matrix products and
-            attention, and "none" changes nothing.
+        mode: "full" keeps only the inputs of blocks, "selective" also keeps results of matrix
+            products and attention, and "none" changes nothing.
     """
     if mode == "none":
         return

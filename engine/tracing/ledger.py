@@ -51,9 +51,9 @@ class Window:
             self.most[kind] = max(self.most[kind], live[kind])
 
     def plus(self, other: Window, before: Window, times: int) -> Window:
-        """Return this window + ``times`` × (``other`` − ``before``), to predict many more blocks.
+        """Return this window + ``times`` × (``other`` − ``before``), to predict more blocks.
 
-        ``other`` is from a trace with one more block than the trace of ``before``.
+        ``other`` is from a trace with one more repetition of blocks than the trace of ``before``.
         """
         sums = []
         for name in ("at_peak", "most", "combined"):
@@ -88,7 +88,7 @@ class Ledger(TorchDispatchMode):
         self.enter_window("")
 
     def enter_window(self, name: str) -> None:
-        """Begin another part of the step. Its peaks are in ``windows[name]``."""
+        """Count what follows in ``windows[name]``, a new window or one that was entered before."""
         self._window = self.windows.setdefault(name, Window())
         self._window.notice(self._live)
 

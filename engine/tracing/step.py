@@ -256,8 +256,8 @@ def watched_step(
 ) -> tuple[Ledger, list[Counter[Among]]]:
     """Run forward, backward and update of ``engine``, and count memory, operations and messages.
 
-    The step is divided into windows, at the beginning and the end of each block. The tensors are on
-    the CPU, and may be fake.
+    A new window of the step begins with the forward and with the backward pass of each block. The
+    tensors are on the CPU, and may be fake.
 
     Args:
         engine: The engine whose step runs.
