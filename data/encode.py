@@ -141,7 +141,7 @@ def encode_documents(
         else:
             pool = _Workers(workers, arguments)
             ended.callback(pool.close)
-        # Their number is limited, so that the reader does not run ahead and fill the memory.
+        # The number of pending batches is limited, so that the reader does not fill the memory.
         pending: deque[Future[EncodedBatch]] = deque()
         for batch in _batches(documents):
             if len(batch) == 1 and len(batch[0].text) > LONG_CHARACTERS:

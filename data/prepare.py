@@ -314,7 +314,7 @@ class ShardWriter:
                     self._close_shard()
 
     def finish(self) -> Split:
-        """Close the last file, and return the description of all files for the index."""
+        """Close the last file, and describe all files, which must have at least one document."""
         with writing(self._directory):
             self._close_shard()
         documents = sum(shard.documents for shard in self._shards)

@@ -225,7 +225,7 @@ def load_fast(directory: Path) -> Any:
 
 
 def encode_fast(backend: Any, texts: Sequence[str]) -> list[np.ndarray]:
-    """Encode texts as ids (uint32) with ``backend``, a tokenizer of the package ``tokenizers``."""
+    """Encode texts with ``backend`` (of ``tokenizers``) as ids (uint32), without added tokens."""
     # The tokenizer's files may ask for these. A document is neither cut nor padded.
     backend.no_truncation()
     backend.no_padding()

@@ -47,8 +47,9 @@ _LARGEST_FILE = 5 * 10**9  # bytes of an exported file
 class Evaluation:
     """The result of ``sdp evaluate``.
 
-    With several paths (``sdp.paths``), a router reads a prefix of each sample and assigns the
-    sample to the cluster of one path. With one path, the fields from ``path_losses`` on are None.
+    With several paths (``sdp.paths``), each sample belongs to the cluster of one path. A router
+    reads a prefix of the sample and chooses the cluster, or the cluster is the sample's source.
+    With one path, the fields from ``path_losses`` on are None.
 
     Attributes:
         checkpoint: the directory of the checkpoint.
@@ -211,10 +212,8 @@ def _evaluate_paths(
     scores = [] if router is None else [router.scores(batch["input_ids"].numpy()) for batch in batches]
     weights = [torch.from_numpy(of_batch).log_softmax(1).float() for of_batch in scores]
     ensemble = [torch.full(batch["labels"][:, 1:].shape, -math.inf) for batch in batches]
-    sums, counts = (
-        torch.zeros(2, count, count, dtype=torch.float64),
-        torch.zeros(2, count),
-    )  # of all tokens, and after the prefix
+    # Of all tokens, and of the tokens after the prefix.
+    sums, counts = torch.zeros(2, count, count, dtype=torch.float64), torch.zeros(2, count)
     for path in range(count):
         with whole_model(saved, built, path) as model:
             shown = tqdm(batches, f"path {path}", disable=not sys.stderr.isatty())

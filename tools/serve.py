@@ -62,7 +62,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--token-file",
         metavar="FILE",
         type=Path,
-        help="file with the secret that all groups have (default: $SDP_SERVICE_TOKEN)",
+        help="file with the secret that all groups have (or set SDP_SERVICE_TOKEN)",
     )
     parser.add_argument(
         "--tls-certificate", metavar="FILE", type=Path, help="encrypt connections with the certificate chain in FILE"
@@ -70,7 +70,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--tls-key", metavar="FILE", type=Path, help="file with the certificate's private key")
     parser.add_argument(
         "--expect", metavar="N", type=positive_int,
-        help="begin when N groups have joined (default: when none has joined for grace_seconds)",
+        help="begin when N groups have joined (default: all, or when no other joins for grace_seconds)",
     )  # fmt: skip
 
 

@@ -83,8 +83,8 @@ def launch(options: Namespace, words: Sequence[str], dump_dir: Path, degrees: De
         The exit code.
 
     Raises:
-        LaunchError: the launcher or a host cannot be used.
-        ConfigError: the number of ranks does not fit, or ``--launcher-args`` would change it.
+        LaunchError: the launcher, a host or this number of ranks cannot be used.
+        ConfigError: batch or capacity do not fit the ranks, or ``--launcher-args`` is refused.
     """
     if options.launcher == "local":
         return _local(Start(words, sys.executable, Path.cwd(), search_path()), options, degrees)

@@ -108,7 +108,7 @@ class Runner:
         optimizer: The optimizer of the model's weights.
         step: Makes one optimizer step on this rank's micro-batches, and returns their mean loss.
         settle: Waits for transfers that a step leaves running.
-        round: The number of local steps between two averages, or 1 without local steps.
+        round: The number of steps in a round of local steps, or 1 without local steps.
         engine: The engine, if the method is SDP or DiLoCo.
         kept: Returns the tensors, other than parameters and optimizer state, that exist during all
             steps.

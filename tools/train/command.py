@@ -91,7 +91,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--service", metavar="HOST:PORT", help="train as one group of the run of the service (sdp serve) at HOST:PORT"
     )
     parser.add_argument(
-        "--token-file", metavar="FILE", type=Path, help="file with the service's secret (default: $SDP_SERVICE_TOKEN)"
+        "--token-file", metavar="FILE", type=Path, help="file with the service's secret (or set SDP_SERVICE_TOKEN)"
     )
     parser.add_argument(
         "--tls-ca",

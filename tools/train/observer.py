@@ -235,7 +235,7 @@ class Progress(Observer):
     """
 
     def __init__(self, steps_per_print: int, counted: str = "tokens", evaluated: str = "full model"):
-        """``counted``: what the speed counts. ``evaluated``: what has the held-out loss."""
+        """``counted``: what the speed counts. ``evaluated``: the model of the held-out loss."""
         self._every, self._counted, self._evaluated = steps_per_print, counted, evaluated
         self._stream: TextIO | None = sys.stderr
         self._steps = self._shown = 0

@@ -75,7 +75,7 @@ class Trainer:
         self._steps = config.training.steps or 0 if self._service is None else self._service.schedule.steps
         self._stop_signal = 0  # the signal for which all ranks agreed to stop
         self._last_facts: StepFacts | None = None  # measurements of this rank in the last step
-        self._returned_to, self._returns = -1, 0  # the step of the newest rollback, and how often in a row
+        self._returned_to, self._returns = -1, 0  # the step that rollbacks returned to, and how often in a row
         self._evaluator = Evaluator(engine, corpus, beat)
         self._checkpoints = Checkpointer(
             engine, dump_dir, checkpoints, corpus.identity, self._evaluator.recalibrated, beat
