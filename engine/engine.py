@@ -156,9 +156,9 @@ class SDPEngine:
             scale_wrt_gas: Divide the loss by ``gradient_accumulation_steps``, as DeepSpeed does.
             weight: How much this loss counts, usually its number of labels. The gradient of a unit
                 is Σ weight·∂loss / Σ weight over all micro-batches of the step on the ranks of the
-                unit's holders. The default is 1, or the number of labels if
-                ``training.loss_weighting`` is "tokens". If one rank gives weights in a step, all
-                ranks must.
+                unit's holders. A loss with weight 0 does not count. The default is 1, or the number
+                of labels if ``training.loss_weighting`` is "tokens". If one rank gives weights in a
+                step, all ranks must.
 
         Returns:
             The loss, divided by ``gradient_accumulation_steps`` if ``scale_wrt_gas`` is True.
@@ -395,12 +395,13 @@ class SDPEngine:
         """Return the mean loss of the full model over the batches of all ranks. Collective.
 
         Holders send units that this group does not hold, one after the other, so no rank needs
-        memory for the whole model. If the group has exact frozen copies, nothing is sent.
+        memory for the whole model. With exact frozen copies, nothing is sent. Running statistics
+        are those of :meth:`full_state_dict`.
 
         Args:
             batches: This rank's batches, at least one. Ranks may have different numbers of batches.
-            weights: How much each batch counts in the mean. By default the number of labels over
-                which the model averages its loss (docs/evaluation.md).
+            weights: A number ≥ 0 for each batch, its weight in the mean. By default the number of
+                labels over which the model averages its loss (docs/evaluation.md).
             paths: With ``sdp.paths``, the path of each batch, or for each batch a list with the
                 path of each row.
 
@@ -456,12 +457,12 @@ class SDPEngine:
 
     @property
     def parameters_here(self) -> dict[str, nn.Parameter]:
-        """By name, the parameters that this group trains. With several shards they are DTensors."""
+        """By name, the parameters that this group holds. With several shards they are DTensors."""
         return self.store.parameters
 
     @property
     def frozen_here(self) -> dict[str, nn.Parameter]:
-        """By name, up-to-date frozen copies of the parameters that this group does not hold."""
+        """By name, frozen copies of what this group does not hold. Sharded copies are DTensors."""
         self.groups.finish_refresh()
         return frozen_copies(self.store)
 
@@ -564,7 +565,7 @@ class SDPEngine:
         return predicted_state(self.store, self.config)
 
     def measured_state_bytes(self) -> StateBytes:
-        """Return the measured bytes of weights, gradients and optimizer state of this rank."""
+        """Return the measured bytes of weights, the last step's gradients and optimizer state."""
         return measured_state(self.groups, self._gradient_bytes)
 
     # -- names of DeepSpeed and torch --------------------------------------------------------------

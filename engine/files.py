@@ -35,7 +35,7 @@ def require_own_file(path: Path) -> None:
 
 
 def open_own_file(path: Path, flags: int = os.O_WRONLY | os.O_CREAT | os.O_APPEND) -> int:
-    """Open a regular file, and return the file descriptor. By default, open it to append.
+    """Open a regular file, and return the descriptor. By default, create it if missing, and append.
 
     Raises:
         WriteError: ``path`` is a symbolic link, or not a regular file.

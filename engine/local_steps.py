@@ -191,10 +191,7 @@ class LocalSteps:
         return self._buffers if self.outer.is_swapped else self._module_buffers()
 
     def reset(self) -> None:
-        """Make the present weights and running statistics the anchors.
-
-        The outer optimizer's state stays.
-        """
+        """Copy weights and running statistics to the anchors. The outer optimizer's state stays."""
         self.outer.reset()
         for name, buffer in self._module_buffers().items():
             self._buffers[name].copy_(buffer)
@@ -441,7 +438,7 @@ class LocalTraining:
         }
 
     def tensors_on_device(self) -> list[torch.Tensor]:
-        """Return the anchors and the outer optimizer's state, if they are on the device."""
+        """Return anchors, outer optimizer state and rounding errors, if they are on the device."""
         local = self.local
         if local is None or local.sync.offload == "cpu":
             return []

@@ -179,7 +179,7 @@ def logits_of(output: Any) -> torch.Tensor:
 
 
 def count_targets(module: nn.Module, batch: Any) -> torch.Tensor:
-    """Count the labels over which the model averages its loss. The result is on the batch's device.
+    """Count the labels over which the model averages its loss. The result is an integer tensor.
 
     Labels are the argument ``labels`` of ``forward``, or if there is none, the batch's last tensor.
     The label -100 does not count. If the model compares each position with the next label, like

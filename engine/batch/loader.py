@@ -120,7 +120,7 @@ class ResumableLoader:
         self._source, self._ahead = None, []
 
     def fetch_ahead(self) -> None:
-        """Read the next batch while the device computes, so that the loop need not wait for it."""
+        """Read the next batch while the device computes, unless a batch is read ahead already."""
         if self._source is not None and not self._ahead:
             self._ahead.append(self._read())
 
@@ -206,15 +206,15 @@ def evaluation_batches(
 ) -> DataLoader[Any]:
     """Return a loader of one data rank's evaluation batches, which can be iterated again.
 
-    The samples are spread evenly over the data set. So with a ``limit``, they are not only the
-    first documents.
+    The samples are spread evenly over the data set, also with a ``limit``. Which samples are read
+    depends only on ``data_ranks × micro_batch_size`` and on ``limit``.
 
     Args:
         dataset: A map-style data set, the same on every data rank.
         limit: The largest number of batches per data rank. None means no limit.
         collate_fn: Makes a batch from a list of samples.
         drop_last: Whether samples are left out that do not fill a batch on all data ranks. If
-            False, ranks may have different numbers of samples.
+            False, and below the ``limit``, a rank's last batch may be smaller or missing.
 
     Raises:
         DataError: The data set has less than one batch per data rank.

@@ -123,7 +123,7 @@ class StreamLoader:
         raise TypeError(f"{type(self.stream).__name__} is an iterable data set, so its loader has no length")
 
     def fetch_ahead(self) -> None:
-        """Read the next batch while the device computes, so that the loop need not wait for it."""
+        """Read the next batch while the device computes, unless a batch is read ahead already."""
         if not self._ahead and not self._has_ended:
             self._state = self._state_of_stream()
             self._ahead.append(self._read())

@@ -30,7 +30,7 @@ _REFUSED = {
 class AdamParams(Section):
     """``optimizer.params`` of AdamW, Adam and FusedAdam, with DeepSpeed's names and defaults.
 
-    So ``weight_decay`` is 0 by default, and decoupled for all three types.
+    So by default, ``weight_decay`` is 0, and is decoupled for all three types.
     """
 
     lr: NonNegative = 1e-3

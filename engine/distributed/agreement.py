@@ -63,7 +63,7 @@ class Ranks:
         return next((found for found in self.gather(value) if found is not None), None)
 
     def all_or_none(self, action: Callable[[], T]) -> T:
-        """Call ``action`` on every rank. If it fails on any rank, raise its error on all ranks.
+        """Call ``action`` on every rank. If any rank gets an SDPError, raise it on all ranks.
 
         Otherwise, ranks would wait in the next collective for the rank that has failed.
 
@@ -71,7 +71,7 @@ class Ranks:
             This rank's result.
 
         Raises:
-            SDPError: ``action`` raised this error on some rank.
+            SDPError: ``action`` raised this error on some rank, the first in rank order.
         """
         result, error = None, None
         try:

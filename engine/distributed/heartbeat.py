@@ -261,7 +261,7 @@ class CallWatch:
 
 
 def watch_calls(engine: Any) -> None:
-    """Wrap engine methods that wait for other ranks, so that ``engine.calls`` watches them."""
+    """Wrap engine methods that wait for other ranks. ``engine.calls`` watches them, unless None."""
     for limit, calls in _CALLS.items():
         for call in calls:
             setattr(engine, call, _watched(engine, call, getattr(engine, call), limit))

@@ -88,8 +88,8 @@ class Launcher:
 def _srun_started(environ: Mapping[str, str]) -> bool:
     """Return whether ``srun`` started this process, as one of the tasks of a step.
 
-    A batch script and an ``salloc`` shell are no tasks: they have SLURM_PROCID=0, but no ordinary
-    step. The shell of ``srun --pty`` is no task either: it has SLURM_PTY_PORT, and a step with one
+    A batch script has SLURM_PROCID=0, but like an ``salloc`` shell no ordinary step, so it is no
+    task. The shell of ``srun --pty`` is no task either: it has SLURM_PTY_PORT, and a step with one
     task. A step with several tasks may have inherited SLURM_PTY_PORT from such a shell.
     """
     step = environ.get("SLURM_STEP_ID") or environ.get("SLURM_STEPID") or ""

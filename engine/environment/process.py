@@ -48,7 +48,7 @@ def cache_folder() -> Path:
 
 
 def allocator_settings() -> dict[str, str]:
-    """Return variables of glibc with which a process returns freed memory to the system at once.
+    """Return variables of glibc with which freed blocks of 64 KiB or more go back to the system.
 
     Then the resident memory of a process on a CPU is close to the size of its live tensors.
     """
@@ -101,7 +101,7 @@ _watched = False
 
 
 def watch() -> None:
-    """Make this process wait for gloo's threads before the interpreter shuts down."""
+    """Make this process wait for gloo's threads before the interpreter shuts down. Idempotent."""
     global _watched
     if not _watched:
         _watched = True
@@ -109,7 +109,7 @@ def watch() -> None:
 
 
 def leaves_at_once() -> None:
-    """Declare that this process skips the interpreter shutdown, so :func:`watch` does nothing."""
+    """Say that this process skips the interpreter shutdown. A later :func:`watch` does nothing."""
     global _watched
     _watched = True
 

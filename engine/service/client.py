@@ -128,8 +128,8 @@ class Client:
     def join(self, slot: int | None, settings: dict[str, Any]) -> int:
         """Make this group a member of the run, and return its slot (its number in the placement).
 
-        If all slots are taken, wait until one is free. The argument ``slot`` is the slot that the
-        group had before, or None.
+        If all slots are taken, wait for up to ``wait_seconds`` until one is free. The argument
+        ``slot`` is the slot that the group had before, or None.
         """
         waits_until = time.monotonic() + self._wait_seconds
         while (answer := self.request("join", slot=slot, settings=settings))["session"] is None:

@@ -104,7 +104,7 @@ class ServedRun:
 
     @property
     def tokens(self) -> int:
-        """The number of tokens in all samples that groups have delivered."""
+        """The number of tokens in the samples of all deliveries that were accepted."""
         return self.samples * self._tokens_per_sample
 
     @property
@@ -178,7 +178,7 @@ class ServedRun:
         return member.shares[number] if self._is_started else None
 
     def receive(self, member: Member, average: int, changes: Mapping[Slice, torch.Tensor], nbytes: int) -> None:
-        """Keep changes of weights that a member sends, if they are for the open average."""
+        """Keep a member's changes for the open average. Slices that are sent again are replaced."""
         if self._is_open(average) and member.accepted < average:
             for piece in changes:
                 self.anchors.info_of(piece)

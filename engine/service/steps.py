@@ -161,7 +161,7 @@ class Membership:
 
     @contextmanager
     def lent(self, store: GroupStore, path: int) -> Iterator[None]:
-        """A context in which the module has the weights of another ``path``. Collective."""
+        """A context in which weights are the service's for a ``path``. Collective in the group."""
         others, names = store.layout.parameters_at(path), store.layout.parameters
         lent = {name: info for name in store.stepped if (info := others[names[name].path]).name != name}
         store.reshard()
@@ -198,6 +198,7 @@ class Membership:
 
         Sets :attr:`closed` to the number of the newest average that has ended. Returns True if this
         average contains the group's changes. Returns False if the group was late, or was dropped.
+        A group that was dropped is :attr:`lost`.
         """
         average, status = self.closed + 1, {"closed": -1, "accepted": 0}
         sending.result()

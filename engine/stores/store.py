@@ -258,8 +258,8 @@ class GroupStore(Protocol):
         """Accumulate the gradients of ``loss``.
 
         In the last micro-batch of a step, ``averages`` must be given. This object averages the
-        gradients among holders. Under ZeRO 1 to 3, the store first averages gradients over the
-        group's data ranks. At stage 0, ``averages`` does this, too.
+        gradients among holders, and every ``grad`` of :attr:`stepped` is then the average. The
+        store first averages over the group's data ranks. At stage 0, ``averages`` does this, too.
         """
         ...
 
@@ -346,7 +346,7 @@ def optimizer_steps(store: GroupStore) -> Iterator[None]:
 
 
 def materialise_state(store: GroupStore) -> None:
-    """Create the optimizer state before the first step, to load a checkpoint into it."""
+    """Create the optimizer state before the first step, to load a checkpoint. No weight changes."""
     groups = store.optimizer.param_groups
     kept = [group["params"] for group in groups]
     for index, group in enumerate(groups):

@@ -241,7 +241,7 @@ class BetweenGroups:
     def norm_and_loss(self, loss: torch.Tensor, loss_scale: float = 1.0) -> tuple[float, float]:
         """Return the norm of the full model's gradient, and the mean loss of all ranks. Collective.
 
-        Both are computed with one message, so the host waits only once.
+        Both are equal on all ranks. They need one message, so the host waits only once.
 
         Args:
             loss: this rank's loss, a float64 scalar.
@@ -360,7 +360,7 @@ class BetweenGroups:
             check_holders(self.store, optimizer, weights or {}, owners or {})
 
     def names_of_param_groups(self) -> list[list[str]]:
-        """Return for each of the optimizer's parameter groups the names of its parameters."""
+        """Return the canonical parameter names of each of the optimizer's parameter groups."""
         infos = self.store.layout.parameters
         found: list[list[str]] = [[] for _ in self.store.optimizer.param_groups]
         for one in self.store.stepped.values():

@@ -269,12 +269,12 @@ def unequal_holders(
 ) -> tuple[str, str, str] | None:
     """Find a unit that has different values on two ranks that must agree. Collective.
 
-    Ranks at the same position of two holders must agree. Tensor-parallel ranks must agree on the
-    tensors that tensor parallelism does not cut.
+    Ranks at the same position of two holders must agree, and without shards all their data ranks.
+    On tensors that tensor parallelism does not cut, tensor-parallel ranks must agree, too.
 
     Args:
         value_of: Returns a number for tensors of a unit, such as a checksum. The tensors are given
-            as pairs of key and tensor.
+            as pairs of a key and a :class:`Stepped`.
         dtype: The dtype of the numbers.
         are_equal: Compares two numbers.
 

@@ -170,8 +170,8 @@ def sent_nbytes(shape: Sequence[int], compression: Compression) -> int:
 class Rounds:
     """The schedule of local steps: after which step each fragment of the model is averaged.
 
-    Steps are numbered from 1. With ``sdp.sync.overlap``, an average is applied some steps after it
-    has started.
+    Steps are numbered from 1, as ``global_steps`` after a step. With ``sdp.sync.overlap``, an
+    average is applied some steps after it has started.
     """
 
     def __init__(self, sync: SyncSection):

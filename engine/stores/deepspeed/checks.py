@@ -114,7 +114,7 @@ class UsedParameters:
         self._changed = self._changed or used != self._first
 
     def start_step(self) -> None:
-        """Forget the micro-batches of the last step."""
+        """Forget the micro-batches so far, because their gradients were used or dropped."""
         self._used[:] = bytes(len(self._used))
         self._checksum, self._unused = 0, None
 
@@ -126,7 +126,7 @@ class UsedParameters:
         return [float(self._weight * (self._checksum >> 8)), float(self._must_stay_equal and self._changed)]
 
     def check(self, sums: Sequence[float]) -> None:
-        """Raise ModelError if the sums of :meth:`differences` show that gradients are wrong."""
+        """Raise ModelError on all ranks, if the sums of :meth:`differences` are not zero."""
         between_ranks, between_micro_batches = sums
         unused = f" (for example {self._unused!r})" if self._unused is not None else ""
         if between_ranks:

@@ -274,7 +274,7 @@ class ModuleUses:
             group.reduce_grads = False
 
     def end_backward(self) -> None:
-        """Reduce the module's gradients now, if several forward passes have used the module."""
+        """Reduce gradients now, if several forward passes have used a module with one shard."""
         self._forwards = 0
         for group in self._held_back:
             group.reduce_grads = True
