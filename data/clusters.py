@@ -158,7 +158,7 @@ def make_clusters(
         progress: Whether to show progress.
 
     Returns:
-        What ``sdp prepare`` prints. Losses are those of held-out prefixes, in nats per token.
+        The figures that ``sdp prepare`` prints. Losses are of held-out prefixes, in nats per token.
 
         - ``sizes``: for each split, the number of sequences in each cluster
         - ``losses``: for each cluster, the loss of its model on its prefixes

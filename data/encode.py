@@ -128,7 +128,7 @@ def encode_documents(
         directory: The folder with the tokenizer's files.
         held_out: The fraction of documents that are held out.
         workers: The number of processes; 1 uses only this process.
-        begin: The token to put before each text. If None, nothing is put there.
+        begin: The token to put before each text. If None, no token is added.
 
     Raises:
         LaunchError: A process died.

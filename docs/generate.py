@@ -88,7 +88,7 @@ these changes has the tag `before-one-runtime`.
 |---|---|
 | a configuration without removed keys | It runs as before. |
 | a checkpoint of an earlier version | Refused with one line. Finish the run with the tag, or export the checkpoint \
-there and set `training.init_from`. |
+with the tag and set `training.init_from`. |
 | an exported Hugging Face folder | Every version reads it. |
 | `sdp.placement` "balanced" | The algorithm is new, so groups may hold other blocks. To keep the old blocks, \
 give the holders in the old run's `placement.json` as `sdp.placement`. |

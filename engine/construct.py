@@ -79,10 +79,10 @@ def shard_model(
     skeleton: nn.Module | None = None,
     prepare: Callable[[nn.Module, Layout], Layout] | None = None,
 ) -> Fsdp2Store:
-    """Cut ``model`` in place to this rank's part, and return a store without values.
+    """Cut ``model`` in place to this rank's part, and return its store, which is not ready yet.
 
-    Give values to the parameters if the model is on the meta device. Then call ``ready()`` of the
-    store.
+    If the model is on the meta device, the caller gives values to the parameters. After that, or
+    at once for a model with weights, the caller calls ``ready()`` of the store.
 
     Args:
         model: the full model, with weights or on the meta device.
@@ -151,7 +151,7 @@ def values_to_give(model: nn.Module, config: Config, layout: Layout) -> list[Mod
     """Plan how the parameters get their initial values, or return None if the model has weights.
 
     Raises ModelError if only some parameters have values, ``training.init_from`` is set for a
-    model with weights, or its files belong to another model.
+    model with weights, or these files belong to another model.
     """
     on_meta = [name for name, parameter in model.named_parameters() if parameter.is_meta]
     if on_meta and len(on_meta) < len(layout.by_path):

@@ -122,7 +122,7 @@ def open_writers(
 
     Args:
         config: The configuration, with sections ``tensorboard``, ``csv_monitor`` and ``wandb``.
-        folder: The folder of a run. Curves go there if a section has no ``output_path``, and after
+        folder: The folder of a run. Curves go to it if a section has no ``output_path``, and after
             a resume new points replace older points. If None, a script writes the curves: they go
             to ``runs/JOB_NAME``, and new points are added to older points.
         wandb_options: Further arguments of ``wandb.init``.

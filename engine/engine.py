@@ -237,13 +237,13 @@ class SDPEngine:
 
         Raises:
             SpikeError: Loss or norm spiked, and ``training.on_spike`` is "rollback" or "stop".
-            NonFiniteError: More than ``training.max_skips`` steps in a row were skipped. Skips that
-                lower a dynamic loss scale do not count.
+            NonFiniteError: More than ``training.max_skips`` consecutive steps were skipped. Skips
+                that lower a dynamic loss scale do not count.
         """
         if lr_kwargs:
             raise ConfigError("step: lr_kwargs is not supported; leave lr_scheduler out, and step it in the script")
         if not self._syncing:
-            raise RuntimeError("step() inside no_sync(): gradients are not averaged there; leave the block first")
+            raise RuntimeError("step() inside no_sync(): this block averages no gradients; leave the block first")
         if not self.is_gradient_accumulation_boundary():
             self._is_accumulating = True
             self.micro_steps += 1
@@ -383,7 +383,7 @@ class SDPEngine:
     def finish_round(self) -> bool:
         """Average all weights that local steps have changed since the last average. Collective.
 
-        Call this after the last step of a run with ``sdp.sync``. Returns whether it did anything.
+        Call this after the last step with ``sdp.sync``. Returns whether weights were averaged.
         """
         return self.local_training.finish(self.global_steps)
 
@@ -571,7 +571,7 @@ class SDPEngine:
     # -- names of DeepSpeed and torch --------------------------------------------------------------
 
     def train(self, mode: bool = True) -> Self:
-        """Set the training or evaluation mode. In both, the engine runs this group's subnetwork."""
+        """Set the training or evaluation mode. The engine always runs this group's subnetwork."""
         self.module.train(mode)
         return self
 

@@ -58,7 +58,7 @@ class WriteError(SDPError):
     @classmethod
     def of(cls, path: object, error: OSError) -> "WriteError":
         """Return the error for a file at ``path``, with the reason from the operating system."""
-        remedy = "; free space there" if error.errno in NO_ROOM else ""
+        remedy = "; free space on the disk" if error.errno in NO_ROOM else ""
         return cls(f"{path}: cannot be written ({error.strerror}){remedy}")
 
 

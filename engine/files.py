@@ -1,4 +1,4 @@
-"""Writes files of a run: in one step, and never through a link that somebody else put there."""
+"""Writes files of a run: in one step, and never through a link that somebody else made."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def refuse_link(path: Path) -> None:
 
 
 def require_own_file(path: Path) -> None:
-    """Raise WriteError if ``path`` is a link, a directory or a FIFO, before a run writes there."""
+    """Raise WriteError if ``path`` is a link, a directory or a FIFO, which no run may write."""
     refuse_link(path)
     try:
         mode = os.lstat(path).st_mode
@@ -31,7 +31,7 @@ def require_own_file(path: Path) -> None:
         return  # opening it gives the reason
     # Only the administrator can make a device.
     if not (stat.S_ISREG(mode) or stat.S_ISCHR(mode)):
-        raise WriteError(f"{path}: is not a regular file, and a run writes a file of its own there; remove it")
+        raise WriteError(f"{path}: is not a regular file, and a run must write a file of this name; remove it")
 
 
 def open_own_file(path: Path, flags: int = os.O_WRONLY | os.O_CREAT | os.O_APPEND) -> int:
@@ -46,7 +46,7 @@ def open_own_file(path: Path, flags: int = os.O_WRONLY | os.O_CREAT | os.O_APPEN
         opened = os.open(path, flags | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK, 0o644)
         if not stat.S_ISREG(os.fstat(opened).st_mode):
             os.close(opened)
-            raise WriteError(f"{path}: is not a regular file, and a run writes a file of its own there; remove it")
+            raise WriteError(f"{path}: is not a regular file, and a run must write a file of this name; remove it")
         return opened
     except OSError as error:
         if error.errno == errno.ELOOP:

@@ -160,7 +160,7 @@ def _warn_of_a_full_placement(sdp: SDPSection, layout: Layout) -> None:
 
 def _announce_batch(engine: SDPEngine) -> None:
     log.info(
-        "batch: %d samples a step = micro-batch %d × accumulation %d × %d data ranks",
+        "batch: %d samples per step = micro-batch %d × accumulation %d × %d data ranks",
         engine.train_batch_size(),
         engine.train_micro_batch_size_per_gpu(),
         engine.gradient_accumulation_steps(),
@@ -356,7 +356,7 @@ def _make_whole(model: nn.Module) -> None:
     count = make_whole(model)
     if dist.get_rank() == 0:
         log.warning(
-            "weights: DeepSpeed's zero.Init had partitioned %d parameters; now every rank has all of them until the "
+            "weights: DeepSpeed's zero.Init had partitioned %d parameters; now every rank has all parameters until the "
             "model is cut. If they do not fit into memory, build the model on the meta device", count
         )  # fmt: skip
 

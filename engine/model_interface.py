@@ -150,7 +150,7 @@ class ModelHooks(Protocol):
     loss_type: str  # "ForCausalLM" if the loss compares each position with the next label
 
     def unit_patterns(self) -> list[str]:
-        """Return the module paths of the blocks that are units, such as "layers.*".
+        """A model may define this hook to name its units by module paths, such as "layers.*".
 
         ``*`` stands for one component of a path. Without this hook, ``sdp.units = "auto"`` searches
         the model for sequences of blocks (docs/units.md).
@@ -158,64 +158,70 @@ class ModelHooks(Protocol):
         ...
 
     def unit_flops(self) -> Mapping[str, int]:
-        """Return the floating-point operations of each unit for one sample's forward pass, by name.
+        """A model may define this hook to state the operations of each unit, by the unit's name.
 
-        A placement uses them to give groups equal work. Without this hook, it uses the units'
-        numbers of parameters.
+        The values are floating-point operations of one sample's forward pass. A placement uses them
+        to give groups equal work. Without this hook, it uses the units' numbers of parameters.
         """
         ...
 
     def neuron_branches(self) -> list[Branch]:
-        """Return the residual branches that can be cut into groups of neurons.
+        """A model may define this hook to list the branches that can be cut into groups of neurons.
 
         ``sdp.granularity = "neuron"`` needs this hook.
         """
         ...
 
     def tensor_parallel_plan(self) -> Mapping[str, Style]:
-        """Return for each module how tensor parallelism cuts it. Keys are patterns of module paths.
+        """A model may define this hook to choose how tensor parallelism cuts its modules.
 
-        Hidden states between these modules are cut along the sequence.
-        ``tensor_parallel.autotp_size`` above 1 needs this hook.
+        The result maps patterns of module paths to styles, such as :class:`Column`. Hidden states
+        between these modules are cut along the sequence. ``tensor_parallel.autotp_size`` above 1
+        needs this hook.
         """
         ...
 
     def parameter_init(self, name: str) -> Init:
-        """Return how the parameter or buffer ``name`` is initialised.
+        """A model may define this hook to choose the initial values of its tensor ``name``.
 
-        Without this hook, a model on the meta device is initialised by ``_init_weights`` (Hugging
-        Face's convention) or by each module's ``reset_parameters`` (torch's convention).
+        For example, the result ``Normal(0.02)`` stands for random values with standard deviation
+        0.02. Without this hook, a model on the meta device is initialised by
+        ``_init_weights`` (Hugging Face's convention) or by each module's ``reset_parameters``
+        (torch's convention).
 
         Raises ModelError if the model has no tensor of this name.
         """
         ...
 
     def canonical_name(self, key: str) -> str | None:
-        """Return the name of the tensor to which ``key`` of a weight file belongs.
+        """A model may define this hook to map a ``key`` of a weight file to a tensor of the model.
 
-        The file's tensor is ignored if the result is None. Without this hook, the keys of a weight
-        file must be the names of the model's tensors.
+        The result is the tensor's name, or None to ignore the ``key``. Without this hook, the keys
+        of a weight file must be the names of the model's tensors.
         """
         ...
 
     def sharding_groups(self) -> list[str]:
-        """Return paths of modules outside the units that FSDP2 shall gather one by one.
+        """A model may define this hook to list modules that FSDP2 shall gather one by one.
 
-        Without this hook, everything outside the units is gathered together.
+        The result has paths of modules outside the units. Without this hook, everything outside the
+        units is gathered together.
         """
         ...
 
     def random_options(self) -> list[str]:
-        """Return the options with which training draws random numbers, such as "model.dropout 0.1".
+        """A model may define this hook to list options that make training random.
 
-        Then each rank draws different random numbers, and tensor parallelism is refused.
+        An example is "model.dropout 0.1". If the list is not empty, each rank draws different
+        random numbers, and tensor parallelism is refused.
         """
         ...
 
     def flops_per_token(self, sequence_length: int) -> Mapping[str, float]:
-        """Return the floating-point operations of forward and backward per token.
+        """A model may define this hook to state the operations of forward and backward per token.
 
-        Keys are the names of units, and "shared" for everything outside the units.
+        The values are floating-point operations. Keys are the names of units, and "shared" for
+        everything outside the units.
         """
         ...
 

@@ -148,7 +148,7 @@ class Store:
     def _attempt(self, what: str, action: Callable[[], T], *missing: Any) -> T:
         """Return the result of ``action``, which is repeated if it fails.
 
-        ``missing``: the result if the file is not there. By default, a missing file is an error.
+        ``missing``: the result if the file does not exist. By default, a missing file is an error.
         """
         for attempt in range(1, ATTEMPTS + 1):
             try:

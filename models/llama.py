@@ -235,7 +235,7 @@ class Llama(nn.Module):
         return branches
 
     def tensor_parallel_plan(self) -> dict[str, Style]:
-        """Return how tensor parallelism cuts each module, by module pattern.
+        """Return the styles in which tensor parallelism cuts modules, by patterns of module paths.
 
         Attention is cut by heads, the feed-forward by hidden features, and embedding and head by
         rows of the vocabulary.

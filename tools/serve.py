@@ -123,7 +123,7 @@ class _Service:
                     server.serve(host, port, tls, lambda chosen: log.info("serving at %s:%d", host, chosen), received)
                 )
         except OSError as error:
-            raise ConfigError(f"--bind {host}:{port}: cannot listen there ({error.strerror}); choose another") from None
+            raise ConfigError(f"--bind {host}:{port}: cannot listen ({error.strerror}); give another address") from None
         self._save()
         self._saving.result()
         if run.problem is not None:

@@ -120,7 +120,7 @@ def _forward_of(module: nn.Module) -> str:
 def call_model(module: nn.Module, batch: Any) -> Any:
     """Call ``module`` with one batch, and return the result.
 
-    - A mapping is passed by name if ``forward`` takes all of its keys, and requires no others.
+    - A mapping is passed by name if ``forward`` takes all keys, and requires no other argument.
     - A tuple or list with tensors is passed by position if ``forward`` takes that many arguments.
       So ``(x, y)`` fits ``forward(x, targets=None)``, but not ``forward(batch)``. A tuple or list
       without tensors is passed by position only if ``forward`` requires several arguments.
@@ -226,7 +226,7 @@ def count_labels(module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, 
 
     Args:
         module: The model.
-        args: The positional arguments of ``forward``. A single argument is a batch.
+        args: The positional arguments of ``forward``. A single argument is taken as the batch.
         kwargs: The arguments of ``forward`` by name.
     """
     batch: Any = args[0] if len(args) == 1 and not kwargs else args

@@ -26,7 +26,7 @@ BLOCK = 1024  # positions
 
 @dataclass(frozen=True)
 class Source:
-    """One source of a mixed data set, such as a corpus. The data set has all sources in a row.
+    """One source of a mixed data set, such as a corpus. The samples of a source are adjacent.
 
     Attributes:
         name: The name of the source in messages and metrics.
@@ -168,7 +168,7 @@ class MixtureSampler(ResumableBatchSampler):
         return {**state, "block": self._saved.position, "order": order, "sources": {**self._removed, **entries}}
 
     def checked_position(self, state: Mapping[str, Any]) -> int:
-        """Return how many samples were read before ``state``, if the run can continue there.
+        """Return how many samples had been read when ``state`` was saved.
 
         Raises CheckpointError if the state is incomplete, has another seed, or has a source
         with another number of samples.

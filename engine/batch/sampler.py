@@ -99,7 +99,7 @@ class ResumableBatchSampler:
         self.consumed = self.checked_position(state)
 
     def checked_position(self, state: Mapping[str, Any]) -> int:
-        """Return how many samples were read before ``state``, if the run can continue there.
+        """Return how many samples had been read when ``state`` was saved.
 
         Raises CheckpointError if the state is incomplete, or belongs to another data set or
         seed.
@@ -192,8 +192,8 @@ class PathSampler(ResumableBatchSampler):
         self.samples_of_paths = [len(members) for members in paths.members]
         if 0 in self.samples_of_paths:
             raise DataError(
-                f"path {self.samples_of_paths.index(0)} has no samples; give it more data, make fewer clusters, or use "
-                "a shorter sequence length"
+                f"path {self.samples_of_paths.index(0)} of the model has no samples; prepare more data or fewer "
+                "clusters (sdp prepare --clusters), or use a shorter sequence length"
             )
         super().__init__(sum(self.samples_of_paths), micro_batch_size, data_rank, data_ranks, seed)
         self._samples_in_order, self._of_path = len(self._members), (self.path,)
@@ -212,7 +212,7 @@ class PathSampler(ResumableBatchSampler):
         if state.get("samples_of_paths") != self.samples_of_paths:
             raise CheckpointError(
                 f"data loader state: the paths of the checkpoint had {quote(state.get('samples_of_paths'))} samples, "
-                f"but those of this run have {self.samples_of_paths}; use the same sdp.paths and clusters, or start "
-                "a new run"
+                f"but the paths of this run have {self.samples_of_paths}; use the same sdp.paths and clusters, or "
+                "start a new run"
             )
         return self._checked_counts(state)

@@ -95,7 +95,7 @@ def load_anchors(
 ) -> None:
     """Load a checkpoint such that all holders of a unit continue with equal weights.
 
-    The weights are the anchors, which are those after the last average. If groups saved optimizer
+    The weights are the anchors (the weights after the last average). If groups saved optimizer
     state of their own, each moment becomes the mean over these groups. Collective unless ``alone``.
 
     Args:

@@ -84,7 +84,7 @@ def resume(
         if in_groups:
             raise CheckpointError(
                 f"{path}: a run with local steps (sdp.sync) wrote it or would load it, so weights cannot be loaded "
-                "without the optimizer's state; load both"
+                "without the optimizer's state; load weights and optimizer state"
             )
         weights = {key: tensor for key, tensor in share.tensors(to_load=True).items() if key.startswith("model/")}
         load(path, weights, state["files"], alone=ranks.alone)
@@ -117,7 +117,7 @@ def _refuse_what_does_not_fit(path: Path, state: Mapping[str, Any], scheduler: A
         loader.check_state(state["loader"])
     if scheduler is not None and of_another_kind(state["scheduler"], scheduler.state_dict()):
         raise CheckpointError(
-            f"{path}: has the state of another kind of learning-rate scheduler; use the kind that wrote it"
+            f"{path}: has the state of another kind of learning-rate scheduler; use the kind that wrote the checkpoint"
         )
 
 

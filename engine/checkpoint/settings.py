@@ -97,7 +97,7 @@ def log_changes(path: Path, changes: Sequence[str], step: int, *, configured_rat
     elif changes:
         log.warning(
             "%s was written with other settings (checkpoint → configured): %s; the checkpoint's learning rates apply "
-            "until a schedule sets others, everything else is as configured", path, "; ".join(changes),
+            "until a schedule sets other rates, everything else is as configured", path, "; ".join(changes),
         )  # fmt: skip
 
 

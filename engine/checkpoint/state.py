@@ -182,7 +182,10 @@ class SavedState:
         return self._state_of(local.outer.optimizer, local.outer.anchors, "outer")
 
     def of_local_steps(self, local: LocalSteps) -> Tensors:
-        """Return the state that only local steps save, of this group and of the outer optimizer."""
+        """Return the tensors that only a checkpoint of local steps has, by key.
+
+        They are the outer optimizer's state, and this group's weights and optimizer state.
+        """
         self._counts, self._twins, self._coded = [], [], {}
         found = self.outer(local)
         means, before = local.outer.pending_changes

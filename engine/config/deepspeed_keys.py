@@ -89,7 +89,7 @@ HINT_SECTIONS: dict[str, str] = {
 # Keys of public files that DeepSpeed ignores, because it does not know them or they are in the
 # wrong section. They have no effect here either, and the log says so. The value says what to write
 # instead.
-_BELOW_ZERO = "DeepSpeed reads it in zero_optimization only, and ignores it here; move it there"
+_BELOW_ZERO = "DeepSpeed reads this key only inside zero_optimization; move it into zero_optimization"
 IGNORED_BY_DEEPSPEED: dict[str, str] = {
     "offload_optimizer": f"{_BELOW_ZERO}. So far nothing is offloaded",
     "offload_param": f"{_BELOW_ZERO}. So far nothing is offloaded",

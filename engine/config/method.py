@@ -77,7 +77,8 @@ class MaskingSchedule:
             stated = shorten(json.dumps(until), 20)
             if following is None and until is not None:
                 raise ConfigError(
-                    f"{where}: {stated} ends the last phase, after which no masking is given; remove it, or add a phase"
+                    f"{where}: {stated} ends the last phase, which must last until the run ends; remove until, or add "
+                    "a phase"
                 )
             if following is None:
                 break
@@ -152,15 +153,17 @@ def problems_with_copies(config: Any) -> Problems:
     if copies.are_exact:
         return []
     key = "dtype" if copies.dtype != "compute" else "refresh_every"
-    where, remedy = f"sdp.copies.{key}: {json.dumps(getattr(copies, key))}", "use false there, or remove sdp.copies"
+    where, remedy = f"sdp.copies.{key}: {json.dumps(getattr(copies, key))}", "to false, or remove sdp.copies"
     return [
         ("backward" not in sdp.maskings,
             f'{where} has no meaning with sdp.masking "forward", which keeps no copies; remove sdp.copies'),
         (sdp.sync is not None and copies.refresh_every > 1,
             f"sdp.copies.refresh_every: {copies.refresh_every} contradicts sdp.sync, which refreshes the copies of a "
             "unit when it is averaged; use 1"),
-        (config.training.compile, f"{where} is not available together with training.compile; {remedy}"),
-        (config.torch_autocast.enabled, f"{where} is not available together with torch_autocast.enabled; {remedy}"),
+        (config.training.compile,
+            f"{where} is not available together with training.compile; set training.compile {remedy}"),
+        (config.torch_autocast.enabled,
+            f"{where} is not available together with torch_autocast; set torch_autocast.enabled {remedy}"),
     ]  # fmt: skip
 
 
@@ -170,7 +173,9 @@ Steps = Annotated[int, Field(gt=0, le=2**24)]
 class OuterSGDParams(Section):
     """Parameters of the outer SGD of local steps, with torch's names.
 
-    If none is given, all have DiLoCo's values (arXiv 2311.08105).
+    Without the section ``params``, DiLoCo's values apply (arXiv 2311.08105): ``lr`` 0.7,
+    ``momentum`` 0.9 and ``nesterov`` true. A given section needs its own ``momentum``, because
+    missing keys have the defaults of this class.
     """
 
     lr: NonNegative = 0.7

@@ -197,7 +197,7 @@ def normalise(fact: Any) -> str:
 def first_difference(path: str, first: Any, second: Any) -> tuple[str, str, str]:
     """Find the first difference between two JSON values that are not equal.
 
-    Returns the path of the difference, which begins with ``path``, and what each value has there.
+    Returns the path of the difference, which begins with ``path``, and both values at this path.
     """
     if isinstance(first, dict) and isinstance(second, dict):
         key = next(

@@ -77,7 +77,7 @@ def _inherited(found: Environment) -> socket.socket | None:
 
 
 def _bound(found: Environment) -> socket.socket | None:
-    """A socket on the master address. None: other ranks could not reach rank 0 there."""
+    """Return a socket on the master address, or None if other ranks could not reach it."""
     where = f"{found.master_addr}:{found.master_port}"
     try:
         family, _, _, _, address = socket.getaddrinfo(
@@ -96,7 +96,7 @@ def _bound(found: Environment) -> socket.socket | None:
     except OSError as error:
         if error.errno == errno.EADDRINUSE:
             raise LaunchError(
-                f"{where}: the port is in use on the host of rank 0; choose another (--master-port, or MASTER_PORT)"
+                f"{where}: the port is in use on the host of rank 0; choose another (--master-port or MASTER_PORT)"
             ) from None
         log.warning("rank 0 listens on all interfaces, because it cannot listen on %s alone (%s)", where, error)
         return None

@@ -39,13 +39,13 @@ def parameter_cuts(model: nn.Module, ranks: int) -> dict[str, int | None]:
             if cuts.setdefault(name, style.dims) != style.dims:
                 raise ModelError(
                     f"{name}: several modules share this weight, and tensor_parallel_plan() cuts it along different "
-                    "dimensions; cut it the same way in all of them"
+                    "dimensions; cut it along one dimension in all modules"
                 )
             _require_divisible(f"{path}.{key}", parameter, style, ranks)
         _require_plain(path, model.get_submodule(path), style)
     missing = next((name for name in canonical.values() if name not in cuts), None)
     if missing is not None:
-        raise ModelError(f"{missing}: is not in tensor_parallel_plan(); add its module there, or set {TP} to 1")
+        raise ModelError(f"{missing}: is not in tensor_parallel_plan(); add its module to the plan, or set {TP} to 1")
     return cuts
 
 

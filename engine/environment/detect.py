@@ -175,7 +175,7 @@ class Supervision:
 
 
 def supervision() -> Supervision | None:
-    """Return what the SDP launcher told this process, or None if another program started it.
+    """Return what the SDP launcher told this process, or None if it was started otherwise.
 
     Call this once: the launcher's process id is removed from the environment, because programs that
     this process starts have another parent.
@@ -281,7 +281,7 @@ def detect(environ: Mapping[str, str] | None = None) -> Environment | None:
 
 
 def _ask_mpi_for_the_master() -> None:
-    """Set MASTER_ADDR to rank 0's host and MASTER_PORT to a free port there.
+    """Set MASTER_ADDR to rank 0's host and MASTER_PORT to a free port of that host.
 
     This happens only if MPI started this process and neither variable is set. If this function
     initialises MPI, it also finalises MPI, so that no rank waits in MPI after another rank failed.

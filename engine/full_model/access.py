@@ -131,9 +131,9 @@ class FullModel:
         """A context in which batch norms have running statistics of the full model. Collective.
 
         Use this to evaluate, save or export the full model. While a rank trains, it tracks
-        statistics of its subnetwork. The context measures those of the full model, in a pass over
-        ``batches`` of training data. All ranks need the same number of batches. At the end of the
-        context, each rank has its earlier statistics again. Nothing happens if the model has no
+        statistics of its subnetwork. The context measures statistics of the full model, in a pass
+        over ``batches`` of training data. All ranks need the same number of batches. At the end of
+        the context, each rank has its earlier statistics again. Nothing happens if the model has no
         batch norm, or has paths.
         """
         if self._store.layout.paths > 1 or not tracks_statistics(self._store.layout.buffers):

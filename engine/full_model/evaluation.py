@@ -1,7 +1,7 @@
 """Evaluates the full model: holders send their units to the other groups, one after the other.
 
-The batches run in lockstep. Each forward pass stops before a unit. Once all passes have stopped
-there, the unit is broadcast, and all passes continue. So memory holds the hidden states of a few
+The batches run in lockstep. Each forward pass stops before a unit. Once all passes have stopped,
+the unit is broadcast, and all passes continue. So memory holds the hidden states of a few
 batches (a chunk) and one received unit, or the missing slices of one block. This works for any
 model, however its forward is written. Each pass has a thread of its own, but only one thread runs
 at a time, so results do not depend on scheduling.

@@ -147,7 +147,7 @@ class BufferMean:
         return self
 
     def give(self, buffers: Mapping[str, torch.Tensor]) -> None:
-        """Write the means into ``buffers``, in place."""
+        """Replace the values of ``buffers`` in place by their means over the ranks."""
         for (name, shape), sums in zip(self._shapes.items(), self._split(), strict=True):
             if name in buffers:
                 buffers[name].copy_((sums[0] / sums[1]).view(shape))

@@ -182,7 +182,7 @@ def check_room(needed: int, free: Sequence[int | None], hosts: Sequence[str], de
             raise OutOfMemoryError(
                 f"full_model: the full model takes {format_bytes(needed, 'GiB')}, and {ranks} would need "
                 f"{format_bytes(needed * copies, 'GiB')}, but {format_bytes(bytes_free, 'GiB')} are free; use "
-                "engine.evaluate(), or engine.save_pretrained() and another process"
+                "engine.evaluate(), or save the model with engine.save_pretrained() and load it in another process"
             )
 
 

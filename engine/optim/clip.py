@@ -190,14 +190,14 @@ class SpikeDetector:
 class LastSteps:
     """Remembers the loss and norm of the last step, and counts skipped steps.
 
-    Too many skipped steps in a row are an error. A skipped step does not count towards this limit
-    if a dynamic loss scale can still be lowered. With local steps (``sdp.sync``), a group gets the
+    Too many consecutive skipped steps are an error. A skipped step does not count for this limit if
+    a dynamic loss scale can still be lowered. With local steps (``sdp.sync``), a group gets the
     results of other groups later. So reading the loss or the norm may wait for these results.
 
     Args:
         local: the local steps of the run (:class:`~sdp.engine.local_steps.LocalTraining`).
         groups: the number of groups.
-        max_skips: how many steps may be skipped in a row.
+        max_skips: how many consecutive steps may be skipped.
     """
 
     def __init__(self, local: Any, groups: int, max_skips: int):
@@ -227,7 +227,7 @@ class LastSteps:
         return self._skipped + self._local.skipped_steps(step)
 
     def start_at(self, skipped: int) -> None:
-        """Set how many steps were skipped before a resume. The count in a row starts at 0."""
+        """Set how many steps were skipped before a resume. Consecutive skips count from 0 again."""
         self._skipped, self._in_a_row, self._excused = skipped, 0, 0
 
     def note(self, loss: float, norm: float, *, skipped: bool, counts: bool, excused: bool) -> None:
@@ -237,7 +237,7 @@ class LastSteps:
             loss: the mean loss of all ranks.
             norm: the norm of the full model's gradient.
             skipped: whether all groups skipped the step.
-            counts: whether a skipped step increases the number of skipped steps in a row.
+            counts: whether a skipped step increases the number of consecutive skipped steps.
             excused: whether a skipped step is left out when this number is compared with
                 ``max_skips``.
         """
@@ -253,7 +253,7 @@ class LastSteps:
         """Warn if the last step, ``step``, was skipped. ``groups`` is a text that names the groups.
 
         Raises:
-            NonFiniteError: More steps than allowed were skipped in a row.
+            NonFiniteError: More consecutive steps than allowed were skipped.
         """
         if not self._in_a_row:
             return
@@ -275,7 +275,7 @@ class LastSteps:
         """Record the local steps whose loss and norm have arrived at all ranks, and return them.
 
         Raises:
-            NonFiniteError: Groups have skipped too many steps in a row.
+            NonFiniteError: Groups have skipped too many consecutive steps.
         """
         known = list(self._local.arrived(except_newest=self._local.lag))
         for step, update in known:

@@ -57,11 +57,11 @@ class Muon(Optimizer):
         nesterov: Whether the step looks ahead along the momentum.
         ns_steps: The number of Newton-Schulz iterations that make a matrix orthogonal.
         ns_dtype: The type in which these iterations compute.
-        adjust_lr_fn: "match_rms_adamw" makes steps as long as AdamW's, so that one rate serves
-            both. "original" is the rule of Muon's author.
+        adjust_lr_fn: "match_rms_adamw" makes steps as long as AdamW's, so that matrices and
+            other parameters can have one rate. "original" is the rule of Muon's author.
         weight_decay: The decoupled weight decay of all parameters.
         adam_lr: The learning rate of all other parameters, by default ``lr``. A schedule scales
-            both.
+            ``lr`` and ``adam_lr``.
         betas: AdamW's decay rates.
         eps: AdamW's term in the denominator.
         state_dtype: The dtype of the momentum and of AdamW's first moment. The second moment is

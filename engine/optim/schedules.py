@@ -71,7 +71,7 @@ class Schedule(ABC):
         return list(self._last_lr)
 
     def step(self, last_batch_iteration: int | None = None) -> None:
-        """Go to the next iteration, or to ``last_batch_iteration``, and set the rates there."""
+        """Go to the next iteration, or to ``last_batch_iteration``, and set its rates."""
         self.last_batch_iteration = (
             self.last_batch_iteration + 1 if last_batch_iteration is None else last_batch_iteration
         )

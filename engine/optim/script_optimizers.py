@@ -95,7 +95,7 @@ class OptimizedParameters:
         if len(self._optimizer.param_groups) != self._groups:
             raise ConfigError(
                 "optimizer.add_param_group: parameter groups cannot change after sdp.initialize, which decides what "
-                "is averaged between groups; give all of them to sdp.initialize"
+                "is averaged between groups; give all groups to sdp.initialize"
             )
         names = [name for name, parameter in self._frozen.items() if parameter.requires_grad]
         for name in names:

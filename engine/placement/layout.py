@@ -132,7 +132,7 @@ class Layout:
         matched = match_patterns(units, section.own, "sdp.paths.own") if section.own else set[str]()
         tied = next((pair for pair in self.aliases.items() if self.parameters[pair[1]].unit in matched), None)
         if tied is not None:
-            raise ModelError(f"sdp.paths.own: {tied[0]!r} is tied to {tied[1]!r} inside a unit; leave that unit out")
+            raise ModelError(f"sdp.paths.own: {tied[0]!r} is tied to {tied[1]!r} inside a unit; do not list this unit")
         if count == 1:
             return self
         of_paths = [(f"paths.{path}.", tuple(range(path, self.mesh.sdp, count))) for path in range(count)]
@@ -225,8 +225,8 @@ class Layout:
     def parameters_at(self, group: int) -> dict[str, TensorInfo]:
         """Map each path in the module of ``group`` to the parameter, or slice, at this path.
 
-        If ``group`` does not hold the tensor there, the map has the first tensor that any group has
-        at this path. All tensors at one path have the same shape and are cut in the same way.
+        If ``group`` holds no tensor at a path, the map has the first tensor that any group has at
+        this path. All tensors at one path have the same shape and are cut in the same way.
         """
         return _by_path(self.parameters.values(), group)
 
@@ -244,7 +244,7 @@ class Layout:
 
     @cached_property
     def by_path(self) -> dict[str, list[TensorInfo]]:
-        """Each path in the uncut module → the parameters or slices there, in the model's order."""
+        """Each path in the uncut module → the parameters or slices of the path, in model order."""
         found: dict[str, list[TensorInfo]] = {}
         for info in self.parameters.values():
             found.setdefault(info.path, []).append(info)

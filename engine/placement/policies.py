@@ -60,7 +60,7 @@ def _require_connected(named: Placement) -> None:
     one, other = (list_groups(part) for part in named.components()[:2])
     raise PlacementError(
         f"sdp.placement: groups {one} and groups {other} have no unit in common, although there are enough holders "
-        f"to connect all groups ({named.links}, and {named.links_needed} suffice); give a unit holders in both"
+        f"to connect all groups ({named.links}, and {named.links_needed} suffice); give a unit holders in both sets"
     )
 
 

@@ -43,7 +43,7 @@ def capacities(section: SDPSection) -> Sequence[float]:
             if many
             else f"a capacity of at least {math.ceil(10_000 / section.groups - 1e-9) / 10_000:g}"
         )
-        raise ConfigError(f"sdp.capacity: {what} holders a unit, and every unit needs at least one; use {remedy}")
+        raise ConfigError(f"sdp.capacity: {what} holders per unit, and every unit needs at least one; use {remedy}")
     return given
 
 
@@ -100,7 +100,7 @@ def listed_counts(section: SDPSection, units: int, protected: Set[int] = frozens
         return None
     if len(profile) != units:
         raise ConfigError(
-            f"sdp.profile: {len(profile)} values are given for {units} units; give one number of holders a unit"
+            f"sdp.profile: {len(profile)} values are given for {units} units; give one number of holders per unit"
         )
     if max(profile) > section.groups:
         raise ConfigError(f"sdp.profile: {max(profile)} holders are asked for, but sdp.groups is {section.groups}")
@@ -108,14 +108,14 @@ def listed_counts(section: SDPSection, units: int, protected: Set[int] = frozens
         if profile[unit] != section.groups:
             raise ConfigError(
                 f"sdp.profile: {profile[unit]} holders are listed for unit {unit} (counted from 0), but all groups "
-                f"hold it because of sdp.protect; list {section.groups} there"
+                f"hold it because of sdp.protect; list {section.groups} for this unit"
             )
     free = [k for unit, k in enumerate(profile) if unit not in protected]
     asked = section.capacity != 1.0  # the default, which the file of a run states, too
     if free and asked and abs(sum(free) - mean * len(free)) >= 1:
         right = sum(free) / len(free)
         raise ConfigError(
-            f"sdp.profile: its mean is {right:.3g} holders a unit{' that is not protected' * bool(protected)}, but "
+            f"sdp.profile: its mean is {right:.3g} holders per unit{' that is not protected' * bool(protected)}, but "
             "sdp.capacity "
             + (
                 f"adds up to {mean:.3g}"

@@ -60,7 +60,7 @@ def require_even(units: Sequence[Unit], cuts: Mapping[str, int | None], ranks: i
             if part.dim is not None and part.dim != cuts[part.parameter]:
                 raise ModelError(
                     f"{part.parameter}: neurons lie along dimension {part.dim}, but tensor_parallel_plan() does not "
-                    f"cut it there; change the plan, set {TP} to 1"
+                    f"cut along it; change the plan, set {TP} to 1"
                     f', or use sdp.granularity "block"'
                 )
         if unit.neurons % ranks:

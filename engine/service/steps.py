@@ -280,8 +280,8 @@ class ServedSteps:
     def arrive(self) -> OuterFacts:
         """Wait for the average under way, and continue from the averaged weights. Collective.
 
-        If the group was late, other fragments may have been averaged meanwhile, too. Their weights
-        are also fetched, and the group's progress in all of these fragments is lost.
+        If the group was late, the service may have averaged more fragments (parts of the model).
+        Then all of these averages are fetched, and they replace what the group itself has learned.
         """
         assert self._under_way is not None, "a delivery is started before it arrives"
         (fragment, before, sending), self._under_way = self._under_way, None

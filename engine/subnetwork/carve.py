@@ -29,11 +29,12 @@ NO_WEIGHTS = "a skipped block has no attention weights to return"
 
 
 class Structure(NamedTuple):
-    """The form of a block's result, such as a tuple. A pass-through returns its input in this form.
+    """The form of a block's result, in which the pass-through of a skipped block returns its input.
 
     ``spec`` is the result's pytree, and ``position`` is the leaf with the hidden state. ``others``
-    maps each leaf that is an unchanged argument of the block to the argument's name. A pass-through
-    has None in all other leaves. ``has_weights`` says whether a block has attention weights there.
+    maps each leaf that is an unchanged argument of the block to the argument's name. All other
+    leaves are None in a pass-through, and ``has_weights`` says whether the block returns attention
+    probabilities in them.
     """
 
     spec: TreeSpec
@@ -327,7 +328,7 @@ class Evaluation:
 
     @contextmanager
     def running(self) -> Iterator[None]:
-        """A context in which the engine evaluates, so ``is_running`` is True."""
+        """Mark that the engine evaluates: ``is_running`` is True inside this context."""
         self.is_running = True
         try:
             yield

@@ -43,8 +43,8 @@ def quantise(weight: torch.Tensor, kind: Kind) -> tuple[torch.Tensor, torch.Tens
 
     Returns:
         The quantised numbers: int8 in the shape of ``weight``, or for "nf4" uint8 of shape (rows,
-        half of a row), with two numbers a byte. And the bytes of the float16 scales: uint8 of shape
-        (rows, 2 · blocks).
+        half of a row), with two numbers per byte. And the bytes of the float16 scales: uint8 of
+        shape (rows, 2 · blocks).
     """
     rows, tail = weight.shape[0], weight[0].numel()
     blocks = -(-tail // BLOCK)

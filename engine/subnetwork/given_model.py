@@ -46,7 +46,7 @@ def check_given_model(model: nn.Module) -> None:
             )
         if isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.sparse:
             raise ModelError(
-                f"sdp.initialize: {where} has sparse gradients, which are not averaged; make it with sparse=False"
+                f"sdp.initialize: {where} has sparse gradients, which are not averaged; create it with sparse=False"
             )
     for name, parameter in model.named_parameters():
         if parameter.is_complex():

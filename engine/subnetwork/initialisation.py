@@ -265,7 +265,7 @@ class WeightFiles:
                 "if you trust it, load it with transformers, and save it with save_pretrained"
             )
         raise ModelError(
-            f"{self.directory}: no {WHOLE} and no {INDEX} there; give the directory of a model in Hugging Face's format"
+            f"{self.directory}: has neither {WHOLE} nor {INDEX}; give the directory of a model in Hugging Face's format"
         )
 
     def _open(self, file: Path) -> Any:

@@ -29,13 +29,13 @@ class Messages:
         self._known: dict[tuple[int, int, int | None], Sums] = {}  # thousands of ranks share a few sums
 
     def of_step(self, rank: int, traced: int, inside: Iterable[Collective]) -> list[Collective]:
-        """Return what ``rank`` sends in a step. With local steps, the step averages no weights.
+        """Return what ``rank`` sends in a step. With local steps, averages of weights are left out.
 
         Args:
             rank: The rank.
             traced: The rank whose step was traced. Its group computes the same as the group of
                 ``rank``.
-            inside: What ``traced`` sends, except between groups.
+            inside: The collectives of ``traced`` in that step, without those between groups.
         """
         found = [one._replace(ranks=self._moved(one.ranks, traced, rank)) for one in inside]
         return found if self._sync is not None else found + self._between(rank, None)

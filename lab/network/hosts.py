@@ -35,11 +35,11 @@ class Link:
     def parse(cls, text: str) -> Link:
         """Read the rate of a link.
 
-        Raises :class:`ConfigError` if it is not a finite number of bits a second above zero.
+        Raises :class:`ConfigError` if it is not a finite number of bits per second above zero.
         """
         bits = parse_bit_rate(text)
         if bits is None or not 8 <= bits < math.inf:
-            raise ConfigError(f"{text}: expected rates above zero in bits a second, such as 100mbit,300mbit,1gbit")
+            raise ConfigError(f"{text}: expected rates above zero in bits per second, such as 100mbit,300mbit,1gbit")
         return cls(text)
 
     @property

@@ -91,7 +91,7 @@ def add_plain_arguments(parser: argparse._ActionsContainer) -> None:
     parser.add_argument(
         "--capacity", type=float, default=0.5, metavar="C", help="held fraction of the layers, or neurons (0.5)"
     )
-    parser.add_argument("--json", type=Path, metavar="FILE", help="also write the settings and every timing there")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="also write the settings and every timing to FILE")
 
 
 def _option(name: str) -> str:

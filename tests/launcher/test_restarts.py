@@ -123,8 +123,8 @@ def test_degrees_and_batch_stay_on_fewer_ranks(
         (degrees(4, train=16), 3, "train_batch_size 16 is not a multiple of train_micro_batch_size_per_gpu 1 * 3 data"),
         (degrees(4, placement={"layers.0": [0, 1]}), 3, "sdp.placement is given for each of 4 groups, but only"),
         (degrees(4, capacity=[1.0, 0.5, 0.5, 1.0], placement="balanced"), 3, "sdp.capacity is given for each of 4"),
-        (degrees(4, capacity=0.25), 2, "sdp.capacity: 0.25 × 2 groups = 0.5 holders a unit, and every unit needs at"),
-        (degrees(4, capacity=0.25), 1, "sdp.capacity: 0.25 × 1 groups = 0.25 holders a unit"),
+        (degrees(4, capacity=0.25), 2, "sdp.capacity: 0.25 × 2 groups = 0.5 holders per unit, and every unit needs at"),
+        (degrees(4, capacity=0.25), 1, "sdp.capacity: 0.25 × 1 groups = 0.25 holders per unit"),
     ],
 )
 def test_what_cannot_go_on_with_fewer_groups(given: Degrees, left: int, message: str) -> None:

@@ -139,4 +139,4 @@ def test_missing_data(config: Path, server: FaultyServer, monkeypatch: pytest.Mo
         monkeypatch.setenv(name, str(value))
     monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
     done = run_sdp("train", config, "--dump-dir", f"{server.bucket}/own", "--set", "data.path=null")
-    assert done.returncode == 2 and "a run on several hosts cannot prepare data there" in done.stderr
+    assert done.returncode == 2 and "a run on several hosts cannot prepare data in this folder" in done.stderr

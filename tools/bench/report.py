@@ -125,8 +125,8 @@ def to_markdown(settings: Mapping[str, Any], rows: Mapping[str, Mapping[str, Any
         f"# {s['config']}: {s['world']} ranks side by side",
         "",
         f"{json.dumps(s['model'])}; {batch['micro']} × {batch['accumulation']} × {s['tokens_per_sample']} {unit[:-2]} "
-        f"a rank and step; {s['precision']}, recomputation {s['activation_checkpointing']}, "
-        f"{'compiled' if s['compile'] else 'not compiled'}; {s['device']}, {s['threads']} thread(s) a rank, torch "
+        f"per rank and step; {s['precision']}, recomputation {s['activation_checkpointing']}, "
+        f"{'compiled' if s['compile'] else 'not compiled'}; {s['device']}, {s['threads']} thread(s) per rank, torch "
         f"{s['torch']}.",
         f"Seconds: median (least … most) of {s['rounds']} interleaved rounds of {s['steps']} steps. Speed: "
         "median of the ratios of the rounds.",

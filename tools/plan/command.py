@@ -61,7 +61,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--achieved", type=float, metavar="FRACTION", default=ACHIEVED,
         help=f"fraction of the peak rate that the model reaches (default: {ACHIEVED})",
     )  # fmt: skip
-    inside = f"speed of a rank's link inside a node, in bytes or bits a second: 50GB/s, 400Gbit (default: {INSIDE})"
+    inside = f"speed of a rank's link inside a node, in bytes or bits per second: 50GB/s, 400Gbit (default: {INSIDE})"
     add_quantity("--intra-node", "B/s", "RATE", INSIDE, inside)
     between = f"speed of a rank's link between nodes (default: {BETWEEN})"
     add_quantity("--inter-node", "B/s", "RATE", BETWEEN, between)
@@ -114,7 +114,7 @@ def _check(args: argparse.Namespace) -> None:
     if not 0 < args.achieved <= 1:
         raise ConfigError(f"--achieved {args.achieved}: expected a fraction above 0, up to 1")
     if args.hostfile is not None and args.gpus_per_node is not None:
-        raise ConfigError("--gpus-per-node: --hostfile says how many slots a node has; give one of them")
+        raise ConfigError("--gpus-per-node: --hostfile says how many slots a node has; leave one option out")
     if args.fit and args.device_memory is None:
         raise ConfigError("--fit: needs --device-memory, for example 80GB")
     for option, given in (("--fit", args.fit), ("--html", args.html is not None)):

@@ -55,7 +55,7 @@ class Choice:
 
     def __str__(self) -> str:
         return (
-            f"{self.ranks} rank{'s' * (self.ranks > 1)} a group (fsdp {self.ranks // self.tp} × tp {self.tp}), "
+            f"{self.ranks} rank{'s' * (self.ranks > 1)} per group (fsdp {self.ranks // self.tp} × tp {self.tp}), "
             f"ZeRO stage {self.stage}, activation checkpointing {self.mode}"
         )
 
@@ -168,7 +168,8 @@ def find_fit(config: Config, memory: float, machine_of: Callable[[int], Machine]
         said = f"; closest: {closest}; what would need less memory: {less}"
     refused = list({(trial.choice.tp, trial.why): str(trial) for trial in search.trials if trial.need is None}.values())
     also = f"; refused: {'; '.join(refused[:3])}" if refused else ""
-    raise ConfigError(f"--fit: no layout of up to {max(counts)} ranks a group fits {format_bytes(memory)}{said}{also}")
+    what = f"no layout of up to {max(counts)} ranks per group fits {format_bytes(memory)}"
+    raise ConfigError(f"--fit: {what}{said}{also}")
 
 
 def _reasons(best: Trial, search: _Search) -> Iterator[str]:

@@ -28,10 +28,10 @@ class Machine:
 
     Attributes:
         slots: The number of ranks on each node.
-        flops: The peak rate of a device, in operations a second.
+        flops: The peak rate of a device, in operations per second.
         achieved: The fraction of the peak rate that a model reaches.
-        inside: Bytes a second that one rank sends inside a node.
-        between: Bytes a second that one rank sends between nodes.
+        inside: Bytes per second that one rank sends inside a node.
+        between: Bytes per second that one rank sends between nodes.
         device: The device type whose operators are traced.
     """
 

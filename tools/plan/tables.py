@@ -35,7 +35,7 @@ def describe_plan(plans: Sequence[Forecast], notes: Sequence[str], world: str) -
     lines = [
         f"{config.model['name']}, {plan.parameters / 1e6:,.2f} M parameters, {config.precision}; "
         f"{world} on {describe_nodes(plan.machine)}",
-        f"{batch.train:,} samples a step = micro-batch {batch.micro} × accumulation {batch.accumulation} × "
+        f"{batch.train:,} samples per step = micro-batch {batch.micro} × accumulation {batch.accumulation} × "
         f"{layout.mesh.data_ranks} data ranks; activation checkpointing: {config.activation_checkpointing.mode}",
     ]
     if layout.units and layout.mesh.sdp > 1:
@@ -47,7 +47,7 @@ def describe_plan(plans: Sequence[Forecast], notes: Sequence[str], world: str) -
 
 
 def describe_nodes(machine: Machine) -> str:
-    """Say how many nodes there are, and how many ranks they have at most."""
+    """Return a text such as "2 nodes of up to 8", with the largest number of ranks of a node."""
     return f"{len(machine.slots)} node{'s' * (len(machine.slots) > 1)} of up to {max(machine.slots)}"
 
 
@@ -140,7 +140,7 @@ def _about(plan: Forecast) -> list[str]:
     if trace.traced_blocks < trace.blocks:
         notes.append(
             f"{trace.traced_blocks} of {trace.blocks} blocks were traced. Each further block of the same pattern "
-            "counts as one of these."
+            "counts as one traced block."
         )
     if config.training.compile:
         notes.append("Blocks are traced as if they were not compiled; compiled blocks need less.")

@@ -169,7 +169,7 @@ def compare(config: Config, machine: Machine, world: int) -> tuple[list[Forecast
     )
     return plans, [
         *notes,
-        "The plan does not say what each way learns. `sdp plan` without --compare shows one way in detail.",
+        "The plan does not say which loss each row reaches. `sdp plan` without --compare shows one way in detail.",
     ]
 
 

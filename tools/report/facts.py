@@ -86,10 +86,10 @@ class Facts:
 
 @dataclass(frozen=True)
 class Baseline:
-    """The dense model that runs are compared with.
+    """The dense model with which a report compares its runs.
 
-    ``run`` is a run in which every group holds every unit, with measured figures. If there is no
-    such run, ``run`` is None, and the figures are predictions.
+    If every group holds every unit in one of the runs, ``run`` has the figures measured in that
+    run. Otherwise ``run`` is None, and the figures are predictions.
     """
 
     run: Facts | None

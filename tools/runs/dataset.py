@@ -131,7 +131,7 @@ def refuse_own_data(config: Config, dump_dir: Path, url: str) -> None:
     path = path_of(config, dump_dir)
     if path == dump_dir / "corpus" and not any((path / name).is_file() for name in _INDEXES):
         raise ConfigError(
-            f"--dump-dir {url}: a run on several hosts cannot prepare data there; prepare the data first (sdp "
+            f"--dump-dir {url}: a run on several hosts cannot prepare data in this folder; prepare the data first (sdp "
             "prepare) and give data.path, or name a folder that all hosts share"
         )
 

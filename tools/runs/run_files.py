@@ -375,7 +375,7 @@ def _lock(file: TextIO, dump_dir: Path) -> None:
         ) from None
     except OSError as error:
         log.warning(
-            "%s: its file system has no locks (%s), so make sure that no second run writes there",
+            "%s: its file system has no locks (%s), so make sure that no second run writes to it",
             dump_dir,
             error.strerror,
         )
@@ -391,7 +391,7 @@ def require_no_other_run(dump_dir: Path, url: str | None = None, *, resume: bool
         holds_run |= any((dump_dir / "checkpoints").glob("step-*"))
     except OSError as error:
         raise ConfigError(
-            f"--dump-dir {shorten(dump_dir)}: cannot be used ({error.strerror}); choose another"
+            f"--dump-dir {shorten(dump_dir)}: cannot be used ({error.strerror}); choose another folder"
         ) from None
     if not resume and holds_run:
         raise ConfigError(f"{dump_dir} already holds a run; pass --resume to continue it or name another --dump-dir")

@@ -16,7 +16,7 @@ _EXAMPLES = {"B": "80GB", "B/s": "50GB/s or 400Gbit", "FLOP/s": "989TFLOP/s"}
 def quantity(text: str, unit: Literal["B", "B/s", "FLOP/s"], option: str) -> float:
     """Convert ``text``, such as ``80GB``, ``900G`` or ``989TFLOP/s``, to a number in ``unit``.
 
-    If ``unit`` is "B/s", the text may also give bits a second, such as ``400Gbit``. Raises
+    If ``unit`` is "B/s", the text may also give bits per second, such as ``400Gbit``. Raises
     :class:`ConfigError`, also if there is no unit, because 80 may mean bytes or gigabytes. The
     message begins with ``option``.
     """
@@ -36,7 +36,7 @@ def quantity(text: str, unit: Literal["B", "B/s", "FLOP/s"], option: str) -> flo
 
 
 def parse_bit_rate(text: str) -> float | None:
-    """Return a text such as ``300mbit`` or ``1Gbit/s`` as bits a second. None for other texts."""
+    """Return a text such as ``300mbit`` or ``1Gbit/s`` as bits per second. None for other texts."""
     match = re.fullmatch(rf"{_NUMBER}([kmgt]?)bit(?:/s)?\s*", text, re.IGNORECASE)
     if match is None:
         return None

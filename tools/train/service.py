@@ -57,7 +57,7 @@ def certificates(certificate: Path | None, key: Path | None) -> ssl.SSLContext |
     try:
         context.load_cert_chain(certificate, key)
     except (OSError, ssl.SSLError) as error:
-        raise ConfigError(f"--tls-certificate {certificate}: cannot be used ({error}); give it and --tls-key") from None
+        raise ConfigError(f"--tls-certificate {certificate}: cannot be used ({error}); also give --tls-key") from None
     return context
 
 

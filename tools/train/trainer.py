@@ -298,7 +298,7 @@ class Trainer:
             log.info("model: %d of the model's %d tokens are padding, which the tokenizer lacks", rows - tokens, rows)
         kind = "tokens" if config.data.name is None else "images"
         count = engine.train_batch_size() * config.data.tokens_per_sample
-        log.info("training: steps %d to %d, %s %s a step", start + 1, self._steps, f"{count:,}", kind)
+        log.info("training: steps %d to %d, %s %s per step", start + 1, self._steps, f"{count:,}", kind)
         if not MemoryProbe.works_with(engine):
             log.info("peak of live tensors: not measured, because the probe cannot see compiled code on a CPU")
 

@@ -107,7 +107,7 @@ def read_state(path: Path) -> dict[str, Any]:
         state = read_json_file(file, most_bytes=MOST_BYTES)
     except FileNotFoundError:
         raise CheckpointError(
-            f"{path}: not a checkpoint of this engine ({STATE} is missing); choose another, or start a new run"
+            f"{path}: not a checkpoint of this engine ({STATE} is missing); choose another one, or start a new run"
         ) from None
     except OSError as error:
         raise CheckpointError(f"{file}: cannot be read ({error.strerror}); {_OLDER}") from None

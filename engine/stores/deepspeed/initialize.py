@@ -205,7 +205,7 @@ def _scheduler(config: Config, given: Any, optimizer: Optimizer, options: Sequen
             except (TypeError, ValueError) as error:
                 raise ConfigError(
                     f"lr_scheduler: {shorten(error)}; DeepSpeed has {len(optimizer.param_groups)} parameter groups, "
-                    'one for each unit; give one rule for all of them, or use sdp.engine "fsdp2"'
+                    'one for each unit; give one rule for all groups, or use sdp.engine "fsdp2"'
                 ) from error
         if len(getattr(given, "base_lrs", optimizer.param_groups)) != len(optimizer.param_groups):
             raise ConfigError(

@@ -60,8 +60,8 @@ class CountingReduceScatter(DefaultReduceScatter):
 def gather_stream(module: nn.Module) -> torch.Stream | None:
     """The CUDA stream on which FSDP2 copies the module's shards before it gathers them.
 
-    This stream does not wait for the current stream, so both must wait for new weights. The result
-    is None without CUDA, and before the first forward pass.
+    This stream does not wait for the current stream, so both streams must wait for new weights. The
+    result is None without CUDA, and before the first forward pass.
     """
     if not isinstance(module, FSDPModule) or not torch.cuda.is_available():
         return None

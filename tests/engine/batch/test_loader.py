@@ -384,5 +384,5 @@ def test_paths_resume_on_another_number_of_replicas_and_ranks():
 
 
 def test_a_path_without_samples_is_refused():
-    with pytest.raises(DataError, match="path 1 has no samples"):
+    with pytest.raises(DataError, match="path 1 of the model has no samples"):
         PathSampler(PathSamples([np.arange(3), np.arange(0)], 2), 1, 0, 2, seed=0)

@@ -185,7 +185,5 @@ def test_a_schedule_for_other_groups_than_deepspeeds_is_one_line(ranks: RankPool
     pytest.importorskip("deepspeed")
     for message in ranks.run(_start_with_rules_of_two_groups, world=2):
         assert message.startswith("lr_scheduler: Expected ")
-        assert (
-            'parameter groups, one for each unit; give one rule for all of them, or use sdp.engine "fsdp2"' in message
-        )
+        assert 'parameter groups, one for each unit; give one rule for all groups, or use sdp.engine "fsdp2"' in message
         assert "\n" not in message

@@ -125,7 +125,7 @@ def test_protected_units() -> None:
             make_placement(section(**listed, profile=[2] * 5, capacity=0.5), five)
         with pytest.raises(
             ConfigError,
-            match=r"its mean is 3 holders a unit that is not protected, but .* 0.5 × 4 groups = 2; set .* 0.75",
+            match=r"its mean is 3 holders per unit that is not protected, but .* 0.5 × 4 groups = 2; set .* 0.75",
         ):
             make_placement(section(**listed, profile=[4, 3, 3, 3, 3], capacity=0.5), five)
     with pytest.raises(
@@ -152,9 +152,9 @@ def test_degenerate_units(profile: str) -> None:
         ({"capacity": 0.0}, (1, 1), ConfigError, r"sdp.capacity: 0.0 is out of range; .* more than 0 and at most 1"),
         ({"capacity": 1.5}, (1, 1), ConfigError, "sdp.capacity: 1.5 is out of range"),
         ({"capacity": 0.2}, (1, 1), ConfigError,
-            r"0.2 × 4 groups = 0.8 holders a unit, .* use a capacity of at least 0.25"),
+            r"0.2 × 4 groups = 0.8 holders per unit, .* use a capacity of at least 0.25"),
         ({"profile": [4, 2]}, (1, 1, 1), ConfigError,
-            "sdp.profile: 2 values are given for 3 units; give one number of holders a unit"),
+            "sdp.profile: 2 values are given for 3 units; give one number of holders per unit"),
         ({"profile": [5, 2]}, (1, 1), ConfigError, "sdp.profile: 5 holders are asked for, but sdp.groups is 4"),
         ({"profile": [4, 2], "capacity": 0.25}, (1, 1), ConfigError,
             r"sdp.profile: its mean is 3 .* set sdp.capacity to 0.75 or remove it"),

@@ -182,7 +182,7 @@ def test_profile_auto_is_the_best_rule_known() -> None:
             "sdp.capacity: 2 values are given for 4 groups; give one number, or one per group"),
         ({"capacity": [0.5, 0.5, 0.5, 0.0]}, ConfigError, "sdp.capacity: 0.0 is out of range"),
         ({"capacity": [0.2] * 4}, ConfigError,
-            "sdp.capacity: the values add up to 0.8 holders a unit, .* add up to at least 1"),
+            "sdp.capacity: the values add up to 0.8 holders per unit, .* add up to at least 1"),
         ({"capacity": [0.5, 1.0, 1.0, 1.0], "placement": "cyclic"}, ConfigError,
             'needs the same capacity for all groups; .* sdp.placement "balanced"'),
         ({"capacity": 0.3}, PlacementError,
@@ -190,7 +190,7 @@ def test_profile_auto_is_the_best_rule_known() -> None:
         ({"placement": {"layers.0": [0, 1], "layers.1": [1, 0], "layers.2": [2, 3], "layers.3": [3, 2]}},
             PlacementError,
             r"sdp.placement: groups \[0, 1\] and groups \[2, 3\] have no unit in common, although there are "
-            r"enough holders to connect all groups \(8, and 7 suffice\); give a unit holders in both"),
+            r"enough holders to connect all groups \(8, and 7 suffice\); give a unit holders in both sets"),
         ({"capacity": 0.6, "profile": [4, 2, 1, 1, 4], "placement": "random"}, PlacementError,
             "'layers.0' has .* have no room for it in 4 groups"),
     ],

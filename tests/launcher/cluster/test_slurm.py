@@ -70,7 +70,7 @@ def test_binary_events_and_a_fifo_among_the_files(capsys: pytest.CaptureFixture[
     (folder / "events").unlink()
     os.mkfifo(folder / "events")
     assert main(words) == 2
-    assert "submitted no job" in capsys.readouterr().err
+    assert "no job was submitted" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
@@ -118,7 +118,7 @@ def test_steps_in_the_accounting(
 
 def test_no_job(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     assert main(["launch", "--launcher", "slurm", "--status", str(tmp_path)]) == 2
-    assert "submitted no job for it" in capsys.readouterr().err
+    assert "no job was submitted" in capsys.readouterr().err
     assert main(["launch", "--launcher", "slurm", "--status", str(tmp_path), "run.json"]) == 2
     assert "--status starts nothing" in capsys.readouterr().err
 

@@ -88,7 +88,7 @@ def test_the_table_says_what_fits_and_nothing_of_losses(path: Path, capsys: pyte
     )
     without = _run(capsys, path, "--compare")
     assert " fits " not in without.splitlines()[2] and " fits " in printed.splitlines()[2]
-    assert "The plan does not say what each way learns." in without
+    assert "The plan does not say which loss each row reaches." in without
 
 
 def test_a_dense_configuration_gets_groups() -> None:

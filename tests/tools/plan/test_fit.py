@@ -87,7 +87,7 @@ def machine(world: int) -> Machine:
 
 
 def all_layouts(config: Config, ranks: int, samples: int, micro: int) -> Iterator[Config]:
-    """Every layout of so many ranks a group, none left out."""
+    """Every layout of so many ranks per group, none left out."""
     for tp, mode in product((1, 2, 4), ("none", "selective", "full")):
         for stage in (0,) if tp == ranks else (1, 2, 3) if tp < ranks else ():
             yield Choice(ranks, tp, stage, mode, *own_share(samples, micro, 2 * ranks // tp)).applied(config)
@@ -123,7 +123,7 @@ def test_nothing_of_its_ranks_is_faster_and_no_fewer_fit(once: Planner) -> None:
             assert fit.plan.seconds == min(
                 plan.seconds for plan in fitting if not any(dominates(other, plan) for other in fitting)
             )
-    with pytest.raises(ConfigError, match="no layout of up to 2 ranks a group fits"):
+    with pytest.raises(ConfigError, match="no layout of up to 2 ranks per group fits"):
         find_fit(config, peaks[0] - 1, machine, 4, bounded=True)
 
 
@@ -176,11 +176,11 @@ def test_every_layout_that_was_tried_is_listed(config: Path, capsys: pytest.Capt
     lines = capsys.readouterr().out.splitlines()
     tried = [line for line in lines if line.startswith("tried: ")]
     assert tried[0].startswith(
-        "tried: 1 rank a group (fsdp 1 × tp 1), ZeRO stage 0, activation checkpointing full: does not fit: the peak is"
+        "tried: 1 rank per group (fsdp 1 × tp 1), ZeRO stage 0, activation checkpointing full: does not fit: the peak "
     )
     assert tried[0].endswith(", 1 B too much")
     (chosen,) = (line for line in lines if line.startswith("chosen: "))
-    assert chosen.startswith("chosen: 2 ranks a group (")
+    assert chosen.startswith("chosen: 2 ranks per group (")
     assert {line.partition("(")[2].partition(")")[0] for line in tried[1:]} == {"fsdp 2 × tp 1", "fsdp 1 × tp 2"}
     assert f"tried: {chosen.removeprefix('chosen: ').partition(': ')[0]}: fits: the peak is" in "\n".join(tried)
 
@@ -205,7 +205,7 @@ def test_tensor_parallel_ranks_stay_inside_a_node(config: Path, capsys: pytest.C
 
 
 def test_the_fewest_ranks_that_share_the_samples(once: Planner) -> None:
-    """Four ranks a group where two do not fit. One rank a node: tensor parallelism, which would
+    """Four ranks per group where two do not fit. One rank a node: tensor parallelism, which would
     need less, is refused.
     """
 
@@ -273,7 +273,7 @@ def test_a_stated_degree_of_three_is_tried() -> None:
         "model": LLAMA | {"vocab_size": 513, "hidden_size": 48, "num_attention_heads": 3, "intermediate_size": 96},
         "tensor_parallel": {"autotp_size": 3},
     }
-    with pytest.raises(ConfigError, match=r"no layout of up to 3 ranks .*; closest: 3 ranks a group \(fsdp 1 × tp 3\)"):
+    with pytest.raises(ConfigError, match=r"no layout of up to 3 ranks .*; closest: 3 ranks per group \(fsdp 1 × "):
         find_fit(
             load_config(CONFIG | three), 3e5, lambda world: replace(machine(world), slots=(world,)), 6, bounded=True
         )
@@ -282,7 +282,7 @@ def test_a_stated_degree_of_three_is_tried() -> None:
 def test_nothing_fits(config: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["plan", str(config), "--device-memory", "10kB", "--fit", "--world", "4"]) == 2
     error = capsys.readouterr().err
-    assert "no layout of up to 2 ranks a group fits 10.00 kB; closest: 2 ranks a group" in error
+    assert "no layout of up to 2 ranks per group fits 10.00 kB; closest: 2 ranks per group" in error
     assert "the state alone is" in error
     less = error.partition("what would need less memory: ")[2]
     assert less
@@ -295,7 +295,7 @@ def test_a_hostfile_bounds_what_is_tried(config: Path, tmp_path: Path, capsys: p
     hosts.write_text("a slots=6\n")
     search = ["plan", str(config), "--hostfile", str(hosts), "--device-memory", "10kB", "--fit"]
     assert main(search) == 2
-    assert "no layout of up to 3 ranks a group fits" in capsys.readouterr().err
+    assert "no layout of up to 3 ranks per group fits" in capsys.readouterr().err
     hosts.write_text("a slots=1\n")
     assert main(search) == 2
     assert "--fit: 1 ranks are fewer than sdp.groups 2" in capsys.readouterr().err

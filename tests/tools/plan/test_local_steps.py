@@ -103,6 +103,6 @@ def test_fit_counts_anchors_and_outer_state(capsys: pytest.CaptureFixture[str]) 
         settings = [*SMALL, f"sdp.sync={sync}", "activation_checkpointing.mode=none"]
         assert main(["plan", str(QUICKSTART), *options, "--set", *settings]) == 0
         printed.append(capsys.readouterr().out)
-    tried = "1 rank a group (fsdp 1 × tp 1), ZeRO stage 0, activation checkpointing none: "
+    tried = "1 rank per group (fsdp 1 × tp 1), ZeRO stage 0, activation checkpointing none: "
     assert f"{tried}fits" in printed[0]
     assert f"{tried}does not fit" in printed[1]

@@ -41,7 +41,7 @@ class Checkpointer:
     ):
         self._engine, self._dump_dir, self.directory, self._beat = engine, dump_dir, directory, beat
         self._client_state, self._recalibrated = client_state, recalibrated
-        self._failures = 0  # saves in a row that failed
+        self._failures = 0  # consecutive saves that failed
         self._is_saving = False  # whether a save in the background has not been waited for
         self._has_directory = False  # whether this run has made or seen its directory of checkpoints
 
@@ -82,7 +82,7 @@ class Checkpointer:
         If that fails, the run goes on.
 
         Raises:
-            CheckpointError: ``training.max_failed_saves`` checkpoints in a row failed.
+            CheckpointError: ``training.max_failed_saves`` consecutive checkpoints failed.
         """
         self.settle(block=True)
         self._end_after_failures()

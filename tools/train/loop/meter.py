@@ -209,7 +209,7 @@ NOMINAL_TFLOPS = {
 
 
 def nominal_flops(device: torch.device, precision: str) -> float | None:
-    """Return the dense peak of ``device`` in its data sheet, in operations a second.
+    """Return the dense peak of ``device`` in its data sheet, in operations per second.
 
     Returns None on a CPU, in float32, and for a device that is not in the table.
     """
