@@ -61,7 +61,7 @@ def find_blocks(model: nn.Module) -> set[str]:
         found = _lone_blocks(model)
     if not found:
         raise ModelError(
-            'sdp.units: "auto" finds no ModuleList or Sequential with two or more blocks of one class in a row; '
+            'sdp.units: "auto" finds no ModuleList or Sequential with two or more neighbours of one class; '
             'name the residual blocks by patterns, for example ["encoder.layers.*"]'
         )
     return found

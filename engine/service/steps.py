@@ -281,7 +281,7 @@ class ServedSteps:
         """Wait for the average under way, and continue from the averaged weights. Collective.
 
         If the group was late, the service may have averaged more fragments (parts of the model).
-        Then all of these averages are fetched, and they replace what the group itself has learned.
+        Then the averages of all these fragments replace the group's own weights.
         """
         assert self._under_way is not None, "a delivery is started before it arrives"
         (fragment, before, sending), self._under_way = self._under_way, None
